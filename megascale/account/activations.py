@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from megascale.account.attended import expected_documents
 from megascale.catalog.layers import NORMS
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import RECIPES
@@ -41,8 +42,9 @@ class UnitBytes(NamedTuple):
 class ActivationSizes:
     """Sizes shared by all units. `tokens` of a micro-batch, `local` in the rank's residual stream, fewer if sequence
     parallelism has `cut` the stream. Bytes of an element: `compute` dtype, `wide` accumulation dtype (`narrow`: compute
-    < wide). Bytes of the residual stream: `full` for all tokens, `stream` for local ones, `gathered` by an all-gather;
-    with dropout the gradient of a residual `branch`, and the `mask`.
+    < wide). `documents`: their expected lengths in a row with a document mask. Bytes of the residual stream: `full` for
+    all tokens, `stream` for local ones, `gathered` by an all-gather; with dropout the gradient of a residual `branch`,
+    and the `mask`.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -56,6 +58,7 @@ class ActivationSizes:
         self.full, self.stream = (tokens * m.hidden_size * self.compute for tokens in (self.tokens, self.local))
         self.gathered, self.branch = self.full if self.cut else 0, self.stream if m.dropout else 0
         self.mask = self.branch // self.compute  # a byte an element
+        self.documents = expected_documents(config) if config.data.mask == "document" else []
         rms, wide_stream = not NORMS[m.norm].facts["mean"], self.local * m.hidden_size * self.wide
         self.norm_saved = self.stream + self.local * self.wide * (1 if rms else 2)  # input and statistics
         copies = (4 if rms else 3) * wide_stream + (self.stream if rms else 0)
@@ -65,6 +68,13 @@ class ActivationSizes:
     def sharded(self, width: int) -> int:
         """Bytes of a tensor [tokens, width / tp]."""
         return self.tokens * width // self.tp * self.compute
+
+
+def angle_bytes(sizes: ActivationSizes) -> UnitBytes:
+    """Account for the rotary angles of a micro-batch with documents, which all of its layers share."""
+    m = sizes.model
+    tables = (1 if m.local_rope_theta is None else 2) if sizes.documents and m.position == "rope" else 0
+    return UnitBytes(tables * sizes.tokens * m.rotary_dim * sizes.wide, 0, 0)
 
 
 def block_bytes(sizes: ActivationSizes, block: blocks.BlockSpec, fp8: bool, recompute: RecomputePolicy) -> UnitBytes:
@@ -151,23 +161,28 @@ class _Parts:
 
     def attention(self, part: blocks.AttentionSpec) -> UnitBytes:
         """Account for attention: q, k, v, the result and a log-sum-exp per query; with a window, masks for blocks
-        of queries; with dropout, where scores are formed, weights before and after dropout, and k, v of every head.
+        of queries; with dropout, where scores are formed, weights before and after dropout, and k, v of every head;
+        with documents, a result for each and all of them together.
         """
         sizes, s = self.sizes, self.sizes.model.seq_length
         qkv, result = sizes.sharded(part.qkv_width), sizes.sharded(part.out_width)
         heads, weights = part.heads // sizes.tp, 0
         normed, forming = self.qk_norms(part)
-        apart = self.tensorwise or (part.window and not part.softcap)  # the result is not the next layer's saved input
+        # whether the result is not the next layer's saved input
+        apart = self.tensorwise or sizes.documents or (part.window and not part.softcap)
         tensors = qkv + normed + sizes.tokens * heads * sizes.wide + (result if apart else 0)
         if sizes.model.dropout:
             weights = sizes.micro * heads * s * s * sizes.compute
             capped = weights if part.softcap else 0
             tensors = qkv + normed + 2 * result + 2 * weights + capped + weights // sizes.compute + s * s
         elif part.softcap:
-            scores = QUERY_BLOCK * min(s, (part.window or s) + QUERY_BLOCK) * sizes.micro * heads * sizes.wide
+            longest = max(sizes.documents, default=s)
+            keys = min(longest, (part.window or longest) + QUERY_BLOCK)
+            scores = QUERY_BLOCK * keys * sizes.micro * heads * sizes.wide
             forming = max(forming, 4 * scores + qkv // sizes.compute * sizes.wide)
         elif part.window:
-            tensors += count_scores(s, part.window) * sizes.compute
+            masked = [length for length in sizes.documents or [s] if length > part.window]
+            tensors += sum(count_scores(length, part.window) for length in masked) * sizes.compute
         saved, recomputed = (qkv, tensors) if self.recompute.attention else (tensors, 0)
         forward = tensors - saved + 2 * weights + 2 * qkv  # before and after the rotation
         backward = recomputed + qkv + max((2 if recomputed else 1) * weights, forming)

@@ -5,6 +5,7 @@ counted by two conventions: `full`, s x s scores per head, as in Megatron-LM and
 causal mask. With a window of w keys, a query has w scores in `full` and w - w^2 / (2 s) on average in `causal`.
 For hidden size h, l layers, vocabulary V, f = 4 h and no grouped heads, `full` is 72 l h^2 (1 + s/(6 h) + V/(12 l h))
 per token (Narayanan et al. 2021). HFU counts recomputation (`hardware_flops`), MFU does not (`token_flops`, `mfu`).
+With a document mask only scores within documents count, in both conventions (`account.attended`).
 
 `rank_flops` counts executed FLOPs: also the padded vocabulary, keys masked inside a block of a window's queries, and
 the scores recomputed by the backward of fused attention.
@@ -14,13 +15,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megascale.account.attended import Scores, expected_documents, expected_scores, scores_per_token
 from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
 from megascale.layout.blocks import AttentionSpec, BlockSpec, block_spec, parts_of_type, skippable_rows, weight_numel
 from megascale.layout.chunks import stages_of
+from megascale.layout.document_lengths import count_document_scores
 from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy
 from megascale.layout.tensors import padded_vocab
-from megascale.layout.windows import count_scores
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,11 @@ class TokenFlops:
         return TokenFlops(*map(sum, zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
-def token_flops(model: ModelConfig) -> TokenFlops:
-    """Count the model FLOPs of training per token, in sequences of `seq_length`."""
-    total = TokenFlops(head_flops(model), 0.0, 0.0)
+def token_flops(model: ModelConfig, scores: Scores | None = None) -> TokenFlops:
+    """Count the model FLOPs of training per token. `scores`: per token, by default of sequences of `seq_length`."""
+    total, scores = TokenFlops(head_flops(model), 0.0, 0.0), scores or scores_per_token(model)
     for described in (block_spec(model, layer) for layer in range(model.num_layers)):
-        forward = forward_flops(model, described, weight_numel(described))
+        forward = forward_flops(described, weight_numel(described), scores)
         total += forward + forward + forward
     return total
 
@@ -61,26 +63,27 @@ def head_flops(model: ModelConfig) -> float:
     return 6 * model.hidden_size * model.vocab_size
 
 
-def hardware_flops(config: RunConfig) -> TokenFlops:
+def hardware_flops(config: RunConfig, scores: Scores | None = None) -> TokenFlops:
     """Count the FLOPs of training per token with activation recomputation: of attention, or with `full` of the block
-    without its last GEMM, whose result has no use in backward.
+    without its last GEMM, whose result has no use in backward. `scores`: per token, by default as the run expects them.
     """
-    layout, total = stages_of(config), token_flops(config.model)
+    scores = scores or expected_scores(config)
+    layout, total = stages_of(config), token_flops(config.model, scores)
     for stage in range(layout.count):
         recompute = recompute_policy(config.train, stage // layout.pp)
         for layer in layout.layers(stage) if recompute.full or recompute.attention else ():
             described = block_spec(config.model, layer)
-            total += forward_flops(config.model, described, recomputed(described, recompute))
+            total += forward_flops(described, recomputed(described, recompute), scores)
     return total
 
 
-def forward_flops(model: ModelConfig, described: BlockSpec, elements: int) -> TokenFlops:
+def forward_flops(described: BlockSpec, elements: int, scores: Scores) -> TokenFlops:
     """Count the forward FLOPs of a block per token: GEMMs with `elements` of weights, and attention."""
     full = causal = 0.0
     for part in parts_of_type(described, AttentionSpec):
-        keys, flops_per_key = part.window or model.seq_length, 2 * 2 * part.heads * part.head_dim
-        full += flops_per_key * keys
-        causal += flops_per_key * (keys - keys * keys / (2 * model.seq_length))
+        flops_per_key = 2 * 2 * part.heads * part.head_dim
+        full += flops_per_key * scores[part.window][0]
+        causal += flops_per_key * scores[part.window][1]
     return TokenFlops(2 * elements, full, causal)
 
 
@@ -106,14 +109,14 @@ def layer_flops(config: RunConfig, layer: int, recompute: RecomputePolicy) -> in
     """Count the FLOPs executed by one rank in a block, per micro-batch. Attention has two GEMMs in forward and four in
     backward, or five if fused, for the scores are recomputed.
     """
-    m, described = config.model, block_spec(config.model, layer)
+    m, described, lengths = config.model, block_spec(config.model, layer), expected_documents(config)
     total = 2 * m.seq_length * (3 * weight_numel(described) + recomputed(described, recompute))
     for part in parts_of_type(described, AttentionSpec):
         gemm = (
             2
             * part.heads
             * part.head_dim
-            * count_scores(m.seq_length, None if m.dropout else part.block_window(m.seq_length))
+            * (m.seq_length**2 if m.dropout else count_document_scores(lengths, part.block_window(m.seq_length)))
         )
         total += gemm * (2 + (4 if m.dropout else 5) + (2 if recompute.full or recompute.attention else 0))
     return config.batch.micro * total // config.parallel.tp

@@ -15,7 +15,14 @@ from functools import cache, lru_cache
 from itertools import chain
 from typing import Literal, NamedTuple
 
-from megascale.account.activations import ActivationSizes, UnitBytes, block_bytes, embedding_bytes, head_bytes
+from megascale.account.activations import (
+    ActivationSizes,
+    UnitBytes,
+    angle_bytes,
+    block_bytes,
+    embedding_bytes,
+    head_bytes,
+)
 from megascale.account.traffic import message_bytes, replicas
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.precisions import PRECISIONS
@@ -157,7 +164,9 @@ class _Job:
             layers = self._layout.layers(index)
             blocks = [self._block(self._numbers[layer], layer in self._fp8, recompute) for layer in layers]
             first, last = index == 0, index == self._layout.count - 1
-            chunks.append(([embedding_bytes(self._sizes)] if first else []) + blocks + ([head] if last else []))
+            begin = [] if chunk or not self._sizes.documents else [angle_bytes(self._sizes)]
+            begin += [embedding_bytes(self._sizes)] if first else []
+            chunks.append(begin + blocks + ([head] if last else []))
         return chunks
 
     def starts(self) -> list[int]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megascale.account.attended import expected_scores
 from megascale.account.flops import TokenFlops, hardware_flops, head_flops, mfu, token_flops
 from megascale.account.parameters import parameter_count
 from megascale.bench.quartiles import Quartiles
@@ -126,7 +127,7 @@ class MfuResult:
     @property
     def flops(self) -> TokenFlops:
         """Model FLOPs per token."""
-        return token_flops(self.config.model)
+        return token_flops(self.config.model, expected_scores(self.config))
 
     def utilisation_of(self, flops: TokenFlops, peak: Peak | None) -> dict[str, float | None]:
         """Utilisation of a peak by `flops` per token, in both conventions."""

@@ -54,7 +54,8 @@ def measure_mfu(
     device = detect_device()
     unsaved = {"every": 0, "memory_every": 0, "replicate": False}  # without memory for checkpoint copies
     checkpoint = config.checkpoint.model_copy(update=unsaved)
-    config = config.model_copy(update={"checkpoint": checkpoint})
+    whole = config.batch.model_copy(update={"rampup": None})
+    config = config.model_copy(update={"checkpoint": checkpoint, "batch": whole})
     init.init_distributed(rank, device)
     try:
         bench = _Bench(rank, device, steps, log)

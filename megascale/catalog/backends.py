@@ -30,7 +30,8 @@ class Requirement:
     None for other operations. `dtype`: torch's name. `dropout`: on attention weights. `tp`: tensor-parallel size.
     `granularity`: of FP8 scales (`catalog.recipes`), None without FP8. `columns`: row length of a norm or activation.
     `has_window`: some layers have a sliding window. `logit_softcap`, `attention_softcap`: the logits, or the scores of
-    attention, have a soft cap. `used`: the model contains the operation.
+    attention, have a soft cap. `used`: the model contains the operation. `document_mask`: attention stays within
+    documents, and positions restart.
     """
 
     variant: str | None
@@ -44,6 +45,7 @@ class Requirement:
     logit_softcap: bool = False
     attention_softcap: bool = False
     used: bool = True
+    document_mask: bool = False
 
     @classmethod
     def for_operation(
@@ -62,11 +64,16 @@ class Requirement:
         softcap = operation == "attention" and model.attention_softcap is not None
         return replace(requirement, attention_softcap=softcap, used=used.get(operation, True))
 
+    def with_documents(self) -> Requirement:
+        """Return the demands with `document_mask`."""
+        return replace(self, document_mask=True)
+
 
 UNSUPPORTED = {
     "dropout": "draws dropout of its own, which would depend on the layout",
     "logit_softcap": "has no soft cap of logits",
     "attention_softcap": "has no soft cap of scores",
+    "document_mask": "has no positions that restart within a row",
 }
 """Why a backend cannot run, by the feature whose fact on its card is False."""
 
@@ -75,8 +82,8 @@ def unmet_requirement(card: Card, requirement: Requirement) -> str | None:
     """Say which demand a backend does not meet, by the facts of its card; None if all are met.
 
     `variants`, `dtypes`, `granularities`: supported values, empty or absent for all. `dropout`, `tensor_parallel`,
-    `logit_softcap`, `attention_softcap`: False if unsupported; the last also if absent. `min_head_dim`, `max_head_dim`,
-    `max_columns`: limits. `window_only`: requires windows or a soft cap.
+    `logit_softcap`, `attention_softcap`, `document_mask`: False if unsupported; the soft cap of scores also if absent.
+    `min_head_dim`, `max_head_dim`, `max_columns`: limits. `window_only`: requires windows, a soft cap or documents.
     """
     facts = card.facts
     if facts.get("variants") and requirement.variant not in facts["variants"]:
@@ -91,7 +98,8 @@ def unmet_requirement(card: Card, requirement: Requirement) -> str | None:
             return reason
     if requirement.tp > 1 and not facts.get("tensor_parallel", True):
         return "communicates by itself, outside the event log, and supports only tp = 1"
-    if facts.get("window_only") and not (requirement.has_window or requirement.attention_softcap):
+    masked = requirement.has_window or requirement.attention_softcap or requirement.document_mask
+    if facts.get("window_only") and not masked:
         return "is for layers with a window, and there is none"
     return _exceeded_limit(facts, requirement)
 
@@ -150,7 +158,7 @@ _CARDS = {
         _card("te", "Transformer Engine's DotProductAttention", "te_attention:TEAttention", **_FLASH_FACTS),
         _card(
             "compile",
-            "torch's FlexAttention, compiled, for layers with a window or a soft cap",
+            "torch's FlexAttention, compiled, for layers with a window, a soft cap or documents",
             "flex:FlexAttention",
             dtypes=KERNEL_DTYPES,
             dropout=False,
@@ -162,7 +170,13 @@ _CARDS = {
     ],
     "rope": [
         _card("compile", "a formula, compiled by torch.compile", "rope:CompiledRope", ("rope",), dtypes=()),
-        _card("te", "Transformer Engine's kernel, and a concatenation with the values", "te:TERope", ("rope",)),
+        _card(
+            "te",
+            "Transformer Engine's kernel, and a concatenation with the values",
+            "te:TERope",
+            ("rope",),
+            document_mask=False,
+        ),
         _card("torch", "torch's operators", "rope:TorchRope", multi_pass=("rope",)),
     ],
     "norm": [

@@ -7,11 +7,13 @@ import json
 import sys
 from collections.abc import Iterator
 
+from megascale.account.attended import describe_documents
 from megascale.account.memory import fullest_rank
 from megascale.account.parameters import parameter_count
 from megascale.cli.argument_types import positive_int
 from megascale.cli.initial_model import compare_initial_model
 from megascale.cli.main import add_config_arguments
+from megascale.config.batch_rampup import samples_of_run
 from megascale.config.dataset_files import document_range, read_all_dataset_files, split_source
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
@@ -71,11 +73,21 @@ def data_summary(config: RunConfig) -> str:
         if isinstance(files, DataError):
             raise files
         tokens = files.tokens_in(*document_range(files.documents, fractions))
-        samples = config.train.steps * config.batch.total * weight / sum(weight for weight, _ in blend)
+        samples = samples_of_run(config) * weight / sum(weight for weight, _ in blend)
         total, epochs = total + tokens, max(epochs, samples / ((tokens - 1) // config.model.seq_length))
     count = f"{len(blend)} datasets" if len(blend) > 1 else "a dataset"
     most = " at most" if len(blend) > 1 else ""
-    return f"trains on {format_count(total)} tokens of {count}, {epochs:.3g} epochs{most}\n"
+    padding = f"; {share:.2%} of the tokens are padding" if (share := padding_share(config)) else ""
+    return f"trains on {format_count(total)} tokens of {count}, {epochs:.3g} epochs{most}{padding}\n"
+
+
+def padding_share(config: RunConfig) -> float:
+    """The share of padding in the training data, from the lengths of the documents; 0 if they are concatenated."""
+    if config.data.packing == "concat":
+        return 0.0
+    from megascale.data.mixture import Mixture  # imports numpy
+
+    return Mixture(config, "train").padding()
 
 
 def host_warnings(config: RunConfig) -> Iterator[str]:
@@ -97,13 +109,16 @@ def summary(config: RunConfig) -> str:
     """Describe the run in one line, and list the peak memory of the rank with the highest peak, by kind."""
     p, m = config.parallel, config.model
     layout = f"tp {p.tp}{' sp' if p.sp else ''} x pp {p.pp}{f' (vpp {p.vpp})' if p.vpp > 1 else ''} x dp {config.dp}"
-    tokens = config.batch.total * m.seq_length
+    tokens, whole = config.batch.total * m.seq_length, samples_of_run(config) * m.seq_length
     rank = fullest_rank(config)
     kinds = {**vars(rank), "total": rank.total}
+    rampup = " after the ramp-up" if config.batch.rampup else ""
+    documents = f"{text}\n" if (text := describe_documents(config)) else ""
     memory = "\n".join(f"  {kind:<12}{format_bytes(size):>10}" for kind, size in kinds.items())
     return (
         f"{config.name}: {format_count(parameter_count(m))} parameters, {layout} = {config.world_size} processes, "
-        f"{config.num_microbatches} micro-batches of {config.batch.micro}, {format_count(tokens)} tokens per step, "
-        f"{format_count(tokens * config.train.steps)} in {config.train.steps} steps: no mistakes found\n"
-        f"{data_summary(config)}memory of the fullest rank\n{memory}"
+        f"{config.num_microbatches} micro-batches of {config.batch.micro}, "
+        f"{format_count(tokens)} tokens per step{rampup}, "
+        f"{format_count(whole)} in {config.train.steps} steps: no mistakes found\n"
+        f"{data_summary(config)}{documents}memory of the fullest rank\n{memory}"
     )

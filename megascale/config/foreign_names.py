@@ -32,6 +32,7 @@ FOREIGN_KEYS = {
     "use_distributed_optimizer": "parallel.zero", "overlap_grad_reduce": "overlap.dp",
     "overlap_param_gather": "overlap.dp", "tp_comm_overlap": "overlap.tp", "micro_batch_size": "batch.micro",
     "local_batch_size": "batch.micro", "global_batch_size": "batch.global",
+    "rampup_batch_size": "batch.rampup",
     # train and optimizer
     "train_iters": "train.steps", "max_steps": "train.steps", "iterations": "train.steps", "dtype": "train.precision",
     "mixed_precision": "train.precision", "bf16": "train.precision", "fp16": "train.precision",
@@ -48,6 +49,7 @@ FOREIGN_KEYS = {
     # data, checkpoint and observe
     "data_path": "data.train", "train_data_path": "data.train", "dataset_path": "data.train", "dataset": "data.train",
     "blend": "data.train", "valid_data_path": "data.valid", "data_cache_path": "data.cache",
+    "reset_attention_mask": "data.mask", "reset_position_ids": "data.mask", "eod_mask_loss": "data.boundary_loss",
     "tokenizer_path": "data.tokenizer", "tokenizer_model": "data.tokenizer", "save_interval": "checkpoint.every",
     "interval": "checkpoint.every", "load": "checkpoint.resume", "initial_load_path": "checkpoint.resume",
     "resume_from": "checkpoint.resume", "save": "checkpoint.dir", "keep_latest_k": "checkpoint.keep",

@@ -13,6 +13,7 @@ from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import RECIPES
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config import stored
+from megascale.config.batch_rampup import full_batch_steps
 from megascale.config.finding import Finding, Rule
 from megascale.config.injection import parse_injection
 from megascale.config.run import RunConfig, model_parallel_size
@@ -227,6 +228,19 @@ def recompute_chunks(c: Any) -> Iterator[Finding]:
         yield Finding("train.recompute_chunks", "names a chunk twice", "remove the duplicate")
 
 
+def document_mask(c: Any) -> Iterator[Finding]:
+    """Check that keys of packing and of the document mask have an effect."""
+    d = c.data
+    if d.mock and d.packing != "concat":
+        yield Finding("data.packing", "has no effect on mock data", "remove the key")
+    given = {"boundary_loss": d.boundary_loss, "eod": d.eod is not None, "document_length": d.document_length}
+    for key in (key for key, value in given.items() if value and d.mask != "document"):
+        yield Finding(f"data.{key}", f"has no effect with mask = {d.mask}", "mask = document, or remove the key")
+    if d.eod is not None and d.eod >= c.model.vocab_size:
+        message = f"{d.eod} is no token of a vocabulary of {c.model.vocab_size}"
+        yield Finding("data.eod", message, "the id of the end-of-document token")
+
+
 def batch(c: Any) -> Iterator[Finding]:
     """Check that micro x dp divides the global batch."""
     dp = c.parallel.dp if isinstance(c.parallel.dp, int) else 1
@@ -238,6 +252,36 @@ def batch(c: Any) -> Iterator[Finding]:
             f"{c.batch.total} is not divisible by micro x dp = {c.batch.micro} x {dp}",
             f"{' or '.join(map(str, near))}",
         )
+
+
+def document_order(c: Any) -> Iterator[Finding]:
+    """Check that a file of the order of documents has one dataset, which is concatenated."""
+    d = c.data
+    if d.order is None:
+        return
+    for found, message, hint in (
+        (d.mock, "has no effect on mock data", "remove the key"),
+        (isinstance(d.train, list), "is the order of one dataset, and data.train is a blend", "a single dataset"),
+        (d.packing != "concat", f"has no effect with packing = {d.packing}", "packing = concat, or remove the key"),
+    ):
+        if found:
+            yield Finding("data.order", message, hint)
+            return
+
+
+def batch_rampup(c: Any) -> Iterator[Finding]:
+    """Check that the batch grows to batch.global in whole increments, each of which micro x dp divides."""
+    if c.batch.rampup is None:
+        return
+    start, increment, _ = c.batch.rampup
+    unit, key = c.batch.micro * (c.parallel.dp if isinstance(c.parallel.dp, int) else 1), "batch.rampup"
+    if start >= c.batch.total or (c.batch.total - start) % increment:
+        message = f"the batch does not grow from {start} by {increment} to batch.global = {c.batch.total}"
+        yield Finding(key, message, "[start, increment, samples] with a multiple of increment between start and global")
+    for name, size in (("start", start), ("increment", increment)):
+        if size % unit:
+            message = f"{name} {size} is not divisible by micro x dp = {unit}"
+            yield Finding(key, message, f"a multiple of {unit}")
 
 
 def skipped_samples(c: Any) -> Iterator[Finding]:
@@ -271,14 +315,15 @@ def learning_rate(c: Any) -> Iterator[Finding]:
     o = c.optimizer
     if o.min_lr > o.lr:
         yield Finding("optimizer.min_lr", f"{o.min_lr:g} is more than lr = {o.lr:g}", f"at most {o.lr:g}")
-    if o.warmup_steps >= c.train.steps:
-        yield Finding(
-            "optimizer.warmup_steps",
-            f"{o.warmup_steps} of train.steps = {c.train.steps}",
-            f"fewer than {c.train.steps}",
+    steps = full_batch_steps(c)
+    if o.warmup_steps >= steps:
+        of = f"train.steps = {c.train.steps}"
+        of = (
+            of if steps == c.train.steps else f"{steps} steps of batch.global, as many samples as {of} with the ramp-up"
         )
-    elif o.decay == "wsd" and (o.decay_steps or 0) > c.train.steps - o.warmup_steps:
-        steps_left = c.train.steps - o.warmup_steps
+        yield Finding("optimizer.warmup_steps", f"{o.warmup_steps} of {of}", f"fewer than {steps}")
+    elif o.decay == "wsd" and (o.decay_steps or 0) > steps - o.warmup_steps:
+        steps_left = steps - o.warmup_steps
         yield Finding("optimizer.decay_steps", f"{o.decay_steps} do not fit after the warm-up", f"at most {steps_left}")
 
 
@@ -289,6 +334,7 @@ def backends(c: Any) -> Iterator[Finding]:
     for operation, registry in BACKENDS.items():
         requested = getattr(c.backends, operation)
         requirement = Requirement.for_operation(operation, c.model, dtype, c.optimizer.name, c.parallel.tp, recipe)
+        requirement = requirement.with_documents() if c.data.mask == "document" else requirement
         if requested != AUTO and (reason := unmet_requirement(registry[requested], requirement)):
             yield Finding(f"backends.{operation}", f"{requested} {reason}", "auto, or another backend")
 
@@ -363,10 +409,13 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("train",), recompute),
     (("parallel", "train"), recompute_chunks),
     (("parallel", "batch"), batch),
+    (("parallel", "batch"), batch_rampup),
     (("model", "parallel", "batch", "train", "data"), counts),
     (("data",), skipped_samples),
-    (("train", "optimizer"), learning_rate),
-    (("model", "parallel", "train", "fp8", "optimizer", "backends"), backends),
+    (("data",), document_order),
+    (("model", "data"), document_mask),
+    (("batch", "train", "optimizer"), learning_rate),
+    (("model", "parallel", "train", "fp8", "optimizer", "backends", "data"), backends),
     *stored.RULES,
     (("launch", "checkpoint"), timeouts),
     (("nccl",), nccl_ctas),
@@ -401,3 +450,4 @@ def world_findings(c: RunConfig, world_size: int) -> Iterator[Finding]:
         return
     if not uneven:  # else the rule `batch` has reported
         yield from batch(c.resolve(world_size))
+        yield from batch_rampup(c.resolve(world_size))

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from megascale.catalog.tokenizers import TOKENIZERS
 from megascale.config.backends import BackendsConfig
+from megascale.config.batch_rampup import full_batch_steps
 from megascale.config.fault import FaultConfig
 from megascale.config.fp8 import Fp8Config
 from megascale.config.launch import LaunchConfig
@@ -100,8 +101,8 @@ class RunConfig(Section):
         dp = p.dp if isinstance(p.dp, int) else (world_size or model_parallel_size(p)) // model_parallel_size(p)
         schedule = p.schedule or ("interleaved_1f1b" if p.vpp > 1 else "1f1b")
         parallel = p.model_copy(update={"dp": dp, "schedule": schedule})
-        steps_after_warmup = self.train.steps - self.optimizer.warmup_steps
-        decay_steps = self.optimizer.decay_steps or max(min(self.train.steps // 10, steps_after_warmup), 1)
+        steps = full_batch_steps(self)
+        decay_steps = self.optimizer.decay_steps or max(min(steps // 10, steps - self.optimizer.warmup_steps), 1)
         optimizer = self.optimizer.model_copy(update={"decay_steps": decay_steps})
         resume = self.checkpoint.resume
         if resume not in ("auto", "never"):
@@ -147,6 +148,7 @@ def _absolute_data(data: DataConfig) -> DataConfig:
             "valid": absolute(data.valid),
             "tokenizer": data.tokenizer if data.tokenizer in TOKENIZERS.cards else _absolute(data.tokenizer),
             "cache": _absolute(data.cache),
+            "order": _absolute(data.order),
         }
     )
 

@@ -24,6 +24,12 @@ class BatchConfig(Section):
         alias="global", description="sequences in a step, over all ranks"
     )
 
+    rampup: Annotated[list[Count], Field(min_length=3, max_length=3)] | None = Field(
+        None,
+        description="[start, increment, samples]: the batch of the first step, which grows by increment to global, at "
+        "equal distances over the first samples of the run",
+    )
+
 
 class TrainConfig(Section):
     """`[train]`"""
@@ -110,6 +116,36 @@ class DataConfig(Section):
         [],
         description="ranges [start, stop] of the order of training samples, without stop, which the run leaves out; in "
         "ascending order",
+    )
+    packing: Literal["concat", "best_fit"] = Field(
+        "concat",
+        description="how documents fill samples: concat, end to end and cut at seq_length; best_fit, no document is "
+        "cut that fits, and padding fills a sample",
+    )
+    order: FilePath | None = Field(
+        None,
+        description="file of the order in which documents are concatenated and read, the same in every epoch: a .npy "
+        "of document numbers; default: shuffled",
+    )
+    mask: Literal["causal", "document"] = Field(
+        "causal",
+        description="what a token attends to: causal, all earlier tokens of its sample; document, those of its own "
+        "document, where positions restart too",
+    )
+    boundary_loss: bool = Field(
+        False,
+        description="with mask = document, count the loss of a document's first token, which the end of the document "
+        "before it predicts",
+    )
+    eod: NonNegativeInt | None = Field(
+        None,
+        description="with mask = document, a token that ends a document also within the documents of the dataset's "
+        "index",
+    )
+    document_length: Count | None = Field(
+        None,
+        description="with mask = document, expected tokens of a document, for estimates before a run and for mock "
+        "data; default: seq_length, which is the upper bound of the cost of attention",
     )
     mock: bool = Field(False, description="random tokens in place of data, to measure throughput")
 

@@ -76,6 +76,12 @@ def build_epoch_index(shape: IndexShape, lengths: np.ndarray, seed: int) -> Epoc
     return EpochIndex(documents, starts, order)
 
 
+def build_ordered_index(shape: IndexShape, lengths: np.ndarray, documents: np.ndarray) -> EpochIndex:
+    """Build the index of an epoch with `documents` in their order, i32, and with the samples as they follow."""
+    order = np.arange(shape.samples, dtype=shape.order_dtype)
+    return EpochIndex(documents, _sample_starts(shape, lengths, documents), order)
+
+
 def _sample_starts(shape: IndexShape, lengths: np.ndarray, documents: np.ndarray) -> np.ndarray:
     """The place of token i * seq_length of the concatenated documents, for each sample i and the end of the last."""
     starts = np.empty((shape.samples + 1, 2), dtype=np.int32)

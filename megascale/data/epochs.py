@@ -11,14 +11,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from megascale.config.dataset_files import DatasetFiles, SplitName, document_range, read_dataset_files
+from megascale.config.dataset_files import (
+    PREPARE_AGAIN_HINT,
+    DatasetFiles,
+    SplitName,
+    document_range,
+    read_dataset_files,
+)
 from megascale.config.run import RunConfig, dataset_prefixes
 from megascale.core.errors import DataError
 from megascale.core.seeds import seed_of
+from megascale.data.best_fit_index import BestFitShape, best_fit_shape
 from megascale.data.block_cache import BlockCache
+from megascale.data.document_order import order_identity
 from megascale.data.epoch_index import EpochIndex, IndexShape
 from megascale.data.index_builder import build_in_background
 from megascale.data.index_files import IndexKey, open_index
@@ -96,7 +105,13 @@ class EpochDataset:
                 f"fewer than one sample of {length} + 1",
                 hint="more data, another data.split, or a shorter model.seq_length",
             )
-        return IndexShape(first, last, tokens, length)
+        shape = IndexShape(first, last, tokens, length)
+        if self._config.data.packing == "concat":
+            return shape
+        lengths = map_dataset(self.prefix, self._files, self._cache).lengths
+        if int(lengths[first:last].min(initial=0)) < 0:
+            raise DataError(f"{self.prefix}.idx is damaged: a document has a negative length", hint=PREPARE_AGAIN_HINT)
+        return best_fit_shape(shape, lengths)
 
     @property
     def epochs(self) -> int:
@@ -104,14 +119,15 @@ class EpochDataset:
         return -(-self._expected // self.shape.samples)
 
     def read(self, index: int) -> np.ndarray:
-        """The tokens [s + 1] of a sample, i64. Samples never end."""
+        """The tokens [s + 1] of a sample, i64, or fewer and the rest is padding. Samples never end."""
         epoch, number = divmod(index, self.shape.samples)
         opened = self._epoch(epoch)
         try:
             tokens = opened.read(number)
         except (IndexError, ValueError) as error:
             raise self._changed(index, str(error)) from None
-        if len(tokens) != self.shape.seq_length + 1:
+        wanted = self.shape.seq_length + 1
+        if len(tokens) != wanted and not (isinstance(self.shape, BestFitShape) and 0 < len(tokens) < wanted):
             raise self._changed(index, f"its documents have {len(tokens)} tokens")
         return tokens
 
@@ -123,7 +139,9 @@ class EpochDataset:
     def index_key(self, epoch: int) -> IndexKey:
         """The index of an epoch. The seed is numpy's, which are u32."""
         seed = seed_of(self._config.train.seed, "epoch", epoch) % 2**32
-        dataset = {"prefix": self.prefix, "version": self._files.versions[0]}
+        dataset: dict[str, Any] = {"prefix": self.prefix, "version": self._files.versions[0]}
+        if self._config.data.order and self._split == "train":
+            dataset["order"] = order_identity(self._config.data.order)
         return IndexKey(dataset, epoch, seed, self.shape)
 
     @cached_property

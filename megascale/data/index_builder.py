@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megascale.core.files import lock_to_build
+from megascale.data.best_fit_index import BestFitShape
 from megascale.data.epoch_index import IndexShape
 from megascale.data.index_files import IndexKey, open_dataset_of, write_index
 
@@ -47,7 +48,8 @@ def main() -> None:
     """Build the index of KEY; this process has its lock."""
     os.nice(NICENESS)
     facts = json.loads(sys.argv[2])
-    key = IndexKey(**(facts | {"shape": IndexShape(**facts["shape"])}))
+    shape = BestFitShape if "rows" in facts["shape"] else IndexShape
+    key = IndexKey(**(facts | {"shape": shape(**facts["shape"])}))
     path = Path(sys.argv[1]) / key.file_name
     if not path.exists():
         write_index(path, key, open_dataset_of(key, path.parent))

@@ -22,8 +22,10 @@ from megascale.config.dataset_files import read_dataset_files
 from megascale.core.errors import DataError
 from megascale.core.files import atomic_file, build_once
 from megascale.core.limits import os_error_hint
+from megascale.data.best_fit_index import BestFitIndex, BestFitShape, build_best_fit_index
 from megascale.data.block_cache import BlockCache
-from megascale.data.epoch_index import EpochIndex, IndexShape, build_epoch_index
+from megascale.data.document_order import read_order
+from megascale.data.epoch_index import EpochIndex, IndexShape, build_epoch_index, build_ordered_index
 from megascale.data.indexed_dataset import IndexedDataset, map_dataset
 
 FORMAT = "megascale epoch index 1"
@@ -39,7 +41,9 @@ small dataset may repeat thousands of times.
 
 @dataclass(frozen=True)
 class IndexKey:
-    """An index: `dataset` (its prefix, size and time of change), epoch, and the `seed` of its shuffles."""
+    """An index: `dataset` (its prefix, size and time of change; also those of `data.order`), epoch, and the `seed` of
+    its shuffles.
+    """
 
     dataset: Mapping[str, Any]
     epoch: int
@@ -116,6 +120,11 @@ def open_dataset_of(key: IndexKey, folder: Path) -> IndexedDataset:
 
 def _build(key: IndexKey, files: IndexedDataset) -> EpochIndex:
     files.check_places(key.shape.first, key.shape.last, key.shape.tokens)
+    if isinstance(key.shape, BestFitShape):
+        return build_best_fit_index(key.shape, files.lengths, key.seed)
+    if "order" in key.dataset:
+        documents = read_order(key.dataset["order"][0], key.shape.first, key.shape.last)
+        return build_ordered_index(key.shape, files.lengths, documents)
     return build_epoch_index(key.shape, files.lengths, key.seed)
 
 
@@ -134,6 +143,8 @@ def _map(path: Path, key: IndexKey) -> EpochIndex:
     documents, starts, order = (
         memory[start : start + count * np.dtype(dtype).itemsize].view(dtype) for start, count, dtype in places
     )
+    if isinstance(key.shape, BestFitShape):
+        return BestFitIndex(documents, starts.reshape(-1, 2), order, key.shape.seq_length)
     return EpochIndex(documents, starts.reshape(-1, 2), order)
 
 

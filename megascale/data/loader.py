@@ -14,14 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megascale.config.batch_rampup import BatchSizes
 from megascale.data.mixture import Sample
+from megascale.ops.boundaries import Boundaries
 from megascale.parallel.microbatch import MicroBatch, StepBatch
 from megascale.parallel.rng import Dropout
 
@@ -30,6 +32,13 @@ class SampleSource(Protocol):
     """Samples by index, as a loader reads them: a Mixture or a MockMixture."""
 
     def __getitem__(self, index: int) -> Sample: ...
+
+
+class BoundarySource(Protocol):
+    """Document boundaries of samples by index, for stages that read no tokens."""
+
+    def positions(self, index: int) -> np.ndarray:
+        """The positions of a sample's tokens within their documents, with `data.mask = "document"`."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +60,9 @@ class BatchShape:
 
 
 class Loader:
-    """Loads the batches of a split on data-parallel rank `rank`. `samples` is None on ranks between the first and the
-    last pipeline stage, whose micro-batches carry no tokens. `fault_hook`: called before a batch is read.
+    """Loads the batches of a split on data-parallel rank `rank`. Between the first and the last pipeline stage
+    micro-batches carry no tokens: `samples` is None there. With a document mask `boundaries` is given instead: every
+    stage needs them. `sizes`: of batches during a ramp-up. `fault_hook`: called before a batch is read.
     """
 
     def __init__(
@@ -64,6 +74,8 @@ class Loader:
         dropout: float,
         seed: int,
         device: torch.device,
+        boundaries: BoundarySource | None = None,
+        sizes: BatchSizes | None = None,
     ) -> None:
         self._samples = samples
         self._shape = shape
@@ -71,6 +83,8 @@ class Loader:
         self._dropout = dropout
         self._seed = seed
         self._device = device
+        self._boundaries = boundaries
+        self._sizes = sizes
         self._prefetched: tuple[int, StepBatch] | None = None
         self.fault_hook: Callable[[], None] | None = None
 
@@ -81,7 +95,10 @@ class Loader:
             return prefetched[1]
         if self.fault_hook is not None:
             self.fault_hook()
-        parts = [self._micro_batch(consumed_samples, index) for index in range(self._shape.num_microbatches)]
+        shape = self._shape
+        if self._sizes is not None:
+            shape = replace(shape, global_batch=self._sizes.at(consumed_samples))
+        parts = [self._micro_batch(consumed_samples, index) for index in range(shape.num_microbatches)]
         return StepBatch([micro_batch for micro_batch, _ in parts], sum(loss_tokens for _, loss_tokens in parts))
 
     def prefetch(self, consumed_samples: int) -> None:
@@ -100,14 +117,18 @@ class Loader:
         indices = [consumed_samples + row for row in self._shape.rows(index, self._rank)]
         dropout = Dropout(self._dropout, self._seed, indices, self._device)
         if self._samples is None:
-            return MicroBatch(None, None, None, dropout), 0
+            rows = [self._boundaries.positions(number) for number in indices] if self._boundaries else []
+            found = Boundaries.from_positions(rows, self._device) if rows else None
+            return MicroBatch(None, None, None, dropout, found), 0
         samples = [self._samples[number] for number in indices]
         tokens, labels = self._to_device([s.tokens for s in samples]), self._to_device([s.labels for s in samples])
+        placed = [sample.positions for sample in samples if sample.positions is not None]
+        boundaries = Boundaries.from_positions(placed, self._device) if placed else None
         if all(sample.mask is None for sample in samples):
-            return MicroBatch(tokens, labels, None, dropout), labels.numel()
+            return MicroBatch(tokens, labels, None, dropout, boundaries), labels.numel()
         masks = [np.ones_like(s.labels) if s.mask is None else s.mask for s in samples]
         loss_tokens = sum(int(mask.sum()) for mask in masks)  # on the host: a sum on the device would synchronize
-        return MicroBatch(tokens, labels, self._to_device(masks), dropout), loss_tokens
+        return MicroBatch(tokens, labels, self._to_device(masks), dropout, boundaries), loss_tokens
 
     def _to_device(self, rows: list[np.ndarray]) -> Tensor:
         """Stack rows [s] to [s, b] on the device."""

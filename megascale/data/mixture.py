@@ -18,19 +18,25 @@ from megascale.config.run import RunConfig, dataset_prefixes
 from megascale.core.errors import DataError
 from megascale.core.readable import is_url
 from megascale.core.skipped_ranges import order_index
+from megascale.data.best_fit_index import BestFitShape
 from megascale.data.blend import MOST_AHEAD, Blend
+from megascale.data.document_mask import document_starts, label_mask, positions_in_documents
 from megascale.data.epochs import EpochDataset, SplitName
 from megascale.data.open_epochs import OpenEpochs
 from megascale.launch.host_limits import max_open_epochs
+from megascale.layout.document_lengths import equal_documents
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A training sample: tokens and labels [s], i64; mask [s] in {0, 1}, or None if every label counts in the loss."""
+    """A training sample: tokens and labels [s], i64; mask [s] in {0, 1}, or None if every label counts in the loss;
+    positions [s], i64, of tokens within their documents with `data.mask = "document"`, -1 for padding, otherwise None.
+    """
 
     tokens: np.ndarray
     labels: np.ndarray
     mask: np.ndarray | None
+    positions: np.ndarray | None = None
 
 
 class Mixture:
@@ -53,6 +59,8 @@ class Mixture:
             for number, prefix in enumerate(prefixes)
         ]
         self._vocab = config.model.vocab_size
+        self._data = config.data
+        self._length = config.model.seq_length
 
     def check(self) -> None:
         """Open the headers of all datasets.
@@ -85,27 +93,74 @@ class Mixture:
 
     def __getitem__(self, index: int) -> Sample:
         dataset, number = self.locate(index)
-        tokens = dataset.read(number)
+        tokens = self._checked(index, dataset, dataset.read(number))
+        filled, wanted = len(tokens), self._length + 1
+        tokens = tokens if filled == wanted else np.pad(tokens, (0, wanted - filled))
+        within = self._data.mask == "document"
+        starts = self._starts(dataset, number, tokens) if within else np.zeros(1, dtype=np.int64)
+        positions = positions_in_documents(starts, self._length, filled) if within else None
+        mask = label_mask(starts[:1] if self._data.boundary_loss else starts, self._length, filled)
+        return Sample(tokens[:-1], tokens[1:], mask, positions)
+
+    def _checked(self, index: int, dataset: EpochDataset, tokens: np.ndarray) -> np.ndarray:
+        """Raises: DataError for a token outside the model's vocabulary"""
         smallest, largest = int(tokens.min()), int(tokens.max())
         if smallest < 0 or largest >= self._vocab:
             odd = smallest if smallest < 0 else largest
             what = f"sample {index}, from {dataset.prefix}, has token {odd}; model.vocab_size is {self._vocab}"
             wider = "" if smallest < 0 else f"a vocabulary of at least {largest + 1}, or "
             raise DataError(what, hint=f"{wider}data that this model's tokenizer has prepared")
-        return Sample(tokens[:-1], tokens[1:], None)
+        return tokens
+
+    def positions(self, index: int) -> np.ndarray:
+        """The positions of a sample's tokens within their documents [s], i64, for stages that need no tokens."""
+        if self._data.eod is not None:
+            positions = self[index].positions
+            assert positions is not None, "only a document mask asks for positions"
+            return positions
+        dataset, number = self.locate(index)
+        filled = sum(piece.stop - piece.start for piece in dataset.pieces(number))
+        return positions_in_documents(self._starts(dataset, number), self._length, filled)
+
+    def _starts(self, dataset: EpochDataset, number: int, tokens: np.ndarray | None = None) -> np.ndarray:
+        lengths = [piece.stop - piece.start for piece in dataset.pieces(number)]
+        return document_starts(lengths, tokens, self._data.eod)
+
+    def padding(self) -> float:
+        """The share of padding in the tokens of samples; no tokens are read for it."""
+        shapes = (dataset.shape for dataset in self.datasets)
+        return sum(
+            share * shape.padding
+            for share, shape in zip(self.shares, shapes, strict=True)
+            if isinstance(shape, BestFitShape)
+        )
 
 
 class MockMixture:
-    """Uniformly random tokens for speed measurements. The random generator of sample i is seeded with (seed, i)."""
+    """Uniformly random tokens for speed measurements. The random generator of sample i is seeded with (seed, i). With
+    `data.mask = "document"`, documents of `data.document_length` tokens fill the sample.
+    """
 
     def __init__(self, config: RunConfig, split: SplitName) -> None:
         self._seed = (config.train.seed << 1) + (split == "valid")
         self._shape = (config.model.seq_length + 1,)
         self._vocab = config.model.vocab_size
+        self._mask: np.ndarray | None = None
+        self._positions: np.ndarray | None = None
+        if config.data.mask == "document":
+            length = config.model.seq_length
+            starts = document_starts(equal_documents(length, config.data.document_length))
+            self._positions = positions_in_documents(starts, length)
+            self._mask = None if config.data.boundary_loss else label_mask(starts, length)
 
     def __getitem__(self, index: int) -> Sample:
         ids = np.random.default_rng((self._seed, index)).integers(self._vocab, size=self._shape)
-        return Sample(ids[:-1], ids[1:], None)
+        return Sample(ids[:-1], ids[1:], self._mask, self._positions)
+
+    def positions(self, index: int) -> np.ndarray:
+        """The positions of a sample's tokens within their documents [s], i64."""
+        assert self._positions is not None, "only a document mask asks for positions"
+        return self._positions
 
 
 def build_mixture(config: RunConfig, split: SplitName, expected: int = 0) -> Mixture | MockMixture:

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from megascale.config.batch_rampup import batch_sizes, samples_of_run
 from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
 from megascale.data.epochs import Piece
@@ -31,7 +32,7 @@ def samples_of_step(config: RunConfig, step: int) -> list[ReadSample]:
     if config.data.mock:
         raise DataError("mock data has no documents", hint="a run with data.train")
     first, count = step_range(config, step)
-    mixture = Mixture(config, "train", config.train.steps * config.batch.total)
+    mixture = Mixture(config, "train", samples_of_run(config))
     found = []
     for sample in range(first, first + count):
         dataset, number = mixture.locate(sample)
@@ -47,6 +48,12 @@ def step_range(config: RunConfig, step: int) -> tuple[int, int]:
     recorded = {0: 0} | _recorded_samples(config.folder / "metrics.jsonl")
     before = max(number for number in recorded if number < step)
     after = min((number for number in recorded if number >= step), default=None)
+    sizes = batch_sizes(config)
+    if recorded[before] < sizes.samples:  # a ramp-up is arithmetic
+        first = recorded[before]
+        for _ in range(step - 1 - before):
+            first += sizes.at(first)
+        return first, sizes.at(first)
     batch = config.batch.total
     if after is not None:
         batch = (recorded[after] - recorded[before]) // (after - before)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from megascale.catalog.layers import NORMS
 from megascale.core.label import Label
 from megascale.model.modules import LayerContext, Linear, Norm
-from megascale.ops.rope import layer_rope, rope_table
+from megascale.ops.boundaries import Boundaries
+from megascale.ops.rope import layer_rope, rope_at, rope_table
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Recomputation, recompute_in_backward
 from megascale.parallel.sharded_norm import sharded_rms_norms
@@ -62,14 +63,20 @@ class Attention(nn.Module):
         angles = None
         if model.position == "rope":
             wide = torch.promote_types(qkv.dtype, torch.float32)
-            angles = rope_table(s, layer_rope(model, self._index), wide, qkv.device)
+            rope = layer_rope(model, self._index)
+            angles = rope_table(s, rope, wide, qkv.device)
+            if batch.boundaries is not None:
+                angles = rope_at(batch.boundaries, rope, angles)
         first = self._tp.index * self._heads
         keep = batch.dropout.attention_keep_mask(self._place, range(first, first + self._heads), s)
         heads = qkv.view(s, b, -1, model.head_dim)
-        if self.q_norm is None or self.k_norm is None:
-            return self._rope_and_attend([heads], angles, keep)
-        q, k, v = heads.split(self._counts, dim=2)
-        return self._rope_and_attend([*self._normalize(q, self.q_norm, k, self.k_norm), v], angles, keep)
+        parts = [heads]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k, v = heads.split(self._counts, dim=2)
+            parts = [*self._normalize(q, self.q_norm, k, self.k_norm), v]
+        if batch.boundaries is not None:  # not compiled: a graph would be compiled for the documents of every row
+            return self.rope_and_attend(parts, angles, keep, batch.boundaries)
+        return self._rope_and_attend(parts, angles, keep)
 
     def _normalize(self, q: Tensor, q_norm: Norm, k: Tensor, k_norm: Norm) -> tuple[Tensor, Tensor]:
         """Normalize q and k [s, b, heads, head_dim]: every head, or all heads of all tp ranks together."""
@@ -84,7 +91,11 @@ class Attention(nn.Module):
         return normed[0].view_as(q), normed[1].view_as(k)
 
     def rope_and_attend(
-        self, parts: Sequence[Tensor], angles: tuple[Tensor, Tensor] | None, keep: Tensor | None
+        self,
+        parts: Sequence[Tensor],
+        angles: tuple[Tensor, Tensor] | None,
+        keep: Tensor | None,
+        boundaries: Boundaries | None = None,
     ) -> Tensor:
         """Rotate q and k by `angles`, and attend with the dropout mask `keep`: the compiled part of core attention.
 
@@ -96,5 +107,5 @@ class Attention(nn.Module):
             parts = [*rotated, *parts[len(turned) :]]
         q, k, v = parts[0].split(self._counts, dim=2) if len(parts) == 1 else parts
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
-        out_bhsd = self._attend(q, k, v, self._window, keep, self._model.dropout)
+        out_bhsd = self._attend(q, k, v, self._window, keep, self._model.dropout, boundaries)
         return out_bhsd.permute(2, 0, 1, 3).flatten(2)

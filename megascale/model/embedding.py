@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from megascale.layout.tensors import TOKEN_EMBEDDING
 from megascale.model.modules import LayerContext, residual_dropout
+from megascale.ops.embedding_rows import lookup
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.vocabulary import VocabularyRange, vocab_parallel_embedding
 
@@ -33,8 +34,15 @@ class Embedding(nn.Module):
         if self.position is not None:
             rows = x_sbh.shape[0]
             first = self._tp.index * rows if rows < tokens_sb.shape[0] else 0
-            x_sbh = x_sbh + self.position[first : first + rows].unsqueeze(1)
+            x_sbh = x_sbh + self._positions(slice(first, first + rows), batch)
         return self._drop(x_sbh, batch)
+
+    def _positions(self, rows: slice, batch: MicroBatch) -> Tensor:
+        """The position embedding of rows of the sequence [rows, b or 1, h]."""
+        assert self.position is not None
+        if batch.boundaries is None:
+            return self.position[rows].unsqueeze(1)
+        return lookup(self.position, batch.boundaries.positions[rows])
 
 
 def _rounded(scale: float, dtype: torch.dtype) -> float:

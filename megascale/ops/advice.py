@@ -42,5 +42,8 @@ def _faster_backends(choice: BackendChoice, context: OpContext) -> list[str]:
 
 
 def _is_outdated(choice: BackendChoice, context: OpContext) -> bool:
-    """Return True for torch's attention if newer kernels are faster: with windows, or with an outdated kernel."""
-    return choice.backend == "torch" and (any(context.model.windows) or torch_attention_outdated(context))
+    """Return True for torch's attention if newer kernels are faster: with windows or documents, or with an outdated
+    kernel.
+    """
+    masked = any(context.model.windows) or context.document_mask
+    return choice.backend == "torch" and (masked or torch_attention_outdated(context))

@@ -13,29 +13,81 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megascale.layout.windows import QUERY_BLOCK, window_blocks
+from megascale.ops.boundaries import Boundaries
 from megascale.ops.select import NotByDefault, OpBackend, OpContext
 from megascale.ops.softcapped_attention import softcapped_attention
 
-Attend = Callable[[Tensor, Tensor, Tensor, int | None, Tensor | None, float], Tensor]
-"""Arguments: q [b, heads, s, d]; k, v [b, kv heads, s, d]; window, or None for full attention; bool mask of the
-attention weights surviving dropout, or None; dropout probability. Result: shape of q. The backend applies the scale
-and the soft cap of the model's scores.
-"""
+
+class Attend(Protocol):
+    """Core attention by a backend, which applies the scale and the soft cap of the model's scores."""
+
+    def __call__(
+        self,
+        q_bhsd: Tensor,
+        k_bhsd: Tensor,
+        v_bhsd: Tensor,
+        window: int | None,
+        keep: Tensor | None,
+        dropout: float,
+        boundaries: Boundaries | None = None,
+        /,
+    ) -> Tensor:
+        """Attend with q [b, heads, s, d] and k, v [b, kv heads, s, d]; result as q. `window`: None for full attention;
+        `keep`: bool mask of the attention weights surviving dropout, or None; `boundaries`: of the documents that
+        attention stays in, or None for whole rows.
+        """
 
 
 class TorchAttention(OpBackend):
     """torch's fused kernels, blockwise for a sliding window; with dropout, unfused with all scores in memory."""
 
     def build(self, context: OpContext) -> Attend:
-        model = context.model
-        return partial(causal_attention, scale=model.attention_scale, softcap=model.attention_softcap)
+        return torch_attend(context.model.attention_scale, context.model.attention_softcap)
+
+
+def torch_attend(scale: float | None = None, softcap: float | None = None) -> Attend:
+    """Attention by torch's kernels, in rows or within documents."""
+
+    def attend(
+        q_bhsd: Tensor,
+        k_bhsd: Tensor,
+        v_bhsd: Tensor,
+        window: int | None,
+        keep: Tensor | None,
+        dropout: float,
+        boundaries: Boundaries | None = None,
+    ) -> Tensor:
+        if boundaries is None:
+            return causal_attention(q_bhsd, k_bhsd, v_bhsd, window, keep, dropout, scale, softcap)
+        factor = q_bhsd.shape[-1] ** -0.5 if scale is None else scale
+        if keep is not None:
+            documents = boundaries.documents
+            mask = _causal_mask(q_bhsd, window) & (documents[:, None, :, None] == documents[:, None, None])
+            return _dropped_attention(q_bhsd, k_bhsd, v_bhsd, mask, keep, dropout, factor, softcap)
+        alone = partial(causal_attention, window=window, keep=None, dropout=0.0, scale=factor, softcap=softcap)
+        return _document_attention(q_bhsd, k_bhsd, v_bhsd, boundaries, alone)
+
+    return attend
+
+
+def _document_attention(
+    q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, boundaries: Boundaries, attend: Callable[..., Tensor]
+) -> Tensor:
+    """Attend document by document, so that scores between documents are not computed. A call of the kernel for each is
+    faster on a CPU than one for several short documents with a mask, down to 16 tokens a document.
+    """
+    outputs = []
+    for *row, lengths in zip(q_bhsd.split(1), k_bhsd.split(1), v_bhsd.split(1), boundaries.lengths, strict=True):
+        parts = zip(*(t.split(list(lengths), 2) for t in row), strict=True)
+        outputs.append(torch.cat([attend(*part) for part in parts], 2))
+    return torch.cat(outputs)
 
 
 def half_precision_unsupported(context: OpContext) -> str | None:
@@ -48,7 +100,8 @@ def half_precision_unsupported(context: OpContext) -> str | None:
 def not_by_default(context: OpContext, newer: bool) -> NotByDefault | None:
     """Say why auto prefers torch's attention. `newer`: the backend has kernels written for this GPU generation."""
     model = context.model
-    if any(model.windows) or model.attention_softcap or (newer and torch_attention_outdated(context)):
+    masked = any(model.windows) or model.attention_softcap or context.document_mask
+    if masked or (newer and torch_attention_outdated(context)):
         return None
     return NotByDefault("no layer has a window, and torch's kernels are as fast without windows")
 
@@ -91,15 +144,34 @@ def causal_attention(
             return sliding_attention(q_bhsd, k_bhsd, v_bhsd, window, scale=scale)
         shared = k_bhsd.shape[1] != q_bhsd.shape[1]
         return F.scaled_dot_product_attention(q_bhsd, k_bhsd, v_bhsd, is_causal=True, scale=scale, enable_gqa=shared)
+    mask = _causal_mask(q_bhsd, window)
+    return _dropped_attention(q_bhsd, k_bhsd, v_bhsd, mask, keep, dropout, scale, softcap)
+
+
+def _dropped_attention(
+    q_bhsd: Tensor,
+    k_bhsd: Tensor,
+    v_bhsd: Tensor,
+    mask: Tensor,
+    keep: Tensor,
+    dropout: float,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """Attend with all weights in memory, where bool `mask` [s, s] or [b, 1, s, s] is True; drop those not in `keep`."""
     groups = q_bhsd.shape[1] // k_bhsd.shape[1]
     k_bhsd, v_bhsd = (t.repeat_interleave(groups, 1) for t in (k_bhsd, v_bhsd))
     scores = (q_bhsd @ k_bhsd.mT) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    positions = torch.arange(s, device=scores.device)
-    mask = visible(positions, positions, window or s)
     weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
     return (weights * keep / (1 - dropout)) @ v_bhsd
+
+
+def _causal_mask(q_bhsd: Tensor, window: int | None) -> Tensor:
+    s = q_bhsd.shape[2]
+    positions = torch.arange(s, device=q_bhsd.device)
+    return visible(positions, positions, window or s)
 
 
 def visible(queries: Tensor, keys: Tensor, window: int) -> Tensor:

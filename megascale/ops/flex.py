@@ -1,5 +1,5 @@
-"""Sliding-window and soft-capped attention by FlexAttention (Dong et al. 2024). torch.compile generates a single kernel
-over the blocks of scores with unmasked elements.
+"""Attention in sliding windows, with a soft cap, or within documents by FlexAttention (Dong et al. 2024). torch.compile
+generates a single kernel over the blocks of scores with unmasked elements.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from megascale.ops import compiled
+from megascale.ops.boundaries import Boundaries
 from megascale.ops.core_attention import Attend, causal_attention, not_by_default
 from megascale.ops.library import TRITON
 from megascale.ops.select import OpContext
@@ -22,7 +23,7 @@ BLOCK = 128
 
 
 class FlexAttention:
-    """FlexAttention for layers with a window or a soft cap, torch's kernels for full attention."""
+    """FlexAttention for layers with a window, a soft cap or documents, torch's kernels for full attention."""
 
     def unsupported_reason(self, context: OpContext) -> str | None:
         if context.device.is_cpu:
@@ -35,7 +36,7 @@ class FlexAttention:
 
 
 def flex(attention: Callable[..., Any], scale: float | None = None, softcap: float | None = None) -> Attend:
-    """Wrap `flex_attention`, compiled or not. With a soft cap it also computes full attention."""
+    """Wrap `flex_attention`, compiled or not. With a soft cap or documents it also computes full attention."""
 
     def capped(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         assert softcap is not None
@@ -44,12 +45,21 @@ def flex(attention: Callable[..., Any], scale: float | None = None, softcap: flo
     score_mod = None if softcap is None else capped
 
     def attend(
-        q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, window: int | None, keep: Tensor | None, dropout: float
+        q_bhsd: Tensor,
+        k_bhsd: Tensor,
+        v_bhsd: Tensor,
+        window: int | None,
+        keep: Tensor | None,
+        dropout: float,
+        boundaries: Boundaries | None = None,
     ) -> Tensor:
         s = q_bhsd.shape[2]
-        if (window is None or window >= s) and softcap is None:
+        if boundaries is not None:
+            mask = document_block_mask(boundaries, min(window or s, s))
+        elif (window is None or window >= s) and softcap is None:
             return causal_attention(q_bhsd, k_bhsd, v_bhsd, None, keep, dropout, scale)
-        mask = block_mask(s, min(window or s, s), q_bhsd.device)
+        else:
+            mask = block_mask(s, min(window or s, s), q_bhsd.device)
         shared = k_bhsd.shape[1] != q_bhsd.shape[1]
         return attention(q_bhsd, k_bhsd, v_bhsd, score_mod=score_mod, block_mask=mask, scale=scale, enable_gqa=shared)
 
@@ -71,12 +81,40 @@ def block_mask(s: int, window: int, device: torch.device) -> BlockMask:
     visible = (first <= last[:, None]) & (last > first[:, None] - window)
     full = (last <= first[:, None]) & (first > last[:, None] - window)
     return BlockMask.from_kv_blocks(
-        *_block_lists(visible & ~full), *_block_lists(full), BLOCK_SIZE=BLOCK, mask_mod=mask, seq_lengths=(s, s)
+        *_block_lists((visible & ~full)[None, None]),
+        *_block_lists(full[None, None]),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=mask,
+        seq_lengths=(s, s),
     )
 
 
+def document_block_mask(boundaries: Boundaries, window: int) -> BlockMask:
+    """Classify blocks of scores under a window within documents, for each row of the micro-batch. All layers with this
+    window share the result.
+    """
+    documents, s = boundaries.documents, boundaries.length
+
+    def mask(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key > query - window) & (documents[b, key] == documents[b, query])
+
+    def classify() -> BlockMask:
+        first = torch.arange(0, s, BLOCK, device=documents.device)
+        last = first + BLOCK - 1
+        begins, ends = documents[:, first], documents[:, last.clamp(max=s - 1)]  # of blocks: documents ascend in a row
+        visible = (first <= last[:, None]) & (last > first[:, None] - window) & (begins[:, :, None] <= ends[:, None])
+        visible = visible & (ends[:, None] >= begins[:, :, None])
+        full = (last <= first[:, None]) & (first > last[:, None] - window) & (begins[:, None] == ends[:, :, None])
+        lists = *_block_lists((visible & ~full)[:, None]), *_block_lists(full[:, None])
+        return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=mask, seq_lengths=(s, s))
+
+    return boundaries.shared(("blocks", window), classify)
+
+
 def _block_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for bool [rows, columns] the count of True columns per row, and column indices with True columns first."""
+    """Return for bool [..., rows, columns] the count of True columns per row, and column indices with True columns
+    first.
+    """
     counts = blocks.sum(-1, dtype=torch.int32)
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
-    return counts[None, None], order.int()[None, None]
+    return counts, order.int()

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from megascale.config.model import ModelConfig
 from megascale.ops import compiled
+from megascale.ops.boundaries import Boundaries
 from megascale.ops.rope_scaling import scaled_frequencies
 from megascale.ops.select import NotByDefault, OpBackend, OpContext
 
 Rotate = Callable[[Tensor, int, Tensor, Tensor], Tensor]
 """Arguments: heads [s, b, n, d]; `turned`, the number of leading heads (queries and keys) to rotate, values being left
-alone; cos and sin [s, 1, 1, d / 2] for the first d elements of a head, whose dtype is the dtype of computation.
+alone; cos and sin [s, 1 or b, 1, d / 2] for the first d elements of a head, whose dtype is the dtype of computation.
 """
 
 Turn = Callable[[Tensor, int, Tensor, Tensor, float], Tensor]
@@ -55,6 +56,14 @@ def rope_table(s: int, rope: Rope, dtype: torch.dtype, device: torch.device) -> 
     frequencies, factor = scaled_frequencies(rope.d, rope.theta, s, dict(rope.scaling))
     angles = torch.outer(torch.arange(s, dtype=torch.float64), frequencies)[:, None, None, :]
     return (factor * angles.cos()).to(device, dtype), (factor * angles.sin()).to(device, dtype)
+
+
+def rope_at(boundaries: Boundaries, rope: Rope, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the rows of a `rope_table` at the positions of tokens within their documents [s, b, 1, d / 2]."""
+    cos, sin = table
+    return boundaries.shared(
+        (rope, cos.dtype), lambda: (cos[boundaries.positions].squeeze(2), sin[boundaries.positions].squeeze(2))
+    )
 
 
 class TorchRope(OpBackend):

@@ -36,7 +36,7 @@ class OpContext:
     """The model, layout and device that a backend must support.
 
     `dtype`: of activations; `tp`: tensor-parallel size; `compiled`: blocks run under torch.compile; `recipe`: the FP8
-    recipe (`catalog.recipes`) of linear layers, None without FP8.
+    recipe (`catalog.recipes`) of linear layers, None without FP8; `document_mask`: attention stays within documents.
     """
 
     model: ModelConfig
@@ -47,6 +47,7 @@ class OpContext:
     optimizer: str = "adamw"
     compiled: bool = False
     recipe: str | None = None
+    document_mask: bool = False
 
     @classmethod
     def from_config(cls, config: RunConfig, device: Device) -> OpContext:
@@ -54,7 +55,8 @@ class OpContext:
         dtype = getattr(torch, PRECISIONS[config.train.precision].facts["compute_dtype"])
         tp, optimizer = config.parallel.tp, config.optimizer.name
         recipe = config.fp8.recipe if config.train.precision == "fp8" else None
-        return cls(config.model, config.backends, dtype, device, tp, optimizer, config.train.compile, recipe)
+        within = config.data.mask == "document"
+        return cls(config.model, config.backends, dtype, device, tp, optimizer, config.train.compile, recipe, within)
 
     def requested_backend(self, operation: str) -> str:
         """Return the backend in `[backends]`. In a compiled block, auto means `compile` for fusible operations."""
@@ -74,7 +76,8 @@ class OpContext:
     def requirement(self, operation: str) -> Requirement:
         """Return the demands that cards answer from their facts, without a device."""
         dtype = str(self.dtype).removeprefix("torch.")
-        return Requirement.for_operation(operation, self.model, dtype, self.optimizer, self.tp, self.recipe)
+        requirement = Requirement.for_operation(operation, self.model, dtype, self.optimizer, self.tp, self.recipe)
+        return requirement.with_documents() if self.document_mask else requirement
 
 
 class OpBackend(Protocol):

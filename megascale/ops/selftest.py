@@ -17,6 +17,7 @@ from megascale.catalog.layers import NORMS
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.recipes import RECIPES
 from megascale.config.train import OptimizerConfig
+from megascale.ops.boundaries import Boundaries
 from megascale.ops.cross_entropy import Targets, no_reduce
 from megascale.ops.fp8 import Fp8Format, Quantized, ScaleGranularity, amax_to_scale, cast_to_fp8
 from megascale.ops.optimizer import Segment
@@ -152,10 +153,15 @@ def _attention(context: OpContext) -> list[Tensor]:
 
 
 def _attend(attend: Any, context: OpContext, leaves: list[Tensor]) -> Tensor:
-    """Attend within the model's smallest window, or a third of the sequence if smaller."""
-    windows = [window for window in context.model.windows if window]
-    window = min(*windows, max(1, leaves[0].shape[2] // 3)) if windows else None
-    return attend(*leaves, window, None, 0.0)
+    """Attend within the model's smallest window, or a third of the sequence if smaller; with a document mask within
+    three documents a row.
+    """
+    windows, (b, _, s, _) = [window for window in context.model.windows if window], leaves[0].shape
+    window = min(*windows, max(1, s // 3)) if windows else None
+    if not context.document_mask:
+        return attend(*leaves, window, None, 0.0)
+    starts = tuple(sorted({0, s // 3, s // 2}))
+    return attend(*leaves, window, None, 0.0, Boundaries((starts,) * b, s, leaves[0].device))
 
 
 def _norm(context: OpContext) -> list[Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megascale.ops.boundaries import Boundaries
 from megascale.ops.core_attention import Attend, half_precision_unsupported, not_by_default
 from megascale.ops.library import TE
 from megascale.ops.select import OpContext
@@ -37,14 +38,35 @@ class TEAttention:
 
 
 def te_attend(core: Callable[..., Any]) -> Attend:
-    """Wrap DotProductAttention: q [s, b, heads, d], k and v [s, b, kv heads, d], result [s, b, heads x d]."""
+    """Wrap DotProductAttention: q [s, b, heads, d], k and v [s, b, kv heads, d], result [s, b, heads x d]. With
+    documents, of rows laid end to end: q [b s, heads, d], k and v [b s, kv heads, d], result [b s, heads x d].
+    """
 
     def attend(
-        q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, window: int | None, keep: Tensor | None, dropout: float
+        q_bhsd: Tensor,
+        k_bhsd: Tensor,
+        v_bhsd: Tensor,
+        window: int | None,
+        keep: Tensor | None,
+        dropout: float,
+        boundaries: Boundaries | None = None,
     ) -> Tensor:
         b, heads, s, d = q_bhsd.shape
-        q, k, v = (t.permute(2, 0, 1, 3) for t in (q_bhsd, k_bhsd, v_bhsd))
         left = -1 if window is None else window - 1  # keys to the left of a query's own
-        return core(q, k, v, window_size=(left, 0)).view(s, b, heads, d).permute(1, 2, 0, 3)
+        if boundaries is None:
+            q, k, v = (t.permute(2, 0, 1, 3) for t in (q_bhsd, k_bhsd, v_bhsd))
+            return core(q, k, v, window_size=(left, 0)).view(s, b, heads, d).permute(1, 2, 0, 3)
+        ends, longest = boundaries.cu_seqlens, boundaries.longest
+        out = core(
+            *(t.transpose(1, 2).flatten(0, 1) for t in (q_bhsd, k_bhsd, v_bhsd)),
+            qkv_format="thd",
+            attn_mask_type="padding_causal",  # causal within each sequence
+            cu_seqlens_q=ends,
+            cu_seqlens_kv=ends,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            window_size=(left, 0),
+        )
+        return out.view(b, s, heads, d).transpose(1, 2)
 
     return attend

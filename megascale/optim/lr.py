@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megascale.catalog.decays import DECAYS
+from megascale.config.batch_rampup import BatchSizes
 from megascale.config.train import OptimizerConfig
 
 
@@ -22,6 +23,27 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[int], float]
         if step <= config.warmup_steps:
             return config.lr * step / config.warmup_steps
         fraction = curve(step - config.warmup_steps, after_warmup + 1, decay_steps)
+        return config.min_lr + (config.lr - config.min_lr) * fraction
+
+    return at
+
+
+def learning_rate_by_samples(config: OptimizerConfig, steps: int, sizes: BatchSizes) -> Callable[[int], float]:
+    """Return the learning rate as a function of the step for a run of `steps` with a batch ramp-up.
+
+    It is the function of samples that `learning_rate` is with `sizes.total` samples a step: `warmup_steps` and
+    `decay_steps` count in steps of the whole batch, which has fewer samples while the batch grows.
+    """
+    curve, unit, total = DECAYS[config.decay].load(), sizes.total, sizes.before_step(steps + 1)
+    warmup = config.warmup_steps * unit
+    decay_steps = config.decay_steps or max(total // unit // 10, 1)
+    decay = min((decay_steps + 1) * unit, total - warmup + unit) - 1
+
+    def at(step: int) -> float:
+        samples = sizes.before_step(step + 1)
+        if samples <= warmup:
+            return config.lr * samples / warmup
+        fraction = curve(samples - warmup, total - warmup + unit, decay)
         return config.min_lr + (config.lr - config.min_lr) * fraction
 
     return at

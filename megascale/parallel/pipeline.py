@@ -180,6 +180,8 @@ class _Execution:
             self._to_send[Kind.F, *key] = out.detach()
         if self._training:  # backward needs only the output's edge; a sent output is freed when its send completes
             self._saved[key] = (x, get_gradient_edge(out))
+        else:
+            self._batch.micro_batch(action.microbatch).release()
 
     def _backward(self, action: Action, *, is_last: bool) -> None:
         """Run a backward. `is_last`: the chunk's last before a reduction of its gradients."""
@@ -190,6 +192,8 @@ class _Execution:
         x, edge = self._saved.pop(key)
         self._p.buffers.prepare_backward(action.chunk, last=is_last)
         run_backward(edge, grad)
+        if not any(microbatch == action.microbatch for _, microbatch in self._saved):
+            self._batch.micro_batch(action.microbatch).release()
         if x is not None:
             assert x.grad is not None, "the chunk's output depends on its input"
             self._to_send[Kind.B, *key] = x.grad

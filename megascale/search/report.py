@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.table import Column, Table
 
+from megascale.account.attended import describe_documents
 from megascale.account.parameters import parameter_count
 from megascale.config.run import RunConfig
 from megascale.core.units import format_bytes, format_count, format_duration
@@ -53,6 +54,8 @@ def tables(plan: Plan, sweep: Sequence[Plan], tokens: float | None, cost: Failur
         f"{format_count(e.tokens_per_s)} tokens/s, {e.tokens_per_s / config.world_size:,.0f} a device, "
         f"MFU {e.mfu_full:.1%} full {e.mfu_causal:.1%} causal"
     )
+    if text := describe_documents(config):
+        yield text
     yield _memory_table(plan)
     shown = [(cause, seconds) for cause, seconds in e.causes.items() if seconds >= MIN_SHARE * e.step_s]
     rows = [(CAUSES[cause], f"{seconds:.4g}", f"{seconds / e.step_s:.1%}") for cause, seconds in shown]

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from megascale.catalog.schedules import SCHEDULES
+from megascale.config.batch_rampup import batch_sizes
 from megascale.config.rules import RULES, divisors
 from megascale.config.run import RunConfig
 
@@ -57,7 +58,7 @@ class Space:
         """Generate the legal layouts with these tp, in a fixed order. `lean`: only candidates for the lowest memory,
         with the smallest micro-batch and the most recomputation.
         """
-        total, pipelines = self.config.batch.total, self._pipelines
+        total, pipelines = batch_sizes(self.config).common, self._pipelines
         if lean:  # for every pp, vpp and schedule the last pipeline, with the most recomputation
             pipelines = list({pipeline[:-1]: pipeline for pipeline in pipelines}.values())
         for (tp, sp), (pp, vpp, schedule, recompute) in itertools.product(self._tensors(tps), pipelines):

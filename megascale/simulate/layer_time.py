@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Self
 
+from megascale.account.attended import expected_documents
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import RECIPES
 from megascale.config.run import RunConfig
@@ -158,8 +159,7 @@ class LayerTimes:
             case blocks.LinearGroup():
                 return self._linears(part, fp8)
             case blocks.AttentionSpec():
-                heads = self.config.batch.micro * part.heads // tp
-                seconds = self.kernels.attention(heads, m.seq_length, part.window, part.head_dim)
+                seconds = self._attention(self.config.batch.micro * part.heads // tp, part)
                 moved = self._passes(2 * self.tokens * part.qkv_width // tp)  # q, k, v transposed to [b, heads, s, d]
                 return moved + self._qk_norm(part) + PassTimes(*(Seconds(attention=pass_s) for pass_s in seconds))
             case blocks.ActivationSpec():
@@ -168,6 +168,17 @@ class LayerTimes:
                 return self._passes(2 * self.stream)
             case blocks.ResidualAdd():
                 return self._passes((7 if m.dropout else 3) * self.stream)
+
+    def _attention(self, heads: int, part: blocks.AttentionSpec) -> tuple[float, float]:
+        """Time the attention of `heads` in forward and backward, document by document; unfused with all scores."""
+        m, lengths = self.config.model, Counter(expected_documents(self.config))
+        if self.kernels.stack.attention == "unfused":
+            return self.kernels.attention(heads, m.seq_length, part.window, part.head_dim)
+        times = [
+            self.kernels.attention(count * heads, keys, min(part.window or keys, keys), part.head_dim)
+            for keys, count in lengths.items()
+        ]
+        return sum(forward for forward, _ in times), sum(backward for _, backward in times)
 
     def _qk_norm(self, part: blocks.AttentionSpec) -> PassTimes:
         """Time the norms of q and k, a read and a write each; over all heads with sums over tp."""

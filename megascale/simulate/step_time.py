@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
+from megascale.account.attended import expected_scores
 from megascale.account.flops import mfu, token_flops
 from megascale.account.traffic import mean_calls, message_bytes, replicas
 from megascale.catalog.optimizers import OPTIMIZERS
@@ -39,7 +40,8 @@ def estimate(config: RunConfig, hardware: Hardware, stack: Stack) -> Estimate:
     ended, without_pp, without_dp = map(parts.pipeline_s, (parts.times, without_messages, compute_only))
     step = parts.seconds(ended)
     causes = parts.causes(ended, min(ended, without_pp), min(ended, without_pp, without_dp))
-    tokens, flops = config.batch.total * config.model.seq_length / step, token_flops(config.model)
+    tokens = config.batch.total * config.model.seq_length / step
+    flops = token_flops(config.model, expected_scores(config))
     peak = hardware.device.peak_of("fp8" if config.train.precision == "fp8" else parts.layers.kernels.dtype)
     peak *= config.world_size / hardware.node.ranks_per_core(config.world_size)  # as training reports MFU
     return Estimate(step, tokens, mfu(flops.full, tokens, peak), mfu(flops.causal, tokens, peak), causes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 
@@ -16,13 +16,14 @@ from megascale.comm import symmetric_memory
 from megascale.comm.group import single_rank_group
 from megascale.comm.mesh import Mesh, open_mesh
 from megascale.comm.warm_up import warm_up
+from megascale.config.batch_rampup import batch_sizes, samples_of_run
 from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
 from megascale.core.event_ring import EventRing
 from megascale.core.flight_writer import FlightRecordWriter
 from megascale.core.rank import Rank
-from megascale.data.loader import BatchShape, Loader, SampleSource
-from megascale.data.mixture import Mixture, SplitName, build_mixture
+from megascale.data.loader import BatchShape, Loader
+from megascale.data.mixture import Mixture, MockMixture, SplitName, build_mixture
 from megascale.device import Device
 from megascale.layout.chunks import chunk_buckets, stages_of
 from megascale.layout.recompute_policy import recompute_policy
@@ -33,7 +34,7 @@ from megascale.model.transformer import Stage
 from megascale.ops import select
 from megascale.ops.select import OpContext
 from megascale.ops.wgrad import Wgrad
-from megascale.optim.lr import learning_rate
+from megascale.optim.lr import learning_rate, learning_rate_by_samples
 from megascale.optim.sharded import ShardedOptimizer
 from megascale.parallel.fp8_linear import Fp8State, build_linear_gemms
 from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
@@ -62,6 +63,7 @@ class Origin:
 class Run:
     """All objects of a run on one rank. A resume replaces `progress` and `origin`; other state is loaded in place.
 
+    `train_order`: the actions of a step of the whole batch, `order_of` those of a step with fewer samples.
     `hooks`: those of plug-ins before training, all hooks in training.
     """
 
@@ -75,6 +77,7 @@ class Run:
     optimizer: ShardedOptimizer
     pipeline: PipelineExecutor
     train_order: RankSchedule
+    order_of: Callable[[int], RankSchedule]
     valid_order: RankSchedule
     train_loader: Loader
     valid_loader: Loader | None
@@ -142,15 +145,28 @@ def build_rank_run(
         optimizer=optimizer,
         pipeline=build_pipeline(config, mesh, stages, buffers, dtypes, device.torch_device),
         train_order=build_order(config, mesh.coord.pp),
+        order_of=lru_cache(1)(lambda size: build_order(with_batch(config, size), mesh.coord.pp)),
         valid_order=build_order(config, mesh.coord.pp, training=False),
         train_loader=train,
         valid_loader=valid,
         valid_batches=valid_batches,
-        lr=learning_rate(config.optimizer, config.train.steps),
+        lr=build_learning_rate(config),
         checkpoints=Checkpoints(config, mesh, [optimizer, fp8_state], device),
         progress=Progress(),
         stop=stop,
     )
+
+
+def build_learning_rate(config: RunConfig) -> Callable[[int], float]:
+    """Return the learning rate as a function of the step."""
+    if config.batch.rampup is None:
+        return learning_rate(config.optimizer, config.train.steps)
+    return learning_rate_by_samples(config.optimizer, config.train.steps, batch_sizes(config))
+
+
+def with_batch(config: RunConfig, size: int) -> RunConfig:
+    """Return a configuration with a global batch of `size` sequences."""
+    return config.model_copy(update={"batch": config.batch.model_copy(update={"total": size})})
 
 
 def run_dtypes(config: RunConfig) -> Dtypes:
@@ -247,13 +263,23 @@ def build_loaders(config: RunConfig, mesh: Mesh, device: Device) -> tuple[Loader
 
 def _loader(config: RunConfig, split: SplitName, mesh: Mesh, device: Device, dropout: float) -> Loader:
     """Build the loader of a split. Rank 0 checks the data; the other ranks open what they read when they read it."""
-    samples: SampleSource | None = None
-    if mesh.coord.pp in (0, mesh.topology.pp - 1):
-        samples = build_mixture(config, split, config.train.steps * config.batch.total if split == "train" else 0)
+    samples: Mixture | MockMixture | None = None
+    reads_tokens = mesh.coord.pp in (0, mesh.topology.pp - 1)
+    if reads_tokens or config.data.mask == "document":
+        samples = build_mixture(config, split, samples_of_run(config) if split == "train" else 0)
     if mesh.rank == 0 and isinstance(samples, Mixture):
         samples.check()
     shape = BatchShape(config.batch.total, config.batch.micro, config.dp)
-    return Loader(samples, shape, mesh.coord.dp, dropout=dropout, seed=config.train.seed, device=device.torch_device)
+    return Loader(
+        samples if reads_tokens else None,
+        shape,
+        mesh.coord.dp,
+        dropout=dropout,
+        seed=config.train.seed,
+        device=device.torch_device,
+        boundaries=samples,
+        sizes=batch_sizes(config) if config.batch.rampup and split == "train" else None,
+    )
 
 
 def _evaluation_batches(config: RunConfig, mesh: Mesh) -> int:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megascale.account.attended import Scores
 from megascale.account.flops import hardware_flops, mfu, token_flops
 from megascale.catalog.accelerators import Peak
 from megascale.config.run import RunConfig
@@ -20,6 +21,7 @@ from megascale.trace.recorder import Recorder
 from megascale.trace.writers import JsonLinesWriter, MetricsWriter, TensorBoardWriter, TerminalWriter
 from megascale.train.cast_monitor import CastMonitor
 from megascale.train.hooks import Hook
+from megascale.train.score_totals import per_token, take_scores
 from megascale.train.step import is_logged_step
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ class Reporter:
         self, config: RunConfig, device: Device, peak: Peak | None, writers: Sequence[MetricsWriter], recorder: Recorder
     ) -> None:
         self._flops, self._hardware = token_flops(config.model), hardware_flops(config)
+        self._config = config
         self._world = config.world_size
         self._device = device
         self._peak = peak
@@ -48,7 +51,8 @@ class Reporter:
         self._cast_monitor = CastMonitor()
         self.outages = Outages()
         self._step_tokens = config.batch.total * config.model.seq_length  # processed tokens; the loss may mask some
-        self._steps = self._loss_tokens = 0
+        self._steps = self._loss_tokens = self._tokens = 0
+        self._scores: list[Scores] = []  # of each step, with a document mask
         self._seconds = 0.0
         self._started = time.perf_counter()
 
@@ -68,11 +72,19 @@ class Reporter:
         self._seconds += seconds
         self._steps += 1
         self._loss_tokens += result.loss_tokens
+        samples = result.totals.get("samples")  # with a batch ramp-up
+        self._tokens += self._step_tokens if samples is None else int(samples) * self._config.model.seq_length
+        if scores := take_scores(self._config.model, result.totals):
+            self._scores.append(scores)
         self._recorder.resolve_marks()
 
     def write_step(self, result: StepResult, progress: Progress, cast_stats: Mapping[str, CastStats]) -> None:
         """Write metrics over the steps since the last record. `cast_stats`: FP8 casts of this step, by tensor."""
-        speed, traffic = self._steps * self._step_tokens / self._seconds, self._recorder.take_traffic()
+        if self._scores:
+            scores = per_token(self._scores, self._tokens)
+            self._flops = token_flops(self._config.model, scores)
+            self._hardware = hardware_flops(self._config, scores)
+        speed, traffic = self._tokens / self._seconds, self._recorder.take_traffic()
         peak = self._peak.flops * self._world if self._peak else None
         self.write(
             StepMetrics(
@@ -97,7 +109,8 @@ class Reporter:
         )
         for warning in self._cast_monitor.update(cast_stats):
             self.write_message(f"WARNING: step {progress.step}: {warning}")
-        self._steps = self._loss_tokens = 0
+        self._steps = self._loss_tokens = self._tokens = 0
+        self._scores.clear()
         self._seconds = 0.0
 
     def write(self, record: MetricsRecord) -> None:

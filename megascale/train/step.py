@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megascale.config.batch_rampup import batch_sizes
 from megascale.config.train import TrainConfig
 from megascale.core.errors import NoLossTokensError
 from megascale.core.flight_layout import Phase
 from megascale.device import Mark
 from megascale.parallel.microbatch import StepBatch
 from megascale.train.finite_check import check_step_finite
+from megascale.train.score_totals import add_scores
 from megascale.train.step_totals import StepTotals
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ class StepResult:
 
     `loss`: mean per token. `grad_norm`: norm of the mean gradient before clipping. `totals`: sums over all ranks by
     name, such as "stops", the ranks with a stop request, "ranks_written" and "ranks_failed", the ranks that have
-    completed or failed their part of the save in progress, and the totals of hooks.
+    completed or failed their part of the save in progress, "samples" with a batch ramp-up, and the totals of hooks.
     """
 
     loss: float
@@ -60,10 +62,12 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
     NoLossTokensError if no label of the batch counts in the loss.
     """
     recorder, step = run.mesh.recorder, run.progress.step + 1
+    size = batch_sizes(run.config).at(run.progress.samples)
     recorder.step = step
     run.buffers.begin_step()
     run.fp8_state.begin_step(collect_stats=run.config.fp8.monitor and is_logged_step(run.config.train, step))
-    loss = run.pipeline.run_actions(run.train_order, batch)  # sum over this rank's tokens
+    order = run.train_order if size == run.config.batch.total else run.order_of(size)
+    loss = run.pipeline.run_actions(order, batch)  # sum over this rank's tokens
     run.fp8_state.update_history()
     with recorder.action("grad_norm"):  # a bucket's norm overlaps the reductions of later buckets
         sq_norm = sum(
@@ -89,7 +93,7 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
     recorder.step = 0  # events between steps belong to step 0
     tokens = totals["tokens"]
     run.progress.step = step
-    run.progress.samples += run.config.batch.total
+    run.progress.samples += size
     run.progress.tokens += int(tokens)
     return StepResult(totals["loss"] / tokens, totals["grad_norm"], int(tokens), lr, totals)
 
@@ -103,6 +107,10 @@ def _local_totals(run: Run, batch: StepBatch, loss: Tensor, sq_norm: Tensor) -> 
     """Return this rank's parts of the totals of a step."""
     totals, (written, failed) = StepTotals(run.mesh, loss.device), run.checkpoints.poll_save()
     totals.add_per_microbatch(loss=loss, tokens=batch.loss_tokens)
+    if run.config.batch.rampup is not None:
+        totals.add_per_microbatch(samples=len(batch.micro_batches) * run.config.batch.micro)
+    if run.config.data.mask == "document":
+        add_scores(totals, run.config.model, batch)
     totals.add(stops=float(run.stop.requested), ranks_written=written, ranks_failed=failed, sq_norm=sq_norm)
     run.hooks.add_totals(run, totals)
     return totals
@@ -118,7 +126,8 @@ def _work_before_read(run: Run, until: Mark) -> None:
         return
     if step < run.config.train.steps:
         with recorder.activity(Phase.DATA, hidden=True):
-            run.train_loader.prefetch(run.progress.samples + run.config.batch.total)
+            samples = run.progress.samples
+            run.train_loader.prefetch(samples + batch_sizes(run.config).at(samples))
     while recorder.has_backlog(until):
         run.pipeline.release_sent()
         time.sleep(POLL_INTERVAL_S)

@@ -13,6 +13,7 @@ from megascale.account.flops import token_flops
 from megascale.core.event_ring import StepRow
 from megascale.core.flight_layout import Phase
 from megascale.eventstore.schema import TAGS
+from megascale.train.score_totals import per_token, take_scores
 
 if TYPE_CHECKING:
     from megascale.train.build import Run
@@ -42,6 +43,7 @@ class StepRows:
         self._recorder = run.mesh.recorder
         self._tokens = config.batch.total * config.model.seq_length
         self._flops = self._tokens * token_flops(config.model).full
+        self._model = config.model
         self._first = run.progress.step + 1
         self._start = self._gc_start = 0.0
         self._trained: _Trained | None = None
@@ -93,11 +95,23 @@ class StepRows:
             tags=self._tags(step, {name: seconds / train for name, seconds in activities.items()}),
             loss=trained.result.loss,
             grad_norm=trained.result.grad_norm,
-            tokens=self._tokens,
-            flops=self._flops,
+            tokens=self._tokens_of(trained.result),
+            flops=self._flops_of(trained.result),
             peak_memory=self._run.device.peak_memory(),
         )
         self._recorder.ring.write_step(row)
+
+    def _flops_of(self, result: StepResult) -> float:
+        """Return the model FLOPs of a step, by the documents that it has attended to."""
+        scores, tokens = take_scores(self._model, result.totals), self._tokens_of(result)
+        if scores is None:
+            return self._flops * tokens / self._tokens
+        return tokens * token_flops(self._model, per_token([scores], tokens)).full
+
+    def _tokens_of(self, result: StepResult) -> int:
+        """Return the tokens of a step, fewer while the batch grows."""
+        samples = result.totals.get("samples")
+        return self._tokens if samples is None else int(samples) * self._model.seq_length
 
     def _tags(self, step: int, shares: Mapping[str, float]) -> int:
         """Return the bits of a step's tags."""

@@ -49,6 +49,29 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"data.skip": "[5, 20] is empty, or begins before the end of the range before it"},
     ),
     ("skipped_samples", {"data__skip": [[10, 10]]}, {"data.skip": "[10, 10] is empty"}),
+    ("document_order", {"data__order": "order.npy"}, {"data.order": "has no effect on mock data"}),
+    (
+        "batch_rampup",
+        {"batch__rampup": [3, 2, 10]},
+        {"batch.rampup": "the batch does not grow from 3 by 2 to batch.global = 8"},
+    ),
+    (
+        "batch_rampup",
+        {"batch__rampup": [2, 3, 10], "parallel__dp": 2},
+        {"batch.rampup": "increment 3 is not divisible by micro x dp = 2"},
+    ),
+    (
+        "learning_rate",
+        {"batch__rampup": [2, 2, 60], "optimizer__warmup_steps": 9},
+        {"optimizer.warmup_steps": "as many samples as train.steps = 10 with the ramp-up"},
+    ),
+    ("document_mask", {"data__boundary_loss": True}, {"data.boundary_loss": "has no effect with mask = causal"}),
+    ("document_mask", {"data__packing": "best_fit"}, {"data.packing": "has no effect on mock data"}),
+    (
+        "document_mask",
+        {"data__mask": "document", "data__eod": 101},
+        {"data.eod": "101 is no token of a vocabulary of 101"},
+    ),
     ("nccl_ctas", {"nccl__dp_ctas": [4, 2]}, {"nccl.dp_ctas": "at least 4 and at most 2"}),
     (
         "rope",

@@ -79,8 +79,9 @@ def all_legal(space: Space) -> set[Layout]:
         {"parallel": {"pp": 2, "vpp": 2}, "train": {"recompute": "full", "recompute_chunks": [1]}},
         {"train": {"precision": "fp8", "recompute": "selective", "recompute_ops": ["norm"]},
          "fp8": {"bf16_first": 0, "bf16_last": 0}, "model": {"seq_length": 24}},
+        {"batch": {"global": 24, "rampup": [12, 6, 60]}},
     ],
-    ids=["plain", "sp", "cut", "chunks", "fp8"],
+    ids=["plain", "sp", "cut", "chunks", "fp8", "ramp-up"],
 )  # fmt: skip
 def test_a_space_has_all_legal_layouts(sections: dict[str, Any]) -> None:
     space = Space(config_of(**sections), DEVICES, frozenset())

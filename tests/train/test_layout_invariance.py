@@ -68,12 +68,14 @@ class Case:
     block: str | None = None
     model: dict[str, Any] = field(default_factory=dict)
     quick: bool = False
+    data: dict[str, Any] = field(default_factory=dict)
 
 
 GEMMA_LIKE = {
     "head_dim": 12, "qk_norm": "head", "softmax_scale": 0.2, "attention_softcap": 2.0, "window": [5, 0],
     "local_rope_theta": 50.0, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_seq_length": 8},
 }  # fmt: skip
+DOCUMENTS = {"data__mask": "document", "data__document_length": 5}
 OLMO_LIKE = {"qk_norm": "full", "qkv_bias": True, "rotary_fraction": 0.5}
 
 CASES = [
@@ -85,6 +87,8 @@ CASES = [
     Case("gemma2", 0.1, "fp64", 1e-10),
     Case("olmo2", 0.1, "fp64", 1e-10, model={"qk_norm": "full"}, quick=True),
     Case("neox", 0.1, "fp64", 1e-10),
+    Case("gpt", 0.1, "fp64", 1e-10, data=DOCUMENTS),
+    Case("gemma2", 0.0, "fp64", 1e-10, model=GEMMA_LIKE, data=DOCUMENTS),
     Case("gpt", 0.1, "fp32", 1e-5),
     Case("llama", 0.0, "fp32", 1e-5),
     # bfloat16 has 8 bits of precision: another order of sums changes the third digit, and Adam amplifies the change
@@ -99,7 +103,11 @@ def configurations(cases: Sequence[Case], folder: Path, **layout: Any) -> list[R
     """Configurations of cases in one layout."""
     configs = []
     for case in cases:
-        changes = {"model__dropout": case.dropout, "train__precision": case.precision, "optimizer__lr": 1e-3}
+        changes = {
+            "model__dropout": case.dropout,
+            "train__precision": case.precision,
+            "optimizer__lr": 1e-3,
+        } | case.data
         model = MODELS[case.family] | ({"block": case.block} if case.block else {}) | case.model
         configs.append(config_of(settings(model, folder, **changes, **layout), folder))
     return configs

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megascale.account.attended import count_scores_in, scores_per_token
 from megascale.account.flops import hardware_flops, token_flops
 from megascale.catalog.accelerators import Peak
 from megascale.checkpoint.format.state import Progress
@@ -68,6 +69,27 @@ def records(config: Any, peak: Peak | None, monkeypatch: pytest.MonkeyPatch) -> 
         if step != 2:
             metrics.write_step(result, progress, {})
     return [record for record in listener.records if isinstance(record, StepMetrics)]
+
+
+def test_mfu_counts_what_the_steps_have_attended_to(tmp_path: Path) -> None:
+    """Steps differ in their documents; a record has the mean since the last one."""
+    config = config_of(settings(GPT, tmp_path, data__mask="document", train__recompute="selective"), tmp_path)
+    listener, rows, tokens = Listener(), [[16], [4, 12], [1] * 16], 8 * 16
+    metrics, flops = Reporter(config, CPU, Peak(1e9, "stated"), [listener], Recorder()), []
+    for lengths in rows:
+        full, causal = count_scores_in(8 * lengths, None)
+        totals = {"scores full all": full, "scores causal all": causal}
+        metrics.start_step()
+        metrics.end_step(StepResult(1.0, 1.0, 100, 1e-3, totals))
+        flops.append((token_flops(config.model, scores_per_token(config.model, lengths)), lengths))
+    metrics.write_step(StepResult(1.0, 1.0, 100, 1e-3, {}), Progress(3), {})
+    (record,) = listener.records
+    assert isinstance(record, StepMetrics) and record.mfu_full is not None and record.hfu_causal is not None
+    mean = sum(counted.full for counted, _ in flops) / 3
+    assert record.mfu_full == pytest.approx(mean * record.tokens_per_s / 1e9, rel=1e-12)
+    hardware = [hardware_flops(config, scores_per_token(config.model, lengths)).causal for _, lengths in flops]
+    assert record.hfu_causal == pytest.approx(sum(hardware) / 3 * record.tokens_per_s / 1e9, rel=1e-12)
+    assert record.tokens_per_s * record.step_time_s == pytest.approx(tokens)
 
 
 def test_every_field_of_the_design_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

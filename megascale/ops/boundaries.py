@@ -1,0 +1,93 @@
+"""The document boundaries of a micro-batch: where positions restart, and what attention does not cross."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Boundaries:
+    """Documents in the rows of a micro-batch. `starts`: for each row the positions at which a document begins, of which
+    the first is 0; `length`: tokens of a row, s; `padded`: whether the last document of a row is padding, which costs
+    attention but is none of the model's work. Every stage derives what it needs from all of the rows, whatever part
+    of the sequence it holds. The tensors are on `device`.
+    """
+
+    starts: tuple[tuple[int, ...], ...]
+    length: int
+    device: torch.device
+    padded: tuple[bool, ...] = ()
+    _shared: dict[Hashable, object] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def from_positions(cls, rows: Sequence[np.ndarray], device: torch.device) -> Boundaries:
+        """Find the boundaries in rows of positions [s] within a document: a document begins where they are 0, and
+        padding where they are negative.
+        """
+        padded = tuple(bool(row[-1] < 0) for row in rows)
+        begins = [row == 0 for row in rows]
+        for row, begin in zip(rows, begins, strict=True):
+            begin[1:] |= (row[1:] < 0) & (row[:-1] >= 0)
+        starts = tuple(tuple(np.flatnonzero(begin).tolist()) for begin in begins)
+        return cls(starts, len(rows[0]), device, padded if any(padded) else ())
+
+    @cached_property
+    def lengths(self) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each document, by row."""
+        return tuple(tuple(end - start for start, end in pairwise((*row, self.length))) for row in self.starts)
+
+    @property
+    def real_lengths(self) -> list[int]:
+        """The tokens of each document of all rows, without padding."""
+        padded = self.padded or (False,) * len(self.lengths)
+        rows = zip(self.lengths, padded, strict=True)
+        return [length for lengths, is_padded in rows for length in (lengths[:-1] if is_padded else lengths)]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return max(map(max, self.lengths))
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """The position of each token in its document [s, b], i64."""
+        firsts = [np.repeat(row, lengths) for row, lengths in zip(self.starts, self.lengths, strict=True)]
+        return self._on_device(np.arange(self.length)[:, None] - np.stack(firsts, 1))
+
+    @cached_property
+    def documents(self) -> Tensor:
+        """The number of each token's document in its row [b, s], i32."""
+        rows = [np.repeat(np.arange(len(lengths), dtype=np.int32), lengths) for lengths in self.lengths]
+        return self._on_device(np.stack(rows))
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """The first token of each document, and the end of the last, in rows laid end to end [documents + 1], i32."""
+        lengths = [length for row in self.lengths for length in row]
+        return self._on_device(np.cumsum([0, *lengths], dtype=np.int32))
+
+    def shared(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """Return the result of `compute`, which is called once for all layers that ask with this `key`."""
+        if key not in self._shared:
+            self._shared[key] = compute()
+        return self._shared[key]  # type: ignore[return-value]
+
+    def release(self) -> None:
+        """Drop the shared results, after the last use of the micro-batch."""
+        self._shared.clear()
+
+    def _on_device(self, array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(array)
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)  # pageable memory would block the host

@@ -1,0 +1,51 @@
+"""Batches of a ramp-up: those of Megatron-LM, and their sums by arithmetic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megascale.cli.check import summary
+from megascale.config.batch_rampup import BatchSizes, batch_sizes, full_batch_steps, samples_of_run
+from tests.runs import GPT, config_of, settings
+
+
+@st.composite
+def rampups(draw: st.DrawFn) -> BatchSizes:
+    start, increment, levels = draw(st.integers(1, 9)), draw(st.integers(1, 9)), draw(st.integers(1, 12))
+    return BatchSizes(start + increment * levels, start, increment, draw(st.integers(1, 2000)))
+
+
+@given(rampups(), st.lists(st.integers(0, 3000), max_size=20))
+def test_sizes_are_those_of_megatron_core(sizes: BatchSizes, moments: list[int]) -> None:
+    from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
+
+    given = sizes.start, sizes.increment, sizes.samples
+    theirs = RampupBatchsizeNumMicroBatchesCalculator(sizes.total, 1, 1, False, 1, *given)
+    for consumed in moments:
+        if consumed * sizes.levels % sizes.samples == 0 and consumed < sizes.samples:
+            continue  # their quotient of floats may round to either side of a whole number
+        theirs.update(consumed, consistency_check=True)
+        assert sizes.at(consumed) == theirs.get_current_global_batch_size()
+
+
+@given(rampups(), st.integers(0, 400))
+def test_samples_before_a_step_are_the_sum_of_the_batches(sizes: BatchSizes, steps: int) -> None:
+    consumed = 0
+    for _ in range(steps):
+        consumed += sizes.at(consumed)
+    assert sizes.before_step(steps + 1) == consumed
+    assert sizes.at(0) == sizes.start and sizes.at(max(consumed, sizes.samples)) == sizes.total
+
+
+def test_without_a_rampup_all_batches_are_equal(tmp_path: Path) -> None:
+    plain = config_of(settings(GPT, tmp_path), tmp_path)
+    assert [batch_sizes(plain).at(consumed) for consumed in (0, 5, 80)] == [8, 8, 8]
+    assert (samples_of_run(plain), full_batch_steps(plain), batch_sizes(plain).common) == (80, 10, 8)
+    ramped = config_of(settings(GPT, tmp_path, batch__rampup=[2, 2, 12]), tmp_path)
+    assert samples_of_run(ramped) == 2 + 2 + 4 + 6 + 6 * 8 - 6 + 6  # 2 2 4 6 and six of 8
+    assert batch_sizes(ramped).common == 2
+    assert full_batch_steps(ramped) == samples_of_run(ramped) // 8
+    assert "128 tokens per step after the ramp-up" in summary(ramped)
