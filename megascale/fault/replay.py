@@ -7,6 +7,7 @@ fault, spares used, stops that need a person; and the same failures under restar
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 import random
@@ -45,7 +46,8 @@ RECURRENCE_S = 120.0
 @dataclass(frozen=True)
 class ReplayPlan:
     """A job of `gpus` for `days`. `spares`: None for `spare_nodes`; `refill_s`: until a spare replaces a used one;
-    `named`: share of hangs in which the verdict names the right rank, in the others a random one.
+    `named`: share of hangs in which the verdict names the right rank, in the others a random one. `restart`: factor on
+    the published seconds of a restart on nodes that stay.
     """
 
     gpus: int
@@ -54,13 +56,15 @@ class ReplayPlan:
     step_s: float = 10.0
     refill_s: float = 3_600.0
     named: float = 0.95
+    restart: float = 1.0
     seed: int = 1
 
 
 @dataclass(frozen=True)
 class ReplayResult:
     """Results of a replay. Shares are of the total time; `stops`: ends that a person had to look at; `replaced`: nodes,
-    of which `healthy` were without a fault; `requeue_share`: effective training time under restart by requeue.
+    of which `healthy` were without a fault; `most_out`: most of them that no new spare had followed yet;
+    `requeue_share`: effective training time under restart by requeue.
     """
 
     gpus: int
@@ -71,6 +75,7 @@ class ReplayResult:
     requeue_share: float
     replaced: int
     healthy: int
+    most_out: int
     stops: int
     actions: dict[str, int]
 
@@ -97,6 +102,11 @@ def seconds_for(gpus: int, table: dict[int, float]) -> float:
     return table[below] + share * (table[above] - table[below])
 
 
+def most_within(times: Sequence[float], seconds: float) -> int:
+    """Return the most of the sorted `times` that lie within `seconds` of each other."""
+    return max((bisect.bisect_left(times, time + seconds) - first for first, time in enumerate(times)), default=0)
+
+
 class Replay:
     """Failures of a mix on a job."""
 
@@ -113,7 +123,7 @@ class Replay:
         self._bad: dict[str, Cause] = {}
         self._was_bad: set[str] = set()
         self._actions: Counter[str] = Counter()
-        self._stops = self._steps = self._replaced = self._healthy = 0
+        self._stops = self._steps = self._replaced = self._healthy = self._most_out = 0
         self.failures = self._draw()
 
     def run(self) -> ReplayResult:
@@ -125,6 +135,7 @@ class Replay:
             self._actions.update(incident.action.kind for incident in sim.job.history.incidents.values())
             self._replaced += len(sim.excluded)
             self._healthy += sum(node not in self._was_bad for node in sim.excluded)
+            self._most_out = max(self._most_out, most_within(sorted(sim.excluded.values()), self._plan.refill_s))
             start += sim.now
             if sim.status is not None:
                 self._stops += 1
@@ -138,6 +149,7 @@ class Replay:
             self._requeue_share(),
             self._replaced,
             self._healthy,
+            self._most_out,
             self._stops,
             dict(self._actions),
         )
@@ -155,7 +167,8 @@ class Replay:
     def _simulate(self, start: float) -> Simulation:
         """Run the job from a start of the launch to its end, or to the end of the replay."""
         gpus = self._plan.gpus
-        timing = Timing(self._plan.step_s, seconds_for(gpus, RESTART_S), refill_s=self._plan.refill_s)
+        restart_s = self._plan.restart * seconds_for(gpus, RESTART_S)
+        timing = Timing(self._plan.step_s, restart_s, refill_s=self._plan.refill_s)
         plan = JobPlan("replay", self._nodes, gpus, (), "", requestable=True, revivable=False)
         sim = Simulation(plan, self._settings, self.spares, timing, more_nodes=self._nodes)
         sim.lose_steps = 1

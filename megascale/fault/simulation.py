@@ -80,7 +80,7 @@ class Simulation:
     """A job of `plan` on simulated nodes.
 
     `now`: simulated time, from 0; `steps`: completed steps of the job, counted once; `verdict`: of the next hang;
-    `said`: lines for people; `excluded`: nodes that others have replaced.
+    `said`: lines for people; `excluded`: the times at which others have replaced nodes, by node.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Simulation:
         self.status: int | None = None
         self.verdict: Verdict = HangVerdict()
         self.said: list[tuple[float, str]] = []
-        self.excluded: list[str] = []
+        self.excluded: dict[str, float] = {}
         self.nodes: dict[str, _Node] = {}
         self.on_start: Callable[[], None] = lambda: None
         self.lose_steps = 0
@@ -172,7 +172,7 @@ class Simulation:
                     self.at(self.now + self.timing.agent_s, functools.partial(self._join, command.node))
                 case Exclude():
                     self.nodes[command.node].alive = False
-                    self.excluded.append(command.node)
+                    self.excluded[command.node] = self.now
                     if self.timing.refill_s is not None:
                         self.at(self.now + self.timing.refill_s, functools.partial(self._expect, 1))
                 case Request():

@@ -37,6 +37,9 @@ OPEN_S = 20.0
 KILL_S = 10.0
 """Seconds beyond their grace in which a node must end its ranks."""
 
+LOOK_S = 0.2
+"""Least seconds between looks at all ranks for a hang."""
+
 MOST_STACKS = 4
 """Most culprits whose stacks are collected."""
 
@@ -93,7 +96,8 @@ def takeover(job: Job, now: float) -> None:
 def gather(job: Job, now: float) -> None:
     """Fill every place with an idle node, then begin an attempt."""
     roster = job.roster
-    possible = [name for name in roster.order if name not in roster.excluded | roster.failed]
+    lost = roster.excluded | roster.failed
+    possible = [name for name in roster.order if name not in lost]
     known = roster.failed or (job.history.attempt >= 0 and roster.order)
     if known and len(possible) < job.plan.nodes and not job.plan.requestable:
         job.deadline = now  # no use waiting
@@ -159,13 +163,22 @@ def run(job: Job, now: float) -> None:
         finish(job, max(end.status for end in attempt.ends.values()), now)
     elif attempt.failed:
         job.enter(Stage.SETTLE, math.inf)
-    elif now >= job.next_look and attempt.watch.is_idle(now) and attempt.watch.hangs(attempt.statuses(job.roster), now):
+    elif _hangs(job, now):
         attempt.forget_answers()
         job.verdict = None
         job.do(*(Send(node, Collect(attempt.number)) for node in attempt.placement))
         job.enter(Stage.COLLECT, now + job.settings.evidence_s)
     elif not attempt.noted or job.waiting_since is not None:
         decisions.note_progress(job, now)
+
+
+def _hangs(job: Job, now: float) -> bool:
+    """Look at all ranks, at most every LOOK_S: heartbeats of 1,500 agents call this 1,500 times a second."""
+    attempt = _attempt(job)
+    if now < job.next_look or not attempt.watch.is_idle(now):
+        return False
+    job.next_look = now + LOOK_S
+    return attempt.watch.hangs(attempt.statuses(job.roster), now)
 
 
 def settle(job: Job, now: float) -> None:

@@ -165,6 +165,19 @@ def test_two_nodes_at_once_are_one_incident() -> None:
     assert sim.job.history.nodes[0] == "node0"
 
 
+def test_heartbeats_of_a_job_that_stands_still_do_not_each_cost_a_look_at_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sim = simulation()
+    looks, hangs = [], ProgressWatch.hangs
+    monkeypatch.setattr(ProgressWatch, "hangs", lambda *all: looks.append(1) or hangs(*all))
+    for beat in range(100):
+        status = RankStatus(0, 1, "step", 100, 1, 20.0, 0.0, 10.0)
+        sim.job.receive("node0", Heartbeat(0.0, 0, (status,)), sim.now + 20.0 + beat / 100)
+    assert sim.job.stage == Stage.RUN
+    assert 1 <= len(looks) <= 6, "a look every 0.2 s of a second"
+
+
 def test_a_hang_names_its_rank() -> None:
     sim = simulation()
     sim.hang(HangVerdict("stopped", (9,), "dp", ("state T",)), 31.0)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megascale.config.fault import FaultConfig
 from megascale.fault.failure_mixes import LLAMA3, MIXES, FailureMix
-from megascale.fault.replay import REQUEUE_S, Replay, ReplayPlan, seconds_for, spare_nodes
+from megascale.fault.replay import REQUEUE_S, Replay, ReplayPlan, most_within, seconds_for, spare_nodes
 
 
 def test_the_causes_of_llama_3_add_up() -> None:
@@ -22,6 +24,21 @@ def test_spares_are_the_99th_percentile_of_a_binomial() -> None:
 def test_times_between_published_sizes_are_interpolated() -> None:
     assert [seconds_for(gpus, REQUEUE_S) for gpus in (1024, 2048, 16_384, 65_536)] == [454.0, 454.0, 768.0, 768.0]
     assert 454 < seconds_for(3000, REQUEUE_S) < 545
+
+
+def test_the_most_of_times_within_a_window() -> None:
+    assert most_within([], 10) == 0
+    assert most_within([0, 5, 10, 11, 12, 40], 10) == 4, "at 12 a spare has followed the first"
+    assert most_within([0, 5], 100) == 2
+
+
+def test_longer_restarts_and_more_failures_cost_training_time() -> None:
+    plan = ReplayPlan(512, days=108)
+
+    def share(mix: FailureMix = LLAMA3, **changes: float) -> float:
+        return Replay(mix, replace(plan, **changes), FaultConfig()).run().effective_share
+
+    assert share(restart=20.0) < share() < share(replace(LLAMA3, device_hours=20 * LLAMA3.device_hours))
 
 
 @pytest.mark.parametrize("mix", MIXES.values(), ids=list(MIXES))

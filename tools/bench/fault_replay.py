@@ -1,7 +1,7 @@
 """Published failures replayed through driver and policy in simulated time, for several sizes of a job.
 
     .venv/bin/python tools/bench/fault_replay.py --gpus 1024 4096 16384
-    .venv/bin/python tools/bench/fault_replay.py --gpus 16384 --mix llama3 --sensitivity --seeds 5
+    .venv/bin/python tools/bench/fault_replay.py --gpus 16384 --sensitivity --seeds 3
 
 Prints a table for each mix: effective training time with the driver and with restart by requeue, nodes replaced with
 and without a fault, spares, and stops that need a person; with --sensitivity a table of the plan with one assumption
@@ -14,7 +14,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from megascale.config.fault import FaultConfig
 from megascale.fault.failure_mixes import MIXES, FailureMix
@@ -35,28 +35,52 @@ def row(result: ReplayResult) -> str:
     )
 
 
-def variants(plan: ReplayPlan) -> Iterator[tuple[str, ReplayPlan]]:
-    """Yield the plan, and the plan with one assumption changed: verdicts that are right, the refill of spares."""
-    yield "as assumed", plan
-    for named in (0.8, 1.0):
-        yield f"{named:.0%} of hang verdicts right", replace(plan, named=named)
-    for hours in (0.25, 8, 24):
-        yield f"spares refilled in {hours:g} h", replace(plan, refill_s=hours * 3600)
-    yield "no spares", replace(plan, spares=0)
+@dataclass(frozen=True)
+class Assumption:
+    """What a variant of a replay assumes, in words, and the replay's arguments."""
+
+    text: str
+    plan: ReplayPlan
+    mix: FailureMix
+    settings: FaultConfig = field(default_factory=FaultConfig)
+
+
+def assumptions(plan: ReplayPlan, mix: FailureMix) -> Iterator[Assumption]:
+    """Yield the plan, and the plan with one assumption changed at a time, by a half and by two where it is a time."""
+    yield Assumption("as assumed", plan, mix)
+    usual, factors = FaultConfig(), (("half", 0.5), ("twice", 2.0))
+    for words, factor in factors:
+        bounds = {"hang_s": factor * usual.hang_s, "hang_step_times": factor * usual.hang_step_times}
+        yield Assumption(f"hangs noticed in {words} the time", plan, mix, usual.model_copy(update=bounds))
+    for words, factor in factors:
+        yield Assumption(f"restarts in {words} the time", replace(plan, restart=factor), mix)
+    for words, factor in factors:
+        rarer = replace(mix, device_hours=factor * mix.device_hours)
+        yield Assumption(f"{words} the time between failures", plan, rarer)
+    yield Assumption("no spares", replace(plan, spares=0), mix)
+    yield Assumption("spares refilled in 24 h", replace(plan, refill_s=24 * 3600.0), mix)
+    yield Assumption("80% of hang verdicts right", replace(plan, named=0.8), mix)
 
 
 def sensitivity(mix: FailureMix, plan: ReplayPlan, seeds: int) -> Iterator[str]:
-    """Yield the lines of a table: each variant over `seeds` seeds."""
-    yield "| GPUs | assumption | effective training time | nodes replaced | without a fault | stops |"
-    yield "|---|---|---|---|---|---|"
-    for what, variant in variants(plan):
-        results = replay(mix, [replace(variant, seed=plan.seed + number) for number in range(seeds)], FaultConfig())
-        share = spread([result.effective_share for result in results], "{:.2%}".format)
+    """Yield the lines of a table: each assumption over `seeds` seeds."""
+    yield (
+        "| assumption | effective training time | by requeue | nodes replaced | without a fault | spares "
+        "| most out at once | stops |"
+    )
+    yield "|---|---|---|---|---|---|---|---|"
+    for one in assumptions(plan, mix):
+        plans = [replace(one.plan, seed=plan.seed + number) for number in range(seeds)]
+        results = replay(one.mix, plans, one.settings)
+        shares = [
+            spread([getattr(result, name) for result in results], "{:.2%}".format)
+            for name in ("effective_share", "requeue_share")
+        ]
         counts = [
             spread([getattr(result, name) for result in results], "{:.0f}".format)
-            for name in ("replaced", "healthy", "stops")
+            for name in ("replaced", "healthy", "spares", "most_out", "stops")
         ]
-        yield f"| {plan.gpus:,} | {what} | {share} | {' | '.join(counts)} |"
+        yield f"| {one.text} | {' | '.join(shares + counts)} |"
 
 
 def spread(values: Sequence[float], text: Callable[[float], str]) -> str:
@@ -82,7 +106,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name in options.mix:
             print(f"{MIXES[name].name}; {options.days:g} days; {options.seeds} seeds\n")
             for plan in plans:
-                print("\n".join(sensitivity(MIXES[name], plan, options.seeds)), end="\n\n")
+                print(f"{plan.gpus:,} GPUs\n")
+                for line in sensitivity(MIXES[name], plan, options.seeds):
+                    print(line, flush=True)  # a row may take minutes
+                print()
         return
     results = {name: replay(MIXES[name], plans, FaultConfig()) for name in options.mix}
     if options.json:
