@@ -205,6 +205,11 @@ class Recorder:
             self._traffic[record.axis].exposed_s += end - start  # type: ignore[operator]
         return end
 
+    def interrupt_action(self, start: float, end: float) -> None:
+        """Record that the host did something else in the current action. A device goes on meanwhile."""
+        if self._action is not None and self.timer.synchronous:
+            self._action.waits.append((start, end))
+
     def close(self, record: EventRecord, end: Mark, *, known: bool) -> None:
         """Close the record of a communication that ends at `end`. `known`: the device has passed this mark."""
         record.end, record.closed = end, True
