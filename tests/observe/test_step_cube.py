@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from megascale.bench.fleet import Fleet
+from megascale.bench.fleet_tables import cube_of
+from megascale.bench.fleet_times import FleetLayout
 from megascale.layout.topology import Topology
 from megascale.observe.step_cube import Columns, StepCube
-from tests.observe.fleet import Fleet, Layout, cube_of
 
-LAYOUT = Layout(Topology(dp=4), node_ranks=2, steps=20)
+LAYOUT = FleetLayout(Topology(dp=4), node_ranks=2, steps=20)
 
 
 def joined(*tables: Columns) -> Columns:
