@@ -137,6 +137,7 @@ def draw_case(kind: str, number: int, *, large: bool = False) -> SlowdownCase:
     draw = random.Random(f"{kind} {number}")
     layout = LARGE if large else _layout(draw, links=KINDS[kind].finding == "link")
     since = draw.choice([0, layout.steps // 5, 2 * layout.steps // 5])
+    since = 0 if large else since  # fewer steps than a window of the analysis
     fault = KINDS[kind].draw(draw, layout, since)
     noise, uneven, hiccups = draw.choice(NOISES), draw.random() < 0.5, draw.choice([0.0, HICCUPS])
     return SlowdownCase(kind, number, layout, fault, noise, uneven, hiccups)

@@ -183,7 +183,9 @@ def _find_outliers(cube: StepCube, sums: Floats, roles: Integers, continuity: in
     found = []
     for at, kind in enumerate(KINDS):
         ranks = np.flatnonzero(slow[:, at])
-        for node, members in _slow_nodes(cube, excess[:, at] / np.maximum(whole.peer_s[:, at], least[:, at])):
+        for node, members in _slow_nodes(
+            cube, excess[:, at] / np.maximum(np.maximum(whole.peer_s, least)[:, at], 1e-12)
+        ):
             middle = excess[members, at] >= least[members, at]
             if middle.mean() > 0.5 and np.median(shows[members, at]) >= continuity:
                 found.append(_outlier(cube, kind, members, cube.places.nodes[node], _column(whole, at)))

@@ -183,8 +183,9 @@ class StepCube:
 
     @cached_property
     def step_s(self) -> float:
-        """Mean time of an ordinary step."""
-        return float(self.wall[self.ordinary].mean()) if self.ordinary.any() else 0.0
+        """Mean time of an ordinary step; of any step, if none is ordinary."""
+        known = self.ordinary if self.ordinary.any() else self.wall > 0
+        return float(self.wall[known].mean()) if known.any() else 0.0
 
 
 class _Rows(NamedTuple):
