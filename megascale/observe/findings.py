@@ -14,7 +14,7 @@ import numpy as np
 
 from megascale.core.rank import format_ranks
 from megascale.eventstore.query import fetch
-from megascale.observe.cube_queries import peak_flops, recent_cube, sampled_cube
+from megascale.observe.cube_queries import SAMPLED_RANKS, peak_flops, recent_cube, sampled_cube
 from megascale.observe.delay_matrix import DelayMatrix, delay_matrix
 from megascale.observe.drift import Drift, Growth, drift
 from megascale.observe.mfu_ledger import BACKWARD, FORWARD, OPTIMIZER
@@ -173,8 +173,8 @@ def _changes(cube: StepCube, change: Drift, found: Sequence[Finding]) -> Iterato
         if growth.everywhere and growth.part in KIND_OF_PART:
             kinds.setdefault(KIND_OF_PART[growth.part], []).append(growth)
     known = {finding.kind for finding in found}
-    slower = [growth for growth in change.growths if growth.ranks and growth.part in (FORWARD, BACKWARD)]
-    if slower and not (found or kinds):
+    slower = [growth for growth in change.growths if growth.part in (FORWARD, BACKWARD)]
+    if slower and not (found or kinds) and _have_no_peers(cube, slower[0].ranks):
         yield _slower_ranks(cube, change, slower)
         return
     if not (found or kinds) and (change.growths or change.spread):
@@ -187,8 +187,15 @@ def _changes(cube: StepCube, change: Drift, found: Sequence[Finding]) -> Iterato
             yield _finding(cube, kind, ALL, (), cost, change.to_text().splitlines(), since)
 
 
+def _have_no_peers(cube: StepCube, ranks: Sequence[int]) -> bool:
+    """Return True if ranks of a sample (`cube_queries.sampled_cube`) are all of their stages: nobody to compare with."""
+    stage, stride = cube.places.coords["pp"], -(-len(cube.places.rank) // SAMPLED_RANKS)
+    mine = np.isin(stage, stage[cube.places.index(np.array(ranks, int))])
+    return bool(ranks) and set(cube.places.rank[mine & (cube.places.rank % stride == 0)].tolist()) <= set(ranks)
+
+
 def _slower_ranks(cube: StepCube, change: Drift, growths: Sequence[Growth]) -> Finding:
-    """Return the ranks whose compute grew, though none is slower than its peers: a whole node, or a whole stage."""
+    """Return the finding about whole stages whose compute grew: they have no peers but their own past."""
     ranks = growths[0].ranks
     at = cube.places.index(np.array(ranks))
     nodes, stages = np.unique(cube.places.node[at]), np.unique(cube.places.coords["pp"][at])

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 from megascale.bench.fleet import Fleet
-from megascale.bench.fleet_tables import write_store
+from megascale.bench.fleet_tables import cube_of, write_store
 from megascale.bench.fleet_times import FleetFault, FleetLayout
 from megascale.bench.observe import findings_of
 from megascale.eventstore.query import open_store
 from megascale.layout.topology import Topology
-from megascale.observe.findings import findings
+from megascale.observe.delay_matrix import delay_matrix
+from megascale.observe.drift import Drift, Growth
+from megascale.observe.findings import combine, findings
 
 LAYOUTS = [
     FleetLayout(Topology(tp=4, pp=4, dp=4), steps=100),
@@ -55,6 +57,17 @@ def test_a_node_without_peers_is_named_by_its_own_past() -> None:
     layout = FleetLayout(Topology(tp=2, pp=2, dp=2), node_ranks=4, steps=100)
     (finding,) = findings_of(Fleet(layout, 8, FleetFault("slow", node=0, factor=1.3, since=50)))
     assert (finding.kind, finding.culprit, finding.since) == ("compute", "node n0000", 51)
+
+
+def test_a_rank_with_peers_is_not_named_by_its_past_alone() -> None:
+    layout = FleetLayout(Topology(pp=2, dp=2), node_ranks=4, steps=100)
+    fleet = Fleet(layout, 9)
+    grown = Growth("backward", 50, 0.1, 0.2, False, None, (1,))
+    cube = cube_of(fleet)
+    found = combine(
+        cube, Drift((grown,), None, 1.0, 1.1, None, None), delay_matrix(fleet.tables["events"], cube.places)
+    )
+    assert [(one.kind, one.ranks) for one in found] == [("drift", ())]
 
 
 def test_a_store_has_the_same_findings(tmp_path: Path) -> None:
