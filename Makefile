@@ -44,7 +44,7 @@ docs: install ## write the generated pages of docs/, and the Grafana dashboards
 	$(BIN)/python tools/config_reference.py
 	$(BIN)/python tools/grafana.py
 
-demo-observe: install ## slow and hang ranks of the quickstart's model, and see who it was; two minutes
+demo-observe: install ## slow and hang ranks of the quickstart's model, and see who it was
 	$(BIN)/python tools/demo_observe.py
 
 chaos: install ## kill, hang and slow ranks of the quickstart's model, and watch it go on

@@ -188,7 +188,7 @@ def _changes(cube: StepCube, change: Drift, found: Sequence[Finding]) -> Iterato
 
 
 def _have_no_peers(cube: StepCube, ranks: Sequence[int]) -> bool:
-    """Return True if ranks of a sample (`cube_queries.sampled_cube`) are all of their stages: nobody to compare with."""
+    """Return True if ranks of a sample (`cube_queries.sampled_cube`) are whole stages: nobody to compare with."""
     stage, stride = cube.places.coords["pp"], -(-len(cube.places.rank) // SAMPLED_RANKS)
     mine = np.isin(stage, stage[cube.places.index(np.array(ranks, int))])
     return bool(ranks) and set(cube.places.rank[mine & (cube.places.rank % stride == 0)].tolist()) <= set(ranks)
