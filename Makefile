@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all test-gpu lint format docs chaos bench bench-gpu clean
+.PHONY: help install quickstart test test-all test-gpu lint format docs chaos demo-observe bench bench-gpu clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -43,6 +43,9 @@ format: install ## put the code into the house style
 docs: install ## write the generated pages of docs/, and the Grafana dashboards
 	$(BIN)/python tools/config_reference.py
 	$(BIN)/python tools/grafana.py
+
+demo-observe: install ## slow and hang ranks of the quickstart's model, and see who it was
+	$(BIN)/python tools/demo_observe.py
 
 chaos: install ## kill, hang and slow ranks of the quickstart's model, and watch it go on
 	$(BIN)/python tools/chaos.py

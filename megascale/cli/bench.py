@@ -11,7 +11,7 @@ from typing import Any
 
 from megascale.bench import mfu, overlap
 from megascale.catalog.presets import PRESETS
-from megascale.cli import bench_faults, bench_ranks
+from megascale.cli import bench_faults, bench_observe, bench_ranks
 from megascale.cli.argument_types import at_least, non_negative_int, positive_int
 from megascale.config.loading import check_rules, load_config, load_config_tree
 from megascale.config.model import ModelConfig
@@ -30,14 +30,16 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     _add_overlap(benchmarks)
     bench_ranks.add_profile(benchmarks)
     bench_faults.add_faults(benchmarks)
+    bench_observe.add_observe(benchmarks)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     environment.set_defaults()
-    ranks = {"links": bench_ranks.run_links, "profile": bench_ranks.run_profile, "faults": bench_faults.run_faults}
-    if options.benchmark in ranks:
-        return ranks[options.benchmark](options)
+    of_jobs = {"links": bench_ranks.run_links, "profile": bench_ranks.run_profile, "faults": bench_faults.run_faults,
+               "observe": bench_observe.run_observe}  # fmt: skip
+    if options.benchmark in of_jobs:
+        return of_jobs[options.benchmark](options)
     benchmark = {"mfu": run_mfu, "gemm": run_gemm, "overlap": run_overlap}[options.benchmark]
     with exit_on_stop_signals():
         benchmark(options)

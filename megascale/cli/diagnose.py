@@ -1,4 +1,6 @@
-"""`megascale diagnose`: whether a run hangs, for which rank the others wait, and why; also of an ended run."""
+"""`megascale diagnose`: whether a run hangs, for which rank the others wait, and why; also of an ended run. With
+`--slow`: what slows a run down.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,8 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     from megascale.view.charts.shapes import FILE_START
 
     sub.add_argument("folder", metavar="RUN", type=Path, help="the run's folder")
+    slow = "say what slows the run down, from its event store, instead of whether it hangs"
+    sub.add_argument("--slow", action="store_true", help=slow)
     sub.add_argument("--json", action="store_true", help="print one JSON object")
     picture = "write a picture of who waits for whom"
     sub.add_argument("--picture", metavar="FILE.svg", type=own_file(".svg", FILE_START), help=picture)
@@ -24,6 +28,8 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
+    if options.slow:
+        return _run_slow(options)
     from megascale.view.diagnosis import diagnose
     from megascale.view.diagnosis_text import diagnosis_json, diagnosis_text
     from megascale.view.last_states import read_last_states
@@ -42,4 +48,23 @@ def run(options: argparse.Namespace) -> int:
         except OSError as error:
             what = f"{options.picture}: cannot be written: {error.strerror}"
             raise RunFolderError(what, hint="give another file") from None
+    return Exit.OK
+
+
+def _run_slow(options: argparse.Namespace) -> int:
+    """Print the findings about the run's event store, the costliest first."""
+    from megascale.eventstore.query import open_store
+    from megascale.observe.findings import findings
+    from megascale.view.run_view import RunFolderError
+
+    if options.picture is not None:
+        raise RunFolderError("--picture shows who waits for whom in a run that hangs", hint="leave --slow out")
+    with exit_on_stop_signals():
+        found = findings(open_store(options.folder))
+    if options.json:
+        print(json.dumps([finding.to_json() for finding in found]))
+    for finding in () if options.json else found:
+        print(finding, *finding.evidence, sep="\n    ")
+    if not found and not options.json:
+        print("nothing slows the run down that its event store shows")
     return Exit.OK

@@ -35,13 +35,14 @@ class Transport(Protocol):
 
 @dataclass(frozen=True)
 class CommunicationFault:
-    """An injected fault of a communication: the rank leaves it out, its data are lost on the way, or `strike` is called
-    after the rank has entered it.
+    """An injected fault of a communication: the rank leaves it out, its data are lost on the way, `strike` is called
+    after the rank has entered it, or `send_later` starts it in the place of the caller, who goes on.
     """
 
     left_out: bool = False
     lost: bool = False
     strike: Callable[[], None] = lambda: None
+    send_later: Callable[[Callable[[], TransportWork]], TransportWork] | None = None
 
 
 @dataclass
@@ -101,6 +102,7 @@ class Group:
         if fault is not None:
             fault.strike()
             start = functools.partial(LostWork, record.issue) if fault.lost else start
+            start = functools.partial(fault.send_later, start) if fault.send_later is not None else start
         try:
             started = start()
         except RuntimeError as error:

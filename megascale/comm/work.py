@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Protocol
 
 import torch.distributed as dist
@@ -55,6 +56,20 @@ class LostWork(TransportWork):
 
     def wait(self) -> None:
         return None
+
+
+class LateWork(TransportWork):
+    """A communication that another thread starts: an injected fault."""
+
+    def __init__(self, started: Future[TransportWork]) -> None:
+        self._started = started
+
+    @property
+    def completed_at(self) -> Mark | None:
+        return self._started.result().completed_at if self._started.done() else None
+
+    def wait(self) -> object:
+        return self._started.result().wait()
 
 
 WrapWork = Callable[[Sequence[dist.Work | None], Callable[[], None] | None], TransportWork]

@@ -49,6 +49,30 @@ KINDS: Mapping[str, FaultKind] = {
     "slow": FaultKind(
         "rank", "the rank sleeps delay_s in the phase, in `steps` steps", "forward", PHASES, ("steps",), ("delay_s",)
     ),
+    "slow_compute": FaultKind(
+        "rank",
+        "the rank's actions take `factor` times as long, in `steps` steps; on processors only",
+        "",
+        (),
+        ("steps",),
+        ("factor",),
+    ),
+    "collect_garbage": FaultKind(
+        "rank",
+        "Python's garbage collector pauses the rank for delay_s in the phase, in `steps` steps",
+        "forward",
+        PHASES,
+        ("steps",),
+        ("delay_s",),
+    ),
+    "delay_message": FaultKind(
+        "rank",
+        "the rank's messages to other stages leave delay_s later, in `steps` steps; on processors only",
+        "send",
+        (),
+        ("steps",),
+        ("delay_s",),
+    ),
     "raise": FaultKind("rank", "the rank raises an error", "forward", PHASES),
     "exit": FaultKind("rank", "the rank ends with `status`, without a word", "forward", PHASES, ("status",)),
     "hang": FaultKind("rank", "the rank sleeps: in the data loader, in a collective, ...", "data", PHASES, LENGTH),
@@ -102,6 +126,7 @@ class Fault:
     phase: str = ""
     for_s: float | None = None
     delay_s: float = 0.0
+    factor: float = 1.0
     mbit: float = 0.0
     cores: float = 0.0
     bit: int = 0
@@ -236,6 +261,12 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _factor(text: str) -> float:
+    if not 1 <= (value := float(text)) <= 1000:
+        raise ValueError(text)
+    return value
+
+
 def _status(text: str) -> int:
     if (value := _whole(text)) > 255:
         raise ValueError(text)
@@ -256,6 +287,7 @@ _RANGES: Mapping[Callable[[str], Any], str] = {
     _whole: "a whole number from 0 on",
     _positive: "a whole number from 1 on",
     _seconds: "a number from 0.001 to 1000000",
+    _factor: "a number from 1 to 1000",
     _status: "an exit status from 0 to 255",
     _bit: "a bit from 0 to 63",
     _names: "names with commas",
@@ -265,5 +297,5 @@ _PARSERS: Mapping[str, Callable[[str], Any]] = {
     "rank": _whole, "node": _whole, "peer": _whole, "step": _whole, "phase": str, "for_s": _seconds,
     "delay_s": _seconds, "steps": _positive, "status": _status, "times": _positive, "mtbf_s": _seconds,
     "mtbf_steps": _seconds, "apart": _seconds, "seed": _whole, "kinds": _names, "bit": _bit, "mbit": _seconds,
-    "cores": _seconds,
+    "cores": _seconds, "factor": _factor,
 }  # fmt: skip

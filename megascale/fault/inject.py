@@ -7,6 +7,7 @@ A fault strikes once over all attempts of a job: the log in the run's folder out
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import math
 import os
@@ -31,7 +32,10 @@ RANDOM_PHASES = ("data", "forward", "backward", "optimizer")
 """Phases of every rank in every step, whatever the layout."""
 
 
-LASTING = ("slow", "skip_collective")
+GARBAGE = 50_000
+"""Objects of an injected garbage collection: it lasts a millisecond or more."""
+
+LASTING = ("slow", "slow_compute", "collect_garbage", "delay_message", "skip_collective")
 """Kinds with an effect at every moment of the phase in their steps."""
 
 
@@ -122,6 +126,10 @@ class Injector:
             return fault
         return None
 
+    def plans(self, kind: str) -> bool:
+        """Return True if a fault of this kind is planned."""
+        return any(planned.fault.kind == kind for planned in self._planned)
+
     def _plan_random_fault(self, phase: str, step: int) -> None:
         """Plan the next random fault for this step if due. Faults due while the rank did not train, and in its first
         step, are skipped.
@@ -174,6 +182,7 @@ def describe(fault: Fault) -> str:
         "phase",
         "for_s",
         "delay_s",
+        "factor",
         "mbit",
         "cores",
         "bit",
@@ -206,6 +215,8 @@ def strike(fault: Fault, what: str) -> None:
             raise InjectedError(f"injected: {what}")
         case "slow":
             time.sleep(fault.delay_s)
+        case "collect_garbage":
+            collect_garbage(fault.delay_s)
         case "hang":
             sleep_for(fault.for_s)
         case "hold_gil":
@@ -227,6 +238,15 @@ def sleep_for(for_s: float | None) -> None:
     time.sleep(3600 if for_s is None else for_s)
     while for_s is None:
         time.sleep(3600)
+
+
+def collect_garbage(for_s: float) -> None:
+    """Let Python's garbage collector look through GARBAGE objects, again and again, for `for_s` seconds."""
+    until = time.monotonic() + for_s
+    held: list[list] = [[] for _ in range(GARBAGE)]
+    while time.monotonic() < until:
+        gc.collect()
+    held.clear()
 
 
 def hold_gil(for_s: float | None) -> None:

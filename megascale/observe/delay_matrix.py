@@ -84,9 +84,10 @@ def delay_matrix(events: Columns, places: Places) -> DelayMatrix:
     counts = np.diff(np.append(starts, len(order)))
     cells = places.index(sender[starts]), places.index(receiver[starts])
     median = delay[starts + (counts - 1) // 2]  # sorted by delay within a cell
-    peer_s, deviation = _compare(cells, median, places)
+    steps = max(1, len(np.unique(step)))
+    peer_s, deviation = _compare(cells, median, _cell_errors(delay, median, starts, counts) / np.sqrt(steps), places)
     slow = (median - peer_s > np.maximum(MIN_SCORE * deviation, MIN_EXCESS_S)) & (median >= MIN_RATIO * peer_s)
-    messages = counts / max(1, len(np.unique(step)))
+    messages = counts / steps
     matrix = DelayMatrix(sender[starts], receiver[starts], median, peer_s, messages, slow, ())
     return replace(matrix, culprits=tuple(_culprits(matrix, _Cells.from_places(*cells, places), places)))
 
@@ -125,8 +126,19 @@ def _messages(events: Columns) -> tuple[Integers, Integers, Integers, Floats]:
     return *(np.asarray(column)[:-1][paired] for column in (keys[0], keys[1], keys[4])), delay
 
 
-def _compare(cells: tuple[Integers, Integers], delay: Floats, places: Places) -> tuple[Floats, Floats]:
-    """Return the median delay of each cell's peers, and the deviation among them."""
+def _cell_errors(delay: Floats, median: Floats, starts: Integers, counts: Integers) -> Floats:
+    """Return the deviation of the delays within each cell. The messages of a step depend on each other: one of them
+    counts.
+    """
+    cell = np.repeat(np.arange(len(starts)), counts)
+    apart = np.abs(delay - median[cell])
+    return np.asarray(MAD_TO_DEVIATION * apart[np.lexsort((apart, cell))][starts + (counts - 1) // 2])
+
+
+def _compare(cells: tuple[Integers, Integers], delay: Floats, error: Floats, places: Places) -> tuple[Floats, Floats]:
+    """Return the median delay of each cell's peers, and the deviation: among the peers, or the `error` of the cell's
+    median and of the peers', where that is larger.
+    """
     stage, here = places.coords["pp"], places.node[cells[0]] == places.node[cells[1]]
     role = (stage[cells[0]] * (int(stage.max(initial=0)) + 1) + stage[cells[1]]) * 2 + here
     peer_s, deviation = np.empty_like(delay), np.empty_like(delay)
@@ -134,7 +146,8 @@ def _compare(cells: tuple[Integers, Integers], delay: Floats, places: Places) ->
         mine = role == code
         peer_s[mine] = median = lower_median(delay[mine])
         spread = MAD_TO_DEVIATION * lower_median(np.abs(delay[mine] - median))
-        deviation[mine] = max(float(spread), NOISE_FLOOR * float(median))
+        errors = np.hypot(error[mine], lower_median(error[mine]))
+        deviation[mine] = np.maximum(errors, max(float(spread), NOISE_FLOOR * float(median)))
     return peer_s, deviation
 
 

@@ -1,7 +1,8 @@
 """Changes since the start of a run: the parts of a step that grew, since which step, and what it cost of the MFU.
 
-`change_points` cuts a series where its mean shifts (binary segmentation; the noise is the MAD of differences, which a
-shift does not touch). `drift` compares the last segment of every part with the first. `entry_spread` measures how far
+`change_points` cuts a series where its mean shifts (binary segmentation). The noise is the MAD of differences, which a
+shift does not touch, or the deviation within the segments, where that is larger; single outliers count as far as noise
+goes. `drift` compares the last segment of every part with the first. `entry_spread` measures how far
 apart ranks enter the last reduction of gradients: the paper's MFU decay (6.3) shows there, with no part of the compute
 any longer, and ranks that are late in turn.
 """
@@ -9,12 +10,13 @@ any longer, and ranks that are late in turn.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from megascale.core.events import COMPUTE
+from megascale.core.rank import format_ranks
 from megascale.observe.heatmap import MAD_TO_DEVIATION, lower_median
 from megascale.observe.mfu_ledger import ACTIONS
 from megascale.observe.step_cube import OTHER, Floats, StepCube
@@ -25,6 +27,9 @@ MIN_SHIFT = 6.0
 
 MIN_SEGMENT = 8
 """Fewest points of a segment."""
+
+MAX_NOISE = 5.0
+"""Deviations from the median of its neighbours to which an outlier is clipped."""
 
 POINTS = 400
 """Most points of a series: longer runs are averaged over blocks of steps."""
@@ -39,7 +44,8 @@ CORRELATED = 0.5
 @dataclass(frozen=True)
 class Growth:
     """A part of a step that grew from `before_s` to `after_s`, means of the first and the last segment. `everywhere`:
-    on most ranks. `mfu_points`: the MFU that this costs now, as a share of 1; None if the peak is unknown.
+    on most ranks; else `ranks` are those on which it grew by more than half of the largest growth. `mfu_points`: the
+    MFU that this costs now, as a share of 1; None if the peak is unknown.
     """
 
     part: str
@@ -48,6 +54,7 @@ class Growth:
     after_s: float
     everywhere: bool
     mfu_points: float | None
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -108,7 +115,7 @@ class Drift:
 
 def _growth_line(growth: Growth) -> str:
     cost = "" if growth.mfu_points is None else f", {100 * growth.mfu_points:.1f} points of MFU"
-    where = "on most ranks" if growth.everywhere else "on some ranks"
+    where = f"on {format_ranks(growth.ranks)}" if growth.ranks else "on most ranks"
     return (
         f"{growth.part} grew from {growth.before_s * 1e3:.4g} to {growth.after_s * 1e3:.4g} ms a step since step "
         f"{growth.since}, {where}{cost}"
@@ -119,22 +126,39 @@ def change_points(values: Floats, threshold: float = MIN_SHIFT) -> list[int]:
     """Return the positions at which a new segment of a series begins, in ascending order."""
     noise = MAD_TO_DEVIATION * float(np.median(np.abs(np.diff(values)))) / np.sqrt(2) if len(values) > 1 else 0.0
     noise = max(noise, 1e-4 * float(np.abs(values).mean()) if len(values) else 0.0, 1e-12)
+    values = _without_outliers(values, noise)
     cuts: list[int] = []
     open_segments = [(0, len(values))]
     while open_segments:
         start, stop = open_segments.pop()
-        size = stop - start
-        if size < 2 * MIN_SEGMENT:
+        if stop - start < 2 * MIN_SEGMENT:
             continue
-        at = np.arange(MIN_SEGMENT, size - MIN_SEGMENT + 1)
-        sums = np.cumsum(values[start:stop])
-        left, right = sums[at - 1] / at, (sums[-1] - sums[at - 1]) / (size - at)
-        score = np.abs(left - right) * np.sqrt(at * (size - at) / size) / noise
+        score = _shifts(values[start:stop], noise)
         if score.max() >= threshold:
-            cut = start + int(at[np.argmax(score)])
+            cut = start + MIN_SEGMENT + int(np.argmax(score))
             cuts.append(cut)
             open_segments += [(start, cut), (cut, stop)]
     return sorted(cuts)
+
+
+def _without_outliers(values: Floats, noise: float) -> Floats:
+    """Return a series whose outliers are clipped to MAX_NOISE deviations from the median of their neighbours."""
+    if not len(values):
+        return values
+    padded = np.pad(values, MIN_SEGMENT, mode="symmetric")
+    median = np.median(np.lib.stride_tricks.sliding_window_view(padded, 2 * MIN_SEGMENT + 1), 1)
+    return np.asarray(np.clip(values, median - MAX_NOISE * noise, median + MAX_NOISE * noise))
+
+
+def _shifts(values: Floats, noise: float) -> Floats:
+    """Return by how many standard errors the means before and after each cut differ; the first after MIN_SEGMENT."""
+    size = len(values)
+    at = np.arange(MIN_SEGMENT, size - MIN_SEGMENT + 1)
+    values = values - values.mean()
+    sums, squares = np.cumsum(values), np.cumsum(values**2)
+    left, right = sums[at - 1] / at, (sums[-1] - sums[at - 1]) / (size - at)
+    within = np.sqrt(np.maximum(0.0, squares[-1] - at * left**2 - (size - at) * right**2) / (size - 2))
+    return np.asarray(np.abs(left - right) * np.sqrt(at * (size - at) / size) / np.maximum(noise, within))
 
 
 def drift(cube: StepCube, peak_flops: float = 0.0) -> Drift:
@@ -147,20 +171,35 @@ def drift(cube: StepCube, peak_flops: float = 0.0) -> Drift:
     predicted = predict_seconds(cube.tokens, cube.flops, wall, always)
     work = predicted / max(float(predicted.mean()), 1e-12)
     blocks = np.array_split(np.arange(len(wall)), min(POINTS, len(wall)))
-    step_before, step_after, _ = _ends(_blocks(wall / work, blocks))
-    flops = float(cube.flops.mean())
-    mfus = [flops / (seconds * peak_flops) if peak_flops and seconds else None for seconds in (step_before, step_after)]
-    growths = []
+    walls = _blocks(wall / work, blocks)
+    step_before, step_after, cut_of_steps = _ends(walls)
+    growths, cuts = [], []
     for name, values in _series(cube):
         before, after, since = _ends(_blocks(values.mean(0, dtype=np.float64) / work, blocks))
         if since is None or after - before < MIN_GROWTH * step_before:
             continue
-        typical = _blocks(lower_median(values) / work, blocks)
-        everywhere = typical[since:].mean() - typical[:since].mean() >= (after - before) / 2
-        points = None if mfus[1] is None else mfus[1] * (after - before) / max(step_after - (after - before), 1e-12)
-        growths.append(Growth(name, int(cube.steps[blocks[since][0]]), before, after, bool(everywhere), points))
+        cut, of_work = blocks[since][0], values / work
+        by_rank = of_work[:, cut:].mean(1) - of_work[:, :cut].mean(1)
+        everywhere = lower_median(by_rank) >= (after - before) / 2
+        ranks = () if everywhere else tuple(map(int, cube.places.rank[by_rank > by_rank.max() / 2]))
+        cuts.append((after - before, since))
+        growths.append(Growth(name, int(cube.steps[cut]), before, after, bool(everywhere), None, ranks))
+    if cut_of_steps is None and cuts:  # the steps vary too much to tell: before and after the largest growth
+        _, at = max(cuts)
+        step_before, step_after = float(walls[:at].mean()), float(walls[at:].mean())
+    mfus = [_mfu(cube, seconds, peak_flops) for seconds in (step_before, step_after)]
+    growths = [replace(each, mfu_points=_mfu_points(each, step_after, mfus[1])) for each in growths]
     growths.sort(key=lambda growth: growth.before_s - growth.after_s)
     return Drift(tuple(growths), entry_spread(cube, step_before), step_before, step_after, mfus[0], mfus[1])
+
+
+def _mfu(cube: StepCube, seconds: float, peak_flops: float) -> float | None:
+    return float(cube.flops.mean()) / (seconds * peak_flops) if peak_flops and seconds else None
+
+
+def _mfu_points(growth: Growth, step_s: float, mfu: float | None) -> float | None:
+    more = growth.after_s - growth.before_s
+    return None if mfu is None else mfu * more / max(step_s - more, 1e-12)
 
 
 def _series(cube: StepCube) -> Iterator[tuple[str, Floats]]:

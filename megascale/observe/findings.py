@@ -14,7 +14,7 @@ import numpy as np
 
 from megascale.core.rank import format_ranks
 from megascale.eventstore.query import fetch
-from megascale.observe.cube_queries import peak_flops, recent_cube, sampled_cube
+from megascale.observe.cube_queries import SAMPLED_RANKS, peak_flops, recent_cube, sampled_cube
 from megascale.observe.delay_matrix import DelayMatrix, delay_matrix
 from megascale.observe.drift import Drift, Growth, drift
 from megascale.observe.mfu_ledger import BACKWARD, FORWARD, OPTIMIZER
@@ -173,14 +173,37 @@ def _changes(cube: StepCube, change: Drift, found: Sequence[Finding]) -> Iterato
         if growth.everywhere and growth.part in KIND_OF_PART:
             kinds.setdefault(KIND_OF_PART[growth.part], []).append(growth)
     known = {finding.kind for finding in found}
+    slower = [growth for growth in change.growths if growth.part in (FORWARD, BACKWARD)]
+    if slower and not (found or kinds) and _have_no_peers(cube, slower[0].ranks):
+        yield _slower_ranks(cube, change, slower)
+        return
     if not (found or kinds) and (change.growths or change.spread):
         kinds["drift"] = list(change.growths)
     for kind, growths in kinds.items():
         if kind not in known:
             spread = [change.spread.since] if change.spread else []
             since = min([growth.since for growth in growths] or spread)
-            cost = change.step_after_s - change.step_before_s
+            cost = max(0.0, change.step_after_s - change.step_before_s)
             yield _finding(cube, kind, ALL, (), cost, change.to_text().splitlines(), since)
+
+
+def _have_no_peers(cube: StepCube, ranks: Sequence[int]) -> bool:
+    """Return True if ranks of a sample (`cube_queries.sampled_cube`) are whole stages: nobody to compare with."""
+    stage, stride = cube.places.coords["pp"], -(-len(cube.places.rank) // SAMPLED_RANKS)
+    mine = np.isin(stage, stage[cube.places.index(np.array(ranks, int))])
+    return bool(ranks) and set(cube.places.rank[mine & (cube.places.rank % stride == 0)].tolist()) <= set(ranks)
+
+
+def _slower_ranks(cube: StepCube, change: Drift, growths: Sequence[Growth]) -> Finding:
+    """Return the finding about whole stages whose compute grew: they have no peers but their own past."""
+    ranks = growths[0].ranks
+    at = cube.places.index(np.array(ranks))
+    nodes, stages = np.unique(cube.places.node[at]), np.unique(cube.places.coords["pp"][at])
+    culprit = f"node {cube.places.nodes[nodes[0]]}" if len(nodes) == 1 and len(ranks) > 1 else format_ranks(ranks)
+    culprit = f"stage {stages[0]}" if len(stages) == 1 and len(nodes) > 1 else culprit
+    cost = max(0.0, change.step_after_s - change.step_before_s)
+    since = min(growth.since for growth in growths)
+    return _finding(cube, "compute", culprit, ranks, cost, change.to_text().splitlines(), since)
 
 
 def _single_steps(cube: StepCube) -> Iterator[Finding]:

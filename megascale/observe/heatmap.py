@@ -143,19 +143,21 @@ def compare(cube: StepCube, values: Floats, roles: Integers) -> PeerComparison:
     """Compare the means of `values` [R, S, C] with the medians of peers.
 
     Of an even number of peers the lower median counts, so that of two ranks the slower one differs. The deviation is
-    the largest of: the MAD of the peers' means; a peer's standard error, from means of blocks of steps, which depend
-    less on each other than steps do; the noise floor.
+    the largest of: the MAD of the peers' means; the standard error of a peer's difference to the others, from means of
+    blocks of steps, which depend less on each other than steps do; the noise floor. What makes steps longer for all
+    peers, such as uneven work, is no error.
     """
     seconds = cube.mean(values)
     blocks = np.array_split(np.arange(len(cube.steps)), min(ERROR_BLOCKS, max(1, len(cube.steps))))
-    means = np.stack([cube.take(block).mean(values[:, block]) for block in blocks])
-    spread = means.std(0, ddof=1) / np.sqrt(len(blocks)) if len(blocks) > 1 else np.zeros_like(seconds)
-    peer_s, mad = np.empty_like(seconds), np.empty_like(seconds)
+    means = np.stack([cube.take(block).mean(values[:, block]) for block in blocks], 1)  # [R, block, C]
+    peer_s, mad, spread = np.empty_like(seconds), np.empty_like(seconds), np.zeros_like(seconds)
     for role in np.unique(roles):
         mine = roles == role
         peer_s[mine] = lower_median(seconds[mine])
         mad[mine] = MAD_TO_DEVIATION * lower_median(np.abs(seconds[mine] - peer_s[mine]))
-        spread[mine] = lower_median(spread[mine])
+        others = means[mine][::-1] if mine.sum() == 2 else lower_median(means[mine])
+        if len(blocks) > 1:
+            spread[mine] = lower_median((means[mine] - others).std(1, ddof=1) / np.sqrt(len(blocks)))
     floor = np.maximum(NOISE_FLOOR * np.abs(peer_s), 1e-4 * cube.step_s + 1e-12)
     return PeerComparison(seconds, peer_s, np.maximum(np.maximum(mad, spread), floor))
 
@@ -181,7 +183,9 @@ def _find_outliers(cube: StepCube, sums: Floats, roles: Integers, continuity: in
     found = []
     for at, kind in enumerate(KINDS):
         ranks = np.flatnonzero(slow[:, at])
-        for node, members in _slow_nodes(cube, excess[:, at] / np.maximum(whole.peer_s[:, at], least[:, at])):
+        for node, members in _slow_nodes(
+            cube, excess[:, at] / np.maximum(np.maximum(whole.peer_s, least)[:, at], 1e-12)
+        ):
             middle = excess[members, at] >= least[members, at]
             if middle.mean() > 0.5 and np.median(shows[members, at]) >= continuity:
                 found.append(_outlier(cube, kind, members, cube.places.nodes[node], _column(whole, at)))
@@ -239,7 +243,7 @@ def _with_costs(cube: StepCube, outliers: list[Outlier], sums: Floats, values: P
         ranks, at = cube.places.index(np.array(outlier.ranks)), KINDS.index(outlier.kind)
         share = 1 - values.peer_s[ranks, at] / np.maximum(values.seconds[ranks, at], 1e-12)
         excess = np.maximum(0.0, share)[:, None] * sums[ranks, :, at]
-        culprits[str(number)] = Excess(ranks, excess, outlier.kind == "data")
+        culprits[str(number)] = Excess(ranks, excess, "data" if outlier.kind == "data" else "compute")
     costs = [*job_costs(cube, culprits).values()]
     for cost, outlier in sorted(zip(costs, outliers, strict=True), key=lambda pair: -pair[0]):
         yield replace(outlier, cost_s=cost, cost_share=cost / max(cube.step_s, 1e-12))

@@ -6,13 +6,16 @@ rank, and a step as long as the slowest replica, which first reads its data. The
 
     sum of t_j before i  +  m t_i  +  max(0, sum of t_j after i - (p - 1 - i) t_i / 3)
 
+A pause for garbage collection delays its replica by its whole length: stages are a few micro-batches apart at most.
+Pauses of several stages add up, those of a tensor-parallel group count once.
+
 Without one of two equally slow ranks the job is as slow as before: costs of single culprits do not add up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -24,11 +27,13 @@ FORWARD_SHARE = 1 / 3
 
 
 class Excess(NamedTuple):
-    """The time that some ranks, given by position, lose in each step: `seconds` [ranks, S]. `data`: reading data."""
+    """The time that some ranks, given by position, lose in each step: `seconds` [ranks, S], in compute or on the host,
+    in reading data, or in pauses.
+    """
 
     ranks: Integers
     seconds: Floats
-    data: bool = False
+    part: Literal["compute", "data", "gc"] = "compute"
 
 
 def job_costs(cube: StepCube, culprits: Mapping[str, Excess], steps: Booleans | None = None) -> dict[str, float]:
@@ -36,15 +41,16 @@ def job_costs(cube: StepCube, culprits: Mapping[str, Excess], steps: Booleans | 
     default those that are ordinary on some rank.
     """
     steps = cube.ordinary_steps if steps is None else steps
-    compute, data = (cube.compute + cube.other + cube.gc)[:, steps], cube.data[:, steps]
+    parts = {"compute": cube.compute + cube.other, "data": cube.data, "gc": cube.gc}
+    parts = {name: seconds[:, steps] for name, seconds in parts.items()}
     stages = _Stages.from_cube(cube)
-    seconds = stages.replica_seconds(compute, data)
+    seconds = stages.replica_seconds(**parts)
     costs = dict.fromkeys(culprits, 0.0)
     for name, excess in culprits.items() if steps.any() else ():
         affected = np.isin(stages.replica, stages.replica[excess.ranks])
-        better = [compute[affected], data[affected]]
-        better[excess.data][(np.cumsum(affected) - 1)[excess.ranks]] -= excess.seconds[:, steps]
-        after = stages.take(affected).replica_seconds(*better).max(0)
+        better = {part: values[affected] for part, values in parts.items()}
+        better[excess.part][(np.cumsum(affected) - 1)[excess.ranks]] -= excess.seconds[:, steps]
+        after = stages.take(affected).replica_seconds(**better).max(0)
         others = np.delete(seconds, np.unique(stages.replica[excess.ranks]), 0).max(0, initial=0.0)
         costs[name] = float((seconds.max(0) - np.maximum(others, after)).mean())
     return costs
@@ -65,12 +71,12 @@ class _Stages(NamedTuple):
     def take(self, ranks: Booleans) -> _Stages:
         return self._replace(replica=self.replica[ranks], stage=self.stage[ranks])
 
-    def replica_seconds(self, compute: Floats, data: Floats) -> Floats:
+    def replica_seconds(self, compute: Floats, data: Floats, gc: Floats) -> Floats:
         """Return the seconds of the replicas, [replicas, S]."""
         order = np.lexsort((self.stage, self.replica))
         stage, number = self.stage[order], np.unique(self.replica[order], return_inverse=True)[1]
         firsts = np.flatnonzero(np.append(True, (stage[1:] != stage[:-1]) | (number[1:] != number[:-1])))
-        slowest, reading = (np.maximum.reduceat(values[order], firsts) for values in (compute, data))
+        slowest, reading, pauses = (np.maximum.reduceat(values[order], firsts) for values in (compute, data, gc))
         p = int(stage.max()) + 1
         place = number[firsts], stage[firsts]
         stages, first = (
@@ -82,4 +88,6 @@ class _Stages(NamedTuple):
         one = stages / self.forwards
         before, after = np.cumsum(one, 1) - one, one.sum(1, keepdims=True) - np.cumsum(one, 1)
         warm_up = np.arange(p - 1, -1, -1)[:, None] * one * FORWARD_SHARE
-        return np.asarray((before + stages + np.maximum(0.0, after - warm_up)).max(1) + first)
+        paused = np.zeros_like(first)
+        np.add.at(paused, number[firsts], pauses)
+        return np.asarray((before + stages + np.maximum(0.0, after - warm_up)).max(1) + first + paused)

@@ -35,8 +35,8 @@ SETTLED_TAGS = frozenset({"first step", "gc", "evaluation", "checkpoint", "resta
 COLD_TAGS = frozenset({"first step", "restart"})
 """Tags of steps that compile, open connections, and fill caches."""
 
-REDUCTIONS = frozenset({"reduce_scatter", "all_reduce"})
-"""Collectives that reduce gradients over the data-parallel axis."""
+REDUCTIONS = frozenset({("dp", "reduce_scatter"), ("dp", "all_reduce")})
+"""Axis and name of the collectives that reduce gradients."""
 
 
 class Part(NamedTuple):
@@ -121,56 +121,12 @@ class StepCube:
     @classmethod
     def from_tables(cls, step_parts: Columns, steps: Columns, ranks: Columns) -> StepCube:
         """Build the cube of all steps in the table `steps`."""
-        places = Places.from_table(ranks)
-        numbers = np.unique(np.asarray(steps["step"]))
-        attempt_of = np.full(len(numbers), -1)
-        np.maximum.at(attempt_of, np.searchsorted(numbers, steps["step"]), np.asarray(steps["attempt"]))
-        at, rank, step = _cells(steps, places, numbers, attempt_of)
+        places, numbers = Places.from_table(ranks), np.unique(np.asarray(steps["step"]))
+        attempts = np.full(len(numbers), -1)
+        np.maximum.at(attempts, np.searchsorted(numbers, steps["step"]), np.asarray(steps["attempt"]))
+        of_steps, of_parts = (_Rows.of_table(table, places, numbers, attempts) for table in (steps, step_parts))
         shape = len(places.rank), len(numbers)
-        wall, ordinary, warm = np.zeros(shape, np.float32), np.zeros(shape, bool), np.ones(len(numbers), bool)
-        wall[rank, step] = np.asarray(steps["train_ns"])[at] / 1e9
-        tokens, flops = np.zeros(len(numbers)), np.zeros(len(numbers))
-        tokens[step], flops[step] = np.asarray(steps["tokens"])[at], np.asarray(steps["flops"])[at]
-        tags, code = _factorize(steps["tags"])
-        settled, cold = (
-            np.array([not names.isdisjoint(tag.split(",")) for (tag,) in tags], bool)[code][at]
-            for names in (SETTLED_TAGS, COLD_TAGS)
-        )
-        ordinary[rank, step], warm[step[cold]] = ~settled, False
-        at, rank, step = _cells(step_parts, places, numbers, attempt_of)
-        keys, code = _factorize(*(step_parts[name] for name in ("axis", "name", "chunk")))
-        parts = tuple(Part(*key) for key in keys if key[0] != STEP_AXIS)
-        part = np.array([parts.index(Part(*key)) if key[0] != STEP_AXIS else -1 for key in keys], np.int64)[code][at]
-        at, rank, step, part = (column[part >= 0] for column in (at, rank, step, part))
-        total, exposed = (np.asarray(step_parts[name])[at] / 1e9 for name in ("total_ns", "exposed_ns"))
-        compute, host = (np.array([part.axis == axis for part in parts], bool)[part] for axis in (COMPUTE, HOST_AXIS))
-        own, wait = np.zeros((*shape, len(parts)), np.float32), np.zeros((*shape, len(parts)), np.float32)
-        own[rank, step, part] = np.where(compute, total - exposed, np.where(host, exposed, total))
-        wait[rank, step, part] = np.where(compute | host, 0.0, exposed)
-        entered = np.zeros(shape, np.int64)
-        reduces = np.array([part.axis == "dp" and part.name in REDUCTIONS for part in parts], bool)[part]
-        issued = np.asarray(step_parts["last_issue_ns"])[at][reduces]
-        np.maximum.at(entered, (rank[reduces], step[reduces]), issued)
-        cell = rank * len(parts) + part
-        size = np.bincount(cell, np.asarray(step_parts["bytes"])[at], shape[0] * len(parts)) / max(1, len(numbers))
-        forward = [index for index, part in enumerate(parts) if part[:2] == (COMPUTE, "F")]
-        counts = (np.asarray(step_parts["count"])[at][part == index] for index in forward)
-        forwards = round(sum(float(np.median(count)) for count in counts))
-        return cls(
-            places,
-            numbers,
-            parts,
-            own,
-            wait,
-            wall,
-            ordinary,
-            warm,
-            entered,
-            size.reshape(shape[0], len(parts)),
-            tokens,
-            flops,
-            forwards,
-        )
+        return cls(places, numbers, **_step_arrays(of_steps, shape), **_part_arrays(of_parts, shape))
 
     def take(self, steps: slice | Booleans | Integers) -> StepCube:
         """Return the cube of some steps, by position."""
@@ -227,18 +183,78 @@ class StepCube:
 
     @cached_property
     def step_s(self) -> float:
-        """Mean time of an ordinary step."""
-        return float(self.wall[self.ordinary].mean()) if self.ordinary.any() else 0.0
+        """Mean time of an ordinary step; of any step, if none is ordinary."""
+        known = self.ordinary if self.ordinary.any() else self.wall > 0
+        return float(self.wall[known].mean()) if known.any() else 0.0
 
 
-def _cells(table: Columns, places: Places, steps: Integers, attempt_of: Integers) -> tuple[Integers, ...]:
-    """Return the rows that belong to a known rank and the last attempt of a step, with their rank and step."""
-    rank, number = places.index(np.asarray(table["rank"])), np.asarray(table["step"])
-    step = np.searchsorted(steps, number).clip(max=max(0, len(steps) - 1))
-    known = (rank >= 0) & (steps[step] == number) if len(steps) else np.zeros(len(number), bool)
-    known &= attempt_of[step] == table["attempt"] if len(steps) else False
-    at = np.flatnonzero(known)
-    return at, rank[at], step[at]
+class _Rows(NamedTuple):
+    """The rows of a table that belong to known ranks, and to the last attempt of a step; with their rank and step by
+    position.
+    """
+
+    table: Columns
+    at: Integers
+    rank: Integers
+    step: Integers
+
+    @classmethod
+    def of_table(cls, table: Columns, places: Places, steps: Integers, attempts: Integers) -> _Rows:
+        rank, number = places.index(np.asarray(table["rank"])), np.asarray(table["step"])
+        if not len(steps):
+            return cls(table, number[:0], rank[:0], number[:0])
+        step = np.searchsorted(steps, number).clip(max=len(steps) - 1)
+        at = np.flatnonzero((rank >= 0) & (steps[step] == number) & (attempts[step] == table["attempt"]))
+        return cls(table, at, rank[at], step[at])
+
+    def column(self, name: str) -> npt.NDArray[Any]:
+        return np.asarray(self.table[name])[self.at]
+
+    def take(self, chosen: Booleans) -> _Rows:
+        return self._replace(at=self.at[chosen], rank=self.rank[chosen], step=self.step[chosen])
+
+
+def _step_arrays(rows: _Rows, shape: tuple[int, int]) -> dict[str, Any]:
+    """Return the fields of a cube that the table `steps` has."""
+    wall, ordinary, warm = np.zeros(shape, np.float32), np.zeros(shape, bool), np.ones(shape[1], bool)
+    tokens, flops = np.zeros(shape[1]), np.zeros(shape[1])
+    wall[rows.rank, rows.step] = rows.column("train_ns") / 1e9
+    tokens[rows.step], flops[rows.step] = rows.column("tokens"), rows.column("flops")
+    tags, code = _factorize(rows.column("tags"))
+    settled, cold = (
+        np.array([not names.isdisjoint(tag.split(",")) for (tag,) in tags], bool)[code]
+        for names in (SETTLED_TAGS, COLD_TAGS)
+    )
+    ordinary[rows.rank, rows.step], warm[rows.step[cold]] = ~settled, False
+    return {"wall": wall, "ordinary": ordinary, "warm": warm, "tokens": tokens, "flops": flops}
+
+
+def _part_arrays(rows: _Rows, shape: tuple[int, int]) -> dict[str, Any]:
+    """Return the fields of a cube that the table `step_parts` has."""
+    rows = rows.take(rows.column("axis") != STEP_AXIS)
+    keys, part = _factorize(*(rows.column(name) for name in ("axis", "name", "chunk")))
+    parts = tuple(Part(*key) for key in keys)
+    total, exposed = rows.column("total_ns") / 1e9, rows.column("exposed_ns") / 1e9
+    compute, host = (np.array([key.axis == axis for key in parts], bool)[part] for axis in (COMPUTE, HOST_AXIS))
+
+    def sums(seconds: Floats) -> Floats:
+        """Sum by rank, step and part: a late event has a row of its own."""
+        cell = (rows.rank * shape[1] + rows.step) * len(parts) + part
+        cells = np.bincount(cell, seconds, shape[0] * shape[1] * len(parts)).astype(np.float32)
+        return cells.reshape(*shape, len(parts))
+
+    own = sums(np.where(compute, total - exposed, np.where(host, exposed, total)))
+    wait = sums(np.where(compute | host, 0.0, exposed))
+    entered, reduces = np.zeros(shape, np.int64), np.array([key[:2] in REDUCTIONS for key in parts], bool)[part]
+    issued = rows.take(reduces)
+    np.maximum.at(entered, (issued.rank, issued.step), issued.column("last_issue_ns"))
+    sizes = np.bincount(rows.rank * len(parts) + part, rows.column("bytes"), shape[0] * len(parts))
+    forwards = [rows.column("count")[part == at] for at, key in enumerate(parts) if key[:2] == (COMPUTE, "F")]
+    return {
+        "parts": parts, "own": own, "wait": wait, "entered_ns": entered,
+        "bytes": sizes.reshape(shape[0], len(parts)) / max(1, shape[1]),
+        "forwards": round(sum(float(np.median(count)) for count in forwards)),
+    }  # fmt: skip
 
 
 def _factorize(*columns: npt.NDArray[Any]) -> tuple[list[tuple], Integers]:

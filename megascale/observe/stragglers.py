@@ -63,14 +63,26 @@ def stragglers(cube: StepCube) -> tuple[Straggler, ...]:
         for outlier in heat_map(cube.take(window)).outliers:
             found.setdefault((outlier.kind, outlier.name), []).append((number, outlier))
     result = []
-    for seen in found.values():
+    for seen in _with_their_nodes(found).values():
         first, last = seen[0][0], seen[-1][0]
-        worst = max((outlier for _, outlier in seen), key=lambda outlier: outlier.cost_s)
+        worst = max((outlier for _, outlier in seen), key=lambda outlier: (bool(outlier.node), outlier.cost_s))
         since = _onset(cube.take(slice(windows[max(0, first - 1)].start, windows[first].stop)), worst)
         until = None if last == len(windows) - 1 else int(cube.steps[windows[last].stop - 1])
         evidence = _evidence(cube.take(windows[last]), worst, since)
         result.append(Straggler(worst, since, until, tuple(evidence)))
     return tuple(sorted(result, key=lambda straggler: -straggler.worst.cost_s))
+
+
+def _with_their_nodes(
+    found: dict[tuple[Kind, str], list[tuple[int, Outlier]]],
+) -> dict[tuple[Kind, str], list[tuple[int, Outlier]]]:
+    """Return the outliers by kind and culprit: a rank counts as its node, if that is slow in another window."""
+    nodes = {(kind, rank): name for kind, name in found for rank in found[kind, name][0][1].ranks
+             if found[kind, name][0][1].node}  # fmt: skip
+    joined: dict[tuple[Kind, str], list[tuple[int, Outlier]]] = {}
+    for (kind, name), seen in found.items():
+        joined.setdefault((kind, nodes.get((kind, seen[0][1].ranks[0]), name)), []).extend(seen)
+    return {key: sorted(seen, key=lambda each: each[0]) for key, seen in joined.items()}
 
 
 def _windows(steps: int) -> list[slice]:
@@ -135,7 +147,7 @@ def gc_pauses(cube: StepCube) -> GcPauses | None:
     hit = np.flatnonzero(pauses.any(0))
     if not len(hit) or not cube.wall.any():
         return None
-    cost = job_costs(cube, {"gc": Excess(np.arange(len(pauses)), pauses)}, np.asarray(cube.wall.any(0)))["gc"]
+    cost = job_costs(cube, {"gc": Excess(np.arange(len(pauses)), pauses, "gc")}, np.asarray(cube.wall.any(0)))["gc"]
     step_s = float(cube.wall[cube.wall > 0].mean())
     if cost < MIN_COST_SHARE * step_s:
         return None

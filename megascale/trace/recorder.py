@@ -96,7 +96,7 @@ class Recorder:
     `flight` is this rank's flight record, `ring` its event ring, if any. With `enabled` False no action and no
     communication is recorded or marked, and the flight record has no actions. `window`: the step whose time an activity
     of the host takes, from its batch to the next one's; 0 before the first. `on_action`: called with the name of an
-    action before it, by injected faults.
+    action before it, `after_action` with its record just before its end, by injected faults.
     """
 
     def __init__(
@@ -116,6 +116,7 @@ class Recorder:
         self._step = self.window = 0
         self.dropped = 0
         self.on_action: Callable[[str], None] | None = None
+        self.after_action: Callable[[EventRecord], None] | None = None
         self._current_scope = (-1, -1)
         self._action: EventRecord | None = None  # the current one
         self._ring: deque[EventRecord] = deque(maxlen=capacity)
@@ -204,6 +205,11 @@ class Recorder:
         if self.timer.synchronous and record.step:
             self._traffic[record.axis].exposed_s += end - start  # type: ignore[operator]
         return end
+
+    def interrupt_action(self, start: float, end: float) -> None:
+        """Record that the host did something else in the current action. A device goes on meanwhile."""
+        if self._action is not None and self.timer.synchronous:
+            self._action.waits.append((start, end))
 
     def close(self, record: EventRecord, end: Mark, *, known: bool) -> None:
         """Close the record of a communication that ends at `end`. `known`: the device has passed this mark."""
@@ -353,6 +359,8 @@ class ActionScope(Scope):
     def __exit__(self, *_: object) -> None:
         recorder = self._recorder
         recorder._action = self._outer_action
+        if recorder.after_action is not None:
+            recorder.after_action(self._record)
         self._record.end = recorder.mark()
         self._record.closed = True
         recorder.flight.end_action(self._flight_event)

@@ -10,6 +10,9 @@ import math
 import os
 import resource
 import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,11 +20,14 @@ import torch
 from torch import Tensor
 
 from megascale.comm.group import CommunicationFault, Group
+from megascale.comm.work import LateWork, TransportWork
 from megascale.config.injection import Fault, parse_injection
 from megascale.config.run import RunConfig
+from megascale.core.errors import ConfigError, Problem
 from megascale.core.label import Label, LabelLike
 from megascale.core.rank import Rank
 from megascale.fault.inject import Injector, describe, stop_process, strike
+from megascale.trace.recorder import EventRecord
 
 if TYPE_CHECKING:
     from megascale.train.build import Run
@@ -62,6 +68,10 @@ class FaultInjection:
         for group in run.mesh.groups:
             group.fault_hook = _GroupMoments(self, group)
         run.mesh.recorder.on_action = self._before_action
+        if planned := [kind for kind in ("slow_compute", "delay_message") if self._injector.plans(kind)]:
+            _require_host_time(run, planned[0])
+        if "slow_compute" in planned:
+            run.mesh.recorder.after_action = self._lengthen
         run.train_loader.fault_hook = self._before_batch
         if run.checkpoints.saver is not None:
             run.checkpoints.saver.fault_hook = self._reach_in_save
@@ -76,6 +86,15 @@ class FaultInjection:
             self.reach("evaluation", self._run.progress.step)
         elif name in ACTION_PHASES and (step := self._run.mesh.recorder.step):
             self.reach(ACTION_PHASES[name], step)
+
+    def _lengthen(self, action: EventRecord) -> None:
+        """Let an action take longer, by a share of its own time: as much of it as it has computed."""
+        assert self._run is not None
+        if (step := self._run.mesh.recorder.step) and (fault := self._injector.strikes("", step)):
+            own = time.perf_counter() - action.issue  # type: ignore[operator]
+            for start, end in action.waits:
+                own -= end - start  # type: ignore[operator]
+            time.sleep(max(0.0, own * (fault.factor - 1)))
 
     def _reach_in_save(self, moment: str) -> None:
         assert self._run is not None
@@ -125,6 +144,7 @@ class _GroupMoments:
     def __init__(self, injection: FaultInjection, group: Group) -> None:
         self._injection = injection
         self._axis = group.axis
+        self._late = _LateSends()
 
     def __call__(self, operation: str, label: LabelLike) -> CommunicationFault | None:
         if operation == "wait" or not (phase := self._phase(operation, label)):
@@ -133,6 +153,8 @@ class _GroupMoments:
             return None
         if fault.kind in ("skip_collective", "lose_message"):
             return CommunicationFault(left_out=fault.kind == "skip_collective", lost=fault.kind == "lose_message")
+        if fault.kind == "delay_message":
+            return CommunicationFault(send_later=partial(self._late.send, fault.delay_s))
         return CommunicationFault(strike=partial(strike, fault, describe(fault)))
 
     def _phase(self, operation: str, label: LabelLike) -> str:
@@ -143,6 +165,27 @@ class _GroupMoments:
         if self._axis in ("dp", "tied"):
             return "param_gather" if operation == "all_gather" else "grad_reduce"
         return ""
+
+
+class _LateSends:
+    """Messages of a group that leave later, in their order, by a thread."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "late messages")
+
+    def send(self, delay_s: float, start: Callable[[], TransportWork]) -> TransportWork:
+        return LateWork(self._thread.submit(self._send, time.monotonic() + delay_s, start))
+
+    def _send(self, due: float, start: Callable[[], TransportWork]) -> TransportWork:
+        time.sleep(max(0.0, due - time.monotonic()))
+        return start().in_background()
+
+
+def _require_host_time(run: Run, kind: str) -> None:
+    """Raise ConfigError on a device whose work the host does not wait for: a pause of the host would slow nothing."""
+    if not run.mesh.recorder.timer.synchronous:
+        message, hint = f"{kind} needs processors, not {run.device.name}", "slow works on every device"
+        raise ConfigError([Problem("configuration", "fault.inject", message, hint)])
 
 
 def fault_injection(config: RunConfig, rank: Rank) -> FaultInjection | None:

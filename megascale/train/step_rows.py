@@ -77,6 +77,7 @@ class StepRows:
             self._gc_start = now
         elif self._recorder.ring is not None:
             self._collections.append((self._gc_start, now))
+            self._recorder.interrupt_action(self._gc_start, now)
 
     def _write(self) -> None:
         """Write the row of the last trained step, which ends now."""

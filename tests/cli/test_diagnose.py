@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from megascale.bench.fleet_times import FleetFault
 from megascale.cli.main import main
 from megascale.core.errors import Exit
 from tests.jobs import Job, job_config
 from tests.runs import GPT
 from tests.view.folders import make_run
 from tests.view.hung_runs import CULPRIT, make_hung_run
+from tests.view.stores import make_stored_run
 
 SECONDS = 120
 
@@ -55,6 +57,25 @@ def test_wrong_input_is_one_clear_message(tmp_path: Path, capsys: pytest.Capture
     run = make_hung_run(tmp_path / "other")
     assert main(["diagnose", str(run), "--picture", str(tmp_path / "absent" / "a.svg")]) == Exit.CONFIG
     assert "cannot be written: No such file or directory" in capsys.readouterr().err
+
+
+def test_says_what_slows_a_run_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, _ = make_stored_run(tmp_path)
+    assert main(["diagnose", str(run), "--slow"]) == Exit.OK
+    first, *evidence = capsys.readouterr().out.splitlines()
+    assert first.startswith("rank 5: computes slowly, since step 1; costs ")
+    assert evidence[0].startswith("    rank 5 computes longer than its 3 peers of stage 1: ")
+    assert main(["diagnose", str(run), "--slow", "--json"]) == Exit.OK
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["kind"], found["ranks"], found["summary"]) == ("compute", [5], first)
+    assert main(["diagnose", str(run), "--slow", "--picture", str(tmp_path / "a.svg")]) == Exit.CONFIG
+    assert "leave --slow out" in capsys.readouterr().err
+
+
+def test_a_healthy_run_is_not_called_slow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, _ = make_stored_run(tmp_path, FleetFault())
+    assert main(["diagnose", str(run), "--slow"]) == Exit.OK
+    assert capsys.readouterr().out == "nothing slows the run down that its event store shows\n"
 
 
 @pytest.mark.slow

@@ -7,19 +7,21 @@ from pathlib import Path
 
 import pytest
 
+from megascale.bench.fleet import Fleet
+from megascale.bench.fleet_tables import write_store
+from megascale.bench.fleet_times import BACKWARD_S, FORWARD_S, FleetFault, FleetLayout
 from megascale.cli.main import main
 from megascale.config.toml_writer import to_toml
 from megascale.layout.topology import Topology
-from tests.observe.fleet import BACKWARD_S, FORWARD_S, Fault, Fleet, Layout, write_store
 from tests.runs import LLAMA, config_of, settings
 
-LAYOUT = Layout(Topology(tp=2, pp=2, dp=2), steps=60)
+LAYOUT = FleetLayout(Topology(tp=2, pp=2, dp=2), steps=60)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run's folder: two stages and 8 micro-batches, from step 30 on 30% slower."""
-    write_store(Fleet(LAYOUT, 1, Fault("job", factor=1.3, since=30)), tmp_path)
+    write_store(Fleet(LAYOUT, 1, FleetFault("job", factor=1.3, since=30)), tmp_path)
     tree = settings(LLAMA, tmp_path, parallel__tp=2, parallel__pp=2, parallel__dp=2, batch__global=16)
     (tmp_path / "config.toml").write_text(to_toml(config_of(tree, tmp_path)))
     (tmp_path / "plan.json").write_text(json.dumps({"step_time_s": 0.3, "causes_s": {"gemm": 0.2, "bubble": 0.1}}))

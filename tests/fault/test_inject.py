@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -55,6 +56,25 @@ def test_a_restart_does_not_repeat_a_fault(tmp_path: Path) -> None:
     assert faults[0] == {
         "fault": "hang rank=0 step=0 phase=load", "kind": "hang", "rank": 0, "node": None, "step": 0, "phase": "load"
     }  # fmt: skip
+
+
+def test_a_slow_processor_is_slow_in_every_action_of_its_steps(tmp_path: Path) -> None:
+    text = parse_injection("slow_compute rank=0 step=2 steps=3 factor=1.5; collect_garbage rank=1 step=4 delay_s=0.01")
+    injector = Injector(text, 0, 2, tmp_path)
+    assert injector.plans("slow_compute") and not injector.plans("collect_garbage")
+    assert [step for _, _, step in struck(injector, ("",))] == [2, 2, 3, 3, 4, 4]
+    assert (tmp_path / "injected.jsonl").read_text().count('"fault"') == 1
+
+
+def test_injected_garbage_collections_are_real(tmp_path: Path) -> None:
+    pauses: list[str] = []
+    take = lambda phase, info: pauses.append(phase)  # noqa: E731
+    gc.callbacks.append(take)
+    try:
+        inject.strike(Fault("collect_garbage", 1, rank=0, delay_s=0.01), "")
+    finally:
+        gc.callbacks.remove(take)
+    assert pauses.count("start") == pauses.count("stop") >= 1
 
 
 def test_a_slow_rank_is_slow_in_all_its_steps_and_logged_once(tmp_path: Path) -> None:

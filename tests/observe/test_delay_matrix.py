@@ -4,34 +4,37 @@ from __future__ import annotations
 
 import pytest
 
+from megascale.bench.fleet import Fleet
+from megascale.bench.fleet_times import FleetFault, FleetLayout
 from megascale.layout.topology import Topology
 from megascale.observe.delay_matrix import DelayMatrix, delay_matrix
 from megascale.observe.step_cube import Places
-from tests.observe.fleet import Fault, Fleet, Layout
 
-NODES_OF_4 = Layout(Topology(tp=4, pp=4, dp=4), node_ranks=4, steps=12)
+NODES_OF_4 = FleetLayout(Topology(tp=4, pp=4, dp=4), node_ranks=4, steps=12)
 
 
-def matrix(layout: Layout, fault: Fault) -> DelayMatrix:
+def matrix(layout: FleetLayout, fault: FleetFault) -> DelayMatrix:
     fleet = Fleet(layout, 1, fault)
     return delay_matrix(fleet.tables["events"], Places.from_table(fleet.tables["ranks"]))
 
 
-@pytest.mark.parametrize("layout", [NODES_OF_4, Layout(Topology(tp=2, pp=4, dp=2), chunks=2, node_ranks=2, steps=12)])
-def test_healthy_links(layout: Layout) -> None:
-    found = matrix(layout, Fault())
+@pytest.mark.parametrize(
+    "layout", [NODES_OF_4, FleetLayout(Topology(tp=2, pp=4, dp=2), chunks=2, node_ranks=2, steps=12)]
+)
+def test_healthy_links(layout: FleetLayout) -> None:
+    found = matrix(layout, FleetFault())
     assert not found.slow.any()
     assert found.culprits == ()
 
 
 def test_a_slow_node() -> None:
-    (found,) = matrix(NODES_OF_4, Fault("link", node=5, factor=4)).culprits
+    (found,) = matrix(NODES_OF_4, FleetFault("link", node=5, factor=4)).culprits
     assert (found.kind, found.name, found.ranks) == ("node", "node n0005", (20, 21, 22, 23))
     assert found.delay_s == pytest.approx(4 * found.peer_s, rel=0.1)
 
 
 def test_a_slow_link() -> None:
-    (found,) = matrix(NODES_OF_4, Fault("link", node=5, peer=9, factor=4)).culprits
+    (found,) = matrix(NODES_OF_4, FleetFault("link", node=5, peer=9, factor=4)).culprits
     assert (found.kind, found.name) == ("link", "link node n0005 - node n0009")
     assert found.per_step_s == pytest.approx(8 * 3 * 0.0004, rel=0.1)  # 8 micro-batches, 3 times longer
 
@@ -49,7 +52,7 @@ def test_a_node_that_sends_slowly() -> None:
 
 
 def test_ranks_of_one_node_are_told_apart() -> None:
-    layout = Layout(Topology(tp=1, pp=4, dp=2), node_ranks=8, steps=12)
+    layout = FleetLayout(Topology(tp=1, pp=4, dp=2), node_ranks=8, steps=12)
     fleet = Fleet(layout, 3)
     events = fleet.tables["events"]
     events["end_ns"][(events["name"] == "receive") & (events["rank"] == 4) & (events["peer"] == 2)] += 5_000_000
@@ -68,7 +71,7 @@ def test_a_message_of_one_side_is_left_out() -> None:
 
 
 def test_no_messages() -> None:
-    fleet = Fleet(Layout(Topology(dp=4), steps=12), 5)
+    fleet = Fleet(FleetLayout(Topology(dp=4), steps=12), 5)
     places = Places.from_table(fleet.tables["ranks"])
     empty = {name: column[:0] for name, column in Fleet(NODES_OF_4, 1).tables["events"].items()}
     assert delay_matrix(empty, places).culprits == ()

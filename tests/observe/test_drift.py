@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from megascale.bench.fleet import Fleet
+from megascale.bench.fleet_tables import PEAK_FLOPS, cube_of
+from megascale.bench.fleet_times import FleetFault, FleetLayout
 from megascale.layout.topology import Topology
 from megascale.observe.drift import Drift, change_points, drift
-from tests.observe.fleet import PEAK_FLOPS, Fault, Fleet, Layout, cube_of
 
-LAYOUT = Layout(Topology(tp=2, pp=2, dp=4), steps=240)
-PAIR = Layout(Topology(dp=2), steps=400)
+LAYOUT = FleetLayout(Topology(tp=2, pp=2, dp=4), steps=240)
+PAIR = FleetLayout(Topology(dp=2), steps=400)
 
 
 def changed(fleet: Fleet) -> Drift:
@@ -29,6 +31,13 @@ def test_change_points() -> None:
     assert change_points(np.array([])) == change_points(np.ones(100)) == []
 
 
+def test_rare_long_steps_are_no_change() -> None:
+    for seed in range(20):
+        draw = np.random.default_rng(seed)
+        series = draw.normal(1, 0.01, 200) + (draw.random(200) < 0.1) * draw.uniform(0, 1, 200)
+        assert change_points(series) == []
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_healthy_run_does_not_drift(seed: int) -> None:
     found = changed(Fleet(LAYOUT, seed))
@@ -38,7 +47,7 @@ def test_a_healthy_run_does_not_drift(seed: int) -> None:
 
 
 def test_the_whole_job_slows_down() -> None:
-    found = changed(Fleet(LAYOUT, 2, Fault("job", factor=1.2, since=100)))
+    found = changed(Fleet(LAYOUT, 2, FleetFault("job", factor=1.2, since=100)))
     assert found.growths[0].part == "backward"
     assert found.growths[0].everywhere
     assert abs(found.growths[0].since - 101) <= 2
@@ -56,7 +65,7 @@ def test_uneven_work_does_not_drift() -> None:
 
 
 def test_the_papers_decay_by_irregular_pauses() -> None:
-    found = changed(Fleet(PAIR, 4, decay=8.0))
+    found = changed(Fleet(PAIR, 4, FleetFault("decay", share=8.0)))
     assert found.spread is not None
     assert "garbage collection" in found.spread.cause
     assert found.spread.after_s > 2 * found.spread.before_s
@@ -65,15 +74,22 @@ def test_the_papers_decay_by_irregular_pauses() -> None:
 
 
 def test_a_decay_of_unknown_cause() -> None:
-    found = changed(Fleet(PAIR, 5, decay=8.0, gc_recorded=False))
+    found = changed(Fleet(PAIR, 5, FleetFault("decay", share=8.0), gc_recorded=False))
     assert found.spread is not None
     assert found.spread.gc_correlation is None
     assert found.spread.cause.startswith("ranks are late in turn")
 
 
 def test_a_slow_rank_is_no_decay() -> None:
-    found = changed(Fleet(PAIR, 6, Fault("slow", rank=1, factor=1.3, since=150)))
+    found = changed(Fleet(PAIR, 6, FleetFault("slow", rank=1, factor=1.3, since=150)))
     assert found.spread is not None
     assert found.spread.same_rank == 1.0
     assert "the same rank" in found.spread.cause
     assert found.to_json()["spread"]["cause"] == found.spread.cause
+
+
+def test_growth_of_one_stage_is_not_the_whole_job() -> None:
+    layout = FleetLayout(Topology(tp=2, pp=2, dp=2), steps=100, node_ranks=4)
+    found = changed(Fleet(layout, 7, FleetFault("slow", node=0, factor=1.3, since=50)))
+    backward = next(growth for growth in found.growths if growth.part == "backward")
+    assert (backward.everywhere, backward.ranks) == (False, (0, 1, 2, 3))

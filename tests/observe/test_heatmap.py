@@ -7,12 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megascale.bench.fleet import Fleet
+from megascale.bench.fleet_tables import cube_of
+from megascale.bench.fleet_times import FleetFault, FleetLayout
 from megascale.layout.topology import Topology
 from megascale.observe.heatmap import HeatMap, heat_map
 from megascale.observe.step_cube import Part, Places, StepCube
-from tests.observe.fleet import Fault, Fleet, Layout, cube_of
 
-WIDE = Layout(Topology(tp=4, pp=4, dp=4), microbatches=16)
+WIDE = FleetLayout(Topology(tp=4, pp=4, dp=4), microbatches=16)
 
 
 def machines(seed: int, stages: int = 8, ranks: int = 12_288, steps: int = 50, parts: int = 8) -> tuple[StepCube, set]:
@@ -49,18 +51,18 @@ def test_needs_roles() -> None:
     assert not names(blind) & slow
 
 
-@pytest.mark.parametrize("layout", [WIDE, Layout(Topology(tp=2, pp=4, dp=2), chunks=2, node_ranks=4)])
-def test_uneven_stages_are_no_outliers(layout: Layout) -> None:
+@pytest.mark.parametrize("layout", [WIDE, FleetLayout(Topology(tp=2, pp=4, dp=2), chunks=2, node_ranks=4)])
+def test_uneven_stages_are_no_outliers(layout: FleetLayout) -> None:
     cube = cube_of(Fleet(layout))
     assert not heat_map(cube).outliers
     assert heat_map(cube, roles=np.zeros(len(cube.places.rank), int)).outliers  # the head's stage
 
 
 @pytest.mark.parametrize("fault", [
-    Fault("slow", rank=63, factor=1.1), Fault("slow", rank=5, factor=1.5), Fault("slow", node=7, factor=1.1),
-    Fault("data", rank=2, share=3, every=3),
+    FleetFault("slow", rank=63, factor=1.1), FleetFault("slow", rank=5, factor=1.5),
+    FleetFault("slow", node=7, factor=1.1), FleetFault("data", rank=2, share=3, every=3),
 ])  # fmt: skip
-def test_names_the_culprit_and_its_cost(fault: Fault) -> None:
+def test_names_the_culprit_and_its_cost(fault: FleetFault) -> None:
     healthy, cube = cube_of(Fleet(WIDE, 3)), cube_of(Fleet(WIDE, 3, fault))
     (outlier,) = heat_map(cube).outliers
     assert outlier.name == (f"node n{fault.node:04d}" if fault.node >= 0 else f"rank {fault.rank}")
@@ -71,7 +73,7 @@ def test_names_the_culprit_and_its_cost(fault: Fault) -> None:
 
 
 def test_a_tensor_parallel_peer_waits_and_is_not_named() -> None:
-    cube = cube_of(Fleet(WIDE, 4, Fault("slow", rank=21, factor=1.5)))
+    cube = cube_of(Fleet(WIDE, 4, FleetFault("slow", rank=21, factor=1.5)))
     found = heat_map(cube)
     assert names(found) == {"rank 21"}
     wait = found.seconds[:, found.columns.index("tp wait")]
@@ -94,7 +96,7 @@ def test_a_short_fault_needs_continuity() -> None:
 
 
 def test_steps_with_settled_tags_do_not_count() -> None:
-    fault = Fault("gc", rank=6, share=2, every=2)
+    fault = FleetFault("gc", rank=6, share=2, every=2)
     fleet = Fleet(WIDE, 6, fault)
     cube = cube_of(fleet)
     own = cube.own.copy()
@@ -104,7 +106,7 @@ def test_steps_with_settled_tags_do_not_count() -> None:
 
 
 def test_json_has_a_row_a_rank() -> None:
-    found = heat_map(cube_of(Fleet(WIDE, 3, Fault("slow", rank=63, factor=1.1))))
+    found = heat_map(cube_of(Fleet(WIDE, 3, FleetFault("slow", rank=63, factor=1.1))))
     data = found.to_json()
     assert len(data["seconds"]) == len(data["ranks"]) == 64
     assert len(data["score"][0]) == len(data["columns"])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from megascale.bench.fleet import Fleet
+from megascale.bench.fleet_tables import FLOPS, PEAK_FLOPS, cube_of
+from megascale.bench.fleet_times import FleetFault, FleetLayout
 from megascale.layout.topology import Topology
 from megascale.observe.mfu_ledger import MfuLedger, mfu_ledger
 from megascale.observe.step_cube import StepCube
-from tests.observe.fleet import FLOPS, PEAK_FLOPS, Fault, Fleet, Layout, cube_of
 
-LAYOUT = Layout(Topology(tp=4, pp=4, dp=4), steps=40)
+LAYOUT = FleetLayout(Topology(tp=4, pp=4, dp=4), steps=40)
 PLAN = {
     "step_time_s": 0.4, "mfu_full": 0.25,
     "causes_s": {"gemm": 0.2, "attention": 0.05, "tp": 0.01, "pp": 0.01, "dp": 0.02, "bubble": 0.08, "optimizer": 0.03},
@@ -22,8 +24,10 @@ def ledger(fleet: Fleet, **options: object) -> MfuLedger:
     return mfu_ledger(cube_of(fleet), fleet.tables["steps"], peak, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("fault", [Fault(), Fault("gc", share=4, every=16), Fault("data", rank=0, share=5, every=3)])
-def test_parts_add_up(fault: Fault) -> None:
+@pytest.mark.parametrize(
+    "fault", [FleetFault(), FleetFault("gc", share=4, every=16), FleetFault("data", rank=0, share=5, every=3)]
+)
+def test_parts_add_up(fault: FleetFault) -> None:
     fleet = Fleet(LAYOUT, 1, fault)
     found = ledger(fleet)
     assert found.wall_s == pytest.approx(fleet.seconds.sum(), rel=1e-6)
@@ -44,7 +48,7 @@ def test_the_waterfall_ends_at_the_achieved_mfu() -> None:
 
 
 def test_waits_are_not_compute() -> None:
-    fleet = Fleet(LAYOUT, 3, Fault("slow", rank=63, factor=2.0))
+    fleet = Fleet(LAYOUT, 3, FleetFault("slow", rank=63, factor=2.0))
     mine, healthy = ledger(fleet), ledger(Fleet(LAYOUT, 3))
     waits = [sum(found.seconds[axis] for axis in ("tp", "pp", "dp", "world")) for found in (mine, healthy)]
     compute = [found.seconds["forward"] + found.seconds["backward"] for found in (mine, healthy)]

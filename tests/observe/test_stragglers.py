@@ -5,16 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from megascale.bench.fleet import Fleet
+from megascale.bench.fleet_tables import cube_of
+from megascale.bench.fleet_times import FleetFault, FleetLayout
 from megascale.layout.topology import Topology
 from megascale.observe.step_work import predict_seconds, slow_steps
 from megascale.observe.stragglers import gc_pauses, slow_groups, stragglers
-from tests.observe.fleet import Fault, Fleet, Layout, cube_of
 
-WIDE = Layout(Topology(tp=4, pp=4, dp=4), steps=150)
+WIDE = FleetLayout(Topology(tp=4, pp=4, dp=4), steps=150)
 
 
 def test_tells_since_when() -> None:
-    (found,) = stragglers(cube_of(Fleet(WIDE, 1, Fault("slow", rank=37, factor=1.3, since=66))))
+    (found,) = stragglers(cube_of(Fleet(WIDE, 1, FleetFault("slow", rank=37, factor=1.3, since=66))))
     assert found.worst.name == "rank 37"
     assert abs(found.since - 67) <= 2
     assert found.until is None
@@ -23,7 +25,7 @@ def test_tells_since_when() -> None:
 
 
 def test_tells_until_when() -> None:
-    cube = cube_of(Fleet(WIDE, 2, Fault("slow", rank=60, factor=1.3)))
+    cube = cube_of(Fleet(WIDE, 2, FleetFault("slow", rank=60, factor=1.3)))
     (wait,) = cube.select("dp", "reduce_scatter")
     own = cube.own[60, 100:].copy()
     cube.own[60, 100:] = own / 1.3
@@ -33,7 +35,7 @@ def test_tells_until_when() -> None:
 
 
 def test_a_slow_job_names_nobody() -> None:
-    assert not stragglers(cube_of(Fleet(WIDE, 3, Fault("job", factor=1.3, since=70))))
+    assert not stragglers(cube_of(Fleet(WIDE, 3, FleetFault("job", factor=1.3, since=70))))
 
 
 def test_uneven_work_names_nobody() -> None:
@@ -42,27 +44,36 @@ def test_uneven_work_names_nobody() -> None:
 
 
 def test_pauses_of_ranks_in_turn() -> None:
-    found = gc_pauses(cube_of(Fleet(WIDE, 5, Fault("gc", share=6, every=32))))
+    found = gc_pauses(cube_of(Fleet(WIDE, 5, FleetFault("gc", share=6, every=32))))
     assert found is not None
     assert found.ranks == ()
     healthy = cube_of(Fleet(WIDE, 5))
-    slow = cube_of(Fleet(WIDE, 5, Fault("gc", share=6, every=32)))
+    slow = cube_of(Fleet(WIDE, 5, FleetFault("gc", share=6, every=32)))
     assert found.cost_s == pytest.approx(slow.step_s - healthy.step_s, rel=0.5)
     assert gc_pauses(healthy) is None
 
 
+def test_pauses_cost_what_they_cost() -> None:
+    """The modelled cost beside that of the same job without pauses."""
+    layout = FleetLayout(Topology(tp=2, pp=4, dp=8), steps=100)
+    slow = Fleet(layout, 9, FleetFault("gc", share=6, every=32))
+    found = gc_pauses(cube_of(slow))
+    assert found is not None
+    assert found.cost_s == pytest.approx(float((slow.seconds - Fleet(layout, 9).seconds).mean()), rel=0.4)
+
+
 def test_pauses_of_one_rank() -> None:
-    found = gc_pauses(cube_of(Fleet(WIDE, 6, Fault("gc", rank=63, share=6, every=3, since=20))))
+    found = gc_pauses(cube_of(Fleet(WIDE, 6, FleetFault("gc", rank=63, share=6, every=3, since=20))))
     assert found is not None
     assert found.ranks == (63,)
     assert found.since > 20
 
 
 def test_slow_groups() -> None:
-    found = slow_groups(cube_of(Fleet(WIDE, 7, Fault("dp_group", rank=2, factor=3))))
+    found = slow_groups(cube_of(Fleet(WIDE, 7, FleetFault("dp_group", rank=2, factor=3))))
     assert {group.ranks for group in found} == {tuple(range(2 + 16 * stage, 16 + 16 * stage, 4)) for stage in range(4)}
     assert found[0].cost_s == pytest.approx(0.024, rel=0.05)
-    assert not slow_groups(cube_of(Fleet(WIDE, 7, Fault("slow", rank=2, factor=1.5))))
+    assert not slow_groups(cube_of(Fleet(WIDE, 7, FleetFault("slow", rank=2, factor=1.5))))
 
 
 def test_predicts_by_tokens_and_squared_lengths() -> None:

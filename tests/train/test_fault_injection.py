@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,43 @@ def test_ranks_wait_for_a_communication_that_does_not_come(layout: dict[str, Any
     errors = run_world(2, error_of, config)
     assert any(isinstance(error, LostPeerError) for error in errors), errors
     assert json.loads((config.folder / "injected.jsonl").read_text().splitlines()[-1])["step"] == 2
+
+
+def events_of_step_2(rank: Rank, config: Any) -> list[Any]:
+    """Train with the faults of the configuration; return the events of step 2."""
+    from megascale.train.fault_injection import fault_injection
+    from megascale.train.loop import train
+    from megascale.train.reporter import Reporter
+
+    run, injection = build_run(rank, config), fault_injection(config, rank)
+    assert injection is not None
+    injection.attach(run)
+    train(run, Reporter(config, run.device, None, [], run.mesh.recorder))
+    return [event for event in run.mesh.recorder.events() if event.step == 2]
+
+
+def test_a_late_message_arrives_late_and_its_sender_goes_on(tmp_path: Path) -> None:
+    faults = {"train__steps": 3, "fault__inject": "delay_message rank=0 step=2 delay_s=0.2"}
+    config = configured(tmp_path, 2, parallel__pp=2, batch__global=4, **faults)
+    sender, receiver = run_world(2, events_of_step_2, config)
+    sends = [event for event in sender if event.name == "send"]
+    arrivals = {event.microbatch: event.end for event in receiver if event.name == "receive"}
+    assert len(sends) > 1 and all(arrivals[send.microbatch] - send.issue >= 0.2 for send in sends)
+    assert sends[1].issue < arrivals[sends[0].microbatch]
+
+
+def test_a_slow_processor_lengthens_an_action_by_its_own_time(tmp_path: Path) -> None:
+    from megascale.train.fault_injection import fault_injection
+
+    config = configured(tmp_path, 1, fault__inject="slow_compute rank=0 step=2 factor=3")
+    run, injection = build_run(Rank(0, 1, 0, "host"), config), fault_injection(config, Rank(0, 1, 0, "host"))
+    assert injection is not None
+    injection.attach(run)
+    recorder = run.mesh.recorder
+    for recorder.step in (1, 2):
+        with recorder.action("F", 0, 0):
+            time.sleep(0.01)
+    assert recorder.events()[1].end - recorder.events()[1].start >= 0.03
 
 
 @pytest.mark.parametrize("kind", ["full_disk", pytest.param("kill", marks=pytest.mark.slow)])  # may strike too late

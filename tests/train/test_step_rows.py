@@ -85,6 +85,22 @@ def test_collections_of_python_are_activities(run: Run, tmp_path: Path) -> None:
     assert set(events["step"].tolist()) == {3}
 
 
+def test_a_collection_inside_an_action_is_not_its_own_time(run: Run, tmp_path: Path) -> None:
+    recorder, kept = run.mesh.recorder, [[] for _ in range(200_000)]
+    with StepRows(run) as rows:
+        rows.begin(3)
+        recorder.step = 3
+        with recorder.action("F", 0, 0):
+            gc.collect()
+        recorder.step = 0
+        rows.end(result(1.0))
+    assert len(kept) == 200_000
+    reader = EventRingReader(tmp_path / "rank.events")
+    events, strings = reader.drain().events, reader.strings()
+    action, pause = (next(event for event in events if strings[event["name"]] == name) for name in ("F", "gc"))
+    assert action["exposed"] == pytest.approx(pause["exposed"])
+
+
 def test_a_step_that_fails_has_no_row(run: Run, tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), StepRows(run) as rows:
         rows.begin(1)

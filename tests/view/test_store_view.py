@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megascale.bench.fleet_times import FleetFault
 from megascale.core.storage import Location
 from megascale.eventstore.table_files import TableFile, write_rows
 from megascale.view import store_view
 from megascale.view.store_view import StoreFollower, read_store_view
 from tests.eventstore.tables import rows
-from tests.observe.fleet import Fault
 from tests.view.folders import make_run
 from tests.view.stores import make_stored_run
 
@@ -34,7 +34,7 @@ def test_a_slow_rank_is_slow_in_every_part_of_the_view(tmp_path: Path) -> None:
 
 
 def test_a_healthy_run_has_no_findings(tmp_path: Path) -> None:
-    view = read_store_view(make_stored_run(tmp_path, Fault())[0])
+    view = read_store_view(make_stored_run(tmp_path, FleetFault())[0])
     assert view is not None
     assert (view.findings, view.heat.outliers) == ((), ())
 
@@ -60,7 +60,7 @@ def test_a_bug_in_an_analysis_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_store_is_analysed_again_when_it_has_new_files_only(tmp_path: Path) -> None:
-    run, _ = make_stored_run(tmp_path, Fault(), steps=20)
+    run, _ = make_stored_run(tmp_path, FleetFault(), steps=20)
     follower = StoreFollower(run)
     follower.refresh()
     first = follower.latest
