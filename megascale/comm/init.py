@@ -13,6 +13,7 @@ from torch.distributed import Store
 from megascale.comm import control
 from megascale.comm.agreement import Record, check_agreement
 from megascale.comm.gloo_interface import choose_gloo_interface, interface_problems, publish_address
+from megascale.comm.host_ranks import publish_rank
 from megascale.comm.lost_peer import opening_group
 from megascale.comm.nccl_options import environment_problems, nccl_options, set_network_patience
 from megascale.comm.rendezvous import open_store
@@ -71,6 +72,7 @@ def init_distributed(
     else:
         store = open_store(rank, job_secret(folder), timeout)
         publish_address(store)
+        publish_rank(store, rank.rank)
         check_agreement(store, rank, record or {})  # all ranks have come
     if has_loopback():
         choose_gloo_interface(store, one_host=rank.world_size == 1 or on_one_host(rank.world_size))

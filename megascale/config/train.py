@@ -111,6 +111,14 @@ class DataConfig(Section):
         description="ranges [start, stop] of the order of training samples, without stop, which the run leaves out; in "
         "ascending order",
     )
+    reader: Literal["rank", "host"] = Field(
+        "rank",
+        description="rank: every rank reads its samples before each step; host: a process of each host reads them for "
+        "all ranks there, ahead of the step",
+    )
+    prefetch: Annotated[int, Field(gt=0, le=1024)] = Field(
+        2, description="with reader = host: steps whose samples are read ahead, in the host's memory"
+    )
     mock: bool = Field(False, description="random tokens in place of data, to measure throughput")
 
 

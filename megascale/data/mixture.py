@@ -7,6 +7,7 @@ the mixture of a configuration.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -82,6 +83,20 @@ class Mixture:
         """The dataset of a sample, and the number of the sample among those of the dataset."""
         dataset, number = self.blend.locate(self.order(index))
         return self.datasets[dataset], number
+
+    def fetch(self, indices: Iterable[int]) -> None:
+        """Fetch what samples need of remote datasets, many blocks at a time, before they are read."""
+        by_dataset: dict[EpochDataset, list[int]] = {}
+        for dataset, number in map(self.locate, indices):
+            if is_url(dataset.prefix):
+                by_dataset.setdefault(dataset, []).append(number)
+        for dataset, numbers in by_dataset.items():
+            dataset.fetch(numbers)
+
+    def stored_bytes(self, index: int) -> int:
+        """Bytes of a sample's tokens in its dataset."""
+        dataset, _ = self.locate(index)
+        return (dataset.shape.seq_length + 1) * dataset.token_bytes
 
     def __getitem__(self, index: int) -> Sample:
         dataset, number = self.locate(index)

@@ -84,7 +84,7 @@ def _single_step_config(config: RunConfig) -> RunConfig:
     """Return a configuration with mock data and without checkpoints, evaluation, compilation and the FP8 monitor."""
     return config.model_copy(
         update={
-            "data": config.data.model_copy(update={"mock": True, "train": None, "valid": None}),
+            "data": config.data.model_copy(update={"mock": True, "train": None, "valid": None, "reader": "rank"}),
             "checkpoint": config.checkpoint.model_copy(update={"every": 0, "memory_every": 0, "replicate": False}),
             "train": config.train.model_copy(update={"eval_every": 0, "compile": False}),
             "fp8": config.fp8.model_copy(update={"monitor": False}),

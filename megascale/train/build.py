@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -21,7 +21,9 @@ from megascale.core.errors import DataError
 from megascale.core.event_ring import EventRing
 from megascale.core.flight_writer import FlightRecordWriter
 from megascale.core.rank import Rank
-from megascale.data.loader import BatchShape, Loader, SampleSource
+from megascale.data.batch_shape import BatchShape, StepOrder
+from megascale.data.host_reader import open_host_samples
+from megascale.data.loader import Loader, SampleSource
 from megascale.data.mixture import Mixture, SplitName, build_mixture
 from megascale.device import Device
 from megascale.layout.chunks import chunk_buckets, stages_of
@@ -237,23 +239,50 @@ def build_pipeline(
 def build_loaders(config: RunConfig, mesh: Mesh, device: Device) -> tuple[Loader, Loader | None, int]:
     """Build the loaders of training and validation data. Also returns the batches per evaluation.
 
-    Raises: DataError on rank 0 for unusable data.
+    Raises: DataError on rank 0 for unusable data, and without memory for a host's reader.
     """
-    train = _loader(config, "train", mesh, device, config.model.dropout)
-    if not config.train.eval_every:
-        return train, None, 0
-    return train, _loader(config, "valid", mesh, device, dropout=0.0), _evaluation_batches(config, mesh)
-
-
-def _loader(config: RunConfig, split: SplitName, mesh: Mesh, device: Device, dropout: float) -> Loader:
-    """Build the loader of a split. Rank 0 checks the data; the other ranks open what they read when they read it."""
-    samples: SampleSource | None = None
-    if mesh.coord.pp in (0, mesh.topology.pp - 1):
-        samples = build_mixture(config, split, config.train.steps * config.batch.total if split == "train" else 0)
-    if mesh.rank == 0 and isinstance(samples, Mixture):
-        samples.check()
     shape = BatchShape(config.batch.total, config.batch.micro, config.dp)
-    return Loader(samples, shape, mesh.coord.dp, dropout=dropout, seed=config.train.seed, device=device.torch_device)
+    orders: dict[SplitName, StepOrder] = {"train": StepOrder(shape, config.train.steps * config.batch.total)}
+    if mesh.rank == 0:
+        for split in ("train", "valid") if config.train.eval_every else ("train",):
+            _check_data(config, split)
+    valid_batches = _evaluation_batches(config, mesh) if config.train.eval_every else 0
+    if valid_batches:
+        orders["valid"] = StepOrder(shape, valid_batches * config.batch.total, again=True)
+    sources = _open_sources(config, mesh, orders)
+    train, *valid = (
+        Loader(
+            sources.get(split),
+            shape,
+            mesh.coord.dp,
+            dropout=config.model.dropout if split == "train" else 0.0,
+            seed=config.train.seed,
+            device=device.torch_device,
+        )
+        for split in orders
+    )
+    return train, valid[0] if valid else None, valid_batches
+
+
+def _check_data(config: RunConfig, split: SplitName) -> None:
+    """Open the headers of all datasets of a split, for all ranks, which open what they read when they read it.
+
+    Raises: DataError for unusable data.
+    """
+    samples = build_mixture(config, split)
+    if isinstance(samples, Mixture):
+        samples.check()
+
+
+def _open_sources(
+    config: RunConfig, mesh: Mesh, orders: Mapping[SplitName, StepOrder]
+) -> Mapping[SplitName, SampleSource]:
+    """Open the samples of each split; none on a rank between the first and the last pipeline stage."""
+    if mesh.coord.pp not in (0, mesh.topology.pp - 1):
+        return {}
+    if config.data.reader == "host":
+        return open_host_samples(config, mesh, orders)
+    return {split: build_mixture(config, split, 0 if order.again else order.end) for split, order in orders.items()}
 
 
 def _evaluation_batches(config: RunConfig, mesh: Mesh) -> int:

@@ -21,6 +21,9 @@ def train(run: Run, reporter: Reporter) -> Exit:
     """Train until the last step or a stop request on any rank. Returns the exit status."""
     flight = run.mesh.recorder.flight
     run.hooks = standard_hooks(run, reporter)
+    run.train_loader.begin(run.progress.samples)
+    if run.valid_loader is not None:
+        run.valid_loader.begin(0)
     try:
         run.hooks.run_begins(run)
         flight.set_phase(Phase.STEP)
@@ -30,6 +33,8 @@ def train(run: Run, reporter: Reporter) -> Exit:
     except BaseException as error:
         run.hooks.run_fails(run, error)
         raise
+    finally:
+        run.train_loader.close()
     if not stopped or run.progress.step == run.config.train.steps:
         return Exit.OK
     unsaved = "" if run.config.checkpoint.every else "; nothing was saved: checkpoint.every = 0"
