@@ -110,6 +110,7 @@ def build_mesh(
         launch=config.launch,
         nccl=config.nccl,
     )
+    recorder.flight.start_parts.begin("warm-up")
     warm_up(mesh, device, wrap_around=p.vpp > 1)
     return mesh
 
@@ -132,7 +133,9 @@ def build_rank_run(
     stages = build_stages(config, mesh, buffers, tp, Operators.from_context(context), fp8_state)
     update_rule = select.build_op("optimizer", context)
     optimizer = ShardedOptimizer(buffers.buckets, mesh, config.optimizer, update_rule)
+    mesh.recorder.flight.start_parts.begin("indices")
     train, valid, valid_batches = build_loaders(config, mesh, device)
+    mesh.recorder.flight.start_parts.begin("build")
     return Run(
         config=config,
         device=device,

@@ -13,6 +13,7 @@ from megascale.train.reporter import Reporter, StepRecords
 from megascale.train.saves import Saves
 from megascale.train.scheduled_gc import ScheduledGC
 from megascale.train.spike import SpikeAlert
+from megascale.train.start_report import StartReport
 from megascale.train.step import train_step
 from megascale.train.step_rows import StepRows
 
@@ -46,6 +47,7 @@ def standard_hooks(run: Run, reporter: Reporter) -> Hooks:
     """Return the hooks of every run, then those of plug-ins. Replicas are checked before a save of the step."""
     return Hooks(
         [
+            StartReport(reporter),
             ReplicaCheck(),
             StepRecords(reporter),
             SpikeAlert(run.config.fault, reporter),
