@@ -251,6 +251,19 @@ def skipped_samples(c: Any) -> Iterator[Finding]:
         end = stop
 
 
+def changed_weights(c: Any) -> Iterator[Finding]:
+    """Check that data.weights is for the datasets of data.train, and that its places ascend."""
+    source = c.data.train
+    count = len(source) if isinstance(source, list) else 1
+    end, hint = -1, "[[place, [a weight for each dataset of data.train]], ...], with ascending places"
+    for place, weights in c.data.weights:
+        if len(weights) != count or not sum(weights):
+            yield Finding("data.weights", f"{weights} are no weights of {count} datasets", hint)
+        if place <= end:
+            yield Finding("data.weights", f"place {place} does not come after {end}", hint)
+        end = place
+
+
 MAX_MICROBATCHES = 2**20
 """Micro-batches of a rank in a step: a schedule lists every action of each."""
 
@@ -365,6 +378,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("parallel", "batch"), batch),
     (("model", "parallel", "batch", "train", "data"), counts),
     (("data",), skipped_samples),
+    (("data",), changed_weights),
     (("train", "optimizer"), learning_rate),
     (("model", "parallel", "train", "fp8", "optimizer", "backends"), backends),
     *stored.RULES,

@@ -81,6 +81,11 @@ Blend = list[WeightedPrefix]
 SampleRange = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
 
 
+WeightChange = Annotated[
+    tuple[NonNegativeInt, Annotated[list[Annotated[Float32, Field(ge=0)]], Field(min_length=1)]], Field(strict=False)
+]
+
+
 class DataConfig(Section):
     """`[data]`: token datasets in megatron-core's .bin/.idx format, named without the extension: paths, or URLs of an
     fsspec file system.
@@ -110,6 +115,11 @@ class DataConfig(Section):
         [],
         description="ranges [start, stop] of the order of training samples, without stop, which the run leaves out; in "
         "ascending order",
+    )
+    weights: list[WeightChange] = Field(
+        [],
+        description="changes of the blend's weights: [[place, [weight, ...]], ...], from a place in the order of "
+        "training samples on, for the datasets of train in their order; 0: none",
     )
     reader: Literal["rank", "host"] = Field(
         "rank",

@@ -19,7 +19,8 @@ from megascale.config.run import RunConfig, dataset_prefixes
 from megascale.core.errors import DataError
 from megascale.core.readable import is_url
 from megascale.core.skipped_ranges import order_index
-from megascale.data.blend import MOST_AHEAD, Blend
+from megascale.data.blend import MOST_AHEAD
+from megascale.data.changing_blend import ChangingBlend, blend_parts
 from megascale.data.epochs import EpochDataset, SplitName
 from megascale.data.open_epochs import OpenEpochs
 from megascale.launch.host_limits import max_open_epochs
@@ -47,7 +48,7 @@ class Mixture:
         weights = [1.0] if source is None or isinstance(source, str) else [weight for weight, _ in source]
         open_epochs = OpenEpochs(max_open_epochs(config, len(prefixes)))
         self.shares = [weight / sum(weights) for weight in weights]
-        self.blend = Blend(weights)
+        self.blend = ChangingBlend(blend_parts(weights, config.data.weights if split == "train" else []))
         self._skipped = config.data.skip if split == "train" else []
         self.datasets = [
             EpochDataset(config, split, prefix, fractions, open_epochs, self.blend.count(number, self.order(expected)))
