@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -76,3 +77,14 @@ def slow_storage(folder: Path, delay_s: float = 0.0) -> Iterator[SlowStorage]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+def main(folder: str, delay_s: str) -> None:
+    """Serve a folder until the standard input ends; print the URL."""
+    with slow_storage(Path(folder), float(delay_s)) as storage:
+        print(storage.url, flush=True)
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

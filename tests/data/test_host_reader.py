@@ -13,7 +13,7 @@ import pytest
 
 from megascale.config.run import RunConfig
 from megascale.core.errors import DataError, LostPeerError
-from megascale.core.rank import Rank
+from megascale.core.rank import NODE_VARIABLE, Rank
 from megascale.data.batch_shape import BatchShape, StepOrder
 from megascale.data.host_samples import HostSamples
 from megascale.data.mixture import Mixture, Sample
@@ -245,3 +245,28 @@ def test_a_world_reads_the_same_batches_once_a_host(layout: dict[str, int], tmp_
     assert first[0] is not None and maps_itself and not mapped
     step = BATCH * (SEQUENCE + 1) * 2  # six steps were read, and up to two of each split ahead
     assert bytes_read % step == 0 and 6 * step <= bytes_read <= 10 * step
+
+
+def batch_on_a_host_of_two(rank: Rank, config: RunConfig) -> Any:
+    """A step's tokens, with two ranks on each of two hosts, and the bytes that this host has read."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    from megascale.comm.host_ranks import publish_rank, ranks_of_host
+
+    os.environ[NODE_VARIABLE] = f"node-{rank.rank // 2}"
+    publish_rank(_get_default_store().underlying_store, rank.rank)
+    run = build_run(rank, config)  # its groups wait for all ranks
+    batches = [run.train_loader.batch(BATCH * step) for step in range(3)]
+    run.mesh.world.control.barrier("all have read")
+    tokens = [part.tokens.tolist() for batch in batches for part in batch.micro_batches]
+    return ranks_of_host(rank.rank), tokens, run.train_loader._samples.bytes_read
+
+
+@pytest.mark.slow
+def test_each_of_two_hosts_reads_its_own_samples_only(tmp_path: Path) -> None:
+    config = blend(tmp_path, data__reader="host", parallel__tp=2, parallel__dp=2, data__prefetch=1)
+    results = run_world(4, batch_on_a_host_of_two, config)
+    assert [ranks for ranks, _, _ in results] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert results[0][1] == results[1][1] != results[2][1] == results[3][1]
+    half = BATCH // 2 * (SEQUENCE + 1) * 2
+    assert {bytes_read for _, _, bytes_read in results} <= {3 * half, 4 * half}
