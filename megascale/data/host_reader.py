@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from megascale.comm.control import ControlChannel
 from megascale.comm.host_ranks import ranks_of_host
@@ -18,11 +18,12 @@ from megascale.data.reader_memory import MemoryShape, ReaderMemory
 from megascale.data.reader_process import ReaderWork
 from megascale.data.reader_supervisor import ReaderSupervisor
 from megascale.data.sample_record import record_bytes
+from megascale.layout.topology import Topology
 
 
-def reading_ranks(mesh: Mesh, ranks: Sequence[int]) -> list[int]:
-    """Return those of `ranks` that read samples: the ones of the first and the last pipeline stage."""
-    return [rank for rank in ranks if mesh.topology.coord(rank).pp in (0, mesh.topology.pp - 1)]
+def reads_samples(topology: Topology, rank: int) -> bool:
+    """Return True if a rank needs samples: in the first and in the last pipeline stage."""
+    return topology.coord(rank).pp in (0, topology.pp - 1)
 
 
 def open_host_samples(
@@ -33,7 +34,7 @@ def open_host_samples(
 
     Raises: DataError on all of them without memory or process for it
     """
-    readers = reading_ranks(mesh, ranks_of_host(mesh.rank))
+    readers = [rank for rank in ranks_of_host(mesh.rank) if reads_samples(mesh.topology, rank)]
     replicas = sorted({mesh.topology.coord(rank).dp for rank in readers})
     shape = next(iter(orders.values())).shape
     rows = shape.rows_of(replicas)

@@ -22,7 +22,7 @@ from megascale.core.event_ring import EventRing
 from megascale.core.flight_writer import FlightRecordWriter
 from megascale.core.rank import Rank
 from megascale.data.batch_shape import BatchShape, StepOrder
-from megascale.data.host_reader import open_host_samples
+from megascale.data.host_reader import open_host_samples, reads_samples
 from megascale.data.loader import Loader, SampleSource
 from megascale.data.mixture import Mixture, SplitName, build_mixture
 from megascale.device import Device
@@ -281,7 +281,7 @@ def _open_sources(
     config: RunConfig, mesh: Mesh, orders: Mapping[SplitName, StepOrder]
 ) -> Mapping[SplitName, SampleSource]:
     """Open the samples of each split; none on a rank between the first and the last pipeline stage."""
-    if mesh.coord.pp not in (0, mesh.topology.pp - 1):
+    if not reads_samples(mesh.topology, mesh.rank):
         return {}
     if config.data.reader == "host":
         return open_host_samples(config, mesh, orders)
