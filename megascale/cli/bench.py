@@ -11,7 +11,7 @@ from typing import Any
 
 from megascale.bench import mfu, overlap
 from megascale.catalog.presets import PRESETS
-from megascale.cli import bench_faults, bench_observe, bench_ranks
+from megascale.cli import bench_faults, bench_observe, bench_ranks, bench_startup
 from megascale.cli.argument_types import at_least, non_negative_int, positive_int
 from megascale.config.loading import check_rules, load_config, load_config_tree
 from megascale.config.model import ModelConfig
@@ -31,6 +31,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     bench_ranks.add_profile(benchmarks)
     bench_faults.add_faults(benchmarks)
     bench_observe.add_observe(benchmarks)
+    bench_startup.add_startup(benchmarks)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -40,7 +41,8 @@ def run(options: argparse.Namespace) -> int:
                "observe": bench_observe.run_observe}  # fmt: skip
     if options.benchmark in of_jobs:
         return of_jobs[options.benchmark](options)
-    benchmark = {"mfu": run_mfu, "gemm": run_gemm, "overlap": run_overlap}[options.benchmark]
+    benchmarks = {"mfu": run_mfu, "gemm": run_gemm, "overlap": run_overlap, "startup": bench_startup.run_startup}
+    benchmark = benchmarks[options.benchmark]
     with exit_on_stop_signals():
         benchmark(options)
     return Exit.OK

@@ -167,21 +167,23 @@ class ControlChannel:
             time.sleep(min(max(POLL_S_PER_RANK * self._size, notice.waited_s / 8), self._liveness_check_s))
             if notice.waited_s - checked > self._liveness_check_s:
                 awaited = missing()
-                self._check(label, awaited, notice.waited_s)
+                self._check(label, awaited, notice.waited_s, lambda: [] if self._store.check([key]) else missing())
                 # one line for a group: of its first rank, or of the second if the first is missing
                 if awaited and self._index < 2:
                     notice.print_if_due(lambda ranks=awaited: f"{format_ranks(ranks)} at {label!r}")  # type: ignore[misc]
                 checked = notice.waited_s
         self._flight.complete(self._call)
 
-    def _check(self, label: str, missing: Sequence[int], waited: float) -> None:
+    def _check(self, label: str, missing: Sequence[int], waited: float, look: Callable[[], list[int]]) -> None:
         """Raise if the wait cannot succeed. The other ranks wait twice as long as the first, because only the first
-        rank knows the missing ranks, and may itself arrive late.
+        rank knows the missing ranks, and may itself arrive late. `look`: returns the ranks that are missing now: one
+        that has ended may have come before.
         """
         job = _job()
         if job.check([_LOST_KEY]):
             raise LostPeerError(job.get(_LOST_KEY).decode(), peers=missing)
         exited = [rank for rank in missing[:MAX_RANKS_NAMED] if _has_ended(job, rank)]
+        exited = [rank for rank in exited if rank in look()] if exited else []
         if exited:
             text = f"remote process exited: {format_ranks(exited)} did not reach {label!r}"
         elif missing and waited > job.timeout.total_seconds() * (2 if self._index else 1):

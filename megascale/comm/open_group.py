@@ -98,20 +98,20 @@ def _open_ring(group: Group, slot_bytes: int) -> shared_memory.SharedMemoryTrans
     hosts, or if a rank fails to, with `group.ring_problem` set.
     """
     key = shared_memory.host_key() if shared_memory.is_available() else str(group.index)
-    processes = group.control.all_gather((key, os.getpid()), "shared memory")
-    if len({host for host, _ in processes}) > 1:
-        return None
+    found = group.control.gather((key, os.getpid()), "shared memory")
     crowded = local_world_size(default=group.size) > usable_cores()
     spin = 5e-6 if crowded else 100e-6  # seconds; with more ranks than cores, let other ranks run
-    pids = [pid for _, pid in processes]
     path, ring, problem = None, None, ""
     with contextlib.ExitStack() as allocated:
-        if group.index == 0:
+        if found is not None and len({host for host, _ in found}) == 1:  # on the group's first rank
             try:
                 path = str(allocated.enter_context(shared_memory.allocated_ring(group.size, slot_bytes)))
             except OSError as error:
                 problem = error.strerror or str(error)
-        path = group.control.broadcast(path, "shared memory")
+        processes, path, problem = group.control.broadcast((found, path, problem), "shared memory")
+        pids = [pid for _, pid in processes]
+        if path is None and not problem:
+            return None  # on several hosts
         if path is not None:
             try:
                 ring = shared_memory.SharedMemoryTransport(Path(path), group.size, group.index, pids, slot_bytes, spin)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import datetime
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from megascale.comm.store_messages import OK, PURPOSE, pack, unpack
 from megascale.core.handshake import NotAPeerError, connect, receive_message
@@ -26,6 +28,7 @@ class JobStore(dist.Store):
     other threads of the process waiting. Requests raise DistNetworkError if the server has gone, and DistStoreError if
     a key is not there in time.
 
+    `requests`: their number so far. `polls`: of those that only ask if a key is there, as many as a wait is long.
     `connect_s`: seconds to reach the server, by default `timeout`.
 
     Raises: NotAPeerError if the server has another secret, OSError if it cannot be reached in time
@@ -38,6 +41,7 @@ class JobStore(dist.Store):
         self.set_timeout(timeout)  # torch's C++ code and `timeout` read it
         self._address = f"{address[0]}:{address[1]}"
         self._lock = threading.Lock()
+        self.requests = self.polls = 0
         self._connection, self._session = connect(address, secret, PURPOSE, connect_s or timeout.total_seconds())
 
     def set(self, key: str, value: bytes | str) -> None:
@@ -103,6 +107,10 @@ class JobStore(dist.Store):
     def _exchange(self, fields: Sequence[bytes], seconds: float) -> list[bytes]:
         try:
             with self._lock:
+                if fields[0] == b"check":
+                    self.polls += 1
+                else:
+                    self.requests += 1
                 self._connection.settimeout(seconds + ANSWER_S)
                 self._connection.sendall(self._session.sent.seal(pack(fields)))
                 content = receive_message(self._connection, self._session, MAX_ANSWER_BYTES)
@@ -118,3 +126,10 @@ class JobStore(dist.Store):
 
 def _bytes(value: bytes | str) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def count_requests() -> tuple[int, int]:
+    """Return the requests and the polls of this process so far; none in a job of one rank. Requires the job's store."""
+    default: Any = _get_default_store()
+    store = default.underlying_store
+    return (store.requests, store.polls) if isinstance(store, JobStore) else (0, 0)

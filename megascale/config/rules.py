@@ -295,6 +295,19 @@ def skipped_samples(c: Any) -> Iterator[Finding]:
         end = stop
 
 
+def changed_weights(c: Any) -> Iterator[Finding]:
+    """Check that data.weights is for the datasets of data.train, and that its places ascend."""
+    source = c.data.train
+    count = len(source) if isinstance(source, list) else 1
+    end, hint = -1, "[[place, [a weight for each dataset of data.train]], ...], with ascending places"
+    for place, weights in c.data.weights:
+        if len(weights) != count or not sum(weights):
+            yield Finding("data.weights", f"{weights} are no weights of {count} datasets", hint)
+        if place <= end:
+            yield Finding("data.weights", f"place {place} does not come after {end}", hint)
+        end = place
+
+
 MAX_MICROBATCHES = 2**20
 """Micro-batches of a rank in a step: a schedule lists every action of each."""
 
@@ -412,6 +425,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("parallel", "batch"), batch_rampup),
     (("model", "parallel", "batch", "train", "data"), counts),
     (("data",), skipped_samples),
+    (("data",), changed_weights),
     (("data",), document_order),
     (("model", "data"), document_mask),
     (("batch", "train", "optimizer"), learning_rate),

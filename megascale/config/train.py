@@ -87,6 +87,11 @@ Blend = list[WeightedPrefix]
 SampleRange = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
 
 
+WeightChange = Annotated[
+    tuple[NonNegativeInt, Annotated[list[Annotated[Float32, Field(ge=0)]], Field(min_length=1)]], Field(strict=False)
+]
+
+
 class DataConfig(Section):
     """`[data]`: token datasets in megatron-core's .bin/.idx format, named without the extension: paths, or URLs of an
     fsspec file system.
@@ -146,6 +151,19 @@ class DataConfig(Section):
         None,
         description="with mask = document, expected tokens of a document, for estimates before a run and for mock "
         "data; default: seq_length, which is the upper bound of the cost of attention",
+    )
+    weights: list[WeightChange] = Field(
+        [],
+        description="changes of the blend's weights: [[place, [weight, ...]], ...], from a place in the order of "
+        "training samples on, for the datasets of train in their order; 0: none",
+    )
+    reader: Literal["rank", "host"] = Field(
+        "rank",
+        description="rank: every rank reads its samples before each step; host: a process of each host reads them for "
+        "all ranks there, ahead of the step",
+    )
+    prefetch: Annotated[int, Field(gt=0, le=1024)] = Field(
+        2, description="with reader = host: steps whose samples are read ahead, in the host's memory"
     )
     mock: bool = Field(False, description="random tokens in place of data, to measure throughput")
 

@@ -26,6 +26,7 @@ from megascale.core.flight_layout import COLLECTIVE, EVENT, EVENTS, EVENTS_OFFSE
 from megascale.core.flight_tables import FlightTables
 from megascale.core.label import Label
 from megascale.core.shared_file import map_new_file
+from megascale.core.start_parts import StartParts
 
 HEARTBEAT_S = 0.25
 """Seconds between beats of the heartbeat thread."""
@@ -62,7 +63,7 @@ class FlightIdentity:
 
 class FlightRecordWriter:
     """The record of this process in `memory`, of `layout.FILE_BYTES` zero bytes; by default memory of its own, which no
-    other process reads. `path`: of its file.
+    other process reads. `path`: of its file. `start_parts`: the phases of this process's start, and parts of them.
     """
 
     path: Path | None = None
@@ -74,6 +75,7 @@ class FlightRecordWriter:
         self._version = self._events = 0
         self._entered: list[int] = []  # by row
         self._phase = Phase.IMPORT
+        self.start_parts = StartParts()
         self._step_times: deque[float] = deque(maxlen=RECENT_STEPS)
         self._counts: Counter[str] = Counter()
         head = {
@@ -99,6 +101,7 @@ class FlightRecordWriter:
     def set_phase(self, phase: Phase) -> None:
         """Set what this rank does from now on."""
         self._phase = phase
+        self.start_parts.begin(phase)
         self._words[layout.PHASE] = PHASES.index(phase)
         self._words[layout.PHASE_SINCE] = _now()
         self.advance()

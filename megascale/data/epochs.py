@@ -8,6 +8,7 @@ thousands of times, and a blend may have thousands of datasets. No torch.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -114,6 +115,11 @@ class EpochDataset:
         return best_fit_shape(shape, lengths)
 
     @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in the dataset."""
+        return self._files.token_bytes
+
+    @property
     def epochs(self) -> int:
         """Epochs that the expected samples are from."""
         return -(-self._expected // self.shape.samples)
@@ -130,6 +136,16 @@ class EpochDataset:
         if len(tokens) != wanted and not (isinstance(self.shape, BestFitShape) and 0 < len(tokens) < wanted):
             raise self._changed(index, f"its documents have {len(tokens)} tokens")
         return tokens
+
+    def fetch(self, indices: Iterable[int]) -> None:
+        """Fetch what samples need of a remote dataset, many blocks at a time, before they are read."""
+        by_epoch: dict[int, list[int]] = {}
+        for epoch, number in (divmod(index, self.shape.samples) for index in indices):
+            by_epoch.setdefault(epoch, []).append(number)
+        for epoch, numbers in by_epoch.items():
+            opened = self._epoch(epoch)
+            pieces = (piece for number in numbers for piece in opened.pieces(number))
+            opened.files.fetch((piece.document, piece.start, piece.stop) for piece in pieces)
 
     def pieces(self, index: int) -> list[Piece]:
         """The parts of a sample, in their order."""

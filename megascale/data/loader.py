@@ -1,20 +1,10 @@
-"""The batch loader of a data-parallel rank.
-
-A step trains on the `global_batch` samples after the consumed ones. Arithmetic alone assigns samples to micro-batches
-and data-parallel ranks, micro-batches first. With micro_batch = 1 and dp = 2:
-
-    sample         0  1  2  3 ...
-    micro-batch    0  0  1  1
-    dp rank        0  1  0  1
-
-Every rank therefore knows the samples of every other rank, and no layout changes the samples of a step.
-"""
+"""The batch loader of a data-parallel rank: the micro-batches of a step, as tensors on the device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -22,6 +12,8 @@ import torch
 from torch import Tensor
 
 from megascale.config.batch_rampup import BatchSizes
+from megascale.data.batch_shape import BatchShape as BatchShape
+from megascale.data.host_samples import HostSamples
 from megascale.data.mixture import Sample
 from megascale.ops.boundaries import Boundaries
 from megascale.parallel.microbatch import MicroBatch, StepBatch
@@ -29,7 +21,7 @@ from megascale.parallel.rng import Dropout
 
 
 class SampleSource(Protocol):
-    """Samples by index, as a loader reads them: a Mixture or a MockMixture."""
+    """Samples by index, as a loader reads them: a Mixture or a MockMixture in the rank, or HostSamples."""
 
     def __getitem__(self, index: int) -> Sample: ...
 
@@ -39,24 +31,6 @@ class BoundarySource(Protocol):
 
     def positions(self, index: int) -> np.ndarray:
         """The positions of a sample's tokens within their documents, with `data.mask = "document"`."""
-
-
-@dataclass(frozen=True)
-class BatchShape:
-    """The split of a step's `global_batch` rows over `dp` ranks, in micro-batches of `micro_batch` rows."""
-
-    global_batch: int
-    micro_batch: int
-    dp: int
-
-    @property
-    def num_microbatches(self) -> int:
-        return self.global_batch // (self.micro_batch * self.dp)
-
-    def rows(self, index: int, rank: int) -> range:
-        """The rows of micro-batch `index` on data-parallel rank `rank`."""
-        first = (index * self.dp + rank) * self.micro_batch
-        return range(first, first + self.micro_batch)
 
 
 class Loader:
@@ -78,6 +52,8 @@ class Loader:
         sizes: BatchSizes | None = None,
     ) -> None:
         self._samples = samples
+        source = samples if samples is not None else boundaries
+        self._ahead = source if isinstance(source, HostSamples) else None
         self._shape = shape
         self._rank = rank
         self._dropout = dropout
@@ -87,6 +63,16 @@ class Loader:
         self._sizes = sizes
         self._prefetched: tuple[int, StepBatch] | None = None
         self.fault_hook: Callable[[], None] | None = None
+
+    def begin(self, consumed_samples: int) -> None:
+        """Let the host's reader, if there is one, work ahead from here on."""
+        if self._ahead is not None:
+            self._ahead.begin(consumed_samples)
+
+    def close(self) -> None:
+        """End the host's reader, if this rank keeps it."""
+        if self._ahead is not None:
+            self._ahead.close()
 
     def batch(self, consumed_samples: int) -> StepBatch:
         """The batch of the step that follows `consumed_samples` samples of the run."""
@@ -98,13 +84,17 @@ class Loader:
         shape = self._shape
         if self._sizes is not None:
             shape = replace(shape, global_batch=self._sizes.at(consumed_samples))
-        parts = [self._micro_batch(consumed_samples, index) for index in range(shape.num_microbatches)]
+        with self._ahead.step(consumed_samples) if self._ahead is not None else nullcontext():
+            parts = [self._micro_batch(consumed_samples, index) for index in range(shape.num_microbatches)]
         return StepBatch([micro_batch for micro_batch, _ in parts], sum(loss_tokens for _, loss_tokens in parts))
 
     def prefetch(self, consumed_samples: int) -> None:
         """Load the result of the next `batch(consumed_samples)` while the device is busy. After an error the step that
-        trains on the batch reads again, and raises.
+        trains on the batch reads again, and raises. A batch for which the host's reader must be waited for is left to
+        that step, where the wait shows.
         """
+        if self._ahead is not None and not self._ahead.is_ready(consumed_samples):
+            return
         with suppress(Exception):
             self._prefetched = (consumed_samples, self.batch(consumed_samples))
 

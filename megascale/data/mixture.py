@@ -7,6 +7,7 @@ the mixture of a configuration.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,8 @@ from megascale.core.errors import DataError
 from megascale.core.readable import is_url
 from megascale.core.skipped_ranges import order_index
 from megascale.data.best_fit_index import BestFitShape
-from megascale.data.blend import MOST_AHEAD, Blend
+from megascale.data.blend import MOST_AHEAD
+from megascale.data.changing_blend import ChangingBlend, blend_parts
 from megascale.data.document_mask import document_starts, label_mask, positions_in_documents
 from megascale.data.epochs import EpochDataset, SplitName
 from megascale.data.open_epochs import OpenEpochs
@@ -52,7 +54,7 @@ class Mixture:
         weights = [1.0] if source is None or isinstance(source, str) else [weight for weight, _ in source]
         open_epochs = OpenEpochs(max_open_epochs(config, len(prefixes)))
         self.shares = [weight / sum(weights) for weight in weights]
-        self.blend = Blend(weights)
+        self.blend = ChangingBlend(blend_parts(weights, config.data.weights if split == "train" else []))
         self._skipped = config.data.skip if split == "train" else []
         self.datasets = [
             EpochDataset(config, split, prefix, fractions, open_epochs, self.blend.count(number, self.order(expected)))
@@ -90,6 +92,20 @@ class Mixture:
         """The dataset of a sample, and the number of the sample among those of the dataset."""
         dataset, number = self.blend.locate(self.order(index))
         return self.datasets[dataset], number
+
+    def fetch(self, indices: Iterable[int]) -> None:
+        """Fetch what samples need of remote datasets, many blocks at a time, before they are read."""
+        by_dataset: dict[EpochDataset, list[int]] = {}
+        for dataset, number in map(self.locate, indices):
+            if is_url(dataset.prefix):
+                by_dataset.setdefault(dataset, []).append(number)
+        for dataset, numbers in by_dataset.items():
+            dataset.fetch(numbers)
+
+    def stored_bytes(self, index: int) -> int:
+        """Bytes of a sample's tokens in its dataset."""
+        dataset, _ = self.locate(index)
+        return (dataset.shape.seq_length + 1) * dataset.token_bytes
 
     def __getitem__(self, index: int) -> Sample:
         dataset, number = self.locate(index)

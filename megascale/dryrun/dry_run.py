@@ -86,7 +86,7 @@ def _single_step_config(config: RunConfig) -> RunConfig:
     """
     return config.model_copy(
         update={
-            "data": config.data.model_copy(update={"mock": True, "train": None, "valid": None}),
+            "data": config.data.model_copy(update={"mock": True, "train": None, "valid": None, "reader": "rank"}),
             "batch": config.batch.model_copy(update={"rampup": None}),
             "checkpoint": config.checkpoint.model_copy(update={"every": 0, "memory_every": 0, "replicate": False}),
             "train": config.train.model_copy(update={"eval_every": 0, "compile": False}),

@@ -95,6 +95,17 @@ READY_QUERIES = {
         FROM events WHERE step > 0 AND axis <> 'host'
         ORDER BY end_ns - start_ns DESC, attempt, step, rank, start_ns LIMIT 20""",
     ),
+    "start": ReadyQuery(
+        "the parts of a start, up to the end of its first step: the median of the ranks, and the slowest",
+        """
+        WITH by_rank AS (
+            SELECT attempt, rank, name, sum(end_ns - start_ns) AS ns, min(start_ns) AS begun
+            FROM events WHERE axis = 'host' AND starts_with(name, 'start: ') GROUP BY ALL
+        )
+        SELECT attempt, name[8:] AS part, round(median(ns) / 1e9, 3) AS median_s, round(max(ns) / 1e9, 3) AS slowest_s,
+            arg_max(rank, ns) AS slowest_rank
+        FROM by_rank GROUP BY attempt, name ORDER BY attempt, min(begun)""",
+    ),
     "memory": ReadyQuery(
         "ranks by the peak memory of their device",
         """

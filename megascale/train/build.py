@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
@@ -22,7 +22,10 @@ from megascale.core.errors import DataError
 from megascale.core.event_ring import EventRing
 from megascale.core.flight_writer import FlightRecordWriter
 from megascale.core.rank import Rank
-from megascale.data.loader import BatchShape, Loader
+from megascale.data.batch_shape import BatchShape, StepOrder
+from megascale.data.host_reader import open_host_samples, reads_samples, reads_tokens
+from megascale.data.host_samples import HostSamples
+from megascale.data.loader import Loader
 from megascale.data.mixture import Mixture, MockMixture, SplitName, build_mixture
 from megascale.device import Device
 from megascale.layout.chunks import chunk_buckets, stages_of
@@ -111,6 +114,7 @@ def build_mesh(
         launch=config.launch,
         nccl=config.nccl,
     )
+    recorder.flight.start_parts.begin("warm-up")
     warm_up(mesh, device, wrap_around=p.vpp > 1)
     return mesh
 
@@ -133,7 +137,9 @@ def build_rank_run(
     stages = build_stages(config, mesh, buffers, tp, Operators.from_context(context), fp8_state)
     update_rule = select.build_op("optimizer", context)
     optimizer = ShardedOptimizer(buffers.buckets, mesh, config.optimizer, update_rule)
+    mesh.recorder.flight.start_parts.begin("indices")
     train, valid, valid_batches = build_loaders(config, mesh, device)
+    mesh.recorder.flight.start_parts.begin("build")
     return Run(
         config=config,
         device=device,
@@ -253,33 +259,53 @@ def build_pipeline(
 def build_loaders(config: RunConfig, mesh: Mesh, device: Device) -> tuple[Loader, Loader | None, int]:
     """Build the loaders of training and validation data. Also returns the batches per evaluation.
 
-    Raises: DataError on rank 0 for unusable data.
+    Raises: DataError on rank 0 for unusable data, and without memory for a host's reader.
     """
-    train = _loader(config, "train", mesh, device, config.model.dropout)
-    if not config.train.eval_every:
-        return train, None, 0
-    return train, _loader(config, "valid", mesh, device, dropout=0.0), _evaluation_batches(config, mesh)
-
-
-def _loader(config: RunConfig, split: SplitName, mesh: Mesh, device: Device, dropout: float) -> Loader:
-    """Build the loader of a split. Rank 0 checks the data; the other ranks open what they read when they read it."""
-    samples: Mixture | MockMixture | None = None
-    reads_tokens = mesh.coord.pp in (0, mesh.topology.pp - 1)
-    if reads_tokens or config.data.mask == "document":
-        samples = build_mixture(config, split, samples_of_run(config) if split == "train" else 0)
-    if mesh.rank == 0 and isinstance(samples, Mixture):
-        samples.check()
     shape = BatchShape(config.batch.total, config.batch.micro, config.dp)
-    return Loader(
-        samples if reads_tokens else None,
-        shape,
-        mesh.coord.dp,
-        dropout=dropout,
-        seed=config.train.seed,
-        device=device.torch_device,
-        boundaries=samples,
-        sizes=batch_sizes(config) if config.batch.rampup and split == "train" else None,
+    sizes = batch_sizes(config) if config.batch.rampup else None
+    orders: dict[SplitName, StepOrder] = {"train": StepOrder(shape, samples_of_run(config), sizes=sizes)}
+    if mesh.rank == 0:
+        for split in ("train", "valid") if config.train.eval_every else ("train",):
+            _check_data(config, split)
+    valid_batches = _evaluation_batches(config, mesh) if config.train.eval_every else 0
+    if valid_batches:
+        orders["valid"] = StepOrder(shape, valid_batches * config.batch.total, again=True)
+    sources = _open_sources(config, mesh, orders)
+    train, *valid = (
+        Loader(
+            sources.get(split) if reads_tokens(mesh.topology, mesh.rank) else None,
+            shape,
+            mesh.coord.dp,
+            dropout=config.model.dropout if split == "train" else 0.0,
+            seed=config.train.seed,
+            device=device.torch_device,
+            boundaries=sources.get(split) if config.data.mask == "document" else None,
+            sizes=order.sizes,
+        )
+        for split, order in orders.items()
     )
+    return train, valid[0] if valid else None, valid_batches
+
+
+def _check_data(config: RunConfig, split: SplitName) -> None:
+    """Open the headers of all datasets of a split, for all ranks, which open what they read when they read it.
+
+    Raises: DataError for unusable data.
+    """
+    samples = build_mixture(config, split)
+    if isinstance(samples, Mixture):
+        samples.check()
+
+
+def _open_sources(
+    config: RunConfig, mesh: Mesh, orders: Mapping[SplitName, StepOrder]
+) -> Mapping[SplitName, Mixture | MockMixture | HostSamples]:
+    """Open the samples of each split; none on a rank that needs none."""
+    if not reads_samples(config, mesh.topology, mesh.rank):
+        return {}
+    if config.data.reader == "host":
+        return open_host_samples(config, mesh, orders)
+    return {split: build_mixture(config, split, 0 if order.again else order.end) for split, order in orders.items()}
 
 
 def _evaluation_batches(config: RunConfig, mesh: Mesh) -> int:

@@ -13,6 +13,7 @@ from megascale.train.reporter import Reporter, StepRecords
 from megascale.train.saves import Saves
 from megascale.train.scheduled_gc import ScheduledGC
 from megascale.train.spike import SpikeAlert
+from megascale.train.start_report import StartReport
 from megascale.train.step import train_step
 from megascale.train.step_rows import StepRows
 
@@ -21,6 +22,9 @@ def train(run: Run, reporter: Reporter) -> Exit:
     """Train until the last step or a stop request on any rank. Returns the exit status."""
     flight = run.mesh.recorder.flight
     run.hooks = standard_hooks(run, reporter)
+    run.train_loader.begin(run.progress.samples)
+    if run.valid_loader is not None:
+        run.valid_loader.begin(0)
     try:
         run.hooks.run_begins(run)
         flight.set_phase(Phase.STEP)
@@ -30,6 +34,8 @@ def train(run: Run, reporter: Reporter) -> Exit:
     except BaseException as error:
         run.hooks.run_fails(run, error)
         raise
+    finally:
+        run.train_loader.close()
     if not stopped or run.progress.step == run.config.train.steps:
         return Exit.OK
     unsaved = "" if run.config.checkpoint.every else "; nothing was saved: checkpoint.every = 0"
@@ -41,6 +47,7 @@ def standard_hooks(run: Run, reporter: Reporter) -> Hooks:
     """Return the hooks of every run, then those of plug-ins. Replicas are checked before a save of the step."""
     return Hooks(
         [
+            StartReport(reporter),
             ReplicaCheck(),
             StepRecords(reporter),
             SpikeAlert(run.config.fault, reporter),

@@ -8,7 +8,7 @@ import torch
 
 from megascale.catalog.accelerators import Peak, stated_peak
 from megascale.comm.mesh import Mesh
-from megascale.comm.totals import sum_over_job
+from megascale.comm.totals import device_barrier, sum_over_job
 from megascale.device import Device
 from megascale.ops.gemm_rate import gemm_rate
 
@@ -32,8 +32,8 @@ def measure_peak_flops(device: Device, dtype: torch.dtype, mesh: Mesh) -> Peak:
     The best round counts, since other load can only lower the rate.
     """
     best = 0.0
+    device_barrier(mesh, device.torch_device)  # the sum of a round is the barrier before the next
     for _ in range(ROUNDS):
-        mesh.world.control.barrier("the peak")
         total = torch.tensor([gemm_rate(device, dtype)], dtype=torch.float64, device=device.torch_device)
         sum_over_job(mesh, total)
         best = max(best, float(total))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from megascale.config.run import HF_PREFIX, RunConfig
 from megascale.core.errors import CheckpointError, ConfigError, Problem
 from megascale.core.skipped_ranges import Ranges, below, read_before
 from megascale.core.units import format_count
+from megascale.data.changing_blend import blend_parts, same_order
 from megascale.parallel.stateful import WEIGHTS
 from megascale.train.build import Origin, Run
 from megascale.train.finite_check import all_finite
@@ -53,7 +54,10 @@ def load_initial_state(run: Run, open_weights: OpenWeights) -> str:
     if resumed is None:
         return "\n".join(lines + _load_initial_weights(run, open_weights))
     run.progress = resumed.progress
-    _check_skipped(run.config, resumed.config.get("data", {}).get("skip", []), run.progress.samples)
+    data = resumed.config.get("data", {})
+    _check_skipped(run.config, data.get("skip", []), run.progress.samples)
+    if run.config.checkpoint.resume == "auto":  # the start from another run's checkpoint may have other data
+        _check_weights(run.config, data, run.progress.samples)
     source = str(resumed.path) if resumed.path else "the copies in memory"
     run.origin = Origin(source, run.progress.step)
     _check_finite(run, lambda name: f"{source}: {name}")
@@ -74,6 +78,27 @@ def _check_skipped(config: RunConfig, saved: Ranges, samples: int) -> None:
         message = f"differs from the checkpoint's {saved} below {end}, up to where the run has read its samples"
         hint = "keep its ranges, and leave out later samples only, or resume from an earlier checkpoint"
         raise ConfigError([Problem("data", "data.skip", message, hint)])
+
+
+def _check_weights(config: RunConfig, saved: Mapping[str, Any], samples: int) -> None:
+    """Check that the blend's weights are as they were for the `samples` that the saved run has read: with others, the
+    run would read samples of its datasets again, and leave others out.
+
+    Raises: ConfigError on every rank
+    """
+    end = read_before(samples, config.data.skip)
+    before, now = (
+        blend_parts([weight for weight, _ in source], changes) if isinstance(source, list) else [(0, [1.0])]
+        for source, changes in (
+            (saved.get("train"), saved.get("weights", [])),
+            (config.data.train, config.data.weights),
+        )
+    )
+    if not same_order(before, now, end):
+        weights = [part for part in before if part[0] < end]
+        message = f"has other weights below {end}, up to where the run has read its samples, than {weights}"
+        hint = f"data.weights = {[[start, list(part)] for start, part in weights]}, and new weights from {end} on"
+        raise ConfigError([Problem("data", "data.weights", message, hint)])
 
 
 def _load_initial_weights(run: Run, open_weights: OpenWeights) -> list[str]:

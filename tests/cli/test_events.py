@@ -67,6 +67,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     load = {"node": "node-0", "metric": "cpu.load", "time_ns": [1, 2], "value": [9.0, 0.5]}
     record = {"phase": "step", "step": 30, "read_ns": 5 * 10**9, "updated_ns": 10**9, "wait": ["waiting", "dp", 41, 3]}
     tables.append(("node-0", "host_metrics", rows("host_metrics", 2, **load)))
+    start = {"axis": "host", "name": "start: import", "rank": [0, 3], "start_ns": [0, 0], "end_ns": [10**9, 3 * 10**9]}
+    tables.append(("node-4", "events", rows("events", 2, step=0, **start)))
     tables.append(("node-3", "states", rows("states", rank=3, record=json.dumps(record))))
     for node, table, columns in tables:
         write_rows(Location(str(folder / "events")), TableFile(table, node, 0, 1, 2), columns)
@@ -139,6 +141,7 @@ def test_step_time_and_mfu_of_ordinary_steps(run: Path, capsys: pytest.CaptureFi
         ("data-stalls", {"waited_ms": 2.0, "share": 0.005}),
         ("entry-spread", {"step": STEPS, "widest_ms": 6.0, "median_ms": 6.0}),
         ("longest-events", {"rank": 3, "name": "B", "ms": 28.0}),
+        ("start", {"attempt": 0, "part": "import", "median_s": 2.0, "slowest_s": 3.0, "slowest_rank": 3}),
         ("memory", {"rank": 3, "peak_gib": 4.0}),
         ("hosts", {"node": "node-0", "load": 0.5, "cpu_percent": None}),
         ("states", {"rank": 3, "phase": "step", "wait": "waiting", "wait_group": "dp", "sequence": 41, "idle_s": 4.0}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import random
 import re
 import subprocess
@@ -107,8 +108,6 @@ def test_calls_do_not_mix_and_leave_no_keys() -> None:
 
 def waits_in_vain(rank: Rank, late: list[int], prepare: Callable[[Rank], None], timeout_s: float) -> Any:
     """The error of a rank that waits for late ranks at a call, and the seconds of the wait."""
-    import datetime
-
     from torch.distributed.distributed_c10d import _get_default_store
 
     group = control(rank)
@@ -190,3 +189,20 @@ def test_no_object_collective_of_torch_is_used() -> None:
     for path in Path(megascale.__file__).parent.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         assert not any(name in text for name in names), path
+
+
+def test_a_rank_that_came_before_its_end_is_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at who is missing and the look at its process a rank may come, and end."""
+    from types import SimpleNamespace
+
+    from megascale.comm import control as module
+    from megascale.core.errors import LostPeerError
+
+    timeout = datetime.timedelta(seconds=60)
+    store = SimpleNamespace(check=lambda keys: False, set=lambda key, value: None, timeout=timeout)
+    monkeypatch.setattr(module, "_job", lambda: store)
+    monkeypatch.setattr(module, "_has_ended", lambda job, rank: rank in (1, 2))
+    channel = module.ControlChannel("test", range(4), 0)
+    channel._check("here", [1, 3], 0.0, lambda: [3])
+    with pytest.raises(LostPeerError, match="rank 2 did not reach 'here'"):
+        channel._check("here", [1, 2, 3], 0.0, lambda: [2, 3])

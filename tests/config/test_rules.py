@@ -48,6 +48,12 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"data__skip": [[0, 10], [5, 20]]},
         {"data.skip": "[5, 20] is empty, or begins before the end of the range before it"},
     ),
+    (
+        "changed_weights",
+        {"data__weights": [[8, [1.0, 2.0]]]},
+        {"data.weights": "[1.0, 2.0] are no weights of 1 datasets"},
+    ),
+    ("changed_weights", {"data__weights": [[8, [1.0]], [8, [1.0]]]}, {"data.weights": "place 8 does not come after 8"}),
     ("skipped_samples", {"data__skip": [[10, 10]]}, {"data.skip": "[10, 10] is empty"}),
     ("document_order", {"data__order": "order.npy"}, {"data.order": "has no effect on mock data"}),
     (

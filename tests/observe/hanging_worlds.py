@@ -133,9 +133,9 @@ class _Program:
         yield from self._step_end()
 
     def _step_end(self) -> Iterator[Call]:
-        reduced = [("reduce", chunk) for chunk in range(self._work.vpp)]
+        reduced: list[tuple] = [("reduce", chunk) for chunk in range(self._work.vpp)]
         if self._work.bucketed:
-            reduced = [("reduce", chunk, layer) for _, chunk in reduced for layer in range(self._work.layers)]
+            reduced = [(*token, layer) for token in reduced for layer in range(self._work.layers)]
         yield from (Call("wait", "dp", token=token) for token in reduced)
         if self._dp == 0:  # only this shard has the norms' gradients
             yield from self._in("tp", Call("all_reduce", "tp", "chunk 0 partial gradients"))

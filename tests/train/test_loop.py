@@ -82,7 +82,7 @@ def test_the_order_of_events(tmp_path: Path) -> None:
     ((status, log, step),) = run_world(1, events, configured(tmp_path, **changes))
     assert (status, step) == (Exit.OK, 7)
     assert log == [
-        "valid 0", "step 1", "valid 2", "step 3", "saved /step-00000003", "valid 4", "step 6", "valid 6",
+        "valid 0", "start", "step 1", "valid 2", "step 3", "saved /step-00000003", "valid 4", "step 6", "valid 6",
         "saved /step-00000006", "step 7", "valid 7", "saved /step-00000007",
     ]  # fmt: skip
 
@@ -98,7 +98,7 @@ def test_every_background_save_is_completed_and_reported(tmp_path: Path) -> None
 
 def test_by_default_nothing_is_evaluated_or_saved(tmp_path: Path) -> None:
     ((status, log, _),) = run_world(1, events, configured(tmp_path, train__log_every=100))
-    assert (status, log) == (Exit.OK, ["step 1", "step 7"])
+    assert (status, log) == (Exit.OK, ["start", "step 1", "step 7"])
     assert not list(tmp_path.rglob("checkpoints"))
 
 
@@ -106,7 +106,7 @@ def test_a_stop_request_on_one_rank_stops_all_after_the_same_step(tmp_path: Path
     config = configured(tmp_path, checkpoint__every=100, parallel__dp=2, train__log_every=100)
     ranks = run_world(2, events, config, 4)
     assert [(status, step) for status, _, step in ranks] == [(Exit.STOPPED, 4)] * 2
-    assert ranks[0][1] == ["step 1", "saved /step-00000004", "stopped by a signal after step 4"]
+    assert ranks[0][1] == ["start", "step 1", "saved /step-00000004", "stopped by a signal after step 4"]
 
 
 def test_a_stop_request_in_the_last_step_is_a_success(tmp_path: Path) -> None:

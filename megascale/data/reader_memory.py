@@ -1,0 +1,214 @@
+"""The memory that the reader of a host shares with the ranks there: a ring of steps for each split. No torch.
+
+    head       numbers of 8 bytes: length of the failure's text, and bytes of samples read so far by split
+    failure    text: why there is no reader any more
+    rings      for each split: the steps that are filled; for each rank: the position that it has requested, the steps
+               that it has released; each number with the generation that it belongs to, in one word
+    slots      for each split `depth` steps: position and status, then a record for each sample, or an error
+
+A generation begins with a rank's request to read from another position, and is the reader's once all ranks have
+requested it. Within it, step n lies in slot n % depth from when `filled` is above n until every rank has released it.
+
+The memory has no name in a file system, so that no end of a process leaves it behind. It is read and written as a file,
+not mapped: the kernel orders the accesses on every processor, a rank copies a sample once either way, and lack of
+memory is an error, not a signal. What a killed reader has left can be continued at any moment: a step counts once
+`filled` says so, which is written last.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+WORD = 8
+FAILURE_LENGTH, BYTES_READ = range(2)
+"""Places of the head's numbers; the bytes of each split have a place of their own."""
+
+FAILURE_OFFSET, FAILURE_BYTES = 64, 4032
+RINGS_OFFSET = FAILURE_OFFSET + FAILURE_BYTES
+
+READ, ERROR = range(2)
+"""Statuses of a step: its samples, or the error of the first sample that could not be read."""
+
+_SLOT_HEAD = struct.Struct("<qqq")
+"""Position, status, bytes of the error."""
+
+_PAGE = 4096
+
+
+_COUNT_BITS = 43
+"""Bits of a number that stands beside its generation in a word."""
+
+
+class Stamped(NamedTuple):
+    """A number and the generation that it belongs to: written and read at once."""
+
+    generation: int
+    number: int
+
+    @classmethod
+    def from_word(cls, word: int) -> Stamped:
+        return cls(word >> _COUNT_BITS, word & ((1 << _COUNT_BITS) - 1))
+
+    @property
+    def word(self) -> int:
+        assert self.number >> _COUNT_BITS == 0, f"{self.number} takes more than {_COUNT_BITS} bits"
+        return self.generation << _COUNT_BITS | self.number
+
+
+class RankRequest(NamedTuple):
+    """The request of a rank: its generation, the position of the first step, and the steps that it has read."""
+
+    generation: int
+    position: int
+    released: int
+
+
+@dataclass(frozen=True)
+class MemoryShape:
+    """The sizes of the memory: splits, ranks that read, steps of a ring, samples of a step, bytes of a record."""
+
+    splits: int
+    ranks: int
+    depth: int
+    rows: int
+    record_bytes: int
+
+    @property
+    def ring_bytes(self) -> int:
+        return WORD * (1 + 2 * self.ranks)
+
+    @property
+    def slot_bytes(self) -> int:
+        return -(-(_SLOT_HEAD.size + max(self.rows * self.record_bytes, _PAGE)) // _PAGE) * _PAGE
+
+    @property
+    def slots_offset(self) -> int:
+        return -(-(RINGS_OFFSET + self.splits * self.ring_bytes) // _PAGE) * _PAGE
+
+    @property
+    def bytes(self) -> int:
+        return self.slots_offset + self.splits * self.depth * self.slot_bytes
+
+
+class ReaderMemory:
+    """The memory at an open descriptor, of a shape that reader and ranks know."""
+
+    def __init__(self, descriptor: int, shape: MemoryShape) -> None:
+        self.descriptor = descriptor
+        self.shape = shape
+
+    @classmethod
+    def allocate(cls, shape: MemoryShape) -> ReaderMemory:
+        """Raises: OSError without enough memory"""
+        descriptor = os.memfd_create("megascale-reader")
+        try:
+            os.fchmod(descriptor, 0o600)
+            os.posix_fallocate(descriptor, 0, shape.bytes)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return cls(descriptor, shape)
+
+    def ring(self, split: int) -> Ring:
+        """The ring of a split, by its number."""
+        return Ring(self.descriptor, self.shape, split)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tokens that readers of this host have read from the datasets."""
+        return sum(_numbers(self.descriptor, WORD * BYTES_READ, self.shape.splits))
+
+    def fail(self, text: str) -> None:
+        """Say why no reader will fill the rings any more."""
+        data = text.encode()[:FAILURE_BYTES]
+        os.pwrite(self.descriptor, data, FAILURE_OFFSET)
+        _set(self.descriptor, WORD * FAILURE_LENGTH, len(data))
+
+    @property
+    def failure(self) -> str:
+        """Why there is no reader any more; "" while there is one."""
+        length = _numbers(self.descriptor, WORD * FAILURE_LENGTH, 1)[0]
+        return os.pread(self.descriptor, length, FAILURE_OFFSET).decode(errors="replace")
+
+
+class Ring:
+    """The ring of a split."""
+
+    def __init__(self, descriptor: int, shape: MemoryShape, split: int) -> None:
+        self._descriptor = descriptor
+        self._shape = shape
+        self._bytes = WORD * (BYTES_READ + split)
+        self._words = RINGS_OFFSET + split * shape.ring_bytes
+        self._slots = shape.slots_offset + split * shape.depth * shape.slot_bytes
+
+    @property
+    def filled(self) -> Stamped:
+        """The number of steps that the reader has filled, in its generation."""
+        return Stamped.from_word(_numbers(self._descriptor, self._words, 1)[0])
+
+    def requests(self) -> list[RankRequest]:
+        """The requests of the ranks, in their order."""
+        words = _numbers(self._descriptor, self._words + WORD, 2 * self._shape.ranks)
+        numbers = [Stamped.from_word(word) for word in words]
+        return [
+            RankRequest(*request, released.number if released.generation == request.generation else 0)
+            for request, released in zip(numbers[::2], numbers[1::2], strict=True)
+        ]
+
+    def request(self, rank: int, generation: int, position: int) -> None:
+        """Begin a generation on a rank, by its number among those that read."""
+        _set(self._descriptor, self._words + WORD * (1 + 2 * rank), Stamped(generation, position).word)
+
+    def release(self, rank: int, generation: int, steps: int) -> None:
+        """Note that a rank has read `steps` steps of a generation."""
+        _set(self._descriptor, self._words + WORD * (2 + 2 * rank), Stamped(generation, steps).word)
+
+    def count_bytes(self, size: int) -> None:
+        """Add to the bytes of samples read."""
+        (total,) = _numbers(self._descriptor, self._bytes, 1)
+        _set(self._descriptor, self._bytes, total + size)
+
+    def begin(self, generation: int) -> None:
+        """Begin a generation in the reader, of which no step is filled."""
+        _set(self._descriptor, self._words, Stamped(generation, 0).word)
+
+    def fill(self, number: int, position: int, records: Sequence[bytes], error: bytes = b"") -> None:
+        """Fill step `number` of the generation with its records, or with an error."""
+        start = self._slot(number)
+        for place, record in enumerate(records):
+            os.pwrite(self._descriptor, record, start + _SLOT_HEAD.size + place * self._shape.record_bytes)
+        error = error[:_PAGE]
+        os.pwrite(self._descriptor, error, start + _SLOT_HEAD.size)
+        head = _SLOT_HEAD.pack(position, ERROR if error else READ, len(error))
+        os.pwrite(self._descriptor, head, start)
+        _set(self._descriptor, self._words, Stamped(self.filled.generation, number + 1).word)
+
+    def position(self, number: int) -> int:
+        """The position of a filled step."""
+        return int(_SLOT_HEAD.unpack(os.pread(self._descriptor, _SLOT_HEAD.size, self._slot(number)))[0])
+
+    def error(self, number: int) -> bytes:
+        """The error of a filled step; empty without one."""
+        start = self._slot(number)
+        _, status, length = _SLOT_HEAD.unpack(os.pread(self._descriptor, _SLOT_HEAD.size, start))
+        return os.pread(self._descriptor, length, start + _SLOT_HEAD.size) if status == ERROR else b""
+
+    def record(self, number: int, place: int) -> bytes:
+        """The record of a sample of a filled step, by its place among those of this host."""
+        size = self._shape.record_bytes
+        return os.pread(self._descriptor, size, self._slot(number) + _SLOT_HEAD.size + place * size)
+
+    def _slot(self, number: int) -> int:
+        return self._slots + number % self._shape.depth * self._shape.slot_bytes
+
+
+def _numbers(descriptor: int, offset: int, count: int) -> tuple[int, ...]:
+    return struct.unpack(f"<{count}q", os.pread(descriptor, WORD * count, offset))
+
+
+def _set(descriptor: int, offset: int, number: int) -> None:
+    os.pwrite(descriptor, struct.pack("<q", number), offset)

@@ -1,0 +1,141 @@
+"""The reader of a host: a process that reads and assembles the samples of all ranks there, ahead of the step. No torch.
+
+    python -m megascale.data.reader_process DESCRIPTOR PARENT
+
+DESCRIPTOR is the memory that it shares with the ranks; its work comes as a line of JSON on the standard input, with
+whose end it ends. It may be killed and started again at any moment: what is done stands in the memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megascale.config.batch_rampup import BatchSizes
+from megascale.config.dataset_files import SplitName
+from megascale.config.run import RunConfig
+from megascale.core.errors import DataError
+from megascale.core.process import die_with_parent, stop_signals
+from megascale.data.batch_shape import BatchShape, StepOrder
+from megascale.data.mixture import Mixture, MockMixture, build_mixture
+from megascale.data.reader_memory import MemoryShape, ReaderMemory, Ring
+from megascale.data.sample_record import encode_sample
+
+IDLE_S = 0.002
+"""Seconds between two looks at the ranks while there is nothing to read."""
+
+
+@dataclass(frozen=True)
+class ReaderWork:
+    """The work of a reader: the splits by name in the order of their rings, for data-parallel `ranks` of the job."""
+
+    config: RunConfig
+    memory: MemoryShape
+    splits: Mapping[SplitName, StepOrder]
+    ranks: Sequence[int]
+
+    def to_json(self) -> str:
+        """Return the work in one line."""
+        return json.dumps(
+            {
+                "config": self.config.model_dump(mode="json", by_alias=True),
+                "memory": asdict(self.memory),
+                "splits": {name: asdict(order) for name, order in self.splits.items()},
+                "ranks": list(self.ranks),
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> ReaderWork:
+        """Return the work of `to_json`."""
+        facts: dict[str, Any] = json.loads(text)
+        splits: dict[SplitName, StepOrder] = {name: _step_order(order) for name, order in facts["splits"].items()}
+        config = RunConfig.model_validate_json(json.dumps(facts["config"]))
+        return cls(config, MemoryShape(**facts["memory"]), splits, facts["ranks"])
+
+
+def _step_order(facts: dict[str, Any]) -> StepOrder:
+    sizes = BatchSizes(**facts["sizes"]) if facts["sizes"] is not None else None
+    return StepOrder(**(facts | {"shape": BatchShape(**facts["shape"]), "sizes": sizes}))
+
+
+class SplitReader:
+    """Fills the ring of a split."""
+
+    def __init__(self, work: ReaderWork, split: SplitName, memory: ReaderMemory) -> None:
+        self._depth = work.memory.depth
+        self._ring: Ring = memory.ring(list(work.splits).index(split))
+        self._order = work.splits[split]
+        self._ranks = work.ranks
+        self._samples: Mixture | MockMixture = build_mixture(
+            work.config, split, 0 if self._order.again else self._order.end
+        )
+
+    def run(self) -> None:
+        """Fill the ring until the process ends."""
+        while True:
+            if not self.fill_next():
+                time.sleep(IDLE_S)
+
+    def fill_next(self) -> bool:
+        """Fill the next step; return False if the ring is full, or no further step is wanted."""
+        requests, (generation, filled) = self._ring.requests(), self._ring.filled
+        wanted = min(request.generation for request in requests)
+        if wanted > generation:
+            self._ring.begin(wanted)
+            generation, filled = wanted, 0
+        present = [request for request in requests if request.generation == generation]
+        if not generation or not present:
+            return False
+        if filled - min(request.released for request in present) >= self._depth:
+            return False
+        position = self._order.after(self._ring.position(filled - 1)) if filled else present[0].position
+        if position is None:
+            return False
+        self._fill(filled, position)
+        return True
+
+    def _fill(self, number: int, position: int) -> None:
+        indices = [position + row for row in self._order.shape_at(position).rows_of(self._ranks)]
+        try:
+            if isinstance(self._samples, Mixture):
+                self._samples.fetch(indices)
+            records = [encode_sample(self._samples[index]) for index in indices]
+        except DataError as error:
+            text = json.dumps({"message": error.message, "hint": error.hint}).encode()
+            self._ring.fill(number, position, [], text)
+            return
+        if isinstance(self._samples, Mixture):
+            self._ring.count_bytes(sum(map(self._samples.stored_bytes, indices)))
+        self._ring.fill(number, position, records)
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Read ahead until the parent process ends, or the standard input does."""
+    die_with_parent(parent)
+    for number in stop_signals():
+        signal.signal(number, signal.SIG_IGN)  # ranks finish their step, and need its samples
+    work = ReaderWork.from_json(sys.stdin.buffer.readline())
+    memory = ReaderMemory(descriptor, work.memory)
+    threading.excepthook = _end_with_error
+    for split in work.splits:
+        threading.Thread(target=SplitReader(work, split, memory).run, name=f"read {split}", daemon=True).start()
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+def _end_with_error(arguments: threading.ExceptHookArgs) -> None:
+    sys.excepthook(arguments.exc_type, arguments.exc_value or SystemExit(), arguments.exc_traceback)
+    sys.stderr.flush()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
