@@ -102,12 +102,10 @@ def training(run: Path, steps: int) -> Iterator[None]:
         try:
             yield
         finally:
-            job.send_signal(signal.SIGTERM)  # the hung rank does not hear it: the launcher kills it
-            try:
-                job.wait(60)
-            except subprocess.TimeoutExpired:
-                job.kill()
-                job.wait()
+            for _ in range(2):  # the hung rank does not hear the first one; at the second the launcher kills it
+                job.send_signal(signal.SIGTERM)
+                time.sleep(2)
+            job.wait()
 
 
 def wait_for_step(run: Path, step: int) -> None:
