@@ -247,6 +247,42 @@ def test_a_world_reads_the_same_batches_once_a_host(layout: dict[str, int], tmp_
     assert bytes_read % step == 0 and 6 * step <= bytes_read <= 10 * step
 
 
+def ramped_batches_of(rank: Rank, configs: list[RunConfig]) -> list[Any]:
+    """For each configuration the tokens, masks and positions of five steps, with their number of samples."""
+    found, mesh = [], None
+    for config in configs:
+        run = build_run(rank, config, mesh)
+        mesh, consumed, steps = run.mesh, 0, []
+        for _ in range(5):
+            batch = run.train_loader.batch(consumed)
+            consumed += len(batch.micro_batches)
+            steps.append([
+                [None if part is None else part.tolist()
+                 for part in (micro_batch.tokens, micro_batch.mask, micro_batch.boundaries.positions)]
+                for micro_batch in batch.micro_batches
+            ])  # fmt: skip
+        found.append((steps, consumed))
+        run.train_loader.close()
+    return found
+
+
+def test_documents_and_a_ramp_up_reach_all_stages(tmp_path: Path) -> None:
+    """Also those between the first and the last, which have positions and no tokens."""
+    write_dataset(tmp_path / "a", [7, 30, 3, 60] * 30)
+    config = data_config(
+        tmp_path, tmp_path / "a", train__steps=STEPS, parallel__pp=4, batch__rampup=[4, 4, 12], data__mask="document"
+    )
+    both = [
+        config.model_copy(update={"data": config.data.model_copy(update={"packing": "best_fit", "reader": reader})})
+        for reader in ("host", "rank")
+    ]
+    results = run_world(4, ramped_batches_of, both)
+    for host, alone in results:
+        assert host == alone and [len(step) for step in host[0]] == [4, 4, 4, 8, 8]
+    (first, _, positions), (nothing, _, same) = results[0][0][0][0][0], results[1][0][0][0][0]
+    assert first is not None and nothing is None and positions == same
+
+
 def batch_on_a_host_of_two(rank: Rank, config: RunConfig) -> Any:
     """A step's tokens, with two ranks on each of two hosts, and the bytes that this host has read."""
     from torch.distributed.distributed_c10d import _get_default_store
