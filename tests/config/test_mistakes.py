@@ -87,7 +87,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("num_layers = 4", 'preset = "lama3-8b"', f"run.toml:3  model.preset: 'lama3-8b' is not one of {', '.join(PRESETS)}  -> did you mean 'llama3-8b'?"),
     ("num_layers = 4", "preset = 3", "run.toml:3  model.preset: 3: should be a valid string  -> preset: a named model, the source of all keys that are not given"),
     ("hidden_size = 32\n", "", "run.toml:2  model.hidden_size: missing  -> hidden_size: width of the residual stream"),
-    ("global = 8", "total = 8\nglobal = 8", "run.toml:9  batch.total: there is no key 'total' in [batch]  -> known keys: micro, global"),
+    ("global = 8", "total = 8\nglobal = 8", "run.toml:9  batch.total: there is no key 'total' in [batch]  -> known keys: micro, global, rampup"),
     ("[batch]\nglobal = 8\n", "", "run.toml  batch.global: missing  -> global: sequences in a step, over all ranks"),
     ("mock = true", "mock = true\n[observe]\nledger = true", "run.toml:17  observe.ledger: there is no key 'ledger' in [observe]  -> renamed to observe.record"),
     ("mock = true", "mock = true\n[checkpoint]\npatience_s = 5.0", "run.toml:17  checkpoint.patience_s: there is no key 'patience_s' in [checkpoint]  -> renamed to checkpoint.retry_timeout_s"),
