@@ -23,7 +23,7 @@ from tests.worlds import run_world
 
 BATCH = Batch()
 QUICK = ("qwen 2.5",)
-"""Families whose runs in several processes are quick tests: biases in part of the layers, and fused tensors."""
+"""Families whose runs in several processes are quick tests: biases in part of the layers."""
 
 
 def slow_unless_quick(name: str) -> Any:
