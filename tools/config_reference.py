@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import sys
 from collections.abc import Iterable, Iterator
@@ -83,7 +84,7 @@ random mtbf_s=30 seed=1 kinds=kill,stop,hang
 
 - `step` counts from 1. Phases: {", ".join(PHASES)}. `build` and `load` come before the first step and have no step.
   Faults of the phase `write` strike the process that writes checkpoints.
-- `for_s` is a length in seconds (for ever without), `times=2` lets a fault strike in two attempts.
+- `for_s` is a length in seconds (without: to the end), `times=2` lets a fault strike in two attempts.
 - `random` draws kinds of faults of ranks, ranks and phases with a seed, at a mean time `mtbf_s` in seconds or
   `mtbf_steps` in steps; `apart` is the least time between two. Those due while the job is down are left out.
 - `flip_weight` and `flip_gradient` flip bit `bit` of one value of the rank's own shard.
@@ -211,7 +212,7 @@ def section_part(name: str, section: type[Section]) -> list[str]:
         if choice:
             choices += [[f"`{key}`", f"`{name}`", "the best available backend"] for name in choice.also]
             choices += [[f"`{key}`", f"`{card.name}`", card.help] for card in choice.registry.cards.values()]
-    first, _, rest = (section.__doc__ or "").partition(": ")
+    first, _, rest = inspect.cleandoc(section.__doc__ or "").partition(": ")
     lines = [f"### {first.strip('`')}\n", *([f"{rest[:1].upper()}{rest[1:]}\n"] if rest else [])]
     lines += rendered(["key", "values", "default", "meaning"], rows)
     if choices:

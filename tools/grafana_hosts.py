@@ -31,7 +31,7 @@ HOSTS = Board(
                     f"megascale_host_memory_available_bytes{{{NODE}}} / megascale_host_memory_size_bytes{{{NODE}}}",
                 ),
                 _host("Swapped in", "Bps", rate("host_swapped_in_bytes", NODE)),
-                _gauge("Killed for want of memory", "none", "host_oom_kills_total"),
+                _gauge("Killed because memory ran out", "none", "host_oom_kills_total"),
             ),
         ),
         (

@@ -1,7 +1,7 @@
 """Scores of attention by window: of whole sequences, of documents packed in a row, or as counted in training.
 
 Two conventions (`account.flops`): `full`, keys x queries, or the window of every query; `causal`, what a causal mask
-leaves. Of a document of n tokens a window of w >= n leaves n^2 and n^2 / 2, a shorter one n w and n w - w^2 / 2.
+leaves. In a document of n tokens a window of w >= n leaves n^2 and n^2 / 2, a shorter one n w and n w - w^2 / 2.
 """
 
 from __future__ import annotations
@@ -60,7 +60,5 @@ def describe_documents(config: RunConfig) -> str:
         return ""
     length = config.data.document_length
     if length is None:
-        return (
-            "attention is counted for documents as long as a sample, the upper bound: data.document_length is not set"
-        )
+        return "attention is counted for one document per sample, the upper bound, as data.document_length is not set"
     return f"attention is counted for documents of {length} tokens, data.document_length"

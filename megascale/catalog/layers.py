@@ -1,9 +1,9 @@
 """Layers of a transformer: the registries `BLOCKS`, `NORMS` and `ACTIVATIONS`.
 
 Facts of a block: `description`, a function of (model, layer) that lists the parts of the block (`layout.blocks`);
-`operations`, the optional operations of `catalog.backends` used by the block. Of a norm: `bias`; `mean`, i.e. the mean
-is subtracted; `offset`, the constant added to the stored gain, which starts as 1 - offset. Of an activation: `gated`,
-i.e. with an input of twice the width.
+`operations`, the optional operations of `catalog.backends` used by the block. Facts of a norm: `bias`; `mean`, i.e. the
+mean is subtracted; `offset`, the constant added to the stored gain, which starts as 1 - offset. Facts of an activation:
+`gated`, i.e. with an input of twice the width.
 """
 
 from megascale.core.registry import Card, Registry

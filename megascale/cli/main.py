@@ -13,6 +13,7 @@ import megascale
 from megascale.cli.standard_streams import discard_unwritable_output, open_closed_streams
 from megascale.cli.text_encoding import escape_output, name_files_in_utf8
 from megascale.core.errors import ConfigError, Exit, MegascaleError, Problem
+from megascale.core.registry import closest_name
 from megascale.core.torch_import import torch_import_problem
 
 COMMANDS = {
@@ -64,7 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     command = next((word for word in words if not word.startswith("-")), None)
     try:
-        options = _parse(parser(command), words)
+        top = parser(command)
+        if command and command not in (*COMMANDS, *HIDDEN_COMMANDS) and (close := closest_name(command, COMMANDS)):
+            top.error(f"there is no command '{command}'  -> did you mean '{close}'?")
+        options = _parse(top, words)
         _check_current_folder()
         return int(importlib.import_module(f"megascale.cli.{options.command}").run(options))
     except MegascaleError as error:
@@ -99,9 +103,10 @@ def _parse(top: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Names
     """Parse arguments. Accepts key=value settings after options too, which argparse alone would refuse."""
     options, rest = top.parse_known_args(words)
     if "overrides" in options and not any(word.startswith("-") for word in rest):
-        options.overrides += rest
+        options.overrides = [*options.overrides, *rest]
     elif rest:
-        top.error(f"unrecognized arguments: {' '.join(rest)}")
+        hint = "  -> settings have no dashes: section.key=value" if "overrides" in options else ""
+        top.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     return options
 
 
@@ -109,5 +114,9 @@ def add_config_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare CONFIG and key=value, the arguments of every subcommand that reads a run's configuration."""
     sub.add_argument("config", metavar="CONFIG", help="the run's TOML file")
     sub.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="override a setting of the file, as section.key=value"
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        default=[],
+        help="override a setting of the file, as section.key=value",
     )

@@ -101,7 +101,7 @@ CONFLICTING_VARIABLES = (
     ConflictingVariable(
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"),
         lambda value: _number(value) in (0, 2),
-        "a failed or timed-out communication would not end the run: 0 waits for ever, 2 continues with incomplete data",
+        "a failed or timed-out communication would not end the run: 0 waits on, 2 continues with incomplete data",
     ),
 )
 

@@ -29,7 +29,8 @@ class FaultConfig(Section):
     heartbeat_s: Seconds = Field(1.0, description="seconds between an agent's heartbeats to the driver")
     poll_s: Seconds = Field(0.25, description="seconds between an agent's looks at the flight records of its ranks")
     hang_s: Seconds = Field(
-        4.0, description="a job in which no rank makes progress for so long hangs, or for longer by the next keys"
+        4.0,
+        description="seconds without progress on any rank before a hang's verdict; the next keys set longer bounds",
     )
     hang_step_times: Annotated[float, Field(ge=1, le=10**3)] = Field(
         3.0, description="a hang lasts at least this multiple of the recent step time"
@@ -73,7 +74,7 @@ class FaultConfig(Section):
         3, description="failures of the same kind without a new step, after which the job stops with status 93"
     )
     memory_failures: Annotated[int, Field(ge=1, le=10**6)] = Field(
-        2, description="ends for want of memory, in the same step, after which the job stops with status 93"
+        2, description="ends out of memory, in the same step, after which the job stops with status 93"
     )
     restarts_per_hour: Number = Field(
         20, description="restarts within an hour, after which the job stops with status 93"

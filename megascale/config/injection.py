@@ -88,12 +88,16 @@ KINDS: Mapping[str, FaultKind] = {
     "flip_gradient": FaultKind(
         "rank", "bit `bit` of a gradient of the rank flips, after the reduction", "optimizer", options=("bit",)
     ),
-    "lose_node": FaultKind("node", "all processes of the node are killed, or its host is cut off, without a farewell"),
+    "lose_node": FaultKind(
+        "node", "all processes of the node are killed, or its host is cut off, without a last message"
+    ),
     "stop_node": FaultKind("node", "all processes of the node are stopped", options=LENGTH),
     "kill_agent": FaultKind("node", "the agent of the node is killed"),
     "cut_link": FaultKind("node", "the node's link is cut, or the one to node `peer`", options=("for_s", "peer")),
     "mute_link": FaultKind(
-        "node", "what the node sends is lost, to all or to node `peer`, and it hears all", options=("for_s", "peer")
+        "node",
+        "messages from the node are lost, to all or to node `peer`; messages to it arrive",
+        options=("for_s", "peer"),
     ),
     "reset_link": FaultKind("node", "the node's connections are reset, or those to node `peer`", options=("peer",)),
     "throttle_link": FaultKind("node", "the node's link has `mbit` Mbit/s", options=LENGTH, required=("mbit",)),
@@ -114,8 +118,8 @@ class Fault:
     """One injected fault. `rank`, `node`: the target, None for the driver; `peer`: the other node of a link.
 
     `step`: strikes in this step, from 1, at the first moment of `phase`; 0 before the first step of an attempt.
-    `for_s`: its length, None for ever. `times`: how often it strikes over all attempts of the job. `bit`: the bit that
-    flips, from 0, the lowest.
+    `for_s`: its length, None: without end. `times`: how often it strikes over all attempts of the job. `bit`: the bit
+    that flips, from 0, the lowest.
     """
 
     kind: str

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from collections.abc import Collection, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, get_args, get_origin
@@ -220,21 +221,53 @@ def _problem_of_key(
         return Problem(source.location(key), key, message, f"write [{table_name}] and its keys below it")
     if detail["type"] == "extra_forbidden":
         return _unknown_key(source, key, list(keys))
-    hint = f"{name}: {keys[name].description}"
+    hint = f"{name}: " + _MARKDOWN_LINK.sub(r"\1", keys[name].description or "")
     if detail["type"] == "missing":
         return Problem(source.location(table_name), key, "missing", hint)
     if detail["type"] == "choice":
         close = detail["ctx"]["nearest"]
         return Problem(source.location(key), key, detail["msg"], f"did you mean '{close}'?" if close else hint)
     value = detail["input"] if len(details) == 1 else table.get(name)
-    return Problem(source.location(key), key, f"{_display_value(value)}: {_expected(details)}", hint)
+    shown, expected = _display_value(value), _expected(details)
+    message = expected if expected.startswith(shown) else f"{shown}: {expected}"
+    return Problem(source.location(key), key, message, _as_number(value, details) or hint)
+
+
+_MARKDOWN_LINK = re.compile(r"\[([^]]+)\]\([^)]*\)")
+
+
+def _as_number(value: Any, details: list[ErrorDetails]) -> str:
+    """Return the number that is meant by a quoted number, or by a whole number with a decimal point; else ''."""
+    types = {detail["type"] for detail in details}
+    if isinstance(value, float) and value.is_integer() and "int_type" in types:
+        return f"{value:.0f}, without a decimal point"
+    if isinstance(value, str) and types & {"int_type", "float_type"} and _NUMBER.fullmatch(value):
+        return f"{value}, without quotes"
+    return ""
+
+
+_NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
 def _expected(details: list[ErrorDetails]) -> str:
     """Join pydantic's expectations for a key, one per type of a union."""
     messages = (detail["msg"].removeprefix("Input ").replace(" after validation", "") for detail in details)
-    messages = (text.replace("a valid boolean", "true or false") for text in messages)
+    messages = (_replace_types(text) for text in messages)
     return ", or ".join(message[:1].lower() + message[1:] for message in dict.fromkeys(messages))
+
+
+_TYPES = {
+    "a valid boolean": "true or false", "a valid integer": "a whole number", "a valid number": "a number",
+    "a valid string": "text", "a valid dictionary": "a table", "a valid list": "a list", "a valid tuple": "a list",
+}  # fmt: skip
+"""pydantic's names of types, with those of docs/configuration.md."""
+
+
+def _replace_types(message: str) -> str:
+    """Name types as docs/configuration.md does."""
+    for pydantic_name, name in _TYPES.items():
+        message = message.replace(pydantic_name, name)
+    return message
 
 
 def _display_value(value: Any) -> str:

@@ -302,7 +302,10 @@ def changed_weights(c: Any) -> Iterator[Finding]:
     end, hint = -1, "[[place, [a weight for each dataset of data.train]], ...], with ascending places"
     for place, weights in c.data.weights:
         if len(weights) != count or not sum(weights):
-            yield Finding("data.weights", f"{weights} are no weights of {count} datasets", hint)
+            message = (
+                f"{weights} at {place}: data.train has {count} dataset{'s' * (count > 1)}; not all weights may be 0"
+            )
+            yield Finding("data.weights", message, hint)
         if place <= end:
             yield Finding("data.weights", f"place {place} does not come after {end}", hint)
         end = place
@@ -330,11 +333,10 @@ def learning_rate(c: Any) -> Iterator[Finding]:
         yield Finding("optimizer.min_lr", f"{o.min_lr:g} is more than lr = {o.lr:g}", f"at most {o.lr:g}")
     steps = full_batch_steps(c)
     if o.warmup_steps >= steps:
-        of = f"train.steps = {c.train.steps}"
-        of = (
-            of if steps == c.train.steps else f"{steps} steps of batch.global, as many samples as {of} with the ramp-up"
-        )
-        yield Finding("optimizer.warmup_steps", f"{o.warmup_steps} of {of}", f"fewer than {steps}")
+        run = f"train.steps = {c.train.steps}"
+        if steps != c.train.steps:
+            run = f"{steps} steps of batch.global, as many samples as {run} with the ramp-up"
+        yield Finding("optimizer.warmup_steps", f"{o.warmup_steps} is not less than {run}", f"fewer than {steps}")
     elif o.decay == "wsd" and (o.decay_steps or 0) > steps - o.warmup_steps:
         steps_left = steps - o.warmup_steps
         yield Finding("optimizer.decay_steps", f"{o.decay_steps} do not fit after the warm-up", f"at most {steps_left}")

@@ -96,6 +96,8 @@ def data_files(c: Any) -> Iterator[Finding]:
         yield Finding(
             "data.tokenizer", f"there is no file {d.tokenizer}", "remove the key, or give the tokenizer of the data"
         )
+    if d.order and not d.mock and not is_readable_file(d.order):
+        yield Finding("data.order", f"there is no file {d.order}", "check the path, or remove the key")
 
 
 def data_samples(c: Any) -> Iterator[Finding]:
@@ -128,7 +130,10 @@ def _too_few(
             return  # `data_files` reports it
         if tokens <= length:
             message = f"{prefix}: {tokens} tokens to {verb} on, fewer than one sample of {length} + 1"
-            yield Finding(key, message, "more data, another data.split, or a shorter model.seq_length")
+            hint = "more data, another data.split, or a shorter model.seq_length"
+            if files.documents == 1:
+                hint = "data.valid, or more documents: the split is by documents, and the dataset has one"
+            yield Finding(key, message, hint)
             return
         samples.append(int((tokens - 1) // length / (weight / sum(weights))))
     if split == "valid" and samples and min(samples) < batch:

@@ -92,9 +92,11 @@ def _read_file(path: Path, seen: tuple[Path, ...]) -> Source:
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, integers of 5,000 digits, 1,000 brackets
         line = re.search(r"line (\d+)", str(error))
         where = f"{path}:{line.group(1)}" if line else str(path)
-        raise ConfigError(
-            [Problem(where, "", f"is not TOML: {error}", "strings need quotes, tables need [brackets]")]
-        ) from None
+        repeated = "Cannot overwrite" in str(error) or "twice" in str(error)
+        hint = (
+            "a key or a table is given twice: keep one" if repeated else "strings need quotes, tables need [brackets]"
+        )
+        raise ConfigError([Problem(where, "", f"is not TOML: {error}", hint)]) from None
     source = Source(str(path), tree, {key: f"{path}:{line}" for key, line in _lines(text).items()})
     base = source.tree.pop("extends", None)
     if base is None:

@@ -155,7 +155,7 @@ def blank_figure(title: str, height: int) -> go.Figure:
 
 
 def empty_figure() -> go.Figure:
-    """Return a figure for want of another."""
+    """Return an empty figure, a placeholder."""
     figure = blank_figure("", 60)
     figure.update_layout(uirevision="empty")
     figure.update_xaxes(visible=False)

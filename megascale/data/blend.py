@@ -1,8 +1,8 @@
 """The order of a blend: which dataset a sample comes from, by arithmetic.
 
-A binary tree divides the datasets into halves of about equal weight. Of the first n samples of a node, round(n x share)
-belong to its left half; the others to the right half. Every sample therefore has its dataset, and its number among the
-samples of that dataset, without an index and without the samples before it.
+A binary tree divides the datasets into halves of about equal weight. Among the first n samples of a node, round(n x
+share) belong to its left half, the others to the right half. Every sample therefore has its dataset, and its number
+among the samples of that dataset, without an index and without the samples before it.
 
 The rounding of a node is at most half a sample, of which a dataset below gets its share. As weights at least halve over
 two nodes, a dataset is at no point of the order more than MOST_AHEAD samples ahead of or behind its share.

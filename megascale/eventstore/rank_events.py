@@ -32,7 +32,7 @@ class StoredRank:
 
 def read_rank_events(run: Path, wanted: Callable[[int], bool], steps: range | None) -> list[StoredRank]:
     """Read the newest attempt's events of the wanted ranks in `steps`, by default in the newest. Times are seconds on
-    one clock. Of the waits for a communication only the sum is stored: here it is a wait until the end.
+    one clock. The store has only the sum of the waits for a communication: here it is one wait until its end.
 
     Raises: StoreError
     """

@@ -34,7 +34,7 @@ _RULES = (
     _Rule(r"memory\.total", "host_memory_size_bytes", "memory of the host"),
     _Rule(r"memory\.available", "host_memory_available_bytes", "memory that processes can still get"),
     _Rule(r"memory\.swapped_in", "host_swapped_in_bytes", "bytes swapped in", "counter"),
-    _Rule(r"memory\.oom_kills", "host_oom_kills", "processes killed for want of memory", "counter"),
+    _Rule(r"memory\.oom_kills", "host_oom_kills", "processes killed by the kernel because memory ran out", "counter"),
     _Rule(r"disk\.read", "host_disk_read_bytes", "bytes read from disks", "counter"),
     _Rule(r"disk\.written", "host_disk_written_bytes", "bytes written to disks", "counter"),
     _Rule(r"disk\.(?P<filesystem>.+)\.free", "host_filesystem_free_bytes", "free bytes: shm, or the run's folder"),

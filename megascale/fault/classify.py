@@ -41,7 +41,7 @@ _RAISED = {
 @dataclass(frozen=True)
 class Finding:
     """A fault before its verdict. `since`: its time in Unix seconds; `permanent`: a restart would fail in the same way;
-    `memory`: a want of memory; `group_ranks`: ranks of the culprit's group.
+    `memory`: memory ran out; `group_ranks`: ranks of the culprit's group.
     """
 
     class_: IncidentClass
@@ -130,7 +130,7 @@ def _describe_end(end: RankEnd) -> str:
         kind = f"{end.error_kind}: " if end.error_kind not in end.error else ""
         return f"failed: {kind}{end.error.strip().splitlines()[-1]}"
     if end.status < 0:
-        memory = " for want of memory" if not MEMORY_PATTERNS.isdisjoint(end.patterns) else ""
+        memory = ", out of memory" if not MEMORY_PATTERNS.isdisjoint(end.patterns) else ""
         return f"was killed by {_signal_name(end.status)}{memory}"
     return f"ended with status {end.status} and no error, before the job's end"
 

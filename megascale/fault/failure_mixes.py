@@ -7,7 +7,7 @@ from typing import Literal
 
 Symptom = Literal["killed", "hardware", "node", "network", "hang", "software", "storage", "memory", "divergence"]
 """Symptoms, as the driver sees them: a rank killed; a rank that failed with a hardware error in its output; a lost
-node; ranks that lost each other; a hang; an error of software, of storage, or for want of memory; a loss that is not
+node; ranks that lost each other; a hang; an error of software, of storage, or of memory; a loss that is not
 finite.
 """
 

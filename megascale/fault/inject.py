@@ -145,7 +145,7 @@ class Injector:
 
 
 def random_faults(settings: RandomFaults, world: int, began: float) -> Iterator[PlannedFault]:
-    """Yield random faults for ever, equal on all ranks. `began`: start of the job, for times between failures."""
+    """Yield random faults without end, equal on all ranks. `began`: start of the job, for times between failures."""
     draw, at = random.Random(settings.seed), 0.0
     number = 0
     while True:
@@ -234,7 +234,7 @@ def stop_process(pid: int, for_s: float | None) -> None:
 
 
 def sleep_for(for_s: float | None) -> None:
-    """Sleep for `for_s` seconds, or for ever; other threads run."""
+    """Sleep for `for_s` seconds, or without end; other threads run."""
     time.sleep(3600 if for_s is None else for_s)
     while for_s is None:
         time.sleep(3600)
@@ -250,7 +250,7 @@ def collect_garbage(for_s: float) -> None:
 
 
 def hold_gil(for_s: float | None) -> None:
-    """Keep Python's lock in C for `for_s` seconds, or compute there for ever: no other thread runs."""
+    """Keep Python's lock in C for `for_s` seconds, or compute there without end: no other thread runs."""
     if for_s is None:
         re.match(r"(a?){64}a{64}", "a" * 64)  # catastrophic backtracking: 2^64 steps
     else:
@@ -258,7 +258,7 @@ def hold_gil(for_s: float | None) -> None:
 
 
 def read_for(for_s: float | None) -> None:
-    """Wait in a read without an answer for `for_s` seconds, or for ever, like a read from a lost mount."""
+    """Wait in a read without an answer for `for_s` seconds, or without end, like a read from a lost mount."""
     reader, writer = os.pipe()
     if for_s is not None:
         threading.Timer(for_s, os.write, (writer, b"\n")).start()

@@ -3,7 +3,7 @@
 | incident | action |
 |---|---|
 | loss or weights not finite; the user's code, configuration or data at fault | stop with 93 |
-| the same step failed the same way `same_step_failures` times (`memory_failures` for want of memory) | stop with 93 |
+| the same step failed the same way `same_step_failures` times (`memory_failures` when out of memory) | stop with 93 |
 | `restarts_per_hour` used up | stop with 93 |
 | a node lost, or its hardware failed | replace the node |
 | network: nodes do not reach each other | restart; replace the node at `network_alerts` within `network_window_s` |

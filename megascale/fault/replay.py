@@ -1,6 +1,6 @@
 """Published failures replayed through the driver's state machine and policy in simulated time.
 
-Failures of a mix strike a job at random. What the driver sees follows from the cause; which node is at fault, and
+Failures of a mix strike a job at random. The driver's observations follow from the cause; which node is at fault, and
 whether the fault persists there, only the replay knows. Results: effective training time, nodes replaced without a
 fault, spares used, stops that need a person; and the same failures under restart by requeue.
 """

@@ -36,7 +36,7 @@ class SchedulerCalls:
         self._commands.put_nowait(command)
 
     async def run(self, start_agents: bool) -> None:
-        """Serve for ever. `start_agents`: of the nodes that the scheduler holds now."""
+        """Serve until the process ends. `start_agents`: of the nodes that the scheduler holds now."""
         names = [node.name for node in await self._scheduler.nodes()]
         self._perform(self._job.expect(names, self._now()))
         if start_agents:
@@ -49,7 +49,7 @@ class SchedulerCalls:
                 say(str(error))
 
     async def watch_agents(self) -> None:
-        """Tell the job of ends of agents, for ever."""
+        """Tell the job of ends of agents, until the process ends."""
         while True:
             end = await self._scheduler.next_end()
             how = f"killed by signal {-end.status}" if end.status < 0 else f"status {end.status}"

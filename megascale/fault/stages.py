@@ -38,7 +38,7 @@ KILL_S = 10.0
 """Seconds beyond their grace in which a node must end its ranks."""
 
 LOOK_S = 0.2
-"""Least seconds between looks at all ranks for a hang."""
+"""Least seconds between two checks of all ranks for a hang."""
 
 MOST_STACKS = 4
 """Most culprits whose stacks are collected."""

@@ -1,8 +1,8 @@
 """The ranks and nodes that slow a run down, since when, and why: computation, data, or the host.
 
 In a synchronous job a slow rank waits less than its peers, and everybody else waits for it: waits are evidence, never
-the verdict. `stragglers` compares own times (`observe.heatmap`) in windows of a run. What slows all ranks alike names
-nobody. `gc_pauses` and `slow_groups` find pauses for garbage collection, and groups with slow collectives.
+the verdict. `stragglers` compares own times (`observe.heatmap`) in windows of a run. A cause that slows all ranks
+alike names nobody. `gc_pauses` and `slow_groups` find pauses for garbage collection, and groups with slow collectives.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class Quantized:
 class TransposedOnly(Quantized):
     """A matrix [rows, k] of which only the transpose is stored: `data`, and so `shape`, is [k, rows].
 
-    `t()` returns the transpose as a GEMM operand; all else that reads rows does not apply.
+    `t()` returns the transpose as a GEMM operand; every other method needs the rows, which are not there.
     """
 
     def t(self) -> Quantized:

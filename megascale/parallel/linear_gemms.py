@@ -38,9 +38,10 @@ class LinearGemms(Protocol):
         """Convert an input [s, b, k] for the forward GEMM, before any all-gather."""
 
     def wgrad_source(self, x: Tensor, operand: Operand) -> Operand:
-        """Return the tensor from which wgrad makes its operand: x, or `operand`, which is x converted for another GEMM.
+        """Return what wgrad transposes and quantizes: x in bf16, or `operand` if one scale holds for the tensor.
 
-        x is an input, whose source is saved for backward, or an output gradient.
+        x: an input, whose source is saved for backward, or an output gradient. `operand`: x as quantized for forward or
+        dgrad.
         """
 
     def grad_operand(self, grad: Tensor) -> Operand:

@@ -53,7 +53,7 @@ class Bucket:
     - `weights` [size], in the compute dtype.
     - `shard`: the range that this rank updates; everything with zero = 0.
     - `grad` [size of the shard], in the accumulation dtype: the reduced gradient.
-    - `tied`: the bucket is the token embedding alone, which the first and last pipeline stages share.
+    - `tied`: the bucket is the token embedding alone, which the first and last pipeline stages share if it is tied.
     - `counts_in_norm`: this rank's copy enters the global norm; False for the second copy of a tied embedding.
 
     `dtypes`: (compute, accumulation). `place`: (chunk, suffix of the bucket's name in the chunk).
@@ -182,11 +182,12 @@ class Bucket:
         self._gathering = COMPLETED
 
     def local_grad_finite(self) -> bool:
-        """False if this rank's gradient before the reduction was certainly not finite. The host waits for the device.
+        """False if this rank's gradient before the reduction has a non-finite element, or a sum that overflows.
 
-        True proves nothing where the local gradient was not read: matrices with `checks_vectors_only`; with zero = 1
-        this rank's shard, in which the sum over ranks has replaced the local gradient. A non-finite sum in the shard,
-        while no other rank reports a non-finite gradient, is therefore caused by this rank.
+        The host waits for the device. True proves nothing where the local gradient was not read: matrices with
+        `checks_vectors_only`; with zero = 1 this rank's shard, in which the sum over ranks has replaced the local
+        gradient. A non-finite sum in the shard, while no other rank reports a non-finite gradient, is therefore caused
+        by this rank.
         """
         if self.zero == 1:
             assert self._full_grad is not None, "with zero = 1 the full gradient is always allocated"

@@ -126,9 +126,9 @@ def check_device_wait(schedule: Schedule, v: int) -> None:
             if peer_position and clocks[peer][peer_position - 1][rank] > position:
                 end = "a send to" if rank == send[0] else "a receive from"
                 raise ScheduleError(
-                    f"rank {rank}, waiting for its device before {compute[rank][position]}, waits for ever: {end} rank "
-                    f"{peer} is posted, whose other end comes after {compute[peer][peer_position - 1]}, which depends "
-                    f"on {compute[rank][position]}"
+                    f"rank {rank}, waiting for its device before {compute[rank][position]}, never continues: {end} "
+                    f"rank {peer} is posted, whose other end comes after {compute[peer][peer_position - 1]}, which "
+                    f"depends on {compute[rank][position]}"
                 )
 
 

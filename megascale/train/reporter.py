@@ -34,8 +34,8 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class Reporter:
-    """Measures step times and writes metrics; `writers` is empty on all ranks except 0. `outages`: of all that the loop
-    tells of.
+    """Measures step times and writes metrics; `writers` is empty on all ranks except 0. `outages`: failures that
+    the loop reports.
     """
 
     def __init__(

@@ -115,7 +115,7 @@ def records_of(run: str, states: RankStates) -> dict[int, FlightRecord]:
 
 def local_records(run: str, is_ours: Callable[[FlightRecord], bool] = lambda record: True) -> dict[int, FlightRecord]:
     """Return the flight records of the ranks of a run that live on this host, by rank. `is_ours`: False for a record of
-    another job of that name. Of two records of a rank that both may be the run's, none is.
+    another job of that name. If two records of a rank may both be the run's, neither is returned.
     """
     found: dict[int, FlightRecord] = {}
     ambiguous: set[int] = set()

@@ -197,7 +197,9 @@ def second_save_fails(rank: Rank, config: Any) -> list[str]:
     reporter.write_message = messages.append  # type: ignore[method-assign]
     stop_for(run.checkpoints.saver.writer_pid, 0.5)
     train(run, reporter)
-    return [line.partition(": rank")[0].partition(": training")[0] for line in messages]
+    return [
+        line.partition(": rank")[0].partition(": training")[0] for line in messages if not line.startswith("start: ")
+    ]
 
 
 def test_a_save_that_cannot_start_does_not_hide_the_one_before(tmp_path: Path) -> None:
@@ -228,11 +230,13 @@ def test_no_rank_makes_a_folder_of_its_own(tmp_path: Path) -> None:
 
 
 def start_two_saves(rank: Rank, config: Any) -> list[int]:
-    """Start a save while the one before is stopped for half a second. Returns the steps on storage."""
+    """Start a save whose predecessor is on storage 0.3 s after training began to wait. Returns the steps on storage."""
     run = build_run(rank, config)
-    stop_for(run.checkpoints.saver.writer_pid, 0.5)
+    writer = run.checkpoints.saver.writer_pid
+    os.kill(writer, signal.SIGSTOP)
     run.checkpoints.start_save(run.progress)
     step(run)
+    threading.Timer(0.3, os.kill, (writer, signal.SIGCONT)).start()
     before = run.checkpoints.wait_for_save()
     assert before is not None and before.step == 0 and before.waited_s == 0
     run.checkpoints.start_save(run.progress)

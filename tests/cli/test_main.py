@@ -136,6 +136,13 @@ def test_an_unknown_option_is_no_setting(config: str, capsys: pytest.CaptureFixt
     assert "unrecognized arguments: --train.steps=3" in capsys.readouterr().err
 
 
+def test_a_misspelled_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["trian", "run.toml"])
+    assert caught.value.code == 2
+    assert "there is no command 'trian'  -> did you mean 'train'?" in capsys.readouterr().err
+
+
 def test_a_current_folder_that_was_removed_is_named(tmp_path: Path) -> None:
     """MKL would end the process with a line of its own as torch loads it."""
     command = f'cd "{tmp_path}/gone" && rmdir "{tmp_path}/gone" && "{sys.executable}" -m megascale doctor'

@@ -57,35 +57,36 @@ SCALING = f"rope_scaling: {ModelConfig.model_fields['rope_scaling'].description}
 # a text of GOOD, its replacement, and the expected line (or its start)
 MISTAKES: list[tuple[str, str, str]] = [
     ("num_layers = 4", "num_layer = 4\nnum_layers = 4", "run.toml:3  model.num_layer: there is no key 'num_layer' in [model]  -> did you mean 'num_layers'?"),
-    ("num_layers = 4", 'num_layers = "four"', "run.toml:3  model.num_layers: 'four': should be a valid integer  -> num_layers: transformer blocks"),
-    ("num_layers = 4", "num_layers = 4.0", "run.toml:3  model.num_layers: 4.0: should be a valid integer  -> num_layers: transformer blocks"),
-    ("num_layers = 4", "num_layers = true", "run.toml:3  model.num_layers: true: should be a valid integer  -> num_layers: transformer blocks"),
+    ("num_layers = 4", 'num_layers = "four"', "run.toml:3  model.num_layers: 'four': should be a whole number  -> num_layers: transformer blocks"),
+    ("num_layers = 4", "num_layers = 4.0", "run.toml:3  model.num_layers: 4.0: should be a whole number  -> 4, without a decimal point"),
+    ("num_layers = 4", 'num_layers = "4"', "run.toml:3  model.num_layers: '4': should be a whole number  -> 4, without quotes"),
+    ("num_layers = 4", "num_layers = true", "run.toml:3  model.num_layers: true: should be a whole number  -> num_layers: transformer blocks"),
     ("[batch]", "[parallel]\ncp = true\n[batch]", "run.toml:9  parallel.cp: true: should be 1  -> cp: context parallelism; not available yet"),
     ("steps = 10", "steps = 10\ncompile = 0", "run.toml:12  train.compile: 0: should be true or false  -> compile: torch.compile of the operations between linear layers"),
     ("num_layers = 4", "num_layers = -4", "run.toml:3  model.num_layers: -4: should be greater than 0  -> num_layers: transformer blocks"),
     ("num_layers = 4", "num_layers = 20_000", "run.toml:3  model.num_layers: 20000: should be less than or equal to 10000  -> num_layers: transformer blocks"),
-    ("num_layers = 4", "num_layers = 2020-02-02", "run.toml:3  model.num_layers: datetime.date(2020, 2, 2): should be a valid integer  -> num_layers: transformer blocks"),
+    ("num_layers = 4", "num_layers = 2020-02-02", "run.toml:3  model.num_layers: datetime.date(2020, 2, 2): should be a whole number  -> num_layers: transformer blocks"),
     ("num_heads = 4", "num_heads = -4", "run.toml:5  model.num_heads: -4: should be greater than 0  -> num_heads: attention heads"),
     ("hidden_size = 32", "hidden_size = 0x" + "f" * 6000, "run.toml:4  model.hidden_size: a number of thousands of digits: should be less than or equal to 67108864  -> hidden_size: width of the residual stream"),
     ("hidden_size = 32", "hidden_size = 67108864", "run.toml:2  model.ffn_size: 268435456: should be less than or equal to 67108864  -> ffn_size: inner width of the MLP; default 4 x hidden_size, or for a gated activation 8/3 x hidden_size rounded up to a multiple of 64"),
     ("num_heads = 4", 'num_heads = 4\nactivation = "gellu"', "run.toml:6  model.activation: 'gellu' is not one of gelu, gelu_tanh, swiglu, geglu  -> did you mean 'gelu'?"),
-    ("num_heads = 4", 'num_heads = 4\nactivation = ["gelu"]', "run.toml:6  model.activation: ['gelu']: should be a valid string  -> activation: activation function of the MLP"),
+    ("num_heads = 4", 'num_heads = 4\nactivation = ["gelu"]', "run.toml:6  model.activation: ['gelu']: should be text  -> activation: activation function of the MLP"),
     ("num_heads = 4", 'num_heads = 4\nposition = "alibi"', "run.toml:6  model.position: 'alibi': should be 'learned' or 'rope'  -> position: learned position vectors, or rotary embeddings"),
     ("num_heads = 4", 'num_heads = 4\nrope_scaling = {type = "ntk", factor = 2.0}', f"run.toml:6  model.rope_scaling: {{'type': 'ntk', 'factor': 2.0}}: type should be one of linear, dynamic, llama3, yarn  -> {SCALING}"),
     ("num_heads = 4", 'num_heads = 4\nrope_scaling = {factor = 2.0}', f"run.toml:6  model.rope_scaling: {{'factor': 2.0}}: type should be one of linear, dynamic, llama3, yarn  -> {SCALING}"),
     ("num_heads = 4", 'num_heads = 4\nrope_scaling = {type = "linear", factr = 2.0}', f"run.toml:6  model.rope_scaling: {{'type': 'linear', 'factr': 2.0}}: linear needs factor; linear has no factr  -> {SCALING}"),
     ("num_heads = 4", 'num_heads = 4\nrope_scaling = {type = "yarn", factor = -1, original_seq_length = 0.5, truncate = 1}', f"run.toml:6  model.rope_scaling: {{'type': 'yarn', 'factor': -1, 'original_seq_length': 0.5, 'truncate': 1}}: factor should be a number above 0; original_seq_length should be a whole number above 0; truncate should be true or false  -> {SCALING}"),
-    ("num_heads = 4", 'num_heads = 4\nrope_scaling = "yarn"', f"run.toml:6  model.rope_scaling: 'yarn': should be a valid dictionary  -> {SCALING}"),
+    ("num_heads = 4", 'num_heads = 4\nrope_scaling = "yarn"', f"run.toml:6  model.rope_scaling: 'yarn': should be a table  -> {SCALING}"),
     ("num_heads = 4", "num_heads = 4\nhead_dim = 0", "run.toml:6  model.head_dim: 0: should be greater than 0  -> head_dim: elements of a head; default hidden_size / num_heads"),
-    ("num_heads = 4", "num_heads = 4\nwindow = -1", "run.toml:6  model.window: -1: should be greater than or equal to 0, or should be a valid list  -> window: sliding-window attention: number of keys per query, counting the query's own position; a list repeats over the layers; 0: full causal attention"),
-    ("num_heads = 4", "num_heads = 4\nwindow = true", "run.toml:6  model.window: true: should be a valid integer, or should be a valid list  -> window: sliding-window attention: number of keys per query, counting the query's own position; a list repeats over the layers; 0: full causal attention"),
-    ("num_heads = 4", "num_heads = 4\nwindow = 1.5", "run.toml:6  model.window: 1.5: should be a valid integer, or should be a valid list  -> window: sliding-window attention: number of keys per query, counting the query's own position; a list repeats over the layers; 0: full causal attention"),
-    ("num_heads = 4", "num_heads = 4\nwindow = []", "run.toml:6  model.window: []: should be a valid integer, or list should have at least 1 item, not 0  -> window: sliding-window attention: number of keys per query, counting the query's own position; a list repeats over the layers; 0: full causal attention"),
-    ("num_heads = 4", "num_heads = 4\nwindow = [8, -8]", "run.toml:6  model.window: [8, -8]: should be a valid integer, or should be greater than or equal to 0  -> window: sliding-window attention: number of keys per query, counting the query's own position; a list repeats over the layers; 0: full causal attention"),
-    ("num_heads = 4", "num_heads = 4\nwindow = [8, 'all']", "run.toml:6  model.window: [8, 'all']: should be a valid integer  -> window: sliding-window attention: number of keys per query, counting the query's own position; a list repeats over the layers; 0: full causal attention"),
+    ("num_heads = 4", "num_heads = 4\nwindow = -1", "run.toml:6  model.window: -1: should be greater than or equal to 0, or should be a list  -> window: sliding-window attention: number of keys per query, counting the query's own position; a list repeats over the layers; 0: full causal attention"),
+    ("num_heads = 4", "num_heads = 4\nwindow = true", "run.toml:6  model.window: true: should be a whole number, or should be a list  -> window: sliding-window attention: number of keys per query, counting the query's own position; a list repeats over the layers; 0: full causal attention"),
+    ("num_heads = 4", "num_heads = 4\nwindow = 1.5", "run.toml:6  model.window: 1.5: should be a whole number, or should be a list  -> window: sliding-window attention: number of keys per query, counting the query's own position; a list repeats over the layers; 0: full causal attention"),
+    ("num_heads = 4", "num_heads = 4\nwindow = []", "run.toml:6  model.window: []: should be a whole number, or list should have at least 1 item, not 0  -> window: sliding-window attention: number of keys per query, counting the query's own position; a list repeats over the layers; 0: full causal attention"),
+    ("num_heads = 4", "num_heads = 4\nwindow = [8, -8]", "run.toml:6  model.window: [8, -8]: should be a whole number, or should be greater than or equal to 0  -> window: sliding-window attention: number of keys per query, counting the query's own position; a list repeats over the layers; 0: full causal attention"),
+    ("num_heads = 4", "num_heads = 4\nwindow = [8, 'all']", "run.toml:6  model.window: [8, 'all']: should be a whole number  -> window: sliding-window attention: number of keys per query, counting the query's own position; a list repeats over the layers; 0: full causal attention"),
     ("num_heads = 4", "num_heads = 4\nwindow = [8, 0, 8, 0, 8]", "run.toml:6  model.window: 5 numbers for 4 layers  -> at most 4: fewer repeat over the layers"),
     ("num_layers = 4", 'preset = "lama3-8b"', f"run.toml:3  model.preset: 'lama3-8b' is not one of {', '.join(PRESETS)}  -> did you mean 'llama3-8b'?"),
-    ("num_layers = 4", "preset = 3", "run.toml:3  model.preset: 3: should be a valid string  -> preset: a named model, the source of all keys that are not given"),
+    ("num_layers = 4", "preset = 3", "run.toml:3  model.preset: 3: should be text  -> preset: a named model, the source of all keys that are not given"),
     ("hidden_size = 32\n", "", "run.toml:2  model.hidden_size: missing  -> hidden_size: width of the residual stream"),
     ("global = 8", "total = 8\nglobal = 8", "run.toml:9  batch.total: there is no key 'total' in [batch]  -> known keys: micro, global, rampup"),
     ("[batch]\nglobal = 8\n", "", "run.toml  batch.global: missing  -> global: sequences in a step, over all ranks"),
@@ -98,10 +99,10 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("lr = 1e-2", "lr = 1e-2\nbetas = [0.9]", "run.toml:14  optimizer.betas: [0.9]: list should have at least 2 items, not 1  -> betas: decay of the first and second moment"),
     ("mock = true", "mock = true\n[parallel]\ncp = 2", "run.toml:17  parallel.cp: 2: should be 1  -> cp: context parallelism; not available yet"),
     ("mock = true", "mock = true\n[fp8]\nhistory = 10_000_000_000", "run.toml:17  fp8.history: 10000000000: should be less than or equal to 65536  -> history: for delayed: length of the amax history, in steps"),
-    ("mock = true", 'mock = true\n[parallel]\ndp = "aut"', "run.toml:17  parallel.dp: 'aut': should be a valid integer, or should be 'auto'  -> dp: data parallelism; auto: number of processes / (tp x cp x pp)"),
+    ("mock = true", 'mock = true\n[parallel]\ndp = "aut"', "run.toml:17  parallel.dp: 'aut': should be a whole number, or should be 'auto'  -> dp: data parallelism; auto: number of processes / (tp x cp x pp)"),
     ("mock = true", 'mock = true\n[parallel]\nschedule = "zigzag"', "run.toml:17  parallel.schedule: 'zigzag' is not one of gpipe, 1f1b, interleaved_1f1b  -> schedule: pipeline schedule; default 1f1b, with vpp > 1 interleaved_1f1b"),
-    ("mock = true", "mock = true\n[parallel]\nzero = true", "run.toml:17  parallel.zero: true: should be a valid integer  -> zero: ZeRO stage, sharding over dp: 0 none, 1 optimizer state, 2 optimizer state and gradients"),
-    ("mock = true", "train = [[-1, \"a\"]]", "run.toml:15  data.train: [[-1, 'a']]: should be a valid string, or should be greater than 0  -> train: a dataset's prefix, or a blend: [[weight, prefix], ...]"),
+    ("mock = true", "mock = true\n[parallel]\nzero = true", "run.toml:17  parallel.zero: true: should be a whole number  -> zero: ZeRO stage, sharding over dp: 0 none, 1 optimizer state, 2 optimizer state and gradients"),
+    ("mock = true", "train = [[-1, \"a\"]]", "run.toml:15  data.train: [[-1, 'a']]: should be text, or should be greater than 0  -> train: a dataset's prefix, or a blend: [[weight, prefix], ...]"),
     ("mock = true", "mock = true\n[launch]\ntimeout_s = 0.9", "run.toml:17  launch.timeout_s: 0.9: should be greater than or equal to 1  -> timeout_s: timeout in training and evaluation from the second step on, in seconds; on GPUs, set several times the step time, because the host runs ahead"),
     ("mock = true", "mock = true\n[launch]\nstart_timeout_s = 0.9", "run.toml:17  launch.start_timeout_s: 0.9: should be greater than or equal to 1  -> start_timeout_s: timeout until the end of the first step (rendezvous, indexing of data, loading of a checkpoint, compilation), and in waits for checkpoints, in seconds; at least timeout_s"),
     ("mock = true", 'mock = true\n[paralel]\ntp = 2', "run.toml:16  paralel: there is no key 'paralel'  -> did you mean 'parallel'?"),
@@ -126,6 +127,12 @@ def test_a_mistake_is_one_line(old: str, new: str, line: str) -> None:
     lines = problems(GOOD.replace(old, new))
     assert len(lines) == 1
     assert lines[0] == line if "  -> " in line else lines[0].startswith(line)
+
+
+@pytest.mark.parametrize("repeated", ["mock = true", "[model]"])
+def test_a_key_or_a_table_is_given_twice(repeated: str) -> None:
+    (line,) = problems(f"{GOOD}\n{repeated}\n")
+    assert line.endswith("-> a key or a table is given twice: keep one")
 
 
 def test_the_template_of_the_mistakes_is_valid() -> None:
@@ -173,7 +180,7 @@ def test_mistakes_of_several_files_are_reported_at_once(folder: Path) -> None:
     lines = problems(TOP, "observe.tensorboard=perhaps", "model.dropout=1.5", "model.num_kv_heads=2")
     assert sorted(lines) == sorted([
         "base.toml:6  model.seq_lenght: there is no key 'seq_lenght' in [model]  -> did you mean 'seq_length'?",
-        "base.toml:10  optimizer.lr: '1e-2': should be a valid number  -> lr: learning rate after the warm-up",
+        "base.toml:10  optimizer.lr: '1e-2': should be a number  -> 1e-2, without quotes",
         "command line  model.dropout: 1.5: should be less than 1  -> dropout: dropout probability of embeddings, attention weights, and outputs of attention and MLP",
         "command line  observe.tensorboard: 'perhaps': should be true or false  -> tensorboard: write TensorBoard events",
         "run.toml:8  train.precision: 'bf61' is not one of fp32, bf16, fp8, fp64  -> did you mean 'bf16'?",
@@ -196,11 +203,11 @@ OVERRIDES = {
     "=3": "command line  =3: not a setting  -> write section.key=value",
     "model.=3": "command line  model.=3: not a setting  -> write section.key=value",
     "..=3": "command line  ..=3: not a setting  -> write section.key=value",
-    "model.num_layers=": "command line  model.num_layers: '': should be a valid integer",
+    "model.num_layers=": "command line  model.num_layers: '': should be a whole number",
     "a.b.c.d=1": "command line  a: there is no key 'a'  -> known keys: name,",
     "model=3": "command line  model: must be a table, not 3  -> write [model] and its keys below it",
-    "model.num_layers.x=3": "command line  model.num_layers: {'x': 3}: should be a valid integer",
-    'model.num_layers=7\nname="x"': """command line  model.num_layers: '7\\nname="x"': should be a valid integer""",
+    "model.num_layers.x=3": "command line  model.num_layers: {'x': 3}: should be a whole number",
+    'model.num_layers=7\nname="x"': """command line  model.num_layers: '7\\nname="x"': should be a whole number""",
     "model.num_layer=3": "command line  model.num_layer: there is no key 'num_layer' in [model]  -> did you mean",
     "name=a=b": "command line  name: 'a=b' cannot name a folder",
     "optimizer.lr=-1": "command line  optimizer.lr: -1: should be greater than 0",

@@ -51,7 +51,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     (
         "changed_weights",
         {"data__weights": [[8, [1.0, 2.0]]]},
-        {"data.weights": "[1.0, 2.0] are no weights of 1 datasets"},
+        {"data.weights": "[1.0, 2.0] at 8: data.train has 1 dataset"},
     ),
     ("changed_weights", {"data__weights": [[8, [1.0]], [8, [1.0]]]}, {"data.weights": "place 8 does not come after 8"}),
     ("skipped_samples", {"data__skip": [[10, 10]]}, {"data.skip": "[10, 10] is empty"}),
@@ -247,7 +247,11 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ("batch", {"batch__micro": 3}, {"batch.global": "8 is not divisible by micro x dp = 3 x 1"}),
     ("batch", {"parallel__dp": 3}, {"batch.global": "8 is not divisible by micro x dp = 1 x 3"}),
     ("learning_rate", {"optimizer__min_lr": 0.1}, {"optimizer.min_lr": "0.1 is more than lr = 0.01"}),
-    ("learning_rate", {"optimizer__warmup_steps": 10}, {"optimizer.warmup_steps": "10 of train.steps = 10"}),
+    (
+        "learning_rate",
+        {"optimizer__warmup_steps": 10},
+        {"optimizer.warmup_steps": "10 is not less than train.steps = 10"},
+    ),
     (
         "learning_rate",
         {"optimizer__decay": "wsd", "optimizer__decay_steps": 9},
@@ -311,6 +315,11 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ),
     ("data_files", {"data__mock": False, "data__train": "half"}, {"data.train": "there is no file half.idx"}),
     ("data_files", {"data__tokenizer": "none.json"}, {"data.tokenizer": "there is no file none.json"}),
+    (
+        "data_files",
+        {"data__mock": False, "data__train": "half", "data__order": "none.npy"},
+        {"data.train": "there is no file half.idx", "data.order": "there is no file none.npy"},
+    ),
     (
         "data_files",
         {"data__mock": False, "data__train": "set", "data__tokenizer": "bytes"},

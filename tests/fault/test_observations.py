@@ -1,4 +1,4 @@
-"""Observations in a rank's output, and kills for want of memory."""
+"""Observations in a rank's output, and kills when memory ran out."""
 
 from __future__ import annotations
 

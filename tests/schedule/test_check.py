@@ -58,7 +58,7 @@ def eager(order: RankSchedule, ahead: int) -> RankSchedule:
 def test_receives_always_two_actions_ahead_would_deadlock(p: int, m: int, places_that_hang: int) -> None:
     """1F1B with every receive two actions ahead of its consumer, and a wait before a compute action."""
     lowered = [eager(order, 2) for order in lower(ir.build_schedule(one_f_one_b, p, 1, m), 1, lookahead=0)]
-    with pytest.raises(ScheduleError, match=r"before F0\.\d+, waits for ever: a receive from rank"):
+    with pytest.raises(ScheduleError, match=r"before F0\.\d+, never continues: a receive from rank"):
         check_device_wait(lowered, 1)
     hang = [place for place in places(lowered, COMPUTE) if not ends(lowered, 1, {place})]
     assert len(hang) == places_that_hang
@@ -81,7 +81,7 @@ def test_a_send_whose_receive_is_posted_too_late_would_deadlock() -> None:
 
     lowered[2].remove(receive)
     lowered[2].insert(lowered[2].index((Kind.F, 1, 1)), receive)
-    with pytest.raises(ScheduleError, match=r"rank 1, .* before B1\.0, waits for ever: a send to rank 2"):
+    with pytest.raises(ScheduleError, match=r"rank 1, .* before B1\.0, never continues: a send to rank 2"):
         check_device_wait(lowered, 2)
     assert not ends(lowered, 2, {(1, before)})
 

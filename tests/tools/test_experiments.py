@@ -40,7 +40,7 @@ def test_a_run_is_made_once_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("tool", "words", "said"),
     [
-        ("fp8_recipes.py", ("--steps", "50"), "optimizer.warmup_steps: 100 of train.steps = 50"),
+        ("fp8_recipes.py", ("--steps", "50"), "optimizer.warmup_steps: 100 is not less than train.steps = 50"),
         ("megascale_recipe.py", ("--steps", "0"), "train.steps: 0: should be greater than 0"),
         ("megascale_recipe.py", ("--window", "-3"), "model.window: -3: should be"),
     ],

@@ -37,8 +37,8 @@ class StateLoader:
 
         Raises: on every rank the same DamagedError if it is damaged, CheckpointError if it holds another model
         """
-        from megascale.checkpoint.load.reader import CheckpointReader  # torch's planners: a second that a start from
-        from megascale.checkpoint.planners import LoadPlanner  # copies in memory does not have
+        from megascale.checkpoint.load.reader import CheckpointReader  # here: torch's planners take a second to
+        from megascale.checkpoint.planners import LoadPlanner  # import, and a start from copies in memory needs none
 
         saved = self._read_manifest(path)
         self.check_same_model(path, saved.facts.config.get("model", {}))

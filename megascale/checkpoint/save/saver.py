@@ -143,7 +143,9 @@ class CheckpointSaver:
 
     def _make_write_plan(self) -> WritePlan:
         """Plan the writes of every save and slot: all slots have the same offsets."""
-        from megascale.checkpoint.save.write_plan import make_write_plan  # torch's planners: a second that no start has
+        from megascale.checkpoint.save.write_plan import (
+            make_write_plan,
+        )  # here: torch's planners take a second to import
 
         return make_write_plan(self._state, self._slots[0], self._file_bytes, self._mesh)
 

@@ -1,7 +1,7 @@
 """Link: bandwidth of TCP between this node and others, one after the other, in both directions.
 
 Before a measurement the client takes the turn of both endpoints, always in the order of their addresses: no node takes
-part in two measurements at a time, and none waits for ever.
+part in two measurements at a time, and none waits without a bound.
 """
 
 from __future__ import annotations

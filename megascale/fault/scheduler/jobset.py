@@ -230,7 +230,7 @@ class PodScheduler:
         """Do nothing: Kubernetes restarts the container of an agent that has ended."""
 
     async def next_end(self) -> AgentEnd:
-        """Wait for ever: only heartbeats tell."""
+        """Never return: only missing heartbeats say that an agent ended."""
         await asyncio.Event().wait()
         raise AssertionError
 
