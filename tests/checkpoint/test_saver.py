@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,7 @@ def test_a_writer_that_cannot_start_does_not_end_the_run(tmp_path: Path) -> None
 
 NOISY = """
 import sys
+import threading
 from megascale.checkpoint.save import writer
 write = writer.write_files
 def loud(**words):
