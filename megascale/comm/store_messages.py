@@ -24,7 +24,7 @@ _LENGTH = struct.Struct("<I")
 
 def pack(fields: Iterable[bytes]) -> bytes:
     """Join fields to a message."""
-    return b"".join(part for field in fields for part in (_LENGTH.pack(len(field)), field))
+    return b"".join([part for field in fields for part in (_LENGTH.pack(len(field)), field)])
 
 
 def unpack(message: bytes) -> list[bytes]:

@@ -5,14 +5,17 @@
     client      PROOF: another MAC over both ends' bytes
 
 A MAC is HMAC-SHA256 with the secret as key, over the step's name, the `purpose` of the connection and the bytes. No
-message can be replayed, because both ends draw new bytes. Each direction then has its own key (`Seal`). Contents are
-not encrypted.
+message can be replayed, because both ends draw new bytes. Each direction then has its own key (`Seal`), and a seal is
+keyed BLAKE2b (RFC 7693): a server of a thousand ranks seals each answer, and HMAC takes three times as long on a short
+one. Contents are not encrypted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import hashlib
 import hmac
 import secrets
 import socket
@@ -25,10 +28,13 @@ HELLO_BYTES = CHALLENGE_BYTES = NONCE_BYTES + MAC_BYTES
 PROOF_BYTES = MAC_BYTES
 
 TAG_BYTES = 16
-"""Bytes of a message's seal: the beginning of an HMAC-SHA256."""
+"""Bytes of a message's seal: a keyed BLAKE2b of that length."""
 
 HEAD = struct.Struct(f"<I{TAG_BYTES}s")
 """Head of a message: bytes of the content, and its seal."""
+
+_NUMBER = struct.Struct("<Q")
+"""Number of a message in its direction, before its content in the seal."""
 
 RETRY_S = 0.1
 """Seconds between attempts to reach a server that does not listen yet."""
@@ -53,7 +59,7 @@ class Seal:
     """The seals of one direction of a connection. A message out of order, or of another connection, is refused."""
 
     def __init__(self, key: bytes) -> None:
-        self._key = key
+        self._new_mac = functools.partial(hashlib.blake2b, key=key, digest_size=TAG_BYTES)
         self._messages = 0
 
     def seal(self, content: bytes) -> bytes:
@@ -67,7 +73,9 @@ class Seal:
 
     def _next_tag(self, content: bytes) -> bytes:
         self._messages += 1
-        return _mac(self._key, struct.pack("<Q", self._messages), content)[:TAG_BYTES]
+        mac = self._new_mac(_NUMBER.pack(self._messages))
+        mac.update(content)
+        return mac.digest()
 
 
 @dataclass(frozen=True)
