@@ -23,7 +23,7 @@ from megascale.core.event_ring import event_ring_path
 from megascale.core.event_ring_reader import EventRingError
 from megascale.core.flight_reader import read_flight_record
 from megascale.core.flight_record import FlightRecordError, flight_record_path
-from megascale.core.process import process_exists
+from megascale.core.process import module_command, process_exists
 from megascale.eventstore.collector import POLL_S, Collector, CollectorThread
 from megascale.fault.say import say
 
@@ -46,7 +46,7 @@ def collector_process(config: RunConfig) -> Iterator[None]:
     """Collect from the ranks of a run on this host, in a process of its own, until they have ended. This process, which
     is one of them, trains in the `with` block.
     """
-    words = [sys.executable, "-m", "megascale", "collect", str(config.folder)]
+    words = module_command("megascale", "collect", str(config.folder))
     words += ["--metrics-address", config.observe.metrics_address, "--metrics-port", str(config.observe.metrics_port)]
     try:  # in a session of its own: torchrun ends the sessions of its ranks
         process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)

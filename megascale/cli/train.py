@@ -10,18 +10,20 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from megascale.cli.main import add_config_arguments
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
+from megascale.config.toml_reader import read_toml
+from megascale.config.train import ObserveConfig
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.files import foreign_owner, lock_folder
 from megascale.core.flight_files import flight_record_of_rank
 from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE, FlightRecord
 from megascale.core.limits import os_error_hint, raise_soft_limits
 from megascale.core.process import die_with_parent
-from megascale.core.rank import STORE_VARIABLE, Rank, local_world_size, rank_from_environment
+from megascale.core.rank import STORE_VARIABLE, Rank, local_world_size, on_one_host, rank_from_environment
 from megascale.core.torch_import import torch_import_problem
 from megascale.eventstore.settings import open_ring_of_rank
 from megascale.launch import environment, flight
@@ -51,6 +53,7 @@ def run(options: argparse.Namespace) -> int:
         except ConfigError as error:
             if rank is not None:
                 write_error(error, rank)
+                _announce_failed_start(error, rank, options)
             raise
         if rank is None and config.world_size > 1:
             return _launch_ranks(options, config)
@@ -74,6 +77,21 @@ def run(options: argparse.Namespace) -> int:
         status = run_rank(config, place, open_weights, flight_record, ring)
         write_end(place, status)
         return status
+
+
+def _announce_failed_start(error: ConfigError, rank: Rank, options: argparse.Namespace) -> None:
+    """Tell the ranks of other hosts; on this host the launcher notices the end of a rank."""
+    if rank.world_size == 1 or on_one_host(rank.world_size) or STORE_VARIABLE in os.environ:
+        return
+    folder: Any = None
+    with contextlib.suppress(ConfigError):
+        observe = read_toml(options.config, options.overrides).tree.get("observe")
+        folder = observe.get("dir") if isinstance(observe, dict) else None
+    default = ObserveConfig.model_fields["dir"].default
+    with contextlib.suppress(ImportError):  # torch cannot be loaded here
+        from megascale.comm.init import announce_failed_start
+
+        announce_failed_start(rank, error.message, Path(folder if isinstance(folder, str) else default))
 
 
 def _launch_ranks(options: argparse.Namespace, config: RunConfig) -> int:

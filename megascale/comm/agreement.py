@@ -3,6 +3,7 @@
 Rank 0 publishes its record and the record's digest. Every other rank compares digests, and only where they differ reads
 the record and publishes the differences. Rank 0 waits for all ranks, or a few seconds after the first difference, and
 publishes the verdict, which all ranks read: with equal records five requests a rank, whatever the size of the records.
+A rank that cannot start says so in the same way (`announce_failed_start`), so that no other waits for it.
 """
 
 from __future__ import annotations
@@ -38,8 +39,17 @@ MAX_REPORTING_RANKS = 200
 MAX_VALUE_LENGTH = 120
 """Characters of a value in a message."""
 
+MAX_REASON_LENGTH = 500
+"""Characters of the reason for which a rank cannot start."""
+
 UNSET = "unset"
 """Stands for a key that a rank's record lacks."""
+
+START = "start"
+"""Stands for the key of a rank that cannot start, whose value is the reason."""
+
+FAILED_START_S = 10.0
+"""Seconds for which rank 0, when it cannot start, keeps the reason for ranks that are on their way."""
 
 _POLL_S_PER_RANK = 1e-5
 _MIN_POLL_S, _MAX_POLL_S = 0.005, 0.5
@@ -57,18 +67,55 @@ def check_agreement(store: Store, rank: Rank, record: Record) -> None:
     Raises: HostsDisagreeError on every rank, with all differences by key and host; LostPeerError if ranks do not arrive
     within the store's timeout.
     """
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun may keep its store over restarts
-    shared = PrefixStore(f"agreement/{start}", store)
+    shared = _of_this_start(store)
     text = _judge(shared, rank, record) if rank.rank == 0 else _compare(shared, rank, record)
     if text:
         raise HostsDisagreeError(text, hint="start every host with the same code, configuration and environment")
 
 
-def _judge(store: Any, rank: Rank, record: Record) -> str:
-    """Publish rank 0's record, collect the differences of the other ranks, and publish the verdict."""
+def announce_failed_start(store: Store, rank: Rank, reason: str) -> None:
+    """End `check_agreement` on the other ranks with the reason for which this rank cannot start."""
+    shared: Any = _of_this_start(store)
+    difference = (rank.rank, rank.host, START, "", reason.partition("\n")[0][:MAX_REASON_LENGTH])
+    if rank.rank != 0:
+        _report(shared, rank, [difference])
+        return
+    _publish(shared, rank, {})
+    shared.set("verdict", describe_differences([difference], rank.host))
+    _wait_for_readers(shared, rank.world_size - 1, FAILED_START_S)
+
+
+def _of_this_start(store: Store) -> PrefixStore:
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun may keep its store over restarts
+    return PrefixStore(f"agreement/{start}", store)
+
+
+def _publish(store: Any, rank: Rank, record: Record) -> None:
     store.set("host", rank.host)
     store.set("record", zlib.compress(json.dumps(record).encode(), 1))
     store.set("digest", record_digest(record))
+
+
+def _report(store: Any, rank: Rank, differences: Sequence[Difference]) -> None:
+    """Report differences, and that this rank has come."""
+    if differences:
+        if store.add("reporting", 1) <= MAX_REPORTING_RANKS:
+            store.append("differences", "".join(json.dumps(difference) + "\n" for difference in differences))
+        store.add("different", 1)
+    store.append("ranks", f"{rank.rank} ")
+    store.add("arrived", 1)
+
+
+def _wait_for_readers(store: Any, readers: int, seconds: float) -> None:
+    """Let ranks read the verdict first: this process may host the store."""
+    end = time.monotonic() + seconds
+    while store.add("read", 0) < readers and time.monotonic() < end:
+        time.sleep(_MIN_POLL_S)
+
+
+def _judge(store: Any, rank: Rank, record: Record) -> str:
+    """Publish rank 0's record, collect the differences of the other ranks, and publish the verdict."""
+    _publish(store, rank, record)
     others, reported_at = rank.world_size - 1, float("inf")
 
     def all_reported() -> bool:
@@ -81,16 +128,15 @@ def _judge(store: Any, rank: Rank, record: Record) -> str:
     lines = store.get("differences").decode().splitlines() if store.add("different", 0) else []
     text = describe_differences([json.loads(line) for line in lines], rank.host)
     store.set("verdict", text)
-    if text:  # this process may host the store: the others read the verdict first
-        arrived, end = store.add("arrived", 0), time.monotonic() + LATER_REPORTS_S
-        while store.add("read", 0) < arrived and time.monotonic() < end:
-            time.sleep(_MIN_POLL_S)
+    if text:
+        _wait_for_readers(store, store.add("arrived", 0), LATER_REPORTS_S)
     return text
 
 
 def _compare(store: Any, rank: Rank, record: Record) -> str:
     """Compare with rank 0's record, publish differences, and return rank 0's verdict."""
     _wait(store, rank, lambda: store.check(["digest"]), lambda: [0])
+    differences: list[Difference] = []
     if store.get("digest").decode() != record_digest(record):
         expected = json.loads(zlib.decompress(store.get("record")))
         keys = [key for key in sorted({*expected, *record}) if expected.get(key) != record.get(key)]
@@ -98,11 +144,7 @@ def _compare(store: Any, rank: Rank, record: Record) -> str:
             (rank.rank, rank.host, key, _short(expected.get(key)), _short(record.get(key)))
             for key in keys[:MAX_REPORTED]
         ]
-        if store.add("reporting", 1) <= MAX_REPORTING_RANKS:
-            store.append("differences", "".join(json.dumps(difference) + "\n" for difference in differences))
-        store.add("different", 1)
-    store.append("ranks", f"{rank.rank} ")
-    store.add("arrived", 1)
+    _report(store, rank, differences)
     _wait(store, rank, lambda: store.check(["verdict"]), lambda: [0])
     text = store.get("verdict").decode()
     store.add("read", 1)
@@ -115,14 +157,17 @@ def record_digest(record: Record) -> str:
 
 
 def describe_differences(differences: Sequence[Difference], first_host: str) -> str:
-    """Describe differences from rank 0 on `first_host`, a line for each key; empty without differences."""
+    """Describe differences from rank 0 on `first_host`, a line for each key, and before them ranks that cannot start;
+    empty without either.
+    """
     by_key: dict[str, dict[str, list[tuple[int, str]]]] = defaultdict(lambda: defaultdict(list))
     expected = {}
     for rank, host, key, first_value, value in sorted(differences):  # ranks report as they arrive
         by_key[key][value].append((rank, host))
         expected[key] = first_value
+    failed = [f"{_places(places)} cannot start: {reason}" for reason, places in by_key.pop(START, {}).items()]
     if not by_key:
-        return ""
+        return "\n".join([*failed[:MAX_REPORTED], "nothing was trained"]) if failed else ""
     lines = [
         f"  {key}: {expected[key]} on {first_host} (rank 0), "
         + ", ".join(f"{value} on {_places(places)}" for value, places in values.items())
@@ -130,7 +175,9 @@ def describe_differences(differences: Sequence[Difference], first_host: str) -> 
     ]
     rest = [f"  and {len(lines) - MAX_REPORTED} more"] if len(lines) > MAX_REPORTED else []
     count = f"{len(lines)} setting{'s differ' if len(lines) > 1 else ' differs'}"
-    return "\n".join([f"{count} from rank 0's; nothing was trained:", *lines[:MAX_REPORTED], *rest])
+    return "\n".join(
+        [*failed[:MAX_REPORTED], f"{count} from rank 0's; nothing was trained:", *lines[:MAX_REPORTED], *rest]
+    )
 
 
 def _places(places: Sequence[tuple[int, str]]) -> str:

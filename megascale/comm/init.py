@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import time
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed import Store
+from torch.distributed import DistError, Store
 
-from megascale.comm import control
-from megascale.comm.agreement import Record, check_agreement
+from megascale.comm import agreement, control
+from megascale.comm.agreement import FAILED_START_S, Record, check_agreement
 from megascale.comm.gloo_interface import choose_gloo_interface, interface_problems, publish_address
 from megascale.comm.host_ranks import publish_rank
 from megascale.comm.lost_peer import opening_group
@@ -19,7 +20,7 @@ from megascale.comm.nccl_options import environment_problems, nccl_options, set_
 from megascale.comm.rendezvous import open_store
 from megascale.config.launch import LaunchConfig
 from megascale.config.nccl import NcclConfig
-from megascale.core.errors import ConfigError
+from megascale.core.errors import ConfigError, MegascaleError
 from megascale.core.network import has_loopback
 from megascale.core.rank import Rank, on_one_host
 from megascale.core.secret import job_secret
@@ -89,6 +90,15 @@ def init_distributed(
             timeout=timeout,
             pg_options=nccl_options(backend, "world", nccl),
         )
+
+
+def announce_failed_start(rank: Rank, reason: str, folder: Path | None) -> None:
+    """Tell the ranks of other hosts, which would wait for this one, why it does not come. `folder`: as of
+    `init_distributed`. A store that cannot be reached within seconds is left alone.
+    """
+    with contextlib.suppress(MegascaleError, OSError, DistError):
+        store = open_store(rank, job_secret(folder), datetime.timedelta(seconds=FAILED_START_S))
+        agreement.announce_failed_start(store, rank, reason)
 
 
 def shutdown_distributed() -> None:

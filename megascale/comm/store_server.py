@@ -24,7 +24,7 @@ from megascale.core.errors import MegascaleError
 from megascale.core.gate import Gate, raise_descriptor_limit
 from megascale.core.handshake import HEAD, NotAPeerError, Session
 from megascale.core.limits import os_error_hint
-from megascale.core.process import die_with_parent, stop_signals
+from megascale.core.process import die_with_parent, module_command, stop_signals
 
 READ_BYTES = 1 << 16
 """Most bytes that are read from a connection at a time; Python allocates them for each read."""
@@ -241,7 +241,7 @@ def start_server(listener: socket.socket, secret: bytes) -> subprocess.Popen[byt
     Raises: MegascaleError if it cannot be started
     """
     descriptor = listener.fileno()
-    command = [sys.executable, "-m", "megascale.comm.store_server", str(descriptor), str(os.getpid())]
+    command = module_command("megascale.comm.store_server", str(descriptor), str(os.getpid()))
     try:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[descriptor], start_new_session=True)
     except OSError as error:

@@ -57,7 +57,7 @@ class FaultConfig(Section):
         5.0, description="a loss or gradient norm this many times its recent median raises an alert, not a restart"
     )
     spike_window: Annotated[int, Field(ge=2, le=10**5)] = Field(
-        100, description="steps of the recent median; no alert before a fifth of them"
+        100, description="steps of the recent median; no alert before a fifth of them, and at most one in each window"
     )
 
     # processes

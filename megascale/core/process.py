@@ -17,6 +17,23 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PRCTL = ctypes.CDLL(None).prctl  # looked up here: a child of a process with threads must not load a library
 
 
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module in a new interpreter of the kind of this one.
+
+    The child imports from the current folder only if this process does. `python -m` alone always would, before Python's
+    own library: whoever can write into the folder in which a job is started could run code as its owner.
+    """
+    searched = [entry for entry in sys.path if entry in ("", _current_folder())]
+    return [sys.executable, *([] if searched else ["-P"]), "-m", module, *arguments]
+
+
+def _current_folder() -> str:
+    try:
+        return str(Path.cwd())
+    except OSError:  # it was removed
+        return ""
+
+
 def process_exists(pid: int) -> bool:
     """Return True if a process with this id runs, whoever owns it; False for one that has ended and that its parent has
     not waited for.

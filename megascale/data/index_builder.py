@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megascale.core.files import lock_to_build
+from megascale.core.process import module_command
 from megascale.data.best_fit_index import BestFitShape
 from megascale.data.epoch_index import IndexShape
 from megascale.data.index_files import IndexKey, open_dataset_of, write_index
@@ -35,7 +36,7 @@ def build_in_background(folder: Path, key: IndexKey) -> None:
             return
         with lock:
             subprocess.Popen(
-                [sys.executable, "-m", __name__, str(folder), json.dumps(asdict(key))],
+                module_command(__name__, str(folder), json.dumps(asdict(key))),
                 pass_fds=[lock.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -14,7 +14,7 @@ import threading
 
 from megascale.core.errors import DataError
 from megascale.core.limits import os_error_hint
-from megascale.core.process import process_state
+from megascale.core.process import module_command, process_state
 from megascale.data.reader_memory import ReaderMemory
 from megascale.data.reader_process import ReaderWork
 
@@ -59,7 +59,7 @@ class ReaderSupervisor:
     def _start(self) -> subprocess.Popen[bytes]:
         """Raises: DataError if the process cannot be started"""
         descriptor = self._memory.descriptor
-        command = [sys.executable, "-m", "megascale.data.reader_process", str(descriptor), str(os.getpid())]
+        command = module_command("megascale.data.reader_process", str(descriptor), str(os.getpid()))
         try:  # in a session of its own: Ctrl-C on the terminal is for the ranks, which finish their step
             process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[descriptor], start_new_session=True)
         except OSError as error:

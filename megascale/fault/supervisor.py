@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megascale.core.errors import Exit
-from megascale.core.process import die_with_parent, stop_signals
+from megascale.core.process import die_with_parent, module_command, stop_signals
 from megascale.core.secret import DESCRIPTOR_VARIABLE, SECRET_VARIABLE, new_secret, secret_descriptor
 from megascale.fault.incidents import LOG_FILE, JobHistory, read_history
 from megascale.fault.node_ranks import remove_lost_records
@@ -133,7 +133,7 @@ def _start_driver(arguments: Sequence[str], scheduler: int, secret: int) -> subp
         signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
 
     return subprocess.Popen(
-        [sys.executable, "-m", "megascale", "driver", *arguments, "--scheduler-descriptor", str(scheduler)],
+        module_command("megascale", "driver", *arguments, "--scheduler-descriptor", str(scheduler)),
         env=os.environ | {DESCRIPTOR_VARIABLE: str(secret)},
         stdin=subprocess.DEVNULL,
         pass_fds=[scheduler, secret],

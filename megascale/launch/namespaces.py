@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megascale.core.errors import Exit, MegascaleError
+from megascale.core.process import module_command
 from megascale.launch.cpu_quota import remove_cgroup
 
 PRIVILEGES_HINT = "run as root; a container needs CAP_NET_ADMIN and CAP_SYS_ADMIN (--privileged)"
@@ -80,7 +81,7 @@ def start_reaper(namespaces: Sequence[int], cgroups: Sequence[Path]) -> subproce
     def start() -> subprocess.Popen:
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))  # in this thread only
         return subprocess.Popen(
-            [sys.executable, "-m", __name__, *map(str, (*namespaces, *cgroups))],
+            module_command(__name__, *map(str, (*namespaces, *cgroups))),
             stdin=subprocess.PIPE,
             pass_fds=namespaces,  # the reaper holds the namespaces: the kernel reuses the inode number of a removed one
             start_new_session=True,

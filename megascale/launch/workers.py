@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from megascale.core.errors import MegascaleError
 from megascale.core.limits import os_error_hint
-from megascale.core.process import die_with_parent
+from megascale.core.process import die_with_parent, module_command
 from megascale.core.rank import STORE_VARIABLE
 from megascale.core.secret import DESCRIPTOR_VARIABLE
 from megascale.launch.failure import ERROR_FILE, ERROR_FILE_NAME, ProcessEnd
@@ -87,7 +86,7 @@ class Launch:
         try:
             with open(log, "wb") if log else contextlib.nullcontext() as output:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "megascale", *self.arguments],
+                    module_command("megascale", *self.arguments),
                     env=variables,
                     stdout=output,
                     stderr=subprocess.STDOUT if log else None,

@@ -25,6 +25,7 @@ from megascale.core.errors import ConfigError, Exit, LostPeerError, MegascaleErr
 from megascale.core.event_ring import EventRing
 from megascale.core.files import write_text
 from megascale.core.flight_layout import Phase
+from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE
 from megascale.core.flight_writer import FlightRecordWriter
 from megascale.core.limits import PROCESSES_HINT, lacks_threads, os_error_hint
 from megascale.core.rank import Rank
@@ -66,6 +67,8 @@ def run_rank(
         init.shutdown_distributed()
     except (Exception, KeyboardInterrupt, SystemExit) as error:  # a library may call sys.exit
         with stop.deferred():  # launchers end the other ranks by a signal, which is not the cause
+            if exit_status_of(error) == Exit.CONFIG and flight.path and FLIGHT_RECORD_VARIABLE not in os.environ:
+                flight.path.unlink(missing_ok=True)  # nothing to diagnose, and no launcher removes it
             _exit_with_error(_explain(error), rank)
     return status
 

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 from megascale.catalog.accelerators import find_accelerator
 from megascale.config.profile_files import THIS_MACHINE, path_of, profile_names
 from megascale.core.files import write_text
+from megascale.core.process import module_command
 from megascale.simulate.profiles import hardware
 from megascale.train.hooks import Hook
 
@@ -49,7 +49,7 @@ class PlanRecord(Hook):
             _write(file, {"reason": f"no profile of {device.name}: {hint}"})
 
     def _start(self, run: Run, profile: str, file: Path) -> None:
-        command = [sys.executable, "-m", "megascale", "plan", str(run.config.folder / "config.toml"), "--json"]
+        command = module_command("megascale", "plan", str(run.config.folder / "config.toml"), "--json")
         command += ["--gpus", str(run.config.world_size), "--hardware", profile]
         with contextlib.suppress(OSError, RuntimeError):  # a run without a plan trains as well
             self._process = subprocess.Popen(

@@ -51,11 +51,24 @@ def rank_record(config: RunConfig, rank: Rank, device: Device, env: Mapping[str,
         "code": code_digests(),
         "version": _versions(),
         "environment": variables,
-        "data": {prefix: dataset_identity(prefix) for prefix in run_prefixes(config) if not is_url(prefix)},
+        "data": {
+            name: value
+            for prefix in run_prefixes(config)
+            if not is_url(prefix)
+            for name, value in ((prefix, dataset_identity(prefix)), (f"{prefix}.json", _description_digest(prefix)))
+        },
         "job": {"world size": str(rank.world_size), "backend": device.backend},
         "device": {} if device.is_cpu else {"name": device.name},
     }
     return {f"{section} {key}": value for section, values in sections.items() for key, value in values.items()}
+
+
+def _description_digest(prefix: str) -> str:
+    """Return the digest of PREFIX.json, which has the tokenizer and the end of a document; "no file" without one."""
+    try:
+        return hashlib.sha256(Path(f"{prefix}.json").read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        return "no file" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
 
 
 def code_digests(folder: Path = Path(megascale.__file__).parent) -> dict[str, str]:

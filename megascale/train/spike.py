@@ -23,7 +23,9 @@ WARM_UP_SHARE = 5
 
 
 class SpikeMonitor:
-    """The recent values of one metric. `add` detects the first value of a spike."""
+    """The recent values of one metric. `add` detects the first value of a spike, and no other for `window` steps: the
+    gradient norm of a run that has converged is all spikes.
+    """
 
     def __init__(self, metric: str, factor: float, window: int) -> None:
         self._metric = metric
@@ -31,13 +33,18 @@ class SpikeMonitor:
         self._warm_up = max(window // WARM_UP_SHARE, 2)
         self._recent: deque[float] = deque(maxlen=window)
         self._in_spike = False
+        self._window = window
+        self._quiet_until = 0
 
     def add(self, step: int, value: float) -> Alert | None:
         """Add a step's value. Returns an alert at the first value above `factor` times the recent median."""
         median = statistics.median(self._recent) if len(self._recent) >= self._warm_up else 0.0
         was_in_spike, self._in_spike = self._in_spike, median > 0 and value > self._factor * median
         self._recent.append(value)
-        return Alert(step, self._metric, value, median) if self._in_spike and not was_in_spike else None
+        if was_in_spike or not self._in_spike or step < self._quiet_until:
+            return None
+        self._quiet_until = step + self._window
+        return Alert(step, self._metric, value, median)
 
 
 class SpikeAlert(Hook):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import megascale
 from megascale.core.process import exit_on_stop_signals
 from tests.jobs import heed_signals
 
@@ -16,6 +18,7 @@ WRITE = """
 import sys, time
 from pathlib import Path
 from megascale.core.files import atomic_file
+import megascale
 from megascale.core.process import exit_on_stop_signals
 with exit_on_stop_signals(), atomic_file(Path(sys.argv[1])) as file:
     print("open", flush=True)
@@ -42,3 +45,27 @@ def test_handlers_are_restored() -> None:
         assert signal.getsignal(signal.SIGTERM) is not before[0]
         raise KeyError
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)] == before
+
+
+@pytest.mark.parametrize("option", ["-P", "-q"])
+def test_a_child_imports_from_the_current_folder_only_if_its_parent_does(option: str, tmp_path: Path) -> None:
+    """Another user's heapq.py in a folder where a job is started must not run in place of Python's."""
+    (tmp_path / "heapq.py").write_text("import pathlib\npathlib.Path('planted').touch()\n")
+    code = "import subprocess, sys\nfrom megascale.core.process import module_command\n"
+    code += "subprocess.run(module_command('asyncio', '--help'), stdin=subprocess.DEVNULL)\n"
+    subprocess.run(
+        [sys.executable, option, "-c", code], cwd=tmp_path, capture_output=True, check=option == "-P", timeout=60
+    )
+    assert (tmp_path / "planted").exists() == (option != "-P")
+
+
+def test_every_child_is_started_so() -> None:
+    """torchrun adds the current folder itself; benchmarks and the testbed are started by developers."""
+    package = Path(megascale.__file__).parent
+    found = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if re.search(r'sys\.executable,\s*\*?[^\n]*"-m"', path.read_text())
+    }
+    allowed = {"core/process.py", "launch/hosts.py", "bench/observe_jobs.py", "bench/fault_jobs.py"}
+    assert found <= allowed, found - allowed

@@ -18,6 +18,7 @@ import pytest
 
 import megascale
 from megascale.core.errors import Exit
+from megascale.core.flight_record import flight_record_path
 from megascale.core.rank import Rank
 from megascale.data import dataset_writer
 from tests.data.datasets import ORIGIN
@@ -232,6 +233,20 @@ def test_two_hosts_that_disagree_end_before_the_first_step(name: str, config: Pa
     ends = [host.end() for host in hosts]
     assert [status for status, _, _ in ends] == [Exit.CONFIG, Exit.CONFIG], ends
     check_ends(ends, config, disagreement)
+
+
+@pytest.mark.parametrize("failed", only_quick([0, 1], 1))
+def test_a_rank_that_cannot_start_is_named_on_every_host(failed: int, config: Path) -> None:
+    port = free_port()
+    mistakes = [["data.train=nowhere"] if rank == failed else [] for rank in range(2)]
+    hosts = [OperatorRank(config, rank, port, [f"name=start{port}", *mistakes[rank]], {}) for rank in range(2)]
+    ends = [host.end() for host in hosts]
+    assert [status for status, _, _ in ends] == [Exit.CONFIG, Exit.CONFIG], ends
+    _, _, err = ends[1 - failed]
+    assert f"{HOST} (rank {failed}) cannot start: command line  data.train: there is no file nowhere.bin" in err, err
+    assert not list((config.parent / "runs").rglob("metrics.jsonl")), "a run was begun"
+    records = flight_record_path(f"start{port}", 0, 0)
+    assert not list(records.parent.glob(records.name.replace("-0-00000", "-*"))), "a flight record was left"
 
 
 @pytest.mark.slow

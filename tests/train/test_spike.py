@@ -23,7 +23,8 @@ def test_a_spike_is_one_alert() -> None:
     (alert,) = alerts([2.0, 2.2, 1.8, 2.1, 10.6, 11.0, 12.0, 2.0, 2.0])
     assert alert == Alert(5, "loss", 10.6, 2.05)
     assert str(alert) == "loss 10.6 is 5.17 times its recent median 2.05"
-    assert [found.step for found in alerts([2.0, 2.0, 20.0, 2.0, 2.0, 20.0])] == [3, 6]
+    assert [found.step for found in alerts([2.0, 2.0, 20.0, *[2.0] * 9, 20.0])] == [3, 13]
+    assert [found.step for found in alerts([2.0, 2.0, 20.0, *[2.0] * 8, 20.0])] == [3], "once in a window"
 
 
 def test_what_is_no_spike() -> None:

@@ -8,12 +8,12 @@ import math
 import os
 import select
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megascale.core.errors import CheckpointError
 from megascale.core.limits import os_error_hint
+from megascale.core.process import module_command
 from megascale.core.storage import WRITE_HINT
 
 HOST_HINT = "is that host up, with memory to spare, and the network to it?"
@@ -81,7 +81,7 @@ class WriterProcess:
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "megascale.checkpoint.save.writer", str(os.getpid())],
+            module_command("megascale.checkpoint.save.writer", str(os.getpid())),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=self._descriptors, start_new_session=True,
         )  # fmt: skip
         assert self._process.stdout is not None

@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,6 +20,7 @@ from itertools import groupby
 from typing import Any
 
 from megascale.core.network import LOOPBACK, listen
+from megascale.core.process import module_command
 from megascale.core.rank import STORE_VARIABLE
 from megascale.core.secret import DESCRIPTOR_VARIABLE, SECRET_VARIABLE, new_secret
 from megascale.fault.checks.endpoint import EndpointClient, check_secret
@@ -201,7 +201,7 @@ async def start_process(
 ) -> asyncio.subprocess.Process:
     """Start a process that reads a CheckRequest."""
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", module,
+        *module_command(module),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         env=dict(env), pass_fds=descriptors, start_new_session=True, limit=1 << 24,
     )  # fmt: skip

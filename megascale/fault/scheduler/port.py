@@ -7,13 +7,13 @@ driver in a process of its own calls the adapter through `remote.SchedulerClient
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from megascale.core.errors import Exit, MegascaleError
+from megascale.core.process import module_command
 from megascale.core.rank import NODE_VARIABLE
 
 ADDRESS_VARIABLE = "MEGASCALE_NODE_ADDRESS"
@@ -28,7 +28,7 @@ LAUNCH_VARIABLE = "MEGASCALE_LAUNCH"
 DRIVER_LOST = 75
 """Exit status of an agent whose driver stayed away for `fault.agent_grace_s`; EX_TEMPFAIL of sysexits.h."""
 
-AGENT_COMMAND = (sys.executable, "-m", "megascale", "agent")
+AGENT_COMMAND = tuple(module_command("megascale", "agent"))
 
 
 class SchedulerError(MegascaleError):
