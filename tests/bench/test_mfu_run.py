@@ -290,6 +290,7 @@ def bench_mfu(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
 
+@pytest.mark.slow
 def test_the_command_measures_a_preset() -> None:
     done = bench_mfu("--preset", "llama3-1b", "--layers", "2", "--json", "train.precision=fp32")
     assert done.returncode == 0, done.stderr

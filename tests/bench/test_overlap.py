@@ -82,6 +82,7 @@ def test_it_measures(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if missing():
         pytest.skip(missing())

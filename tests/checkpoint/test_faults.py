@@ -46,6 +46,7 @@ def survives(folder: Path, kills: Iterable[tuple[str, bool]], seed: int, **layou
     return killed
 
 
+@pytest.mark.slow
 def test_kill_9_while_saving_and_resume(tmp_path: Path) -> None:
     kills = [("writers", False), ("writer", True), ("rank", True)]
     killed = survives(tmp_path, kills, seed=0, parallel__tp=2)
@@ -272,9 +273,8 @@ def small(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", folder], check=True)
 
 
-@pytest.mark.parametrize(
-    "full", ["rank-0000[01]-000.safetensors", pytest.param("manifest.json", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("full", ["rank-0000[01]-000.safetensors", "manifest.json"])
 def test_a_disk_that_is_full_for_a_while(full: str, saved: Path, small: Path, tmp_path: Path) -> None:
     """Leave space for half of a checkpoint, or for all but its manifest."""
     made = saved / "runs/test/checkpoints/step-00000004"

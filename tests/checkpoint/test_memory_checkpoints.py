@@ -415,6 +415,7 @@ def test_without_its_folder_in_memory_a_run_still_saves(tmp_path: Path, memory: 
     assert (config.folder / "checkpoints/step-00000000/manifest.json").exists()
 
 
+@pytest.mark.slow
 def test_a_finished_run_saves_a_state_that_was_in_memory_alone(tmp_path: Path, memory: Path) -> None:
     keys = {"checkpoint__every": 100, "checkpoint__memory_every": 1, "checkpoint__memory_dir": str(memory)}
     tree = settings(FAMILIES["gpt"], tmp_path, train__precision="bf16", train__steps=3, **keys)

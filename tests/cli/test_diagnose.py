@@ -51,7 +51,11 @@ def test_without_torch(tmp_path: Path) -> None:
 def test_wrong_input_is_one_clear_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diagnose", str(tmp_path / "absent")]) == Exit.CONFIG
     assert "no such folder" in capsys.readouterr().err
-    assert main(["diagnose", str(make_run(tmp_path))]) == Exit.CONFIG
+    run = make_run(tmp_path)
+    config = run / "config.toml"
+    config.write_text(config.read_text().replace('name = "test"', f'name = "{tmp_path.name}"'))
+    run = run.rename(run.with_name(tmp_path.name))  # flight records are found by the run's name, and others run here
+    assert main(["diagnose", str(run)]) == Exit.CONFIG
     error = capsys.readouterr().err
     assert "nothing tells what the ranks do" in error and error.count("\n") == 1
     run = make_hung_run(tmp_path / "other")

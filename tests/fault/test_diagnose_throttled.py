@@ -95,7 +95,7 @@ def quota(cores: float = 0.02) -> Throttle:
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("make", [quota, StopAndGo])
+@pytest.mark.parametrize("make", [quota, pytest.param(StopAndGo, marks=pytest.mark.slow)])
 def test_a_throttled_node_is_named_and_no_other(
     make: Callable[[], Throttle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,6 +107,7 @@ def test_sigterm_saves_and_the_same_line_goes_on(tmp_path: Path) -> None:
     assert [record["step"] for record in again.steps()] == list(range(1, step + 3))
 
 
+@pytest.mark.slow
 def test_a_ranks_own_error_comes_first_and_is_the_root_cause(tmp_path: Path) -> None:
     env = with_planted(tmp_path / "site", 1, "ValueError('planted in rank one')")
     status, _, err = Torchrun(job_config(tmp_path, GPT, **TWO, train__steps=1000), env=env | {"NPROC": "2"}).end()

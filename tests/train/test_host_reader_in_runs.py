@@ -25,6 +25,7 @@ from tests.slow_storage import slow_storage
 MODEL = GPT | {"vocab_size": 8192, "num_layers": 2, "seq_length": 32}
 
 
+@pytest.mark.slow
 def test_a_step_that_waited_for_slow_storage_is_named(tmp_path: Path) -> None:
     documents = [np.full(1000, number) for number in range(6000)]  # 12 blocks of the cache
     dataset_writer.write_dataset(tmp_path / "set" / "a", documents, ORIGIN, 8192)

@@ -102,7 +102,7 @@ def attack_job(folder: Path) -> Attacked:
     )
     job = Job(config)
     try:
-        job.wait_for_step(5)
+        job.wait_for_step(25)  # after the first save, whose imports cost memory
         pids = descendants(job.process.pid)
         listeners = listening(pids)
         store = next(port for port, (_, command) in listeners.items() if "store_server" in command)
