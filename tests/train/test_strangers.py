@@ -8,7 +8,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,11 +60,10 @@ def listening(pids: list[int]) -> dict[int, tuple[str, str]]:
     """Address and command by port, of all TCP sockets at which the processes listen."""
     owners = {}
     for pid in pids:
-        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                owners[os.readlink(descriptor)] = pid
-            except FileNotFoundError:  # closed since
-                continue
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process has ended since
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):  # closed since
+                    owners[os.readlink(descriptor)] = pid
     found = {}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
@@ -72,6 +71,15 @@ def listening(pids: list[int]) -> dict[int, tuple[str, str]]:
             if words[3] == LISTENING and f"socket:[{words[9]}]" in owners:
                 address, port = words[1].split(":")
                 found[int(port, 16)] = (address, command_of(owners[f"socket:[{words[9]}]"]))
+    return found
+
+
+def memory_of(pids: Iterable[int]) -> dict[int, int]:
+    """Resident bytes of the processes that still run: the one that plans the run ends by itself."""
+    found = {}
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found[pid] = resident_bytes(pid)
     return found
 
 
@@ -102,11 +110,13 @@ def attack_job(folder: Path) -> Attacked:
     )
     job = Job(config)
     try:
-        job.wait_for_step(25)  # after the first save, whose imports cost memory
+        job.wait_for_step(
+            250
+        )  # ranks grow until their first saves, and the event ring, have touched all of their memory
         pids = descendants(job.process.pid)
         listeners = listening(pids)
         store = next(port for port, (_, command) in listeners.items() if "store_server" in command)
-        before = {pid: resident_bytes(pid) for pid in pids}
+        before = memory_of(pids)
         facts = {
             "ports": list(listeners),
             "pids": pids,
@@ -122,7 +132,7 @@ def attack_job(folder: Path) -> Attacked:
         assert any(memory.rglob("rank-*.?")), "no copies to read"
         got = attack_as(NOBODY, facts)
         assert "error" not in got, got["error"]
-        grown = {pid: resident_bytes(pid) - size for pid, size in before.items()}
+        grown = {pid: size - before[pid] for pid, size in memory_of(before).items()}
     except BaseException:
         job.kill()
         raise
