@@ -111,7 +111,7 @@ class Bucket:
         """Begin a step: its first contributions overwrite the gradients of the last step."""
         self._restart_accumulation()
         self._has_reduced_grad = False
-        if self._checks_local_grad:
+        if self._must_check_local_grad:
             self._finite.fill_(True)
 
     def allocate_full_grad(self) -> None:
@@ -131,7 +131,7 @@ class Bucket:
         for parameter in self.parameters.values():
             if not parameter.accumulation.begun:  # type: ignore[attr-defined]
                 parameter.main_grad.zero_()  # type: ignore[attr-defined]
-        if self._checks_local_grad:
+        if self._must_check_local_grad:
             self._check_local_grad(full)
         self.finish_reduction()  # at most one reduction in flight
         if self.zero == 0:
@@ -198,10 +198,10 @@ class Bucket:
     @property
     def checks_vectors_only(self) -> bool:
         """True if `local_grad_finite` covers vectors (norms and biases) only."""
-        return self.zero == 2 and self._checks_local_grad and bool(self._vectors)
+        return self.zero == 2 and self._must_check_local_grad and bool(self._vectors)
 
     @property
-    def _checks_local_grad(self) -> bool:
+    def _must_check_local_grad(self) -> bool:
         """True if the reduction overwrites or frees the local gradient: it must be checked before the reduction."""
         return self.zero != 1 and self.group.size > 1
 

@@ -5,11 +5,12 @@
     B               wait for the output gradient and, only without sp, all-gather its shards; run the chunk's backward
     SEND_F, SEND_B  send the output of F to the next virtual stage, the input gradient of B to the previous stage
     RECV_F, RECV_B  post a receive; the F or B that consumes the message waits for it
-    WAIT_PARAMS     wait for the all-gather of the chunk's first buckets, started by `train_step` after their update
-    REDUCE          start the reduction of the first buckets' gradients over the data-parallel group
+    WAIT_PARAMS     wait for the all-gather of the chunk's first bucket group, started by `train_step` after its update
+    REDUCE          start the reduction of that group's gradients over the data-parallel group
 
-For the remaining buckets of a chunk, autograd functions in F and B wait for the all-gathers and start the reductions
-(bucket boundaries, `parallel.param_and_grad_buffers`).
+A bucket group is the buckets whose parameters begin in the same module. For the other groups of a chunk, autograd
+functions in F and B wait for the all-gathers and start the reductions (bucket boundaries,
+`parallel.param_and_grad_buffers`).
 
 Chunk c on rank r of p ranks is virtual stage c p + r. Sends never block: the executor releases completed sends after
 every action, and the caller waits for the rest with `finish_sends` after the last step. An exception leaves messages in

@@ -3,12 +3,12 @@ parallelism (sp), which shards the activations between them along the sequence (
 
 Weights are [n, k] as in torch, Y = X W^T + b; wgrad sums over all s * b tokens. sum_i: sum over the tp ranks i.
 
-    column-parallel, rank i: row block i of W as W_i [n / tp, k], b_i [n / tp] without sp    with sp
+    column-parallel, rank i: row block W_i [n / tp, k], b_i [n / tp]           without sp    with sp
     forward  Y_i  = X W_i^T + b_i         [s, b, n / tp]                      -             all-gather of X first
     dgrad    dX   = sum_i dY_i W_i        [s, b, k]                           all-reduce    reduce-scatter
     wgrad    dW_i = dY_i^T X              [n / tp, k]                         -             all-gather of X first
 
-    row-parallel, rank i: column block i of W as W_i [n, k / tp], b [n]        without sp    with sp
+    row-parallel, rank i: column block W_i [n, k / tp], b [n]                  without sp    with sp
     forward  Y    = sum_i X_i W_i^T + b   [s, b, n]                           all-reduce    reduce-scatter
     dgrad    dX_i = dY W_i                [s, b, k / tp]                      -             all-gather of dY first
     wgrad    dW_i = dY^T X_i              [n, k / tp]                         -             reuses the dY of dgrad

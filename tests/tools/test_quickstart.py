@@ -64,7 +64,7 @@ def test_bf16_where_the_processor_has_it(flags: str, overrides: list[str], tmp_p
 
 def test_the_summary_names_what_is_there(made: tuple[Path, str]) -> None:
     folder, out = made
-    summary = out[out.index("\nquickstart: ") :]
+    summary = out[out.rindex("\nquickstart: ") :]  # the run has this name too
     for name in ("checkpoint ", "metrics ", "--logdir"):
         path = re.search(rf"{name}\s*(\S+)", summary)
         assert path and (folder / path[1]).exists(), summary
