@@ -72,6 +72,12 @@ class Browser:
     def __exit__(self, *error: object) -> None:
         self.driver.quit()
 
+    def open(self, url: str) -> None:
+        """Open a page, without messages of the page before, which may still ask a server that has ended."""
+        self.driver.get("about:blank")
+        self.errors()
+        self.driver.get(url)
+
     def run(self, script: str, *arguments: object) -> Any:
         """Run JavaScript in the page."""
         return self.driver.execute_script(script, *arguments)

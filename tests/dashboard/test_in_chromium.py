@@ -47,7 +47,7 @@ def browser() -> Iterator[Browser]:
 def page(run: Path, browser: Browser) -> Iterator[Browser]:
     """A browser at the dashboard of the finished run."""
     with dashboard(run) as url:
-        browser.driver.get(url)
+        browser.open(url)
         browser.wait_for(lambda: browser.text("#values"), "the overview")
         yield browser
 
@@ -158,7 +158,7 @@ def test_runs_side_by_side(run: Path, browser: Browser, tmp_path: Path) -> None:
     other.parent.mkdir()
     os.symlink(run, other)
     with dashboard(run, other) as url:
-        browser.driver.get(url)
+        browser.open(url)
         browser.wait_for(lambda: browser.text("#values").count("done") == 2, "two runs")
         assert len(browser.traces("curve-loss")) == 2
         assert browser.errors() == []
@@ -171,7 +171,7 @@ def test_a_live_run_is_followed(browser: Browser, tmp_path: Path) -> None:
     stopped = job.ranks()[3]
     try:
         with dashboard(job.folder) as url:
-            browser.driver.get(url)
+            browser.open(url)
             browser.wait_for(lambda: "runs" in browser.text("#header"), "the state")
             first = browser.wait_for(lambda: len((browser.traces("curve-loss") or [{"x": []}])[0]["x"]), "a curve")
             browser.wait_for(lambda: len(browser.traces("curve-loss")[0]["x"]) > first, "more steps")
