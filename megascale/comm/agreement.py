@@ -79,6 +79,7 @@ def announce_failed_start(store: Store, rank: Rank, reason: str) -> None:
     difference = (rank.rank, rank.host, START, "", reason.partition("\n")[0][:MAX_REASON_LENGTH])
     if rank.rank != 0:
         _report(shared, rank, [difference])
+        shared.add("read", 1)  # it needs no verdict: rank 0, which may not start either, does not wait for it
         return
     _publish(shared, rank, {})
     shared.set("verdict", describe_differences([difference], rank.host))

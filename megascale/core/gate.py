@@ -45,7 +45,7 @@ class _Stranger:
 
 class Gate:
     """Admits connections at `listener` that prove to know `secret`. `purpose`: of the handshake, and for messages.
-    `refused`: called with a message about each stranger.
+    `refused`: called for each stranger who sent something.
 
     The server's loop calls `key.data()` for each ready key of `selector`, and `expire` about once a second.
     """

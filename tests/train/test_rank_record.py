@@ -235,6 +235,26 @@ def test_two_hosts_that_disagree_end_before_the_first_step(name: str, config: Pa
     check_ends(ends, config, disagreement)
 
 
+def test_ranks_that_cannot_start_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistake that all hosts make ends the job at once."""
+    import torch.distributed as dist
+
+    from megascale.comm import agreement
+
+    monkeypatch.setattr(agreement, "FAILED_START_S", 600.0)
+    store = dist.HashStore()
+    threads = [
+        threading.Thread(target=agreement.announce_failed_start, args=(store, Rank(number, 4, 0, HOST), "a mistake"))
+        for number in range(4)
+    ]
+    for thread in threads:
+        thread.daemon = True
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
 @pytest.mark.parametrize("failed", only_quick([0, 1], 1))
 def test_a_rank_that_cannot_start_is_named_on_every_host(failed: int, config: Path) -> None:
     port = free_port()
