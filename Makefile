@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
+unexport PYTHONDONTWRITEBYTECODE # else each process of the tests compiles the package again
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test test-all test-gpu lint format docs chaos demo-observe bench bench-gpu clean
@@ -20,11 +21,11 @@ install: .venv/installed ## make .venv and install into it
 quickstart: install ## train a GPT on real text in 3D parallelism on this machine
 	$(BIN)/python tools/quickstart.py
 
-test: install ## the tests, a quarter of an hour at most; JOBS=N at a time (2)
-	$(BIN)/python -m pytest -n $(or $(JOBS),2) --dist loadfile
+test: install ## the tests, a quarter of an hour at most; JOBS=N at a time (3)
+	$(BIN)/python -m pytest -n $(or $(JOBS),3) --dist loadfile
 
 test-all: install ## the tests, the slow ones too
-	$(BIN)/python -m pytest -n $(or $(JOBS),2) --dist loadfile
+	$(BIN)/python -m pytest -n $(or $(JOBS),3) --dist loadfile
 	$(BIN)/python -m pytest -m slow # one at a time: clusters, testbeds and limits of the whole host
 
 test-gpu: install ## what only GPUs show: a table and a file to send; GPUS=2, GPUS=8 for several

@@ -2,6 +2,7 @@
 
 - `Device`, `detect_device`: this process's GPU or CPU
 - `Mark`, `Timer`, `HostTimer`, `StreamTimer`: moments in the device's work, and their times
+- `Wait`, `HostBuffers`, `PlainBuffers`, `PinnedBuffers`: copies of tensors in host memory, made beside compute
 - `gpu_count`, `no_gpu_reason`, `gpu_stack_versions`, `is_out_of_memory`: facts about GPUs and errors
 """
 
@@ -103,6 +104,75 @@ class StreamTimer:
         return torch.cuda.Event(enable_timing=True)
 
 
+Wait = Callable[[], None]
+"""Makes work that is issued to the device later wait for something, without waiting itself."""
+
+
+class HostBuffers(Protocol):
+    """Copies of tensors in host memory. A copy begins after the work that was issued to the device before it."""
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Allocate a flat buffer of bytes."""
+
+    def save(self, x: Tensor, host: Tensor) -> Wait:
+        """Start to copy x to the first bytes of a buffer. Until the returned wait, neither may be written or freed."""
+
+    def load(self, host: Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Wait]:
+        """Start to copy a saved tensor to the device. Until the returned wait, it may not be read, nor host written."""
+
+
+class PlainBuffers:
+    """The memory of a CPU, whose work is done when a call returns."""
+
+    def allocate(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def save(self, x: Tensor, host: Tensor) -> Wait:
+        _saved_view(host, x.shape, x.dtype).copy_(x)
+        return _no_wait
+
+    def load(self, host: Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Wait]:
+        return _saved_view(host, shape, dtype).clone(), _no_wait
+
+
+class PinnedBuffers:
+    """Pinned host memory of a GPU, with a stream for each direction of the link."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._save, self._load = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def allocate(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def save(self, x: Tensor, host: Tensor) -> Wait:
+        return self._copy(self._save, _saved_view(host, x.shape, x.dtype), x)
+
+    def load(self, host: Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Wait]:
+        x = torch.empty(shape, dtype=dtype, device=self._device)
+        return x, self._copy(self._load, x, _saved_view(host, shape, dtype))
+
+    def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> Wait:
+        """Start a copy in a stream. The caller waits before either tensor is freed, so that the allocator need not know
+        of the stream.
+        """
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        return lambda: torch.cuda.current_stream(self._device).wait_event(copied)
+
+
+def _saved_view(host: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """The first bytes of a buffer as a tensor."""
+    return host[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+
+def _no_wait() -> None:
+    """The wait for a copy that is done."""
+
+
 @dataclass(frozen=True)
 class Device:
     """The device of this process. `backend`: torch.distributed's backend for the device."""
@@ -166,6 +236,10 @@ class Device:
             return copy.tolist()
 
         return host_values
+
+    def host_buffers(self) -> HostBuffers:
+        """Return host memory for copies of this device's tensors."""
+        return PlainBuffers() if self.is_cpu else PinnedBuffers(self.torch_device)
 
     def synchronize(self) -> None:
         """Wait for all issued work."""

@@ -8,10 +8,11 @@ from typing import Any
 from hypothesis import strategies as st
 
 from megascale.catalog.layers import ACTIVATIONS, BLOCKS, NORMS
-from megascale.catalog.optimizers import OPTIMIZERS
+from megascale.catalog.optimizers import MATRIX_UNITS, OPTIMIZERS
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import RECIPES
 from megascale.catalog.schedules import SCHEDULES
+from megascale.config import sequence_sharing, tile_rules
 from megascale.config.loading import load_config_tree
 from megascale.config.run import RunConfig
 from megascale.layout.stages import split_layers
@@ -20,11 +21,18 @@ from megascale.layout.topology import Coord, topology_of
 Draw = Any
 booleans = st.booleans()
 
+FLAT_OPTIMIZERS = [name for name in OPTIMIZERS.names() if OPTIMIZERS[name].facts["unit_of_work"] not in MATRIX_UNITS]
+"""Optimizers with equal state on all ranks; tests of owners compare those of matrices."""
+
 
 @st.composite
-def jobs(draw: Draw, *, large: bool = False, quick: bool = False) -> RunConfig:
+def jobs(
+    draw: Draw, *, large: bool = False, quick: bool = False, shares: bool = False, saves: bool = False
+) -> RunConfig:
     """Draw a resolved configuration, with tensors of sizes that a formula cannot neglect. `large`: models of several GB
-    per rank, for fake tensors. `quick`: without features that take torch many operators.
+    per rank, for fake tensors. `quick`: without features that take torch many operators. `shares`: ranks share
+    sequences where the model permits. `saves`: the MLP is in tiles where FP8 scales permit, and block inputs that are
+    all that is saved are offloaded in half of the jobs.
     """
     parallel = draw(layouts(large))
     recipes = [name for name in RECIPES.names() if not (quick and RECIPES[name].facts["granularity"] == "block")]
@@ -35,7 +43,7 @@ def jobs(draw: Draw, *, large: bool = False, quick: bool = False) -> RunConfig:
         "batch": {"micro": draw(st.sampled_from([1, 1, 2, 4] if large else [1, 1, 2, 3]))},
         "train": {"steps": 10, "precision": draw(st.sampled_from(PRECISIONS.names()))},
         "fp8": {"recipe": draw(st.sampled_from(recipes)), "bf16_first": draw(st.integers(0, 1))},
-        "optimizer": {"lr": 1e-3, "name": draw(st.sampled_from(OPTIMIZERS.names()))},
+        "optimizer": {"lr": 1e-3, "name": draw(st.sampled_from(FLAT_OPTIMIZERS))},
         "data": {"mock": True},
         "checkpoint": {"every": 0},
     }
@@ -49,7 +57,31 @@ def jobs(draw: Draw, *, large: bool = False, quick: bool = False) -> RunConfig:
         chunks = parallel["pp"] * parallel["vpp"]
         inner = split_layers(tree["model"]["num_layers"], chunks - 2, 1).starts
         parallel["layers_per_chunk"] = [0, *(b - a for a, b in itertools.pairwise(inner)), 0]
-    return load_config_tree(tree, "drawn")
+    config = load_config_tree(tree, "drawn")
+    config = with_tiles(config, draw(st.sampled_from([1, 2, 3, 4, 8])), draw(booleans)) if saves else config
+    return with_shared_sequences(config, draw(st.sampled_from(CONTEXTS))) if shares else config
+
+
+CONTEXTS = [(2, "ring", 1), (4, "ring", 1), (2, "allgather", 1), (2, "ulysses", 1), (4, "ulysses", 1), (4, "usp", 2)]
+"""Values of cp, cp_mode and cp_ulysses."""
+
+
+def with_shared_sequences(config: RunConfig, context: tuple[int, str, int]) -> RunConfig:
+    """Return the configuration with these keys of context parallelism, or itself if they are against the rules."""
+    keys = dict(zip(("cp", "cp_mode", "cp_ulysses"), context, strict=True))
+    shared = config.model_copy(update={"parallel": config.parallel.model_copy(update=keys)})
+    return config if any(any(rule(shared)) for _, rule in sequence_sharing.RULES) else shared
+
+
+def with_tiles(config: RunConfig, tiles: int, offload: bool) -> RunConfig:
+    """Return the configuration with tiles of the MLP, unless they are against the rules, and with offload of block
+    inputs if all of them are saved.
+    """
+    keys: dict[str, Any] = {"activation_offload": offload and config.train.recompute == "full"}
+    train = config.train.model_copy(update=keys)
+    tiled = config.model_copy(update={"train": train.model_copy(update={"mlp_tiles": tiles})})
+    whole = config.model_copy(update={"train": train})
+    return whole if any(any(rule(tiled)) for _, rule in tile_rules.RULES) else tiled
 
 
 @st.composite
@@ -112,5 +144,5 @@ def recomputation(draw: Draw, vpp: int) -> dict[str, Any]:
 def ranks_of(config: RunConfig) -> list[int]:
     """Return a rank of every pipeline stage, at different coordinates of the other axes."""
     topology = topology_of(config)
-    places = [Coord(stage % topology.tp, 0, stage % topology.dp, stage) for stage in range(topology.pp)]
-    return [topology.rank(place) for place in places]
+    tp, cp, dp, pp = topology.tp, topology.cp, topology.dp, topology.pp
+    return [topology.rank(Coord(stage % tp, stage % cp, stage % dp, stage)) for stage in range(pp)]

@@ -114,6 +114,19 @@ def curve(steps: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
     return [(record["step"], record["loss"], record["grad_norm"]) for record in steps]
 
 
+def standby_processes(agent: int) -> list[int]:
+    """The processes in standby of the agent with this process id."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == agent and b"standby" in (folder / "cmdline").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
 def lives(pid: int) -> bool:
     """Return True if a process runs; False for a zombie."""
     try:

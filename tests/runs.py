@@ -62,6 +62,8 @@ def toml(tree: dict[str, Any]) -> str:
     def formatted(value: Any) -> str:
         if isinstance(value, dict):
             return "{" + ", ".join(f"{key} = {formatted(item)}" for key, item in value.items()) + "}"
+        if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            return "[" + ", ".join(map(formatted, value)) + "]"
         return json.dumps(value)
 
     lines = [f"{key} = {formatted(value)}" for key, value in tree.items() if not isinstance(value, dict)]
@@ -138,6 +140,7 @@ def send_messages(group: Any, *, backend: bool = False, timeout: Any = None) -> 
         group.p2p_transport = P2PTransport(
             group.process_group, group.ranks, group.index, wrap_work, max_message_bytes=2000
         )
+        group.message_transport = group.p2p_transport
         group.transport = ProcessGroupTransport(group.process_group, wrap_work) if backend else group.p2p_transport
 
 

@@ -52,7 +52,9 @@ def run_world(world: int, function: Callable[..., Any], *arguments: Any, gpu: bo
     for rank in range(world):
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(
-            target=_rank_main, args=(rank, world, port, secret, theirs, function, arguments, gpu), daemon=True
+            target=_rank_main,
+            args=(rank, world, port, secret, theirs, function, arguments, gpu, dict(os.environ)),
+            daemon=True,
         )
         process.start()
         theirs.close()
@@ -88,8 +90,10 @@ def _collect(pipes: list[Connection]) -> list[Any]:
 
 def _rank_main(
     rank: int, world: int, port: int, secret: str, pipe: Connection, function: Callable[..., Any],
-    arguments: tuple[Any, ...], gpu: bool,
+    arguments: tuple[Any, ...], gpu: bool, environment: dict[str, str],
 ) -> None:  # fmt: skip
+    os.environ.clear()  # that of the server, which may have started before the test
+    os.environ.update(environment)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     os.environ[SECRET_VARIABLE] = secret
     import torch

@@ -38,8 +38,8 @@ def main() -> int:
     config.write_text(without_data((ROOT / "configs/quickstart.toml").read_text(encoding="utf-8")), encoding="utf-8")
     settings = [
         f"name={name}", f"observe.dir={options.folder}", "data.mock=true", f"train.steps={options.steps}",
-        "train.log_every=1", "train.eval_every=0", "checkpoint.every=1000", "checkpoint.memory_every=1",
-        "checkpoint.replicate=true", f"fault.inject={'; '.join(FAULTS)}",
+        "optimizer.warmup_steps=1", "train.log_every=1", "train.eval_every=0", "checkpoint.every=1000",
+        "checkpoint.memory_every=1", "checkpoint.replicate=true", f"fault.inject={'; '.join(FAULTS)}",
     ]  # fmt: skip
     command = [sys.executable, "-m", "megascale", "launch", str(config), *settings]
     print("faults:", *FAULTS, sep="\n  ", flush=True)

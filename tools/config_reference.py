@@ -78,7 +78,7 @@ INJECTION = f"""\
 restarts of the run. `RUN/injected.jsonl` has a line for each, written just before. Without the key nothing is injected.
 
 ```
-kill rank=2 step=5; stop rank=1 step=9 phase=grad_reduce; cut_link node=1 step=4 for_s=3
+kill rank=2 step=5; stop rank=1 step=9 phase=grad_reduce for_s=3
 random mtbf_s=30 seed=1 kinds=kill,stop,hang
 ```
 
@@ -90,6 +90,8 @@ random mtbf_s=30 seed=1 kinds=kill,stop,hang
 - `flip_weight` and `flip_gradient` flip bit `bit` of one value of the rank's own shard.
 - Ranks inject their own faults. Those of nodes, links and the driver are for the program that runs the test:
   `megascale bench faults`, with links on the hosts of a testbed.
+- Refused are faults of nodes, links and the driver in a run's own configuration, and faults of ranks and steps that the
+  run does not have: they would inject nothing.
 """
 
 # Megatron-LM's flags and their keys; without a note the key takes the flag's value
@@ -135,6 +137,7 @@ MEGATRON: list[tuple[str, str, str]] = [
     ("--recompute-granularity", "train.recompute", ""),
     ("--recompute-modules", "train.recompute_ops", '`core_attn` is `"attention"`, `layernorm` is `"norm"`'),
     ("--recompute-num-layers, --recompute-method", "train.recompute_chunks", "by model chunk, not by layer"),
+    ("--cpu-offloading", "train.activation_offload", '`true`, with `recompute = "full"`'),
     ("--log-interval", "train.log_every", ""),
     ("--eval-interval", "train.eval_every", "0, the default, is never"),
     ("--eval-iters", "train.eval_steps", ""),

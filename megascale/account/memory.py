@@ -3,7 +3,8 @@ transient bytes (`account.activations`, docs/memory.md). Per stage: `rank_memory
 
 For N parameters of c bytes in the compute and a in the accumulation dtype, d data-parallel ranks and ZeRO stage z
 (Rajbhandari et al. 2020): parameters c N, plus 2 bytes per FP8 weight; gradients a N, for z = 2 a N / d; optimizer
-(k + 1) a N, for z >= 1 divided by d, with k state tensors and, if the two dtypes differ, master weights.
+(k + 1) a N, for z >= 1 divided by d, with k state tensors and, if the two dtypes differ, master weights. State of whole
+matrices is on their owners (`account.optimizer_state`).
 """
 
 from __future__ import annotations
@@ -22,18 +23,21 @@ from megascale.account.activations import (
     block_bytes,
     embedding_bytes,
     head_bytes,
+    key_store_bytes,
 )
+from megascale.account.optimizer_state import optimizer_state_bytes, update_bytes
 from megascale.account.traffic import message_bytes, replicas
-from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.run import RunConfig
+from megascale.config.train import TrainConfig
 from megascale.layout.blocks import distinct_blocks, weight_numel
 from megascale.layout.chunks import bucket_sizes, fp8_layers, stages_of
 from megascale.layout.recompute_policy import recompute_policy
 from megascale.schedule.interleaved import microbatch_groups
 from megascale.schedule.ir import Kind, RankSchedule
 from megascale.schedule.lower import RECV_LOOKAHEAD
+from megascale.schedule.state_aware import state_aware_1f1b
 
 GROUPS = 3  # groups of micro-batches until the memory of a periodic schedule repeats
 MAX_ACTIONS = 2_000_000  # most actions of a pipeline with a walk through every stage
@@ -70,7 +74,8 @@ class StateBytes:
 @dataclass(frozen=True)
 class RankMemory(StateBytes):
     """Bytes on one rank at the peak. `activations`: saved for backward; `transient`: a bound on temporary tensors, with
-    unsharded gradients, all-gathered weights, receive buffers and tokens.
+    unsharded gradients, all-gathered weights, receive buffers and tokens; or what is more, of an update of whole
+    matrices.
     """
 
     activations: int
@@ -82,18 +87,25 @@ def state_bytes(config: RunConfig, stage: int, storage: WeightStorage = THIS_TRA
     facts, ranks = PRECISIONS[config.train.precision].facts, replicas(config)
     compute, accumulate = facts["compute_bytes"], facts["accumulate_bytes"]
     zero = 3 if storage.shards_weights else config.parallel.zero
-    tensors = OPTIMIZERS[config.optimizer.name].facts["state_tensors"] + (1 if facts["master_weights"] else 0)
     layout, fp8 = stages_of(config), fp8_layers(config)
     blocks, numbers = distinct_blocks(config.model)
     layers = chain(*(layout.layers(layout.index(stage, chunk)) for chunk in range(layout.vpp)))
     cast = sum(weight_numel(blocks[numbers[layer]]) for layer in layers if layer in fp8) // config.parallel.tp
     cast_bytes = facts["fp8_weight_bytes"] - (compute if storage.fp8_weights == "instead" else 0)
     elements = sum(bucket.numel for chunk in bucket_sizes(config, stage) for bucket in chunk)
+    shard = elements // ranks if zero else elements
+    master = compute if config.optimizer.master == "compensated" else accumulate
+    masters = shard * ((master if facts["master_weights"] else 0) + accumulate * averages(config.train))
     return StateBytes(
         parameters=(compute * elements + cast_bytes * cast) // (ranks if zero == 3 else 1),
         gradients=accumulate * (elements // ranks if zero >= 2 else elements),
-        optimizer=tensors * accumulate * (elements // ranks if zero else elements),
+        optimizer=optimizer_state_bytes(config, stage, zero) + masters,
     )
+
+
+def averages(settings: TrainConfig) -> int:
+    """Count the tensors of averaged weights, each of the size of master weights."""
+    return {"none": 0, "ema": 1, "lawa": settings.average_count}[settings.average]
 
 
 def rank_memory(config: RunConfig, stage: int, storage: WeightStorage = THIS_TRAINER) -> RankMemory:
@@ -178,10 +190,13 @@ class _Job:
         """Account for a rank of a stage, with posted receives, tokens, and two all-gathered units in ZeRO-3."""
         config, p = self._config, self._config.parallel
         m, units = config.num_microbatches, self.units(stage)
-        assert p.schedule is not None, "a resolved configuration names its schedule"
         head = bucket_sizes(config, stage)[-1][-1].numel if self._zero2 and stage == p.pp - 1 else 0
-        order, chunks = _order(p.schedule, p.pp, p.vpp, m, stage), [*map(self._chunk, units)]
-        activations, transient = _peak(order, chunks, self._sizes.wide * head)
+        order = rank_order(config, stage)
+        received = self._sizes.stream if stage else 0  # the input of a dropped chunk
+        activations, transient = _peak(order, [*map(self._chunk, units)], self._sizes.wide * head, received)
+        if config.num_chunks > 1:
+            layers = len(self._layout.layers(self._layout.index(stage, 0)))
+            activations += key_store_bytes(config, layers, config.batch.micro * config.model.seq_length)
         if p.pp > 1 and config.overlap.pp:
             transient += min(RECV_LOOKAHEAD if stage < p.pp - 1 else 1, m) * message_bytes(config)
         if stage in (0, p.pp - 1):
@@ -190,6 +205,8 @@ class _Job:
             largest = sorted((unit.elements for unit in chain(*units)), reverse=True)[:2]
             transient += self._sizes.compute * sum(largest) + self._sizes.wide * largest[0]
         state = state_bytes(config, stage, self._storage)
+        if not self._storage.shards_weights:
+            transient = max(transient, update_bytes(config, stage) - activations)
         return RankMemory(state.parameters, state.gradients, state.optimizer, activations, transient)
 
     def _chunk(self, units: Sequence[UnitBytes]) -> _Chunk:
@@ -219,20 +236,23 @@ def chunk_bytes(units: Sequence[UnitBytes], share: float = 0.0, stay: bool = Fal
     return UnitBytes(saved, forward, backward, elements=sum(unit.elements for unit in units), casting=casting)
 
 
-def _peak(order: RankSchedule, chunks: list[_Chunk], head: int) -> tuple[int, int]:
+def _peak(order: RankSchedule, chunks: list[_Chunk], head: int, received: int) -> tuple[int, int]:
     """Walk through a rank's actions: saved and transient bytes at the peak of their sum. Gradients in reduction:
     `newest`, from the chunk `before`, and `older`, freed in the next backward. `head`: unsharded gradient of the head,
-    from the loss to the last chunk's backward.
+    from the loss to the last chunk's backward. `received`: input of a forward that is recomputed.
     """
+    dropped = {action[1:] for action in order if action.kind is Kind.R}
     last = chunks[-1].unit
     saved, peak = last.saved, last.saved + last.casting  # in the first forward
     alive = newest = older = loss = 0
     before = -1
-    for kind, chunk, _ in order:
+    for kind, chunk, microbatch in order:
         unit, follows, reducing = chunks[chunk]
-        alive += unit.saved if kind is Kind.F else 0
+        if kind is not Kind.B:
+            again = (chunk, microbatch) in dropped
+            alive += (received if kind is Kind.F else unit.saved - received) if again else unit.saved
         if chunk == len(chunks) - 1:
-            loss = head if kind is Kind.F else 0
+            loss = 0 if kind is Kind.B else head
         beside = unit.forward + older
         if kind is Kind.B:  # reductions of the same chunk finish bucket by bucket, before new gradients
             beside = unit.backward if newest and chunk == before else follows
@@ -242,6 +262,22 @@ def _peak(order: RankSchedule, chunks: list[_Chunk], head: int) -> tuple[int, in
             older, newest = 0 if chunk == before else newest, reducing
             alive, before = alive - unit.saved, chunk
     return saved, peak - saved
+
+
+def rank_order(config: RunConfig, stage: int) -> RankSchedule:
+    """List a rank's actions, of as many micro-batches as its memory depends on."""
+    p = config.parallel
+    assert p.schedule is not None, "a resolved configuration names its schedule"
+    if config.num_chunks > 1:
+        return _chunk_order(config, stage)
+    return _order(p.schedule, p.pp, p.vpp, config.num_microbatches, stage)
+
+
+def _chunk_order(config: RunConfig, stage: int) -> RankSchedule:
+    """List a rank's actions on chunks, of as many samples as the pipeline holds."""
+    samples = config.num_microbatches // config.num_chunks
+    enough = min(samples, 2 + config.parallel.pp // config.num_chunks)
+    return state_aware_1f1b(config.parallel.pp, [config.num_chunks] * enough, config.data.keep_chunks, stage)
 
 
 @lru_cache(CACHED_ORDERS)

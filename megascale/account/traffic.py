@@ -5,9 +5,10 @@ For activations of W = s b h B bytes per micro-batch, with sequence parallelism 
     column-parallel  all-gather W in forward, all-gather W for wgrad, reduce-scatter W of dgrad
     row-parallel     reduce-scatter W in forward, all-gather W of the output's gradient
 
-Without sequence parallelism all-reduces replace the reduce-scatters, and no all-gathers are needed. For N elements in
-buckets, a bytes in the accumulation dtype and c in the compute dtype, data parallelism all-reduces a N (zero = 0), or
-reduce-scatters a N (zero = 2: every micro-batch) and all-gathers c N.
+Without sequence parallelism all-reduces replace the reduce-scatters, and no all-gathers are needed. With context
+parallelism (`account.context_traffic`) s is a rank's part of a sequence. For N elements in buckets, a bytes in the
+accumulation dtype and c in the compute dtype, data parallelism all-reduces a N (zero = 0), or reduce-scatters a N
+(zero = 2: every micro-batch) and all-gathers c N.
 """
 
 from __future__ import annotations
@@ -15,38 +16,28 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
+from copy import copy
 
+from megascale.account.comm_op import FP32, CommOp, element_bytes
+from megascale.account.context_traffic import context_parallel
+from megascale.account.optimizer_state import is_mixed
 from megascale.catalog.optimizers import OPTIMIZERS
-from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import RECIPES
 from megascale.config.run import RunConfig
 from megascale.layout import blocks
-from megascale.layout.blocks import AttentionSpec, BlockSpec, ColumnParallel, RowParallel
+from megascale.layout.blocks import AttentionSpec, BlockSpec, ColumnParallel, RowParallel, TiledMLP
 from megascale.layout.buckets import BucketLayout, pack
 from megascale.layout.chunks import chunk_buckets, fp8_layers, shares_embedding, stages_of
 from megascale.layout.loss import loss_chunks
+from megascale.layout.owners import exchange_axes, sent_elements, stage_places
 from megascale.layout.pieces import MAX_PIECES, MIN_PIECE_BYTES, split_rows
 from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy
 from megascale.layout.tensors import TOKEN_EMBEDDING, padded_vocab
 from megascale.layout.topology import DATA_AXES, MAX_FLAT_REDUCE_RANKS, Coord, topology_of
 
-FP32, FP64 = 4, 8  # bytes of an FP8 scale or amax, and of an element of job-wide all-reduces
+FP64 = 8  # bytes of an element of job-wide all-reduces
 SCALE_BLOCK = 128  # elements of a row with one FP8 scale in block-wise granularity (`ops.fp8`)
 TOTALS = 6  # elements of a step's job-wide all-reduce: loss, tokens, stopping ranks, two of checkpoints, squared norm
-
-
-class CommOp(NamedTuple):
-    """A collective or message in `group`. `bytes`: of the full tensor, sent in `calls` pieces. `label`: name in the
-    event log without the layer. `times`: repetitions in a step or a micro-batch.
-    """
-
-    group: str
-    operation: str
-    bytes: int
-    label: str
-    calls: int = 1
-    times: int = 1
 
 
 def step_traffic(config: RunConfig, coord: Coord) -> dict[tuple[str, str], tuple[int, int]]:
@@ -54,7 +45,7 @@ def step_traffic(config: RunConfig, coord: Coord) -> dict[tuple[str, str], tuple
     first step has more where FP8 scales have no history.
     """
     traffic: dict[tuple[str, str], tuple[int, int]] = {}
-    for part in (_tensor_parallel, _messages, _gradients, _optimizer, _totals):
+    for part in (_tensor_parallel, context_parallel, _messages, _gradients, _optimizer, _totals):
         for sent in part(config, coord):
             kind = sent.group, sent.operation
             count, nbytes = traffic.get(kind, (0, 0))
@@ -70,8 +61,8 @@ def mean_calls(config: RunConfig) -> float:
 
 def message_bytes(config: RunConfig) -> int:
     """Size a point-to-point message between stages: 1 / tp of an activation."""
-    m, (compute, _) = config.model, _bytes(config)
-    return m.seq_length * config.batch.micro * m.hidden_size * compute // config.parallel.tp
+    m, (compute, _) = config.model, element_bytes(config)
+    return config.row_tokens * config.batch.micro * m.hidden_size * compute // config.parallel.tp
 
 
 def replicas(config: RunConfig) -> int:
@@ -82,11 +73,12 @@ def replicas(config: RunConfig) -> int:
 def block_traffic(config: RunConfig, block: BlockSpec, fp8: bool, recompute: RecomputePolicy) -> Iterator[CommOp]:
     """List a block's collectives over tp: per micro-batch in order, then once per step for the amax of FP8 weights."""
     tp = _TensorParallel(config, fp8)
-    forward = [sent for part in block for sent in tp.part(part)]
-    backward = [sent for part in reversed(block) for sent in tp.part(part, backward=True)]
+    parts = blocks.tile_mlp(block, recompute.mlp_tiles)
+    forward = [sent for part in parts for sent in tp.part(part)]
+    backward = [sent for part in reversed(parts) for sent in tp.part(part, backward=True)]
     recomputed = list[CommOp]()
     if recompute.full:
-        recomputed = forward[:-1] if blocks.skippable_rows(block) else forward  # without the last reduction
+        recomputed = [sent for part in parts for sent in tp.recomputed(part, blocks.is_skippable(block, part))]
     elif recompute.attention:
         recomputed = [sent for part in blocks.parts_of_type(block, AttentionSpec) for sent in tp.part(part)]
     for sent in (*forward, *recomputed, *backward):
@@ -105,18 +97,34 @@ class _TensorParallel:
     def __init__(self, config: RunConfig, fp8: bool = False) -> None:
         p, facts = config.parallel, RECIPES[config.fp8.recipe].facts
         self.cut, self.parts = p.sp, p.tp if p.sp else 1
-        self.pieces, self.width = MAX_PIECES if config.overlap.tp else 1, _bytes(config)[0]
-        self.rows, self.batch = config.model.seq_length, config.batch.micro
+        self.pieces, self.width = MAX_PIECES if config.overlap.tp else 1, element_bytes(config)[0]
+        self.rows, self.batch = config.row_tokens, config.batch.micro
         self.grain, self.current = facts["granularity"] if fp8 else "", facts["scaling"] == "current"
-        self.wide = _bytes(config)[1]
+        self.wide = element_bytes(config)[1]
 
     def part(self, part: blocks.BlockPart, backward: bool = False) -> Iterator[CommOp]:
         """List the collectives of a part: of linear layers, and of sums of squares for norms over all heads."""
         if isinstance(part, ColumnParallel | RowParallel):
             yield from self.layers(part, backward)
+        elif isinstance(part, TiledMLP):
+            yield from self.tiled(part, backward)
         elif isinstance(part, AttentionSpec) and part.qk_norm == "full":
             sums = len(part.qk_norms) * self.rows * self.batch
             yield CommOp("tp", "all_reduce", sums * self.wide, "qk norm gradient" if backward else "qk norm")
+
+    def recomputed(self, part: blocks.BlockPart, skipped: bool) -> Iterator[CommOp]:
+        """List the collectives of a part that full recomputation repeats: `skipped` layers repeat no reduction."""
+        sent = list(self.part(part))
+        yield from sent if not skipped else [] if isinstance(part, TiledMLP) else sent[:-1]
+
+    def tiled(self, part: TiledMLP, backward: bool) -> Iterator[CommOp]:
+        """List the collectives of an MLP in tiles; the backward of a tile repeats the first layers."""
+        for tile in split_rows(self.rows // self.parts, part.tiles):
+            of_tile = copy(self)
+            of_tile.rows = (tile.stop - tile.start) * self.parts
+            yield from of_tile.layers(part.columns, backward=False)
+            yield from of_tile.layers(part.rows, backward)
+            yield from of_tile.layers(part.columns, backward) if backward else ()
 
     def layers(self, group: ColumnParallel | RowParallel, backward: bool = False) -> Iterator[CommOp]:
         """List the collectives of linear layers with a common input or output, as in the table above."""
@@ -158,7 +166,7 @@ class _TensorParallel:
 def _ends(config: RunConfig, first: bool, last: bool) -> Iterator[CommOp]:
     """List the collectives of embedding and head per micro-batch. The loss is computed by chunks of tokens."""
     tp, columns = _TensorParallel(config), padded_vocab(config.model, config.parallel.tp) // config.parallel.tp
-    width, wide = config.model.hidden_size * tp.width, _bytes(config)[1]
+    width, wide = config.model.hidden_size * tp.width, element_bytes(config)[1]
     if first:
         yield tp.reduce("embedding", tp.rows, width)
         yield from tp.gather("embedding gradient", tp.rows, width)
@@ -200,7 +208,7 @@ def _messages(config: RunConfig, coord: Coord) -> Iterator[CommOp]:
 def _gradients(config: RunConfig, coord: Coord) -> Iterator[CommOp]:
     """List the collectives of gradient buckets: over dp, of norms over tp, and of a tied embedding."""
     p, ranks = config.parallel, replicas(config)
-    compute, wide = _bytes(config)
+    compute, wide = element_bytes(config)
     index = topology_of(config).index_in_group(coord, *DATA_AXES)
     operation, times = "reduce_scatter" if p.zero else "all_reduce", config.num_microbatches if p.zero == 2 else 1
     for bucket in _buckets(config, coord.pp):
@@ -218,16 +226,35 @@ def _gradients(config: RunConfig, coord: Coord) -> Iterator[CommOp]:
 
 
 def _optimizer(config: RunConfig, coord: Coord) -> Iterator[CommOp]:
-    """List the all-reduces of squared parameter and update norms, for an optimizer such as LAMB."""
+    """List the messages of whole matrices, or the all-reduces of squared norms for an optimizer such as LAMB."""
+    p = config.parallel
+    if is_mixed(config):
+        yield from _matrix_messages(config, coord)
     if OPTIMIZERS[config.optimizer.name].facts["unit_of_work"] != "param_norms":
         return
-    p = config.parallel
     matrices = sum(slot.parameter.is_matrix for bucket in _buckets(config, coord.pp) for slot in bucket.slots)
     for group, size in (("tp", p.tp), ("dp", replicas(config) if p.zero else 1)):
         if size > 1:
             yield CommOp(group, "all_reduce", 2 * FP64 * matrices, "parameter norms")
     if shares_embedding(config) and coord.pp in (0, p.pp - 1):
         yield CommOp("tied", "all_reduce", 2 * FP64, "parameter norms")
+
+
+def _matrix_messages(config: RunConfig, coord: Coord) -> Iterator[CommOp]:
+    """List the exchanges of whole matrices with their owners, by bucket: gradients there, updates back, and weights
+    there for rules that read them. Bytes are those that this rank sends.
+    """
+    topology, zero, (_, wide) = topology_of(config), config.parallel.zero, element_bytes(config)
+    index = topology.index_in_group(coord, *DATA_AXES)
+    stage = stage_places(config, coord.pp)
+    for layout, places in zip(stage.layouts, stage.places, strict=True):
+        with_weight = [place for place in places if place.group.facts["weight"]]
+        for of_bucket, ways in ((places, 2), (with_weight, 1)):
+            there, back = sent_elements(of_bucket, layout, topology, zero, (coord.tp, index))
+            calls = exchange_axes(of_bucket, topology, zero, index)
+            for axis in calls:
+                elements = there[axis] + (back[axis] if ways == 2 else 0)
+                yield CommOp(axis, "all_to_all", wide * elements, "matrices", calls=ways)
 
 
 def _totals(config: RunConfig, coord: Coord) -> Iterator[CommOp]:
@@ -248,9 +275,3 @@ def _buckets(config: RunConfig, pp_rank: int) -> list[BucketLayout]:
     """Pack the gradient buckets of a pipeline rank; sizes are in elements."""
     topology = topology_of(config)
     return [pack(bucket, topology) for chunk in chunk_buckets(config, pp_rank) for bucket in chunk]
-
-
-def _bytes(config: RunConfig) -> tuple[int, int]:
-    """Element sizes in bytes of the compute and the accumulation dtype."""
-    facts = PRECISIONS[config.train.precision].facts
-    return facts["compute_bytes"], facts["accumulate_bytes"]

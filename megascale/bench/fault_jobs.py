@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from megascale.bench.fault_cases import RANKS_PER_NODE
 from megascale.bench.outside_faults import RUN_VARIABLE, OutsideFaults, job_processes, loss_curve
+from megascale.config.injection import faults_of_ranks
 from megascale.core.process import die_with_parent
 from megascale.fault.incidents import LOG_FILE, Incident, JobHistory, read_history
 from megascale.fault.inject import INJECTED_FILE
@@ -111,7 +112,7 @@ def run_job(
     temporary.mkdir(exist_ok=True)
     shared = set(os.listdir("/dev/shm"))
     command = [sys.executable, "-m", "megascale", "launch", str(config), f"name={name}", f"observe.dir={folder}"]
-    command += [f"parallel.dp={nodes * RANKS_PER_NODE // 4}", *settings, f"fault.inject={inject}"]
+    command += [f"parallel.dp={nodes * RANKS_PER_NODE // 4}", *settings, f"fault.inject={faults_of_ranks(inject)}"]
     command += ["--nodes", str(nodes), "--spares", str(spares)]
     command += ["--scheduler", "testbed"] if testbed is not None else []
     env = os.environ | {"OMP_NUM_THREADS": "1", RUN_VARIABLE: str(run), "TMPDIR": str(temporary)}

@@ -124,7 +124,10 @@ class Fleet:
 
     def _send(self, stage: int, target: int, kind: Kind, microbatch: int, virtual: int, now: Floats) -> Floats:
         """Send to the next stage, and return the arrivals [S, dp, tp]."""
-        arrival = now + MESSAGE_S * self.draw.uniform(0.95, 1.1, now.shape)
+        delay = MESSAGE_S * self.draw.uniform(0.95, 1.1, now.shape)
+        if self.layout.jitter:
+            delay *= np.exp(self.layout.jitter * self.draw.standard_normal(now.shape))
+        arrival = now + delay
         if self.fault.kind == "link":
             ends = self.node[stage], self.node[target]
             there = (ends[0] == self.fault.node) & ((ends[1] == self.fault.peer) | (self.fault.peer < 0))

@@ -22,13 +22,16 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class FleetLayout:
-    """Axes of a job, chunks a rank, micro-batches, ranks of a node, steps."""
+    """Axes of a job, chunks a rank, micro-batches, ranks of a node, steps. `jitter`: deviation of the logarithm of a
+    message's delay.
+    """
 
     topology: Topology
     chunks: int = 1
     microbatches: int = 8
     node_ranks: int = 8
     steps: int = 60
+    jitter: float = 0.0
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -55,8 +58,8 @@ class FleetFault:
 
     `rank`, `node` or `nodes`: the culprits, all ranks without; `peer`: the other node of a link. `factor`: slowdown of
     compute or of messages; `share`: seconds of data or gc, in forwards; `every`: mean steps between two. From position
-    `since` in the steps on. A decay is pauses of all ranks in every step, longer and longer: up to a deviation of
-    `share` (paper, 6.3).
+    `since` in the steps on; a slow rank or job `until` another. A decay is pauses of all ranks in every step, longer
+    and longer: up to a deviation of `share` (paper, 6.3).
     """
 
     kind: str = ""
@@ -68,6 +71,7 @@ class FleetFault:
     share: float = 0.0
     every: int = 1
     since: int = 0
+    until: int | None = None
 
     def culprits(self, rank: npt.NDArray[np.int64], node: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return which ranks are slow."""
@@ -102,7 +106,7 @@ def own_times(
     if hiccups:
         speed *= 1 + (draw.random(shape) < hiccups) * draw.uniform(0, HICCUP, shape)
     if fault.kind in ("slow", "job"):
-        speed[fault.since :] *= 1 + (fault.factor - 1) * culprits
+        speed[fault.since : fault.until] *= 1 + (fault.factor - 1) * culprits
     stage = np.ones((p, layout.chunks))
     stage[0, 0] += EMBEDDING
     stage[-1, -1] += HEAD

@@ -102,7 +102,7 @@ class DeviceSetup:
 @dataclass(frozen=True)
 class MfuResult:
     """Result of the benchmark. `full_model`: the model before slicing; `step`: seconds; `losses`: of the first and the
-    last timed step; `kernels`: share of a step by purpose (`bench.kernels`).
+    last timed step; `kernels`: share of a step by purpose (`trace.kernels`).
     """
 
     config: RunConfig

@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from megascale.bench.link_faults import LINK_FAULTS, link_fault
@@ -47,7 +48,7 @@ class OutsideFaults(threading.Thread):
     def run(self) -> None:
         if all(fault.target == "rank" for fault in self._injection.faults):
             return
-        while not last_step(self._folder):  # the run's folder and the log of its faults are there then
+        while not last_step(self._folder):  # the run's folder is there then
             if self._ended.wait(POLL_S):
                 return
         faults = [fault for target in ("node", "driver") for fault in self._remaining(target)]
@@ -125,7 +126,7 @@ def job_processes(run: Path, node: str = "", command: str = "") -> list[int]:
         with contextlib.suppress(OSError):
             variables = set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if marks <= variables and (not command or [b"megascale", command.encode()] == words[2:4]):
+            if marks <= variables and (not command or [b"megascale", command.encode()] in map(list, pairwise(words))):
                 found.append(pid)
     return found
 

@@ -95,6 +95,10 @@ CASES = {
             _model(8, 256, 768) | _batch(2, 48) | {"parallel.pp": "2", "parallel.vpp": "2"},
         ),
         OverlapCase(
+            "cp", 2, ("cp",),
+            _model(4, 256, 768) | _batch(1, 1) | {"model.seq_length": "4096", "parallel.cp": "2"},
+        ),
+        OverlapCase(
             "tp", 2, ("tp",),
             _model(12, 1024, 4096) | _batch(4, 4) | {"model.vocab_size": "4096"}
             | {"parallel.tp": "2", "parallel.sp": "true"} | PAPER_LAYER,
@@ -220,9 +224,13 @@ class _OverlapJob:
         return sum(record["communication"].get(axis, {}).get(key, 0.0) for axis in self.case.axes)
 
     def _records(self, name: str) -> list[dict[str, Any]]:
-        path = self.folder / self.case.name / name / "metrics.jsonl"
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        return [line for line in lines if line.get("step", 0) > WARM_UP_STEPS and "loss" in line]
+        return timed_steps(self.folder / self.case.name / name)
+
+
+def timed_steps(run: Path) -> list[dict[str, Any]]:
+    """Read the metrics of a run's steps after the warm-up."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if line.get("step", 0) > WARM_UP_STEPS and "loss" in line]
 
 
 def settings_to_toml(settings: Settings) -> str:

@@ -1,4 +1,4 @@
-"""Requests per second of a job's store, with many clients at once: ours, and torch's TCPStore."""
+"""Requests per second of a job's store, with many clients: ours, torch's TCPStore, and Redis if it is installed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 
 from megascale.bench.forked import run_forked
+from megascale.bench.redis_store import has_redis, redis_store
 from megascale.comm.store import JobStore
 from megascale.comm.store_server import start_server
 from megascale.core.network import LOOPBACK, listen
@@ -19,31 +21,37 @@ from megascale.core.secret import new_secret
 
 TIMEOUT = datetime.timedelta(seconds=300)
 
-START_S = 0.5
-"""Seconds after the last client's connection until all send."""
+POLL_S, START_S = 0.5, 1.5
+"""Seconds between a client's looks for the moment at which all send, and from its announcement to that moment."""
 
 Connect = Callable[[], Any]
 """Opens a client's connection."""
 
+Served = tuple[Connect, int]
+"""A store that is served: connections to it, and the server's process ID."""
+
 
 @dataclass(frozen=True)
 class StoreRate:
-    """Requests per second of a store with `clients`, each of which sends a request after the answer to the last."""
+    """Requests per second of a store with `clients`, each of which sends a request after the answer to the last; and
+    per second of the server's CPU time, which the clients of this host do not take from it.
+    """
 
     store: str
     clients: int
     requests_per_s: float
+    requests_per_cpu_s: float
 
 
 @contextmanager
-def job_store() -> Iterator[Connect]:
+def job_store() -> Iterator[Served]:
     """Serve our store."""
     secret = bytes.fromhex(new_secret())
     with listen(LOOPBACK) as listener:
         address = listener.getsockname()
         server = start_server(listener, secret)
     try:
-        yield lambda: JobStore((address[0], address[1]), secret, TIMEOUT)
+        yield lambda: JobStore((address[0], address[1]), secret, TIMEOUT), server.pid
     finally:
         server.kill()
         server.wait()
@@ -52,7 +60,7 @@ def job_store() -> Iterator[Connect]:
 
 
 @contextmanager
-def tcp_store() -> Iterator[Connect]:
+def tcp_store() -> Iterator[Served]:
     """Serve torch's TCPStore in a process of its own, whose event loop is libuv's."""
     import multiprocessing
 
@@ -61,7 +69,8 @@ def tcp_store() -> Iterator[Connect]:
     process.start()
     port = ours.recv()
     try:
-        yield lambda: dist.TCPStore(LOOPBACK, port, is_master=False, timeout=TIMEOUT)
+        assert process.pid is not None
+        yield lambda: dist.TCPStore(LOOPBACK, port, is_master=False, timeout=TIMEOUT), process.pid
     finally:
         process.kill()
         process.join()
@@ -73,34 +82,51 @@ def _serve_tcp_store(pipe: Any) -> None:
     time.sleep(86400)
 
 
-STORES = {"ours": job_store, "torch's TCPStore": tcp_store}
+STORES = {"ours": job_store, "torch's TCPStore": tcp_store, "Redis": redis_store}
+
+
+def installed_stores() -> list[str]:
+    """Return the names of STORES that this host can serve."""
+    return [name for name in STORES if name != "Redis" or has_redis()]
 
 
 def measure_rate(name: str, clients: int, seconds: float) -> StoreRate:
     """Measure a store of STORES for some seconds. Keys are each client's own, but for a counter that all add to."""
-    with STORES[name]() as connect:
+    with STORES[name]() as (connect, server):
         own = connect()
 
-        def work(number: int) -> float:
+        def work(number: int) -> list[float]:
             store = connect()
             store.add("ready", 1)
-            while not store.check(["go"]):
-                time.sleep(0.01)
-            end, count, begun = time.perf_counter() + seconds, 0, time.perf_counter()
-            while time.perf_counter() < end:
+            while not store.check(["begin"]):
+                time.sleep(POLL_S)
+            begin, count = float(store.get("begin")), 0
+            time.sleep(max(0.0, begin - time.monotonic()))
+            begun = time.monotonic()
+            while time.monotonic() < begin + seconds:
                 store.set(f"key {number}", b"x" * 32)
                 store.get(f"key {number}")
                 store.add("counter", 1)
                 count += 3
-            return count / (time.perf_counter() - begun)
+            return [count, time.monotonic() - begun]
 
-        def run(number: int) -> float:
+        def run(number: int) -> list[float]:
             if number < clients:
                 return work(number)
             while own.add("ready", 0) < clients:
-                time.sleep(0.01)
+                time.sleep(POLL_S)
+            begin = time.monotonic() + START_S
+            own.set("begin", str(begin).encode())
             time.sleep(START_S)
-            own.set("go", b"")
-            return 0.0
+            before = _cpu_s(server)
+            time.sleep(seconds)
+            return [_cpu_s(server) - before]
 
-        return StoreRate(name, clients, sum(run_forked(clients + 1, run)))
+        *sent, (cpu_s,) = run_forked(clients + 1, run)
+        requests = sum(count for count, _ in sent)
+        return StoreRate(name, clients, sum(count / time_s for count, time_s in sent), requests / max(cpu_s, 0.01))
+
+
+def _cpu_s(process: int) -> float:
+    times = psutil.Process(process).cpu_times()
+    return float(times.user + times.system)

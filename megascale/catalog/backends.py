@@ -57,7 +57,10 @@ class Requirement:
             "norm": model.norm, "add_norm": model.norm, "activation": model.activation, "rope": model.position,
             "optimizer": optimizer, "linear": granularity, "wgrad": dtype,
         }  # fmt: skip
-        used = {"rope": model.position == "rope", "add_norm": "add_norm" in BLOCKS[model.block].facts["operations"]}
+        used = {
+            "rope": model.position == "rope", "add_norm": "add_norm" in BLOCKS[model.block].facts["operations"],
+            "partial_attention": False,
+        }  # fmt: skip
         columns = model.ffn_size // tp if operation == "activation" else model.hidden_size
         sizes = model.head_dim, columns, any(model.windows), model.logit_softcap is not None
         requirement = cls(names.get(operation), dtype, model.dropout > 0, tp, granularity, *sizes)
@@ -67,6 +70,10 @@ class Requirement:
     def with_documents(self) -> Requirement:
         """Return the demands with `document_mask`."""
         return replace(self, document_mask=True)
+
+    def with_partial_attention(self, operation: str) -> Requirement:
+        """Return the demands of attention to some of the keys at a time, which uses one more operation."""
+        return replace(self, used=self.used or operation == "partial_attention")
 
 
 UNSUPPORTED = {
@@ -167,6 +174,10 @@ _CARDS = {
             attention_softcap=True,
         ),
         _card("torch", "torch's scaled_dot_product_attention", "core_attention:TorchAttention", attention_softcap=True),
+    ],
+    "partial_attention": [
+        _card("flash", "flash-attn 2 (Dao 2023)", "flash_partial:FlashPartial", **_FLASH_FACTS),
+        _card("torch", "torch's flash kernel for CPUs", "partial_attention:TorchFlash"),
     ],
     "rope": [
         _card("compile", "a formula, compiled by torch.compile", "rope:CompiledRope", ("rope",), dtypes=()),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +176,7 @@ class Checkpoints:
         return config_changes({"model": model}, self._config)
 
     def _facts(self, progress: Progress) -> manifest.Facts:
-        return manifest.Facts.for_run(progress, self._config_json, asdict(self._mesh.topology))
+        return manifest.Facts.for_run(progress, self._config_json, self._mesh.topology.sizes)
 
     def _record_save(self, saved: SaveResult | None) -> SaveResult | None:
         if saved is not None and saved.path is not None and saved.error is None:

@@ -20,12 +20,12 @@ from megascale.core.process import usable_cores
 from megascale.core.rank import NODE_VARIABLE
 from megascale.core.secret import inheritable_secret, job_secret
 from megascale.fault.node_place import NodePlace
-from megascale.fault.scheduler.port import ADDRESS_VARIABLE, DRIVER_VARIABLE
-
-SLOTS_VARIABLE = "MEGASCALE_NODE_SLOTS"
-"""Environment variable of an agent: ranks that its node can run; by default one for each usable core."""
+from megascale.fault.scheduler.port import ADDRESS_VARIABLE, DRIVER_VARIABLE, SLOTS_VARIABLE
 
 OPEN_FILES = 1 << 16
+
+NO_DESCRIPTOR = -1
+"""An observer starts no ranks, which would read the secret from a descriptor."""
 
 GRPC_DEFAULTS = {
     "GRPC_ENABLE_FORK_SUPPORT": "0",  # the children of an agent are other programs
@@ -52,9 +52,12 @@ def run(options: argparse.Namespace) -> int:
     from megascale.fault.streams import tls_from_environment
 
     place = place_from_environment(os.environ)
-    secret, descriptor = job_secret(None), inheritable_secret()
     raise_soft_limits(OPEN_FILES)
-    observe = None if options.observe is None else functools.partial(ObservedRanks, options.observe.absolute())
+    if options.observe is None:
+        secret, descriptor, observe = job_secret(None), inheritable_secret(), None
+    else:
+        folder = options.observe.absolute()
+        secret, descriptor, observe = job_secret(folder.parent), NO_DESCRIPTOR, functools.partial(ObservedRanks, folder)
     try:
         status = asyncio.run(Agent(place, secret, descriptor, tls_from_environment(), observe).run())
     except MegascaleError as error:

@@ -85,6 +85,16 @@ def _span(text: str, sign: str) -> range | None:
     return range(int(first), int(last or first) + 1)
 
 
+def local_path(text: str) -> Path:
+    """Parse the path of output files, which are written to a file system of this host.
+
+    Raises: argparse.ArgumentTypeError for a URL
+    """
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is a URL: give a path of this host, and copy the files afterwards")
+    return Path(text)
+
+
 def own_file(suffix: str, start: bytes) -> Callable[[str], Path]:
     """Return an argument type: an output path that is new, or a file that this command wrote before. `start`: the first
     bytes of such a file.

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 
+from megascale.account.activation_offload import host_bytes
 from megascale.account.attended import describe_documents
 from megascale.account.memory import fullest_rank
 from megascale.account.parameters import parameter_count
@@ -22,6 +23,10 @@ from megascale.core.errors import ConfigError, DataError, Exit
 from megascale.core.units import format_bytes, format_count
 from megascale.data.identity import replaced_datasets
 from megascale.launch.host_limits import limit_findings, memory_findings
+from megascale.layout.topology import topology_of
+
+RANKS_OF_HOST = 8
+"""Most ranks of a host here: a larger job usually has several hosts."""
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
@@ -48,7 +53,9 @@ def run(options: argparse.Namespace) -> int:
         state = {"weights": rank.parameters, "gradients": rank.gradients, "optimizer": rank.optimizer}
         facts = {"ok": True, "processes": config.world_size, "state_bytes": {**state, "total": sum(state.values())}}
         facts |= {"activation_bytes": {"total": rank.activations}, "transient_bytes": rank.transient}
-        facts |= {"total_bytes": rank.total, "warnings": notes, "changes": changes}
+        facts |= {"total_bytes": rank.total, "reader_bytes": reader_bytes(config)}
+        facts |= {"host_activation_bytes": offloaded_bytes(config)}
+        facts |= {"warnings": notes, "changes": changes}
         print(json.dumps({**facts, "config": config.model_dump(by_alias=True, mode="json")}))
     elif options.show:
         print(to_toml(config), end="")
@@ -61,41 +68,71 @@ def run(options: argparse.Namespace) -> int:
 
 
 def data_summary(config: RunConfig) -> str:
-    """Describe the training data in a line, with the largest number of epochs over a dataset; empty for mock data."""
+    """Describe the training data, with the largest number of epochs over a dataset; empty for mock data."""
     source, fractions = split_source(config.data, "train")
     if config.data.mock or source is None:
         return ""
     blend = [(1.0, source)] if isinstance(source, str) else source
-    total, epochs = 0, 0.0
+    total, epochs, buckets = 0, 0.0, _samples_of_pieces(config)
     found = read_all_dataset_files([prefix for _, prefix in blend])
-    for weight, prefix in blend:
+    for number, (weight, prefix) in enumerate(blend):
         files = found[prefix]
         if isinstance(files, DataError):
             raise files
         tokens = files.tokens_in(*document_range(files.documents, fractions))
         samples = samples_of_run(config) * weight / sum(weight for weight, _ in blend)
-        total, epochs = total + tokens, max(epochs, samples / ((tokens - 1) // config.model.seq_length))
+        epoch = buckets[number] if buckets else (tokens - 1) // config.model.seq_length
+        total, epochs = total + tokens, max(epochs, samples / epoch)
     count = f"{len(blend)} datasets" if len(blend) > 1 else "a dataset"
     most = " at most" if len(blend) > 1 else ""
     padding = f"; {share:.2%} of the tokens are padding" if (share := padding_share(config)) else ""
-    return f"trains on {format_count(total)} tokens of {count}, {epochs:.3g} epochs{most}{padding}\n"
+    lines = [f"trains on {format_count(total)} tokens of {count}, {epochs:.3g} epochs{most}{padding}\n"]
+    if config.data.packing == "decompose":
+        from megascale.data.bucket_summary import describe_buckets  # imports numpy
+
+        lines.append(f"{describe_buckets(config)}\n")
+    return "".join(lines)
+
+
+def _samples_of_pieces(config: RunConfig) -> list[int]:
+    """The samples of an epoch of each dataset, if documents are decomposed, which leaves tokens out; else empty."""
+    if config.data.packing != "decompose":
+        return []
+    from megascale.data.mixture import Mixture  # imports numpy
+
+    return [sum(samples) for samples in Mixture(config, "train").bucket_samples()]
 
 
 def padding_share(config: RunConfig) -> float:
-    """The share of padding in the training data, from the lengths of the documents; 0 if they are concatenated."""
-    if config.data.packing == "concat":
+    """The share of padding in the training data, from the lengths of the documents; 0 without best fit."""
+    if config.data.packing != "best_fit":
         return 0.0
     from megascale.data.mixture import Mixture  # imports numpy
 
     return Mixture(config, "train").padding()
 
 
+def reader_bytes(config: RunConfig) -> int:
+    """Host memory of the reader of the job's first host, on which are up to RANKS_OF_HOST ranks; 0 without one."""
+    if config.data.reader != "host":
+        return 0
+    from megascale.data.reader_shape import reader_shape  # imports numpy
+
+    ranks = range(min(config.world_size, RANKS_OF_HOST))
+    return reader_shape(config, topology_of(config), ranks, 2 if config.train.eval_every else 1).bytes
+
+
+def offloaded_bytes(config: RunConfig) -> int:
+    """Host memory of the rank with most block inputs there; 0 without `train.activation_offload`."""
+    stages = range(config.parallel.pp if config.train.activation_offload else 0)
+    return max((host_bytes(config, stage) for stage in stages), default=0)
+
+
 def host_warnings(config: RunConfig) -> Iterator[str]:
     """Describe limits of this host that a run would exceed here, and datasets that were replaced since the run's last
-    start. The hosts of the run may have other limits. A host has up to 8 ranks here, because a larger job usually has
-    several hosts.
+    start. The hosts of the run may have other limits.
     """
-    ranks = min(config.world_size, 8)
+    ranks = min(config.world_size, RANKS_OF_HOST)
     findings = list(limit_findings(config, ranks))
     if config.checkpoint.memory_every:
         findings += memory_findings(config, ranks, fullest_rank(config).optimizer)
@@ -108,11 +145,18 @@ def host_warnings(config: RunConfig) -> Iterator[str]:
 def summary(config: RunConfig) -> str:
     """Describe the run in one line, and list the peak memory of the rank with the highest peak, by kind."""
     p, m = config.parallel, config.model
-    layout = f"tp {p.tp}{' sp' if p.sp else ''} x pp {p.pp}{f' (vpp {p.vpp})' if p.vpp > 1 else ''} x dp {config.dp}"
+    cp = f" x cp {p.cp} {p.cp_mode}" if p.cp > 1 else ""
+    layout = (
+        f"tp {p.tp}{' sp' if p.sp else ''}{cp} x pp {p.pp}{f' (vpp {p.vpp})' if p.vpp > 1 else ''} x dp {config.dp}"
+    )
     tokens, whole = config.batch.total * m.seq_length, samples_of_run(config) * m.seq_length
     rank = fullest_rank(config)
     kinds = {**vars(rank), "total": rank.total}
     rampup = " after the ramp-up" if config.batch.rampup else ""
+    reader = f"\nmemory of a host's reader {format_bytes(size)}" if (size := reader_bytes(config)) else ""
+    inputs = (
+        f"\nblock inputs of a rank in host memory {format_bytes(size)}" if (size := offloaded_bytes(config)) else ""
+    )
     documents = f"{text}\n" if (text := describe_documents(config)) else ""
     memory = "\n".join(f"  {kind:<12}{format_bytes(size):>10}" for kind, size in kinds.items())
     return (
@@ -120,5 +164,5 @@ def summary(config: RunConfig) -> str:
         f"{config.num_microbatches} micro-batches of {config.batch.micro}, "
         f"{format_count(tokens)} tokens per step{rampup}, "
         f"{format_count(whole)} in {config.train.steps} steps: no mistakes found\n"
-        f"{data_summary(config)}{documents}memory of the fullest rank\n{memory}"
+        f"{data_summary(config)}{documents}memory of the fullest rank\n{memory}{inputs}{reader}"
     )

@@ -42,6 +42,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     convert.add_argument("output", metavar="OUTPUT", type=_folder, help="a new folder")
     convert.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the weights (default: unchanged)")
     convert.add_argument("--tokenizer", metavar="FILE", type=_file, help="(default: the tokenizer of the training run)")
+    convert.add_argument("--average", action="store_true", help="the average of the weights (train.average), not these")
     convert.add_argument("--eod", metavar="TOKEN", help="token that ends a text (default: that of the training data)")
 
 
@@ -206,10 +207,14 @@ def _convert(options: argparse.Namespace) -> int:
     folder, warnings = Location(options.source).local_path, list[str]()
     try:
         if folder and (folder / CONFIG_FILE).is_file() and not (folder / manifest.NAME).is_file():
+            if options.average:
+                raise CheckpointError(f"{folder} has no average of the weights", hint="leave out --average")
             conversion.from_huggingface(folder, options.output, dtype)
         else:
             source = offline.find_checkpoint(Location(options.source))
-            warnings = conversion.to_huggingface(source, options.output, dtype, options.tokenizer, options.eod)
+            warnings = conversion.to_huggingface(
+                source, options.output, dtype, options.tokenizer, options.eod, options.average
+            )
     except OSError as error:
         where = f" {error.filename}:" if error.filename and str(error.filename) != str(options.output) else ""
         message = f"cannot convert into {options.output}:{where} {error.strerror}"

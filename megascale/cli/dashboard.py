@@ -51,9 +51,13 @@ def run(options: argparse.Namespace) -> int:
         contextlib.suppress(KeyboardInterrupt),
         interrupt_on_stop_signals(),
         open_listener(options.host, options.port) as listener,
+        contextlib.ExitStack() as closing,
     ):
         host, port = listener.getsockname()[:2]
-        app = make_app(watched_runs(options.folders), token, f"megascale-{port}")
+        runs = watched_runs(options.folders)
+        for each in runs.values():
+            closing.callback(each.close)
+        app = make_app(runs, token, f"megascale-{port}")
         shown = socket.gethostname() if host in ANY_ADDRESS else f"[{host}]" if ":" in host else host
         print(f"open http://{shown}:{port}/?token={token} (Ctrl-C ends the dashboard)", flush=True)
         if is_loopback(host):
@@ -74,4 +78,5 @@ def open_listener(host: str, port: int | None) -> socket.socket:
         except OSError as error:
             reason = error.strerror or str(error)
     hint = "another --port, or an address of this host"
-    raise ConfigError([Problem("command line", "--host, --port", f"{host}:{each} cannot be used: {reason}", hint)])
+    where = host if port is None else f"{host}:{port}"
+    raise ConfigError([Problem("command line", "--host, --port", f"{where} cannot be used: {reason}", hint)])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megascale.catalog.tokenizers import TOKENIZERS
 from megascale.cli import data_of_run
-from megascale.cli.argument_types import positive_int
+from megascale.cli.argument_types import local_path, non_negative_int, positive_int
 from megascale.core.errors import DataError, Exit
 from megascale.core.files import fingerprint
 from megascale.core.process import usable_cores
@@ -42,7 +42,9 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     look = verbs.add_parser("inspect", help="describe a token dataset and show some text")
     look.add_argument("prefix", metavar="PREFIX", help="path or URL of the dataset, without suffix")
     look.add_argument("--tokenizer", metavar="NAME|FILE", help="decodes the text (default: the dataset's tokenizer)")
-    look.add_argument("--documents", metavar="N", type=int, default=2, help="documents to show (default: 2)")
+    look.add_argument(
+        "--documents", metavar="N", type=non_negative_int, default=2, help="documents to show (default: 2)"
+    )
     look.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -53,7 +55,7 @@ def _add_prepare(make: argparse.ArgumentParser) -> None:
     kinds += ".zst of these, folders, patterns and URLs"
     make.add_argument("inputs", metavar="INPUT", nargs="+", help=kinds)
     make.add_argument(
-        "--output", metavar="PREFIX", type=Path, required=True, help="path of the dataset, without suffix"
+        "--output", metavar="PREFIX", type=local_path, required=True, help="path of the dataset, without suffix"
     )
     make.add_argument("--tokenizer", metavar="NAME|FILE", required=True, help="bytes, or the path of a tokenizer.json")
     key = "field or column with the text; a.b is the field b in a (default: text)"
@@ -71,7 +73,7 @@ def _add_import(make: argparse.ArgumentParser) -> None:
     kinds = ".bin, .npy, .parquet or .arrow of tokens, a prefix of .bin and .idx, or a folder of LitData"
     make.add_argument("inputs", metavar="INPUT", nargs="+", type=Path, help=kinds)
     make.add_argument(
-        "--output", metavar="PREFIX", type=Path, required=True, help="path of the dataset, without suffix"
+        "--output", metavar="PREFIX", type=local_path, required=True, help="path of the dataset, without suffix"
     )
     make.add_argument("--tokenizer", metavar="NAME|FILE", help="the tokenizer of the tokens, to record in the dataset")
     eod = "id of the token that ends documents (default: the tokenizer's)"

@@ -14,9 +14,10 @@ from megascale.config.loading import load_config
 from megascale.core.errors import DataError, Exit
 from megascale.core.process import usable_cores
 from megascale.core.units import format_bytes
+from megascale.data.bucket_summary import describe_buckets
 from megascale.data.build_indices import BuiltIndices, build_indices
 from megascale.data.index_files import MEMORY_ENTRIES
-from megascale.data.which_samples import ReadSample, samples_of_step
+from megascale.data.which_samples import ReadSample, recorded_steps, samples_of_step
 
 
 def add_index_arguments(sub: argparse.ArgumentParser) -> None:
@@ -53,6 +54,8 @@ def index(options: argparse.Namespace) -> int:
             config, options.workers, lambda done, total: bar.update(task, completed=done, total=total)
         )
     print(_index_line(built))
+    if buckets := describe_buckets(config):
+        print(buckets)
     return Exit.OK
 
 
@@ -68,10 +71,14 @@ def which(options: argparse.Namespace) -> int:
     path = options.run / "config.toml"
     if not path.is_file():
         raise DataError(f"{options.run} is no run's folder: it has no config.toml", hint="the folder of a run")
-    samples = samples_of_step(load_config(str(path), []), options.step)
+    config = load_config(str(path), [])
+    samples, recorded = samples_of_step(config, options.step), recorded_steps(config)
     if options.json:
-        print(json.dumps({"step": options.step, "samples": [asdict(sample) for sample in samples]}))
+        facts = {"step": options.step, "recorded": options.step <= recorded}
+        print(json.dumps(facts | {"samples": [asdict(sample) for sample in samples]}))
         return Exit.OK
+    if options.step > recorded:
+        print(f"the records of the run end at step {recorded}: by its configuration, step {options.step} reads")
     for line in _which_lines(options.step, samples):
         print(line)
     return Exit.OK

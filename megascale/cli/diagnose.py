@@ -1,5 +1,5 @@
 """`megascale diagnose`: whether a run hangs, for which rank the others wait, and why; also of an ended run. With
-`--slow`: what slows a run down.
+`--slow`: what slows a run down. With `--hosts`: hosts whose metrics stay far from the others'.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 from megascale.cli.argument_types import own_file
+from megascale.cli.notes import warn
 from megascale.core.errors import Exit
 from megascale.core.files import write_text
 from megascale.core.process import exit_on_stop_signals
@@ -19,8 +20,11 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     from megascale.view.charts.shapes import FILE_START
 
     sub.add_argument("folder", metavar="RUN", type=Path, help="the run's folder")
+    instead = sub.add_mutually_exclusive_group()
     slow = "say what slows the run down, from its event store, instead of whether it hangs"
-    sub.add_argument("--slow", action="store_true", help=slow)
+    instead.add_argument("--slow", action="store_true", help=slow)
+    hosts = "name hosts whose metrics (CPU, GPUs, links, disks) stay far from the others', from the event store"
+    instead.add_argument("--hosts", action="store_true", help=hosts)
     sub.add_argument("--json", action="store_true", help="print one JSON object")
     picture = "write a picture of who waits for whom"
     sub.add_argument("--picture", metavar="FILE.svg", type=own_file(".svg", FILE_START), help=picture)
@@ -28,12 +32,18 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    if options.slow:
-        return _run_slow(options)
+    from megascale.view.run_view import RunFolderError, RunReader
+
+    if options.slow or options.hosts:
+        if options.picture is not None:
+            what = "--picture shows who waits for whom in a run that hangs"
+            raise RunFolderError(what, hint=f"leave --{'slow' if options.slow else 'hosts'} out")
+        with exit_on_stop_signals():
+            (_print_slow if options.slow else _print_hosts)(options)
+        return Exit.OK
     from megascale.view.diagnosis import diagnose
     from megascale.view.diagnosis_text import diagnosis_json, diagnosis_text
     from megascale.view.last_states import read_last_states
-    from megascale.view.run_view import RunFolderError, RunReader
 
     with exit_on_stop_signals():
         view = RunReader(options.folder).read()
@@ -51,20 +61,33 @@ def run(options: argparse.Namespace) -> int:
     return Exit.OK
 
 
-def _run_slow(options: argparse.Namespace) -> int:
+def _print_slow(options: argparse.Namespace) -> None:
     """Print the findings about the run's event store, the costliest first."""
-    from megascale.eventstore.query import open_store
+    from megascale.eventstore.reading import read_store
     from megascale.observe.findings import findings
-    from megascale.view.run_view import RunFolderError
 
-    if options.picture is not None:
-        raise RunFolderError("--picture shows who waits for whom in a run that hangs", hint="leave --slow out")
-    with exit_on_stop_signals():
-        found = findings(open_store(options.folder))
+    reading = read_store(options.folder, findings)
+    warn(reading.notes)
+    found = reading.value
     if options.json:
         print(json.dumps([finding.to_json() for finding in found]))
-    for finding in () if options.json else found:
+        return
+    for finding in found:
         print(finding, *finding.evidence, sep="\n    ")
-    if not found and not options.json:
+    if not found:
         print("nothing slows the run down that its event store shows")
-    return Exit.OK
+
+
+def _print_hosts(options: argparse.Namespace) -> None:
+    """Print the hosts whose newest metrics stay far from the others', the farthest first."""
+    from megascale.eventstore.query import StoreError
+    from megascale.eventstore.reading import read_store
+    from megascale.observe.host_outliers import recent_host_outliers
+
+    reading = read_store(options.folder, recent_host_outliers)
+    warn(reading.notes)
+    found = reading.value
+    if not found.hosts:
+        what = f"{options.folder}: the event store has no metrics of hosts"
+        raise StoreError(what, hint="agents of megascale launch write them, and others with observe.metrics_port")
+    print(json.dumps(found.to_json()) if options.json else found)

@@ -225,13 +225,13 @@ def _stated(peak: dict[str, Any]) -> str:
 
 def table(reports: dict[str, list[OperationReport]]) -> list[str]:
     """Format one line per backend of each operation: a column per precision, and the reason not to serve."""
-    lines = [f"{'operation':<15}{'backend':<10}" + "".join(f"{name:<17}" for name in reports)]
+    lines = [f"{'operation':<18}{'backend':<10}" + "".join(f"{name:<17}" for name in reports)]
     for operation_reports in zip(*reports.values(), strict=True):
         for number, verdicts in enumerate(zip(*(report.verdicts for report in operation_reports), strict=True)):
             operation = operation_reports[0].operation if number == 0 else ""
             cells = "".join(f"{_cell(verdict):<17}" for verdict in verdicts)
             lines += _wrap(
-                f"{operation:<15}{verdicts[0].backend:<10}{cells}", _reason(dict(zip(reports, verdicts, strict=True)))
+                f"{operation:<18}{verdicts[0].backend:<10}{cells}", _reason(dict(zip(reports, verdicts, strict=True)))
             )
     lines.append("")
     lines += _wrap("", LEGEND)

@@ -9,7 +9,6 @@ import socket
 from megascale.cli.main import add_config_arguments
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
-from megascale.core.live_file import LIVE_FILE, LiveFile
 from megascale.core.secret import job_secret
 
 
@@ -32,39 +31,19 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def _drive(options: argparse.Namespace, config: RunConfig) -> int:
-    from megascale.export.exporter import DRIVER, MetricsEndpoint, exporting
-    from megascale.fault.alerts import METRICS_FILE, AlertReader
-    from megascale.fault.driver import Clock, Driver
-    from megascale.fault.incidents import LOG_FILE, IncidentLog, read_history
-    from megascale.fault.job import Job, JobPlan
-    from megascale.fault.job_families import job_metrics
-    from megascale.fault.live_job import LiveWriter
-    from megascale.fault.rpc import DriverServer
-    from megascale.fault.say import say
+    from megascale.fault.drive_job import drive_job
+    from megascale.fault.job import JobPlan
     from megascale.fault.scheduler.adapters import ADAPTERS
     from megascale.fault.scheduler.remote import SchedulerClient
     from megascale.fault.shrink import smaller_layout
-    from megascale.fault.streams import tls_from_environment
-    from megascale.observe.hang import hang_verdict
 
     host, _, port = options.listen.rpartition(":")
-    log, clock = IncidentLog(config.folder / LOG_FILE), Clock()
-    history = read_history(config.folder / LOG_FILE)
-    now = clock.now()
-    events: list[dict[str, object]] = [{"event": "driver", "time": now}]
-    if options.first:
-        size = {"nodes": options.nodes, "world": config.world_size, "scheduler": options.scheduler}
-        events.insert(0, {"event": "launch", "time": now, "run": config.name, **size})
-    for event in events:
-        history.apply(event)
-        log.append(event)
-    arguments = ("train", options.config, *options.overrides)
     adapter, per_node = ADAPTERS[options.scheduler], config.world_size // options.nodes
     plan = JobPlan(
         config.name,
         options.nodes,
         config.world_size,
-        arguments,
+        ("train", options.config, *options.overrides),
         str(config.folder / "logs"),
         takeover=options.takeover,
         requestable=adapter.requestable,
@@ -75,13 +54,10 @@ async def _drive(options: argparse.Namespace, config: RunConfig) -> int:
         metrics_address=config.observe.metrics_address,
         metrics_port=config.observe.metrics_port,
     )
-    job = Job(plan, config.fault, history, hang_verdict, now)
+    size = {"nodes": options.nodes, "world": config.world_size, "scheduler": options.scheduler}
     scheduler = await SchedulerClient.connect(socket.socket(fileno=options.scheduler_descriptor))
-    async with DriverServer(job_secret(None), host, int(port), tls_from_environment()) as server:
-        alerts = AlertReader(config.folder / METRICS_FILE)
-        live = LiveWriter(LiveFile(config.folder / LIVE_FILE))
-        driver = Driver(job, server, scheduler, log, clock, alerts, live)
-        with exporting(job_metrics(job, clock.now, DRIVER), MetricsEndpoint.of_run(config, DRIVER), say):
-            status = await driver.run(start_agents=options.first)
+    try:
+        listen = host, int(port)
+        return await drive_job(config, plan, scheduler, job_secret(None), listen, size if options.first else None)
+    finally:
         await scheduler.close()
-    return status

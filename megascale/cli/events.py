@@ -12,10 +12,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megascale.cli.argument_types import rank_ranges, step_range
+from megascale.cli.argument_types import positive_float, rank_ranges, step_range
+from megascale.cli.notes import warn
 from megascale.core.errors import Exit
 from megascale.core.process import exit_on_stop_signals
 from megascale.eventstore.query import Answer, StoreError, answer, open_store
+from megascale.eventstore.reading import read_store
 from megascale.eventstore.ready_queries import READY_QUERIES
 from megascale.eventstore.schema import schema_page
 from megascale.eventstore.table_files import STORE_FOLDER
@@ -35,7 +37,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("query", metavar="QUERY", nargs="?", help="a SELECT, or the name of a ready query (see --list)")
     sub.add_argument(
-        "--last", metavar="SECONDS", type=float, help="only what was stored in the last seconds of the run"
+        "--last", metavar="SECONDS", type=positive_float, help="only what was stored in the last seconds of the run"
     )
     export = sub.add_argument_group("export to OpenTelemetry, in the place of a query")
     export.add_argument(
@@ -71,7 +73,9 @@ def run(options: argparse.Namespace) -> int:
         raise StoreError("RUN or QUERY is missing", hint="megascale events RUN slowest-ranks; see --list and --schema")
     sql = query_text(options.query)
     with exit_on_stop_signals():
-        found = answer(open_store(options.run_dir, last_s=options.last), sql)
+        reading = read_store(options.run_dir, lambda store: answer(store, sql), last_s=options.last)
+        found = reading.value
+    warn(reading.notes)
     if options.json:
         print(json.dumps({"columns": found.columns, "rows": [[_plain(value) for value in row] for row in found.rows]}))
     elif options.csv:
@@ -88,8 +92,13 @@ def _export(options: argparse.Namespace) -> int:
     if options.query is not None:
         raise StoreError("--otlp stands in the place of a query", hint="leave out --otlp, or the query")
     with exit_on_stop_signals():
-        store = open_store(options.run_dir, last_s=options.last)
-        choice = choose(store, options.spans or DEFAULT_SPANS, options.ranks, options.steps)
+        reading = read_store(
+            options.run_dir,
+            lambda store: choose(store, options.spans or DEFAULT_SPANS, options.ranks, options.steps),
+            last_s=options.last,
+        )
+        warn(reading.notes)
+        store, choice = open_store(options.run_dir, last_s=options.last, without=reading.damaged), reading.value
         sent = export_spans(store, _run_name(options.run_dir), choice, options.otlp)
     print(f"{sent.spans} spans of {sent.steps} steps and {sent.ranks} ranks sent to {options.otlp}")
     return Exit.OK

@@ -14,8 +14,8 @@ from megascale.cli.argument_types import non_negative_int, positive_int
 from megascale.cli.main import add_config_arguments
 from megascale.cli.train import lock_run_folder, raise_limits
 from megascale.config.loading import load_config
-from megascale.config.rules import launch_findings
 from megascale.config.run import RunConfig
+from megascale.config.timeout_rules import launch_findings
 from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.files import atomic_file
 from megascale.launch import environment
@@ -43,12 +43,11 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    from megascale.fault.scheduler.adapters import ADAPTERS
     from megascale.fault.supervisor import LaunchPlan, supervise
 
     config = load_config(options.config, options.overrides)
-    if problems := list(_problems(options, config, tuple(ADAPTERS))):
-        raise ConfigError(problems)
+    if found := list(problems(options, config)):
+        raise ConfigError(found)
     if options.output:
         return _write_manifest(options, config)
     environment.set_defaults(config.folder if config.world_size > 1 else None)
@@ -58,7 +57,8 @@ def run(options: argparse.Namespace) -> int:
     size = ["--nodes", str(options.nodes), "--scheduler", options.scheduler]
     arguments = (options.config, *options.overrides, *size)
     with lock_run_folder(config):
-        plan = LaunchPlan(config.folder, arguments, options.nodes + options.spares, options.scheduler)
+        count, slots = options.nodes + options.spares, config.world_size // options.nodes
+        plan = LaunchPlan(config.folder, arguments, count, options.scheduler, slots)
         return asyncio.run(supervise(plan))
 
 
@@ -71,6 +71,7 @@ def _write_manifest(options: argparse.Namespace, config: RunConfig) -> int:
     plan = JobSetPlan(
         config.name, options.image, options.nodes, options.spares, arguments, claim, mount, new_secret(),
         options.gpus_per_node, math.ceil(config.fault.stop_grace_s + config.fault.end_grace_s) + 30,
+        slots=config.world_size // options.nodes,
     )  # fmt: skip
     with atomic_file(options.output, "w") as file:
         os.fchmod(file.fileno(), 0o600)  # it holds the job's secret
@@ -79,7 +80,10 @@ def _write_manifest(options: argparse.Namespace, config: RunConfig) -> int:
     return Exit.OK
 
 
-def _problems(options: argparse.Namespace, config: RunConfig, adapters: tuple[str, ...]) -> Iterator[Problem]:
+def problems(options: argparse.Namespace, config: RunConfig) -> Iterator[Problem]:
+    """Find what is wrong between the options and the configuration, before anything starts."""
+    from megascale.fault.scheduler.adapters import ADAPTERS
+
     world, nodes = config.world_size, options.nodes
     if world % nodes:
         divisors = ", ".join(str(n) for n in range(1, world + 1) if not world % n)
@@ -87,8 +91,8 @@ def _problems(options: argparse.Namespace, config: RunConfig, adapters: tuple[st
         yield Problem("command line", "--nodes", what, f"one of {divisors}")
     for finding in launch_findings(config):
         yield Problem("configuration", finding.key, finding.message, finding.hint)
-    if options.scheduler not in adapters:
-        hint = f"one of {', '.join(adapters)}"
+    if options.scheduler not in ADAPTERS:
+        hint = f"one of {', '.join(ADAPTERS)}"
         yield Problem("command line", "--scheduler", f"no scheduler {options.scheduler!r}", hint)
     if options.output and options.scheduler != "jobset":
         yield Problem("command line", "--output", "a manifest is for --scheduler jobset", "add --scheduler jobset")

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import megascale
 from megascale.cli.standard_streams import discard_unwritable_output, open_closed_streams
@@ -21,6 +22,7 @@ COMMANDS = {
     "plan": "estimate memory, step time and MFU of a run before a device is booked",
     "train": "train as a rank of torchrun or srun, or launch the ranks on this host",
     "launch": "train with a driver, agents and spare nodes: a job that survives faults",
+    "observe": "watch a job of torchrun or srun, with one process on each host: who hangs, who failed first",
     "watch": "show the live state of every rank of a run in the terminal",
     "diagnose": "say whether a run hangs, which rank the others wait for, and why",
     "dashboard": "show runs as a web page: curves, heat map, timeline, every rank",
@@ -35,7 +37,10 @@ COMMANDS = {
     "trace": "merge the event logs of a run's ranks into one timeline for Perfetto",
 }
 
-HIDDEN_COMMANDS = ("agent", "collect", "driver")
+SECOND_COMMANDS = {"plan batch": "plan the global batch: the critical batch, a ramp-up, and what a batch costs"}
+"""Commands of two words, which the help of the first names; `plan batch` is in `cli/plan_batch.py`."""
+
+HIDDEN_COMMANDS = ("agent", "collect", "driver", "standby")
 """Commands that other commands start."""
 
 
@@ -47,10 +52,19 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     for name, help_line in COMMANDS.items():
         sub = subparsers.add_parser(name, help=help_line, description=help_line[0].upper() + help_line[1:] + ".")
         if name == command:
-            importlib.import_module(f"megascale.cli.{name}").add_arguments(sub)
+            command_module(name).add_arguments(sub)
+    if command in SECOND_COMMANDS:
+        help_line = SECOND_COMMANDS[command]
+        sub = subparsers.add_parser(command, description=help_line[0].upper() + help_line[1:] + ".")
+        command_module(command).add_arguments(sub)
     if command in HIDDEN_COMMANDS:
-        importlib.import_module(f"megascale.cli.{command}").add_arguments(subparsers.add_parser(command))
+        command_module(command).add_arguments(subparsers.add_parser(command))
     return top
+
+
+def command_module(command: str) -> ModuleType:
+    """Import the module of a subcommand."""
+    return importlib.import_module(f"megascale.cli.{command.replace(' ', '_')}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,18 +73,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         open_closed_streams()
         name_files_in_utf8()
     escape_output()
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = _join_second_command(list(sys.argv[1:] if arguments is None else arguments))
     if arguments is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # imports may swallow KeyboardInterrupt or print a traceback: Ctrl-C ends the process until a command handles it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     command = next((word for word in words if not word.startswith("-")), None)
     try:
         top = parser(command)
-        if command and command not in (*COMMANDS, *HIDDEN_COMMANDS) and (close := closest_name(command, COMMANDS)):
+        if (
+            command
+            and command not in (*COMMANDS, *SECOND_COMMANDS, *HIDDEN_COMMANDS)
+            and (close := closest_name(command, COMMANDS))
+        ):
             top.error(f"there is no command '{command}'  -> did you mean '{close}'?")
         options = _parse(top, words)
         _check_current_folder()
-        return int(importlib.import_module(f"megascale.cli.{options.command}").run(options))
+        return int(command_module(options.command).run(options))
     except MegascaleError as error:
         print(error, file=sys.stderr)
         return int(error.exit_status)
@@ -87,6 +105,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(Exit.UNCLASSIFIED)
 
 
+def _join_second_command(words: list[str]) -> list[str]:
+    """Join the first words to one if they are a command of two words."""
+    joined = " ".join(words[:2])
+    return [joined, *words[2:]] if joined in SECOND_COMMANDS else words
+
+
 def _check_current_folder() -> None:
     """Check that the current folder is there: without it torch's libraries end the process as they are loaded.
 
@@ -100,10 +124,12 @@ def _check_current_folder() -> None:
 
 
 def _parse(top: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """Parse arguments. Accepts key=value settings after options too, which argparse alone would refuse."""
+    """Parse arguments. Accepts key=value settings and a query after options too, which argparse alone would refuse."""
     options, rest = top.parse_known_args(words)
     if "overrides" in options and not any(word.startswith("-") for word in rest):
         options.overrides = [*options.overrides, *rest]
+    elif len(rest) == 1 and not rest[0].startswith("-") and getattr(options, "query", "") is None:
+        options.query = rest[0]
     elif rest:
         hint = "  -> settings have no dashes: section.key=value" if "overrides" in options else ""
         top.error(f"unrecognized arguments: {' '.join(rest)}{hint}")

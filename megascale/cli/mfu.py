@@ -5,8 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from megascale.cli.notes import warn
 from megascale.core.errors import Exit, MegascaleError
+
+if TYPE_CHECKING:
+    import duckdb
+
+    from megascale.observe.drift import Drift
+    from megascale.observe.mfu_ledger import MfuLedger
 
 
 class MfuError(MegascaleError):
@@ -25,16 +33,26 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    from megascale.eventstore.query import open_store
+    from megascale.eventstore.reading import read_store
+    from megascale.eventstore.table_files import STORE_FOLDER
     from megascale.observe.cube_queries import peak_flops, recent_cube, sampled_cube
     from megascale.observe.drift import drift
     from megascale.view.run_breakdown import BUBBLE_STEPS, run_breakdown
+    from megascale.view.run_view import CONFIG_FILE
 
-    store, folder = open_store(options.run), Path(options.run)
-    breakdown = run_breakdown(store, folder, recent_cube(store, BUBBLE_STEPS))
+    folder = Path(options.run)
+    if folder.name == STORE_FOLDER and folder.resolve().parent.joinpath(CONFIG_FILE).is_file():
+        folder = folder.resolve().parent
+
+    def read(store: duckdb.DuckDBPyConnection) -> tuple[MfuLedger | None, Drift]:
+        breakdown = run_breakdown(store, folder, recent_cube(store, BUBBLE_STEPS))
+        return breakdown, drift(sampled_cube(store), peak_flops(store))
+
+    reading = read_store(options.run, read)
+    warn(reading.notes)
+    breakdown, change = reading.value
     if breakdown is None:
         raise MfuError(f"{options.run}: no complete step yet", hint="rows come some seconds after their step")
-    change = drift(sampled_cube(store), peak_flops(store))
     if options.json:
         print(json.dumps({"breakdown": breakdown.to_json(), "drift": change.to_json()}))
         return Exit.OK

@@ -8,14 +8,16 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from megascale.cli.argument_types import positive_float, positive_int, positive_ints
+from megascale.cli.length_arguments import add_length_arguments, refused_with_lengths
 from megascale.cli.main import add_config_arguments
 from megascale.config.loading import load_config
 from megascale.config.profile_files import profile_names
@@ -68,10 +70,12 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--sweep", metavar="N,N,...", type=positive_ints, default=[], help="also plan for these numbers of devices"
     )
+    add_length_arguments(sub)
     sub.add_argument("--timeline", metavar="FILE.json", type=Path, help="write a timeline of the step for Perfetto")
     sub.add_argument("--plot", metavar="FILE.png", type=Path, help="plot memory by stage, time by cause, and the sweep")
     sub.add_argument("--json", action="store_true", help="print one JSON object")
     sub.set_defaults(refuse=sub.error)
+    sub.epilog = "`megascale plan batch CONFIG` plans the global batch."
 
 
 def run(options: argparse.Namespace) -> int:
@@ -81,23 +85,38 @@ def run(options: argparse.Namespace) -> int:
         return _run(options)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _check_options(options: argparse.Namespace) -> None:
+    """Refuse options that contradict each other, and files that cannot be written.
+
+    Raises: ConfigError
+    """
     if options.output and not options.search:
         options.refuse("--output needs --search")
     if options.search and options.sweep:
         options.refuse("--sweep plans the layout of CONFIG: leave out --search")
     if options.search and not options.gpus:
         options.refuse("--search needs --gpus")
+    if refused := refused_with_lengths(options):
+        options.refuse(refused)
     for path in (options.output, options.timeline, options.plot):
         _check_writable(path)
     if options.plot and options.plot.suffix != ".png":
         raise ConfigError(
             [Problem("command line", f"--plot {options.plot}", "the plot is a PNG", "give a name that ends in .png")]
         )
+
+
+def _run(options: argparse.Namespace) -> int:
+    _check_options(options)
     swept = _sweep_configs(options)
     hardware = profiles.hardware(options.hardware)
     stack = profiles.stack_on(hardware, options.stack)
     _check_stack(options, stack)
+    if options.lengths:
+        from megascale.cli.plan_lengths import report as report_lengths  # imports numpy
+
+        print_tables(report_lengths(options, _config(options, options.gpus), hardware, stack))
+        return Exit.OK
     search_result = _search(options, hardware, stack) if options.search else None
     if search_result and not search_result.best:
         return _report_no_fit(options, search_result)
@@ -116,8 +135,15 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _search(options: argparse.Namespace, hardware: Hardware, stack: Stack) -> SearchResult:
-    """Find the fastest layouts. Keys set on the command line stay fixed; the layout of CONFIG need not be legal."""
-    return search(_config(options, None, layout=False), options.gpus, hardware, stack, _fixed_keys(options))
+    """Find the fastest layouts. Keys set on the command line stay fixed; the layout of CONFIG need not be legal.
+
+    Raises: ConfigError for a configuration whose layouts have no time
+    """
+    config = _config(options, None, layout=False)
+    if config.parallel.cp_mode == "hybrid":
+        what = "the time of hybrid depends on the lengths of documents, and --search plans with one length"
+        raise ConfigError([Problem(options.config, "parallel.cp_mode", what, "plan with --lengths, which names both")])
+    return search(config, options.gpus, hardware, stack, _fixed_keys(options))
 
 
 def _report_no_fit(options: argparse.Namespace, search_result: SearchResult) -> int:
@@ -257,11 +283,15 @@ def _print(
         extra |= {"suggestion": alternative} if alternative else {}
         print(json.dumps({**report.plan_json(plan, sweep, options.tokens, cost), **extra}))
         return
+    print_tables(report.search_tables(search_result) if search_result else ())
+    print_tables(report.tables(plan, sweep, options.tokens, cost))
+
+
+def print_tables(parts: Iterable[str | Table]) -> None:
+    """Print lines and tables, to the width of a terminal."""
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
-    for part in report.search_tables(search_result) if search_result else ():
-        console.print(part)
-    for part in report.tables(plan, sweep, options.tokens, cost):
-        console.print(part)
+    for part in parts:
+        console.print(part, markup=False)
 
 
 def _failure_cost(options: argparse.Namespace, plan: Plan) -> failures.FailureCost:

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from megascale.cli.argument_types import own_file
+from megascale.cli.notes import warn
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.files import write_text
 
@@ -40,6 +41,8 @@ def run(options: argparse.Namespace) -> int:
         store = read_store_view(options.folder)
     except StoreError as error:
         notes.append(f"without the analyses of events: {error.message}")
+    notes += store.notes if store is not None else ()
+    warn(notes)
     events = pictured_events(options.folder, view.topology)
     report = render_report(view, store, render_svg(events) if events else "", notes)
     path = options.output or options.folder / "report.html"

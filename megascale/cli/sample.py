@@ -25,6 +25,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
         help="sample from the K likeliest tokens; 0: from all (default: 50)",
     )
     sub.add_argument("--seed", type=_seed, default=0, help="random seed (default: 0)")
+    sub.add_argument("--average", action="store_true", help="by the average of the weights (train.average)")
     sub.add_argument("--tokenizer", metavar="NAME|FILE", help="(default: the tokenizer of the training run)")
     sub.add_argument("--eod", metavar="TOKEN", help="token that ends a text (default: that of the training data)")
 
@@ -38,8 +39,9 @@ def run(options: argparse.Namespace) -> int:
     params = SamplingParams(options.tokens, options.temperature, options.top_k, options.seed)
     source = find_weights(Location(options.checkpoint))
     wanted = WantedTokenizer(options.tokenizer, options.eod)
+    prompts, device = options.prompt or [""], detect_device().torch_device
     try:
-        for text in generate_text(source, options.prompt or [""], params, wanted, detect_device().torch_device):
+        for text in generate_text(source, prompts, params, wanted, device, options.average):
             print(text, flush=True)
     except OSError as error:
         message = f"cannot write the weights for transformers: {error.filename or ''} {error.strerror}"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from megascale.cli.main import add_config_arguments
+from megascale.config.injection_rules import unknown_ranks
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.config.toml_reader import read_toml
@@ -127,7 +128,11 @@ def _load_config(options: argparse.Namespace, rank: Rank | None) -> RunConfig:
     variables that it comes from: those of an operator or a shell may not be meant for this job.
     """
     if rank is None:
-        return load_config(options.config, options.overrides)
+        config = load_config(options.config, options.overrides)
+        findings = list(unknown_ranks(config, config.world_size))
+        if findings:
+            raise ConfigError([Problem("configuration", one.key, one.message, one.hint) for one in findings])
+        return config
     try:
         return load_config(options.config, options.overrides, world_size=rank.world_size)
     except ConfigError as error:

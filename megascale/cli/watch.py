@@ -49,6 +49,9 @@ def run(options: argparse.Namespace) -> int:
             last = _follow(console, reader, store.start())
     except KeyboardInterrupt:
         return Exit.OK
+    finally:
+        store.stop()
+    store.refresh()
     _print(console, last, store)
     return Exit.OK
 
@@ -83,9 +86,10 @@ def _lines(console: Console, view: RunView, store: StoreFollower, height: int) -
 
     size = FrameSize(console.width, height, has_blocks(console.encoding, os.environ))
     analyses = store.latest
+    note = store.note.removeprefix("no analyses: ") if analyses is None else store.note
     if analyses is None:
-        return frame(view, (), (), size)
-    return frame(view, analyses.slowness, analyses.verdicts, size)
+        return frame(view, (), None, size, f"none: {note}")
+    return frame(view, analyses.slowness, analyses.verdicts, size, note)
 
 
 def has_blocks(encoding: str, env: Mapping[str, str]) -> bool:

@@ -1,6 +1,8 @@
-"""The collectives: all-reduce, all-gather and reduce-scatter, whole or piece by piece.
+"""The collectives: all-reduce, all-gather, reduce-scatter and all-to-all, whole or piece by piece.
 
 - `all_reduce`, `all_gather`, `reduce_scatter`: one call for the whole tensor
+- `all_to_all`, `send_on`: every rank has a part for every other rank, or one for the next rank
+- `all_to_all_v`: a message of any size between every two ranks
 - `all_gather_pieces`, `ReduceScatterPieces`: rows arrive or leave in pieces, to overlap with GEMMs on the other rows
 
 Every collective is written to the event log; in a group of one rank nothing is sent. `label` names the tensor: a
@@ -11,11 +13,12 @@ the output or writing the input.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from megascale.comm.group import Group
-from megascale.comm.p2p_collectives import reduce_in_rank_order, same_storage_start
+from megascale.comm.p2p_collectives import P2PTransport, reduce_in_rank_order, same_storage_start
 from megascale.comm.work import COMPLETED, Work
 from megascale.core.label import Label, LabelLike
 from megascale.layout.pieces import split_rows
@@ -56,6 +59,46 @@ def reduce_scatter(group: Group, out: Tensor, full: Tensor, *, label: LabelLike 
     return group.issue("reduce_scatter", label, full.nbytes, lambda: transport.reduce_scatter(out, full), wait=wait)
 
 
+def all_to_all(group: Group, out: Tensor, full: Tensor, *, label: LabelLike = "", wait: bool = True) -> Work:
+    """Send row i of `full` [size, ...] to rank i, and write what rank i sends to row i of `out`. Both are contiguous.
+    The group has a `p2p_transport`.
+    """
+    out[group.index].copy_(full[group.index])
+    if group.size == 1:
+        return COMPLETED
+    transport = _messages_of(group)
+    start = functools.partial(transport.all_to_all, full.unbind(), out.unbind())
+    return group.issue("all_to_all", label, full.nbytes, start, wait=wait)
+
+
+def send_on(group: Group, out: Tensor, into: Tensor, to: int, source: int, *, label: LabelLike = "") -> Work:
+    """Start sending `out` to the rank `to` of the group, and receiving `into` from `source`, both contiguous. Ranks of
+    the group form one or more rings. The group has a `p2p_transport`, and more than one rank.
+    """
+    transport = _messages_of(group)
+    return group.issue("send_on", label, out.nbytes, lambda: transport.send_on(out, into, to, source), wait=False)
+
+
+def _messages_of(group: Group) -> P2PTransport:
+    assert group.p2p_transport is not None, f"group {group.name} has no point-to-point transport"
+    return group.p2p_transport
+
+
+def all_to_all_v(
+    group: Group, incoming: Sequence[Tensor], outgoing: Sequence[Tensor], *, label: LabelLike = "", wait: bool = True
+) -> Work:
+    """Send `outgoing[i]` to group rank i, which receives it in its `incoming`, for every rank i; this rank's own is
+    copied. Contiguous tensors of any size, also empty. The event log has the bytes that this rank sends.
+    """
+    incoming[group.index].copy_(outgoing[group.index])
+    transport = group.message_transport
+    if transport is None:
+        _check_alone(group)
+        return COMPLETED
+    sent = sum(part.nbytes for index, part in enumerate(outgoing) if index != group.index)
+    return group.issue("all_to_all", label, sent, lambda: transport.all_to_all(outgoing, incoming), wait=wait)
+
+
 def _check_alone(group: Group) -> None:
     assert group.size == 1, f"group {group.name} was opened without collectives"
 
@@ -69,8 +112,7 @@ def all_gather_pieces(
     then for every piece a few rows of every other rank. The group has a `p2p_transport`. Both tensors are contiguous;
     `part` may not change before the last piece has been waited for.
     """
-    transport, n = group.p2p_transport, part.shape[0]
-    assert transport is not None, f"group {group.name} has no point-to-point transport to send pieces"
+    transport, n = _messages_of(group), part.shape[0]
     parts = list(out.view(group.size, n, *out.shape[1:]).unbind())
     parts[group.index].copy_(part)
     arriving: list[tuple[list[slice], Work]] = [([_shift(slice(0, n), group.index * n)], COMPLETED)]
@@ -91,7 +133,7 @@ class ReduceScatterPieces:
     """
 
     def __init__(self, group: Group, out: Tensor, full: Tensor, num_pieces: int, *, label: LabelLike = "") -> None:
-        assert group.p2p_transport is not None, f"group {group.name} has no point-to-point transport to send pieces"
+        self._transport = _messages_of(group)
         n = out.shape[0]
         self._group = group
         self._out = out
@@ -110,10 +152,8 @@ class ReduceScatterPieces:
             return
         rows, label = self._unsent.pop(0)
         outgoing, incoming = [part[rows] for part in self._parts], [part[rows] for part in self._received]
-        transport = self._group.p2p_transport
-        assert transport is not None
         nbytes = outgoing[0].nbytes * self._group.size
-        start = functools.partial(transport.all_to_all, outgoing, incoming)
+        start = functools.partial(self._transport.all_to_all, outgoing, incoming)
         self._pending.append(self._group.issue("reduce_scatter", label, nbytes, start, wait=False))
 
     def wait_and_reduce(self) -> None:

@@ -52,6 +52,7 @@ class Group:
     `process_group` is None for the group of all ranks, for a direction of the pipeline (every pair of ranks has its
     own process group, `comm.p2p`), and for a group of one rank, which sends nothing. `transport` is None for the last
     two. `p2p_transport` sends collectives piece by piece; None where communication cannot overlap with compute.
+    `message_transport` sends messages of different sizes; None where `transport` is.
     `ring_problem`: why ranks of the same host send messages; "" with shared memory, and where it is out of place.
     `fault_hook` is called with operation and label before an issue, and with "wait" before a wait: tests delay it,
     raise, or return a fault of the communication.
@@ -64,6 +65,7 @@ class Group:
     recorder: Recorder = field(default_factory=Recorder)
     transport: Transport | None = None
     p2p_transport: P2PTransport | None = None
+    message_transport: P2PTransport | None = None
     ring_problem: str = ""
     fault_hook: Callable[[str, LabelLike], CommunicationFault | None] | None = None
 

@@ -34,6 +34,7 @@ class Mesh:
     """This rank's coordinates and groups.
 
     - `tp`: the tensor-parallel ranks. `dp`: the data and context parallel ranks, which reduce gradients
+    - `cp_heads`, `cp_keys`: the context-parallel ranks that exchange heads of attention, and keys and values
     - `up`, `down`: the pipeline's two directions
     - `tied`: first and last pipeline stage where both hold the token embedding; elsewhere this rank only
     - `world`: all ranks
@@ -45,6 +46,8 @@ class Mesh:
     topology: Topology
     rank: int
     tp: Group
+    cp_heads: Group
+    cp_keys: Group
     dp: Group
     up: Group
     down: Group
@@ -62,7 +65,7 @@ class Mesh:
     @property
     def groups(self) -> tuple[Group, ...]:
         axis_groups = (group for group in self.reduction_groups if group is not self.world)
-        return (self.tp, self.dp, self.up, self.down, self.tied, self.world, *axis_groups)
+        return (self.tp, self.cp_heads, self.cp_keys, self.dp, self.up, self.down, self.tied, self.world, *axis_groups)
 
     def get_group(self, *axes: str) -> Group:
         """Return the group over these `axes` of the topology.
@@ -99,6 +102,8 @@ def open_mesh(
         options.timeout.register_group(None)
         open_transport(world, SCALAR_SLOT_BYTES, options.timeout)
     tp = open_group("tp", topology.group(rank, "tp"), rank, recorder, options, slot_bytes=SLOT)
+    neighbours = zip(("cp.heads", "cp.keys"), topology.cp_groups(rank), strict=True)
+    heads, keys = (open_group(name, ranks, rank, recorder, options, messages=True) for name, ranks in neighbours)
     dp = open_group("dp", topology.group(rank, *DATA_AXES), rank, recorder, options, slot_bytes=SLOT)
     reductions: tuple[Group, ...] = (world,)
     if topology.world_size > MAX_FLAT_REDUCE_RANKS:
@@ -114,7 +119,9 @@ def open_mesh(
         else:
             open_process_group(PLACEHOLDER_GROUP, [rank], options)
     p2p = P2PCommunicator(up, down, ProcessGroupP2P(channels, options.timeout))
-    mesh = Mesh(topology, rank, tp, dp, up, down, embedding, world, reductions, recorder, p2p, options.timeout)
+    mesh = Mesh(
+        topology, rank, tp, heads, keys, dp, up, down, embedding, world, reductions, recorder, p2p, options.timeout
+    )
     _expect_communication(mesh, channels)
     if recorder.timer.synchronous:
         _warn_without_rings(mesh)
@@ -124,7 +131,7 @@ def open_mesh(
 def _expect_communication(mesh: Mesh, channels: Iterable[Channel]) -> None:
     """Note in the flight record what this rank will take part in."""
     flight = mesh.recorder.flight
-    for group in (mesh.tp, mesh.dp, mesh.tied, *mesh.reduction_groups):
+    for group in (mesh.tp, mesh.cp_heads, mesh.cp_keys, mesh.dp, mesh.tied, *mesh.reduction_groups):
         if group.size > 1:
             flight.expect(group.name)
     for sender, receiver in channels:
@@ -161,9 +168,9 @@ def _open_channels(
 
 def single_process_mesh() -> Mesh:
     """Return the mesh of a job of one process."""
-    tp, dp, up, down, tied, world = (
-        single_rank_group(name) for name in ("tp", "dp", "pp.up", "pp.down", "tied", "world")
+    tp, heads, keys, dp, up, down, tied, world = (
+        single_rank_group(name) for name in ("tp", "cp.heads", "cp.keys", "dp", "pp.up", "pp.down", "tied", "world")
     )
     timeout = Timeout()
     p2p = P2PCommunicator(up, down, ProcessGroupP2P({}, timeout))
-    return Mesh(Topology(), 0, tp, dp, up, down, tied, world, (world,), Recorder(), p2p, timeout)
+    return Mesh(Topology(), 0, tp, heads, keys, dp, up, down, tied, world, (world,), Recorder(), p2p, timeout)

@@ -43,17 +43,19 @@ def open_group(
     options: GroupOptions | None = None,
     *,
     slot_bytes: int = 0,
+    messages: bool = False,
 ) -> Group:
     """Open a group with its own communicator. A collective of `ranks`.
 
-    `slot_bytes`: slot size of the shared-memory ring on CPUs; 0 for a group without collectives.
+    `slot_bytes`: slot size of the shared-memory ring on CPUs; 0 for a group without one. `messages`: collectives are
+    messages between ranks also on the same host, in the background of compute. A group of neither has no collectives.
     """
     if len(ranks) == 1:
         return single_rank_group(name, rank)
     options = options or GroupOptions()
     process_group = open_process_group(name, ranks, options)
     group = Group(name, tuple(ranks), list(ranks).index(rank), process_group, recorder)
-    if slot_bytes:
+    if slot_bytes or messages:
         open_transport(group, slot_bytes, options.timeout)
     return group
 
@@ -76,8 +78,8 @@ def open_process_group(name: str, ranks: Sequence[int], options: GroupOptions) -
 
 
 def open_transport(group: Group, slot_bytes: int, timeout: Timeout) -> None:
-    """Set a group's transport: NCCL on a GPU. On CPUs a small group takes shared memory if its ranks are on the same
-    host, else all-to-all messages; a large group takes gloo.
+    """Set a group's transport: NCCL on a GPU. On CPUs a small group with slots takes shared memory if its ranks are on
+    the same host, else all-to-all messages; a large group takes gloo.
     """
     if group.size == 1:
         return
@@ -85,10 +87,11 @@ def open_transport(group: Group, slot_bytes: int, timeout: Timeout) -> None:
     max_bytes = MAX_MESSAGE_BYTES if timer.synchronous else None
     wrap_work = work_wrapper(group.name, timer, timeout)
     group.p2p_transport = P2PTransport(group.process_group, group.ranks, group.index, wrap_work, max_bytes)
+    group.message_transport = group.p2p_transport
     group.transport = ProcessGroupTransport(group.process_group, work_wrapper(group.name, timer))
     if timer.synchronous and group.size <= MAX_DIRECT_RANKS:
         group.transport = group.p2p_transport
-        if (ring := _open_ring(group, slot_bytes)) is not None:
+        if slot_bytes and (ring := _open_ring(group, slot_bytes)) is not None:
             timeout.register(ring.set_timeout)
             group.transport, group.p2p_transport = ring, None  # the compute thread copies: no overlap
 

@@ -26,6 +26,9 @@ DIRECT_ALL_REDUCE_BYTES = 1 << 16
 
 TAGS = 1 << 30
 
+RING_TAG = TAGS
+"""The tag of messages in rings."""
+
 MAX_MESSAGE_BYTES = 1 << 19
 """Most bytes of a gloo message. gloo serves the two directions of a connection in turns: long messages wait for the
 opposite direction, short messages overlap (docs/performance.md).
@@ -91,8 +94,18 @@ class P2PTransport:
         return self._wrap_work(works, reduce_and_gather)
 
     def all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> TransportWork:
-        """Send `outgoing[i]` to group rank i and receive `incoming[i]` from group rank i, for every other rank i."""
+        """Send `outgoing[i]` to group rank i and receive `incoming[i]` from group rank i, for every other rank i. Empty
+        tensors are not sent.
+        """
         return self._wrap_work(self.post_messages(outgoing, incoming), None)
+
+    def send_on(self, out: Tensor, into: Tensor, to: int, source: int) -> TransportWork:
+        """Send `out` to the rank `to` of the group, and receive `into` from `source`. They have a tag of
+        their own: ranks in different rings have sent different numbers of messages.
+        """
+        pieces = zip_longest(self._cut(out), self._cut(into))
+        messages = [(self._ranks[to], self._ranks[source], *pair) for pair in pieces]
+        return self._wrap_work(self._post(messages, RING_TAG), None)
 
     def post_messages(
         self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int | None = None
@@ -101,19 +114,27 @@ class P2PTransport:
         tags, and its ranks start them in the same order.
         """
         tag = self._next_tag() if tag is None else tag
-        operations: list[dist.P2POp] = []
+        messages = list[tuple[int, int, Tensor | None, Tensor | None]]()
         for step in range(1, self._size):  # begin with the neighbour, to spread the load over the ranks
             to, source = (self._index + step) % self._size, (self._index - step) % self._size
-            group = self._process_group
-            for out, into in zip_longest(self._cut(outgoing[to]), self._cut(incoming[source])):
-                if out is not None:
-                    operations.append(dist.P2POp(dist.isend, out, self._ranks[to], group, tag))
-                if into is not None:
-                    operations.append(dist.P2POp(dist.irecv, into, self._ranks[source], group, tag))
-        return dist.batch_isend_irecv(operations)
+            pieces = zip_longest(self._cut(outgoing[to]), self._cut(incoming[source]))
+            messages += [(self._ranks[to], self._ranks[source], *pair) for pair in pieces]
+        return self._post(messages, tag)
+
+    def _post(self, messages: Sequence[tuple[int, int, Tensor | None, Tensor | None]], tag: int) -> list[dist.Work]:
+        """Post messages (receiver, sender, tensor to send, tensor to receive), of which a tensor may be missing."""
+        operations, group = list[dist.P2POp](), self._process_group
+        for to, source, out, into in messages:
+            if out is not None:
+                operations.append(dist.P2POp(dist.isend, out, to, group, tag))
+            if into is not None:
+                operations.append(dist.P2POp(dist.irecv, into, source, group, tag))
+        return dist.batch_isend_irecv(operations) if operations else []
 
     def _cut(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Cut a tensor into messages; messages of a tag arrive in the order of their sends."""
+        """Cut a tensor into messages; messages of a tag arrive in the order of their sends. None for an empty one."""
+        if not tensor.numel():
+            return ()
         count = -(-tensor.nbytes // self._max_message_bytes) if self._max_message_bytes else 1
         return tensor.view(-1).chunk(count) if count > 1 else (tensor,)
 

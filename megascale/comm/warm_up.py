@@ -29,11 +29,12 @@ def warm_up(mesh: Mesh, device: Device, *, wrap_around: bool, sizes: Sequence[in
     """
     if sizes is None:
         sizes = () if device.is_cpu else SIZES
-    for group in (mesh.tp, mesh.dp, mesh.tied):
+    for group in (mesh.tp, mesh.cp_keys, mesh.dp, mesh.tied):
         _collectives(group, sizes, device)
     _collectives(mesh.reduction_groups[-1], sizes[:1], device)  # the only group not covered above; it reduces scalars
-    if sizes and mesh.tp.p2p_transport is not None:
-        _pieces(mesh.tp, device)
+    for group in (mesh.tp, mesh.cp_heads, mesh.cp_keys):
+        if sizes and group.p2p_transport is not None:
+            _pieces(group, device)
     mesh.p2p.connect(device.torch_device, wrap_around=wrap_around)
     device.release_memory()
 
@@ -50,7 +51,7 @@ def _collectives(group: Group, sizes: Sequence[int], device: Device) -> None:
 
 
 def _pieces(group: Group, device: Device) -> None:
-    """Connect every pair of a group's ranks. Only tp sends pieces between all pairs of ranks."""
+    """Connect every pair of a group's ranks: tp sends pieces between all pairs, cp heads, keys and values."""
     part = torch.zeros(1, device=device.torch_device)
     for _, work in all_gather_pieces(group, part.new_empty(group.size), part, 1, label="warm up"):
         work.wait()

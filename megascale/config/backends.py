@@ -17,6 +17,9 @@ class BackendsConfig(Section):
         AUTO, description="linear layers in FP8: quantization and GEMMs"
     )
     attention: Annotated[str, choice(BACKENDS["attention"], AUTO)] = Field(AUTO, description="attention")
+    partial_attention: Annotated[str, choice(BACKENDS["partial_attention"], AUTO)] = Field(
+        AUTO, description="attention to some of the keys, where context-parallel ranks exchange keys and values"
+    )
     rope: Annotated[str, choice(BACKENDS["rope"], AUTO)] = Field(AUTO, description="rotary position embedding")
     norm: Annotated[str, choice(BACKENDS["norm"], AUTO)] = Field(AUTO, description="norms")
     add_norm: Annotated[str, choice(BACKENDS["add_norm"], AUTO)] = Field(

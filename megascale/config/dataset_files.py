@@ -82,6 +82,7 @@ def read_dataset_files(prefix: str) -> DatasetFiles:
         tokens = file_facts(f"{prefix}.bin")
     except FileNotFoundError as error:
         hint = "a prefix is the path without .bin" if Path(prefix).is_file() else "`megascale data prepare` makes it"
+        hint = "check the URL; copy all files of a dataset there" if is_url(prefix) else hint
         raise DataError(f"there is no file {error.filename}", hint=hint) from None
     except OSError as error:
         raise _unreadable(error, prefix) from None

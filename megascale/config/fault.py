@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
@@ -68,6 +68,12 @@ class FaultConfig(Section):
         60.0, description="time to finish a step and save it after a request to stop; then ranks are killed"
     )
     end_grace_s: Seconds = Field(2.0, description="time to end after SIGTERM for the ranks of a failed attempt")
+
+    standby: Literal["spares", "nodes", "none"] = Field(
+        "spares",
+        description="nodes with processes that have imported what ranks need, and wait: spares, or all nodes of the "
+        "job, whose hosts then need the memory of these processes (0.25 GB each)",
+    )
 
     # policy
     same_step_failures: Annotated[int, Field(ge=1, le=10**6)] = Field(

@@ -176,7 +176,7 @@ class InjectionError(ValueError):
 def parse_injection(text: str) -> Injection:
     """Parse `fault.inject`. Raises: InjectionError"""
     faults, random = [], None
-    for part in filter(None, (part.strip() for part in text.split(";"))):
+    for part in _parts(text):
         kind, *words = part.split()
         values = _values(part, words)
         if kind != "random":
@@ -186,6 +186,23 @@ def parse_injection(text: str) -> Injection:
         else:
             random = _random(part, values)
     return Injection(tuple(faults), random)
+
+
+def faults_of_ranks(text: str, world: int | None = None) -> str:
+    """Return a text of `fault.inject` without faults of nodes and the driver, and of ranks from `world` on.
+
+    Raises: InjectionError
+    """
+
+    def keeps(part: str) -> bool:
+        ranks = [fault.rank for fault in parse_injection(part).faults]
+        return all(rank is not None and (world is None or rank < world) for rank in ranks)
+
+    return "; ".join(filter(keeps, _parts(text)))
+
+
+def _parts(text: str) -> list[str]:
+    return [part for word in text.split(";") if (part := word.strip())]
 
 
 def _values(part: str, words: Sequence[str]) -> dict[str, Any]:

@@ -230,7 +230,8 @@ def _problem_of_key(
     value = detail["input"] if len(details) == 1 else table.get(name)
     shown, expected = _display_value(value), _expected(details)
     message = expected if expected.startswith(shown) else f"{shown}: {expected}"
-    return Problem(source.location(key), key, message, _as_number(value, details) or hint)
+    own_hint = str(detail.get("ctx", {}).get("hint", ""))
+    return Problem(source.location(key), key, message, own_hint or _as_number(value, details) or hint)
 
 
 _MARKDOWN_LINK = re.compile(r"\[([^]]+)\]\([^)]*\)")

@@ -108,6 +108,11 @@ class ModelConfig(Section):
         description="standard deviation of initial weights; for projections into the residual stream "
         "init_std / sqrt(2 x num_layers)",
     )
+    mup_base_width: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="hidden_size of the model for which init_std and the learning rate were chosen: they are scaled to "
+        "this model's width by [muP](optimizers.md#width); 0: no scaling",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -118,6 +123,11 @@ class ModelConfig(Section):
         return hash(
             (self.num_layers, self.hidden_size, self.seq_length)
         )  # `window` may be a list, which is not hashable
+
+    @property
+    def width_ratio(self) -> float:
+        """The width relative to that of the model for which learning rate and initialization were chosen (muP)."""
+        return self.hidden_size / self.mup_base_width if self.mup_base_width else 1.0
 
     @property
     def head_dim(self) -> int:

@@ -20,6 +20,7 @@ class NcclConfig(Section):
     """`[nccl]`: thread blocks (CTAs) per communicator, each of which takes an SM from GEMMs; retries of adapters."""
 
     tp_ctas: Ctas = Field("auto", description="tensor parallelism; auto: NCCL's choice")
+    cp_ctas: Ctas = Field("auto", description="context parallelism; auto: NCCL's choice")
     dp_ctas: Ctas = Field([1, 16], description="data parallelism, and the gradients of a tied embedding")
     pp_ctas: Ctas = Field(
         [1, 2],
@@ -42,6 +43,12 @@ class NcclConfig(Section):
 
     def ctas(self, axis: str) -> tuple[int, int] | None:
         """Minimum and maximum for an axis (`core.events.Event.axis`); None for NCCL's choice."""
-        ctas_of_axis = {"tp": self.tp_ctas, "dp": self.dp_ctas, "tied": self.dp_ctas, "pp": self.pp_ctas}
+        ctas_of_axis = {
+            "tp": self.tp_ctas,
+            "cp": self.cp_ctas,
+            "dp": self.dp_ctas,
+            "tied": self.dp_ctas,
+            "pp": self.pp_ctas,
+        }
         axis_ctas = ctas_of_axis.get(axis, self.world_ctas)
         return (axis_ctas[0], axis_ctas[1]) if isinstance(axis_ctas, list) else None

@@ -17,7 +17,22 @@ class ParallelConfig(Section):
     sp: bool = Field(
         False, description="sequence parallelism: activations of norms and dropout are split over tp along the sequence"
     )
-    cp: Annotated[Literal[1], single_value(1)] = Field(1, description="context parallelism; not available yet")
+    cp: Ranks = Field(1, description="context parallelism: sequences are split over cp ranks, attention included")
+    cp_mode: Literal["allgather", "ulysses", "ring", "usp", "hybrid"] = Field(
+        "ring",
+        description="what cp ranks exchange in attention: ring: keys and values, from neighbour to neighbour under "
+        "compute; allgather: keys and values, at once; ulysses: heads, all to all; usp: ulysses among cp_ulysses "
+        "neighbours, and ring across; hybrid: dp x cp ranks are a pool, where rings of any size share long "
+        "documents, and others stay on a rank",
+    )
+    cp_ulysses: Ranks = Field(
+        1, description="with cp_mode usp: neighbouring cp ranks that exchange heads, a divisor of cp"
+    )
+    cp_sharding: Literal["auto", "sequence", "document"] = Field(
+        "auto",
+        description="with data.mask document, where cp ranks exchange keys: ranks hold chunks of the whole sequence "
+        "or of each document; auto: for each micro-batch those that balance attention better",
+    )
     ep: Annotated[Literal[1], single_value(1)] = Field(1, description="expert parallelism; not available yet")
     dp: Ranks | Literal["auto"] = Field(
         "auto", description="data parallelism; auto: number of processes / (tp x cp x pp)"
@@ -36,8 +51,18 @@ class ParallelConfig(Section):
         1,
         ge=0,
         le=2,
-        description="ZeRO stage, sharding over dp: 0 none, 1 optimizer state, 2 optimizer state and gradients",
+        description="ZeRO stage, sharding over dp x cp: 0 none, 1 optimizer state, 2 optimizer state and gradients",
     )
+
+    @property
+    def cp_heads(self) -> int:
+        """Number of neighbouring cp ranks that exchange heads."""
+        return {"ulysses": self.cp, "usp": self.cp_ulysses}.get(self.cp_mode, 1)
+
+    @property
+    def cp_keys(self) -> int:
+        """Number of cp ranks that exchange keys and values in every micro-batch."""
+        return 1 if self.cp_mode == "hybrid" else self.cp // self.cp_heads
 
 
 class OverlapConfig(Section):
@@ -51,6 +76,7 @@ class OverlapConfig(Section):
     dp: bool = Field(
         True, description="reduce a bucket's gradients and all-gather its parameters during other buckets' compute"
     )
+    cp: bool = Field(True, description="send a ring's keys and values on during attention to them; false: before it")
     bucket_bytes: Count | Literal["auto"] = Field(
         "auto",
         description="gradient bytes above which a model chunk is split into buckets of whole layers; "

@@ -12,11 +12,23 @@ from megascale.catalog.layers import NORMS
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import RECIPES
 from megascale.catalog.schedules import SCHEDULES
-from megascale.config import stored
+from megascale.config import (
+    chunk_rules,
+    data_rules,
+    decomposition,
+    hybrid_rules,
+    injection_rules,
+    policy_rules,
+    sequence_sharing,
+    stored,
+    tile_rules,
+    timeout_rules,
+)
 from megascale.config.batch_rampup import full_batch_steps
 from megascale.config.finding import Finding, Rule
-from megascale.config.injection import parse_injection
 from megascale.config.run import RunConfig, model_parallel_size
+from megascale.config.train import OptimizerConfig
+from megascale.core.registry import Card
 
 
 def divisors(n: int, limit: int | None = None) -> list[int]:
@@ -214,6 +226,13 @@ def recompute(c: Any) -> Iterator[Finding]:
         yield Finding("train.recompute_chunks", message, "train.recompute = selective or full, or remove the key")
 
 
+def activation_offload(c: Any) -> Iterator[Finding]:
+    """Check that block inputs are what is saved for backward."""
+    if c.train.activation_offload and c.train.recompute != "full":
+        message = f"keeps the block inputs that full recomputation saves, but recompute = {c.train.recompute}"
+        yield Finding("train.activation_offload", message, "train.recompute = full, or false")
+
+
 def recompute_chunks(c: Any) -> Iterator[Finding]:
     """Check that recompute_chunks exist and are unique."""
     missing = sorted(set(c.train.recompute_chunks or ()) - set(range(c.parallel.vpp)))
@@ -228,19 +247,6 @@ def recompute_chunks(c: Any) -> Iterator[Finding]:
         yield Finding("train.recompute_chunks", "names a chunk twice", "remove the duplicate")
 
 
-def document_mask(c: Any) -> Iterator[Finding]:
-    """Check that keys of packing and of the document mask have an effect."""
-    d = c.data
-    if d.mock and d.packing != "concat":
-        yield Finding("data.packing", "has no effect on mock data", "remove the key")
-    given = {"boundary_loss": d.boundary_loss, "eod": d.eod is not None, "document_length": d.document_length}
-    for key in (key for key, value in given.items() if value and d.mask != "document"):
-        yield Finding(f"data.{key}", f"has no effect with mask = {d.mask}", "mask = document, or remove the key")
-    if d.eod is not None and d.eod >= c.model.vocab_size:
-        message = f"{d.eod} is no token of a vocabulary of {c.model.vocab_size}"
-        yield Finding("data.eod", message, "the id of the end-of-document token")
-
-
 def batch(c: Any) -> Iterator[Finding]:
     """Check that micro x dp divides the global batch."""
     dp = c.parallel.dp if isinstance(c.parallel.dp, int) else 1
@@ -252,21 +258,6 @@ def batch(c: Any) -> Iterator[Finding]:
             f"{c.batch.total} is not divisible by micro x dp = {c.batch.micro} x {dp}",
             f"{' or '.join(map(str, near))}",
         )
-
-
-def document_order(c: Any) -> Iterator[Finding]:
-    """Check that a file of the order of documents has one dataset, which is concatenated."""
-    d = c.data
-    if d.order is None:
-        return
-    for found, message, hint in (
-        (d.mock, "has no effect on mock data", "remove the key"),
-        (isinstance(d.train, list), "is the order of one dataset, and data.train is a blend", "a single dataset"),
-        (d.packing != "concat", f"has no effect with packing = {d.packing}", "packing = concat, or remove the key"),
-    ):
-        if found:
-            yield Finding("data.order", message, hint)
-            return
 
 
 def batch_rampup(c: Any) -> Iterator[Finding]:
@@ -284,31 +275,18 @@ def batch_rampup(c: Any) -> Iterator[Finding]:
             yield Finding(key, message, f"a multiple of {unit}")
 
 
-def skipped_samples(c: Any) -> Iterator[Finding]:
-    """Check that the ranges of data.skip ascend and do not overlap."""
-    end = 0
-    for start, stop in c.data.skip:
-        if start < end or stop <= start:
-            message = f"[{start}, {stop}] is empty, or begins before the end of the range before it"
-            yield Finding("data.skip", message, "ranges [start, stop] in ascending order, such as [[1000, 2000]]")
-            return
-        end = stop
-
-
-def changed_weights(c: Any) -> Iterator[Finding]:
-    """Check that data.weights is for the datasets of data.train, and that its places ascend."""
-    source = c.data.train
-    count = len(source) if isinstance(source, list) else 1
-    end, hint = -1, "[[place, [a weight for each dataset of data.train]], ...], with ascending places"
-    for place, weights in c.data.weights:
-        if len(weights) != count or not sum(weights):
-            message = (
-                f"{weights} at {place}: data.train has {count} dataset{'s' * (count > 1)}; not all weights may be 0"
-            )
-            yield Finding("data.weights", message, hint)
-        if place <= end:
-            yield Finding("data.weights", f"place {place} does not come after {end}", hint)
-        end = place
+def noise_scale(c: Any) -> Iterator[Finding]:
+    """Check that a step has the gradient of one micro-batch to compare with that of the whole batch."""
+    t, p, key = c.train, c.parallel, "train.noise_scale_every"
+    if not t.noise_scale_every:
+        return
+    if c.batch.total <= c.batch.micro:
+        message = f"a step of one micro-batch of {c.batch.micro} has no smaller batch to compare with"
+        yield Finding(key, message, "a larger batch.global, a smaller batch.micro, or 0")
+    if p.schedule and SCHEDULES[p.schedule].facts["unbounded_in_flight"]:
+        bounded = [card.name for card in SCHEDULES.cards.values() if not card.facts["unbounded_in_flight"]]
+        message = f"{p.schedule} computes the head's gradient of all micro-batches before it ends the first backward"
+        yield Finding(key, message, f"parallel.schedule = {' or '.join(bounded)}, or 0")
 
 
 MAX_MICROBATCHES = 2**20
@@ -342,6 +320,47 @@ def learning_rate(c: Any) -> Iterator[Finding]:
         yield Finding("optimizer.decay_steps", f"{o.decay_steps} do not fit after the warm-up", f"at most {steps_left}")
 
 
+def width_transfer(c: Any) -> Iterator[Finding]:
+    """Check that the head is a weight of its own, with its own scale and learning rate under muP."""
+    if c.model.mup_base_width and c.model.tie_embeddings:
+        message = "the head's scale and learning rate are not the token embedding's under muP"
+        yield Finding("model.mup_base_width", message, "tie_embeddings = false, or remove the key")
+
+
+def compensated_weights(c: Any) -> Iterator[Finding]:
+    """Check that compensated weights are those of bf16 training, by rules that add in fp32."""
+    if c.optimizer.master == "full":
+        return
+    facts, where = PRECISIONS[c.train.precision].facts, "optimizer.master"
+    if not (facts["master_weights"] and facts["compute_dtype"] == "bfloat16"):
+        yield Finding(
+            where, f"there are no bf16 weights with precision = {c.train.precision}", "bf16, or remove the key"
+        )
+    if c.optimizer.name == "lamb":
+        yield Finding(where, "lamb needs master weights in fp32", "full, or another optimizer")
+    if c.backends.optimizer != AUTO:
+        yield Finding("backends.optimizer", "is for master weights in fp32", "auto, or optimizer.master = full")
+
+
+def step_guard(c: Any) -> Iterator[Finding]:
+    """Check that keys of guards against spikes are those of a guard that is on."""
+    guards = {"zclip": ("zclip_threshold", "zclip_alpha", "zclip_warmup"), "skip_sigma": ("skip_window",)}
+    for switch, keys in guards.items():
+        for key in keys if not getattr(c.optimizer, switch) else ():
+            if getattr(c.optimizer, key) != OptimizerConfig.model_fields[key].default:
+                yield Finding(f"optimizer.{key}", f"has no effect without {switch}", f"optimizer.{switch}, or no {key}")
+
+
+_GROUP_FINDINGS = Card("param_groups", "rules of parameter groups", "megascale.layout.param_groups:group_findings")
+"""By name, like an implementation: the parameters of a model are a layer above configuration."""
+
+
+def optimizer_groups(c: Any) -> Iterator[Finding]:
+    """Check options of the optimizer, and that every parameter is in one group."""
+    if c.optimizer.groups or c.optimizer.options or c.model.mup_base_width:
+        yield from _GROUP_FINDINGS.load()(c)
+
+
 def backends(c: Any) -> Iterator[Finding]:
     """Check that a selected backend supports the model, dtype, layout and FP8 recipe."""
     recipe = c.fp8.recipe if c.train.precision == "fp8" else None
@@ -350,65 +369,18 @@ def backends(c: Any) -> Iterator[Finding]:
         requested = getattr(c.backends, operation)
         requirement = Requirement.for_operation(operation, c.model, dtype, c.optimizer.name, c.parallel.tp, recipe)
         requirement = requirement.with_documents() if c.data.mask == "document" else requirement
+        if c.parallel.cp_keys > 1 or c.parallel.cp_mode == "hybrid" or c.data.chunk_tokens:
+            requirement = requirement.with_partial_attention(operation)
         if requested != AUTO and (reason := unmet_requirement(registry[requested], requirement)):
             yield Finding(f"backends.{operation}", f"{requested} {reason}", "auto, or another backend")
 
 
-def timeouts(c: Any) -> Iterator[Finding]:
-    """Check that start_timeout_s covers the other timeouts."""
-    start, retry_timeout = c.launch.start_timeout_s, c.checkpoint.retry_timeout_s
-    if start < c.launch.timeout_s:
-        message = f"{start} s is less than launch.timeout_s = {c.launch.timeout_s}"
-        yield Finding("launch.start_timeout_s", message, f"{c.launch.timeout_s} or more")
-    if c.checkpoint.every and start <= retry_timeout:
-        message = (
-            f"{start} s is no more than checkpoint.retry_timeout_s = {retry_timeout}, which a rank may spend on a save"
-        )
-        yield Finding("launch.start_timeout_s", message, f"more than {retry_timeout}")
-
-
 def nccl_ctas(c: Any) -> Iterator[Finding]:
     """Check that minima do not exceed maxima."""
-    for key in ("tp_ctas", "dp_ctas", "pp_ctas", "world_ctas"):
+    for key in ("tp_ctas", "cp_ctas", "dp_ctas", "pp_ctas", "world_ctas"):
         ctas = getattr(c.nccl, key)
         if isinstance(ctas, list) and ctas[0] > ctas[1]:
             yield Finding(f"nccl.{key}", f"at least {ctas[0]} and at most {ctas[1]}", f"[{ctas[1]}, {ctas[0]}]")
-
-
-def fault_times(c: Any) -> Iterator[Finding]:
-    """Check that the times of `[fault]` nest: heartbeat < flap < lost node, and no verdict before a heartbeat."""
-    f = c.fault
-    for short, long in (("poll_s", "hang_s"), ("heartbeat_s", "node_lost_s"), ("flap_s", "node_lost_s")):
-        low, high = getattr(f, short), getattr(f, long)
-        if low >= high:
-            yield Finding(f"fault.{long}", f"{high} s is no more than fault.{short} = {low}", f"more than {low}")
-    for key in ("start_hang_s", "evaluation_hang_s", "checkpoint_hang_s"):
-        if (bound := getattr(f, key)) < f.hang_s:
-            yield Finding(f"fault.{key}", f"{bound} s is less than fault.hang_s = {f.hang_s}", f"{f.hang_s} or more")
-
-
-def launch_findings(c: RunConfig) -> Iterator[Finding]:
-    """Check, for a job with a driver, that a rank's own timeouts are longer than what the driver needs for a verdict,
-    and that an adapter retries for longer than a flap.
-    """
-    f, launch = c.fault, c.launch
-    for key, limit in (
-        ("hang_s", "timeout_s"), ("node_lost_s", "timeout_s"), ("evaluation_hang_s", "timeout_s"),
-        ("start_hang_s", "start_timeout_s"), ("checkpoint_hang_s", "start_timeout_s"),
-    ):  # fmt: skip
-        bound, timeout = getattr(f, key), getattr(launch, limit)
-        if bound + f.evidence_s >= timeout:
-            message = f"{timeout} s: ranks would give up before the verdict, fault.{key} + fault.evidence_s"
-            yield Finding(f"launch.{limit}", message, f"more than {bound + f.evidence_s:g}")
-    if c.checkpoint.every and f.checkpoint_hang_s <= (retry := c.checkpoint.retry_timeout_s):
-        message = f"{f.checkpoint_hang_s} s is no more than checkpoint.retry_timeout_s = {retry}"
-        yield Finding("fault.checkpoint_hang_s", message, f"more than {retry}")
-    if (patience := c.nccl.ib_patience_s) <= f.flap_s:
-        message = f"adapters give up after {patience:.3g} s, within a flap of fault.flap_s = {f.flap_s}"
-        yield Finding("nccl.ib_timeout", message, "a larger exponent")
-    elif patience >= launch.timeout_s:
-        message = f"adapters retry for {patience:.3g} s, longer than launch.timeout_s = {launch.timeout_s}"
-        yield Finding("nccl.ib_timeout", message, "a smaller exponent, or a longer launch.timeout_s")
 
 
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
@@ -422,29 +394,35 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("model", "parallel", "batch", "train", "fp8"), fp8_shapes),
     (("parallel",), schedule),
     (("train",), recompute),
+    (("train",), activation_offload),
     (("parallel", "train"), recompute_chunks),
     (("parallel", "batch"), batch),
     (("parallel", "batch"), batch_rampup),
     (("model", "parallel", "batch", "train", "data"), counts),
-    (("data",), skipped_samples),
-    (("data",), changed_weights),
-    (("data",), document_order),
-    (("model", "data"), document_mask),
+    (("parallel", "batch", "train"), noise_scale),
+    *data_rules.RULES,
+    *decomposition.RULES,
+    *policy_rules.RULES,
+    *sequence_sharing.RULES,
+    *chunk_rules.RULES,
+    *hybrid_rules.RULES,
+    *tile_rules.RULES,
     (("batch", "train", "optimizer"), learning_rate),
+    (("model", "optimizer"), optimizer_groups),
+    (("model",), width_transfer),
+    (("optimizer", "train", "backends"), compensated_weights),
+    (("optimizer",), step_guard),
     (("model", "parallel", "train", "fp8", "optimizer", "backends", "data"), backends),
     *stored.RULES,
-    (("launch", "checkpoint"), timeouts),
     (("nccl",), nccl_ctas),
-    (("fault",), fault_times),
+    *timeout_rules.RULES,
+    *injection_rules.RULES,
 )
 """(sections that the rule reads, rule). A rule runs if its sections are tables, whatever else is wrong."""
 
 
 def world_findings(c: RunConfig, world_size: int) -> Iterator[Finding]:
     """Check the layout, the batch and injected faults against the number of processes."""
-    for fault in parse_injection(c.fault.inject).faults:
-        if fault.rank is not None and fault.rank >= world_size:
-            yield Finding("fault.inject", f"there is no rank {fault.rank}", f"a rank from 0 to {world_size - 1}")
     p, replica = c.parallel, model_parallel_size(c.parallel)
     shape = f"tp {p.tp} x cp {p.cp} x pp {p.pp}"
     micro_batches, uneven = divmod(c.batch.total, c.batch.micro)
@@ -456,6 +434,7 @@ def world_findings(c: RunConfig, world_size: int) -> Iterator[Finding]:
                 "parallel.dp", f"{shape} x dp {p.dp} = {replica * p.dp}, but there are {world_size} processes", hint
             )
         return
+    yield from injection_rules.unknown_ranks(c, world_size)  # else a rule has
     if world_size % replica:
         replicas = neighbours(range(1, world_size + 1) if uneven else divisors(micro_batches), world_size / replica)
         yield Finding(
@@ -464,6 +443,8 @@ def world_findings(c: RunConfig, world_size: int) -> Iterator[Finding]:
             f"start {' or '.join(str(replica * dp) for dp in replicas)}",
         )
         return
+    if p.dp == "auto":
+        yield from hybrid_rules.hybrid_keys(c.resolve(world_size))
     if not uneven:  # else the rule `batch` has reported
         yield from batch(c.resolve(world_size))
         yield from batch_rampup(c.resolve(world_size))

@@ -89,8 +89,35 @@ class RunConfig(Section):
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches per data-parallel rank and step."""
-        return self.batch.total // (self.batch.micro * self.dp)
+        """Micro-batches per data-parallel rank and step, of whole samples or of chunks; of planned ones the least."""
+        if self.parallel.cp_mode == "hybrid":
+            return -(-self.batch.total * self.model.seq_length // (self.dp * self.parallel.cp * self.row_tokens))
+        return self.batch.total // (self.batch.micro * self.dp) * self.num_chunks
+
+    @property
+    def num_chunks(self) -> int:
+        """Dependent chunks of a sample, each a micro-batch; 1 for whole samples."""
+        return self.model.seq_length // (self.data.chunk_tokens or self.model.seq_length)
+
+    @property
+    def dropped_chunks(self) -> int:
+        """Chunks of a sample without saved activations, recomputed in backward."""
+        return max(0, self.num_chunks - self.data.keep_chunks)
+
+    @property
+    def dropped_share(self) -> float:
+        """Share of `dropped_chunks` in the chunks of a sample."""
+        return self.dropped_chunks / self.num_chunks
+
+    @property
+    def attends_in_parts(self) -> bool:
+        """True for attention to some of the keys at a time: other ranks' keys, or the keys of chunks."""
+        return self.parallel.cp_keys > 1 or self.parallel.cp_mode == "hybrid" or self.data.chunk_tokens is not None
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of a sample in a micro-batch of a rank."""
+        return self.data.max_tokens_per_rank or self.model.seq_length // (self.parallel.cp * self.num_chunks)
 
     def resolve(self, world_size: int | None) -> RunConfig:
         """Return a copy with values for all defaults that depend on other keys or on the number of processes.

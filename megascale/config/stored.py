@@ -102,6 +102,8 @@ def data_files(c: Any) -> Iterator[Finding]:
 
 def data_samples(c: Any) -> Iterator[Finding]:
     """Check that every dataset has a sample to train on, and that validation data fill a global batch."""
+    if list(_remote_datasets(c.data)):
+        return  # `data_files` reports it: no storage is asked in vain
     for split in ("train", "valid") if c.train.eval_every else ("train",):
         if sum(c.data.split) == 0:
             return  # `data_source` reports it, and a missing share

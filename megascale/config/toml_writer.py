@@ -42,5 +42,7 @@ def _value(value: Any) -> str:
         return repr(value)  # keeps every digit, and the '.' or 'e' that makes it a float
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        return "[" + ", ".join(map(_value, value)) + "]"
     text = json.dumps(value, ensure_ascii=False)  # JSON's strings, booleans, integers and arrays are TOML's
     return text.replace("\x7f", "\\u007f")  # the one character that JSON leaves and TOML escapes

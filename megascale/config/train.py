@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
+from megascale.catalog.data_policies import DATA_POLICIES
 from megascale.catalog.decays import DECAYS
-from megascale.catalog.optimizers import OPTIMIZERS
+from megascale.catalog.optimizers import ALL_KINDS, OPTIMIZERS
 from megascale.catalog.precisions import PRECISIONS
+from megascale.catalog.sample_weights import SAMPLE_WEIGHTS
 from megascale.config.section import AUTO_AS_NONE, Count, FilePath, Float32, Section, choice
+from megascale.core.registry import closest_name
 
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**63)]
 Chunks = Annotated[list[NonNegativeInt], Field(min_length=1)]
@@ -46,21 +50,109 @@ class TrainConfig(Section):
     recompute_chunks: Annotated[Chunks | None, AUTO_AS_NONE] = Field(
         None, description="model chunks with recomputation, numbered from 0 on every rank; auto: all"
     )
+    activation_offload: bool = Field(
+        False,
+        description="with recompute = full, keep the inputs of blocks in host memory from forward to backward, copied "
+        "behind compute ([offload](long-context.md#offload-of-block-inputs))",
+    )
+    mlp_tiles: Count = Field(
+        1,
+        description="tiles of tokens in which a block's MLP runs; with several only its input is saved, and backward "
+        "recomputes one tile after another ([tiles](long-context.md#tiles-of-the-mlp))",
+    )
+    z_loss: Float32 = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="coefficient of the squared log of the softmax's denominator in the gradient, 1e-4 in PaLM; the "
+        "reported loss stays the cross-entropy",
+    )
     compile: bool = Field(False, description="torch.compile of the operations between linear layers")
     log_every: Count = Field(10, description="steps between records of metrics")
     eval_every: NonNegativeInt = Field(
         0, description="steps between evaluations on validation data, with one at the end; 0: never"
     )
     eval_steps: Count = Field(10, description="global batches per evaluation")
+    average: Literal["none", "ema", "lawa"] = Field(
+        "none",
+        description="averages of the weights, evaluated beside them and kept in checkpoints: ema, a moving average; "
+        "lawa, the mean of the last average_count snapshots ([averages](optimizers.md#averages-of-weights))",
+    )
+    average_decay: float = Field(0.999, ge=0, lt=1, description="decay of average = ema at every average_every steps")
+    average_every: Count = Field(1, description="steps between updates of average = ema, or snapshots of lawa")
+    average_count: Annotated[int, Field(gt=0, le=64)] = Field(
+        5, description="snapshots of average = lawa, each with the memory of master weights"
+    )
+    noise_scale_every: NonNegativeInt = Field(
+        0,
+        description="steps between measurements of the [gradient noise scale](planning.md#batch-size); 0: never",
+    )
+    noise_scale_decay: float = Field(
+        0.9, ge=0, lt=1, description="decay of the moving averages of the noise scale, at every measurement"
+    )
     check_replicas: NonNegativeInt = Field(
         0, description="steps between checks that replicas of a weight are equal bit for bit, over dp and tp; 0: never"
     )
+
+
+GROUP_KEYS = {
+    "params": 'a list of patterns such as "layers.*.attention.q.weight"',
+    "kinds": "a list of matrix, embedding, head, norm or bias",
+    "name": "an optimizer's name",
+    "lr_mult": "a number, 0 or more",
+    "weight_decay": "a number, 0 or more",
+    "options": "a table",
+}
+"""Keys of a group of `[[optimizer.groups]]`, and their values in words."""
+
+
+def _check_group(group: Any) -> Any:
+    """Check the keys of a group and their types."""
+    meant = {key: closest_name(key, GROUP_KEYS) for key in group if key not in GROUP_KEYS}
+    mistakes = [f"a group has no {key}" for key in meant]
+    mistakes += [f"{key} should be {text}" for key, text in GROUP_KEYS.items() if not _is_valid(key, group.get(key))]
+    if not group.get("params") and not group.get("kinds"):
+        mistakes.append("a group needs params or kinds")
+    rule = group.get("name")
+    if isinstance(rule, str) and rule not in OPTIMIZERS.names():
+        meant["name"] = OPTIMIZERS.nearest(rule)
+        mistakes = [f"name is not one of {', '.join(OPTIMIZERS.names())}", *(m for m in mistakes if m[:5] != "name ")]
+    if mistakes:
+        close = " and ".join(f"'{name}'" for name in meant.values() if name)
+        hint = f"did you mean {close}?" if close else f"keys of a group: {', '.join(GROUP_KEYS)}"
+        raise PydanticCustomError("table", "{message}", {"message": "; ".join(mistakes), "hint": hint})
+    return group
+
+
+def _is_valid(key: str, value: Any) -> bool:
+    if value is None:
+        return True
+    if key in ("params", "kinds"):
+        texts = isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)
+        return texts and (key == "params" or set(value) <= set(ALL_KINDS))
+    if key in ("lr_mult", "weight_decay"):
+        return type(value) in (int, float) and 0 <= value < 2**128
+    return value in OPTIMIZERS.names() if key == "name" else isinstance(value, dict)
 
 
 class OptimizerConfig(Section):
     """`[optimizer]`"""
 
     name: Annotated[str, choice(OPTIMIZERS)] = Field("adamw", description="update rule")
+    options: dict[str, Any] = Field(
+        {}, description="the rule's own options, a table; [docs/optimizers.md](optimizers.md) lists them"
+    )
+    groups: list[Annotated[dict[str, Any], AfterValidator(_check_group)]] = Field(
+        [],
+        description="parameters with another rule, rate or decay: tables `[[optimizer.groups]]` with `params` "
+        "(patterns of names) or `kinds`, and `name`, `lr_mult`, `weight_decay`, `options` "
+        "([groups](optimizers.md#groups))",
+    )
+    master: Literal["full", "compensated"] = Field(
+        "full",
+        description="master weights of bf16 weights: full, in fp32; compensated, as the bf16 weights and what rounding "
+        "leaves over, 2 bytes less ([compensated weights](optimizers.md#compensated-weights))",
+    )
     lr: Float32 = Field(gt=0, description="learning rate after the warm-up")
     min_lr: Float32 = Field(0.0, ge=0, description="learning rate at the end")
     warmup_steps: NonNegativeInt = Field(0, description="steps of linear warm-up from 0 to lr")
@@ -77,6 +169,24 @@ class OptimizerConfig(Section):
     )
     eps: Float32 = Field(1e-8, gt=0, description="added to the root of the second moment")
     clip_norm: Float32 = Field(1.0, ge=0, description="gradient norm above which gradients are clipped; 0: no clipping")
+    zclip: bool = Field(
+        False,
+        description="also clip to a bound that follows the mean and deviation of recent gradient norms "
+        "([ZClip](optimizers.md#spikes))",
+    )
+    zclip_threshold: float = Field(2.5, gt=0, le=1e6, description="deviations above the mean that zclip lets pass")
+    zclip_alpha: float = Field(0.97, gt=0, lt=1, description="decay of zclip's mean and variance")
+    zclip_warmup: Count = Field(25, description="first steps of zclip, which give the mean and variance")
+    skip_sigma: float = Field(
+        0.0,
+        ge=0,
+        le=1e6,
+        description="skip a step whose loss or gradient norm is as many standard deviations above the mean of recent "
+        "steps; 0: never",
+    )
+    skip_window: Annotated[int, Field(ge=2, le=1_000_000)] = Field(
+        128, description="recent steps for skip_sigma; none is skipped before"
+    )
 
 
 # not strict, because TOML has arrays and no tuples
@@ -90,6 +200,9 @@ SampleRange = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
 WeightChange = Annotated[
     tuple[NonNegativeInt, Annotated[list[Annotated[Float32, Field(ge=0)]], Field(min_length=1)]], Field(strict=False)
 ]
+
+
+Odds = Annotated[list[Annotated[Float32, Field(gt=0)]], Field(min_length=1)]
 
 
 class DataConfig(Section):
@@ -122,15 +235,47 @@ class DataConfig(Section):
         description="ranges [start, stop] of the order of training samples, without stop, which the run leaves out; in "
         "ascending order",
     )
-    packing: Literal["concat", "best_fit"] = Field(
+    packing: Literal["concat", "best_fit", "decompose"] = Field(
         "concat",
         description="how documents fill samples: concat, end to end and cut at seq_length; best_fit, no document is "
-        "cut that fits, and padding fills a sample",
+        "cut that fits, and padding fills a sample; decompose, cut into powers of two, and all samples of a step have "
+        "pieces of one length",
+    )
+    min_piece: Count | None = Field(
+        None,
+        description="with packing = decompose, tokens of the shortest pieces, a power of two; shorter ones are not "
+        "read; default: 256, or seq_length if it is less",
+    )
+    bucket_samples: Count | None = Field(
+        None,
+        description="with packing = decompose, successive samples in the order that have pieces of one length; "
+        "default: batch.global, a step",
+    )
+    curriculum: Literal["mixed", "grow_linear", "grow_p2"] | Odds = Field(
+        "mixed",
+        description="with packing = decompose, the order of the lengths: mixed, evenly; otherwise odds that a step has "
+        "pieces of a length, from the shortest on, as long as its cycle has such: grow_linear, n, ..., 2, 1; grow_p2, "
+        "..., 4, 2, 1; or a list",
+    )
+    cycle: Count | None = Field(
+        None,
+        description="with a curriculum, samples after which it begins anew, in units of bucket_samples; default: 128",
     )
     order: FilePath | None = Field(
         None,
         description="file of the order in which documents are concatenated and read, the same in every epoch: a .npy "
         "of document numbers; default: shuffled",
+    )
+    max_tokens_per_rank: Count | None = Field(
+        None, description="with parallel.cp_mode = hybrid, most tokens of a rank in a micro-batch"
+    )
+    chunk_tokens: Count | None = Field(
+        None,
+        description="tokens of a chunk: every sample becomes dependent chunks, micro-batches that share a store of "
+        "keys and values, so that activations do not grow with seq_length; default: whole samples",
+    )
+    keep_chunks: Count = Field(
+        1, description="with chunk_tokens, last chunks of a sample that keep their activations; others are recomputed"
     )
     mask: Literal["causal", "document"] = Field(
         "causal",
@@ -157,13 +302,35 @@ class DataConfig(Section):
         description="changes of the blend's weights: [[place, [weight, ...]], ...], from a place in the order of "
         "training samples on, for the datasets of train in their order; 0: none",
     )
+    policy: Annotated[str, choice(DATA_POLICIES)] | None = Field(
+        None,
+        description="[data policy](extending/data_policy.md) that changes the weights of train's datasets during "
+        "training; default: none",
+    )
+    policy_every: Count | None = Field(
+        None, description="with a policy: steps between its updates, at least prefetch + 2; default: 100"
+    )
+    sample_weight: Annotated[str, choice(SAMPLE_WEIGHTS)] | None = Field(
+        None,
+        description="[weights of training samples](extending/sample_weight.md), or of their labels, in the loss, which "
+        "is divided by their sum; default: none",
+    )
     reader: Literal["rank", "host"] = Field(
         "rank",
         description="rank: every rank reads its samples before each step; host: a process of each host reads them for "
         "all ranks there, ahead of the step",
     )
     prefetch: Annotated[int, Field(gt=0, le=1024)] = Field(
-        2, description="with reader = host: steps whose samples are read ahead, in the host's memory"
+        2,
+        description="with reader = host: steps whose samples are read ahead, in the host's memory; new weights of a "
+        "policy begin prefetch + 2 steps after it",
+    )
+    reader_timeout_s: float = Field(
+        120.0,
+        ge=1,
+        le=86400,
+        description="with reader = host: seconds in which the reader must read a sample, beside data.retry_timeout_s "
+        "for remote datasets; after that it hangs, and another one is started",
     )
     mock: bool = Field(False, description="random tokens in place of data, to measure throughput")
 
@@ -236,6 +403,11 @@ class ObserveConfig(Section):
     )
     store_events_h: float = Field(
         24.0, ge=0, le=87600, description="hours for which single events are kept; 0: only their sums by step"
+    )
+    profile_step: NonNegativeInt = Field(
+        0,
+        description="step that the first rank of each pipeline stage runs under torch's profiler, so that `megascale "
+        "mfu` tells GEMMs from attention; 0: none",
     )
     metrics_port: int = Field(
         0,

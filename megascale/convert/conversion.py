@@ -19,11 +19,11 @@ from megascale.config.model import ModelConfig
 from megascale.convert import tokenizer_files
 from megascale.convert.config_file import CONFIG_FILE
 from megascale.convert.huggingface import PretrainedWeights, export_model
+from megascale.convert.saved_weights import SavedWeights, average_of_weights
 from megascale.convert.tensor_map import model_tensors
 from megascale.core.errors import CheckpointError
 from megascale.core.files import atomic_folder
 from megascale.core.storage import Location
-from megascale.parallel.stateful import WEIGHTS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -96,27 +96,29 @@ def to_huggingface(
     dtype: torch.dtype | None = None,
     tokenizer: Path | None = None,
     eod: str | None = None,
+    average: bool = False,
 ) -> list[str]:
     """Make a Hugging Face folder of a checkpoint. Returns what its files lack, a line each.
 
     `dtype`: of the weights; by default the smallest dtype that holds all stored dtypes. `tokenizer`: a tokenizer.json;
     by default the files beside the weights, or the tokenizer of the run's configuration. `eod`: its end-of-document
-    token; by default that of the training data, or what the tokenizer's files say.
+    token; by default that of the training data, or what the tokenizer's files say. `average`: export that
+    of the weights.
 
-    Raises: CheckpointError if the checkpoint is unreadable, no architecture computes its model, or an element overflows
-        in `dtype`; DataError if `tokenizer` is unusable or larger than the model's vocabulary; OSError if `output`
-        cannot be written
+    Raises: CheckpointError if the checkpoint is unreadable or has no average, no architecture computes its model, or an
+        element overflows in `dtype`; DataError if `tokenizer` is unusable or larger than the model's vocabulary;
+        OSError if `output` cannot be written
     """
     saved = manifest.read(source)
     model = _saved_model(source, saved)
 
-    def read(name: str) -> Tensor:
-        if WEIGHTS + name not in saved.tensors:
-            raise manifest.DamagedError(f"{source} has no tensor {WEIGHTS}{name}")
-        return _cast(offline.read_tensor(source, saved, WEIGHTS + name), target, f"{source}: {WEIGHTS}{name}")
+    weights = average_of_weights(source, saved) if average else SavedWeights(source, saved)
 
-    stored = [saved.tensors.get(WEIGHTS + tensor.name) for tensor in model_tensors(model)]
-    dtypes = {getattr(torch, tensor.dtype) for tensor in stored if tensor} or {torch.float32}
+    def read(name: str) -> Tensor:
+        return _cast(weights.read(name), target, f"{source}: {name}")
+
+    stored = [weights.dtype(tensor.name) for tensor in model_tensors(model)]
+    dtypes = {found for found in stored if found} or {torch.float32}
     target = dtype or functools.reduce(torch.promote_types, dtypes)
     with atomic_folder(output) as folder:
         copy_companions(source, Location(str(folder)), COMPANIONS)

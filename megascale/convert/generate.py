@@ -54,9 +54,15 @@ class LoadedTokenizer:
 
 
 def generate_text(
-    source: Location, prompts: Sequence[str], params: SamplingParams, wanted: WantedTokenizer, device: torch.device
+    source: Location,
+    prompts: Sequence[str],
+    params: SamplingParams,
+    wanted: WantedTokenizer,
+    device: torch.device,
+    average: bool = False,
 ) -> Iterator[str]:
-    """Yield every prompt with its continuation. `source`: a checkpoint, or a Hugging Face folder.
+    """Yield every prompt with its continuation. `source`: a checkpoint, or a Hugging Face folder. `average`: by the
+    average of a checkpoint's weights.
 
     Raises: CheckpointError, DataError; MegascaleError without transformers
     """
@@ -69,7 +75,9 @@ def generate_text(
         folder = source.local_path
         if folder is None or not (folder / CONFIG_FILE).is_file():
             folder = Path(temporary) / "model"
-            to_huggingface(source, folder)
+            to_huggingface(source, folder, average=average)
+        elif average:
+            raise CheckpointError(f"{source} has no average of the weights", hint="leave out --average")
         frame = _load_tokenizer(source, folder, wanted)
         pretrained = PretrainedWeights(folder)
         pretrained.check_tensors()  # transformers would initialize missing tensors randomly

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megascale.checkpoint.format.state import SAFETENSORS_DTYPES, Region
+from megascale.checkpoint.format.state import SAFETENSORS_FLOATS, Region
 from megascale.config.model import ModelConfig
 from megascale.convert.config_file import (
     CONFIG_FILE,
@@ -97,7 +97,7 @@ class PretrainedWeights:
         for ours, place in self._places.items():
             name = self._stored_name(place.name)
             shape, dtype = self._shape_and_dtype(name)
-            if dtype not in SAFETENSORS_DTYPES.values():
+            if dtype not in SAFETENSORS_FLOATS.values():
                 raise CheckpointError(f"{self.files[name]}: {name} is stored as {dtype}", hint=UNQUANTIZED_HINT)
             expected = place.stored_shape(self._shapes[ours])
             if shape != expected:

@@ -39,7 +39,7 @@ OPTIMIZER_ACTIONS = frozenset({"grad_norm", "compute_updates", "update"})
 class Event:
     """A compute action (F, B, update, ...) or a communication.
 
-    `axis`: COMPUTE, or the axis of parallelism (tp, dp, pp, tied, world). `name`: the action, or the collective or
+    `axis`: COMPUTE, or the axis of parallelism (tp, cp, dp, pp, tied, world). `name`: the action, or the collective or
     point-to-point operation. `chunk` and `microbatch`: -1 for work that belongs to no model chunk or micro-batch.
     `part`, `layer`, `stage`, `direction`: the tensor's label (`core.label.Label`).
 

@@ -86,6 +86,7 @@ class Phase(StrEnum):
     CHECKPOINT = "checkpoint"
     GC = "gc"
     DONE = "done"
+    PROFILE = "profile"
 
 
 PHASES = tuple(Phase)

@@ -25,6 +25,9 @@ HINTS = {
     errno.EPERM: PERMISSIONS_HINT,
     errno.ENAMETOOLONG: "give a shorter name",
     errno.EIO: "the device or the network file system has failed: see the kernel's log",
+    errno.ENOPKG: "install that package on every host, or give a path",
+    errno.EPROTONOSUPPORT: "a URL of a file system that fsspec knows, such as s3://BUCKET/NAME",
+    errno.ENOKEY: "give this process credentials of the storage, such as AWS_ACCESS_KEY_ID or AWS_PROFILE",
     errno.ESTALE: "the network file system has lost the file: mount it again",
 }
 """Hint for an error number, whatever the operation."""
@@ -36,6 +39,11 @@ _NO_THREAD = ("can't start new thread", os.strerror(errno.EAGAIN))
 def os_error_hint(error: OSError, otherwise: str) -> str:
     """Return the hint for the number of `error`; `otherwise`, the operation's own hint, for a number without one."""
     return HINTS.get(error.errno or 0, otherwise)
+
+
+def with_os_error_hint(error: OSError, hint: str) -> str:
+    """Return the hint for the number of `error`, if there is one, and the operation's own `hint` as the other way."""
+    return f"{found}, or {hint}" if (found := HINTS.get(error.errno or 0)) else hint
 
 
 def lacks_threads(error: BaseException) -> bool:

@@ -103,7 +103,7 @@ def read_live_file(path: Path) -> LiveState | None:
     try:
         return _from_json(json.loads(text))
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not a live file: {error!r}") from None
+        raise ValueError(f"{path}: not a live file: {type(error).__name__}: {error}") from None
 
 
 def _to_json(state: LiveState) -> dict[str, Any]:

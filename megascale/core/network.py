@@ -38,6 +38,11 @@ def listen_as(name: str, port: int = 0) -> socket.socket:
         return listen(ALL_INTERFACES, port)
 
 
+def join_port(host: str, port: int) -> str:
+    """Return host:port, with an address of IPv6 in brackets; "" is all interfaces."""
+    return f"[{host}]:{port}" if ":" in host else f"{host or '[::]'}:{port}"
+
+
 def address_toward(host: str) -> str:
     """Return this host's address in the network toward `host`. Raises: OSError"""
     family, _, _, _, peer = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]

@@ -10,7 +10,10 @@ from itertools import pairwise
 from pathlib import Path
 
 IMPORT = "import"
-"""The first part, which begins with the process."""
+"""The first part, which begins with the process, or when a process in standby gets its task."""
+
+TASK_TIME_VARIABLE = "MEGASCALE_TASK_TIME"
+"""Environment variable of a process that was in standby: when it got its task, in seconds of the boot's clock."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,12 @@ class StartParts:
 
 
 def process_start() -> float:
-    """Return the time of `time.perf_counter` at which this process began, to 10 ms; that of the call without /proc."""
+    """Return the time of `time.perf_counter` at which this process began, to 10 ms; that of the call without /proc.
+    A process that was in standby began with its task.
+    """
     now = time.perf_counter()
+    if TASK_TIME_VARIABLE in os.environ:
+        return now - (time.clock_gettime(time.CLOCK_BOOTTIME) - float(os.environ[TASK_TIME_VARIABLE]))
     try:
         facts = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:

@@ -32,6 +32,9 @@ PAUSES = 0.25, 10.0
 PERMANENT_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EFBIG}
 """Error numbers not worth a retry, beside the errors with a class of their own."""
 
+CREDENTIAL_ERRORS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "DefaultCredentialsError"}
+"""Names of exceptions of botocore and google.auth for missing credentials."""
+
 ERRNO_BY_CLASS = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, FileExistsError: errno.EEXIST}
 """Error number of exceptions raised without a number."""
 
@@ -215,7 +218,7 @@ class Location:
     def _is_permanent(self, error: Exception) -> bool:
         """Return True if a retry would fail too. Object stores report damage in transit as EINVAL as well."""
         permanent = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
-        if isinstance(error, (*permanent, ImportError, ValueError)):
+        if isinstance(error, (*permanent, ImportError, ValueError)) or type(error).__name__ in CREDENTIAL_ERRORS:
             return True
         number = error.errno if isinstance(error, OSError) else None
         return number in PERMANENT_ERRNOS or (number == errno.EINVAL and self.local_path is not None)
@@ -272,9 +275,17 @@ def file_version(facts: Mapping[str, Any]) -> str:
 
 
 def _as_os_error(error: Exception, url: str) -> OSError:
+    """Return the OSError of an error, with a number that has a hint in `core.limits` where the kernel has no part."""
+    unknown = errno.EIO if Location(url).local_path is not None else errno.EREMOTEIO
     if isinstance(error, OSError):
-        number = error.errno or ERRNO_BY_CLASS.get(type(error), errno.EIO)
-        text = error.strerror or str(error) or os.strerror(number)
-    else:
-        number, text = errno.EIO, f"{type(error).__name__}: {error}"
-    return OSError(number, text, url)  # Python picks the subclass of the number
+        number = error.errno or ERRNO_BY_CLASS.get(type(error), unknown)
+        number = unknown if number == errno.EIO else number
+        return OSError(number, error.strerror or str(error) or os.strerror(number), url)
+    number = unknown
+    if isinstance(error, ImportError):
+        number = errno.ENOPKG
+    elif type(error).__name__ in CREDENTIAL_ERRORS:
+        number = errno.ENOKEY
+    elif isinstance(error, ValueError) and str(error).startswith("Protocol not known"):
+        number = errno.EPROTONOSUPPORT
+    return OSError(number, f"{type(error).__name__}: {error}", url)  # Python picks the subclass of the number

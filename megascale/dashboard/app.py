@@ -77,4 +77,5 @@ def _follow(app: Dash, runs: dict[str, WatchedRun]) -> None:
         state = html.Span(view.state, className="state " + ("bad" if view.standstill or view.status else "good"))
         news = str([run.news for run in runs.values()])
         parts = [html.H1(view.name), state, html.Span(words, className="words"), html.Span(problem, className="bad")]
+        parts.insert(3, html.Span(runs[name].store_note, className="words"))
         return [parts, no_update if news == before else news]

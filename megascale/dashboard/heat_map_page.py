@@ -48,7 +48,7 @@ def _register(app: Dash, runs: Runs) -> None:
         matrix = rank_matrix(run.view().topology)
         title = f"{part}: each rank beside its peers, steps {heat.first_step} to {heat.last_step}"
         figure = excess_figure(title, matrix, _excess(store, part), store.nodes)
-        return [figure, height_of(figure), [COMPUTE, *heat.columns], _outliers(store)]
+        return [figure, height_of(figure), [COMPUTE, *heat.columns], [_outliers(store), _hosts(store)]]
 
     @app.callback(
         [Output(PICKED, "data", allow_duplicate=True), Output(TABS, "value", allow_duplicate=True)],
@@ -86,6 +86,12 @@ def _outliers(store: StoreView) -> html.Div:
     ]  # fmt: skip
     head = ("outlier", "kind", "ranks", "beside its peers", "longer parts", "costs the job in a step")
     return html.Div(table(head, rows, "outlier-table"))
+
+
+def _hosts(store: StoreView) -> html.Div:
+    if store.hosts is None:
+        return html.Div(note("The event store has no metrics of hosts."))
+    return html.Div([html.H2("Hosts by their metrics"), html.Pre(str(store.hosts), id="hosts")])
 
 
 PAGE = Page(KEY, "Heat map", _layout, _register)

@@ -41,13 +41,12 @@ def _register(app: Dash, runs: Runs) -> None:
 
 def _verdict(runs: Runs, name: str) -> html.Div:
     view, store = runs[name].view(), runs[name].store
-    findings = store.verdicts if store is not None else []
+    findings = store.verdicts if store is not None else None
     ill = bool(view.standstill or findings or view.history.open)
     lines: list[Component] = [html.P(verdict_of(view, findings), className="verdict bad" if ill else "verdict")]
-    if len(findings) > 1:
+    if findings and len(findings) > 1:
         lines.append(html.Ul([html.Li(finding) for finding in findings[1:]]))
-    if runs[name].store_problem:
-        lines.append(note(runs[name].store_problem))
+    lines += [note(text) for text in (runs[name].store_problem, *(store.notes if store is not None else ())) if text]
     return html.Div(lines)
 
 

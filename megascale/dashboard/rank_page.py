@@ -14,7 +14,7 @@ from megascale.core.units import format_bytes
 from megascale.dashboard.page import PAUSED, PICKED, RUN, TABS, TICK, Page, Runs, facts, graph, height_of, note, table
 from megascale.dashboard.place_figure import place_figure
 from megascale.view.frame import letters_of
-from megascale.view.rank_details import RankDetails, read_rank_details
+from megascale.view.rank_details import RankDetails, read_rank_details, read_rank_stack
 from megascale.view.run_view import RunView
 from megascale.view.signs import SIGNS
 from megascale.view.store_view import StoreView
@@ -26,8 +26,11 @@ SHOWN_EVENTS = 24
 
 def _layout() -> html.Div:
     number = dcc.Input(0, id="rank", type="number", min=0, step=1, debounce=True, className="control")
-    controls = html.Div([html.Label("rank"), number, note("A click on a cell picks its rank.")], className="row")
-    return html.Div([controls, graph(PLACE), html.Div(id="rank-details")])
+    button = html.Button("stack of its process", id="read-stack")
+    controls = [html.Label("rank"), number, note("A click on a cell picks its rank."), button]
+    return html.Div(
+        [html.Div(controls, className="row"), graph(PLACE), html.Div(id="rank-stack"), html.Div(id="rank-details")]
+    )
 
 
 def _register(app: Dash, runs: Runs) -> None:
@@ -59,6 +62,18 @@ def _register(app: Dash, runs: Runs) -> None:
         letters = letters_of(view, store.slowness if store is not None else ())
         figure = place_figure(details.place, letters)
         return [figure, height_of(figure), html.Div(list(_details(view, store, details, letters[rank])))]
+
+    @app.callback(
+        Output("rank-stack", "children"),
+        [Input("read-stack", "n_clicks"), Input(PICKED, "data"), Input(RUN, "value")],
+        prevent_initial_call=True,
+    )
+    def show_stack(clicks: int | None, rank: int, name: str) -> list:
+        if ctx.triggered_id != "read-stack":
+            return []  # another rank was picked
+        view = runs[name].view()
+        rank = min(max(rank, 0), view.world - 1)
+        return [html.H2(f"Stack of rank {rank}"), html.Pre(read_rank_stack(view, rank))]
 
 
 def _details(view: RunView, store: StoreView | None, details: RankDetails, letter: str) -> Iterator[Component]:

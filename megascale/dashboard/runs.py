@@ -36,11 +36,18 @@ class WatchedRun:
         with self._lock:
             if time.monotonic() - self._read > FRESH_S:
                 try:
+                    had_ended = self._view.has_ended
                     self._view, self.problem = self._reader.read(), ""
+                    if self._view.has_ended and not had_ended:
+                        self._store.hasten()
                 except MegascaleError as error:
                     self.problem = str(error)
                 self._read = time.monotonic()
             return self._view
+
+    def close(self) -> None:
+        """End the analyses."""
+        self._store.stop()
 
     @property
     def store(self) -> StoreView | None:
@@ -63,7 +70,12 @@ class WatchedRun:
     @property
     def store_problem(self) -> str:
         """Why there are no analyses."""
-        return self._store.error or ("the event store is being read" if self._store.latest is None else "")
+        return self._store.error or ("" if self._store.latest is not None else self._store.note)
+
+    @property
+    def store_note(self) -> str:
+        """A line about the analyses: their age and newest step, or why there are none."""
+        return self._store.note
 
 
 def watched_runs(folders: Iterable[Path]) -> dict[str, WatchedRun]:

@@ -32,6 +32,10 @@ class BestFitShape(IndexShape):
         return self.rows
 
     @property
+    def fewest_tokens(self) -> int:
+        return 1
+
+    @property
     def padding(self) -> float:
         """The share of padding in the tokens of the samples."""
         return 1 - self.tokens / (self.rows * self.seq_length)
@@ -87,6 +91,7 @@ def build_best_fit_index(shape: BestFitShape, lengths: np.ndarray, seed: int) ->
     ends = np.cumsum(whole)
     offsets = [(np.arange(len(parts[0])) - np.repeat(ends - whole, whole)) * s]
     rests = sizes % s
+    firsts = sizes - rests  # the first token of each rest
     by_length = np.argsort(rests, kind="stable")  # of equal lengths in the shuffled order
     counts = np.bincount(rests, minlength=s)
     taken = np.cumsum(counts) - counts  # the place in `by_length` of the next document of each length
@@ -95,7 +100,7 @@ def build_best_fit_index(shape: BestFitShape, lengths: np.ndarray, seed: int) ->
         rows = _rows_of(group, by_length, taken)
         parts.append(documents[rows].ravel())
         widths.append(np.full(group.rows, rows.shape[1], dtype=np.int64))
-        offsets.append((sizes - rests)[rows[:, 0]])
+        offsets.append(firsts[rows[:, 0]])
     places = np.cumsum(np.concatenate([[0], *widths]))
     starts = np.stack([places, np.concatenate([*offsets, [0]])], 1).astype(np.int32)
     if (int(places[-1]), len(starts) - 1) != (shape.parts, shape.rows):

@@ -4,12 +4,14 @@
     FOLDER/remote/NAME-DIGEST/whole           a file that is needed whole, such as an index
     FOLDER/remote/used                        bytes of all blocks, which stay below `max_bytes`
 
-Blocks that were not read for longest are removed first. Whole files are few, and stay.
+Blocks that were not read for longest are removed first. Whole files are few, and stay. Each file ends with its
+checksum; what does not fit it is fetched again. A process checks a block when it reads it first.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -22,9 +24,17 @@ from pathlib import Path
 from typing import IO
 
 from megascale.core.errors import DataError
-from megascale.core.files import NO_LOCKS, atomic_file, build_once
-from megascale.core.limits import os_error_hint
+from megascale.core.files import NO_LOCKS, build_once
+from megascale.core.limits import os_error_hint, with_os_error_hint
 from megascale.core.storage import Location
+from megascale.data.checksum import (
+    CHECKSUM_BYTES,
+    check_file,
+    file_with_checksum,
+    is_intact,
+    once_a_version,
+    with_checksum,
+)
 
 BLOCK_BYTES = 1 << 20
 """Bytes of a block: samples are read in random order, and object stores charge by request."""
@@ -41,6 +51,9 @@ TOUCH_S = 60.0
 KEPT_SHARE = 0.9
 """Share of `max_bytes` that is kept when blocks have to be removed."""
 
+FETCHES_OF_DAMAGED = 3
+"""Times that a copy is found damaged before the folder is given up."""
+
 
 @dataclass(frozen=True)
 class BlockCache:
@@ -55,14 +68,19 @@ class BlockCache:
         return CachedFile(self, Location(url, self.retry_s), size, self._place(url, size, version))
 
     def whole_file(self, url: str, size: int, version: str) -> Path:
-        """The local copy of a remote file, downloaded by the first process that asks for it.
+        """The local copy of a remote file, and its checksum, downloaded by the first process to ask for it. A damaged
+        copy is downloaded again.
 
         Raises: DataError
         """
         path = self._place(url, size, version) / "whole"
         with self.explained(url):
-            build_once(path, lambda: self._download(Location(url, self.retry_s), size, path))
-        return path
+            for _ in range(FETCHES_OF_DAMAGED):
+                build_once(path, lambda: self._download(Location(url, self.retry_s), size, path))
+                with contextlib.suppress(ValueError, FileNotFoundError):  # removed here, or by another process
+                    once_a_version(path, lambda: _remove_if_damaged(path, size))
+                    return path
+            raise _damaged_again(path)
 
     @contextlib.contextmanager
     def explained(self, url: str) -> Iterator[None]:
@@ -72,7 +90,8 @@ class BlockCache:
         except OSError as error:
             local = str(error.filename or "").startswith(str(self.folder))
             where = f"{self.folder}, which has copies of {url}," if local else url
-            hint = os_error_hint(error, "data.cache = another folder" if local else "check the storage and the network")
+            hint = os_error_hint(error, "check the storage and the network")
+            hint = with_os_error_hint(error, "data.cache = another folder") if local else hint
             raise DataError(f"{where} cannot be used: {error.strerror or error}", hint=hint) from None
 
     def reserve(self, size: int) -> None:
@@ -103,9 +122,9 @@ class BlockCache:
         return self._folder / f"{Location(url).name[:64]}-{digest}"
 
     def _download(self, location: Location, size: int, path: Path) -> None:
-        with atomic_file(path) as file:
+        with file_with_checksum(path) as write:
             for start in range(0, size, DOWNLOAD_BYTES):
-                file.write(fetch(location, start, min(DOWNLOAD_BYTES, size - start)))
+                write(fetch(location, start, min(DOWNLOAD_BYTES, size - start)))
 
     def _shrink(self, max_bytes: int) -> int:
         """Remove the blocks that were not read for longest, down to `max_bytes`. Returns the bytes that stay."""
@@ -161,22 +180,38 @@ class CachedFile:
                 list(self.cache.pool.map(self._build, missing))
 
     def _read_block(self, number: int, within: int, count: int) -> bytes:
+        path, damaged = self._path(number), 0
         while True:
-            with contextlib.suppress(FileNotFoundError), open(self._path(number), "rb", buffering=0) as file:
-                facts = os.fstat(file.fileno())
-                if facts.st_size == self._block_size(number):
-                    if time.time() - facts.st_mtime > TOUCH_S:
-                        os.utime(file.fileno())
+            with contextlib.suppress(FileNotFoundError), open(path, "rb", buffering=0) as file:
+                if self._is_intact(file.fileno(), number):
                     return os.pread(file.fileno(), count, within)
-                self._path(number).unlink(missing_ok=True)  # cut by a crash of the host
+                path.unlink(missing_ok=True)
+                damaged += 1
+            if damaged == FETCHES_OF_DAMAGED:
+                raise _damaged_again(path)
             self._build(number)
+
+    def _is_intact(self, file: int, number: int) -> bool:
+        """Check the size of a block, and at the first read by this process the checksum. Renew the time of last use."""
+        size, facts = self._block_size(number) + CHECKSUM_BYTES, os.fstat(file)
+        if facts.st_size != size or not (self._checked[number] or is_intact(os.pread(file, size, 0))):
+            return False
+        self._checked[number] = True
+        if time.time() - facts.st_mtime > TOUCH_S:
+            os.utime(file)
+        return True
+
+    @cached_property
+    def _checked(self) -> bytearray:
+        """True for blocks checked by this process."""
+        return bytearray(-(-self.size // BLOCK_BYTES))
 
     def _build(self, number: int) -> None:
         build_once(self._path(number), lambda: self._fetch(number))
 
     def _fetch(self, number: int) -> None:
         """Fetch a block, into a file that appears when it is whole."""
-        data = fetch(self.location, number * BLOCK_BYTES, self._block_size(number))
+        data = with_checksum(fetch(self.location, number * BLOCK_BYTES, self._block_size(number)))
         self.cache.reserve(len(data))
         path = self._path(number)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -205,6 +240,19 @@ def fetch(location: Location, start: int, count: int) -> bytes:
         what = f"{location} ends after {start + found} bytes: it was replaced while it is read"
         raise DataError(what, hint="files of a dataset must stay as they are while a run reads them")
     return bytes(buffer)
+
+
+def _remove_if_damaged(path: Path, size: int) -> None:
+    """Raises: ValueError"""
+    try:
+        check_file(path, size)
+    except ValueError:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _damaged_again(path: Path) -> OSError:
+    return OSError(errno.EIO, "copies there do not stay as they were written", str(path))
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from megascale.config.batch_rampup import samples_of_run
 from megascale.config.dataset_files import SplitName
 from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
-from megascale.data.index_files import IndexKey, map_index, open_dataset_of, open_index
+from megascale.data.index_files import IndexKey, check_index, open_dataset_of, open_index
 from megascale.data.mixture import Mixture
 
 
@@ -43,7 +43,7 @@ def build_indices(
     missing = [(folder, by_name[folder, name]) for folder, name in large if not (folder / name).exists()]
     for folder, name in large:
         if (folder / name).exists():
-            map_index(folder / name, by_name[folder, name])
+            check_index(folder / name, by_name[folder, name])
     for done, _ in enumerate(_built(missing, workers), start=1):
         progress(done, len(missing))
     size = sum((folder / name).stat().st_size for folder, name in large)

@@ -1,13 +1,15 @@
-"""A blend whose weights change at places in the order of samples (`data.weights`), by arithmetic.
+"""A blend whose weights change at places in the order of samples (`data.weights`, `data.policy`), by arithmetic.
 
 Every dataset goes on where it was: the number of a sample among those of its dataset counts the parts before it, too.
-Nothing but the configuration and the place of a sample is needed, whenever and wherever a run resumes.
+With `data.weights` nothing but the configuration and the place of a sample is needed, whenever and wherever a run
+resumes; with a data policy the weights where it reads (`data.mixture_weights`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megascale.data.blend import Blend
 
@@ -36,26 +38,48 @@ def _shares(weights: Sequence[float]) -> list[float]:
     return [round(weight / total, 12) for weight in used]
 
 
-class ChangingBlend:
-    """The order of the samples of datasets whose weights (0 or above) change."""
+@dataclass(frozen=True)
+class _Part:
+    """The order from `start` on: a blend of `datasets`, before which each dataset has had `before` samples."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self._starts = [start for start, _ in parts]
-        self._datasets = [[number for number, weight in enumerate(weights) if weight] for _, weights in parts]
-        self._blends = [Blend([weight for weight in weights if weight]) for _, weights in parts]
+    start: int
+    datasets: list[int]
+    blend: Blend
+    before: Sequence[int]
+
+    def locate(self, index: int) -> tuple[int, int]:
+        place, number = self.blend.locate(index - self.start)
+        dataset = self.datasets[place]
+        return dataset, number + self.before[dataset]
+
+    def count(self, dataset: int, samples: int) -> int:
+        own = dataset in self.datasets
+        more = self.blend.count(self.datasets.index(dataset), max(samples - self.start, 0)) if own else 0
+        return self.before[dataset] + more
+
+
+class ChangingBlend:
+    """The order of the samples of datasets whose weights (0 or above) change. `before`: samples that each dataset has
+    had before the first part, if it does not start at 0; earlier samples are not known then.
+    """
+
+    def __init__(self, parts: Sequence[Part], before: Sequence[int] = ()) -> None:
+        self._parts: list[_Part] = []
+        for start, weights in parts:
+            known = range(len(weights))
+            counts = [self.count(dataset, start) for dataset in known] if self._parts else before or [0] * len(weights)
+            used = [dataset for dataset in known if weights[dataset]]
+            self._parts.append(_Part(start, used, Blend([weights[dataset] for dataset in used]), counts))
 
     def locate(self, index: int) -> tuple[int, int]:
         """The dataset of a sample, and the number of earlier samples of that dataset."""
-        part = bisect_right(self._starts, index) - 1
-        place, number = self._blends[part].locate(index - self._starts[part])
-        dataset = self._datasets[part][place]
-        return dataset, number + self.count(dataset, self._starts[part])
+        return self._at(index).locate(index)
 
     def count(self, dataset: int, samples: int) -> int:
         """Samples of a dataset among the first `samples`."""
-        total = 0
-        ends = [*self._starts[1:], samples]
-        for start, end, datasets, blend in zip(self._starts, ends, self._datasets, self._blends, strict=True):
-            if start < samples and dataset in datasets:
-                total += blend.count(datasets.index(dataset), min(end, samples) - start)
-        return total
+        return self._at(max(samples - 1, self._parts[0].start)).count(dataset, samples)
+
+    def _at(self, index: int) -> _Part:
+        place = bisect_right(self._parts, index, key=lambda part: part.start) - 1
+        assert place >= 0, f"samples before {self._parts[0].start} are not known, such as {index}"
+        return self._parts[place]

@@ -9,6 +9,9 @@ from typing import Any
 from megascale.core.errors import DataError
 from megascale.data.input_chunks import Chunk
 
+OBJECT_HINT = '{"text": "..."} on each line'
+ARRAY_HINT = f"{OBJECT_HINT}; `jq -c '.[]'` writes a JSON array so"
+
 
 class BadDocumentError(DataError):
     """A line, row or file that is no text. `reason`: the same for all of a kind; `where`: its file and line or row."""
@@ -53,11 +56,15 @@ def _lines(chunk: Chunk, key: str) -> Iterator[tuple[str, str | BadDocumentError
 def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError) as error:  # a line that is not UTF-8 raises ValueError too
-        raise BadDocumentError("not JSON", where, f"is not a line of JSON: {error}", "fix or remove the line") from None
+    except UnicodeDecodeError as error:
+        raise BadDocumentError("not UTF-8", where, f"is not UTF-8: {error}", "fix or remove the line") from None
+    except (ValueError, RecursionError) as error:
+        hint = ARRAY_HINT if line.strip() in (b"[", b"[{") else "fix or remove the line"
+        raise BadDocumentError("not JSON", where, f"is not a line of JSON: {error}", hint) from None
     if not isinstance(record, dict):
         message = f"is {_kind(record)}, not an object with a text"
-        raise BadDocumentError("not an object", where, message, '{"text": "..."} on each line')
+        hint = ARRAY_HINT if isinstance(record, list) else OBJECT_HINT
+        raise BadDocumentError("not an object", where, message, hint)
     return record
 
 

@@ -32,6 +32,13 @@ class IndexShape:
         return max(0, self.tokens - 1) // self.seq_length
 
     @property
+    def fewest_tokens(self) -> int:
+        """The fewest tokens that a sample has in its documents, with the label that follows the last; below that is
+        padding.
+        """
+        return self.seq_length + 1
+
+    @property
     def order_dtype(self) -> type[np.generic]:
         return np.uint32 if self.samples < 2**32 - 2 else np.int64
 

@@ -14,6 +14,7 @@ from megascale.core.process import process_exists
 from megascale.core.wait_notice import WaitNotice
 from megascale.data.batch_shape import StepOrder
 from megascale.data.mixture import Sample
+from megascale.data.mixture_weights import MixtureWeights
 from megascale.data.reader_memory import ReaderMemory
 from megascale.data.reader_supervisor import WITHOUT_READER_HINT
 from megascale.data.sample_record import decode_sample
@@ -57,6 +58,11 @@ class HostSamples:
     def bytes_read(self) -> int:
         """Bytes of tokens that the host's readers have read from the datasets, for all its ranks."""
         return self._memory.bytes_read
+
+    def change_weights(self, weights: MixtureWeights) -> None:
+        """Let the reader follow the weights that a data policy has found; the first rank tells it."""
+        if self._reader == 0:
+            self._memory.write_weights(weights.to_numbers())
 
     def begin(self, consumed: int) -> None:
         """Let the reader work ahead, from the step that follows `consumed` samples."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from megascale.core.files import lock_to_build
 from megascale.core.process import module_command
 from megascale.data.best_fit_index import BestFitShape
+from megascale.data.decomposed_index import DecomposedShape
 from megascale.data.epoch_index import IndexShape
 from megascale.data.index_files import IndexKey, open_dataset_of, write_index
 
@@ -49,7 +50,8 @@ def main() -> None:
     """Build the index of KEY; this process has its lock."""
     os.nice(NICENESS)
     facts = json.loads(sys.argv[2])
-    shape = BestFitShape if "rows" in facts["shape"] else IndexShape
+    by_key: dict[str, type[IndexShape]] = {"rows": BestFitShape, "piece": DecomposedShape}
+    shape = next((kind for key, kind in by_key.items() if key in facts["shape"]), IndexShape)
     key = IndexKey(**(facts | {"shape": shape(**facts["shape"])}))
     path = Path(sys.argv[1]) / key.file_name
     if not path.exists():

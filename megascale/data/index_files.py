@@ -1,17 +1,19 @@
 """Epoch indices as files, built by one process and memory-mapped by all that share the folder.
 
-A file is a header, which says what the index is of, and the three arrays. Reading a file parses nothing: the header
-must equal, byte for byte, the one that this run would write, and the size must be that of the arrays. The order of
+A file is a header, which says what the index is of, the three arrays, and a checksum. Reading a file parses nothing:
+the header must equal, byte for byte, the one that this run would write, and the size must be that of the arrays. The
+checksum is compared by one process after each change of the file, and by `megascale data index`. The order of
 samples is a function of the dataset, the seed and the epoch, so that a process that finds no file builds the same one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,15 +22,18 @@ import numpy as np
 
 from megascale.config.dataset_files import read_dataset_files
 from megascale.core.errors import DataError
-from megascale.core.files import atomic_file, build_once
-from megascale.core.limits import os_error_hint
+from megascale.core.files import build_once
+from megascale.core.limits import os_error_hint, with_os_error_hint
+from megascale.core.units import format_bytes
 from megascale.data.best_fit_index import BestFitIndex, BestFitShape, build_best_fit_index
 from megascale.data.block_cache import BlockCache
+from megascale.data.checksum import CHECKSUM_BYTES, check_file, file_with_checksum, once_a_version
+from megascale.data.decomposed_index import DecomposedIndex, DecomposedShape, build_decomposed_index
 from megascale.data.document_order import read_order
 from megascale.data.epoch_index import EpochIndex, IndexShape, build_epoch_index, build_ordered_index
 from megascale.data.indexed_dataset import IndexedDataset, map_dataset
 
-FORMAT = "megascale epoch index 1"
+FORMAT = "megascale epoch index 2"
 
 ALIGNMENT = 64
 """Bytes that the header and each array are padded to a multiple of."""
@@ -78,20 +83,44 @@ def open_index(folder: Path, key: IndexKey, files: IndexedDataset) -> EpochIndex
     try:
         build_once(path, lambda: write_index(path, key, files))
     except OSError as error:
-        what = f"sample indices cannot be kept in {folder}: {error.strerror or error}"
-        raise DataError(what, hint=os_error_hint(error, "data.cache = another folder")) from None
+        size = format_bytes(_layout(key)[1])
+        what = f"sample indices of {size} cannot be kept in {folder}: {error.strerror or error}"
+        raise DataError(what, hint=with_os_error_hint(error, "data.cache = another folder")) from None
     except MemoryError as error:
         raise DataError(f"sample indices do not fit in memory: {error}", hint="more memory") from None
     return map_index(path, key)
 
 
 def map_index(path: Path, key: IndexKey) -> EpochIndex:
-    """Memory-map the file of an index, and compare it with `key`.
+    """Memory-map the file of an index, and compare it with `key`, and with the checksum if nobody has.
 
     Raises: DataError for a file that cannot be read, or is not the index
     """
+    with _explained(path):
+        index = _map(path, key)
+        once_a_version(path, lambda: _check_content(path, key))
+        return index
+
+
+def check_index(path: Path, key: IndexKey) -> None:
+    """Compare the file of an index with `key`, and all of it with its checksum.
+
+    Raises: DataError for a file that cannot be read, or is not the index
+    """
+    with _explained(path):
+        _map(path, key)
+        _check_content(path, key)
+
+
+def _check_content(path: Path, key: IndexKey) -> None:
+    check_file(path, _layout(key)[1] - CHECKSUM_BYTES)
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Raise a DataError in place of an OSError or a ValueError about an index file."""
     try:
-        return _map(path, key)
+        yield
     except OSError as error:
         hint = os_error_hint(error, "files of data.cache must stay in place while a run reads them")
         raise DataError(f"{path} cannot be read: {error.strerror or error}", hint=hint) from None
@@ -105,11 +134,11 @@ def write_index(path: Path, key: IndexKey, files: IndexedDataset) -> None:
     Raises: DataError for a damaged dataset; OSError
     """
     index = _build(key, files)
-    with atomic_file(path) as file:
-        file.write(key.header)
+    with file_with_checksum(path) as write:
+        write(key.header)
         for array in (index.documents, index.starts, index.order):
-            file.write(array)
-            file.write(bytes(_padded(array.nbytes) - array.nbytes))
+            write(array.data)
+            write(bytes(_padded(array.nbytes) - array.nbytes))
 
 
 def open_dataset_of(key: IndexKey, folder: Path) -> IndexedDataset:
@@ -122,6 +151,8 @@ def _build(key: IndexKey, files: IndexedDataset) -> EpochIndex:
     files.check_places(key.shape.first, key.shape.last, key.shape.tokens)
     if isinstance(key.shape, BestFitShape):
         return build_best_fit_index(key.shape, files.lengths, key.seed)
+    if isinstance(key.shape, DecomposedShape):
+        return build_decomposed_index(key.shape, files.lengths, key.seed)
     if "order" in key.dataset:
         documents = read_order(key.dataset["order"][0], key.shape.first, key.shape.last)
         return build_ordered_index(key.shape, files.lengths, documents)
@@ -145,6 +176,8 @@ def _map(path: Path, key: IndexKey) -> EpochIndex:
     )
     if isinstance(key.shape, BestFitShape):
         return BestFitIndex(documents, starts.reshape(-1, 2), order, key.shape.seq_length)
+    if isinstance(key.shape, DecomposedShape):
+        return DecomposedIndex(documents, starts.reshape(-1, 2), order, key.shape.seq_length, key.shape.piece)
     return EpochIndex(documents, starts.reshape(-1, 2), order)
 
 
@@ -158,7 +191,7 @@ def _layout(key: IndexKey) -> tuple[list[tuple[int, int, type[np.generic]]], int
     ):
         places.append((start, count, dtype))
         start += _padded(count * np.dtype(dtype).itemsize)
-    return places, start
+    return places, start + CHECKSUM_BYTES
 
 
 def _padded(size: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Protocol
@@ -13,9 +13,15 @@ from torch import Tensor
 
 from megascale.config.batch_rampup import BatchSizes
 from megascale.data.batch_shape import BatchShape as BatchShape
+from megascale.data.copy_to_device import copy_to_device
 from megascale.data.host_samples import HostSamples
-from megascale.data.mixture import Sample
+from megascale.data.hybrid_batches import HybridPool
+from megascale.data.mixture import Mixture, MockMixture, Sample
+from megascale.data.mixture_weights import MixtureWeights
+from megascale.layout.document_shards import RowSharding
+from megascale.layout.sequence_shard import SequenceShard
 from megascale.ops.boundaries import Boundaries
+from megascale.parallel.key_store import KeyStore
 from megascale.parallel.microbatch import MicroBatch, StepBatch
 from megascale.parallel.rng import Dropout
 
@@ -36,10 +42,12 @@ class BoundarySource(Protocol):
 class Loader:
     """Loads the batches of a split on data-parallel rank `rank`. Between the first and the last pipeline stage
     micro-batches carry no tokens: `samples` is None there. With a document mask `boundaries` is given instead: every
-    stage needs them. `sizes`: of batches during a ramp-up. `fault_hook`: called before a batch is read.
+    stage needs them. `sharding`: of sequences that several ranks share; `chunks`: of sequences, each a micro-batch;
+    `pool`: plans the micro-batches from the documents of all samples instead. `sizes`: of batches during a ramp-up.
+    `fault_hook`: called before a batch is read.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         samples: SampleSource | None,
         shape: BatchShape,
@@ -49,20 +57,31 @@ class Loader:
         seed: int,
         device: torch.device,
         boundaries: BoundarySource | None = None,
+        sharding: RowSharding | None = None,
+        chunks: Sequence[SequenceShard] = (),
+        pool: HybridPool | None = None,
         sizes: BatchSizes | None = None,
     ) -> None:
         self._samples = samples
-        source = samples if samples is not None else boundaries
-        self._ahead = source if isinstance(source, HostSamples) else None
+        self._source = samples if samples is not None else boundaries
+        self._ahead = self._source if isinstance(self._source, HostSamples) else None
         self._shape = shape
         self._rank = rank
         self._dropout = dropout
         self._seed = seed
         self._device = device
         self._boundaries = boundaries
+        self._sharding = sharding
+        self._chunks = chunks
+        self._pool = pool
         self._sizes = sizes
         self._prefetched: tuple[int, StepBatch] | None = None
         self.fault_hook: Callable[[], None] | None = None
+
+    def change_weights(self, weights: MixtureWeights) -> None:
+        """Follow the weights that a data policy has found, for the steps from their last part on."""
+        if isinstance(self._source, (Mixture, HostSamples)):
+            self._source.change_weights(weights)
 
     def begin(self, consumed_samples: int) -> None:
         """Let the host's reader, if there is one, work ahead from here on."""
@@ -84,9 +103,11 @@ class Loader:
         shape = self._shape
         if self._sizes is not None:
             shape = replace(shape, global_batch=self._sizes.at(consumed_samples))
+        if self._pool is not None:
+            return StepBatch(self._planned(range(consumed_samples, consumed_samples + shape.global_batch), self._pool))
         with self._ahead.step(consumed_samples) if self._ahead is not None else nullcontext():
-            parts = [self._micro_batch(consumed_samples, index) for index in range(shape.num_microbatches)]
-        return StepBatch([micro_batch for micro_batch, _ in parts], sum(loss_tokens for _, loss_tokens in parts))
+            indices = range(shape.num_microbatches)
+            return StepBatch([part for index in indices for part in self._micro_batches(consumed_samples, index)])
 
     def prefetch(self, consumed_samples: int) -> None:
         """Load the result of the next `batch(consumed_samples)` while the device is busy. After an error the step that
@@ -102,27 +123,45 @@ class Loader:
         """The first `count` batches of the split."""
         return (self.batch(index * self._shape.global_batch) for index in range(count))
 
-    def _micro_batch(self, consumed_samples: int, index: int) -> tuple[MicroBatch, int]:
-        """A micro-batch, and the number of its labels that count in the loss."""
+    def _planned(self, samples: range, pool: HybridPool) -> list[MicroBatch]:
+        """The micro-batches of this rank of a pool."""
+        assert isinstance(self._source, Mixture | MockMixture), "a rank of a pool reads samples itself"
+        dropout = Dropout(0.0, self._seed, [samples.start], self._device)
+        return pool.micro_batches(self._source, samples, self._device, dropout)
+
+    def _micro_batches(self, consumed_samples: int, index: int) -> Iterator[MicroBatch]:
+        """Read the samples of a micro-batch of whole sequences, and yield the parts of it that this rank trains on."""
+        keys = KeyStore() if self._chunks else None
         indices = [consumed_samples + row for row in self._shape.rows(index, self._rank)]
         dropout = Dropout(self._dropout, self._seed, indices, self._device)
         if self._samples is None:
             rows = [self._boundaries.positions(number) for number in indices] if self._boundaries else []
             found = Boundaries.from_positions(rows, self._device) if rows else None
-            return MicroBatch(None, None, None, dropout, found), 0
+            yield from (MicroBatch(None, None, None, dropout, found, shard, keys) for shard in self._shards(found))
+            return
         samples = [self._samples[number] for number in indices]
-        tokens, labels = self._to_device([s.tokens for s in samples]), self._to_device([s.labels for s in samples])
         placed = [sample.positions for sample in samples if sample.positions is not None]
         boundaries = Boundaries.from_positions(placed, self._device) if placed else None
-        if all(sample.mask is None for sample in samples):
-            return MicroBatch(tokens, labels, None, dropout, boundaries), labels.numel()
         masks = [np.ones_like(s.labels) if s.mask is None else s.mask for s in samples]
-        loss_tokens = sum(int(mask.sum()) for mask in masks)  # on the host: a sum on the device would synchronize
-        return MicroBatch(tokens, labels, self._to_device(masks), dropout, boundaries), loss_tokens
+        masked = any(sample.mask is not None for sample in samples)
+        total = sum(mask.sum().item() for mask in masks)  # on the host: sums on the device would synchronize
+        for shard in self._shards(boundaries):
+            own = slice(None) if shard is None else np.concatenate([np.arange(*span) for span in shard.spans])
+            tokens, labels = (
+                self._to_device([row[own] for row in rows])
+                for rows in ([s.tokens for s in samples], [s.labels for s in samples])
+            )
+            counts = sum(mask[own].sum().item() for mask in masks), total
+            mask = self._to_device([row[own] for row in masks]) if masked else None
+            yield MicroBatch(tokens, labels, mask, dropout, boundaries, shard, keys, *counts)
+
+    def _shards(self, boundaries: Boundaries | None) -> Sequence[SequenceShard | None]:
+        """The parts of a sequence that are micro-batches of this rank: chunks, a shard, or all of it."""
+        if self._chunks:
+            return self._chunks
+        starts = None if boundaries is None else boundaries.starts
+        return [None if self._sharding is None else self._sharding.shard(starts)]
 
     def _to_device(self, rows: list[np.ndarray]) -> Tensor:
         """Stack rows [s] to [s, b] on the device."""
-        stacked = torch.from_numpy(np.stack(rows, 1))
-        if self._device.type == "cpu":
-            return stacked
-        return stacked.pin_memory().to(self._device, non_blocking=True)  # pageable memory would block the host
+        return copy_to_device(np.stack(rows, 1), self._device)

@@ -10,20 +10,26 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 
+from megascale.catalog.sample_weights import SAMPLE_WEIGHTS
 from megascale.config.dataset_files import READERS, split_source
+from megascale.config.decomposition import decomposition, is_decomposed
 from megascale.config.run import RunConfig, dataset_prefixes
 from megascale.core.errors import DataError
 from megascale.core.readable import is_url
 from megascale.core.skipped_ranges import order_index
 from megascale.data.best_fit_index import BestFitShape
 from megascale.data.blend import MOST_AHEAD
+from megascale.data.bucket_order import BucketOrder, SampleOrder
 from megascale.data.changing_blend import ChangingBlend, blend_parts
+from megascale.data.dataset_source import DatasetSource
 from megascale.data.document_mask import document_starts, label_mask, positions_in_documents
 from megascale.data.epochs import EpochDataset, SplitName
+from megascale.data.label_weights import Weigh, weigh_labels
+from megascale.data.mixture_weights import MixtureWeights
 from megascale.data.open_epochs import OpenEpochs
 from megascale.launch.host_limits import max_open_epochs
 from megascale.layout.document_lengths import equal_documents
@@ -31,7 +37,8 @@ from megascale.layout.document_lengths import equal_documents
 
 @dataclass(frozen=True)
 class Sample:
-    """A training sample: tokens and labels [s], i64; mask [s] in {0, 1}, or None if every label counts in the loss;
+    """A training sample: tokens and labels [s], i64; mask [s] in {0, 1}, or the weights of the labels, f32, with
+    `data.sample_weight`, or None if every label counts in the loss;
     positions [s], i64, of tokens within their documents with `data.mask = "document"`, -1 for padding, otherwise None.
     """
 
@@ -52,17 +59,59 @@ class Mixture:
         source, fractions = split_source(config.data, split)
         prefixes = dataset_prefixes(source)
         weights = [1.0] if source is None or isinstance(source, str) else [weight for weight, _ in source]
-        open_epochs = OpenEpochs(max_open_epochs(config, len(prefixes)))
+        self._decomposition = decomposition(config) if is_decomposed(config, split) else None
+        pieces = self._decomposition.pieces if self._decomposition else [None]
+        found = [DatasetSource(config, split, prefix, fractions) for prefix in prefixes]
+        sources = [(source, piece) for source in found for piece in pieces]
+        open_epochs = OpenEpochs(max_open_epochs(config, len(sources)))
         self.shares = [weight / sum(weights) for weight in weights]
-        self.blend = ChangingBlend(blend_parts(weights, config.data.weights if split == "train" else []))
+        self._parts = blend_parts(weights, config.data.weights if split == "train" else [])
         self._skipped = config.data.skip if split == "train" else []
+        self._seed = config.train.seed
+
+        def count(number: int) -> int:
+            return self.blend.count(number, self.order(expected))
+
         self.datasets = [
-            EpochDataset(config, split, prefix, fractions, open_epochs, self.blend.count(number, self.order(expected)))
-            for number, prefix in enumerate(prefixes)
+            EpochDataset(config, split, source, open_epochs, partial(count, number), piece)
+            for number, (source, piece) in enumerate(sources)
         ]
         self._vocab = config.model.vocab_size
+        name = config.data.sample_weight if split == "train" else None
+        self._weigh: Weigh | None = SAMPLE_WEIGHTS[name].load() if name else None
         self._data = config.data
         self._length = config.model.seq_length
+
+    @cached_property
+    def blend(self) -> SampleOrder:
+        """The dataset of each place in the order of samples; if documents are decomposed, its bucket too, for which the
+        lengths of all documents are read.
+
+        Raises: DataError for a dataset whose buckets are all empty
+        """
+        if self._decomposition is None:
+            return ChangingBlend(self._parts)
+        d, samples = self._decomposition, self.bucket_samples()
+        return BucketOrder(samples, self._parts, d.turn, d.odds, d.cycle, self._seed)
+
+    def change_weights(self, weights: MixtureWeights) -> None:
+        """Follow the weights that a data policy has found. Samples before their first part cannot be read any more."""
+        self.blend = weights.blend()
+
+    def bucket_samples(self) -> list[list[int]]:
+        """The samples of an epoch of each dataset in each bucket.
+
+        Raises: DataError for a dataset whose buckets are all empty
+        """
+        assert self._decomposition is not None, "only decomposed documents have buckets"
+        samples, buckets = [], len(self._decomposition.pieces)
+        for first in range(0, len(self.datasets), buckets):
+            rows = self.datasets[first : first + buckets]
+            samples.append([dataset.shape.samples for dataset in rows])
+            if not any(samples[-1]):
+                what = f"{rows[0].prefix}: no pieces of {rows[0].piece} tokens or more fill a sample of {self._length}"
+                raise DataError(what, hint="more data, or a smaller data.min_piece")
+        return samples
 
     def check(self) -> None:
         """Open the headers of all datasets.
@@ -116,6 +165,8 @@ class Mixture:
         starts = self._starts(dataset, number, tokens) if within else np.zeros(1, dtype=np.int64)
         positions = positions_in_documents(starts, self._length, filled) if within else None
         mask = label_mask(starts[:1] if self._data.boundary_loss else starts, self._length, filled)
+        if self._weigh is not None:
+            mask = weigh_labels(self._weigh, self._data.sample_weight, index, dataset.prefix, tokens[:-1], mask)
         return Sample(tokens[:-1], tokens[1:], mask, positions)
 
     def _checked(self, index: int, dataset: EpochDataset, tokens: np.ndarray) -> np.ndarray:

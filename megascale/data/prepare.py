@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -39,6 +39,8 @@ from megascale.data.tokenizer import Tokenizer, load_tokenizer
 
 SAVE_EVERY_S = 5.0
 """Seconds between records of the progress, each after a flush to disk."""
+
+SKIP_BAD = "--skip-bad"
 
 FILES_AHEAD, CHUNKS_AHEAD = 4, 8
 """Files that are read at a time, and chunks of each that wait."""
@@ -97,7 +99,7 @@ def prepare_dataset(
     say: Callable[[str], None] = lambda text: None,
 ) -> Prepared:
     """Write `request.output`.bin, .idx and .json. `progress`: called with the bytes of input done, and of all. `say`:
-    called with a line for the user about an unfinished preparation.
+    called with a line for the user about an unfinished preparation, or an existing dataset.
 
     Raises: DataError, naming file and line, for input that is not text, and for unreadable or unwritable files
     """
@@ -106,18 +108,20 @@ def prepare_dataset(
     _check_output(request, files)
     encoding = Encoding(request.tokenizer, tokenizer.eod, _bos(request, tokenizer), request.key, request.skip_bad)
     origin = TokenizerInfo(tokenizer.name, tokenizer.fingerprint, tokenizer.eod, tokenizer.eod_origin, encoding.bos)
-    begun = _begin(request.output, _plan(files, encoding, tokenizer), say)
+    begun = _begin(request.output, _plan(files, encoding, tokenizer), request.skip_bad, say)
+    if (index := request.output.with_name(f"{request.output.name}.idx")).exists():
+        say(f"{index} and the other files of the dataset are replaced at the end")
     dtype, total = token_dtype(tokenizer.vocab_size), sum(file.size for file in files)
     with DatasetWriter(request.output, dtype, (begun.tokens, begun.documents)) as writer:
         preparation = Preparation(files, encoding, writer, begun)
         try:
             preparation.run(tokenizer, request.workers, lambda done: progress(done, total))
-        except BadDocumentError:
-            preparation.discard()  # the input has to change, and then nothing of this can be used
-            raise
-        except BaseException:
+        except BaseException as error:
             with suppress(DataError):
                 preparation.save()
+            if isinstance(error, BadDocumentError):
+                hint = f"{error.hint}, or the same command with --skip-bad"
+                raise DataError(error.message, hint=hint) from None
             raise
         if not writer.documents:
             preparation.discard()
@@ -163,14 +167,16 @@ def _plan(files: Sequence[InputFile], encoding: Encoding, tokenizer: Tokenizer) 
         "inputs": [asdict(file) for file in files],
         "tokenizer": [tokenizer.fingerprint, tokenizer.vocab_size, encoding.eod, encoding.bos],
         "--key": encoding.key,
-        "--skip-bad": encoding.skip_bad,
+        SKIP_BAD: encoding.skip_bad,
         "sizes of chunks": [CHUNK_BYTES, PIECE_BYTES],
     }
     return {name: hashlib.sha256(json.dumps(fact).encode()).hexdigest()[:16] for name, fact in facts.items()}
 
 
-def _begin(output: Path, plan: dict[str, str], say: Callable[[str], None]) -> PrepareState:
-    """The progress of an unfinished preparation of the same plan; otherwise none, and `say` why."""
+def _begin(output: Path, plan: dict[str, str], skip_bad: bool, say: Callable[[str], None]) -> PrepareState:
+    """The progress of an unfinished preparation of the same plan, or of one without `skip_bad`; otherwise none, and
+    `say` why.
+    """
     try:
         facts = json.loads(progress_file(output).read_text(encoding="utf-8"))
         by_reason = facts.pop("skipped")["by_reason"]
@@ -181,7 +187,10 @@ def _begin(output: Path, plan: dict[str, str], say: Callable[[str], None]) -> Pr
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         say(f"starts anew: {progress_file(output)} cannot be read: {error!r}")
         return PrepareState(plan)
-    if changed := [name for name in plan if found.plan.get(name) != plan[name]]:
+    changed = [name for name in plan if found.plan.get(name) != plan[name]]
+    if changed == [SKIP_BAD] and skip_bad:  # nothing has been bad so far
+        found = replace(found, plan=plan)
+    elif changed:
         say(f"starts anew: an unfinished preparation of {output} had other {', '.join(changed)}")
         return PrepareState(plan)
     say(f"continues after {found.documents} documents of an unfinished preparation")

@@ -1,7 +1,10 @@
 """The memory that the reader of a host shares with the ranks there: a ring of steps for each split. No torch.
 
-    head       numbers of 8 bytes: length of the failure's text, and bytes of samples read so far by split
+    head       numbers of 8 bytes: length of the failure's text; by split the bytes of samples read so far, and the
+               beats of the reader, by which it shows that it does not hang
     failure    text: why there is no reader any more
+    readings   for each split a text: the sample that the reader reads
+    weights    of a mixture that a data policy changes: how often they were written, and two places for them in turn
     rings      for each split: the steps that are filled; for each rank: the position that it has requested, the steps
                that it has released; each number with the generation that it belongs to, in one word
     slots      for each split `depth` steps: position and status, then a record for each sample, or an error
@@ -24,11 +27,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 WORD = 8
-FAILURE_LENGTH, BYTES_READ = range(2)
-"""Places of the head's numbers; the bytes of each split have a place of their own."""
+FAILURE_LENGTH, BYTES_READ, BEATS = 0, 1, 4
+"""Places of the head's numbers; the bytes and beats of each split have a place of their own."""
 
 FAILURE_OFFSET, FAILURE_BYTES = 64, 4032
-RINGS_OFFSET = FAILURE_OFFSET + FAILURE_BYTES
+READING_OFFSET, READING_BYTES = FAILURE_OFFSET + FAILURE_BYTES, 1024
+MOST_SPLITS = 3
+RINGS_OFFSET = READING_OFFSET + 4 * READING_BYTES
 
 READ, ERROR = range(2)
 """Statuses of a step: its samples, or the error of the first sample that could not be read."""
@@ -69,13 +74,16 @@ class RankRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryShape:
-    """The sizes of the memory: splits, ranks that read, steps of a ring, samples of a step, bytes of a record."""
+    """The sizes of the memory: splits, ranks that read, steps of a ring, samples of a step, bytes of a record, and
+    numbers of the weights of a changing mixture.
+    """
 
     splits: int
     ranks: int
     depth: int
     rows: int
     record_bytes: int
+    weights: int = 0
 
     @property
     def ring_bytes(self) -> int:
@@ -86,8 +94,12 @@ class MemoryShape:
         return -(-(_SLOT_HEAD.size + max(self.rows * self.record_bytes, _PAGE)) // _PAGE) * _PAGE
 
     @property
+    def weights_offset(self) -> int:
+        return RINGS_OFFSET + self.splits * self.ring_bytes
+
+    @property
     def slots_offset(self) -> int:
-        return -(-(RINGS_OFFSET + self.splits * self.ring_bytes) // _PAGE) * _PAGE
+        return -(-(self.weights_offset + WORD * (1 + 2 * self.weights)) // _PAGE) * _PAGE
 
     @property
     def bytes(self) -> int:
@@ -122,6 +134,33 @@ class ReaderMemory:
         """Bytes of tokens that readers of this host have read from the datasets."""
         return sum(_numbers(self.descriptor, WORD * BYTES_READ, self.shape.splits))
 
+    @property
+    def beats(self) -> tuple[int, ...]:
+        """The beats of the reader of each split, which go on as long as it does not hang."""
+        return _numbers(self.descriptor, WORD * BEATS, self.shape.splits)
+
+    def reading(self, split: int) -> str:
+        """The sample of a split that the reader has begun to read."""
+        text = os.pread(self.descriptor, READING_BYTES, READING_OFFSET + split * READING_BYTES)
+        return text.rstrip(b"\0").decode(errors="replace")
+
+    def write_weights(self, numbers: Sequence[float]) -> None:
+        """Write the weights of the training data's mixture, which hold for steps that no rank has released yet."""
+        offset, written = self.shape.weights_offset, self.weights_written
+        place = offset + WORD * (1 + written % 2 * self.shape.weights)
+        os.pwrite(self.descriptor, struct.pack(f"<{self.shape.weights}d", *numbers), place)
+        _set(self.descriptor, offset, written + 1)
+
+    @property
+    def weights_written(self) -> int:
+        """How often weights were written."""
+        return _numbers(self.descriptor, self.shape.weights_offset, 1)[0]
+
+    def weights(self) -> tuple[float, ...]:
+        """The weights that were written last. They change once in many steps: never twice while they are read."""
+        place = self.shape.weights_offset + WORD * (1 + (self.weights_written - 1) % 2 * self.shape.weights)
+        return struct.unpack(f"<{self.shape.weights}d", os.pread(self.descriptor, WORD * self.shape.weights, place))
+
     def fail(self, text: str) -> None:
         """Say why no reader will fill the rings any more."""
         data = text.encode()[:FAILURE_BYTES]
@@ -139,8 +178,10 @@ class Ring:
     """The ring of a split."""
 
     def __init__(self, descriptor: int, shape: MemoryShape, split: int) -> None:
+        assert split < MOST_SPLITS
         self._descriptor = descriptor
         self._shape = shape
+        self._split = split
         self._bytes = WORD * (BYTES_READ + split)
         self._words = RINGS_OFFSET + split * shape.ring_bytes
         self._slots = shape.slots_offset + split * shape.depth * shape.slot_bytes
@@ -171,6 +212,14 @@ class Ring:
         """Add to the bytes of samples read."""
         (total,) = _numbers(self._descriptor, self._bytes, 1)
         _set(self._descriptor, self._bytes, total + size)
+
+    def beat(self, reading: str = "") -> None:
+        """Show that the reader does not hang. `reading`: the sample that it begins to read."""
+        if reading:
+            text = reading.encode()[:READING_BYTES].ljust(READING_BYTES, b"\0")
+            os.pwrite(self._descriptor, text, READING_OFFSET + self._split * READING_BYTES)
+        place = WORD * (BEATS + self._split)
+        _set(self._descriptor, place, _numbers(self._descriptor, place, 1)[0] + 1)
 
     def begin(self, generation: int) -> None:
         """Begin a generation in the reader, of which no step is filled."""

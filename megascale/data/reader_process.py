@@ -14,7 +14,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,11 +26,15 @@ from megascale.core.errors import DataError
 from megascale.core.process import die_with_parent, stop_signals
 from megascale.data.batch_shape import BatchShape, StepOrder
 from megascale.data.mixture import Mixture, MockMixture, build_mixture
+from megascale.data.mixture_weights import MixtureWeights
 from megascale.data.reader_memory import MemoryShape, ReaderMemory, Ring
 from megascale.data.sample_record import encode_sample
 
 IDLE_S = 0.002
 """Seconds between two looks at the ranks while there is nothing to read."""
+
+FETCHED = 64
+"""Samples whose blocks are fetched from remote storage together."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,8 @@ class SplitReader:
     """Fills the ring of a split."""
 
     def __init__(self, work: ReaderWork, split: SplitName, memory: ReaderMemory) -> None:
+        self._memory = memory
+        self._weights = 0  # how often they were written when this reader read them
         self._depth = work.memory.depth
         self._ring: Ring = memory.ring(list(work.splits).index(split))
         self._order = work.splits[split]
@@ -81,6 +88,7 @@ class SplitReader:
     def run(self) -> None:
         """Fill the ring until the process ends."""
         while True:
+            self._ring.beat()
             if not self.fill_next():
                 time.sleep(IDLE_S)
 
@@ -99,22 +107,52 @@ class SplitReader:
         position = self._order.after(self._ring.position(filled - 1)) if filled else present[0].position
         if position is None:
             return False
+        self._follow_weights()  # after the requests: a rank writes weights before it releases the step before them
         self._fill(filled, position)
         return True
+
+    def _follow_weights(self) -> None:
+        """Use the weights that a data policy has found since the last step."""
+        if self._order.again or (written := self._memory.weights_written) == self._weights:
+            return
+        assert isinstance(self._samples, Mixture), "a data policy changes the weights of a blend"
+        self._weights = written
+        self._samples.change_weights(MixtureWeights.from_numbers(self._memory.weights()))
 
     def _fill(self, number: int, position: int) -> None:
         indices = [position + row for row in self._order.shape_at(position).rows_of(self._ranks)]
         try:
-            if isinstance(self._samples, Mixture):
-                self._samples.fetch(indices)
-            records = [encode_sample(self._samples[index]) for index in indices]
-        except DataError as error:
-            text = json.dumps({"message": error.message, "hint": error.hint}).encode()
+            records = [record for first in range(0, len(indices), FETCHED) for record in
+                       self._read(indices[first : first + FETCHED])]  # fmt: skip
+        except MemoryError:
+            raise
+        except Exception as error:  # another reader would fail too
+            found = _as_data_error(error)
+            text = json.dumps({"message": found.message, "hint": found.hint}).encode()
             self._ring.fill(number, position, [], text)
             return
         if isinstance(self._samples, Mixture):
             self._ring.count_bytes(sum(map(self._samples.stored_bytes, indices)))
         self._ring.fill(number, position, records)
+
+    def _read(self, indices: Sequence[int]) -> Iterator[bytes]:
+        """Yield the records of samples. Before each the memory tells which one is read, in case that storage hangs."""
+        mixture = self._samples if isinstance(self._samples, Mixture) else None
+        if mixture is not None:
+            self._ring.beat(f"sample {indices[0]}, of {mixture.locate(indices[0])[0].prefix}")
+            mixture.fetch(indices)
+        for index in indices:
+            self._ring.beat(f"sample {index}, of {mixture.locate(index)[0].prefix}" if mixture is not None else "")
+            yield encode_sample(self._samples[index])
+
+
+def _as_data_error(error: Exception) -> DataError:
+    """Return the error of a sample as it is, and print the traceback of any other, which is a bug."""
+    if isinstance(error, DataError):
+        return error
+    traceback.print_exception(error)
+    what = f"the reader of this host has failed: {type(error).__name__}: {error}"
+    return DataError(what, hint="its traceback is above, in the output of the host")
 
 
 def main(descriptor: int, parent: int) -> None:

@@ -11,10 +11,14 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from dataclasses import dataclass
 
 from megascale.core.errors import DataError
 from megascale.core.limits import os_error_hint
 from megascale.core.process import module_command, process_state
+from megascale.core.readable import is_url
+from megascale.data.identity import run_prefixes
 from megascale.data.reader_memory import ReaderMemory
 from megascale.data.reader_process import ReaderWork
 
@@ -27,7 +31,27 @@ STOPPED_S = 1.0
 MOST_ENDS = 4
 """Ends of readers in a row, without a new step between them, after which none is started any more."""
 
-WITHOUT_READER_HINT = 'see its last words above; data.reader = "rank" reads in the ranks'
+MOST_HANGS = 2
+"""Readers in a row that hang at a step, after which none is started: another one would wait for the same storage."""
+
+HANGS = "hangs"
+
+START_S = 120.0
+"""Seconds in which a reader must have begun, if `data.reader_timeout_s` is not longer."""
+
+END_S = 5.0
+"""Seconds for which the end of a killed reader is waited for."""
+
+WITHOUT_READER_HINT = 'see its last words above, and the storage; data.reader = "rank" reads in the ranks'
+
+
+@dataclass(frozen=True)
+class _Pulse:
+    """The beats of a split's reader, unchanged since `since_s`, which may be so for `limit_s`."""
+
+    beats: int
+    since_s: float
+    limit_s: float
 
 
 class ReaderSupervisor:
@@ -37,6 +61,10 @@ class ReaderSupervisor:
         self._work = work
         self._memory = memory
         self._ended = threading.Event()
+        self._stopped_s = 0.0
+        data, remote = work.config.data, any(map(is_url, run_prefixes(work.config)))
+        self._timeout_s = data.reader_timeout_s + (data.retry_timeout_s if remote else 0.0)
+        self._pulses: list[_Pulse] = []
         self._process = self._start()
         self._thread = threading.Thread(target=self._watch, name="reader's supervisor", daemon=True)
 
@@ -58,6 +86,8 @@ class ReaderSupervisor:
 
     def _start(self) -> subprocess.Popen[bytes]:
         """Raises: DataError if the process cannot be started"""
+        self._stopped_s, now, limit_s = 0.0, time.monotonic(), max(START_S, self._timeout_s)
+        self._pulses = [_Pulse(beats, now, limit_s) for beats in self._memory.beats]
         descriptor = self._memory.descriptor
         command = module_command("megascale.data.reader_process", str(descriptor), str(os.getpid()))
         try:  # in a session of its own: Ctrl-C on the terminal is for the ranks, which finish their step
@@ -72,27 +102,45 @@ class ReaderSupervisor:
         return process
 
     def _watch(self) -> None:
-        """Start a reader in place of one that has ended or was stopped. It ends with this thread, by the kernel."""
-        ends, stopped_s, last = 0, 0.0, self._filled()
+        """Start a reader in place of one that has ended, was stopped or hangs; the kernel ends it with this thread."""
+        faults, last = 0, self._filled()
         while not self._ended.wait(POLL_S):
-            stopped_s = stopped_s + POLL_S if self._is_stopped() else 0.0
-            if self._process.poll() is None and stopped_s < STOPPED_S:
+            if not (fault := self._fault()):
                 continue
-            self._process.kill()
-            status = self._process.wait()
-            ends, last = (1 if (filled := self._filled()) != last else ends + 1), filled
-            what = f"the host's reader {'was stopped' if stopped_s else f'has ended with status {status}'}"
-            stopped_s = 0.0
-            if ends >= MOST_ENDS:
-                self._memory.fail(f"{what}, for the {ends}th time at the same step")
+            faults, last = (1 if (filled := self._filled()) != last else faults + 1), filled
+            what = f"the host's reader {fault}"
+            self._end_process()
+            if faults >= (MOST_HANGS if fault.startswith(HANGS) else MOST_ENDS):
+                self._memory.fail(f"{what}, {faults} times at the same step")
                 return
             print(f"WARNING: {what}: another one goes on where it was", file=sys.stderr, flush=True)
-            self._end_process()
             try:
                 self._process = self._start()
             except DataError as error:
                 self._memory.fail(str(error))
                 return
+
+    def _fault(self) -> str:
+        """Say what is wrong with the reader; "" if nothing is."""
+        if (status := self._process.poll()) is not None:
+            return f"has ended with status {status}"
+        self._stopped_s = self._stopped_s + POLL_S if self._is_stopped() else 0.0
+        if self._stopped_s >= STOPPED_S:
+            return "was stopped"
+        if (split := self._hanging_split()) is not None:
+            return f"{HANGS} as it reads {self._memory.reading(split) or 'no sample yet'}"
+        return ""
+
+    def _hanging_split(self) -> int | None:
+        """The split of which the reader has not beaten for too long; None if all beat."""
+        now = time.monotonic()
+        for split, beats in enumerate(self._memory.beats):
+            before = self._pulses[split]
+            if beats != before.beats:
+                self._pulses[split] = _Pulse(beats, now, self._timeout_s)
+            elif now - before.since_s > before.limit_s:
+                return split
+        return None
 
     def _is_stopped(self) -> bool:
         with contextlib.suppress(OSError):
@@ -103,8 +151,10 @@ class ReaderSupervisor:
         return [self._memory.ring(split).filled for split in range(self._work.memory.splits)]
 
     def _end_process(self) -> None:
+        """Kill the reader. One that hangs in the kernel ends when storage answers, before it can write anything."""
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()

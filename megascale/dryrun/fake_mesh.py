@@ -30,7 +30,10 @@ class FakeTransport:
 
 
 class FakeP2PTransport:
-    """A transport for collectives in pieces (all-to-all), which leaves its tensors unchanged."""
+    """A transport for collectives in pieces and messages, which leaves its tensors unchanged."""
+
+    def send_on(self, out: Tensor, into: Tensor, to: int, source: int) -> TransportWork:
+        return COMPLETED
 
     def all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> TransportWork:
         return COMPLETED
@@ -57,15 +60,20 @@ def fake_mesh(topology: Topology, rank: int, recorder: Recorder, *, tied: bool, 
     stages = topology.group(rank, "pp")
     holds_tied_weight = tied and topology.pp > 1 and topology.coord(rank).pp in (0, topology.pp - 1)
 
-    def group(name: str, ranks: Sequence[int]) -> Group:
+    def group(name: str, ranks: Sequence[int], pieces: bool = collectives_in_pieces) -> Group:
         if len(ranks) == 1:
             return Group(name, (rank,), 0, recorder=recorder)
-        exchange: Any = FakeP2PTransport() if collectives_in_pieces else None
+        messages: Any = FakeP2PTransport()
         index = list(ranks).index(rank)
-        return Group(name, tuple(ranks), index, None, recorder, FakeTransport(), exchange)
+        in_pieces = messages if pieces else None
+        return Group(name, tuple(ranks), index, None, recorder, FakeTransport(), in_pieces, messages)
 
     up, down = group("pp.up", stages), group("pp.down", stages)
     tp, dp = group("tp", topology.group(rank, "tp")), group("dp", topology.group(rank, *DATA_AXES))
+    heads, keys = (
+        group(f"cp.{name}", ranks, True)
+        for name, ranks in zip(("heads", "keys"), topology.cp_groups(rank), strict=True)
+    )
     world = group("world", range(topology.world_size))
     reduction_groups: tuple[Group, ...] = (world,)
     if topology.world_size > MAX_FLAT_REDUCE_RANKS:
@@ -74,6 +82,8 @@ def fake_mesh(topology: Topology, rank: int, recorder: Recorder, *, tied: bool, 
         topology,
         rank,
         tp=tp,
+        cp_heads=heads,
+        cp_keys=keys,
         dp=dp,
         up=up,
         down=down,

@@ -29,6 +29,7 @@ from megascale.core.flight_record import FlightRecord, FlightRecordError
 from megascale.core.outages import Outages
 from megascale.core.process import process_exists
 from megascale.eventstore.node_store import NodeStore
+from megascale.eventstore.rank_spread import RankSpread
 from megascale.eventstore.settings import StoreSettings
 from megascale.eventstore.table_files import Columns
 
@@ -61,6 +62,7 @@ class Collector:
         self._settings: StoreSettings | None = None
         self._store: NodeStore | None = None
         self._stored_attempt = -1
+        self._spread: RankSpread | None = None
         self._waiting: deque[tuple[int, int, dict[str, Columns]]] = deque()
         self._last_ms = time.time_ns() // 1_000_000
         self._outages = Outages()
@@ -118,6 +120,23 @@ class Collector:
         self._outages.ends("store")
         if missing := self._outages.ends("dropped"):
             self._say(f"the event store is written again; the rows of {missing} intervals are missing")
+        if 0 in ready and self._settings.tensorboard:
+            self._write_spread(self._settings, last=ready[0].ended)
+
+    def missing(self) -> int:
+        """Return the intervals whose rows have not reached the store, dropped or waiting; dropped ones count once."""
+        return self._outages.ends("dropped") + len(self._waiting)
+
+    def _write_spread(self, settings: StoreSettings, *, last: bool) -> None:
+        """Write how ranks differ, into TensorBoard; says once that this fails."""
+        self._spread = self._spread or RankSpread(settings, self._stored_attempt)
+        try:
+            self._spread.write_if_due(last=last)
+        except OSError as error:
+            if self._outages.begins("spread"):
+                self._say(f"WARNING: TensorBoard misses how ranks differ: {error.strerror or error}; tried again")
+            return
+        self._outages.ends("spread")
 
     def _queue(self, tables: dict[str, Columns]) -> None:
         assert self._settings is not None
@@ -152,7 +171,7 @@ class Collector:
         attempt = next(iter((ready or self._ranks).values())).ring.head.attempt
         if self._store is not None and attempt != self._stored_attempt:
             self._store.discard("states")
-            self._store = None
+            self._store = self._spread = None
         if self._store is None:
             self._store, self._stored_attempt = NodeStore(self._settings, attempt), attempt
         return self._store
@@ -233,6 +252,8 @@ class CollectorThread:
             self.collector.read_states()
             self._drained.set()
             self.collector.write()
+            if missing := self.collector.missing():
+                self._say(f"WARNING: the rows of {missing} intervals never reached the event store")
         except (MegascaleError, ValueError, TypeError, ArithmeticError, LookupError, MemoryError) as error:
             self._say(f"WARNING: no more events are stored: {error!r}")
         finally:

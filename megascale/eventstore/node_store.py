@@ -86,7 +86,10 @@ class NodeStore:
 
     def _write(self, table: str, columns: Columns, start_ms: int, end_ms: int) -> None:
         file = TableFile(table, self._node, self._attempt, start_ms, end_ms)
-        self._files[table].append(_Written(file, write_rows(self._store, file, columns), 0))
+        written, files = _Written(file, write_rows(self._store, file, columns), 0), self._files[table]
+        if files and files[-1].file == file:  # written before, and again because its merge had failed
+            files.pop()
+        files.append(written)
 
     def _merge(self, table: str) -> None:
         files = self._files[table]

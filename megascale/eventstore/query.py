@@ -3,12 +3,14 @@
 - `open_store`: a connection that reads the store's files, and no others; it writes none
 - `fetch`: the columns of a query as numpy arrays; `answer`: the rows of a user's query, which must be a SELECT
 - `store_of`: where the store of a run is
+
+A run that goes on merges its files: `eventstore.reading` reads again where one has gone meanwhile.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.storage import Location
 from megascale.eventstore.schema import TABLES, ColumnType
-from megascale.eventstore.table_files import STORE_FOLDER, arrow_schema, list_files
+from megascale.eventstore.table_files import STORE_FOLDER, TableFile, arrow_schema, list_files
 
 if TYPE_CHECKING:
     import duckdb
@@ -35,6 +37,10 @@ class StoreError(MegascaleError):
     """A run without an event store, or a query that cannot be answered."""
 
     exit_status = Exit.CONFIG
+
+
+class StoreReadError(StoreError):
+    """A query without an answer from the store's files: a file may have gone, or be damaged."""
 
 
 def store_of(run: str | Path) -> Location:
@@ -67,26 +73,56 @@ def _configured_store(run: Location) -> Location | None:
     return Location(f"{parent}/{config['name']}", retry_s=0) if parent and "name" in config else None
 
 
-def open_store(run: str | Path, *, last_s: float | None = None) -> duckdb.DuckDBPyConnection:
-    """Open the event store of a run: a view for each table, over the files that there are now. A table without files is
-    an empty view. `last_s`: only the files with the rows of the newest seconds.
+TRIES = 5
+"""Times that the files of a live run are listed, until all of them can be opened."""
 
+
+def open_store(
+    run: str | Path, *, last_s: float | None = None, threads: int | None = None, without: Collection[str] = ()
+) -> duckdb.DuckDBPyConnection:
+    """Open the event store of a run: a view for each table, over the files that there are now. A table without files is
+    an empty view. `last_s`: only the files with the rows of the newest seconds. `threads`: by default one a core.
+    `without`: paths of files that are left out.
+
+    A query fails if a file of a live run was replaced meanwhile; `eventstore.reading.read_store` tries again.
     Raises: StoreError
     """
     import duckdb
 
     store = store_of(run)
+    for _ in range(TRIES):
+        try:
+            return _open_files(store, last_s, threads, without)
+        except (duckdb.Error, OSError) as error:  # a file was replaced since the files were listed, or is damaged
+            reason = _first_line(error)
+    raise StoreReadError(f"{store}: cannot be read: {reason}", hint="check the store, and try again")
+
+
+def stored_files(store: Location) -> dict[str, list[TableFile]]:
+    """List the files of a store's tables. Raises: StoreError"""
     try:
-        files = {table: list_files(store, table) for table in TABLES}
+        return {table: list_files(store, table) for table in TABLES}
     except OSError as error:
         raise StoreError(f"{store}: cannot be read: {error.strerror}", hint="check path and access") from None
+
+
+def _open_files(
+    store: Location, last_s: float | None, threads: int | None, without: Collection[str]
+) -> duckdb.DuckDBPyConnection:
+    """Open the files that there are now. Raises: StoreError, duckdb.Error for a file that cannot be opened"""
+    import duckdb
+
+    files = stored_files(store)
     since_ms = 0.0
     if last_s is not None:
         since_ms = max((file.end_ms for found in files.values() for file in found), default=0) - 1000 * last_s
     connection = duckdb.connect(config={"autoload_known_extensions": False, "temp_directory": ""})
+    if threads is not None:
+        connection.execute(f"SET threads = {threads}")
     paths: list[str] = []
     for table in TABLES:
-        found = [str(store / file.path) for file in files[table] if table == "ranks" or file.end_ms >= since_ms]
+        newest = (file for file in files[table] if table == "ranks" or file.end_ms >= since_ms)
+        found = [path for file in newest if (path := str(store / file.path)) not in without]
         _make_view(connection, store, table, found)
         paths += found
     local = store.local_path is not None  # a remote store's files are read by pyarrow
@@ -119,13 +155,29 @@ def _literals(texts: Sequence[str]) -> str:
 def fetch(connection: duckdb.DuckDBPyConnection, sql: str, parameters: Sequence[Any] = ()) -> dict[str, np.ndarray]:
     """Return the columns of a query by name: numbers as arrays of their type, text as arrays of str; NULL is nan in
     floats, and masked in other columns.
+
+    Raises: StoreReadError if DuckDB cannot answer, such as for a file that has gone
     """
+    import duckdb
     import numpy as np
 
-    columns = connection.execute(sql, list(parameters)).fetchnumpy()
+    try:
+        columns = connection.execute(sql, list(parameters)).fetchnumpy()
+    except duckdb.Error as error:
+        raise read_error(error) from error
     return {
         name: np.ma.filled(column, np.nan) if column.dtype.kind == "f" else column for name, column in columns.items()
     }
+
+
+def read_error(error: duckdb.Error) -> StoreReadError:
+    """Return the error of a query in the user's words."""
+    what = f"the event store cannot be read: {_first_line(error)}"
+    return StoreReadError(what, hint="check the store, and try again")
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 @dataclass(frozen=True)
@@ -137,7 +189,10 @@ class Answer:
 
 
 def answer(connection: duckdb.DuckDBPyConnection, sql: str) -> Answer:
-    """Return the rows of a user's query. Raises: StoreError if it is not one SELECT, or DuckDB refuses it"""
+    """Return the rows of a user's query.
+
+    Raises: StoreError if it is not one SELECT, or DuckDB refuses it; StoreReadError if it fails as it reads
+    """
     import duckdb
 
     try:
@@ -149,5 +204,7 @@ def answer(connection: duckdb.DuckDBPyConnection, sql: str) -> Answer:
         result = connection.execute(statements[0])
         return Answer([column[0] for column in result.description], result.fetchall())
     except duckdb.Error as error:
+        refused = isinstance(error, duckdb.ParserException | duckdb.BinderException | duckdb.CatalogException)
         text = str(error).strip().partition("\n\nLINE")[0]
-        raise StoreError(f"the query failed: {text}", hint=f"tables: {', '.join(TABLES)}; see --schema") from None
+        hint = f"tables: {', '.join(TABLES)}; see --schema"
+        raise (StoreError if refused else StoreReadError)(f"the query failed: {text}", hint=hint) from error

@@ -8,10 +8,13 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megascale.core.events import COMPUTE, HOST_AXIS, Event, RankEvents
-from megascale.eventstore.query import open_store
+from megascale.eventstore.reading import read_store
+
+if TYPE_CHECKING:
+    import duckdb
 
 NEWEST_STEPS = 20
 """Steps that are read unless others are asked for: single events of a long run are many."""
@@ -36,7 +39,10 @@ def read_rank_events(run: Path, wanted: Callable[[int], bool], steps: range | No
 
     Raises: StoreError
     """
-    store = open_store(run)
+    return read_store(run, lambda store: _read(store, wanted, steps)).value
+
+
+def _read(store: duckdb.DuckDBPyConnection, wanted: Callable[[int], bool], steps: range | None) -> list[StoredRank]:
     [(attempt,)] = store.execute("SELECT coalesce(max(attempt), -1) FROM ranks").fetchall()
     [(newest,)] = store.execute("SELECT coalesce(max(step), 0) FROM steps WHERE attempt = ?", [attempt]).fetchall()
     chosen = range(max(0, newest - NEWEST_STEPS) + 1, newest + 1) if steps is None else steps

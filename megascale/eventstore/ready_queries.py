@@ -26,9 +26,9 @@ READY_QUERIES = {
             SELECT attempt, rank, step, sum(total_ns - exposed_ns) / 1e6 AS ms
             FROM step_parts WHERE axis = 'compute' AND {_ORDINARY} GROUP BY ALL
         ), by_rank AS (SELECT attempt, rank, median(ms) AS ms, count(*) AS steps FROM own GROUP BY ALL)
-        SELECT rank, node, pp AS stage, steps, round(ms, 3) AS own_ms,
+        SELECT attempt, rank, node, pp AS stage, steps, round(ms, 3) AS own_ms,
             round(ms / median(ms) OVER (PARTITION BY attempt, pp), 3) AS of_median
-        FROM by_rank JOIN ranks USING (attempt, rank) ORDER BY of_median DESC, rank LIMIT 20""",
+        FROM by_rank JOIN ranks USING (attempt, rank) ORDER BY of_median DESC, attempt, rank LIMIT 20""",
     ),
     "exposed": ReadyQuery(
         "communication by axis and operation, as means of a rank and step: time in flight, exposed time and its share",

@@ -19,7 +19,7 @@ ColumnType = Literal["int8", "int16", "int32", "int64", "float64", "text"]
 STEP_AXIS = "step"
 """The axis of a whole step: the row of `step_parts` with its duration."""
 
-TAGS = ("first step", "gc", "evaluation", "checkpoint", "data", "restart")
+TAGS = ("first step", "gc", "evaluation", "checkpoint", "data", "restart", "profile")
 """Tags of a step, joined by commas: parts of its time that are not those of an ordinary step."""
 
 

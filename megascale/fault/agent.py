@@ -12,6 +12,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Coroutine, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from megascale.fault.messages import (
     DriverMessage,
     Leave,
     OpenStore,
+    Prepare,
     Start,
     Stop,
     Welcome,
@@ -43,6 +45,9 @@ from megascale.fault.threads import call_in_thread
 
 LOST_DRIVER_GRACE_S = 60.0
 """Seconds that the ranks have to save when no driver has come back."""
+
+WAIT_NOTICE_S = 10.0
+"""Seconds without a driver after which the agent says that it waits."""
 
 
 class Agent:
@@ -126,6 +131,8 @@ class Agent:
                 self._exporter.start(message)
             case OpenStore() if not self._ranks.observes:
                 self._ranks.open_store(message)
+            case Prepare() if not self._ranks.observes:
+                self._ranks.prepare(message)
             case Start() if not self._ranks.observes:
                 await self._ranks.start(message)
             case Stop():
@@ -140,6 +147,8 @@ class Agent:
                 _say(f"an observer takes no {type(message).__name__}")
 
     async def _collect(self, order: Collect) -> None:
+        if self._ranks.observes and self._ranks.present is not None:  # its count of attempts is this host's
+            order = replace(order, attempt=self._ranks.present.attempt)
         self._channel.send(read_records(self._ranks.present, order))
         if order.stacks:
             self._channel.send(await take_stacks(self._ranks.present, order))
@@ -160,10 +169,15 @@ class Agent:
 
     async def _watch_ranks(self) -> None:
         """Read the flight records, and watch for a driver that stays away."""
+        waits = False
         while True:
             self._ranks.poll()
-            if self._channel.lost_s > self._settings.agent_grace_s:
-                lost = f"no driver at {self._place.driver} for {self._channel.lost_s:.0f} s"
+            lost_s = self._channel.lost_s
+            if lost_s > WAIT_NOTICE_S and not waits:
+                _say(f"waiting for the driver at {self._place.driver}")
+            waits = lost_s > WAIT_NOTICE_S
+            if lost_s > self._settings.agent_grace_s:
+                lost = f"no driver at {self._place.driver} for {lost_s:.0f} s"
                 await self._leave(lost, DRIVER_LOST, LOST_DRIVER_GRACE_S)
                 return
             await asyncio.sleep(self._settings.poll_s)

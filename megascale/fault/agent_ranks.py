@@ -18,6 +18,7 @@ from megascale.fault.messages import (
     Heartbeat,
     Hello,
     OpenStore,
+    Prepare,
     RankEnd,
     RanksEnded,
     Start,
@@ -28,6 +29,7 @@ from megascale.fault.node_ranks import NodeRanks
 from megascale.fault.ranks import Ranks
 from megascale.fault.store_listener import StoreListener
 from megascale.fault.threads import call_in_thread
+from megascale.launch.standby_process import StandbyProcess
 
 COLLECTOR_S = FINISH_S + 1
 """Seconds that the agent waits at most for the event store."""
@@ -62,6 +64,7 @@ class AgentRanks:
         self._started = time.time()
         self._store = StoreListener(place.address)
         self._collector: CollectorThread | None = None
+        self._standby: list[StandbyProcess] = []
         self.observes = observe is not None
         self.present: Ranks | None = observe(self._report_end) if observe else None
 
@@ -87,6 +90,20 @@ class AgentRanks:
         if (opened := self._store.opened) is not None:
             self._send(opened)
 
+    def prepare(self, order: Prepare) -> None:
+        """Have processes in standby, for the ranks of the next attempt."""
+        if any(not process.waits for process in self._standby) or len(self._standby) not in (0, order.processes):
+            self._end_standby()
+        try:
+            while len(self._standby) < order.processes:
+                self._standby.append(StandbyProcess(order.processes))
+        except OSError as error:
+            self._say(f"no process in standby: {error}")
+
+    def _end_standby(self) -> None:
+        while self._standby:
+            self._standby.pop().close()
+
     async def start(self, order: Start) -> None:
         """Start an attempt. Ranks of an earlier one are killed before: a place never has two owners."""
         if self.present is not None:
@@ -97,7 +114,10 @@ class AgentRanks:
             await self._end_collector(wait=False)
             self.present.close()
         ranks = self.present = NodeRanks(order, self._place.node, self._secret_descriptor, self._report_end)
-        ranks.start(self._store.socket_of(order.attempt))
+        if len(self._standby) != len(order.ranks):  # they share the cores among another number of ranks
+            self._end_standby()
+        ranks.start(self._store.socket_of(order.attempt), self._standby)
+        self._end_standby()
         self._collector = CollectorThread(Collector(ranks.record_paths, self._say), self._say)
         self._exporter.collector = self._collector.collector
         self._store.close()
@@ -123,8 +143,11 @@ class AgentRanks:
 
     def heartbeat(self, host: Mapping[str, float] | None) -> Heartbeat:
         """Return the states of the running ranks as a message. `host`: a new sample of the host's metrics, or None."""
-        attempt, statuses = (None, ()) if self.present is None else (self.present.attempt, self.present.statuses())
-        return Heartbeat(time.time(), attempt if statuses else None, statuses, host)
+        if (ranks := self.present) is None:
+            return Heartbeat(time.time(), host=host)
+        statuses = ranks.statuses()
+        world = ranks.world if self.observes else 0
+        return Heartbeat(time.time(), ranks.attempt if statuses else None, statuses, host, world)
 
     def add_host_metrics(self, host: Mapping[str, float]) -> None:
         """Have a sample of the host's metrics written to the event store."""
@@ -133,6 +156,7 @@ class AgentRanks:
 
     async def close(self) -> None:
         """Kill the ranks that were started here, write what they have left, and remove it."""
+        self._end_standby()
         if self.present is not None:
             if not self.observes:
                 await self.present.stop(0)

@@ -37,7 +37,8 @@ class Attempt:
 
     `placement`: ranks by node; `busy`: nodes with ranks that have not ended. `ends`: of its ranks, by rank; `lost`:
     lost nodes, by node. `noted`: its first new step is in the log. `answered`: nodes that have answered Collect, with
-    `records`, `states` and `stacks` by rank; `compared`: longer records have been asked for.
+    `records`, `states` and `stacks` by rank; `compared`: longer records have been asked for. `processes`: of ranks that
+    another launcher runs, the process id by rank.
     """
 
     number: int
@@ -53,6 +54,7 @@ class Attempt:
     records: dict[int, FlightRecord] = field(default_factory=dict)
     states: dict[int, str] = field(default_factory=dict)
     stacks: dict[int, str] = field(default_factory=dict)
+    processes: Mapping[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.busy = set(self.placement)

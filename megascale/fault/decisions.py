@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megascale.fault import stages
@@ -22,6 +22,11 @@ SUSPECTED = ("hang", "network", "node", "storage", "unknown")
 
 def conclude(job: Job, finding: Finding, now: float) -> None:
     """Reach the verdict about a fault: log and print the incident, and end the attempt."""
+    if job.plan.observed:
+        job.waiting_since = None
+        record(job, finding, Action("alert", "nothing is done: another launcher runs the ranks"), now)
+        job.enter(stages.Stage.OBSERVE, now + job.settings.agent_grace_s)
+        return
     kept = [node for node in job.places if node and node not in finding.culprit.nodes]
     reserve = Reserve(
         len(job.roster.spares(node for node in job.places if node)),
@@ -109,9 +114,8 @@ def summary(job: Job) -> str:
     mine = [incident for incident in job.history.incidents.values() if incident.since >= job.history.launched]
     kinds = Counter(incident.action.kind.replace("_", " ") for incident in mine)
     actions = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    return (
-        f"{len(mine)} incident{'s' if len(mine) != 1 else ''} ({actions}), the last attempt was {job.history.attempt}"
-    )
+    count = f"{len(mine)} incident{'s' if len(mine) != 1 else ''}{f' ({actions})' if mine else ''}"
+    return f"{count}, the last attempt was {job.history.attempt}"
 
 
 def completed_step(job: Job) -> int:
@@ -181,8 +185,15 @@ def never_joined(node: str, now: float) -> LostNode:
     return LostNode(node, f"its agent has not joined the new driver within {stages.REJOIN_S:.0f} s", now)
 
 
-def missing_node(node: str | None, now: float) -> Finding:
-    """Return the finding about a node that did not join in time; None: no node came for a place of the job."""
-    if node is None:
+def missing_node(node: str | None, failed_checks: Mapping[str, str], now: float) -> Finding:
+    """Return the finding about a node that did not join in time; None: no node came for a place of the job.
+    `failed_checks`: why nodes have left.
+    """
+    if node is not None:
+        return classify_lost_node(node, "its agent did not join in time", now, ())
+    if not failed_checks:
         return Finding("node", "no node came for the place of a lost one", Culprit(), now, "node: missing")
-    return classify_lost_node(node, "its agent did not join in time", now, ())
+    evidence = tuple(f"{name}: {reason}" for name, reason in failed_checks.items())
+    hint = "what the check names; for a slow host fault.check_timeout_s, or fault.check_nodes = false"
+    what = "no node is left for a place of the job: nodes have failed their checks"
+    return Finding("node", what, Culprit(), now, "node: missing", evidence, hint)

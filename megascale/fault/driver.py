@@ -77,14 +77,14 @@ class Driver:
         self._examinations: set[asyncio.Task[None]] = set()
         self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
-    async def run(self, *, start_agents: bool) -> int:
-        """Drive the job to its end, and return its exit status. `start_agents`: no earlier driver has started them."""
+    async def run(self) -> int:
+        """Drive the job to its end, and return its exit status."""
         loop = asyncio.get_running_loop()
         for number in stop_signals():
             loop.add_signal_handler(number, lambda: self.perform(self._job.request_stop(self._clock.now())))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())
         calls = self._calls
-        parts: Sequence[Coroutine] = (self._receive(), self._tick(), calls.run(start_agents), calls.watch_agents())
+        parts: Sequence[Coroutine] = (self._receive(), self._tick(), calls.run(), calls.watch_agents())
         tasks = [asyncio.ensure_future(part) for part in parts]
         if self._live is not None:
             tasks.append(asyncio.ensure_future(self._live.run(self._job, self._clock.now)))

@@ -2,10 +2,12 @@
 
     gather -> open -> run -> (settle | collect) -> stop -> gather -> ...
     takeover -> run                                                      a new driver; agents went on training
+    observe -> run -> (settle | collect) -> observe -> ...               ranks of another launcher
 
 - gather: wait until every place of the job has an idle node; open: rank 0's node opens the job's store
 - run: ranks train; settle: a rank ended or a node is lost, the first cause may be still on its way
 - collect: no rank makes progress, flight records and stacks are on their way; stop: the attempt's ranks are ended
+- observe: another launcher starts the ranks, and restarts them; incidents are reported, nothing is done about them
 
 The machine has no clock and no connections, so the driver and a simulation of months run the same code. Whatever must
 outlive the process is in the history, each event of which is logged before it is acted upon.
@@ -13,6 +15,7 @@ outlive the process is in the history, each event of which is logged before it i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,7 +50,7 @@ START_S = 5.0
 class JobPlan:
     """The ranks of a job. `run`: its name; `arguments`: of its ranks; `logs`: folder of the ranks' logs; `takeover`: an
     earlier driver of this launch may have left an attempt running; `requestable`, `revivable`: see `Reserve`; `checks`:
-    nodes are checked before they join, and after a fault.
+    nodes are checked before they join, and after a fault; `observed`: another launcher runs the ranks.
     `overrides`: further arguments of a layout that has shrunk; `smaller`: the layout for a number of nodes.
     `folder`: of the run; `metrics_address`, `metrics_port`: where agents serve metrics, as in `[observe]`.
     """
@@ -61,6 +64,7 @@ class JobPlan:
     requestable: bool = False
     revivable: bool = True
     checks: bool = False
+    observed: bool = False
     overrides: tuple[str, ...] = ()
     smaller: Callable[[int], SmallerLayout | None] = lambda nodes: None
     folder: str = ""
@@ -85,7 +89,7 @@ class Job:
     `places`: the nodes that ranks fill, in order, None where a node is wanted; `pending`: the incident whose action
     follows the end of the attempt. `begun`: start of this driver; `deadline`: of the stage; `next_look`: time of
     the next look for a hang; `heartbeats`: a count of all. `unfit`: why nodes leave once their ranks have ended.
-    `first_steps`: by node, seconds of its longest first step of an attempt.
+    `failed_checks`: why nodes have left. `first_steps`: by node, seconds of its longest first step of an attempt.
     """
 
     def __init__(
@@ -108,9 +112,12 @@ class Job:
         self.next_look = 0.0
         self.heartbeats = 0
         self.unfit: dict[str, str] = {}
+        self.failed_checks: dict[str, str] = {}
         self.first_steps: dict[str, float] = {}
         self.commands: list[Command] = []
-        if plan.takeover:
+        if plan.observed:
+            self.enter(Stage.OBSERVE, math.inf)
+        elif plan.takeover:
             stages.begin_takeover(self, now)
 
     # events
@@ -147,6 +154,7 @@ class Job:
         """Time has passed."""
         for node in self.roster.silent(now, self.settings.node_lost_s):
             self.lose(node, f"no heartbeat for {now - self.roster.members[node].heard:.1f} s", now)
+        stages.prepare(self)
         return self._advance(now)
 
     def forgive(self, seconds: float) -> None:
@@ -170,7 +178,8 @@ class Job:
             self.roster.members[node].held = False
         if reason and not self._runs_ranks(node):
             self.leave_out(node, reason, now)
-            self.do(Request(1))
+            if self.plan.requestable:
+                self.do(Request(1))
         return self._advance(now)
 
     def refused(self, now: float) -> list[Command]:
@@ -214,8 +223,9 @@ class Job:
             assert self.attempt is not None
             self.attempt.lose(LostNode(node, reason, min(member.heard, now) if since is None else since))
         elif self.stage != Stage.DONE:
-            self.do(Say(f"idle node {node} was lost: {reason}"))
-            if self.plan.revivable and node not in self.roster.excluded:
+            revived = self.plan.revivable and node not in self.roster.excluded
+            self.do(Say(f"idle node {node} was lost: {reason}{'; its agent is started again' if revived else ''}"))
+            if revived:
                 self.do(StartAgent(node))
             elif node in self.places and self.stage == Stage.GATHER:
                 self.places = [None if place == node else place for place in self.places]
@@ -229,6 +239,7 @@ class Job:
     def leave_out(self, node: str, reason: str, now: float) -> None:
         """Take out a node that failed its checks."""
         self.do(Say(f"node {node} failed its checks: {reason}"))
+        self.failed_checks[node] = reason
         if node not in self.roster.members:
             self.do(Send(node, Leave(f"it failed its checks: {reason}")))
         stages.exclude(self, node, f"it failed its checks: {reason}", now)
@@ -257,6 +268,8 @@ class Job:
         self.do(Send(hello.node, Welcome(*times, plan.run, plan.folder, plan.metrics_address, plan.metrics_port)))
         heard = self.roster.members[hello.node].heard if hello.node in self.roster.members else now
         self.roster.join(hello, now)
+        if self.plan.observed:
+            return
         current = self.attempt.number if self.attempt is not None else None
         if hello.attempt is not None and hello.attempt != current:
             self.do(Send(hello.node, Stop(hello.attempt, 0.0)))
@@ -267,12 +280,14 @@ class Job:
     def _take(self, node: str, message: AgentMessage, now: float) -> None:
         """Take a message of a joined node into the state."""
         attempt, member = self.attempt, self.roster.members[node]
-        current = attempt is not None and getattr(message, "attempt", None) == attempt.number
+        same = self.plan.observed or getattr(message, "attempt", None) == getattr(attempt, "number", -1)
+        current = attempt is not None and same
         if isinstance(message, Heartbeat):
             self.heartbeats += 1
             if message.ranks or now - member.started > START_S:
                 member.attempt = message.attempt if message.ranks else None
             member.statuses = {status.rank: status for status in message.ranks}
+            member.world = message.world
         if attempt is not None and current:
             self._take_of_attempt(attempt, node, message, now)
         if isinstance(message, RanksEnded) and not message.stuck:

@@ -1,7 +1,7 @@
 """Messages between the driver of a job and the agents of its nodes: what each says, and its form on the wire.
 
     agent -> driver    Hello, Heartbeat, RanksEnded, StoreOpened, Records, Stacks, CheckDone
-    driver -> agent    Welcome, OpenStore, Start, Stop, Collect, Check, Leave
+    driver -> agent    Welcome, OpenStore, Prepare, Start, Stop, Collect, Check, Leave
 
 A message on the wire is the name of its class, a space and a JSON object of its fields. An unknown name or field, or a
 value of another type, is an error: both ends run the same version. The sender's node is not in the messages: the
@@ -105,13 +105,14 @@ class Hello(_Checked):
 @dataclass(frozen=True)
 class Heartbeat(_Checked):
     """The state of a node, every `fault.heartbeat_s`. `time`: seconds since the epoch, of the node's clock. `host`:
-    metrics of the host by name (`fault.host_metrics`).
+    metrics of the host by name (`fault.host_metrics`). `world`: ranks of the job, from an observer that has found some.
     """
 
     time: float
     attempt: int | None = None
     ranks: tuple[RankStatus, ...] = ()
     host: Mapping[str, float] | None = None
+    world: int = 0
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,13 @@ class OpenStore(_Checked):
 
 
 @dataclass(frozen=True)
+class Prepare(_Checked):
+    """Have as many processes in standby, which have imported what ranks need (`launch.standby_process`)."""
+
+    processes: int
+
+
+@dataclass(frozen=True)
 class Start(_Checked):
     """Start ranks of an attempt: `python -m megascale ARGUMENTS`.
 
@@ -242,7 +250,7 @@ class Leave(_Checked):
 
 
 AgentMessage = Hello | Heartbeat | RanksEnded | StoreOpened | Records | Stacks | CheckDone
-DriverMessage = Welcome | OpenStore | Start | Stop | Collect | Check | Leave
+DriverMessage = Welcome | OpenStore | Prepare | Start | Stop | Collect | Check | Leave
 Message = AgentMessage | DriverMessage
 
 _CLASSES: dict[bytes, type] = {kind.__name__.encode(): kind for kind in get_args(Message)}

@@ -29,6 +29,7 @@ from megascale.fault.observations import OomKills
 from megascale.fault.rank_ends import describe_end, failed_start
 from megascale.fault.ranks import call_at_end, rank_status
 from megascale.launch.failure import ERROR_FILE_NAME
+from megascale.launch.standby_process import StandbyProcess
 from megascale.launch.workers import Launch, Worker, ending
 
 LOG_NAME = "rank-{}.log"
@@ -54,7 +55,7 @@ class NodeRanks:
     """
 
     def __init__(self, order: Start, node: str, secret: int, on_end: Callable[[RankEnd], None]) -> None:
-        self.attempt = order.attempt
+        self.attempt, self.world = order.attempt, order.world
         self.ends: dict[int, RankEnd] = {}
         self._order = order
         self._node = node
@@ -64,9 +65,9 @@ class NodeRanks:
         self._ranks: dict[int, _LocalRank] = {}
         self._stopped = False
 
-    def start(self, listener: socket.socket | None) -> None:
-        """Start the ranks. `listener`: the socket of the job's store, for rank 0. A rank that cannot be started has
-        ended, with the error.
+    def start(self, listener: socket.socket | None, standby: list[StandbyProcess]) -> None:
+        """Start the ranks. `listener`: the socket of the job's store, for rank 0. `standby`: processes that wait for
+        ranks; those that get one are taken out. A rank that cannot be started has ended, with the error.
         """
         order = self._order
         remove_left_records(records_name(order.run, self._node))
@@ -78,21 +79,29 @@ class NodeRanks:
         for rank in order.ranks:
             path = flight_record_path(records_name(order.run, self._node), start_ns, rank)
             try:
-                worker = self._start(launch, rank, path, listener if rank == 0 else None)
+                worker = self._start(launch, rank, path, listener if rank == 0 else None, standby)
             except MegascaleError as error:
                 self._add_end(failed_start(rank, error))
                 continue
             self._ranks[rank] = _LocalRank(worker, path, OomKills(worker.process.pid), time.monotonic())
             call_at_end(worker.process.pid, functools.partial(self._look_for_end, rank))
 
-    def _start(self, launch: Launch, rank: int, record: Path, listener: socket.socket | None) -> Worker:
+    def _start(
+        self, launch: Launch, rank: int, record: Path, listener: socket.socket | None, standby: list[StandbyProcess]
+    ) -> Worker:
         try:
             self._logs.mkdir(parents=True, exist_ok=True)
             (self._logs / ERROR_FILE_NAME.format(rank)).unlink(missing_ok=True)
         except OSError as error:
             raise MegascaleError(f"the folder of logs cannot be used: {error}", hint="see the file system") from None
-        env = {FLIGHT_RECORD_VARIABLE: str(record)}
-        return launch.start(rank, listener=listener, log=self._logs / LOG_NAME.format(rank), env=env)
+        env, log = {FLIGHT_RECORD_VARIABLE: str(record)}, self._logs / LOG_NAME.format(rank)
+        while standby:
+            process = standby.pop()
+            try:
+                return launch.start_in(process, rank, listener=listener, log=log, env=env)
+            except OSError:  # it has ended, or does not read
+                process.close()
+        return launch.start(rank, listener=listener, log=log, env=env)
 
     def _look_for_end(self, rank: int) -> None:
         local = self._ranks[rank]

@@ -36,11 +36,12 @@ class _Observed:
 class ObservedRanks:
     """The ranks of the run in `folder` on this host. `on_end` is called in the event loop with each end.
 
-    `attempt` counts the times that the launcher has started ranks again.
+    `attempt` counts the times that the launcher has started ranks again; `world`: ranks of the job, 0 before one is
+    found.
     """
 
     def __init__(self, folder: Path, on_end: Callable[[RankEnd], None]) -> None:
-        self.attempt = 0
+        self.attempt = self.world = 0
         self.ends: dict[int, RankEnd] = {}
         self._run = folder.name
         self._logs = folder / "logs"
@@ -81,6 +82,7 @@ class ObservedRanks:
             self.attempt += 1
             self._ranks = {rank: self._ranks[rank] for rank in self.running}
             self.ends = {}
+        self.world = record.world
         observed = self._ranks[record.rank] = _Observed(path, record, time.monotonic())
         with contextlib.suppress(ProcessLookupError):
             call_at_end(record.pid, lambda: self._end(record.rank, observed))
@@ -88,6 +90,8 @@ class ObservedRanks:
     def _end(self, rank: int, observed: _Observed) -> None:
         if rank in self.ends or self._ranks.get(rank) is not observed:
             return
+        with contextlib.suppress(FlightRecordError, OSError):  # its last words, which the last poll may have missed
+            observed.record = read_flight_record(observed.path, head_only=True)
         said = read_record(self._logs, rank)
         if said is not None and said["time"] >= observed.record.start:
             end = describe_end(rank, ProcessEnd(said["exit_status"], time.time()), self._logs, None)

@@ -14,9 +14,10 @@ from megascale.fault.messages import RankEnd, RankStatus
 
 
 class Ranks(Protocol):
-    """`attempt`: its number; `ends`: what is known of the ranks that have ended, by rank."""
+    """`attempt`: its number; `world`: ranks of the job; `ends`: what is known of the ranks that have ended, by rank."""
 
     attempt: int
+    world: int
     ends: dict[int, RankEnd]
 
     @property

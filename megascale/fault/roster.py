@@ -17,6 +17,8 @@ class Member:
 
     `heard`: time of its last message; `started`: of the last order to start ranks. `attempt`: the attempt of its ranks,
     None for an idle node; `statuses`: of its ranks, by rank. `held`: its node is being checked, and starts no ranks.
+    `standby`: processes that it was told to have in standby since its ranks were started. `world`: ranks of the job, as
+    an observer sees it.
     """
 
     hello: Hello
@@ -25,6 +27,8 @@ class Member:
     connected: bool = True
     attempt: int | None = None
     held: bool = False
+    standby: int = 0
+    world: int = 0
     statuses: dict[int, RankStatus] = field(default_factory=dict)
 
 

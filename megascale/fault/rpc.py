@@ -32,7 +32,7 @@ from megascale.core.handshake import (
     ServerHandshake,
     Session,
 )
-from megascale.core.network import LOOPBACK
+from megascale.core.network import LOOPBACK, join_port
 from megascale.fault.messages import AgentMessage, DriverMessage, Hello, Leave, Message, MessageError, to_json
 from megascale.fault.streams import (
     CLIENT_OPTIONS,
@@ -128,7 +128,7 @@ class DriverServer:
     @property
     def address(self) -> str:
         """The host and port at which it listens."""
-        return _join(self._host, self.port)
+        return join_port(self._host, self.port)
 
     async def __aenter__(self) -> DriverServer:
         raise_descriptor_limit()
@@ -389,7 +389,3 @@ def _from_driver(message: Message) -> DriverMessage:
     if not isinstance(message, DriverMessage):
         raise MessageError(f"the driver sent a {type(message).__name__}")
     return message
-
-
-def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host or '[::]'}:{port}"

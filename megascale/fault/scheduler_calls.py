@@ -35,12 +35,13 @@ class SchedulerCalls:
         """Carry out a command, after those before."""
         self._commands.put_nowait(command)
 
-    async def run(self, start_agents: bool) -> None:
-        """Serve until the process ends. `start_agents`: of the nodes that the scheduler holds now."""
+    async def run(self) -> None:
+        """Serve until the process ends. Starts the agents that do not run at first: all, or those that an earlier
+        driver has not started or that ended with it. The nodes of an attempt that may still run are left to the job.
+        """
         names = [node.name for node in await self._scheduler.nodes()]
         self._perform(self._job.expect(names, self._now()))
-        if start_agents:
-            await self._start(names)
+        await self._start([node for node in await self._scheduler.without_agent() if node not in self._job.used])
         while True:
             command = await self._commands.get()
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from megascale.core.flight_layout import EVENTS
 from megascale.fault import decisions
 from megascale.fault.attempt import Attempt
 from megascale.fault.commands import Exclude, Finish, Request, Say, Send, StartAgent
-from megascale.fault.messages import Collect, Leave, OpenStore, RankEnd, Start, Stop
+from megascale.fault.messages import Collect, Leave, OpenStore, Prepare, RankEnd, RankStatus, Start, Stop
 from megascale.fault.roster import Member, format_nodes, place_ranks
 from megascale.fault.watch import ProgressWatch
 
@@ -57,6 +58,7 @@ class Stage(StrEnum):
     SETTLE = "settle"
     COLLECT = "collect"
     STOP = "stop"
+    OBSERVE = "observe"
     DONE = "done"
 
 
@@ -98,7 +100,7 @@ def gather(job: Job, now: float) -> None:
     roster = job.roster
     lost = roster.excluded | roster.failed
     possible = [name for name in roster.order if name not in lost]
-    known = roster.failed or (job.history.attempt >= 0 and roster.order)
+    known = roster.failed or job.failed_checks or (job.history.attempt >= 0 and roster.order)
     if known and len(possible) < job.plan.nodes and not job.plan.requestable:
         job.deadline = now  # no use waiting
     if job.history.attempt < 0 and job.places.count(None) == len(job.places) and now < job.begun + _join_s(job):
@@ -113,7 +115,7 @@ def gather(job: Job, now: float) -> None:
     elif now >= job.deadline:
         missing = next((node for node in job.places if node and not roster.is_idle(node)), None)
         job.attempt = None
-        decisions.conclude(job, decisions.missing_node(missing, now), now)
+        decisions.conclude(job, decisions.missing_node(missing, job.failed_checks, now), now)
 
 
 def begin_attempt(job: Job, now: float) -> None:
@@ -148,7 +150,7 @@ def start_ranks(job: Job, store: str, now: float) -> None:
     arguments = (*plan.arguments, *plan.overrides)
     for node, ranks in attempt.placement.items():
         member = job.roster.members[node]
-        member.attempt, member.started = attempt.number, now
+        member.attempt, member.started, member.standby = attempt.number, now, 0
         job.do(Send(node, Start(attempt.number, plan.run, plan.world, ranks, store, arguments, logs, {})))
     longest = max(job.first_steps.get(node, math.inf) for node in attempt.placement)
     attempt.watch = ProgressWatch(job.settings, now, longest)
@@ -170,6 +172,18 @@ def run(job: Job, now: float) -> None:
         job.enter(Stage.COLLECT, now + job.settings.evidence_s)
     elif not attempt.noted or job.waiting_since is not None:
         decisions.note_progress(job, now)
+
+
+def prepare(job: Job) -> None:
+    """Have processes in standby on the nodes that may run ranks of the next attempt, once this one trains."""
+    attempt, standby = job.attempt, job.settings.standby
+    if job.stage != Stage.RUN or attempt is None or not attempt.noted or standby == "none":
+        return
+    ranks = attempt.world // len(attempt.placement)
+    for node in [*job.roster.spares(attempt.placement), *(attempt.placement if standby == "nodes" else ())]:
+        if (member := job.roster.members.get(node)) is not None and member.standby != ranks:
+            member.standby = ranks
+            job.do(Send(node, Prepare(ranks)))
 
 
 def _hangs(job: Job, now: float) -> bool:
@@ -237,6 +251,44 @@ def _ask_longer_records(job: Job, ranks: Sequence[int], now: float) -> None:
             job.do(Send(node, Collect(attempt.number, ranks=asked, events=EVENTS)))
     attempt.compared, job.verdict = True, None
     job.deadline = now + job.settings.evidence_s
+
+
+def observe(job: Job, now: float) -> None:
+    """Wait for ranks that another launcher starts, at first or again, and for progress after a hang."""
+    attempt = job.attempt
+    if attempt is not None and attempt.has_left_in_order:
+        finish(job, max(end.status for end in attempt.ends.values()), now)
+    if now < job.next_look or job.stage != Stage.OBSERVE:
+        return
+    job.next_look = now + LOOK_S
+    found = [(node, status) for node, member in job.roster.members.items() for status in member.statuses.values()]
+    processes = {status.rank: status.pid for _, status in found}
+    world = max((member.world for member in job.roster.members.values()), default=0)
+    if found and len(processes) == world and (attempt is None or processes != attempt.processes):
+        _begin_observing(job, found, now)
+    elif attempt is not None and not attempt.failed and attempt.watch.idle_s(now) < job.settings.hang_s:
+        job.do(Say("the ranks make progress again"))
+        job.enter(Stage.RUN, math.inf)
+    elif attempt is not None and found:
+        job.deadline = now + job.settings.agent_grace_s
+    elif now >= job.deadline:
+        job.do(Say(f"the launcher has not started the ranks again within {job.settings.agent_grace_s:g} s"))
+        finish(job, Exit.UNCLASSIFIED, now)
+
+
+def _begin_observing(job: Job, found: Sequence[tuple[str, RankStatus]], now: float) -> None:
+    """Watch the ranks of a new attempt, all of which were found."""
+    placement: dict[str, tuple[int, ...]] = {}
+    for node, status in sorted(found, key=lambda each: each[1].rank):
+        placement[node] = (*placement.get(node, ()), status.rank)
+    job.plan = replace(job.plan, nodes=len(placement), world=len(found))
+    number, nodes = job.history.attempt + 1, list(placement)
+    job.log({"event": "attempt", "time": now, "attempt": number, "nodes": nodes, **job.plan.layout})
+    job.attempt = Attempt(number, placement, ProgressWatch(job.settings, now))
+    job.attempt.processes = {status.rank: status.pid for _, status in found}
+    job.attempt.watch.beat([status for _, status in found], now)
+    job.do(Say(f"attempt {number}: {job.plan.world} ranks on {format_nodes(nodes)}"))
+    job.enter(Stage.RUN, math.inf)
 
 
 def stop_attempt(job: Job, now: float, grace_s: float, *, save: bool = False) -> None:
@@ -320,9 +372,12 @@ def exclude(job: Job, node: str, reason: str, now: float) -> None:
 
 def take_stop_request(job: Job, now: float) -> None:
     """End the job at its user's request."""
-    if job.stage in (Stage.GATHER, Stage.OPEN):
+    if job.stage == Stage.DONE:
+        return
+    if job.stage in (Stage.GATHER, Stage.OPEN) or job.plan.observed:
+        job.do(Say("stopping: the ranks are left alone" if job.plan.observed else "stopping: no ranks run"))
         finish(job, Exit.STOPPED, now)
-    elif job.stage != Stage.DONE:
+    else:
         grace = job.settings.stop_grace_s if job.stop_requests == 1 else 0.0
         job.do(Say("stopping: the ranks finish their step and save" if grace else "stopping at once"))
         stop_attempt(job, now, grace, save=job.stop_requests == 1)
@@ -354,5 +409,6 @@ ACT: Mapping[Stage, Callable[[Job, float], None]] = {
     Stage.SETTLE: settle,
     Stage.COLLECT: collect,
     Stage.STOP: stop,
+    Stage.OBSERVE: observe,
     Stage.DONE: done,
 }

@@ -34,18 +34,25 @@ from megascale.fault.scheduler.remote import serve
 FINAL = (Exit.OK, Exit.CONFIG, Exit.DATA, Exit.CHECKPOINT, Exit.DO_NOT_REQUEUE)
 """Exit statuses after which the scheduler is not to start the job again: done, or an error that would recur."""
 
+SILENT_S = 30
+"""Seconds without a beat after which a driver is killed: it is stopped, or its event loop hangs."""
+
 CRASHES, CRASHES_S = 5, 60.0
 """Deaths of drivers, and the seconds in which they count together: the job is given up then."""
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """The order of `megascale launch`. `arguments`: of the driver's subcommand; `folder`: of the run."""
+    """The order of `megascale launch`.
+
+    `arguments`: of the driver's subcommand; `folder`: of the run; `slots`: ranks of a node.
+    """
 
     folder: Path
     arguments: tuple[str, ...]
     nodes: int
     scheduler: str
+    slots: int = 0
 
 
 @dataclass
@@ -64,6 +71,24 @@ class _Signals:
             self.driver.send_signal(signal.SIGTERM)
 
 
+@dataclass
+class _Pulse:
+    """Beats of a driver. `missed`: looks without a beat since the last one; None before the first, as it imports."""
+
+    missed: int | None = None
+
+    def beat(self) -> None:
+        self.missed = 0
+
+    def look(self) -> bool:
+        """Return True if there was a beat within the last SILENT_S looks, one a second. A supervisor that was stopped
+        itself has not looked meanwhile.
+        """
+        if self.missed is not None:
+            self.missed += 1
+        return self.missed is None or self.missed <= SILENT_S
+
+
 async def supervise(plan: LaunchPlan) -> int:
     """Run a job to its end, through the deaths of drivers, and return its exit status. The caller holds the lock of the
     run's folder.
@@ -79,7 +104,7 @@ async def supervise(plan: LaunchPlan) -> int:
         loop.add_signal_handler(number, signals.receive, number)
     with reserve_port(host, port) as reserved, secret_descriptor(secret) as descriptor:
         address = f"{host}:{reserved.getsockname()[1]}"
-        scheduler = adapter.open(plan.nodes, AgentLaunch(address, secret, plan.folder / "logs"))
+        scheduler = adapter.open(plan.nodes, AgentLaunch(address, secret, plan.folder / "logs", slots=plan.slots))
         requeue = True
         output = asyncio.ensure_future(follow_rank_0(plan.folder / "logs", before.attempt + 1, sys.stdout))
         try:
@@ -106,11 +131,12 @@ async def _keep_driver(
         ours, theirs = socket.socketpair()
         with theirs:
             driver = _start_driver([*arguments, role], theirs.fileno(), secret)
-        serving = asyncio.ensure_future(serve(scheduler, ours))
+        pulse = _Pulse()
+        serving = asyncio.ensure_future(serve(scheduler, ours, pulse.beat))
         signals.driver = driver
         if signals.received:
             signals.pass_on()
-        status = await _end_of(driver)
+        status = await _end_of(driver, pulse)
         await serving  # the driver has hung up
         history = read_history(log)
         if history.ended is not None and history.drivers:
@@ -120,7 +146,7 @@ async def _keep_driver(
         if len(deaths) == CRASHES and deaths[-1] - deaths[0] < CRASHES_S:
             say(f"the driver {how}, {CRASHES} times in a row: giving up")
             return history
-        say(f"the driver {how}; a new one takes over, and the ranks go on")
+        say(f"the driver {how}; a new one takes over; ranks that run go on")
         role = "--takeover" if history.drivers else "--first"
 
 
@@ -142,13 +168,19 @@ def _start_driver(arguments: Sequence[str], scheduler: int, secret: int) -> subp
     )
 
 
-async def _end_of(process: subprocess.Popen) -> int:
-    """Wait for the end of a child process, without a thread."""
+async def _end_of(process: subprocess.Popen, pulse: _Pulse) -> int:
+    """Wait for the end of a driver, without a thread; kill it when its pulse stops."""
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     descriptor = os.pidfd_open(process.pid)
     try:
         loop.add_reader(descriptor, ended.set)
-        await ended.wait()
+        while not ended.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), 1.0)
+            if not pulse.look():
+                say(f"the driver does not answer for {SILENT_S} s: killing it")
+                process.kill()
+                await ended.wait()
     finally:
         loop.remove_reader(descriptor)
         os.close(descriptor)

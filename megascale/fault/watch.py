@@ -83,7 +83,7 @@ class ProgressWatch:
             return max(settings.hang_s, settings.evaluation_hang_s)
         if status.phase in (Phase.CHECKPOINT, Phase.DONE):
             return max(settings.hang_s, settings.checkpoint_hang_s)
-        if status.phase in _STARTING or not status.phase:
+        if status.phase in (*_STARTING, Phase.PROFILE) or not status.phase:
             return max(settings.hang_s, settings.start_hang_s)
         if not self.has_new_step:
             known_s = FIRST_STEP_TIMES * (self._first_step_s + settings.heartbeat_s)

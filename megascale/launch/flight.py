@@ -6,6 +6,7 @@ waits for rank b if a has started and not finished an operation that b has not s
 others wait for and that waits for no rank.
 
 - `find_suspect`: the analysis; `python -m megascale.launch.flight FOLDER` prints its result
+- `read_waits`: what it is made of; `observe.dumped_records` makes flight records of it
 - `dump_prefix`, `make_dump_folder`: the folder of the dumps
 
 Dumps are in the format of torch.distributed.flight_recorder, version 2: a pickle of plain containers.
@@ -21,9 +22,9 @@ import sys
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megascale.core.rank import format_ranks
 
@@ -84,17 +85,20 @@ class Suspect:
 
 
 class FlightDump:
-    """The operations that a rank on `host` had started, the last at `last_started_at`.
+    """The operations that a rank on `host` had started, the last at `last_started_at`, in seconds since the epoch as
+    `written_at`. `groups`: ranks by name of the
+    group, `descriptions`: of the groups with an operation.
 
     Raises: an error of `_DUMP_ERRORS` if `recorded` is not in the flight recorder's format.
     """
 
-    def __init__(self, host: str, recorded: Mapping[str, Any]) -> None:
-        self.host = host
-        self._groups = {name: _ranks(group["ranks"]) for name, group in recorded["pg_config"].items()}
+    def __init__(self, host: str, recorded: Mapping[str, Any], written_at: float = 0.0) -> None:
+        self.host, self.written_at = host, written_at
+        self.groups = {name: _ranks(group["ranks"]) for name, group in recorded["pg_config"].items()}
         self._entries: list[Mapping[str, Any]] = [_checked_entry(entry) for entry in recorded.get("entries", [])]
         self.last_started_at = max((entry["time_created_ns"] / 1e9 for entry in self._entries), default=0.0)
         self.last_collective_id: dict[str, int] = {}
+        self.descriptions: dict[str, str] = dict(entry["process_group"] for entry in self._entries)
         for entry in self._entries:
             if not entry["is_p2p"]:
                 self.last_collective_id[entry["process_group"][0]] = entry["collective_seq_id"]
@@ -114,7 +118,7 @@ class FlightDump:
 
     def _operation(self, entry: Mapping[str, Any]) -> FlightOperation:
         group, description = entry["process_group"]
-        members = self._groups.get(group, ())
+        members = self.groups.get(group, ())
         name = entry["profiling_name"].partition(":")[2]
         endpoints = None
         if (message := _POINT_TO_POINT.fullmatch(name)) and len(members) > 1:
@@ -136,21 +140,45 @@ ReadDump = Callable[[int], FlightDump | None]
 """Function (rank): return the rank's dump; None without a readable dump."""
 
 
+class DumpedWaits(NamedTuple):
+    """The `dumps` that were read, None for one that cannot be; the wait graph from the first waiting rank on: by rank,
+    the (missing rank, operation) that it waits for. `dumped`: all ranks with a dump.
+    """
+
+    dumps: Mapping[int, FlightDump | None]
+    waits: Mapping[int, Sequence[tuple[int, FlightOperation]]]
+    dumped: Container[int]
+
+    def operations(self, rank: int) -> list[FlightOperation]:
+        """Return the operations that a rank has started and others have not, as far as their dumps were read."""
+        dump = self.dumps.get(rank)
+        unfinished = dump.unfinished if dump else []
+        return [operation for operation in unfinished if _missing(operation, self.dumped, self.dumps.get)]
+
+
 def find_suspect(folder: Path) -> Suspect | None:
-    """Return the rank that the other ranks wait for; None without dumps, or if no rank waits.
+    """Return the rank that the other ranks wait for; None without dumps, or if no rank waits."""
+    found = read_waits(folder)
+    return _suspect(found.waits, found.dumps.get) if found is not None else None
+
+
+def read_waits(folder: Path) -> DumpedWaits | None:
+    """Return the waits in the dumps of a folder; None without dumps, or if no rank waits.
 
     From the first waiting rank on, only dumps of groups in which a rank waits are read.
     """
     paths = _dumps(folder)
+    dumps: dict[int, FlightDump | None] = {}
 
-    @cache
     def read(rank: int) -> FlightDump | None:
-        return _read(paths[rank]) if rank in paths else None
+        if rank in paths and rank not in dumps:
+            dumps[rank] = _read(paths[rank])
+        return dumps.get(rank)
 
     for first in sorted(paths):
         waits = _waits(first, paths, read)
         if any(waits.values()):
-            return _suspect(waits, read)
+            return DumpedWaits(dumps, waits, paths)
     return None
 
 
@@ -251,6 +279,11 @@ def _dumps(folder: Path) -> dict[int, Path]:
     return {int(match["rank"]): path for match, path in named}
 
 
+def dump_hosts(folder: Path) -> dict[int, str]:
+    """Return the host that has written a rank's dump, by rank."""
+    return {rank: match["host"] for rank, path in _dumps(folder).items() if (match := _NAME.fullmatch(path.name))}
+
+
 class _SafeUnpickler(pickle.Unpickler):
     """Unpickler of containers, numbers and strings only: imports nothing that a pickle names."""
 
@@ -265,7 +298,7 @@ def _read(path: Path) -> FlightDump | None:
         if match is None or path.stat().st_size > MOST_BYTES:
             raise ValueError(f"more than {MOST_BYTES} bytes")
         with path.open("rb") as file:
-            dump = FlightDump(match["host"], _SafeUnpickler(file).load())
+            dump = FlightDump(match["host"], _SafeUnpickler(file).load(), path.stat().st_mtime)
         dump.unfinished  # noqa: B018  raises here if the entries are invalid
     except _DUMP_ERRORS as error:
         reason = f"{type(error).__name__}: {error}"[:200].replace("\n", " ")

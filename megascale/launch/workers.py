@@ -22,6 +22,7 @@ from megascale.core.process import die_with_parent, module_command
 from megascale.core.rank import STORE_VARIABLE
 from megascale.core.secret import DESCRIPTOR_VARIABLE
 from megascale.launch.failure import ERROR_FILE, ERROR_FILE_NAME, ProcessEnd
+from megascale.launch.standby_process import StandbyProcess
 
 KILL_S = 5.0
 """Seconds in which a killed process must end. One in uninterruptible sleep, on a dead disk or file server, does not."""
@@ -75,22 +76,22 @@ class Launch:
         log: Path | None = None,
         env: Mapping[str, str] | None = None,
     ) -> Worker:
-        """Start a rank. `listener`: on rank 0, the socket that listens at `store`. `log`: None for this process's own
-        output. `env`: further variables of the rank.
+        """Start a rank in a new process. `listener`: on rank 0, the socket that listens at `store`. `log`: None for
+        this process's own output. `env`: further variables of the rank.
 
         Raises: MegascaleError if it cannot be started
         """
-        variables = {**os.environ, **self._variables(rank, listener), **self.env, **(env or {})}
+        descriptors = self._descriptors(listener)
+        numbered = {name: f"{text}{number}" for name, (text, number) in descriptors.items()}
         parent = os.getpid()
-        inherited = [self.secret] if listener is None else [self.secret, listener.fileno()]
         try:
             with open(log, "wb") if log else contextlib.nullcontext() as output:
                 process = subprocess.Popen(
                     module_command("megascale", *self.arguments),
-                    env=variables,
+                    env=self._variables(rank, env) | numbered,
                     stdout=output,
                     stderr=subprocess.STDOUT if log else None,
-                    pass_fds=inherited,
+                    pass_fds=[number for _, number in descriptors.values()],
                     start_new_session=True,  # Ctrl-C reaches the parent only, which decides
                     preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509  a call of the kernel, no lock
                 )
@@ -98,17 +99,31 @@ class Launch:
             raise _cannot_start(rank, self.world, error) from None
         return Worker(rank, process, log)
 
-    def _variables(self, rank: int, listener: socket.socket | None) -> dict[str, str]:
-        variables = {
+    def start_in(
+        self, standby: StandbyProcess, rank: int, *, listener: socket.socket | None, log: Path, env: Mapping[str, str]
+    ) -> Worker:
+        """Start a rank in a process in standby, otherwise as `start` does. Raises: OSError if the process has ended"""
+        with open(log, "wb") as output:
+            variables, descriptors = self._variables(rank, env), self._descriptors(listener)
+            standby.give(self.arguments, variables, descriptors, output.fileno())
+        return Worker(rank, standby.process, log)
+
+    def _descriptors(self, listener: socket.socket | None) -> dict[str, tuple[str, int]]:
+        """Return the variables whose values are a text and a descriptor."""
+        store = {} if listener is None else {STORE_VARIABLE: (f"{self.store}:", listener.fileno())}
+        return {DESCRIPTOR_VARIABLE: ("", self.secret), **store}
+
+    def _variables(self, rank: int, more: Mapping[str, str] | None) -> dict[str, str]:
+        """Return the environment of a rank, but for what `_descriptors` names."""
+        place = {
             "RANK": str(rank),
             "LOCAL_RANK": str(self.ranks.index(rank)),
             "WORLD_SIZE": str(self.world),
             "LOCAL_WORLD_SIZE": str(len(self.ranks)),
-            DESCRIPTOR_VARIABLE: str(self.secret),
-            STORE_VARIABLE: self.store if listener is None else f"{self.store}:{listener.fileno()}",
+            STORE_VARIABLE: self.store,
             ERROR_FILE: str(self.logs / ERROR_FILE_NAME.format(rank)),
         }
-        return {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")} | variables
+        return {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, **place, **self.env, **(more or {})}
 
 
 def remove_old_logs(logs: Path) -> None:

@@ -8,7 +8,6 @@ parallel_block), and a card of `catalog.layers` that names both. Sizes are befor
 from __future__ import annotations
 
 import importlib
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,7 +23,8 @@ class LinearSpec:
 
     `name`: path inside the block, such as 'attention.qkv'. `label`: name in the event log. `parts`: logical parts of
     the weight with their rows, stacked along dimension 0. `fp8`: FP8 may run this GEMM; a router, for example, stays
-    in the compute dtype. `bias`: the layer has a bias.
+    in the compute dtype. `bias`: the layer has a bias. `head_dim`: rows of an attention head, of which the parts are
+    stacks; None for other layers.
     """
 
     name: str
@@ -33,6 +33,7 @@ class LinearSpec:
     parts: tuple[tuple[str, int], ...]
     fp8: bool = True
     bias: bool = False
+    head_dim: int | None = None
 
     @property
     def outputs(self) -> int:
@@ -139,6 +140,20 @@ class ActivationSpec:
 
 
 @dataclass(frozen=True)
+class TiledMLP:
+    """An MLP in `tiles` of tokens, each with the collectives of its linear layers. `after_norm`: a norm is directly
+    before it. `shares_input`: attention's layers have the same input, which is saved once.
+    """
+
+    columns: ColumnParallel
+    activation: ActivationSpec
+    rows: RowParallel
+    tiles: int
+    after_norm: bool
+    shares_input: bool
+
+
+@dataclass(frozen=True)
 class ResidualAdd:
     """The addition of a branch to the residual stream, after dropout if the model has dropout."""
 
@@ -146,7 +161,7 @@ class ResidualAdd:
 RECENT = 16
 """Models whose blocks are cached: the layouts of a search share a model."""
 
-BlockPart = NormSpec | ColumnParallel | RowParallel | AttentionSpec | ActivationSpec | ResidualAdd
+BlockPart = NormSpec | ColumnParallel | RowParallel | AttentionSpec | ActivationSpec | TiledMLP | ResidualAdd
 BlockSpec = tuple[BlockPart, ...]
 PartT = TypeVar("PartT")
 
@@ -186,18 +201,45 @@ def weight_numel(block: BlockSpec) -> int:
     return sum(layer.weight_numel for layer in linears(block))
 
 
-def norms_before_columns(block: BlockSpec) -> int:
-    """Count the norms whose output is the input of column-parallel layers; recomputation can replace these outputs."""
-    pairs = itertools.pairwise(block)
-    return sum(isinstance(part, NormSpec) and isinstance(successor, ColumnParallel) for part, successor in pairs)
-
-
 def skippable_rows(block: BlockSpec) -> RowParallel | None:
     """The row-parallel layers that full recomputation can skip: no gradient needs their output, the last branch that is
     added to the residual stream. None if a later part reads the output.
     """
     last = next((part for part in reversed(block) if not isinstance(part, ResidualAdd)), None)
     return last if isinstance(last, RowParallel) else None
+
+
+def is_skippable(block: BlockSpec, part: BlockPart) -> bool:
+    """Return True if full recomputation skips the GEMMs of `part`, of `block` or of the block in tiles; an MLP in tiles
+    is skipped as a whole.
+    """
+    last, rows = skippable_rows(block), part.rows if isinstance(part, TiledMLP) else part
+    return last is not None and isinstance(rows, RowParallel) and set(rows.layers) <= set(last.layers)
+
+
+def tile_mlp(block: BlockSpec, tiles: int) -> BlockSpec:
+    """Return a block's parts with the MLP in `tiles`, if several: a part of its own, which shares no collective."""
+    groups = [group for group in parts_of_type(block, LinearGroup) if _mlp(group)]
+    if tiles == 1 or len(groups) != 2:
+        return block
+    up, down = ColumnParallel(_mlp(groups[0])), RowParallel(_mlp(groups[1]))
+    qkv, out = (tuple(layer for layer in group.layers if layer not in _mlp(group)) for group in groups)
+    (activation,) = parts_of_type(block, ActivationSpec)
+    after_norm = isinstance(block[block.index(groups[0]) - 1], NormSpec)
+    parts = list[BlockPart]()
+    for part in block:
+        if part == groups[0]:
+            parts += [ColumnParallel(qkv)] if qkv else []
+        elif part == groups[1]:
+            parts.append(TiledMLP(up, activation, down, tiles, after_norm, shares_input=bool(qkv)))
+        elif not isinstance(part, ActivationSpec):
+            parts += [part, RowParallel(out)] if out and isinstance(part, AttentionSpec) else [part]
+    return tuple(parts)
+
+
+def _mlp(group: LinearGroup) -> tuple[LinearSpec, ...]:
+    """The layers of the MLP in a group."""
+    return tuple(layer for layer in group.layers if layer.name.startswith("mlp."))
 
 
 def fp8_operands(block: BlockSpec) -> Iterator[str]:
@@ -292,7 +334,8 @@ def post_norm_block(model: ModelConfig, layer: int) -> BlockSpec:
 def qkv(model: ModelConfig) -> LinearSpec:
     """The q, k and v projections, as a single linear layer."""
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    return LinearSpec("attention.qkv", "qkv", model.hidden_size, (("q", q), ("k", kv), ("v", kv)), bias=model.qkv_bias)
+    parts = (("q", q), ("k", kv), ("v", kv))
+    return LinearSpec("attention.qkv", "qkv", model.hidden_size, parts, bias=model.qkv_bias, head_dim=model.head_dim)
 
 
 def attention(model: ModelConfig, layer: int) -> AttentionSpec:

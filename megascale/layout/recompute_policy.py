@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megascale.config.train import TrainConfig
 
@@ -10,13 +10,16 @@ from megascale.config.train import TrainConfig
 @dataclass(frozen=True)
 class RecomputePolicy:
     """The recomputed parts of a block. `full`: the entire block, from its input. Otherwise any of `attention`, the
-    attention core; `norm` and `activation`, whose outputs the next linear layer would save as its input.
+    attention core; `norm` and `activation`, whose outputs the next linear layer would save as its input. With several
+    `mlp_tiles` also the MLP, tile by tile. `offload`: the inputs of entire blocks are kept in host memory.
     """
 
     full: bool = False
     attention: bool = False
     norm: bool = False
     activation: bool = False
+    mlp_tiles: int = 1
+    offload: bool = False
 
 
 NO_RECOMPUTE = RecomputePolicy()
@@ -24,6 +27,11 @@ NO_RECOMPUTE = RecomputePolicy()
 
 def recompute_policy(train: TrainConfig, chunk: int) -> RecomputePolicy:
     """The policy of model chunk `chunk`, the same on every pipeline rank."""
+    parts = _recomputed_parts(train, chunk)
+    return replace(parts, mlp_tiles=train.mlp_tiles, offload=parts.full and train.activation_offload)
+
+
+def _recomputed_parts(train: TrainConfig, chunk: int) -> RecomputePolicy:
     if train.recompute == "none" or chunk not in (train.recompute_chunks or [chunk]):
         return NO_RECOMPUTE
     if train.recompute == "full":

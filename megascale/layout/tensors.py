@@ -21,6 +21,11 @@ from megascale.layout.topology import DATA_AXES, Coord, Topology
 
 Init = Literal["normal", "zeros", "ones"]
 
+Kind = Literal["matrix", "embedding", "head", "norm", "bias"]
+"""Kinds of parameters, by which optimizers treat them: weights of linear layers, embeddings, the output head, gains and
+biases of norms, biases of linear layers.
+"""
+
 VOCAB_MULTIPLE = 64
 """The multiple to which the vocabulary rows of a rank are padded, for tensor cores. Padding rows stay zero."""
 
@@ -33,7 +38,8 @@ class TensorSpec:
     """A tensor as checkpoints store it.
 
     `sharding`: axis of parallelism -> sharded dimension; the tensor is replicated over all other axes. `init`, `std`:
-    initialization. `pad_multiple`: the multiple to which a rank pads its rows.
+    initialization. `pad_multiple`: the multiple to which a rank pads its rows. `head_dim`: rows of an attention head,
+    of which the tensor is a stack; None for other tensors. `width_ratio`: by which muP scales the learning rate.
     """
 
     name: str
@@ -42,6 +48,8 @@ class TensorSpec:
     init: Init = "normal"
     std: float = 0.0
     pad_multiple: int = 1
+    head_dim: int | None = None
+    width_ratio: float = 1.0
 
     def local_shape(self, topology: Topology) -> tuple[int, ...]:
         """Shape on one rank, with padding."""
@@ -67,7 +75,7 @@ class ParamSpec:
 
     `is_matrix`: optimizers may treat the parameter as a matrix; LAMB, for example, applies its trust ratio to matrices.
     `weight_decay`: weight decay applies. `fp8`: the weight's GEMMs may run in FP8. `tp_partial`: a replica's gradient
-    is of this tp rank's heads only, also without sequence parallelism, and is summed over tp.
+    is of this tp rank's heads only, also without sequence parallelism, and is summed over tp. `kind`: of all parts.
     """
 
     name: str
@@ -76,6 +84,7 @@ class ParamSpec:
     weight_decay: bool
     fp8: bool
     tp_partial: bool = False
+    kind: Kind = "matrix"
 
     def __post_init__(self) -> None:
         equal = all(part.sharding == self.sharding for part in self.parts)
@@ -101,14 +110,14 @@ class ParamSpec:
         return math.prod(self.local_shape(topology))
 
 
-def matrix_param(name: str, *parts: TensorSpec, fp8: bool = False) -> ParamSpec:
+def matrix_param(name: str, *parts: TensorSpec, fp8: bool = False, kind: Kind = "matrix") -> ParamSpec:
     """A matrix, with weight decay. `fp8`: its GEMMs may run in FP8."""
-    return ParamSpec(name, parts, is_matrix=True, weight_decay=True, fp8=fp8)
+    return ParamSpec(name, parts, is_matrix=True, weight_decay=True, fp8=fp8, kind=kind)
 
 
-def vector_param(name: str, *parts: TensorSpec, tp_partial: bool = False) -> ParamSpec:
+def vector_param(name: str, *parts: TensorSpec, tp_partial: bool = False, kind: Kind = "norm") -> ParamSpec:
     """A vector (the gain of a norm, or a bias), without weight decay. `tp_partial`: as in `ParamSpec`."""
-    return ParamSpec(name, parts, is_matrix=False, weight_decay=False, fp8=False, tp_partial=tp_partial)
+    return ParamSpec(name, parts, is_matrix=False, weight_decay=False, fp8=False, tp_partial=tp_partial, kind=kind)
 
 
 def _norm(name: str, model: ModelConfig) -> list[ParamSpec]:
@@ -139,17 +148,23 @@ def _linear(name: str, model: ModelConfig, linear: LinearSpec, dimension: int) -
     """The parameters of a linear layer, whose weight tp shards along `dimension`: 0 outputs, 1 inputs.
 
     Row-parallel weights feed the residual stream, which sums 2 l branches in a network of l layers: their initial
-    standard deviation is divided by sqrt(2 l).
+    standard deviation is divided by sqrt(2 l). muP divides by the root of the width.
     """
-    std = model.init_std if dimension == 0 else model.init_std / math.sqrt(2 * model.num_layers)
+    ratio = model.width_ratio
+    std = model.init_std / math.sqrt(ratio * (1 if dimension == 0 else 2 * model.num_layers))
     prefix, sharding = name.rpartition(".")[0], {"tp": dimension}
     parts = [(f"{prefix}.{part}", rows) for part, rows in linear.parts]
-    weights = [TensorSpec(f"{part}.weight", (rows, linear.inputs), sharding, std=std) for part, rows in parts]
+    weights = [
+        TensorSpec(
+            f"{part}.weight", (rows, linear.inputs), sharding, std=std, head_dim=linear.head_dim, width_ratio=ratio
+        )
+        for part, rows in parts
+    ]
     params = [matrix_param(f"{name}.weight", *weights, fp8=linear.fp8)]
     if linear.bias:
         sharding = sharding if dimension == 0 else {}
         biases = [TensorSpec(f"{part}.bias", (rows,), sharding, init="zeros") for part, rows in parts]
-        params.append(vector_param(f"{name}.bias", *biases))
+        params.append(vector_param(f"{name}.bias", *biases, kind="bias"))
     return params
 
 
@@ -175,7 +190,10 @@ def padded_vocab(model: ModelConfig, tp: int) -> int:
 
 def _vocabulary(name: str, model: ModelConfig) -> ParamSpec:
     shape = (model.vocab_size, model.hidden_size)
-    return matrix_param(name, TensorSpec(name, shape, {"tp": 0}, std=model.init_std, pad_multiple=VOCAB_MULTIPLE))
+    ratio = model.width_ratio if name == HEAD else 1.0
+    std = model.init_std / ratio
+    tensor = TensorSpec(name, shape, {"tp": 0}, std=std, pad_multiple=VOCAB_MULTIPLE, width_ratio=ratio)
+    return matrix_param(name, tensor, kind="head" if name == HEAD else "embedding")
 
 
 def embedding_params(model: ModelConfig) -> list[ParamSpec]:
@@ -183,7 +201,7 @@ def embedding_params(model: ModelConfig) -> list[ParamSpec]:
     params = [_vocabulary(TOKEN_EMBEDDING, model)]
     if model.position == "learned":
         name, shape = "embedding.position.weight", (model.seq_length, model.hidden_size)
-        params.append(matrix_param(name, TensorSpec(name, shape, std=model.init_std)))
+        params.append(matrix_param(name, TensorSpec(name, shape, std=model.init_std), kind="embedding"))
     return params
 
 

@@ -38,17 +38,27 @@ class Coord(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology:
-    """The sizes of the axes. All methods are arithmetic on these sizes, for worlds of any size."""
+    """The sizes of the axes. All methods are arithmetic on these sizes, for worlds of any size. `cp_heads`: that many
+    neighbours along cp exchange heads of attention; cp / cp_heads ranks exchange keys and values, or with `pooled` all
+    cp x dp ranks.
+    """
 
     tp: int = 1
     cp: int = 1
     dp: int = 1
     pp: int = 1
+    cp_heads: int = 1
+    pooled: bool = False
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.size(*AXES)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes by axis."""
+        return {axis: getattr(self, axis) for axis in AXES}
 
     def size(self, *axes: str) -> int:
         """Number of ranks of a group along `axes`."""
@@ -86,6 +96,14 @@ class Topology:
         members = (coord._replace(**dict(zip(axes, indices, strict=True))) for indices in itertools.product(*ranges))
         return sorted(self.rank(member) for member in members)
 
+    def cp_groups(self, rank: int) -> tuple[list[int], list[int]]:
+        """The ranks that exchange heads of attention with `rank`, and those that exchange keys and values with it."""
+        if self.pooled:
+            return [rank], self.group(rank, *DATA_AXES)
+        group, index, heads = self.group(rank, "cp"), self.coord(rank).cp, self.cp_heads
+        first = index - index % heads
+        return group[first : first + heads], group[index % heads :: heads]
+
     def groups(self, *axes: str) -> list[list[int]]:
         """All groups along `axes`, a partition of the world."""
         first = (rank for rank in range(self.world_size) if all(getattr(self.coord(rank), axis) == 0 for axis in axes))
@@ -95,4 +113,4 @@ class Topology:
 def topology_of(config: RunConfig) -> Topology:
     """The topology of a resolved configuration."""
     p = config.parallel
-    return Topology(tp=p.tp, cp=p.cp, dp=config.dp, pp=p.pp)
+    return Topology(tp=p.tp, cp=p.cp, dp=config.dp, pp=p.pp, cp_heads=p.cp_heads, pooled=p.cp_mode == "hybrid")

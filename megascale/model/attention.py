@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from megascale.catalog.layers import NORMS
 from megascale.core.label import Label
 from megascale.model.modules import LayerContext, Linear, Norm
-from megascale.ops.boundaries import Boundaries
 from megascale.ops.rope import layer_rope, rope_at, rope_table
+from megascale.parallel.key_exchange import VisibleScores, attend_to_all
+from megascale.parallel.key_store import StoredKeys
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Recomputation, recompute_in_backward
 from megascale.parallel.sharded_norm import sharded_rms_norms
@@ -28,7 +29,9 @@ class Attention(nn.Module):
         self.out = Linear(context, f"{name}.out")
         self._model = model = context.model
         self._tp = tp = context.tp
+        self._cp = context.cp
         self._attend = context.operators.attend
+        self._partial_attend = context.operators.partial_attend
         self._rotate = context.operators.rotate
         self._window = model.windows[index]
         normed = model.qk_norm != "none"
@@ -42,10 +45,19 @@ class Attention(nn.Module):
         self._kv_heads = model.num_kv_heads // tp.size
         self._counts = [self._heads, self._kv_heads, self._kv_heads]
 
-    def forward(self, x_sbh: Tensor, batch: MicroBatch, recompute_input: Recomputation | None = None) -> Tensor:
-        """Map x [s, b, h] to [s, b, h], s / tp with sequence parallelism. `recompute_input` recomputes x for wgrad."""
+    def forward(
+        self,
+        x_sbh: Tensor,
+        batch: MicroBatch,
+        recompute_input: Recomputation | None = None,
+        compute_output: bool = True,
+    ) -> Tensor:
+        """Map x [s, b, h] to [s, b, h], s / tp with sequence parallelism. `recompute_input` recomputes x for wgrad;
+        `compute_output` as in `row_parallel_linear`.
+        """
         heads = self.core_attention(self.project(x_sbh, recompute_input), batch)
-        return row_parallel_linear(heads, self.out.params, self._tp, Label.for_layer(self._index, "out"))
+        label = Label.for_layer(self._index, "out")
+        return row_parallel_linear(heads, self.out.params, self._tp, label, compute_output=compute_output)
 
     def project(self, x_sbh: Tensor, recompute_input: Recomputation | None = None) -> Tensor:
         """Map x [s, b, h] to this rank's q, k and v [s, b, ...]. `recompute_input` as in `forward`."""
@@ -62,11 +74,7 @@ class Attention(nn.Module):
         model, (s, b, _) = self._model, qkv.shape
         angles = None
         if model.position == "rope":
-            wide = torch.promote_types(qkv.dtype, torch.float32)
-            rope = layer_rope(model, self._index)
-            angles = rope_table(s, rope, wide, qkv.device)
-            if batch.boundaries is not None:
-                angles = rope_at(batch.boundaries, rope, angles)
+            angles = self._angles(s, batch, qkv)
         first = self._tp.index * self._heads
         keep = batch.dropout.attention_keep_mask(self._place, range(first, first + self._heads), s)
         heads = qkv.view(s, b, -1, model.head_dim)
@@ -74,9 +82,20 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = heads.split(self._counts, dim=2)
             parts = [*self._normalize(q, self.q_norm, k, self.k_norm), v]
-        if batch.boundaries is not None:  # not compiled: a graph would be compiled for the documents of every row
-            return self.rope_and_attend(parts, angles, keep, batch.boundaries)
+        # not compiled: a graph would be compiled for the documents of every row, and broken by communication
+        if batch.boundaries is not None or batch.shard is not None:
+            return self.rope_and_attend(parts, angles, keep, batch)
         return self._rope_and_attend(parts, angles, keep)
+
+    def _angles(self, s: int, batch: MicroBatch, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The angles of rope for the s tokens of a batch, on the device of x and in fp32 or wider."""
+        rope, wide = layer_rope(self._model, self._index), torch.promote_types(x.dtype, torch.float32)
+        spans = None if batch.shard is None else batch.shard.spans
+        # frequencies may depend on the length of the run's sequences, of which this may be a part
+        length = s if batch.shard is None and batch.boundaries is None else self._model.seq_length
+        if batch.boundaries is None:
+            return rope_table(length, rope, wide, x.device, spans)
+        return rope_at(batch.boundaries, rope, rope_table(length, rope, wide, x.device, None), spans)
 
     def _normalize(self, q: Tensor, q_norm: Norm, k: Tensor, k_norm: Norm) -> tuple[Tensor, Tensor]:
         """Normalize q and k [s, b, heads, head_dim]: every head, or all heads of all tp ranks together."""
@@ -95,17 +114,31 @@ class Attention(nn.Module):
         parts: Sequence[Tensor],
         angles: tuple[Tensor, Tensor] | None,
         keep: Tensor | None,
-        boundaries: Boundaries | None = None,
+        batch: MicroBatch | None = None,
     ) -> Tensor:
         """Rotate q and k by `angles`, and attend with the dropout mask `keep`: the compiled part of core attention.
 
-        `parts` [s, b, heads, head_dim]: q, k and v in one tensor, or in three.
+        `parts` [s, b, heads, head_dim]: q, k and v in one tensor, or in three. `batch`: with documents, or a part of
+        its sequences.
         """
         if angles is not None:
             turned = [self._heads + self._kv_heads] if len(parts) == 1 else self._counts[:2]
             rotated = [self._rotate(part, count, *angles) for part, count in zip(parts, turned, strict=False)]
             parts = [*rotated, *parts[len(turned) :]]
         q, k, v = parts[0].split(self._counts, dim=2) if len(parts) == 1 else parts
+        boundaries, shard = (None, None) if batch is None else (batch.boundaries, batch.shard)
+        if shard is not None and self._cp is not None:
+            return self._cp.attention(q, k, v, self._window, shard, boundaries, self._index).flatten(2)
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
-        out_bhsd = self._attend(q, k, v, self._window, keep, self._model.dropout, boundaries)
+        if batch is not None and batch.keys is not None:
+            out_bhsd = self._attend_to_chunks(q, k, v, batch)
+        else:
+            out_bhsd = self._attend(q, k, v, self._window, keep, self._model.dropout, boundaries)
         return out_bhsd.permute(2, 0, 1, 3).flatten(2)
+
+    def _attend_to_chunks(self, q: Tensor, k: Tensor, v: Tensor, batch: MicroBatch) -> Tensor:
+        """Attend with a chunk's q [b, heads, n, d] to its sequence up to there. k, v [b, kv heads, n, d]: its own."""
+        shard, partial = batch.shard, self._partial_attend
+        assert shard is not None and batch.keys is not None and partial is not None, "a chunk has keys and a place"
+        visible = VisibleScores(shard.parts, shard.index, shard.length, self._window, batch.boundaries)
+        return attend_to_all(q, k, v, StoredKeys(batch.keys, visible, self._index), partial)

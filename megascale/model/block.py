@@ -83,7 +83,7 @@ class ParallelBlock(nn.Module):
     """x + attention(norm(x)) + mlp(norm(x)) (Wang and Komatsuzaki 2021; MegaScale 3.1).
 
     The branches share one all-gather of their input and one reduction of their sum, which overlap with the MLP's larger
-    GEMMs. Dropout applies to the sum of the branches.
+    GEMMs. An MLP in tiles has its own. Dropout applies to the sum of the branches.
     """
 
     def __init__(self, context: LayerContext, index: int) -> None:
@@ -98,8 +98,12 @@ class ParallelBlock(nn.Module):
 
     def forward(self, x_sbh: Tensor, batch: MicroBatch, compute_output: bool = True) -> Tensor:
         """Map x [s, b, h] to [s, b, h]. Without `compute_output` only the result's shape and gradients are valid."""
-        columns, label = [self.attention.qkv.params, self.mlp.up.params], Label.for_layer(self._index, "qkv and up")
         recompute_norm = self.norm.recompute_norm(x_sbh)
+        if self.mlp.tiles > 1:
+            normed = self.norm(x_sbh)
+            branch = self.attention(normed, batch, recompute_norm, compute_output)
+            return x_sbh + self._drop(branch + self.mlp(normed, recompute_norm, compute_output), batch)
+        columns, label = [self.attention.qkv.params, self.mlp.up.params], Label.for_layer(self._index, "qkv and up")
         qkv, inner = column_parallel_linears(self.norm(x_sbh), columns, self._tp, label, recompute_norm)
         heads = self.attention.core_attention(qkv, batch)
         return x_sbh + self._drop(_sum_branches(self, heads, inner, compute_output), batch)
@@ -108,7 +112,8 @@ class ParallelBlock(nn.Module):
 class ParallelTwoNormsBlock(nn.Module):
     """x + attention(attention_norm(x)) + mlp(mlp_norm(x)): the block of GPT-NeoX.
 
-    The branches share one reduction of their sum, but not the all-gather of their inputs. Dropout applies to the sum.
+    The branches share one reduction of their sum, but not the all-gather of their inputs; an MLP in tiles has its own
+    reduction. Dropout applies to the sum.
     """
 
     def __init__(self, context: LayerContext, index: int) -> None:
@@ -124,7 +129,12 @@ class ParallelTwoNormsBlock(nn.Module):
 
     def forward(self, x_sbh: Tensor, batch: MicroBatch, compute_output: bool = True) -> Tensor:
         """Map x [s, b, h] to [s, b, h]. Without `compute_output` only the result's shape and gradients are valid."""
-        qkv = self.attention.project(self.attention_norm(x_sbh), self.attention_norm.recompute_norm(x_sbh))
+        normed, recompute_norm = self.attention_norm(x_sbh), self.attention_norm.recompute_norm(x_sbh)
+        if self.mlp.tiles > 1:
+            branch = self.attention(normed, batch, recompute_norm, compute_output)
+            mlp = self.mlp(self.mlp_norm(x_sbh), self.mlp_norm.recompute_norm(x_sbh), compute_output)
+            return x_sbh + self._drop(branch + mlp, batch)
+        qkv = self.attention.project(normed, recompute_norm)
         heads = self.attention.core_attention(qkv, batch)
         inner = self.mlp.project(self.mlp_norm(x_sbh), self.mlp_norm.recompute_norm(x_sbh))
         return x_sbh + self._drop(_sum_branches(self, heads, inner, compute_output), batch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megascale.layout.sequence_shard import TokenSpan, cut
 from megascale.layout.tensors import TOKEN_EMBEDDING
 from megascale.model.modules import LayerContext, residual_dropout
 from megascale.ops.embedding_rows import lookup
@@ -38,11 +39,14 @@ class Embedding(nn.Module):
         return self._drop(x_sbh, batch)
 
     def _positions(self, rows: slice, batch: MicroBatch) -> Tensor:
-        """The position embedding of rows of the sequence [rows, b or 1, h]."""
+        """The position embedding of rows of the batch's tokens [rows, b or 1, h]."""
         assert self.position is not None
-        if batch.boundaries is None:
+        spans = None if batch.shard is None else cut(batch.shard.spans, rows.start, rows.stop)
+        if batch.boundaries is not None:
+            return lookup(self.position, batch.boundaries.positions_in(spans or (TokenSpan(rows.start, rows.stop),)))
+        if spans is None:
             return self.position[rows].unsqueeze(1)
-        return lookup(self.position, batch.boundaries.positions[rows])
+        return torch.cat([self.position[slice(*span)] for span in spans]).unsqueeze(1)
 
 
 def _rounded(scale: float, dtype: torch.dtype) -> float:

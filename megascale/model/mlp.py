@@ -8,10 +8,13 @@ from megascale.core.label import Label
 from megascale.model.modules import LayerContext, Linear
 from megascale.parallel.recompute import Recomputation, recomputation
 from megascale.parallel.tensor import column_parallel_linear, row_parallel_linear
+from megascale.parallel.tiles import run_in_tiles
 
 
 class MLP(nn.Module):
-    """MLP: a column-parallel up layer (with the gate, if gated), the activation, a row-parallel down layer."""
+    """MLP: a column-parallel up layer (with the gate, if gated), the activation, a row-parallel down layer. With
+    several `tiles`, one tile of tokens at a time (`parallel.tiles`).
+    """
 
     def __init__(self, context: LayerContext, index: int) -> None:
         super().__init__()
@@ -22,6 +25,7 @@ class MLP(nn.Module):
         self._tp = context.tp
         self._index = index
         self._recompute = context.recompute.activation
+        self.tiles = context.recompute.mlp_tiles
 
     def forward(
         self, x_sbh: Tensor, recompute_input: Recomputation | None = None, compute_output: bool = True
@@ -29,13 +33,21 @@ class MLP(nn.Module):
         """Map x [s, b, h] to [s, b, h]. `recompute_input` recomputes x for wgrad; `compute_output` as in
         `row_parallel_linear`.
         """
+        if self.tiles > 1:
+            return run_in_tiles(self._run_tile, x_sbh, self.tiles, recompute_input, compute_output)
         inner = self.project(x_sbh, recompute_input)
+        return self._down(inner, self.recompute_activation(inner), compute_output)
+
+    def _run_tile(self, x_sbh: Tensor, compute_output: bool) -> Tensor:
+        return self._down(self.project(x_sbh), None, compute_output)
+
+    def _down(self, inner: Tensor, recompute_input: Recomputation | None, compute_output: bool) -> Tensor:
         return row_parallel_linear(
             self.activate(inner),
             self.down.params,
             self._tp,
             Label.for_layer(self._index, "down"),
-            self.recompute_activation(inner),
+            recompute_input,
             compute_output,
         )
 

@@ -14,8 +14,11 @@ from megascale.ops.compiled import CompileFn, block_compile_fn
 from megascale.ops.core_attention import Attend
 from megascale.ops.cross_entropy import CrossEntropy
 from megascale.ops.norm import AddNormalize, Normalize
+from megascale.ops.partial_attention import PartialAttention
 from megascale.ops.rope import Rotate
 from megascale.ops.select import OpContext, build_op
+from megascale.parallel.context_parallel import ContextParallel
+from megascale.parallel.input_offload import ActivationOffload
 from megascale.parallel.linear_gemms import HIGH_PRECISION_GEMMS, LinearGemms
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Recomputation, recomputation
@@ -30,6 +33,7 @@ class Operators:
     """The device's operators, by selected backend (`ops.select`).
 
     `compile_fn`: torch.compile for functions inside a block, with train.compile; the identity otherwise.
+    `partial_attend`: None unless ranks exchange keys and values.
     """
 
     attend: Attend
@@ -39,6 +43,7 @@ class Operators:
     activate: Activate
     cross_entropy: CrossEntropy
     compile_fn: CompileFn
+    partial_attend: PartialAttention | None = None
 
     @classmethod
     def from_context(cls, setting: OpContext) -> Operators:
@@ -49,13 +54,16 @@ class Operators:
         compile_fn = block_compile_fn(setting)  # first, for its error: a backend's error would hide the cause
         attend, rotate, normalize = (build_op(name, setting) for name in ("attention", "rope", "norm"))
         add_normalize, activate = (build_op(name, setting) for name in ("add_norm", "activation"))
-        return cls(attend, rotate, normalize, add_normalize, activate, build_op("cross_entropy", setting), compile_fn)
+        cross_entropy = build_op("cross_entropy", setting)
+        partial = build_op("partial_attention", setting) if setting.uses("partial_attention") else None
+        return cls(attend, rotate, normalize, add_normalize, activate, cross_entropy, compile_fn, partial)
 
 
 @dataclass(frozen=True)
 class LayerContext:
     """The arguments common to all modules: model configuration, parameters of this rank, tp group, operators, GEMMs
-    of a linear layer by its name, and recomputation policy.
+    of a linear layer by its name, recomputation policy, the attention of ranks that share a sequence, and the offload
+    of block inputs.
     """
 
     model: ModelConfig
@@ -64,6 +72,8 @@ class LayerContext:
     operators: Operators
     linear_gemms: Callable[[str], LinearGemms] = lambda layer: HIGH_PRECISION_GEMMS
     recompute: RecomputePolicy = NO_RECOMPUTE
+    cp: ContextParallel | None = None
+    offload: ActivationOffload | None = None
 
 
 class Linear(nn.Module):

@@ -62,6 +62,7 @@ class Stage(nn.Module):
         super().__init__()
         self._bucket_boundary = bucket_boundary
         self._recompute = context.recompute.full
+        self._store = context.offload.store if context.offload is not None else None
         model, tp = context.model, context.tp
         vocabulary = VocabularyRange.for_rank(model.vocab_size, padded_vocab(model, tp.size), tp)
         self.embedding = Embedding(context, vocabulary) if first else None
@@ -84,7 +85,10 @@ class Stage(nn.Module):
         if not self._recompute:
             return block(x_sbh, batch)
         return recompute_in_backward(
-            lambda x: block(x, batch), x_sbh, recompute=lambda x: block(x, batch, compute_output=False)
+            lambda x: block(x, batch),
+            x_sbh,
+            recompute=lambda x: block(x, batch, compute_output=False),
+            store=self._store,
         )
 
     def forward(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:

@@ -28,7 +28,7 @@ TICKS_PER_SECOND = 8_000_000
 binary floats of all viewers.
 """
 
-AXIS_ORDER = ("tp", "pp", "dp", "tied", "world")
+AXIS_ORDER = ("tp", "cp", "pp", "dp", "tied", "world")
 """Axes in display order; any further axes follow."""
 
 
@@ -64,8 +64,9 @@ class Row:
 
 
 def rank_label(events: RankEvents) -> str:
-    """The coordinates of a rank, as 'pp 1, dp 0, tp 1'."""
-    return ", ".join(f"{axis} {events.coord[axis]}" for axis in ("pp", "dp", "tp") if axis in events.coord)
+    """The coordinates of a rank, as 'pp 1, dp 0, tp 1', with those along cp beyond the first."""
+    axes = ("pp", "dp", "cp", "tp") if events.coord.get("cp") else ("pp", "dp", "tp")
+    return ", ".join(f"{axis} {events.coord[axis]}" for axis in axes if axis in events.coord)
 
 
 def step_starts(events: RankEvents) -> dict[int, float]:

@@ -1,5 +1,8 @@
 """Cubes of a run, read from its event store: the newest steps of all ranks, a sample of the whole run, and the means
 over ranks of every step.
+
+Steps beyond the newest of the last attempt are left out: the run has gone back to an earlier checkpoint, and earlier
+attempts' later steps were abandoned. A step of several attempts counts in the last of them.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ RECENT_STEPS = 500
 SAMPLED_RANKS, SAMPLED_STEPS = 512, 2000
 """Most ranks and steps of a sample of the whole run."""
 
+NEWEST_STEP = "(SELECT coalesce(max(step), 0) FROM steps WHERE attempt = (SELECT max(attempt) FROM steps))"
+"""The newest step of the last attempt, in SQL."""
+
 _MEASURES = ("count", "total_ns", "exposed_ns", "bytes", "last_issue_ns")
 
 
@@ -32,7 +38,8 @@ def recent_cube(store: duckdb.DuckDBPyConnection, steps: int = RECENT_STEPS) -> 
     rows = fetch(store, "SELECT count(*) AS rows, count(DISTINCT step) AS steps FROM step_parts WHERE step > 0")
     per_step = int(rows["rows"][0]) / max(1, int(rows["steps"][0]))
     count = max(1, min(steps, int(MAX_ROWS / max(1.0, per_step))))
-    return _read(store, f"step IN (SELECT DISTINCT step FROM steps ORDER BY step DESC LIMIT {count})", "true")
+    newest = f"SELECT DISTINCT step FROM steps WHERE step <= {NEWEST_STEP} ORDER BY step DESC LIMIT {count}"
+    return _read(store, f"step IN ({newest})", "true")
 
 
 def sampled_cube(store: duckdb.DuckDBPyConnection) -> StepCube:
@@ -40,7 +47,7 @@ def sampled_cube(store: duckdb.DuckDBPyConnection) -> StepCube:
     sizes = fetch(store, "SELECT count(DISTINCT step) AS steps, count(DISTINCT rank) AS ranks FROM steps")
     step_stride = -(-int(sizes["steps"][0]) // SAMPLED_STEPS) or 1
     rank_stride = -(-int(sizes["ranks"][0]) // SAMPLED_RANKS) or 1
-    return _read(store, f"step % {step_stride} = 0", f"rank % {rank_stride} = 0")
+    return _read(store, f"step % {step_stride} = 0 AND step <= {NEWEST_STEP}", f"rank % {rank_stride} = 0")
 
 
 def _read(store: duckdb.DuckDBPyConnection, of_step: str, of_rank: str) -> StepCube:
@@ -58,11 +65,14 @@ def _read(store: duckdb.DuckDBPyConnection, of_step: str, of_rank: str) -> StepC
 
 
 def mean_cube(store: duckdb.DuckDBPyConnection) -> tuple[StepCube, Columns]:
-    """Read the means over ranks of all steps: a cube of one rank, and the table `steps` of the same form."""
+    """Read the means over ranks of all steps: a cube of one rank, and the table `steps` of the same form, also with
+    abandoned steps. Steps of which rows of ranks are missing are left out: their means are not those of all.
+    """
     times = ", ".join(f"avg({name})::BIGINT AS {name}" for name in ("start_ns", "end_ns", "train_ns"))
     others = ", ".join(f"max({name}) AS {name}" for name in ("tags", "tokens", "flops"))
     steps = fetch(
-        store, f"SELECT attempt, 0 AS rank, step, {times}, {others} FROM steps GROUP BY attempt, step ORDER BY ALL"
+        store, f"SELECT attempt, 0 AS rank, step, {times}, {others} FROM steps GROUP BY attempt, step "
+        "QUALIFY count(*) = max(count(*)) OVER (PARTITION BY attempt) ORDER BY ALL"
     )  # fmt: skip
     sums = ", ".join(f"sum({name}) / ranks AS {name}" for name in _MEASURES)
     keys = "attempt, step, axis, name, chunk"
@@ -72,7 +82,9 @@ def mean_cube(store: duckdb.DuckDBPyConnection) -> tuple[StepCube, Columns]:
         f"SELECT {keys}, 0 AS rank, {sums} FROM step_parts JOIN {ranks} USING (attempt, step) GROUP BY {keys}, ranks",
     )
     one = {"attempt": np.zeros(1, int), "rank": np.zeros(1, int), "node": np.array(["mean"], object)}
-    return StepCube.from_tables(step_parts, steps, one | dict.fromkeys(AXES, np.zeros(1, int))), steps
+    kept = steps["step"] <= int(fetch(store, f"SELECT {NEWEST_STEP} AS step")["step"][0])
+    of_steps = {name: column[kept] for name, column in steps.items()}
+    return StepCube.from_tables(step_parts, of_steps, one | dict.fromkeys(AXES, np.zeros(1, int))), steps
 
 
 def peak_flops(store: duckdb.DuckDBPyConnection) -> float:

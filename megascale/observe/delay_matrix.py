@@ -20,6 +20,9 @@ from megascale.observe.step_cube import Booleans, Columns, Floats, Integers, Pla
 MIN_RATIO = 1.5
 """Smallest ratio of a slow cell to its peers."""
 
+FEW_CELLS, MIN_RATIO_OF_FEW = 3, 3.0
+"""Fewer cells between the same stages than these do not show how much healthy ones differ; their smallest ratio."""
+
 MIN_EXCESS_S = 50e-6
 """Smallest excess of a slow cell: below, the clocks and the threads that note the end differ."""
 
@@ -37,7 +40,8 @@ class SlowPath:
     """A slow node or link. `units`: the node, or the two ends of the link; ranks if all ranks are on one node.
 
     `kind` "send", "receive" or "node" (both), or "link"; `delay_s`, `peer_s`: median delay in its slowest cell and in
-    the cell's peers. `per_step_s`: the excess of all messages of the cell in a step, the most that a step can lose.
+    the cell's peers. `per_step_s`: the excess of all messages of a step that take the path one after another, the most
+    that a step can lose. `receivers`: ranks to which the path is slow, and which may wait for it.
     """
 
     kind: PathKind
@@ -46,6 +50,7 @@ class SlowPath:
     delay_s: float
     peer_s: float
     per_step_s: float
+    receivers: tuple[int, ...]
 
     @property
     def name(self) -> str:
@@ -85,8 +90,9 @@ def delay_matrix(events: Columns, places: Places) -> DelayMatrix:
     cells = places.index(sender[starts]), places.index(receiver[starts])
     median = delay[starts + (counts - 1) // 2]  # sorted by delay within a cell
     steps = max(1, len(np.unique(step)))
-    peer_s, deviation = _compare(cells, median, _cell_errors(delay, median, starts, counts) / np.sqrt(steps), places)
-    slow = (median - peer_s > np.maximum(MIN_SCORE * deviation, MIN_EXCESS_S)) & (median >= MIN_RATIO * peer_s)
+    errors = _cell_errors(delay, median, starts, counts) / np.sqrt(steps)
+    peer_s, deviation, ratio = _compare(cells, median, errors, places)
+    slow = (median - peer_s > np.maximum(MIN_SCORE * deviation, MIN_EXCESS_S)) & (median >= ratio * peer_s)
     messages = counts / steps
     matrix = DelayMatrix(sender[starts], receiver[starts], median, peer_s, messages, slow, ())
     return replace(matrix, culprits=tuple(_culprits(matrix, _Cells.from_places(*cells, places), places)))
@@ -99,9 +105,14 @@ def _culprits(matrix: DelayMatrix, cells: _Cells, places: Places) -> Iterator[Sl
         ranks = np.unique(cells.ranks[mine][np.isin(cells.units[mine], ends)])
         excess = (matrix.delay_s - matrix.peer_s) * matrix.messages
         worst = np.flatnonzero(mine)[np.argmax(excess[mine])]
+        stages = places.coords["pp"][cells.ranks[mine]]
+        per_step_s = sum(
+            float(excess[mine][(stages == direction).all(1)].max()) for direction in np.unique(stages, axis=0)
+        )
         yield SlowPath(
             kind, tuple(cells.names[end] for end in dict.fromkeys(ends)), tuple(map(int, places.rank[ranks])),
-            float(matrix.delay_s[worst]), float(matrix.peer_s[worst]), float(excess[worst]),
+            float(matrix.delay_s[worst]), float(matrix.peer_s[worst]), per_step_s,
+            tuple(map(int, np.unique(matrix.receiver[mine]))),
         )  # fmt: skip
 
 
@@ -135,20 +146,23 @@ def _cell_errors(delay: Floats, median: Floats, starts: Integers, counts: Intege
     return np.asarray(MAD_TO_DEVIATION * apart[np.lexsort((apart, cell))][starts + (counts - 1) // 2])
 
 
-def _compare(cells: tuple[Integers, Integers], delay: Floats, error: Floats, places: Places) -> tuple[Floats, Floats]:
-    """Return the median delay of each cell's peers, and the deviation: among the peers, or the `error` of the cell's
-    median and of the peers', where that is larger.
+def _compare(
+    cells: tuple[Integers, Integers], delay: Floats, error: Floats, places: Places
+) -> tuple[Floats, Floats, Floats]:
+    """Return the median delay of each cell's peers; the deviation: among the peers, or the `error` of the cell's median
+    and of the peers', where that is larger; and the smallest ratio to the peers of a slow cell.
     """
     stage, here = places.coords["pp"], places.node[cells[0]] == places.node[cells[1]]
     role = (stage[cells[0]] * (int(stage.max(initial=0)) + 1) + stage[cells[1]]) * 2 + here
-    peer_s, deviation = np.empty_like(delay), np.empty_like(delay)
+    peer_s, deviation, ratio = np.empty_like(delay), np.empty_like(delay), np.empty_like(delay)
     for code in np.unique(role):
         mine = role == code
         peer_s[mine] = median = lower_median(delay[mine])
         spread = MAD_TO_DEVIATION * lower_median(np.abs(delay[mine] - median))
         errors = np.hypot(error[mine], lower_median(error[mine]))
         deviation[mine] = np.maximum(errors, max(float(spread), NOISE_FLOOR * float(median)))
-    return peer_s, deviation
+        ratio[mine] = MIN_RATIO if mine.sum() >= FEW_CELLS else MIN_RATIO_OF_FEW
+    return peer_s, deviation, ratio
 
 
 class _Cells(NamedTuple):

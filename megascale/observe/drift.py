@@ -1,5 +1,6 @@
 """Changes since the start of a run: the parts of a step that grew, since which step, and what it cost of the MFU.
 
+A part has grown if it is larger in most blocks of the newest steps, too: a disturbance that is over is no drift.
 `change_points` cuts a series where its mean shifts (binary segmentation). The noise is the MAD of differences, which a
 shift does not touch, or the deviation within the segments, where that is larger; single outliers count as far as noise
 goes. `drift` compares the last segment of every part with the first. `entry_spread` measures how far
@@ -17,7 +18,7 @@ import numpy as np
 
 from megascale.core.events import COMPUTE
 from megascale.core.rank import format_ranks
-from megascale.observe.heatmap import MAD_TO_DEVIATION, lower_median
+from megascale.observe.heatmap import BLOCKS, MAD_TO_DEVIATION, PERSISTENT_BLOCKS, lower_median
 from megascale.observe.mfu_ledger import ACTIONS
 from megascale.observe.step_cube import OTHER, Floats, StepCube
 from megascale.observe.step_work import predict_seconds
@@ -36,6 +37,9 @@ POINTS = 400
 
 MIN_GROWTH = 0.02
 """Smallest growth of a part, as a share of the step."""
+
+NEWEST = 50
+"""Newest steps in which a growth shows, but at most half of the run."""
 
 CORRELATED = 0.5
 """Smallest correlation of the entries' spread with pauses that names them."""
@@ -175,8 +179,9 @@ def drift(cube: StepCube, peak_flops: float = 0.0) -> Drift:
     step_before, step_after, cut_of_steps = _ends(walls)
     growths, cuts = [], []
     for name, values in _series(cube):
-        before, after, since = _ends(_blocks(values.mean(0, dtype=np.float64) / work, blocks))
-        if since is None or after - before < MIN_GROWTH * step_before:
+        series = values.mean(0, dtype=np.float64) / work
+        before, after, since = _ends(_blocks(series, blocks))
+        if since is None or after - before < MIN_GROWTH * step_before or not _persists(series, before, after):
             continue
         cut, of_work = blocks[since][0], values / work
         by_rank = of_work[:, cut:].mean(1) - of_work[:, :cut].mean(1)
@@ -226,6 +231,12 @@ def _ends(values: Floats) -> tuple[float, float, int | None]:
     return float(values[: cuts[0]].mean()), float(values[cuts[-1] :].mean()), cuts[0]
 
 
+def _persists(values: Floats, before: float, after: float) -> bool:
+    """Return True if a series has grown by half of its growth or more in most blocks of the newest steps."""
+    newest = np.array_split(values[-min(NEWEST, len(values) // 2) :], BLOCKS)
+    return sum(float(block.mean()) >= (before + after) / 2 for block in newest) >= PERSISTENT_BLOCKS
+
+
 def entry_spread(cube: StepCube, step_s: float) -> EntrySpread | None:
     """Return how the entries into the last reduction of gradients spread, if they spread more than at the start by
     MIN_GROWTH of the step.
@@ -242,7 +253,7 @@ def entry_spread(cube: StepCube, step_s: float) -> EntrySpread | None:
     spread = (last - first).mean(0) / 1e9
     blocks = np.array_split(np.arange(len(spread)), min(POINTS, len(spread)))
     before, after, since = _ends(_blocks(spread, blocks))
-    if since is None or after - before < MIN_GROWTH * step_s:
+    if since is None or after - before < MIN_GROWTH * step_s or not _persists(spread, before, after):
         return None
     is_last = late[:, blocks[since][0] :] == np.repeat(last, sizes, 0)[:, blocks[since][0] :]
     same_rank = float(np.maximum.reduceat(is_last.mean(1), starts).mean())

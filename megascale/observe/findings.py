@@ -14,13 +14,14 @@ import numpy as np
 
 from megascale.core.rank import format_ranks
 from megascale.eventstore.query import fetch
-from megascale.observe.cube_queries import SAMPLED_RANKS, peak_flops, recent_cube, sampled_cube
+from megascale.observe.cube_queries import NEWEST_STEP, SAMPLED_RANKS, peak_flops, recent_cube, sampled_cube
 from megascale.observe.delay_matrix import DelayMatrix, delay_matrix
 from megascale.observe.drift import Drift, Growth, drift
+from megascale.observe.link_cost import link_cost, message_waits
 from megascale.observe.mfu_ledger import BACKWARD, FORWARD, OPTIMIZER
 from megascale.observe.step_cube import StepCube
 from megascale.observe.step_work import MAX_EXCESS, predict_seconds, slow_steps
-from megascale.observe.stragglers import SlowGroup, gc_pauses, slow_groups, stragglers
+from megascale.observe.stragglers import WINDOW, SlowGroup, gc_pauses, slow_groups, stragglers
 
 if TYPE_CHECKING:
     import duckdb
@@ -28,8 +29,14 @@ if TYPE_CHECKING:
 MESSAGE_ROWS = 2_000_000
 """Most rows of `events` that the delays of messages are taken from: those of the newest steps."""
 
-MIN_LINK_SHARE = 0.005
-"""Smallest share of a step that slow messages can cost to be named."""
+MIN_LATE_SHARE = 0.005
+"""Smallest share of a step by which slow messages are late, added up over the step, to be named."""
+
+MIN_LINK_SHARE = 0.001
+"""Smallest share of a step that slow messages cost to be named."""
+
+MIN_HOST_SHARE = 0.005
+"""Smallest share of a step that a rank or node costs by time outside of recorded actions, to be named."""
 
 MIN_DATA_SHARE = 0.05
 """Smallest share of a step in which the ranks that read data do nothing else, to be named."""
@@ -90,7 +97,8 @@ KIND_OF_PART: dict[str, FindingKind] = {
 def findings(store: duckdb.DuckDBPyConnection) -> list[Finding]:
     """Return the findings about a run's store (`eventstore.query.open_store`), the costliest first."""
     cube, peak = recent_cube(store), peak_flops(store)
-    messages = "events WHERE peer >= 0 AND step > 0"
+    last = f"(SELECT (max(attempt), step) FROM steps WHERE step <= {NEWEST_STEP} GROUP BY step)"
+    messages = f"events WHERE peer >= 0 AND step > 0 AND (attempt, step) IN {last}"
     counts = fetch(store, f"SELECT step, count(*) AS rows FROM {messages} GROUP BY step ORDER BY step DESC")
     newest = counts["step"][np.cumsum(counts["rows"]) <= MESSAGE_ROWS]
     events = fetch(store, f"SELECT * FROM {messages} AND step >= {newest.min(initial=np.iinfo(np.int32).max)}")
@@ -127,18 +135,25 @@ def _finding(
 def _stragglers(cube: StepCube) -> Iterator[Finding]:
     for straggler in stragglers(cube):
         worst, since, until = straggler.worst, straggler.since, straggler.until
+        if worst.kind == "host" and worst.cost_share < MIN_HOST_SHARE:
+            continue
         yield _finding(cube, worst.kind, worst.name, worst.ranks, worst.cost_s, straggler.evidence, since, until)
 
 
 def _links(cube: StepCube, matrix: DelayMatrix) -> Iterator[Finding]:
+    """Yield the slow nodes and links that cost something in the newest window."""
+    newest = cube.take(slice(-WINDOW, None))
+    waits = message_waits(newest) if matrix.culprits else np.zeros(0)
     for path in matrix.culprits:
-        if path.per_step_s >= MIN_LINK_SHARE * cube.step_s:
+        cost_s = link_cost(newest, path, waits)
+        if path.per_step_s >= MIN_LATE_SHARE * cube.step_s and cost_s >= MIN_LINK_SHARE * cube.step_s:
             evidence = (
                 f"messages take {path.delay_s * 1e3:.3g} ms, elsewhere between these stages {path.peer_s * 1e3:.3g} ms",
                 SIDES[path.kind],
-                f"those of a step take {path.per_step_s:.3g} s more than elsewhere: the most that a step can lose",
+                f"those of a step are late by {path.per_step_s:.3g} s in all; a receiver waits {cost_s:.3g} s of it, "
+                "or less, longer than its peers",
             )
-            yield _finding(cube, "link", path.name, path.ranks, path.per_step_s, evidence)
+            yield _finding(cube, "link", path.name, path.ranks, cost_s, evidence)
 
 
 def _groups(cube: StepCube, groups: Sequence[SlowGroup]) -> Iterator[Finding]:

@@ -25,6 +25,7 @@ from megascale.core.flight_layout import Phase
 from megascale.core.flight_record import FlightEvent, FlightRecord
 from megascale.core.rank import format_ranks
 from megascale.observe.divergence import divergent_ranks
+from megascale.observe.dumped_records import MADE_OF_DUMP
 from megascale.observe.waits import WaitGraph, WaitPlace, is_issuing, place_name, wait_graph
 
 VerdictKind = Literal[
@@ -153,6 +154,8 @@ def _describe_rank(rank: int, graph: WaitGraph, states: Mapping[int, str]) -> st
     if record is None:
         return f"rank {rank} has no flight record"
     text = f"rank {rank} is in phase {record.phase}, step {record.step}, without progress for {record.idle_s:.1f} s"
+    if record.pid == MADE_OF_DUMP:
+        text = f"rank {rank} began no operation in the {record.idle_s:.1f} s before the dumps"
     if state := states.get(rank):
         text += f", in state {state}"
     if record.silent_s > SILENT_S:

@@ -3,7 +3,9 @@
 Peers are the ranks of the same pipeline stage, which do the same work: stages with the embedding or the head, and
 uneven stages, are compared with themselves. Outliers are found in three sums: compute, data and host. A rank is an
 outlier if its mean over the window exceeds the peers' median by MIN_SCORE deviations, by MIN_RATIO, and by MIN_SHARE of
-the step, and if it also does in most blocks of the window (continuity). A node is one if most of its ranks are slow.
+the step, and if it also does in most blocks of the window (continuity), in compute also in most steps: a core that is
+taken away now and then makes some steps long, a slow machine all of them. A rank with a single peer needs a larger
+margin, because nothing tells how much two healthy ranks differ. A node is an outlier if most of its ranks are slow.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import numpy as np
 from megascale.core.events import COMPUTE
 from megascale.eventstore.schema import HOST_AXIS
 from megascale.observe.job_cost import Excess, job_costs
-from megascale.observe.step_cube import OTHER, Floats, Integers, Part, StepCube
+from megascale.observe.step_cube import OTHER, Booleans, Floats, Integers, Part, StepCube
 
 Kind = Literal["compute", "data", "host"]
 KINDS: tuple[Kind, ...] = ("compute", "data", "host")
@@ -30,6 +32,9 @@ MIN_RATIO = 1.03
 
 MIN_SHARE = 0.005
 """Smallest excess, as a share of the step."""
+
+MIN_SCORE_OF_PAIR, MIN_RATIO_OF_PAIR, MIN_SHARE_OF_PAIR = 8.0, 1.08, 0.02
+"""Deviations, ratio and excess of a rank with a single peer, whose deviation is known from ERROR_BLOCKS means only."""
 
 BLOCKS, PERSISTENT_BLOCKS = 5, 4
 """Blocks of a window, and blocks in which an outlier shows at least half of the smallest excess."""
@@ -171,7 +176,7 @@ def lower_median(values: Floats) -> Floats:
 def _find_outliers(cube: StepCube, sums: Floats, roles: Integers, continuity: int) -> list[Outlier]:
     """Return outliers of `sums` [R, S, kind], without their parts and costs; a slow node in place of its ranks."""
     whole = compare(cube, sums, roles)
-    least = np.maximum((MIN_RATIO - 1) * whole.peer_s, MIN_SHARE * cube.step_s)
+    least = _least_excess(whole, roles, cube.step_s)
     excess = whole.seconds - whole.peer_s
     shows = np.zeros(excess.shape, int)
     for block in np.array_split(np.arange(len(cube.steps)), BLOCKS):
@@ -179,7 +184,12 @@ def _find_outliers(cube: StepCube, sums: Floats, roles: Integers, continuity: in
         known = part.ordinary.max(1, keepdims=True)
         seconds, peer_s, _ = compare(part, sums[:, block], roles)
         shows += ~known | (seconds - peer_s >= least / 2)
-    slow = (whole.score >= MIN_SCORE) & (excess >= least) & (shows >= continuity)
+    score = np.where(_is_pair(roles), MIN_SCORE_OF_PAIR, MIN_SCORE)
+    slow = (whole.score >= score) & (excess >= least) & (shows >= continuity)
+    steady = np.ones(slow.shape, bool)
+    if continuity:
+        steady[:, KINDS.index("compute")] = _usual_excess(cube, roles) >= least[:, KINDS.index("compute")] / 2
+    slow &= steady
     found = []
     for at, kind in enumerate(KINDS):
         ranks = np.flatnonzero(slow[:, at])
@@ -187,11 +197,34 @@ def _find_outliers(cube: StepCube, sums: Floats, roles: Integers, continuity: in
             cube, excess[:, at] / np.maximum(np.maximum(whole.peer_s, least)[:, at], 1e-12)
         ):
             middle = excess[members, at] >= least[members, at]
-            if middle.mean() > 0.5 and np.median(shows[members, at]) >= continuity:
+            persists = np.median(shows[members, at]) >= continuity and steady[members, at].mean() > 0.5
+            if middle.mean() > 0.5 and persists:
                 found.append(_outlier(cube, kind, members, cube.places.nodes[node], _column(whole, at)))
                 ranks = np.setdiff1d(ranks, members)
         found += [_outlier(cube, kind, np.array([rank]), "", _column(whole, at)) for rank in ranks]
     return found
+
+
+def _least_excess(values: PeerComparison, roles: Integers, step_s: float) -> Floats:
+    """Return the smallest excess of an outlier over its peers, [R, C]."""
+    pair = _is_pair(roles)
+    ratio = np.where(pair, MIN_RATIO_OF_PAIR, MIN_RATIO)
+    return np.asarray(np.maximum((ratio - 1) * values.peer_s, np.where(pair, MIN_SHARE_OF_PAIR, MIN_SHARE) * step_s))
+
+
+def _is_pair(roles: Integers) -> Booleans:
+    """Return which ranks have a single peer, [R, 1]."""
+    _, role, ranks = np.unique(roles, return_inverse=True, return_counts=True)
+    return np.asarray(ranks[role.reshape(-1)] == 2)[:, None]
+
+
+def _usual_excess(cube: StepCube, roles: Integers) -> Floats:
+    """Return the median over ordinary steps of each rank's excess in compute over its peers, [R]."""
+    compute, usual = cube.compute[:, cube.ordinary_steps], np.zeros(len(roles))
+    for role in np.unique(roles) if compute.shape[1] else ():
+        mine = roles == role
+        usual[mine] = np.median(compute[mine] - lower_median(compute[mine]), 1)
+    return usual
 
 
 def _column(values: PeerComparison, at: int) -> PeerComparison:

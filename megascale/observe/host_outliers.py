@@ -12,9 +12,10 @@ The method is Minder's (NSDI 2025, arXiv:2411.01791) with these distances in the
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,6 +78,38 @@ class HostOutlier:
         return f"{self.node}: {self.metric}{where} {values}, for {minutes:.0f} min"
 
 
+@dataclass(frozen=True)
+class HostComparison:
+    """The `outliers` of a run's newest samples, the farthest host first. `hosts`: with samples; `compared`: those with
+    LEAST_HOSTS hosts of their role, themselves included; `minutes`: from the first sample to the last.
+    """
+
+    outliers: tuple[HostOutlier, ...]
+    hosts: int
+    compared: int
+    minutes: float
+
+    def __str__(self) -> str:
+        """Return the extent of the comparison, and a line for each outlier or for the reason why there is none."""
+        alone = self.hosts - self.compared
+        what = f"in stages of fewer than {LEAST_HOSTS} hosts, which have no majority"
+        rest = f"; {alone} {'more ' if self.compared else ''}{what}" if alone else ""
+        extent = f"compared {self.compared} hosts by their metrics over {self.minutes:.0f} min{rest}"
+        return "\n".join([extent, *(map(str, self.outliers) if self.outliers else [self._none()])])
+
+    def _none(self) -> str:
+        least = OutlierSettings.continuity_s / 60
+        if not self.compared:
+            return "nothing can be said about these hosts"
+        if self.minutes < least:
+            return f"nothing can be said yet: a host is named once it has stayed apart for {least:.0f} min"
+        return "no host stays far from the others"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields, and the summary of each outlier."""
+        return asdict(self) | {"outliers": [asdict(one) | {"summary": str(one)} for one in self.outliers]}
+
+
 def find_host_outliers(
     table: HostTable, settings: OutlierSettings = OutlierSettings(), roles: Mapping[str, str] | None = None
 ) -> list[HostOutlier]:
@@ -98,12 +131,17 @@ def find_host_outliers(
     return sorted(found, key=lambda outlier: (-farthest[outlier.node], outlier.node, -outlier.distance))
 
 
-def recent_host_outliers(store: duckdb.DuckDBPyConnection) -> list[HostOutlier]:
-    """Return the outliers in the newest samples of an event store. A host is compared with those of the same pipeline
-    stages.
+def recent_host_outliers(store: duckdb.DuckDBPyConnection) -> HostComparison:
+    """Compare the hosts by the newest samples of an event store, each with those of the same pipeline stages in the
+    newest attempt.
     """
-    roles = stage_roles(fetch(store, "SELECT DISTINCT node, pp FROM ranks"))
-    return find_host_outliers(read_host_table(store), roles=roles)
+    newest = "SELECT DISTINCT node, pp FROM ranks WHERE attempt = (SELECT max(attempt) FROM ranks)"
+    roles = stage_roles(fetch(store, newest))
+    table = read_host_table(store)
+    hosts = Counter(roles.get(node, "") for node in table.nodes)
+    compared = sum(count for count in hosts.values() if count >= LEAST_HOSTS)
+    minutes = float(np.ptp(table.time_ns)) / 60e9 if len(table.time_ns) else 0.0
+    return HostComparison(tuple(find_host_outliers(table, roles=roles)), len(table.nodes), compared, minutes)
 
 
 def stage_roles(ranks: Mapping[str, NDArray]) -> dict[str, str]:

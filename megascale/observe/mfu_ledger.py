@@ -1,34 +1,39 @@
 """Where each second of a run went, as a waterfall from the peak to the achieved MFU, beside what `plan` predicted.
 
 Times are measured, as means over ranks: own times of actions, waits for communication, activities of the host, and
-what lies outside of steps. They add up to the wall time. Forward and backward are whole: events do not tell GEMMs from
-attention. The bubble of the schedule, computed from the measured forwards and backwards, is taken out of the waits in
-which ranks spend it: of pp, and at the end of the pipeline of the step's totals and of dp.
+what lies outside of steps. They add up to the wall time. Events do not tell GEMMs from attention: forward and backward
+are divided by the kernels of a step that ran under a profiler (`observe.profile_step`). The bubble of the schedule,
+computed from the measured forwards and backwards, is taken out of the waits in which ranks spend it: of pp, and at the
+end of the pipeline of the step's totals and of dp.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from megascale.core.events import COMPUTE, OPTIMIZER_ACTIONS
 from megascale.eventstore.schema import HOST_AXIS
-from megascale.observe.step_cube import OTHER, Columns, StepCube
+from megascale.observe.step_cube import OTHER, Booleans, Columns, StepCube
 
 FORWARD, BACKWARD, OPTIMIZER, BUBBLE = "forward", "backward", "optimizer", "bubble"
-BETWEEN, RESTARTS, LOST = "between steps", "restarts", "lost steps"
-ACTIONS = {"F": FORWARD, "B": BACKWARD} | dict.fromkeys(OPTIMIZER_ACTIONS, OPTIMIZER)
+BETWEEN, RESTARTS, LOST, PROFILED = "between steps", "restarts", "lost steps", "profiled steps"
+ACTIONS = {"F": FORWARD, "B": BACKWARD, "R": BACKWARD} | dict.fromkeys(OPTIMIZER_ACTIONS, OPTIMIZER)
 
 PLANNED = {
-    OPTIMIZER: ("optimizer",), "tp": ("tp",), "pp": ("pp",), BUBBLE: ("bubble",), "dp": ("dp",),
+    OPTIMIZER: ("optimizer",), "tp": ("tp",), "cp": ("cp",), "pp": ("pp",), BUBBLE: ("bubble",), "dp": ("dp",),
     OTHER: ("other", "scale", "cores"),
 }  # fmt: skip
 """Causes of a plan (`simulate.step_time.Estimate`) by part of the breakdown."""
 
-PLANNED_COMPUTE = ("gemm", "attention", "elementwise", "recompute", "host")
+GEMMS, ATTENTION, ELEMENTWISE = "GEMMs", "attention", "element-wise"
+KERNEL_PARTS = {GEMMS: "gemm", ATTENTION: "attention", ELEMENTWISE: "elementwise"}
+"""Parts of forward and backward by the purposes of kernels, and their causes in a plan."""
+
+PLANNED_COMPUTE = ("gemm", "attention", "elementwise", "recompute", "host", "offload")
 """Causes of a plan that are measured as forward and backward together."""
 
 BUBBLE_AXES = ("pp", "world", "dp")
@@ -51,7 +56,9 @@ class MfuLedger:
     """The time of the steps `first_step` to `last_step`, as means over ranks: `wall_s`, and `seconds` by part.
 
     `mfu`: achieved, full-attention convention; None if the peak is unknown. `plan`: RUN/plan.json, what
-    `megascale plan --json` said at the run's start, or the `reason` why there is none.
+    `megascale plan --json` said at the run's start, or the `reason` why there is none. `kernels`: share of the time of
+    forward and backward in each of KERNEL_PARTS, by a profile of `profiled_step`; empty without one.
+    `remarks`: what is missing, and why.
     """
 
     first_step: int
@@ -61,6 +68,9 @@ class MfuLedger:
     seconds: Mapping[str, float]
     mfu: float | None
     plan: Mapping[str, Any]
+    kernels: Mapping[str, float] = field(default_factory=dict)
+    profiled_step: int = 0
+    remarks: tuple[str, ...] = ()
 
     @property
     def waterfall(self) -> tuple[Level, ...]:
@@ -99,6 +109,8 @@ class MfuLedger:
         modelled = sum(causes.get(cause, 0.0) for cause in PLANNED_COMPUTE) if causes else None
         yield self._row("forward and backward", compute, modelled, "")
         yield from (self._row(f"  {name}", self.seconds.get(name, 0.0), None, "") for name in (FORWARD, BACKWARD))
+        for name, share in self.kernels.items():
+            yield self._row(f"  {name}", share * compute, causes.get(KERNEL_PARTS[name]), "")
         for level in self.waterfall[1:]:
             seconds, planned = self.seconds.get(level.name), self.planned(level.name)
             if seconds is not None and (abs(level.points) >= MIN_SHOWN or (planned or 0.0) >= MIN_SHOWN * per_step):
@@ -119,23 +131,40 @@ class MfuLedger:
         if reason := self.plan.get("reason"):
             yield f"no plan: {reason}"
         causes = {name: self.plan.get("causes_s", {}).get(name, 0.0) for name in PLANNED_COMPUTE}
-        if total := sum(causes.values()):
+        if self.kernels:
+            yield f"GEMMs, attention and element-wise: shares of the kernels in step {self.profiled_step}, profiled"
+        elif total := sum(causes.values()):
             shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in causes.items() if seconds)
             yield f"forward and backward by the plan's model, not measured: {shares}"
         if BUBBLE in self.seconds:
             yield "the bubble is computed from measured forwards and backwards, and taken out of waits"
         if self.mfu is None:
             yield "MFU n/a: the peak of the devices is not known"
+        yield from self.remarks
+
+
+def kernel_shares(purposes: Mapping[str, float]) -> dict[str, float]:
+    """Return the share of each of KERNEL_PARTS. `purposes`: seconds of kernels by purpose; those of the optimizer and
+    of communication are no part of forward and backward.
+    """
+    inside = {name: seconds for name, seconds in purposes.items() if name not in ("optimizer", "communication")}
+    gemms, attention, whole = inside.get("gemm", 0.0), inside.get("attention", 0.0), sum(inside.values())
+    parts = {GEMMS: gemms, ATTENTION: attention, ELEMENTWISE: whole - gemms - attention}
+    return {name: seconds / whole for name, seconds in parts.items()} if whole else {}
 
 
 def mfu_ledger(
-    cube: StepCube, steps: Columns, peak_flops: float, *, bubble_s: float = 0.0, plan: Mapping[str, Any] | None = None
-) -> MfuLedger:
+    cube: StepCube, steps: Columns, peak_flops: float, *, bubble_s: float = 0.0, plan: Mapping[str, Any] | None = None,
+    purposes: Mapping[str, float] | None = None, profiled_step: int = 0,
+) -> MfuLedger:  # fmt: skip
     """Return the breakdown of a cube's steps. `steps`: the table, with all attempts. `peak_flops`: of all ranks.
-    `bubble_s`: of a step, computed from the measured forwards and backwards.
+    `bubble_s`: of a step, computed from the measured forwards and backwards. `purposes`: seconds of the kernels of
+    `profiled_step` by purpose.
     """
     first, last = (int(cube.steps[0]), int(cube.steps[-1])) if len(cube.steps) else (0, -1)
-    whole = _wall_seconds(cube, steps, first, last)
+    tags = np.array(["profile" in tags.split(",") for tags in np.asarray(steps["tags"]).tolist()], bool)
+    whole = _wall_seconds(cube, steps, first, last, tags)
+    cube = cube.take(~np.isin(cube.steps, np.asarray(steps["step"])[tags]))
     seconds: dict[str, float] = dict.fromkeys((FORWARD, BACKWARD, OPTIMIZER), 0.0)
     for at, part in enumerate(cube.parts):
         if part.axis == COMPUTE:
@@ -154,17 +183,20 @@ def mfu_ledger(
     wall = inside + sum(whole.values())
     flops = float(cube.flops.sum())
     mfu = flops / (wall * peak_flops) if peak_flops and wall else None
-    return MfuLedger(first, last, len(cube.steps), wall, seconds | whole, mfu, plan or {})
+    shares = kernel_shares(purposes or {})
+    return MfuLedger(first, last, len(cube.steps), wall, seconds | whole, mfu, plan or {}, shares, profiled_step)
 
 
-def _wall_seconds(cube: StepCube, steps: Columns, first: int, last: int) -> dict[str, float]:
-    """Return the seconds inside of steps, between them, of restarts, and of steps that a later attempt ran again; means
-    over ranks.
+def _wall_seconds(
+    cube: StepCube, steps: Columns, first: int, last: int, profiled: Booleans
+) -> dict[str, float]:  # fmt: skip
+    """Return the seconds inside of steps, between them, of restarts, and of abandoned steps, most of which a later
+    attempt ran again, and of those with the profiler; means over ranks. `profiled`: rows of `steps`.
     """
     number, rank = np.asarray(steps["step"]), cube.places.index(np.asarray(steps["rank"]))
-    mine = (number >= first) & (number <= last) & (rank >= 0)
-    columns = [number, rank, *(np.asarray(steps[name]) for name in ("attempt", "start_ns", "end_ns"))]
-    number, rank, attempt, start, end = (column[mine] for column in columns)
+    mine = (number >= first) & (rank >= 0)
+    columns = [number, rank, profiled, *(np.asarray(steps[name]) for name in ("attempt", "start_ns", "end_ns"))]
+    number, rank, profiled, attempt, start, end = (column[mine] for column in columns)
     if not len(number):
         return {"inside": 0.0}
     ranks = len(cube.places.rank)
@@ -174,12 +206,14 @@ def _wall_seconds(cube: StepCube, steps: Columns, first: int, last: int) -> dict
     seen = stop > 0
     kept = np.zeros(int(number.max()) + 1, np.int64)
     np.maximum.at(kept, number, attempt)
-    useful = attempt == kept[number]
-    inside, lost = (float((end - start)[rows].sum()) / 1e9 / seen.sum() for rows in (useful, ~useful))
+    useful = (attempt == kept[number]) & (number <= last)
+    inside, slowed, lost = (
+        float((end - start)[rows].sum()) / 1e9 / seen.sum() for rows in (useful & ~profiled, useful & profiled, ~useful)
+    )
     attempts = np.unique(attempt)
     ends = [int(end[attempt == each].max()) for each in attempts[:-1]]
     begins = [int(start[attempt == each].min()) for each in attempts[1:]]
     restarts = sum(max(0, later - earlier) for earlier, later in zip(ends, begins, strict=True)) / 1e9
-    gaps = float((stop - begin)[seen].mean()) / 1e9 - inside - lost
-    result = {"inside": inside, BETWEEN: max(0.0, gaps - restarts), RESTARTS: restarts, LOST: lost}
+    gaps = float((stop - begin)[seen].mean()) / 1e9 - inside - slowed - lost
+    result = {"inside": inside, BETWEEN: max(0.0, gaps - restarts), RESTARTS: restarts, LOST: lost, PROFILED: slowed}
     return {name: value for name, value in result.items() if value or name == "inside"}

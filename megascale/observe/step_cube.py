@@ -29,11 +29,11 @@ Columns = Mapping[str, npt.NDArray[Any]]
 OTHER = "other"
 """Name of the host's part of a step outside of all recorded actions, waits and activities."""
 
-SETTLED_TAGS = frozenset({"first step", "gc", "evaluation", "checkpoint", "restart"})
+SETTLED_TAGS = frozenset({"first step", "gc", "evaluation", "checkpoint", "restart", "profile"})
 """Tags of steps that are left out of comparisons between ranks: known causes explain their time."""
 
-COLD_TAGS = frozenset({"first step", "restart"})
-"""Tags of steps that compile, open connections, and fill caches."""
+COLD_TAGS = frozenset({"first step", "restart", "profile"})
+"""Tags of steps that compile, open connections, and fill caches, or run under a profiler."""
 
 REDUCTIONS = frozenset({("dp", "reduce_scatter"), ("dp", "all_reduce")})
 """Axis and name of the collectives that reduce gradients."""

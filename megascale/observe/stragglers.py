@@ -26,6 +26,9 @@ MIN_GROUP_RATIO = 1.5
 MIN_GROUPS = 2
 """Smallest ratio of a slow group's transfer to its peers', and fewest groups to compare."""
 
+MIN_PAUSED_STEPS = 3
+"""Fewest steps with a pause of some ranks: one pause is not a habit."""
+
 SAME_SIZE = 0.1
 """Largest relative difference in bytes between a group and its next larger peer."""
 
@@ -56,7 +59,7 @@ class Straggler:
 
 
 def stragglers(cube: StepCube) -> tuple[Straggler, ...]:
-    """Return all stragglers of a run, the costliest first."""
+    """Return the stragglers of a run, the costliest first: those of the newest window, and of two or more others."""
     found: dict[tuple[Kind, str], list[tuple[int, Outlier]]] = {}
     windows = _windows(len(cube.steps))
     for number, window in enumerate(windows):
@@ -65,6 +68,8 @@ def stragglers(cube: StepCube) -> tuple[Straggler, ...]:
     result = []
     for seen in _with_their_nodes(found).values():
         first, last = seen[0][0], seen[-1][0]
+        if first == last < len(windows) - 1:
+            continue  # a disturbance of one window that is over
         worst = max((outlier for _, outlier in seen), key=lambda outlier: (bool(outlier.node), outlier.cost_s))
         since = _onset(cube.take(slice(windows[max(0, first - 1)].start, windows[first].stop)), worst)
         until = None if last == len(windows) - 1 else int(cube.steps[windows[last].stop - 1])
@@ -142,10 +147,12 @@ class GcPauses:
 
 
 def gc_pauses(cube: StepCube) -> GcPauses | None:
-    """Return what pauses for garbage collection cost, if at least MIN_COST_SHARE of the steps' time."""
-    pauses = cube.gc
+    """Return what pauses for garbage collection cost, if at least MIN_COST_SHARE of the steps' time. What all ranks
+    pause in a step is a collection that the trainer has planned, and delays nobody else.
+    """
+    pauses = cube.gc - cube.gc.min(0)
     hit = np.flatnonzero(pauses.any(0))
-    if not len(hit) or not cube.wall.any():
+    if len(hit) < MIN_PAUSED_STEPS or not cube.wall.any():
         return None
     cost = job_costs(cube, {"gc": Excess(np.arange(len(pauses)), pauses, "gc")}, np.asarray(cube.wall.any(0)))["gc"]
     step_s = float(cube.wall[cube.wall > 0].mean())

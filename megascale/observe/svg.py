@@ -105,7 +105,7 @@ def slice_kind(slice: Slice) -> str:
         return "wait"
     if slice.event.axis != COMPUTE:
         return slice.event.axis
-    return {"F": "forward", "B": "backward"}.get(slice.event.name, "other compute")
+    return {"F": "forward", "R": "forward", "B": "backward"}.get(slice.event.name, "other compute")
 
 
 def _order(kinds: Iterable[str]) -> list[str]:

@@ -61,10 +61,12 @@ def waiting_sets(graph: WaitGraph) -> list[WaitingSet]:
         _set_in(place, ranks, graph) for place, all_ in graph.waiting.items() if (ranks := set(all_) - graph.stuck)
     ]
     for waits, what in ((graph.on_phase, "in phase {}"), (graph.on_device, "for its device")):
-        same: defaultdict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
+        same: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
         for rank, awaited in waits.items():
-            same[what.format(graph.records[rank].phase), awaited].append(rank)
-        found += [WaitingSet(name, "", -1, (), tuple(sorted(ranks)), rest) for (name, rest), ranks in same.items()]
+            same[what.format(graph.records[rank].phase), id(awaited)].append(rank)  # shared: to hash all is quadratic
+        found += [
+            WaitingSet(name, "", -1, (), tuple(sorted(ranks)), waits[ranks[0]]) for (name, _), ranks in same.items()
+        ]
     return sorted(found, key=lambda each: (-len(each.ranks), each.ranks))
 
 

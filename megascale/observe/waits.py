@@ -49,7 +49,8 @@ class WaitGraph:
 
     `places`: by waiting rank. `waiting`: the ranks that wait in a place, `missing`: those that the place waits for.
     `mixed`: places in which ranks have made different calls. `on_phase`, `on_device`: the ranks that a rank in no place
-    waits for, while it joins or leaves the job, or waits for its device. `stuck`: ranks that issue what nobody else is
+    waits for, while it joins or leaves the job, or waits for its device; ranks that wait for the same ones share the
+    tuple, which for a whole job would be quadratic otherwise. `stuck`: ranks that issue what nobody else is
     missing in, so that they wait for no rank.
     """
 
@@ -96,18 +97,25 @@ class WaitGraph:
         return tuple(sorted(node for component in components for node in component if isinstance(node, int)))
 
     def _edges(self) -> dict[object, Sequence[object]]:
-        """Return the places and ranks that each rank waits for, and the ranks that each place waits for."""
+        """Return the place or tuple of ranks that each rank waits for, and the ranks of each place and tuple."""
         edges: dict[object, Sequence[object]] = {}
         for place, missing in self.missing.items():
             edges[place] = tuple(place.members) if place in self.mixed else missing
         for rank in self.records:
-            edges[rank] = (self.places[rank],) if rank in self.places else self.waits_for(rank)
+            if rank in self.places:
+                edges[rank] = (self.places[rank],)
+            elif awaited := self.waits_for(rank):
+                edges[rank] = (("ranks", id(awaited)),)
+                edges["ranks", id(awaited)] = awaited
+            else:
+                edges[rank] = ()
         return edges
 
     def awaited(self) -> set[int]:
         """Return the ranks that others wait for."""
         found: set[int] = set()
-        for missing in (*self.missing.values(), *self.on_phase.values(), *self.on_device.values()):
+        of_ranks = {id(ranks): ranks for waits in (self.on_phase, self.on_device) for ranks in waits.values()}
+        for missing in (*self.missing.values(), *of_ranks.values()):
             found.update(missing)
         return found
 
@@ -202,28 +210,37 @@ def _add_phases(graph: WaitGraph) -> None:
         by_phase.setdefault(record.phase, []).append(rank)
     for phase in (*_JOINING, Phase.DONE):
         behind = [rank for other, ranks in by_phase.items() if _ORDER[other] < _ORDER[phase] for rank in ranks]
+        awaited = (*absent, *behind)
         for rank in by_phase.get(phase, ()):
-            if rank not in graph.places and (behind or absent):
-                graph.on_phase[rank] = (*absent, *behind)
+            if rank not in graph.places and awaited:
+                graph.on_phase[rank] = awaited
 
 
 def _add_devices(graph: WaitGraph) -> None:
-    """A rank that waits for its device waits for the ranks that have not issued what the device is at."""
+    """A rank that waits for its device waits for the ranks that have not issued what the device is at: for itself, too,
+    if others are as far behind.
+    """
     waiting = [rank for rank, record in graph.records.items() if record.wait and record.wait.kind == "device"]
     behind: dict[tuple[str, RankRuns], tuple[int, ...]] = {}
+    joined: dict[tuple[tuple[int, ...], frozenset[int]], tuple[int, ...]] = {}
     for rank in waiting:
-        found: set[int] = set()
+        groups: dict[int, tuple[int, ...]] = {}
+        peers: set[int] = set()
         for key, state in graph.records[rank].groups.items():
             if state.issued <= state.completed or state.kind == CONTROL:
                 continue
             if state.peer >= 0:
                 place = WaitPlace(key, RankRuns.from_ranks((rank, state.peer)), state.issued - 1)
-                found.update(_missing_peer(place, rank, graph.records))
+                peers.update(_missing_peer(place, rank, graph.records))
             elif state.ranks is not None:
                 if (key, state.ranks) not in behind:
                     behind[key, state.ranks] = _behind(key, state.ranks, graph.records)
-                found.update(behind[key, state.ranks])
-        graph.on_device[rank] = tuple(sorted(found - {rank}))
+                found = behind[key, state.ranks]
+                groups[id(found)] = found
+        same = tuple(groups), frozenset(peers)
+        if same not in joined:
+            joined[same] = tuple(sorted(peers.union(*groups.values())))
+        graph.on_device[rank] = joined[same] if joined[same] != (rank,) else ()
 
 
 def _behind(key: str, ranks: RankRuns, records: Mapping[int, FlightRecord]) -> tuple[int, ...]:

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megascale.layout.sequence_shard import Spans
+
 T = TypeVar("T")
 
 
@@ -63,6 +65,12 @@ class Boundaries:
         """The position of each token in its document [s, b], i64."""
         firsts = [np.repeat(row, lengths) for row, lengths in zip(self.starts, self.lengths, strict=True)]
         return self._on_device(np.arange(self.length)[:, None] - np.stack(firsts, 1))
+
+    def positions_in(self, spans: Spans | None) -> Tensor:
+        """The `positions` of the tokens in spans of the rows; None for all."""
+        if spans is None:
+            return self.positions
+        return torch.cat([self.positions[slice(*span)] for span in spans])
 
     @cached_property
     def documents(self) -> Tensor:

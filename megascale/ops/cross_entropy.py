@@ -4,6 +4,9 @@
 
 With a soft cap c (Gemma 2) the logits x enter as z = c tanh(x / c), with derivative dz/dx = 1 - (z / c)^2.
 
+A z-loss (Chowdhery et al. 2022, 5.1) of coefficient a adds a w_t Z^2 with Z = log sum_j e^(z_tj), to the gradient
+alone: the loss stays the cross-entropy. Its derivative is 2 a w_t Z softmax(z_t)_j.
+
 A backend computes on one device with a rank's columns of the logits z. The caller (`parallel.linear_cross_entropy`)
 provides the all-reduces between kernels as `Reduce`. `Targets`, `CrossEntropy`, `LogitsKernels`: the interface.
 `TorchCrossEntropy`, `CompiledCrossEntropy`, `TECrossEntropy`: the backends.
@@ -68,12 +71,13 @@ class LogitsKernels:
     dtype `wide`, all of capped logits; without a cap it may overwrite logits of dtype `wide` with e^(logit - max).
     `gradient(logits, columns, peak, scale, minus, cap)`: runs next with peak = max; overwrites the logits with
     scale e^(logit - peak), less `minus` at `columns`, times the derivative of the cap.
-    `cap`: soft cap of the logits, or None. A logit of -inf stays -inf.
+    `cap`: soft cap of the logits, or None. A logit of -inf stays -inf. `z_loss`: coefficient.
     """
 
     statistics: Callable[[Tensor, Tensor, torch.dtype, float | None], tuple[Tensor, Tensor, Tensor]]
     gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float | None], None]
     cap: float | None = None
+    z_loss: float = 0.0
 
     def cross_entropy(
         self, logits: Tensor, targets: Targets, reduce: Reduce, gradient: bool
@@ -94,7 +98,10 @@ class LogitsKernels:
         loss = ((total.log() - at_label) * weights).sum()
         if not gradient:
             return loss, None
-        self.gradient(logits, columns, local_peak, weights / total * rescale, weights * is_local, self.cap)
+        scale = weights / total * rescale
+        if self.z_loss:
+            scale = scale * (1 + 2 * self.z_loss * (peak + total.log()))
+        self.gradient(logits, columns, local_peak, scale, weights * is_local, self.cap)
         return loss, logits
 
 
@@ -102,7 +109,7 @@ class TorchCrossEntropy(OpBackend):
     """torch's operators over blocks of rows."""
 
     def build(self, context: OpContext) -> CrossEntropy:
-        return LogitsKernels(statistics, gradient, context.model.logit_softcap).cross_entropy
+        return LogitsKernels(statistics, gradient, context.model.logit_softcap, context.z_loss).cross_entropy
 
 
 GPU_BLOCK_BYTES = 1 << 26
@@ -176,6 +183,7 @@ class CompiledCrossEntropy:
             compiled.compile_function(fused_statistics),
             compiled.compile_function(fused_gradient),
             context.model.logit_softcap,
+            context.z_loss,
         ).cross_entropy
 
 
@@ -208,6 +216,8 @@ class TECrossEntropy:
     """Transformer Engine's kernels: a pass over the logits for the loss and a pass for the gradient, both in fp32."""
 
     def unsupported_reason(self, context: OpContext) -> str | None:
+        if context.z_loss:
+            return "has no z-loss"
         if context.device.is_cpu:
             return "needs a GPU"
         if reason := TE.missing_reason():

@@ -1,13 +1,15 @@
-"""Update rules of optimizers: their input (`Segment`), their interfaces (`Elementwise`, `NeedsParamNorms`), and the
-backend with torch's rules (`TorchOptimizer`).
+"""Update rules of optimizers: their interfaces, and the backend with torch's rules (`TorchOptimizer`).
 
-A rule sees a ZeRO shard as flat segments with arbitrary boundaries. The card's `unit_of_work` (`catalog.optimizers`)
-tells the sharding layer if the rule is element-wise or scales updates by the norms of full parameters.
+- `UpdateRule`: a function from `UpdateInput` to a direction and the new state, for elements and for whole matrices.
+  The sharding layer (`optim.sharded`) clips, steps along the direction, decays weights and skips steps.
+- `Elementwise`, `NeedsParamNorms`: classes over `Segment`s of a shard, for fused kernels.
+
+The card's `unit_of_work` (`catalog.optimizers`) tells the sharding layer what a rule sees at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,10 +21,40 @@ from megascale.ops.select import OpBackend, OpContext
 
 
 @dataclass(frozen=True)
+class UpdateInput:
+    """The input of an `UpdateRule`.
+
+    `grad`: the clipped gradient, [n] elements or a matrix [m, n], in the optimizer's dtype. `state`: tensors by name,
+    initially zero, in the shapes that the card declares. `step` counts from 1. `options`: the card's, with the values
+    of the configuration. `weight`: like `grad`, if the card asks for it. `head_dim`: rows of an attention head in a
+    matrix that is a stack of heads. `name`: a matrix's global name; empty for elements. `first`: a matrix's state is
+    zero, in the first step or after another rule. `lr`: the learning rate, for rules that compute the new weight.
+    """
+
+    grad: Tensor
+    state: Mapping[str, Tensor]
+    step: int
+    options: Mapping[str, Any]
+    weight: Tensor | None = None
+    head_dim: int | None = None
+    name: str = ""
+    first: bool = False
+    lr: float = 0.0
+
+
+Update = tuple[Tensor, dict[str, Tensor]]
+"""The direction, of which the weight loses the learning rate times as much, and the new state, no views of the old."""
+
+UpdateRule = Callable[[UpdateInput], Update]
+"""A rule as a function without side effects. An element-wise one may be called with any range of elements."""
+
+
+@dataclass(frozen=True)
 class Segment:
     """A flat range of elements with equal treatment: `weight`, `grad` and `state` are [n] views of one dtype.
 
-    `is_matrix`: elements of matrices, to which trust ratios apply. `weight_decay`: weight decay applies.
+    `is_matrix`: elements of matrices, to which trust ratios apply. `weight_decay`: weight decay applies. `low`: of
+    compensated weights (`optim.compensated`), [n]; only functions have such segments.
     """
 
     weight: Tensor
@@ -30,6 +62,7 @@ class Segment:
     state: Mapping[str, Tensor]
     is_matrix: bool
     weight_decay: bool
+    low: Tensor | None = None
 
 
 class Elementwise(Protocol):
@@ -70,6 +103,6 @@ class NeedsParamNorms(Protocol):
 class TorchOptimizer(OpBackend):
     """Update rules from the catalog, including rules registered by other packages."""
 
-    def build(self, context: OpContext) -> type[Any]:
-        """Return an `Elementwise` or a `NeedsParamNorms` class."""
+    def build(self, context: OpContext) -> Any:
+        """Return an `UpdateRule`, or an `Elementwise` or a `NeedsParamNorms` class."""
         return OPTIMIZERS[context.optimizer].load()

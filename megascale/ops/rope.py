@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megascale.config.model import ModelConfig
+from megascale.layout.sequence_shard import Spans
 from megascale.ops import compiled
 from megascale.ops.boundaries import Boundaries
 from megascale.ops.rope_scaling import scaled_frequencies
@@ -51,19 +52,31 @@ def layer_rope(model: ModelConfig, layer: int) -> Rope:
 
 
 @lru_cache(maxsize=8)
-def rope_table(s: int, rope: Rope, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cos and sin [s, 1, 1, d / 2] of position * frequency, computed in fp64."""
+def rope_table(
+    s: int, rope: Rope, dtype: torch.dtype, device: torch.device, spans: Spans | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return cos and sin [s, 1, 1, d / 2] of position * frequency in a sequence of s, computed in fp64. `spans`: of the
+    positions to return, by default all.
+    """
     frequencies, factor = scaled_frequencies(rope.d, rope.theta, s, dict(rope.scaling))
-    angles = torch.outer(torch.arange(s, dtype=torch.float64), frequencies)[:, None, None, :]
+    positions = torch.cat([torch.arange(*span, dtype=torch.float64) for span in spans or ((0, s),)])
+    angles = torch.outer(positions, frequencies)[:, None, None, :]
     return (factor * angles.cos()).to(device, dtype), (factor * angles.sin()).to(device, dtype)
 
 
-def rope_at(boundaries: Boundaries, rope: Rope, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the rows of a `rope_table` at the positions of tokens within their documents [s, b, 1, d / 2]."""
+def rope_at(
+    boundaries: Boundaries, rope: Rope, table: tuple[Tensor, Tensor], spans: Spans | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the rows of a `rope_table` at the positions of tokens within their documents [s, b, 1, d / 2]. `spans`:
+    those of the tokens to return, by default all.
+    """
     cos, sin = table
-    return boundaries.shared(
-        (rope, cos.dtype), lambda: (cos[boundaries.positions].squeeze(2), sin[boundaries.positions].squeeze(2))
-    )
+
+    def rows() -> tuple[Tensor, Tensor]:
+        positions = boundaries.positions_in(spans)
+        return cos[positions].squeeze(2), sin[positions].squeeze(2)
+
+    return boundaries.shared((rope, cos.dtype, spans), rows)
 
 
 class TorchRope(OpBackend):

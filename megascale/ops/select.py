@@ -36,7 +36,8 @@ class OpContext:
     """The model, layout and device that a backend must support.
 
     `dtype`: of activations; `tp`: tensor-parallel size; `compiled`: blocks run under torch.compile; `recipe`: the FP8
-    recipe (`catalog.recipes`) of linear layers, None without FP8; `document_mask`: attention stays within documents.
+    recipe (`catalog.recipes`) of linear layers, None without FP8; `document_mask`: attention stays within documents;
+    `attends_in_parts`: to some of the keys at a time; `z_loss`: coefficient of the loss's z-loss.
     """
 
     model: ModelConfig
@@ -48,6 +49,8 @@ class OpContext:
     compiled: bool = False
     recipe: str | None = None
     document_mask: bool = False
+    attends_in_parts: bool = False
+    z_loss: float = 0.0
 
     @classmethod
     def from_config(cls, config: RunConfig, device: Device) -> OpContext:
@@ -55,8 +58,9 @@ class OpContext:
         dtype = getattr(torch, PRECISIONS[config.train.precision].facts["compute_dtype"])
         tp, optimizer = config.parallel.tp, config.optimizer.name
         recipe = config.fp8.recipe if config.train.precision == "fp8" else None
-        within = config.data.mask == "document"
-        return cls(config.model, config.backends, dtype, device, tp, optimizer, config.train.compile, recipe, within)
+        within, keys = config.data.mask == "document", config.attends_in_parts
+        compiled, z_loss = config.train.compile, config.train.z_loss
+        return cls(config.model, config.backends, dtype, device, tp, optimizer, compiled, recipe, within, keys, z_loss)
 
     def requested_backend(self, operation: str) -> str:
         """Return the backend in `[backends]`. In a compiled block, auto means `compile` for fusible operations."""
@@ -77,7 +81,8 @@ class OpContext:
         """Return the demands that cards answer from their facts, without a device."""
         dtype = str(self.dtype).removeprefix("torch.")
         requirement = Requirement.for_operation(operation, self.model, dtype, self.optimizer, self.tp, self.recipe)
-        return requirement.with_documents() if self.document_mask else requirement
+        requirement = requirement.with_documents() if self.document_mask else requirement
+        return requirement.with_partial_attention(operation) if self.attends_in_parts else requirement
 
 
 class OpBackend(Protocol):

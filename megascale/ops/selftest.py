@@ -17,10 +17,14 @@ from megascale.catalog.layers import NORMS
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.recipes import RECIPES
 from megascale.config.train import OptimizerConfig
+from megascale.layout.param_groups import ParamGroup
+from megascale.layout.score_bands import score_bands
+from megascale.layout.sequence_shard import TokenSpan, shard_sequence
 from megascale.ops.boundaries import Boundaries
 from megascale.ops.cross_entropy import Targets, no_reduce
 from megascale.ops.fp8 import Fp8Format, Quantized, ScaleGranularity, amax_to_scale, cast_to_fp8
-from megascale.ops.optimizer import Segment
+from megascale.ops.optimizer import Segment, UpdateInput, UpdateRule
+from megascale.ops.partial_attention import Accumulator, Attended, Gradients
 from megascale.ops.rope import layer_rope, rope_table
 from megascale.ops.select import BackendError, NotByDefault, OpContext, select_backend, unsupported_reason
 
@@ -89,13 +93,18 @@ def _check_backend(operation: str, backend: str, chosen: bool, context: OpContex
     reason = unsupported_reason(operation, backend, context)
     supported = reason is None or isinstance(reason, NotByDefault)
     verdict = BackendReport(operation, backend, chosen, supported, reason, tolerance=TOLERANCES[context.dtype])
-    if not supported:
+    if not supported or (operation == "optimizer" and not is_comparable(context.optimizer)):
         return verdict
     try:
         worst = difference(operation, backend, context)
     except Exception as error:  # a library may raise anything, and the report shows it
         return replace(verdict, error=f"{type(error).__name__}: {error}".splitlines()[0])
     return replace(verdict, error="gives NaN") if math.isnan(worst) else replace(verdict, difference=worst)
+
+
+def is_comparable(optimizer: str) -> bool:
+    """Return False for a rule with decompositions of matrices, whose bases rounding decides."""
+    return "update_gap" not in ParamGroup(optimizer, weight_decay=0.0).all_options
 
 
 def difference(operation: str, backend: str, context: OpContext) -> float:
@@ -162,6 +171,26 @@ def _attend(attend: Any, context: OpContext, leaves: list[Tensor]) -> Tensor:
         return attend(*leaves, window, None, 0.0)
     starts = tuple(sorted({0, s // 3, s // 2}))
     return attend(*leaves, window, None, 0.0, Boundaries((starts,) * b, s, leaves[0].device))
+
+
+def _attend_in_parts(partial: Any, context: OpContext, leaves: list[Tensor]) -> list[Tensor]:
+    """Return the results of two parts of a sequence that two ranks share, and the gradients, as `_attend` attends."""
+    q, k, v = leaves
+    windows, s = [window for window in context.model.windows if window], q.shape[2] // 4 * 4
+    window = min(*windows, max(1, s // 3)) if windows else None
+    starts = [sorted({0, s // 3, s // 2})] * q.shape[0] if context.document_mask else None
+    results = []
+    for rank in range(2):
+        shard = shard_sequence(s, 2, 1, rank)
+        bands = score_bands(shard.spans, (TokenSpan(0, s),), window, starts, s)
+        own, total = torch.cat([q[:, :, slice(*span)] for span in shard.spans], 2), Accumulator(q[:, :, : shard.size])
+        keys, values = k[:, :, :s], v[:, :, :s]
+        partial.add_forward(total, own, keys, values, bands)
+        out = total.out.to(q.dtype)
+        grads = Gradients(*(torch.zeros(t.shape, dtype=total.lse.dtype, device=t.device) for t in (own, keys, values)))
+        partial.add_backward(grads, Attended(own, out, total.lse, torch.ones_like(out)), keys, values, bands)
+        results += [total.out, *grads]
+    return results
 
 
 def _norm(context: OpContext) -> list[Tensor]:
@@ -275,9 +304,31 @@ def _weights(context: OpContext) -> list[Tensor]:
     return _random((TOKENS * h,), (TOKENS * h,), (h,), (h,))
 
 
-def _update(rule: type[Any], context: OpContext, leaves: list[Tensor]) -> list[Tensor]:
-    """Return the weight changes and the state after two optimizer steps, in fp32 or wider."""
+def _directions(rule: UpdateRule, context: OpContext, weight: Tensor, grad: Tensor) -> list[Tensor]:
+    """Return the directions of two updates of a matrix, with the default options."""
+    group, directions = ParamGroup(context.optimizer, weight_decay=0.0), []
+    state = {
+        name: torch.zeros(
+            shape, dtype=torch.uint8 if name in group.facts["uint8"] else grad.dtype, device=grad.device
+        )
+        for name, shape in group.state_shapes(tuple(grad.shape)).items()
+    }  # fmt: skip
+    for step in (1, 2):
+        given = UpdateInput(
+            grad * step, state, step, group.all_options, weight, name="weight", first=step == 1, lr=RATE
+        )
+        direction, state = rule(given)
+        directions.append(direction)
+    return directions
+
+
+def _update(rule: Any, context: OpContext, leaves: list[Tensor]) -> list[Tensor]:
+    """Return the weight changes and the state after two optimizer steps, in fp32 or wider; of a rule that is a function
+    the directions of a matrix.
+    """
     before, grads = ([leaf.to(torch.promote_types(leaf.dtype, torch.float32)) for leaf in leaves[n::2]] for n in (0, 1))
+    if not hasattr(rule, "state_names"):
+        return _directions(rule, context, before[0].view(TOKENS, -1), grads[0].view(TOKENS, -1))
     segments = []
     for weight, grad, is_matrix in zip(before, grads, (True, False), strict=True):
         state = {name: torch.zeros_like(weight) for name in rule.state_names}
@@ -301,6 +352,7 @@ def _update(rule: type[Any], context: OpContext, leaves: list[Tensor]) -> list[T
 CASES = {
     "linear": OperationCase(_matrices, _multiply),
     "attention": OperationCase(_attention, _differentiated(_attend)),
+    "partial_attention": OperationCase(_attention, _attend_in_parts),
     "rope": OperationCase(_heads, _differentiated(_rotated)),
     "norm": OperationCase(_norm, _differentiated(_normalize)),
     "add_norm": OperationCase(_add_norm, _differentiated(_add_normalize)),

@@ -1,1 +1,1 @@
-"""Optimizers: AdamW and LAMB over ZeRO shards, gradient clipping, learning rate schedules."""
+"""Optimizers: update rules over ZeRO shards and whole matrices, gradient clipping, learning rate schedules."""

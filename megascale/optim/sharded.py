@@ -1,25 +1,34 @@
 """Sharded optimizer: master weights and state of this rank's ZeRO shards, and clipping by the global gradient norm.
 
 reduced bucket -> local_sq_norm | all-reduce | compute_clipping | compute_updates | update_shard -> all-gather
+
+Each parameter group (`layout.param_groups`) has a rule. Rules of elements see the flat ranges of a shard that belong to
+their groups, rules with parameter norms the parts of parameters, and rules of whole matrices run on owners
+(`optim.matrix_updates`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megascale.catalog.optimizers import OPTIMIZERS
-from megascale.comm.collectives import all_gather
+from megascale.catalog.optimizers import REST
 from megascale.comm.mesh import Mesh
 from megascale.config.train import OptimizerConfig
-from megascale.layout import buckets as layouts
-from megascale.ops.optimizer import Segment
+from megascale.layout.owners import place_matrices
+from megascale.layout.param_groups import ParamGroup, ParamGroups
+from megascale.optim.adam import adam, adam_options
+from megascale.optim.function_rule import FunctionRule
+from megascale.optim.matrix_updates import MatrixUpdates
 from megascale.optim.norms import ParameterNorms, sum_of_squares
-from megascale.parallel.optimizer_shard import OptimizerShard, global_tensors
+from megascale.optim.saved_state import add_rests, begin_with_rests, fresh_state, saved_groups
+from megascale.optim.segments import FlatRange, flat_ranges, param_segments, segments_of, state_ranges
+from megascale.optim.step_guard import StepGuard
+from megascale.parallel.optimizer_shard import LOW, OptimizerShard, gather_shares, global_tensors
 from megascale.parallel.param_and_grad_buffers import Bucket
 from megascale.parallel.stateful import GlobalTensor
 
@@ -30,19 +39,46 @@ class ShardedOptimizer:
     Construct after weights are initialized: master weights copy them. A step has two phases, without host-device
     synchronization. First `local_sq_norm` measures buckets, as their reductions complete; the global norm gives the
     factor of all gradients. Then `update_shard` updates bucket after bucket, and the all-gather of a bucket overlaps
-    with the next update. Between the phases a rule with trust ratios computes the updates of all buckets.
+    with the next update. Between the phases a rule with trust ratios computes the updates of all buckets, and rules of
+    whole matrices compute theirs.
 
-    `rule`: an `Elementwise` or `NeedsParamNorms` rule (`ops.optimizer`), as `catalog.optimizers` declares.
+    `rules`: the rules of all groups by name, as `ops.optimizer` describes them. `guard`: of steps against spikes.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, config: OptimizerConfig, rule: type[Any]) -> None:
-        needs_norms = OPTIMIZERS[config.name].facts["unit_of_work"] == "param_norms"
-        ranges = layouts.BucketLayout.param_ranges if needs_norms else layouts.BucketLayout.merged_ranges
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        mesh: Mesh,
+        config: OptimizerConfig,
+        rules: Mapping[str, Any],
+        guard: StepGuard | None = None,
+    ) -> None:
+        groups = self._groups = ParamGroups(config)
         self._mesh = mesh
         self._clip = config.clip_norm
-        self.shards = [_optimizer_shard(bucket, rule.state_names) for bucket in buckets]
-        self._rules = [rule(_segments(shard, ranges), config) for shard in self.shards]
-        self._norms = ParameterNorms(self.shards, mesh) if needs_norms else None
+        self._zclip, self._skips = config.zclip, config.skip_sigma > 0
+        self._guard = guard
+        flat = [flat_ranges(bucket.layout, groups, mesh.topology, bucket.shard) for bucket in buckets]
+        pairs = config.master == "compensated"
+        self.shards = [_optimizer_shard(bucket, ranges, pairs) for bucket, ranges in zip(buckets, flat, strict=True)]
+        self._norms: ParameterNorms | None = None
+        if groups.default.facts["unit_of_work"] == "param_norms":
+            self._norm_rules = [rules[config.name](param_segments(shard), config) for shard in self.shards]
+            self._norms = ParameterNorms(self.shards, mesh)
+            flat = [[] for _ in buckets]
+        self._rules = [
+            _build_rules(shard, ranges, config, rules) for shard, ranges in zip(self.shards, flat, strict=True)
+        ]
+        places = place_matrices(
+            [bucket.layout for bucket in buckets], groups, mesh.topology, buckets[0].zero if buckets else 0
+        )
+        self._matrices = {
+            index: MatrixUpdates(shard, of_bucket, mesh, rules)
+            for index, (shard, of_bucket) in enumerate(zip(self.shards, places, strict=True))
+            if of_bucket
+        }
+        self.fresh_state: set[str] = set()
+        self._rests: dict[str, GlobalTensor] = {}
 
     def local_sq_norm(self, bucket: Bucket) -> Tensor:
         """Compute this rank's contribution of a bucket to the global squared gradient norm, an f64 device scalar.
@@ -58,24 +94,36 @@ class ShardedOptimizer:
         """Compute the clipping of gradients summed over `tokens`, from the squared norm and loss sums over the job."""
         norm = sq_norm.sqrt() / tokens
         finite = norm.isfinite() & loss.isfinite()
+        skip = ~finite
         limit = (self._clip / (norm + 1e-6)).clamp(max=1.0) if self._clip else torch.ones_like(norm)
-        factor = torch.where(finite, limit / tokens, torch.ones_like(norm))
-        return Clipping(norm, factor, (~finite).float())
+        if self._guard is not None and self._zclip:
+            limit = torch.minimum(limit, self._guard.bound(norm, finite) / (norm + 1e-6))
+        if self._guard is not None and self._skips:
+            skip = skip | self._guard.is_spike(loss / tokens, norm, finite)
+        factor = torch.where(skip, torch.ones_like(norm), limit / tokens)
+        return Clipping(norm, factor, skip.float())
 
     def clip_grad(self, index: int, clipping: Clipping) -> None:
         """Scale the gradient of bucket `index`, for a rule whose kernel does not scale."""
         grad = self.shards[index].bucket.grad
         grad *= clipping.grad_factor.to(grad.dtype)
 
-    def compute_updates(self, clipping: Clipping, step: int) -> Tensor | None:
-        """For a rule that needs parameter norms, overwrite all gradients with updates, and return the norms.
+    def compute_updates(self, clipping: Clipping, lr: float, step: int) -> Tensor | None:
+        """Compute what takes more than a shard: directions of whole matrices, on their owners. For a rule that needs
+        parameter norms, overwrite all gradients with updates, and return the norms; else return None.
 
-        Returns None for an elementwise rule. `step` counts from 1.
+        `step` counts from 1.
         """
+        if self._matrices:
+            with self._mesh.recorder.action("compute_updates"):
+                for matrices in self._matrices.values():
+                    matrices.start_gather()
+                for matrices in self._matrices.values():
+                    matrices.compute(lr, step, clipping.grad_factor, clipping.skip)
         if self._norms is None:
             return None
         with self._mesh.recorder.action("compute_updates"):
-            for index, rule in enumerate(self._rules):
+            for index, rule in enumerate(self._norm_rules):
                 self.clip_grad(index, clipping)
                 rule.compute_updates(step, clipping.skip)
             return self._norms.compute()
@@ -86,34 +134,62 @@ class ShardedOptimizer:
         The bucket's other shards are outdated until `start_param_gather`. If the loss or the gradient norm is not
         finite, nothing changes, not even the gradient: the guard reads the gradient to find the cause.
         """
-        shard, rule = self.shards[index], self._rules[index]
-        if self._norms is None:
-            rule.step(lr, step, clipping.grad_factor, clipping.skip)
-        else:
+        if self._norms is not None:
             assert norms is not None, "`compute_updates` comes first"
-            rule.apply_updates(lr, self._norms.for_shard(norms, index), clipping.skip)
-        shard.publish()
+            self._norm_rules[index].apply_updates(lr, self._norms.for_shard(norms, index), clipping.skip)
+        for group, rule in self._rules[index]:
+            rule.step(lr * group.lr_mult, step, clipping.grad_factor, clipping.skip)
+        if index in self._matrices:
+            self._matrices[index].apply(lr, step, clipping.grad_factor, clipping.skip)
+        self.shards[index].publish()
+
+    def state_tensors(self) -> Iterator[tuple[Bucket, str, int, Tensor]]:
+        """Yield master weights ("") and state by name of flat ranges, with their start in the bucket."""
+        for shard in self.shards:
+            yield from ((shard.bucket, name, start, values) for name, start, values in shard.tensors())
+
+    def matrix_tensors(self) -> Iterator[tuple[Bucket, str, str, Tensor]]:
+        """Yield the state of the matrices that this rank owns: bucket, matrix, name, and values."""
+        for index, matrices in self._matrices.items():
+            bucket = self.shards[index].bucket
+            yield from ((bucket, place.tensor.name, name, values) for place, name, values in matrices.tensors())
 
     def global_tensors(self) -> dict[str, GlobalTensor]:
         """Return master weights (`weights.NAME`) and state (`exp_avg.NAME`, ...); see `parallel.stateful.Stateful`."""
-        return global_tensors(self.shards, self._mesh)
+        tensors = global_tensors(self.shards, self._mesh)
+        for matrices in self._matrices.values():
+            tensors |= matrices.global_tensors()
+        return tensors
 
     def flat_tensors(self) -> list[Tensor]:
-        return [tensor for shard in self.shards for tensor in (shard.master, *shard.state.values())]
+        flat = [tensor for shard in self.shards for tensor in (shard.master, *shard.state.values())]
+        return flat + [values for _, _, _, values in self.matrix_tensors()]
 
-    def begin_load(self, saved: Mapping[str, Sequence[int]]) -> dict[str, GlobalTensor]:
-        return self.global_tensors()  # all of it must be saved
+    def begin_load(self, saved: Mapping[str, Sequence[int]], config: Mapping[str, Any]) -> dict[str, GlobalTensor]:
+        """Return all tensors but state that the checkpoint has of another rule: it begins at zero, and `fresh_state`
+        has its names. Full master weights add up the two of compensated ones.
+        """
+        tensors = self.global_tensors()
+        parameters = (slot.parameter for shard in self.shards for slot in shard.bucket.layout.slots)
+        fresh = fresh_state(tensors, parameters, self._groups, saved_groups(config))
+        fresh += [name for name in tensors if name.startswith(f"{LOW}.") and name not in saved]
+        self.fresh_state = {name.partition(".")[0] for name in fresh}
+        for name in fresh:
+            for shard in tensors.pop(name).shards:
+                shard.data.zero_()
+        self._rests = begin_with_rests(tensors, saved)
+        return tensors | self._rests
 
     def end_load(self) -> None:
         """All-gather replicated buckets (`zero = 0`), which their data-parallel replicas have read in shares."""
-        for shard in self.shards:
-            if not shard.bucket.zero:
-                share = slice(*shard.bucket.layout.shard_range(shard.bucket.group.index))
-                for flat in (shard.master, *shard.state.values()):
-                    all_gather(shard.bucket.group, flat, flat[share])
+        add_rests(self.global_tensors(), self._rests)
+        self._rests = {}
+        gather_shares(self.shards)
+        self.end_restore()
 
     def end_restore(self) -> None:
-        return None
+        for matrices in self._matrices.values():
+            matrices.note_fresh_state()
 
     def copy_masters_to_weights(self) -> None:
         """Round master weights into this rank's shards of the weights, after a checkpoint was loaded."""
@@ -146,19 +222,32 @@ def counted_ranges(bucket: Bucket, mesh: Mesh) -> Iterator[tuple[int, int]]:
         yield 0, stop - start
 
 
-def _optimizer_shard(bucket: Bucket, names: Sequence[str]) -> OptimizerShard:
-    weights = bucket.shard_weights
-    master = weights if weights.dtype == bucket.grad.dtype else weights.to(bucket.grad.dtype)
-    return OptimizerShard(bucket, master, {name: torch.zeros_like(master) for name in names})
+def _optimizer_shard(bucket: Bucket, ranges: Sequence[FlatRange], compensated: bool) -> OptimizerShard:
+    weights, grad = bucket.shard_weights, bucket.grad
+    master = weights if compensated or weights.dtype == grad.dtype else weights.to(grad.dtype)
+    by_name = state_ranges(ranges)
+    state = {name: grad.new_zeros(sum(stop - start for start, stop in found)) for name, found in by_name.items()}
+    if compensated:
+        state[LOW] = torch.zeros_like(weights)
+    return OptimizerShard(bucket, master, state, by_name)
 
 
-def _segments(shard: OptimizerShard, ranges: Callable[..., list[tuple[layouts.Slot, int, int]]]) -> list[Segment]:
-    """Split a shard by parameter (`param_ranges`), or into few segments, padding included (`merged_ranges`)."""
-    bucket, segments = shard.bucket, []
-    for slot, low, high in ranges(bucket.layout, *bucket.shard):
-        elements, parameter = slice(low - bucket.shard[0], high - bucket.shard[0]), slot.parameter
-        state = {name: tensor[elements] for name, tensor in shard.state.items()}
-        segments.append(
-            Segment(shard.master[elements], bucket.grad[elements], state, parameter.is_matrix, parameter.weight_decay)
-        )
-    return segments
+def _build_rules(
+    shard: OptimizerShard, ranges: Sequence[FlatRange], config: OptimizerConfig, rules: Mapping[str, Any]
+) -> list[tuple[ParamGroup, Any]]:
+    """Build an `Elementwise` rule for every group with elements in a shard."""
+    built = []
+    groups = [item.group for index, item in enumerate(ranges) if item.group not in [r.group for r in ranges[:index]]]
+    for group in groups:
+        segments = segments_of(shard, [item for item in ranges if item.group == group])
+        rule, options = rules[group.rule], group.all_options
+        own = {"name": group.rule, "weight_decay": group.weight_decay, "options": dict(options)}
+        settings = config.model_copy(update=own)
+        if group.rule == REST and shard.low is not None:
+            rule, options = adam, adam_options(config)
+        if isinstance(rule, type):
+            assert shard.low is None, f"{group.rule} is a class, for fp32 master weights"
+            built.append((group, rule(segments, settings)))
+        else:
+            built.append((group, FunctionRule(segments, settings, rule, options)))
+    return built

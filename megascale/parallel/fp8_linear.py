@@ -1,4 +1,4 @@
-"""FP8 linear layers. amax is max-reduced over tp: scales are the same for any tp and sp.
+"""FP8 linear layers. amax is max-reduced over tp and cp: scales are the same for any tp, sp and cp.
 
 All three GEMMs of a layer take FP8 operands (`ops.fp8`); scales of rows or blocks lie along the contracted dimension:
 
@@ -7,9 +7,10 @@ All three GEMMs of a layer take FP8 operands (`ops.fp8`); scales of rows or bloc
     wgrad    dW = dY^T X   contracts t       dY^T [n, t], X^T [k, t]
 
 A scale is computed from the amax of the elements that share the scale; if tp shards them, from the amax over the tp
-ranks. With a scale per tensor the same FP8 bytes serve rowwise and columnwise: they are all-gathered and saved for
-backward, and transposed for wgrad. With finer scales the high-precision tensor is saved, and quantized a second time
-for wgrad. Weights are quantized once per step, not once per micro-batch.
+ranks, and if it covers all tokens of a micro-batch, over the ranks along cp that share its sequences. With a scale per
+tensor the same FP8 bytes serve rowwise and columnwise: they are all-gathered and saved for backward, and transposed for
+wgrad. With finer scales the high-precision tensor is saved, and quantized a second time for wgrad. Weights are
+quantized once per step, not once per micro-batch.
 
 `Recipe` names the choices of a recipe, `Fp8State` holds amax statistics and history of the whole model, `Fp8Gemms` are
 the GEMMs of one layer, and `build_linear_gemms` returns them, or high-precision GEMMs for a layer that is not FP8.
@@ -20,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,7 +84,7 @@ class Fp8State:
 
     Every rank has entries for all operands. `weights`: specs of the FP8 weights by name. `names`: the operands.
     `labels`: their event labels. `history` [operands, steps]: newest first, zero where missing. `has_history`: the
-    history has an entry.
+    history has an entry. `token_groups`: the groups over which micro-batches have their tokens.
     """
 
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, kernels: Fp8Kernels = Fp8Kernels()) -> None:
@@ -96,6 +98,7 @@ class Fp8State:
         }
         self.names = list(self.labels)
         self._mesh = mesh
+        self.token_groups = [group for group in (mesh.cp_heads, mesh.cp_keys) if group.size > 1]
         self._init_std = config.model.init_std
         self._index = {name: index for index, name in enumerate(self.names)}
         self._amax = torch.zeros(len(self.names), device=device)
@@ -166,7 +169,7 @@ class Fp8State:
     def flat_tensors(self) -> list[Tensor]:
         return [self.history]
 
-    def begin_load(self, saved: Mapping[str, Sequence[int]]) -> dict[str, GlobalTensor]:
+    def begin_load(self, saved: Mapping[str, Sequence[int]], config: Mapping[str, Any]) -> dict[str, GlobalTensor]:
         """Have the first rank read the history if all of it is saved; otherwise begin a new history."""
         history = self.global_tensors()
         complete = all(tuple(saved.get(name, ())) == tensor.shape for name, tensor in history.items())
@@ -281,7 +284,7 @@ class Fp8Gemms:
         if isinstance(x, Quantized):
             return self.state.kernels.transpose(x)
         transposed = self.state.kernels.transpose_for_cast(x.reshape(-1, x.shape[-1]))  # for scales along the tokens
-        return self._cast(name, transposed, skip_stats=True)
+        return self._cast(name, transposed, skip_stats=True, contracts_tokens=True)
 
     def accumulate_wgrad(self, weight: Tensor, grad: Operand, x: Operand) -> Tensor | None:
         assert isinstance(grad, Quantized) and isinstance(x, Quantized), "both come from `operand_for_wgrad`"
@@ -332,11 +335,13 @@ class Fp8Gemms:
 
     def _cast(
         self, operand: str, x: Tensor, *, sharded: bool = False, contracted_dim_sharded: bool = False,
-        granularity: ScaleGranularity | None = None, skip_stats: bool = False, with_transpose: bool = False,
+        contracts_tokens: bool = False, granularity: ScaleGranularity | None = None, skip_stats: bool = False,
+        with_transpose: bool = False,
     ) -> Quantized:  # fmt: skip
         """Quantize x to FP8.
 
-        `sharded`: x is a tp shard of the operand; `contracted_dim_sharded`: a shard along the contracted dimension.
+        `sharded`: x is a tp shard of the operand; `contracted_dim_sharded`: a shard along the contracted dimension;
+        `contracts_tokens`: that dimension are the tokens.
         `skip_stats`: the operand is already in this step's statistics, from the cast of its transpose.
         `with_transpose`: this rank needs the transpose too.
         """
@@ -344,15 +349,16 @@ class Fp8Gemms:
         fp8_format = state.recipe.grad_format if operand == "gradient" else Fp8Format.E4M3
         with profiler_range("quantize"):
             amax = state.kernels.amax(x, granularity)
-        # A block never spans ranks: the sides of shards are multiples of 128 (the recipe's alignment).
-        scale_spans_ranks = (
-            sharded if granularity is ScaleGranularity.TENSOR
-            else contracted_dim_sharded and granularity is ScaleGranularity.ROW
-        )  # fmt: skip
-        if scale_spans_ranks and state.current_scaling:  # an amax history is already over all ranks
+        if state.current_scaling:  # an amax history is already over all ranks
             operand_label = state.labels[name]
             label = operand_label.for_backward("amax") if operand == "gradient" else operand_label.with_suffix("amax")
-            all_reduce(self.tp.group, amax, "max", label=label)
+            spans_tp, spans_tokens = (
+                (sharded, operand != "weight") if granularity is ScaleGranularity.TENSOR
+                else (contracted_dim_sharded, contracts_tokens) if granularity is ScaleGranularity.ROW
+                else (False, False)  # blocks never span ranks: shards have multiples of 128, the recipe's alignment
+            )  # fmt: skip
+            for group in [*([self.tp.group] if spans_tp else ()), *(state.token_groups if spans_tokens else ())]:
+                all_reduce(group, amax, "max", label=label)
         if not skip_stats:
             state.record_amax(name, amax)
         with profiler_range("quantize"):

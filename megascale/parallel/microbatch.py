@@ -7,14 +7,21 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megascale.layout.sequence_shard import SequenceShard
 from megascale.ops.boundaries import Boundaries
+from megascale.parallel.key_store import KeyStore
 from megascale.parallel.rng import Dropout
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """Tokens and labels [s, b], i64, on the stages that need them; `mask` [s, b] is 1 where a label counts in the loss,
-    None if all labels count. `boundaries`: of documents, on every stage, with `data.mask = "document"`.
+    or the label's weight, None if all labels count. `boundaries`: of documents, on every stage, with `data.mask =
+    "document"`. `shard`: the positions of these tokens, on every stage, if ranks share a sequence, or if they are a
+    chunk of it; `boundaries` are those of whole sequences. `keys`: shared by the chunks of a sequence. `loss_tokens`:
+    the number of labels that count, or the sum of their weights, and `sequence_loss_tokens` those of all ranks that
+    share the sequences; zero on ranks that read no tokens. `planned_rows`: the number of tokens, on every stage, if a
+    planner has chosen it for this micro-batch.
     """
 
     tokens: Tensor | None
@@ -22,19 +29,37 @@ class MicroBatch:
     mask: Tensor | None
     dropout: Dropout
     boundaries: Boundaries | None = None
+    shard: SequenceShard | None = None
+    keys: KeyStore | None = None
+    loss_tokens: float = 0
+    sequence_loss_tokens: float = 0
+    planned_rows: int | None = None
 
-    def release(self) -> None:
-        """Free what layers have shared for this micro-batch, after its last use."""
+    def release(self, *, forward_only: bool = False) -> None:
+        """Free what layers have shared for this micro-batch, after its last use. `forward_only`: in an evaluation, no
+        backward frees the keys of chunks.
+        """
         if self.boundaries is not None:
             self.boundaries.release()
+        if forward_only and self.keys is not None and self.shard is not None and self.shard.is_last:
+            self.keys.clear()
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The micro-batches of a step on this rank. `loss_tokens`: the number of labels that count in the loss."""
+    """The micro-batches of a step on this rank."""
 
     micro_batches: Sequence[MicroBatch]
-    loss_tokens: int
+
+    @property
+    def sequences(self) -> list[MicroBatch]:
+        """The micro-batches with the first tokens of their sequences."""
+        return [part for part in self.micro_batches if part.shard is None or part.shard.index == 0]
+
+    @property
+    def loss_tokens(self) -> float:
+        """The number of labels that count in the loss, or the sum of their weights; zero on ranks without tokens."""
+        return sum(micro_batch.loss_tokens for micro_batch in self.micro_batches)
 
     def micro_batch(self, index: int) -> MicroBatch:
         return self.micro_batches[index]

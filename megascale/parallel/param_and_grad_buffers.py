@@ -16,6 +16,7 @@ Calls in a step: caller, call, when. A "last" backward is the last of a chunk be
     executor          prepare_loss           before a forward that ends in the loss
     executor          prepare_backward       before every backward
     bucket boundary   grads_ready            in a last backward, when it leaves the modules of a bucket group
+    executor          end_backward           after every backward
     executor          start_chunk_reduction  after a last backward
     train_step        finish_reductions      after the last action
     train_step        start_param_gather     after the update of a bucket
@@ -31,6 +32,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,6 +57,8 @@ class Bucket:
     - `grad` [size of the shard], in the accumulation dtype: the reduced gradient.
     - `tied`: the bucket is the token embedding alone, which the first and last pipeline stages share if it is tied.
     - `counts_in_norm`: this rank's copy enters the global norm; False for the second copy of a tied embedding.
+    - `tied_group`: the ranks that share a tied embedding; of one rank otherwise.
+    - `grad_reader`: if set, is called once, with the bucket and its full gradient [size] after the next backward.
 
     `dtypes`: (compute, accumulation). `place`: (chunk, suffix of the bucket's name in the chunk).
     """
@@ -73,7 +77,7 @@ class Bucket:
         self.counts_in_norm = not tied or mesh.tied.index == 0
         self.group = mesh.get_group(*layout.axes)  # the data-parallel group: dp, and cp
         self._tp = mesh.tp
-        self._tied_group = mesh.tied if tied else single_rank_group("tied")
+        self.tied_group = mesh.tied if tied else single_rank_group("tied")
         self.weights = torch.zeros(layout.numel, dtype=compute, device=device)
         self.shard = layout.shard_range(self.group.index) if zero else (0, layout.numel)
         self.parameters: dict[str, nn.Parameter] = {}
@@ -82,6 +86,7 @@ class Bucket:
             parameter = self.parameters[slot.parameter.name] = nn.Parameter(view)
             parameter.accumulation = Accumulation(wgrad)  # type: ignore[attr-defined]
             parameter.register_post_accumulate_grad_hook(_accumulate_into_bucket)
+        self.grad_reader: Callable[[Bucket, Tensor], None] | None = None
         self._full_grad: Tensor | None = None
         self._has_reduced_grad = False  # with zero = 2: `grad` holds a reduction of this step
         self._reduction: tuple[Work, Tensor | None] = (COMPLETED, None)  # in flight, and with zero = 2 its result
@@ -128,9 +133,8 @@ class Bucket:
         """Start the data-parallel reduction of the gradients accumulated since the last reduction."""
         full = self._full_grad
         assert full is not None, "a backward comes before a reduction"
-        for parameter in self.parameters.values():
-            if not parameter.accumulation.begun:  # type: ignore[attr-defined]
-                parameter.main_grad.zero_()  # type: ignore[attr-defined]
+        self._zero_missing_grads()
+        self.read_full_grad()  # a reduction may begin within a backward
         if self._must_check_local_grad:
             self._check_local_grad(full)
         self.finish_reduction()  # at most one reduction in flight
@@ -143,6 +147,13 @@ class Bucket:
             with self.group.recorder.memory_kind("gradients"):
                 shard = torch.empty_like(self.grad)
             self._reduction = (reduce_scatter(self.group, shard, full, label=self.label, wait=False), shard)
+
+    def read_full_grad(self) -> None:
+        """Call `grad_reader`, if one is set, with the gradients accumulated so far; not after their reduction."""
+        if self.grad_reader is not None and self._full_grad is not None:
+            self._zero_missing_grads()
+            self.grad_reader(self, self._full_grad)
+            self.grad_reader = None
 
     def finish_reduction(self) -> None:
         """Wait for a reduction in flight (on a GPU the stream waits, not the host). With zero = 2, add it to `grad`."""
@@ -168,7 +179,7 @@ class Bucket:
             if low < high:
                 partial = self.grad[low - self.shard[0] : high - self.shard[0]]
                 all_reduce(self._tp, partial, label=f"{self.label} partial gradients")
-        all_reduce(self._tied_group, self.grad, label=self.label)  # no-op for an untied bucket: a single-rank group
+        all_reduce(self.tied_group, self.grad, label=self.label)  # no-op for an untied bucket: a single-rank group
 
     def start_param_gather(self) -> None:
         """Start the all-gather of the updated weights, with zero >= 1."""
@@ -222,6 +233,12 @@ class Bucket:
         for low, high in self._vectors if self.checks_vectors_only else [(0, self.layout.numel)]:
             self._finite &= full[low:high].sum().isfinite()
 
+    def _zero_missing_grads(self) -> None:
+        """Zero the gradients without contributions since the last reduction."""
+        for parameter in self.parameters.values():
+            if not parameter.accumulation.begun:  # type: ignore[attr-defined]
+                parameter.main_grad.zero_()  # type: ignore[attr-defined]
+
     def _restart_accumulation(self) -> None:
         for parameter in self.parameters.values():
             parameter.accumulation.begun = False  # type: ignore[attr-defined]
@@ -247,6 +264,18 @@ def _accumulate_into_bucket(parameter: Tensor) -> None:
     parameter.grad = None
 
 
+@dataclass(frozen=True)
+class Overlap:
+    """Overlap of buckets' communication. `on`: with compute; `in_backward`: reductions start in a chunk's backward.
+
+    Without `in_backward` they start after it: where only some of the data-parallel ranks run a backward together, one
+    that waits in it for a reduction may wait for a rank that waits for this backward.
+    """
+
+    on: bool
+    in_backward: bool = True
+
+
 class ParamAndGradBuffers:
     """The buckets of this rank's model chunks (`layout.chunks.chunk_buckets`), and their overlap with compute.
 
@@ -259,8 +288,8 @@ class ParamAndGradBuffers:
     """
 
     def __init__(
-        self, chunks: Sequence[Sequence[Sequence[ParamSpec]]], mesh: Mesh, *, zero: int, sequence: bool, overlap: bool,
-        dtypes: tuple[torch.dtype, torch.dtype], device: torch.device, wgrad: Wgrad = torch_wgrad,
+        self, chunks: Sequence[Sequence[Sequence[ParamSpec]]], mesh: Mesh, *, zero: int, sequence: bool,
+        overlap: Overlap, dtypes: tuple[torch.dtype, torch.dtype], device: torch.device, wgrad: Wgrad = torch_wgrad,
     ) -> None:  # fmt: skip
         self._zero = zero
         self._sequence = sequence
@@ -324,12 +353,19 @@ class ParamAndGradBuffers:
 
     def grads_ready(self, buckets: Sequence[Bucket]) -> None:
         """Launch the reduction of buckets whose modules the current backward has left, if it is a last backward."""
-        if self._last_backward:
+        if self._last_backward and self._overlap.in_backward:
             self._start_reductions(buckets)
 
+    def end_backward(self, chunk: int) -> None:
+        """Let readers of gradients read the chunk's, before the next micro-batch adds to them."""
+        for bucket in self.chunks[chunk]:
+            bucket.read_full_grad()
+
     def start_chunk_reduction(self, chunk: int) -> None:
-        """Launch the reduction of a chunk's first bucket group, after a last backward."""
-        self._start_reductions(next(iter(self._by_first_module[chunk].values()), ()))
+        """Launch the reduction of a chunk's first bucket group after a last backward, or of all that it left."""
+        groups = list(self._by_first_module[chunk].values())
+        for buckets in groups[:1] if self._overlap.in_backward else reversed(groups):
+            self._start_reductions(buckets)
 
     def finish_reductions(self) -> Iterator[Bucket]:
         """Finish and yield each bucket once its `grad` is final, the oldest reduction first; must be exhausted.
@@ -348,7 +384,7 @@ class ParamAndGradBuffers:
     def start_param_gather(self, bucket: Bucket) -> None:
         """Start the all-gather of a bucket's updated weights. Call in the order in which forwards need the buckets."""
         bucket.start_param_gather()
-        if not self._overlap:
+        if not self._overlap.on:
             bucket.finish_param_gather()
 
     def finish_param_gather(self) -> None:
@@ -369,7 +405,7 @@ class ParamAndGradBuffers:
             if bucket in self._in_reduction:  # queued by an earlier micro-batch; start_reduction has waited for it
                 self._in_reduction.remove(bucket)
             self._in_reduction.append(bucket)
-        while self._in_reduction and not self._overlap:
+        while self._in_reduction and not self._overlap.on:
             self._in_reduction.popleft().finish_reduction()
 
 

@@ -27,33 +27,45 @@ class Recomputation(NamedTuple):
     x: Tensor
 
 
+Store = Callable[[Tensor], Callable[[], Tensor]]
+"""Keeps a tensor until backward; the returned function gives it back once."""
+
+
 def recompute_in_backward(
-    function: Callable[[Tensor], Tensor], x: Tensor, recompute: Callable[[Tensor], Tensor] | None = None
+    function: Callable[[Tensor], Tensor],
+    x: Tensor,
+    recompute: Callable[[Tensor], Tensor] | None = None,
+    store: Store | None = None,
 ) -> Tensor:
-    """Compute function(x) and save only x for backward.
+    """Compute function(x) and save only x for backward, with `store` there and otherwise by autograd.
 
     Backward calls `recompute`, by default `function`: a function of equal gradients, whose output elements are unused.
     """
-    return _Recomputed.apply(x, function, recompute or function)
+    return _Recomputed.apply(x, function, recompute or function, store if torch.is_grad_enabled() else None)
 
 
 class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor], recompute: Callable[[Tensor], Tensor]
+        ctx: Any,
+        x: Tensor,
+        function: Callable[[Tensor], Tensor],
+        recompute: Callable[[Tensor], Tensor],
+        store: Store | None,
     ) -> Tensor:
-        ctx.save_for_backward(x)
+        ctx.stored = store and store(x)  # before the function, which hides a copy
+        ctx.save_for_backward(*([] if store else [x]))
         ctx.recompute = recompute
         return function(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
+        x = ctx.stored() if ctx.stored else ctx.saved_tensors[0]
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
             out = ctx.recompute(leaf)
         run_backward(out, grads[0])
-        return leaf.grad, None, None
+        return leaf.grad, None, None, None
 
 
 def recomputation(function: Callable[[Tensor], Tensor], x: Tensor, enabled: bool) -> Recomputation | None:

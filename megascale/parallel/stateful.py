@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 WEIGHTS = "weights."
 """Prefix of the names of weights."""
+
+AVERAGE = "average"
+"""Prefix of the averages of weights, before a number and a dot (`train.average`)."""
+
+AVERAGE_UPDATES = "average_updates"
+"""Name of the number of updates or snapshots of an average so far [1], f64."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +49,10 @@ class Stateful(Protocol):
     def flat_tensors(self) -> list[Tensor]:
         """Return the contiguous tensors that hold all of the shards: the memory that a snapshot copies."""
 
-    def begin_load(self, saved: Mapping[str, Sequence[int]]) -> dict[str, GlobalTensor]:
-        """Return the tensors that this rank reads of a checkpoint with the tensors `saved` (shapes by name). State that
-        is none of the model's may begin afresh where it is not saved.
+    def begin_load(self, saved: Mapping[str, Sequence[int]], config: Mapping[str, Any]) -> dict[str, GlobalTensor]:
+        """Return the tensors that this rank reads of a checkpoint with the tensors `saved` (shapes by name), of a run
+        with the resolved configuration `config`. State that is none of the model's may begin afresh where it is not
+        saved.
         """
 
     def end_load(self) -> None:

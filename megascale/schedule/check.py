@@ -2,16 +2,22 @@
 
 check_complete     every micro-batch runs forward, then backward, on every chunk
 check_messages     receives are posted in send order, and every message is sent
+check_chunks       dependent chunks of a sequence: forwards ascend, backwards descend, dropped forwards are recomputed
 check_device_wait  no deadlock if a host waits for its device, where posted receives and sends are running kernels
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 from megascale.schedule.ir import Action, Kind, Schedule
 
 Message = tuple[Kind, int, int]  # F or B, the virtual stage that consumes it, micro-batch
+
+
+COMPUTE = (Kind.F, Kind.B, Kind.R)
 
 
 class ScheduleError(Exception):
@@ -40,9 +46,34 @@ def check_complete(schedule: Schedule, v: int, m: int) -> None:
                 raise ScheduleError(f"rank {rank}: {action} comes before its forward")
 
 
+def check_chunks(schedule: Schedule, sequences: Sequence[int], keep: int) -> None:
+    """Check the order of dependent chunks on every rank: a sequence of n chunks has n micro-batches in a row.
+
+    A forward reads the keys and values of the chunks before, a backward the gradients that the chunks after leave for
+    them. All chunks but the last `keep` are recomputed directly before their backward.
+
+    Raises: ScheduleError
+    """
+    ends = [*accumulate(sequences)]
+    for rank, order in enumerate(schedule):
+        forwards, backwards = ([a.microbatch for a in order if a.kind is kind] for kind in (Kind.F, Kind.B))
+        for end, chunks in zip(ends, sequences, strict=True):
+            own = range(end - chunks, end)
+            if [i for i in forwards if i in own] != [*own] or [i for i in backwards if i in own] != [*own][::-1]:
+                raise ScheduleError(f"rank {rank}: the chunks {own.start} to {end - 1} of a sequence are not in order")
+        dropped = {i for end, chunks in zip(ends, sequences, strict=True) for i in range(end - chunks, end - keep)}
+        before = {b.microbatch for a, b in pairwise(order) if b.kind is Kind.B and a == (Kind.R, b.chunk, b.microbatch)}
+        if before != dropped or sum(a.kind is Kind.R for a in order) != len(dropped):
+            raise ScheduleError(
+                f"rank {rank}: recomputes {sorted(before)} before their backwards, not {sorted(dropped)}"
+            )
+
+
 def dependencies(action: Action, rank: int, p: int, v: int) -> list[tuple[Kind, int, int]]:
-    """List the dependencies of a forward or backward, as (kind, virtual stage, micro-batch)."""
+    """List the dependencies of a compute action, as (kind, virtual stage, micro-batch)."""
     stage, i = action.chunk * p + rank, action.microbatch
+    if action.kind is Kind.R:
+        return [(Kind.F, stage, i)]
     if action.kind is Kind.F:
         return [(Kind.F, stage - 1, i)] if stage else []
     after = [(Kind.B, stage + 1, i)] if stage < p * v - 1 else []
@@ -117,7 +148,7 @@ def check_device_wait(schedule: Schedule, v: int) -> None:
 
     Raises: ScheduleError, naming the action before which the wait does not end
     """
-    compute = [[action for action in order if action.kind in (Kind.F, Kind.B)] for order in schedule]
+    compute = [[action for action in order if action.kind in COMPUTE] for order in schedule]
     clocks = _clocks(compute, v)
     sends, receives = _message_ends(schedule)
     for message, send in sends.items():
@@ -171,7 +202,7 @@ def _message_ends(schedule: Schedule) -> tuple[dict[Message, tuple[int, int]], d
             kind, chunk, i = action
             stage, sent = chunk * p + rank, Kind.F if kind is Kind.SEND_F else Kind.B
             match kind:
-                case Kind.F | Kind.B:
+                case Kind.F | Kind.B | Kind.R:
                     before += 1
                 case Kind.SEND_F | Kind.SEND_B:
                     if last != (sent, chunk, i):

@@ -1,7 +1,7 @@
 """Intermediate representation of pipeline schedules: a list of actions per rank.
 
-A compute schedule has forwards and backwards only. `megascale.schedule.lower` adds communication; the executor runs the
-lowered schedule, the simulator estimates its time, tests prove its properties.
+A compute schedule has forwards, backwards and recomputations only. `megascale.schedule.lower` adds communication; the
+executor runs the lowered schedule, the simulator estimates its time, tests prove its properties.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ class Kind(enum.StrEnum):
 
     F = "F"
     B = "B"
+    R = "R"  # recompute a forward whose activations were dropped, from its saved input
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
@@ -58,6 +59,11 @@ def forward(chunk: int, microbatch: int) -> Action:
 def backward(chunk: int, microbatch: int) -> Action:
     """Create the backward of a micro-batch on a chunk."""
     return Action(Kind.B, chunk, microbatch)
+
+
+def recomputation(chunk: int, microbatch: int) -> Action:
+    """Create the recomputation of a micro-batch's forward on a chunk, before its backward."""
+    return Action(Kind.R, chunk, microbatch)
 
 
 def build_schedule(order: ScheduleFn, p: int, v: int, m: int) -> Schedule:

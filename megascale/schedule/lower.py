@@ -61,7 +61,8 @@ def lower_rank(
             lowered.append(Action(Kind.WAIT_PARAMS, action.chunk, action.microbatch))
         lowered.append(action)
         kind, chunk, microbatch = action
-        if p > 1 and 0 <= chunk * p + rank + (1 if kind is Kind.F else -1) < stages:  # another stage needs the result
+        target = chunk * p + rank + (1 if kind is Kind.F else -1)
+        if p > 1 and kind is not Kind.R and 0 <= target < stages:  # another stage needs the result
             lowered.append(Action(Kind.SEND_F if kind is Kind.F else Kind.SEND_B, chunk, microbatch))
         complete = reduce_each or last_backward.get(action.chunk) == action.microbatch
         if training and action.kind is Kind.B and complete:

@@ -34,6 +34,8 @@ class Precedence:
 
     def _neighbour(self, action: Action, rank: int, offset: int) -> tuple[int, Action] | None:
         p, (kind, chunk, microbatch) = len(self.compute), action
+        if kind is Kind.R:
+            return None  # its input is on the rank, and its result stays there
         stage = chunk * p + rank + offset
         return (stage % p, Action(kind, stage // p, microbatch)) if p > 1 and 0 <= stage < p * self.v else None
 

@@ -81,7 +81,8 @@ class Bounds:
         """Seconds of a micro-batch's forward and backward: of the model, the fastest layer, and the head."""
         config = self._space.config
         recompute = "none" if config.train.recompute_chunks else layout.recompute
-        vpp, dp = config.model.num_layers + 2, self._space.devices // layout.tp  # a chunk per layer, embedding, head
+        vpp = config.model.num_layers + 2  # a chunk per layer, embedding, head
+        dp = self._space.devices // (layout.tp * layout.cp)
         layerwise = self._free.with_layout(layout._replace(vpp=vpp, dp=dp, recompute=recompute))
         pairs = chunk_times(layerwise, self._hardware, self._stack).values()
         seconds = [pair.forward.total + pair.backward.total for pair in pairs]
@@ -115,4 +116,5 @@ class Bounds:
         """
         vpp = layout.vpp if self._space.config.parallel.layers_per_chunk else 1
         block = layout._replace(pp=1, vpp=1, schedule="1f1b", dp=1, zero=1)
-        return block, layout._replace(sp=False, vpp=vpp, schedule="1f1b", micro=1, recompute="none")
+        flat = layout._replace(sp=False, cp_mode="ring", cp_ulysses=1, vpp=vpp, schedule="1f1b", micro=1)
+        return block, flat._replace(recompute="none")

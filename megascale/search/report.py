@@ -25,7 +25,9 @@ CAUSES = {
     "elementwise": "element-wise operations",
     "recompute": "recompute",
     "host": "waiting for the host",
+    "offload": "copies to and from host memory, exposed",
     "tp": "tp communication, exposed",
+    "cp": "cp communication, exposed",
     "pp": "pp communication, exposed",
     "dp": "dp communication, exposed",
     "bubble": "pipeline bubble",
@@ -59,7 +61,7 @@ def tables(plan: Plan, sweep: Sequence[Plan], tokens: float | None, cost: Failur
     yield _memory_table(plan)
     shown = [(cause, seconds) for cause, seconds in e.causes.items() if seconds >= MIN_SHARE * e.step_s]
     rows = [(CAUSES[cause], f"{seconds:.4g}", f"{seconds / e.step_s:.1%}") for cause, seconds in shown]
-    yield _table(("where the time goes", "s", "share"), rows)
+    yield plain_table(("where the time goes", "s", "share"), rows)
     yield from (f"note: {note}" for note in plan.notes)
     if plan.exact:
         yield _exact_table(plan.exact)
@@ -73,7 +75,9 @@ def format_layout(config: RunConfig) -> str:
     """Format a layout's parallelism, such as 'tp 8 sp x pp 4 (vpp 2) x dp 16'."""
     p = config.parallel
     sp, vpp = " sp" if p.sp and p.tp > 1 else "", f" (vpp {p.vpp})" if p.vpp > 1 else ""
-    return f"tp {p.tp}{sp} x pp {p.pp}{vpp} x dp {config.dp}"
+    heads = f" {p.cp_ulysses} x {p.cp_keys}" if p.cp_mode == "usp" else ""
+    cp = f" x cp {p.cp} {p.cp_mode}{heads}" if p.cp > 1 else ""
+    return f"tp {p.tp}{sp}{cp} x pp {p.pp}{vpp} x dp {config.dp}"
 
 
 def _memory_table(plan: Plan) -> Table:
@@ -81,7 +85,7 @@ def _memory_table(plan: Plan) -> Table:
     where = f" on stage {plan.fullest_stage}, the fullest of {stages}" if stages > 1 else ""
     sizes = {**vars(plan.memory), f"total, {'fits' if plan.fits else 'does not fit'}": plan.memory.total}
     rows = [(kind, format_bytes(size), f"{size / plan.memory_limit:.1%}") for kind, size in sizes.items()]
-    return _table((f"memory of a rank{where}, {how}", "bytes", f"of {format_bytes(plan.memory_limit)}"), rows)
+    return plain_table((f"memory of a rank{where}, {how}", "bytes", f"of {format_bytes(plan.memory_limit)}"), rows)
 
 
 def too_large_message(plan: Plan) -> str:
@@ -120,7 +124,8 @@ def _settings(config: RunConfig, plan: Plan, count: str | None) -> str:
     """Format the command-line arguments from a configuration to the planned one. `count`: as in `advice`."""
     implied = {"parallel.zero"} if plan.stack.shards_weights else set()
     implied |= set() if count == "parallel.dp" else {"parallel.dp"}
-    keys = {key: value for key, value in zip(LAYOUT_KEYS, plan.layout, strict=True) if key not in implied}
+    unused = {key for key in LAYOUT_KEYS if key.startswith("parallel.cp") and plan.layout.cp == config.parallel.cp == 1}
+    keys = {key: value for key, value in zip(LAYOUT_KEYS, plan.layout, strict=True) if key not in implied | unused}
     given = [key for key in DEPENDENT_KEYS if value_of(config, key) is not None]
     keys |= {key: "auto" for key in given if value_of(plan.config, key) is None}
     arguments = [f"{key}={str(value).lower()}" for key, value in keys.items()]
@@ -140,7 +145,7 @@ def search_tables(result: SearchResult) -> Iterator[str | Table]:
         cells = [str(keys.micro), str(keys.zero), keys.recompute, format_bytes(plan.memory.total)]
         cells += [f"{e.step_s:.4g}", f"{e.mfu_full:.1%}", slowdown_causes(plan, first)]
         rows.append([format_layout(plan.config), *cells])
-    yield _table(("layout", "micro", "zero", "recompute", "memory", "step s", "MFU full", "slower by"), rows)
+    yield plain_table(("layout", "micro", "zero", "recompute", "memory", "step s", "MFU full", "slower by"), rows)
     error = first.expected_error or 0.0
     near = sum(plan.estimate.step_s <= first.estimate.step_s * (1 + error) for plan in result.best)
     if error and near > 1:
@@ -168,7 +173,7 @@ def _exact_table(exact: Mapping[str, Any]) -> Table:
         calls, size = str(sum(group["calls"] for group in sent)), format_bytes(sum(group["bytes"] for group in sent))
         peak = format_bytes(rank["memory_bytes"]["total"])
         rows.append((str(rank["rank"]), str(rank["stage"]), peak, flops, calls, size))
-    return _table(("dry run of rank", "stage", "peak bytes", "FLOPs", "calls", "bytes sent"), rows)
+    return plain_table(("dry run of rank", "stage", "peak bytes", "FLOPs", "calls", "bytes sent"), rows)
 
 
 def _sweep_table(plans: Sequence[Plan]) -> Table:
@@ -177,7 +182,7 @@ def _sweep_table(plans: Sequence[Plan]) -> Table:
         e, size = plan.estimate, format_bytes(plan.memory.total) + ("" if plan.fits else ": does not fit")
         speed = f"{e.step_s:.4g}", format_count(e.tokens_per_s), f"{e.mfu_full:.1%}"
         rows.append((str(plan.config.world_size), format_layout(plan.config), *speed, size))
-    return _table(("devices", "layout", "step s", "tokens/s", "MFU full", "memory"), rows)
+    return plain_table(("devices", "layout", "step s", "tokens/s", "MFU full", "memory"), rows)
 
 
 def _job_line(plan: Plan, tokens: float, cost: FailureCost) -> str:
@@ -190,7 +195,8 @@ def _job_line(plan: Plan, tokens: float, cost: FailureCost) -> str:
     )
 
 
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Make a table without lines, whose columns but the first are aligned to the right."""
     first, *numeric = headings
     table = Table(first, *(Column(heading, justify="right") for heading in numeric), box=None, pad_edge=False)
     for row in rows:
@@ -215,7 +221,7 @@ def plan_json(plan: Plan, sweep: Sequence[Plan], tokens: float | None, cost: Fai
         "fullest_stage": plan.fullest_stage,
         "expected_error": plan.expected_error,
         "bubble": e.causes["bubble"] / e.step_s,
-        "exposed_s": {axis: e.causes[axis] for axis in ("tp", "pp", "dp")},
+        "exposed_s": {axis: e.causes[axis] for axis in ("tp", "cp", "pp", "dp")},
         "causes_s": e.causes,
         "notes": plan.notes,
         "failures": {"mean_s": cost.mean_s, "checkpoint_every_s": cost.every_s, "lost_share": cost.lost_share},

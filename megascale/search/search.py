@@ -69,8 +69,10 @@ def search(
 
 
 def row(layout: Layout) -> Layout:
-    """Reduce a layout to its table row: vpp, schedule, recomputation and zero trade memory for little time."""
-    return layout._replace(vpp=1, schedule="", recompute="", zero=0)
+    """Reduce a layout to its table row: vpp, schedule, recomputation and zero trade memory for little time, and so does
+    what ranks exchange along cp.
+    """
+    return layout._replace(cp_mode="", cp_ulysses=1, vpp=1, schedule="", recompute="", zero=0)
 
 
 class _BranchAndBound:

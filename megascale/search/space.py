@@ -1,12 +1,13 @@
 """The space of legal layouts on a number of devices (`Space`, `Layout`, `layout_of`).
 
-Divisors are enumerated axis by axis, since a rule of `config.rules` relates keys of one axis only, such as tp and sp,
-or pp, vpp, schedule and recompute.
+Divisors are enumerated axis by axis, since a rule of `config.rules` relates keys of one axis only: tp, sp and the keys
+of cp, or pp, vpp, schedule and recompute.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -24,6 +25,9 @@ class Layout(NamedTuple):
 
     tp: int = 1
     sp: bool = False
+    cp: int = 1
+    cp_mode: str = "ring"
+    cp_ulysses: int = 1
     pp: int = 1
     vpp: int = 1
     schedule: str = "1f1b"
@@ -42,12 +46,14 @@ DEPENDENT_KEYS = ("parallel.layers_per_chunk", "train.recompute_ops", "train.rec
 
 MAX_DEVICE_COUNTS = 17  # most device counts to try for a legal layout
 RECOMPUTE = ("none", "selective", "full")  # train.recompute, from the least to the most
+CP_MODES = ("ring", "allgather", "ulysses", "usp")
+MIN_SHARED_TOKENS = 4096  # fewest tokens of a sequence on a rank for cp: fewer take less time than their exchange
 
 
 @dataclass(frozen=True)
 class Space:
     """The layouts of a resolved `config` on `devices`. Keys in `fixed` keep their values, as do keys without effect: sp
-    without tp, zero without dp.
+    without tp, the mode without cp, zero without dp.
     """
 
     config: RunConfig
@@ -61,14 +67,16 @@ class Space:
         total, pipelines = batch_sizes(self.config).common, self._pipelines
         if lean:  # for every pp, vpp and schedule the last pipeline, with the most recomputation
             pipelines = list({pipeline[:-1]: pipeline for pipeline in pipelines}.values())
-        for (tp, sp), (pp, vpp, schedule, recompute) in itertools.product(self._tensors(tps), pipelines):
-            dp, rest = divmod(self.devices, tp * pp)
+        for tensors, (pp, vpp, schedule, recompute) in itertools.product(self._tensors(tps), pipelines):
+            tp, cp = tensors[0], tensors[2]
+            dp, rest = divmod(self.devices, tp * cp * pp)
             if rest or total % dp or dp not in self._values("parallel.dp", [dp]):
                 continue
-            micros = [micro for micro in self._micros if total // dp % micro == 0]
+            micros = [micro for micro in self._micros if total // dp % micro == 0 and self._needs_both(cp, micro)]
             for micro in micros[:1] if lean else micros:
-                for zero in self._values("parallel.zero", (0, 1, 2) if dp > 1 else (self.config.parallel.zero,)):
-                    yield Layout(tp, sp, pp, vpp, schedule, dp, micro, recompute, zero)
+                zeros = (0, 1, 2) if cp * dp > 1 else (self.config.parallel.zero,)
+                for zero in self._values("parallel.zero", zeros):
+                    yield Layout(*tensors, pp, vpp, schedule, dp, micro, recompute, zero)
 
     def with_layout(self, layout: Layout) -> RunConfig:
         """Return the resolved configuration with this layout."""
@@ -79,7 +87,8 @@ class Space:
         tps = self._values("parallel.tp", divisors(self.config.model.num_heads))
         pps = self._values("parallel.pp", range(1, self._most_chunks + 1))
         dps = self._values("parallel.dp", divisors(self.config.batch.total))
-        counts = {tp * pp * dp for tp, pp, dp in itertools.product(tps, pps, dps)} - {self.devices}
+        cps = self._values("parallel.cp", [1])
+        counts = {math.prod(sizes) for sizes in itertools.product(tps, cps, pps, dps)} - {self.devices}
         near = sorted(counts, key=lambda count: (abs(count - self.devices), count))[:MAX_DEVICE_COUNTS]
         return next((count for count in near if any(replace(self, devices=count).layouts(tps))), None)
 
@@ -91,23 +100,38 @@ class Space:
     def _values(self, key: str, free: Iterable[Any]) -> list[Any]:
         return [value_of(self.config, key)] if key in self.fixed else list(free)
 
-    def _one_device(self, **keys: Any) -> Layout:
-        """Build a layout of one device but for `keys`, to check the rules of an axis alone."""
-        return Layout(**{"micro": max(self._micros, default=1), **keys})
+    def _one_device(self, *tensors: Any, **keys: Any) -> Layout:
+        """Build a layout of one device but for these keys, to check the rules of an axis alone."""
+        return Layout(*tensors, **{"micro": max(self._micros, default=1), **keys})
 
     @cached_property
     def _micros(self) -> list[int]:
         sizes = self._values("batch.micro", divisors(self.config.batch.total))
         return [micro for micro in sizes if _legal(_with_layout(self.config, Layout(micro=micro)))]
 
-    def _tensors(self, tps: Collection[int]) -> list[tuple[int, bool]]:
-        """List all legal (tp, sp)."""
+    def _needs_both(self, cp: int, micro: int) -> bool:
+        """Return True unless both have a common divisor: divided by it they give a rank as many tokens, and less to
+        exchange.
+        """
+        return math.gcd(cp, micro) == 1 or not self.fixed.isdisjoint(("parallel.cp", "parallel.dp", "batch.micro"))
+
+    def _tensors(self, tps: Collection[int]) -> list[tuple[int, bool, int, str, int]]:
+        """List all legal (tp, sp, cp, cp_mode, cp_ulysses)."""
         return [
-            (tp, sp)
+            (tp, sp, *shared)
             for tp in self._values("parallel.tp", tps)
             for sp in self._values("parallel.sp", (False, True) if tp > 1 else (self.config.parallel.sp,))
-            if _legal(_with_layout(self.config, self._one_device(tp=tp, sp=sp)))
+            for shared in self._contexts()
+            if _legal(_with_layout(self.config, self._one_device(tp, sp, *shared)))
         ]
+
+    def _contexts(self) -> Iterator[tuple[int, str, int]]:
+        """Generate (cp, cp_mode, cp_ulysses)."""
+        most = max(1, self.config.model.seq_length // MIN_SHARED_TOKENS)
+        for cp in self._values("parallel.cp", divisors(self.devices, most)):
+            for mode in self._values("parallel.cp_mode", CP_MODES if cp > 1 else (self.config.parallel.cp_mode,)):
+                heads = divisors(cp)[1:-1] if mode == "usp" and cp > 1 else [1]
+                yield from ((cp, mode, count) for count in self._values("parallel.cp_ulysses", heads))
 
     @cached_property
     def _pipelines(self) -> list[tuple[int, int, str, str]]:

@@ -20,6 +20,7 @@ from statistics import fmean
 
 from megascale.catalog.schedules import SCHEDULES
 from megascale.schedule.ir import Schedule, build_schedule
+from megascale.schedule.state_aware import build_state_aware
 from megascale.simulate.event_simulator import Place, Simulation, StageTimes, simulate
 from megascale.simulate.profiles import Overlaps
 
@@ -30,17 +31,24 @@ CACHED_ORDERS = 32  # schedules of a search's layouts
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A pipeline of p ranks, v chunks per rank and m micro-batches. `reduces_each`: gradients after every backward."""
+    """A pipeline of p ranks, v chunks per rank and m micro-batches. `reduces_each`: gradients after every backward.
+    `parts`: dependent micro-batches of a sequence, of which the last `keep` keep their activations.
+    """
 
     schedule: str
     p: int
     v: int
     m: int
     reduces_each: bool = False
+    parts: int = 1
+    keep: int = 1
 
     def simulate(self, times: StageTimes, overlaps: Overlaps, *, spans: bool = False) -> Simulation:
         """Simulate all actions."""
-        compute = compute_order(self.schedule, self.p, self.v, self.m)
+        if self.parts > 1:
+            compute = build_state_aware(self.p, [self.parts] * (self.m // self.parts), self.keep)
+        else:
+            compute = compute_order(self.schedule, self.p, self.v, self.m)
         return simulate(compute, times, overlaps, reduce_each=self.reduces_each, spans=spans)
 
 
@@ -53,7 +61,8 @@ def compute_order(name: str, p: int, v: int, m: int) -> Schedule:
 def pipeline_time(pipeline: Pipeline, times: StageTimes, overlaps: Overlaps, max_actions: int = MAX_ACTIONS) -> float:
     """Estimate a pipeline's seconds. `max_actions`: most actions of a simulation."""
     p, v, m = pipeline.p, pipeline.v, pipeline.m
-    if 2 * p * v * m <= max_actions or not SCHEDULES[pipeline.schedule].facts.get("periodic", False):
+    periodic = pipeline.parts == 1 and SCHEDULES[pipeline.schedule].facts.get("periodic", False)
+    if 2 * p * v * m <= max_actions or not periodic:
         return pipeline.simulate(times, overlaps).last
     long = max(6, math.isqrt(max_actions // (2 * GROUPS[1] * v)))  # stages, with enough groups in `max_actions`
     if p <= long:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Self
 
@@ -23,6 +23,7 @@ from megascale.layout.chunks import fp8_layers, stages_of
 from megascale.layout.pieces import MAX_PIECES
 from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy
 from megascale.layout.tensors import padded_vocab
+from megascale.simulate.context_time import ContextRoutes
 from megascale.simulate.event_simulator import Place
 from megascale.simulate.gemm_time import KernelTimes
 from megascale.simulate.link_time import Route, group_route
@@ -48,7 +49,9 @@ class _Sum:
 
 @dataclass(frozen=True)
 class Seconds(_Sum):
-    """Seconds of a rank by cause. `host`: waits for launches; `tp`, `dp`: exposed collectives, for dp of ZeRO-3."""
+    """Seconds of a rank by cause. `host`: waits for launches; `tp`, `cp`, `dp`: exposed communication, for dp of
+    ZeRO-3; `offload`: exposed copies of block inputs to and from host memory.
+    """
 
     gemm: float = 0.0
     attention: float = 0.0
@@ -56,7 +59,9 @@ class Seconds(_Sum):
     recompute: float = 0.0
     host: float = 0.0
     tp: float = 0.0
+    cp: float = 0.0
     dp: float = 0.0
+    offload: float = 0.0
 
     @property
     def total(self) -> float:
@@ -106,11 +111,15 @@ class TpCollectives:
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Times of a model's units and their parts on one tensor-parallel rank, for one micro-batch."""
+    """Times of a model's units and their parts on one tensor-parallel rank, for one micro-batch, or one of its `tiles`
+    of tokens.
+    """
 
     config: RunConfig
     kernels: KernelTimes
     exchange: TpCollectives
+    context: ContextRoutes
+    tiles: int = 1
 
     @classmethod
     def from_config(cls, config: RunConfig, hardware: Hardware, stack: Stack) -> LayerTimes:
@@ -121,13 +130,14 @@ class LayerTimes:
         kernels = KernelTimes(hardware, stack, "bf16" if precision == "fp8" else precision, size)
         route = group_route(hardware, p.tp, 1, config.world_size, together=p.tp)
         overlaps = stack.overlaps.tp if config.overlap.tp else "none"
-        activation = config.batch.micro * m.seq_length * m.hidden_size * size
+        activation = config.batch.micro * config.row_tokens * m.hidden_size * size
         slowdown = 1 - hardware.attained.overlap
-        return cls(config, kernels, TpCollectives(route, p.tp, p.sp, activation, overlaps, slowdown))
+        routes = ContextRoutes.from_config(config, hardware)
+        return cls(config, kernels, TpCollectives(route, p.tp, p.sp, activation, overlaps, slowdown), routes)
 
     @property
     def tokens(self) -> int:
-        return self.config.batch.micro * self.config.model.seq_length
+        return self.config.batch.micro * self.config.row_tokens // self.tiles
 
     @property
     def stream(self) -> int:
@@ -137,15 +147,25 @@ class LayerTimes:
 
     def block(self, parts: blocks.BlockSpec, fp8: bool, recompute: RecomputePolicy) -> PassTimes:
         """Time a block with recomputation. `fp8`: the linear layers run FP8 GEMMs."""
-        pairs = [self.part(part, fp8) for part in parts]
+        tiled = blocks.tile_mlp(parts, recompute.mlp_tiles)
+        pairs = [self.part(part, fp8) for part in tiled]
         fixed = self.kernels.measured.layer_s if self.kernels.measured else 0.0
         total = sum(pairs, PassTimes(Seconds(elementwise=fixed), Seconds(elementwise=2 * fixed)))
-        recomputed = self._recomputed(parts, pairs, recompute)
+        recomputed = self._recomputed(tiled, pairs, recompute)
         if recompute.full:
-            last = blocks.skippable_rows(parts) if self.kernels.stack.stops_early else None
-            recomputed = total.forward + (self._linears(last, fp8).forward * -1 if last else Seconds())
-        backward = total.backward + Seconds(recompute=recomputed.total - recomputed.tp, tp=recomputed.tp)
-        return PassTimes(self._launched(total.forward, 1), self._launched(backward, 3 if recompute.full else 2))
+            early, timed = self.kernels.stack.stops_early, zip(tiled, pairs, strict=True)
+            skipped = (pair.forward for part, pair in timed if early and blocks.is_skippable(parts, part))
+            recomputed = total.forward + sum(skipped, Seconds()) * -1
+        sent = Seconds(tp=recomputed.tp, cp=recomputed.cp)
+        backward = total.backward + Seconds(recompute=recomputed.total - sent.total) + sent
+        launched = self._launched(total.forward, 1), self._launched(backward, 3 if recompute.full else 2)
+        copied = self._copied() if recompute.offload else 0.0  # behind a block's forward, and behind its backward
+        return PassTimes(*(work + Seconds(offload=max(0.0, copied - work.total)) for work in launched))
+
+    def _copied(self) -> float:
+        """Time the copy of a block's input over the link to host memory; zero if its bandwidth is unknown."""
+        hardware, link = self.kernels.hardware, self.kernels.hardware.device.host_bandwidth
+        return self.stream * self.kernels.bytes / (link * hardware.attained.link) if link else 0.0
 
     def _launched(self, work: Seconds, passes: int) -> Seconds:
         """Add the wait for the host, which launches the operations of `passes` forwards."""
@@ -161,24 +181,43 @@ class LayerTimes:
             case blocks.AttentionSpec():
                 seconds = self._attention(self.config.batch.micro * part.heads // tp, part)
                 moved = self._passes(2 * self.tokens * part.qkv_width // tp)  # q, k, v transposed to [b, heads, s, d]
-                return moved + self._qk_norm(part) + PassTimes(*(Seconds(attention=pass_s) for pass_s in seconds))
+                exposed = (self.context.exposed(self.config, part, s, back) for back, s in enumerate(seconds))
+                attended = (Seconds(attention=s, cp=sent) for s, sent in zip(seconds, exposed, strict=True))
+                return moved + self._qk_norm(part) + PassTimes(*attended)
             case blocks.ActivationSpec():
                 return self._passes(self.tokens * (part.inputs + part.outputs) // tp)
             case blocks.NormSpec():
                 return self._passes(2 * self.stream)
+            case blocks.TiledMLP():
+                return self._tiled(part, fp8)
             case blocks.ResidualAdd():
                 return self._passes((7 if m.dropout else 3) * self.stream)
 
+    def _tiled(self, mlp: blocks.TiledMLP, fp8: bool) -> PassTimes:
+        """Time an MLP in tiles. The backward of a tile repeats its forward, or where a stack stops early all of it but
+        the last GEMM.
+        """
+        exchange = replace(self.exchange, size=self.exchange.size // mlp.tiles)
+        tile = replace(self, tiles=self.tiles * mlp.tiles, exchange=exchange)
+        first, last = tile.part(mlp.columns, fp8) + tile.part(mlp.activation, fp8), tile.part(mlp.rows, fp8)
+        again = first.forward + (Seconds() if self.kernels.stack.stops_early else last.forward)
+        repeated = Seconds(recompute=again.total - again.tp, tp=again.tp)
+        return (first + last + PassTimes(Seconds(), repeated)) * mlp.tiles
+
     def _attention(self, heads: int, part: blocks.AttentionSpec) -> tuple[float, float]:
-        """Time the attention of `heads` in forward and backward, document by document; unfused with all scores."""
+        """Time the attention of `heads` in forward and backward, document by document; unfused with all scores. Ranks
+        that share sequences have equal shares of it, as chunks are taken to have.
+        """
         m, lengths = self.config.model, Counter(expected_documents(self.config))
         if self.kernels.stack.attention == "unfused":
-            return self.kernels.attention(heads, m.seq_length, part.window, part.head_dim)
-        times = [
-            self.kernels.attention(count * heads, keys, min(part.window or keys, keys), part.head_dim)
-            for keys, count in lengths.items()
-        ]
-        return sum(forward for forward, _ in times), sum(backward for _, backward in times)
+            times = [self.kernels.attention(heads, m.seq_length, part.window, part.head_dim)]
+        else:
+            times = [
+                self.kernels.attention(count * heads, keys, min(part.window or keys, keys), part.head_dim)
+                for keys, count in lengths.items()
+            ]
+        parts = m.seq_length / self.config.row_tokens
+        return sum(forward for forward, _ in times) / parts, sum(backward for _, backward in times) / parts
 
     def _qk_norm(self, part: blocks.AttentionSpec) -> PassTimes:
         """Time the norms of q and k, a read and a write each; over all heads with sums over tp."""
@@ -236,11 +275,12 @@ class LayerTimes:
         """Time the forward of selectively recomputed operations: norms only before column-parallel layers."""
         total = Seconds()
         for part, after, pair in zip(parts, (*parts[1:], None), pairs, strict=True):
-            norm = recompute.norm and isinstance(part, blocks.NormSpec) and isinstance(after, blocks.ColumnParallel)
+            linear = isinstance(after, blocks.ColumnParallel | blocks.TiledMLP)
+            norm = recompute.norm and isinstance(part, blocks.NormSpec) and linear
             if norm or (recompute.activation and isinstance(part, blocks.ActivationSpec)):
                 total += pair.forward
             elif recompute.attention and isinstance(part, blocks.AttentionSpec):
-                total += Seconds(attention=pair.forward.attention)
+                total += Seconds(attention=pair.forward.attention, cp=pair.forward.cp)
         return total
 
 

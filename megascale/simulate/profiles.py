@@ -80,6 +80,7 @@ class Device(Section):
     memory: Annotated[Count, Whole] = Field(description="bytes")
     reserve: Annotated[int, Whole] = Field(3 << 30, ge=0, description="bytes of driver, NCCL and fragmentation")
     bandwidth: Rate = Field(description="bytes/s of memory")
+    host_bandwidth: Rate | None = Field(None, description="bytes/s to host memory, each way, if stated")
     units: Count = Field(description="multiprocessors: GEMM tiles in parallel")
     accelerator: Annotated[str, AfterValidator(_known)] | None = Field(None, description="of catalog/accelerators.py")
     peak: dict[Format, Rate] = Field({}, description="FLOP/s by dtype, in place of the accelerator's")

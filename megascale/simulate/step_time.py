@@ -6,14 +6,16 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import starmap
 
 from megascale.account.attended import expected_scores
 from megascale.account.flops import mfu, token_flops
+from megascale.account.optimizer_state import fullest_owner, optimizer_state_bytes
 from megascale.account.traffic import mean_calls, message_bytes, replicas
-from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.precisions import PRECISIONS
 from megascale.config.run import RunConfig
 from megascale.layout.chunks import bucket_sizes, stages_of
+from megascale.layout.param_groups import ParamGroup
 from megascale.simulate.event_simulator import Place, Simulation, StageTimes
 from megascale.simulate.extrapolate import Pipeline, pipeline_time
 from megascale.simulate.layer_time import LayerTimes, PassTimes, Seconds, chunk_times
@@ -87,7 +89,8 @@ class StepParts:
         p = self.config.parallel
         assert p.schedule, "a resolved configuration names its schedule"
         reduces_each = p.zero == 2 and self.stack.reduces_each and not self.stack.shards_weights
-        return Pipeline(p.schedule, p.pp, p.vpp, self.config.num_microbatches, reduces_each)
+        chunks, keep = self.config.num_chunks, self.config.data.keep_chunks
+        return Pipeline(p.schedule, p.pp, p.vpp, self.config.num_microbatches, reduces_each, chunks, keep)
 
     @property
     def overlaps(self) -> Overlaps:
@@ -169,15 +172,26 @@ class StepParts:
 
     @cached_property
     def update(self) -> float:
-        """Seconds of the optimizer on the largest rank: state is read and written, gradients are read and cleared."""
+        """Seconds of the optimizer on the largest rank: state is read and written, gradients are read and cleared;
+        GEMMs of rules of whole matrices on the owner with most, with decompositions at the rate of GEMMs.
+        """
         facts = PRECISIONS[self.config.train.precision].facts
-        tensors = OPTIMIZERS[self.config.optimizer.name].facts["state_tensors"] + (1 if facts["master_weights"] else 0)
         p, wide = self.config.parallel, facts["accumulate_bytes"]
         elements = max(sum(sum(self.buckets[rank, chunk]) for chunk in range(p.vpp)) for rank in range(p.pp))
         shard = elements / (replicas(self.config) if self.dp.sharded else 1)
         gradients = shard if self.stack.shards_weights else elements
-        moved = shard * (2 * tensors * wide + 2 * wide + facts["compute_bytes"]) + gradients * wide
-        return moved / self.layers.kernels.bandwidth
+        masters = wide * shard if facts["master_weights"] else 0
+        zero = 1 if self.dp.sharded else 0
+        state = masters + max(optimizer_state_bytes(self.config, rank, zero) for rank in range(p.pp))
+        moved = 2 * state + shard * (2 * wide + facts["compute_bytes"]) + gradients * wide
+        owners = (fullest_owner(self.config, rank) for rank in range(p.pp))
+        gemms = max(sum(starmap(self._update_gemms, matrices)) for matrices in owners)
+        return moved / self.layers.kernels.bandwidth + gemms
+
+    def _update_gemms(self, group: ParamGroup, shape: tuple[int, int]) -> float:
+        """Seconds of the GEMMs of a matrix's update."""
+        gemm = self.layers.kernels.gemm
+        return sum(count * gemm(m, n, k) for count, (m, n, k) in group.gemms(shape))
 
     def seconds(self, pipeline: float) -> float:
         """Seconds of a step from seconds of the pipeline, with the loss of large jobs."""
@@ -191,6 +205,7 @@ class StepParts:
             return pipeline + fixed
         p, count = self.config.parallel, self.config.num_microbatches
         work = count * sum([*times.forward.values(), *times.backward.values()])
+        work += count * self.config.dropped_share * sum(times.forward.values())
         work += sum([*times.reduce.values(), *times.gather.values()])
         work += 2 * (p.pp * p.vpp - 1) * count * (times.message + times.receive)
         waits = (crowd - 1) * self.hardware.node.turn_s * mean_calls(self.config)  # a rank finds the caches cold
@@ -200,6 +215,8 @@ class StepParts:
         """Seconds of the mean rank by cause. `without_pp`: pipeline without messages; `without_dp`: compute only."""
         count, fixed = self.config.num_microbatches, self.stack.attained.step_s
         total = sum((pair.forward + pair.backward for pair in self.pairs.values()), Seconds())
+        again = self.config.dropped_share * sum(pair.forward.total for pair in self.pairs.values())
+        total += Seconds(recompute=again)
         total *= count / self.config.parallel.pp
         unscaled = self._unscaled(ended)
         causes = {

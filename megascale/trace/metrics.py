@@ -1,9 +1,14 @@
-"""Metrics records: a logged step (`StepMetrics`), an evaluation (`EvaluationMetrics`), or an alert (`Alert`)."""
+"""Metrics records: a logged step (`StepMetrics`), an evaluation (`EvaluationMetrics`), an alert (`Alert`), or an update
+of a blend's weights (`MixtureUpdate`).
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+MOST_NAMED = 8
+"""Most datasets in the line of an update."""
 
 
 @dataclass(frozen=True)
@@ -15,6 +20,7 @@ class StepMetrics:
     - `tokens_per_s`: all processed tokens, the basis of FLOP/s, MFU and HFU; `loss_tokens_per_s`: loss tokens only
     - `mfu_*`, `hfu_*`: by convention (`account.flops`); MFU and HFU differ under activation recomputation
     - `communication`: calls, bytes and exposed seconds per step, by axis, on rank 0
+    - `noise_scale`: gradient noise scale in tokens, a moving average (`train.noise_scale`)
     - `fp8`: amax and shares of saturated and underflowing elements, by quantized operand
     """
 
@@ -34,16 +40,20 @@ class StepMetrics:
     hfu_causal: float | None
     peak_memory_bytes: int
     communication: dict[str, dict[str, float]]
+    noise_scale: float | None = None
     fp8: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class EvaluationMetrics:
-    """An evaluation after `step`: the mean loss per token over `valid_tokens` tokens."""
+    """An evaluation after `step`: the mean loss per token over `valid_tokens` tokens. `averaged_loss`: of the averaged
+    weights, if there are any.
+    """
 
     step: int
     valid_loss: float
     valid_tokens: int
+    averaged_loss: float | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +70,27 @@ class Alert:
         return f"{self.alert} {self.value:.4g} is {times:.3g} times its recent median {self.recent:.4g}"
 
 
-MetricsRecord = StepMetrics | EvaluationMetrics | Alert
+@dataclass(frozen=True)
+class MixtureUpdate:
+    """An update of the blend's weights by a data policy after `step`. `mixture`: the new weight of each dataset and, if
+    the policy uses losses, the mean loss per token since the last update, by its number and name. `place`: where in the
+    order of samples the weights begin; None for weights as before.
+    """
+
+    step: int
+    place: int | None
+    mixture: dict[str, dict[str, float]]
+
+    def __str__(self) -> str:
+        if self.place is None:
+            return "the data policy leaves the weights of the blend as they are"
+        found = sorted(self.mixture.items(), key=lambda item: -item[1]["weight"])
+        weights = ", ".join(f"{numbers['weight']:.3g} {name}" for name, numbers in found[:MOST_NAMED])
+        more = f", {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+        return f"weights from sample {self.place:,} on: {weights}{more}"
+
+
+MetricsRecord = StepMetrics | EvaluationMetrics | Alert | MixtureUpdate
 
 
 def as_json(record: MetricsRecord) -> dict[str, Any]:

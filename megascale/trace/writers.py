@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
-import socket
 import sys
-import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from megascale.core.append_file import AppendFile
 from megascale.core.files import write_text
+from megascale.core.tensorboard_file import TensorBoardFile
 from megascale.core.units import format_count, format_duration
-from megascale.trace.metrics import Alert, EvaluationMetrics, MetricsRecord, StepMetrics, as_json, scalars
+from megascale.trace.metrics import (
+    Alert,
+    EvaluationMetrics,
+    MetricsRecord,
+    MixtureUpdate,
+    StepMetrics,
+    as_json,
+    scalars,
+)
 
 
 class MetricsWriter(Protocol):
@@ -68,44 +74,21 @@ def _step(line: str) -> float:
         return math.inf
 
 
-_TENSORBOARD_PREFIXES = {StepMetrics: "train", EvaluationMetrics: "valid", Alert: "alert"}
+_TENSORBOARD_PREFIXES = {StepMetrics: "train", EvaluationMetrics: "valid", Alert: "alert", MixtureUpdate: "data"}
 
 
 class TensorBoardWriter(MetricsWriter):
-    """Writer of a TensorBoard event file, with the `tensorboard` package's records: torch's wrapper takes seconds to
-    import, and the thread of `tensorboard`'s own writer ends for good at the first error.
-    """
+    """Writer of a TensorBoard event file."""
 
     name = "TensorBoard"
 
     def __init__(self, folder: Path, resumed_step: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        self._event, self._summary, self._record_writer = Event, Summary, RecordWriter
-        folder.mkdir(parents=True, exist_ok=True)
-        now = time.time_ns()
-        self._file = AppendFile(folder / f"events.out.tfevents.{now}.{socket.gethostname()}.{os.getpid()}")
-        self._append(Event(wall_time=now / 1e9, file_version="brain.Event:2"))
-        # a START makes the viewer drop the events that an earlier process wrote from this step on
-        log, first_step = SessionLog(status=SessionLog.START), resumed_step + 1 if resumed_step else 0
-        self._append(Event(wall_time=time.time(), step=first_step, session_log=log))
-
-    def _append(self, event: Any) -> None:
-        record = io.BytesIO()
-        self._record_writer(record).write(event.SerializeToString())
-        self._file.append(record.getvalue())
+        self._file = TensorBoardFile(folder, resumed_step + 1 if resumed_step else 0)
 
     def write(self, record: MetricsRecord) -> None:
-        values_by_name = scalars(record)
-        step = int(values_by_name.pop("step"))
-        prefix = _TENSORBOARD_PREFIXES[type(record)]
-        values = [
-            self._summary.Value(tag=f"{prefix}/{name.removeprefix('valid_')}", simple_value=value)
-            for name, value in values_by_name.items()
-        ]
-        self._append(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+        values = scalars(record)
+        step, prefix = int(values.pop("step")), _TENSORBOARD_PREFIXES[type(record)]
+        self._file.write(step, {f"{prefix}/{name.removeprefix('valid_')}": value for name, value in values.items()})
 
     def close(self) -> None:
         self._file.flush()
@@ -149,8 +132,11 @@ def format_record(record: MetricsRecord, steps: int) -> str:
     if isinstance(record, Alert):
         return f"WARNING: step {record.step}: {record}"
     step = f"step {record.step:,}/{steps:,}"
+    if isinstance(record, MixtureUpdate):
+        return f"{step}  {record}"
     if isinstance(record, EvaluationMetrics):
-        return f"{step}  validation loss {record.valid_loss:.4f}"
+        averaged = "" if record.averaged_loss is None else f"  of averaged weights {record.averaged_loss:.4f}"
+        return f"{step}  validation loss {record.valid_loss:.4f}{averaged}"
     mfu = "MFU n/a" if record.mfu_full is None else f"MFU {record.mfu_full:.1%} full {record.mfu_causal:.1%} causal"
     speed = f"{format_count(record.tokens_per_s)} tok/s"
     if record.loss_tokens_per_s != record.tokens_per_s:

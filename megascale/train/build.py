@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 
 import torch
 
+from megascale.account.flops import sequence_flops
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.schedules import SCHEDULES
 from megascale.checkpoint.checkpoints import Checkpoints
@@ -23,13 +24,18 @@ from megascale.core.event_ring import EventRing
 from megascale.core.flight_writer import FlightRecordWriter
 from megascale.core.rank import Rank
 from megascale.data.batch_shape import BatchShape, StepOrder
-from megascale.data.host_reader import open_host_samples, reads_samples, reads_tokens
+from megascale.data.host_reader import open_host_samples
 from megascale.data.host_samples import HostSamples
+from megascale.data.hybrid_batches import HybridPool
 from megascale.data.loader import Loader
 from megascale.data.mixture import Mixture, MockMixture, SplitName, build_mixture
+from megascale.data.reader_shape import reads_samples, reads_tokens
 from megascale.device import Device
 from megascale.layout.chunks import chunk_buckets, stages_of
+from megascale.layout.document_shards import row_sharding
+from megascale.layout.param_groups import ParamGroups
 from megascale.layout.recompute_policy import recompute_policy
+from megascale.layout.sequence_shard import sequence_chunks
 from megascale.layout.topology import topology_of
 from megascale.model.initialize import init_parameter
 from megascale.model.modules import LayerContext, Operators
@@ -37,18 +43,31 @@ from megascale.model.transformer import Stage
 from megascale.ops import select
 from megascale.ops.select import OpContext
 from megascale.ops.wgrad import Wgrad
+from megascale.optim.first_gradient import FirstGradient
 from megascale.optim.lr import learning_rate, learning_rate_by_samples
 from megascale.optim.sharded import ShardedOptimizer
+from megascale.optim.step_guard import StepGuard
+from megascale.parallel.context_parallel import ContextParallel
 from megascale.parallel.fp8_linear import Fp8State, build_linear_gemms
-from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
+from megascale.parallel.input_offload import ActivationOffload
+from megascale.parallel.param_and_grad_buffers import Overlap, ParamAndGradBuffers
 from megascale.parallel.pipeline import P2PActivationSpec, PipelineExecutor
+from megascale.parallel.stateful import Stateful
 from megascale.parallel.tp_overlap import TensorParallel
 from megascale.schedule.ir import RankSchedule, build_schedule, forwards_only
 from megascale.schedule.lower import RECV_LOOKAHEAD, lower_rank
+from megascale.schedule.one_f_one_b import one_f_one_b
 from megascale.schedule.precedence import Precedence
+from megascale.schedule.state_aware import build_state_aware
 from megascale.trace.recorder import Recorder
 from megascale.train.hooks import Hooks
+from megascale.train.noise_scale import NoiseScale
+from megascale.train.policy_updates import PolicyState
 from megascale.train.stop import StopRequest
+from megascale.train.weight_average import WeightAverage
+
+PLANNED_ORDERS = 32
+"""Orders of planned micro-batches that are kept; steps have a few numbers of them."""
 
 Dtypes = tuple[torch.dtype, torch.dtype]
 """The dtypes of compute and of accumulation."""
@@ -66,8 +85,10 @@ class Origin:
 class Run:
     """All objects of a run on one rank. A resume replaces `progress` and `origin`; other state is loaded in place.
 
-    `train_order`: the actions of a step of the whole batch, `order_of` those of a step with fewer samples.
-    `hooks`: those of plug-ins before training, all hooks in training.
+    `train_order`: the actions of a step of the whole batch, `order_of` those of a step with fewer samples;
+    `planned_order`: those of a number of planned micro-batches, in training or not.
+    `hooks`: those of plug-ins before training, all hooks in training. `noise_scale`, `policy` (the data policy's
+    state), `average`: None if there is none.
     """
 
     config: RunConfig
@@ -77,10 +98,14 @@ class Run:
     stages: list[Stage]
     buffers: ParamAndGradBuffers
     fp8_state: Fp8State
+    noise_scale: NoiseScale | None
+    policy: PolicyState | None
+    average: WeightAverage | None
     optimizer: ShardedOptimizer
     pipeline: PipelineExecutor
     train_order: RankSchedule
     order_of: Callable[[int], RankSchedule]
+    planned_order: Callable[[int, bool], RankSchedule]
     valid_order: RankSchedule
     train_loader: Loader
     valid_loader: Loader | None
@@ -134,11 +159,21 @@ def build_rank_run(
     if init_weights:
         initialize_weights(buffers, mesh, config.train.seed)
     fp8_state = Fp8State(config, mesh, device.torch_device, select.build_op("linear", context))
-    stages = build_stages(config, mesh, buffers, tp, Operators.from_context(context), fp8_state)
-    update_rule = select.build_op("optimizer", context)
-    optimizer = ShardedOptimizer(buffers.buckets, mesh, config.optimizer, update_rule)
+    offload = ActivationOffload(device.host_buffers()) if config.train.activation_offload else None
+    stages = build_stages(config, mesh, buffers, tp, Operators.from_context(context), fp8_state, offload)
+    names = ParamGroups(config.optimizer).rules
+    update_rules = {name: select.build_op("optimizer", replace(context, optimizer=name)) for name in names}
+    guarded = config.optimizer.zclip or config.optimizer.skip_sigma > 0
+    guard = StepGuard(config.optimizer, mesh, device.torch_device) if guarded else None
+    optimizer = ShardedOptimizer(buffers.buckets, mesh, config.optimizer, update_rules, guard)
     mesh.recorder.flight.start_parts.begin("indices")
+    noise_scale = build_noise_scale(config, mesh, buffers, device.torch_device)
+    average = WeightAverage(config.train, optimizer.shards, mesh) if config.train.average != "none" else None
     train, valid, valid_batches = build_loaders(config, mesh, device)
+    pipeline = build_pipeline(config, mesh, stages, buffers, dtypes, device.torch_device, offload)
+    policy = PolicyState(config, mesh, pipeline, train, device.torch_device) if config.data.policy else None
+    optional: list[Stateful | None] = [guard, noise_scale, average, policy]
+    parts: list[Stateful] = [optimizer, fp8_state, *(part for part in optional if part is not None)]
     mesh.recorder.flight.start_parts.begin("build")
     return Run(
         config=config,
@@ -148,19 +183,35 @@ def build_rank_run(
         stages=stages,
         buffers=buffers,
         fp8_state=fp8_state,
+        noise_scale=noise_scale,
+        policy=policy,
+        average=average,
         optimizer=optimizer,
-        pipeline=build_pipeline(config, mesh, stages, buffers, dtypes, device.torch_device),
+        pipeline=pipeline,
         train_order=build_order(config, mesh.coord.pp),
         order_of=lru_cache(1)(lambda size: build_order(with_batch(config, size), mesh.coord.pp)),
+        planned_order=lru_cache(PLANNED_ORDERS)(
+            lambda count, training: build_planned_order(config, mesh.coord.pp, count, training)
+        ),
         valid_order=build_order(config, mesh.coord.pp, training=False),
         train_loader=train,
         valid_loader=valid,
         valid_batches=valid_batches,
         lr=build_learning_rate(config),
-        checkpoints=Checkpoints(config, mesh, [optimizer, fp8_state], device),
+        checkpoints=Checkpoints(config, mesh, parts, device),
         progress=Progress(),
         stop=stop,
     )
+
+
+def build_noise_scale(
+    config: RunConfig, mesh: Mesh, buffers: ParamAndGradBuffers, device: torch.device
+) -> NoiseScale | None:
+    """Build what measures the gradient noise scale, with `train.noise_scale_every`."""
+    if not config.train.noise_scale_every:
+        return None
+    gradient = FirstGradient(buffers.buckets, mesh, sequence=config.parallel.sp)
+    return NoiseScale(config.train, gradient, mesh, device)
 
 
 def build_learning_rate(config: RunConfig) -> Callable[[int], float]:
@@ -192,7 +243,7 @@ def build_buffers(
         mesh if config.model.tie_embeddings else untied,
         zero=config.parallel.zero,
         sequence=config.parallel.sp,
-        overlap=config.overlap.dp,
+        overlap=Overlap(config.overlap.dp, in_backward=config.parallel.cp_mode != "hybrid"),
         dtypes=dtypes,
         device=device,
         wgrad=wgrad,
@@ -213,24 +264,39 @@ def build_stages(
     tp: TensorParallel,
     operators: Operators,
     fp8_state: Fp8State,
+    offload: ActivationOffload | None = None,
 ) -> list[Stage]:
     """Build the modules of this rank's model chunks over the weights in `buffers`."""
     layout, stages = stages_of(config), []
+    cp = context_parallel(config, mesh, operators)
     linear_gemms = partial(build_linear_gemms, state=fp8_state, tp=tp)
     for chunk in range(config.parallel.vpp):
         index = layout.index(mesh.coord.pp, chunk)
         first, last = index == 0, index == layout.count - 1
         recompute = recompute_policy(config.train, chunk)
-        context = LayerContext(config.model, buffers.parameters(chunk), tp, operators, linear_gemms, recompute)
+        parameters, stored = buffers.parameters(chunk), offload if recompute.offload else None
+        context = LayerContext(config.model, parameters, tp, operators, linear_gemms, recompute, cp, stored)
         stages.append(Stage(context, layout.layers(index), first, last, buffers.make_bucket_boundary(chunk)))
     return stages
+
+
+def context_parallel(config: RunConfig, mesh: Mesh, operators: Operators) -> ContextParallel | None:
+    """Return the attention of ranks that share a sequence; None if each has whole ones."""
+    if config.parallel.cp == 1 and config.parallel.cp_mode != "hybrid":
+        return None
+    gathers, attend, part = config.parallel.cp_mode == "allgather", operators.attend, operators.partial_attend
+    return ContextParallel(mesh.cp_heads, mesh.cp_keys, attend, part, gathers, config.overlap.cp)
 
 
 def build_order(config: RunConfig, pp_rank: int, training: bool = True) -> RankSchedule:
     """Return a pipeline rank's actions in a training step, or in an evaluation of one global batch."""
     p = config.parallel
     assert p.schedule is not None, "a resolved configuration names its schedule"
-    compute = build_schedule(SCHEDULES[p.schedule].load(), p.pp, p.vpp, config.num_microbatches)
+    if config.data.chunk_tokens is None:
+        compute = build_schedule(SCHEDULES[p.schedule].load(), p.pp, p.vpp, config.num_microbatches)
+    else:
+        samples = config.num_microbatches // config.num_chunks
+        compute = build_state_aware(p.pp, [config.num_chunks] * samples, config.data.keep_chunks)
     return lower_rank(
         Precedence(compute if training else forwards_only(compute), p.vpp),
         pp_rank,
@@ -240,6 +306,14 @@ def build_order(config: RunConfig, pp_rank: int, training: bool = True) -> RankS
     )
 
 
+def build_planned_order(config: RunConfig, pp_rank: int, count: int, training: bool) -> RankSchedule:
+    """Return the actions of a pipeline rank in hybrid data parallelism, for `count` micro-batches of its pipeline."""
+    compute = build_schedule(one_f_one_b, config.parallel.pp, 1, count)
+    precedence = Precedence(compute if training else forwards_only(compute), 1)
+    lookahead = RECV_LOOKAHEAD if config.overlap.pp else 0
+    return lower_rank(precedence, pp_rank, lookahead=lookahead, training=training)
+
+
 def build_pipeline(
     config: RunConfig,
     mesh: Mesh,
@@ -247,13 +321,14 @@ def build_pipeline(
     buffers: ParamAndGradBuffers,
     dtypes: Dtypes,
     device: torch.device,
+    offload: ActivationOffload | None = None,
 ) -> PipelineExecutor:
     """Build the executor of this rank's pipeline actions."""
     m = config.model
-    rows = m.seq_length // mesh.tp.size if config.parallel.sp else m.seq_length
+    rows = config.row_tokens // mesh.tp.size if config.parallel.sp else config.row_tokens
     tp = single_rank_group("tp") if config.parallel.sp else mesh.tp
     p2p_spec = P2PActivationSpec((rows, config.batch.micro, m.hidden_size), dtypes[0], device, tp)
-    return PipelineExecutor(stages, buffers, mesh, p2p_spec, dtypes[1])
+    return PipelineExecutor(stages, buffers, mesh, p2p_spec, dtypes[1], offload)
 
 
 def build_loaders(config: RunConfig, mesh: Mesh, device: Device) -> tuple[Loader, Loader | None, int]:
@@ -270,7 +345,7 @@ def build_loaders(config: RunConfig, mesh: Mesh, device: Device) -> tuple[Loader
     valid_batches = _evaluation_batches(config, mesh) if config.train.eval_every else 0
     if valid_batches:
         orders["valid"] = StepOrder(shape, valid_batches * config.batch.total, again=True)
-    sources = _open_sources(config, mesh, orders)
+    sources, sharding = _open_sources(config, mesh, orders), row_sharding(config, mesh.coord.cp)
     train, *valid = (
         Loader(
             sources.get(split) if reads_tokens(mesh.topology, mesh.rank) else None,
@@ -280,11 +355,24 @@ def build_loaders(config: RunConfig, mesh: Mesh, device: Device) -> tuple[Loader
             seed=config.train.seed,
             device=device.torch_device,
             boundaries=sources.get(split) if config.data.mask == "document" else None,
+            sharding=sharding,
+            chunks=sequence_chunks(config),
+            pool=hybrid_pool(config, mesh),
             sizes=order.sizes,
         )
         for split, order in orders.items()
     )
     return train, valid[0] if valid else None, valid_batches
+
+
+def hybrid_pool(config: RunConfig, mesh: Mesh) -> HybridPool | None:
+    """Return this rank of the pool of hybrid data parallelism; None in other modes."""
+    if config.parallel.cp_mode != "hybrid":
+        return None
+    assert config.data.max_tokens_per_rank is not None, "the rules of hybrid data parallelism demand it"
+    pool, most = (mesh.dp.index, mesh.dp.size), config.data.max_tokens_per_rank
+    reads = reads_tokens(mesh.topology, mesh.rank)
+    return HybridPool(*pool, most, sequence_flops(config), config.parallel.pp, reads)
 
 
 def _check_data(config: RunConfig, split: SplitName) -> None:

@@ -30,6 +30,7 @@ from megascale.core.flight_writer import FlightRecordWriter
 from megascale.core.limits import PROCESSES_HINT, lacks_threads, os_error_hint
 from megascale.core.rank import Rank
 from megascale.core.units import format_bytes, format_count, format_flops
+from megascale.data.bucket_summary import describe_buckets
 from megascale.data.identity import replaced_datasets, write_identities
 from megascale.device import detect_device
 from megascale.launch import affinity
@@ -160,6 +161,8 @@ def _run(
         reporter.write_message(run_summary(run, peak))
         if injection is not None:
             reporter.write_message(f"WARNING: this run injects faults: {config.fault.inject}")
+        if is_rank_0 and (buckets := describe_buckets(config)):
+            reporter.write_message(buckets)
         if resumed:
             reporter.write_message(resumed)
         for text in replaced:
@@ -181,13 +184,15 @@ def _run(
 
 def _prepare_folder(config: RunConfig, resumed_step: int) -> list[MetricsWriter]:
     """Write configuration and datasets' identities into the run's folder, and open the writers; only after the resume
-    accepted the folder.
+    accepted the folder. A run that is done keeps the configuration it was done with.
 
     Raises: ConfigError if the folder cannot be written
     """
     try:
-        write_text(config.folder / "config.toml", to_toml(config))
-        write_identities(config)
+        path = config.folder / "config.toml"
+        if resumed_step < config.train.steps or not path.exists():
+            write_text(path, to_toml(config))
+            write_identities(config)
         return open_writers(config, resumed_step)
     except OSError as error:
         message = f"cannot be written: {error.strerror or error}"
@@ -202,8 +207,14 @@ def run_summary(run: Run, peak: Peak | None) -> str:
     memory = rank_memory(config, run.mesh.coord.pp)
     name = f"{config.name}: {format_count(parameter_count(m))} parameters in {config.train.precision}"
     tensor, pipeline = f"tp {p.tp}{' with sp' if p.sp else ''}", f"pp {p.pp} (vpp {p.vpp}, {p.schedule})"
+    if p.cp > 1 or p.cp_mode == "hybrid":
+        tensor += f" x cp {p.cp} ({p.cp_mode})"
     shape = f"{tensor} x {pipeline} x dp {config.dp} (zero {p.zero})"
     step = f"a step is {config.batch.total} x {m.seq_length} tokens, {config.num_microbatches} micro-batches a rank"
+    if config.num_chunks > 1:
+        step += f", chunks of {config.row_tokens} tokens with K = {config.data.keep_chunks}"
+    elif p.cp_mode == "hybrid":
+        step += f" or more, planned of up to {config.row_tokens} tokens"
     context = OpContext.from_config(config, run.device)
     backends = ", ".join(f"{operation} {backend}" for operation, backend in selected_backends(context).items())
     peak_text = f"{format_flops(peak.flops)} a rank ({peak.source})" if peak else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,9 +24,12 @@ def evaluate(run: Run) -> EvaluationMetrics:
     assert run.valid_loader is not None, "a run that evaluates has validation data"
     run.fp8_state.invalidate_weights()
     loss = torch.zeros((), dtype=run.dtypes[1], device=run.device.torch_device)
-    tokens = 0
+    tokens = 0.0
     for batch in run.valid_loader.batches(run.valid_batches):
-        loss += run.pipeline.run_actions(run.valid_order, batch)
+        order = run.valid_order
+        if run.config.parallel.cp_mode == "hybrid":
+            order = run.planned_order(len(batch.micro_batches), False)
+        loss += run.pipeline.run_actions(order, batch)
         tokens += batch.loss_tokens
         run.mesh.recorder.resolve_marks()  # bounds the number of open marks, which hold CUDA events
     totals = StepTotals(run.mesh, loss.device)
@@ -54,5 +58,8 @@ class Evaluations(Hook):
     def _evaluate(self, run: Run) -> None:
         with run.mesh.recorder.activity(Phase.EVALUATION):
             metrics = evaluate(run)
+            if run.average is not None and run.average.has_begun:
+                with run.average.in_place_of_weights(run):
+                    metrics = replace(metrics, averaged_loss=evaluate(run).valid_loss)
             self._reporter.write(metrics)
         run.hooks.evaluation_ends(run, metrics)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import socket
 from collections.abc import Sequence
@@ -65,12 +66,16 @@ def check_state_finite(run: Run) -> None:
 
     Raises: DivergenceError on every rank, with step, rank and parameter.
     """
-    local_state = [(s.bucket, values) for s in run.optimizer.shards for values in (s.master, *s.state.values())]
-    nonfinite = torch.stack([~all_finite(values) for _, values in local_state]).sum()
+    flat = [(bucket, start, values) for bucket, _, start, values in run.optimizer.state_tensors()]
+    matrices = [(name, values) for _, name, _, values in run.optimizer.matrix_tensors()]
+    values_of = [*(values for _, _, values in flat), *(values for _, values in matrices)]
+    nonfinite = torch.stack([~all_finite(values) for values in values_of]).sum()
     sum_over_job(run.mesh, nonfinite, label="non-finite state")
     if not bool(nonfinite):
         return
-    bad = next((name for bucket, values in local_state for name in _nonfinite_params(bucket, values)), "")
+    found = (name for bucket, start, values in flat for name in _nonfinite_params(bucket, values, start))
+    found_matrices = (name for name, values in matrices if not bool(values.isfinite().all()))
+    bad = next(itertools.chain(found, found_matrices), "")
     names_of_ranks = run.mesh.world.control.all_gather(bad, "non-finite state")
     rank, name = next((rank, name) for rank, name in enumerate(names_of_ranks) if name)
     raise DivergenceError(
@@ -114,7 +119,9 @@ def _report(run: Run, local_loss: float) -> NonFiniteReport:
         pp_tp=[coord.pp, coord.tp],
         local_loss=local_loss,
         nonfinite_weights=[name for b in buckets for name, p in b.parameters.items() if not bool(p.isfinite().all())],
-        nonfinite_grads={name: index for index, b in enumerate(buckets) for name in _nonfinite_params(b, b.grad)},
+        nonfinite_grads={
+            name: index for index, b in enumerate(buckets) for name in _nonfinite_params(b, b.grad, b.shard[0])
+        },
         nonfinite_buckets=[
             i for i, bucket in enumerate(buckets) if bucket.group.size == 1 or not bucket.local_grad_finite()
         ],
@@ -122,9 +129,9 @@ def _report(run: Run, local_loss: float) -> NonFiniteReport:
     )
 
 
-def _nonfinite_params(bucket: Bucket, values: Tensor) -> list[str]:
-    """Names of parameters with a non-finite element in this rank's shard. `values`: [shard numel]."""
-    start, stop = bucket.shard
+def _nonfinite_params(bucket: Bucket, values: Tensor, start: int) -> list[str]:
+    """Names of parameters with a non-finite element in `values` [n], which begin at `start` in the bucket."""
+    stop = start + values.numel()
     names = []
     for slot in bucket.layout.slots:
         low, high = (min(max(edge, start), stop) - start for edge in (slot.start, slot.stop))

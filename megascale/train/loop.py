@@ -7,15 +7,19 @@ from megascale.core.flight_layout import Phase
 from megascale.train.build import Run
 from megascale.train.evaluate import Evaluations
 from megascale.train.hooks import Hooks
+from megascale.train.kernel_shares import KernelShares
 from megascale.train.plan_record import PlanRecord
+from megascale.train.policy_updates import PolicyUpdates
 from megascale.train.replica_check import ReplicaCheck
 from megascale.train.reporter import Reporter, StepRecords
 from megascale.train.saves import Saves
 from megascale.train.scheduled_gc import ScheduledGC
+from megascale.train.skipped_steps import SkippedSteps
 from megascale.train.spike import SpikeAlert
 from megascale.train.start_report import StartReport
 from megascale.train.step import train_step
 from megascale.train.step_rows import StepRows
+from megascale.train.weight_average import WeightAveraging
 
 
 def train(run: Run, reporter: Reporter) -> Exit:
@@ -48,9 +52,13 @@ def standard_hooks(run: Run, reporter: Reporter) -> Hooks:
     return Hooks(
         [
             StartReport(reporter),
+            KernelShares(),
             ReplicaCheck(),
+            *([PolicyUpdates(run.policy, reporter)] if run.policy else []),
             StepRecords(reporter),
             SpikeAlert(run.config.fault, reporter),
+            SkippedSteps(reporter),
+            WeightAveraging(),
             Evaluations(reporter),
             Saves(reporter),
             ScheduledGC(),
@@ -64,8 +72,8 @@ def _train_steps(run: Run, reporter: Reporter, rows: StepRows) -> bool:
     """Train until the last step or a stop request. Returns True for a stop request."""
     stopped, first_step = False, run.progress.step + 1
     while run.progress.step < run.config.train.steps and not stopped:
-        run.hooks.step_begins(run)
         rows.begin(run.progress.step + 1)
+        run.hooks.step_begins(run)
         reporter.start_step()
         with run.mesh.recorder.activity(Phase.DATA):
             batch = run.train_loader.batch(run.progress.samples)

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from megascale.comm.collectives import all_reduce
 from megascale.comm.group import Group
+from megascale.comm.mesh import Mesh
 from megascale.comm.totals import sum_over_job
 from megascale.core.errors import ReplicasDifferError
+from megascale.parallel.param_and_grad_buffers import Bucket
 from megascale.train.hooks import Hook
 
 if TYPE_CHECKING:
@@ -86,27 +88,30 @@ def replicated_values(run: Run) -> Iterator[Copy]:
     ZeRO-1 and ZeRO-2 shard master weights and optimizer state over dp; the shards of parameters that tp replicates, and
     of a tied embedding, have copies all the same.
     """
-    mesh = run.mesh
     for shard in run.optimizer.shards:
-        bucket, layout = shard.bucket, shard.bucket.layout
-        tensors = {"": (bucket.weights, 0)}
-        start = bucket.shard[0]
-        if shard.has_own_master:
-            tensors[" (master weight)"] = (shard.master, start)
-        tensors |= {f" ({name})": (values, start) for name, values in shard.state.items()}
-        low, high = layout.replicated
-        for suffix, (values, first) in tensors.items():
-            whole = (first, first + values.numel())
-            spans = [(mesh.tp, max(low, whole[0]), min(high, whole[1]))]
-            if not suffix or bucket.zero == 0:
-                spans.append((bucket.group, *whole))
-            if bucket.tied:
-                spans.append((mesh.tied, *whole))
-            for group, begin, end in spans:
-                if group.size > 1 and begin < end:
-                    ranges = layout.param_ranges(begin, end)
-                    parts = [(slot.parameter.name + suffix, a - begin, b - begin) for slot, a, b in ranges]
-                    yield Copy(group, values[begin - first : end - first], tuple(parts))
+        yield from _copies(run.mesh, shard.bucket, "", 0, shard.bucket.weights)
+        for name, start, values in shard.tensors():
+            if name or shard.has_own_master:
+                yield from _copies(run.mesh, shard.bucket, f" ({name or 'master weight'})", start, values)
+    for bucket, matrix, name, state in run.optimizer.matrix_tensors():
+        if bucket.zero == 0 and bucket.group.size > 1:  # every data-parallel rank is an owner
+            yield Copy(bucket.group, state.view(-1), ((f"{matrix} ({name})", 0, state.numel()),))
+
+
+def _copies(mesh: Mesh, bucket: Bucket, suffix: str, first: int, values: Tensor) -> Iterator[Copy]:
+    """Yield what has copies of `values`, which begin at `first` in a bucket: weights, or state with a `suffix`."""
+    low, high = bucket.layout.replicated
+    whole = (first, first + values.numel())
+    spans = [(mesh.tp, max(low, whole[0]), min(high, whole[1]))]
+    if not suffix or bucket.zero == 0:
+        spans.append((bucket.group, *whole))
+    if bucket.tied:
+        spans.append((mesh.tied, *whole))
+    for group, begin, end in spans:
+        if group.size > 1 and begin < end:
+            ranges = bucket.layout.param_ranges(begin, end)
+            parts = [(slot.parameter.name + suffix, a - begin, b - begin) for slot, a, b in ranges]
+            yield Copy(group, values[begin - first : end - first], tuple(parts))
 
 
 def checksum(values: Tensor) -> Tensor:

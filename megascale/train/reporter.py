@@ -78,8 +78,16 @@ class Reporter:
             self._scores.append(scores)
         self._recorder.resolve_marks()
 
-    def write_step(self, result: StepResult, progress: Progress, cast_stats: Mapping[str, CastStats]) -> None:
-        """Write metrics over the steps since the last record. `cast_stats`: FP8 casts of this step, by tensor."""
+    def write_step(
+        self,
+        result: StepResult,
+        progress: Progress,
+        cast_stats: Mapping[str, CastStats],
+        noise_scale: float | None = None,
+    ) -> None:
+        """Write metrics over the steps since the last record. `cast_stats`: FP8 casts of this step, by tensor.
+        `noise_scale`: in tokens, if it is measured.
+        """
         if self._scores:
             scores = per_token(self._scores, self._tokens)
             self._flops = token_flops(self._config.model, scores)
@@ -104,6 +112,7 @@ class Reporter:
                 hfu_causal=mfu(self._hardware.causal, speed, peak) if peak else None,
                 peak_memory_bytes=self._device.peak_memory(),
                 communication={axis: traffic[axis].per_step(self._steps) for axis in sorted(traffic)},
+                noise_scale=noise_scale,
                 fp8={name: asdict(stats) for name, stats in cast_stats.items()},
             )
         )
@@ -150,7 +159,8 @@ class StepRecords(Hook):
 
     def step_ends(self, run: Run, result: StepResult) -> None:
         if is_logged_step(run.config.train, run.progress.step):
-            self._reporter.write_step(result, run.progress, run.fp8_state.take_cast_stats())
+            noise_scale = run.noise_scale.value if run.noise_scale else None
+            self._reporter.write_step(result, run.progress, run.fp8_state.take_cast_stats(), noise_scale)
 
 
 def open_writers(config: RunConfig, resumed_step: int) -> list[MetricsWriter]:

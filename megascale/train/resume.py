@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,12 +11,14 @@ from torch import Tensor
 
 from megascale.checkpoint.collective_errors import on_all_ranks
 from megascale.checkpoint.format.state import Region
+from megascale.config.decomposition import CYCLE, MIN_PIECE
 from megascale.config.model import ModelConfig
 from megascale.config.run import HF_PREFIX, RunConfig
 from megascale.core.errors import CheckpointError, ConfigError, Problem
 from megascale.core.skipped_ranges import Ranges, below, read_before
 from megascale.core.units import format_count
 from megascale.data.changing_blend import blend_parts, same_order
+from megascale.data.order_changes import order_changes
 from megascale.parallel.stateful import WEIGHTS
 from megascale.train.build import Origin, Run
 from megascale.train.finite_check import all_finite
@@ -57,13 +60,23 @@ def load_initial_state(run: Run, open_weights: OpenWeights) -> str:
     data = resumed.config.get("data", {})
     _check_skipped(run.config, data.get("skip", []), run.progress.samples)
     if run.config.checkpoint.resume == "auto":  # the start from another run's checkpoint may have other data
+        _check_turns(run.config, resumed.config, run.progress.samples)
         _check_weights(run.config, data, run.progress.samples)
+        _check_policy(run.config, data)
     source = str(resumed.path) if resumed.path else "the copies in memory"
     run.origin = Origin(source, run.progress.step)
     _check_finite(run, lambda name: f"{source}: {name}")
     _copy_masters_and_gather(run)
+    if run.optimizer.fresh_state and run.progress.step:  # of this rank's parameters; other stages have the same rules
+        names = ", ".join(sorted(run.optimizer.fresh_state))
+        lines.append(f"optimizer state that is not in the checkpoint, or is of another rule, begins at zero: {names}")
+        lines.append("bias corrections do not begin anew with it: see docs/optimizers.md#changing-the-rule")
+    if run.average is not None and run.average.begins_anew and run.progress.step:
+        lines.append("the average of the weights begins anew: the checkpoint has none, or of another kind")
     tokens = format_count(run.progress.tokens)
-    lines.append(f"resumed from {source}: step {run.progress.step}, {tokens} tokens")
+    lines.append(f"resumed from {source}: step {run.progress.step}, {tokens} loss tokens")
+    if run.config.checkpoint.resume == "auto" and run.progress.samples:
+        lines += [f"WARNING: {text}" for text in order_changes(resumed.config, run.config)]
     return "\n".join(lines + [f"changed since the checkpoint: {change}" for change in resumed.changes])
 
 
@@ -78,6 +91,29 @@ def _check_skipped(config: RunConfig, saved: Ranges, samples: int) -> None:
         message = f"differs from the checkpoint's {saved} below {end}, up to where the run has read its samples"
         hint = "keep its ranges, and leave out later samples only, or resume from an earlier checkpoint"
         raise ConfigError([Problem("data", "data.skip", message, hint)])
+
+
+def _check_turns(config: RunConfig, saved: Mapping[str, Any], samples: int) -> None:
+    """Check that decomposed documents have the order of lengths that they had for the saved run, which has read
+    `samples`: in another, all samples would move.
+
+    Raises: ConfigError on every rank
+    """
+    if not samples or config.data.packing != "decompose" or saved.get("data", {}).get("packing") != "decompose":
+        return
+    data, turn = saved["data"], saved["data"]["bucket_samples"] or saved["batch"]["global"]
+    now = config.data.bucket_samples or config.batch.total
+    if turn != now:
+        message = f"has turns of {now} samples of a length, and the checkpoint of {turn}"
+        raise ConfigError([Problem("data", "data.bucket_samples", message, f"data.bucket_samples = {turn}")])
+    for key, default in (
+        ("min_piece", min(MIN_PIECE, config.model.seq_length)),
+        ("curriculum", None),
+        ("cycle", CYCLE),
+    ):
+        if (before := data[key] or default) != (found := getattr(config.data, key) or default):
+            message = f"is {found}, and the order of the samples that the run has read is of {before}"
+            raise ConfigError([Problem("data", f"data.{key}", message, f"data.{key} = {json.dumps(before)}")])
 
 
 def _check_weights(config: RunConfig, saved: Mapping[str, Any], samples: int) -> None:
@@ -99,6 +135,17 @@ def _check_weights(config: RunConfig, saved: Mapping[str, Any], samples: int) ->
         message = f"has other weights below {end}, up to where the run has read its samples, than {weights}"
         hint = f"data.weights = {[[start, list(part)] for start, part in weights]}, and new weights from {end} on"
         raise ConfigError([Problem("data", "data.weights", message, hint)])
+
+
+def _check_policy(config: RunConfig, saved: Mapping[str, Any]) -> None:
+    """Check that a run whose data policy has changed the weights has one: by the configured weights it would read
+    samples of its datasets again, and leave others out.
+
+    Raises: ConfigError on every rank
+    """
+    if (before := saved.get("policy")) and not config.data.policy:
+        message = f"is not set, and {before} has changed the weights of the blend so far"
+        raise ConfigError([Problem("data", "data.policy", message, "data.policy = fixed keeps its last weights")])
 
 
 def _load_initial_weights(run: Run, open_weights: OpenWeights) -> list[str]:

@@ -12,7 +12,7 @@ from megascale.train.step_totals import StepTotals
 
 def add_scores(totals: StepTotals, model: ModelConfig, batch: StepBatch) -> None:
     """Add the scores per head that this rank's documents have, in both conventions, by window."""
-    lengths = [length for part in batch.micro_batches if part.boundaries for length in part.boundaries.real_lengths]
+    lengths = [length for part in batch.sequences if part.boundaries for length in part.boundaries.real_lengths]
     for window in windows_of(model):
         full, causal = count_scores_in(lengths, window)
         totals.add_per_microbatch(**{_name("full", window): full, _name("causal", window): causal})

@@ -40,7 +40,8 @@ class StepResult:
 
     `loss`: mean per token. `grad_norm`: norm of the mean gradient before clipping. `totals`: sums over all ranks by
     name, such as "stops", the ranks with a stop request, "ranks_written" and "ranks_failed", the ranks that have
-    completed or failed their part of the save in progress, "samples" with a batch ramp-up, and the totals of hooks.
+    completed or failed their part of the save in progress, "samples" with a batch ramp-up, and the totals of hooks;
+    "skipped", 1 if the step was not applied because of a spike.
     """
 
     loss: float
@@ -65,8 +66,12 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
     size = batch_sizes(run.config).at(run.progress.samples)
     recorder.step = step
     run.buffers.begin_step()
+    if run.noise_scale is not None:
+        run.noise_scale.begin_step(step)
     run.fp8_state.begin_step(collect_stats=run.config.fp8.monitor and is_logged_step(run.config.train, step))
     order = run.train_order if size == run.config.batch.total else run.order_of(size)
+    if run.config.parallel.cp_mode == "hybrid":
+        order = run.planned_order(len(batch.micro_batches), True)
     loss = run.pipeline.run_actions(order, batch)  # sum over this rank's tokens
     run.fp8_state.update_history()
     with recorder.action("grad_norm"):  # a bucket's norm overlaps the reductions of later buckets
@@ -76,10 +81,10 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
         )
     sums = _local_totals(run, batch, loss, sq_norm).reduce()
     clipping = run.optimizer.compute_clipping(sums.pop("sq_norm"), tokens=sums["tokens"], loss=sums["loss"])
-    on_device = sums | {"grad_norm": clipping.norm, "local_loss": loss.double()}
+    on_device = sums | {"grad_norm": clipping.norm, "local_loss": loss.double(), "skipped": clipping.skip.double()}
     lr, read_values = run.lr(step), run.device.copy_to_host(torch.stack([*on_device.values()]))
     read_mark = recorder.mark()
-    norms = run.optimizer.compute_updates(clipping, step)  # parameter norms, for LAMB; None for AdamW
+    norms = run.optimizer.compute_updates(clipping, lr, step)  # parameter norms, for LAMB; None for AdamW
     for index, bucket in enumerate(run.buffers.buckets):  # in the order of the next forward
         with recorder.action("update", bucket.chunk):  # skipped on the device if a sum is not finite
             run.optimizer.update_shard(index, clipping, norms, lr, step)
@@ -92,6 +97,8 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
         run.buffers.start_param_gather(bucket)  # overlaps the next update and the next batch's loading
     recorder.step = 0  # events between steps belong to step 0
     tokens = totals["tokens"]
+    if run.noise_scale is not None:
+        run.noise_scale.end_step(totals, totals["grad_norm"])
     run.progress.step = step
     run.progress.samples += size
     run.progress.tokens += int(tokens)
@@ -108,9 +115,11 @@ def _local_totals(run: Run, batch: StepBatch, loss: Tensor, sq_norm: Tensor) -> 
     totals, (written, failed) = StepTotals(run.mesh, loss.device), run.checkpoints.poll_save()
     totals.add_per_microbatch(loss=loss, tokens=batch.loss_tokens)
     if run.config.batch.rampup is not None:
-        totals.add_per_microbatch(samples=len(batch.micro_batches) * run.config.batch.micro)
+        totals.add_per_sequence(samples=len(batch.sequences) * run.config.batch.micro)
     if run.config.data.mask == "document":
         add_scores(totals, run.config.model, batch)
+    if run.noise_scale is not None:
+        run.noise_scale.add_totals(totals, batch)
     totals.add(stops=float(run.stop.requested), ranks_written=written, ranks_failed=failed, sq_norm=sq_norm)
     run.hooks.add_totals(run, totals)
     return totals

@@ -119,4 +119,7 @@ class StepRows:
         found = {str(phase) for phase, least in TAG_SHARES.items() if shares.get(phase, 0.0) > least}
         if step == self._first:
             found |= {"first step"} | ({"restart"} if step > 1 else set())
+        profiled = self._run.config.observe.profile_step
+        if profiled and step in (profiled, profiled + 1):  # the next step waits for the ranks that write the profile
+            found.add("profile")
         return sum(1 << TAGS.index(tag) for tag in found)

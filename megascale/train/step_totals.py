@@ -15,7 +15,7 @@ from megascale.comm.mesh import Mesh
 from megascale.comm.totals import sum_over_job
 
 Total = float | Tensor
-"""This rank's part of a total: a number, or a scalar on the run's device."""
+"""This rank's part of a total: a number, or a scalar or vector on the run's device."""
 
 
 class StepTotals:
@@ -33,18 +33,43 @@ class StepTotals:
         self._parts |= parts
 
     def add_per_microbatch(self, **parts: Total) -> None:
-        """Add totals over micro-batches, which count once: on tp rank 0 of the last pipeline stage."""
+        """Add totals over this rank's tokens of micro-batches, which count once: on tp rank 0 of the last stage."""
         coord = self._mesh.coord
         counts = coord.pp == self._mesh.topology.pp - 1 and coord.tp == 0
-        self.add(**(parts if counts else dict.fromkeys(parts, 0.0)))
+        self.add(**(parts if counts else {name: _nothing(part) for name, part in parts.items()}))
+
+    def add_per_sequence(self, **parts: Total) -> None:
+        """Add totals over micro-batches of whole sequences, which the ranks that share them count once."""
+        self.add_per_microbatch(**(parts if self._mesh.coord.cp == 0 else dict.fromkeys(parts, 0.0)))
 
     def reduce(self) -> dict[str, Tensor]:
-        """All-reduce the totals over the job. The sums have the same bits on all ranks; the host does not wait."""
-        values = torch.zeros(len(self._parts), dtype=torch.float64, device=self._device)
-        for place, part in zip(values, self._parts.values(), strict=True):
+        """All-reduce the totals over the job. The sums have the same bits on all ranks; the host does not wait. Those
+        of a vector are named "NAME 0", "NAME 1", ...
+        """
+        names = [name for total, part in self._parts.items() for name in _names(total, part)]
+        values = torch.zeros(len(names), dtype=torch.float64, device=self._device)
+        sizes = [part.numel() if isinstance(part, Tensor) else 1 for part in self._parts.values()]
+        for place, part in zip(values.split(sizes), self._parts.values(), strict=True):
             if isinstance(part, Tensor):
-                place.copy_(part)
+                place.copy_(part.view(-1))
             else:
                 place.fill_(part)  # `values[index] = part` would copy from the host and wait for the device
         sum_over_job(self._mesh, values, label="totals")
-        return dict(zip(self._parts, values, strict=True))
+        return dict(zip(names, values, strict=True))
+
+
+def _names(total: str, part: Total) -> list[str]:
+    return (
+        [vector_name(total, index) for index in range(len(part))]
+        if isinstance(part, Tensor) and part.dim()
+        else [total]
+    )
+
+
+def vector_name(total: str, index: int) -> str:
+    """The name of the sum of an element of a vector."""
+    return f"{total} {index}"
+
+
+def _nothing(part: Total) -> Total:
+    return torch.zeros_like(part) if isinstance(part, Tensor) else 0.0

@@ -23,7 +23,7 @@ from megascale.launch.flight import DUMP_FOLDER, find_suspect
 from megascale.observe.hang import SILENT_S, Verdict, hang_verdict
 from megascale.observe.wait_chain import WaitingSet, WaitLink, distances, wait_chain, waiting_sets
 from megascale.observe.waits import wait_graph
-from megascale.view.last_states import LastState, LastStates, StatesError
+from megascale.view.last_states import LastState, LastStates, StatesError, read_dumped_states
 from megascale.view.run_view import RunView, standstill_limit_s
 
 Condition = Literal["hangs", "makes progress", "has ended", "unknown"]
@@ -94,6 +94,9 @@ def diagnose(view: RunView, states: LastStates, read_stack: Callable[[int], str]
     if not working:
         if not recorder:
             raise _nothing_known(view, states)
+        dumped = read_dumped_states(view) if suspected else LastStates({})
+        if dumped.by_rank:
+            return _hang(replace(common, states=replace(dumped, notes=states.notes)), read_stack)
         return replace(common, condition="hangs", what=recorder) if suspected else common
     limit_s = standstill_limit_s({str(record.phase) for record in working}, view.config, view.curves)
     idle_s = min(record.idle_s for record in working)

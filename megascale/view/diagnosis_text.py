@@ -9,6 +9,7 @@ from megascale.core.flight_record import FlightEvent
 from megascale.core.rank import format_ranks
 from megascale.core.units import format_duration
 from megascale.view.diagnosis import CulpritFacts, RunDiagnosis, nodes_of
+from megascale.view.last_states import DUMPED, LastState
 
 MOST_SETS = 16
 """Most rows of the table of waits."""
@@ -70,7 +71,7 @@ def _head(found: RunDiagnosis) -> Iterator[str]:
         else:
             yield f"a standstill of {format_duration(found.limit_s)} is called a hang"
     elif found.condition == "has ended":
-        yield f"NO HANG: the run has ended ({view.state}), step {_step(found)}"
+        yield f"{_ended(found)}, step {_step(found)}"
     else:
         yield "UNKNOWN: no state of a rank is left, only dumps of torch's flight recorder, in which no rank waits"
     yield f"run      {view.folder}: {view.layout}; {view.state}"
@@ -78,9 +79,17 @@ def _head(found: RunDiagnosis) -> Iterator[str]:
         yield f"error    {found.error}"
 
 
+def _ended(found: RunDiagnosis) -> str:
+    """Return how the run ended: stopped by a driver as it hung, or otherwise."""
+    view = found.view
+    if view.status and view.incidents and view.incidents[-1].class_ == "hang":
+        return f"HUNG before its end ({view.state}): {view.incidents[-1].what}"
+    return f"NO HANG: the run has ended ({view.state})"
+
+
 def _step(found: RunDiagnosis) -> str:
     total = f" of {found.view.steps:,}" if found.view.steps else ""
-    step = max((record.step for record in found.states.records.values()), default=found.view.step)
+    step = max((record.step for record in found.states.records.values()), default=0) or found.view.step
     return f"{step:,}{total}"
 
 
@@ -88,7 +97,7 @@ def _seen(found: RunDiagnosis) -> Iterator[str]:
     for source, ranks in found.states.sources().items():
         ages = [found.states.by_rank[rank].age_s for rank in ranks]
         since = f", {format_duration(max(ages))} ago" if max(ages) >= 1 else ", now"
-        who = f"all {len(ranks)} ranks" if len(ranks) == found.view.world else format_ranks(ranks)
+        who = f"all {len(ranks)} ranks" if 1 < len(ranks) == found.view.world else format_ranks(ranks)
         yield f"seen     {who}: {source}{since}"
     yield from (f"note     {note}" for note in found.notes)
 
@@ -133,6 +142,8 @@ def _culprit(culprit: CulpritFacts) -> Iterator[str]:
     state = culprit.state
     if state is None:
         yield "has no flight record: its node may be lost, or it has not begun"
+    elif state.source == DUMPED:
+        yield f"its dump{f' on {state.node}' if state.node else ''} has no operation of the last {_idle(state)}"
     else:
         record = state.record
         letter = f", in state {state.letter}" if state.letter else ""
@@ -149,6 +160,10 @@ def _culprit(culprit: CulpritFacts) -> Iterator[str]:
     if culprit.log is not None:
         yield f"end of its output, {culprit.log}:"
         yield from (f"  {line}" for line in culprit.output)
+
+
+def _idle(state: LastState) -> str:
+    return format_duration(state.record.idle_s)
 
 
 def _first_thread(stack: str) -> list[str]:

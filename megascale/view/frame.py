@@ -31,6 +31,7 @@ VALUE = 14
 """Characters of a curve's last value."""
 
 MOST_VERDICT_LINES = 6
+MOST_NOTE_LINES = 2
 MOST_INCIDENTS = 4
 MIN_GRID_ROWS = 2
 
@@ -48,13 +49,15 @@ class FrameSize:
     blocks: bool = True
 
 
-def frame(view: RunView, slowness: Floats, findings: Sequence[str], size: FrameSize) -> list[Text]:
+def frame(
+    view: RunView, slowness: Floats, findings: Sequence[str] | None, size: FrameSize, note: str = ""
+) -> list[Text]:
     """Return the lines of a frame. `slowness`: by rank, excess over its peers' compute time, or empty; `findings`: the
-    gravest first.
+    gravest first, None without analyses; `note`: about the analyses.
     """
     head = [*_header(view, size.width), Text(), *_curves(view, size), Text()]
     letters = letters_of(view, slowness)
-    verdict = list(_verdict(view, findings, letters, size.width))
+    verdict = [*_verdict(view, findings, letters, size.width), *_note(note, size.width)]
     incidents = list(_incidents(view, size.width))
     rest = size.height - len(head) - len(verdict) - 2  # heading and legend of the ranks
     grid_rows = max(MIN_GRID_ROWS, rest - len(incidents))
@@ -62,9 +65,9 @@ def frame(view: RunView, slowness: Floats, findings: Sequence[str], size: FrameS
     return [*head, *ranks, *verdict, *incidents][: max(size.height, 1)]
 
 
-def verdict_of(view: RunView, findings: Sequence[str], letters: Sequence[str] = ()) -> str:
+def verdict_of(view: RunView, findings: Sequence[str] | None, letters: Sequence[str] = ()) -> str:
     """Return the verdict about a run in a line: why it stands still, what it recovers from, which ranks are in a bad
-    state, what was found, or what is known to be well. `letters`: of the ranks.
+    state, what was found, or what is known to be well. `findings`: None without analyses; `letters`: of the ranks.
     """
     if view.standstill:
         return view.standstill
@@ -77,10 +80,12 @@ def verdict_of(view: RunView, findings: Sequence[str], letters: Sequence[str] = 
     if findings:
         more = f" (and {len(findings) - 1} more: megascale report)" if len(findings) > 1 else ""
         return findings[0] + more
-    if not view.is_live:
-        return "nothing was found"
+    if not view.is_live or view.has_ended:
+        return "not analysed" if findings is None else "nothing was found"
     silent = [rank for rank, state in enumerate(view.states.ranks) if not state.phase]
-    return f"{format_ranks(silent, 8)} of {view.world} not begun" if silent else f"all {view.world} ranks make progress"
+    if silent:
+        return f"{format_ranks(silent, 8)} of {view.world} not begun"
+    return f"all {view.world} ranks make progress" if view.world > 1 else "the rank makes progress"
 
 
 def _header(view: RunView, width: int) -> Iterator[Text]:
@@ -90,7 +95,7 @@ def _header(view: RunView, width: int) -> Iterator[Text]:
         left.append(f", attempt {view.attempt}")
     share = f" of {view.steps:,} ({view.step / view.steps:.0%})" if view.steps else ""
     left_s = (view.steps - view.step) * view.step_time_s
-    left_text = f", {format_duration(left_s)} left" if view.is_live and math.isfinite(left_s) else ""
+    left_text = f", {format_duration(left_s)} left" if view.is_live and math.isfinite(left_s) and left_s > 0 else ""
     yield _sides(left, f"step {view.step:,}{share}{left_text}", width)
     if view.model:
         yield _cut(view.model, width)
@@ -152,7 +157,7 @@ def _legend(letters: Sequence[str], width: int) -> Text:
     return _cut("  ".join(parts), width)
 
 
-def _verdict(view: RunView, findings: Sequence[str], letters: Sequence[str], width: int) -> Iterator[Text]:
+def _verdict(view: RunView, findings: Sequence[str] | None, letters: Sequence[str], width: int) -> Iterator[Text]:
     text = verdict_of(view, findings, letters)
     recovers = view.status is None and bool(view.history.open)
     ill = bool(view.standstill or findings or recovers or set(BAD_STATES) & set(letters))
@@ -160,6 +165,13 @@ def _verdict(view: RunView, findings: Sequence[str], letters: Sequence[str], wid
     for number, line in enumerate(lines):
         label = Text(f"{'' if number else 'verdict':<{LABEL}}", style="bold")
         yield Text.assemble(label, Text(line, style="red" if ill else ""))
+
+
+def _note(text: str, width: int) -> Iterator[Text]:
+    """Yield the lines of a note about the analyses."""
+    lines = textwrap.wrap(text, width - LABEL, max_lines=MOST_NOTE_LINES, placeholder=" ...")
+    for number, line in enumerate(lines):
+        yield Text.assemble(Text(f"{'' if number else 'analyses':<{LABEL}}", style="bold"), line)
 
 
 def _incidents(view: RunView, width: int) -> Iterator[Text]:

@@ -15,6 +15,7 @@ from megascale.core.units import format_bytes, format_count, format_duration
 from megascale.fault.incidents import Incident
 from megascale.layout.topology import Topology
 from megascale.observe.findings import Finding
+from megascale.observe.host_outliers import HostComparison
 from megascale.observe.mfu_ledger import MfuLedger
 from megascale.view.charts.bar_chart import Bar, bar_chart
 from megascale.view.charts.grid_chart import CellLevel, grid_chart
@@ -55,9 +56,10 @@ def render_report(view: RunView, store: StoreView | None, timeline: str, notes: 
     """
     sections = [
         _header(view, store),
-        _findings(store.findings if store is not None else ()),
+        *([_findings(store.findings)] if store is not None else ()),
         _curves(view),
         *(_heat_map(view.topology, store) if store is not None else ()),
+        *(_hosts(store.hosts) if store is not None and store.hosts is not None else ()),
         *(_waterfall(store.breakdown) if store is not None and store.breakdown is not None else ()),
         *(["<h2>Timeline</h2>", timeline] if timeline else []),
         *(_memory(view.topology, store) if store is not None else ()),
@@ -73,7 +75,7 @@ def render_report(view: RunView, store: StoreView | None, timeline: str, notes: 
 
 def _header(view: RunView, store: StoreView | None) -> str:
     last = view.curves.last
-    findings = store.verdicts if store is not None else []
+    findings = store.verdicts if store is not None else None
     verdict = verdict_of(view, findings)
     bad = " bad" if findings or view.standstill or view.status else ""
     share = f" of {view.steps:,}" if view.steps else ""
@@ -148,6 +150,11 @@ def _heat_map(topology: Topology, store: StoreView) -> Iterator[str]:
             for each in heat.outliers
         ]  # fmt: skip
         yield _table(rows, ("outlier", "kind", "ranks", "beside peers", "costs the job"))
+
+
+def _hosts(hosts: HostComparison) -> Iterator[str]:
+    yield "<h2>Hosts by their metrics</h2>"
+    yield f"<pre>{escape(str(hosts))}</pre>"
 
 
 def _waterfall(breakdown: MfuLedger) -> Iterator[str]:

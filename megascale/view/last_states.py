@@ -1,5 +1,5 @@
 """The last known state of every rank of a run: its flight record in shared memory while the rank lives on this host,
-else its newest row in the event store.
+else its newest row in the event store. Where neither is left: from the dumps of torch's flight recorder.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from megascale.core.errors import Exit, MegascaleError
 from megascale.core.flight_record import FlightRecord, FlightRecordError
 from megascale.core.process import process_state
 from megascale.core.rank import format_ranks
-from megascale.eventstore.query import StoreError, fetch, open_store
+from megascale.eventstore.query import StoreError, fetch
+from megascale.eventstore.reading import read_store
+from megascale.launch.flight import DUMP_FOLDER, dump_hosts
+from megascale.observe.dumped_records import read_dumped_records
 from megascale.view.rank_states import records_of
 from megascale.view.run_view import RunView
 
-SHARED, STORED = "shared memory of this host", "event store"
+SHARED, STORED, DUMPED = "shared memory of this host", "event store", "dumps of torch's flight recorder"
 """Where a state was found."""
-
-READ_ATTEMPTS = 3
-"""Attempts to read a store whose files are replaced meanwhile."""
 
 _NEWEST = "QUALIFY row_number() OVER (PARTITION BY rank ORDER BY {} DESC) = 1 ORDER BY rank"
 _STATES = f"""
@@ -99,7 +99,7 @@ def read_last_states(view: RunView, clock: Callable[[], float] = time.time) -> L
     notes: tuple[str, ...] = ()
     nodes: dict[int, str] = {}
     try:
-        rows, nodes = _stored(view)
+        rows, nodes, notes = _stored(view)
     except StoreError as error:
         rows = {}
         notes = (f"without the event store: {error.message}",)
@@ -120,27 +120,30 @@ def read_last_states(view: RunView, clock: Callable[[], float] = time.time) -> L
     return LastStates(named, notes)
 
 
-def _stored(view: RunView) -> tuple[dict[int, tuple[int, str]], dict[int, str]]:
-    """Return (time in ns, record as JSON) and the node of each rank in the event store.
+def read_dumped_states(view: RunView, clock: Callable[[], float] = time.time) -> LastStates:
+    """Return the last states of a run's ranks from the dumps of torch's flight recorder; without them none."""
+    folder = view.folder / DUMP_FOLDER
+    records = read_dumped_records(folder, view.name, view.world)
+    hosts = dump_hosts(folder)
+    return LastStates(
+        {
+            rank: LastState(record, DUMPED, max(0.0, clock() - record.read_ns / 1e9), "", hosts[rank])
+            for rank, record in records.items()
+        }
+    )
 
-    Raises: StoreError without a store; StatesError for a store that cannot be read
+
+def _stored(view: RunView) -> tuple[dict[int, tuple[int, str]], dict[int, str], tuple[str, ...]]:
+    """Return (time in ns, record as JSON) and the node of each rank in the event store, and what is told of damaged
+    files.
+
+    Raises: StoreError
     """
-    import duckdb
-
-    for attempt in range(READ_ATTEMPTS):
-        try:
-            store = open_store(view.folder)
-            states, ranks = fetch(store, _STATES), fetch(store, _NODES)
-            break
-        except duckdb.Error as error:
-            if attempt == READ_ATTEMPTS - 1:
-                what = str(error).strip().splitlines()[0]
-                raise StatesError(
-                    f"{view.folder}: the event store cannot be read: {what}", hint="remove the damaged file"
-                ) from None
+    found = read_store(view.folder, lambda store: (fetch(store, _STATES), fetch(store, _NODES)))
+    states, ranks = found.value
     rows = zip(*(states[name].tolist() for name in ("rank", "time_ns", "record")), strict=True)
     nodes = zip(ranks["rank"].tolist(), ranks["node"].tolist(), strict=True)
-    return {rank: (at_ns, text) for rank, at_ns, text in rows}, dict(nodes)
+    return {rank: (at_ns, text) for rank, at_ns, text in rows}, dict(nodes), found.notes
 
 
 def _parse(rows: Mapping[int, tuple[int, Any]], view: RunView, now: float) -> tuple[dict[int, LastState], list[int]]:

@@ -1,17 +1,23 @@
-"""Facts about one rank: its place, its flight record, how it ended, and the end of its output."""
+"""Facts about one rank: its place, its flight record, how it ended, and the end of its output.
+
+- `read_rank_details`: all of them
+- `read_rank_stack`: the stack of its process, which takes a moment of a core
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megascale.core.flight_record import FlightRecord, FlightRecordError
-from megascale.eventstore.query import StoreError, fetch, open_store
+from megascale.eventstore.query import StoreError, fetch
+from megascale.eventstore.reading import read_store
 from megascale.fault.incidents import Incident
 from megascale.fault.observations import read_tail
+from megascale.fault.stacks import stack_of
 from megascale.launch.failure import read_record
 from megascale.view.neighbours import RankPlace, place_of
 from megascale.view.rank_states import records_of
@@ -55,6 +61,12 @@ def read_rank_details(view: RunView, rank: int) -> RankDetails:
     return replace(details, record=record, source=source, error=error, log=log, output=tuple(output))
 
 
+def read_rank_stack(view: RunView, rank: int, read_stack: Callable[[int], str] = stack_of) -> str:
+    """Return the stack of a rank's process, or why there is none. `read_stack`: of a process on this host."""
+    record = _local_record(view, rank)
+    return f"rank {rank} has no process on this host" if record is None else read_stack(record.pid)
+
+
 def _error(logs: Path, rank: int) -> str:
     """Return the error that a rank has left, "" for none, or a file that cannot be read."""
     try:
@@ -63,15 +75,19 @@ def _error(logs: Path, rank: int) -> str:
         return ""
 
 
+def _local_record(view: RunView, rank: int) -> FlightRecord | None:
+    """Return the flight record of a rank whose process lives on this host."""
+    return records_of(view.name, view.states).get(rank) if view.is_live else None
+
+
 def _flight_record(view: RunView, rank: int) -> tuple[FlightRecord | None, str]:
     """Return the newest flight record of a rank, and where it was found."""
-    if view.is_live and (record := records_of(view.name, view.states).get(rank)) is not None:
+    if (record := _local_record(view, rank)) is not None:
         return record, "shared memory of this host"
     try:
-        store = open_store(view.folder)
+        return read_store(view.folder, lambda store: _stored_record(store, rank)).value, "event store"
     except StoreError:
         return None, ""
-    return _stored_record(store, rank), "event store"
 
 
 def _stored_record(store: duckdb.DuckDBPyConnection, rank: int) -> FlightRecord | None:

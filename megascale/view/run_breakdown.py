@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +17,7 @@ from megascale.observe.step_cube import StepCube
 from megascale.simulate.event_simulator import Place, StageTimes
 from megascale.simulate.extrapolate import Pipeline, pipeline_time
 from megascale.simulate.profiles import Overlaps
-from megascale.view.run_view import read_run_config
+from megascale.view.run_view import CONFIG_FILE, read_run_config
 
 if TYPE_CHECKING:
     import duckdb
@@ -30,8 +33,24 @@ def run_breakdown(store: duckdb.DuckDBPyConnection, folder: Path, recent: StepCu
     cube, steps = mean_cube(store)
     if not len(cube.steps):
         return None
-    bubble_s = _bubble(recent, _config(folder))
-    return mfu_ledger(cube, steps, peak_flops(store), bubble_s=bubble_s, plan=_plan(folder))
+    config, problem = _config(folder)
+    purposes, step = _profile(folder / "kernels")
+    found = mfu_ledger(
+        cube, steps, peak_flops(store), bubble_s=_bubble(recent, config), plan=_plan(folder), purposes=purposes,
+        profiled_step=step,
+    )  # fmt: skip
+    return replace(found, remarks=(f"the bubble is not computed: {problem}",) if problem else ())
+
+
+def _profile(folder: Path) -> tuple[Counter[str], int]:
+    """Return the seconds of kernels by purpose, summed over the pipeline stages that were profiled, and the step."""
+    seconds, step = Counter[str](), 0
+    for path in sorted(folder.glob("stage-*.json")):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+            found = json.loads(path.read_text(encoding="utf-8"))
+            seconds.update({str(name): float(value) for name, value in found["seconds"].items()})
+            step = int(found["step"])
+    return seconds, step
 
 
 def _plan(folder: Path) -> dict[str, Any]:
@@ -43,12 +62,13 @@ def _plan(folder: Path) -> dict[str, Any]:
     return plan if isinstance(plan, dict) else {}
 
 
-def _config(folder: Path) -> RunConfig | None:
-    """Return the configuration of a run's folder, None if it cannot be read."""
+def _config(folder: Path) -> tuple[RunConfig | None, str]:
+    """Return the configuration of a run's folder, or the reason why there is none."""
     try:
-        return read_run_config(folder)
-    except (OSError, ValueError):
-        return None
+        config = read_run_config(folder)
+    except (OSError, ValueError) as error:
+        return None, str(error)
+    return config, "" if config is not None else f"{folder} has no {CONFIG_FILE}"
 
 
 def _bubble(cube: StepCube, config: RunConfig | None) -> float:
@@ -68,8 +88,10 @@ def _bubble(cube: StepCube, config: RunConfig | None) -> float:
             for name, seconds in own.items():
                 times[name][rank, chunk] = float(seconds * (1 + waits / max(sum(own.values()), 1e-12)))
     stages = StageTimes(times["F"], times["B"], 0.0, 0.0, {}, {})
-    busy = m * (sum(times["F"].values()) + sum(times["B"].values())) / p.pp
-    return pipeline_time(Pipeline(schedule, p.pp, p.vpp, m), stages, Overlaps(tp="none", pp=True, dp=True)) - busy
+    forwards = 1 + config.dropped_share
+    busy = m * (forwards * sum(times["F"].values()) + sum(times["B"].values())) / p.pp
+    pipeline = Pipeline(schedule, p.pp, p.vpp, m, parts=config.num_chunks, keep=config.data.keep_chunks)
+    return pipeline_time(pipeline, stages, Overlaps(tp="none", pp=True, dp=True)) - busy
 
 
 def _chunk(cube: StepCube, axis: str, chunk: int, *names: str) -> Any:

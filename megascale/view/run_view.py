@@ -155,8 +155,12 @@ class RunReader:
     """Reads the folder of a run; `read` costs little if little has changed. Raises: RunFolderError"""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
-        if not any((folder / name).exists() for name in RUN_FILES):
-            problem = "no such folder" if not folder.exists() else f"not a run's folder: it has no {CONFIG_FILE}"
+        try:
+            known, there = any((folder / name).exists() for name in RUN_FILES), folder.exists()
+        except OSError as error:
+            raise _unreadable(error, folder) from None
+        if not known:
+            problem = f"not a run's folder: it has no {CONFIG_FILE}" if there else "no such folder"
             raise RunFolderError(
                 f"{folder}: {problem}", hint="give a run's folder: observe.dir/name of its configuration"
             )
@@ -179,13 +183,17 @@ class RunReader:
             curves = self._metrics.read()
             states = self._states.read(name, functools.partial(_is_of_run, config=self._config, curves=curves))
         except OSError as error:
-            message = f"{error.filename or self.folder}: cannot be read: {error.strerror}"
-            raise RunFolderError(message, hint="check its permissions") from None
+            raise _unreadable(error, self.folder) from None
         except ValueError as error:
             raise RunFolderError(str(error), hint="remove the file, or give another folder") from None
         return RunView(
             self.folder, self._config, curves, self._history, states, _standstill(states, self._config, name, curves)
         )
+
+
+def _unreadable(error: OSError, folder: Path) -> RunFolderError:
+    message = f"{error.filename or folder}: cannot be read: {error.strerror}"
+    return RunFolderError(message, hint="check its permissions")
 
 
 def _is_of_run(record: FlightRecord, config: RunConfig | None, curves: Curves) -> bool:
@@ -247,4 +255,4 @@ def _slow_phase_s(phase: str, settings: FaultConfig) -> float:
         return settings.evaluation_hang_s
     if phase == Phase.CHECKPOINT:
         return settings.checkpoint_hang_s
-    return settings.start_hang_s if phase in STARTING else 0.0
+    return settings.start_hang_s if phase in (*STARTING, Phase.PROFILE) else 0.0

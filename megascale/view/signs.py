@@ -55,6 +55,7 @@ SIGNS = {
         Sign("c", "checkpoint", "#6baed6"),
         Sign("e", "evaluates", "#4292c6"),
         Sign("g", "gc", "#bcbddc"),
+        Sign("p", "profiles", "#9e9ac8"),
         Sign(".", "trains", "#41ab5d"),
         Sign("=", "done", "#238b45"),
     )
@@ -72,7 +73,7 @@ STARTING = (Phase.IMPORT, Phase.RENDEZVOUS, Phase.GROUPS, Phase.BUILD, Phase.LOA
 _STATES = {"T": "T", "t": "T", "D": "D", "X": "X", "Z": "X"}
 _PHASES = dict.fromkeys(map(str, STARTING), "s") | {
     str(Phase.DATA): "d", str(Phase.EVALUATION): "e", str(Phase.CHECKPOINT): "c", str(Phase.GC): "g",
-    str(Phase.DONE): "=", str(Phase.STEP): ".",
+    str(Phase.DONE): "=", str(Phase.STEP): ".", str(Phase.PROFILE): "p",
 }  # fmt: skip
 _SHORT = (Phase.STEP, Phase.DATA, Phase.GC)
 """Phases that take no longer than a step."""

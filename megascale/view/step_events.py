@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from megascale.core.events import RankEvents, event_file_name, read_events
-from megascale.eventstore.query import StoreError, fetch, open_store
+from megascale.eventstore.query import StoreError, fetch
 from megascale.eventstore.rank_events import read_rank_events
+from megascale.eventstore.reading import read_store
 from megascale.layout.topology import Topology
 
 OFFERED_STEPS = 200
@@ -20,10 +21,11 @@ PICTURED_RANKS = 8
 
 
 def steps_with_events(folder: Path) -> list[int]:
-    """Return the newest steps of which single events are kept, ascending."""
+    """Return the last attempt's newest steps of which single events are kept, ascending."""
     with contextlib.suppress(StoreError):
-        newest = f"SELECT DISTINCT step FROM events WHERE step > 0 ORDER BY step DESC LIMIT {OFFERED_STEPS}"
-        if steps := fetch(open_store(folder), newest)["step"].tolist():
+        last = "attempt = (SELECT max(attempt) FROM ranks)"
+        newest = f"SELECT DISTINCT step FROM events WHERE step > 0 AND {last} ORDER BY step DESC LIMIT {OFFERED_STEPS}"
+        if steps := read_store(folder, lambda store: fetch(store, newest)["step"].tolist()).value:
             return sorted(steps)
     for path in sorted((folder / "events").glob(event_file_name("*"))):
         with contextlib.suppress(OSError, ValueError):

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megascale.core.errors import MegascaleError
-from megascale.eventstore.query import fetch, open_store, store_of
+from megascale.core.units import format_duration
+from megascale.eventstore.query import StoreError, fetch, store_of
+from megascale.eventstore.reading import read_store
 from megascale.observe.cube_queries import recent_cube
 from megascale.observe.findings import Finding, findings
 from megascale.observe.heatmap import HeatMap, compare, heat_map
+from megascale.observe.host_outliers import HostComparison, recent_host_outliers
 from megascale.observe.mfu_ledger import MfuLedger
 from megascale.observe.step_cube import StepCube
 from megascale.view.run_breakdown import BUBBLE_STEPS, run_breakdown
@@ -29,8 +32,10 @@ LEAST_PAUSE_S = 5.0
 """Seconds between two analyses of a run that goes on."""
 
 MOST_SHARE = 0.1
-"""Most of a core's time that repeated analyses take."""
+"""Most of a core's time that repeated analyses take, with pauses of MOST_PAUSE_S at most."""
 
+MOST_PAUSE_S = 30.0
+"""Longest pause between two analyses: what is shown is never much older."""
 
 MIN_VERDICT_SHARE = 0.005
 """Smallest share of a step that a finding costs to be more than a remark."""
@@ -39,8 +44,8 @@ MIN_VERDICT_SHARE = 0.005
 @dataclass(frozen=True)
 class StoreView:
     """Analyses of the store. `slowness` [ranks]: excess over the peers' compute time, such as 0.1; `memory` [ranks]:
-    peak bytes of the device; both NaN for a rank without rows. `lost`: events that were overwritten before they were
-    read.
+    peak bytes of the device; both NaN for a rank without rows. `hosts`: by their metrics, None without any. `lost`:
+    events that were overwritten before they were read. `notes`: what could not be read.
     """
 
     heat: HeatMap
@@ -49,7 +54,14 @@ class StoreView:
     nodes: tuple[str, ...]
     findings: tuple[Finding, ...]
     breakdown: MfuLedger | None
+    hosts: HostComparison | None = None
     lost: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def last_step(self) -> int:
+        """The newest step that was analysed."""
+        return self.heat.last_step
 
     @property
     def verdicts(self) -> list[str]:
@@ -59,12 +71,19 @@ class StoreView:
 
 def read_store_view(folder: Path) -> StoreView | None:
     """Return the analyses of a run; None before its store has a step of a rank that it knows. Raises: StoreError"""
-    store = open_store(folder)
+    reading = read_store(folder, lambda store: _analyse(store, folder))
+    if reading.value is None and reading.notes:
+        raise StoreError("; ".join(reading.notes))
+    return None if reading.value is None else replace(reading.value, notes=reading.notes)
+
+
+def _analyse(store: duckdb.DuckDBPyConnection, folder: Path) -> StoreView | None:
     cube = recent_cube(store, BUBBLE_STEPS)
     if not len(cube.steps) or not len(cube.places.rank):
         return None
     ranks = fetch(store, "SELECT max(rank) + 1 AS world FROM ranks")
     world = int(ranks["world"][0])
+    hosts = recent_host_outliers(store)
     return StoreView(
         heat_map(cube),
         _by_rank(world, cube.places.rank, _slowness(cube)),
@@ -72,6 +91,7 @@ def read_store_view(folder: Path) -> StoreView | None:
         _nodes(cube, world),
         tuple(findings(store)),
         run_breakdown(store, folder, cube),
+        hosts if hosts.hosts else None,
         int(fetch(store, "SELECT coalesce(sum(events_lost), 0) AS lost FROM steps")["lost"][0]),
     )
 
@@ -101,8 +121,9 @@ def _nodes(cube: StepCube, world: int) -> tuple[str, ...]:
 
 
 class StoreFollower:
-    """Analyses of a run that goes on, in a thread that ends with the process. `latest`: None before the first; `error`:
-    why there is none; `version`: counts the analyses.
+    """Analyses of a run that goes on, in a thread, from `start` to `stop`. `latest`: None before the first; `error`:
+    why there is no newer one; `version`: counts the analyses; `analysed`: time of the last that succeeded, as
+    `time.monotonic`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -111,34 +132,58 @@ class StoreFollower:
         self.latest: StoreView | None = None
         self.error = ""
         self.version = 0
-        self.ended = threading.Event()
+        self.analysed = 0.0
+        self.ended, self._due = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="event store", daemon=True)
 
     def start(self) -> StoreFollower:
         """Start the thread, and return this object."""
-        threading.Thread(target=self._follow, name="event store", daemon=True).start()
+        self._thread.start()
         return self
+
+    def stop(self) -> None:
+        """End the thread after its present analysis. A process that ends meanwhile aborts, in DuckDB's code."""
+        self.ended.set()
+        self._due.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def hasten(self) -> None:
+        """Analyse soon, without the rest of the pause: the run has ended."""
+        self._due.set()
+
+    @property
+    def note(self) -> str:
+        """A line about the analyses: why there is none or no newer one, or their age and newest step."""
+        if self.latest is None:
+            waits = "no step is in the event store yet" if self.version else "the event store is being read"
+            return f"no analyses: {self.error or waits}"
+        age = f"analysed {format_duration(time.monotonic() - self.analysed)} ago, up to step {self.latest.last_step:,}"
+        return "; ".join(filter(None, (age, self.error, *self.latest.notes)))
 
     def _follow(self) -> None:
         while not self.ended.is_set():
-            started = time.monotonic()
+            started, is_first = time.process_time(), not self.version  # the first also imports
             try:
                 self.refresh()
-            except Exception as error:  # a bug: the reader of the page learns why there is no more to see
-                self.error = f"the event store is no longer read: {error!r}"
-                raise
-            self.ended.wait(max(LEAST_PAUSE_S, (time.monotonic() - started) / MOST_SHARE))
+            except Exception as error:  # a bug: the reader of the page learns it, and newer files may be read again
+                self.error = f"an analysis has failed: {error!r}; megascale report {self._folder} shows where"
+            pause_s = 0.0 if is_first else (time.process_time() - started) / MOST_SHARE
+            self._due.wait(min(max(LEAST_PAUSE_S, pause_s), MOST_PAUSE_S))
+            self._due.clear()
 
     def refresh(self) -> None:
         """Analyse the store now, if its files have changed."""
         files = _files(self._folder)
         if files is not None and files == self._files:
             return
-        try:
-            self.latest, self.error = read_store_view(self._folder), ""
-        except MegascaleError as error:
-            self.error = str(error)
         self._files = files
         self.version += 1
+        try:
+            self.latest, self.error = read_store_view(self._folder), ""
+            self.analysed = time.monotonic()
+        except MegascaleError as error:
+            self.error = str(error)
 
 
 def _files(folder: Path) -> tuple[int, ...] | None:

@@ -37,6 +37,17 @@ VARIANTS: list[dict[str, Any]] = [
     {"train__precision": "fp8", "fp8__recipe": "rowwise", "model__block": "parallel_two_norms"},
     {"train__precision": "fp8", "fp8__recipe": "rowwise", "model__block": "parallel"},
 ]
+TILED = [
+    ("none", {"train__precision": "bf16"}),
+    ("full", {"train__precision": "fp32", "model__dropout": 0.1}),
+    ("norm", {"train__precision": "bf16", "model__dropout": 0.1}),
+    ("attention", {"train__precision": "bf16", "model__block": "parallel"}),
+    ("norm", {"train__precision": "fp32", "model__block": "parallel"}),
+    ("none", {"train__precision": "bf16", "model__block": "parallel_two_norms"}),
+    ("none", {"train__precision": "fp32", "model__block": "sandwich", "model__norm": "rmsnorm_1p"}),
+    ("none", {"train__precision": "bf16", "model__block": "post_norm"}),
+    ("norm", {"train__precision": "fp8", "fp8__recipe": "mu_unit", "fp8__bf16_last": 1}),
+]
 SIZES = {"hidden_size": 128, "ffn_size": 256, "seq_length": 128, "num_layers": 3}
 
 
@@ -63,6 +74,7 @@ def held(rank: Rank, configs: list[RunConfig]) -> list[int]:
 @pytest.mark.parametrize("family", only_quick(FAMILIES, "llama"))
 def test_saved_activations_equal_the_allocators(family: str, tmp_path: Any) -> None:
     cases = [(name, variant) for name in SETTINGS for variant in VARIANTS]
+    cases += [(name, variant | {"train__mlp_tiles": 4}) for name, variant in TILED]
     trees = [settings(FAMILIES[family] | SIZES, tmp_path, **SETTINGS[name], **more) for name, more in cases]
     configs = [config_of(tree, tmp_path) for tree in trees]
     for case, config, allocated in zip(cases, configs, run_world(1, held, configs)[0], strict=True):

@@ -38,6 +38,10 @@ def counted(rank: Rank, config) -> int:
     return counter.get_total_flops()
 
 
+def counted_each(rank: Rank, configs) -> list[int]:
+    return [counted(rank, config) for config in configs]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_model_flops_equal_torchs_counter(family, tmp_path) -> None:
     sizes = FAMILIES[family] | {"hidden_size": 64, "seq_length": 64, "vocab_size": 512}
@@ -51,17 +55,21 @@ BLOCKS = ["serial", "parallel", "parallel_two_norms", "sandwich", "post_norm"]
 
 
 @pytest.mark.parametrize("block", only_quick(BLOCKS, "parallel"))
-@pytest.mark.parametrize("family", only_quick(FAMILIES, "llama"))
+@pytest.mark.parametrize("family", only_quick(FAMILIES, "gpt"))
 def test_hardware_flops_equal_torchs_counter(family, block, tmp_path) -> None:
     sizes = FAMILIES[family] | {"hidden_size": 64, "seq_length": 64, "vocab_size": 512, "block": block}
     tokens = 8 * 64
-    shares = {}
-    for name, more in RECOMPUTE.items():
-        config = config_of(settings(sizes, tmp_path, train__precision="fp32", **more), tmp_path)
-        (flops,) = run_world(1, counted, config)
+    shares, trees = {}, [settings(sizes, tmp_path, train__precision="fp32", **more) for more in RECOMPUTE.values()]
+    configs = [config_of(tree, tmp_path) for tree in trees]
+    (counts,) = run_world(1, counted_each, configs)
+    for name, config, flops in zip(RECOMPUTE, configs, counts, strict=True):
         assert flops == pytest.approx(hardware_flops(config).full * tokens, rel=1e-3), name
         shares[name] = hardware_flops(config).full / token_flops(config.model).full
     assert shares["none"] == shares["norm and activation"] == 1 < shares["attention"] < shares["full"] < 4 / 3
+    again = {name: shares[f"{name} and tiles"] - shares[name] for name in ("none", "attention", "full")}
+    assert again["none"] > 0 and again["attention"] == pytest.approx(again["none"])
+    skips = block in ("serial", "parallel", "parallel_two_norms")
+    assert again["full"] == pytest.approx(0 if skips else again["none"])
 
 
 RECOMPUTE = {
@@ -70,6 +78,17 @@ RECOMPUTE = {
     "attention": {"train__recompute": "selective"},
     "norm and activation": {"train__recompute": "selective", "train__recompute_ops": ["norm", "activation"]},
 }
+RECOMPUTE |= {f"{name} and tiles": RECOMPUTE[name] | {"train__mlp_tiles": 4} for name in ("none", "attention", "full")}
+
+
+def test_tiles_recompute_all_but_the_last_gemm_of_the_mlp(tmp_path) -> None:
+    """Whatever chunks are recomputed; by hand for a GPT model without grouped heads and with f = 4 h."""
+    layout = {"parallel__pp": 2, "parallel__vpp": 2, "train__recompute": "full", "train__recompute_chunks": [0]}
+    config = config_of(settings(FAMILIES["gpt"], tmp_path, train__mlp_tiles=2), tmp_path)
+    chunked = config_of(settings(FAMILIES["gpt"], tmp_path, train__mlp_tiles=2, **layout), tmp_path)
+    l, h, s = 4, 32, 16  # noqa: E741
+    again = [hardware_flops(each).full - token_flops(each.model).full for each in (config, chunked)]
+    assert again == pytest.approx([2 * l * 4 * h**2, 2 * (2 * (8 * h**2 + 2 * s * h) + 2 * 4 * h**2)])
 
 
 def test_hardware_flops_by_the_share_of_layers(tmp_path) -> None:

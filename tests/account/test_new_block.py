@@ -86,6 +86,7 @@ def small(folder: Path, **overrides: Any) -> RunConfig:
     return config_of(settings(LLAMA | {"block": CARD.name}, folder, **overrides), folder)
 
 
+@pytest.mark.slow
 def test_training_is_equal_in_every_layout(tmp_path: Path) -> None:
     one_rank = run_world(1, trained, small(tmp_path, model__dropout=0.1))[0]
     assert all(math.isfinite(value) for step in one_rank for value in step)

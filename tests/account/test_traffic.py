@@ -29,8 +29,16 @@ CASES: dict[str, dict[str, Any]] = {
         "train__recompute": "full",
     },
     "sp, no overlap": {"parallel__sp": True, "overlap__tp": False},
+    "tp, tiles": {"train__mlp_tiles": 4},
+    "sp, tiles, full recomputation": {"parallel__sp": True, "train__mlp_tiles": 3, "train__recompute": "full"},
+    **{
+        f"sp, tiles, {name} block": {
+            "parallel__sp": True, "train__mlp_tiles": 2, "train__recompute": "full", "model__block": name,
+        }
+        for name in ("parallel", "sandwich", "parallel_two_norms")
+    },
     **{f"sp, {name}": {"parallel__sp": True, "fp8__recipe": name, **ALL_FP8} for name in ("tensorwise", "rowwise")},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -161,6 +161,7 @@ def quick(rank: Rank) -> Any:
     return (fitted.tree if fitted else None), said
 
 
+@pytest.mark.slow
 def test_all_ranks_measure_at_the_same_time() -> None:
     (tree, said), (nothing, _) = run_world(2, quick)
     assert nothing is None

@@ -200,6 +200,7 @@ def test_the_newest_intact_checkpoint_is_used(copy: tuple[Path, Path]) -> None:
     assert main(["ckpt", "verify", str(folder / complete(folder)[-1])]) == 0
 
 
+@pytest.mark.slow
 def test_a_run_with_only_damaged_checkpoints_ends_with_one_message(copy: tuple[Path, Path]) -> None:
     config, folder = copy
     *others, older, newest = complete(folder)

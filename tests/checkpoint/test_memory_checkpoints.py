@@ -102,6 +102,7 @@ def test_a_failed_allocation_frees_the_memory(tmp_path: Path, memory: Path) -> N
     assert list(memory.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_complete_copies_survive_a_failed_allocation(tmp_path: Path, memory: Path) -> None:
     config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__tp=2)
     before = run_world(2, train_and_exit, config, 3, 1)
@@ -375,6 +376,7 @@ def test_a_damaged_checkpoint_does_not_invalidate_older_copies(tmp_path: Path, m
     assert run_world(1, resume, config)[0][2] == "memory", "where storage has no intact checkpoint"
 
 
+@pytest.mark.slow
 def test_ranks_that_change_hosts_leave_nothing_behind(tmp_path: Path, memory: Path) -> None:
     config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__tp=2)
     run_world(2, train_and_exit, config, 2, 1, True)

@@ -170,7 +170,25 @@ def test_a_dataset_of_another_tool(folder: Path, capsys: pytest.CaptureFixture[s
     assert "document 0, 4 tokens: 'text'\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("url", ["file:///tmp/x/set", "s3://bucket/set", "memory://set"])
+@pytest.mark.parametrize("verb", ["prepare", "import"])
+def test_output_to_a_url_is_refused(verb: str, url: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(SystemExit) as error:
+        main(["data", verb, "good.jsonl", "--output", url, "--tokenizer", "bytes"])
+    assert error.value.code == 2 and sorted(folder.rglob("*")) == before
+    assert f"{url!r} is a URL: give a path of this host, and copy the files" in capsys.readouterr().err
+
+
+def test_a_negative_number_of_documents_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["data", "inspect", "set", "--documents", "-5"])
+    assert "'-5' is not an integer of 0 or more" in capsys.readouterr().err
+
+
 def test_a_dataset_that_is_not_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "inspect", "memory://none"]) == 3
+    assert "  -> check the URL; copy all files of a dataset there\n" in capsys.readouterr().err
     assert main(["data", "inspect", "none"]) == 3
     assert capsys.readouterr().err == "there is no file none.idx  -> `megascale data prepare` makes it\n"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,11 +16,14 @@ import pytest
 from megascale.bench.fleet_times import FleetFault
 from megascale.cli.main import main
 from megascale.core.errors import Exit
+from megascale.core.storage import Location
+from megascale.eventstore.table_files import TableFile, write_rows
+from tests.eventstore.tables import rows
 from tests.jobs import Job, job_config
 from tests.runs import GPT
 from tests.view.folders import make_run
 from tests.view.hung_runs import CULPRIT, make_hung_run
-from tests.view.stores import make_stored_run
+from tests.view.stores import make_stored_run, store_host_metrics
 
 SECONDS = 120
 
@@ -80,6 +84,49 @@ def test_a_healthy_run_is_not_called_slow(tmp_path: Path, capsys: pytest.Capture
     run, _ = make_stored_run(tmp_path, FleetFault())
     assert main(["diagnose", str(run), "--slow"]) == Exit.OK
     assert capsys.readouterr().out == "nothing slows the run down that its event store shows\n"
+
+
+def store_hosts(run: Path, hosts: int, low: int = -1, samples: int = 120) -> None:
+    """Write metrics of hosts with a rank each, of which host `low` has half the power of the others."""
+    store_host_metrics(run, hosts, low, samples)
+    for host in range(hosts):
+        columns = rows("ranks", rank=host, node=f"n{host}")
+        write_rows(Location(str(run / "events")), TableFile("ranks", f"n{host}", 0, 1, 2), columns)
+
+
+def test_names_hosts_whose_metrics_stay_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path)
+    store_hosts(run, hosts=6, low=3)
+    assert main(["diagnose", str(run), "--hosts"]) == Exit.OK
+    compared, line = capsys.readouterr().out.splitlines()
+    assert compared == "compared 6 hosts by their metrics over 10 min"
+    assert re.fullmatch(r"n3: gpu.power_w of gpu0 (29|30)[0-9.]+, of the others (59|60)[0-9.]+, for 10 min", line)
+    assert main(["diagnose", str(run), "--hosts", "--json"]) == Exit.OK
+    found = json.loads(capsys.readouterr().out)
+    assert [(one["node"], one["device"], one["summary"]) for one in found["outliers"]] == [("n3", "gpu0", line)]
+    assert main(["diagnose", str(run), "--hosts", "--picture", str(tmp_path / "a.svg")]) == Exit.CONFIG
+    assert "leave --hosts out" in capsys.readouterr().err
+
+
+def test_hosts_that_are_alike_few_or_without_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alike, few = make_run(tmp_path / "alike"), make_run(tmp_path / "few")
+    store_hosts(alike, hosts=6)
+    store_hosts(few, hosts=3, low=1)
+    assert main(["diagnose", str(alike), "--hosts"]) == Exit.OK
+    assert capsys.readouterr().out.endswith("\nno host stays far from the others\n")
+    assert main(["diagnose", str(few), "--hosts"]) == Exit.OK
+    assert capsys.readouterr().out == (
+        "compared 0 hosts by their metrics over 10 min; "
+        "3 in stages of fewer than 4 hosts, which have no majority\n"
+        "nothing can be said about these hosts\n"
+    )
+    early = make_run(tmp_path / "early")
+    store_hosts(early, hosts=6, low=1, samples=24)
+    assert main(["diagnose", str(early), "--hosts"]) == Exit.OK
+    assert "nothing can be said yet: a host is named once it has stayed apart for 4 min" in capsys.readouterr().out
+    run, _ = make_stored_run(tmp_path / "none")
+    assert main(["diagnose", str(run), "--hosts"]) == Exit.CONFIG
+    assert "has no metrics of hosts" in capsys.readouterr().err
 
 
 @pytest.mark.slow

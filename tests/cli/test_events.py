@@ -101,6 +101,20 @@ def test_a_query_prints_a_table(run: Path, capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.splitlines() == ["rank", "no rows"]
 
 
+def test_options_may_stand_between_run_and_query(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sql = "SELECT count(*) AS n FROM ranks"
+    for words in (
+        ("--json", str(run), sql), (str(run), "--json", sql), (str(run), sql, "--json"),
+        (str(run), "--last", "60", sql, "--json"),
+    ):  # fmt: skip
+        assert main(["events", *words]) == 0, words
+        assert json.loads(capsys.readouterr().out)["rows"] == [[4]]
+    for words in ((str(run), "--json", sql, "more"), (str(run), sql, "--last", "-5"), (str(run), "--jsno", sql)):
+        with pytest.raises(SystemExit) as ended:
+            main(["events", *words])
+        assert ended.value.code == 2, words
+
+
 def test_csv_and_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sql = (
         "SELECT rank, 'nan'::DOUBLE AS x, sum(world)::HUGEINT AS n, [1, 2] AS l FROM ranks GROUP BY rank ORDER BY rank"

@@ -58,7 +58,7 @@ def test_a_run_without_configuration_or_plan(run: Path, capsys: pytest.CaptureFi
         (run / name).unlink()
     assert main(["mfu", str(run)]) == 0
     out = capsys.readouterr().out
-    assert "bubble" not in out
+    assert "the bubble is computed" not in out
     assert "no plan: " in out
 
 
@@ -70,3 +70,19 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_store(fleet, tmp_path)
     assert main(["mfu", str(tmp_path)]) == 2
     assert "no complete step" in capsys.readouterr().err
+
+
+def test_the_store_s_folder_stands_for_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mfu", str(run)]) == 0
+    whole = capsys.readouterr().out
+    assert main(["mfu", str(run / "events")]) == 0
+    assert capsys.readouterr().out == whole
+
+
+@pytest.mark.parametrize("content", [None, "name = ["])
+def test_without_a_configuration_the_bubble_is_said_to_be_missing(
+    content: str | None, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "config.toml").unlink() if content is None else (run / "config.toml").write_text(content)
+    assert main(["mfu", str(run)]) == 0
+    assert "the bubble is not computed: " in capsys.readouterr().out

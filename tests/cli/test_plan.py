@@ -97,6 +97,7 @@ def test_exact_is_a_dry_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert rank["communication"]["tp all_reduce"]["calls"] > 0
 
 
+@pytest.mark.slow
 def test_a_stack_that_shards_weights_needs_less_memory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     job = ["plan", "configs/gpu/llama3-8b.toml", "--gpus", "64", "--hardware", "h100", "--stack", "torchtitan-2024"]
     own, sharded = answer(capsys, job=job[:-2]), answer(capsys, job=job)
@@ -128,6 +129,7 @@ def test_a_run_that_does_not_fit_ends_with_a_line(capsys: pytest.CaptureFixture[
     assert "no layout on 8 x a100-80g with parallel.pp, parallel.vpp as given fits" in err
 
 
+@pytest.mark.slow
 def test_json_where_nothing_fits_has_the_smallest_plan(capsys: pytest.CaptureFixture[str]) -> None:
     job = ["plan", "configs/gpu/llama3-70b.toml", "--gpus", "8", "--hardware", "a100-40g", "--search", "--json"]
     assert main(job) == 2
@@ -210,6 +212,7 @@ def test_the_embedding_and_the_head_may_be_chunks_of_their_own(
     assert "126 layers are too few for pp x vpp = 16 x 9 chunks  -> vpp at most 8" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_search_replaces_an_illegal_layout_of_the_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     own, base = tmp_path / "own.toml", Path("configs/gpu/llama3-8b.toml").resolve()
     job = ["plan", str(own), "--gpus", "16", "--hardware", "h100", "batch.global=32"]
@@ -223,6 +226,7 @@ def test_a_search_replaces_an_illegal_layout_of_the_file(capsys: pytest.CaptureF
     assert "32 heads cannot share 7 key-value heads" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_search_keeps_the_chunks_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     job = ["plan", "configs/gpu/llama3-70b.toml", "--gpus", "64", "--hardware", "h100", "--search"]
     cut = f"parallel.layers_per_chunk={[3, *[4] * 18, 5]}".replace(" ", "")
@@ -278,6 +282,7 @@ def test_an_alternative_that_fits_is_suggested(capsys: pytest.CaptureFixture[str
     assert "parallel.tp=" in report[0]
 
 
+@pytest.mark.slow
 def test_an_alternative_has_no_zero_stage_where_weights_are_sharded(capsys: pytest.CaptureFixture[str]) -> None:
     job = ["plan", "configs/gpu/llama3-70b.toml", "--gpus", "16", "--hardware", "a100-40g", "--stack", "llm-foundry"]
     assert main([*job, "parallel.pp=2", "batch.micro=8", "batch.global=256"]) == 2

@@ -29,6 +29,18 @@ def test_a_run_without_a_store_has_a_report(tmp_path: Path) -> None:
     assert "no event store" in (run / "report.html").read_text()
 
 
+def test_a_damaged_file_of_the_store_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, _ = make_stored_run(tmp_path, steps=20)
+    file = next((run / "events" / "events").iterdir())
+    file.write_bytes(file.read_bytes()[:100])
+    note = f"{file} is damaged; its rows are missing; remove it"
+    assert main(["report", str(run)]) == Exit.OK
+    assert capsys.readouterr().err.count(f"WARNING: {note}\n") == 1
+    assert f"<p class='note'>{note}</p>" in (run / "report.html").read_text()
+    assert main(["diagnose", str(run), "--slow"]) == Exit.OK
+    assert capsys.readouterr().err == f"WARNING: {note}\n"
+
+
 def test_no_other_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path)
     other = tmp_path / "mine.html"

@@ -33,7 +33,7 @@ def locales(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-QUICK = ("ascii file names", "latin-1")
+QUICK = ("ascii file names",)
 
 
 @pytest.fixture(params=[pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LOCALES])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megascale.core.rank import Rank
+from tests.marks import only_quick
 from tests.runs import send_messages
 from tests.worlds import run_world
 
@@ -83,7 +84,7 @@ def exercise(rank: Rank, transport: str) -> list[str]:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", only_quick([2, 3, 4], 3))
 def test_results(world: int, transport: str) -> None:
     results = run_world(world, exercise, transport)
     assert all(result == results[0] for result in results), "every rank has the same bits"

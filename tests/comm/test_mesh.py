@@ -19,7 +19,9 @@ from megascale.core.rank import Rank
 from megascale.layout.topology import Topology
 from tests.worlds import run_world
 
-topologies = st.builds(Topology, tp=st.integers(1, 3), cp=st.just(1), dp=st.integers(1, 3), pp=st.integers(1, 7))
+shared = st.sampled_from([(1, 1), (1, 1), (2, 1), (2, 2), (4, 2)])  # cp, and how many of them exchange heads
+sizes = st.integers(1, 3), shared, st.integers(1, 3), st.integers(1, 7)
+topologies = st.builds(lambda tp, cp, dp, pp: Topology(tp, cp[0], dp, pp, cp_heads=cp[1]), *sizes)
 
 
 def opened(topology: Topology, *, tied: bool, around: bool) -> list[list[tuple[str, tuple[int, ...]]]]:
@@ -103,7 +105,7 @@ def talk(rank: Rank, shapes: list[tuple[Topology, bool, bool]]) -> list[float]:
         assert [tuple(map(float, pair)) for pair in received] == [(n, n + 0.5) for n in neighbours]
         ends = torch.ones(1)
         all_reduce(mesh.tied, ends)
-        for group in (mesh.tp, mesh.dp):
+        for group in (mesh.tp, mesh.cp_heads, mesh.cp_keys, mesh.dp):
             all_reduce(group, torch.ones(1))
         assert rows(mesh) == expected, "the record knows what a rank takes part in before its first communication"
         sums.append(float(ends))
@@ -117,9 +119,10 @@ def test_messages_travel_in_a_group_for_each_channel() -> None:
         (Topology(tp=2, pp=3), True, False),
         (Topology(tp=2, pp=3), True, True),
         (Topology(pp=6), False, True),
+        (Topology(cp=6, cp_heads=2), False, False),
     ]
     told = run_world(6, talk, shapes)
-    assert told == [[2, 2 if rank // 2 in (0, 2) else 1, 2 if rank // 2 in (0, 2) else 1, 1] for rank in range(6)]
+    assert told == [[2, 2 if rank // 2 in (0, 2) else 1, 2 if rank // 2 in (0, 2) else 1, 1, 1] for rank in range(6)]
 
 
 def test_a_group_by_its_axes() -> None:

@@ -19,6 +19,7 @@ QUICK: list[Shape] = [
     (Topology(dp=2, pp=2), False, False),
     (Topology(pp=4), True, True),
     (Topology(tp=4), False, False),
+    (Topology(cp=4, cp_heads=2), False, False),
 ]
 ALL: list[Shape] = [
     (Topology(tp=2, pp=2, dp=2), True, True),
@@ -46,12 +47,19 @@ def warmed(rank: Rank, shapes: list[Shape], transport: str) -> list[Any]:
         warm_up(mesh, detect_device(allow_gpu=False), wrap_around=around, sizes=SIZES)
         told = [(e.group, e.name, e.bytes, e.peer) for e in mesh.recorder.events()]
         wanted: list[Any] = []
-        for group, sizes in ((mesh.tp, SIZES), (mesh.dp, SIZES), (mesh.tied, SIZES), (mesh.world, SIZES[:1])):
+        for group, sizes in (
+            (mesh.tp, SIZES),
+            (mesh.cp_keys, SIZES),
+            (mesh.dp, SIZES),
+            (mesh.tied, SIZES),
+            (mesh.world, SIZES[:1]),
+        ):
             if group.size > 1:  # a number of each rank at least
                 bytes_of = [max(size, 4 * group.size) for size in sizes]
                 wanted += [(group.name, operation, size, -1) for size in bytes_of for operation in COLLECTIVES]
-        if mesh.tp.size > 1:  # piece by piece
-            wanted.append(("tp", "all_gather", 4 * mesh.tp.size, -1))
+        for group in (mesh.tp, mesh.cp_heads, mesh.cp_keys):  # piece by piece
+            if group.size > 1:
+                wanted.append((group.name, "all_gather", 4 * group.size, -1))
         stages, own = topology.group(rank.rank, "pp"), mesh.coord.pp
         last = topology.pp - 1
         near = {own - 1, own + 1} & set(range(topology.pp)) | (

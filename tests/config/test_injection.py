@@ -6,8 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from megascale.config.injection import KINDS, Fault, Injection, InjectionError, RandomFaults, parse_injection
+from megascale.config.injection import (
+    KINDS,
+    Fault,
+    Injection,
+    InjectionError,
+    RandomFaults,
+    faults_of_ranks,
+    parse_injection,
+)
 from megascale.config.loading import load_config_tree
+from megascale.config.timeout_rules import launch_findings
 from megascale.core.errors import ConfigError
 from tests.runs import GPT, settings
 
@@ -81,5 +90,48 @@ def test_a_configuration_says_what_is_wrong_with_its_faults() -> None:
     assert load_config_tree(tree, "test").fault.inject == ""
     with pytest.raises(ConfigError, match=r"fault.inject: .*no fault 'kil'; did you mean kill\?"):
         load_config_tree(tree, "test", ["fault.inject=kil rank=1 step=2"])
-    with pytest.raises(ConfigError, match=r"fault.inject: there is no rank 2  -> a rank from 0 to 1"):
+    with pytest.raises(ConfigError, match=r"fault.inject: there is no rank 2 for kill  -> a rank from 0 to 1"):
         load_config_tree(tree, "test", ["fault.inject=kill rank=2 step=2"], 2)
+
+
+@pytest.mark.parametrize("dp", ["2", "auto"])
+@pytest.mark.parametrize(("fault", "found"), [("kill rank=1 step=2", ""), ("kill rank=2 step=2", "no rank 2 for kill")])
+def test_ranks_that_do_not_exist_are_refused_once_their_number_is_known(dp: str, fault: str, found: str) -> None:
+    tree = settings(GPT, Path("runs"), parallel__tp=1, train__steps=4)
+    overrides = [f"parallel.dp={dp}", f"fault.inject=hang rank=0 phase=load; {fault}"]
+    if not found:
+        assert load_config_tree(tree, "test", overrides, 2).world_size == 2
+        return
+    with pytest.raises(ConfigError, match=found) as refused:
+        load_config_tree(tree, "test", overrides, 2)
+    assert len(refused.value.problems) == 1
+    if dp == "auto":  # any number of processes may follow; a launcher starts one
+        config = load_config_tree(tree, "test", overrides)
+        assert [one.message for one in launch_findings(config)] == ["there is no rank 2 for kill"]
+    else:
+        with pytest.raises(ConfigError, match=found):
+            load_config_tree(tree, "test", overrides)
+
+
+@pytest.mark.parametrize("kind", [name for name, card in KINDS.items() if card.target != "rank"])
+def test_faults_that_a_run_does_not_inject_are_refused(kind: str) -> None:
+    target = "" if KINDS[kind].target == "driver" else "node=0"
+    fault = f"{kind} {target} step=1 {' '.join(f'{key}=1' for key in KINDS[kind].required)}"
+    with pytest.raises(ConfigError, match=f"{kind} is a fault of the {KINDS[kind].target}") as refused:
+        load_config_tree(settings(GPT, Path("runs")), "test", [f"fault.inject=kill rank=0 step=1; {fault}"])
+    assert len(refused.value.problems) == 1
+
+
+def test_steps_that_the_run_does_not_have_are_refused() -> None:
+    tree = settings(GPT, Path("runs"), train__steps=4)
+    assert load_config_tree(tree, "test", ["fault.inject=kill rank=0 step=4"]).train.steps == 4
+    with pytest.raises(ConfigError, match="there is no step 5 for kill  -> a step from 1 to 4"):
+        load_config_tree(tree, "test", ["fault.inject=kill rank=0 step=5"])
+
+
+def test_faults_of_ranks_alone() -> None:
+    text = "kill rank=1 step=2 ; lose_node node=0 step=3; kill_driver step=3; random mtbf_s=5 kinds=kill; "
+    text += "stop rank=4 step=5"
+    assert faults_of_ranks(text) == "kill rank=1 step=2; random mtbf_s=5 kinds=kill; stop rank=4 step=5"
+    assert faults_of_ranks(text, 4) == "kill rank=1 step=2; random mtbf_s=5 kinds=kill"
+    assert faults_of_ranks("") == faults_of_ranks("kill_driver step=3") == ""

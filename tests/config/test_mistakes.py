@@ -61,7 +61,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("num_layers = 4", "num_layers = 4.0", "run.toml:3  model.num_layers: 4.0: should be a whole number  -> 4, without a decimal point"),
     ("num_layers = 4", 'num_layers = "4"', "run.toml:3  model.num_layers: '4': should be a whole number  -> 4, without quotes"),
     ("num_layers = 4", "num_layers = true", "run.toml:3  model.num_layers: true: should be a whole number  -> num_layers: transformer blocks"),
-    ("[batch]", "[parallel]\ncp = true\n[batch]", "run.toml:9  parallel.cp: true: should be 1  -> cp: context parallelism; not available yet"),
+    ("[batch]", "[parallel]\nep = true\n[batch]", "run.toml:9  parallel.ep: true: should be 1  -> ep: expert parallelism; not available yet"),
     ("steps = 10", "steps = 10\ncompile = 0", "run.toml:12  train.compile: 0: should be true or false  -> compile: torch.compile of the operations between linear layers"),
     ("num_layers = 4", "num_layers = -4", "run.toml:3  model.num_layers: -4: should be greater than 0  -> num_layers: transformer blocks"),
     ("num_layers = 4", "num_layers = 20_000", "run.toml:3  model.num_layers: 20000: should be less than or equal to 10000  -> num_layers: transformer blocks"),
@@ -97,11 +97,11 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("lr = 1e-2", "lr = inf", "run.toml:13  optimizer.lr: inf: should be a finite number  -> lr: learning rate after the warm-up"),
     ("lr = 1e-2", "lr = 1e-2\nbetas = [0.9, 1]", "run.toml:14  optimizer.betas: 1: should be less than 1  -> betas: decay of the first and second moment"),
     ("lr = 1e-2", "lr = 1e-2\nbetas = [0.9]", "run.toml:14  optimizer.betas: [0.9]: list should have at least 2 items, not 1  -> betas: decay of the first and second moment"),
-    ("mock = true", "mock = true\n[parallel]\ncp = 2", "run.toml:17  parallel.cp: 2: should be 1  -> cp: context parallelism; not available yet"),
+    ("mock = true", "mock = true\n[parallel]\nep = 2", "run.toml:17  parallel.ep: 2: should be 1  -> ep: expert parallelism; not available yet"),
     ("mock = true", "mock = true\n[fp8]\nhistory = 10_000_000_000", "run.toml:17  fp8.history: 10000000000: should be less than or equal to 65536  -> history: for delayed: length of the amax history, in steps"),
     ("mock = true", 'mock = true\n[parallel]\ndp = "aut"', "run.toml:17  parallel.dp: 'aut': should be a whole number, or should be 'auto'  -> dp: data parallelism; auto: number of processes / (tp x cp x pp)"),
     ("mock = true", 'mock = true\n[parallel]\nschedule = "zigzag"', "run.toml:17  parallel.schedule: 'zigzag' is not one of gpipe, 1f1b, interleaved_1f1b  -> schedule: pipeline schedule; default 1f1b, with vpp > 1 interleaved_1f1b"),
-    ("mock = true", "mock = true\n[parallel]\nzero = true", "run.toml:17  parallel.zero: true: should be a whole number  -> zero: ZeRO stage, sharding over dp: 0 none, 1 optimizer state, 2 optimizer state and gradients"),
+    ("mock = true", "mock = true\n[parallel]\nzero = true", "run.toml:17  parallel.zero: true: should be a whole number  -> zero: ZeRO stage, sharding over dp x cp: 0 none, 1 optimizer state, 2 optimizer state and gradients"),
     ("mock = true", "train = [[-1, \"a\"]]", "run.toml:15  data.train: [[-1, 'a']]: should be text, or should be greater than 0  -> train: a dataset's prefix, or a blend: [[weight, prefix], ...]"),
     ("mock = true", "mock = true\n[launch]\ntimeout_s = 0.9", "run.toml:17  launch.timeout_s: 0.9: should be greater than or equal to 1  -> timeout_s: timeout in training and evaluation from the second step on, in seconds; on GPUs, set several times the step time, because the host runs ahead"),
     ("mock = true", "mock = true\n[launch]\nstart_timeout_s = 0.9", "run.toml:17  launch.start_timeout_s: 0.9: should be greater than or equal to 1  -> start_timeout_s: timeout until the end of the first step (rendezvous, indexing of data, loading of a checkpoint, compilation), and in waits for checkpoints, in seconds; at least timeout_s"),
@@ -285,6 +285,13 @@ WORLDS = {
 @pytest.mark.parametrize(("world", "override"), WORLDS)
 def test_a_world_that_does_not_fit(world: int, override: str) -> None:
     assert problems(GOOD, override, world=world) == [WORLDS[world, override]]
+
+
+def test_a_world_holds_the_longest_document() -> None:
+    keys = ["parallel.cp_mode=hybrid", "data.mask=document", "data.max_tokens_per_rank=1"]
+    assert problems(GOOD, *keys, world=8) == [
+        "command line  data.max_tokens_per_rank: 8 ranks hold 8 tokens, and a document may have 16  -> 2 or more"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.config.loading import check_rules, load_config, load_config_tree
-from megascale.config.rules import RULES, divisors, launch_findings
+from megascale.config.rules import RULES, divisors
+from megascale.config.timeout_rules import launch_findings
 from megascale.core.errors import ConfigError
 from megascale.core.files import fingerprint
 from tests.data.datasets import write_dataset
 from tests.runs import GPT, config_of, settings, to_toml, write_config
+
+HYBRID = {"parallel__cp_mode": "hybrid", "data__max_tokens_per_rank": 16, "data__mask": "document"}
 
 # rule, settings that break the rule, expected findings: key and part of the message
 BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
@@ -34,6 +37,21 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         "timeouts",
         {"launch__timeout_s": 10.0, "launch__start_timeout_s": 60.0, "checkpoint__every": 1},
         {"launch.start_timeout_s": "60.0 s is no more than checkpoint.retry_timeout_s = 60.0"},
+    ),
+    (
+        "injected_faults",
+        {"fault__inject": "kill rank=0 step=100000"},
+        {"fault.inject": "there is no step 100000 for kill"},
+    ),
+    (
+        "injected_faults",
+        {"fault__inject": "lose_node node=1 step=5"},
+        {"fault.inject": "lose_node is a fault of the node, and a run injects only faults of its ranks"},
+    ),
+    (
+        "layout_ranks",
+        {"parallel__dp": 2, "fault__inject": "kill rank=9 step=1"},
+        {"fault.inject": "there is no rank 9 for kill"},
     ),
     ("fault_times", {"fault__hang_s": 0.1}, {"fault.hang_s": "0.1 s is no more than fault.poll_s = 0.25"}),
     ("fault_times", {"fault__heartbeat_s": 6.0}, {"fault.node_lost_s": "6.0 s is no more than fault.heartbeat_s = 6"}),
@@ -67,12 +85,34 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"batch.rampup": "increment 3 is not divisible by micro x dp = 2"},
     ),
     (
+        "noise_scale",
+        {"train__noise_scale_every": 1, "batch__micro": 8},
+        {"train.noise_scale_every": "a step of one micro-batch of 8"},
+    ),
+    (
+        "noise_scale",
+        {"train__noise_scale_every": 1, "parallel__pp": 2, "parallel__schedule": "gpipe"},
+        {"train.noise_scale_every": "gpipe computes the head's gradient of all micro-batches"},
+    ),
+    (
         "learning_rate",
         {"batch__rampup": [2, 2, 60], "optimizer__warmup_steps": 9},
         {"optimizer.warmup_steps": "as many samples as train.steps = 10 with the ramp-up"},
     ),
     ("document_mask", {"data__boundary_loss": True}, {"data.boundary_loss": "has no effect with mask = causal"}),
     ("document_mask", {"data__packing": "best_fit"}, {"data.packing": "has no effect on mock data"}),
+    (
+        "data_policy",
+        {"data__policy": "fixed"},
+        {"data.policy": "changes the weights of a blend, and data.train is none"},
+    ),
+    ("sample_weight", {"data__sample_weight": "equal"}, {"data.sample_weight": "has no effect on mock data"}),
+    (
+        "sample_weight",
+        {"data__sample_weight": "equal", "train__noise_scale_every": 1, "data__mock": False, "data__train": "set"},
+        {"train.noise_scale_every": "the noise scale is in tokens"},
+    ),
+    ("decomposed_documents", {"data__min_piece": 8}, {"data.min_piece": "has no effect with packing = concat"}),
     (
         "document_mask",
         {"data__mask": "document", "data__eod": 101},
@@ -229,6 +269,38 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"train.recompute_chunks": "selects chunks for recomputation, but recompute = none"},
     ),
     (
+        "activation_offload",
+        {"train__activation_offload": True, "train__recompute": "selective"},
+        {"train.activation_offload": "full recomputation saves, but recompute = selective"},
+    ),
+    ("tile_tokens", {"train__mlp_tiles": 17}, {"train.mlp_tiles": "16 tokens of a sequence for 17 tiles"}),
+    (
+        "tile_tokens",
+        {"parallel__tp": 2, "parallel__sp": True, "data__chunk_tokens": 8, "train__mlp_tiles": 5},
+        {"train.mlp_tiles": "4 tokens of a sequence for 5 tiles"},
+    ),
+    (
+        "tile_tokens",
+        {"train__precision": "fp8", "fp8__recipe": "mu_unit", "train__mlp_tiles": 2},
+        {"train.mlp_tiles": "16 tokens on a rank in 2 tiles: the fp8 recipe mu_unit needs multiples of 16"},
+    ),
+    (
+        "tile_scales",
+        {"train__precision": "fp8", "train__mlp_tiles": 1 << 4, "batch__micro": 16, "batch__global": 16},
+        {"train.mlp_tiles": "with the fp8 recipe tensorwise a scale covers all tokens"},
+    ),
+    (
+        "tile_scales",
+        {"train__precision": "fp8", "fp8__recipe": "mu_unit", "model__block": "parallel", "model__seq_length": 32}
+        | {"train__mlp_tiles": 2},
+        {"train.mlp_tiles": "attention and MLP of a parallel block share an fp8 operand"},
+    ),
+    (
+        "tile_recomputation",
+        {"train__recompute": "selective", "train__recompute_ops": ["norm", "activation"], "train__mlp_tiles": 2},
+        {"train.recompute_ops": "activation has no effect with mlp_tiles = 2"},
+    ),
+    (
         "recompute_chunks",
         {"train__recompute": "full", "train__recompute_chunks": [0, 1]},
         {"train.recompute_chunks": "with vpp = 1 there is no chunk 1"},
@@ -257,6 +329,73 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"optimizer__decay": "wsd", "optimizer__decay_steps": 9},
         {"optimizer.decay_steps": "9 do not fit after the warm-up"},
     ),
+    (
+        "optimizer_groups",
+        {"optimizer__name": "muon", "optimizer__options": {"ns_step": 5}},
+        {"optimizer.options": "muon has no option ns_step"},
+    ),
+    (
+        "optimizer_groups",
+        {"optimizer__name": "muon", "optimizer__options": {"ns_steps": 5.0}},
+        {"optimizer.options": "muon: ns_steps is 5.0, not a whole number"},
+    ),
+    (
+        "optimizer_groups",
+        {"optimizer__groups": [{"kinds": ["matrix"], "name": "muon", "options": {"ns_dtype": "fp16"}}]},
+        {"optimizer.groups": "muon: ns_dtype is 'fp16'"},
+    ),
+    (
+        "optimizer_groups",
+        {"optimizer__name": "came", "optimizer__options": {"beta2": 1.0}},
+        {"optimizer.options": "came: beta2 is 1.0, out of range"},
+    ),
+    (
+        "optimizer_groups",
+        {"optimizer__groups": [{"kinds": ["matrix"]}, {"params": ["layers.1.*.weight"], "lr_mult": 2}]},
+        {"optimizer.groups": "layers.1.attention.q.weight is in groups 1 and 2"},
+    ),
+    (
+        "optimizer_groups",
+        {"optimizer__groups": [{"params": ["*_norm.weight"], "name": "muon"}]},
+        {"optimizer.groups": "layers.0.attention_norm.weight is no matrix, and muon updates matrices"},
+    ),
+    (
+        "optimizer_groups",
+        {"optimizer__groups": [{"params": ["layer.*"]}]},
+        {"optimizer.groups": "group 1 matches no parameter"},
+    ),
+    (
+        "optimizer_groups",
+        {"optimizer__groups": [{"kinds": ["norm", "bias"], "weight_decay": 0.1}]},
+        {"optimizer.groups": "weight_decay of group 1 has no effect: norms and biases do not decay"},
+    ),
+    (
+        "optimizer_groups",
+        {"optimizer__name": "adamw_8bit", "optimizer__options": {"eps": 0.0}},
+        {"optimizer.options": "adamw_8bit: eps is 0.0, out of range"},
+    ),
+    (
+        "optimizer_groups",
+        {"optimizer__name": "lamb", "optimizer__groups": [{"kinds": ["norm"], "lr_mult": 2}]},
+        {"optimizer.groups": "lamb scales updates by norms of whole parameters"},
+    ),
+    (
+        "optimizer_groups",
+        {"optimizer__name": "lamb", "model__mup_base_width": 32, "model__tie_embeddings": False},
+        {"model.mup_base_width": "has no effect with lamb"},
+    ),
+    (
+        "width_transfer",
+        {"model__mup_base_width": 32, "model__tie_embeddings": True},
+        {"model.mup_base_width": "the head's scale and learning rate are not the token embedding's under muP"},
+    ),
+    (
+        "compensated_weights",
+        {"optimizer__master": "compensated", "optimizer__name": "lamb", "train__precision": "bf16"},
+        {"optimizer.master": "lamb needs master weights in fp32"},
+    ),
+    ("step_guard", {"optimizer__zclip_threshold": 3.0}, {"optimizer.zclip_threshold": "has no effect without zclip"}),
+    ("step_guard", {"optimizer__skip_window": 64}, {"optimizer.skip_window": "has no effect without skip_sigma"}),
     ("backends", {"backends__activation": "liger"}, {"backends.activation": "liger has no gelu"}),
     (
         "backends",
@@ -387,6 +526,149 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"checkpoint.dir": "simplecache::s3://a/b is a chain of file systems"},
     ),
     ("file_system", {"checkpoint__dir": "none://x"}, {"checkpoint.dir": "none: Protocol not known: none"}),
+    ("cp_modes", {"parallel__cp_ulysses": 2}, {"parallel.cp_ulysses": "has no effect with cp_mode = ring"}),
+    (
+        "cp_modes",
+        {"parallel__cp": 4, "parallel__cp_mode": "usp"},
+        {"parallel.cp_ulysses": "usp needs the number of neighbouring ranks that exchange heads"},
+    ),
+    (
+        "cp_modes",
+        {"parallel__cp": 2, "parallel__cp_mode": "usp", "parallel__cp_ulysses": 4},
+        {"parallel.cp_ulysses": "4 ranks that exchange heads do not divide cp = 2"},
+    ),
+    ("cp_sequence", {"parallel__cp": 3}, {"model.seq_length": "16 cannot be split into 2 x 3 chunks"}),
+    (
+        "cp_sequence",
+        {"parallel__cp": 2, "parallel__tp": 4, "parallel__sp": True, "model__seq_length": 12},
+        {"model.seq_length": "a sequence of 12 cannot be split into cp x tp = 8 ranks"},
+    ),
+    (
+        "cp_heads",
+        {"parallel__cp": 8, "parallel__cp_mode": "ulysses"},
+        {"parallel.cp": "4 heads of a tp rank cannot be split over 8 ranks"},
+    ),
+    (
+        "cp_heads",
+        {
+            "parallel__cp": 4,
+            "parallel__cp_mode": "usp",
+            "parallel__cp_ulysses": 4,
+            "model__num_heads": 12,
+            "model__hidden_size": 48,
+            "model__num_kv_heads": 6,
+        },
+        {"parallel.cp_ulysses": "6 key-value heads of a tp rank can neither be split over 4 ranks nor repeated"},
+    ),
+    (
+        "cp_sharding",
+        {"parallel__cp": 2, "parallel__cp_sharding": "document"},
+        {"parallel.cp_sharding": "chunks of documents need data.mask = document"},
+    ),
+    ("chunk_sizes", {"data__keep_chunks": 2}, {"data.keep_chunks": "has no effect without data.chunk_tokens"}),
+    ("chunk_sizes", {"data__chunk_tokens": 5}, {"data.chunk_tokens": "16 cannot be cut into chunks of 5"}),
+    ("chunk_sizes", {"data__chunk_tokens": 16}, {"data.chunk_tokens": "16 cannot be cut into chunks of 16"}),
+    (
+        "chunk_sizes",
+        {"data__chunk_tokens": 2, "parallel__tp": 4, "parallel__sp": True},
+        {"data.chunk_tokens": "2 tokens cannot be split over tp = 4 ranks"},
+    ),
+    (
+        "chunk_sizes",
+        {"data__chunk_tokens": 8, "data__keep_chunks": 3},
+        {"data.keep_chunks": "a sequence has 2 chunks"},
+    ),
+    ("chunk_schedule", {"data__chunk_tokens": 8, "parallel__pp": 2, "parallel__vpp": 2}, {"parallel.vpp": "vpp = 2"}),
+    (
+        "chunk_schedule",
+        {"data__chunk_tokens": 8, "parallel__pp": 2, "parallel__schedule": "gpipe"},
+        {"parallel.schedule": "gpipe has no order of chunks that depend on each other"},
+    ),
+    (
+        "chunk_combinations",
+        {"data__chunk_tokens": 8, "parallel__cp": 2},
+        {"parallel.cp": "a rank has all chunks of a sequence, and cp = 2 splits it"},
+    ),
+    (
+        "chunk_combinations",
+        {"data__chunk_tokens": 8, "model__dropout": 0.1},
+        {"model.dropout": "chunks have no dropout"},
+    ),
+    (
+        "chunk_combinations",
+        {"data__chunk_tokens": 8, "model__attention_softcap": 2.0},
+        {"model.attention_softcap": "needs all keys at once"},
+    ),
+    (
+        "chunk_combinations",
+        HYBRID | {"data__chunk_tokens": 8},
+        {"parallel.cp_mode": "hybrid deals whole documents to ranks"},
+    ),
+    (
+        "hybrid_keys",
+        {"data__max_tokens_per_rank": 8},
+        {"data.max_tokens_per_rank": "has no effect with cp_mode = ring"},
+    ),
+    (
+        "hybrid_keys",
+        {"parallel__cp_mode": "hybrid"},
+        {
+            "data.max_tokens_per_rank": "hybrid needs the most tokens of a rank",
+            "data.mask": "hybrid deals documents to ranks",
+        },
+    ),
+    (
+        "hybrid_keys",
+        HYBRID | {"data__max_tokens_per_rank": 3, "parallel__dp": 4},
+        {"data.max_tokens_per_rank": "4 ranks hold 12 tokens, and a document may have 16"},
+    ),
+    (
+        "hybrid_combinations",
+        HYBRID | {"parallel__pp": 2, "parallel__schedule": "gpipe"},
+        {"parallel.schedule": "rings meet on all stages in 1F1B"},
+    ),
+    ("hybrid_combinations", HYBRID | {"parallel__zero": 2}, {"parallel.zero": "different numbers of reductions"}),
+    (
+        "cp_sharding",
+        {
+            "parallel__cp": 2,
+            "parallel__cp_sharding": "document",
+            "parallel__cp_mode": "ulysses",
+            "data__mask": "document",
+            "data__mock": True,
+        },
+        {"parallel.cp_sharding": "has no effect with cp_mode = ulysses"},
+    ),
+    ("cp_combinations", {"parallel__cp": 2, "model__dropout": 0.1}, {"model.dropout": "(cp = 2) has no dropout"}),
+    (
+        "cp_combinations",
+        {"parallel__cp": 2, "model__attention_softcap": 2.0},
+        {"parallel.cp_mode": "attention with a soft cap needs all keys at once, and cp_mode = ring"},
+    ),
+    (
+        "cp_fp8",
+        {
+            "parallel__cp": 2,
+            "train__precision": "fp8",
+            "model__hidden_size": 64,
+            "model__ffn_size": 64,
+            "model__num_heads": 4,
+        },
+        {"parallel.cp": "8 tokens of a micro-batch on a rank along cp: the fp8 recipe tensorwise needs multiples"},
+    ),
+    (
+        "cp_fp8",
+        {
+            "parallel__cp": 2,
+            "train__precision": "fp8",
+            "fp8__recipe": "blockwise",
+            "model__hidden_size": 512,
+            "model__ffn_size": 128,
+            "model__num_heads": 4,
+            "model__seq_length": 256,
+        },
+        {"parallel.cp": "64 consecutive tokens of a micro-batch on a rank along cp: the fp8 recipe blockwise needs"},
+    ),
 ]
 
 
@@ -423,6 +705,27 @@ def test_a_broken_rule_names_the_key(folder: Path, changes: dict[str, Any], find
     for key, part in findings.items():
         assert part in messages[key]
     assert all(problem.hint for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message", "hint"),
+    [
+        ({"groups": [{"kinds": ["matrix"], "name": "mouon"}]}, "name is not one of adamw, lamb, muon", "'muon'?"),
+        ({"groups": [{"kinds": ["matrix"], "name": "adam"}]}, "name is not one of adamw", "did you mean 'adamw'?"),
+        ({"groups": [{"param": ["*"]}]}, "a group has no param; a group needs params or kinds", "'params'?"),
+        ({"groups": [{"kinds": ["matrices"]}]}, "kinds should be a list of matrix", "keys of a group: params, kinds"),
+        ({"groups": [{"params": ["*.attention.qkv.weight"]}]}, "group 1 matches no parameter",
+         "layers.0.attention.qkv.weight is fused: its parts are layers.0.attention.q.weight, layers.0.attention.k.w"),
+        ({"options": {"beta1": 0.9}}, "adamw has no option beta1", "keys of [optimizer]: optimizer.betas, optim"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_groups_or_options_says_what_is_meant(
+    folder: Path, optimizer: dict[str, Any], message: str, hint: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of(settings(GPT, folder, **{f"optimizer__{key}": value for key, value in optimizer.items()}), folder)
+    (problem,) = caught.value.problems
+    assert message in problem.message and hint in problem.hint
 
 
 def test_every_rule_is_broken_above() -> None:

@@ -61,7 +61,7 @@ def test_a_misspelled_choice_suggests_the_choice_or_none(key: str) -> None:
         ("train.precision", "fp128", None),
         ("optimizer.name", "adam", "adamw"),
         ("optimizer.name", "sgd", None),
-        ("optimizer.name", "lion", None),
+        ("optimizer.name", "distributed_muon", "muon"),
         ("optimizer.decay", "WSD", "wsd"),
         ("optimizer.decay", "exponential", None),
         ("model.activation", "silu", "swiglu"),

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from megascale.cli.main import main
 from megascale.convert import generate
@@ -52,6 +51,8 @@ def test_sample_and_convert_know_the_end_that_prepare_was_told(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tokenizer alone does not say it; the tokenizer's file may be gone."""
+    from transformers import AutoConfig, AutoTokenizer
+
     tokenizer = tmp_path / "tokens.json"
     shutil.copy(folder / "tokens.json", tokenizer)
     prefix = prepare(folder, str(tokenizer), "told", "--eod", STOP)
@@ -73,8 +74,11 @@ def test_sample_and_convert_know_the_end_that_prepare_was_told(
     assert main(["sample", str(run), "--eod", "<none>"]) == 3
 
 
+@pytest.mark.slow
 def test_companions_of_foreign_weights_return(folder: Path, tmp_path: Path) -> None:
     """Through two runs; eos ids that are a list; the data's end of document is one more id that ends a text."""
+    from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     keys = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
     sizes = {"num_key_value_heads": 2, "max_position_embeddings": 32, "rms_norm_eps": 1e-5, "vocab_size": 259}

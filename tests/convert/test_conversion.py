@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import LlamaConfig
 
 from megascale.checkpoint import offline
 from megascale.checkpoint.format import manifest
@@ -92,7 +91,15 @@ def test_the_model_is_that_of_the_oracles(tmp_path: Path, name: str) -> None:
         assert np.array_equal(given.read_tensor(key, (start, size)).numpy(), part)
 
 
-@pytest.mark.parametrize("model", [GPT | {"activation": "gelu_tanh"}, LLAMA, BIASED, LLAMA | {"window": 5}], ids=str)
+@pytest.mark.parametrize(
+    "model",
+    only_quick(
+        [GPT | {"activation": "gelu_tanh"}, LLAMA, BIASED, LLAMA | {"window": 5}],
+        GPT | {"activation": "gelu_tanh"},
+        LLAMA | {"window": 5},
+    ),
+    ids=str,
+)
 def test_transformers_loads_what_was_trained(tmp_path: Path, model: dict[str, Any]) -> None:
     """The exported weights equal the run's final weights, and transformers computes the same logits."""
     import transformers
@@ -352,6 +359,8 @@ def test_an_unsupported_model_is_refused(tmp_path: Path, family: str, keys: Any,
     ids=str,
 )
 def test_rope_theta_is_that_of_transformers(keys: dict[str, Any]) -> None:
+    from transformers import LlamaConfig
+
     plain = {
         "model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1,
         "intermediate_size": 48, "vocab_size": 101,
@@ -406,7 +415,7 @@ def test_a_dtype_in_which_an_element_overflows_is_refused(tmp_path: Path) -> Non
     ours = written(tmp_path / "ours", weights)
     to_huggingface(ours, tmp_path / "theirs")
     words = r"overflows in float16: 1 of its 1536 elements, up to 100000"
-    with pytest.raises(CheckpointError, match=f"ours: {WEIGHT}{name} {words}"):
+    with pytest.raises(CheckpointError, match=f"ours: {name} {words}"):
         to_huggingface(ours, tmp_path / "half", torch.float16)
     with pytest.raises(CheckpointError, match=f"theirs: {theirs} {words}"):
         from_huggingface(tmp_path / "theirs", tmp_path / "half", torch.float16)

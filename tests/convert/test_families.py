@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megascale.config.model import ModelConfig
 from megascale.convert.config_file import CONFIG_FILE
@@ -35,6 +33,8 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
 
 def computes_the_same(ours: dict[str, Any], theirs: dict[str, Any], folder: Path) -> bool:
     """True if transformers reads the same sizes, rotary positions and windows from two config.json."""
+    from transformers import AutoConfig
+
     read = []
     for name, keys in (("ours", ours), ("theirs", theirs)):
         (folder / name).mkdir(exist_ok=True)
@@ -196,6 +196,8 @@ def test_presets_are_the_published_models(name: str) -> None:
 
 def test_a_change_of_the_model_changes_the_keys_that_say_it(tmp_path: Path) -> None:
     """In a config.json of transformers 5 the rotary keys and windows are replaced together."""
+    from transformers import AutoConfig
+
     save_tiny("llama 3", tmp_path)
     source = config_in(tmp_path)
     model = read_model(source, "config.json")
@@ -219,6 +221,9 @@ def test_training_on_shorter_sequences_keeps_the_config(tmp_path: Path, name: st
 @pytest.mark.parametrize("scaling", [{}, {"original_seq_length": 8}, {"original_seq_length": 32}])
 def test_dynamic_rope_computes_the_same_at_the_length_of_training(tmp_path: Path, scaling: dict[str, Any]) -> None:
     """transformers counts from max_position_embeddings, which is the original length, whatever the run's length."""
+    from transformers import AutoConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
     save_tiny("llama dynamic", tmp_path)
     source = config_in(tmp_path)
     keys = read_model(source, "config.json").model_dump(by_alias=True)
@@ -239,6 +244,8 @@ PLAIN = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "i
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "olmo2", "phi3", "gemma2", "gemma3_text"])
 def test_key_value_heads_are_those_of_transformers(name: str, keys: dict[str, Any]) -> None:
     """A missing key has a default, which differs by family; null stands for as many as heads where it is allowed."""
+    from transformers import AutoConfig
+
     keys = PLAIN | {"num_attention_heads": 64, "hidden_size": 512} | keys
     if None not in keys.values() or name not in ("mistral", "gemma2", "gemma3_text"):
         theirs = AutoConfig.for_model(name, **keys).num_key_value_heads
@@ -248,6 +255,8 @@ def test_key_value_heads_are_those_of_transformers(name: str, keys: dict[str, An
 @pytest.mark.parametrize("name", FAMILIES)
 def test_null_is_read_as_transformers_reads_it(name: str) -> None:
     """Of each key whose null it accepts."""
+    from transformers import AutoConfig
+
     plain = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 9} if name == "gpt2" else PLAIN
     accepted = 0
     for ours, key in FAMILIES[name].keys.items():
@@ -279,6 +288,9 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_fr
 )
 def test_lengths_and_factors_of_scaled_rope_are_those_of_transformers(keys: dict[str, Any]) -> None:
     """A factor of null is the ratio of the lengths; an original length beside the table takes precedence."""
+    from transformers import AutoConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
     source = {"model_type": "llama", "max_position_embeddings": 32} | PLAIN | keys
     model = read_model(copy.deepcopy(source), "config.json")
     theirs = LlamaRotaryEmbedding(AutoConfig.for_model(**copy.deepcopy(source)))
@@ -299,6 +311,8 @@ def test_a_gemma_3_without_windows_has_no_local_base(keys: dict[str, Any], tmp_p
 
 def test_the_window_pattern_of_gemma_3_is_the_key_that_transformers_reads(tmp_path: Path) -> None:
     """It writes `_sliding_window_pattern`, and reads `layer_types` or `sliding_window_pattern`."""
+    from transformers import AutoConfig
+
     published = PUBLISHED["gemma-3-1b-pt"] | {"_sliding_window_pattern": 2}
     del published["sliding_window_pattern"]
     (tmp_path / CONFIG_FILE).write_text(json.dumps(published))

@@ -12,6 +12,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from megascale.core import storage
+from megascale.core.limits import os_error_hint
 from megascale.core.storage import Location
 
 
@@ -154,9 +155,40 @@ def test_only_transient_errors_are_retried(error: Exception, tried: bool, monkey
     assert failed.value.filename == "flaky://folder/file" and Flaky.failures == 0
 
 
+class NoCredentialsError(Exception):
+    """As botocore's."""
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (ImportError("Please install gcsfs to access Google Storage"), "install that package on every host"),
+        (NoCredentialsError("Unable to locate credentials"), "give this process credentials"),
+        (ValueError("Protocol not known: foo"), "a URL of a file system that fsspec knows"),
+        (SlowDown("please"), "the operation's own"),
+        (ValueError("odd"), "the operation's own"),
+        (OSError("no number"), "the operation's own"),
+        (OSError(errno.EIO, "InternalError"), "the operation's own"),
+    ],
+    ids=str,
+)
+def test_an_error_of_remote_storage_has_its_own_hint(
+    error: Exception, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flaky(1.0).write(b"here")
+    monkeypatch.setattr(Flaky, "failures", 1)
+    monkeypatch.setattr(Flaky, "error", error)
+    seconds = 0.0 if hint == "the operation's own" else 60.0
+    with pytest.raises(OSError, match=error.args[-1]) as failed:
+        flaky(seconds).read()
+    assert Flaky.failures == 0, "it is not tried again"
+    assert os_error_hint(failed.value, "the operation's own").startswith(hint)
+
+
 def test_an_unknown_file_system_is_named() -> None:
-    with pytest.raises(OSError, match="nowhere"):
+    with pytest.raises(OSError, match="nowhere") as failed:
         Location("nowhere://folder").list_names()
+    assert "fsspec knows" in os_error_hint(failed.value, "")
 
 
 def test_a_local_url_is_a_path(tmp_path: Path) -> None:

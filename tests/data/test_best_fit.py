@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from megascale.cli.check import data_summary
 from megascale.config.run import RunConfig
-from megascale.data import index_builder, index_files
+from megascale.data import index_files
 from megascale.data.best_fit import best_fit, lengths_of, row_count
 from megascale.data.best_fit_index import BestFitIndex, BestFitShape, best_fit_shape, build_best_fit_index
 from megascale.data.document_mask import PADDING
 from megascale.data.epoch_index import IndexShape
 from megascale.data.mixture import Mixture
 from tests.data.datasets import SEQUENCE, data_config, write_dataset
+from tests.data.epochs_of_pieces import check_shuffling, next_index
 
 LENGTHS = [13, 5, 1, 40, 8, 9, 30, 2, 21, 17, 16, 33, 3, 3, 6]
 
@@ -80,15 +81,42 @@ def test_an_index_has_every_token_once(lengths: list[int], seq_length: int, firs
         assert shape.padding == pytest.approx(1 - sum(lengths) / (shape.samples * seq_length))
 
 
+def document_by_document(shape: BestFitShape, sizes: np.ndarray, seed: int) -> tuple[list[int], list[list[int]]]:
+    """The documents and starts of an index, by loops over rows and documents."""
+    s, documents = shape.seq_length, np.arange(shape.first, shape.last)
+    np.random.RandomState(seed).shuffle(documents)
+    parts: list[int] = []
+    starts: list[list[int]] = []
+    waiting = defaultdict[int, list[int]](list)
+    for document in documents.tolist():
+        size = int(sizes[document])
+        for start in range(0, size - size % s, s):
+            starts.append([len(parts), start])
+            parts.append(document)
+        waiting[size % s].append(document)
+    waiting.pop(0, None)
+    counts = [len(waiting[length]) for length in range(s)]
+    for group in best_fit(counts, s):
+        for _ in range(group.rows):
+            row = [waiting[length].pop(0) for length in lengths_of(group)]
+            starts.append([len(parts), int(sizes[row[0]]) // s * s])
+            parts += row
+    return parts, [*starts, [len(parts), 0]]
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=60), st.integers(2, 20), st.integers(0, 9))
+def test_an_index_is_the_one_of_plain_loops(lengths: list[int], seq_length: int, seed: int) -> None:
+    sizes = np.array(lengths, dtype=np.int32)
+    shape = best_fit_shape(IndexShape(0, len(sizes), sum(lengths), seq_length), sizes)
+    index = build_best_fit_index(shape, sizes, seed)
+    assert (index.documents.tolist(), index.starts.tolist()) == document_by_document(shape, sizes, seed)
+
+
 def test_epochs_shuffle_what_stands_together() -> None:
     sizes = np.array([3, 5] * 40, dtype=np.int32)
     shape = best_fit_shape(IndexShape(0, 80, 320, 8), sizes)
     assert (shape.samples, shape.padding) == (40, 0)
-    epochs = [build_best_fit_index(shape, sizes, seed) for seed in (1, 1, 2)]
-    rows = [[index.pieces(sample, sizes) for sample in range(40)] for index in epochs]
-    assert rows[0] == rows[1]
-    together = [{frozenset(piece[0] for piece in row) for row in epoch} for epoch in rows]
-    assert len(together[0] & together[2]) < 10
+    check_shuffling(lambda seed: build_best_fit_index(shape, sizes, seed), sizes, 40)
 
 
 def test_samples_are_whole_documents(tmp_path: Path) -> None:
@@ -152,19 +180,10 @@ def test_an_index_in_a_file_is_the_one_in_memory(epoch: int) -> None:
 
 
 def test_the_next_epoch_is_built_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_files, "MEMORY_ENTRIES", 0)
     write_dataset(tmp_path / "set", LENGTHS)
     config = packed(tmp_path)
     (dataset,) = Mixture(config, "train", expected=60).datasets
-    started: list[list[str]] = []
-    monkeypatch.setattr(index_builder.subprocess, "Popen", lambda command, **_: started.append(command))
-    dataset.read(0)
-    (command,) = started
-    monkeypatch.setattr(index_builder.sys, "argv", command[2:])
-    monkeypatch.setattr(index_builder.os, "nice", lambda _: 0)
-    index_builder.main()
-    key = dataset.index_key(1)
-    assert isinstance(index_files.map_index(dataset.index_folder / key.file_name, key), BestFitIndex)
+    assert isinstance(next_index(dataset, monkeypatch), BestFitIndex)
 
 
 def test_damaged_entries_are_refused() -> None:

@@ -15,6 +15,7 @@ from megascale.core.errors import DataError
 from megascale.core.storage import Location
 from megascale.data import block_cache
 from megascale.data.block_cache import BlockCache, CachedFile
+from megascale.data.checksum import CHECKSUM_BYTES
 
 DATA = bytes(range(256)) * 50
 URL = "memory://block-cache/set.bin"
@@ -86,7 +87,7 @@ def test_threads_that_ask_for_the_same_block_fetch_it_once(tmp_path: Path, fetch
 def test_the_cache_is_bounded_and_loses_what_was_not_used_for_longest(
     tmp_path: Path, fetched: list[tuple[int, int]]
 ) -> None:
-    file = opened(tmp_path, max_bytes=5000)
+    file = opened(tmp_path, max_bytes=5 * (1000 + CHECKSUM_BYTES))
     for number in range(5):
         file.read(1000 * number, 1000 * number + 1)
         os.utime(tmp_path / f"remote/{file.place.name}/{number:012}", (1000 + number, 1000 + number))
@@ -94,18 +95,42 @@ def test_the_cache_is_bounded_and_loses_what_was_not_used_for_longest(
     file.read(6000, 6001)
     assert blocks(tmp_path) == [0, 3, 4, 6], "10% more than needed is removed"
     assert file.read(1000, 1010) == DATA[1000:1010], "a block that was removed is fetched again"
-    assert int((tmp_path / "remote" / "used").read_text()) == 5000
+    assert int((tmp_path / "remote" / "used").read_text()) == 5 * (1000 + CHECKSUM_BYTES)
     for number in range(13):
         file.read(1000 * number, 1000 * number + 1)
-        assert sum(path.stat().st_size for path in tmp_path.rglob("0*")) <= 5000
+        assert sum(path.stat().st_size for path in tmp_path.rglob("0*")) <= 5 * (1000 + CHECKSUM_BYTES)
 
 
-@pytest.mark.parametrize("damage", [b"", DATA[:999], b"x" * 1001])
-def test_a_block_that_was_cut_is_fetched_again(tmp_path: Path, fetched: list[tuple[int, int]], damage: bytes) -> None:
-    file = opened(tmp_path)
-    file.read(0, 1)
+@pytest.mark.parametrize("damage", [b"", DATA[:999], DATA[:1000], b"x" * 1001, bytes(1004), b"\1" + DATA[1:1004]])
+def test_a_damaged_block_is_fetched_again(tmp_path: Path, fetched: list[tuple[int, int]], damage: bytes) -> None:
+    opened(tmp_path).read(0, 1)
+    file = opened(tmp_path)  # another process, which has read nothing
     (tmp_path / "remote" / file.place.name / f"{0:012}").write_bytes(damage)
     assert file.read(0, 1000) == DATA[:1000] and fetched == [(0, 1000)] * 2
+
+
+def test_a_block_is_checked_when_a_process_reads_it_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[int] = []
+    is_intact = block_cache.is_intact
+
+    def counted(data: bytes) -> bool:
+        checked.append(len(data))
+        return is_intact(data)
+
+    monkeypatch.setattr(block_cache, "is_intact", counted)
+    file = opened(tmp_path)
+    for start in (0, 10, 2010, 5):
+        file.read(start, start + 5)
+    assert checked == [1000 + CHECKSUM_BYTES] * 2
+
+
+def test_a_folder_that_does_not_keep_what_is_written_is_an_error(
+    tmp_path: Path, fetched: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_cache, "is_intact", lambda data: False)
+    with pytest.raises(DataError, match=r"which has copies of \S+set\.bin, cannot be used: copies there do not stay"):
+        opened(tmp_path).read(0, 1)
+    assert len(fetched) == block_cache.FETCHES_OF_DAMAGED
 
 
 def test_a_whole_file_is_downloaded_once(
@@ -114,8 +139,31 @@ def test_a_whole_file_is_downloaded_once(
     monkeypatch.setattr(block_cache, "DOWNLOAD_BYTES", 5000)
     for _ in range(2):
         path = BlockCache(tmp_path, 1).whole_file(URL, len(DATA), "1")
-        assert path.read_bytes() == DATA
+        assert path.read_bytes()[:-CHECKSUM_BYTES] == DATA
     assert fetched == [(0, 5000), (5000, 5000), (10_000, 2800)]
+
+
+@pytest.mark.parametrize("damage", [b"", DATA[:2000], DATA, bytes(len(DATA) + 4), DATA + b"more", DATA * 2])
+def test_a_damaged_whole_file_is_downloaded_again(
+    tmp_path: Path, fetched: list[tuple[int, int]], damage: bytes
+) -> None:
+    cache = BlockCache(tmp_path, 1)
+    cache.whole_file(URL, len(DATA), "1").write_bytes(damage)
+    for _ in range(2):
+        assert cache.whole_file(URL, len(DATA), "1").read_bytes()[:-CHECKSUM_BYTES] == DATA
+    assert len(fetched) == 2
+
+
+def test_a_whole_file_that_does_not_stay_is_an_error(
+    tmp_path: Path, fetched: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaged(path: Path, size: int) -> None:
+        raise ValueError
+
+    monkeypatch.setattr(block_cache, "check_file", damaged)
+    with pytest.raises(DataError, match="copies there do not stay as they were written"):
+        BlockCache(tmp_path, 1).whole_file(URL, len(DATA), "1")
+    assert len(fetched) == block_cache.FETCHES_OF_DAMAGED
 
 
 def test_what_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

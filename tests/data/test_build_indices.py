@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -32,17 +33,17 @@ def test_a_run_finds_what_was_built(config: RunConfig, tmp_path: Path, monkeypat
     built = build_indices(config, 1, lambda finished, total: done.append((finished, total)))
     assert (built.built, built.found, built.small) == (3, 0, 4)
     assert done == [(1, 3), (2, 3), (3, 3)]
-    names = sorted(path.name.rpartition("-")[0] for path in (tmp_path / "cache").iterdir())
+    names = sorted(path.name.rpartition("-")[0] for path in (tmp_path / "cache").glob("*.index"))
     assert names == ["large-epoch0", "large-epoch1", "valid-epoch0"]
-    assert built.bytes == sum(path.stat().st_size for path in (tmp_path / "cache").iterdir())
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
+    assert built.bytes == sum(path.stat().st_size for path in (tmp_path / "cache").glob("*.index"))
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("*.index")}
     again = build_indices(config, 2)
     assert (again.built, again.found) == (0, 3)
     for split in splits(config):
         count = expected_samples(config, split)
         samples = Mixture(config, split, count)
         assert all(samples[index].tokens.shape == (8,) for index in range(count))
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()} == before
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("*.index")} == before
 
 
 def test_a_damaged_file_is_found(config: RunConfig, tmp_path: Path) -> None:
@@ -50,6 +51,20 @@ def test_a_damaged_file_is_found(config: RunConfig, tmp_path: Path) -> None:
     next((tmp_path / "cache").glob("large-epoch1*")).write_bytes(b"")
     with pytest.raises(DataError, match=r"sample indices are damaged: \S+large-epoch1\S+ has 0 bytes"):
         build_indices(config, 1)
+
+
+def test_zeros_in_an_index_of_the_right_size_are_found(config: RunConfig, tmp_path: Path) -> None:
+    """Also when it was checked before and its times are those of before: all of each file is read."""
+    build_indices(config, 1)
+    path = next((tmp_path / "cache").glob("large-epoch0*"))
+    times = path.stat()
+    with open(path, "r+b") as file:
+        file.seek(times.st_size // 2)
+        file.write(bytes(64))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(DataError, match=r"damaged: \S+large-epoch0\S+ has a content that its checksum") as raised:
+        build_indices(config, 1)
+    assert raised.value.hint == "remove that file"
 
 
 def test_the_command(config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,8 @@ from megascale.data.changing_blend import ChangingBlend, Part, blend_parts, same
 from megascale.data.mixture import Mixture
 from megascale.train.resume import _check_weights
 from tests.data.datasets import data_config, write_dataset
-from tests.jobs import Job, curve, finish, job_config
+from tests.data.resumed_jobs import check_resumed
+from tests.jobs import Job, job_config
 from tests.runs import GPT
 
 WEIGHTS = st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0, 3.0]), min_size=3, max_size=3).filter(any)
@@ -95,15 +96,6 @@ def test_a_resume_with_other_weights_layout_and_reader_goes_on_with_the_next_sam
     train = [[0.5, str(tmp_path / "a")], [0.5, str(tmp_path / "b")]]
     data = {"data__mock": False, "data__train": train, "data__split": [1.0, 0.0], "checkpoint__every": 3}
     data |= {"optimizer__decay": "constant"}  # of which a run of four steps is the first half
-    weights, curves = "data.weights=[[32, [0.1, 0.9]]]", {}
-    for name in ("whole", "resumed"):
-        (tmp_path / name).mkdir()
-        config = job_config(tmp_path / name, GPT | {"vocab_size": 20_000}, **data, train__steps=8)
-        if name == "resumed":
-            finish(config, "train.steps=4", "parallel.dp=2")
-        host = ["data.reader=host", "parallel.tp=2"] if name == "resumed" else []
-        curves[name] = curve(finish(config, weights, *host))
-    for (_, loss, norm), (_, expected, expected_norm) in zip(curves["resumed"], curves["whole"], strict=True):
-        assert loss == pytest.approx(expected, rel=1e-10) and norm == pytest.approx(expected_norm, rel=1e-8)
+    check_resumed(tmp_path, data, "data.weights=[[32, [0.1, 0.9]]]")
     status, _, err = Job(job_config(tmp_path / "whole", GPT | {"vocab_size": 20_000}, **data, train__steps=9)).end()
     assert status == 2 and "data.weights: has other weights below 64" in err

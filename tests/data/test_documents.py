@@ -49,10 +49,11 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str) -> None:
 
 REFUSED = {
     b'{"text": "a"}\n{"text": "b': r"input.jsonl:2 is not a line of JSON: Unterminated string",
-    b'\n\n{"text": "\xff"}': r"input.jsonl:3 is not a line of JSON: 'utf-8' codec can't decode byte 0xff",
+    b'\n\n{"text": "\xff"}': r"input.jsonl:3 is not UTF-8: 'utf-8' codec can't decode byte 0xff",
     b"[" * 100_000: r"input.jsonl:1 is not a line of JSON: maximum recursion depth",
     b"1" * 5_000: r"input.jsonl:1 is not a line of JSON: Exceeds the limit",
-    b'["text"]': r"input.jsonl:1 is a list, not an object with a text",
+    b'["text"]': r"input.jsonl:1 is a list, not an object with a text  -> .* `jq -c '.\[\]'` writes a JSON array so",
+    b'[\n{"text": "a"}\n]': r"input.jsonl:1 is not a line of JSON: .*  -> .* `jq -c",
     b'"text"': r"input.jsonl:1 is a text, not an object with a text",
     b"null": r"input.jsonl:1 is null, not an object",
     b"{}": r"input.jsonl:1 has no field 'text': its fields are none",

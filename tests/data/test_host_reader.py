@@ -11,14 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megascale.cli.check import reader_bytes, summary
 from megascale.config.run import RunConfig
 from megascale.core.errors import DataError, LostPeerError
 from megascale.core.rank import NODE_VARIABLE, Rank
+from megascale.core.units import format_bytes
 from megascale.data.batch_shape import BatchShape, StepOrder
 from megascale.data.host_samples import HostSamples
 from megascale.data.mixture import Mixture, Sample
 from megascale.data.reader_memory import MemoryShape, ReaderMemory
 from megascale.data.reader_process import ReaderWork, SplitReader
+from megascale.data.reader_shape import PROCESS_BYTES
 from megascale.data.reader_supervisor import MOST_ENDS, ReaderSupervisor
 from megascale.data.sample_record import decode_sample, encode_sample, record_bytes
 from tests.data.datasets import SEQUENCE, data_config, write_dataset
@@ -39,10 +42,12 @@ def blend(folder: Path, **overrides: Any) -> RunConfig:
 class Readers:
     """A reader's memory and its views in this process, as `ranks` ranks of dp coordinates `replicas` have them."""
 
-    def __init__(self, config: RunConfig, dp: int, replicas: list[int], end: int = BATCH * STEPS) -> None:
+    def __init__(
+        self, config: RunConfig, dp: int, replicas: list[int], end: int = BATCH * STEPS, weights: int = 0
+    ) -> None:
         order = StepOrder(BatchShape(BATCH, 1, dp), end)
         rows = order.shape.rows_of(replicas)
-        shape = MemoryShape(1, len(replicas), config.data.prefetch, len(rows), record_bytes(SEQUENCE))
+        shape = MemoryShape(1, len(replicas), config.data.prefetch, len(rows), record_bytes(SEQUENCE), weights)
         self.memory = ReaderMemory.allocate(shape)
         self.work = ReaderWork(config, shape, {"train": order}, sorted(set(replicas)))
         me = 0, os.getpid()
@@ -137,6 +142,37 @@ def test_an_error_of_a_sample_is_raised_by_the_step_that_reads_it(tmp_path: Path
         readers.read(0, 0)
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), OSError(5, "lost"), AssertionError()])
+def test_any_error_is_raised_by_the_step_and_no_reader_is_started_again(
+    tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(self: Mixture, index: int) -> Sample:
+        raise error
+
+    readers = Readers(blend(tmp_path), 1, [0])
+    reader = SplitReader(readers.work, "train", readers.memory)
+    readers.views[0].begin(0)
+    monkeypatch.setattr(Mixture, "__getitem__", fail)
+    assert reader.fill_next(), "the process goes on"
+    with pytest.raises(DataError, match=rf"the reader of this host has failed: {type(error).__name__}: "):
+        readers.read(0, 0)
+    assert capfd.readouterr().err.count("Traceback") == 1
+
+
+def test_check_tells_the_memory_of_the_reader(process: Any) -> None:
+    """At least what it takes: its own memory, without files, and what it shares with the ranks."""
+    readers, supervisor = process
+    readers.read(0, 0)
+    config = readers.work.config
+    config = config.model_copy(update={"data": config.data.model_copy(update={"reader": "host"})})
+    status = Path(f"/proc/{supervisor.pid}/status").read_text()
+    own = int(status.split("RssAnon:")[1].split()[0]) << 10
+    size = reader_bytes(config)
+    assert readers.work.memory.bytes + own <= size <= readers.work.memory.bytes + PROCESS_BYTES + (1 << 20)
+    assert f"memory of a host's reader {format_bytes(size)}" in summary(config)
+    assert reader_bytes(readers.work.config) == 0 and "host's reader" not in summary(readers.work.config)
+
+
 def test_only_the_samples_of_a_host_are_read(tmp_path: Path) -> None:
     config = blend(tmp_path)
     readers = Readers(config, 4, [1, 1, 3])
@@ -183,10 +219,53 @@ def test_a_reader_that_ends_again_and_again_is_given_up(process: Any, monkeypatc
     deadline = time.monotonic() + SECONDS
     monkeypatch.setattr("sys.executable", "/bin/false")
     os.kill(supervisor.pid, signal.SIGKILL)
-    with pytest.raises(DataError, match=f"ended with status 1, for the {MOST_ENDS}th time") as error:
+    with pytest.raises(DataError, match=f"ended with status 1, {MOST_ENDS} times at the same step") as error:
         for step in range(2, STEPS):
             readers.read(0, BATCH * step)
     assert 'data.reader = "rank"' in str(error.value) and time.monotonic() < deadline
+
+
+def hanging(folder: Path) -> tuple[Readers, ReaderSupervisor, Path]:
+    """A reader that hangs in the first read of the dataset `a`: as on a dead file server, opening its file blocks."""
+    config = blend(folder, data__reader_timeout_s=1.0)
+    readers, index = Readers(config, 1, [0]), folder / "a.idx"
+    index.rename(folder / "kept")
+    os.mkfifo(index)
+    supervisor = ReaderSupervisor(readers.work, readers.memory)
+    readers.views[0].begin(0)
+    return readers, supervisor, index
+
+
+def test_a_reader_that_hangs_is_replaced_at_the_same_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    readers, supervisor, index = hanging(tmp_path)
+    first = supervisor.pid
+    while not readers.memory.reading(0):
+        time.sleep(0.02)
+    index.unlink()
+    (tmp_path / "kept").rename(index)  # the server answers, but the reader waits for ever
+    supervisor.start()
+    try:
+        for step in range(3):
+            assert readers.read(0, BATCH * step) == expected(readers.work.config, readers.rows, BATCH * step)
+    finally:
+        supervisor.close()
+    assert supervisor.pid != first and not Path(f"/proc/{first}").exists()
+    what = (
+        f"WARNING: the host's reader hangs as it reads sample 0, of {tmp_path / 'a'}: another one goes on where it was"
+    )
+    assert what in capfd.readouterr().err
+
+
+def test_a_reader_that_hangs_again_is_named(tmp_path: Path) -> None:
+    readers, supervisor, _ = hanging(tmp_path)
+    supervisor.start()
+    try:
+        with pytest.raises(
+            DataError, match=f"hangs as it reads sample 0, of {tmp_path / 'a'}, 2 times at the same step"
+        ):
+            readers.read(0, 0)
+    finally:
+        supervisor.close()
 
 
 def test_ranks_do_not_wait_for_the_reader_of_a_rank_that_has_ended(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 from megascale.core.errors import DataError, Exit
 from megascale.core.files import lock_to_build
 from megascale.data import dataset_writer, index_builder, index_files
+from megascale.data.checksum import CHECKSUM_BYTES, with_checksum
 from megascale.data.epoch_index import EpochIndex
 from megascale.data.index_files import IndexKey
 from megascale.data.mixture import Mixture
@@ -95,6 +97,14 @@ ATTACKS: dict[str, tuple[Callable[[bytes, Path], bytes], str]] = {
     "too long": (lambda data, _: data + bytes(64), r"has \d+ bytes, not"),
     "empty": (lambda data, _: b"", "has 0 bytes, not"),
     "zeros": (lambda data, _: bytes(len(data)), "index of something else"),
+    "zeros in its arrays": (
+        lambda data, _: data[:-400] + bytes(200) + data[-200:],
+        "a content that its checksum does not",
+    ),
+    "another bit": (
+        lambda data, _: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:],
+        "a content that its checksum does not",
+    ),
     "another epoch": (lambda data, _: data.replace(b'"epoch": 0', b'"epoch": 7', 1), "index of something else"),
     "another dataset": (lambda data, _: data.replace(b"/a", b"/b", 1), "index of something else"),
 }
@@ -123,10 +133,33 @@ def test_an_entry_out_of_range_is_an_error_of_its_sample(
     start, count, dtype = dict(zip(("documents", "starts", "order"), places, strict=True))[array]
     data = np.fromfile(index_file(tmp_path), dtype=np.uint8)
     data[start : start + count * np.dtype(dtype).itemsize].view(dtype)[-2:] = np.array(entry).astype(dtype)
-    data.tofile(index_file(tmp_path))
-    with pytest.raises(DataError, match=r"sample \d+ of \S+/a is not as its index says: ") as raised:
+    index_file(tmp_path).write_bytes(with_checksum(data[:-CHECKSUM_BYTES].tobytes()))  # forged
+    message = rf"sample \d+ of \S+/a is not as its index {index_file(tmp_path)} says: "
+    with pytest.raises(DataError, match=message) as raised:
         read(Mixture(data_config(tmp_path, tmp_path / "a"), "train"))
-    assert "must stay as they are while a run reads them" in raised.value.hint
+    assert raised.value.hint.startswith("remove that file and start again; files of a dataset must stay as they are")
+
+
+def test_an_index_is_checked_once_and_again_after_a_change(
+    samples: Mixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[Path] = []
+    check_file = index_files.check_file
+
+    def counted(path: Path, size: int) -> None:
+        checked.append(path)
+        check_file(path, size)
+
+    monkeypatch.setattr(index_files, "check_file", counted)
+    before = read(samples)
+    assert checked == [index_file(tmp_path)]
+    assert read(Mixture(data_config(tmp_path, tmp_path / "a"), "train")) == before and len(checked) == 1
+    index_file(tmp_path).write_bytes(index_file(tmp_path).read_bytes())
+    assert read(Mixture(data_config(tmp_path, tmp_path / "a"), "train")) == before and len(checked) == 2
+    monkeypatch.setattr("megascale.core.files.lock_to_build", lambda path: (_ for _ in ()).throw(OSError("read-only")))
+    for marker in (tmp_path / "cache").glob(".*.checked"):
+        marker.unlink()
+    assert read(Mixture(data_config(tmp_path, tmp_path / "a"), "train")) == before and len(checked) == 3
 
 
 def test_a_pipe_in_place_of_an_index_does_not_block(samples: Mixture, tmp_path: Path) -> None:
@@ -140,7 +173,16 @@ def test_a_pipe_in_place_of_an_index_does_not_block(samples: Mixture, tmp_path: 
 
 def test_a_cache_that_cannot_be_written_is_refused(samples: Mixture, tmp_path: Path) -> None:
     (tmp_path / "cache").touch()
-    with pytest.raises(DataError, match=r"indices cannot be kept in .*cache: .*  -> data\.cache = "):
+    with pytest.raises(DataError, match=r"indices of \S+ (B|KiB) cannot be kept in .*cache: .*  -> data\.cache = "):
+        samples[0]
+
+
+def test_a_full_disk_of_the_cache_names_both_ways_out(samples: Mixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, key: IndexKey, files: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(index_files, "write_index", full)
+    with pytest.raises(DataError, match=r"free some space or inodes there, or data\.cache = another folder"):
         samples[0]
 
 
@@ -178,13 +220,13 @@ def test_another_builds_if_the_builder_is_killed(tmp_path: Path) -> None:
     hung = BUILDER.replace("path.write_text", "import time; time.sleep(600)\n    path.write_text")
     arguments = [str(tmp_path / "index"), str(tmp_path / "log")]
     first = subprocess.Popen([sys.executable, "-c", hung, *arguments])
-    while not (tmp_path / "log").exists():
+    while not ((log := tmp_path / "log").exists() and log.read_text() == "built\n"):
         time.sleep(0.01)
     second = subprocess.Popen([sys.executable, "-c", BUILDER, *arguments])
     first.kill()
     first.wait()
     assert second.wait() == 0
-    assert (tmp_path / "log").read_text() == "built\nbuilt\n"
+    assert log.read_text() == "built\nbuilt\n"
 
 
 def test_the_next_epoch_is_built_in_the_background(samples: Mixture, tmp_path: Path) -> None:

@@ -257,12 +257,36 @@ def test_a_killed_preparation_continues_to_the_same_bytes(
         assert said == [], "nothing had been recorded"
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_bad_line_late_does_not_throw_the_work_away(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_chunks(monkeypatch)
+    source, output, said = lines(tmp_path / "in.jsonl", TEXTS), tmp_path / "set", list[str]()
+    source.write_bytes(source.read_bytes() + b'{"text": "\xff"}\n' + source.read_bytes())
+    with pytest.raises(DataError, match=r"in.jsonl:201 is not UTF-8: .*, or the same command with --skip-bad"):
+        run([source], output, workers=workers)
+    made = prepare.prepare_dataset(PrepareRequest([str(source)], output, "bytes", skip_bad=True), say=said.append)
+    assert made.continued_after > 100 and said[0].startswith("continues after ")
+    fresh = run([source], tmp_path / "fresh", skip_bad=True)
+    assert digests(output) == digests(tmp_path / "fresh") and made.skipped == fresh.skipped
+    assert list(made.skipped) == ["not UTF-8"]
+    prepare.prepare_dataset(PrepareRequest([str(source)], output, "bytes", skip_bad=True), say=said.append)
+    assert said[1:] == [f"{output}.idx and the other files of the dataset are replaced at the end"]
+
+
 @pytest.mark.parametrize(
-    ("change", "named"),
-    [({"add_bos": True}, "tokenizer"), ({"key": "body"}, "--key"), ({"skip_bad": True}, "--skip-bad"), ({}, "inputs")],
+    ("before", "change", "named"),
+    [
+        ({}, {"add_bos": True}, "tokenizer"),
+        ({}, {"key": "body"}, "--key"),
+        ({"skip_bad": True}, {"skip_bad": False}, "--skip-bad"),
+        ({}, {"skip_bad": True, "key": "body"}, "--key, --skip-bad"),
+        ({}, {}, "inputs"),
+    ],
 )
 def test_other_arguments_and_inputs_start_anew(
-    change: dict[str, Any], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    before: dict[str, Any], change: dict[str, Any], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_chunks(monkeypatch)
     monkeypatch.setattr(prepare, "SAVE_EVERY_S", 0.0)
@@ -275,7 +299,7 @@ def test_other_arguments_and_inputs_start_anew(
     with monkeypatch.context() as patch:
         patch.setattr(dataset_writer.DatasetWriter, "commit", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            run([source], output, **options)
+            run([source], output, **(options | before))
     assert prepare.progress_file(output).exists()
     if not change:
         source.write_text("\n".join(records[:50]))

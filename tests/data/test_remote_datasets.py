@@ -125,7 +125,7 @@ def test_check_inspect_and_prepare_take_urls(
 
 
 def test_mistakes_in_urls_are_found_by_check(
-    store: FailingStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    store: FailingStore, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_dataset(tmp_path / "c", [50] * 20)
     upload(tmp_path, "c")
@@ -143,6 +143,9 @@ def test_mistakes_in_urls_are_found_by_check(
     without.write_text("".join(line for line in Path(config).read_text().splitlines(True) if "cache =" not in line))
     assert main(["check", str(without), url]) == 2
     assert "data.cache: datasets in remote storage need a folder" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(Location, "_retry", lambda self, action: pytest.fail("storage is asked in vain"))
+        assert main(["check", str(without), url]) == 2
     Location("s3://bucket/sets/c.bin").write(b"short")
     assert main(["check", config, url]) == 2
     assert "s3://bucket/sets/c.bin has 5 bytes, its index says 2000" in capsys.readouterr().err

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from megascale.data import indexed_dataset
 from megascale.data.prepare import PrepareRequest, prepare_dataset
@@ -15,6 +14,8 @@ from tests.data.tokenizer_shapes import SHAPES, TEXTS, save_shape
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_ids_and_texts_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    from transformers import PreTrainedTokenizerFast
+
     file = save_shape(name, tmp_path)
     ours, theirs = FileTokenizer(file), PreTrainedTokenizerFast.from_pretrained(tmp_path)
     assert ours.eod == theirs.eos_token_id and ours.bos == theirs.bos_token_id
@@ -29,6 +30,8 @@ def test_ids_and_texts_are_those_of_transformers(tmp_path: Path, name: str) -> N
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_dataset_holds_these_ids(tmp_path: Path, name: str) -> None:
+    from transformers import PreTrainedTokenizerFast
+
     file = save_shape(name, tmp_path)
     theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     for number, text in enumerate(TEXTS):

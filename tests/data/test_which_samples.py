@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 
 from megascale.cli.main import main
+from megascale.config.batch_rampup import BatchSizes
 from megascale.config.run import RunConfig
 from megascale.config.toml_writer import to_toml
 from megascale.core.errors import DataError
 from megascale.data.mixture import Mixture
 from megascale.data.which_samples import samples_of_step, step_range
 from tests.data.datasets import data_config, write_dataset
+from tests.data.test_decomposed_index import decomposed
 from tests.jobs import Job, curve, finish, job_config
 from tests.runs import GPT
 
@@ -65,6 +69,18 @@ def test_the_documents_of_a_step_are_those_of_its_samples(tmp_path: Path) -> Non
     assert max(sample.epoch for sample in found) > 1
 
 
+def test_the_pieces_of_a_step_of_decomposed_documents(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "set", LENGTHS * 4)
+    config = decomposed(tmp_path, train__steps=40)
+    samples, firsts = Mixture(config, "train"), list(accumulate(LENGTHS * 4, initial=0))
+    for step in range(1, 21):
+        found = samples_of_step(config, step)
+        assert len({piece.stop - piece.start for sample in found for piece in sample.pieces}) == 1, "one length a step"
+        for sample in found:
+            parts = [range(firsts[p.document] + p.start, firsts[p.document] + p.stop) for p in sample.pieces]
+            assert samples[sample.sample].tokens.tolist() == [token for part in parts for token in part]
+
+
 def test_a_step_s_samples_when_the_batch_has_changed(tmp_path: Path) -> None:
     config = blend_config(tmp_path)
     assert [step_range(config, step) for step in (1, 2, 40)] == [(0, 8), (8, 8), (312, 8)]
@@ -79,18 +95,48 @@ def test_a_step_s_samples_when_the_batch_has_changed(tmp_path: Path) -> None:
     assert step_range(config, 17) == (78, 8), "after the last record the configuration tells"
 
 
+@pytest.mark.parametrize("every", [1, 20, 33])
+@pytest.mark.parametrize("batch", [{"global": 16, "rampup": [2, 2, 600]}, {"global": 8, "rampup": [2, 6, 600]}])
+def test_a_step_of_another_ramp_up_is_right_or_refused(every: int, batch: dict[str, object], tmp_path: Path) -> None:
+    """Steps of a ramp-up whose run was resumed, or started again when it was done, with another batch."""
+    config, sizes = blend_config(tmp_path, **{f"batch__{key}": value for key, value in batch.items()}), [0]
+    before = BatchSizes(8, 2, 2, 600)
+    for _ in range(400):
+        sizes.append(sizes[-1] + before.at(sizes[-1]))
+    config.folder.mkdir(parents=True)
+    records = [json.dumps({"step": step, "samples": sizes[step]}) for step in range(every, 401, every)]
+    (config.folder / "metrics.jsonl").write_text("\n".join(records))
+    answered = set()
+    for step in range(1, every * (400 // every) + 1):
+        with contextlib.suppress(DataError):
+            assert step_range(config, step) == (sizes[step - 1], sizes[step] - sizes[step - 1])
+            answered.add(step)
+    assert {*range(280, 396)} < answered, "the full batch"
+    assert every != 1 or len(answered) == 400
+    assert every != 20 or 130 in answered
+    if every == 33:
+        with pytest.raises(DataError, match=r"by another batch\.global or batch\.rampup than those of its config"):
+            step_range(config, 100)
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = blend_config(tmp_path, data__skip=[[8, 16]])
     run = config.folder
     run.mkdir(parents=True)
     (run / "config.toml").write_text(to_toml(config))
     assert main(["data", "which", str(run), "--step", "2"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    note, *lines = capsys.readouterr().out.splitlines()
+    assert note == "the records of the run end at step 0: by its configuration, step 2 reads"
     assert lines[0] == "step 2: samples 8 to 15, in the order of samples 16 to 23" and len(lines) == 9
+    (run / "metrics.jsonl").write_text('{"step": 2, "samples": 16}')
+    assert main(["data", "which", str(run), "--step", "2"]) == 0
+    assert capsys.readouterr().out.splitlines() == lines, "a step in the records"
+    assert main(["data", "which", str(run), "--step", "41"]) == 3
+    assert "has no step 41: train.steps is 40" in capsys.readouterr().err
     assert lines[1].startswith("16  ") and "  epoch 0  documents " in lines[1]
     assert main(["data", "which", str(run), "--step", "2", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert (facts["step"], len(facts["samples"]), facts["samples"][0]["order"]) == (2, 8, 16)
+    assert (facts["step"], facts["recorded"], len(facts["samples"]), facts["samples"][0]["order"]) == (2, True, 8, 16)
     assert main(["data", "which", str(tmp_path), "--step", "2"]) == 3
     assert "is no run's folder" in capsys.readouterr().err
     with pytest.raises(DataError, match="mock data has no documents"):

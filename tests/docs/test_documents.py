@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import runpy
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from megascale.cli.main import COMMANDS, main
+from megascale.cli import launch
+from megascale.cli.main import COMMANDS, _parse, main, parser
+from megascale.config.loading import load_config
+from megascale.core.errors import ConfigError, MegascaleError
 from megascale.core.flight_files import flight_record_of_rank
 from megascale.core.rank import Rank
+from tests.marks import only_quick
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -61,10 +68,13 @@ def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.name)
-def test_each_tool_has_help(tool: Path) -> None:
-    done = subprocess.run([sys.executable, str(tool), "--help"], capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert "usage:" in done.stdout
+def test_each_tool_has_help(tool: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [str(tool), "--help"])
+    monkeypatch.setattr(sys, "path", [str(tool.parent), *sys.path])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(tool), run_name="__main__")
+    assert ended.value.code == 0
+    assert "usage:" in capsys.readouterr().out
 
 
 def code_lines(text: str) -> list[str]:
@@ -116,7 +126,7 @@ def quickstart_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_configurations_that_are_to_be_trained_are_good(
     quickstart_data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each `megascale check` and `megascale train` of the documents, and what the quickstart says to try next."""
+    """Each run of the documents, whatever starts it, and what the quickstart says to try next."""
     monkeypatch.chdir(quickstart_data)
     page = (ROOT / "tools" / "quickstart.py").read_text()
     page = page.replace("{CONFIG}{overrides}", "configs/quickstart.toml train.precision=bf16")
@@ -125,19 +135,70 @@ def test_configurations_that_are_to_be_trained_are_good(
     # tests/cli/test_data.py, tests/tools/test_quickstart.py and tests/docs/test_models.py run them
     made_first = ("data.md", "checkpointing.md", "models.md")
     commands += [words for path in PAGES if path.name not in made_first for words in bash_lines(path)]
-    checked = 0
+    checked = Counter[str]()
     for words in commands:
-        if words[0].endswith("megascale") and words[1] in ("check", "train"):
-            assert main(["check", *words[2:]]) == 0, (shlex.join(words), capsys.readouterr().err)
-            checked += 1
-    assert checked >= 4
+        if (run := run_of(words)) is None:
+            continue
+        program, arguments = run
+        checked[program] += 1
+        try:
+            check_run(program, arguments)
+        except (MegascaleError, SystemExit) as error:
+            pytest.fail(f"{shlex.join(words)}: {error} {capsys.readouterr().err}")
+    assert set(checked) == {"check", "train", "launch", "observe", "torchrun.sh", "slurm.sbatch"}
+
+
+RUNS = ("check", "train", "launch", "observe", "torchrun.sh", "slurm.sbatch", "slurm_fault.sbatch")
+"""Subcommands and scripts that take a configuration and start or watch a run."""
+
+
+def run_of(words: list[str]) -> tuple[str, list[str]] | None:
+    """The member of `RUNS` that a line starts, and its arguments; None for another line."""
+    for place, word in enumerate(words):
+        name = words[place + 1] if word.endswith("megascale") and words[place + 1 :] else Path(word).name
+        if name in RUNS:
+            first = place + (2 if word.endswith("megascale") else 1)
+            return name, list(itertools.takewhile(lambda each: each not in ("&", "|", ">", "&&", ";"), words[first:]))
+    return None
+
+
+def check_run(program: str, arguments: list[str]) -> None:
+    """Check what the program would before it starts anything. Raises: MegascaleError, SystemExit"""
+    command = program if program in COMMANDS else "launch" if program == "slurm_fault.sbatch" else "check"
+    options = _parse(parser(command), [command, *arguments])
+    config = load_config(options.config, options.overrides)
+    if command == "launch" and (problems := list(launch.problems(options, config))):
+        raise ConfigError(problems)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("megascale launch configs/quickstart.toml parallel.dp=4 --nodes 2", "not divisible"),
+        ("megascale launch configs/quickstart.toml --nodes 3", "4 ranks do not divide over 3 nodes"),
+        (".venv/bin/megascale train configs/quickstart.toml parallel.tp=3 | head", "parallel.tp"),
+        ("NPROC=2 launch/torchrun.sh configs/quickstart.toml train.stops=3 &", "train.stops"),
+        ("sbatch --ntasks 4 launch/slurm.sbatch configs/quickstart.toml train.steps=x", "train.steps"),
+    ],
+)
+def test_a_bad_run_in_a_document_would_be_found(
+    line: str, message: str, quickstart_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(quickstart_data)
+    run = run_of(shlex.split(line))
+    assert run is not None
+    with pytest.raises(MegascaleError, match=message):
+        check_run(*run)
 
 
 COMMAND_LINES = [words for page in PAGES for words in bash_lines(page) if words[0].endswith("megascale")]
 PLANS = [words[1:] for words in COMMAND_LINES if words[1] == "plan"]
 
 
-@pytest.mark.parametrize("words", PLANS, ids=" ".join)
+SEARCHES = [words for words in PLANS if "--search" in words]
+
+
+@pytest.mark.parametrize("words", only_quick(PLANS, *(words for words in PLANS if words not in SEARCHES)), ids=" ".join)
 def test_plans_are_made(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "runs").mkdir()

@@ -16,8 +16,10 @@ import pytest
 import torch
 
 from megascale.catalog.backends import BACKENDS
+from megascale.catalog.data_policies import DATA_POLICIES
 from megascale.catalog.layers import BLOCKS
 from megascale.catalog.optimizers import OPTIMIZERS
+from megascale.catalog.sample_weights import SAMPLE_WEIGHTS
 from megascale.catalog.schedules import SCHEDULES
 from megascale.core.rank import Rank
 from megascale.core.registry import Registry
@@ -29,7 +31,10 @@ from tests.runs import LLAMA, config_of, settings, train_curve
 from tests.worlds import run_world
 
 PAGES = Path(__file__).parents[2] / "docs/extending"
-REGISTRIES = {"schedule": SCHEDULES, "optimizer": OPTIMIZERS, "block": BLOCKS, "backend": BACKENDS["norm"]}
+REGISTRIES = {
+    "schedule": SCHEDULES, "optimizer": OPTIMIZERS, "block": BLOCKS, "backend": BACKENDS["norm"],
+    "data_policy": DATA_POLICIES, "sample_weight": SAMPLE_WEIGHTS,
+}  # fmt: skip
 Import = Callable[[str], ModuleType]
 
 
@@ -82,7 +87,7 @@ def test_the_schedule_is_complete_and_does_not_deadlock(shape: tuple[int, int], 
 
 
 @pytest.mark.parametrize(("page", "overrides"), [
-    ("optimizer", {"optimizer__name": "lion", "optimizer__lr": 1e-3}),
+    ("optimizer", {"optimizer__name": "signum", "optimizer__lr": 1e-3}),
     ("block", {}),
     ("schedule", {"parallel__schedule": "eager_1f1b"}),
 ])  # fmt: skip

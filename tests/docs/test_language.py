@@ -151,6 +151,7 @@ SHARED = {
     "check.py": "cli: the command; schedule: the proofs",
     "diagnose.py": "cli: the command that says whether a run hangs; fault: which node or link is bad",
     "driver.py": "cli: the hidden command; fault: the driver of a job",
+    "observe.py": "bench: how often findings are right; cli: the command beside torchrun or srun",
     "fp8.py": "config: the section; ops: quantization and GEMMs",
     "launch.py": "cli: the command; config: the section",
     "local.py": "fault: nodes of this host; launch: ranks of this host",

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.convert.tiny import TINY, make_tiny
 from tests.data.tokenizer_shapes import SHAPES, save_shape
@@ -31,6 +30,8 @@ SMALLER = ("train.steps=2", "optimizer.warmup_steps=1", "batch.global=2", "model
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_five_commands_train_foreign_weights(name: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     weights, tuned = tmp_path / "build" / "weights", tmp_path / "build" / "tuned"
     net = make_tiny(name, vocab_size=400, max_position_embeddings=64)
     net.save_pretrained(weights)

@@ -73,6 +73,8 @@ CASES: dict[str, dict[str, Any]] = {
     "llama tp2 sp pp2": {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__vpp": 2},
     "gpt tp2 sp pp2": {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "model__tie_embeddings": True},
     "llama pp2 dp2": {"parallel__pp": 2, "parallel__dp": 2, "parallel__zero": 2, "optimizer__name": "lamb"},
+    "llama cp2 ring": {"parallel__cp": 2, "parallel__cp_mode": "ring"},
+    "gpt cp2 allgather": {"parallel__cp": 2, "parallel__cp_mode": "allgather", "train__recompute": "full"},
     "llama no overlap": {"parallel__tp": 2, "parallel__dp": 2, **{f"overlap__{x}": False for x in ("tp", "pp", "dp")}},
 }
 

@@ -15,7 +15,7 @@ from megascale.core.storage import Location
 from megascale.eventstore import collector as collector_module
 from megascale.eventstore import node_store
 from megascale.eventstore.attempts import begin_attempt
-from megascale.eventstore.collector import Collector, collecting
+from megascale.eventstore.collector import Collector, CollectorThread, collecting
 from megascale.eventstore.node_store import NodeStore
 from megascale.eventstore.query import StoreError, open_store
 from tests.eventstore.rings import EPOCH_NS, PlayedRank
@@ -133,6 +133,22 @@ def test_rows_of_a_long_outage_are_dropped(
     collect(collector)
     assert query(tmp_path, "SELECT step FROM steps ORDER BY step") == [(5,)]
     assert said[1:] == ["the event store is written again; the rows of 4 intervals are missing"]
+
+
+def test_rows_that_never_reached_the_store_are_counted_at_the_end(
+    ranks: list[PlayedRank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(collector_module, "MAX_INTERVALS_WAITING", 2)
+    monkeypatch.setattr(NodeStore, "write", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    collector = collector_of(ranks, said)
+    ranks[0].begin()
+    for step in range(1, 4):
+        ranks[0].end_step(step)
+        collect(collector)
+    CollectorThread(collector, said.append).finish(60)
+    assert said[-1] == "WARNING: the rows of 4 intervals never reached the event store"
+    assert len(said) == 2
 
 
 def test_without_a_ring_nothing_is_written(tmp_path: Path) -> None:

@@ -49,6 +49,21 @@ def test_merged_files_stay_until_the_next_write(tmp_path: Path) -> None:
     assert len(files(tmp_path, "steps")) == 2
 
 
+def test_a_merge_that_fails_and_is_tried_again_doubles_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Location) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    store = opened(tmp_path)
+    for step in range(FAN_IN):
+        with monkeypatch.context() as patched:
+            if step == FAN_IN - 1:
+                patched.setattr(Location, "read", fail)
+                with pytest.raises(OSError, match="Input/output error"):
+                    store.write("steps", rows("steps", step=step), step, step + 1)
+        store.write("steps", rows("steps", step=step), step, step + 1)
+    assert steps(tmp_path) == list(range(FAN_IN))
+
+
 def test_large_files_are_not_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_store, "MAX_MERGED_BYTES", 100)
     store = opened(tmp_path)

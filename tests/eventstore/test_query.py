@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import duckdb
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from megascale.core.storage import Location
+from megascale.eventstore import query
 from megascale.eventstore.query import StoreError, fetch, open_store
 from megascale.eventstore.schema import TABLES
 from megascale.eventstore.table_files import TableFile, write_rows
@@ -88,3 +90,23 @@ def test_a_query_reaches_no_other_file(sql: str, run: str, tmp_path: Path) -> No
     with pytest.raises(duckdb.Error):
         open_store(run).execute(sql.format(folder=run if "://" not in run and "secret" not in sql else tmp_path))
     assert not list(tmp_path.rglob("x.*"))
+
+
+def test_a_file_that_is_replaced_while_the_store_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A live run has one file of states at a time, and the next one takes its place."""
+    run, listed = str(tmp_path), query.list_files
+    write(run, "states", 0, 9)
+
+    def gone(store: Location, table: str) -> list[TableFile]:
+        return [replace(file, node="gone") for file in listed(store, table)]
+
+    def gone_at_first(store: Location, table: str) -> list[TableFile]:
+        if table == list(TABLES)[-1]:
+            monkeypatch.setattr(query, "list_files", listed)
+        return gone(store, table)
+
+    monkeypatch.setattr(query, "list_files", gone_at_first)
+    assert open_store(run).execute("SELECT count(*) FROM states").fetchall() == [(1,)]
+    monkeypatch.setattr(query, "list_files", gone)
+    with pytest.raises(StoreError, match="No files found"):
+        open_store(run)

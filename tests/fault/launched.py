@@ -50,9 +50,9 @@ class LaunchedJob(Job):
         found, agents = [], {}
         table = list(_processes())
         for pid, parent, words, env in table:
-            if parent == self.process.pid and "driver" in words[:4]:
+            if parent == self.process.pid and "driver" in words[:5]:
                 found.append(Process(pid, "driver"))
-            elif parent == self.process.pid and "agent" in words[:4]:
+            elif parent == self.process.pid and "agent" in words[:5]:
                 agents[pid] = Process(pid, "agent", env[NODE_VARIABLE])
         for pid, parent, _, env in table:
             if parent in agents and "RANK" in env:

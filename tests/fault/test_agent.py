@@ -13,10 +13,14 @@ from pathlib import Path
 
 import pytest
 
+import megascale
+from megascale.config.fault import FaultConfig
 from megascale.core.errors import Exit
 from megascale.core.flight_record import FlightRecord
 from megascale.core.network import LOOPBACK
 from megascale.core.secret import new_secret
+from megascale.fault import agent
+from megascale.fault.agent import Agent
 from megascale.fault.messages import (
     Check,
     CheckDone,
@@ -25,17 +29,20 @@ from megascale.fault.messages import (
     Hello,
     Leave,
     OpenStore,
+    Prepare,
     RanksEnded,
     Records,
     Stacks,
     Start,
     Stop,
+    StoreOpened,
     Welcome,
 )
+from megascale.fault.node_place import NodePlace
 from megascale.fault.rpc import Disconnected, reserve_port
 from megascale.fault.scheduler.port import DRIVER_LOST
 from tests.fault.nodes import Node, driver, flight_records, gone, node, rank_environment, run, within
-from tests.jobs import lives
+from tests.jobs import lives, standby_processes
 
 
 def test_ranks_are_started_watched_and_a_killed_one_is_reported_at_once(tmp_path: Path) -> None:
@@ -101,6 +108,46 @@ def test_a_stopped_rank_shows_and_no_rank_outlives_its_stop(tmp_path: Path) -> N
                 2: (-signal.SIGKILL, True),
             }
             assert not any(map(lives, pids.values()))
+
+    run(test)
+
+
+async def in_standby(agent: Node) -> int:
+    """Wait for the one process in standby of an agent."""
+    while not (found := standby_processes(agent.process.pid)):
+        await asyncio.sleep(0.05)
+    (pid,) = found
+    return pid
+
+
+@pytest.mark.slow
+def test_a_rank_starts_in_a_process_in_standby_and_without_one_in_a_new_process(tmp_path: Path) -> None:
+    """A new process prints as it starts; one in standby has started before it is a rank."""
+
+    async def test() -> None:
+        async with node(tmp_path) as (ours, agent):
+            ours.send(Prepare(1))
+            ours.send(Prepare(1))
+            pid = await in_standby(agent)
+            ours.send(OpenStore(1))
+            store = (await ours.until(StoreOpened)).address
+            ours.send(Start(1, "run", 1, (0,), store, ("--version",), str(tmp_path / "logs"), {}))
+            end = (await ours.end_of(0, attempt=1))[0]
+            assert (end.status, end.last_lines) == (0, (f"megascale {megascale.__version__}",))
+            assert not lives(pid)
+            ours.send(Prepare(1))
+            os.kill(await in_standby(agent), signal.SIGKILL)
+            await ours.start(tmp_path, (0,), attempt=2)
+            ours.send(Prepare(1))
+            pid = await in_standby(agent)
+            await ours.start(tmp_path, (0, 1), attempt=3)
+            assert not lives(pid), "it was in standby for the one rank of a node, which has two now"
+            ours.send(Prepare(2))
+            while len(waiting := standby_processes(agent.process.pid)) < 2:
+                await asyncio.sleep(0.05)
+            ours.send(Leave("the job has ended"))
+            assert await agent.ended() == Exit.OK
+            assert not any(map(lives, waiting))
 
     run(test)
 
@@ -272,6 +319,20 @@ def test_an_agent_without_a_node_or_secret_says_what_is_missing() -> None:
     assert done.returncode == Exit.CONFIG
     for name in ("MEGASCALE_NODE:", "MEGASCALE_NODE_ADDRESS:", "MEGASCALE_DRIVER:"):
         assert f"{name} not set" in done.stderr
+
+
+def test_an_agent_says_once_that_it_waits_for_the_driver(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(agent, "WAIT_NOTICE_S", 0.1)
+    with reserve_port(LOOPBACK) as silent:
+        address = f"{LOOPBACK}:{silent.getsockname()[1]}"
+        waiting = Agent(NodePlace("n0", LOOPBACK, address, 1), new_secret().encode(), -1)
+        waiting._settings = FaultConfig(poll_s=0.02, agent_grace_s=0.5)
+        assert asyncio.run(waiting.run()) == DRIVER_LOST
+    said = [line for line in capsys.readouterr().err.splitlines() if address in line]
+    assert said[0] == f"megascale agent: waiting for the driver at {address}"
+    assert len(said) == 2 and said[1].startswith(f"megascale agent: no driver at {address} for ")
 
 
 def test_an_observer_watches_ranks_of_another_launcher(tmp_path: Path) -> None:

@@ -14,14 +14,15 @@ from megascale.core.flight_layout import EVENTS
 from megascale.core.flight_reader import parse_flight_record
 from megascale.core.flight_record import FlightRecord
 from megascale.core.flight_writer import FlightIdentity, FlightRecordWriter
-from megascale.fault.commands import Finish, Send
-from megascale.fault.decisions import ends_to_replace
+from megascale.fault.commands import Finish, Say, Send, StartAgent
+from megascale.fault.decisions import ends_to_replace, summary
 from megascale.fault.incidents import JobHistory
 from megascale.fault.job import Job, JobPlan
 from megascale.fault.messages import (
     Collect,
     Heartbeat,
     Hello,
+    Prepare,
     RankEnd,
     RanksEnded,
     RankStatus,
@@ -73,6 +74,27 @@ def test_a_killed_rank_is_restarted_in_place_then_its_node_is_replaced() -> None
     )
 
 
+def prepared(sim: Simulation) -> set[str]:
+    """Let time pass, and return the nodes that are told to have the processes of four ranks in standby."""
+    for member in sim.job.roster.members.values():
+        member.heard = sim.now
+    return {c.node for c in sim.job.tick(sim.now) if isinstance(c, Send) and c.message == Prepare(4)}
+
+
+@pytest.mark.parametrize(("standby", "nodes"), [("spares", "4"), ("nodes", "01234"), ("none", "")])
+def test_nodes_have_processes_in_standby_once_the_job_trains(standby: str, nodes: str) -> None:
+    sim = Simulation(PLAN, FaultConfig(standby=standby), 1)
+    while sim.job.stage is not Stage.RUN:
+        sim.run(sim.now + 0.2)
+    assert prepared(sim) == set(), "ranks that start need the cores"
+    sim.run(1000.0)
+    assert prepared(sim) == {f"node{number}" for number in nodes}
+    assert prepared(sim) == set(), "they have been told"
+    sim.lose_node("node2")
+    recovers(sim)
+    assert prepared(sim) == ({"node0", "node1", "node3", "node4"} if standby == "nodes" else set())
+
+
 def test_a_lost_node_is_replaced_by_a_spare_and_the_next_by_the_scheduler() -> None:
     sim = simulation(spares=1, more_nodes=1, plan=JobPlan("run", 4, 16, (), "/logs", requestable=True, revivable=False))
     sim.lose_node("node2")
@@ -104,6 +126,19 @@ def test_a_node_that_fails_its_checks_while_its_ranks_end_leaves_the_job() -> No
     count = len(sim.said)
     sim._perform(sim.job.agent_ended("node1", "it was told to leave", sim.now))
     assert len(sim.said) == count, "no news"
+
+
+def test_a_job_whose_nodes_all_fail_their_checks_stops_with_the_reason() -> None:
+    """More nodes of the same host would fail, too."""
+    sim = Simulation(replace(PLAN, checks=True), FaultConfig(), 1)
+    for node in [*sim.job.roster.order]:
+        sim._perform(sim.job.checked(node, "memory: no result within 5 s", sim.now))
+    sim.run(sim.now + 5.0)
+    assert sim.status == Exit.DO_NOT_REQUEUE
+    (incident,) = sim.job.history.incidents.values()
+    assert "nodes have failed their checks" in incident.what
+    assert incident.evidence[0] == "node0: memory: no result within 5 s"
+    assert "fault.check_timeout_s" in incident.hint
 
 
 def test_of_each_bad_link_one_end_leaves_if_there_is_a_spare() -> None:
@@ -304,7 +339,13 @@ def test_a_silent_node_is_lost_and_a_driver_that_slept_blames_nobody() -> None:
 
 
 def test_slow_phases_have_longer_bounds() -> None:
-    for phase, bound in (("step", 4.0), ("checkpoint", 120.0), ("evaluation", 60.0), ("load", 300.0)):
+    for phase, bound in (
+        ("step", 4.0),
+        ("checkpoint", 120.0),
+        ("evaluation", 60.0),
+        ("load", 300.0),
+        ("profile", 300.0),
+    ):
         cluster = Cluster().start()
         cluster.beat("step", 2)
         cluster.now += bound - 0.5
@@ -433,8 +474,24 @@ def test_a_node_whose_ranks_cannot_be_ended_leaves_the_job() -> None:
 def test_the_loss_of_an_idle_node_disturbs_nobody(spares: int) -> None:
     cluster = Cluster().start()
     cluster.send("c", Hello("c", "c", "c", 1))
-    cluster.job.agent_ended("c", "status 1", cluster.now)
+    commands = cluster.job.agent_ended("c", "status 1", cluster.now)
     assert cluster.job.stage == "run"
+    assert commands == [Say("idle node c was lost: status 1; its agent is started again"), StartAgent("c")]
+
+
+def test_a_job_that_is_stopped_without_ranks_says_so() -> None:
+    job = Job(PLAN, FaultConfig(), JobHistory(), lambda records, states: HangVerdict(), 0.0)
+    assert job.stage == Stage.GATHER
+    assert [c.text for c in job.request_stop(1.0) if isinstance(c, Say)] == ["stopping: no ranks run"]
+    assert job.request_stop(2.0) == []
+
+
+def test_a_launch_without_incidents_of_its_own_names_none() -> None:
+    cluster = Cluster().start()
+    assert summary(cluster.job) == "0 incidents, the last attempt was 0"
+    cluster.send("a", RanksEnded(0, (RankEnd(0, -9, 1.0),)))
+    cluster.job.tick(cluster.now + 2.0)
+    assert summary(cluster.job) == "1 incident (1 restart), the last attempt was 0"
 
 
 def test_without_a_spare_the_layout_shrinks_and_a_new_driver_knows_it() -> None:

@@ -12,8 +12,9 @@ import pytest
 
 from megascale.cli.main import main
 from megascale.core.errors import Exit
+from megascale.fault.incidents import LOG_FILE
 from tests.fault.launched import LaunchedJob, launch_config
-from tests.jobs import curve, finish, lives
+from tests.jobs import curve, finish, lives, standby_processes
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,12 @@ def test_a_stopped_rank_is_named_and_a_lost_agent_is_replaced_by_the_spare(tmp_p
     os.kill(job.pid("rank", rank=2), signal.SIGSTOP)
     job.wait_for_recovery()
     ranks = [process.pid for process in job.processes() if process.kind == "rank" and process.node == "node0"]
+    spare = job.pid("agent", node="node2")
+    job.wait_until(lambda: len(standby_processes(spare)) == 2, "the spare's processes in standby")
+    waiting = standby_processes(spare)
     os.kill(job.pid("agent", node="node0"), signal.SIGKILL)
+    job.wait_for_recovery(2)
+    assert all(map(lives, waiting)), "they run the ranks"
     status, output, _ = job.end()
     assert status == 0, output
     hang, lost = job.history.incidents.values()
@@ -75,19 +81,39 @@ def test_a_stopped_rank_is_named_and_a_lost_agent_is_replaced_by_the_spare(tmp_p
 
 
 @pytest.mark.slow
-def test_training_goes_on_without_a_driver_and_the_next_one_takes_over(tmp_path: Path, undisturbed: Any) -> None:
-    job = LaunchedJob(launch_config(tmp_path), "--nodes", "2")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_training_goes_on_without_a_driver_and_the_next_one_takes_over(
+    number: int, tmp_path: Path, undisturbed: Any
+) -> None:
+    steps = 30 if number == signal.SIGKILL else 2000  # a driver that does not answer is killed after 30 s
+    job = LaunchedJob(launch_config(tmp_path, train__steps=steps), "--nodes", "2")
     job.wait_for_step(3)
     ranks, driver = job.ranks(), job.pid("driver")
-    os.kill(driver, signal.SIGKILL)
+    os.kill(driver, number)
     job.wait_until(lambda: job.history.drivers == 2, "a second driver")
     assert job.ranks() == ranks
     assert job.pid("driver") != driver
     os.kill(ranks[1], signal.SIGKILL)
+    if number == signal.SIGSTOP:
+        job.wait_for_recovery()
+        job.signal(signal.SIGTERM)
+    status, output, _ = job.end()
+    assert status == (0 if number == signal.SIGKILL else Exit.STOPPED), output
+    assert number == signal.SIGSTOP or unique(job.steps()) == undisturbed
+    assert job.history.incidents[1].culprit.ranks == (1,)
+
+
+@pytest.mark.slow
+def test_a_driver_that_dies_before_it_has_started_agents(tmp_path: Path, undisturbed: Any) -> None:
+    """The next one starts those that do not run."""
+    job = LaunchedJob(launch_config(tmp_path), "--nodes", "2")
+    log = job.folder / LOG_FILE
+    job.wait_until(lambda: log.exists() and '"driver"' in log.read_text(), "the first driver's events")
+    os.kill(job.pid("driver"), signal.SIGKILL)
     status, output, _ = job.end()
     assert status == 0, output
+    assert job.history.drivers == 2
     assert unique(job.steps()) == undisturbed
-    assert job.history.incidents[1].culprit.ranks == (1,)
 
 
 @pytest.mark.slow

@@ -53,6 +53,9 @@ class Cluster:
     async def nodes(self) -> list[Node]:
         return [Node(name, LOOPBACK) for name in self.names]
 
+    async def without_agent(self) -> list[str]:
+        return self.names
+
     async def start_agent(self, node: str) -> None:
         self._tasks.append(asyncio.ensure_future(self._agent(node)))
 
@@ -120,7 +123,7 @@ def drive(
         async with DriverServer(SECRET) as server:
             cluster.server = server
             driver = Driver(job, server, cluster, log, clock)  # type: ignore[arg-type]
-            task = asyncio.ensure_future(driver.run(start_agents=True))
+            task = asyncio.ensure_future(driver.run())
             async with asyncio.timeout(30):
                 await fault(driver, job)
                 while not until(job):

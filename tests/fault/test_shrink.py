@@ -38,6 +38,16 @@ def test_the_largest_legal_dp_that_fits(
     assert smaller_layout(run, ranks_per_node, nodes) == smaller
 
 
+def test_a_smaller_layout_is_without_the_faults_of_ranks_that_it_lacks(tmp_path: Path) -> None:
+    faults = "kill rank=1 step=2; kill rank=7 step=3"
+    run = config(tmp_path, parallel__tp=2, parallel__dp=4, batch__global=8, batch__micro=1, fault__inject=faults)
+    layout = smaller_layout(run, ranks_per_node=2, nodes=3)
+    assert layout is not None
+    assert layout.overrides == ("parallel.dp=2", "fault.inject=kill rank=1 step=2")
+    path = job_config(tmp_path, GPT, parallel__tp=2, batch__global=8, batch__micro=1, fault__inject=faults)
+    load_config(str(path), layout.overrides, layout.world_size)
+
+
 @pytest.mark.slow
 def test_the_curve_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
     wide = {"parallel__dp": 4, "parallel__zero": 1, "checkpoint__every": 2, "train__precision": "fp64"}

@@ -35,6 +35,18 @@ def test_ten_steps_are_those_of_a_cpu(
     assert difference < tolerance
 
 
+@pytest.mark.parametrize("keys", [{"train__activation_offload": True}, {"train__mlp_tiles": 4}], ids=str)
+def test_what_saves_memory_changes_no_step(keys: dict[str, Any], tmp_path: Path, figure: Figure) -> None:
+    """Inputs of many blocks that travel through host memory, and an MLP in tiles, both recomputed."""
+    common = {"train__precision": "fp64", "train__recompute": "full", "optimizer__lr": 1e-3}
+    model = LLAMA | {"num_layers": 8}
+    plain, saving = (config_of(settings(model, tmp_path, **common, **more), tmp_path) for more in ({}, keys))
+    (expected,), (found,) = world_of(1, curve_on, plain, STEPS), world_of(1, curve_on, saving, STEPS)
+    difference = furthest(found, expected)
+    figure("difference", difference)
+    assert difference < 1e-10
+
+
 def verdicts(rank: Rank, config: Any) -> list[tuple[str, str, bool, float | None, str | None]]:
     """Each backend that could serve: operation, name, whether it serves, its difference, what is wrong with it."""
     from megascale.ops.select import OpContext

@@ -16,6 +16,7 @@ from tests.runs import FAMILIES, GPT, config_of, curve_of, settings
 
 STEPS = 10
 TENSOR: dict[str, Any] = {"parallel__tp": 2, "parallel__sp": True}
+OFFLOAD: dict[str, Any] = {"train__recompute": "full", "train__activation_offload": True}
 WIDE = FAMILIES["llama"] | {"hidden_size": 256, "ffn_size": 512, "vocab_size": 512, "seq_length": 128}
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -27,6 +28,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp 2 zero 0": (2, {"parallel__dp": 2, "parallel__zero": 0}),
     "dp 2 zero 1": (2, {"parallel__dp": 2, "parallel__zero": 1}),
     "dp 2 zero 2": (2, {"parallel__dp": 2, "parallel__zero": 2}),
+    "cp 2 ulysses": (2, {"parallel__cp": 2, "parallel__cp_mode": "ulysses"}),
+    "tp 2 sp, MLP in two tiles": (2, TENSOR | {"train__mlp_tiles": 2}),
+    "pp 2 vpp 2, inputs in host memory": (2, {"parallel__pp": 2, "parallel__vpp": 2} | OFFLOAD),
     "tp 4 sp pp 2": (8, {"parallel__tp": 4, "parallel__sp": True, "parallel__pp": 2}),
     "tp 2 sp pp 2 dp 2": (8, TENSOR | {"parallel__pp": 2, "parallel__dp": 2}),
     "tp 2 sp pp 2 vpp 2 dp 2 zero 2": (

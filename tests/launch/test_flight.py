@@ -247,6 +247,7 @@ def leave_a_real_dump(rank: Rank, folder: Path) -> None:
         work.wait()
 
 
+@pytest.mark.slow
 def test_real_dumps_of_real_ranks(tmp_path: Path) -> None:
     run_world(3, leave_a_real_dump, tmp_path)
     found = flight.find_suspect(tmp_path)

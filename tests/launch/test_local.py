@@ -385,6 +385,7 @@ def test_a_reader_that_goes_away_does_not_end_the_training(tmp_path: Path) -> No
     assert job.process.stderr is not None and job.process.stderr.read() == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{}, FOUR], ids=["alone", "launcher"])
 def test_a_host_without_any_network(layout: dict, tmp_path: Path) -> None:
     """As a container with `--network none` whose loopback interface is down: one process needs none."""

@@ -158,6 +158,7 @@ def test_a_standing_link_is_changed(bed: testbed.Testbed) -> None:
     assert 0.8 <= reached(bed, 20 * MBIT, (1, 2))[0] <= 1.05
 
 
+@pytest.mark.slow
 def test_one_hosts_link_is_cut_and_slowed(bed: testbed.Testbed) -> None:
     """Both ends, each way: the whole link, what one host sends to another, and the link's rate."""
 
@@ -435,6 +436,7 @@ def sent(bed: testbed.Testbed) -> list[int]:
     return [bed.call_on_host(host.index, read) for host in bed.hosts]
 
 
+@pytest.mark.slow
 def test_the_tool_starts_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text("import os, sys; print(*(os.environ.get(name) for name in sys.argv[1:]))")

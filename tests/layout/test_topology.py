@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.config.run import RunConfig
@@ -20,6 +20,7 @@ def test_rank_and_coord_are_inverse_functions(topology: Topology) -> None:
     assert [topology.rank(coord) for coord in coords] == list(range(topology.world_size))
 
 
+@settings(max_examples=40)
 @given(SIZES, st.sets(st.sampled_from(AXES)))
 def test_groups_partition_the_world(topology: Topology, axes: set[str]) -> None:
     groups = topology.groups(*axes)
@@ -50,3 +51,14 @@ def test_a_configuration_has_a_topology(config: RunConfig) -> None:
     topology, p = topology_of(config), config.parallel
     assert topology == Topology(tp=p.tp, cp=p.cp, dp=config.dp, pp=p.pp)
     assert topology.world_size == config.world_size
+
+
+def test_neighbours_exchange_heads_and_the_others_keys() -> None:
+    topology = Topology(tp=2, cp=6, dp=2, cp_heads=3)
+    assert topology.group(13, "cp") == [13, 15, 17, 19, 21, 23]
+    assert topology.cp_groups(13) == ([13, 15, 17], [13, 19])
+    assert topology.cp_groups(21) == ([19, 21, 23], [15, 21])
+    for rank in range(topology.world_size):
+        heads, keys = topology.cp_groups(rank)
+        assert set(heads) & set(keys) == {rank}
+        assert len(heads) * len(keys) == topology.cp

@@ -58,6 +58,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_no_layout_changes_a_run_with_windows(tmp_path: Path) -> None:
     """Cover windows shorter and longer than a block of queries, and dropout."""
     runs: list[dict[str, Any]] = [

@@ -18,6 +18,7 @@ from megascale.layout.tensors import ParamSpec, TensorSpec, all_params, matrix_p
 from megascale.layout.topology import Coord, Topology
 from megascale.model import initialize
 from megascale.model.initialize import init_parameter
+from tests.marks import only_quick
 from tests.oracles.ours import Piece, boxes_of, join, parameters_of
 from tests.runs import FAMILIES, build_run, config_of, settings
 from tests.worlds import run_world
@@ -157,7 +158,7 @@ def _built(rank: Rank, config: object) -> list[Piece]:
     ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", only_quick(FAMILIES, "llama"))
 def test_runs_of_any_layout_start_from_the_same_weights(family: str, tmp_path: Path) -> None:
     layouts = [{}, {"parallel__tp": 2, "parallel__pp": 2, "parallel__vpp": 2, "parallel__sp": True}]
     results = []

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from megascale.core.flight_layout import COLLECTIVE, EVENTS, RECEIVE, SEND, Phase
 from megascale.core.flight_record import FlightEvent, FlightRecord, GroupState, RankRuns, Wait
-from megascale.layout.topology import Topology
+from megascale.layout.topology import Coord, Topology
 from megascale.schedule.interleaved import interleaved_1f1b
 from megascale.schedule.ir import Action, Kind, build_schedule
 from megascale.schedule.lower import lower
@@ -76,22 +76,28 @@ class Workload:
 
 def topology_groups(topology: Topology, rank: int) -> dict[str, GroupFacts]:
     """Return a rank's groups by key."""
-    runs, stages = RankRuns.from_ranks, list(topology.group(rank, "pp"))
-    groups = {"tp": GroupFacts("tp", COLLECTIVE, runs(topology.group(rank, "tp")))}
-    groups["dp"] = GroupFacts("dp", COLLECTIVE, runs(topology.group(rank, "dp")))
+    tp, dp, pp = (_group(topology, topology.coord(rank)._replace(**{axis: 0}), axis) for axis in ("tp", "dp", "pp"))
+    stages = list(pp)
+    groups = {"tp": GroupFacts("tp", COLLECTIVE, tp), "dp": GroupFacts("dp", COLLECTIVE, dp)}
     if topology.world_size <= 8:
         groups["world"] = GroupFacts("world", COLLECTIVE, RankRuns(((0, topology.world_size, 1),)))
     else:
         groups["world.dp"] = groups["dp"]._replace(name="world.dp")
         groups["world.tp"] = groups["tp"]._replace(name="world.tp")
-        groups["world.pp"] = GroupFacts("world.pp", COLLECTIVE, runs(stages))
+        groups["world.pp"] = GroupFacts("world.pp", COLLECTIVE, pp)
     for peer in stages:
         for name, kind in (
             (("pp.up", SEND), ("pp.down", RECEIVE)) if peer > rank else (("pp.down", SEND), ("pp.up", RECEIVE))
         ):
             if peer != rank:
-                groups[f"{name} {kind} {peer}"] = GroupFacts(name, kind, runs(stages), peer)
+                groups[f"{name} {kind} {peer}"] = GroupFacts(name, kind, pp, peer)
     return {key: group for key, group in groups.items() if len(group.ranks) > 1}
+
+
+@functools.lru_cache(maxsize=1 << 15)
+def _group(topology: Topology, first: Coord, axis: str) -> RankRuns:
+    """Return the group along an axis that begins at `first`: one value for all its ranks."""
+    return RankRuns.from_ranks(topology.group(topology.rank(first), axis))
 
 
 @functools.lru_cache(maxsize=64)
@@ -105,7 +111,7 @@ class _Program:
 
     def __init__(self, topology: Topology, rank: int, work: Workload) -> None:
         self._groups = topology_groups(topology, rank)
-        self._stages = list(topology.group(rank, "pp"))
+        self._stages = list(_group(topology, topology.coord(rank)._replace(pp=0), "pp"))
         self._place = self._stages.index(rank)
         self._work = work
         self._dp = topology.coord(rank).dp
@@ -221,7 +227,8 @@ class HangingWorld:
         key = culprit.calls[fault.call][1].key
         before = [call for _, call in culprit.calls[: fault.call] if call.key == key and call.name != "wait"]
         self._lost = (fault.rank, key, len(before)) if fault.kind == "lose" else None
-        self._arrived: defaultdict[tuple[str, RankRuns, int], dict[int, int]] = defaultdict(dict)
+        self._arrived: defaultdict[tuple[str, RankRuns, int], list[int]] = defaultdict(list)  # bytes of each
+        self._complete: set[tuple[str, RankRuns, int]] = set()
         self._ready = deque(range(len(self._ranks)))
         while self._ready:
             self._advance(self._ranks[self._ready.popleft()])
@@ -317,21 +324,20 @@ class HangingWorld:
         name, kind, runs, peer = rank.groups[key]
         if kind == COLLECTIVE:
             arrived = self._arrived[name, runs, sequence]
-            arrived[rank.number] = size
+            arrived.append(size)
             if len(arrived) == len(runs):
+                if len(set(arrived)) == 1:
+                    self._complete.add((name, runs, sequence))
                 self._ready.extend(runs)
         elif kind == SEND:
-            self._arrived[f"{name} {rank.number}-{peer}", runs, sequence][rank.number] = size
+            self._complete.add((f"{name} {rank.number}-{peer}", runs, sequence))
             self._ready.append(peer)
 
     def _is_complete(self, rank: _Rank, key: str, sequence: int) -> bool:
         name, kind, runs, peer = rank.groups[key]
         if self._lost == (rank.number, key, sequence):
             return False
-        if kind == COLLECTIVE:
-            sizes = self._arrived[name, runs, sequence].values()
-            return len(sizes) == len(runs) and len(set(sizes)) == 1
-        return bool(self._arrived[f"{name} {peer}-{rank.number}", runs, sequence])
+        return (name if kind == COLLECTIVE else f"{name} {peer}-{rank.number}", runs, sequence) in self._complete
 
     def _run_ahead(self, rank: _Rank) -> None:
         """Let the host of a rank whose device hangs issue the rest of its step, and wait for the device."""
@@ -353,7 +359,8 @@ class HangingWorld:
 
 @functools.lru_cache(maxsize=1 << 15)
 def _calls(topology: Topology, rank: int, work: Workload, steps: int) -> list[tuple[int, Call]]:
-    return [(step, call) for step in range(1, steps + 1) for call in step_calls(topology, rank, work)]
+    calls = step_calls(topology, rank, work)
+    return [(step, call) for step in range(1, steps + 1) for call in calls]
 
 
 def _with_fault(calls: Sequence[tuple[int, Call]], fault: Fault) -> list[tuple[int, Call]]:

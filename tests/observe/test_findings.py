@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,9 @@ from megascale.bench.observe import findings_of
 from megascale.eventstore.query import open_store
 from megascale.layout.topology import Topology
 from megascale.observe.delay_matrix import delay_matrix
-from megascale.observe.drift import Drift, Growth
-from megascale.observe.findings import combine, findings
+from megascale.observe.drift import Drift, Growth, drift
+from megascale.observe.findings import MIN_HOST_SHARE, combine, findings
+from megascale.observe.heatmap import heat_map
 
 LAYOUTS = [
     FleetLayout(Topology(tp=4, pp=4, dp=4), steps=100),
@@ -44,6 +46,25 @@ def test_single_slow_steps() -> None:
 def test_all_ranks_wait_for_data() -> None:
     (finding,) = findings_of(Fleet(LAYOUTS[3], 3, FleetFault("data", share=5)))
     assert (finding.kind, finding.culprit, finding.ranks) == ("data", "all ranks", ())
+
+
+@pytest.mark.parametrize(("until", "kinds"), [(75, []), (100, ["job"])])
+def test_a_job_that_was_slow_for_a_while_is_no_finding(until: int, kinds: list[str]) -> None:
+    found = findings_of(Fleet(LAYOUTS[3], 5, FleetFault("job", factor=1.3, since=50, until=until)))
+    assert [one.kind for one in found] == kinds
+
+
+def test_time_on_the_host_that_costs_nothing_is_no_finding() -> None:
+    """A replica that is faster than the others has a rank with time outside of actions."""
+    fleet = Fleet(LAYOUTS[0], 6, FleetFault("slow", nodes=(1, 3, 5, 7), factor=1.2))
+    cube = cube_of(fleet)
+    wall = cube.wall.copy()
+    assert cube.places.node[0] == 0
+    wall[0] += 0.03 * cube.step_s
+    outlier = next(each for each in heat_map(replace(cube, wall=wall)).outliers if each.kind == "host")
+    assert (outlier.ranks, outlier.cost_share < MIN_HOST_SHARE) == ((0,), True)
+    found = combine(replace(cube, wall=wall), drift(cube), delay_matrix(fleet.tables["events"], cube.places))
+    assert [one for one in found if one.kind == "host"] == []
 
 
 def test_slow_groups_are_found_once() -> None:

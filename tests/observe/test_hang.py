@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import cProfile
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
-from megascale.core.flight_record import LAST_EVENTS
+from megascale.core.flight_layout import COLLECTIVE, Phase
+from megascale.core.flight_record import LAST_EVENTS, FlightRecord, GroupState, RankRuns, Wait
 from megascale.layout.topology import Topology
 from megascale.observe.hang import Verdict, hang_verdict
+from megascale.observe.wait_chain import wait_chain, waiting_sets
+from megascale.observe.waits import wait_graph
 from tests.observe.hanging_worlds import Call, Fault, HangingWorld, Workload, step_calls
 
 SMALL = [
@@ -147,3 +152,51 @@ def test_a_reduction_left_out_of_the_first_step_is_told_by_tensor_parallel_ranks
             if call.name == "reduce_scatter":
                 verdict = verdict_of(HangingWorld(topology, Fault("skip", rank, at), work))
                 assert (verdict.ranks, verdict.kind) == ((rank,), "divergence"), (rank, call, verdict)
+
+
+def operations(records: dict[int, FlightRecord]) -> int:
+    """Return the calls of a verdict and of its chain of waits, and the edges of the wait graph."""
+    profile = cProfile.Profile()
+    with profile:
+        verdict, graph = hang_verdict(records, {}), wait_graph(records)
+        sets = waiting_sets(graph)
+        wait_chain(sets, verdict.ranks)
+    calls = sum(entry.callcount for entry in profile.getstats())
+    return calls + sum(map(len, graph._edges().values())) + sum(len(each.awaited) for each in sets)
+
+
+def in_phases(topology: Topology) -> dict[int, FlightRecord]:
+    """Return the records of a job half of whose ranks wait for the other half in a start, and rank 0 imports."""
+    records = HangingWorld(topology, Fault("hang", 0, 0)).records(1)
+    phases = {rank: Phase.GROUPS if rank % 2 else Phase.RENDEZVOUS for rank in records} | {0: Phase.IMPORT}
+    return {rank: replace(record, phase=phases[rank], wait=None) for rank, record in records.items()}
+
+
+def on_devices(topology: Topology) -> dict[int, FlightRecord]:
+    """Return the records of a job all of whose ranks wait for their devices in one group, where one is ahead."""
+    records = HangingWorld(topology, Fault("hang", 0, 5)).records(1)
+    runs = RankRuns(((0, topology.world_size, 1),))
+    return {
+        rank: replace(record, phase=Phase.STEP, wait=Wait("device", "", 0, 1),
+                      groups={"dp": GroupState("dp", COLLECTIVE, runs, 7, 7 if rank == 0 else 6, 5)})
+        for rank, record in records.items()
+    }  # fmt: skip
+
+
+def hanging(topology: Topology) -> dict[int, FlightRecord]:
+    return HangingWorld(topology, Fault("hang", 5, 20)).records(LAST_EVENTS)
+
+
+def skipping(topology: Topology) -> dict[int, FlightRecord]:
+    calls = step_calls(topology, 5, Workload())
+    return HangingWorld(
+        topology, Fault("skip", 5, next(i for i, call in enumerate(calls) if is_collective(call)))
+    ).records(LAST_EVENTS)
+
+
+@pytest.mark.parametrize("records_of", [hanging, skipping, in_phases, on_devices])
+def test_a_verdict_takes_operations_in_proportion_to_the_ranks(
+    records_of: Callable[[Topology], dict[int, FlightRecord]],
+) -> None:
+    few, many = (operations(records_of(Topology(tp=2, pp=2, dp=dp))) for dp in (16, 64))
+    assert many < 4.5 * few  # 4 times the ranks

@@ -11,7 +11,7 @@ from megascale.bench.fleet import Fleet
 from megascale.bench.fleet_tables import cube_of
 from megascale.bench.fleet_times import FleetFault, FleetLayout
 from megascale.layout.topology import Topology
-from megascale.observe.heatmap import HeatMap, heat_map
+from megascale.observe.heatmap import MIN_SCORE, HeatMap, compare, heat_map
 from megascale.observe.step_cube import Part, Places, StepCube
 
 WIDE = FleetLayout(Topology(tp=4, pp=4, dp=4), microbatches=16)
@@ -95,6 +95,24 @@ def test_a_short_fault_needs_continuity() -> None:
     assert names(heat_map(cube, continuity=0)) == {"rank 9"}
 
 
+def test_a_core_that_is_taken_away_now_and_then_is_no_slow_rank() -> None:
+    """A third of a rank's steps take twice as long, in every block of the window: the rank is slow in the mean only."""
+    cube = cube_of(Fleet(WIDE, 5))
+    own = cube.own.copy()
+    own[9, 1::3, :] *= 2
+    cube = replace(cube, own=own)
+    assert (compare(cube, cube.compute[..., None], cube.places.codes("pp")).score > MIN_SCORE).sum() == 1
+    assert not heat_map(cube).outliers
+
+
+@pytest.mark.parametrize(("factor", "named"), [(1.05, False), (1.15, True)])
+def test_a_rank_with_a_single_peer_needs_a_larger_margin(factor: float, named: bool) -> None:
+    fault = FleetFault("slow", rank=3, factor=factor)
+    pair = cube_of(Fleet(FleetLayout(Topology(pp=2, dp=2), node_ranks=4), 8, fault, noise=0.005))
+    assert names(heat_map(pair)) == ({"rank 3"} if named else set())
+    assert names(heat_map(cube_of(Fleet(FleetLayout(Topology(dp=4)), 8, fault, noise=0.005)))) == {"rank 3"}
+
+
 def test_steps_with_settled_tags_do_not_count() -> None:
     fault = FleetFault("gc", rank=6, share=2, every=2)
     fleet = Fleet(WIDE, 6, fault)
@@ -112,3 +130,16 @@ def test_json_has_a_row_a_rank() -> None:
     assert len(data["score"][0]) == len(data["columns"])
     assert data["outliers"][0]["ranks"] == (63,)
     assert found.ratio[63, found.columns.index("F of chunk 0")] == pytest.approx(1.1, abs=0.02)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_window_without_ordinary_steps_or_times_divides_nothing_by_nothing() -> None:
+    cube = cube_of(Fleet(WIDE, 7))
+    none = np.zeros_like(cube.ordinary)
+    for empty in (
+        replace(cube, ordinary=none, wall=0 * cube.wall, own=0 * cube.own, wait=0 * cube.wait),
+        replace(cube, ordinary=none),
+        cube.take(slice(0, 0)),
+    ):
+        assert len(empty.places.nodes) > 1
+        assert heat_map(empty).outliers == ()

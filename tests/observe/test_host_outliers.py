@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,19 +16,17 @@ from megascale.eventstore.table_files import TableFile, write_rows
 from megascale.observe.host_outliers import (
     HostOutlier,
     OutlierSettings,
-    distances,
     find_host_outliers,
-    outliers_in_series,
     recent_host_outliers,
     stage_roles,
-    window_means,
 )
-from megascale.observe.host_series import WATCHED, HostTable, read_host_table, read_series
+from megascale.observe.host_series import HostTable, read_host_table
 from tests.eventstore.tables import rows
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
 
 from host_fleet import CHANGES, KINDS, SHAPES, Fleet, fleets, make_fleet
+from host_outliers import one_distance
 
 Finder = Callable[[HostTable], list[HostOutlier]]
 
@@ -48,26 +46,6 @@ def f1(precision: float, recall: float) -> float:
 
 def without_continuity(table: HostTable) -> list[HostOutlier]:
     return find_host_outliers(table, OutlierSettings(continuity_s=0))
-
-
-def one_distance(table: HostTable, margin: float) -> list[HostOutlier]:
-    """Compare hosts by one distance over all metrics together: the paper's ablation."""
-    settings = OutlierSettings(margin=margin)
-    squares = []
-    for series in read_series(table, settings.sample_s, settings.gap_s):
-        means = window_means(series.values, 1)
-        apart = distances(means, WATCHED[series.metric].floor, settings)
-        for device in sorted(set(series.devices)):
-            chosen = [index for index, name in enumerate(series.devices) if name == device]
-            of_node = np.full((len(means), len(table.nodes)), np.nan)
-            of_node[:, series.nodes[chosen]] = apart[:, chosen]
-            squares.append(of_node**2)
-    known = ~np.isnan(squares).all(axis=(0, 1))
-    total = np.sqrt(np.nansum(np.stack(squares), axis=0))[:, known]
-    joint = replace(
-        series, metric="cpu.percent", nodes=np.flatnonzero(known), devices=[""] * int(known.sum()), values=total
-    )
-    return outliers_in_series(table.nodes, joint, 0.0, settings)
 
 
 def small(seed: int) -> list[Fleet]:
@@ -94,7 +72,7 @@ def test_figures_of_the_paper_and_its_ablations() -> None:
     figures = precision_and_recall(some, without_continuity)
     print("without continuity: precision {:.3f}, recall {:.3f}".format(*figures))
     assert figures[0] < 0.9 * precision
-    joint = [precision_and_recall(some, lambda table, t=t: one_distance(table, t)) for t in (-1.0, 0.0, 1.0, 2.0, 4.0)]
+    joint = [precision_and_recall(some, functools.partial(one_distance, margin=t)) for t in (-1.0, 0.0, 1.0, 2.0, 4.0)]
     best = max(joint, key=lambda pair: f1(*pair))
     print("one distance for all metrics: precision {:.3f}, recall {:.3f}".format(*best))
     assert f1(*best) < 0.95 * f1(precision, recall)
@@ -151,12 +129,14 @@ def test_the_newest_samples_of_an_event_store(tmp_path: Path) -> None:
     }
     events = Location(f"{tmp_path}/events")
     write_rows(events, TableFile("host_metrics", "n", 0, 1, 2), rows("host_metrics", len(table.value), **columns))
-    ranks = rows("ranks", 12, rank=list(range(12)), node=list(table.nodes), pp=[0] * 12)
-    write_rows(events, TableFile("ranks", "n", 0, 1, 2), ranks)
+    for attempt, stages in enumerate(([*range(12)], [0] * 12)):  # the newest attempt counts
+        ranks = rows("ranks", 12, attempt=attempt, rank=list(range(12)), node=list(table.nodes), pp=stages)
+        write_rows(events, TableFile("ranks", "n", attempt, 1, 2), ranks)
     store = open_store(tmp_path)
     found = recent_host_outliers(store)
-    assert {outlier.node for outlier in found} == {fleet.culprit}
-    assert {str(one) for one in found} == {str(one) for one in find_host_outliers(table)}
+    assert {outlier.node for outlier in found.outliers} == {fleet.culprit}
+    assert [str(one) for one in found.outliers] == [str(one) for one in find_host_outliers(table)]
+    assert (found.hosts, found.compared, round(found.minutes)) == (12, 12, 15)
     assert len(read_host_table(store, minutes=3).value) < len(table.value) / 4
 
 

@@ -78,6 +78,18 @@ def test_restarts_and_lost_steps() -> None:
     assert sum(found.seconds.values()) == pytest.approx(found.wall_s, rel=1e-6)
 
 
+def test_steps_with_a_profiler_are_a_part_of_their_own() -> None:
+    fleet = Fleet(LAYOUT, 4)
+    profiled = np.isin(fleet.tables["steps"]["step"], (20, 21))
+    fleet.tables["steps"]["tags"][profiled] = "gc,profile"
+    found, whole = ledger(fleet), Fleet(LAYOUT, 4).seconds
+    assert found.seconds["profiled steps"] == pytest.approx(whole[19:21].sum(), rel=1e-6)
+    assert found.steps == 38
+    assert found.wall_s == pytest.approx(whole.sum(), rel=1e-6)
+    assert sum(found.seconds.values()) == pytest.approx(found.wall_s, rel=1e-6)
+    assert abs(found.seconds["other"]) < 0.01 * found.wall_s
+
+
 def test_the_plan_stands_beside() -> None:
     found = ledger(Fleet(LAYOUT, 5), plan=PLAN, bubble_s=0.05)
     assert found.seconds["bubble"] == pytest.approx(2.0)
@@ -88,6 +100,18 @@ def test_the_plan_stands_beside() -> None:
     assert rows["all"][-1] == "0.4"
     assert "gemm 80%, attention 20%" in found.to_text()
     assert "not measured" in found.to_text()
+
+
+def test_forward_and_backward_are_divided_by_a_profile() -> None:
+    purposes = {"gemm": 3.0, "attention": 1.0, "norms": 0.5, "copies": 0.5, "optimizer": 7.0, "communication": 9.0}
+    found = ledger(Fleet(LAYOUT, 5), plan=PLAN, purposes=purposes, profiled_step=10)
+    assert found.kernels == {"GEMMs": 0.6, "attention": 0.2, "element-wise": 0.2}
+    rows = {line.split("  ")[1].strip(): line.split() for line in found.to_text().splitlines() if line[:2] == "  "}
+    compute = (found.seconds["forward"] + found.seconds["backward"]) / found.steps
+    assert float(rows["GEMMs"][1]) == pytest.approx(0.6 * compute, rel=1e-3)
+    assert (rows["GEMMs"][-1], rows["attention"][-1]) == ("0.2", "0.05")
+    assert "shares of the kernels in step 10, profiled" in found.to_text()
+    assert "not measured" not in found.to_text()
 
 
 def test_without_plan_or_peak() -> None:

@@ -34,6 +34,13 @@ def test_tells_until_when() -> None:
     assert (found.since, found.until) == (1, 100)
 
 
+@pytest.mark.parametrize(("since", "until", "named"), [(0, 50, False), (50, 100, False), (100, 150, True)])
+def test_a_disturbance_of_one_window_that_is_over_names_nobody(since: int, until: int, named: bool) -> None:
+    layout = FleetLayout(Topology(tp=2, dp=4), steps=150)
+    found = stragglers(cube_of(Fleet(layout, 2, FleetFault("slow", rank=5, factor=1.3, since=since, until=until))))
+    assert [each.worst.ranks for each in found] == ([(5,)] if named else [])
+
+
 def test_a_slow_job_names_nobody() -> None:
     assert not stragglers(cube_of(Fleet(WIDE, 3, FleetFault("job", factor=1.3, since=70))))
 
@@ -60,6 +67,25 @@ def test_pauses_cost_what_they_cost() -> None:
     found = gc_pauses(cube_of(slow))
     assert found is not None
     assert found.cost_s == pytest.approx(float((slow.seconds - Fleet(layout, 9).seconds).mean()), rel=0.4)
+
+
+def test_a_planned_collection_of_all_ranks_at_once_is_no_finding() -> None:
+    fleet = Fleet(WIDE, 5, FleetFault("gc", share=6, every=32))
+    cube = cube_of(fleet)
+    (gc,) = cube.select("host", "gc")
+    cube.own[:, :, gc] = 0
+    cube.own[:, 19::20, gc] = 0.3
+    assert cube.gc.sum() > 0.5 * fleet.times.gc.sum()
+    assert gc_pauses(cube) is None
+
+
+@pytest.mark.parametrize(("steps", "found"), [(1, False), (2, False), (3, True)])
+def test_a_single_pause_is_no_habit(steps: int, found: bool) -> None:
+    cube = cube_of(Fleet(WIDE, 5, FleetFault("gc", share=6, every=32)))
+    (gc,) = cube.select("host", "gc")
+    cube.own[:, :, gc] = 0
+    cube.own[1, -steps:, gc] = 100.0
+    assert (gc_pauses(cube) is not None) == found
 
 
 def test_pauses_of_one_rank() -> None:

@@ -16,6 +16,7 @@ from megascale.comm.mesh import Mesh, open_mesh
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.layout.chunks import fp8_weights
+from megascale.layout.sequence_shard import shard_sequence
 from megascale.layout.topology import Topology
 from megascale.model.modules import Linear
 from megascale.ops import fp8
@@ -45,7 +46,7 @@ def configured(folder: Path, recipe: str, model: dict[str, Any] = MODEL, **more:
 # Quantized operands of two ranks equal those of one process.
 
 
-def operands(layer: str) -> list[Tensor]:
+def operands(layer: str, tokens: int = 128) -> list[Tensor]:
     """Create an input [s, b, k], a weight [n, k] and an output gradient of a layer of `WIDE`, unsharded.
 
     Rows differ in magnitude: a scale computed from a shard alone is wrong.
@@ -53,7 +54,7 @@ def operands(layer: str) -> list[Tensor]:
     n, k = {"attention.qkv": (768, 256), "attention.out": (256, 256)}[layer]
     generator = torch.Generator().manual_seed(0)
     results = []
-    for shape in ((128, 1, k), (n, k), (128, 1, n)):
+    for shape in ((tokens, 1, k), (n, k), (tokens, 1, n)):
         sizes = torch.rand(shape, generator=generator) ** 8
         results.append((torch.randn(shape, generator=generator) * sizes).bfloat16())
     return results
@@ -115,6 +116,56 @@ def casts_without_reduction(rank: Rank, *arguments: Any) -> list[Array]:
     return casts(rank, *arguments)
 
 
+TOKENS = 512  # a run of consecutive tokens is a whole block on two ranks that exchange keys
+
+
+def casts_of_shared_tokens(rank: Rank, configs: list[RunConfig], reduces: bool = True) -> dict[str, Array]:
+    """Quantize the operands of all GEMMs, of this rank's tokens, by each recipe; return them as of all tokens, with
+    zeros in place of other ranks'.
+    """
+    from megascale.parallel import fp8_linear
+
+    if not reduces:
+        fp8_linear.all_reduce = lambda *_, **__: None  # type: ignore[assignment]
+    mesh = open_mesh(Topology(cp=rank.world_size), rank.rank, tied=False)
+    places = [place for span in shard_sequence(TOKENS, rank.world_size, 1, rank.rank).spans for place in range(*span)]
+    x, _, grad = (t[places] if t.dim() == 3 else t for t in operands("attention.out", TOKENS))
+    results = {}
+    for config in configs:
+        scaling = Fp8State(config, mesh, torch.device("cpu"))
+        gemms = build_linear_gemms("layers.1.attention.out", scaling, TensorParallel(mesh.tp, False))
+        assert isinstance(gemms, Fp8Gemms)
+        found: dict[str, Any] = {"X": gemms.input_operand(x), "dY": gemms.grad_operand(grad)}
+        found["X^T"] = gemms.operand_for_wgrad("input", gemms.wgrad_source(x, found["X"]))
+        found["dY^T"] = gemms.operand_for_wgrad("gradient", gemms.wgrad_source(grad, found["dY"]))
+        results |= {f"{config.fp8.recipe} {name}": _placed(operand, places) for name, operand in found.items()}
+    return results
+
+
+def _placed(operand: Any, places: list[int]) -> Array:
+    """An operand [tokens, features], or its transpose, among zeros for all tokens: [features, TOKENS]."""
+    part = operand.dequantize()
+    whole = torch.zeros(256, TOKENS)
+    whole[:, places] = part.flatten(0, 1).t() if part.dim() == 3 else part
+    return whole.numpy()
+
+
+def test_ranks_that_share_sequences_quantize_as_one_process(tmp_path: Path) -> None:
+    configs = [configured(tmp_path, recipe, WIDE) for recipe in RECIPES.names()]
+    (alone,) = run_world(1, casts_of_shared_tokens, configs)
+    first, second = run_world(2, casts_of_shared_tokens, configs)
+    assert [name for name, whole in alone.items() if not np.array_equal(first[name] + second[name], whole)] == []
+
+
+@pytest.mark.slow
+def test_without_the_amax_all_reduce_over_cp_operands_differ(tmp_path: Path) -> None:
+    configs = [configured(tmp_path, recipe, WIDE) for recipe in ("tensorwise", "rowwise")]
+    (alone,) = run_world(1, casts_of_shared_tokens, configs)
+    first, second = run_world(2, casts_of_shared_tokens, configs, False)
+    differ = {name for name, whole in alone.items() if not np.array_equal(first[name] + second[name], whole)}
+    assert differ == {*(f"tensorwise {name}" for name in ("X", "dY", "X^T", "dY^T")), "rowwise X^T", "rowwise dY^T"}
+
+
 # Full runs.
 
 
@@ -125,21 +176,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[float, float]]]:
-    folder = tmp_path_factory.mktemp("alone")
-    return {recipe: run_world(1, train_curve, configured(folder, recipe, WIDE))[0] for recipe in RECIPES.names()}
-
-
-@recipes
+@pytest.mark.parametrize("recipe", only_quick(RECIPES.names(), "delayed"))
 @pytest.mark.parametrize("layout", only_quick(LAYOUTS, "tp2 sp"))
-def test_layouts_train_equally(
-    recipe: str, layout: str, alone: dict[str, list[tuple[float, float]]], tmp_path: Path
-) -> None:
+def test_layouts_train_equally(recipe: str, layout: str, tmp_path: Path) -> None:
     """As close as bf16 sums permit: an element rounded differently may quantize to the next FP8 value."""
     config = configured(tmp_path, recipe, WIDE, **LAYOUTS[layout])
     curve = run_world(config.world_size, train_curve, config)[0]
-    for (loss, norm), (expected, expected_norm) in zip(curve, alone[recipe], strict=True):
+    alone = run_world(1, train_curve, configured(tmp_path, recipe, WIDE))[0]
+    for (loss, norm), (expected, expected_norm) in zip(curve, alone, strict=True):
         assert loss == pytest.approx(expected, rel=2e-3)
         assert norm == pytest.approx(expected_norm, rel=5e-2)
 
@@ -280,7 +324,7 @@ def cast_bytes(rank: Rank, config: RunConfig) -> int:
     return sum(cast.data.nbytes for weight in made for cast in (weight.rowwise, weight.columnwise) if cast is not None)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+@pytest.mark.parametrize("recipe", only_quick(["delayed", "tensorwise"], "delayed"))
 def test_a_resumed_run_is_bit_equal(recipe: str, tmp_path: Path) -> None:
     keys = {"checkpoint__every": 3, "train__steps": 6}
     uninterrupted = run_world(1, save_and_train, configured(tmp_path / "a", recipe, **keys), 6)[0]
@@ -302,7 +346,12 @@ def save_and_train(rank: Rank, config: RunConfig, steps: int) -> list[tuple[floa
 
 
 @pytest.mark.parametrize(
-    ("recipe", "before"), [("tensorwise", {}), ("delayed", {"fp8__history": 4}), ("delayed", {"fp8__bf16_first": 2})]
+    ("recipe", "before"),
+    [
+        pytest.param("tensorwise", {}, marks=pytest.mark.slow),
+        ("delayed", {"fp8__history": 4}),
+        pytest.param("delayed", {"fp8__bf16_first": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_amax_history_restarts_without_a_matching_history(recipe: str, before: dict[str, int], tmp_path: Path) -> None:
     keys = {"checkpoint__every": 3, "train__steps": 6}

@@ -20,6 +20,7 @@ from megascale.ops.cross_entropy import cross_entropy
 from megascale.parallel.linear_cross_entropy import linear_cross_entropy
 from megascale.parallel.tp_overlap import TensorParallel
 from megascale.parallel.vocabulary import VocabularyRange
+from tests.marks import only_quick
 from tests.memory import peak_bytes
 from tests.model.test_vocabulary import VOCABULARY, B, axis_of, columns, drawn, range_of
 from tests.runs import FAMILIES, build_run, config_of, curve_of, send_messages, settings, traffic_of
@@ -83,7 +84,7 @@ def ranks_of(layout: str) -> list[Any]:
     return run_world(LAYOUTS[layout][0], results, *LAYOUTS[layout])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", only_quick(LAYOUTS, "tp1", "tp2", "tp2 sp"))
 @pytest.mark.parametrize("number", CHUNKS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_equals_the_definition(dtype: torch.dtype, number: int, layout: str) -> None:
@@ -207,7 +208,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run_world(1, train, configurations(tmp_path_factory.mktemp("alone")), 1)[0]
 
 
-@pytest.mark.parametrize("layout", RUNS)
+@pytest.mark.parametrize("layout", only_quick(RUNS, "tp2 sp pp2 vpp2", "tp2 sp", "dp2 zero2"))
 def test_the_number_of_chunks_does_not_change_a_run(layout: str, alone: Any, tmp_path: Any) -> None:
     configs = configurations(tmp_path, **RUNS[layout])
     ranks = run_world(configs[0].world_size, train, configs, 3)

@@ -188,7 +188,7 @@ def traffic(rank: Rank, configs: list[RunConfig]) -> list[Any]:
 
 
 @pytest.mark.parametrize("block", ["serial", "parallel"])
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", only_quick([False, True], True))
 def test_recomputation_adds_these_collectives(sequence: bool, block: str, tmp_path: Path) -> None:
     """Full recomputation adds, per layer, the reduction of attention's output and, with sp, the all-gathers.
 

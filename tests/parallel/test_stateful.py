@@ -32,7 +32,7 @@ def averages(mesh: Any) -> Any:
         def flat_tensors(self) -> list[Any]:
             return [self.values]
 
-        def begin_load(self, saved: Mapping[str, Sequence[int]]) -> dict[str, GlobalTensor]:
+        def begin_load(self, saved: Mapping[str, Sequence[int]], config: Mapping[str, Any]) -> dict[str, GlobalTensor]:
             self.calls.append(f"begin {tuple(saved.get('averages.all', ()))}")
             return self.global_tensors() if "averages.all" in saved else {}
 

@@ -31,6 +31,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 zero2": {"parallel__dp": 2, "parallel__zero": 2, **SMALL_BUCKETS},
     "pp2": {"parallel__pp": 2},
     "pp2 vpp2 dp2": {"parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2},
+    "tp2 sp": {"parallel__tp": 2, "parallel__sp": True},
     "tp2 sp dp2 zero2": {"parallel__tp": 2, "parallel__sp": True, "parallel__dp": 2, "parallel__zero": 2},
     "tp2 pp2": {"parallel__tp": 2, "parallel__pp": 2, "parallel__schedule": "gpipe"},
     "tp4 sp": {"parallel__tp": 4, "parallel__sp": True},
@@ -75,10 +76,7 @@ def switched(rank: Rank, configs: list[RunConfig]) -> list[Outcome]:
     return measured
 
 
-QUICK = ("tp2 sp dp2 zero2",)
-
-
-@pytest.mark.parametrize("layout", only_quick(LAYOUTS, *QUICK))
+@pytest.mark.parametrize("layout", only_quick(LAYOUTS, "tp2 sp"))
 def test_overlap_changes_no_result(layout: str, tmp_path: Path) -> None:
     family = GPT if "pp" in layout else LLAMA | {"num_kv_heads": 4}
     common: dict[str, Any] = {"train__precision": "fp32", "model__block": "parallel" if "sp" in layout else "serial"}
@@ -168,6 +166,7 @@ def assert_delays_change_nothing(seeds: Iterable[int], folder: Path) -> None:
         assert not any(wrong), {seed: configs[seed] for seed in set().union(*wrong)}
 
 
+@pytest.mark.slow
 def test_delays_change_nothing(tmp_path: Path) -> None:
     """Cover tp, pp and dp with sp and ZeRO; the slow test below draws many more."""
     assert_delays_change_nothing((2, 23, 32, 52), tmp_path)

@@ -21,7 +21,7 @@ SLACK = 1 + 1e-12
 
 
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
-@given(jobs(), st.sampled_from(STACKS))
+@given(jobs(shares=True), st.sampled_from(STACKS))
 def test_bounds_are_lower_bounds(config: RunConfig, name: str) -> None:
     stack, layout = profiles.stack(name), layout_of(config)
     space = Space(config, config.world_size)

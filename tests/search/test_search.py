@@ -66,8 +66,9 @@ def test_every_layout_is_counted_once(small: SearchResult) -> None:
     assert c["simulated"] < c["legal"] / 10
 
 
+@pytest.mark.slow
 def test_an_exhaustive_search_has_equal_results() -> None:
-    config, fixed = load_config(SMALL, ["batch.global=16"]), ["parallel.zero", "parallel.sp"]
+    config, fixed = load_config(SMALL, ["batch.global=8"]), ["parallel.zero", "parallel.sp"]
     result = search(config, 8, H100, STACK, fixed, memory_fraction=1.0)
     every = exhaustive(Space(config, 8, frozenset(fixed)), [1, 2, 4, 8])
     rows = [row(layout) for _, _, layout in every]
@@ -78,7 +79,7 @@ def test_an_exhaustive_search_has_equal_results() -> None:
 
 
 def test_layouts_that_differ_only_in_recomputation_share_a_row() -> None:
-    fixed = ["parallel.tp", "parallel.pp", "parallel.sp", "batch.micro"]
+    fixed = ["parallel.tp", "parallel.cp", "parallel.pp", "parallel.sp", "batch.micro"]
     config = load_config(SMALL, ["batch.global=32", "parallel.tp=2", "parallel.pp=2", "batch.micro=1"])
     (plan,) = search(config, 16, H100, STACK, fixed).best
     assert plan.layout.recompute == "none" and plan.layout.vpp > 1
@@ -108,6 +109,23 @@ def test_fixed_keys_keep_their_values() -> None:
     assert len({plan.layout.pp for plan in result.best}) > 1
 
 
+def test_long_sequences_are_shared() -> None:
+    """More ranks than heads work on few long sequences."""
+    config = load_config(SMALL, ["model.seq_length=131072", "batch.global=2"])
+    fixed = ["parallel.vpp", "parallel.schedule", "parallel.zero"]
+    first = search(config, 128, H100, STACK, fixed).best[0]
+    assert first.layout.cp > 1 and first.layout.dp <= 2
+    assert first.estimate.causes["cp"] > 0
+    alone = search(
+        load_config(SMALL, ["model.seq_length=131072", "batch.global=2", "parallel.cp=1"]),
+        128,
+        H100,
+        STACK,
+        [*fixed, "parallel.cp"],
+    ).best
+    assert not alone or alone[0].estimate.step_s > first.estimate.step_s
+
+
 def test_the_smallest_plan_if_nothing_fits() -> None:
     config = load_config(LARGE, ["batch.global=16"])
     fixed = ["parallel.sp", "parallel.zero", "batch.micro"]
@@ -125,16 +143,19 @@ def test_the_smallest_plan_if_nothing_fits() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_larger_job_that_fits() -> None:
     config = load_config(LARGE, ["batch.global=16"])
-    larger = search(config, 8, A100, STACK, memory_fraction=1.0).larger
+    fixed = ["parallel.cp"]
+    larger = search(config, 8, A100, STACK, fixed, memory_fraction=1.0).larger
     assert larger is not None and larger.memory.total <= A100.memory_limit(1)
     count = larger.config.world_size
-    assert count > 16 and search(config, count, A100, STACK, memory_fraction=1.0).best
-    assert not search(config, count // 2, A100, STACK, memory_fraction=1.0).best
-    assert search(config, 8, A100, STACK, memory_fraction=1e-4).larger is None
+    assert count > 16 and search(config, count, A100, STACK, fixed, memory_fraction=1.0).best
+    assert not search(config, count // 2, A100, STACK, fixed, memory_fraction=1.0).best
+    assert search(config, 8, A100, STACK, fixed, memory_fraction=1e-4).larger is None
 
 
+@pytest.mark.slow
 def test_the_smallest_plan_has_the_lowest_memory() -> None:
     config, fixed = load_config(SMALL, ["batch.global=4", "parallel.tp=1"]), ["parallel.tp", "parallel.sp"]
     result = search(config, 4, H100, STACK, fixed, memory_fraction=1e-9)

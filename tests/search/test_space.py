@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from megascale.catalog.schedules import SCHEDULES
 from megascale.config.loading import load_config, load_config_tree
 from megascale.config.rules import RULES, world_findings
 from megascale.config.run import RunConfig
-from megascale.search.space import LAYOUT_KEYS, Layout, Space
+from megascale.search.space import LAYOUT_KEYS, MIN_SHARED_TOKENS, Layout, Space
 
 DEVICES = 12
 TREE = {
@@ -62,7 +63,8 @@ def all_legal(space: Space) -> set[Layout]:
         if space.devices % (tp * pp):
             continue
         dp = space.devices // tp // pp
-        for layout in itertools.starmap(Layout, itertools.product([tp], axes[1], [pp], *axes[3:5], [dp], *axes[6:])):
+        for keys in itertools.product([tp], axes[1], [pp], *axes[3:5], [dp], *axes[6:]):
+            layout = Layout(*keys[:2], 1, "ring", 1, *keys[2:])
             no_effect = (tp == 1 and layout.sp != parallel.sp) or (dp == 1 and layout.zero != parallel.zero)
             duplicate = SCHEDULES[layout.schedule].facts["multi_chunk"] != (layout.vpp > 1)
             if not no_effect and not duplicate and legal(space, layout):
@@ -89,6 +91,45 @@ def test_a_space_has_all_legal_layouts(sections: dict[str, Any]) -> None:
     assert len(layouts) == len(set(layouts)) > 20
     assert layouts == all_of(Space(space.config, DEVICES, frozenset()))
     assert set(layouts) == all_legal(space)
+
+
+LONG = {"model": {"seq_length": 6 * MIN_SHARED_TOKENS}, "parallel": {"vpp": 1, "schedule": "1f1b"}}
+
+
+def contexts(space: Space) -> set[Layout]:
+    """Enumerate the legal layouts of one stage, without recomputation and with the configuration's ZeRO stage, that
+    differ in tp, sp, the keys of cp, dp and micro-batch, without duplicates in effect.
+    """
+    counts, modes = (1, 2, 3, 4, 6, 12), ("ring", "allgather", "ulysses", "usp")
+    layouts = set()
+    for tp, cp, mode, heads, micro in itertools.product(counts, counts, modes, counts, counts):
+        dp, rest = divmod(space.devices, tp * cp)
+        duplicate = (cp == 1 and mode != "ring") or (mode == "usp" and heads in (1, cp)) or math.gcd(cp, micro) > 1
+        if rest or duplicate or cp > 6:
+            continue
+        for sp in (False, True) if tp > 1 else (False,):
+            layout = Layout(tp, sp, cp, mode, heads, 1, 1, "1f1b", dp, micro, "none", 1)
+            if legal(space, layout):
+                layouts.add(layout)
+    return layouts
+
+
+def test_a_space_has_all_ways_of_sharing_sequences() -> None:
+    fixed = ("parallel.pp", "parallel.vpp", "parallel.schedule", "parallel.zero", "train.recompute")
+    space = Space(config_of(**LONG), DEVICES, frozenset(fixed))
+    layouts = all_of(space)
+    assert len(layouts) == len(set(layouts))
+    assert set(layouts) == contexts(space)
+    assert {layout.cp_mode for layout in layouts} == {"ring", "allgather", "ulysses", "usp"}
+    assert {layout.cp for layout in layouts} == {1, 2, 3, 4, 6}  # with 12, ranks would have fewer tokens
+
+
+def test_ways_of_sharing_sequences_can_be_fixed() -> None:
+    shared = {"cp": 6, "cp_mode": "usp", "cp_ulysses": 3}
+    config = config_of(model={"seq_length": 36}, parallel=shared)
+    layouts = all_of(Space(config, DEVICES, frozenset(f"parallel.{key}" for key in shared)))
+    assert {(layout.cp, layout.cp_mode, layout.cp_ulysses) for layout in layouts} == {(6, "usp", 3)}
+    assert {layout.micro for layout in layouts} > {2, 4}  # also where a smaller cp would do
 
 
 def test_a_layout_equals_its_keys_in_a_configuration() -> None:

@@ -57,7 +57,7 @@ def pipelines(draw: Any) -> tuple[Pipeline, StageTimes, Overlaps]:
     return Pipeline(name, p, v, m, draw(st.booleans())), times, Overlaps(pp=draw(st.booleans()), dp=draw(st.booleans()))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(pipelines())
 def test_extrapolation_is_close_to_the_simulation(drawn: tuple[Pipeline, StageTimes, Overlaps]) -> None:
     pipeline, times, overlaps = drawn
@@ -123,7 +123,11 @@ def test_schedules_without_a_period_are_simulated_in_full(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("gpus", "keys"),
     [
-        (512, ["model.num_layers=8192", "parallel.tp=1", "parallel.sp=false", "parallel.pp=512", "parallel.vpp=16"]),
+        pytest.param(
+            512,
+            ["model.num_layers=8192", "parallel.tp=1", "parallel.sp=false", "parallel.pp=512", "parallel.vpp=16"],
+            marks=pytest.mark.slow,
+        ),
         (8000, ["model.num_layers=1000", "parallel.pp=1000", "parallel.vpp=1"]),
         (64, ["parallel.vpp=1", "parallel.schedule=gpipe"]),
     ],

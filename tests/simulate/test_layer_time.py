@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megascale.catalog.layers import BLOCKS
@@ -92,6 +94,40 @@ def test_full_recomputation_leaves_out_the_last_linear_layer(ended_card: None) -
         expected = base.forward.total - base.forward.tp - (part.total - part.tp) * left_out
         assert full.backward.recompute == pytest.approx(expected)
         assert full.backward.tp == pytest.approx(base.backward.tp + base.forward.tp - part.tp * left_out)
+
+
+def test_tiles_repeat_all_but_the_last_gemm_of_the_mlp() -> None:
+    """Full recomputation skips the MLP of a serial block, and its tiles repeat no more."""
+    config = config_of("overlap.tp=false", "model.block=serial", "model.seq_length=32768")
+    tiles = RecomputePolicy(mlp_tiles=4)
+    whole, tiled, full = of(config), of(config, tiles), of(config, RecomputePolicy(full=True))
+    up, activation = block_spec(config.model, 0)[-4:-2]
+    first = sum((layers_of(config).part(part, False) for part in (up, activation)), PassTimes()).forward
+    assert tiled.backward.recompute == pytest.approx(first.total - first.tp, rel=0.05)
+    assert tiled.forward.total == pytest.approx(whole.forward.total, rel=0.05)
+    gather = layers_of(config).exchange.gather()  # tiles have more latencies
+    assert tiled.backward.tp - whole.backward.tp == pytest.approx(gather, rel=0.2)
+    both = of(config, RecomputePolicy(full=True, mlp_tiles=4))
+    assert both.backward.recompute == pytest.approx(full.backward.recompute, rel=0.05)
+
+
+def test_copies_to_host_memory_are_exposed_beyond_a_block() -> None:
+    config, full = config_of(), RecomputePolicy(full=True)
+    input_bytes = layers_of(config).stream * 2
+
+    def offloaded(bandwidth: float | None) -> PassTimes:
+        device = HARDWARE.device.model_copy(update={"host_bandwidth": bandwidth})
+        hardware = HARDWARE.model_copy(update={"device": device})
+        layers = LayerTimes.from_config(config, hardware, STACK)
+        return layers.block(block_spec(config.model, 0), False, replace(full, offload=True))
+
+    kept = of(config, full)
+    assert offloaded(64e9) == offloaded(None) == kept  # hidden, or unknown
+    slow = offloaded(1e9)
+    copied = input_bytes / (1e9 * HARDWARE.attained.link)
+    assert slow.forward.offload == pytest.approx(copied - kept.forward.total)
+    assert slow.backward.total == pytest.approx(max(copied, kept.backward.total))
+    assert copied > kept.forward.total
 
 
 def test_linear_layers_of_a_group_share_collectives() -> None:

@@ -67,6 +67,7 @@ def storage(row: Any) -> WeightStorage:
     return WeightStorage(row.own["shards_weights"], profiles.stack(row.stacks[0]).fp8_weights)
 
 
+@pytest.mark.slow
 def test_published_runs_fit_in_memory(rows: Sequence[Any]) -> None:
     """Published runs of other trainers fit in memory, with weights sharded and cast like the stack's."""
     room = {name: profiles.hardware(name) for name in {row.hardware for row in rows}}
@@ -107,6 +108,7 @@ def test_errors_are_taken_for_what_they_are(calibration: Any) -> None:
     assert fit.whitening(np.array([0.3])) == pytest.approx((fit.LEAST**2 + fit.SHARED**2) ** -0.5)
 
 
+@pytest.mark.slow
 def test_a_left_out_source_is_not_used(calibration: Any, rows: Sequence[Any]) -> None:
     """A stack used only by the left-out source keeps its default values."""
     few = [row for row in rows if row.source in SOURCES and row.config.world_size >= 64 and row.config.parallel.pp == 1]

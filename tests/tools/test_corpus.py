@@ -60,6 +60,7 @@ def library(tmp_path: Path) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_it_is_the_same_each_time(corpus: Path, tmp_path: Path) -> None:
     assert run(tmp_path, "--vocab-size", "400").returncode == 0
     for name in FILES:

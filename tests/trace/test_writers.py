@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megascale.trace.metrics import EvaluationMetrics, StepMetrics, as_json
+from megascale.trace.metrics import EvaluationMetrics, MetricsRecord, MixtureUpdate, StepMetrics, as_json
 from megascale.trace.writers import JsonLinesWriter, TensorBoardWriter, TerminalWriter, format_record
 
 RECORD = StepMetrics(
@@ -30,6 +30,7 @@ RECORD = StepMetrics(
     hfu_full=0.512,
     hfu_causal=0.48,
     peak_memory_bytes=1 << 20,
+    noise_scale=1.5e6,
     communication={"tp": {"calls": 8.0, "bytes": 4096.0, "exposed_s": 0.25}},
     fp8={"layers.1.mlp.down.input": {"amax": 3.5, "saturated": 0.125, "underflow": 0.25}},
 )
@@ -55,6 +56,17 @@ def metrics(tmp_path: Path) -> Path:
             writer.write(EvaluationMetrics(4, 4.0, 100))
     writer.close()
     return path
+
+
+def test_an_update_of_weights_is_a_line_and_a_curve_of_each_dataset(tmp_path: Path) -> None:
+    update = MixtureUpdate(4, 96, {"0 a": {"weight": 0.25, "loss": 2.0}, "1 b": {"weight": 0.75}})
+    assert format_record(update, 10) == "step 4/10  weights from sample 96 on: 0.75 1 b, 0.25 0 a"
+    assert "as they are" in format_record(replace(update, place=None), 10)
+    many = replace(update, mixture={f"{number} x": {"weight": 0.1} for number in range(10)})
+    assert format_record(many, 10).endswith(", 2 more")
+    tensorboard(tmp_path, 0, update)
+    found = scalars(tmp_path)
+    assert found["data/mixture/1 b/weight"] == [(4, 0.75)] and found["data/mixture/0 a/loss"] == [(4, 2.0)]
 
 
 def test_json_lines_hold_every_value_that_there_is(metrics: Path) -> None:
@@ -118,7 +130,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def tensorboard(folder: Path, resumed: int, *records: StepMetrics | EvaluationMetrics) -> None:
+def tensorboard(folder: Path, resumed: int, *records: MetricsRecord) -> None:
     writer = TensorBoardWriter(folder, resumed)
     writer.write_message("no measurement")
     for record in records:

@@ -21,7 +21,7 @@ from megascale.model.transformer import Stage
 from megascale.ops.select import OpContext
 from megascale.parallel.fp8_linear import Fp8State
 from megascale.parallel.microbatch import MicroBatch
-from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
+from megascale.parallel.param_and_grad_buffers import Overlap, ParamAndGradBuffers
 from megascale.parallel.rng import Dropout
 from megascale.parallel.tp_overlap import TensorParallel
 from megascale.train.build import build_mesh, build_stages, run_dtypes
@@ -39,7 +39,7 @@ def on_meta(config: RunConfig) -> tuple[Stage, ParamAndGradBuffers]:
         mesh,
         zero=config.parallel.zero,
         sequence=False,
-        overlap=True,
+        overlap=Overlap(on=True),
         dtypes=run_dtypes(config),
         device=device,
     )

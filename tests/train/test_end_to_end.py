@@ -1,4 +1,4 @@
-"""From text to a trained model with 3D parallelism, by the user's commands."""
+"""From text to a trained model, by the user's commands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from tests.runs import GPT
 SIZES = GPT | {"num_layers": 2, "hidden_size": 64, "vocab_size": 257, "seq_length": 32}
 RUN: dict[str, Any] = {
     "parallel__tp": 2,
-    "parallel__pp": 2,
     "train__precision": "fp32",
     "train__steps": 30,
     "train__log_every": 5,
@@ -131,7 +130,7 @@ def test_the_written_configuration_repeats_the_run(trained: Trained) -> None:
     """Under another name, without an interruption, the curve is the same."""
     written = trained.folder / "config.toml"
     resolved = tomllib.loads(written.read_text())
-    assert resolved["parallel"] | {"tp": 2, "pp": 2, "dp": 1, "schedule": "1f1b"} == resolved["parallel"]
+    assert resolved["parallel"] | {"tp": 2, "pp": 1, "dp": 1, "schedule": "1f1b"} == resolved["parallel"]
     repeated = Job(written, "name=again")
     repeated.folder = trained.folder.parent / "again"
     status, _, err = repeated.end()

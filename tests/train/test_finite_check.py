@@ -233,6 +233,7 @@ def last_rank_with_layer_2(config: Any) -> int:
     return max(rank for rank in range(config.world_size) if topology.coord(rank).pp == holder)
 
 
+@pytest.mark.slow
 def test_a_job_that_diverges_is_not_requeued(tmp_path: Path) -> None:
     site = tmp_path / "site"
     site.mkdir()

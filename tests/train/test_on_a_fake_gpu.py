@@ -38,6 +38,9 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt recompute selective": {"train__recompute": "selective", "model__dropout": 0.1},
     "llama recompute selective": {"train__recompute": "selective"},
     "gpt recompute full": {"train__recompute": "full", "model__dropout": 0.1},
+    "llama pp2 tiles and offload": {
+        "parallel__pp": 2, "train__recompute": "full", "train__activation_offload": True, "train__mlp_tiles": 2,
+    },
     "llama dp2 zero1": {"parallel__dp": 2, "parallel__zero": 1},
     "gpt dp2 zero2": {"parallel__dp": 2, "parallel__zero": 2},
     "llama tp2 sp": {"parallel__tp": 2, "parallel__sp": True},
@@ -45,6 +48,9 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt pp2 tied": {"parallel__pp": 2, "model__tie_embeddings": True},
     "llama pp2 vpp2": {"parallel__pp": 2, "parallel__vpp": 2},
     "gpt tp2 pp2 dp2 zero2": {"parallel__tp": 2, "parallel__pp": 2, "parallel__dp": 2, "parallel__zero": 2},
+    "gpt tp2 sp pp2 dp2 noise scale": {
+        "parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__dp": 2, "train__noise_scale_every": 1,
+    },
     "gpt lamb": {"optimizer__name": "lamb"},
     "llama pp2 dp2 lamb": {"parallel__pp": 2, "parallel__dp": 2, "parallel__zero": 1, "optimizer__name": "lamb"},
     "gpt tp2 dp2 zero0 no overlap": {
@@ -121,7 +127,7 @@ def run_cases(_: Rank, configs: dict[str, Any]) -> dict[str, str]:
 
 QUICK = (
     "llama fp32", "llama sandwich block", "gpt recompute full", "gpt tp2 pp2 dp2 zero2", "llama pp2 dp2 lamb",
-    "llama fp8 delayed",
+    "llama fp8 delayed", "gpt tp2 sp pp2 dp2 noise scale",
 )  # fmt: skip
 
 

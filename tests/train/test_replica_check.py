@@ -32,6 +32,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp2 sp pp2": (LLAMA, {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__vpp": 2}),
     "tied pp2 dp2": (GPT, {"parallel__pp": 2, "parallel__dp": 2, "train__precision": "bf16"}),
     "fp8 dp2": (WIDE, {"parallel__dp": 2, "parallel__zero": 0} | FP8),
+    "cp2 zero0": (LLAMA, {"parallel__cp": 2, "parallel__zero": 0}),
+    "cp2 tp2 sp zero1": (LLAMA, {"parallel__cp": 2, "parallel__tp": 2, "parallel__sp": True}),
     "lamb tp2 dp2": (LLAMA, {"parallel__tp": 2, "parallel__dp": 2, "optimizer__name": "lamb"}),
 }
 

@@ -80,6 +80,19 @@ def test_resume_in_another_layout(layout: tuple[str, ...], halfway: Path, uninte
 
 
 @pytest.mark.slow
+def test_ranks_that_share_sequences_resume_as_one_process_and_back(tmp_path: Path) -> None:
+    run = RUN | {"model__dropout": 0.0, "train__steps": 9, "train__precision": "fp64"}
+    alone = curve(finish(job_config(tmp_path / "alone", LLAMA, **run)))
+    config = job_config(tmp_path / "shared", LLAMA, **run)
+    finish(config, "parallel.cp=4", "parallel.cp_mode=usp", "parallel.cp_ulysses=2", "train.steps=3")
+    finish(config, "train.steps=6")
+    resumed = curve(finish(config, "parallel.cp=2", "parallel.dp=2", "parallel.zero=2"))
+    for (step, *values), (expected_step, *expected) in zip(resumed, alone, strict=True):
+        assert step == expected_step
+        assert values == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.slow
 def test_sigterm_finishes_the_step_saves_and_exits_143(uninterrupted: Any, tmp_path: Path) -> None:
     config = job_config(tmp_path, GPT, **LAYOUT, **RUN)
     job = Job(config)

@@ -63,6 +63,15 @@ def test_a_step_is_tagged_with_what_took_its_time(run: Run, tmp_path: Path) -> N
     ]
 
 
+def test_the_profiled_step_and_the_next_are_tagged_on_all_ranks(run: Run, tmp_path: Path) -> None:
+    run.config = run.config.model_copy(update={"observe": run.config.observe.model_copy(update={"profile_step": 3})})
+    with StepRows(run) as rows:
+        for step in range(1, 6):
+            rows.begin(step)
+            rows.end(result(1.0))
+    assert [step for step, _, tags in written(tmp_path) if "profile" in tags] == [3, 4]
+
+
 def test_the_first_step_after_a_resume_is_a_restart(run: Run, tmp_path: Path) -> None:
     run.progress.step = 40
     with StepRows(run) as rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from megascale.view.diagnosis_text import diagnosis_json, diagnosis_text
 from megascale.view.last_states import SHARED, STORED, StatesError, read_last_states
 from megascale.view.run_view import RunReader
 from tests.eventstore.tables import rows
-from tests.launch.test_flight import stuck
+from tests.launch.test_flight import recorders, stuck, write
 from tests.view.folders import incident, make_run, write_incidents, write_live
 from tests.view.hung_runs import CULPRIT, hanging_records, make_hung_run, write_states
 
@@ -128,8 +129,31 @@ def test_dumps_of_torch_s_flight_recorder(tmp_path: Path) -> None:
     (other / "flight").mkdir()
     stuck(other / "flight", victim=2)
     found = found_in(other)
+    assert found.verdict is not None
+    assert (found.condition, found.verdict.kind, found.verdict.ranks) == ("hangs", "collective", (2,))
+    text = diagnosis_text(found)
+    assert text.startswith("HUNG when last seen: rank 2 on node1 did not join a collective in which others wait\n")
+    assert "verdict  collective, in group dp; a single explanation" in text
+    assert re.search(r"\n  dp +2 +4 +0, 1, 3 +2\n", text)
+    assert (
+        "rank 0 waits in all_reduce 2 of group dp (with 2 other ranks) for rank 2\n  rank 2 waits for no rank" in text
+    )
+    assert "seen     all 4 ranks: dumps of torch's flight recorder" in text
+    assert "its dump on node1 has no operation" in text
+
+
+def test_dumps_in_which_every_awaited_rank_waits_leave_the_suspect_alone(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    (run / "flight").mkdir()
+    ranks = recorders(pp=[0, 1, 2, 3], dp=[0, 1, 2, 3])
+    for rank in ranks:  # each has a receive in flight
+        rank.message("pp", "recv", (rank.rank + 1) % 4, at=0.1 * rank.rank, done=False)
+        if rank.rank != 1:
+            rank.collective("dp", at=5 + rank.rank, done=False)
+    write(run / "flight", ranks)
+    found = found_in(run)
     assert (found.condition, found.verdict) == ("hangs", None)
-    first = "HUNG, by torch's flight recorder alone: 4 dumps: rank 2 on node1 never joined"
+    first = "HUNG, by torch's flight recorder alone: 4 dumps: rank 1 on node0 never sent the message"
     assert diagnosis_text(found).startswith(first)
 
 
@@ -149,7 +173,7 @@ def test_damaged_stores(tmp_path: Path) -> None:
     states = next((run / "events" / "states").iterdir())
     good = states.read_bytes()
     states.write_bytes(good[:100])
-    with pytest.raises(StatesError, match="the event store cannot be read"):
+    with pytest.raises(StatesError, match=r"nothing tells what the ranks do: .*is damaged; its rows are missing"):
         found_in(run)
     write_rows(
         Location(f"{run}/events"), TableFile("states", "n", 0, 0, 1), rows("states", 3, rank=[0, 1, 2], record="{")

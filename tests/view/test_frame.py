@@ -64,6 +64,24 @@ def test_findings_and_incidents(tmp_path: Path) -> None:
     assert text.count("step 7 process: rank 1 was killed by SIGKILL; restarting the ranks") == 4
 
 
+def test_what_is_not_analysed_is_said(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    size = FrameSize(80, 24)
+    lines = [line.plain for line in frame(RunReader(folder).read(), (), None, size, "none: no event store")]
+    assert "verdict     not analysed" in lines
+    assert "analyses    none: no event store" in lines
+    live = view_of(folder, [LiveRank("step", 5)] * 4)
+    lines = [line.plain for line in frame(live, (), (), size, f"analysed 5s ago, up to step 4; {'x ' * 200}")]
+    assert "verdict     all 4 ranks make progress" in lines
+    (first,) = [number for number, line in enumerate(lines) if line.startswith("analyses    analysed 5s ago")]
+    assert lines[first + 1].endswith(" ...")
+
+
+def test_a_run_at_its_last_step_has_no_time_left(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, steps=20, total=20)
+    assert "left" not in text_of(view_of(folder, [LiveRank("step", 20)] * 4)).splitlines()[0]
+
+
 @pytest.mark.parametrize(("width", "height"), [(40, 10), (80, 24), (80, 60), (211, 50)])
 def test_a_frame_of_12288_ranks_fits(width: int, height: int, tmp_path: Path) -> None:
     folder = make_run(

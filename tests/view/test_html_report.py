@@ -9,13 +9,14 @@ from megascale.view.html_report import FILE_START, render_report
 from megascale.view.run_view import RunReader
 from megascale.view.store_view import read_store_view
 from tests.view.folders import incident, make_run, write_incidents
-from tests.view.stores import make_stored_run
+from tests.view.stores import make_stored_run, store_host_metrics
 
 NOTHING_OUTSIDE = re.compile(r"<script|<link|<img|<iframe|@import|url\(|src=|href=|https?://(?!www\.w3\.org/2000/svg)")
 
 
 def test_everything_that_is_known(tmp_path: Path) -> None:
     run, _ = make_stored_run(tmp_path)
+    store_host_metrics(run, hosts=5, low=2)
     write_incidents(run, [incident(1, step=30, recovered=1010.0, steps_lost=2)], status=0)
     view, store = RunReader(run).read(), read_store_view(run)
     assert store is not None
@@ -26,7 +27,7 @@ def test_everything_that_is_known(tmp_path: Path) -> None:
         "<h1>test</h1>", "8 ranks: tp 2, pp 2, dp 2",
         f"<td>{view.curves.last['loss']:.4f}</td>", str(store.findings[0]),
         "rank 1 was killed by SIGKILL", "<svg>timeline</svg>", f"+{store.heat.outliers[0].ratio - 1:.1%}", "bubble",
-        f"{100 * store.breakdown.mfu:.1f}",
+        f"{100 * store.breakdown.mfu:.1f}", "compared 5 hosts", "n2: gpu.power_w of gpu0",
     ):  # fmt: skip
         assert words in report, words
     assert report.count("<polyline") == 4

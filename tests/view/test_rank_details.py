@@ -17,7 +17,7 @@ from megascale.core.rank import Rank
 from megascale.core.storage import Location
 from megascale.eventstore.table_files import TableFile, write_rows
 from megascale.view import rank_states
-from megascale.view.rank_details import MOST_LINES, read_rank_details
+from megascale.view.rank_details import MOST_LINES, read_rank_details, read_rank_stack
 from megascale.view.run_view import RunReader
 from tests.eventstore.tables import rows
 from tests.view.folders import incident, make_run, write_incidents, write_live
@@ -66,7 +66,10 @@ def test_the_record_of_a_rank_on_this_host(tmp_path: Path, shared_memory: Path) 
     path = shared_memory / f"megascale-{os.geteuid()}-test-1-00002.flight"
     with flight_record_of_rank("test", Rank(2, 4, 0, "h"), {FLIGHT_RECORD_VARIABLE: str(path)}) as record:
         record.begin_step(1)
-        details = read_rank_details(RunReader(folder).read(), 2)
+        view = RunReader(folder).read()
+        details = read_rank_details(view, 2)
+        assert read_rank_stack(view, 2, "stack of {}".format) == f"stack of {os.getpid()}"
+        assert read_rank_stack(view, 1) == "rank 1 has no process on this host"
     assert details.record is not None
     assert (details.record.step, details.source) == (1, "shared memory of this host")
 

@@ -85,7 +85,19 @@ def test_a_run_that_stands_still(tmp_path: Path) -> None:
     assert view.state == "stands still"
 
 
-@pytest.mark.parametrize(("phase", "seconds"), [("import", 299), ("checkpoint", 60), ("evaluation", 59)])
+def test_a_folder_that_may_not_be_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, **options: bool) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    folder = make_run(tmp_path)
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(RunFolderError, match="cannot be read: Permission denied"):
+        RunReader(folder)
+
+
+@pytest.mark.parametrize(
+    ("phase", "seconds"), [("import", 299), ("checkpoint", 60), ("evaluation", 59), ("profile", 299)]
+)
 def test_a_phase_that_takes_long_is_no_standstill(phase: str, seconds: int, tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     write_live(folder, [LiveRank("step", 5, seconds)] * 3 + [LiveRank(phase, 5, seconds)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import threading
 import time
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from megascale.view import store_view
 from megascale.view.store_view import StoreFollower, read_store_view
 from tests.eventstore.tables import rows
 from tests.view.folders import make_run
-from tests.view.stores import make_stored_run
+from tests.view.stores import make_stored_run, store_host_metrics
 
 
 def test_a_slow_rank_is_slow_in_every_part_of_the_view(tmp_path: Path) -> None:
@@ -31,6 +33,15 @@ def test_a_slow_rank_is_slow_in_every_part_of_the_view(tmp_path: Path) -> None:
     assert view.breakdown is not None
     assert (view.breakdown.first_step, view.breakdown.last_step) == (1, 60)
     assert view.breakdown.seconds["bubble"] > 0, "from the schedule of the run's configuration"
+    assert view.hosts is None, "without metrics"
+
+
+def test_hosts_are_compared_by_their_metrics(tmp_path: Path) -> None:
+    run, _ = make_stored_run(tmp_path)
+    store_host_metrics(run, hosts=5, low=2)
+    view = read_store_view(run)
+    assert view is not None and view.hosts is not None
+    assert [each.node for each in view.hosts.outliers] == ["n2"]
 
 
 def test_a_healthy_run_has_no_findings(tmp_path: Path) -> None:
@@ -48,15 +59,73 @@ def test_before_the_first_step_of_a_known_rank_there_is_no_view(tables: tuple[st
     assert read_store_view(run) is None
 
 
-def test_a_bug_in_an_analysis_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(folder: Path) -> None:
-        raise ValueError("a bug")
+def test_a_bug_in_an_analysis_is_told_and_the_next_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors, told, again = [ValueError("a bug"), None], list[str](), threading.Event()
 
-    monkeypatch.setattr(store_view, "read_store_view", fail)
-    follower = StoreFollower(make_stored_run(tmp_path)[0])
-    with pytest.raises(ValueError, match="a bug"):
-        follower._follow()
-    assert "no longer read: ValueError('a bug')" in follower.error
+    def fail_at_first(folder: Path) -> None:
+        if error := errors.pop(0):
+            write_rows(Location(f"{run}/events"), TableFile("states", "n0", 0, 1, 2), rows("states", 1))
+            raise error
+        told.append(follower.error)
+        again.set()
+
+    monkeypatch.setattr(store_view, "read_store_view", fail_at_first)
+    monkeypatch.setattr(store_view, "LEAST_PAUSE_S", 0.01)
+    run, _ = make_stored_run(tmp_path, FleetFault(), steps=2)
+    follower = StoreFollower(run).start()
+    assert again.wait(60)
+    follower.stop()
+    assert "an analysis has failed: ValueError('a bug')" in told[0]
+    assert follower.error == ""
+
+
+def test_the_end_waits_for_an_analysis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread in DuckDB's code would abort a process that ends."""
+    began, ended = threading.Event(), threading.Event()
+
+    def analyse(folder: Path) -> None:
+        began.set()
+        time.sleep(0.2)
+        ended.set()
+
+    monkeypatch.setattr(store_view, "read_store_view", analyse)
+    follower = StoreFollower(make_run(tmp_path)).start()
+    assert began.wait(60)
+    follower.stop()
+    assert ended.is_set()
+    StoreFollower(tmp_path).stop()  # without a start
+
+
+def test_the_end_of_a_run_hastens_the_next_analysis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_view, "LEAST_PAUSE_S", 3600.0)
+    monkeypatch.setattr(store_view, "MOST_PAUSE_S", 3600.0)
+    monkeypatch.setattr(store_view, "read_store_view", lambda folder: None)
+    run, done = make_run(tmp_path), threading.Event()
+    follower = StoreFollower(run)
+    monkeypatch.setattr(follower, "refresh", done.set)
+    follower.start()
+    for _ in range(3):
+        assert done.wait(60)
+        done.clear()
+        follower.hasten()
+    follower.stop()
+
+
+def test_a_note_says_how_old_the_analyses_are(tmp_path: Path) -> None:
+    run, _ = make_stored_run(tmp_path, FleetFault(), steps=20)
+    follower = StoreFollower(run)
+    assert follower.note == "no analyses: the event store is being read"
+    follower.refresh()
+    follower.analysed -= 42
+    assert follower.note == "analysed 42s ago, up to step 20"
+    file = next((run / "events" / "steps").iterdir())
+    file.write_bytes(b"")
+    (run / "events" / "steps" / "other").touch()
+    follower.refresh()
+    assert re.fullmatch(rf"analysed \d+s ago, up to step 20; {file} is damaged; .*", follower.note)
+    empty = StoreFollower(make_run(tmp_path / "empty"))
+    empty.refresh()
+    assert "no event store" in empty.note
 
 
 def test_a_store_is_analysed_again_when_it_has_new_files_only(tmp_path: Path) -> None:

@@ -96,13 +96,13 @@ def run(folder: Path, data: Data) -> None:
         print(f"| {system} | {name} | {parts} | {figures['rss_mib']:.0f} |", flush=True)
 
 
-def run_processes(folder: Path, data: Data, processes: int) -> None:
+def run_processes(folder: Path, data: Data, processes: int, samples: int) -> None:
     """Print the table of many processes that start at once, after `run`."""
-    print(f"\n{processes} processes, forked after the imports, each with the first step's samples\n")
+    print(f"\n{processes} processes, forked after the imports, each with {samples} samples of the first step\n")
     print("| system | all ready, s | CPU s of all | private MiB of a process |\n|---|---|---|---|")
     for _ in range(2):
         for system, flags in (("megascale", ["--again"]), ("megatron-core", ["--again", "--fast"])):
-            figures = start(system, folder, data, *flags, "--processes", str(processes))
+            figures = start(system, folder, data, *flags, "--processes", str(processes), "--samples", str(samples))
             print(
                 f"| {system} | {figures['all_ready_s']:.2f} | {figures['cpu_s']:.1f} | {figures['private_mib']:.0f} |",
                 flush=True,
@@ -115,16 +115,16 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("build/data-start"))
     parser.add_argument("--scale", type=float, default=1.0, help="share of files and documents")
     parser.add_argument("--processes", type=int, default=64)
-    parser.add_argument("--batch", type=int, help="samples that a start reads (1024; 64 with many processes)")
+    parser.add_argument("--samples", type=int, default=64, help="samples that each of many processes reads")
     parser.add_argument("--cases", nargs="+", choices=["blend", "documents"], default=["blend", "documents"])
     options = parser.parse_args()
     print(f"load of the machine: {os.getloadavg()[0]:.1f}, {os.cpu_count()} CPUs")
     for name, data in (("blend", BLEND), ("documents", DOCUMENTS)):
         if name in options.cases:
             facts = vars(data) | {"documents": max(1, int(data.documents * options.scale))}
-            facts |= {"files": max(1, int(data.files * options.scale)), "batch": options.batch or data.batch}
+            facts["files"] = max(1, int(data.files * options.scale))
             run(options.folder / name, Data(**facts))
-            run_processes(options.folder / name, Data(**(facts | {"batch": options.batch or 64})), options.processes)
+            run_processes(options.folder / name, Data(**facts), options.processes, options.samples)
     print(f"\nload of the machine: {os.getloadavg()[0]:.1f}")
 
 

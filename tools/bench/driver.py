@@ -36,34 +36,12 @@ from megascale.fault.messages import (
     to_json,
 )
 from megascale.fault.rpc import AgentChannel, DriverServer
-from megascale.fault.scheduler.port import AgentEnd, Node
+from megascale.fault.scheduler.none import NoScheduler
 from megascale.fault.simulation import HangVerdict, Simulation
 
 AGENTS_PER_PROCESS = 250
 JOIN_S = 120.0
 WARM_UP_S = 5.0
-
-
-class NoScheduler:
-    """A scheduler without nodes: the simulated agents join by themselves."""
-
-    async def nodes(self) -> Sequence[Node]:
-        return ()
-
-    async def start_agent(self, node: str) -> None: ...
-
-    async def next_end(self) -> AgentEnd:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async def exclude(self, node: str, reason: str, until: float | None) -> None: ...
-
-    async def request(self, count: int) -> Sequence[Node]:
-        return ()
-
-    async def release(self, node: str) -> None: ...
-
-    async def stop(self, requeue: bool) -> None: ...
 
 
 def statuses(ranks: Sequence[int], step: int) -> tuple[RankStatus, ...]:
@@ -129,7 +107,7 @@ async def measure(options: argparse.Namespace, processes: list[subprocess.Popen]
                 words = [sys.executable, __file__, "--serve", server.address, str(first), str(size)]
                 processes.append(subprocess.Popen(words, pass_fds=[descriptor]))
             driver = Driver(job, server, NoScheduler(), IncidentLog(Path(os.devnull)), clock)
-            running = asyncio.ensure_future(driver.run(start_agents=True))
+            running = asyncio.ensure_future(driver.run())
             deadline = time.monotonic() + JOIN_S
             while job.attempt is None or not job.attempt.watch.has_new_step:
                 if running.done() or time.monotonic() > deadline:

@@ -101,13 +101,13 @@ def timed_analyses(run: Path) -> Iterator[str]:
 
 def timed_verdict(topology: Topology) -> Iterator[str]:
     """Yield the time of a verdict about flight records."""
-    from megascale.core.flight_record import FlightRecord
+    from megascale.core.flight_record import LAST_EVENTS, FlightRecord
     from tests.observe.hanging_worlds import Fault, HangingWorld, Workload, step_calls
 
     culprit = min(HUNG_RANK, topology.world_size - 1)
     calls = step_calls(topology, culprit, Workload())
     at = len(calls) + next(index for index, call in enumerate(calls) if call.key == "tp")
-    records = HangingWorld(topology, Fault("hang", culprit, at)).records()
+    records = HangingWorld(topology, Fault("hang", culprit, at)).records(LAST_EVENTS)
     texts = {rank: json.dumps(record.to_dict()) for rank, record in records.items()}
 
     def verdict() -> Any:

@@ -66,7 +66,7 @@ class Denoiser:
         return np.where(missing, np.nan, restored)
 
 
-def train_denoiser(series: Sequence[Values]) -> tuple[Denoiser, float]:
+def train_denoiser(series: Sequence[Values], steps: int = STEPS) -> tuple[Denoiser, float]:
     """Train on values [times, series] of healthy fleets, and return the denoiser and the mean squared error."""
     torch.manual_seed(0)
     values = np.concatenate([one.ravel() for one in series])
@@ -81,7 +81,7 @@ def train_denoiser(series: Sequence[Values]) -> tuple[Denoiser, float]:
     windows = windows[~np.isnan(windows).any(axis=1)].astype(np.float32)
     optimizer = torch.optim.Adam(vae.parameters(), LEARNING_RATE)
     errors: list[float] = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         batch = torch.from_numpy(windows[np.random.default_rng(len(errors)).integers(len(windows), size=BATCH)])
         back, divergence = vae(batch, noise=True)
         error = (back - batch).square().mean()

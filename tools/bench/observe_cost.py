@@ -26,6 +26,7 @@ from megascale.comm import init
 from megascale.core.event_ring import RingIdentity, open_event_ring
 from megascale.core.flight_writer import FlightIdentity, open_flight_record
 from megascale.core.rank import Rank, rank_from_environment
+from megascale.eventstore.rank_spread import FOLDER
 
 COLLECTED_S = 60
 """Seconds in which the CPU time of the collecting process is measured."""
@@ -112,14 +113,15 @@ def collector_line() -> str:
         command = [sys.executable, "-m", "megascale", "train", str(config), *settings]
         job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
-            return _measure_collector(job.pid, Path(scratch) / "cost/metrics.jsonl")
+            return _measure_collector(job.pid, Path(scratch) / "cost")
         finally:
             job.terminate()
             job.wait()
 
 
-def _measure_collector(pid: int, metrics: Path) -> str:
-    while steps_of(metrics) < 3:
+def _measure_collector(pid: int, run: Path) -> str:
+    metrics, spread = run / "metrics.jsonl", run / "tensorboard" / FOLDER
+    while not (spread.is_dir() and any(spread.iterdir())):  # until then it imports TensorBoard, once
         time.sleep(1)
     first, cpu, wall = steps_of(metrics), cpu_seconds(pid), time.monotonic()
     time.sleep(COLLECTED_S)

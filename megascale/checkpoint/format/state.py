@@ -13,8 +13,11 @@ import torch
 
 from megascale.parallel.stateful import GlobalTensor, TensorShard
 
-SAFETENSORS_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-"""Names of dtypes in safetensors."""
+SAFETENSORS_FLOATS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+"""Names of the dtypes of weights in safetensors."""
+
+SAFETENSORS_DTYPES = SAFETENSORS_FLOATS | {torch.uint8: "U8"}
+"""Names of the dtypes of saved state."""
 
 Region = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and size of a part of a tensor."""

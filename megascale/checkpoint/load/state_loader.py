@@ -95,7 +95,8 @@ class StateLoader:
     def _tensors_to_load(self, saved: manifest.Manifest) -> dict[str, GlobalTensor]:
         """Return the tensors that this rank reads: weights alone if the checkpoint holds no more."""
         shapes = {name: tensor.shape for name, tensor in saved.tensors.items()}
-        tensors = {name: tensor for part in self._parts for name, tensor in part.begin_load(shapes).items()}
+        config = saved.facts.config
+        tensors = {name: tensor for part in self._parts for name, tensor in part.begin_load(shapes, config).items()}
         if saved.facts.progress.step == 0 and all(name.startswith(WEIGHTS) for name in shapes):
             return {name: tensor for name, tensor in tensors.items() if name.startswith(WEIGHTS)}
         return tensors

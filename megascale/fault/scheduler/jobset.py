@@ -30,6 +30,7 @@ from megascale.fault.scheduler.port import (
     ADDRESS_VARIABLE,
     AGENT_COMMAND,
     DRIVER_VARIABLE,
+    SLOTS_VARIABLE,
     AgentEnd,
     Node,
     SchedulerError,
@@ -51,7 +52,8 @@ _LONGEST_NAME = 63 - len("-agent-0-99999-abcde")  # of a pod
 class JobSetPlan:
     """Values of a manifest. `run`: its name; `image`: has megascale for the program `python`; `arguments`: of
     `megascale launch` in the driver's pod, with the nodes; `claim`: name of a volume claim that all pods mount at
-    `mount`, for the configuration, the data and the run; `grace_s`: seconds to save after a request to stop.
+    `mount`, for the configuration, the data and the run; `grace_s`: seconds to save after a request to stop; `slots`:
+    ranks of a node.
     """
 
     run: str
@@ -65,6 +67,7 @@ class JobSetPlan:
     gpus: int = 0
     grace_s: int = 120
     python: str = "python3"
+    slots: int = 0
 
     @property
     def name(self) -> str:
@@ -174,6 +177,8 @@ def _pod(plan: JobSetPlan, name: str, command: list[str], resources: Mapping[str
         {"name": ADDRESS_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": SECRET_VARIABLE, "valueFrom": {"secretKeyRef": {"name": plan.name, "key": _SECRET_KEY}}},
     ]
+    if plan.slots:
+        variables.append({"name": SLOTS_VARIABLE, "value": str(plan.slots)})
     container = {
         "name": name,
         "image": plan.image,
@@ -224,6 +229,10 @@ class PodScheduler:
     """
 
     async def nodes(self) -> Sequence[Node]:
+        return ()
+
+    async def without_agent(self) -> Sequence[str]:
+        """Return no node: Kubernetes starts the agents."""
         return ()
 
     async def start_agent(self, node: str) -> None:

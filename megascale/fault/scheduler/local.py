@@ -92,6 +92,9 @@ class LocalScheduler:
     async def nodes(self) -> Sequence[Node]:
         return tuple(self._held.values())
 
+    async def without_agent(self) -> Sequence[str]:
+        return [node for node in self._held if self._processes.pid(node) is None]
+
     async def start_agent(self, node: str) -> None:
         self._check_held(node)
         await self._kill(node)

@@ -22,6 +22,9 @@ ADDRESS_VARIABLE = "MEGASCALE_NODE_ADDRESS"
 DRIVER_VARIABLE = "MEGASCALE_DRIVER"
 """Environment variable of an agent: `host:port` of the driver."""
 
+SLOTS_VARIABLE = "MEGASCALE_NODE_SLOTS"
+"""Environment variable of an agent: ranks that its node runs, each with a device; by default one a usable core."""
+
 LAUNCH_VARIABLE = "MEGASCALE_LAUNCH"
 """Environment variable of all processes of a launch: a random id."""
 
@@ -57,7 +60,7 @@ class AgentEnd:
 @dataclass(frozen=True)
 class AgentLaunch:
     """How agents are started. `driver`: its `host:port`; `secret`: the job's, never on a command line; `logs`: folder
-    of the agents' output, agent-NODE.log; `environment`: further variables.
+    of the agents' output, agent-NODE.log; `environment`: further variables; `slots`: ranks of a node, 0 for one a core.
     """
 
     driver: str
@@ -65,11 +68,13 @@ class AgentLaunch:
     logs: Path
     command: Sequence[str] = AGENT_COMMAND
     environment: Mapping[str, str] = field(default_factory=dict)
+    slots: int = 0
 
     def variables(self, node: Node) -> dict[str, str]:
         """Return the variables of a node's agent, without the secret."""
         names = {NODE_VARIABLE: node.name, ADDRESS_VARIABLE: node.address, DRIVER_VARIABLE: self.driver}
-        return dict(self.environment) | names
+        slots = {SLOTS_VARIABLE: str(self.slots)} if self.slots else {}
+        return slots | dict(self.environment) | names
 
     def log(self, node: Node) -> Path:
         """Return the file of the agent's output."""
@@ -81,6 +86,9 @@ class Scheduler(Protocol):
 
     async def nodes(self) -> Sequence[Node]:
         """Return the nodes that the job holds, spares included, in the order in which ranks fill nodes."""
+
+    async def without_agent(self) -> Sequence[str]:
+        """Return the held nodes whose agents do not run, of those that `start_agent` starts."""
 
     async def start_agent(self, node: str) -> None:
         """Start the agent of a held node; its earlier agent has ended, or is killed. Raises: SchedulerError"""

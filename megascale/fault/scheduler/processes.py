@@ -73,8 +73,15 @@ class AgentProcesses:
         except OSError as error:
             what = f"the agent of node {node} cannot be started: {error.strerror}: {error.filename}"
             raise SchedulerError(what) from None
+        self._forget_ends(node)
         child = self._children[node] = _Child(process, log)
         on_end(process, lambda: self._on_end(node, child))
+
+    def _forget_ends(self, node: str) -> None:
+        """Drop an end that nobody has asked for yet: the node has another child now."""
+        for _ in range(self._ends.qsize()):
+            if (end := self._ends.get_nowait()).node != node:
+                self._ends.put_nowait(end)
 
     def signal(self, node: str, number: int) -> None:
         """Send a signal to the process group of a node's child."""

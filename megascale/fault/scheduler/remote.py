@@ -1,7 +1,8 @@
 """A scheduler in another process: the driver calls the adapter of its supervisor over a socket pair.
 
 A line of JSON each way: `{"id": 1, "call": "release", "arguments": ["node3"]}`, answered by `{"id": 1, "result": ...}`
-or `{"id": 1, "error": message, "hint": hint}`. Calls overlap: `next_end` waits while others are answered.
+or `{"id": 1, "error": message, "hint": hint}`. Calls overlap: `next_end` waits while others are answered. A client
+also sends `{"beat": true}` every BEAT_S, by which the supervisor sees that the driver's event loop runs.
 """
 
 from __future__ import annotations
@@ -11,23 +12,33 @@ import contextlib
 import itertools
 import json
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from megascale.core.errors import MegascaleError
 from megascale.fault.scheduler.port import AgentEnd, Node, Scheduler, SchedulerError
 
-CALLS = ("nodes", "start_agent", "next_end", "exclude", "request", "release", "stop")
+CALLS = ("nodes", "without_agent", "start_agent", "next_end", "exclude", "request", "release", "stop")
+
+BEAT_S = 1.0
+"""Seconds between the beats of a client."""
 
 
-async def serve(scheduler: Scheduler, connection: socket.socket) -> None:
-    """Answer the calls of a driver until it hangs up; its calls that still wait are cancelled."""
+async def serve(scheduler: Scheduler, connection: socket.socket, heard: Callable[[], None] = lambda: None) -> None:
+    """Answer the calls of a driver until it hangs up; its calls that still wait are cancelled.
+
+    `heard` is called at each of its beats.
+    """
     reader, writer = await asyncio.open_connection(sock=connection)
     calls: set[asyncio.Task[None]] = set()
     try:
         while line := await reader.readline():
-            task = asyncio.create_task(_answer(scheduler, json.loads(line), writer))
+            message = json.loads(line)
+            if "beat" in message:
+                heard()
+                continue
+            task = asyncio.create_task(_answer(scheduler, message, writer))
             calls.add(task)
             task.add_done_callback(calls.discard)
     except ConnectionError:
@@ -68,6 +79,7 @@ class SchedulerClient:
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._reading = asyncio.create_task(self._read(reader))
+        self._beating = asyncio.create_task(self._beat())
 
     @classmethod
     async def connect(cls, connection: socket.socket) -> SchedulerClient:
@@ -76,6 +88,9 @@ class SchedulerClient:
 
     async def nodes(self) -> Sequence[Node]:
         return [Node(**each) for each in await self._call("nodes")]
+
+    async def without_agent(self) -> Sequence[str]:
+        return tuple(await self._call("without_agent"))
 
     async def start_agent(self, node: str) -> None:
         await self._call("start_agent", node)
@@ -99,7 +114,8 @@ class SchedulerClient:
     async def close(self) -> None:
         """Hang up."""
         self._reading.cancel()
-        await asyncio.gather(self._reading, return_exceptions=True)
+        self._beating.cancel()
+        await asyncio.gather(self._reading, self._beating, return_exceptions=True)
         self._writer.close()
 
     async def _call(self, name: str, *arguments: object) -> Any:
@@ -112,6 +128,11 @@ class SchedulerClient:
             return await answer
         finally:
             del self._waiting[number]
+
+    async def _beat(self) -> None:
+        while not self._reading.done():
+            self._writer.write(b'{"beat": true}\n')
+            await asyncio.sleep(BEAT_S)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(ConnectionError):

@@ -115,6 +115,9 @@ class SlurmScheduler:
     async def nodes(self) -> Sequence[Node]:
         return tuple(self._held.values())
 
+    async def without_agent(self) -> Sequence[str]:
+        return [node for node in self._held if self._processes.pid(node) is None]
+
     async def start_agent(self, node: str) -> None:
         self._check_held(node)
         await self._processes.end([node], RELEASE_GRACE_S)

@@ -21,7 +21,7 @@ from megascale.fault.scheduler.local import (
     hosts_from_environment,
     node_processes,
 )
-from megascale.fault.scheduler.port import AgentLaunch, Scheduler, SchedulerError
+from megascale.fault.scheduler.port import SLOTS_VARIABLE, AgentLaunch, Node, Scheduler, SchedulerError
 from megascale.fault.scheduler.remote import SchedulerClient, serve
 from megascale.launch.testbed import HostLink, Testbed
 from tests.launch.test_testbed import missing
@@ -131,6 +131,31 @@ def test_a_second_agent_of_a_node_takes_the_place_of_the_first(tmp_path: Path) -
         assert not any(process_exists(pid) for pid in first)
 
     run(tmp_path, use)
+
+
+def test_nodes_without_an_agent_are_listed_and_an_old_end_is_no_news(tmp_path: Path) -> None:
+    async def use(scheduler: LocalScheduler) -> None:
+        assert await scheduler.without_agent() == ["node0", "node1"]
+        for node in ("node0", "node1"):
+            await scheduler.start_agent(node)
+            await until(ready(tmp_path, node))
+        assert await scheduler.without_agent() == []
+        for node in ("node0", "node1"):
+            for pid in scheduler.processes(node):
+                os.kill(pid, signal.SIGKILL)
+        await until(lambda: scheduler._processes.pid("node0") is scheduler._processes.pid("node1") is None)
+        assert await scheduler.without_agent() == ["node0", "node1"]
+        await scheduler.start_agent("node0")
+        assert (await scheduler.next_end()).node == "node1", "node0 has an agent again"
+
+    run(tmp_path, use)
+
+
+@pytest.mark.parametrize(("slots", "found"), [(0, None), (8, "8")])
+def test_an_agent_knows_the_ranks_of_its_node(slots: int, found: str | None, tmp_path: Path) -> None:
+    """Checks run a process for each of them, and a GPU node has more cores than GPUs."""
+    variables = AgentLaunch("n0:1", SECRET, tmp_path, slots=slots).variables(Node("n1", "10.0.0.1"))
+    assert variables.get(SLOTS_VARIABLE) == found
 
 
 def test_an_agent_that_cannot_be_started(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ launch (`trace.recorder` names the actions of a step under a profiler).
 
 - `profile_kernels`: run a function under the profiler
 - `classify`: the purpose of a kernel
-- `time_shares`: the share of every purpose, and of idle, in a span of time
+- `purpose_seconds`, `time_shares`: the seconds of every purpose; its share, and that of idle, in a span of time
 """
 
 from __future__ import annotations
@@ -100,12 +100,18 @@ def classify(name: str, enclosing: Sequence[str] = ()) -> str:
     return "copies" if _COPIES.search(name) else "other"
 
 
-def time_shares(profile: KernelProfile, span: float) -> dict[str, float]:
-    """Return the share of every purpose, and of `idle`, in a span of seconds."""
+def purpose_seconds(profile: KernelProfile) -> dict[str, float]:
+    """Return the seconds of every purpose."""
     result = dict.fromkeys(ALL_PURPOSES, 0.0)
     for kernel in profile.kernels:
-        result[classify(kernel.name, kernel.enclosing)] += kernel.seconds / span
-    return result | {"idle": max(0.0, 1 - profile.busy_s / span)}
+        result[classify(kernel.name, kernel.enclosing)] += kernel.seconds
+    return result
+
+
+def time_shares(profile: KernelProfile, span: float) -> dict[str, float]:
+    """Return the share of every purpose, and of `idle`, in a span of seconds."""
+    shares = {purpose: seconds / span for purpose, seconds in purpose_seconds(profile).items()}
+    return shares | {"idle": max(0.0, 1 - profile.busy_s / span)}
 
 
 def profile_kernels(work: Callable[[], object], device: Device) -> KernelProfile:
@@ -113,6 +119,11 @@ def profile_kernels(work: Callable[[], object], device: Device) -> KernelProfile
     with torch.profiler.profile() as profiler:
         work()
         device.synchronize()
+    return kernels_of(profiler)
+
+
+def kernels_of(profiler: torch.profiler.profile) -> KernelProfile:
+    """Return the kernels that a profiler has seen, once it is stopped."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megascale.bench.kernels import (
+from megascale.device import Device
+from megascale.trace.kernels import (
     ALL_PURPOSES,
     Kernel,
     KernelProfile,
@@ -16,7 +17,6 @@ from megascale.bench.kernels import (
     profile_kernels,
     time_shares,
 )
-from megascale.device import Device
 from megascale.trace.recorder import Recorder
 
 CPU = Device(torch.device("cpu"), "gloo")

@@ -1,0 +1,135 @@
+"""`megascale observe`: watch a job of torchrun or srun: who hangs, who died first. The same command on each host.
+
+On the host of the driver's address the command is the driver, with the host's observer as its child; elsewhere it is
+the observer. Nothing is restarted: that is the launcher's task.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import errno
+import os
+import re
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from megascale.cli.agent import GRPC_DEFAULTS
+from megascale.cli.main import add_config_arguments
+from megascale.config.loading import load_config
+from megascale.config.run import RunConfig
+from megascale.core.errors import ConfigError, Problem
+from megascale.core.network import LOOPBACK, address_toward, join_port
+from megascale.core.process import die_with_parent, module_command
+from megascale.core.rank import NODE_VARIABLE
+from megascale.core.secret import job_secret
+from megascale.fault.scheduler.port import ADDRESS_VARIABLE, DRIVER_VARIABLE
+
+PORT = 29600
+"""Port of the driver, unless --driver names another."""
+
+LEAVE_S = 5.0
+"""Seconds that the observer of the driver's host has to leave."""
+
+
+def add_arguments(sub: argparse.ArgumentParser) -> None:
+    """Declare the subcommand's arguments."""
+    add_config_arguments(sub)
+    sub.add_argument(
+        "--driver",
+        metavar="HOST[:PORT]",
+        default=LOOPBACK,
+        help=f"where the driver listens: one of the job's hosts (default: this host alone, port {PORT})",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the subcommand and return its exit status: on the driver's host that of the job."""
+    os.environ.update(GRPC_DEFAULTS | os.environ)
+    config = load_config(options.config, options.overrides)
+    host, port = _driver_endpoint(options.driver)
+    command, env = _observer(config, host, port)
+    if (reserved := _reserve(host, port)) is None:
+        os.execve(command[0], command, env)
+    with reserved, _observing(command, env):
+        return asyncio.run(_drive(config, host, port))
+
+
+def _driver_endpoint(text: str) -> tuple[str, int]:
+    """Return the address and port of HOST[:PORT], with an address of IPv6 in brackets. Raises: ConfigError"""
+    parts = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::(\d+))?", text, re.ASCII)
+    if parts is None:
+        raise _no_endpoint(text, "", "such as node1:29600, or [fd00::1]:29600 with an address of IPv6")
+    bracketed, name, number = parts.groups(default="")
+    port = int(number or PORT)
+    if not 1 <= port <= 65535:
+        raise _no_endpoint(text, f": there is no port {number} that other hosts could know", "a port from 1 to 65535")
+    family = socket.AF_INET6 if bracketed else socket.AF_INET
+    try:
+        return str(socket.getaddrinfo(bracketed or name, port, family, socket.SOCK_STREAM)[0][4][0]), port
+    except (UnicodeError, OSError) as error:
+        raise _no_endpoint(text, f": {error}", "a host of the job, such as node1:29600") from None
+
+
+def _no_endpoint(text: str, why: str, hint: str) -> ConfigError:
+    return ConfigError([Problem("command line", "--driver", f"{text!r} is no HOST[:PORT]{why}", hint)])
+
+
+def _reserve(host: str, port: int) -> socket.socket | None:
+    """Keep the driver's port; None on a host that does not have the driver's address. Raises: ConfigError"""
+    from megascale.fault.rpc import reserve_port
+
+    try:
+        return reserve_port(host, port)
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            return None
+        what = f"cannot listen at {join_port(host, port)}: {error.strerror}"
+        raise ConfigError([Problem("command line", "--driver", what, "another port, the same on all hosts")]) from None
+
+
+def _observer(config: RunConfig, host: str, port: int) -> tuple[list[str], dict[str, str]]:
+    """Return the command and the environment of this host's observer."""
+    place = {ADDRESS_VARIABLE: address_toward(host), DRIVER_VARIABLE: join_port(host, port)}
+    command = module_command("megascale", "agent", "--observe", str(config.folder))
+    return command, {NODE_VARIABLE: socket.gethostname(), **os.environ, **place}
+
+
+@contextlib.contextmanager
+def _observing(command: Sequence[str], env: Mapping[str, str]) -> Iterator[None]:
+    """Run the observer of the driver's host; at the end it has a moment to leave."""
+    parent = os.getpid()
+    process = subprocess.Popen(
+        command,
+        env=env,
+        start_new_session=True,  # Ctrl-C reaches the driver, which tells the observers
+        preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509  a call of the kernel, no lock
+    )
+    try:
+        yield
+    finally:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(LEAVE_S)
+        process.kill()
+        process.wait()
+
+
+async def _drive(config: RunConfig, host: str, port: int) -> int:
+    """Reach verdicts about the ranks of all hosts, until they have ended."""
+    from megascale.fault.drive_job import drive_job
+    from megascale.fault.job import JobPlan
+    from megascale.fault.say import say
+    from megascale.fault.scheduler.none import NoScheduler
+
+    config.folder.mkdir(parents=True, exist_ok=True)
+    observe = config.observe
+    plan = JobPlan(
+        config.name, 0, 0, (), str(config.folder / "logs"), revivable=False, observed=True,
+        folder=str(config.folder), metrics_address=observe.metrics_address, metrics_port=observe.metrics_port,
+    )  # fmt: skip
+    size = {"nodes": 0, "world": 0, "scheduler": "none"}  # the observers find them
+    say(f"watching the ranks of {config.name}; observers of their hosts join at {join_port(host, port)}")
+    return await drive_job(config, plan, NoScheduler(), job_secret(Path(observe.dir)), (host, port), size)

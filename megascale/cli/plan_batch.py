@@ -1,0 +1,50 @@
+"""`megascale plan batch`: the critical batch of a training, measured or by published laws, and a ramp-up for it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from megascale.cli.argument_types import positive_float, positive_int
+from megascale.cli.main import add_config_arguments
+from megascale.cli.plan import print_tables
+from megascale.config.loading import load_config
+from megascale.core.errors import Exit
+from megascale.search import batch_report
+from megascale.search.batch_laws import training_of
+from megascale.search.batch_plan import critical_by_law, read_measured
+from megascale.search.batch_report import BatchPlan, Reference
+
+
+def add_arguments(sub: argparse.ArgumentParser) -> None:
+    """Declare the subcommand's arguments."""
+    add_config_arguments(sub)
+    measured = "folder of a run with train.noise_scale_every, whose noise scale is the critical batch"
+    sub.add_argument("--run", metavar="RUN", type=Path, dest="measured", help=f"{measured} (default: by a law)")
+    tokens = "tokens of the training, such as 300e9 (default: train.steps with their batches)"
+    sub.add_argument("--tokens", type=positive_float, metavar="T", help=tokens)
+    loss = "loss at the end, in nats per token, for the law of Kaplan et al. (default: as Hoffmann et al. predict)"
+    sub.add_argument("--loss", type=positive_float, metavar="L", help=loss)
+    gpus = "number of devices, for dp (default: the fewest that the layout needs)"
+    sub.add_argument("--gpus", type=positive_int, metavar="N", help=gpus)
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the subcommand and return its exit status."""
+    config = load_config(options.config, options.overrides, options.gpus, skip_sections=["data"])
+    training = training_of(config, options.tokens, options.loss)
+    measured = reference = None
+    critical, source = critical_by_law(training), "by the law of Kaplan et al."
+    if options.measured:
+        measured = read_measured(options.measured / "metrics.jsonl")
+        critical, source = measured.critical, f"from the noise scale of {options.measured}"
+        run = load_config(str(options.measured / "config.toml"), skip_sections=["data", "parallel"])
+        reference = Reference(run.batch.total * run.model.seq_length, training_of(run).flops)
+    plan = BatchPlan(config, training, critical, source, measured, reference)
+    if options.json:
+        print(json.dumps(batch_report.batch_json(plan)))
+    else:
+        print_tables(batch_report.tables(plan))
+    return Exit.OK

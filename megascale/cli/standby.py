@@ -1,0 +1,28 @@
+"""`megascale standby`: a process that has imported what a rank needs, and waits for its task; started by agents."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from megascale.launch import environment
+from megascale.launch.standby_process import take_task
+
+
+def add_arguments(sub: argparse.ArgumentParser) -> None:
+    """Declare the subcommand's arguments."""
+    sub.add_argument("--channel", type=int, required=True, help="descriptor of the socket to the agent")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the subcommand and return its exit status: that of the task."""
+    environment.set_defaults()  # before torch is imported
+    import megascale.cli.train
+    import megascale.train.entry  # noqa: F401
+    from megascale.cli.main import main
+
+    arguments = take_task(options.channel)
+    if arguments is None:
+        return 0
+    sys.argv[1:] = arguments
+    return main()

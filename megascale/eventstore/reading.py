@@ -1,0 +1,87 @@
+"""Reading of an event store with files that come and go, and damaged ones.
+
+`read_store` reads again after a listed file has gone: a live run merges its small files. Unreadable files are left out,
+and told.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from megascale.core.storage import Location
+from megascale.eventstore.query import TRIES, StoreReadError, open_store, read_error, store_of, stored_files
+
+if TYPE_CHECKING:
+    import duckdb
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Reading(Generic[T]):
+    """The result of a reading. `damaged`: paths of files left out; `notes`: a line about each for the user."""
+
+    value: T
+    damaged: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def read_store(
+    run: str | Path, read: Callable[[duckdb.DuckDBPyConnection], T], *,
+    last_s: float | None = None, threads: int | None = None,
+) -> Reading[T]:  # fmt: skip
+    """Return the result of `read` for the store of a run (`open_store`), opened anew while files go.
+
+    Raises: StoreError, and what `read` raises
+    """
+    import duckdb
+
+    damaged: dict[str, str] = {}
+    failures: list[str] = []
+    while True:
+        try:
+            with open_store(run, last_s=last_s, threads=threads, without=damaged) as store:
+                return Reading(read(store), tuple(damaged), tuple(damaged.values()))
+        except (StoreReadError, duckdb.Error) as error:
+            told = read_error(error) if isinstance(error, duckdb.Error) else error
+            found = damaged_files(store_of(run), damaged) if failures else {}  # at first a file may have gone
+            if not found and (str(told) in failures or len(failures) == TRIES):
+                raise told from None
+            failures.append(str(told))
+            damaged |= found
+
+
+def damaged_files(store: Location, known: Collection[str] = ()) -> dict[str, str]:
+    """Return a line about each unreadable file of a store by path, without the `known` files. Reads all files.
+
+    Raises: StoreError
+    """
+    files = (store / file.path for files in stored_files(store).values() for file in files)
+    notes = {str(file): _damage(file) for file in files if str(file) not in known}
+    return {path: note for path, note in notes.items() if note}
+
+
+def _damage(file: Location) -> str:
+    """Return a line about an unreadable file, "" for a good file and for a missing file."""
+    import duckdb
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        data = file.read()
+        if file.local_path is None:
+            pq.read_table(io.BytesIO(data))
+        else:
+            with duckdb.connect() as connection:
+                connection.execute("SELECT max(hash(rows)) FROM read_parquet([$path]) rows", {"path": str(file)})
+    except FileNotFoundError:
+        return ""
+    except (pa.ArrowException, duckdb.Error):
+        return f"{file} is damaged; its rows are missing; remove it" if file.exists() else ""
+    except OSError as error:
+        return f"{file} cannot be read: {error.strerror or error}; its rows are missing; check its permissions"
+    return ""

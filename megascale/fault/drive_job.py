@@ -1,0 +1,62 @@
+"""Run the driver of a job to its end: of a job of `megascale launch`, or of one that is only watched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from megascale.config.run import RunConfig
+from megascale.core.errors import MegascaleError
+from megascale.core.live_file import LIVE_FILE, LiveFile
+from megascale.export.exporter import DRIVER, MetricsEndpoint, exporting
+from megascale.fault.alerts import METRICS_FILE, AlertReader
+from megascale.fault.commands import Log
+from megascale.fault.driver import Clock, Driver
+from megascale.fault.incidents import LOG_FILE, IncidentLog, read_history
+from megascale.fault.job import Job, JobPlan
+from megascale.fault.job_families import job_metrics
+from megascale.fault.live_job import LiveWriter
+from megascale.fault.rpc import DriverServer
+from megascale.fault.say import say
+from megascale.fault.scheduler.port import Scheduler
+from megascale.fault.streams import tls_from_environment
+from megascale.observe.hang import hang_verdict
+
+
+async def drive_job(
+    config: RunConfig,
+    plan: JobPlan,
+    scheduler: Scheduler,
+    secret: bytes,
+    listen: tuple[str, int],
+    launch: Mapping[str, object] | None = None,
+) -> int:
+    """Drive a job to its end, and return its exit status.
+
+    `listen`: address and port for the agents. `launch`: its nodes, world and scheduler in the log; None if an earlier
+    driver of this launch has written them.
+
+    Raises: MegascaleError if the log of incidents cannot be opened or read
+    """
+    log, clock = _open_log(config.folder / LOG_FILE), Clock()
+    history = read_history(config.folder / LOG_FILE)
+    now = clock.now()
+    begun = [] if launch is None else [{"event": "launch", "time": now, "run": config.name, **launch}]
+    events: list[dict[str, object]] = [*begun, {"event": "driver", "time": now}]
+    for event in events:
+        history.apply(event)
+    job = Job(plan, config.fault, history, hang_verdict, now)
+    async with DriverServer(secret, *listen, tls_from_environment()) as server:
+        alerts, live = AlertReader(config.folder / METRICS_FILE), LiveWriter(LiveFile(config.folder / LIVE_FILE))
+        driver = Driver(job, server, scheduler, log, clock, alerts, live)
+        driver.perform([Log(event) for event in events])
+        with exporting(job_metrics(job, clock.now, DRIVER), MetricsEndpoint.of_run(config, DRIVER), say):
+            return await driver.run()
+
+
+def _open_log(path: Path) -> IncidentLog:
+    try:
+        return IncidentLog(path)
+    except OSError as error:
+        what = f"{path}: the log of incidents cannot be opened: {error.strerror or error}"
+        raise MegascaleError(what, hint="see the file system of the run's folder") from None

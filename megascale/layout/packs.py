@@ -1,0 +1,25 @@
+"""Packs of sequences that share a micro-batch: best-fit decreasing (`pack_sequences`)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+
+def pack_sequences(sequences: Sequence[tuple[int, int]], capacity: int) -> list[tuple[int, ...]]:
+    """Pack sequences, as (number, length), each into the fullest pack with room. From the longest to the shortest there
+    are fewest packs. A sequence longer than `capacity` has a pack of its own. Packs are in the order of their first.
+    """
+    packs, rooms = list[list[int]](), list[tuple[int, int]]()  # rooms: (room, pack), ascending
+    for number, length in sequences:
+        place = bisect_left(rooms, (length, -1))
+        if place == len(rooms):
+            packs.append([number])
+            room, pack = capacity - length, len(packs) - 1
+        else:
+            room, pack = rooms.pop(place)
+            packs[pack].append(number)
+            room -= length
+        if room > 0:
+            insort(rooms, (room, pack))
+    return [tuple(pack) for pack in packs]

@@ -1,0 +1,263 @@
+"""Parameter groups: the update rule, learning rate multiplier and weight decay of every tensor of the model.
+
+A tensor belongs to the one group of `optimizer.groups` whose patterns or kinds it matches; without one, to the rule of
+`[optimizer]` if its kind is among those of the rule's card, else to AdamW. The logical parts of a fused weight (q, k
+and v; gate and up) are tensors, and may belong to different groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from megascale.catalog.optimizers import MATRIX_UNITS, OPTIMIZERS, QUANTIZED_BLOCK, REST, with_defaults
+from megascale.config.finding import Finding
+from megascale.config.model import ModelConfig
+from megascale.config.train import OptimizerConfig
+from megascale.layout.tensors import ParamSpec, TensorSpec, all_params
+
+MOST = 2**40
+"""Numbers among a rule's options are less."""
+
+
+@dataclass(frozen=True)
+class ParamGroup:
+    """A rule, with the options that differ from its card's, and what scales its steps."""
+
+    rule: str
+    weight_decay: float
+    lr_mult: float = 1.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """The facts of the rule's card, with defaults."""
+        return with_defaults(OPTIMIZERS[self.rule].facts)
+
+    @property
+    def needs_matrix(self) -> bool:
+        """The rule updates whole matrices."""
+        return self.facts["unit_of_work"] in MATRIX_UNITS
+
+    @property
+    def all_options(self) -> Mapping[str, Any]:
+        """The options with their values, defaults included."""
+        return {**self.facts["options"], **self.options}
+
+    @property
+    def state(self) -> Mapping[str, str]:
+        """The state tensors by name, with their dimensions as letters."""
+        return self._with_options("state")
+
+    def _with_options(self, fact: str) -> dict[str, Any]:
+        """Return a fact, a mapping, with what the values of options add."""
+        options, further = self.all_options, self.facts[f"{fact}_with"].items()
+        more = [added for (key, value), added in further if options[key] == value]
+        return dict(self.facts[fact], **{name: content for added in more for name, content in added.items()})
+
+    def gemms(self, shape: tuple[int, ...]) -> list[tuple[float, tuple[int, ...]]]:
+        """List the GEMMs of the update of a matrix of `shape`: how many a step, and the three dimensions.
+        Decompositions are GEMMs with as many multiplications.
+        """
+        options, sizes = self.all_options, self._sizes(shape)
+        times, gap = options.get("ns_steps", 1), options.get("update_gap", 1)
+        counts = [(letters, times * count) for letters, count in self.facts["gemms"].items()]
+        counts += [(letters, count / gap) for letters, count in self._with_options("decompositions").items()]
+        return [(count, tuple(sizes[letter] for letter in letters)) for letters, count in counts]
+
+    def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the state tensors of a matrix of `shape` by name."""
+        sizes = self._sizes(shape)
+        shapes = dict[str, tuple[int, ...]]()
+        for name, letters in self.state.items():
+            dimensions = tuple(sizes[letter] for letter in letters.removeprefix("/")) or (1,)
+            blocks = (-(-math.prod(dimensions) // QUANTIZED_BLOCK),)
+            shapes[name] = blocks if letters.startswith("/") else dimensions
+        return shapes
+
+    def can_keep(self, before: ParamGroup, shape: tuple[int, ...]) -> bool:
+        """True if all state of a tensor of `shape` is among that of a group `before`, and means the same."""
+        same = (self.facts["meaning"] or self.rule) == (before.facts["meaning"] or before.rule)
+        return same and self._stored_state(shape).items() <= before._stored_state(shape).items()
+
+    def _stored_state(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], bool]]:
+        """Return the shape of each state tensor, and if it is in 8 bits."""
+        shapes = self.state_shapes(shape) if self.needs_matrix else dict.fromkeys(self.state, shape)
+        return {name: (size, name in self.facts["uint8"]) for name, size in shapes.items()}
+
+    def state_bytes(self, shape: tuple[int, ...], wide: int) -> int:
+        """Count the bytes of a matrix's state, in elements of `wide` bytes but for those in 8 bits."""
+        return sum(
+            math.prod(size) * (1 if name in self.facts["uint8"] else wide)
+            for name, size in self.state_shapes(shape).items()
+        )
+
+    def for_width(self, ratio: float) -> ParamGroup:
+        """Return the group with the learning rate of a tensor whose width is `ratio` times that of the model for which
+        the rate was chosen; the rate times the weight decay stays (muP, Yang et al. 2022, arXiv:2203.03466).
+        """
+        power = self.facts["width_power"]
+        if isinstance(power, tuple):  # an option, and the power by its values
+            power = power[1][self.all_options[power[0]]]
+        factor = ratio**-power
+        return replace(self, lr_mult=self.lr_mult * factor, weight_decay=self.weight_decay / factor)
+
+    def with_options_of(self, name: str) -> ParamGroup:
+        """Return the group with its rule's options for a parameter of this name, where none are given."""
+        for pattern, options in self.facts["options_of"].items():
+            if fnmatchcase(name, pattern):
+                return replace(self, options={**options, **self.options})
+        return self
+
+    def _sizes(self, shape: tuple[int, ...]) -> dict[str, int]:
+        """Return the dimensions of a matrix of `shape` by letter."""
+        (rows, columns), (short, long), options = shape, sorted(shape), self.all_options
+        rank, most = min(options.get("rank", short), short), options.get("max_size", long)
+        drawn = max(1, int(options.get("density", 1.0) * rows * columns))
+        own = {"r": rank, "h": options.get("history", 1), "d": drawn}
+        a, b = (max(2, min(size, options.get("block", size))) for size in shape)
+        blocks = {
+            "a": a,
+            "b": b,
+            "x": -(-rows // a),
+            "y": -(-columns // b),
+            "t": a * (a - 1) // 2,
+            "u": b * (b - 1) // 2,
+        }
+        capped = {"M": rows if rows <= most else 1, "N": columns if columns <= most else 1}
+        return {"m": rows, "n": columns, "s": short, "l": long, **own, **blocks, **capped}
+
+
+class ParamGroups:
+    """The groups of `[optimizer]`; `group_of` maps a tensor to its group."""
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self._config = config
+        own = ParamGroup(config.name, config.weight_decay, options=config.options)
+        rest = own if config.name == REST else ParamGroup(REST, config.weight_decay)
+        self.default, self.rest = own, rest
+        self.listed = [self._listed(table) for table in config.groups]
+
+    def _listed(self, table: Mapping[str, Any]) -> ParamGroup:
+        rule = table.get("name", self._config.name)
+        inherited = self._config.options if rule == self._config.name else {}
+        decay = float(table.get("weight_decay", self._config.weight_decay))
+        return ParamGroup(rule, decay, float(table.get("lr_mult", 1.0)), {**inherited, **table.get("options", {})})
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """The rules of all groups, `REST` included if the rule of `[optimizer]` leaves kinds to it."""
+        return tuple(dict.fromkeys(group.rule for group in (self.default, self.rest, *self.listed)))
+
+    def matches(self, parameter: ParamSpec, tensor: TensorSpec) -> list[int]:
+        """Return the indices of the groups of `optimizer.groups` that a tensor of a parameter matches."""
+        found = []
+        for index, table in enumerate(self._config.groups):
+            patterns, kinds = table.get("params"), table.get("kinds")
+            named = patterns is None or any(fnmatchcase(tensor.name, pattern) for pattern in patterns)
+            if named and (kinds is None or parameter.kind in kinds):
+                found.append(index)
+        return found
+
+    def group_of(self, parameter: ParamSpec, tensor: TensorSpec) -> ParamGroup:
+        """Return the group of a tensor of a parameter."""
+        listed = [self.listed[index] for index in self.matches(parameter, tensor)]
+        by_kind = self.default if parameter.kind in self.default.facts["kinds"] else self.rest
+        group = (listed[0] if listed else by_kind).with_options_of(tensor.name)
+        return group if tensor.width_ratio == 1 else group.for_width(tensor.width_ratio)
+
+
+def group_findings(c: Any) -> Iterator[Finding]:
+    """Check options, and that every tensor of the model belongs to one group whose rule can update it."""
+    config: OptimizerConfig = c.optimizer
+    groups = ParamGroups(config)
+    yield from _option_findings("optimizer.options", groups.default, config.options)
+    for group, table in zip(groups.listed, config.groups, strict=True):
+        yield from _option_findings("optimizer.groups", group, table.get("options", {}))
+    if c.model.mup_base_width and "lamb" in groups.rules:
+        message = "has no effect with lamb, whose updates have the size of the weights"
+        yield Finding("model.mup_base_width", message, "another rule, or remove the key")
+    if config.groups and "lamb" in groups.rules:
+        message = "lamb scales updates by norms of whole parameters, of all of them or of none"
+        yield Finding("optimizer.groups", message, "another rule, or no groups")
+        return
+    yield from _match_findings(c.model, groups, config.groups)
+
+
+def _match_findings(model: ModelConfig, groups: ParamGroups, tables: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Check which tensors of a model the groups match."""
+    used, decayed = set[int](), set[int]()
+    for parameter in all_params(model) if tables else []:
+        for tensor in parameter.parts:
+            found = groups.matches(parameter, tensor)
+            used.update(found)
+            decayed.update(found if parameter.weight_decay else ())
+            if len(found) > 1:
+                numbers = " and ".join(str(index + 1) for index in found)
+                yield Finding("optimizer.groups", f"{tensor.name} is in groups {numbers}", "narrower params or kinds")
+                return
+            group = groups.group_of(parameter, tensor)
+            if group.needs_matrix and not parameter.is_matrix:
+                message = f"{tensor.name} is no matrix, and {group.rule} updates matrices"
+                yield Finding("optimizer.groups", message, "kinds of matrices, or another rule for the group")
+                return
+    for index, table in enumerate(tables):
+        if index not in used:
+            message = f"group {index + 1} matches no parameter"
+            yield Finding("optimizer.groups", message, _meant_params(model, table))
+        elif table.get("weight_decay") and index not in decayed:
+            message = f"weight_decay of group {index + 1} has no effect: norms and biases do not decay"
+            yield Finding("optimizer.groups", message, "remove the key, or other parameters")
+
+
+def _meant_params(model: ModelConfig, table: Mapping[str, Any]) -> str:
+    """Return a hint for a group that matches no parameter: the parts of a fused weight that it names."""
+    fused = [parameter for parameter in all_params(model) if len(parameter.parts) > 1]
+    for parameter in fused:
+        if any(fnmatchcase(parameter.name, pattern) for pattern in table.get("params", ())):
+            return f"{parameter.name} is fused: its parts are {', '.join(part.name for part in parameter.parts)}"
+    return "patterns of names as in `megascale ckpt show`, or other kinds"
+
+
+def _option_findings(where: str, group: ParamGroup, options: Mapping[str, Any]) -> Iterator[Finding]:
+    """Check the names, types and ranges of a rule's options."""
+    known, words = (
+        group.facts["options"],
+        {bool: "true or false", str: "text", int: "a whole number", float: "a number"},
+    )
+    for key, value in options.items():
+        if key not in known:
+            hint = f"its options: {', '.join(known) or 'none'}"
+            if group.facts["meaning"] == "moments":
+                hint = "keys of [optimizer]: optimizer.betas, optimizer.eps, optimizer.bias_correction"
+            yield Finding(where, f"{group.rule} has no option {key}", hint)
+            continue
+        default, choices = known[key], group.facts["choices"].get(key)
+        hint = f"{key} = {str(default).lower()}, the default"
+        if not _is_like(value, default):
+            yield Finding(where, f"{group.rule}: {key} is {value!r}, not {words[type(default)]}", hint)
+        elif choices and value not in choices:
+            yield Finding(where, f"{group.rule}: {key} is {value!r}", f"one of {', '.join(choices)}")
+        elif isinstance(default, int | float) and not _in_range(key, value, type(default)):
+            yield Finding(where, f"{group.rule}: {key} is {value}, out of range", hint)
+
+
+def _in_range(key: str, value: Any, kind: type) -> bool:
+    """True if whole numbers are above 0, other numbers at least 0, what decays an average less than 1, a share above 0
+    and at most 1, and what is added to a root above 0.
+    """
+    if kind is bool:
+        return True
+    if kind is int:
+        return bool(1 <= value < MOST)
+    if key in ("density", "eps"):
+        return bool(0 < value <= 1)
+    return bool(0 <= value < (1 if key.startswith(("beta", "momentum")) else MOST))
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    """True if a value has the type of an option's default; a whole number may stand for a float."""
+    return type(value) is type(default) or (type(default) is float and type(value) is int)

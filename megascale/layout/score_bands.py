@@ -1,0 +1,182 @@
+"""The scores of attention between queries and keys at known positions, as rectangles in which a band is visible.
+
+A query at position p of a document sees the keys of that document at positions j with p - window < j <= p. Queries and
+keys come as spans of positions (`layout.sequence_shard`), in tensors that hold the spans end to end. Between a run of
+queries and a run of keys the visible scores are a band, which `Band` cuts to the queries that see a key and the keys
+that a query sees: nothing else is computed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from megascale.layout.sequence_shard import TokenSpan, count, within_documents
+from megascale.layout.windows import QUERY_BLOCK
+
+T = TypeVar("T")
+
+
+class Band(NamedTuple):
+    """A rectangle of scores. `queries`, `keys`: places in the two tensors. Aligned at its last query and its last key,
+    query i sees the keys from `left` before its own place up to `right` after it; None: all keys on that side. These
+    are flash-attn's windows. `row`: of the micro-batch; None for all of its rows.
+    """
+
+    queries: slice
+    keys: slice
+    left: int | None
+    right: int | None
+    row: int | None = None
+
+    @property
+    def offset(self) -> int:
+        """The key of the first query's own place, from the first key of the band."""
+        return self.keys.stop - self.keys.start - (self.queries.stop - self.queries.start)
+
+    @property
+    def rows(self) -> slice:
+        """The rows of the micro-batch."""
+        return slice(None) if self.row is None else slice(self.row, self.row + 1)
+
+    def visible(self) -> int:
+        """Count the visible scores."""
+        n, m = self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
+        if self.left is None and self.right is None:
+            return n * m
+        total = 0
+        for query in range(n):
+            low = 0 if self.left is None else max(0, query + self.offset - self.left)
+            high = m - 1 if self.right is None else min(m - 1, query + self.offset + self.right)
+            total += high - low + 1
+        return total
+
+
+class Bands(tuple[Band, ...]):
+    """Bands, with what backends compute of them, such as index tensors: once for all layers."""
+
+    def __init__(self, bands: Iterable[Band] = ()) -> None:
+        self._derived: dict[Hashable, Any] = {}
+
+    def derive(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """Return what was computed under this key, or compute it."""
+        if key not in self._derived:
+            self._derived[key] = compute()
+        found: T = self._derived[key]
+        return found
+
+
+class Tile(NamedTuple):
+    """Scores that a kernel computes at once, which knows two masks: the `diagonal` of a square, where query i sees the
+    keys up to the i-th, and a tensor. `band`: with a tensor, the lowest and the highest visible key - query, as places
+    in the tensors of queries and keys.
+    """
+
+    queries: slice
+    keys: slice
+    diagonal: bool = False
+    band: tuple[int, int] | None = None
+
+    @property
+    def scores(self) -> int:
+        """Number of scores, masked ones included."""
+        return (self.queries.stop - self.queries.start) * (self.keys.stop - self.keys.start)
+
+
+def tiles(band: Band) -> Iterator[Tile]:
+    """Cut a band to tiles. Without a window: a square on the diagonal, and what lies beside it, which is visible; with
+    a window: blocks of queries.
+    """
+    queries, keys = band.queries, band.keys
+    if band.left is None and band.right is None:
+        yield Tile(queries, keys)
+    elif band.left is None:
+        assert band.right is not None
+        right = keys.start + band.offset + band.right  # of the keys that every query sees: there the square begins
+        side = min(queries.stop - queries.start, keys.stop - right)
+        below = queries.start + side
+        if right > keys.start:
+            yield Tile(queries, slice(keys.start, right))
+        yield Tile(slice(queries.start, below), slice(right, right + side), diagonal=True)
+        if below < queries.stop:
+            yield Tile(slice(below, queries.stop), slice(right, keys.stop))
+    else:
+        own = keys.stop - queries.stop  # key - query of a query's own place
+        low, high = own - band.left, keys.stop - queries.start if band.right is None else own + band.right
+        for start in range(queries.start, queries.stop, QUERY_BLOCK):
+            stop = min(start + QUERY_BLOCK, queries.stop)
+            seen = slice(max(keys.start, start + low), min(keys.stop, stop + high))
+            yield Tile(slice(start, stop), seen, band=(low, high))
+
+
+class _Run(NamedTuple):
+    """The positions from `start` up to `stop`, held from `place` on in a tensor."""
+
+    start: int
+    stop: int
+    place: int
+
+    def cut(self, start: int, stop: int) -> _Run:
+        """Return the part of the run within these positions."""
+        low = max(self.start, start)
+        return _Run(low, min(self.stop, stop), self.place + low - self.start)
+
+    @property
+    def places(self) -> slice:
+        return slice(self.place, self.place + self.stop - self.start)
+
+
+def score_bands(
+    queries: Sequence[TokenSpan],
+    keys: Sequence[TokenSpan],
+    window: int | None,
+    starts: Sequence[Sequence[int]] | None = None,
+    length: int = 0,
+) -> Bands:
+    """List the bands of visible scores. `starts`: for each row of a micro-batch of rows of `length`, the positions at
+    which its documents begin; None: every row is a single document.
+    """
+    runs = _runs(queries), _runs(keys)
+    if starts is None:
+        if window is None and tuple(queries) == tuple(keys):  # ascending: a triangle also where they are held
+            size = count(queries)
+            return Bands([Band(slice(0, size), slice(0, size), None, 0)])
+        return Bands(_merged(_bands(itertools.product(*runs), window, None)))
+    bands = list[Band]()
+    for row, begins in enumerate(starts):
+        for parts in zip(*(within_documents(side, begins, length) for side in runs), strict=True):
+            bands += _bands(itertools.product(*parts), window, row)
+    return Bands(bands)
+
+
+def _merged(bands: Iterable[Band]) -> list[Band]:
+    """Merge each band with the one before it, where both are visible as a whole and make a rectangle."""
+    merged = list[Band]()
+    for band in bands:
+        before = merged[-1] if merged else band
+        whole = (before.left, before.right, band.left, band.right) == (None, None, None, None)
+        if whole and before.queries == band.queries and before.keys.stop == band.keys.start:
+            merged[-1] = band._replace(keys=slice(before.keys.start, band.keys.stop))
+        elif whole and before.keys == band.keys and before.queries.stop == band.queries.start:
+            merged[-1] = band._replace(queries=slice(before.queries.start, band.queries.stop))
+        else:
+            merged.append(band)
+    return merged
+
+
+def _runs(spans: Sequence[TokenSpan]) -> list[_Run]:
+    ends = itertools.accumulate(span.size for span in spans)
+    return [_Run(*span, end - span.size) for span, end in zip(spans, ends, strict=True)]
+
+
+def _bands(pairs: Iterable[tuple[_Run, _Run]], window: int | None, row: int | None) -> Iterator[Band]:
+    """Yield the bands of pairs of a run of queries and a run of keys."""
+    for queries, keys in pairs:
+        q = queries.cut(keys.start, queries.stop if window is None else keys.stop - 1 + window)  # that see a key
+        k = keys.cut(keys.start if window is None else q.start - window + 1, q.stop)  # that a query sees
+        if q.start >= q.stop or k.start >= k.stop:
+            continue
+        right: int | None = q.stop - k.stop
+        left = None if window is None or q.stop - 1 - k.start < window else window - 1 - (q.stop - k.stop)
+        yield Band(q.places, k.places, left, None if k.stop - 1 <= q.start else right, row)

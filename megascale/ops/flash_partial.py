@@ -1,0 +1,144 @@
+"""Attention to some of the keys by flash-attn 2, whose kernels take sequences of any lengths, return the log-sum-exp,
+and go backward with one that is given.
+
+Bands with the same windows are laid end to end and computed in one call, queries [n, heads, d] and keys [m, kv heads,
+d]: the number of kernels does not grow with the documents of a row.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megascale.layout.score_bands import Band, Bands
+from megascale.ops.core_attention import half_precision_unsupported
+from megascale.ops.library import FLASH
+from megascale.ops.partial_attention import Accumulator, Attended, Gradients, PartialAttention
+from megascale.ops.select import OpContext
+
+LIBRARY = replace(FLASH, versions=">=2.7,<3")
+"""Releases whose forward and backward take the two sides of a window apart."""
+
+
+class FlashPartial:
+    """flash-attn 2's forward and backward for sequences of any lengths."""
+
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        if context.model.head_dim % 8:
+            return "needs a head dim divisible by 8"
+        return half_precision_unsupported(context) or LIBRARY.missing_reason()
+
+    def build(self, context: OpContext) -> PartialAttention:
+        from flash_attn import flash_attn_interface as library
+
+        m = context.model
+        forward, backward = library._flash_attn_varlen_forward, library._flash_attn_varlen_backward
+        return FlashPartialAttention(forward, backward, m.attention_scale or m.head_dim**-0.5)
+
+
+class _Call(NamedTuple):
+    """The bands of one call of a kernel: bands with equal windows, of which no two have a query or a key in common.
+
+    `queries`, `keys`: the rows and the places in them, each i64, of the tokens end to end. `lengths`, `windows`:
+    arguments of the kernels.
+    """
+
+    queries: tuple[Tensor, Tensor]
+    keys: tuple[Tensor, Tensor]
+    lengths: dict[str, Any]
+    windows: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class FlashPartialAttention:
+    """Attention with the `forward` and `backward` of flash-attn's `flash_attn_interface`."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    scale: float
+
+    def add_forward(self, total: Accumulator, q: Tensor, k: Tensor, v: Tensor, bands: Bands) -> None:
+        for call in _calls(bands, q.shape[0], q.device):
+            parts = [t[rows, :, places] for t, (rows, places) in zip((q, k, v), _sides(call), strict=True)]
+            out, lse = self.forward(
+                *parts, **call.lengths, **call.windows, **self._options(), return_softmax=False
+            )[:2]  # fmt: skip
+            total.add_at(*call.queries, out, lse.t())
+
+    def add_backward(self, grads: Gradients, queries: Attended, k: Tensor, v: Tensor, bands: Bands) -> None:
+        for call in _calls(bands, k.shape[0], k.device):
+            rows, places = call.queries
+            q, out, lse, grad_out = (t[rows, :, places] for t in queries)
+            parts = [q, *(t[call.keys[0], :, call.keys[1]] for t in (k, v))]
+            found = [torch.empty_like(t) for t in parts]
+            self.backward(
+                grad_out, *parts, out, lse.t().contiguous(), *found, **call.lengths, **call.windows, **self._options(),
+                deterministic=torch.are_deterministic_algorithms_enabled(),
+            )  # fmt: skip
+            for into, part, (rows, places) in zip(grads, found, _sides(call), strict=True):
+                into[rows, :, places] += part  # each place once
+
+    def _options(self) -> dict[str, Any]:
+        return {"dropout_p": 0.0, "softmax_scale": self.scale, "softcap": 0.0, "alibi_slopes": None}
+
+
+def _sides(call: _Call) -> tuple[tuple[Tensor, Tensor], ...]:
+    """The places of q, k and v."""
+    return call.queries, call.keys, call.keys
+
+
+def _calls(bands: Bands, batch: int, device: torch.device) -> list[_Call]:
+    """Divide bands into calls of the kernel, of which there are few however many documents a row has."""
+    key = ("flash-attn", batch, device)
+    return bands.derive(key, lambda: [_call(group, batch, device) for group in _groups(bands, batch)])
+
+
+def _groups(bands: Bands, batch: int) -> Iterator[list[Band]]:
+    """Yield groups of bands with equal windows, of which no two have a query or a key in common."""
+    sizes = (max(band.queries.stop for band in bands), max(band.keys.stop for band in bands)) if bands else (0, 0)
+    taken: dict[tuple[int | None, int | None], list[tuple[list[Band], np.ndarray, np.ndarray]]] = {}
+    for band in bands:
+        groups = taken.setdefault((band.left, band.right), [])
+        free = (g for g in groups if not (g[1][band.rows, band.queries].any() or g[2][band.rows, band.keys].any()))
+        group = next(free, None)
+        if group is None:
+            group = [], np.zeros((batch, sizes[0]), bool), np.zeros((batch, sizes[1]), bool)
+            groups.append(group)
+        group[0].append(band)
+        group[1][band.rows, band.queries] = group[2][band.rows, band.keys] = True
+    yield from (group[0] for groups in taken.values() for group in groups)
+
+
+def _call(group: Sequence[Band], batch: int, device: torch.device) -> _Call:
+    """Lay the bands of a group end to end, row by row of the micro-batch."""
+    pieces = [(row, band) for band in group for row in (range(batch) if band.row is None else (band.row,))]
+    rows = [row for row, _ in pieces]
+    queries, q_lengths = _end_to_end("q", rows, [band.queries for _, band in pieces], device)
+    keys, k_lengths = _end_to_end("k", rows, [band.keys for _, band in pieces], device)
+    left, right = (-1 if side is None else side for side in (group[0].left, group[0].right))
+    windows = {"causal": right == 0, "window_size_left": left, "window_size_right": right}
+    return _Call(queries, keys, q_lengths | k_lengths, windows)
+
+
+def _end_to_end(
+    name: str, rows: Sequence[int], spans: Sequence[slice], device: torch.device
+) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
+    """Lay spans of rows end to end: the row and the place of every token, and the lengths as a kernel takes them."""
+    sizes = [span.stop - span.start for span in spans]
+    places = np.repeat(rows, sizes), np.concatenate([np.arange(span.start, span.stop) for span in spans])
+    ends = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32)
+    lengths = {f"cu_seqlens_{name}": _on_device(ends, device), f"max_seqlen_{name}": max(sizes)}
+    row, place = (_on_device(torch.from_numpy(numbers), device) for numbers in places)
+    return (row, place), lengths
+
+
+def _on_device(host: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)  # pageable memory would block the host

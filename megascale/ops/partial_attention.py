@@ -1,0 +1,136 @@
+"""Attention of some queries to some keys of a sequence, with the log-sum-exp of the scores, and the sum of such parts.
+
+For the keys of a part p, with scores s = scale q k^T over the visible keys:
+
+    lse_p = log sum exp s      out_p = sum exp(s - lse_p) v
+    lse = log sum_p exp lse_p      out = sum_p exp(lse_p - lse) out_p                (`Accumulator`)
+
+Backward is a sum over the parts as well: with the lse and out of all keys, a part's P = exp(s - lse) and
+dS = P (dO v^T - rowsum(dO out)) are those of the whole, and give its share of dq, and dk and dv of its keys (Dao et al.
+2022; Liu et al. 2023). A part is a list of bands (`layout.score_bands`); no tensor has the size of the scores.
+
+`PartialAttention` is the interface, `TorchPartialAttention` its implementation with torch's flash kernel for CPUs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megascale.layout.score_bands import Bands, Tile, tiles
+from megascale.ops.select import OpContext
+
+aten = torch.ops.aten
+
+
+class Attended(NamedTuple):
+    """Queries [b, heads, n, d] after attention to all of their keys: the result and its gradient, as `q`, and the
+    log-sum-exp of their scores [b, heads, n].
+    """
+
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+    grad_out: Tensor
+
+
+class Gradients(NamedTuple):
+    """The gradients of q [b, heads, n, d] and of k and v [b, kv heads, m, d]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class Accumulator:
+    """The sum of parts of attention. `out` [b, heads, n, d] and `lse` [b, heads, n] are in fp32 or wider; an lse of
+    minus infinity stands for a query that has seen no key.
+    """
+
+    def __init__(self, q_bhsd: Tensor) -> None:
+        wide = torch.promote_types(q_bhsd.dtype, torch.float32)
+        b, heads, n, d = q_bhsd.shape  # out has the memory order of the next linear layer's input
+        self.out = torch.zeros(n, b, heads, d, dtype=wide, device=q_bhsd.device).permute(1, 2, 0, 3)
+        self.lse = torch.full(q_bhsd.shape[:-1], -math.inf, dtype=wide, device=q_bhsd.device)
+
+    def add(self, rows: slice, queries: slice, out: Tensor, lse: Tensor) -> None:
+        """Add a part for some rows and queries; every one of these queries sees a key."""
+        total, before = self.out[rows, :, queries], self.lse[rows, :, queries]
+        after = torch.logaddexp(before, lse)
+        total.mul_((before - after).exp_().unsqueeze(-1)).add_(out * (lse - after).exp_().unsqueeze(-1))
+        before.copy_(after)
+
+    def add_at(self, rows: Tensor, queries: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Add a part, out [m, heads, d] and lse [m, heads], for the queries at m different places in the rows."""
+        total, before = self.out[rows, :, queries], self.lse[rows, :, queries]
+        after = torch.logaddexp(before, lse)
+        total.mul_((before - after).exp_().unsqueeze(-1)).add_(out * (lse - after).exp_().unsqueeze(-1))
+        self.out[rows, :, queries], self.lse[rows, :, queries] = total, after
+
+
+class TorchFlash:
+    """torch's flash kernel for CPUs."""
+
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        return None if context.device.is_cpu else "is for CPUs"
+
+    def build(self, context: OpContext) -> PartialAttention:
+        return TorchPartialAttention(context.model.attention_scale)
+
+
+class PartialAttention(Protocol):
+    """Attention over bands of scores, by a backend, which applies the scale of the model's scores."""
+
+    def add_forward(self, total: Accumulator, q: Tensor, k: Tensor, v: Tensor, bands: Bands) -> None:
+        """Add the attention of q [b, heads, n, d] to k and v [b, kv heads, m, d] within `bands`."""
+
+    def add_backward(self, grads: Gradients, queries: Attended, k: Tensor, v: Tensor, bands: Bands) -> None:
+        """Add the gradients of `add_forward` to `grads`, in fp32 or wider."""
+
+
+class TorchPartialAttention:
+    """torch's flash kernel for CPUs, which returns the log-sum-exp and has a backward of its own.
+
+    Its only masks are the diagonal of a square and a tensor, so that a band is computed in tiles.
+    """
+
+    def __init__(self, scale: float | None = None) -> None:
+        self._scale = scale
+
+    def add_forward(self, total: Accumulator, q: Tensor, k: Tensor, v: Tensor, bands: Bands) -> None:
+        for band in bands:
+            rows = band.rows
+            for tile in tiles(band):
+                queries, keys = tile.queries, tile.keys
+                out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+                    q[rows, :, queries], k[rows, :, keys], v[rows, :, keys], 0.0, tile.diagonal,
+                    attn_mask=_mask(tile, q), scale=self._scale,
+                )  # fmt: skip
+                total.add(rows, queries, out, lse)
+
+    def add_backward(self, grads: Gradients, queries: Attended, k: Tensor, v: Tensor, bands: Bands) -> None:
+        for band in bands:
+            rows = band.rows
+            for tile in tiles(band):
+                of_queries, of_keys = (rows, slice(None), tile.queries), (rows, slice(None), tile.keys)
+                q, out, lse, grad_out = (t[of_queries] for t in queries)
+                found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                    grad_out, q, k[of_keys], v[of_keys], out, lse, 0.0, tile.diagonal,
+                    attn_mask=_mask(tile, q), scale=self._scale,
+                )  # fmt: skip
+                for total, place, grad in zip(grads, (of_queries, of_keys, of_keys), found, strict=True):
+                    total[place] += grad
+
+
+def _mask(tile: Tile, q: Tensor) -> Tensor | None:
+    """The additive mask of a tile [queries, keys]: minus infinity outside the band; None if a kernel needs none."""
+    if tile.band is None:
+        return None
+    low, high = tile.band
+    first, last = (torch.arange(part.start, part.stop, device=q.device) for part in (tile.queries, tile.keys))
+    place = last - first[:, None]
+    hidden = (place < low) | (place > high)
+    return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -math.inf)

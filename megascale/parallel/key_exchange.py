@@ -1,0 +1,208 @@
+"""Attention to the keys and values of other ranks: as they travel from neighbour to neighbour, or all at once.
+
+    forward     own [2, b, kv heads, n, d], keys and values of this rank's tokens, visit every rank
+    backward    they visit every rank again, and return with the gradient that each of the ranks has added
+
+`RingOfKeys`, `AllGatheredKeys`: the two ways, as a `KeyExchange`. `attend_to_all`: the operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megascale.comm.collectives import all_gather, reduce_scatter, send_on
+from megascale.comm.group import Group
+from megascale.comm.work import COMPLETED, Work
+from megascale.core.label import Label
+from megascale.layout.score_bands import Bands, score_bands
+from megascale.layout.sequence_shard import Spans, TokenSpan, count
+from megascale.ops.boundaries import Boundaries
+from megascale.ops.partial_attention import Accumulator, Attended, Gradients, PartialAttention
+
+
+@dataclass(frozen=True)
+class VisibleScores:
+    """The scores between the queries of rank `index` and keys: `parts` are the positions of every rank that exchanges
+    keys, in a sequence of `length`.
+    """
+
+    parts: tuple[Spans, ...]
+    index: int
+    length: int
+    window: int | None
+    boundaries: Boundaries | None
+
+    def to_rank(self, rank: int) -> Bands:
+        """The bands of scores with the keys of a rank."""
+        return self._bands(self.parts[rank])
+
+    def to_all(self) -> Bands:
+        """The bands of scores with all keys, in the order of the sequence."""
+        return self._bands((TokenSpan(0, self.length),))
+
+    def _bands(self, keys: Spans) -> Bands:
+        queries = self.parts[self.index]
+        if self.boundaries is None:
+            return _bands_of_whole_rows(queries, keys, self.window)
+        starts, key = self.boundaries.starts, ("bands", queries, keys, self.window)
+        return self.boundaries.shared(key, lambda: score_bands(queries, keys, self.window, starts, self.length))
+
+
+@lru_cache(256)
+def _bands_of_whole_rows(queries: Spans, keys: Spans, window: int | None) -> Bands:
+    return score_bands(queries, keys, window)
+
+
+AttendForward = Callable[[Tensor, Bands], None]
+"""Attends to keys and values [2, b, kv heads, m, d] within bands."""
+
+AttendBackward = Callable[[Tensor, Bands, Tensor], None]
+"""As in forward; adds to their gradient [2, b, kv heads, m, d], in fp32 or wider."""
+
+
+class KeyExchange(Protocol):
+    """The way in which ranks see each other's keys and values. `own` [2, b, kv heads, n, d]: of this rank."""
+
+    def forward(self, own: Tensor, attend: AttendForward) -> None:
+        """Attend to the keys and values of every rank."""
+
+    def backward(self, own: Tensor, attend: AttendBackward) -> Tensor:
+        """Return the gradient of `own`, in fp32 or wider."""
+
+
+class RingOfKeys(KeyExchange):
+    """Keys and values travel from neighbour to neighbour, under the attention to those that came before.
+
+    In backward a gradient travels with them, and takes up what every rank adds: under the next rank's attention. The
+    ring is all of the group, or the ranks of it from `first` on that have a part. Without `overlap` each message is
+    waited for where it is sent.
+    """
+
+    def __init__(self, group: Group, visible: VisibleScores, layer: int, first: int = 0, overlap: bool = True) -> None:
+        self._group = group
+        self._visible = visible
+        self._size = len(visible.parts)
+        self._to, self._source = (first + (visible.index + step) % self._size for step in (1, -1))
+        self._label = Label.for_layer(layer, "keys")
+        self._overlap = overlap
+
+    def forward(self, own: Tensor, attend: AttendForward) -> None:
+        for owner, block in self._travel(own, self._label):
+            attend(block, self._visible.to_rank(owner))
+
+    def backward(self, own: Tensor, attend: AttendBackward) -> Tensor:
+        label, wide = self._label.for_backward("gradient"), torch.promote_types(own.dtype, torch.float32)
+        arriving: Work = COMPLETED
+        before: Tensor | None = None
+        for owner, block in self._travel(own, self._label.for_backward("again")):
+            grad = torch.zeros(block.shape, dtype=wide, device=own.device)
+            attend(block, self._visible.to_rank(owner), grad)
+            arriving.wait()
+            if before is not None:
+                grad += before
+            before = self._like(grad, owner - 1)
+            arriving = self._send_on(grad, before, label)
+        arriving.wait()
+        assert before is not None, "a ring has ranks"
+        return before
+
+    def _travel(self, own: Tensor, label: Label) -> Iterator[tuple[int, Tensor]]:
+        """Yield (owner, keys and values) of every rank, this rank first. The next arrive while the caller computes."""
+        block = own
+        for step in range(self._size):
+            owner, following = (self._visible.index - step) % self._size, block
+            arriving: Work = COMPLETED
+            if step + 1 < self._size:
+                following = self._like(block, owner - 1)
+                arriving = self._send_on(block, following, label)
+            yield owner, block
+            arriving.wait()
+            block = following
+
+    def _like(self, block: Tensor, owner: int) -> Tensor:
+        """Allocate what arrives of an owner, which may have another number of tokens."""
+        return block.new_empty(*block.shape[:-2], count(self._visible.parts[owner % self._size]), block.shape[-1])
+
+    def _send_on(self, out: Tensor, into: Tensor, label: Label) -> Work:
+        work = send_on(self._group, out, into, self._to, self._source, label=label)
+        if self._overlap:
+            return work
+        work.wait()
+        return COMPLETED
+
+
+class AllGatheredKeys(KeyExchange):
+    """Keys and values of all ranks come at once, in forward and again in backward; gradients are reduce-scattered."""
+
+    def __init__(self, group: Group, visible: VisibleScores, layer: int) -> None:
+        self._group = group
+        self._visible = visible
+        self._label = Label.for_layer(layer, "keys")
+        self._places = [
+            (rank, slice(end - span.size, end), slice(*span))  # where a rank has a span, and where the sequence has it
+            for rank, part in enumerate(visible.parts)
+            for span, end in zip(part, accumulate(span.size for span in part), strict=True)
+        ]
+
+    def forward(self, own: Tensor, attend: AttendForward) -> None:
+        attend(self._gather(own, self._label), self._visible.to_all())
+
+    def backward(self, own: Tensor, attend: AttendBackward) -> Tensor:
+        block = self._gather(own, self._label.for_backward("again"))
+        grad = torch.zeros(block.shape, dtype=torch.promote_types(own.dtype, torch.float32), device=own.device)
+        attend(block, self._visible.to_all(), grad)
+        full = grad.new_empty(self._group.size, *own.shape)
+        for rank, place, positions in self._places:
+            full[rank, ..., place, :] = grad[..., positions, :]
+        out = grad.new_empty(own.shape)
+        reduce_scatter(self._group, out, full, label=self._label.for_backward("gradient"))
+        return out
+
+    def _gather(self, own: Tensor, label: Label) -> Tensor:
+        """Return keys and values of all ranks, in the order of the sequence."""
+        full = own.new_empty(self._group.size, *own.shape)
+        all_gather(self._group, full, own, label=label)
+        ordered = own.new_empty(*own.shape[:-2], self._visible.length, own.shape[-1])
+        for rank, place, positions in self._places:
+            ordered[..., positions, :] = full[rank, ..., place, :]
+        return ordered
+
+
+def attend_to_all(q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, partial: PartialAttention) -> Tensor:
+    """Attend with this rank's q [b, heads, n, d] to the keys and values of all ranks; k and v [b, kv heads, n, d] are
+    this rank's. The result is as q.
+    """
+    return _AttentionInParts.apply(q, k, v, exchange, partial)
+
+
+class _AttentionInParts(torch.autograd.Function):
+    """Attention of this rank's queries, in parts of the keys. Forward saves q, own keys and values, the result and a
+    log-sum-exp for each query.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, partial: PartialAttention) -> Tensor:
+        own, total = torch.stack((k, v)), Accumulator(q)
+        exchange.forward(own, lambda block, bands: partial.add_forward(total, q, block[0], block[1], bands))
+        out = total.out.to(q.dtype)
+        ctx.save_for_backward(q, own, out, total.lse)
+        ctx.exchange, ctx.partial = exchange, partial
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, own, out, lse = ctx.saved_tensors
+        grad_q, queries = torch.zeros(q.shape, dtype=lse.dtype, device=q.device), Attended(q, out, lse, grads[0])
+
+        def attend(block: Tensor, bands: Bands, grad: Tensor) -> None:
+            ctx.partial.add_backward(Gradients(grad_q, *grad), queries, block[0], block[1], bands)
+
+        grad_k, grad_v = ctx.exchange.backward(own, attend).to(own.dtype)
+        return grad_q.to(q.dtype), grad_k, grad_v, None, None

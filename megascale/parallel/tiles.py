@@ -1,0 +1,74 @@
+"""Tiles of tokens: a block's MLP runs on one tile of a micro-batch at a time (TiledMLP of ALST, Bekman et al. 2025;
+MsT, Luo et al. 2024).
+
+    forward   Y[rows] = f(X[rows])                            saves X alone
+    backward  f(X[rows]) again, then dX[rows] and the weights' gradients of the tile
+
+At most one tile's intermediates exist at a time. With sequence parallelism a tile is the same rows of every rank's
+shard, and has the collectives of f. Gradients of weights are sums over tiles, in the main gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascale.layout.pieces import split_rows
+from megascale.parallel.backward import run_backward
+from megascale.parallel.recompute import Recomputation
+
+TokenFunction = Callable[[Tensor, bool], Tensor]
+"""A function of x [rows, b, h], token by token, to the same shape. False as its second argument: only the tensors saved
+for backward are wanted, and the result may be a placeholder.
+"""
+
+
+def run_in_tiles(
+    function: TokenFunction, x: Tensor, tiles: int, recompute_input: Recomputation | None = None,
+    compute_output: bool = True,
+) -> Tensor:  # fmt: skip
+    """Compute function(x, True) for x [s, b, h] in at most `tiles` tiles of rows, which backward recomputes.
+
+    `recompute_input` recomputes rows of x from rows of a saved tensor; without it x is saved. Without `compute_output`
+    nothing is computed: the result is a zero placeholder that stays connected to autograd.
+    """
+    return _Tiled.apply(x, function, tiles, recompute_input, compute_output)
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, function: TokenFunction, tiles: int, recompute_input: Recomputation | None,
+        compute_output: bool,
+    ) -> Tensor:  # fmt: skip
+        ctx.function, ctx.rows = function, split_rows(x.shape[0], tiles)
+        ctx.restore = recompute_input and recompute_input.function
+        ctx.save_for_backward(x if recompute_input is None else recompute_input.x)
+        if not compute_output:
+            return x.new_zeros(()).expand(x.shape)
+        out = torch.empty_like(x)
+        for rows in ctx.rows:
+            out[rows] = function(x[rows], True)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (saved,) = ctx.saved_tensors
+        grad_x = torch.empty_like(saved)
+        for rows in ctx.rows:
+            grad_x[rows] = _backward_of_tile(ctx, saved[rows], grads[0][rows])
+        return grad_x, None, None, None, None
+
+
+def _backward_of_tile(ctx: Any, saved: Tensor, grad: Tensor) -> Tensor:
+    """Recompute a tile, accumulate its weights' gradients, and return its input's."""
+    tile = saved if ctx.restore is None else ctx.restore(saved)
+    with torch.enable_grad():
+        leaf = tile.detach().requires_grad_()
+        out = ctx.function(leaf, False)
+    run_backward(out, grad)
+    assert leaf.grad is not None, "the result depends on the tile"
+    return leaf.grad

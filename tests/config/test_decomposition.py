@@ -1,0 +1,82 @@
+"""Decomposition of documents: lengths of pieces, turns and odds, and the rules of its keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megascale.config.decomposition import RULES, Decomposition, decomposition, is_decomposed
+
+DEFAULTS = {"packing": "decompose", "mask": "document", "min_piece": None, "bucket_samples": None,
+            "curriculum": "mixed", "cycle": None, "weights": []}  # fmt: skip
+
+
+def sections(seq_length: int = 2048, **data: Any) -> SimpleNamespace:
+    """The sections that decomposition reads, with a global batch of 8."""
+    return SimpleNamespace(
+        model=SimpleNamespace(seq_length=seq_length),
+        batch=SimpleNamespace(total=8),
+        data=SimpleNamespace(**(DEFAULTS | data)),
+    )
+
+
+def findings(**keys: Any) -> dict[str, str]:
+    ((_, rule),) = RULES
+    return {finding.key: f"{finding.message} -> {finding.hint}" for finding in rule(sections(**keys))}
+
+
+def test_pieces_turns_and_odds() -> None:
+    assert decomposition(sections()) == Decomposition([256, 512, 1024, 2048], 8, None, 128)
+    assert decomposition(sections(64)).pieces == [64], "shorter samples are one bucket"
+    found = decomposition(sections(curriculum="grow_p2", min_piece=512, bucket_samples=24, cycle=10))
+    assert found == Decomposition([512, 1024, 2048], 24, [4, 2, 1], 10)
+    assert decomposition(sections(curriculum="grow_linear")).odds == [4, 3, 2, 1]
+    assert decomposition(sections(curriculum=[1, 1, 0.5, 2])).odds == [1, 1, 0.5, 2]
+    assert is_decomposed(sections(), "train") and not is_decomposed(sections(), "valid")
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "message"),
+    [
+        ({"mask": "causal"}, "data.packing", "unrelated pieces"),
+        ({"seq_length": 96}, "model.seq_length", "needs a power of two, not 96 -> 64 or 128"),
+        ({"min_piece": 48}, "data.min_piece", "48 is no power of two up to seq_length = 2048 -> 32 or 64"),
+        ({"min_piece": 4096}, "data.min_piece", "4096 is no power of two up to seq_length = 2048 -> 2048"),
+        ({"cycle": 3}, "data.cycle", "has no effect with curriculum = mixed"),
+        ({"curriculum": [2, 1]}, "data.curriculum", "2 odds for pieces of 256, 512, 1024, 2048 tokens -> 4 odds"),
+        ({"weights": [(12, [1])]}, "data.weights", "place 12 is no multiple of bucket_samples = 8"),
+        (
+            {"weights": [(16, [1])], "curriculum": "grow_p2", "cycle": 10},
+            "data.weights",
+            "place 16 is no multiple of bucket_samples x cycle = 80, as it must be with packing = decompose -> 80",
+        ),
+        ({"packing": "concat", "min_piece": 8}, "data.min_piece", "has no effect with packing = concat"),
+        ({"packing": "best_fit", "curriculum": "grow_p2"}, "data.curriculum", "has no effect with packing = best_fit"),
+    ],
+)
+def test_rules(keys: dict[str, Any], key: str, message: str) -> None:
+    found = findings(**keys)
+    assert list(found) == [key] and message in found[key]
+
+
+def test_usable_configurations_have_no_findings() -> None:
+    assert not findings() and not findings(packing="concat")
+    assert not findings(curriculum="grow_p2", cycle=10, weights=[(80, [1])], min_piece=1024)
+
+
+def test_the_keys_of_a_file(tmp_path: Path) -> None:
+    from tests.data.datasets import data_config
+
+    keys = {"data__packing": "decompose", "data__min_piece": 2, "data__mask": "document", "data__curriculum": [4, 2, 1]}
+    config = data_config(tmp_path, data__mock=False, data__train=_dataset(tmp_path), **keys)
+    assert decomposition(config) == Decomposition([2, 4, 8], 8, [4, 2, 1], 128)
+
+
+def _dataset(folder: Path) -> str:
+    from tests.data.datasets import write_dataset
+
+    write_dataset(folder / "set", [13, 5, 1, 40, 8, 9, 30, 2, 21, 17, 16, 33, 3, 3, 6])
+    return str(folder / "set")

@@ -1,0 +1,213 @@
+"""Jobs of other launchers: the driver of observers names culprits, and does nothing about them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megascale.cli.observe import PORT, _driver_endpoint
+from megascale.config.fault import FaultConfig
+from megascale.core.errors import ConfigError, Exit
+from megascale.fault.commands import Finish, Log, Say, Send
+from megascale.fault.incidents import LOG_FILE, JobHistory, read_history
+from megascale.fault.job import Job, JobPlan
+from megascale.fault.messages import Collect, Heartbeat, Hello, Leave, RankEnd, RanksEnded, RankStatus, Records, Welcome
+from megascale.fault.simulation import HangVerdict
+from megascale.fault.stages import Stage
+from tests.jobs import SECONDS, heed_signals, job_config
+from tests.launch.test_torchrun import Torchrun, free_port
+from tests.runs import GPT
+
+
+class Observed:
+    """A job of two hosts with a rank each, by another launcher. `said`: lines for people."""
+
+    def __init__(self) -> None:
+        verdict = HangVerdict("stopped", (1,))
+        plan = JobPlan("run", 0, 0, (), "/logs", revivable=False, observed=True)
+        self.job = Job(plan, FaultConfig(agent_grace_s=60.0), JobHistory(), lambda records, states: verdict, 0.0)
+        self.sent: list[Send] = []
+        self.said: list[str] = []
+        self.status: int | None = None
+        for node in "ab":
+            self.take(self.job.receive(node, Hello(node, node, node, 1, observer=True), 0.0))
+
+    def take(self, commands: object) -> None:
+        assert isinstance(commands, list)
+        for command in commands:
+            assert isinstance(command, Send | Say | Log | Finish), command
+            if isinstance(command, Send):
+                assert isinstance(command.message, Welcome | Collect | Leave), command
+                self.sent.append(command)
+            elif isinstance(command, Say):
+                self.said.append(command.text)
+            elif isinstance(command, Finish):
+                self.status = command.status
+
+    def beat(self, now: float, step: int, idle_s: float = 0.0, pid: int = 10) -> None:
+        """Both hosts say what their rank does."""
+        for rank, node in enumerate("ab"):
+            status = RankStatus(rank, pid + rank, "step", step, step, idle_s, 0.0, 0.5, 1)
+            self.take(self.job.receive(node, Heartbeat(now, 7, (status,), world=2), now))
+        self.take(self.job.tick(now + 0.3))
+
+    def wait(self, since: float, until: float) -> None:
+        """Both hosts have no rank that runs."""
+        for now in (since + tick / 2 for tick in range(round(2 * (until - since)))):
+            for node in "ab":
+                self.take(self.job.receive(node, Heartbeat(now, None, (), world=2), now))
+            self.take(self.job.tick(now))
+
+    def end(self, now: float, rank: int, status: int, *, in_order: bool = False) -> None:
+        node, end = "ab"[rank], RankEnd(rank, status, now, in_order=in_order)
+        self.take(self.job.receive(node, RanksEnded(7, (end,)), now))
+        self.take(self.job.receive(node, Heartbeat(now, None, (), world=2), now))
+
+    @property
+    def incidents(self) -> list[tuple[str, tuple[int, ...], str]]:
+        return [(i.class_, i.culprit.ranks, i.action.kind) for i in self.job.history.incidents.values()]
+
+
+def test_a_hang_is_named_once_and_its_end_is_said() -> None:
+    job = Observed()
+    job.beat(1.0, 5)
+    assert job.job.stage == Stage.RUN
+    job.beat(2.0, 6)
+    job.beat(7.0, 6, idle_s=5.0)
+    assert {send.node for send in job.sent if isinstance(send.message, Collect)} == {"a", "b"}
+    for node in "ab":
+        job.take(job.job.receive(node, Records(3, {}, {}), 7.1))
+    for now in range(8, 20):
+        job.beat(float(now), 6, idle_s=now - 2.0)
+    assert job.incidents == [("hang", (1,), "alert")]
+    job.beat(20.0, 7)
+    assert job.said[-1] == "the ranks make progress again"
+    assert job.job.stage == Stage.RUN
+
+
+def test_the_first_rank_that_died_is_named_and_the_next_attempt_is_watched() -> None:
+    job = Observed()
+    job.beat(1.0, 5)
+    job.end(2.0, 1, -signal.SIGKILL)
+    job.end(2.1, 0, -signal.SIGTERM)
+    job.wait(2.5, 10.0)
+    assert job.incidents == [("process", (1,), "alert")]
+    job.beat(20.0, 4, pid=30)
+    assert (job.job.stage, job.job.history.attempt) == (Stage.RUN, 1)
+    job.end(21.0, 0, 0, in_order=True)
+    job.end(21.0, 1, 0, in_order=True)
+    assert job.status == 0
+    assert job.incidents == [("process", (1,), "alert")]
+
+
+def test_observers_leave_when_the_launcher_does_not_start_the_ranks_again() -> None:
+    job = Observed()
+    job.beat(1.0, 5)
+    job.end(2.0, 1, -signal.SIGKILL)
+    job.end(2.0, 0, -signal.SIGTERM)
+    job.wait(2.5, 50.0)
+    assert job.status is None
+    job.wait(50.0, 70.0)
+    assert job.status == Exit.UNCLASSIFIED
+    assert [send.node for send in job.sent if isinstance(send.message, Leave)] == ["a", "b"]
+
+
+def test_a_stop_of_the_observers_leaves_the_ranks_alone() -> None:
+    job = Observed()
+    job.beat(1.0, 5)
+    job.take(job.job.request_stop(2.0))
+    assert job.status == Exit.STOPPED
+    assert job.job.request_stop(3.0) == [], "the job has ended once"
+
+
+@pytest.mark.parametrize(
+    ("text", "endpoint"),
+    [
+        ("127.0.0.2", ("127.0.0.2", PORT)),
+        ("127.0.0.2:31000", ("127.0.0.2", 31000)),
+        ("[::1]", ("::1", PORT)),
+        ("[::1]:31000", ("::1", 31000)),
+    ],
+)
+def test_endpoints_of_the_driver(text: str, endpoint: tuple[str, int]) -> None:
+    assert _driver_endpoint(text) == endpoint
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("127.0.0.1:99999", "there is no port 99999 that other hosts could know  -> a port from 1 to 65535"),
+        ("127.0.0.1:0", "there is no port 0 that other hosts could know"),
+        ("::1:29600", r"is no HOST\[:PORT\]  -> such as node1:29600, or \[fd00::1\]:29600 with an address of IPv6"),
+        ("::1", "such as node1:29600, or"),
+        ("127.0.0.1:", "such as node1:29600, or"),
+        ("127.0.0.1:port", "such as node1:29600, or"),
+        ("", "such as node1:29600, or"),
+        ("[127.0.0.1]:29600", "a host of the job, such as node1:29600"),
+        (f"{'a' * 70}.b:29600", "a host of the job, such as node1:29600"),
+    ],
+)
+def test_what_is_no_endpoint_of_a_driver_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _driver_endpoint(text)
+
+
+def ranks_below(pid: int) -> dict[int, int]:
+    """The process ids of the ranks that torchrun has started, by rank."""
+    parents, ranks = {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            found = re.search(rb"\0RANK=(\d+)\0", (folder / "environ").read_bytes())
+        except OSError:
+            continue
+        if found:
+            ranks[int(folder.name)] = int(found[1])
+    below = {child for child in parents if pid in (parents[child], parents.get(parents[child]))}
+    return {rank: child for child, rank in ranks.items() if child in below and parents[child] not in ranks}
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_and_a_killed_rank_of_torchrun_are_named(tmp_path: Path) -> None:
+    config = job_config(tmp_path, GPT, parallel__tp=2, train__precision="fp32", train__steps=100_000)
+    command = [sys.executable, "-m", "megascale", "observe", str(config), "--driver", f"127.0.0.1:{free_port()}"]
+    job = Torchrun(config)
+    with open(tmp_path / "observe.log", "w+") as log:
+        observer = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=heed_signals)
+        try:
+
+            def wait_for(text: str) -> str:
+                deadline = time.monotonic() + SECONDS
+                while not re.search(text, said := (tmp_path / "observe.log").read_text()):
+                    assert time.monotonic() < deadline, said
+                    assert observer.poll() is None, said
+                    time.sleep(0.1)
+                return said
+
+            job.wait_for_step(5)
+            wait_for(r"attempt 0: 2 ranks")
+            ranks = ranks_below(job.process.pid)
+            os.kill(ranks[1], signal.SIGSTOP)
+            wait_for(r"incident 1 \(hang\).* rank 1 on .* is stopped")
+            os.kill(ranks[1], signal.SIGCONT)
+            wait_for("the ranks make progress again")
+            os.kill(ranks[0], signal.SIGKILL)
+            wait_for(r"\(process\).* rank 0 on")
+            job.end()
+            observer.send_signal(signal.SIGTERM)
+            assert observer.wait(SECONDS) == Exit.STOPPED
+        finally:
+            observer.kill()
+            observer.wait()
+            if job.process.poll() is None:
+                job.process.kill()
+    kinds = [(i.class_, i.culprit.ranks) for i in read_history(job.folder / LOG_FILE).incidents.values()]
+    kinds = [kind for kind in kinds if kind[0] != "alert"]
+    assert kinds == [("hang", (1,)), ("process", (0,))]

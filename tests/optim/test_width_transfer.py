@@ -1,0 +1,100 @@
+"""muP: scales by the width, and how far a few steps move the logits of narrow and wide models."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megascale.core.rank import Rank
+from megascale.layout.param_groups import ParamGroups
+from megascale.layout.tensors import all_params
+from megascale.train.step import train_step
+from tests.optim.layouts import SMALL, configuration
+from tests.runs import build_run
+from tests.worlds import run_world
+
+MODEL = SMALL | {"tie_embeddings": False, "num_heads": 4, "num_kv_heads": 4}
+
+
+def model_of(width: int, base: int) -> dict[str, Any]:
+    """Return a model of this width, with heads of 8 and an MLP of twice the width."""
+    heads = {"num_heads": width // 8, "num_kv_heads": width // 8}
+    return MODEL | {"hidden_size": width, "ffn_size": 2 * width, **heads, "mup_base_width": base}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "factor"),
+    [
+        ({"name": "adamw"}, 1 / 4),
+        ({"name": "muon"}, 1 / 2),
+        ({"name": "muon", "options": {"adjust_lr": "original"}}, 1.0),
+        ({"name": "adafactor"}, 1 / 2),
+        ({"name": "adafactor", "options": {"scale_parameter": False}}, 1 / 4),
+        ({"name": "sinkgd"}, 1 / 4),
+    ],
+)
+def test_scales_by_kind(optimizer: dict[str, Any], factor: float, tmp_path: Path) -> None:
+    """Four times the width: the table of docs/optimizers.md."""
+    wide = configuration(tmp_path, optimizer | {"weight_decay": 0.1}, model_of(64, 16))
+    base = {part.name: part for parameter in all_params(wide.model) for part in parameter.parts}
+    plain = {part.name: part for p in all_params(_plain(wide).model) for part in p.parts}
+    groups = ParamGroups(wide.optimizer)
+    for parameter in all_params(wide.model):
+        for part in parameter.parts:
+            group, ratio = groups.group_of(parameter, part), base[part.name].std / (plain[part.name].std or 1.0)
+            rate, std = {"matrix": (factor, 0.5), "head": (1 / 4, 1 / 4)}.get(parameter.kind, (1.0, 1.0))
+            assert group.lr_mult == pytest.approx(rate) and group.weight_decay * rate == pytest.approx(0.1)
+            assert part.init != "normal" or ratio == pytest.approx(std)
+
+
+def _plain(config: Any) -> Any:
+    return config.model_copy(update={"model": config.model.model_copy(update={"mup_base_width": 0})})
+
+
+def change_of_logits(rank: Rank, configs: list[Any]) -> list[float]:
+    """Return the root mean square change of the logits of a fixed batch by a few steps, for each configuration."""
+    found, mesh = [], None
+    for config in configs:
+        run = build_run(rank, config, mesh)
+        mesh = run.mesh
+        (stage,), batch = run.pipeline.stages, run.train_loader.batch(0).micro_batch(0)
+        before = _logits(stage, batch)
+        for _ in range(4):
+            train_step(run, run.train_loader.batch(run.progress.samples))
+        run.buffers.finish_param_gather()
+        found.append(float((_logits(stage, batch) - before).square().mean().sqrt()))
+    return found
+
+
+@torch.no_grad()
+def _logits(stage: Any, batch: Any) -> Tensor:
+    logits: Tensor = stage.head.logits(stage.hidden_states(None, batch))
+    return logits.clone()
+
+
+def test_steps_move_the_logits_of_a_wide_model_as_far(tmp_path: Path) -> None:
+    """With the learning rate of the narrow model; without muP they move further, the wider the model is."""
+    configs = [
+        configuration(
+            tmp_path / f"{name}{index}", {"name": name, "lr": 0.02, "weight_decay": 0.0}, model_of(width, base),
+            train__precision="fp32",
+        )
+        for name in ("adamw", "muon")
+        for index, (width, base) in enumerate([(32, 32), (128, 32), (128, 0)])
+    ]  # fmt: skip
+    (found,) = run_world(1, change_of_logits, configs)
+    for narrow, transferred, without in (found[:3], found[3:]):
+        assert 0.6 < transferred / narrow < 1.6
+        assert without / narrow > 2
+
+
+def test_the_base_width_changes_nothing(tmp_path: Path) -> None:
+    config = configuration(tmp_path, {"name": "adamw"}, model_of(32, 32))
+    for ours, plain in zip(all_params(config.model), all_params(_plain(config).model), strict=True):
+        assert ours == plain
+    assert math.isclose(config.model.width_ratio, 1.0)

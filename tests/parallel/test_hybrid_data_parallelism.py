@@ -1,0 +1,116 @@
+"""Documents that a planner deals to a pool of ranks, in packs and in rings of any size, are the run of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megascale.account.context_bytes import Heads, context_bytes
+from megascale.account.flops import sequence_flops
+from megascale.config.run import RunConfig
+from megascale.data import mixture
+from megascale.layout.hybrid.planner import plan_hybrid
+from megascale.train.step import train_step
+from tests.parallel.test_context_parallel import CASES, Case, check_equal, configure, layout, train
+from tests.thread_world import run_threads
+
+DOCUMENTS = [13, 2, 1, 8]
+HYBRID = {"parallel__cp_mode": "hybrid", "data__max_tokens_per_rank": 6}
+POOLS = {
+    "dp4": layout(dp=4),
+    "cp2 dp3": layout(cp=2, dp=3),
+    "cp5 zero0": layout(cp=5, zero=0),
+    "dp4 tp2": layout(dp=4, tp=2),
+    "dp4 pp2": layout(dp=4, pp=2),
+    "dp4 pp3, no overlap": layout(dp=4, pp=3) | {"overlap__pp": False},
+    "cp2 dp2 tp2 pp2": layout(cp=2, dp=2, tp=2, pp=2),
+}
+
+
+@pytest.fixture(autouse=True)
+def unequal_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples of mock data have documents of unequal lengths."""
+    monkeypatch.setattr(mixture, "equal_documents", lambda length, document: DOCUMENTS)
+
+
+def check(family: str, pool: dict[str, Any], keys: dict[str, Any], folder: Path) -> None:
+    case = Case(family, {"data__mask": "document", **keys})
+    (alone,) = run_threads(configure(case, folder), train)
+    check_equal(run_threads(configure(case, folder, **(HYBRID | pool)), train), alone)
+
+
+def test_documents_in_packs_and_rings_do_not_change_a_run(tmp_path: Path) -> None:
+    """Documents of 13, 2, 1 and 8 tokens at 6 a rank: rings of 3 and 2 ranks and more, and packs."""
+    check("llama", POOLS["dp4"], {"batch__global": 4}, tmp_path)
+
+
+def test_rings_meet_in_pipelines(tmp_path: Path) -> None:
+    """Pipelines with micro-batches of different lengths and numbers."""
+    check("gpt", layout(dp=2, pp=2) | {"data__max_tokens_per_rank": 12}, {"batch__global": 4}, tmp_path)
+
+
+def test_a_rank_may_have_no_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixture, "equal_documents", lambda length, document: [length])
+    check("gpt", layout(cp=2, dp=2) | {"data__max_tokens_per_rank": 24}, {"batch__global": 2}, tmp_path)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_ring_in_the_last_backward_waits_for_no_reduction(
+    overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ring is a rank's first micro-batch where another rank has packs before it, and is the last of some rank."""
+    monkeypatch.setattr(mixture, "equal_documents", lambda length, document: [15, 9])
+    buckets = {"overlap__dp": overlap, "overlap__bucket_bytes": 2000, "model__num_layers": 4}
+    check("llama", layout(cp=2) | {"data__max_tokens_per_rank": 12}, {"batch__global": 1} | buckets, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [{}, {"model__window": 4}, {"train__recompute": "full"}], ids=str)
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("pool", POOLS)
+def test_no_pool_changes_a_run(pool: str, family: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    check(family, POOLS[pool], {"batch__global": 12} | keys, tmp_path)
+
+
+@pytest.mark.slow
+def test_documents_from_16_to_4096_tokens_in_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = [4096, 16, 1500, 64, 420, 2048]
+    monkeypatch.setattr(mixture, "equal_documents", lambda length, document: documents)
+    keys = {"model__seq_length": sum(documents), "batch__global": 4}
+    check("llama", layout(dp=4, pp=2) | {"data__max_tokens_per_rank": 2100}, keys, tmp_path)
+
+
+def sent_and_attended(folder: Path, keys: dict[str, Any]) -> tuple[int, dict[str, float]]:
+    """Bytes that all ranks send on in a step, and the scores of its attention, as every rank knows them."""
+    config = configure(CASES["llama"], folder, data__mask="document", **keys)
+
+    def step(run: Any) -> tuple[int, dict[str, float]]:
+        result = train_step(run, run.train_loader.batch(0))
+        run.buffers.finish_param_gather()
+        sent = sum(event.bytes for event in run.mesh.recorder.events() if event.name == "send_on")
+        return sent, {name: total for name, total in result.totals.items() if name.startswith("scores")}
+
+    ranks = run_threads(config, step)
+    return sum(sent for sent, _ in ranks), ranks[0][1]
+
+
+def ring_bytes(config: RunConfig) -> float:
+    """Bytes that the rings of a step send by the formula, of all layers and ranks."""
+    m, most = config.model, config.data.max_tokens_per_rank
+    assert most is not None
+    plan = plan_hybrid(DOCUMENTS * config.batch.total, config.dp, most, sequence_flops(config))
+    heads = Heads(m.num_heads, m.num_kv_heads, m.head_dim, compute=8, accumulate=8)
+    rings = [(plan.lengths[ring.sequences[0]], ring.ranks) for ring in plan.rings]
+    return m.num_layers * sum(ranks * context_bytes("ring", length, ranks, heads).total for length, ranks in rings)
+
+
+def test_only_documents_that_do_not_fit_a_rank_are_sent(tmp_path: Path) -> None:
+    _, attended = sent_and_attended(tmp_path, {})
+    for most, sends in ((13, False), (12, True), (6, True)):
+        keys = HYBRID | layout(dp=4) | {"data__max_tokens_per_rank": most}
+        sent, scores = sent_and_attended(tmp_path, keys)
+        config = configure(CASES["llama"], tmp_path, data__mask="document", **keys)
+        assert (sent > 0) == sends and sent == ring_bytes(config) and scores == attended

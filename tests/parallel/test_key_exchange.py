@@ -1,0 +1,44 @@
+"""The order of a ring's messages and of attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megascale.layout.sequence_shard import TokenSpan
+from megascale.parallel import key_exchange
+from megascale.parallel.key_exchange import RingOfKeys, VisibleScores
+
+PARTS = ((TokenSpan(0, 4),), (TokenSpan(4, 8),))
+
+
+class Message:
+    """A message whose wait is recorded."""
+
+    def __init__(self, moments: list[str]) -> None:
+        self._moments = moments
+
+    def wait(self) -> None:
+        self._moments.append("wait")
+
+
+@pytest.mark.parametrize(
+    ("overlap", "expected"),
+    [(True, ["send", "attend", "wait", "attend"]), (False, ["send", "wait", "attend", "attend"])],
+)
+def test_keys_travel_during_attention_or_before_it(
+    overlap: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moments: list[str] = []
+
+    def send_on(group: Any, out: torch.Tensor, into: torch.Tensor, *ranks: int, label: Any) -> Message:
+        moments.append("send")
+        return Message(moments)
+
+    monkeypatch.setattr(key_exchange, "send_on", send_on)
+    group: Any = None
+    ring = RingOfKeys(group, VisibleScores(PARTS, 0, 8, None, None), layer=0, overlap=overlap)
+    ring.forward(torch.zeros(2, 1, 1, 4, 2), lambda block, bands: moments.append("attend"))
+    assert moments == expected

@@ -1,0 +1,111 @@
+#!/usr/bin/env python3
+"""Compare optimizers on the quickstart model of 10 million parameters and its corpus: equal tokens, a small sweep of
+learning rates with the first seed, then the best rate with all seeds.
+
+`make quickstart` makes the data. Finished runs are not repeated: give another --output after a change of keys; the
+checkpoints of all runs take about 6 GB. `--small` shows the steps in minutes, on made-up data: its losses mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from curves import ONE_PROCESS, Curve, draw, path, plan, table
+
+from megascale.catalog.optimizers import OPTIMIZERS
+
+CONFIG, SMALL = "configs/quickstart.toml", "tools/experiments/optimizers_small.toml"
+
+KEYS = (*ONE_PROCESS, "batch.micro=4", "batch.global=16", "checkpoint.every=1000000")
+"""Changes: one process, a batch of 4096 tokens of the quickstart, and a checkpoint at the end only."""
+
+RULES = ("adamw", "muon", "came", "sinkgd", "spam", "conda", "galore")
+
+RATES = {"adamw": 2e-3, "muon": 2e-3, "came": 2e-3, "sinkgd": 2e-3, "spam": 2e-3, "conda": 2e-3, "galore": 8e-3}
+"""The rate in the middle of the sweep; of other rules AdamW's."""
+
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Rates of the sweep, relative to the middle."""
+
+OPTIONS = {
+    "conda": "{update_gap = 100}",
+    "galore": "{rank = 64, update_gap = 50}",
+    "spam": "{reset_every = 200, rewarmup = 50}",
+}
+"""Options for short runs."""
+
+HEAD = ("optimizer", "learning rate", "validation loss", "worst and best seed", "against AdamW")
+
+
+def main() -> None:
+    """Run the experiment."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="seeds with the best rate (1 2 3)")
+    parser.add_argument("--steps", type=int, default=600, help="steps of a run (default: 600, 2.5 million tokens)")
+    parser.add_argument("--rules", nargs="+", choices=OPTIMIZERS.names(), default=RULES, metavar="RULE",
+                        help=f"default: {' '.join(RULES)}")  # fmt: skip
+    parser.add_argument("--small", action="store_true", help="a tiny model, 8 steps, two rates, one seed")
+    parser.add_argument("--output", type=path, default="runs/optimizers", metavar="DIR", help="folder of the runs")
+    parser.add_argument("--picture", type=path, metavar="FILE.svg", help="plot the curves")
+    options = parser.parse_args()
+    full = (options.steps, options.seeds, FACTORS)
+    steps, seeds, factors = (8, options.seeds[:1], FACTORS[2:4]) if options.small else full
+    runs = Runs(SMALL if options.small else CONFIG, options.output, steps)
+    curves: dict[str, list[Curve]] = {}
+    rates: dict[str, float] = {}
+    for rule in dict.fromkeys(options.rules):
+        rates[rule] = runs.best_rate(rule, seeds[0], factors)
+        curves[rule] = [runs.train(rule, rates[rule], seed) for seed in seeds]
+        print(table(list(rows(curves, rates)), HEAD), flush=True)
+    if options.picture:
+        draw(curves, "Optimizers on the quickstart model", options.picture)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs of `steps` of one configuration, in subfolders of `output`."""
+
+    config: str
+    output: Path
+    steps: int
+
+    def train(self, rule: str, rate: float, seed: int) -> Curve:
+        """Train a run, or read a finished one."""
+        words = [*KEYS, f"train.steps={self.steps}", f"train.eval_every={max(1, self.steps // 12)}",
+                 f"train.seed={seed}", f"optimizer.name={rule}", f"optimizer.lr={rate:g}",
+                 f"optimizer.min_lr={rate / 10:g}", f"optimizer.warmup_steps={self.steps // 10}"]  # fmt: skip
+        words += [f"optimizer.options={OPTIONS[rule]}"] if rule in OPTIONS else []
+        name = f"{rule}-{rate:g}-{seed}"
+        return plan(self.config, self.output, {name: words})[name].train()
+
+    def best_rate(self, rule: str, seed: int, factors: Sequence[float]) -> float:
+        """Return the learning rate with the lowest last validation loss."""
+        middle = RATES.get(rule, RATES["adamw"])
+        losses = {middle * factor: self.train(rule, middle * factor, seed).last for factor in factors}
+        best = min(losses, key=lambda rate: losses[rate])
+        if best in (min(losses), max(losses)):
+            print(f"{rule}: the best rate, {best:g}, is at an end of the sweep", flush=True)
+        return best
+
+
+def rows(curves: Mapping[str, list[Curve]], rates: Mapping[str, float]) -> Iterator[list[str]]:
+    """Yield the table's rows: the last validation loss of every rule, with the mean over seeds."""
+    for rule, group in curves.items():
+        losses = [curve.last for curve in group]
+        mean = statistics.mean(losses)
+        base = statistics.mean(curve.last for curve in curves["adamw"]) if "adamw" in curves else mean
+        yield [
+            rule,
+            f"{rates[rule]:g}",
+            f"{mean:.4f}",
+            f"{max(losses):.4f}, {min(losses):.4f}",
+            f"{mean / base - 1:+.2%}",
+        ]
+
+
+if __name__ == "__main__":
+    main()
