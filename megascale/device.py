@@ -129,10 +129,10 @@ class PlainBuffers:
 
     def save(self, x: Tensor, host: Tensor) -> Wait:
         _saved_view(host, x.shape, x.dtype).copy_(x)
-        return _no_wait
+        return _nothing
 
     def load(self, host: Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Wait]:
-        return _saved_view(host, shape, dtype).clone(), _no_wait
+        return _saved_view(host, shape, dtype).clone(), _nothing
 
 
 class PinnedBuffers:
@@ -169,8 +169,8 @@ def _saved_view(host: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return host[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
-def _no_wait() -> None:
-    """The wait for a copy that is done."""
+def _nothing() -> None:
+    """Do nothing: there is nothing to wait for, or to undo."""
 
 
 @dataclass(frozen=True)
@@ -246,11 +246,15 @@ class Device:
         if not self.is_cpu:
             torch.cuda.synchronize(self.torch_device)
 
-    def pin_memory(self, memory: Tensor) -> None:
-        """Pin host memory in place, so that copies from a GPU are asynchronous."""
-        if not self.is_cpu:
-            portable = 1
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, portable))
+    def pin_memory(self, memory: Tensor) -> Callable[[], None]:
+        """Pin host memory in place, so that copies from a GPU are asynchronous. The returned function undoes it, which
+        must happen before the memory is freed: CUDA refuses to map addresses that it still counts as pinned.
+        """
+        if self.is_cpu:
+            return _nothing
+        portable, address = 1, memory.data_ptr()
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, memory.nbytes, portable))
+        return lambda: torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
 
     def total_memory(self) -> int:
         """Return the memory of the GPU, or of the host, in bytes."""

@@ -177,6 +177,7 @@ _CARDS = {
     ],
     "partial_attention": [
         _card("flash", "flash-attn 2 (Dao 2023)", "flash_partial:FlashPartial", **_FLASH_FACTS),
+        _card("varlen", "the kernels of flash-attn 2 in torch", "flash_partial:TorchVarlen", **_FLASH_FACTS),
         _card("torch", "torch's flash kernel for CPUs", "partial_attention:TorchFlash"),
     ],
     "rope": [

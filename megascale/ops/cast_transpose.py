@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -30,11 +28,12 @@ def cast_transpose(
     return data, transposed
 
 
+# Triton evaluates annotations when it compiles, and knows none but its own
 @triton.jit  # type: ignore[untyped-decorator]
-def _cast_transpose(  # noqa: PLR0913
-    x: Any, factor: Any, data: Any, transposed: Any, m: Any, k: Any, high: Any, wide: Any, factors: Any, fp8_max: Any,
+def _cast_transpose(  # type: ignore[no-untyped-def] # noqa: PLR0913
+    x, factor, data, transposed, m, k, high, wide, factors, fp8_max,
     fp8: tl.constexpr, rowwise: tl.constexpr, one_factor: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """Cast a tile of x [m, k]. A factor covers `high` rows and `wide` columns; `factors`: row length of `factor`."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]

@@ -1,5 +1,5 @@
 """Attention to some of the keys by flash-attn 2, whose kernels take sequences of any lengths, return the log-sum-exp,
-and go backward with one that is given.
+and go backward with one that is given: those of the library, or those that torch's GPU builds contain.
 
 Bands with the same windows are laid end to end and computed in one call, queries [n, heads, d] and keys [m, kv heads,
 d]: the number of kernels does not grow with the documents of a row.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,8 @@ from megascale.ops.core_attention import half_precision_unsupported
 from megascale.ops.library import FLASH
 from megascale.ops.partial_attention import Accumulator, Attended, Gradients, PartialAttention
 from megascale.ops.select import OpContext
+
+aten = torch.ops.aten
 
 LIBRARY = replace(FLASH, versions=">=2.7,<3")
 """Releases whose forward and backward take the two sides of a window apart."""
@@ -40,6 +43,76 @@ class FlashPartial:
         m = context.model
         forward, backward = library._flash_attn_varlen_forward, library._flash_attn_varlen_backward
         return FlashPartialAttention(forward, backward, m.attention_scale or m.head_dim**-0.5)
+
+
+class TorchVarlen:
+    """The same kernels in torch (`torch.nn.attention.varlen`)."""
+
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        if context.model.head_dim % 8:
+            return "needs a head dim divisible by 8"
+        if reason := half_precision_unsupported(context):
+            return reason
+        return None if find_spec("torch.nn.attention.varlen") else "needs torch 2.10 or later"
+
+    def build(self, context: OpContext) -> PartialAttention:
+        m = context.model
+        return FlashPartialAttention(_varlen_forward, _varlen_backward, m.attention_scale or m.head_dim**-0.5)
+
+
+def _varlen_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Call torch's forward with the arguments of flash-attn's; the rest has no effect."""
+    return aten._flash_attention_forward(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, causal, return_debug_mask=False,
+        scale=softmax_scale, window_size_left=window_size_left, window_size_right=window_size_right,
+    )[:2]  # fmt: skip
+
+
+def _varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    **_: Any,
+) -> None:
+    """Call torch's backward with the arguments of flash-attn's. It follows
+    `torch.are_deterministic_algorithms_enabled()` by itself.
+    """
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+    found = aten._flash_attention_backward(
+        dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, causal,
+        *no_dropout, scale=softmax_scale, window_size_left=window_size_left, window_size_right=window_size_right,
+    )  # fmt: skip
+    for into, grad in zip((dq, dk, dv), found, strict=True):
+        into.copy_(grad)
 
 
 class _Call(NamedTuple):

@@ -17,6 +17,7 @@ from megascale.catalog.layers import NORMS
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.recipes import RECIPES
 from megascale.config.train import OptimizerConfig
+from megascale.device import detect_device
 from megascale.layout.param_groups import ParamGroup
 from megascale.layout.score_bands import score_bands
 from megascale.layout.sequence_shard import TokenSpan, shard_sequence
@@ -115,7 +116,10 @@ def difference(operation: str, backend: str, context: OpContext) -> float:
     inputs = [tensor.to(context.device.torch_device, context.dtype) for tensor in case.inputs(context)]
     tested = _results(case, operation, backend, context, inputs)
     fp64 = replace(context, dtype=torch.float64, compiled=False)
-    expected = _results(case, operation, "torch", fp64, [tensor.double() for tensor in inputs])
+    if unsupported_reason(operation, "torch", fp64):  # attention in parts: a kernel for CPUs
+        fp64 = replace(fp64, device=detect_device(allow_gpu=False))
+    exact_inputs = [tensor.to(fp64.device.torch_device, torch.float64) for tensor in inputs]
+    expected = [exact.to(tested[0].device) for exact in _results(case, operation, "torch", fp64, exact_inputs)]
     largest = torch.stack([exact.abs().max() for exact in expected])
     largest = largest.where(largest > ZERO * largest.max(), largest.max()).clamp(min=ZERO)
     errors = [(result.double() - exact).abs().max() for result, exact in zip(tested, expected, strict=True)]

@@ -34,7 +34,7 @@ def test_the_sum_over_micro_batches_is_that_of_fp64() -> None:
         addmm_wgrad(total, grad, x, index > 0)
         exact += grad.double().t() @ x.double()
     error = float((total.double() - exact).abs().max() / exact.abs().max())
-    assert error < 2e-6, f"{error:.1e}: a product that is rounded to bf16 is off by 2e-3"
+    assert error < 1e-5, f"{error:.1e}: a product that is rounded to bf16 is off by 2e-3"
 
 
 def test_no_product_is_allocated() -> None:

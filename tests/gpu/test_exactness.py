@@ -35,6 +35,28 @@ def test_ten_steps_are_those_of_a_cpu(
     assert difference < tolerance
 
 
+MASKED: dict[str, dict[str, Any]] = {
+    "documents": {"data__mask": "document", "data__document_length": 50},
+    "windows": {"model__window": 32},
+    "soft caps": {"model__attention_softcap": 5.0, "model__logit_softcap": 3.0},
+    "chunks": {"data__chunk_tokens": 32, "data__keep_chunks": 2},
+    "chunks of documents": {
+        "data__chunk_tokens": 32, "data__keep_chunks": 2, "data__mask": "document", "data__document_length": 50,
+    },
+}  # fmt: skip
+"""Attention other than to whole rows, for which a GPU has other kernels."""
+
+
+@pytest.mark.parametrize("case", MASKED)
+def test_masked_attention_is_that_of_a_cpu(case: str, tmp_path: Path, figure: Figure) -> None:
+    keys = {"train__precision": "bf16", "optimizer__lr": 1e-3, **MASKED[case]}
+    config = config_of(settings(WIDE, tmp_path, **keys), tmp_path)
+    (ours,), (expected,) = world_of(1, curve_on, config, STEPS), run_world(1, train_curve, config, STEPS)
+    difference = furthest(ours, expected)
+    figure("difference", difference)
+    assert difference < 1e-2
+
+
 @pytest.mark.parametrize("keys", [{"train__activation_offload": True}, {"train__mlp_tiles": 4}], ids=str)
 def test_what_saves_memory_changes_no_step(keys: dict[str, Any], tmp_path: Path, figure: Figure) -> None:
     """Inputs of many blocks that travel through host memory, and an MLP in tiles, both recomputed."""
@@ -49,12 +71,17 @@ def test_what_saves_memory_changes_no_step(keys: dict[str, Any], tmp_path: Path,
 
 def verdicts(rank: Rank, config: Any) -> list[tuple[str, str, bool, float | None, str | None]]:
     """Each backend that could serve: operation, name, whether it serves, its difference, what is wrong with it."""
+    from dataclasses import replace
+
+    import torch
+
     from megascale.ops.select import OpContext
     from megascale.ops.selftest import check_backends
 
     setting = OpContext.from_config(config, device_of(rank))
+    setting = replace(setting, attends_in_parts=setting.dtype == torch.bfloat16)
     found = []
-    for operation in BACKENDS:
+    for operation in filter(setting.uses, BACKENDS):
         examination = check_backends(operation, setting)
         assert examination.problem is None, examination.problem
         for verdict in examination.verdicts:

@@ -41,7 +41,7 @@ def steps(rank: Rank, config: Any, count: int) -> tuple[list[int], list[int], in
 
 
 def test_fifty_steps_leave_nothing_behind(tmp_path: Path) -> None:
-    config = config_of(settings(GPT, tmp_path, train__precision="bf16", train__steps=50), tmp_path)
+    config = config_of(settings(GPT, tmp_path, train__precision="bf16", train__steps=60), tmp_path)
     ((allocated, marks, _),) = world_of(1, steps, config, 50)
     assert len(set(allocated[2:])) == 1, "bytes in use after a step change"
     assert max(marks[10:]) <= max(marks[:10]) + 8, "marks pile up"

@@ -112,7 +112,7 @@ def build(task: Task, device: Device) -> tuple[Any, Any, Any]:
         clip_grad=given["clip_norm"], adam_beta1=given["betas"][0], adam_beta2=given["betas"][1],
         adam_eps=given["eps"], bf16=narrow, params_dtype=torch.bfloat16 if narrow else torch.float32,
     )  # fmt: skip
-    optimizer = get_megatron_optimizer(options, [ddp])
+    optimizer = get_megatron_optimizer(options, [ddp], use_gloo_process_groups=task.cpu)
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss if narrow else None
     return config, ddp, optimizer

@@ -23,8 +23,7 @@ def check_device_copy(arguments: Mapping[str, Any]) -> CheckResult:
     device = detect_device(whole_number(os.environ, "LOCAL_RANK"))
     if device.is_cpu:
         return CheckResult("device_copy", skipped="no GPU", platform=device.name)
-    host = torch.empty(COPY_BYTES, dtype=torch.uint8)
-    device.pin_memory(host)
+    host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     source = torch.randint(0, 256, (COPY_BYTES,), dtype=torch.uint8, device=device.torch_device)
     target = torch.empty_like(source)
     rates = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,7 +41,7 @@ class Snapshot:
         self.path = f"/proc/self/fd/{self.descriptor}"
         self._memory = mmap.mmap(self.descriptor, self.size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self.buffer = torch.frombuffer(self._memory, dtype=torch.uint8)
-        device.pin_memory(self.buffer)
+        weakref.finalize(self, device.pin_memory(self.buffer)).atexit = False  # then CUDA may be gone
         self._copies = [
             self.buffer[start : start + tensor.nbytes].view(tensor.dtype)
             for tensor, start in zip(self._tensors, self._starts, strict=True)

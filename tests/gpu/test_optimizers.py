@@ -1,0 +1,34 @@
+"""Every update rule steps on a GPU as on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megascale.catalog.optimizers import OPTIMIZERS
+from tests.gpu.conftest import Figure
+from tests.gpu.machine import curve_on, furthest, world_of
+from tests.runs import LLAMA, config_of, settings, train_curve
+from tests.worlds import run_world
+
+pytestmark = pytest.mark.gpu(1)
+
+STEPS = 6
+
+TOLERANCES = {"muon": 1e-2, "adamw_8bit": 1e-4, "galore_8bit": 1e-4, "soap": 1e-2}
+"""Of the loss. Muon multiplies in bf16; a number may be rounded to another of the 256 codes; rounding decides SOAP's
+first bases.
+"""
+
+
+@pytest.mark.parametrize("rule", OPTIMIZERS.names())
+def test_every_rule_steps_as_on_a_cpu(rule: str, tmp_path: Path, figure: Figure) -> None:
+    model = LLAMA | {"num_layers": 2, "hidden_size": 64, "ffn_size": 96, "vocab_size": 128}
+    config = config_of(
+        settings(model, tmp_path, optimizer__name=rule, optimizer__lr=1e-3, train__steps=STEPS), tmp_path
+    )
+    (ours,), (expected,) = world_of(1, curve_on, config, STEPS), run_world(1, train_curve, config, STEPS)
+    difference = furthest([(loss,) for loss, _ in ours], [(loss,) for loss, _ in expected])
+    figure("difference of the loss", difference)
+    assert difference < TOLERANCES.get(rule, 1e-9)
