@@ -46,7 +46,7 @@ class FlashPartial:
 
 
 class TorchVarlen:
-    """The same kernels in torch (`torch.nn.attention.varlen`)."""
+    """flash-attn 2's kernels in torch's GPU builds (`torch.nn.attention.varlen`)."""
 
     def unsupported_reason(self, context: OpContext) -> str | None:
         if context.model.head_dim % 8:

@@ -93,6 +93,21 @@ def test_ranks_that_share_sequences_resume_as_one_process_and_back(tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_ranks_that_share_sequences_resume_as_a_pool_and_as_one_process(tmp_path: Path) -> None:
+    documents = {"data__mask": "document", "data__document_length": 5}
+    run = RUN | documents | {"model__dropout": 0.0, "train__steps": 9, "train__precision": "fp64"}
+    alone = curve(finish(job_config(tmp_path / "alone", LLAMA, **run)))
+    config = job_config(tmp_path / "shared", LLAMA, **run)
+    finish(config, "parallel.cp=4", "train.steps=3")
+    hybrid = "parallel.cp_mode=hybrid", "data.max_tokens_per_rank=4"  # a ring for documents of five tokens
+    finish(config, "parallel.cp=2", "parallel.dp=2", *hybrid, "train.steps=6")
+    resumed = curve(finish(config))
+    for (step, *values), (expected_step, *expected) in zip(resumed, alone, strict=True):
+        assert step == expected_step
+        assert values == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.slow
 def test_sigterm_finishes_the_step_saves_and_exits_143(uninterrupted: Any, tmp_path: Path) -> None:
     config = job_config(tmp_path, GPT, **LAYOUT, **RUN)
     job = Job(config)
