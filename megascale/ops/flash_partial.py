@@ -60,21 +60,10 @@ class TorchVarlen:
         return FlashPartialAttention(_varlen_forward, _varlen_backward, m.attention_scale or m.head_dim**-0.5)
 
 
-def _varlen_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    **_: Any,
-) -> tuple[Tensor, Tensor]:
+def _varlen_forward(  # noqa: PLR0913
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int, window_size_right: int, **_: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Call torch's forward with the arguments of flash-attn's; the rest has no effect."""
     return aten._flash_attention_forward(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, causal, return_debug_mask=False,
@@ -82,27 +71,11 @@ def _varlen_forward(
     )[:2]  # fmt: skip
 
 
-def _varlen_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    **_: Any,
-) -> None:
+def _varlen_backward(  # noqa: PLR0913
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float,
+    softmax_scale: float, causal: bool, window_size_left: int, window_size_right: int, **_: Any,
+) -> None:  # fmt: skip
     """Call torch's backward with the arguments of flash-attn's. It follows
     `torch.are_deterministic_algorithms_enabled()` by itself.
     """

@@ -55,6 +55,35 @@ def test_the_curve_is_that_of_one_gpu(family: str, name: str, tmp_path: Path, fi
     assert difference < 1e-5
 
 
+KEYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ring": (2, {"parallel__cp": 2}),
+    "ring of documents": (2, {"parallel__cp": 2, "parallel__cp_sharding": "document"}),
+    "allgather": (2, {"parallel__cp": 2, "parallel__cp_mode": "allgather"}),
+    "usp": (4, {"parallel__cp": 4, "parallel__cp_mode": "usp", "parallel__cp_ulysses": 2}),
+    "ring pp 2": (4, {"parallel__cp": 2, "parallel__pp": 2}),
+    "hybrid pp 2": (
+        4, {"parallel__dp": 2, "parallel__pp": 2, "parallel__cp_mode": "hybrid", "data__max_tokens_per_rank": 64},
+    ),
+}  # fmt: skip
+"""Ways in which ranks exchange keys, whose kernels are for bf16."""
+PACKED = {"data__mask": "document", "data__document_length": 100}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.gpu(count)) for name, (count, _) in KEYS.items()]
+)
+def test_ranks_that_exchange_keys(name: str, tmp_path: Path, figure: Figure) -> None:
+    count, layout = KEYS[name]
+    documents = PACKED if "document" in name or "hybrid" in name else {}
+    common = {"train__precision": "bf16", "optimizer__lr": 1e-3, **documents}
+    alone = config_of(settings(WIDE, tmp_path / "one", **common), tmp_path / "one")
+    config = config_of(settings(WIDE, tmp_path / "many", **common, **layout), tmp_path / "many")
+    (expected,), found = world_of(1, curve_on, alone, STEPS), world_of(count, curve_on, config, STEPS)
+    difference = furthest(found[0], expected)
+    figure("difference", difference)
+    assert difference < 1e-2
+
+
 @pytest.mark.gpu(4)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_fp8_on_four_gpus(recipe: str, tmp_path: Path, figure: Figure) -> None:

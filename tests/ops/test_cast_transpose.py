@@ -32,6 +32,27 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Tens
     del sys.modules[name]
 
 
+@pytest.mark.parametrize("x", ["*bf16", "*fp32"])
+@pytest.mark.parametrize("one_factor", [True, False])
+@pytest.mark.parametrize("fp8_name", ["fp8e4nv", "fp8e5"])
+def test_it_compiles_for_hopper(fp8_name: str, one_factor: bool, x: str) -> None:
+    """Triton's compiler needs no GPU, and is stricter than its interpreter."""
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from megascale.ops.cast_transpose import COLUMNS, FORMATS, ROWS, _cast_transpose
+
+    constants = {"rowwise": True, "one_factor": one_factor, "ROWS": ROWS, "COLUMNS": COLUMNS}
+    constants["fp8"] = next(dtype for dtype in FORMATS.values() if dtype.name == fp8_name)
+    sizes = dict.fromkeys(("m", "k", "high", "wide", "factors"), "i32")
+    types = {"x": x, "factor": "*fp32", "data": f"*{fp8_name}", "transposed": f"*{fp8_name}", "fp8_max": "fp32"}
+    signature = types | sizes | dict.fromkeys(constants, "constexpr")
+    order = {name: signature[name] for name in _cast_transpose.arg_names}
+    compiled = compile(ASTSource(_cast_transpose, order, constants), target=GPUTarget("cuda", 90, 32))
+    assert {"fp8e4nv": ".e4m3x2", "fp8e5": ".e5m2x2"}[fp8_name] in compiled.asm["ptx"], "casts pairs to this format"
+
+
 def numbers(m: int, k: int, dtype: torch.dtype) -> Tensor:
     """Return a matrix of zeros and numbers with two significant bits."""
     values = torch.tensor([0.0, 1.0, 1.5, 2.0, -3.0, -1.0, 0.5], dtype=dtype)

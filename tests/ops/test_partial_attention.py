@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from megascale.layout.document_shards import shard_documents
 from megascale.layout.score_bands import score_bands
 from megascale.layout.sequence_shard import Spans, TokenSpan, shard_sequence
 from megascale.layout.windows import QUERY_BLOCK
+from megascale.ops import flash_partial
 from megascale.ops.boundaries import Boundaries
 from megascale.ops.core_attention import torch_attend
 from megascale.ops.flash_partial import FlashPartialAttention
@@ -156,12 +159,60 @@ def at_once(given: list[Tensor], window: int | None, starts: Starts, scale: floa
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
+def aten_forward(
+    query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor, cum_seq_k: Tensor, max_q: int, max_k: int,
+    dropout_p: float, is_causal: bool, return_debug_mask: bool, *, scale: float, window_size_left: int,
+    window_size_right: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Stand in for torch's `_flash_attention_forward`."""
+    lengths = cum_seq_q, cum_seq_k, max_q, max_k
+    found = varlen_forward(
+        query, key, value, *lengths, dropout_p, scale, is_causal, window_size_left, window_size_right
+    )  # fmt: skip
+    assert not return_debug_mask
+    return *found, torch.empty(0)
+
+
+def aten_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, cum_seq_q: Tensor,
+    cum_seq_k: Tensor, max_q: int, max_k: int, dropout_p: float, is_causal: bool, rng_state: Tensor, unused: Tensor, *,
+    scale: float, window_size_left: int, window_size_right: int,
+) -> list[Tensor]:  # fmt: skip
+    """Stand in for torch's `_flash_attention_backward`."""
+    found = [torch.empty_like(t) for t in (query, key, value)]
+    varlen_backward(
+        grad_out, query, key, value, out, logsumexp, *found, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, scale,
+        is_causal, window_size_left, window_size_right, 0.0, None, False,
+    )  # fmt: skip
+    return found
+
+
 ATTENTION: dict[str, PartialAttention] = {
     "torch": TorchPartialAttention(0.3),
     "flash": FlashPartialAttention(varlen_forward, varlen_backward, 0.3),
+    "varlen": FlashPartialAttention(flash_partial._varlen_forward, flash_partial._varlen_backward, 0.3),
 }
 
 
+@pytest.fixture
+def kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for the operators that torch has on GPUs alone."""
+    operators = SimpleNamespace(_flash_attention_forward=aten_forward, _flash_attention_backward=aten_backward)
+    monkeypatch.setattr(flash_partial, "aten", operators)
+
+
+@pytest.mark.parametrize("stand_in", [aten_forward, aten_backward])
+def test_stand_ins_take_the_operators_arguments(stand_in: Any) -> None:
+    ours = inspect.signature(stand_in).parameters
+    schema = getattr(torch.ops.aten, f"_flash_attention_{stand_in.__name__.removeprefix('aten_')}").default._schema
+    optional = {argument.name for argument in schema.arguments if argument.has_default_value()}
+    theirs = {argument.name: argument.kwarg_only for argument in schema.arguments if argument.name in ours}
+    assert {name: p.kind == p.KEYWORD_ONLY for name, p in ours.items()} == theirs
+    assert {argument.name for argument in schema.arguments} - optional <= ours.keys()
+    assert list(ours) == list(theirs), "in the same order"
+
+
+@pytest.mark.usefixtures("kernels_of_a_gpu")
 @pytest.mark.parametrize("backend", ATTENTION)
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("starts", [None, STARTS])

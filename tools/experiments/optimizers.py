@@ -31,13 +31,6 @@ RATES = {"adamw": 2e-3, "muon": 2e-3, "came": 2e-3, "sinkgd": 2e-3, "spam": 2e-3
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Rates of the sweep, relative to the middle."""
 
-OPTIONS = {
-    "conda": "{update_gap = 100}",
-    "galore": "{rank = 64, update_gap = 50}",
-    "spam": "{reset_every = 200, rewarmup = 50}",
-}
-"""Options for short runs."""
-
 HEAD = ("optimizer", "learning rate", "validation loss", "worst and best seed", "against AdamW")
 
 
@@ -48,13 +41,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600, help="steps of a run (default: 600, 2.5 million tokens)")
     parser.add_argument("--rules", nargs="+", choices=OPTIMIZERS.names(), default=RULES, metavar="RULE",
                         help=f"default: {' '.join(RULES)}")  # fmt: skip
+    parser.add_argument("--factors", nargs="+", type=float, default=FACTORS, metavar="F",
+                        help="rates of the sweep, relative to the middle (default: 0.25 0.5 1 2 4)")  # fmt: skip
     parser.add_argument("--small", action="store_true", help="a tiny model, 8 steps, two rates, one seed")
     parser.add_argument("--output", type=path, default="runs/optimizers", metavar="DIR", help="folder of the runs")
     parser.add_argument("--picture", type=path, metavar="FILE.svg", help="plot the curves")
-    options = parser.parse_args()
-    full = (options.steps, options.seeds, FACTORS)
+    parser.add_argument("words", nargs="*", metavar="key=value", help="settings of every run")
+    options = parser.parse_intermixed_args()
+    full = (options.steps, options.seeds, options.factors)
     steps, seeds, factors = (8, options.seeds[:1], FACTORS[2:4]) if options.small else full
-    runs = Runs(SMALL if options.small else CONFIG, options.output, steps)
+    runs = Runs(SMALL if options.small else CONFIG, options.output, steps, options.words)
     curves: dict[str, list[Curve]] = {}
     rates: dict[str, float] = {}
     for rule in dict.fromkeys(options.rules):
@@ -67,20 +63,31 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of `steps` of one configuration, in subfolders of `output`."""
+    """Runs of `steps` of one configuration with settings `words`, in subfolders of `output`."""
 
     config: str
     output: Path
     steps: int
+    words: Sequence[str]
 
     def train(self, rule: str, rate: float, seed: int) -> Curve:
         """Train a run, or read a finished one."""
         words = [*KEYS, f"train.steps={self.steps}", f"train.eval_every={max(1, self.steps // 12)}",
                  f"train.seed={seed}", f"optimizer.name={rule}", f"optimizer.lr={rate:g}",
                  f"optimizer.min_lr={rate / 10:g}", f"optimizer.warmup_steps={self.steps // 10}"]  # fmt: skip
-        words += [f"optimizer.options={OPTIONS[rule]}"] if rule in OPTIONS else []
+        words += [*self.options(rule), *self.words]
         name = f"{rule}-{rate:g}-{seed}"
         return plan(self.config, self.output, {name: words})[name].train()
+
+    def options(self, rule: str) -> list[str]:
+        """Options of a rule that suit short runs: their defaults are for a hundred thousand steps."""
+        gap = max(1, self.steps // 12)
+        short = {
+            "conda": f"{{update_gap = {gap}}}",
+            "galore": f"{{rank = 64, update_gap = {gap}}}",
+            "spam": f"{{reset_every = {4 * gap}, rewarmup = {gap}}}",
+        }
+        return [f"optimizer.options={short[rule]}"] if rule in short else []
 
     def best_rate(self, rule: str, seed: int, factors: Sequence[float]) -> float:
         """Return the learning rate with the lowest last validation loss."""
