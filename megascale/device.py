@@ -256,6 +256,12 @@ class Device:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, memory.nbytes, portable))
         return lambda: torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
 
+    def host_threads(self) -> int:
+        """Return the number of threads that may compute on the host: torch's on a CPU; beside a GPU this rank's
+        share of the cores, since torchrun sets OMP_NUM_THREADS to 1.
+        """
+        return torch.get_num_threads() if self.is_cpu else max(1, usable_cores() // local_world_size(default=1))
+
     def total_memory(self) -> int:
         """Return the memory of the GPU, or of the host, in bytes."""
         if not self.is_cpu:

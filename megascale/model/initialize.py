@@ -7,6 +7,9 @@ intersect its shard and discards the rest; no rank holds a full matrix of a larg
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -18,28 +21,44 @@ BLOCK = 1 << 20
 """Elements of a block, rounded down to whole rows, at least one row."""
 
 
+def init_parameters(
+    parameters: Iterable[tuple[torch.Tensor, ParamSpec]], topology: Topology, coord: Coord, seed: int, threads: int = 1
+) -> None:
+    """Initialize shards, each [local shape] of its parameter on the rank at `coord`; padding is zero. Blocks are drawn
+    by `threads` at a time, as torch draws without Python's lock; their number changes no weight.
+    """
+    draws = (draw for target, parameter in parameters for draw in _draws(target, parameter, topology, coord, seed))
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in pool.map(lambda draw: draw(), draws):  # raises what a thread raised
+            pass
+
+
 @torch.no_grad()
-def init_parameter(target: torch.Tensor, parameter: ParamSpec, topology: Topology, coord: Coord, seed: int) -> None:
-    """Initialize `target` [local shape], the shard of `parameter` on the rank at `coord`; padding is zero."""
+def _draws(
+    target: torch.Tensor, parameter: ParamSpec, topology: Topology, coord: Coord, seed: int
+) -> Iterator[Callable[[], None]]:
+    """Fill a shard with constants, and yield what draws its blocks."""
     target.zero_()
     row = 0
     for tensor in parameter.parts:
         offset, size = tensor.local_box(topology, coord)
-        if all(size):
-            _fill_box(target[row : row + size[0]], tensor, offset, size, seed)
+        box = target[row : row + size[0]]
+        if all(size) and tensor.init == "normal":
+            yield from _blocks(box, tensor, offset, size, seed)
+        elif all(size):
+            box.fill_(1.0 if tensor.init == "ones" else 0.0)
         row += tensor.local_shape(topology)[0]
 
 
-def _fill_box(
+def _blocks(
     target: torch.Tensor, tensor: TensorSpec, offset: tuple[int, ...], size: tuple[int, ...], seed: int
-) -> None:
-    if tensor.init != "normal":
-        target.fill_(1.0 if tensor.init == "ones" else 0.0)
-        return
+) -> Iterator[Callable[[], None]]:
     columns = tensor.shape[1:]
     local_columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], size[1:], strict=True))
     rows = max(1, BLOCK // math.prod(columns))
-    for block in range(offset[0] // rows, (offset[0] + size[0] - 1) // rows + 1):
+
+    @torch.no_grad()
+    def draw(block: int) -> None:
         first = block * rows
         count = min(rows, tensor.shape[0] - first)
         generator = torch.Generator().manual_seed(seed_of(seed, "weight", tensor.name, block))
@@ -47,3 +66,6 @@ def _fill_box(
         low, high = max(first, offset[0]), min(first + count, offset[0] + size[0])
         local_values = values[(slice(low - first, high - first), *local_columns)]
         target[low - offset[0] : high - offset[0]] = local_values.to(target.device)
+
+    for block in range(offset[0] // rows, (offset[0] + size[0] - 1) // rows + 1):
+        yield partial(draw, block)

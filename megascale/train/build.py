@@ -37,7 +37,7 @@ from megascale.layout.param_groups import ParamGroups
 from megascale.layout.recompute_policy import recompute_policy
 from megascale.layout.sequence_shard import sequence_chunks
 from megascale.layout.topology import topology_of
-from megascale.model.initialize import init_parameter
+from megascale.model.initialize import init_parameters
 from megascale.model.modules import LayerContext, Operators
 from megascale.model.transformer import Stage
 from megascale.ops import select
@@ -157,7 +157,7 @@ def build_rank_run(
     context = OpContext.from_config(config, device)
     buffers = build_buffers(config, mesh, dtypes, device.torch_device, select.build_op("wgrad", context))
     if init_weights:
-        initialize_weights(buffers, mesh, config.train.seed)
+        initialize_weights(buffers, mesh, device, config.train.seed)
     fp8_state = Fp8State(config, mesh, device.torch_device, select.build_op("linear", context))
     offload = ActivationOffload(device.host_buffers()) if config.train.activation_offload else None
     stages = build_stages(config, mesh, buffers, tp, Operators.from_context(context), fp8_state, offload)
@@ -250,11 +250,14 @@ def build_buffers(
     )
 
 
-def initialize_weights(buffers: ParamAndGradBuffers, mesh: Mesh, seed: int) -> None:
+def initialize_weights(buffers: ParamAndGradBuffers, mesh: Mesh, device: Device, seed: int) -> None:
     """Draw this rank's initial weights, which do not depend on the layout."""
-    for bucket in buffers.buckets:
-        for slot in bucket.layout.slots:
-            init_parameter(bucket.parameters[slot.parameter.name], slot.parameter, mesh.topology, mesh.coord, seed)
+    parameters = (
+        (bucket.parameters[slot.parameter.name], slot.parameter)
+        for bucket in buffers.buckets
+        for slot in bucket.layout.slots
+    )
+    init_parameters(parameters, mesh.topology, mesh.coord, seed, device.host_threads())
 
 
 def build_stages(

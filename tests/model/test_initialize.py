@@ -17,7 +17,7 @@ from megascale.core.rank import Rank
 from megascale.layout.tensors import ParamSpec, TensorSpec, all_params, matrix_param
 from megascale.layout.topology import Coord, Topology
 from megascale.model import initialize
-from megascale.model.initialize import init_parameter
+from megascale.model.initialize import init_parameters
 from tests.marks import only_quick
 from tests.oracles.ours import Piece, boxes_of, join, parameters_of
 from tests.runs import FAMILIES, build_run, config_of, settings
@@ -27,12 +27,12 @@ SEED = 7
 
 
 def local(
-    parameter: ParamSpec, rank: int, tp: int, dtype: torch.dtype = torch.float32, seed: int = SEED
+    parameter: ParamSpec, rank: int, tp: int, dtype: torch.dtype = torch.float32, seed: int = SEED, threads: int = 1
 ) -> torch.Tensor:
     """Initialize a rank's shard in memory that is not zero."""
     topology = Topology(tp=tp)
     target = torch.full(parameter.local_shape(topology), 1e9, dtype=dtype)
-    init_parameter(target, parameter, topology, Coord(tp=rank), seed)
+    init_parameters([(target, parameter)], topology, Coord(tp=rank), seed, threads)
     return target
 
 
@@ -95,6 +95,7 @@ def test_a_tensor_of_many_blocks() -> None:
     parameter = matrix_param("wide", TensorSpec("wide", (2_500, 1_024), {"tp": 0}, std=0.1))
     results = torch.cat([local(parameter, rank, 4) for rank in range(4)])
     assert torch.equal(results, local(parameter, 0, 1))
+    assert torch.equal(results, local(parameter, 0, 1, threads=3))
     first, second = (
         results[: initialize.BLOCK // 1_024],
         results[initialize.BLOCK // 1_024 :][: initialize.BLOCK // 1_024],

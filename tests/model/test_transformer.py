@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megascale.config.model import ModelConfig
 from megascale.layout.tensors import all_params
 from megascale.layout.topology import Coord, Topology
-from megascale.model.initialize import init_parameter
+from megascale.model.initialize import init_parameters
 from megascale.model.transformer import Stage
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.rng import Dropout
@@ -27,7 +27,7 @@ def stage_of(model: dict[str, Any]) -> Stage:
     parameters = {}
     for parameter in all_params(config):
         target = torch.empty(parameter.local_shape(Topology()), dtype=torch.float64)
-        init_parameter(target, parameter, Topology(), Coord(), seed=0)
+        init_parameters([(target, parameter)], Topology(), Coord(), seed=0)
         parameters[parameter.name] = nn.Parameter(target)
     return Stage(given(config, parameters), range(config.num_layers), True, True)
 

@@ -37,13 +37,13 @@ WIDE = {"num_kv_heads": 4}  # for tp = 4
 def plain_gradients(config: Any) -> dict[str, Tensor]:
     """Compute gradients of the first step's mean loss by autograd alone, without buckets, micro-batches and groups."""
     from megascale.layout.tensors import all_params
-    from megascale.model.initialize import init_parameter
+    from megascale.model.initialize import init_parameters
     from megascale.model.transformer import Stage
 
     parameters = {}
     for parameter in all_params(config.model):
         weight = torch.zeros(parameter.local_shape(Topology()), dtype=torch.float64)
-        init_parameter(weight, parameter, Topology(), Coord(), config.train.seed)
+        init_parameters([(weight, parameter)], Topology(), Coord(), config.train.seed)
         parameters[parameter.name] = nn.Parameter(weight)
     layers = range(config.model.num_layers)
     stage = Stage(given(config.model, parameters), layers, True, True)

@@ -156,14 +156,14 @@ def by_the_formula(config: Any) -> Reference:
     """Train without our buckets, micro-batches, groups and optimizer."""
     from megascale.data.loader import BatchShape, Loader
     from megascale.data.mixture import build_mixture
-    from megascale.model.initialize import init_parameter
+    from megascale.model.initialize import init_parameters
     from megascale.model.transformer import Stage
 
     o, total = config.optimizer, config.batch.total
     parameters = {}
     for parameter in all_params(config.model):
         weight = torch.zeros(parameter.local_shape(Topology()), dtype=torch.float64)
-        init_parameter(weight, parameter, Topology(), Coord(), config.train.seed)
+        init_parameters([(weight, parameter)], Topology(), Coord(), config.train.seed)
         parameters[parameter.name] = nn.Parameter(weight)
     stage = Stage(given(config.model, parameters), range(config.model.num_layers), True, True)
     samples = build_mixture(config, "train")
