@@ -3,6 +3,7 @@
 - `Device`, `detect_device`: this process's GPU or CPU
 - `Mark`, `Timer`, `HostTimer`, `StreamTimer`: moments in the device's work, and their times
 - `Wait`, `HostBuffers`, `PlainBuffers`, `PinnedBuffers`: copies of tensors in host memory, made beside compute
+- `copy_to_device`: a copy that does not block the host
 - `gpu_count`, `no_gpu_reason`, `gpu_stack_versions`, `is_out_of_memory`: facts about GPUs and errors
 """
 
@@ -15,6 +16,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, dtype
@@ -323,6 +325,14 @@ def gpu_stack_versions() -> dict[str, str]:
         versions["cuDNN"] = str(torch.backends.cudnn.version())
         versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     return versions
+
+
+def copy_to_device(values: Tensor | np.ndarray, device: torch.device) -> Tensor:
+    """Copy what is in host memory to the device; on a CPU the result shares its memory."""
+    tensor = torch.as_tensor(values)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)  # pageable memory would block the host
 
 
 def detect_device(local_rank: int = 0, allow_gpu: bool = True) -> Device:

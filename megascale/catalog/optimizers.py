@@ -8,17 +8,17 @@
   the numbers of blocks, t and u the elements above the diagonals of a block of a and of b; "" is one element, and "/mn"
   one for every block of `QUANTIZED_BLOCK` elements of [m, n]
 - `meaning`: what the state means, by default the rule's name: on resume a rule takes over the state of another one
-  with the same meaning, names and shapes
+  with the same meaning, names and shapes; by an option's value: (option, meanings by value)
 - `state_with`: further state with an option of a value, by (option, value); `uint8`: the names of tensors in 8 bits
 - `kinds`: the kinds of parameters (`layout.tensors`) that the rule updates by default; AdamW updates the others
 - `options`: keys of `optimizer.options` with the default values of the rule's authors; `choices`: values of a text;
   `options_of`: other defaults for parameters by patterns of names
 - `weight`: the rule reads the weight
 - `width_power`: muP divides the learning rate by this power of the width: 1 for updates like Adam's, with elements of a
-  fixed size that add up along a gradient of low rank, 1/2 for orthogonal ones of that size; by an option's value:
-  (option, powers by value)
+  fixed size that add up along a gradient of low rank, 1/2 for orthogonal ones of that size, and for those with elements
+  of a fixed size in a basis of the gradient's; by an option's value: (option, powers by value)
 - `gemms`: matmuls [m, k] x [k, n] of an update by m, n and k, as letters; of a Newton-Schulz step with an option
-  `ns_steps`
+  `ns_steps`; `gemms_with`: further ones, as in `state_with`
 - `decompositions`: their multiplications as GEMMs, every `update_gap` steps, or in every step without this option;
   `decompositions_with`: further ones, as in `state_with`
 """
@@ -51,6 +51,7 @@ def with_defaults(facts: Mapping[str, Any]) -> dict[str, Any]:
         "state_with": {},
         "uint8": (),
         "gemms": {},
+        "gemms_with": {},
         "decompositions": {},
         "decompositions_with": {},
     }
@@ -89,8 +90,9 @@ _GALORE: dict[str, Any] = {
         ("residual", "fira"): {"residual_norm": ""},
         ("natural", True): {"history": "hrl"},
     },
-    "gemms": {"rls": 1, "slr": 1},
+    "gemms_with": {("subspace", name): {"rls": 1, "slr": 1} for name in ("svd", "online_pca")},
     "decompositions_with": {("subspace", "svd"): _SVD},
+    "width_power": 0.5,
 }  # fmt: skip
 
 OPTIMIZERS = Registry(
@@ -214,6 +216,7 @@ OPTIMIZERS = Registry(
             options=_ADAM | {"update_gap": 2000, "scale": 1.0},
             gemms={"sls": 3},
             decompositions=_SVD,
+            width_power=0.5,
         ),
         _card(
             "galore",
@@ -221,6 +224,7 @@ OPTIMIZERS = Registry(
             "galore:galore",
             "low_rank",
             {"exp_avg": "rl", "exp_avg_sq": "rl"},
+            meaning=("natural", {False: "galore", True: "natural galore"}),
             **_GALORE,
         ),
         _card(
@@ -230,6 +234,7 @@ OPTIMIZERS = Registry(
             "low_rank",
             {"exp_avg": "rl", "exp_avg_sq": "rl", "length": "m", "magnitude_avg": "m", "magnitude_avg_sq": "m"},
             weight=True,
+            meaning=("natural", {False: "grad_norm_lorp", True: "natural grad_norm_lorp"}),
             **_GALORE | {"options": _GALORE["options"] | {"eps": 1e-6, "rank": 256, "scale": 1.0}},
         ),
         _card(
@@ -256,6 +261,7 @@ OPTIMIZERS = Registry(
             options=_ADAM | {"beta1": 0.95, "beta2": 0.95, "update_gap": 10, "max_size": 10_000},
             gemms={"mnM": 4, "mnN": 4},
             decompositions={"MMM": 2 + 4 / 3, "NNN": 2 + 4 / 3},
+            width_power=0.5,
         ),
         _card(
             "shampoo",
@@ -291,8 +297,8 @@ OPTIMIZERS = Registry(
             state_with={("momentum", "full"): {"exp_avg": "mn"},
                         ("momentum", "low_rank"): {"basis": "sr", "coefficients": "rl"}},
             kinds=("matrix", "embedding"),
-            gemms={"slr": 2, "lrs": 1, "srl": 1, "rls": 2},
-            decompositions={"srr": 2},
+            gemms_with={("momentum", "low_rank"): {"slr": 2, "lrs": 1, "srl": 1, "rls": 2}},
+            decompositions_with={("momentum", "low_rank"): {"srr": 2}},
         ),
         _card(
             "adamw_8bit",
@@ -310,6 +316,7 @@ OPTIMIZERS = Registry(
             "low_rank",
             {"exp_avg": "rl", "exp_avg_sq": "rl", "exp_avg_scale": "/rl", "exp_avg_sq_scale": "/rl"},
             uint8=("exp_avg", "exp_avg_sq"),
+            meaning=("natural", {False: "galore_8bit", True: "natural galore_8bit"}),
             **_GALORE,
         ),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -55,6 +56,7 @@ class Checkpoints:
                 settings.file_bytes,
                 self._memory_checkpoints,
                 config.folder / companions.FOLDER,
+                _meaning(config),
                 mesh,
                 device,
             )
@@ -187,3 +189,9 @@ class Checkpoints:
         if self._saved_step is None and self._mesh.rank == 0:
             write_saved_marker(self._config, self.folder)
         self._saved_step = step
+
+
+def _meaning(config: RunConfig) -> str:
+    """Return what tells states of equal names and shapes apart: update rules and the kind of average."""
+    o = config.optimizer
+    return json.dumps([o.name, dict(o.options), list(map(dict, o.groups)), config.train.average], default=str)

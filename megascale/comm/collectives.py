@@ -37,6 +37,7 @@ def all_gather(group: Group, out: Tensor, part: Tensor, *, label: LabelLike = ""
     """Gather the `part` [n, ...] of every rank into `out` [size x n, ...], in rank order. `part` may be a view of this
     rank's rows of `out`.
     """
+    _check_rows(group, out, part)
     transport = group.transport
     if transport is None:
         _check_alone(group)
@@ -50,6 +51,7 @@ def reduce_scatter(group: Group, out: Tensor, full: Tensor, *, label: LabelLike 
     """Sum `full` [size x n, ...] over the ranks and write this rank's rows to `out` [n, ...]. `out` may be a view of
     this rank's rows of `full`.
     """
+    _check_rows(group, full, out)
     transport = group.transport
     if transport is None:
         _check_alone(group)
@@ -97,6 +99,12 @@ def all_to_all_v(
         return COMPLETED
     sent = sum(part.nbytes for index, part in enumerate(outgoing) if index != group.index)
     return group.issue("all_to_all", label, sent, lambda: transport.all_to_all(outgoing, incoming), wait=wait)
+
+
+def _check_rows(group: Group, whole: Tensor, part: Tensor) -> None:
+    """Raise ValueError unless `whole` has the rows of all ranks' parts, as some transports need."""
+    if len(whole) != group.size * len(part):
+        raise ValueError(f"{group.name}: {len(whole)} rows for {group.size} ranks with {len(part)} each")
 
 
 def _check_alone(group: Group) -> None:

@@ -176,7 +176,7 @@ class OptimizerConfig(Section):
     )
     zclip_threshold: float = Field(2.5, gt=0, le=1e6, description="deviations above the mean that zclip lets pass")
     zclip_alpha: float = Field(0.97, gt=0, lt=1, description="decay of zclip's mean and variance")
-    zclip_warmup: Count = Field(25, description="first steps of zclip, which give the mean and variance")
+    zclip_warmup: int = Field(25, ge=2, description="first steps of zclip, which give the mean and variance")
     skip_sigma: float = Field(
         0.0,
         ge=0,

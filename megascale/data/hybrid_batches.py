@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from megascale.data.copy_to_device import copy_to_device
 from megascale.data.mixture import Sample
+from megascale.device import copy_to_device
 from megascale.layout.hybrid.plan import Microbatch, Part, ring_parts
 from megascale.layout.hybrid.planner import plan_hybrid
 from megascale.layout.hybrid.sequence_work import SequenceWork

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from megascale.config.batch_rampup import BatchSizes
 from megascale.data.batch_shape import BatchShape as BatchShape
-from megascale.data.copy_to_device import copy_to_device
 from megascale.data.host_samples import HostSamples
 from megascale.data.hybrid_batches import HybridPool
 from megascale.data.mixture import Mixture, MockMixture, Sample
 from megascale.data.mixture_weights import MixtureWeights
+from megascale.device import copy_to_device
 from megascale.layout.document_shards import RowSharding
 from megascale.layout.sequence_shard import SequenceShard
 from megascale.ops.boundaries import Boundaries

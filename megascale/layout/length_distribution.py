@@ -97,12 +97,13 @@ def _shares(values: dict[str, float]) -> Draw:
     ends = np.array([float(key) for key in values])
     shares = np.array([*values.values()])
     if (
-        np.any(np.diff(ends) <= 0)
+        not np.isfinite(ends).all()
+        or np.any(np.diff(ends) <= 0)
         or ends[0] < 1
         or np.any(shares < 0)
         or not math.isclose(shares.sum(), 1, abs_tol=0.01)
     ):
-        raise ValueError("lengths must ascend, and shares sum to 1")
+        raise ValueError("lengths must be finite and ascend, and shares sum to 1")
     starts = np.array([max(1.0, ends[0] / 16), *ends[:-1]])
 
     def draw(generator: np.random.Generator, count: int) -> np.ndarray:

@@ -52,6 +52,16 @@ class ParamGroup:
         """The state tensors by name, with their dimensions as letters."""
         return self._with_options("state")
 
+    @property
+    def meaning(self) -> str:
+        """What the state means: rules whose state means the same can take it over."""
+        return str(self._of_option("meaning") or self.rule)
+
+    def _of_option(self, fact: str) -> Any:
+        """Return a fact that may be given by the values of an option."""
+        value = self.facts[fact]
+        return value[1][self.all_options[value[0]]] if isinstance(value, tuple) else value
+
     def _with_options(self, fact: str) -> dict[str, Any]:
         """Return a fact, a mapping, with what the values of options add."""
         options, further = self.all_options, self.facts[f"{fact}_with"].items()
@@ -64,7 +74,7 @@ class ParamGroup:
         """
         options, sizes = self.all_options, self._sizes(shape)
         times, gap = options.get("ns_steps", 1), options.get("update_gap", 1)
-        counts = [(letters, times * count) for letters, count in self.facts["gemms"].items()]
+        counts = [(letters, times * count) for letters, count in self._with_options("gemms").items()]
         counts += [(letters, count / gap) for letters, count in self._with_options("decompositions").items()]
         return [(count, tuple(sizes[letter] for letter in letters)) for letters, count in counts]
 
@@ -80,8 +90,9 @@ class ParamGroup:
 
     def can_keep(self, before: ParamGroup, shape: tuple[int, ...]) -> bool:
         """True if all state of a tensor of `shape` is among that of a group `before`, and means the same."""
-        same = (self.facts["meaning"] or self.rule) == (before.facts["meaning"] or before.rule)
-        return same and self._stored_state(shape).items() <= before._stored_state(shape).items()
+        return (
+            self.meaning == before.meaning and self._stored_state(shape).items() <= before._stored_state(shape).items()
+        )
 
     def _stored_state(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], bool]]:
         """Return the shape of each state tensor, and if it is in 8 bits."""
@@ -99,10 +110,7 @@ class ParamGroup:
         """Return the group with the learning rate of a tensor whose width is `ratio` times that of the model for which
         the rate was chosen; the rate times the weight decay stays (muP, Yang et al. 2022, arXiv:2203.03466).
         """
-        power = self.facts["width_power"]
-        if isinstance(power, tuple):  # an option, and the power by its values
-            power = power[1][self.all_options[power[0]]]
-        factor = ratio**-power
+        factor = ratio ** -self._of_option("width_power")
         return replace(self, lr_mult=self.lr_mult * factor, weight_decay=self.weight_decay / factor)
 
     def with_options_of(self, name: str) -> ParamGroup:
@@ -231,7 +239,7 @@ def _option_findings(where: str, group: ParamGroup, options: Mapping[str, Any]) 
     for key, value in options.items():
         if key not in known:
             hint = f"its options: {', '.join(known) or 'none'}"
-            if group.facts["meaning"] == "moments":
+            if group.meaning == "moments":
                 hint = "keys of [optimizer]: optimizer.betas, optimizer.eps, optimizer.bias_correction"
             yield Finding(where, f"{group.rule} has no option {key}", hint)
             continue
@@ -247,14 +255,16 @@ def _option_findings(where: str, group: ParamGroup, options: Mapping[str, Any]) 
 
 def _in_range(key: str, value: Any, kind: type) -> bool:
     """True if whole numbers are above 0, other numbers at least 0, what decays an average less than 1, a share above 0
-    and at most 1, and what is added to a root above 0.
+    and at most 1, and a threshold and what is added to a root above 0.
     """
     if kind is bool:
         return True
     if kind is int:
         return bool(1 <= value < MOST)
-    if key in ("density", "eps"):
+    if key == "density" or key.startswith("eps"):
         return bool(0 < value <= 1)
+    if key == "clip_threshold":
+        return bool(0 < value < MOST)
     return bool(0 <= value < (1 if key.startswith(("beta", "momentum")) else MOST))
 
 

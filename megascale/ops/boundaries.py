@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megascale.device import copy_to_device
 from megascale.layout.sequence_shard import Spans
 
 T = TypeVar("T")
@@ -64,7 +65,7 @@ class Boundaries:
     def positions(self) -> Tensor:
         """The position of each token in its document [s, b], i64."""
         firsts = [np.repeat(row, lengths) for row, lengths in zip(self.starts, self.lengths, strict=True)]
-        return self._on_device(np.arange(self.length)[:, None] - np.stack(firsts, 1))
+        return copy_to_device(np.arange(self.length)[:, None] - np.stack(firsts, 1), self.device)
 
     def positions_in(self, spans: Spans | None) -> Tensor:
         """The `positions` of the tokens in spans of the rows; None for all."""
@@ -76,13 +77,13 @@ class Boundaries:
     def documents(self) -> Tensor:
         """The number of each token's document in its row [b, s], i32."""
         rows = [np.repeat(np.arange(len(lengths), dtype=np.int32), lengths) for lengths in self.lengths]
-        return self._on_device(np.stack(rows))
+        return copy_to_device(np.stack(rows), self.device)
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
         """The first token of each document, and the end of the last, in rows laid end to end [documents + 1], i32."""
         lengths = [length for row in self.lengths for length in row]
-        return self._on_device(np.cumsum([0, *lengths], dtype=np.int32))
+        return copy_to_device(np.cumsum([0, *lengths], dtype=np.int32), self.device)
 
     def shared(self, key: Hashable, compute: Callable[[], T]) -> T:
         """Return the result of `compute`, which is called once for all layers that ask with this `key`."""
@@ -93,9 +94,3 @@ class Boundaries:
     def release(self) -> None:
         """Drop the shared results, after the last use of the micro-batch."""
         self._shared.clear()
-
-    def _on_device(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(array)
-        if self.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)  # pageable memory would block the host

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megascale.device import copy_to_device
 from megascale.layout.score_bands import Band, Bands
 from megascale.ops.core_attention import half_precision_unsupported
 from megascale.ops.library import FLASH
@@ -169,6 +170,8 @@ def _call(group: Sequence[Band], batch: int, device: torch.device) -> _Call:
     keys, k_lengths = _end_to_end("k", rows, [band.keys for _, band in pieces], device)
     left, right = (-1 if side is None else side for side in (group[0].left, group[0].right))
     windows = {"causal": right == 0, "window_size_left": left, "window_size_right": right}
+    # beside a left side, the kernels read a right one of -1 as `max_seqlen_k` keys: too few for more queries than keys
+    k_lengths["max_seqlen_k"] = max(k_lengths["max_seqlen_k"], q_lengths["max_seqlen_q"])
     return _Call(queries, keys, q_lengths | k_lengths, windows)
 
 
@@ -179,12 +182,6 @@ def _end_to_end(
     sizes = [span.stop - span.start for span in spans]
     places = np.repeat(rows, sizes), np.concatenate([np.arange(span.start, span.stop) for span in spans])
     ends = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32)
-    lengths = {f"cu_seqlens_{name}": _on_device(ends, device), f"max_seqlen_{name}": max(sizes)}
-    row, place = (_on_device(torch.from_numpy(numbers), device) for numbers in places)
+    lengths = {f"cu_seqlens_{name}": copy_to_device(ends, device), f"max_seqlen_{name}": max(sizes)}
+    row, place = (copy_to_device(numbers, device) for numbers in places)
     return (row, place), lengths
-
-
-def _on_device(host: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cpu":
-        return host
-    return host.pin_memory().to(device, non_blocking=True)  # pageable memory would block the host

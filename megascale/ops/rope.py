@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megascale.config.model import ModelConfig
+from megascale.device import copy_to_device
 from megascale.layout.sequence_shard import Spans
 from megascale.ops import compiled
 from megascale.ops.boundaries import Boundaries
@@ -51,7 +52,7 @@ def layer_rope(model: ModelConfig, layer: int) -> Rope:
     return Rope(model.rotary_dim, model.rope_theta, tuple(scaling.items()))
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)  # of parts of a sequence, whose number may be large: a table of all may have half a gigabyte
 def rope_table(
     s: int, rope: Rope, dtype: torch.dtype, device: torch.device, spans: Spans | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -59,9 +60,9 @@ def rope_table(
     positions to return, by default all.
     """
     frequencies, factor = scaled_frequencies(rope.d, rope.theta, s, dict(rope.scaling))
-    positions = torch.cat([torch.arange(*span, dtype=torch.float64) for span in spans or ((0, s),)])
-    angles = torch.outer(positions, frequencies)[:, None, None, :]
-    return (factor * angles.cos()).to(device, dtype), (factor * angles.sin()).to(device, dtype)
+    positions = torch.cat([torch.arange(*span, dtype=torch.float64, device=device) for span in spans or ((0, s),)])
+    angles = torch.outer(positions, copy_to_device(frequencies, device))[:, None, None, :]
+    return (factor * angles.cos()).to(dtype), (factor * angles.sin()).to(dtype)
 
 
 def rope_at(

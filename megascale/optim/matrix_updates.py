@@ -69,10 +69,10 @@ class MatrixUpdates:
         first = self._begin(skip)
         for number in list(gradients):
             place, state, grad = self._places[number], self.state[number], gradients.pop(number)
+            grad = (grad * grad_factor.to(grad.dtype)).masked_fill_(skip > 0, 0.0)  # no decomposition of NaN
             given = UpdateInput(
-                grad * grad_factor.to(grad.dtype), state, step, place.group.all_options, by_number.pop(number, None),
-                place.tensor.head_dim, place.tensor.name, first=number in first,
-                lr=lr * place.group.lr_mult,
+                grad, state, step, place.group.all_options, by_number.pop(number, None), place.tensor.head_dim,
+                place.tensor.name, first=number in first, lr=lr * place.group.lr_mult,
             )  # fmt: skip
             direction, new_state = self._rules[place.group.rule](given)
             copy_unless(skip, state, new_state)

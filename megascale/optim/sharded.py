@@ -19,6 +19,7 @@ from torch import Tensor
 from megascale.catalog.optimizers import REST
 from megascale.comm.mesh import Mesh
 from megascale.config.train import OptimizerConfig
+from megascale.core.errors import ConfigError, Problem
 from megascale.layout.owners import place_matrices
 from megascale.layout.param_groups import ParamGroup, ParamGroups
 from megascale.optim.adam import adam, adam_options
@@ -246,7 +247,10 @@ def _build_rules(
         if group.rule == REST and shard.low is not None:
             rule, options = adam, adam_options(config)
         if isinstance(rule, type):
-            assert shard.low is None, f"{group.rule} is a class, for fp32 master weights"
+            if shard.low is not None:
+                problem = f"{group.rule} is a class, which needs master weights in fp32"
+                hint = "optimizer.master = full, or a rule that is a function"
+                raise ConfigError([Problem("optimizer.name", group.rule, problem, hint)])
             built.append((group, rule(segments, settings)))
         else:
             built.append((group, FunctionRule(segments, settings, rule, options)))

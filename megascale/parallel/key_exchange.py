@@ -162,13 +162,13 @@ class AllGatheredKeys(KeyExchange):
         for rank, place, positions in self._places:
             full[rank, ..., place, :] = grad[..., positions, :]
         out = grad.new_empty(own.shape)
-        reduce_scatter(self._group, out, full, label=self._label.for_backward("gradient"))
+        reduce_scatter(self._group, out, full.flatten(0, 1), label=self._label.for_backward("gradient"))
         return out
 
     def _gather(self, own: Tensor, label: Label) -> Tensor:
         """Return keys and values of all ranks, in the order of the sequence."""
         full = own.new_empty(self._group.size, *own.shape)
-        all_gather(self._group, full, own, label=label)
+        all_gather(self._group, full.flatten(0, 1), own, label=label)
         ordered = own.new_empty(*own.shape[:-2], self._visible.length, own.shape[-1])
         for rank, place, positions in self._places:
             ordered[..., positions, :] = full[rank, ..., place, :]

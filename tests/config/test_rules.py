@@ -376,6 +376,16 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ),
     (
         "optimizer_groups",
+        {"optimizer__name": "adafactor", "optimizer__options": {"clip_threshold": 0.0}},
+        {"optimizer.options": "adafactor: clip_threshold is 0.0, out of range"},
+    ),
+    (
+        "optimizer_groups",
+        {"optimizer__name": "came", "optimizer__options": {"eps2": 0.0}},
+        {"optimizer.options": "came: eps2 is 0.0, out of range"},
+    ),
+    (
+        "optimizer_groups",
         {"optimizer__name": "lamb", "optimizer__groups": [{"kinds": ["norm"], "lr_mult": 2}]},
         {"optimizer.groups": "lamb scales updates by norms of whole parameters"},
     ),

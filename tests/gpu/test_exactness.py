@@ -39,6 +39,9 @@ MASKED: dict[str, dict[str, Any]] = {
     "documents": {"data__mask": "document", "data__document_length": 50},
     "windows": {"model__window": 32},
     "soft caps": {"model__attention_softcap": 5.0, "model__logit_softcap": 3.0},
+    "windows in chunks of documents": {
+        "model__window": 24, "data__chunk_tokens": 32, "data__mask": "document", "data__document_length": 50,
+    },
     "chunks": {"data__chunk_tokens": 32, "data__keep_chunks": 2},
     "chunks of documents": {
         "data__chunk_tokens": 32, "data__keep_chunks": 2, "data__mask": "document", "data__document_length": 50,

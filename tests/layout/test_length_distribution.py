@@ -44,6 +44,8 @@ def test_a_dataset_s_documents_are_cut_at_the_context_length() -> None:
         ("lognormal:median=x,sigma=2", "cannot be read"),
         ("pareto:min=0,alpha=1", "cannot be read"),
         ("shares:100=0.5,50=0.5", "cannot be read"),
+        ("shares:nan=1", "cannot be read"),
+        ("shares:inf=1", "cannot be read"),
         ("shares:100=0.5", "cannot be read"),
         ("fixed", "cannot be read"),
     ],

@@ -64,7 +64,7 @@ def varlen_forward(
     assert causal == (window_size_right == 0), "a causal mask has no keys to the right"
     outs, sums = [], []
     for rows, keys in zip(ranges(cu_seqlens_q, max_seqlen_q), ranges(cu_seqlens_k, max_seqlen_k), strict=True):
-        scores = hidden_scores(q[rows], k[keys], softmax_scale, window_size_left, window_size_right)
+        scores = hidden_scores(q[rows], k[keys], softmax_scale, window_size_left, window_size_right, max_seqlen_k)
         outs.append((scores.softmax(-1) @ by_head(v[keys], q.shape[1])).transpose(0, 1))
         sums.append(scores.logsumexp(-1))
     return torch.cat(outs), torch.cat(sums, 1), torch.empty(0), torch.empty(2)
@@ -97,7 +97,7 @@ def varlen_backward(
     assert softmax_lse.is_contiguous() and softmax_lse.shape == (q.shape[1], q.shape[0])
     assert dq is not None and dk is not None and dv is not None
     for rows, keys in zip(ranges(cu_seqlens_q, max_seqlen_q), ranges(cu_seqlens_k, max_seqlen_k), strict=True):
-        scores = hidden_scores(q[rows], k[keys], softmax_scale, window_size_left, window_size_right)
+        scores = hidden_scores(q[rows], k[keys], softmax_scale, window_size_left, window_size_right, max_seqlen_k)
         weights = (scores - softmax_lse[:, rows].unsqueeze(-1)).exp()
         grad, heads = dout[rows].transpose(0, 1), q.shape[1]
         slope = weights * (grad @ by_head(v[keys], heads).mT - (grad * out[rows].transpose(0, 1)).sum(-1, keepdim=True))
@@ -108,7 +108,7 @@ def varlen_backward(
 
 
 def ranges(cu_seqlens: Tensor, longest: int) -> list[slice]:
-    assert cu_seqlens.dtype == torch.int32 and longest == int(cu_seqlens.diff().max())
+    assert cu_seqlens.dtype == torch.int32 and longest >= int(cu_seqlens.diff().max())
     return [slice(*pair) for pair in itertools.pairwise(cu_seqlens.tolist())]
 
 
@@ -116,7 +116,13 @@ def by_head(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[1], 1).transpose(0, 1)
 
 
-def hidden_scores(q: Tensor, k: Tensor, scale: float, left: int, right: int) -> Tensor:
+def hidden_scores(q: Tensor, k: Tensor, scale: float, left: int, right: int, longest: int) -> Tensor:
+    """Return scores as the kernels hide them, for which a side of a window is at most the `longest` keys, where the
+    other side is given.
+    """
+    left, right = (-1 if side >= longest else side for side in (left, right))
+    if (left < 0) != (right < 0):
+        left, right = (longest if side < 0 else side for side in (left, right))
     place = torch.arange(k.shape[0]) - (torch.arange(q.shape[0])[:, None] + k.shape[0] - q.shape[0])
     hidden = torch.zeros_like(place, dtype=torch.bool)
     hidden |= (place < -left) if left >= 0 else hidden

@@ -96,7 +96,7 @@ class Trained:
             full = torch.zeros(bucket.layout.numel, dtype=torch.float64)
             for slot in bucket.layout.slots:
                 full[slot.start : slot.stop] = local(slot.parameter, mesh, step).view(-1)
-            bucket.grad.copy_(full[slice(*bucket.shard)])
+            bucket.grad.copy_(full[slice(*bucket.shard)] * (math.nan if skip else 1.0))
         one = torch.ones((), dtype=torch.float64)
         clipping = self.optimizer.compute_clipping(one * (math.nan if skip else 0.04), one, one)
         norms = self.optimizer.compute_updates(clipping, LR, step)

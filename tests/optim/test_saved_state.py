@@ -11,7 +11,7 @@ import torch
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.comm.mesh import Mesh
 from megascale.core.rank import Rank
-from megascale.layout.param_groups import ParamGroups
+from megascale.layout.param_groups import ParamGroup, ParamGroups
 from megascale.layout.tensors import all_params
 from megascale.layout.topology import topology_of
 from megascale.optim.saved_state import fresh_state, saved_groups
@@ -66,7 +66,7 @@ def test_a_parameter_keeps_all_of_its_state_or_none(tmp_path: Path) -> None:
     def body(mesh: Mesh) -> None:
         before = {name: trained(name, mesh, tmp_path, 1) for name in EVERY_RULE}
         after = {name: trained(name, mesh, tmp_path, 0) for name in EVERY_RULE}
-        meaning = {name: OPTIMIZERS[name].facts.get("meaning") or name for name in EVERY_RULE}
+        meaning = {name: ParamGroup(name, 0.0).meaning for name in EVERY_RULE}
         for old, now in sorted(pairs | {(now, old) for old, now in pairs}):
             kept = take_over(after[now], before[old])
             tensors = after[now].optimizer.global_tensors()
@@ -94,6 +94,7 @@ def test_a_parameter_keeps_all_of_its_state_or_none(tmp_path: Path) -> None:
         ({"name": "galore"}, {"name": "galore", "options": {"subspace": "online_pca"}}, False),
         ({"name": "galore"}, {"name": "galore", "options": {"rank": 3}}, False),
         ({"name": "galore", "options": {"residual": "fira"}}, {"name": "galore"}, True),
+        ({"name": "galore", "options": {"natural": True}}, {"name": "galore"}, False),
         ({"name": "soap"}, {"name": "soap", "options": {"max_size": 8}}, False),
         ({"name": "adam_mini"}, {"name": "ada_pm", "options": {"momentum": "full"}}, True),
         ({"name": "adafactor"}, {"name": "came"}, False),

@@ -14,7 +14,8 @@ from megascale.layout.param_groups import ParamGroup
 from megascale.ops.optimizer import UpdateInput
 from tests.optim.test_update_rules import dtype_of, gradient
 
-WITH_GEMMS = [name for name in OPTIMIZERS.names() if with_defaults(OPTIMIZERS[name].facts)["gemms"]]
+FACTS = {name: with_defaults(OPTIMIZERS[name].facts) for name in OPTIMIZERS.names()}
+WITH_GEMMS = [name for name, facts in FACTS.items() if facts["gemms"] or facts["gemms_with"]]
 OPTIONS: dict[str, dict[str, Any]] = {
     "galore": {"rank": 16}, "galore_8bit": {"rank": 16}, "grad_norm_lorp": {"rank": 16}, "ada_pm": {"rank": 16},
     "poet": {"block": 32}, "muon": {"ns_dtype": "fp64"},
@@ -39,6 +40,14 @@ def test_gemms_are_those_of_a_step(name: str, shape: tuple[int, int]) -> None:
 
 def gap_of(group: ParamGroup, gap: int) -> dict[str, int]:
     return {"update_gap": gap} if "update_gap" in group.all_options else {}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("ada_pm", {"momentum": "none"}), ("ada_pm", {"momentum": "full"}), ("galore", {"subspace": "grass_top"})],
+)
+def test_options_without_gemms_cost_none(name: str, options: dict[str, Any]) -> None:
+    assert not ParamGroup(name, 0.0, options=options).gemms((64, 256))
 
 
 @pytest.mark.parametrize(

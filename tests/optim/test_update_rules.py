@@ -351,6 +351,7 @@ def test_statistics_of_a_shard_are_wrong(alone: Any, tmp_path: Path, monkeypatch
 
 
 def test_a_skipped_step_changes_nothing(tmp_path: Path) -> None:
+    """Its gradients are not numbers, which decompositions refuse."""
     config = configuration(tmp_path, ALL_RULES, **LAYOUTS["tp2 sp dp2"])
     assert difference(state_after(config, 2, skipped=[2]), state_after(config, 1)) == 0
 

@@ -36,6 +36,8 @@ def model_of(width: int, base: int) -> dict[str, Any]:
         ({"name": "adafactor"}, 1 / 2),
         ({"name": "adafactor", "options": {"scale_parameter": False}}, 1 / 4),
         ({"name": "sinkgd"}, 1 / 4),
+        ({"name": "soap"}, 1 / 2),
+        ({"name": "galore"}, 1 / 2),
     ],
 )
 def test_scales_by_kind(optimizer: dict[str, Any], factor: float, tmp_path: Path) -> None:
@@ -77,20 +79,43 @@ def _logits(stage: Any, batch: Any) -> Tensor:
     return logits.clone()
 
 
+FROZEN = [{"kinds": ["embedding", "head", "norm"], "name": "adamw", "lr_mult": 0.0}]
+"""Only matrices of blocks are trained, since the head's steps would hide theirs."""
+
+
+def moved(folder: Path, optimizer: dict[str, Any]) -> tuple[float, float]:
+    """How far steps move the logits of a model of four times the width, with muP and without, in units of the narrow
+    model's.
+    """
+    shapes = [(32, 32), (128, 32), (128, 0)]
+    keys = {"lr": 0.02, "weight_decay": 0.0, **optimizer}
+    configs = [
+        configuration(folder / str(index), keys, model_of(width, base), train__precision="fp32")
+        for index, (width, base) in enumerate(shapes)
+    ]
+    ((narrow, transferred, without),) = run_world(1, change_of_logits, configs)
+    return transferred / narrow, without / narrow
+
+
 def test_steps_move_the_logits_of_a_wide_model_as_far(tmp_path: Path) -> None:
     """With the learning rate of the narrow model; without muP they move further, the wider the model is."""
-    configs = [
-        configuration(
-            tmp_path / f"{name}{index}", {"name": name, "lr": 0.02, "weight_decay": 0.0}, model_of(width, base),
-            train__precision="fp32",
-        )
-        for name in ("adamw", "muon")
-        for index, (width, base) in enumerate([(32, 32), (128, 32), (128, 0)])
-    ]  # fmt: skip
-    (found,) = run_world(1, change_of_logits, configs)
-    for narrow, transferred, without in (found[:3], found[3:]):
-        assert 0.6 < transferred / narrow < 1.6
-        assert without / narrow > 2
+    transferred, without = moved(tmp_path, {"name": "adamw"})
+    assert 0.6 < transferred < 1.6 and without > 2
+
+
+RULES_IN_A_BASIS = {
+    "soap": {"update_gap": 1}, "conda": {"update_gap": 1}, "galore": {"rank": 8, "update_gap": 1}, "muon": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", RULES_IN_A_BASIS)
+def test_matrices_move_the_logits_as_with_adamw(rule: str, tmp_path: Path) -> None:
+    """The power of the width is the rule's, to a quarter: AdamW's own steps move the logits of these models less with
+    the width.
+    """
+    adamw, _ = moved(tmp_path / "adamw", {"name": "adamw", "groups": FROZEN})
+    ours, _ = moved(tmp_path / rule, {"name": rule, "options": RULES_IN_A_BASIS[rule], "groups": FROZEN})
+    assert 4**-0.25 < ours / adamw < 4**0.25
 
 
 def test_the_base_width_changes_nothing(tmp_path: Path) -> None:

@@ -50,8 +50,8 @@ class CheckpointSaver:
     The shards of `state` are parts of `flat_tensors`. All methods except `poll` are collective; `complete` communicates
     only once the sums say that every rank is done. With `memory_checkpoints`, snapshots are in-memory checkpoints: two
     slots, used in turn, that outlive the process. `companions`: a folder of files, such as a tokenizer, to copy into
-    each checkpoint. `fault_hook`: called with "snapshot" before the copy, "write" before the writer's request, and
-    "commit" before the end of the save.
+    each checkpoint. `meaning`: text of what the state means beyond its names and shapes. `fault_hook`: called with
+    "snapshot" before the copy, "write" before the writer's request, and "commit" before the end of the save.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class CheckpointSaver:
         file_bytes: int,
         memory_checkpoints: MemoryCheckpoints | None,
         companions: Path,
+        meaning: str,
         mesh: Mesh,
         device: Device,
     ) -> None:
@@ -78,7 +79,7 @@ class CheckpointSaver:
             descriptors = [*memory_checkpoints.listeners, *(slot.descriptor for slot in self._slots)]
             self._writer = WriterProcess(descriptors, memory_checkpoints.receiver_args)
         self._mkdir_thread = ThreadPoolExecutor(1, "checkpoint-mkdir")
-        self._layout_hash = _hash_layout(self._state, self._slots[0])
+        self._layout_hash = _hash_layout(self._state, self._slots[0], meaning)
         self._plan: WritePlan | None = None
         self._attempt: SaveAttempt | None = None
         self.fault_hook: Callable[[str], None] = lambda moment: None
@@ -228,13 +229,13 @@ def _allocate_slots(tensors: Sequence[Tensor], memory: MemoryCheckpoints, mesh: 
         raise
 
 
-def _hash_layout(state: Mapping[str, GlobalTensor], snapshot: Snapshot) -> str:
-    """Hash the shards in a snapshot and their offsets: equal hashes mean equal layout."""
+def _hash_layout(state: Mapping[str, GlobalTensor], snapshot: Snapshot, meaning: str) -> str:
+    """Hash the shards in a snapshot, their offsets and their meaning: only state of equal hashes is interchangeable."""
     offsets = {
         name: [[*shard.offset, *shard.size, snapshot.offset_of(shard.data)] for shard in tensor.shards]
         for name, tensor in state.items()
     }
-    return hashlib.sha256(json.dumps([snapshot.size, offsets]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([snapshot.size, offsets, meaning]).encode()).hexdigest()
 
 
 def _make_folder(folder: Location, step: int, companions: Path) -> _NewFolder:

@@ -41,11 +41,11 @@ def place_rings(
     """Place sequences, as (number, length) from the longest to the shortest, on the ranks of a pool.
 
     A ring has as many ranks as it needs for `max_tokens` on each, and for `most_s` seconds; more if its row has ranks
-    left and the row takes more than its share of `target` seconds.
+    left and the row takes more than its share of `target` seconds; at most one a token.
     """
     sized = []
     for number, length in long:
-        least, wanted = math.ceil(length / max_tokens), min(pool, math.ceil(work.whole(length) / most_s))
+        least, wanted = math.ceil(length / max_tokens), min(pool, length, math.ceil(work.whole(length) / most_s))
         faster = wanted > least and work.shared([length], wanted) < work.shared([length], least)
         sized.append((wanted if faster else least, number, length))
     sized.sort(key=lambda ring: -ring[0])
@@ -69,6 +69,8 @@ def _stretch(row: list[tuple[int, int, int]], room: int, work: SequenceWork, sha
     heapq.heapify(heap)
     while room and -heap[0][0] > share:
         seconds, number, length, ranks = heap[0]
+        if ranks == length:
+            break
         more = work.shared([length], ranks + 1)
         if more >= -seconds:  # its messages take longer than its work
             break

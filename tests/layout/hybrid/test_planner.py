@@ -43,6 +43,15 @@ def test_messages_count_in_the_choice_of_rings(lengths: list[int], pool: int) ->
     check_plan(plan_hybrid(lengths, pool, 100, SequenceWork(1.0, 0.01, sent=3.0, latency=10.0), 2))
 
 
+@pytest.mark.parametrize("pool", [5, 8, 16])
+def test_a_ring_has_at_most_a_rank_for_each_token(pool: int) -> None:
+    """Where messages cost nothing, more ranks always seem faster."""
+    for lengths in ([6], [6, 2, 7], [4, 4, 4]):
+        plan = plan_hybrid(lengths, pool, 3, SequenceWork(1.0, 0.01), 1)
+        check_plan(plan)
+        assert all(ring.ranks <= lengths[ring.sequences[0]] for ring in plan.rings)
+
+
 @settings(max_examples=30)
 @given(lengths=lengths_of_a_step, pool=st.integers(8, 20))
 def test_plans_are_equal_on_all_ranks(lengths: list[int], pool: int) -> None:
