@@ -54,7 +54,7 @@ class ParamGroup:
 
     @property
     def meaning(self) -> str:
-        """What the state means: rules whose state means the same can take it over."""
+        """The meaning of the state, which a rule whose state means the same can take over."""
         return str(self._of_option("meaning") or self.rule)
 
     def _of_option(self, fact: str) -> Any:
