@@ -31,7 +31,7 @@ RATES = {"adamw": 2e-3, "muon": 2e-3, "came": 2e-3, "sinkgd": 2e-3, "spam": 2e-3
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Rates of the sweep, relative to the middle."""
 
-HEAD = ("optimizer", "learning rate", "validation loss", "worst and best seed", "against AdamW")
+HEAD = ("optimizer", "learning rate", "validation loss", "worst and best seed", "against AdamW, by seed")
 
 
 def main() -> None:
@@ -100,17 +100,19 @@ class Runs:
 
 
 def rows(curves: Mapping[str, list[Curve]], rates: Mapping[str, float]) -> Iterator[list[str]]:
-    """Yield the table's rows: the last validation loss of every rule, with the mean over seeds."""
+    """Yield the table's rows: the last validation loss of every rule, its mean over seeds, and its difference from
+    AdamW's with the same seed, which orders the samples of training and of validation.
+    """
     for rule, group in curves.items():
         losses = [curve.last for curve in group]
-        mean = statistics.mean(losses)
-        base = statistics.mean(curve.last for curve in curves["adamw"]) if "adamw" in curves else mean
+        pairs = zip(group, curves.get("adamw", group), strict=True)
+        differences = [curve.last - base.last for curve, base in pairs]
         yield [
             rule,
             f"{rates[rule]:g}",
-            f"{mean:.4f}",
+            f"{statistics.mean(losses):.4f}",
             f"{max(losses):.4f}, {min(losses):.4f}",
-            f"{mean / base - 1:+.2%}",
+            f"{statistics.mean(differences):+.3f} ({min(differences):+.3f} to {max(differences):+.3f})",
         ]
 
 
