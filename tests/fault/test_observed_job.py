@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,14 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from megascale.cli.observe import PORT, _driver_endpoint
+from megascale.cli.main import main
+from megascale.cli.observe import PORT, DriverEndpoint, _driver_endpoint, _reserve
 from megascale.config.fault import FaultConfig
 from megascale.core.errors import ConfigError, Exit
+from megascale.core.network import LOOPBACK
 from megascale.fault.commands import Finish, Log, Say, Send
 from megascale.fault.incidents import LOG_FILE, JobHistory, read_history
 from megascale.fault.job import Job, JobPlan
 from megascale.fault.live_job import live_state
 from megascale.fault.messages import Collect, Heartbeat, Hello, Leave, RankEnd, RanksEnded, RankStatus, Records, Welcome
+from megascale.fault.rpc import DriverServer
 from megascale.fault.simulation import HangVerdict
 from megascale.fault.stages import FIND_S, Stage
 from tests.jobs import SECONDS, heed_signals, job_config
@@ -219,13 +224,14 @@ def test_a_stop_of_the_observers_leaves_the_ranks_alone() -> None:
 @pytest.mark.parametrize(
     ("text", "endpoint"),
     [
-        ("127.0.0.2", ("127.0.0.2", PORT)),
-        ("127.0.0.2:31000", ("127.0.0.2", 31000)),
-        ("[::1]", ("::1", PORT)),
-        ("[::1]:31000", ("::1", 31000)),
+        ("127.0.0.2", ("127.0.0.2", "127.0.0.2", PORT)),
+        ("127.0.0.2:31000", ("127.0.0.2", "127.0.0.2", 31000)),
+        ("localhost", ("localhost", "127.0.0.1", PORT)),
+        ("[::1]", ("::1", "::1", PORT)),
+        ("[::1]:31000", ("::1", "::1", 31000)),
     ],
 )
-def test_endpoints_of_the_driver(text: str, endpoint: tuple[str, int]) -> None:
+def test_endpoints_of_the_driver(text: str, endpoint: tuple[str, str, int]) -> None:
     assert _driver_endpoint(text) == endpoint
 
 
@@ -246,6 +252,43 @@ def test_endpoints_of_the_driver(text: str, endpoint: tuple[str, int]) -> None:
 def test_what_is_no_endpoint_of_a_driver_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _driver_endpoint(text)
+
+
+def test_two_drivers_share_no_port() -> None:
+    """The kernel would spread the observers over both."""
+    driver = DriverEndpoint(LOOPBACK, LOOPBACK, free_port())
+    with _reserve(driver) or pytest.fail("the driver's host does not have its address"):
+        for other in (driver, driver._replace(name="node1")):
+            with pytest.raises(ConfigError, match=r"cannot listen at .*: Address already in use  -> another port than"):
+                _reserve(other)
+    with _reserve(driver) or pytest.fail("the port is free again"):
+        pass
+
+
+def test_the_driver_of_a_host_that_is_loopback_to_itself_listens_for_others() -> None:
+    """As on Debian, where a host's own name is 127.0.1.1."""
+    driver = DriverEndpoint("node1", "127.0.1.1", free_port())
+
+    async def connect() -> None:
+        async with DriverServer(b"secret", driver.listens_at, driver.port):
+            for host in ("127.0.1.1", "127.0.0.1", "127.0.0.2"):
+                socket.create_connection((host, driver.port), 5.0).close()
+
+    with _reserve(driver) or pytest.fail("the driver's host does not have its address"):
+        asyncio.run(connect())
+    assert DriverEndpoint("localhost", LOOPBACK, PORT).listens_at == LOOPBACK
+    assert DriverEndpoint("node1", "10.0.0.1", PORT).listens_at == "10.0.0.1"
+
+
+def test_a_host_without_the_driver_s_address_is_no_driver() -> None:
+    assert _reserve(DriverEndpoint("node1", "203.0.113.9", PORT)) is None
+
+
+def test_an_address_that_nothing_can_connect_to_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = job_config(tmp_path, GPT)
+    assert main(["observe", str(config), "--driver", "255.255.255.255"]) == Exit.CONFIG
+    error = capsys.readouterr().err
+    assert "--driver: this host cannot connect to 255.255.255.255:29600: Permission denied  -> a host of" in error
 
 
 def ranks_below(pid: int) -> dict[int, int]:
