@@ -11,6 +11,7 @@ import functools
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from megascale.core.env_numbers import whole_number
@@ -58,6 +59,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         folder = options.observe.absolute()
         secret, descriptor, observe = job_secret(folder.parent), NO_DESCRIPTOR, functools.partial(ObservedRanks, folder)
+        place = replace(place, run=folder.name)
     try:
         status = asyncio.run(Agent(place, secret, descriptor, tls_from_environment(), observe).run())
     except MegascaleError as error:

@@ -16,13 +16,14 @@ import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from megascale.cli.agent import GRPC_DEFAULTS
 from megascale.cli.main import add_config_arguments
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Problem
-from megascale.core.network import LOOPBACK, address_toward, join_port
+from megascale.core.network import LOOPBACK, address_for_others, address_toward, join_port, listen
 from megascale.core.process import die_with_parent, module_command
 from megascale.core.rank import NODE_VARIABLE
 from megascale.core.secret import job_secret
@@ -50,16 +51,29 @@ def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status: on the driver's host that of the job."""
     os.environ.update(GRPC_DEFAULTS | os.environ)
     config = load_config(options.config, options.overrides)
-    host, port = _driver_endpoint(options.driver)
-    command, env = _observer(config, host, port)
-    if (reserved := _reserve(host, port)) is None:
+    driver = _driver_endpoint(options.driver)
+    command, env = _observer(config, driver)
+    if (reserved := _reserve(driver)) is None:
         os.execve(command[0], command, env)
     with reserved, _observing(command, env):
-        return asyncio.run(_drive(config, host, port))
+        return asyncio.run(_drive(config, driver))
 
 
-def _driver_endpoint(text: str) -> tuple[str, int]:
-    """Return the address and port of HOST[:PORT], with an address of IPv6 in brackets. Raises: ConfigError"""
+class DriverEndpoint(NamedTuple):
+    """Where the driver is: its host as it was named, and its address as this host knows it."""
+
+    name: str
+    address: str
+    port: int
+
+    @property
+    def listens_at(self) -> str:
+        """Where the driver listens on its own host, for all hosts that know it by its name."""
+        return address_for_others(self.name, self.address)
+
+
+def _driver_endpoint(text: str) -> DriverEndpoint:
+    """Return the endpoint of HOST[:PORT], with an address of IPv6 in brackets. Raises: ConfigError"""
     parts = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::(\d+))?", text, re.ASCII)
     if parts is None:
         raise _no_endpoint(text, "", "such as node1:29600, or [fd00::1]:29600 with an address of IPv6")
@@ -67,9 +81,9 @@ def _driver_endpoint(text: str) -> tuple[str, int]:
     port = int(number or PORT)
     if not 1 <= port <= 65535:
         raise _no_endpoint(text, f": there is no port {number} that other hosts could know", "a port from 1 to 65535")
-    family = socket.AF_INET6 if bracketed else socket.AF_INET
+    family, host = socket.AF_INET6 if bracketed else socket.AF_INET, bracketed or name
     try:
-        return str(socket.getaddrinfo(bracketed or name, port, family, socket.SOCK_STREAM)[0][4][0]), port
+        return DriverEndpoint(host, str(socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)[0][4][0]), port)
     except (UnicodeError, OSError) as error:
         raise _no_endpoint(text, f": {error}", "a host of the job, such as node1:29600") from None
 
@@ -78,22 +92,31 @@ def _no_endpoint(text: str, why: str, hint: str) -> ConfigError:
     return ConfigError([Problem("command line", "--driver", f"{text!r} is no HOST[:PORT]{why}", hint)])
 
 
-def _reserve(host: str, port: int) -> socket.socket | None:
+def _reserve(driver: DriverEndpoint) -> socket.socket | None:
     """Keep the driver's port; None on a host that does not have the driver's address. Raises: ConfigError"""
     from megascale.fault.rpc import reserve_port
 
+    host, port = driver.listens_at, driver.port
     try:
+        listen(host, port).close()  # a kept port can be shared with another driver, which would get our observers
         return reserve_port(host, port)
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             return None
-        what = f"cannot listen at {join_port(host, port)}: {error.strerror}"
-        raise ConfigError([Problem("command line", "--driver", what, "another port, the same on all hosts")]) from None
+        what = f"cannot listen at {join_port(host, port)}: {os.strerror(error.errno or 0)}"
+        hint = "another port than other drivers have, the same on all hosts: --driver HOST:PORT"
+        raise ConfigError([Problem("command line", "--driver", what, hint)]) from None
 
 
-def _observer(config: RunConfig, host: str, port: int) -> tuple[list[str], dict[str, str]]:
-    """Return the command and the environment of this host's observer."""
-    place = {ADDRESS_VARIABLE: address_toward(host), DRIVER_VARIABLE: join_port(host, port)}
+def _observer(config: RunConfig, driver: DriverEndpoint) -> tuple[list[str], dict[str, str]]:
+    """Return the command and the environment of this host's observer. Raises: ConfigError"""
+    address = join_port(driver.address, driver.port)
+    try:
+        place = {ADDRESS_VARIABLE: address_toward(driver.address), DRIVER_VARIABLE: address}
+    except OSError as error:
+        what = f"this host cannot connect to {address}: {error.strerror}"
+        hint = "a host of the job that all others reach, such as node1:29600"
+        raise ConfigError([Problem("command line", "--driver", what, hint)]) from None
     command = module_command("megascale", "agent", "--observe", str(config.folder))
     return command, {NODE_VARIABLE: socket.gethostname(), **os.environ, **place}
 
@@ -117,7 +140,7 @@ def _observing(command: Sequence[str], env: Mapping[str, str]) -> Iterator[None]
         process.wait()
 
 
-async def _drive(config: RunConfig, host: str, port: int) -> int:
+async def _drive(config: RunConfig, driver: DriverEndpoint) -> int:
     """Reach verdicts about the ranks of all hosts, until they have ended."""
     from megascale.fault.drive_job import drive_job
     from megascale.fault.job import JobPlan
@@ -131,5 +154,7 @@ async def _drive(config: RunConfig, host: str, port: int) -> int:
         folder=str(config.folder), metrics_address=observe.metrics_address, metrics_port=observe.metrics_port,
     )  # fmt: skip
     size = {"nodes": 0, "world": 0, "scheduler": "none"}  # the observers find them
-    say(f"watching the ranks of {config.name}; observers of their hosts join at {join_port(host, port)}")
-    return await drive_job(config, plan, NoScheduler(), job_secret(Path(observe.dir)), (host, port), size)
+    where = join_port(driver.name, driver.port)
+    say(f"watching the ranks of {config.name}; observers of their hosts join at {where}")
+    endpoint = driver.listens_at, driver.port
+    return await drive_job(config, plan, NoScheduler(), job_secret(Path(observe.dir)), endpoint, size)

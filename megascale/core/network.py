@@ -27,15 +27,20 @@ def listen_as(name: str, port: int = 0) -> socket.socket:
     to itself, as on Debian.
     Raises: OSError
     """
-    address = str(socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0])
-    if is_loopback(address) and not (name == "localhost" or is_loopback(name)):
-        return listen(ALL_INTERFACES, port)
+    address = address_for_others(name, str(socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0]))
     try:
         return listen(address, port)
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
         return listen(ALL_INTERFACES, port)
+
+
+def address_for_others(name: str, address: str) -> str:
+    """Return where to listen for hosts that know this one as `name`, which is `address` here: all interfaces if that is
+    loopback, unless the name says so.
+    """
+    return ALL_INTERFACES if is_loopback(address) and not (name == "localhost" or is_loopback(name)) else address
 
 
 def join_port(host: str, port: int) -> str:

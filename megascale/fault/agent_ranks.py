@@ -75,7 +75,7 @@ class AgentRanks:
         said: list[AgentMessage] = [
             Hello(
                 place.node, socket.gethostname(), place.address, place.slots, attempt, running,
-                observer=self.observes, started=self._started,
+                observer=self.observes, run=place.run, started=self._started,
             )
         ]  # fmt: skip
         if (opened := self._store.opened) is not None:

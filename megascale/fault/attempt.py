@@ -89,15 +89,21 @@ class Attempt:
         return node not in self.busy
 
     def add_ends(self, node: str, ends: Sequence[RankEnd]) -> None:
-        """Take ends of a node's ranks, any number of times."""
-        self.ends.update({end.rank: end for end in ends})
-        if all(rank in self.ends for rank in self.placement.get(node, ())):
+        """Take ends of a node's ranks, any number of times; an observer may tell ends of the next attempt's ranks."""
+        ranks = self.placement.get(node, ())
+        self.ends.update({end.rank: end for end in ends if end.rank in ranks})
+        if all(rank in self.ends for rank in ranks):
             self.busy.discard(node)
 
     def lose(self, lost: LostNode) -> None:
         """Take a node for lost."""
         self.lost[lost.node] = lost
         self.busy.discard(lost.node)
+
+    def regain(self, node: str) -> None:
+        """Take back a lost node: its ranks have run on."""
+        del self.lost[node]
+        self.busy |= {node} if any(rank not in self.ends for rank in self.placement[node]) else set()
 
     def statuses(self, roster: Roster) -> list[RankStatus]:
         """Return the last statuses of the ranks that run."""

@@ -46,7 +46,7 @@ async def drive_job(
     for event in events:
         history.apply(event)
     job = Job(plan, config.fault, history, hang_verdict, now)
-    async with DriverServer(secret, *listen, tls_from_environment()) as server:
+    async with DriverServer(secret, *listen, tls_from_environment(), config.name) as server:
         alerts, live = AlertReader(config.folder / METRICS_FILE), LiveWriter(LiveFile(config.folder / LIVE_FILE))
         driver = Driver(job, server, scheduler, log, clock, alerts, live)
         driver.perform([Log(event) for event in events])

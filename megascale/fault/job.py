@@ -90,6 +90,7 @@ class Job:
     follows the end of the attempt. `begun`: start of this driver; `deadline`: of the stage; `next_look`: time of
     the next look for a hang; `heartbeats`: a count of all. `unfit`: why nodes leave once their ranks have ended.
     `failed_checks`: why nodes have left. `first_steps`: by node, seconds of its longest first step of an attempt.
+    `incomplete_at`: when to say that ranks of another launcher are not found, None while none is missing.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Job:
         self.unfit: dict[str, str] = {}
         self.failed_checks: dict[str, str] = {}
         self.first_steps: dict[str, float] = {}
+        self.incomplete_at: float | None = None
         self.commands: list[Command] = []
         if plan.observed:
             self.enter(Stage.OBSERVE, math.inf)

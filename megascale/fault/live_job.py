@@ -22,11 +22,12 @@ def live_state(job: Job, now: float) -> LiveState:
     attempt = job.attempt
     ranks = [LiveRank()] * (job.plan.world if attempt is None else attempt.world)
     for node, on_node in attempt.placement.items() if attempt is not None else ():
-        if (member := job.roster.members.get(node)) is not None:
-            for rank in member.statuses.values():
-                ranks[rank.rank] = _live_rank(rank, now - member.heard)
-        else:  # lost
-            ranks[on_node[0] : on_node[-1] + 1] = [LiveRank(state="X")] * len(on_node)
+        member = job.roster.members.get(node)
+        for rank in on_node:
+            if member is None:  # lost
+                ranks[rank] = LiveRank(state="X")
+            elif (status := member.statuses.get(rank)) is not None:
+                ranks[rank] = _live_rank(status, now - member.heard)
     for number, end in attempt.ends.items() if attempt is not None else ():
         last = ranks[number]
         ranks[number] = last._replace(phase=str(Phase.DONE)) if end.in_order else last._replace(state="X")

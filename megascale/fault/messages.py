@@ -18,6 +18,7 @@ from typing import Any, ClassVar, get_args
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from megascale.core.errors import Exit
 from megascale.core.flight_record import LAST_EVENTS
 
 
@@ -87,8 +88,8 @@ class Hello(_Checked):
 
     `node`: its name, unique in the job. `host`: the name of the host; `address`: where other nodes reach it. `slots`:
     ranks that it can run. `attempt` and `ranks`: the attempt that it runs now and its ranks that live, None for none:
-    a new driver takes over. `observer`: another launcher starts the ranks, and the agent restarts nothing. `started`:
-    start of the agent's process, seconds since the epoch: the latest agent of a node is the one that counts.
+    a new driver takes over. `observer`: another launcher starts the ranks of `run`, and the agent restarts nothing.
+    `started`: start of the agent's process, seconds since the epoch: the latest agent of a node is the one that counts.
     """
 
     node: str
@@ -99,6 +100,7 @@ class Hello(_Checked):
     ranks: tuple[int, ...] = ()
     checks: Mapping[str, Any] | None = None
     observer: bool = False
+    run: str = ""
     started: float = 0.0
 
 
@@ -244,9 +246,10 @@ class Check(_Checked):
 
 @dataclass(frozen=True)
 class Leave(_Checked):
-    """End the agent, after its ranks."""
+    """End the agent, after its ranks. `status`: its exit status."""
 
     reason: str
+    status: int = Exit.OK
 
 
 AgentMessage = Hello | Heartbeat | RanksEnded | StoreOpened | Records | Stacks | CheckDone

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class NodePlace:
     """The node of an agent. `address`: where other nodes reach it; `driver`: host:port of the driver; `slots`: ranks
-    that it can run.
+    that it can run. `run`: which an observer watches, "" for the agent of a launched job.
     """
 
     node: str
     address: str
     driver: str
     slots: int
+    run: str = ""

@@ -22,6 +22,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from megascale.core.errors import Exit
 from megascale.core.gate import ADMISSION_S, MOST_STRANGERS, raise_descriptor_limit
 from megascale.core.handshake import (
     HELLO_BYTES,
@@ -34,6 +35,7 @@ from megascale.core.handshake import (
 )
 from megascale.core.network import LOOPBACK, join_port
 from megascale.fault.messages import AgentMessage, DriverMessage, Hello, Leave, Message, MessageError, to_json
+from megascale.fault.say import say
 from megascale.fault.streams import (
     CLIENT_OPTIONS,
     SERVER_OPTIONS,
@@ -107,13 +109,17 @@ class DriverServer:
     """The driver's end. In `async with` it listens; iterating gives (node, message) of all agents in order of arrival,
     with Disconnected when a connection ends.
 
-    `host`: address to listen at. `port`: 0 for any. Raises: OSError if it cannot listen there
+    `host`: address to listen at. `port`: 0 for any. `run`: the run whose observers may join, "" for any.
+    Raises: OSError if it cannot listen there
     """
 
-    def __init__(self, secret: bytes, host: str = LOOPBACK, port: int = 0, tls: Tls | None = None) -> None:
+    def __init__(
+        self, secret: bytes, host: str = LOOPBACK, port: int = 0, tls: Tls | None = None, run: str = ""
+    ) -> None:
         self._secret = secret
         self._host = host
         self._tls = tls
+        self._run = run
         self._peers: dict[str, _Peer] = {}
         self._unproved = 0
         self._inbox: asyncio.Queue[tuple[str, AgentMessage | Disconnected]] = asyncio.Queue(INBOX_MESSAGES)
@@ -181,10 +187,10 @@ class DriverServer:
         session = await self._admit(context)
         hello = await _read_hello(context, session.received)
         node, peer = hello.node, _Peer(hello.started)
+        if (refusal := self._refusal(hello)) is not None:
+            await context.write(session.sent.seal(to_json(refusal)))
+            return
         if (earlier := self._peers.get(node)) is not None:
-            if earlier.started > hello.started:
-                await context.write(session.sent.seal(to_json(Leave(f"a later agent of node {node} has joined"))))
-                return
             earlier.disconnect()
         self._peers[node] = peer
         await self._inbox.put((node, hello))
@@ -199,6 +205,17 @@ class DriverServer:
             if self._peers.get(node) is peer:
                 del self._peers[node]
                 await self._inbox.put((node, Disconnected(reason)))
+
+    def _refusal(self, hello: Hello) -> Leave | None:
+        """Return what an agent without a place here is told: it watches another run, or a later one has joined."""
+        if hello.run and self._run not in ("", hello.run):
+            say(f"node {hello.node} was turned away: it watches run {hello.run}, this driver run {self._run}")
+            hint = "give each run a port of its own, --driver HOST:PORT"
+            return Leave(f"this driver watches run {self._run}, not {hello.run}  -> {hint}", Exit.CONFIG)
+        earlier = self._peers.get(hello.node)
+        if earlier is not None and earlier.started > hello.started:
+            return Leave(f"a later agent of node {hello.node} has joined")
+        return None
 
     async def _admit(self, context: Any) -> Session:
         """Return the session of a peer that proves to know the secret; abort the call of any other."""

@@ -41,6 +41,9 @@ KILL_S = 10.0
 LOOK_S = 0.2
 """Least seconds between two checks of all ranks for a hang."""
 
+FIND_S = 20.0
+"""Seconds after the first ranks of a job are found in which the others should be, by the observers of their hosts."""
+
 MOST_STACKS = 4
 """Most culprits whose stacks are collected."""
 
@@ -254,7 +257,9 @@ def _ask_longer_records(job: Job, ranks: Sequence[int], now: float) -> None:
 
 
 def observe(job: Job, now: float) -> None:
-    """Wait for ranks that another launcher starts, at first or again, and for progress after a hang."""
+    """Wait for ranks that another launcher starts, at first or again, for lost observers, and for progress after a
+    hang.
+    """
     attempt = job.attempt
     if attempt is not None and attempt.has_left_in_order:
         finish(job, max(end.status for end in attempt.ends.values()), now)
@@ -263,9 +268,13 @@ def observe(job: Job, now: float) -> None:
     job.next_look = now + LOOK_S
     found = [(node, status) for node, member in job.roster.members.items() for status in member.statuses.values()]
     processes = {status.rank: status.pid for _, status in found}
-    world = max((member.world for member in job.roster.members.values()), default=0)
+    world = max((member.world for member in job.roster.members.values() if member.statuses), default=0)
+    is_known = attempt is not None and processes.items() <= attempt.processes.items()
+    _say_if_incomplete(job, found, 0 if is_known else world, now)
     if found and len(processes) == world and (attempt is None or processes != attempt.processes):
         _begin_observing(job, found, now)
+    elif attempt is not None and _take_back(job, attempt, processes):
+        job.enter(Stage.RUN, math.inf)
     elif attempt is not None and not attempt.failed and attempt.watch.idle_s(now) < job.settings.hang_s:
         job.do(Say("the ranks make progress again"))
         job.enter(Stage.RUN, math.inf)
@@ -274,6 +283,34 @@ def observe(job: Job, now: float) -> None:
     elif now >= job.deadline:
         job.do(Say(f"the launcher has not started the ranks again within {job.settings.agent_grace_s:g} s"))
         finish(job, Exit.UNCLASSIFIED, now)
+
+
+def _say_if_incomplete(job: Job, found: Sequence[tuple[str, RankStatus]], world: int, now: float) -> None:
+    """Say once that ranks of a job of `world` ranks are not found, which the driver waits for before it watches any."""
+    ranks = {status.rank for _, status in found}
+    if not ranks or not world or len(ranks) == world:
+        job.incomplete_at = None
+    elif job.incomplete_at is None:
+        job.incomplete_at = now + FIND_S
+    elif now >= job.incomplete_at:
+        job.incomplete_at = math.inf
+        nodes = format_nodes(sorted({node for node, _ in found}))
+        hint = "run `megascale observe` on every host of the job, with the same --driver HOST[:PORT]"
+        job.do(Say(f"found {len(ranks)} of {world} ranks, on {nodes}: none is watched before all are found  -> {hint}"))
+
+
+def _take_back(job: Job, attempt: Attempt, processes: Mapping[int, int]) -> bool:
+    """Take back lost nodes whose ranks are seen again, and return True if that makes the attempt whole. `processes`: of
+    all ranks that were found.
+    """
+    seen = processes.items() & attempt.processes.items()
+    known = {rank for rank, _ in seen} | attempt.ends.keys()
+    back = [node for node in attempt.lost if known.issuperset(attempt.placement[node])]
+    for node in back:
+        attempt.regain(node)
+    if back:
+        job.do(Say(f"the ranks on {format_nodes(back)} are seen again: they have run on"))
+    return bool(back) and not attempt.failed
 
 
 def _begin_observing(job: Job, found: Sequence[tuple[str, RankStatus]], now: float) -> None:

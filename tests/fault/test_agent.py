@@ -39,7 +39,7 @@ from megascale.fault.messages import (
     Welcome,
 )
 from megascale.fault.node_place import NodePlace
-from megascale.fault.rpc import Disconnected, reserve_port
+from megascale.fault.rpc import Disconnected, DriverServer, reserve_port
 from megascale.fault.scheduler.port import DRIVER_LOST
 from tests.fault.nodes import Node, driver, flight_records, gone, node, rank_environment, run, within
 from tests.jobs import lives, standby_processes
@@ -333,6 +333,17 @@ def test_an_agent_says_once_that_it_waits_for_the_driver(
     said = [line for line in capsys.readouterr().err.splitlines() if address in line]
     assert said[0] == f"megascale agent: waiting for the driver at {address}"
     assert len(said) == 2 and said[1].startswith(f"megascale agent: no driver at {address} for ")
+
+
+def test_an_observer_of_another_run_than_the_driver_s_ends_with_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    async def test() -> None:
+        secret = new_secret().encode()
+        async with DriverServer(secret, run="two") as server:
+            place = NodePlace("n0", LOOPBACK, server.address, 1, run="one")
+            assert await within(Agent(place, secret, -1).run()) == Exit.CONFIG
+
+    run(test)
+    assert "told to leave: this driver watches run two, not one" in capsys.readouterr().err
 
 
 def test_an_observer_watches_ranks_of_another_launcher(tmp_path: Path) -> None:

@@ -49,6 +49,25 @@ def test_a_lost_node_s_ranks_have_failed() -> None:
     assert [rank for rank, found in enumerate(state.ranks) if found.state == "X"] == [8, 9, 10, 11]
 
 
+def test_ranks_of_a_node_may_be_any() -> None:
+    """As with srun --distribution=cyclic."""
+    sim = simulated_job()
+    assert sim.job.attempt is not None
+    nodes = list(sim.job.attempt.placement)
+    sim.job.attempt.placement = {node: tuple(range(place, 16, 4)) for place, node in enumerate(nodes)}
+    sim.job.roster.lose("node2")
+    state = live_state(sim.job, sim.now)
+    assert len(state.ranks) == 16
+    assert [rank for rank, found in enumerate(state.ranks) if found.state == "X"] == [2, 6, 10, 14]
+
+
+def test_ranks_of_the_next_larger_job_are_not_in_the_picture_of_this_one() -> None:
+    sim = simulated_job()
+    statuses = tuple(RankStatus(rank, 2, "import") for rank in range(12, 20))
+    sim.job.receive("node3", Heartbeat(sim.now, 0, statuses), sim.now)
+    assert [rank.phase for rank in live_state(sim.job, sim.now).ranks] == ["step"] * 12 + ["import"] * 4
+
+
 def test_before_the_first_attempt_all_ranks_are_unknown() -> None:
     sim = Simulation(JobPlan("run", 4, 16, ("train",), "/logs"), FaultConfig(), 0)
     sim.job.attempt = None

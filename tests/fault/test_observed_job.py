@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from megascale.cli.observe import PORT, _driver_endpoint
+from megascale.cli.main import main
+from megascale.cli.observe import PORT, DriverEndpoint, _driver_endpoint, _reserve
 from megascale.config.fault import FaultConfig
 from megascale.core.errors import ConfigError, Exit
+from megascale.core.network import LOOPBACK
 from megascale.fault.commands import Finish, Log, Say, Send
 from megascale.fault.incidents import LOG_FILE, JobHistory, read_history
 from megascale.fault.job import Job, JobPlan
+from megascale.fault.live_job import live_state
 from megascale.fault.messages import Collect, Heartbeat, Hello, Leave, RankEnd, RanksEnded, RankStatus, Records, Welcome
+from megascale.fault.rpc import DriverServer
 from megascale.fault.simulation import HangVerdict
-from megascale.fault.stages import Stage
+from megascale.fault.stages import FIND_S, Stage
 from tests.jobs import SECONDS, heed_signals, job_config
 from tests.launch.test_torchrun import Torchrun, free_port
 from tests.runs import GPT
@@ -37,7 +44,7 @@ class Observed:
         self.said: list[str] = []
         self.status: int | None = None
         for node in "ab":
-            self.take(self.job.receive(node, Hello(node, node, node, 1, observer=True), 0.0))
+            self.join(node, 0.0)
 
     def take(self, commands: object) -> None:
         assert isinstance(commands, list)
@@ -51,12 +58,16 @@ class Observed:
             elif isinstance(command, Finish):
                 self.status = command.status
 
-    def beat(self, now: float, step: int, idle_s: float = 0.0, pid: int = 10) -> None:
-        """Both hosts say what their rank does."""
-        for rank, node in enumerate("ab"):
-            status = RankStatus(rank, pid + rank, "step", step, step, idle_s, 0.0, 0.5, 1)
-            self.take(self.job.receive(node, Heartbeat(now, 7, (status,), world=2), now))
+    def beat(self, now: float, step: int, idle_s: float = 0.0, pid: int = 10, nodes: str = "ab") -> None:
+        """Hosts say what their rank does."""
+        for node in nodes:
+            self.show(now, node, {"ab".index(node): pid + "ab".index(node)}, 2, step, idle_s)
         self.take(self.job.tick(now + 0.3))
+
+    def show(self, now: float, node: str, pids: Mapping[int, int], world: int, step: int, idle_s: float = 0.0) -> None:
+        """A host says what its ranks, of a job of `world`, do."""
+        ranks = tuple(RankStatus(rank, pid, "step", step, step, idle_s, 0.0, 0.5, 1) for rank, pid in pids.items())
+        self.take(self.job.receive(node, Heartbeat(now, 7 if ranks else None, ranks, world=world), now))
 
     def wait(self, since: float, until: float) -> None:
         """Both hosts have no rank that runs."""
@@ -64,6 +75,9 @@ class Observed:
             for node in "ab":
                 self.take(self.job.receive(node, Heartbeat(now, None, (), world=2), now))
             self.take(self.job.tick(now))
+
+    def join(self, node: str, now: float) -> None:
+        self.take(self.job.receive(node, Hello(node, node, node, 1, observer=True), now))
 
     def end(self, now: float, rank: int, status: int, *, in_order: bool = False) -> None:
         node, end = "ab"[rank], RankEnd(rank, status, now, in_order=in_order)
@@ -119,6 +133,86 @@ def test_observers_leave_when_the_launcher_does_not_start_the_ranks_again() -> N
     assert [send.node for send in job.sent if isinstance(send.message, Leave)] == ["a", "b"]
 
 
+def lose_observer() -> Observed:
+    """A job whose rank 1 lost its observer, and runs on."""
+    job = Observed()
+    for now in range(1, 12):
+        job.beat(float(now), now, nodes="ab" if now < 4 else "a")
+    assert job.incidents == [("node", (1,), "alert")]
+    job.join("b", 12.0)
+    return job
+
+
+def test_ranks_whose_observer_comes_back_are_watched_again() -> None:
+    job = lose_observer()
+    job.beat(12.0, 12)
+    assert (job.job.stage, job.job.history.attempt) == (Stage.RUN, 0)
+    assert job.said[-1] == "the ranks on b are seen again: they have run on"
+    for now in range(13, 25):
+        job.beat(float(now), 12, idle_s=now - 12.0)
+        for node in "ab":
+            job.take(job.job.receive(node, Records(3, {}, {}), now + 0.4))
+    assert job.incidents[1:] == [("hang", (1,), "alert")]
+    job.beat(25.0, 13)
+    job.end(26.0, 1, -signal.SIGKILL)
+    job.end(26.1, 0, -signal.SIGTERM)
+    job.wait(26.5, 30.0)
+    assert job.incidents[2:] == [("process", (1,), "alert")]
+
+
+def test_an_observer_that_comes_back_to_other_ranks_begins_an_attempt() -> None:
+    job = lose_observer()
+    job.beat(12.0, 3, pid=30)
+    assert (job.job.stage, job.job.history.attempt) == (Stage.RUN, 1)
+
+
+def test_a_job_that_restarts_with_fewer_ranks_is_watched() -> None:
+    """The second host has none of them, and knows only the ranks it had."""
+    job = Observed()
+    job.beat(1.0, 5)
+    job.end(2.0, 1, -signal.SIGKILL)
+    job.end(2.1, 0, -signal.SIGTERM)
+    job.wait(2.5, 5.0)
+    job.show(6.0, "a", {0: 30}, 1, 4)
+    job.show(6.0, "b", {}, 2, 0)
+    job.take(job.job.tick(6.3))
+    assert (job.job.stage, job.job.history.attempt, job.job.plan.world) == (Stage.RUN, 1, 1)
+
+
+def test_ranks_that_no_observer_finds_are_said_once() -> None:
+    job = Observed()
+    for now in range(1, 60):
+        job.show(float(now), "b", {}, 0, 0)
+        job.beat(float(now), now, nodes="a")
+        assert len(job.said) == (now > FIND_S), now
+    assert job.said[0].startswith("found 1 of 2 ranks, on a: none is watched before all are found  -> run")
+    assert job.job.attempt is None
+    job.beat(60.0, 60)
+    assert job.job.stage == Stage.RUN
+
+
+def test_ranks_that_are_left_of_an_attempt_are_no_new_job() -> None:
+    job = Observed()
+    job.beat(1.0, 5)
+    job.end(2.0, 1, -signal.SIGKILL)
+    for now in range(3, 60):
+        job.take(job.job.receive("b", Heartbeat(float(now), None, (), world=2), float(now)))
+        job.beat(float(now), 5, idle_s=now - 2.0, nodes="a")
+    assert job.incidents == [("process", (1,), "alert")]
+    assert not [line for line in job.said if "found 1 of 2" in line]
+
+
+def test_ends_of_ranks_that_the_attempt_does_not_have_are_not_its_ends() -> None:
+    """The launcher starts more ranks, and one ends before the driver knows them all."""
+    job = Observed()
+    job.beat(1.0, 5)
+    job.end(2.0, 1, -signal.SIGKILL)
+    job.take(job.job.receive("b", RanksEnded(8, (RankEnd(3, 1, 3.0),)), 3.0))
+    assert job.job.attempt is not None
+    assert set(job.job.attempt.ends) == {1}
+    assert len(live_state(job.job, 3.0).ranks) == 2
+
+
 def test_a_stop_of_the_observers_leaves_the_ranks_alone() -> None:
     job = Observed()
     job.beat(1.0, 5)
@@ -130,13 +224,14 @@ def test_a_stop_of_the_observers_leaves_the_ranks_alone() -> None:
 @pytest.mark.parametrize(
     ("text", "endpoint"),
     [
-        ("127.0.0.2", ("127.0.0.2", PORT)),
-        ("127.0.0.2:31000", ("127.0.0.2", 31000)),
-        ("[::1]", ("::1", PORT)),
-        ("[::1]:31000", ("::1", 31000)),
+        ("127.0.0.2", ("127.0.0.2", "127.0.0.2", PORT)),
+        ("127.0.0.2:31000", ("127.0.0.2", "127.0.0.2", 31000)),
+        ("localhost", ("localhost", "127.0.0.1", PORT)),
+        ("[::1]", ("::1", "::1", PORT)),
+        ("[::1]:31000", ("::1", "::1", 31000)),
     ],
 )
-def test_endpoints_of_the_driver(text: str, endpoint: tuple[str, int]) -> None:
+def test_endpoints_of_the_driver(text: str, endpoint: tuple[str, str, int]) -> None:
     assert _driver_endpoint(text) == endpoint
 
 
@@ -157,6 +252,43 @@ def test_endpoints_of_the_driver(text: str, endpoint: tuple[str, int]) -> None:
 def test_what_is_no_endpoint_of_a_driver_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _driver_endpoint(text)
+
+
+def test_two_drivers_share_no_port() -> None:
+    """The kernel would spread the observers over both."""
+    driver = DriverEndpoint(LOOPBACK, LOOPBACK, free_port())
+    with _reserve(driver) or pytest.fail("the driver's host does not have its address"):
+        for other in (driver, driver._replace(name="node1")):
+            with pytest.raises(ConfigError, match=r"cannot listen at .*: Address already in use  -> another port than"):
+                _reserve(other)
+    with _reserve(driver) or pytest.fail("the port is free again"):
+        pass
+
+
+def test_the_driver_of_a_host_that_is_loopback_to_itself_listens_for_others() -> None:
+    """As on Debian, where a host's own name is 127.0.1.1."""
+    driver = DriverEndpoint("node1", "127.0.1.1", free_port())
+
+    async def connect() -> None:
+        async with DriverServer(b"secret", driver.listens_at, driver.port):
+            for host in ("127.0.1.1", "127.0.0.1", "127.0.0.2"):
+                socket.create_connection((host, driver.port), 5.0).close()
+
+    with _reserve(driver) or pytest.fail("the driver's host does not have its address"):
+        asyncio.run(connect())
+    assert DriverEndpoint("localhost", LOOPBACK, PORT).listens_at == LOOPBACK
+    assert DriverEndpoint("node1", "10.0.0.1", PORT).listens_at == "10.0.0.1"
+
+
+def test_a_host_without_the_driver_s_address_is_no_driver() -> None:
+    assert _reserve(DriverEndpoint("node1", "203.0.113.9", PORT)) is None
+
+
+def test_an_address_that_nothing_can_connect_to_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = job_config(tmp_path, GPT)
+    assert main(["observe", str(config), "--driver", "255.255.255.255"]) == Exit.CONFIG
+    error = capsys.readouterr().err
+    assert "--driver: this host cannot connect to 255.255.255.255:29600: Permission denied  -> a host of" in error
 
 
 def ranks_below(pid: int) -> dict[int, int]:

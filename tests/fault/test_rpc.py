@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from megascale.core.errors import ConfigError
+from megascale.core.errors import ConfigError, Exit
 from megascale.core.handshake import CHALLENGE_BYTES, ClientHandshake, NotAPeerError, Session
 from megascale.core.network import LOOPBACK
 from megascale.fault import rpc, streams
@@ -33,8 +33,8 @@ METHOD = "/megascale.Driver/Connect"
 HELLO_KEY = "megascale-hello-bin"
 
 
-def hello(node: str = "n0", started: float = 1.0) -> Hello:
-    return Hello(node, "host", LOOPBACK, 2, started=started)
+def hello(node: str = "n0", started: float = 1.0, run: str = "") -> Hello:
+    return Hello(node, "host", LOOPBACK, 2, run=run, started=started)
 
 
 def channel(server: DriverServer, secret: bytes = SECRET, tls: Tls | None = None, **said: Any) -> AgentChannel:
@@ -114,6 +114,24 @@ def test_the_latest_agent_of_a_node_counts() -> None:
                 assert late.lost_s == 0
 
     run(test)
+
+
+def test_an_observer_of_another_run_is_turned_away(capfd: pytest.CaptureFixture[str]) -> None:
+    """The observer of this run on the same node keeps its connection."""
+
+    async def test() -> None:
+        async with DriverServer(SECRET, run="two") as server, channel(server, run="two") as ours:
+            assert await soon(anext(server)) == ("n0", hello(run="two"))
+            async with channel(server, started=2.0, run="one") as other:
+                told = await soon(anext(other))
+                assert isinstance(told, Leave)
+                assert told.status == Exit.CONFIG
+                assert told.reason.startswith("this driver watches run two, not one  -> give each run a port")
+            assert ours.send(Heartbeat(3.0))
+            assert await soon(anext(server)) == ("n0", Heartbeat(3.0))
+
+    run(test)
+    assert "node n0 was turned away: it watches run one, this driver run two" in capfd.readouterr().err
 
 
 @contextlib.asynccontextmanager
