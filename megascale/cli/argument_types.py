@@ -62,6 +62,17 @@ def positive_float(text: str) -> float:
     return value
 
 
+def float_within(least: float, most: float, why: str) -> Callable[[str], float]:
+    """Return an argument type: a float from `least` to `most`. The error for another number states `why`."""
+
+    def read(text: str) -> float:
+        if not least <= (value := positive_float(text)) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not from {least:g} to {most:g}: {why}")
+        return value
+
+    return read
+
+
 def step_range(text: str) -> range:
     """Parse steps: A:B, both included, or A alone. Raises: argparse.ArgumentTypeError"""
     if (steps := _span(text, ":")) is None:

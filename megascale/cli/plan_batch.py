@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from megascale.cli.argument_types import positive_float, positive_int
+from megascale.cli.argument_types import float_within, positive_int
 from megascale.cli.main import add_config_arguments
 from megascale.cli.plan import print_tables
 from megascale.config.loading import load_config
@@ -16,6 +16,12 @@ from megascale.search.batch_laws import training_of
 from megascale.search.batch_plan import critical_by_law, read_measured
 from megascale.search.batch_report import BatchPlan, Reference
 
+TOKENS = (1.0, 1e15)
+"""Fewest and most tokens of a training: the laws end far below the most, and steps and batches stay countable."""
+
+LOSSES = (0.3, 20.0)
+"""Least and largest loss, in nats per token: of text that is easily predicted, and of more than a random guess."""
+
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
@@ -23,9 +29,10 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     measured = "folder of a run with train.noise_scale_every, whose noise scale is the critical batch"
     sub.add_argument("--run", metavar="RUN", type=Path, dest="measured", help=f"{measured} (default: by a law)")
     tokens = "tokens of the training, such as 300e9 (default: train.steps with their batches)"
-    sub.add_argument("--tokens", type=positive_float, metavar="T", help=tokens)
+    sub.add_argument("--tokens", type=float_within(*TOKENS, "no training has more"), metavar="T", help=tokens)
     loss = "loss at the end, in nats per token, for the law of Kaplan et al. (default: as Hoffmann et al. predict)"
-    sub.add_argument("--loss", type=positive_float, metavar="L", help=loss)
+    why = "give the loss in nats per token; the law holds for no other"
+    sub.add_argument("--loss", type=float_within(*LOSSES, why), metavar="L", help=loss)
     gpus = "number of devices, for dp (default: the fewest that the layout needs)"
     sub.add_argument("--gpus", type=positive_int, metavar="N", help=gpus)
     sub.add_argument("--json", action="store_true", help="print one JSON object")

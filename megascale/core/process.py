@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -56,6 +57,21 @@ def process_state(pid: int) -> str:
     """Return the letter of a process's state in /proc, such as "T" for stopped. Raises: OSError without the process"""
     stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     return stat.rpartition(")")[2].split()[0]
+
+
+def thread_work(pid: int, thread: int) -> tuple[int, ...]:
+    """Return numbers that grow while a thread works or polls, and not while it is blocked: its ticks on a core, and how
+    often it has waited. Empty for a thread that is gone.
+    """
+    folder = Path(f"/proc/{pid}/task/{thread}")
+    try:
+        stat = (folder / "stat").read_text(encoding="utf-8", errors="replace")
+        status = (folder / "status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ()
+    user, system = stat.rpartition(")")[2].split()[11:13]
+    waits = re.findall(r"^voluntary_ctxt_switches:\s*(\d+)", status, re.MULTILINE)  # some kernels do not count them
+    return int(user) + int(system), *map(int, waits)
 
 
 def process_facts(pid: int) -> tuple[str, int]:

@@ -105,6 +105,10 @@ class EpochDataset:
         """Epochs that the expected samples are from."""
         return -(-expected // self.shape.samples) if (expected := self._expected()) else 0
 
+    def open(self, index: int) -> None:
+        """Open the files and the epoch of a sample; the epoch's index is built if no process has."""
+        self._epoch(index // self.shape.samples)
+
     def read(self, index: int) -> np.ndarray:
         """The tokens [s + 1] of a sample, i64, or fewer and the rest is padding. Samples never end."""
         epoch, number = divmod(index, self.shape.samples)

@@ -142,6 +142,11 @@ class Mixture:
         dataset, number = self.blend.locate(self.order(index))
         return self.datasets[dataset], number
 
+    def open(self, index: int) -> None:
+        """Open what a sample is read from; its index may be built for it."""
+        dataset, number = self.locate(index)
+        dataset.open(number)
+
     def fetch(self, indices: Iterable[int]) -> None:
         """Fetch what samples need of remote datasets, many blocks at a time, before they are read."""
         by_dataset: dict[EpochDataset, list[int]] = {}

@@ -1,7 +1,7 @@
 """The memory that the reader of a host shares with the ranks there: a ring of steps for each split. No torch.
 
-    head       numbers of 8 bytes: length of the failure's text; by split the bytes of samples read so far, and the
-               beats of the reader, by which it shows that it does not hang
+    head       numbers of 8 bytes: length of the failure's text; by split the bytes of samples read so far, the beats
+               of the reader, by which it shows that it does not hang, and its thread while it opens datasets
     failure    text: why there is no reader any more
     readings   for each split a text: the sample that the reader reads
     weights    of a mixture that a data policy changes: how often they were written, and two places for them in turn
@@ -20,17 +20,19 @@ memory is an error, not a signal. What a killed reader has left can be continued
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 WORD = 8
-FAILURE_LENGTH, BYTES_READ, BEATS = 0, 1, 4
-"""Places of the head's numbers; the bytes and beats of each split have a place of their own."""
+FAILURE_LENGTH, BYTES_READ, BEATS, OPENERS = 0, 1, 4, 7
+"""Places of the head's numbers; the bytes, beats and thread of each split have a place of their own."""
 
-FAILURE_OFFSET, FAILURE_BYTES = 64, 4032
+FAILURE_OFFSET, FAILURE_BYTES = 128, 3968
 READING_OFFSET, READING_BYTES = FAILURE_OFFSET + FAILURE_BYTES, 1024
 MOST_SPLITS = 3
 RINGS_OFFSET = READING_OFFSET + 4 * READING_BYTES
@@ -139,6 +141,11 @@ class ReaderMemory:
         """The beats of the reader of each split, which go on as long as it does not hang."""
         return _numbers(self.descriptor, WORD * BEATS, self.shape.splits)
 
+    @property
+    def openers(self) -> tuple[int, ...]:
+        """By split the native id of the reader's thread while it opens datasets, else 0."""
+        return _numbers(self.descriptor, WORD * OPENERS, self.shape.splits)
+
     def reading(self, split: int) -> str:
         """The sample of a split that the reader has begun to read."""
         text = os.pread(self.descriptor, READING_BYTES, READING_OFFSET + split * READING_BYTES)
@@ -220,6 +227,15 @@ class Ring:
             os.pwrite(self._descriptor, text, READING_OFFSET + self._split * READING_BYTES)
         place = WORD * (BEATS + self._split)
         _set(self._descriptor, place, _numbers(self._descriptor, place, 1)[0] + 1)
+
+    @contextlib.contextmanager
+    def opening(self) -> Iterator[None]:
+        """Note that this thread opens datasets in the block: until its end it shows that it works by its times."""
+        _set(self._descriptor, WORD * (OPENERS + self._split), threading.get_native_id())
+        try:
+            yield
+        finally:
+            _set(self._descriptor, WORD * (OPENERS + self._split), 0)
 
     def begin(self, generation: int) -> None:
         """Begin a generation in the reader, of which no step is filled."""

@@ -136,9 +136,16 @@ class SplitReader:
         self._ring.fill(number, position, records)
 
     def _read(self, indices: Sequence[int]) -> Iterator[bytes]:
-        """Yield the records of samples. Before each the memory tells which one is read, in case that storage hangs."""
+        """Yield the records of samples. Before each the memory tells which one is read, in case that storage hangs.
+
+        What they are read from is opened first: an index may be built, or waited for, longer than any read takes.
+        """
         mixture = self._samples if isinstance(self._samples, Mixture) else None
         if mixture is not None:
+            with self._ring.opening():
+                for index in indices:
+                    self._ring.beat(f"sample {index}, of {mixture.locate(index)[0].prefix}")
+                    mixture.open(index)
             self._ring.beat(f"sample {indices[0]}, of {mixture.locate(indices[0])[0].prefix}")
             mixture.fetch(indices)
         for index in indices:

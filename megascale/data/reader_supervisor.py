@@ -12,11 +12,11 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megascale.core.errors import DataError
 from megascale.core.limits import os_error_hint
-from megascale.core.process import module_command, process_state
+from megascale.core.process import module_command, process_state, thread_work
 from megascale.core.readable import is_url
 from megascale.data.identity import run_prefixes
 from megascale.data.reader_memory import ReaderMemory
@@ -39,6 +39,9 @@ HANGS = "hangs"
 START_S = 120.0
 """Seconds in which a reader must have begun, if `data.reader_timeout_s` is not longer."""
 
+OPENING_S = 3600.0
+"""Longest time in which a reader may open datasets for a sample, such as build an index, while its thread works."""
+
 END_S = 5.0
 """Seconds for which the end of a killed reader is waited for."""
 
@@ -47,11 +50,15 @@ WITHOUT_READER_HINT = 'see its last words above, and the storage; data.reader = 
 
 @dataclass(frozen=True)
 class _Pulse:
-    """The beats of a split's reader, unchanged since `since_s`, which may be so for `limit_s`."""
+    """The `beats` of a split's reader, unchanged since `beaten_s`, and the `work` of its thread as it opens datasets.
+    Neither has changed since `since_s`, which may be so for `limit_s`.
+    """
 
     beats: int
+    beaten_s: float
     since_s: float
     limit_s: float
+    work: tuple[int, ...] = ()
 
 
 class ReaderSupervisor:
@@ -87,7 +94,7 @@ class ReaderSupervisor:
     def _start(self) -> subprocess.Popen[bytes]:
         """Raises: DataError if the process cannot be started"""
         self._stopped_s, now, limit_s = 0.0, time.monotonic(), max(START_S, self._timeout_s)
-        self._pulses = [_Pulse(beats, now, limit_s) for beats in self._memory.beats]
+        self._pulses = [_Pulse(beats, now, now, limit_s) for beats in self._memory.beats]
         descriptor = self._memory.descriptor
         command = module_command("megascale.data.reader_process", str(descriptor), str(os.getpid()))
         try:  # in a session of its own: Ctrl-C on the terminal is for the ranks, which finish their step
@@ -132,12 +139,16 @@ class ReaderSupervisor:
         return ""
 
     def _hanging_split(self) -> int | None:
-        """The split of which the reader has not beaten for too long; None if all beat."""
+        """The split of which the reader has not beaten for too long, nor its thread worked; None if all do."""
         now = time.monotonic()
-        for split, beats in enumerate(self._memory.beats):
+        for split, (beats, thread) in enumerate(zip(self._memory.beats, self._memory.openers, strict=True)):
             before = self._pulses[split]
+            opens = thread and now - before.beaten_s < OPENING_S
+            work = thread_work(self._process.pid, thread) if opens else before.work
             if beats != before.beats:
-                self._pulses[split] = _Pulse(beats, now, self._timeout_s)
+                self._pulses[split] = _Pulse(beats, now, now, self._timeout_s, work)
+            elif work != before.work:
+                self._pulses[split] = replace(before, since_s=now, work=work)
             elif now - before.since_s > before.limit_s:
                 return split
         return None

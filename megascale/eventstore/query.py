@@ -98,12 +98,22 @@ def open_store(
     raise StoreReadError(f"{store}: cannot be read: {reason}", hint="check the store, and try again")
 
 
-def stored_files(store: Location) -> dict[str, list[TableFile]]:
-    """List the files of a store's tables. Raises: StoreError"""
+def stored_files(store: Location, last_s: float | None = None) -> dict[str, list[TableFile]]:
+    """List the files of a store's tables. `last_s`: only those with the rows of the newest seconds, and of all ranks.
+
+    Raises: StoreError
+    """
     try:
-        return {table: list_files(store, table) for table in TABLES}
+        files = {table: list_files(store, table) for table in TABLES}
     except OSError as error:
         raise StoreError(f"{store}: cannot be read: {error.strerror}", hint="check path and access") from None
+    if last_s is None:
+        return files
+    since_ms = max((file.end_ms for found in files.values() for file in found), default=0) - 1000 * last_s
+    return {
+        table: found if table == "ranks" else [file for file in found if file.end_ms >= since_ms]
+        for table, found in files.items()
+    }
 
 
 def _open_files(
@@ -112,17 +122,13 @@ def _open_files(
     """Open the files that there are now. Raises: StoreError, duckdb.Error for a file that cannot be opened"""
     import duckdb
 
-    files = stored_files(store)
-    since_ms = 0.0
-    if last_s is not None:
-        since_ms = max((file.end_ms for found in files.values() for file in found), default=0) - 1000 * last_s
+    files = stored_files(store, last_s)
     connection = duckdb.connect(config={"autoload_known_extensions": False, "temp_directory": ""})
     if threads is not None:
         connection.execute(f"SET threads = {threads}")
     paths: list[str] = []
     for table in TABLES:
-        newest = (file for file in files[table] if table == "ranks" or file.end_ms >= since_ms)
-        found = [path for file in newest if (path := str(store / file.path)) not in without]
+        found = [path for file in files[table] if (path := str(store / file.path)) not in without]
         _make_view(connection, store, table, found)
         paths += found
     local = store.local_path is not None  # a remote store's files are read by pyarrow
@@ -156,7 +162,7 @@ def fetch(connection: duckdb.DuckDBPyConnection, sql: str, parameters: Sequence[
     """Return the columns of a query by name: numbers as arrays of their type, text as arrays of str; NULL is nan in
     floats, and masked in other columns.
 
-    Raises: StoreReadError if DuckDB cannot answer, such as for a file that has gone
+    Raises: StoreError if DuckDB refuses the query; StoreReadError if it cannot answer, such as for a file that has gone
     """
     import duckdb
     import numpy as np
@@ -170,10 +176,21 @@ def fetch(connection: duckdb.DuckDBPyConnection, sql: str, parameters: Sequence[
     }
 
 
-def read_error(error: duckdb.Error) -> StoreReadError:
+def read_error(error: duckdb.Error) -> StoreError:
     """Return the error of a query in the user's words."""
     what = f"the event store cannot be read: {_first_line(error)}"
-    return StoreReadError(what, hint="check the store, and try again")
+    return _error_type(error)(what, hint="check the store, and try again")
+
+
+def _error_type(error: duckdb.Error) -> type[StoreError]:
+    """Return StoreReadError if a file that has gone or is damaged may be the cause, StoreError if it is the query."""
+    import duckdb
+
+    if isinstance(error, duckdb.ConversionException | duckdb.OutOfRangeException):
+        return StoreError
+    of_files = type(error) is duckdb.Error or isinstance(error, duckdb.IOException | duckdb.InternalException)
+    words = ("parquet", "stream registered")  # the file's name or format, or what pyarrow reads
+    return StoreReadError if of_files or any(word in _first_line(error).lower() for word in words) else StoreError
 
 
 def _first_line(error: Exception) -> str:
@@ -204,7 +221,6 @@ def answer(connection: duckdb.DuckDBPyConnection, sql: str) -> Answer:
         result = connection.execute(statements[0])
         return Answer([column[0] for column in result.description], result.fetchall())
     except duckdb.Error as error:
-        refused = isinstance(error, duckdb.ParserException | duckdb.BinderException | duckdb.CatalogException)
         text = str(error).strip().partition("\n\nLINE")[0]
         hint = f"tables: {', '.join(TABLES)}; see --schema"
-        raise (StoreError if refused else StoreReadError)(f"the query failed: {text}", hint=hint) from error
+        raise _error_type(error)(f"the query failed: {text}", hint=hint) from error

@@ -43,7 +43,9 @@ by_rank AS (
     ) / 1e9 / any_value(steps) AS s
     FROM ordinary JOIN counted USING (rank) GROUP BY rank, axis, name
 )
-SELECT axis, name, min(s), median(s), max(s), min(first), max(last) FROM by_rank GROUP BY axis, name ORDER BY axis, name
+SELECT axis, name, min(s), median(s), max(s), min(first), max(last), (
+    SELECT min(end_ns) FROM mine WHERE step >= (SELECT max(step) FROM ordinary)
+) FROM by_rank GROUP BY axis, name ORDER BY axis, name
 """
 
 
@@ -53,7 +55,8 @@ class RankSpread:
     def __init__(self, settings: StoreSettings, attempt: int) -> None:
         self._settings = settings
         self._attempt = attempt
-        self._step = 0
+        self._step = 0  # the last that a point has
+        self._after_s = time.time() - settings.interval_s  # rows of later steps are written after it
         self._next, self._took_s = time.monotonic() + EVERY_S, 0.0
         self._file: TensorBoardFile | None = None
         self._is_last = False
@@ -70,22 +73,23 @@ class RankSpread:
         began = time.monotonic()
         try:
             given = {"attempt": self._attempt, "after": self._step}
-            newest_s = 2 * (EVERY_S + self._settings.interval_s)
+            newest_s = max(0.0, time.time() - self._after_s) + self._settings.interval_s
             rows = read_store(
-                self._settings.url, lambda store: store.execute(_SPREAD, given).fetchall(), last_s=newest_s, threads=1
-            ).value
+                self._settings.url, lambda store: store.execute(_SPREAD, given).fetchall(), last_s=newest_s, threads=1,
+                search=False,
+            ).value  # fmt: skip
         except StoreError as error:
             raise OSError(str(error)) from None
         finally:
             self._took_s = time.monotonic() - began
             self._next = began + max(EVERY_S, self._took_s / MAX_SHARE)
         if rows:
-            last = max(row[-1] for row in rows)
+            last, end_ns = max(row[-2] for row in rows), rows[0][-1]
             if self._file is None:
-                first = min(row[-2] for row in rows)
+                first = min(row[-3] for row in rows)
                 self._file = TensorBoardFile(Path(self._settings.tensorboard) / FOLDER, first)
             self._file.write(last, dict(_values(rows)))
-            self._step = last
+            self._step, self._after_s = last, end_ns / 1e9
 
 
 def _values(rows: Iterable[tuple[Any, ...]]) -> Iterator[tuple[str, float]]:

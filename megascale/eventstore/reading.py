@@ -1,12 +1,13 @@
 """Reading of an event store with files that come and go, and damaged ones.
 
 `read_store` reads again after a listed file has gone: a live run merges its small files. Unreadable files are left out,
-and told.
+and told: where the same file fails again, all listed ones are read to find them.
 """
 
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +33,10 @@ class Reading(Generic[T]):
 
 def read_store(
     run: str | Path, read: Callable[[duckdb.DuckDBPyConnection], T], *,
-    last_s: float | None = None, threads: int | None = None,
+    last_s: float | None = None, threads: int | None = None, search: bool = True,
 ) -> Reading[T]:  # fmt: skip
-    """Return the result of `read` for the store of a run (`open_store`), opened anew while files go.
+    """Return the result of `read` for the store of a run (`open_store`), opened anew while files go. `search`: look for
+    damaged files, which takes as long as all listed ones have bytes; else they are an error.
 
     Raises: StoreError, and what `read` raises
     """
@@ -48,19 +50,30 @@ def read_store(
                 return Reading(read(store), tuple(damaged), tuple(damaged.values()))
         except (StoreReadError, duckdb.Error) as error:
             told = read_error(error) if isinstance(error, duckdb.Error) else error
-            found = damaged_files(store_of(run), damaged) if failures else {}  # at first a file may have gone
-            if not found and (str(told) in failures or len(failures) == TRIES):
+            if not isinstance(told, StoreReadError):
                 raise told from None
-            failures.append(str(told))
+            failure = _failing_file(str(told))
+            again = failure in failures  # at first a file may have gone
+            found = damaged_files(store_of(run), damaged, last_s) if again and search else {}
+            if not found and (again or len(failures) >= TRIES):
+                raise told from None
+            failures.append(failure)
             damaged |= found
 
 
-def damaged_files(store: Location, known: Collection[str] = ()) -> dict[str, str]:
+def _failing_file(message: str) -> str:
+    """Return the file that an error names; the whole message, if it names none."""
+    named = re.search(r"[^\s\"']+?\.parquet", message)
+    return named[0] if named else message
+
+
+def damaged_files(store: Location, known: Collection[str] = (), last_s: float | None = None) -> dict[str, str]:
     """Return a line about each unreadable file of a store by path, without the `known` files. Reads all files.
+    `last_s`: of `stored_files`.
 
     Raises: StoreError
     """
-    files = (store / file.path for files in stored_files(store).values() for file in files)
+    files = (store / file.path for files in stored_files(store, last_s).values() for file in files)
     notes = {str(file): _damage(file) for file in files if str(file) not in known}
     return {path: note for path, note in notes.items() if note}
 

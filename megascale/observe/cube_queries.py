@@ -30,6 +30,17 @@ SAMPLED_RANKS, SAMPLED_STEPS = 512, 2000
 NEWEST_STEP = "(SELECT coalesce(max(step), 0) FROM steps WHERE attempt = (SELECT max(attempt) FROM steps))"
 """The newest step of the last attempt, in SQL."""
 
+_RANKS_WITH_PARTS = (
+    "SELECT attempt, step, count(DISTINCT rank) AS with_parts FROM step_parts "
+    "WHERE axis = 'step' GROUP BY attempt, step"
+)
+_WHOLE = " AND ".join((
+    *(f"{ranks} = max({ranks}) OVER (PARTITION BY attempt)"
+      for ranks in ("count(DISTINCT rank)", "coalesce(any_value(with_parts), 0)")),
+    "attempt = max(attempt) OVER (PARTITION BY step)",
+))  # fmt: skip
+"""The condition, in SQL, that a step is of the last attempt that ran it, and has rows of all ranks."""
+
 _MEASURES = ("count", "total_ns", "exposed_ns", "bytes", "last_issue_ns")
 
 
@@ -66,13 +77,13 @@ def _read(store: duckdb.DuckDBPyConnection, of_step: str, of_rank: str) -> StepC
 
 def mean_cube(store: duckdb.DuckDBPyConnection) -> tuple[StepCube, Columns]:
     """Read the means over ranks of all steps: a cube of one rank, and the table `steps` of the same form, also with
-    abandoned steps. Steps of which rows of ranks are missing are left out: their means are not those of all.
+    abandoned steps. The cube lacks steps of which rows of ranks are missing: their means are not those of all.
     """
     times = ", ".join(f"avg({name})::BIGINT AS {name}" for name in ("start_ns", "end_ns", "train_ns"))
     others = ", ".join(f"max({name}) AS {name}" for name in ("tags", "tokens", "flops"))
     steps = fetch(
-        store, f"SELECT attempt, 0 AS rank, step, {times}, {others} FROM steps GROUP BY attempt, step "
-        "QUALIFY count(*) = max(count(*)) OVER (PARTITION BY attempt) ORDER BY ALL"
+        store, f"SELECT attempt, 0 AS rank, step, {times}, {others}, {_WHOLE} AS whole "
+        f"FROM steps LEFT JOIN ({_RANKS_WITH_PARTS}) USING (attempt, step) GROUP BY attempt, step ORDER BY ALL"
     )  # fmt: skip
     sums = ", ".join(f"sum({name}) / ranks AS {name}" for name in _MEASURES)
     keys = "attempt, step, axis, name, chunk"
@@ -82,13 +93,16 @@ def mean_cube(store: duckdb.DuckDBPyConnection) -> tuple[StepCube, Columns]:
         f"SELECT {keys}, 0 AS rank, {sums} FROM step_parts JOIN {ranks} USING (attempt, step) GROUP BY {keys}, ranks",
     )
     one = {"attempt": np.zeros(1, int), "rank": np.zeros(1, int), "node": np.array(["mean"], object)}
-    kept = steps["step"] <= int(fetch(store, f"SELECT {NEWEST_STEP} AS step")["step"][0])
+    kept = steps.pop("whole") & (steps["step"] <= int(fetch(store, f"SELECT {NEWEST_STEP} AS step")["step"][0]))
     of_steps = {name: column[kept] for name, column in steps.items()}
     return StepCube.from_tables(step_parts, of_steps, one | dict.fromkeys(AXES, np.zeros(1, int))), steps
 
 
 def peak_flops(store: duckdb.DuckDBPyConnection) -> float:
-    """Return the peak FLOP/s of all ranks of the last attempt together; 0 if that of any rank is unknown."""
-    sums = fetch(store, "SELECT sum(peak_flops) AS peak, min(peak_flops) AS least FROM ranks "
+    """Return the peak FLOP/s of all ranks of the last attempt together; 0 if that of any rank is unknown. Ranks without
+    a row count with the mean of the others.
+    """
+    ranks = "greatest(max(world), count(DISTINCT rank))"
+    sums = fetch(store, f"SELECT avg(peak_flops) * {ranks} AS peak, min(peak_flops) AS least FROM ranks "
                  "WHERE attempt = (SELECT max(attempt) FROM ranks)")  # fmt: skip
     return float(sums["peak"][0]) if float(np.nan_to_num(sums["least"][0])) > 0 else 0.0

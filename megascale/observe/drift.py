@@ -166,8 +166,11 @@ def _shifts(values: Floats, noise: float) -> Floats:
 
 
 def drift(cube: StepCube, peak_flops: float = 0.0) -> Drift:
-    """Return what changed over a cube's warm steps. `peak_flops`: of all ranks together, 0 if unknown."""
-    cube = cube.take(cube.warm)
+    """Return what changed over a cube's warm steps. `peak_flops`: of all ranks together, 0 if unknown. Steps that lack
+    rows of ranks, whose times are 0, would look faster.
+    """
+    ranks = (cube.wall > 0).sum(0)
+    cube = cube.take(cube.warm & (ranks == ranks.max(initial=0)))
     if not len(cube.steps):
         return Drift((), None, 0.0, 0.0, None, None)
     wall = cube.wall.mean(0, dtype=np.float64)

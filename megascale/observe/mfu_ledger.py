@@ -1,7 +1,8 @@
 """Where each second of a run went, as a waterfall from the peak to the achieved MFU, beside what `plan` predicted.
 
 Times are measured, as means over ranks: own times of actions, waits for communication, activities of the host, and
-what lies outside of steps. They add up to the wall time. Events do not tell GEMMs from attention: forward and backward
+what lies outside of steps. They add up to the wall time, in which steps with missing rows have no part: they are left
+out with their FLOPs, and a remark counts them. Events do not tell GEMMs from attention: forward and backward
 are divided by the kernels of a step that ran under a profiler (`observe.profile_step`). The bubble of the schedule,
 computed from the measured forwards and backwards, is taken out of the waits in which ranks spend it: of pp, and at the
 end of the pipeline of the step's totals and of dp.
@@ -17,10 +18,10 @@ import numpy as np
 
 from megascale.core.events import COMPUTE, OPTIMIZER_ACTIONS
 from megascale.eventstore.schema import HOST_AXIS
-from megascale.observe.step_cube import OTHER, Booleans, Columns, StepCube
+from megascale.observe.step_cube import OTHER, Columns, StepCube
+from megascale.observe.wall_time import wall_time
 
 FORWARD, BACKWARD, OPTIMIZER, BUBBLE = "forward", "backward", "optimizer", "bubble"
-BETWEEN, RESTARTS, LOST, PROFILED = "between steps", "restarts", "lost steps", "profiled steps"
 ACTIONS = {"F": FORWARD, "B": BACKWARD, "R": BACKWARD} | dict.fromkeys(OPTIMIZER_ACTIONS, OPTIMIZER)
 
 PLANNED = {
@@ -163,7 +164,7 @@ def mfu_ledger(
     """
     first, last = (int(cube.steps[0]), int(cube.steps[-1])) if len(cube.steps) else (0, -1)
     tags = np.array(["profile" in tags.split(",") for tags in np.asarray(steps["tags"]).tolist()], bool)
-    whole = _wall_seconds(cube, steps, first, last, tags)
+    wall = wall_time(cube, steps, tags)
     cube = cube.take(~np.isin(cube.steps, np.asarray(steps["step"])[tags]))
     seconds: dict[str, float] = dict.fromkeys((FORWARD, BACKWARD, OPTIMIZER), 0.0)
     for at, part in enumerate(cube.parts):
@@ -178,42 +179,12 @@ def mfu_ledger(
         taken = min(left, seconds.get(axis, 0.0))
         seconds[axis], left = seconds.get(axis, 0.0) - taken, left - taken
         seconds[BUBBLE] = seconds.get(BUBBLE, 0.0) + taken
-    inside = whole.pop("inside")
-    seconds[OTHER] = inside - sum(value for name, value in seconds.items() if name != OTHER)
-    wall = inside + sum(whole.values())
-    flops = float(cube.flops.sum())
-    mfu = flops / (wall * peak_flops) if peak_flops and wall else None
-    shares = kernel_shares(purposes or {})
-    return MfuLedger(first, last, len(cube.steps), wall, seconds | whole, mfu, plan or {}, shares, profiled_step)
-
-
-def _wall_seconds(
-    cube: StepCube, steps: Columns, first: int, last: int, profiled: Booleans
-) -> dict[str, float]:  # fmt: skip
-    """Return the seconds inside of steps, between them, of restarts, and of abandoned steps, most of which a later
-    attempt ran again, and of those with the profiler; means over ranks. `profiled`: rows of `steps`.
-    """
-    number, rank = np.asarray(steps["step"]), cube.places.index(np.asarray(steps["rank"]))
-    mine = (number >= first) & (rank >= 0)
-    columns = [number, rank, profiled, *(np.asarray(steps[name]) for name in ("attempt", "start_ns", "end_ns"))]
-    number, rank, profiled, attempt, start, end = (column[mine] for column in columns)
-    if not len(number):
-        return {"inside": 0.0}
-    ranks = len(cube.places.rank)
-    begin, stop = np.full(ranks, np.iinfo(np.int64).max), np.zeros(ranks, np.int64)
-    np.minimum.at(begin, rank, start)
-    np.maximum.at(stop, rank, end)
-    seen = stop > 0
-    kept = np.zeros(int(number.max()) + 1, np.int64)
-    np.maximum.at(kept, number, attempt)
-    useful = (attempt == kept[number]) & (number <= last)
-    inside, slowed, lost = (
-        float((end - start)[rows].sum()) / 1e9 / seen.sum() for rows in (useful & ~profiled, useful & profiled, ~useful)
-    )
-    attempts = np.unique(attempt)
-    ends = [int(end[attempt == each].max()) for each in attempts[:-1]]
-    begins = [int(start[attempt == each].min()) for each in attempts[1:]]
-    restarts = sum(max(0, later - earlier) for earlier, later in zip(ends, begins, strict=True)) / 1e9
-    gaps = float((stop - begin)[seen].mean()) / 1e9 - inside - slowed - lost
-    result = {"inside": inside, BETWEEN: max(0.0, gaps - restarts), RESTARTS: restarts, LOST: lost, PROFILED: slowed}
-    return {name: value for name, value in result.items() if value or name == "inside"}
+    seconds[OTHER] = wall.inside_s - sum(value for name, value in seconds.items() if name != OTHER)
+    seconds |= wall.outside
+    flops, wall_s = float(cube.flops.sum()), wall.total_s
+    mfu = flops / (wall_s * peak_flops) if peak_flops and wall_s else None
+    lacks = f"{wall.left_out} steps are left out, {wall.left_out_s:.4g} s: the store lacks rows of some ranks or of all"
+    return MfuLedger(
+        first, last, len(cube.steps), wall_s, seconds, mfu, plan or {}, kernel_shares(purposes or {}),
+        profiled_step, (lacks,) if wall.left_out else (),
+    )  # fmt: skip

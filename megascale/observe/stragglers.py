@@ -148,9 +148,9 @@ class GcPauses:
 
 def gc_pauses(cube: StepCube) -> GcPauses | None:
     """Return what pauses for garbage collection cost, if at least MIN_COST_SHARE of the steps' time. What all ranks
-    pause in a step is a collection that the trainer has planned, and delays nobody else.
+    pause in a step is a collection that the trainer has planned, and delays nobody else; of a single rank all counts.
     """
-    pauses = cube.gc - cube.gc.min(0)
+    pauses = cube.gc - cube.gc.min(0) if len(cube.gc) > 1 else cube.gc
     hit = np.flatnonzero(pauses.any(0))
     if len(hit) < MIN_PAUSED_STEPS or not cube.wall.any():
         return None
@@ -162,12 +162,12 @@ def gc_pauses(cube: StepCube) -> GcPauses | None:
     most = np.flatnonzero(by_rank >= 0.5 * by_rank.sum())
     ranks = tuple(map(int, cube.places.rank[most])) if len(by_rank) > 2 else ()
     steps, of_ranks = len(hit) / len(cube.steps), int((by_rank > 0).sum())
-    evidence = (
-        f"garbage collection pauses {of_ranks} of {len(by_rank)} ranks, in {steps:.0%} of the steps, by "
-        f"{1e3 * float(pauses[pauses > 0].mean()):.3g} ms",
-        "ranks pause at different times, and all others wait for the one that pauses",
-    )
-    return GcPauses(ranks, cost, cost / step_s, int(cube.steps[hit[0]]), evidence)
+    paused = f"{of_ranks} of {len(by_rank)} ranks" if len(by_rank) > 1 else "the rank"
+    what = f"garbage collection pauses {paused}, in {steps:.0%} of the steps, by "
+    evidence = [what + f"{1e3 * float(pauses[pauses > 0].mean()):.3g} ms"]
+    if len(by_rank) > 1:
+        evidence.append("ranks pause at different times, and all others wait for the one that pauses")
+    return GcPauses(ranks, cost, cost / step_s, int(cube.steps[hit[0]]), tuple(evidence))
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ def tables(plan: BatchPlan) -> Iterator[str | Table]:
 def keys(plan: BatchPlan) -> dict[str, Any]:
     """Return the keys of the recommended batches, and the steps in which they read the tokens of the training."""
     sizes = plan.sizes
-    steps = steps_of(sizes, round(plan.training.tokens / plan.seq_length))
+    steps = steps_of(sizes, max(1, round(plan.training.tokens / plan.seq_length)))
     rampup = {"batch.rampup": [sizes.start, sizes.increment, sizes.samples]} if sizes.samples else {}
     return {"batch.global": sizes.total} | rampup | {"train.steps": steps}
 

@@ -39,7 +39,7 @@ def run_breakdown(store: duckdb.DuckDBPyConnection, folder: Path, recent: StepCu
         cube, steps, peak_flops(store), bubble_s=_bubble(recent, config), plan=_plan(folder), purposes=purposes,
         profiled_step=step,
     )  # fmt: skip
-    return replace(found, remarks=(f"the bubble is not computed: {problem}",) if problem else ())
+    return replace(found, remarks=(*found.remarks, f"the bubble is not computed: {problem}")) if problem else found
 
 
 def _profile(folder: Path) -> tuple[Counter[str], int]:

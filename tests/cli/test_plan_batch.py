@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megascale.cli.main import main
+from megascale.cli.plan_batch import LOSSES, TOKENS
 from megascale.config.loading import load_config
 from tests.runs import GPT, settings, write_config
 
@@ -65,6 +66,29 @@ def test_a_folder_without_a_noise_scale_is_refused(capsys: pytest.CaptureFixture
     assert main([*JOB, "--run", str(tmp_path)]) == 3
     err = capsys.readouterr().err
     assert "metrics.jsonl cannot be read" in err and "name the folder of a run" in err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "legal"),
+    [("--tokens", "1e30", "1 to 1e+15"), ("--tokens", "1e-300", "1 to 1e+15"), ("--loss", "0.0001", "0.3 to 20"),
+     ("--loss", "1e300", "0.3 to 20")],
+)  # fmt: skip
+def test_tokens_and_losses_of_no_training_are_refused(
+    option: str, value: str, legal: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*JOB, option, value])
+    assert ended.value.code == 2
+    assert f"argument {option}: '{value}' is not from {legal}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_farthest_tokens_and_losses_have_a_plan(loss: float, capsys: pytest.CaptureFixture[str]) -> None:
+    for tokens in TOKENS:
+        assert main([*JOB, "--tokens", str(tokens), "--loss", str(loss), "--json"]) == 0
+        keys = json.loads(capsys.readouterr().out)["keys"]
+        assert keys["train.steps"] >= 1
+    load_config(JOB[2], [f"{name}={value}" for name, value in keys.items()], 64, skip_sections=["data"])
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +19,20 @@ import pytest
 from megascale.cli.check import reader_bytes, summary
 from megascale.config.run import RunConfig
 from megascale.core.errors import DataError, LostPeerError
+from megascale.core.files import lock_to_build
 from megascale.core.rank import NODE_VARIABLE, Rank
 from megascale.core.units import format_bytes
+from megascale.data import dataset_writer, reader_supervisor
 from megascale.data.batch_shape import BatchShape, StepOrder
 from megascale.data.host_samples import HostSamples
+from megascale.data.index_files import MEMORY_ENTRIES
 from megascale.data.mixture import Mixture, Sample
 from megascale.data.reader_memory import MemoryShape, ReaderMemory
 from megascale.data.reader_process import ReaderWork, SplitReader
 from megascale.data.reader_shape import PROCESS_BYTES
 from megascale.data.reader_supervisor import MOST_ENDS, ReaderSupervisor
 from megascale.data.sample_record import decode_sample, encode_sample, record_bytes
-from tests.data.datasets import SEQUENCE, data_config, write_dataset
+from tests.data.datasets import ORIGIN, SEQUENCE, VOCABULARY, data_config, write_dataset
 from tests.runs import build_run
 from tests.worlds import run_world
 
@@ -266,6 +274,63 @@ def test_a_reader_that_hangs_again_is_named(tmp_path: Path) -> None:
             readers.read(0, 0)
     finally:
         supervisor.close()
+
+
+def test_a_reader_that_waits_for_an_index_does_not_hang(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Another process builds it for longer than a sample may take to read; then this reader builds it."""
+    dataset_writer.write_dataset(tmp_path / "a", [np.array([1, 2, 3])] * MEMORY_ENTRIES, ORIGIN, VOCABULARY)
+    config = data_config(tmp_path, tmp_path / "a", train__steps=STEPS, data__reader_timeout_s=1.0)
+    dataset = Mixture(config, "train").datasets[0]
+    readers, path = Readers(config, 1, [0]), dataset.index_folder / dataset.index_key(0).file_name
+    lock = lock_to_build(path)
+    assert lock is not None
+    supervisor = ReaderSupervisor(readers.work, readers.memory)
+    supervisor.start()
+    try:
+        readers.views[0].begin(0)
+        while not readers.memory.reading(0):
+            time.sleep(0.02)
+        first = supervisor.pid
+        time.sleep(3.0)
+        lock.close()
+        assert readers.read(0, 0) == expected(config, readers.rows, 0)
+        assert (supervisor.pid, readers.memory.openers) == (first, (0,))
+    finally:
+        supervisor.close()
+    assert "WARNING" not in capfd.readouterr().err
+
+
+WORK = {"computes": "while True: pass", "polls": "while True: time.sleep(0.05)", "is blocked": "time.sleep(60)"}
+
+
+@pytest.mark.parametrize(
+    ("work", "opens", "longest_s", "hangs"),
+    [("computes", True, 60, False), ("polls", True, 60, False), ("is blocked", True, 60, True),
+     ("computes", True, 0, True), ("computes", False, 60, True)],
+)  # fmt: skip
+def test_only_a_reader_that_works_as_it_opens_datasets_does_not_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: str, opens: bool, longest_s: float, hangs: bool
+) -> None:
+    """Also one that holds Python's lock as it works, so that no other thread of it can beat."""
+    monkeypatch.setattr(reader_supervisor, "OPENING_S", longest_s)
+    readers = Readers(blend(tmp_path), 1, [0])
+    supervisor = ReaderSupervisor(readers.work, readers.memory)
+    supervisor.close()
+    with subprocess.Popen([sys.executable, "-Ssc", f"import time; print('', flush=True)\n{WORK[work]}"],
+                          stdout=subprocess.PIPE) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None and process.stdout.readline()
+            supervisor._process = process
+            supervisor._pulses = [replace(supervisor._pulses[0], since_s=time.monotonic(), limit_s=0.4)]
+            monkeypatch.setattr(threading, "get_native_id", lambda: process.pid)
+            with readers.memory.ring(0).opening() if opens else contextlib.nullcontext():
+                found, end = None, time.monotonic() + 1.2
+                while found is None and time.monotonic() < end:
+                    found = supervisor._hanging_split()
+                    time.sleep(0.05)
+        finally:
+            process.kill()
+    assert (found == 0) == hangs
 
 
 def test_ranks_do_not_wait_for_the_reader_of_a_rank_that_has_ended(tmp_path: Path) -> None:

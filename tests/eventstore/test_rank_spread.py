@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,11 +19,12 @@ from tests.eventstore.tables import rows
 from tests.trace.test_writers import scalars
 
 
-def write(folder: Path, rank: int, steps: list[int], seconds: float, tags: str = "") -> None:
+def write(folder: Path, rank: int, steps: list[int], seconds: float, tags: str = "", at_s: float = 0.0) -> None:
     """Write steps of a rank on its own node, in which its compute takes so long, and half a second more waits. Every
-    second step has a pause of 2 s.
+    second step has a pause of 2 s. `at_s`: when they end, in seconds since 1970.
     """
-    store, span = Location(str(folder / "events")), (steps[0] * 10, steps[-1] * 10 + 10)
+    at_ms = round(1000 * at_s)
+    store, span = Location(str(folder / "events")), (at_ms + steps[0] * 10, at_ms + steps[-1] * 10 + 10)
     pauses = [step for step in steps if step % 2 == 0]
     total = [round((seconds + 0.5) * 1e9), round(1e9), round(3e9)]
     parts = rows(
@@ -32,7 +35,7 @@ def write(folder: Path, rank: int, steps: list[int], seconds: float, tags: str =
         exposed_ns=[500_000_000, 250_000_000, 0] * len(steps) + [2 * 10**9] * len(pauses),
     )  # fmt: skip
     write_rows(store, TableFile("step_parts", f"node-{rank}", 0, *span), parts)
-    tagged = rows("steps", len(steps), rank=rank, step=steps, tags=tags)
+    tagged = rows("steps", len(steps), rank=rank, step=steps, tags=tags, end_ns=at_ms * 10**6)
     write_rows(store, TableFile("steps", f"node-{rank}", 0, *span), tagged)
 
 
@@ -63,6 +66,45 @@ def test_points_have_least_median_and_largest_of_the_ranks(tmp_path: Path) -> No
     write(tmp_path, 0, [6], 9.0)
     spread.write_if_due(last=True)
     assert points(tmp_path)["compute F/max"] == {3: 4.0, 4: 28.0}, "each step once, and one last point"
+
+
+def test_points_that_are_minutes_apart_have_all_steps_between_them(tmp_path: Path) -> None:
+    now = time.time()
+    write(tmp_path, 0, [2, 3], 1.0, at_s=now - 900)
+    write(tmp_path, 0, [4], 8.0, at_s=now - 900)
+    spread = spread_of(tmp_path)
+    spread.write()
+    write(tmp_path, 0, [5, 6], 8.0, at_s=now - 450)
+    write(tmp_path, 0, [7, 8], 2.0, at_s=now)
+    spread.write()
+    assert points(tmp_path)["compute F/max"] == {3: 1.0, 7: (3 * 8.0 + 2.0) / 4}
+
+
+def test_only_what_was_stored_since_the_last_point_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, read, seconds = time.time(), rank_spread.read_store, list[float]()
+
+    def record(*arguments: Any, last_s: float, **options: Any) -> Any:
+        seconds.append(last_s)
+        return read(*arguments, last_s=last_s, **options)
+
+    monkeypatch.setattr(rank_spread, "read_store", record)
+    spread = spread_of(tmp_path)
+    for steps, at_s in (([2, 3], now - 100), ([4, 5], now)):
+        write(tmp_path, 0, steps, 1.0, at_s=at_s)
+        spread.write()
+        write(tmp_path, 0, [steps[-1] + 10], 1.0, at_s=at_s)
+    interval_s = StoreSettings.interval_s
+    assert seconds == [pytest.approx(2 * interval_s, abs=5), pytest.approx(100 + interval_s, abs=5)]
+
+
+def test_damaged_files_are_not_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meanwhile the rings would fill up: the collector writes the points in the thread that drains them."""
+    write(tmp_path, 0, [2, 3], 1.0)
+    for file in (tmp_path / "events" / "steps").iterdir():
+        file.write_bytes(b"damaged")
+    monkeypatch.setattr(reading, "damaged_files", lambda *_: pytest.fail("all files are read"))
+    with pytest.raises(OSError, match="cannot be read"):
+        spread_of(tmp_path).write()
 
 
 def test_nothing_is_written_before_it_is_due(tmp_path: Path) -> None:

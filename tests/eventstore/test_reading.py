@@ -9,6 +9,7 @@ import duckdb
 import pytest
 
 from megascale.core.storage import Location
+from megascale.eventstore import reading
 from megascale.eventstore.query import StoreError, answer, fetch
 from megascale.eventstore.reading import read_store
 from megascale.eventstore.table_files import TableFile, write_rows
@@ -97,10 +98,74 @@ def test_a_store_elsewhere_with_a_damaged_file(tmp_path: Path) -> None:
     assert (found.value, found.damaged) == ([1], (str(damaged),))
 
 
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that are read to find damaged ones."""
+    found: list[str] = []
+    damage = reading._damage
+
+    def look(file: Location) -> str:
+        found.append(str(file))
+        return damage(file)
+
+    monkeypatch.setattr(reading, "_damage", look)
+    return found
+
+
+MISTAKES = {
+    "SELECT 'a'::INTEGER + step FROM steps": "Conversion Error",
+    "SELECT (step + 100)::TINYINT + 127::TINYINT FROM steps": "Conversion Error",
+    "SELECT step * 9223372036854775807 FROM steps": "Out of Range Error",
+    "SELECT error('x') FROM steps": "Invalid Input Error: x",
+    "SELECT (SELECT step FROM steps)": "Invalid Input Error: More than one row",
+    "SELECT FROM WHERE": "Parser Error",
+    "SELECT * FROM read_text('/etc/passwd')": "Permission Error",
+}
+
+
+@pytest.mark.parametrize(("sql", "told"), MISTAKES.items())
+def test_a_mistake_in_a_query_is_told_after_one_reading(
+    tmp_path: Path, files: list[Path], searches: list[str], sql: str, told: str
+) -> None:
+    calls: list[object] = []
+
+    def read(store: duckdb.DuckDBPyConnection) -> object:
+        calls.append(store)
+        return answer(store, sql)
+
+    with pytest.raises(StoreError, match=f"the query failed: {told}"):
+        read_store(tmp_path, read)
+    assert (len(calls), searches) == (1, [])
+
+
+def test_files_that_go_in_several_readings_begin_no_search(
+    tmp_path: Path, files: list[Path], searches: list[str]
+) -> None:
+    going = iter(files[:2])
+
+    def read(store: duckdb.DuckDBPyConnection) -> list[int]:
+        if file := next(going, None):
+            file.unlink()
+        return steps_of(store)
+
+    assert read_store(tmp_path, read).value == list(range(81, 121))
+    assert not searches
+
+
+def test_damaged_files_are_searched_among_those_that_are_read(
+    tmp_path: Path, files: list[Path], searches: list[str]
+) -> None:
+    for file in (files[0], files[2]):
+        file.write_bytes(file.read_bytes()[:50])
+    found = read_store(tmp_path, steps_of, last_s=0.01)
+    assert (found.value, found.damaged) == (list(range(41, 81)), (str(files[2]),))
+    assert set(searches) == {str(files[1]), str(files[2])}
+    searches.clear()
+    with pytest.raises(StoreError, match="cannot be read"):
+        read_store(tmp_path, steps_of, search=False)
+    assert not searches
+
+
 def test_what_no_reading_helps_is_raised(tmp_path: Path, files: list[Path]) -> None:
-    with pytest.raises(StoreError, match="the query failed: Conversion Error"):
-        read_store(tmp_path, lambda store: answer(store, "SELECT 'a'::INTEGER + step FROM steps"))
-    with pytest.raises(StoreError, match="the query failed: Parser Error"):
-        read_store(tmp_path, lambda store: answer(store, "SELECT FROM WHERE"))
     with pytest.raises(StoreError, match="the event store cannot be read: Permission Error"):
         read_store(tmp_path, lambda store: fetch(store, "SELECT * FROM read_text('/etc/passwd')"))

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from megascale.bench.fleet import Fleet
-from megascale.bench.fleet_tables import write_store
+from megascale.bench.fleet_tables import PEAK_FLOPS, cube_of, write_store
 from megascale.bench.fleet_times import FleetFault, FleetLayout
 from megascale.core.storage import Location
 from megascale.eventstore.query import open_store
 from megascale.eventstore.table_files import TableFile, write_rows
 from megascale.layout.topology import Topology
-from megascale.observe.cube_queries import mean_cube, recent_cube, sampled_cube
+from megascale.observe.cube_queries import mean_cube, peak_flops, recent_cube, sampled_cube
+from megascale.observe.drift import drift
 from megascale.observe.findings import findings
 from megascale.observe.mfu_ledger import mfu_ledger
 from megascale.view.step_events import steps_with_events
@@ -86,6 +87,83 @@ def test_steps_that_not_all_ranks_have_are_no_part_of_means(tmp_path: Path) -> N
     assert cube.steps.tolist() == list(range(1, LAYOUT.steps))
     found = mfu_ledger(cube, steps, 1.0)
     assert abs(found.seconds["other"]) < 0.01 * found.wall_s
+
+
+def without(table: dict[str, np.ndarray], ranks: list[int], steps: range) -> dict[str, np.ndarray]:
+    """The rows of a table, but for those of some ranks and steps."""
+    gone = np.isin(table["rank"], ranks) & np.isin(table["step"], steps)
+    return {name: column[~gone] for name, column in table.items()}
+
+
+def with_whole_steps(fleet: Fleet) -> dict[str, np.ndarray]:
+    """The table `step_parts` with each rank's row of a whole step."""
+    steps, columns = fleet.tables["steps"], fleet.tables["step_parts"]
+    more = {"axis": "step", "name": "step", "chunk": -1, "count": 1, "total_ns": steps["train_ns"]}
+    more |= {name: steps[name] for name in ("attempt", "rank", "step")}
+    return {
+        name: np.concatenate([column, np.broadcast_to(np.asarray(more.get(name, 0), column.dtype), len(steps["rank"]))])
+        for name, column in columns.items()
+    }
+
+
+@pytest.mark.parametrize("ranks", [[3], [0, 1], [0, 1, 2, 3]], ids=str)
+@pytest.mark.parametrize("tables", [("steps", "step_parts"), ("steps",), ("step_parts",)], ids=str)
+def test_steps_with_missing_rows_are_left_out_with_their_time(
+    tmp_path: Path, tables: tuple[str, ...], ranks: list[int]
+) -> None:
+    """As after store intervals that were dropped, or with a damaged file that is left out."""
+    fleet, gone = Fleet(LAYOUT), range(40, 100)
+    whole = mfu_ledger(cube_of(fleet), fleet.tables["steps"], 1.0)
+    fleet.tables["step_parts"] = with_whole_steps(fleet)
+    for table in tables:
+        fleet.tables[table] = without(fleet.tables[table], ranks, gone)
+    write_store(fleet, tmp_path)
+    with open_store(tmp_path) as store:
+        found = mfu_ledger(*mean_cube(store), 1.0)
+    missed_s = float(fleet.seconds[39:99].sum())
+    assert (found.first_step, found.last_step, found.steps) == (1, LAYOUT.steps, LAYOUT.steps - len(gone))
+    assert found.wall_s == pytest.approx(whole.wall_s - missed_s, rel=1e-6)
+    assert found.mfu == pytest.approx(whole.mfu, rel=0.02)
+    assert "between steps" not in found.seconds
+    assert found.seconds["forward"] / found.steps == pytest.approx(whole.seconds["forward"] / whole.steps, rel=0.02)
+    assert found.remarks == (f"60 steps are left out, {missed_s:.4g} s: the store lacks rows of some ranks or of all",)
+    assert found.remarks[0] in found.to_text()
+
+
+def test_nothing_grows_where_the_rows_of_a_rank_begin_late(tmp_path: Path) -> None:
+    fleet = Fleet(LAYOUT)
+    for table in ("steps", "step_parts"):
+        fleet.tables[table] = without(fleet.tables[table], [3], range(1, 61))
+    write_store(fleet, tmp_path)
+    with open_store(tmp_path) as store:
+        found = drift(sampled_cube(store), 1.0)
+    assert not found.growths and not found.spread
+
+
+def test_a_step_whose_last_attempt_is_not_whole_is_not_taken_from_an_earlier_one(tmp_path: Path) -> None:
+    """Rows of the newest step come later from some nodes, and an earlier attempt went farther."""
+    fleet = Fleet(LAYOUT)
+    write_store(fleet, tmp_path)
+    steps = without(fleet.tables["steps"], [0, 1, 2, 3], range(1, 21))
+    steps = without(without(steps, [2], range(30, 31)), [0, 1, 2, 3], range(31, 121))
+    steps["attempt"] += 1
+    for name in ("start_ns", "end_ns"):
+        steps[name] += 3600 * 10**9
+    write_rows(Location(f"{tmp_path}/events"), TableFile("steps", "n0", 1, 2, 3), steps)
+    with open_store(tmp_path) as store:
+        cube, table = mean_cube(store)
+    assert cube.steps.tolist() == list(range(1, 30))
+    found = mfu_ledger(cube, table, 1.0)
+    assert not found.remarks
+    assert found.seconds["lost steps"] == pytest.approx(float(fleet.seconds[20:].sum()), rel=1e-6)
+
+
+def test_the_peak_counts_ranks_without_a_row(tmp_path: Path) -> None:
+    fleet = Fleet(LAYOUT)
+    fleet.tables["ranks"] = {name: column[:3] for name, column in fleet.tables["ranks"].items()}
+    write_store(fleet, tmp_path)
+    with open_store(tmp_path) as store:
+        assert peak_flops(store) == pytest.approx(4 * PEAK_FLOPS)
 
 
 def test_the_timeline_offers_steps_of_the_last_attempt(run: Path) -> None:

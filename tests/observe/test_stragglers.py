@@ -95,6 +95,16 @@ def test_pauses_of_one_rank() -> None:
     assert found.since > 20
 
 
+def test_pauses_of_a_job_of_one_rank() -> None:
+    layout = FleetLayout(Topology(), steps=150)
+    found = gc_pauses(cube_of(Fleet(layout, 6, FleetFault("gc", share=6, every=3, since=20))))
+    assert found is not None
+    assert (found.ranks, len(found.evidence)) == ((), 1)
+    assert found.since > 20
+    assert "pauses the rank, in " in found.evidence[0]
+    assert gc_pauses(cube_of(Fleet(layout, 6))) is None
+
+
 def test_slow_groups() -> None:
     found = slow_groups(cube_of(Fleet(WIDE, 7, FleetFault("dp_group", rank=2, factor=3))))
     assert {group.ranks for group in found} == {tuple(range(2 + 16 * stage, 16 + 16 * stage, 4)) for stage in range(4)}
