@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,7 @@ def test_a_job_s_store_agrees_with_its_metrics(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_has_two_attempts_and_a_new_one_begins_anew(tmp_path: Path) -> None:
+def test_a_resumed_run_has_two_attempts(tmp_path: Path) -> None:
     config = job_config(tmp_path, GPT, checkpoint__every=2, **STORED)
     assert Job(config, "train.steps=3").end()[0] == 0
     job = Job(config, "train.steps=5", "checkpoint.resume=auto")
@@ -68,9 +67,15 @@ def test_a_resumed_run_has_two_attempts_and_a_new_one_begins_anew(tmp_path: Path
         "SELECT DISTINCT attempt, step, tags LIKE '%restart%' FROM steps WHERE tags LIKE 'first step%' ORDER BY ALL"
     )
     assert query(job, tagged) == [(0, 1, False), (1, 4, True)]
-    shutil.rmtree(job.folder / "checkpoints")
-    assert Job(config, "train.steps=2").end()[0] == 0
-    assert query(job, "SELECT DISTINCT attempt, max(step) FROM steps GROUP BY ALL") == [(0, 2)]
+
+
+@pytest.mark.slow
+def test_a_run_without_checkpoints_begins_anew(tmp_path: Path) -> None:
+    config = job_config(tmp_path, GPT, **STORED)
+    assert Job(config, "train.steps=5").end()[0] == 0
+    job = Job(config, "train.steps=3")
+    assert job.end()[0] == 0
+    assert query(job, "SELECT DISTINCT attempt, max(step) FROM steps GROUP BY ALL") == [(0, 3)]
 
 
 @pytest.mark.slow
