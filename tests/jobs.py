@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -16,6 +17,9 @@ from typing import Any
 from tests.runs import settings, write_config
 
 SECONDS = 120
+
+PIPE_BYTES = 1 << 20
+"""Output that a job may write before anyone reads it: some ten thousand steps; 64 KiB, the default, are 600."""
 
 
 def heed_signals() -> None:
@@ -40,6 +44,9 @@ class Job:
             text=True,
             preexec_fn=heed_signals,
         )
+        for pipe in (self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
     def steps(self) -> list[dict[str, Any]]:
         """The logged steps so far."""

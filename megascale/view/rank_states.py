@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megascale.core.flight_reader import read_flight_record
@@ -29,7 +29,8 @@ NEAR_STEPS = 2
 
 @dataclass(frozen=True)
 class RankStates:
-    """The states of ranks, by rank, `age_s` seconds ago. `source`: "live file" or "flight records", "" for neither.
+    """The states of ranks, by rank, `age_s` seconds before `read_s`, a time of the monotonic clock. `source`: "live
+    file" or "flight records", "" for neither.
 
     `stage` and `status`: of the live file. `stale`: nobody writes the live file any more, and the job has not ended.
     """
@@ -41,6 +42,7 @@ class RankStates:
     stage: str = ""
     status: int | None = None
     stale: bool = False
+    read_s: float = field(default_factory=time.monotonic, compare=False)
 
     @property
     def step(self) -> int:
@@ -105,10 +107,13 @@ def _from_live_file(live: LiveState, age_s: float) -> RankStates:
 
 def records_of(run: str, states: RankStates) -> dict[int, FlightRecord]:
     """Return the flight records on this host that agree with what is known of a run's ranks."""
-    known = states.ranks
+    known, elapsed_s = states.ranks, states.age_s + time.monotonic() - states.read_s
 
     def agrees(record: FlightRecord) -> bool:
-        return record.world == len(known) and abs(record.step - known[record.rank].step) <= NEAR_STEPS
+        if record.world != len(known):
+            return False
+        since = elapsed_s / record.step_time_s if record.step_time_s else 0.0
+        return -NEAR_STEPS <= record.step - known[record.rank].step <= NEAR_STEPS + since
 
     return local_records(run, agrees)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import random
 import re
@@ -33,14 +32,6 @@ RUN: dict[str, Any] = {
 def config_in(folder: Path, **overrides: Any) -> Path:
     """Write the configuration file of a run whose folder is beside it."""
     return job_config(folder, SIZES, **RUN | overrides)
-
-
-def start(config: Path, *overrides: str) -> Job:
-    """Start a job whose pipe holds all of its output."""
-    job = Job(config, *overrides)
-    assert job.process.stdout is not None
-    fcntl.fcntl(job.process.stdout, fcntl.F_SETPIPE_SZ, 1 << 20)
-    return job
 
 
 def poll(job: Job, condition: Callable[[], bool]) -> None:
@@ -176,7 +167,7 @@ class KilledRun:
         self._newest = newest
         self._interrupted: list[str] = []
         self._writing: set[int] = set()
-        self.job = start(self._config)
+        self.job = Job(self._config)
         self.folder = self.job.folder / "checkpoints"
         attempt = in_progress(self.folder)
         poll(self.job, lambda: not attempt or in_progress(self.folder) != attempt)  # an unfinished one is removed

@@ -23,7 +23,7 @@ from megascale.checkpoint.format import manifest
 from megascale.cli.main import main
 from megascale.core.errors import Exit
 from megascale.core.storage import Location
-from tests.checkpoint.faults import ENDS, KilledRun, complete, config_in, in_progress, poll, start, step_of, writers
+from tests.checkpoint.faults import ENDS, KilledRun, complete, config_in, in_progress, poll, step_of, writers
 from tests.jobs import Job, curve, finish
 
 FILES = "rank-00000-000.safetensors", "rank-00001-000.safetensors"
@@ -68,7 +68,7 @@ def test_kill_9_at_fifty_moments_of_saving_and_resume_each_time(tmp_path: Path) 
 def test_a_writer_killed_in_the_last_save_ends_the_run(tmp_path: Path) -> None:
     """The last save must succeed; the run can be started again."""
     config = config_in(tmp_path, parallel__tp=2, checkpoint__every=40)
-    job = start(config)
+    job = Job(config)
     folder = job.folder / "checkpoints"
     poll(job, lambda: bool(complete(folder)))
     writer = writers(job.ranks())[1]
@@ -81,7 +81,7 @@ def test_a_writer_killed_in_the_last_save_ends_the_run(tmp_path: Path) -> None:
     assert status == Exit.CHECKPOINT and "Traceback" not in out + err, (status, out, err)
     assert "rank 1: the process that writes checkpoints has ended: signal 9" in err
     assert complete(folder) == ["step-00000040"] and not in_progress(folder)
-    again = start(config, f"train.steps={job.steps()[-1]['step']}")
+    again = Job(config, f"train.steps={job.steps()[-1]['step']}")
     status, out, err = again.end()
     assert status == 0 and f"resumed from {folder}/step-00000040: step 40, " in out, (status, out, err)
 

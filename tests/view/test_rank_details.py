@@ -98,3 +98,14 @@ def test_the_last_record_in_the_store(tmp_path: Path) -> None:
     assert details.record is not None
     assert (details.record.step, details.source) == (8, "event store")
     assert read_rank_details(view, 0).record is None
+
+
+def test_a_rank_that_went_on_since_the_states_were_read(shared_memory: Path) -> None:
+    """Ten steps in the second since then are its own; a hundred are of another run of this name."""
+    path = shared_memory / f"megascale-{os.geteuid()}-test-1-00000.flight"
+    with flight_record_of_rank("test", Rank(0, 1, 0, "h"), {FLIGHT_RECORD_VARIABLE: str(path)}) as record:
+        record.begin_step(50)
+        record.end_step(0.1, {})
+        for step, seen in ((50, True), (41, True), (52, True), (30, False), (60, False)):
+            states = rank_states.RankStates([LiveRank("step", step)], age_s=1.0)
+            assert bool(rank_states.records_of("test", states)) == seen, step
