@@ -198,6 +198,17 @@ def test_a_damaged_copy_is_passed_over(tmp_path: Path, memory: Path) -> None:
         assert (step, place) == (1, "step-00000001")
 
 
+def test_a_rule_with_equal_state_loads_from_storage(tmp_path: Path, memory: Path) -> None:
+    """SPAM's moments have the names and shapes of AdamW's, and another meaning."""
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory))
+    run_world(1, train_and_exit, config, 2, 1)
+    ((_, step, place, warnings),) = run_world(
+        1, resume, config_with(tmp_path, checkpoint__memory_dir=str(memory), optimizer__name="spam")
+    )
+    assert (step, place) == (1, "step-00000001")
+    assert "they are of another layout, model or optimizer" in warnings[0]
+
+
 @pytest.mark.slow
 def test_another_layout_and_another_run_load_from_storage(tmp_path: Path, memory: Path) -> None:
     config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__tp=2)
@@ -205,7 +216,9 @@ def test_another_layout_and_another_run_load_from_storage(tmp_path: Path, memory
     other = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__pp=2)
     for _, step, place, warnings in run_world(2, resume, other):
         assert (step, place) == (1, "step-00000001")
-        assert warnings == ["the copies of step 2 in memory are not used: they are of another layout or model"]
+        assert warnings == [
+            "the copies of step 2 in memory are not used: they are of another layout, model or optimizer"
+        ]
     run_world(2, train_and_exit, config, 2, 1)
     shutil.rmtree(config.folder)
     assert {place for _, _, place, _ in run_world(2, resume, config)} == {"nothing"}, "a new folder is another run"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megascale.catalog.optimizers import MATRIX_UNITS, OPTIMIZERS, with_defaults
 from megascale.config.train import OptimizerConfig
+from megascale.core.errors import ConfigError
 from megascale.core.registry import Card
 from megascale.core.seeds import seed_of
 from megascale.layout.param_groups import ParamGroup
@@ -377,6 +378,14 @@ def test_a_class_of_a_plug_in_has_the_options_of_its_group(tmp_path: Path, monke
     values = {name: float(values.unique()) for name, values in state.items()}
     assert values["weights.layers.0.attention_norm.weight"] == 3.0
     assert values["weights.layers.0.mlp.up.weight"] == values["weights.embedding.token.weight"] == 2.0
+
+
+def test_a_class_needs_master_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"unit_of_work": "elements", "state": {}, "options": {"scale": 1.0}}
+    monkeypatch.setitem(OPTIMIZERS.cards, "scaled", Card("scaled", "", "tests.optim.test_update_rules:Scaled", facts))
+    keys = {"name": "scaled", "master": "compensated"}
+    with pytest.raises(ConfigError, match="scaled is a class, which needs master weights in fp32"):
+        state_after(configuration(tmp_path, keys, train__precision="bf16"), 1)
 
 
 def test_learning_rates_by_block(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def find_common_steps(copies: Sequence[tuple[Sequence[CopySlot], Sequence[int]]]
     """Find steps of `min_step` or later. `copies`: usable copies on every rank's host, and steps of unusable ones."""
     slots = [_by_rank(usable) for usable, _ in copies]
     common = {step for step in _steps_on_all_ranks(slots) if step >= min_step}
-    unusable = {step: "they are of another layout or model" for _, steps in copies for step in steps}
+    unusable = {step: "they are of another layout, model or optimizer" for _, steps in copies for step in steps}
     unusable |= {step: "not every rank has one" for host in slots for steps in host.values() for step in steps}
     problems = [
         f"the copies of step {step} in memory are not used: {why}"
