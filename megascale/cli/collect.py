@@ -22,7 +22,7 @@ from megascale.core.errors import Exit
 from megascale.core.event_ring import event_ring_path
 from megascale.core.event_ring_reader import EventRingError
 from megascale.core.flight_reader import read_flight_record
-from megascale.core.flight_record import FlightRecordError, flight_record_path
+from megascale.core.flight_record import FlightRecordError, flight_record_path, folder_key
 from megascale.core.process import module_command, process_exists
 from megascale.eventstore.collector import POLL_S, Collector, CollectorThread
 from megascale.fault.say import say
@@ -36,7 +36,7 @@ LAST_ROWS_S = 5.0
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
-    sub.add_argument("folder", type=Path, help="the run's folder, whose name is in the ranks' flight records")
+    sub.add_argument("folder", type=Path, help="the run's folder, whose key is in the ranks' flight records")
     sub.add_argument("--metrics-address", default="127.0.0.1", help="observe.metrics_address")
     sub.add_argument("--metrics-port", type=int, default=0, help="observe.metrics_port")
 
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     endpoint = MetricsEndpoint(options.metrics_address, options.metrics_port, name, options.folder, host, host)
     with watching_host(thread.collector, endpoint, say):
         while not _has_ended(first):
-            _find_ranks(name, records, pids)
+            _find_ranks(options.folder, records, pids)
     deadline = time.monotonic() + LINGER_S
     while any(process_exists(pid) for pid in pids.values() if pid != first) and time.monotonic() < deadline:
         time.sleep(POLL_S / 5)
@@ -93,11 +93,11 @@ def _has_ended(parent: int) -> bool:
     return bool(readable) or os.getppid() != parent
 
 
-def _find_ranks(name: str, records: dict[int, Path], pids: dict[int, int]) -> None:
+def _find_ranks(folder: Path, records: dict[int, Path], pids: dict[int, int]) -> None:
     """Add the flight records of the run's ranks that have begun on this host, and their processes."""
-    pattern = flight_record_path(name, 0, 0)
+    pattern, key = flight_record_path(folder.name, 0, 0), folder_key(folder)
     for path in set(pattern.parent.glob(pattern.name.replace("-0-00000.", "-*-*."))) - set(records.values()):
         with contextlib.suppress(OSError, FlightRecordError, EventRingError):
             record = read_flight_record(path, head_only=True)
-            if record.run == name and process_exists(record.pid):  # the pattern of "a" holds for "a-b"
+            if record.folder == key and process_exists(record.pid):  # the pattern of "a" holds for "a-b"
                 records[record.rank], pids[record.rank] = path, record.pid

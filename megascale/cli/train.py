@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
             die_with_parent(os.getppid())  # a killed torchrun leaves its workers training
         place = rank or Rank(0, 1, 0, socket.gethostname())
         # before torch, whose import takes seconds
-        flight_record = held.enter_context(flight_record_of_rank(config.folder.name, place))
+        flight_record = held.enter_context(flight_record_of_rank(config.folder, place))
         ring = open_ring_of_rank(config, place, flight_record)
         collects = config.observe.store or config.observe.metrics_port
         if place.local_rank == 0 and collects and FLIGHT_RECORD_VARIABLE not in os.environ:

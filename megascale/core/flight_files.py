@@ -24,6 +24,7 @@ from megascale.core.flight_record import (
     FlightRecord,
     FlightRecordError,
     flight_record_path,
+    folder_key,
 )
 from megascale.core.flight_writer import FlightIdentity, FlightRecordWriter, open_flight_record
 from megascale.core.process import process_exists
@@ -46,8 +47,11 @@ def flight_record_files(run: str, ranks: Iterable[int]) -> Iterator[dict[int, Pa
 
 
 @contextlib.contextmanager
-def flight_record_of_rank(run: str, rank: Rank, env: Mapping[str, str] = os.environ) -> Iterator[FlightRecordWriter]:
-    """Begin this process's record, in the file that its launcher or agent names in the environment.
+def flight_record_of_rank(
+    folder: Path, rank: Rank, env: Mapping[str, str] = os.environ
+) -> Iterator[FlightRecordWriter]:
+    """Begin this process's record, in the file that its launcher or agent names in the environment. `folder`: of the
+    run.
 
     Under another launcher (torchrun, srun) the rank names the file itself, removes it at its end in order, and leaves
     it after an error, for others to read; the next rank of the run on this host removes it. The event ring stays for
@@ -56,9 +60,10 @@ def flight_record_of_rank(run: str, rank: Rank, env: Mapping[str, str] = os.envi
     named = env.get(FLIGHT_RECORD_VARIABLE)
     path = Path(named) if named else None
     if path is None and SHARED_MEMORY.is_dir():
-        remove_left_records(run)
-        path = flight_record_path(run, time.time_ns(), rank.rank)
-    identity = FlightIdentity(run, rank.rank, rank.world_size, whole_number(env, ATTEMPT_VARIABLE))
+        remove_left_records(folder.name)
+        path = flight_record_path(folder.name, time.time_ns(), rank.rank)
+    attempt = whole_number(env, ATTEMPT_VARIABLE)
+    identity = FlightIdentity(folder.name, rank.rank, rank.world_size, attempt, folder_key(folder))
     yield open_flight_record(identity, path)
     if path is not None and not named:
         path.unlink(missing_ok=True)

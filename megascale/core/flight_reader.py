@@ -79,6 +79,7 @@ def parse_flight_record(content: bytes, read_ns: int, name: str, *, head_only: b
         phase_since_ns=header[layout.PHASE_SINCE],
         step=header[layout.STEP],
         first_step=header[layout.FIRST_STEP],
+        folder=header[layout.FOLDER],
         step_time_s=header[layout.STEP_TIME] / _NS,
         totals=_totals(content, 0 if head_only else header[layout.TOTAL_COUNT], strings),
         groups={group.key: group for group in groups},

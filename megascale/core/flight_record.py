@@ -6,12 +6,14 @@ and after its end.
 
 - `FlightRecord`, `GroupState`, `FlightEvent`, `Wait`: a record as values; `to_dict` and `from_dict` are its JSON form
 - `flight_record_path`: the path of a rank's file
+- `folder_key`: a number that tells runs of one name apart
 
 The record of `torch.distributed`, which `launch.flight` reads, is another: a dump that a process writes at its end.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -146,7 +148,7 @@ class FlightRecord:
     holds Python's lock. `updated_ns`: last write. `read_ns`: the reader's time. All times in ns are of the host's
     monotonic clock. `step`: the current step, or the last one; `first_step`: the first of this process, 0 before.
     `step_time_s`: median of recent steps, 0 before the first has ended. `open`: events in flight, `last`: the newest
-    events; both oldest first.
+    events; both oldest first. `folder`: key of the run's folder; the JSON form has none, it is of this host.
     """
 
     run: str
@@ -169,6 +171,7 @@ class FlightRecord:
     open: tuple[FlightEvent, ...] = ()
     last: tuple[FlightEvent, ...] = ()
     first_step: int = 0
+    folder: int = 0
 
     @property
     def idle_s(self) -> float:
@@ -225,6 +228,12 @@ def _event_list(event: FlightEvent) -> list[Any]:
 def _group_state(name: str, kind: str, runs: Sequence[Sequence[int]] | None, *numbers: int) -> GroupState:
     ranks = None if runs is None else RankRuns(tuple((first, count, distance) for first, count, distance in runs))
     return GroupState(name, kind, ranks, *numbers)
+
+
+def folder_key(folder: Path) -> int:
+    """Return a number of 63 bits for a run's folder, which need not exist: the same for all its paths on a host."""
+    path = os.path.realpath(folder)
+    return int.from_bytes(hashlib.blake2b(os.fsencode(path), digest_size=8).digest(), "little") >> 1
 
 
 def flight_record_path(run: str, start_ns: int, rank: int) -> Path:

@@ -53,12 +53,13 @@ _EVENT_BYTES, _EVENTS_WORD, _EVENT_WORDS = EVENT.size, EVENTS_OFFSET // WORD, EV
 
 @dataclass(frozen=True)
 class FlightIdentity:
-    """The head of a record."""
+    """The head of a record. `folder`: key of the run's folder."""
 
     run: str = ""
     rank: int = 0
     world: int = 1
     attempt: int = 0
+    folder: int = 0
 
 
 class FlightRecordWriter:
@@ -82,6 +83,7 @@ class FlightRecordWriter:
             layout.FORMAT_WORD: layout.FORMAT, layout.RANK: identity.rank, layout.WORLD: identity.world,
             layout.PID: os.getpid(), layout.ATTEMPT: identity.attempt, layout.START: time.time_ns(),
             layout.PHASE_SINCE: _now(), layout.HEARTBEAT: _now(), layout.UPDATED: _now(),
+            layout.FOLDER: identity.folder,
         }  # fmt: skip
         for place, number in head.items():
             words[place] = number

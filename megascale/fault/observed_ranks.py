@@ -15,7 +15,7 @@ from pathlib import Path
 from megascale.core.errors import Exit
 from megascale.core.flight_layout import Phase
 from megascale.core.flight_reader import read_flight_record
-from megascale.core.flight_record import FlightRecord, FlightRecordError, flight_record_path
+from megascale.core.flight_record import FlightRecord, FlightRecordError, flight_record_path, folder_key
 from megascale.core.process import process_exists
 from megascale.fault.messages import RankEnd, RankStatus
 from megascale.fault.rank_ends import describe_end
@@ -43,7 +43,7 @@ class ObservedRanks:
     def __init__(self, folder: Path, on_end: Callable[[RankEnd], None]) -> None:
         self.attempt = self.world = 0
         self.ends: dict[int, RankEnd] = {}
-        self._run = folder.name
+        self._key = folder_key(folder)
         self._logs = folder / "logs"
         self._on_end = on_end
         self._ranks: dict[int, _Observed] = {}
@@ -73,7 +73,7 @@ class ObservedRanks:
             record = read_flight_record(path, head_only=True)
         except (FlightRecordError, OSError):
             return
-        if record.run != self._run:  # the pattern of "a" holds for "a-b"
+        if record.folder != self._key:  # of another run of this name, or of "a-b" for "a"
             return
         earlier = self._ranks.get(record.rank)
         if not process_exists(record.pid) or (earlier is not None and earlier.record.start > record.start):

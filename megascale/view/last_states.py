@@ -21,7 +21,7 @@ from megascale.eventstore.query import StoreError, fetch
 from megascale.eventstore.reading import read_store
 from megascale.launch.flight import DUMP_FOLDER, dump_hosts
 from megascale.observe.dumped_records import read_dumped_records
-from megascale.view.rank_states import records_of
+from megascale.view.rank_states import local_records
 from megascale.view.run_view import RunView
 
 SHARED, STORED, DUMPED = "shared memory of this host", "event store", "dumps of torch's flight recorder"
@@ -90,7 +90,7 @@ class LastStates:
 
 def read_last_states(view: RunView, clock: Callable[[], float] = time.time) -> LastStates:
     """Return the last states of a run's ranks. Raises: StatesError for a store with damaged files or rows only"""
-    live = records_of(view.name, view.states) if view.is_live else {}
+    live = local_records(view.folder) if view.is_live else {}
     letters = {}
     for rank, record in live.items():
         with contextlib.suppress(OSError):

@@ -20,7 +20,7 @@ from megascale.fault.observations import read_tail
 from megascale.fault.stacks import stack_of
 from megascale.launch.failure import read_record
 from megascale.view.neighbours import RankPlace, place_of
-from megascale.view.rank_states import records_of
+from megascale.view.rank_states import local_records
 from megascale.view.run_view import RunView
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _error(logs: Path, rank: int) -> str:
 
 def _local_record(view: RunView, rank: int) -> FlightRecord | None:
     """Return the flight record of a rank whose process lives on this host."""
-    return records_of(view.name, view.states).get(rank) if view.is_live else None
+    return local_records(view.folder).get(rank) if view.is_live else None
 
 
 def _flight_record(view: RunView, rank: int) -> tuple[FlightRecord | None, str]:

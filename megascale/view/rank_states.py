@@ -11,11 +11,11 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from megascale.core.flight_reader import read_flight_record
-from megascale.core.flight_record import SHARED_MEMORY, FlightRecord, FlightRecordError
+from megascale.core.flight_record import SHARED_MEMORY, FlightRecord, FlightRecordError, folder_key
 from megascale.core.live_file import LIVE_FILE, SHOWN_STATES, LiveRank, LiveState, read_live_file
 from megascale.core.process import process_state
 from megascale.fault.alerts import METRICS_FILE
@@ -23,14 +23,10 @@ from megascale.fault.alerts import METRICS_FILE
 STALE_S = 10.0
 """Seconds after the time of the next write from which a live file is said to be stale."""
 
-NEAR_STEPS = 2
-"""Steps by which a flight record may be ahead of the live file; a record of another run of the same name is further."""
-
 
 @dataclass(frozen=True)
 class RankStates:
-    """The states of ranks, by rank, `age_s` seconds before `read_s`, a time of the monotonic clock. `source`: "live
-    file" or "flight records", "" for neither.
+    """The states of ranks, by rank, `age_s` seconds ago. `source`: "live file" or "flight records", "" for neither.
 
     `stage` and `status`: of the live file. `stale`: nobody writes the live file any more, and the job has not ended.
     """
@@ -42,7 +38,6 @@ class RankStates:
     stage: str = ""
     status: int | None = None
     stale: bool = False
-    read_s: float = field(default_factory=time.monotonic, compare=False)
 
     @property
     def step(self) -> int:
@@ -66,17 +61,14 @@ class RankStatesReader:
         self._clock = clock
         self._written = self._changed = -1.0
 
-    def read(self, run: str, is_ours: Callable[[FlightRecord], bool] = lambda record: True) -> RankStates:
-        """Return the states now. `is_ours`: of a flight record of that name, False for another run's.
-
-        Raises: ValueError for a live file of another kind; OSError
-        """
+    def read(self) -> RankStates:
+        """Return the states now. Raises: ValueError for a live file of another kind; OSError"""
         live, found = read_live_file(self._folder / LIVE_FILE), RankStates(())
         if live is not None and not self._is_of_an_earlier_run(live):
             found = _from_live_file(live, self._age_s(live))
             if found.status is None and not found.stale:
                 return found
-        records = local_records(run, is_ours)
+        records = local_records(self._folder)
         if not records:
             return found
         world = next(iter(records.values())).world
@@ -105,36 +97,19 @@ def _from_live_file(live: LiveState, age_s: float) -> RankStates:
     return RankStates(live.ranks, age_s, live.attempt, "live file", live.stage, live.status, stale)
 
 
-def records_of(run: str, states: RankStates) -> dict[int, FlightRecord]:
-    """Return the flight records on this host that agree with what is known of a run's ranks."""
-    known, elapsed_s = states.ranks, states.age_s + time.monotonic() - states.read_s
-
-    def agrees(record: FlightRecord) -> bool:
-        if record.world != len(known):
-            return False
-        since = elapsed_s / record.step_time_s if record.step_time_s else 0.0
-        return -NEAR_STEPS <= record.step - known[record.rank].step <= NEAR_STEPS + since
-
-    return local_records(run, agrees)
-
-
-def local_records(run: str, is_ours: Callable[[FlightRecord], bool] = lambda record: True) -> dict[int, FlightRecord]:
-    """Return the flight records of the ranks of a run that live on this host, by rank. `is_ours`: False for a record of
-    another job of that name. If two records of a rank may both be the run's, neither is returned.
-    """
-    found: dict[int, FlightRecord] = {}
-    ambiguous: set[int] = set()
+def local_records(folder: Path) -> dict[int, FlightRecord]:
+    """Return the flight records of the ranks of a run that live on this host, by rank: the newest of each."""
+    key, found = folder_key(folder), dict[int, FlightRecord]()
     for path in SHARED_MEMORY.glob(f"megascale-{os.geteuid()}-*.flight"):
         with contextlib.suppress(OSError, FlightRecordError):
             if path.lstat().st_uid != os.geteuid():
                 continue
             record = read_flight_record(path)
-            if record.run != run or not 0 <= record.rank < record.world or not is_ours(record):
+            if record.folder != key or not 0 <= record.rank < record.world or process_state(record.pid) == "Z":
                 continue
-            if process_state(record.pid) != "Z":
-                ambiguous |= {record.rank} & found.keys()
+            if record.rank not in found or found[record.rank].start < record.start:
                 found[record.rank] = record
-    return {rank: record for rank, record in found.items() if rank not in ambiguous}
+    return found
 
 
 def _live_rank(record: FlightRecord) -> LiveRank:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 import tomllib
 from collections.abc import Callable, Iterable
@@ -18,7 +17,6 @@ from megascale.config.fault import FaultConfig
 from megascale.config.run import RunConfig
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.flight_layout import Phase
-from megascale.core.flight_record import FlightRecord
 from megascale.core.live_file import LIVE_FILE
 from megascale.core.process import process_state
 from megascale.core.units import format_count
@@ -28,7 +26,7 @@ from megascale.fault.incidents import LOG_FILE, Incident, JobHistory, read_histo
 from megascale.layout.topology import Topology, topology_of
 from megascale.observe.hang import hang_verdict
 from megascale.view.curves import Curves, MetricsFile
-from megascale.view.rank_states import RankStates, RankStatesReader, records_of
+from megascale.view.rank_states import RankStates, RankStatesReader, local_records
 from megascale.view.signs import STARTING, idle_limit_s
 
 CONFIG_FILE = "config.toml"
@@ -179,29 +177,34 @@ class RunReader:
                 self._config, self._config_version = read_run_config(self.folder), version
             if (version := _version(self.folder / LOG_FILE)) != self._history_version:
                 self._history, self._history_version = read_history(self.folder / LOG_FILE), version
-            name = self._config.name if self._config is not None else self.folder.resolve().name
             curves = self._metrics.read()
-            states = self._states.read(name, functools.partial(_is_of_run, config=self._config, curves=curves))
+            states = self._states.read()
         except OSError as error:
             raise _unreadable(error, self.folder) from None
         except ValueError as error:
             raise RunFolderError(str(error), hint="remove the file, or give another folder") from None
-        return RunView(
-            self.folder, self._config, curves, self._history, states, _standstill(states, self._config, name, curves)
-        )
+        return RunView(self.folder, self._config, curves, self._history, states, self._standstill(states, curves))
+
+    def _standstill(self, states: RankStates, curves: Curves) -> str:
+        """Return why no rank makes progress, "" if one does; with the culprit if all ranks are on this host."""
+        limit_s = standstill_limit_s({rank.phase for rank in states.ranks}, self._config, curves)
+        if not states.source or states.status is not None or states.stale or states.idle_s < limit_s:
+            return ""
+        text = f"no rank has made progress for {states.idle_s} s"
+        records = local_records(self.folder)
+        if len(records) < len(states.ranks):
+            return text
+        processes = {}
+        for rank, record in records.items():
+            with contextlib.suppress(OSError):
+                processes[rank] = process_state(record.pid)
+        finding = classify_hang(hang_verdict(records, processes), 0.0, {}, tuple(records), {})
+        return f"{text}: {finding.what} [{'; '.join(finding.evidence)}]"
 
 
 def _unreadable(error: OSError, folder: Path) -> RunFolderError:
     message = f"{error.filename or folder}: cannot be read: {error.strerror}"
     return RunFolderError(message, hint="check its permissions")
-
-
-def _is_of_run(record: FlightRecord, config: RunConfig | None, curves: Curves) -> bool:
-    """Return False for a flight record of another run of the same name, as far as layout and steps tell."""
-    if config is None:
-        return not curves.last_step
-    known, logged = curves.last_step, config.train.log_every
-    return record.world == config.world_size and (not known or known <= record.step <= known + logged + 1)
 
 
 def read_run_config(folder: Path) -> RunConfig | None:
@@ -223,23 +226,6 @@ def _version(path: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return facts.st_mtime_ns, facts.st_size
-
-
-def _standstill(states: RankStates, config: RunConfig | None, run: str, curves: Curves) -> str:
-    """Return the reason why no rank makes progress, "" if one does; with the culprit if all ranks are on this host."""
-    limit_s = standstill_limit_s({rank.phase for rank in states.ranks}, config, curves)
-    if not states.source or states.status is not None or states.stale or states.idle_s < limit_s:
-        return ""
-    text = f"no rank has made progress for {states.idle_s} s"
-    records = records_of(run, states)
-    if len(records) < len(states.ranks):
-        return text
-    processes = {}
-    for rank, record in records.items():
-        with contextlib.suppress(OSError):
-            processes[rank] = process_state(record.pid)
-    finding = classify_hang(hang_verdict(records, processes), 0.0, {}, tuple(records), {})
-    return f"{text}: {finding.what} [{'; '.join(finding.evidence)}]"
 
 
 def standstill_limit_s(phases: Iterable[str], config: RunConfig | None, curves: Curves) -> float:

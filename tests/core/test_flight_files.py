@@ -71,7 +71,7 @@ def test_a_rank_without_a_launcher_removes_its_own_file(
 ) -> None:
     monkeypatch.setattr(flight_files, "SHARED_MEMORY", shared_memory)
     env = {FLIGHT_RECORD_VARIABLE: str(shared_memory / "named"), ATTEMPT_VARIABLE: "4"} if named else {}
-    with flight_record_of_rank("a run", Rank(1, 2, 1, "host"), env):
+    with flight_record_of_rank(Path("a run"), Rank(1, 2, 1, "host"), env):
         [path] = shared_memory.iterdir()
         record = read_flight_record(path)
     assert (record.rank, record.world, record.attempt) == (1, 2, 4 if named else 0)
@@ -79,6 +79,6 @@ def test_a_rank_without_a_launcher_removes_its_own_file(
 
 
 def test_a_rank_that_fails_leaves_its_file(shared_memory: Path) -> None:
-    with pytest.raises(ZeroDivisionError), flight_record_of_rank("a run", Rank(1, 2, 1, "host"), {}):
+    with pytest.raises(ZeroDivisionError), flight_record_of_rank(Path("a run"), Rank(1, 2, 1, "host"), {}):
         raise ZeroDivisionError
     assert len(list(shared_memory.iterdir())) == 1

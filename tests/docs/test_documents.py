@@ -105,7 +105,7 @@ def test_every_python_block_is_run_or_compared() -> None:
 
 def test_the_script_that_reads_flight_records(capsys: pytest.CaptureFixture[str]) -> None:
     (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/trace.md").read_text(), re.DOTALL)
-    with flight_record_of_rank("a run of the documents", Rank(54321, 54322, 0, "host"), {}):
+    with flight_record_of_rank(Path("a run of the documents"), Rank(54321, 54322, 0, "host"), {}):
         exec(script, {})
     assert re.search(r"^54321 import 0 \d+\.\d s None$", capsys.readouterr().out, re.MULTILINE)
 

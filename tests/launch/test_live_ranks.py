@@ -29,7 +29,7 @@ def test_states_are_written_and_the_status_at_the_end(tmp_path: Path) -> None:
     env = {FLIGHT_RECORD_VARIABLE: str(records[0])}
     said: list[str] = []
     try:
-        with flight_record_of_rank("test", Rank(0, 2, 0, "host"), env) as record:
+        with flight_record_of_rank(tmp_path, Rank(0, 2, 0, "host"), env) as record:
             record.set_phase(Phase.DATA)
             with live_file(tmp_path / LIVE_FILE, workers, records, said.append) as job:
                 while not (tmp_path / LIVE_FILE).exists():

@@ -34,6 +34,9 @@ from tests.view.hung_runs import CULPRIT, hanging_records, make_hung_run, write_
 
 LONG_AGO_S = 300.0
 
+RUN = Path("runs", "test")
+"""The run's folder, in the folder of a test."""
+
 
 @pytest.fixture(autouse=True)
 def shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
@@ -186,9 +189,11 @@ RANK = """
 import sys, time
 from pathlib import Path
 from megascale.core.flight_layout import Phase
+from megascale.core.flight_record import folder_key
 from megascale.core.flight_writer import FlightIdentity, open_flight_record
 rank = int(sys.argv[1])
-record = open_flight_record(FlightIdentity("test", rank, 4), Path(sys.argv[2]))
+identity = FlightIdentity("test", rank, 4, folder=folder_key(Path(sys.argv[3])))
+record = open_flight_record(identity, Path(sys.argv[2]))
 record.set_phase(Phase.STEP)
 record.begin_step(10)
 print("ready", flush=True)
@@ -197,13 +202,11 @@ time.sleep(600)
 
 
 @pytest.fixture
-def ranks(shared_memory: Path) -> Iterator[list[subprocess.Popen[str]]]:
+def ranks(shared_memory: Path, tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
     """Four processes with flight records, that make no progress."""
     files = [shared_memory / f"megascale-{os.geteuid()}-test-1-0000{rank}.flight" for rank in range(4)]
-    found = [
-        subprocess.Popen([sys.executable, "-c", RANK, str(rank), str(file)], stdout=subprocess.PIPE, text=True)
-        for rank, file in enumerate(files)
-    ]
+    words = [[sys.executable, "-c", RANK, str(rank), str(file), str(tmp_path / RUN)] for rank, file in enumerate(files)]
+    found = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True) for each in words]
     try:
         assert all(process.stdout is not None and process.stdout.readline() for process in found)
         yield found
@@ -236,15 +239,15 @@ def test_live_ranks_on_this_host(
 def test_another_job_of_the_same_name_on_this_host(
     tmp_path: Path, ranks: list[subprocess.Popen[str]], shared_memory: Path
 ) -> None:
-    """Its ranks are at another step than the live file says of the run's."""
+    """It has another folder, and is at the same step."""
     run = make_run(tmp_path)
     write_live(run, [LiveRank("step", 10)] * 4)
     path = shared_memory / f"megascale-{os.geteuid()}-test-2-00001.flight"
-    with flight_record_of_rank("test", Rank(1, 4, 0, "h"), {FLIGHT_RECORD_VARIABLE: str(path)}) as other:
-        other.begin_step(500)
-        assert found_in(run).states.sources() == {SHARED: [0, 1, 2, 3]}
-        other.begin_step(11)
-        assert found_in(run).states.sources() == {SHARED: [0, 2, 3]}
+    env = {FLIGHT_RECORD_VARIABLE: str(path)}
+    with flight_record_of_rank(tmp_path / "other" / "test", Rank(1, 4, 0, "h"), env) as other:
+        other.begin_step(10)
+        found = read_last_states(RunReader(run).read()).by_rank
+        assert [found[rank].record.pid for rank in range(4)] == [process.pid for process in ranks]
 
 
 def test_some_ranks_are_on_other_hosts(

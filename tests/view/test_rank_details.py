@@ -11,7 +11,7 @@ import pytest
 from megascale.core import flight_record
 from megascale.core.flight_files import flight_record_of_rank
 from megascale.core.flight_reader import read_flight_record
-from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE
+from megascale.core.flight_record import ATTEMPT_VARIABLE, FLIGHT_RECORD_VARIABLE
 from megascale.core.live_file import LiveRank
 from megascale.core.rank import Rank
 from megascale.core.storage import Location
@@ -64,7 +64,7 @@ def test_the_record_of_a_rank_on_this_host(tmp_path: Path, shared_memory: Path) 
     folder = make_run(tmp_path)
     write_live(folder, [LiveRank("step", 1)] * 4)
     path = shared_memory / f"megascale-{os.geteuid()}-test-1-00002.flight"
-    with flight_record_of_rank("test", Rank(2, 4, 0, "h"), {FLIGHT_RECORD_VARIABLE: str(path)}) as record:
+    with flight_record_of_rank(folder, Rank(2, 4, 0, "h"), {FLIGHT_RECORD_VARIABLE: str(path)}) as record:
         record.begin_step(1)
         view = RunReader(folder).read()
         details = read_rank_details(view, 2)
@@ -78,15 +78,16 @@ def test_a_record_of_another_run_of_the_same_name_is_left_out(tmp_path: Path, sh
     folder = make_run(tmp_path)
     write_live(folder, [LiveRank("step", 50)] * 4)
     path = shared_memory / f"megascale-{os.geteuid()}-test-1-00002.flight"
-    with flight_record_of_rank("test", Rank(2, 4, 0, "h"), {FLIGHT_RECORD_VARIABLE: str(path)}) as record:
-        record.begin_step(1)
+    other = tmp_path / "elsewhere" / "test"
+    with flight_record_of_rank(other, Rank(2, 4, 0, "h"), {FLIGHT_RECORD_VARIABLE: str(path)}) as record:
+        record.begin_step(50)
         assert read_rank_details(RunReader(folder).read(), 2).record is None
 
 
 def test_the_last_record_in_the_store(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     path = tmp_path / "a.flight"
-    with flight_record_of_rank("test", Rank(3, 4, 0, "h"), {FLIGHT_RECORD_VARIABLE: str(path)}) as record:
+    with flight_record_of_rank(folder, Rank(3, 4, 0, "h"), {FLIGHT_RECORD_VARIABLE: str(path)}) as record:
         texts = []
         for step in (7, 8):
             record.begin_step(step)
@@ -100,12 +101,28 @@ def test_the_last_record_in_the_store(tmp_path: Path) -> None:
     assert read_rank_details(view, 0).record is None
 
 
-def test_a_rank_that_went_on_since_the_states_were_read(shared_memory: Path) -> None:
-    """Ten steps in the second since then are its own; a hundred are of another run of this name."""
+def test_a_rank_is_found_at_any_step_by_any_path_of_its_folder(tmp_path: Path, shared_memory: Path) -> None:
+    """Whatever the live file said a second ago: a rank may train hundreds of steps a second."""
+    folder = make_run(tmp_path)
+    write_live(folder, [LiveRank("step", 50)] * 4)
+    link = tmp_path / "link"
+    link.symlink_to(folder)
     path = shared_memory / f"megascale-{os.geteuid()}-test-1-00000.flight"
-    with flight_record_of_rank("test", Rank(0, 1, 0, "h"), {FLIGHT_RECORD_VARIABLE: str(path)}) as record:
-        record.begin_step(50)
-        record.end_step(0.1, {})
-        for step, seen in ((50, True), (41, True), (52, True), (30, False), (60, False)):
-            states = rank_states.RankStates([LiveRank("step", step)], age_s=1.0)
-            assert bool(rank_states.records_of("test", states)) == seen, step
+    with flight_record_of_rank(link, Rank(0, 4, 0, "h"), {FLIGHT_RECORD_VARIABLE: str(path)}) as record:
+        for step in (1, 50, 90_000):
+            record.begin_step(step)
+            details = read_rank_details(RunReader(folder).read(), 0)
+            assert details.record is not None and details.record.step == step
+
+
+def test_the_newest_of_two_records_of_a_rank(tmp_path: Path, shared_memory: Path) -> None:
+    """The rank of an attempt that is being stopped may still live."""
+    folder = make_run(tmp_path)
+    write_live(folder, [LiveRank("step", 5)] * 4)
+    for attempt in (1, 0):  # the second is the newer one
+        path = shared_memory / f"megascale-{os.geteuid()}-test-{attempt}-00000.flight"
+        env = {FLIGHT_RECORD_VARIABLE: str(path), ATTEMPT_VARIABLE: str(attempt)}
+        with flight_record_of_rank(folder, Rank(0, 4, 0, "h"), env) as record:
+            record.begin_step(5)
+    details = read_rank_details(RunReader(folder).read(), 0)
+    assert details.record is not None and details.record.attempt == 0

@@ -66,12 +66,12 @@ def test_a_file_that_advances_is_not_stale_whatever_the_writer_s_clock_says(tmp_
     now = [time.time()]
     reader = RankStatesReader(tmp_path, lambda: now[0])
     write_live(tmp_path, [RUNS], age_s=3600.0)
-    assert reader.read("test").stale
+    assert reader.read().stale
     write_live(tmp_path, [RUNS], age_s=3598.0)
     now[0] += 2.0
-    assert not reader.read("test").stale
+    assert not reader.read().stale
     now[0] += STALE_S + 2
-    found = reader.read("test")
+    found = reader.read()
     assert (found.stale, round(found.age_s)) == (True, round(STALE_S + 2))
 
 
