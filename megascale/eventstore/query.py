@@ -93,7 +93,7 @@ def open_store(
     for _ in range(TRIES):
         try:
             return _open_files(store, last_s, threads, without)
-        except (duckdb.Error, OSError) as error:  # a file was replaced since the files were listed, or is damaged
+        except (duckdb.Error, UnicodeDecodeError, OSError) as error:  # replaced since it was listed, or damaged
             reason = _first_line(error)
     raise StoreReadError(f"{store}: cannot be read: {reason}", hint="check the store, and try again")
 
@@ -169,23 +169,25 @@ def fetch(connection: duckdb.DuckDBPyConnection, sql: str, parameters: Sequence[
 
     try:
         columns = connection.execute(sql, list(parameters)).fetchnumpy()
-    except duckdb.Error as error:
+    except (duckdb.Error, UnicodeDecodeError) as error:
         raise read_error(error) from error
     return {
         name: np.ma.filled(column, np.nan) if column.dtype.kind == "f" else column for name, column in columns.items()
     }
 
 
-def read_error(error: duckdb.Error) -> StoreError:
+def read_error(error: duckdb.Error | UnicodeDecodeError) -> StoreError:
     """Return the error of a query in the user's words."""
     what = f"the event store cannot be read: {_first_line(error)}"
     return _error_type(error)(what, hint="check the store, and try again")
 
 
-def _error_type(error: duckdb.Error) -> type[StoreError]:
+def _error_type(error: duckdb.Error | UnicodeDecodeError) -> type[StoreError]:
     """Return StoreReadError if a file that has gone or is damaged may be the cause, StoreError if it is the query."""
     import duckdb
 
+    if isinstance(error, UnicodeDecodeError):  # DuckDB's message about a column whose name is damaged
+        return StoreReadError
     if isinstance(error, duckdb.ConversionException | duckdb.OutOfRangeException):
         return StoreError
     of_files = type(error) is duckdb.Error or isinstance(error, duckdb.IOException | duckdb.InternalException)
@@ -220,7 +222,7 @@ def answer(connection: duckdb.DuckDBPyConnection, sql: str) -> Answer:
             )
         result = connection.execute(statements[0])
         return Answer([column[0] for column in result.description], result.fetchall())
-    except duckdb.Error as error:
+    except (duckdb.Error, UnicodeDecodeError) as error:
         text = str(error).strip().partition("\n\nLINE")[0]
         hint = f"tables: {', '.join(TABLES)}; see --schema"
         raise _error_type(error)(f"the query failed: {text}", hint=hint) from error

@@ -48,8 +48,8 @@ def read_store(
         try:
             with open_store(run, last_s=last_s, threads=threads, without=damaged) as store:
                 return Reading(read(store), tuple(damaged), tuple(damaged.values()))
-        except (StoreReadError, duckdb.Error) as error:
-            told = read_error(error) if isinstance(error, duckdb.Error) else error
+        except (StoreReadError, duckdb.Error, UnicodeDecodeError) as error:
+            told = error if isinstance(error, StoreReadError) else read_error(error)
             if not isinstance(told, StoreReadError):
                 raise told from None
             failure = _failing_file(str(told))
@@ -86,15 +86,25 @@ def _damage(file: Location) -> str:
 
     try:
         data = file.read()
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"{file} cannot be read: {error.strerror or error}; its rows are missing; check its permissions"
+    try:
         if file.local_path is None:
             pq.read_table(io.BytesIO(data))
         else:
-            with duckdb.connect() as connection:
-                connection.execute("SELECT max(hash(rows)) FROM read_parquet([$path]) rows", {"path": str(file)})
-    except FileNotFoundError:
-        return ""
-    except (pa.ArrowException, duckdb.Error):
+            _read_all(file)
+    except (pa.ArrowException, duckdb.Error, UnicodeDecodeError, OSError):
         return f"{file} is damaged; its rows are missing; remove it" if file.exists() else ""
-    except OSError as error:
-        return f"{file} cannot be read: {error.strerror or error}; its rows are missing; check its permissions"
     return ""
+
+
+def _read_all(file: Location) -> None:
+    """Read all rows, and the names of the columns, with DuckDB."""
+    import duckdb
+
+    rows = "read_parquet([$path]) rows"
+    with duckdb.connect() as connection:
+        connection.execute(f"SELECT max(hash(rows)) FROM {rows}", {"path": str(file)})
+        connection.execute(f"FROM {rows} LIMIT 0", {"path": str(file)}).fetchnumpy()

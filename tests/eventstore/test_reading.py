@@ -59,11 +59,13 @@ def test_a_raw_query_that_fails_is_read_again_as_well(tmp_path: Path, files: lis
 
 
 @pytest.mark.parametrize("which", [0, 2], ids=["first", "last"])
-@pytest.mark.parametrize("damage", ["truncated", "empty", "flipped"])
+@pytest.mark.parametrize("damage", ["truncated", "empty", "flipped", "unnamed"])
 def test_a_damaged_file_is_left_out_and_told(tmp_path: Path, files: list[Path], damage: str, which: int) -> None:
     data = files[which].read_bytes()
     flipped = data[:10] + bytes(byte ^ 255 for byte in data[10:-200]) + data[-200:]
-    files[which].write_bytes({"truncated": data[: len(data) // 2], "empty": b"", "flipped": flipped}[damage])
+    unnamed = data.replace(b"loss", b"\xffoss")
+    contents = {"truncated": data[: len(data) // 2], "empty": b"", "flipped": flipped, "unnamed": unnamed}
+    files[which].write_bytes(contents[damage])
     found = read_store(tmp_path, steps_of)
     assert found.value == (list(range(41, 121)) if which == 0 else list(range(1, 81)))
     assert found.notes == (f"{files[which]} is damaged; its rows are missing; remove it",)
