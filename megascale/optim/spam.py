@@ -27,6 +27,13 @@ from megascale.optim.counter_random import random_subset
 
 def spam(given: UpdateInput) -> Update:
     """Return Adam's direction for a gradient without spikes, and the moments."""
+    direction, moments = _update(given)
+    if given.step % given.options["reset_every"] == 0:  # here too: the step of the reset may be skipped
+        moments = {name: torch.zeros_like(values) for name, values in moments.items()}
+    return direction, moments
+
+
+def _update(given: UpdateInput) -> Update:
     o, state = given.options, given.state
     since, after_reset = (given.step - 1) % o["reset_every"], given.step > o["reset_every"]
     keep = 1.0 if since else 0.0
@@ -49,7 +56,7 @@ def spam_sparse(given: UpdateInput) -> Update:
     drawn = random_subset(seed, flat.numel(), count, flat.device)
     is_theirs = given.state["resets"] == reset  # not if the step of the reset was skipped
     state = {name: given.state[name] * is_theirs for name in ("exp_avg", "exp_avg_sq")}
-    moved, moments = spam(replace(given, grad=flat[drawn], state=state))
+    moved, moments = _update(replace(given, grad=flat[drawn], state=state))
     direction = torch.zeros_like(flat).index_copy(0, drawn, moved).view_as(given.grad)
     return direction, {**moments, "resets": torch.full_like(given.state["resets"], reset)}
 

@@ -212,6 +212,15 @@ def test_sparse_spam_by_its_formula() -> None:
     assert close(whole, walk("spam", (12, 20), 10, **{k: v for k, v in options.items() if k != "density"})[0])
 
 
+def test_a_skipped_reset_of_spam_finds_no_moments_left() -> None:
+    """Steps of the bias correction count from the reset, and would enlarge what is left of the moments before it."""
+    options = OPTIMIZERS["spam"].facts["options"] | {"reset_every": 4}
+    _, state = walk("spam", (6, 8), 4, reset_every=4)
+    given = UpdateInput(gradient((6, 8), 6), state, 6, options)  # step 5 was skipped
+    fresh = replace(given, state={name: torch.zeros_like(values) for name, values in state.items()})
+    assert torch.equal(spam(given)[0], spam(fresh)[0])
+
+
 def test_a_skipped_reset_is_made_up_for() -> None:
     """Moments of the elements before the reset are not those of the new ones."""
     group = ParamGroup("spam_sparse", 0.0, options={"reset_every": 4})
