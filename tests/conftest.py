@@ -8,6 +8,11 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from megascale.cli.agent import GRPC_DEFAULTS
+
+# Before any test imports gRPC: its handlers of fork abort children that this process starts with a `preexec_fn`.
+os.environ.update(GRPC_DEFAULTS | os.environ)
+
 # No deadlines: the machine is shared. The same examples each time: a failure must not come and go.
 settings.register_profile("megascale", deadline=None, derandomize=True)
 settings.load_profile("megascale")

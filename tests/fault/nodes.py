@@ -32,14 +32,16 @@ from pathlib import Path
 if "RANK" in os.environ and "MEGASCALE_FLIGHT_RECORD" in os.environ:
     from megascale.core.errors import LostPeerError
     from megascale.core.flight_layout import Phase
+    from megascale.core.flight_record import folder_key
     from megascale.core.flight_writer import FlightIdentity, open_flight_record
     from megascale.core.rank import rank_from_environment
     from megascale.launch.failure import write_end, write_error
 
     rank = rank_from_environment()
     folder = Path(os.environ["TOLD"])
+    run, attempt = Path(os.environ.get("RUN", "run")), int(os.environ["MEGASCALE_ATTEMPT"])
     record = open_flight_record(
-        FlightIdentity(os.environ.get("RUN", "run"), rank.rank, rank.world_size, int(os.environ["MEGASCALE_ATTEMPT"])),
+        FlightIdentity(run.name, rank.rank, rank.world_size, attempt, folder_key(run)),
         Path(os.environ["MEGASCALE_FLIGHT_RECORD"]),
     )
     asked = []
@@ -132,7 +134,7 @@ def rank_environment(folder: Path, run: str, rank: int, logs: Path) -> dict[str,
     return planted(folder) | {
         "RANK": str(rank),
         "WORLD_SIZE": "2",
-        "RUN": run,
+        "RUN": str(folder / run),
         "MEGASCALE_ATTEMPT": "0",
         "MEGASCALE_FLIGHT_RECORD": str(flight_record_path(run, time.time_ns(), rank)),
         "MEGASCALE_ERROR_FILE": str(logs / "rank-%t.error.json"),
