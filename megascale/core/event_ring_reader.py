@@ -89,6 +89,11 @@ class EventRingReader:
         return int.from_bytes(self._memory[place * ring.WORD : (place + 1) * ring.WORD], "little", signed=True)
 
     @property
+    def pid(self) -> int:
+        """Id of the rank's process."""
+        return self._word(ring.PID)
+
+    @property
     def head(self) -> RingHead:
         """The head as of now."""
         return RingHead(
@@ -139,7 +144,7 @@ class EventRingReader:
         whole = (records["number"] == numbers) & (numbers > oldest)
         lost = count - self._next - int(whole.sum())
         self._next = count
-        records = records[whole]
+        records = records if whole.all() else records[whole]
         steps = records["kind"] == ring.STEP_KIND
         return Drained(records[~steps], records[steps].view(list(STEP_FIELDS)), lost)
 

@@ -84,7 +84,7 @@ def remove_left_records(run: str, nodes: str = "") -> None:
     for path in pattern.parent.glob(pattern.name.replace("-0-00000.flight", f"{nodes}-*-*.*")):
         with contextlib.suppress(OSError, FlightRecordError, EventRingError):
             ring = path == event_ring_path(path)
-            pid = EventRingReader(path).head.pid if ring else read_flight_record(path, head_only=True).pid
+            pid = EventRingReader(path).pid if ring else read_flight_record(path, head_only=True).pid
             if not process_exists(pid):
                 path.unlink()
 

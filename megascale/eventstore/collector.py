@@ -93,7 +93,7 @@ class Collector:
                 with contextlib.suppress(OSError, EventRingError):
                     self._add(rank, EventRingReader(event_ring_path(path)))
         for rows in self._ranks.values():
-            rows.ended = not process_exists(rows.ring.head.pid)  # before the drain: nothing comes after
+            rows.ended = not process_exists(rows.ring.pid)  # before the drain: nothing comes after
             rows.drain()
 
     def _add(self, rank: int, ring: EventRingReader) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megascale.core.event_ring_reader import Drained, EventRingReader
+from megascale.core.event_ring_reader import EVENT_FIELDS, STEP_FIELDS, Drained, EventRingReader
 from megascale.eventstore.rank_totals import RankTotals
 from megascale.eventstore.schema import STEP_AXIS, TABLES, TAGS
 from megascale.eventstore.table_files import Columns
@@ -27,6 +27,15 @@ KEYS = ("attempt", "rank", "step", "axis", "name", "chunk")
 def row_type(table: str) -> np.dtype:
     """Return the type of a table's rows. Texts are indices."""
     return np.dtype([(column.name, "i4" if column.type == "text" else column.type) for column in TABLES[table]])
+
+
+def joined(parts: Sequence[np.ndarray], kind: np.dtype) -> np.ndarray:
+    """Return arrays of rows of one type end to end: numpy's concatenation finds the common type field by field."""
+    rows, end = np.empty(sum(map(len, parts)), kind), 0
+    for part in parts:
+        rows[end : end + len(part)] = part
+        end += len(part)
+    return rows
 
 
 def columns_of(table: str, rows: np.ndarray, texts: Texts) -> Columns:
@@ -80,21 +89,27 @@ class RankRows:
         head, drained, self.drained = self.ring.head, self.drained, []
         strings = texts.indices(self.ring.strings())
         who = {"attempt": head.attempt, "rank": head.rank}
-        new, steps = [np.empty(0, row_type("events"))], [np.empty(0, row_type("steps"))]
-        for part in drained:
-            new.append(_rows("events", part.events, who, head.epoch_ns, strings))
-            steps.append(_rows("steps", part.steps, who, head.epoch_ns, strings))
-            steps[-1]["tags"] = _tag_texts(part.steps["tags"], texts)
-            self.lost += part.lost
-            if len(part.steps):
-                steps[-1]["events_lost"][0], self.lost = self.lost, 0
-                self.last_step = max(self.last_step, int(part.steps["step"].max()))
-        events = np.concatenate(new)
-        waiting = np.concatenate([self.waiting, events])
+        records = joined([part.events for part in drained], np.dtype(list(EVENT_FIELDS)))
+        events = _rows("events", records, who, head.epoch_ns, strings)
+        records = joined([part.steps for part in drained], np.dtype(list(STEP_FIELDS)))
+        steps = _rows("steps", records, who, head.epoch_ns, strings)
+        steps["tags"] = _tag_texts(records["tags"], texts)
+        self._count_lost(steps, drained)
+        self.last_step = max(self.last_step, int(steps["step"].max(initial=0)))
+        waiting = joined([self.waiting, events], events.dtype)
         # a step's last communication may end in the next step
         closed = (waiting["step"] < max(1, self.last_step)) | self.ended
         self.waiting = waiting[~closed]
-        return events, np.concatenate(steps), waiting[closed]
+        return events, steps, waiting[closed]
+
+    def _count_lost(self, steps: np.ndarray, drained: Sequence[Drained]) -> None:
+        """Count lost records in the next step that has ended."""
+        first = 0
+        for part in drained:
+            self.lost += part.lost
+            if len(part.steps):
+                steps["events_lost"][first], self.lost = self.lost, 0
+                first += len(part.steps)
 
 
 _TIMES = {
@@ -167,6 +182,6 @@ class NodeRows:
     def take(self, ranks: Sequence[RankRows]) -> dict[str, Columns]:
         """Return the new rows of `events`, `steps` and `step_parts`, of ranks whose rings are ready."""
         taken = [rank.take(self._texts) for rank in ranks]
-        events, steps, closed = (np.concatenate(parts) for parts in zip(*taken, strict=True))
+        events, steps, closed = (joined(parts, parts[0].dtype) for parts in zip(*taken, strict=True))
         tables = {"events": events, "steps": steps, "step_parts": step_parts(closed, steps, self._texts)}
         return {table: columns_of(table, rows, self._texts) for table, rows in tables.items()}
