@@ -38,13 +38,17 @@ class BatchSizes:
 
     def before_step(self, step: int) -> int:
         """The samples before a step, counted from 1."""
-        consumed, left = 0, step - 1
+        return self.after_steps(0, step - 1)
+
+    def after_steps(self, consumed: int, steps: int) -> int:
+        """The samples after that many more steps."""
+        left = steps
         while left and consumed < self.samples:
             size = self.at(consumed)
             level = (size - self.start) // self.increment
             end = min(-(-(level + 1) * self.samples // max(self.levels, 1)), self.samples)  # of this size
-            steps = min(left, -(-(end - consumed) // size))
-            consumed, left = consumed + steps * size, left - steps
+            same = min(left, -(-(end - consumed) // size))
+            consumed, left = consumed + same * size, left - same
         return consumed + left * self.total
 
 

@@ -16,7 +16,7 @@ import fcntl
 import hashlib
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -108,9 +108,13 @@ class BlockCache:
             file.truncate()
             file.write(str(used + size).encode())
 
+    def fetch(self, blocks: Sequence[Block], fetched: Callable[[], object] = lambda: None) -> None:
+        """Fetch blocks of any files, several at a time, and call `fetched` after each. Raises: DataError"""
+        for _ in self._pool.map(Block.build, blocks):
+            fetched()
+
     @cached_property
-    def pool(self) -> ThreadPoolExecutor:
-        """Threads that fetch blocks."""
+    def _pool(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(FETCHES, "fetch blocks")
 
     @property
@@ -168,16 +172,15 @@ class CachedFile:
                 start += count
         return b"".join(parts)
 
-    def fetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Fetch the blocks of byte ranges [start, stop) that are missing, several at a time.
-
-        Raises: DataError
-        """
+    def missing(self, ranges: Iterable[tuple[int, int]]) -> list[Block]:
+        """Return the blocks of byte ranges [start, stop) that are not in the cache."""
         numbers = {n for start, stop in ranges for n in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES))}
-        missing = [number for number in sorted(numbers) if not self._path(number).exists()]
-        if len(missing) > 1:  # a single one is fetched when it is read
-            with self.cache.explained(self.location.url):
-                list(self.cache.pool.map(self._build, missing))
+        return [Block(self, number) for number in sorted(numbers) if not self._path(number).exists()]
+
+    def build(self, number: int) -> None:
+        """Fetch a block, unless another process does. Raises: DataError"""
+        with self.cache.explained(self.location.url):
+            self._build(number)
 
     def _read_block(self, number: int, within: int, count: int) -> bytes:
         path, damaged = self._path(number), 0
@@ -227,6 +230,18 @@ class CachedFile:
 
     def _path(self, number: int) -> Path:
         return self.place / f"{number:012}"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of a remote file, by its number."""
+
+    file: CachedFile
+    number: int
+
+    def build(self) -> None:
+        """Fetch it into the cache, unless another process does. Raises: DataError"""
+        self.file.build(self.number)
 
 
 def fetch(location: Location, start: int, count: int) -> bytes:

@@ -18,6 +18,7 @@ from megascale.config.dataset_files import (
 )
 from megascale.config.decomposition import piece_lengths
 from megascale.config.run import RunConfig, dataset_prefixes
+from megascale.config.train import DataConfig
 from megascale.core.errors import DataError
 from megascale.data.block_cache import BlockCache
 from megascale.data.decomposed_index import DecomposedShape, decomposed_shapes
@@ -27,14 +28,17 @@ from megascale.data.indexed_dataset import IndexedDataset, map_dataset
 
 class DatasetSource:
     """The dataset `prefix`. `fractions`: the range [start, stop) of its documents to read, as fractions of their
-    number.
+    number. `cache`: of all remote datasets.
     """
 
-    def __init__(self, config: RunConfig, split: SplitName, prefix: str, fractions: tuple[float, float]) -> None:
+    def __init__(
+        self, config: RunConfig, split: SplitName, prefix: str, fractions: tuple[float, float], cache: BlockCache
+    ) -> None:
         self.prefix = prefix
         self._config = config
         self._split = split
         self._fractions = fractions
+        self._cache = cache
 
     @cached_property
     def files(self) -> DatasetFiles:
@@ -76,14 +80,12 @@ class DatasetSource:
         """Memory-map the files."""
         return map_dataset(self.prefix, self.files, self._cache)
 
-    @cached_property
-    def _cache(self) -> BlockCache:
-        data = self._config.data
-        return BlockCache(self.index_folder, data.cache_bytes, data.retry_timeout_s)
-
     @property
     def index_folder(self) -> Path:
-        """The folder of the sample indices: `data.cache`, or the folder cache beside the first dataset of train."""
-        if self._config.data.cache:
-            return Path(self._config.data.cache)
-        return Path(dataset_prefixes(self._config.data.train)[0]).parent / "cache"
+        """The folder of the sample indices."""
+        return index_folder(self._config.data)
+
+
+def index_folder(data: DataConfig) -> Path:
+    """Return the folder of the sample indices: `data.cache`, or the folder cache beside the first dataset of train."""
+    return Path(data.cache) if data.cache else Path(dataset_prefixes(data.train)[0]).parent / "cache"

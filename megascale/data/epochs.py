@@ -21,6 +21,7 @@ from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
 from megascale.core.seeds import seed_of
 from megascale.data.best_fit_index import best_fit_shape
+from megascale.data.block_cache import Block
 from megascale.data.dataset_source import DatasetSource
 from megascale.data.document_order import order_identity
 from megascale.data.epoch_index import EpochIndex, IndexShape
@@ -53,7 +54,8 @@ class OpenEpoch:
     def read(self, number: int) -> np.ndarray:
         """The tokens [s + 1] of a sample, i64."""
         pieces = [(piece.document, piece.start, piece.stop) for piece in self.pieces(number)]
-        self.files.fetch(pieces)
+        if len(blocks := self.files.missing(pieces)) > 1:  # a single one is fetched as it is read
+            blocks[0].file.cache.fetch(blocks)
         parts = [self.files.read(*piece) for piece in pieces]
         return np.concatenate(parts, dtype=np.int64, casting="same_kind")
 
@@ -121,15 +123,18 @@ class EpochDataset:
             raise self._changed(index, f"its documents have {len(tokens)} tokens")
         return tokens
 
-    def fetch(self, indices: Iterable[int]) -> None:
-        """Fetch what samples need of a remote dataset, many blocks at a time, before they are read."""
+    def missing(self, indices: Iterable[int]) -> list[Block]:
+        """Return the blocks that samples need of a remote dataset and that are not in the cache."""
         by_epoch: dict[int, list[int]] = {}
         for epoch, number in (divmod(index, self.shape.samples) for index in indices):
             by_epoch.setdefault(epoch, []).append(number)
+        blocks: dict[Block, None] = {}
         for epoch, numbers in by_epoch.items():
             opened = self._epoch(epoch)
             pieces = (piece for number in numbers for piece in opened.pieces(number))
-            opened.files.fetch((piece.document, piece.start, piece.stop) for piece in pieces)
+            found = opened.files.missing((piece.document, piece.start, piece.stop) for piece in pieces)
+            blocks |= dict.fromkeys(found)
+        return list(blocks)
 
     def pieces(self, index: int) -> list[Piece]:
         """The parts of a sample, in their order."""

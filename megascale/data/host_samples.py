@@ -6,6 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -64,8 +65,13 @@ class HostSamples:
         if self._reader == 0:
             self._memory.write_weights(weights.to_numbers())
 
-    def begin(self, consumed: int) -> None:
-        """Let the reader work ahead, from the step that follows `consumed` samples."""
+    def begin(self, consumed: int, end: int = 0) -> None:
+        """Let the reader work ahead, from the step that follows `consumed` samples. `end`: samples of the run, if they
+        are others than those of its configuration: a resumed run may have had other batches.
+        """
+        if end:
+            self._order = replace(self._order, end=end)
+            self._ring.set_end(end)
         self._generation += 1
         self._number, self._next = 0, consumed
         self._ring.request(self._reader, self._generation, consumed)

@@ -23,7 +23,7 @@ from megascale.config.dataset_files import PREPARE_AGAIN_HINT, DatasetFiles, rea
 from megascale.core.errors import DataError
 from megascale.core.limits import os_error_hint
 from megascale.core.readable import is_url, read_file
-from megascale.data.block_cache import BlockCache
+from megascale.data.block_cache import Block, BlockCache
 from megascale.data.remote_tokens import RemoteTokens
 
 HEADER = np.dtype([("magic", "S9"), ("version", "<u8"), ("code", "u1"), ("sequences", "<u8"), ("bounds", "<u8")])
@@ -91,12 +91,13 @@ class IndexedDataset:
             raise IndexError(f"tokens {start} to {stop} of document {document}, which has {length} at {first}")
         return part
 
-    def fetch(self, pieces: Iterable[tuple[int, int, int]]) -> None:
-        """Fetch pieces (document, start, stop) of a remote dataset at the same time, before they are read."""
-        if isinstance(self.tokens, RemoteTokens):
-            item = self.tokens.itemsize
-            places = ((int(self.offsets[document]) // item, start, stop) for document, start, stop in pieces)
-            self.tokens.fetch((first + start, first + stop) for first, start, stop in places)
+    def missing(self, pieces: Iterable[tuple[int, int, int]]) -> list[Block]:
+        """Return the blocks of pieces (document, start, stop) that are not in the cache; none of a local dataset."""
+        if not isinstance(self.tokens, RemoteTokens):
+            return []
+        item = self.tokens.itemsize
+        places = ((int(self.offsets[document]) // item, start, stop) for document, start, stop in pieces)
+        return self.tokens.missing((first + start, first + stop) for first, start, stop in places)
 
     def check_places(self, first: int, last: int, tokens: int) -> None:
         """Check the places of documents [first, last), which have `tokens` tokens, against the size of the tokens.

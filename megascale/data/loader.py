@@ -83,10 +83,12 @@ class Loader:
         if isinstance(self._source, (Mixture, HostSamples)):
             self._source.change_weights(weights)
 
-    def begin(self, consumed_samples: int) -> None:
-        """Let the host's reader, if there is one, work ahead from here on."""
+    def begin(self, consumed_samples: int, end: int = 0) -> None:
+        """Let the host's reader, if there is one, work ahead from here on. `end`: samples of the run, if known."""
         if self._ahead is not None:
-            self._ahead.begin(consumed_samples)
+            self._ahead.begin(consumed_samples, end)
+        elif isinstance(self._source, Mixture) and end:
+            self._source.expected = end
 
     def close(self) -> None:
         """End the host's reader, if this rank keeps it."""

@@ -7,7 +7,7 @@ the mixture of a configuration.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -23,9 +23,10 @@ from megascale.core.readable import is_url
 from megascale.core.skipped_ranges import order_index
 from megascale.data.best_fit_index import BestFitShape
 from megascale.data.blend import MOST_AHEAD
+from megascale.data.block_cache import BlockCache
 from megascale.data.bucket_order import BucketOrder, SampleOrder
 from megascale.data.changing_blend import ChangingBlend, blend_parts
-from megascale.data.dataset_source import DatasetSource
+from megascale.data.dataset_source import DatasetSource, index_folder
 from megascale.data.document_mask import document_starts, label_mask, positions_in_documents
 from megascale.data.epochs import EpochDataset, SplitName
 from megascale.data.label_weights import Weigh, weigh_labels
@@ -61,7 +62,8 @@ class Mixture:
         weights = [1.0] if source is None or isinstance(source, str) else [weight for weight, _ in source]
         self._decomposition = decomposition(config) if is_decomposed(config, split) else None
         pieces = self._decomposition.pieces if self._decomposition else [None]
-        found = [DatasetSource(config, split, prefix, fractions) for prefix in prefixes]
+        self._cache = BlockCache(index_folder(config.data), config.data.cache_bytes, config.data.retry_timeout_s)
+        found = [DatasetSource(config, split, prefix, fractions, self._cache) for prefix in prefixes]
         sources = [(source, piece) for source in found for piece in pieces]
         open_epochs = OpenEpochs(max_open_epochs(config, len(sources)))
         self.shares = [weight / sum(weights) for weight in weights]
@@ -69,8 +71,10 @@ class Mixture:
         self._skipped = config.data.skip if split == "train" else []
         self._seed = config.train.seed
 
+        self.expected = expected
+
         def count(number: int) -> int:
-            return self.blend.count(number, self.order(expected))
+            return self.blend.count(number, self.order(self.expected))
 
         self.datasets = [
             EpochDataset(config, split, source, open_epochs, partial(count, number), piece)
@@ -147,14 +151,16 @@ class Mixture:
         dataset, number = self.locate(index)
         dataset.open(number)
 
-    def fetch(self, indices: Iterable[int]) -> None:
-        """Fetch what samples need of remote datasets, many blocks at a time, before they are read."""
+    def fetch(self, indices: Iterable[int], fetched: Callable[[], object] = lambda: None) -> None:
+        """Fetch what samples need of all remote datasets, many blocks at a time, before they are read. `fetched` is
+        called after each block.
+        """
         by_dataset: dict[EpochDataset, list[int]] = {}
         for dataset, number in map(self.locate, indices):
             if is_url(dataset.prefix):
                 by_dataset.setdefault(dataset, []).append(number)
-        for dataset, numbers in by_dataset.items():
-            dataset.fetch(numbers)
+        blocks = [block for dataset, numbers in by_dataset.items() for block in dataset.missing(numbers)]
+        self._cache.fetch(blocks, fetched)
 
     def stored_bytes(self, index: int) -> int:
         """Bytes of a sample's tokens in its dataset."""

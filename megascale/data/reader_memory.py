@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 WORD = 8
-FAILURE_LENGTH, BYTES_READ, BEATS, OPENERS = 0, 1, 4, 7
-"""Places of the head's numbers; the bytes, beats and thread of each split have a place of their own."""
+FAILURE_LENGTH, BYTES_READ, BEATS, OPENERS, ENDS = 0, 1, 4, 7, 10
+"""Places of the head's numbers; the bytes, beats, thread and end of each split have a place of their own."""
 
 FAILURE_OFFSET, FAILURE_BYTES = 128, 3968
 READING_OFFSET, READING_BYTES = FAILURE_OFFSET + FAILURE_BYTES, 1024
@@ -44,6 +44,9 @@ _SLOT_HEAD = struct.Struct("<qqq")
 """Position, status, bytes of the error."""
 
 _PAGE = 4096
+
+ERROR_BYTES = _PAGE
+"""Most bytes of an error in place of a step's records."""
 
 
 _COUNT_BITS = 43
@@ -93,7 +96,7 @@ class MemoryShape:
 
     @property
     def slot_bytes(self) -> int:
-        return -(-(_SLOT_HEAD.size + max(self.rows * self.record_bytes, _PAGE)) // _PAGE) * _PAGE
+        return -(-(_SLOT_HEAD.size + max(self.rows * self.record_bytes, ERROR_BYTES)) // _PAGE) * _PAGE
 
     @property
     def weights_offset(self) -> int:
@@ -207,6 +210,15 @@ class Ring:
             for request, released in zip(numbers[::2], numbers[1::2], strict=True)
         ]
 
+    @property
+    def end(self) -> int:
+        """The samples of the run, after which no step follows; 0 if no rank has said."""
+        return _numbers(self._descriptor, WORD * (ENDS + self._split), 1)[0]
+
+    def set_end(self, end: int) -> None:
+        """Say how many samples the run has, before the request of the generation that is to know."""
+        _set(self._descriptor, WORD * (ENDS + self._split), end)
+
     def request(self, rank: int, generation: int, position: int) -> None:
         """Begin a generation on a rank, by its number among those that read."""
         _set(self._descriptor, self._words + WORD * (1 + 2 * rank), Stamped(generation, position).word)
@@ -246,7 +258,7 @@ class Ring:
         start = self._slot(number)
         for place, record in enumerate(records):
             os.pwrite(self._descriptor, record, start + _SLOT_HEAD.size + place * self._shape.record_bytes)
-        error = error[:_PAGE]
+        assert len(error) <= ERROR_BYTES
         os.pwrite(self._descriptor, error, start + _SLOT_HEAD.size)
         head = _SLOT_HEAD.pack(position, ERROR if error else READ, len(error))
         os.pwrite(self._descriptor, head, start)

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megascale.config.batch_rampup import BatchSizes
@@ -27,7 +27,7 @@ from megascale.core.process import die_with_parent, stop_signals
 from megascale.data.batch_shape import BatchShape, StepOrder
 from megascale.data.mixture import Mixture, MockMixture, build_mixture
 from megascale.data.mixture_weights import MixtureWeights
-from megascale.data.reader_memory import MemoryShape, ReaderMemory, Ring
+from megascale.data.reader_memory import ERROR_BYTES, MemoryShape, ReaderMemory, Ring
 from megascale.data.sample_record import encode_sample
 
 IDLE_S = 0.002
@@ -84,6 +84,7 @@ class SplitReader:
         self._samples: Mixture | MockMixture = build_mixture(
             work.config, split, 0 if self._order.again else self._order.end
         )
+        self._follow_end()
 
     def run(self) -> None:
         """Fill the ring until the process ends."""
@@ -97,6 +98,7 @@ class SplitReader:
         requests, (generation, filled) = self._ring.requests(), self._ring.filled
         wanted = min(request.generation for request in requests)
         if wanted > generation:
+            self._follow_end()
             self._ring.begin(wanted)
             generation, filled = wanted, 0
         present = [request for request in requests if request.generation == generation]
@@ -110,6 +112,13 @@ class SplitReader:
         self._follow_weights()  # after the requests: a rank writes weights before it releases the step before them
         self._fill(filled, position)
         return True
+
+    def _follow_end(self) -> None:
+        """Read up to the end that the ranks have said."""
+        if end := self._ring.end:
+            self._order = replace(self._order, end=end)
+            if isinstance(self._samples, Mixture):
+                self._samples.expected = end
 
     def _follow_weights(self) -> None:
         """Use the weights that a data policy has found since the last step."""
@@ -128,8 +137,7 @@ class SplitReader:
             raise
         except Exception as error:  # another reader would fail too
             found = _as_data_error(error)
-            text = json.dumps({"message": found.message, "hint": found.hint}).encode()
-            self._ring.fill(number, position, [], text)
+            self._ring.fill(number, position, [], encode_error(found.message, found.hint))
             return
         if isinstance(self._samples, Mixture):
             self._ring.count_bytes(sum(map(self._samples.stored_bytes, indices)))
@@ -147,10 +155,18 @@ class SplitReader:
                     self._ring.beat(f"sample {index}, of {mixture.locate(index)[0].prefix}")
                     mixture.open(index)
             self._ring.beat(f"sample {indices[0]}, of {mixture.locate(indices[0])[0].prefix}")
-            mixture.fetch(indices)
+            mixture.fetch(indices, self._ring.beat)
         for index in indices:
             self._ring.beat(f"sample {index}, of {mixture.locate(index)[0].prefix}" if mixture is not None else "")
             yield encode_sample(self._samples[index])
+
+
+def encode_error(message: str, hint: str) -> bytes:
+    """Return the JSON form of an error in at most ERROR_BYTES: the end of a long message is left out."""
+    hint = hint[: ERROR_BYTES // 16]
+    while len(text := json.dumps({"message": message, "hint": hint}, ensure_ascii=False).encode()) > ERROR_BYTES:
+        message = message[: len(message) * 3 // 4 - 3] + "..."
+    return text
 
 
 def _as_data_error(error: Exception) -> DataError:

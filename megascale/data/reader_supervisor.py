@@ -109,6 +109,14 @@ class ReaderSupervisor:
         return process
 
     def _watch(self) -> None:
+        """Keep a reader, and tell the ranks if that fails, which would wait without end."""
+        try:
+            self._keep_reader()
+        except Exception as error:
+            self._memory.fail(f"the supervisor of the host's reader has failed: {type(error).__name__}: {error}")
+            raise
+
+    def _keep_reader(self) -> None:
         """Start a reader in place of one that has ended, was stopped or hangs; the kernel ends it with this thread."""
         faults, last = 0, self._filled()
         while not self._ended.wait(POLL_S):
@@ -120,7 +128,8 @@ class ReaderSupervisor:
             if faults >= (MOST_HANGS if fault.startswith(HANGS) else MOST_ENDS):
                 self._memory.fail(f"{what}, {faults} times at the same step")
                 return
-            print(f"WARNING: {what}: another one goes on where it was", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError, ValueError):  # stderr may be closed
+                print(f"WARNING: {what}: another one goes on where it was", file=sys.stderr, flush=True)
             try:
                 self._process = self._start()
             except DataError as error:

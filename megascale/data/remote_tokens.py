@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from megascale.data.block_cache import CachedFile
+from megascale.data.block_cache import Block, CachedFile
 
 
 class RemoteTokens:
@@ -27,6 +27,6 @@ class RemoteTokens:
         start, stop, _ = part.indices(len(self))
         return np.frombuffer(self._file.read(start * self.itemsize, stop * self.itemsize), self.dtype)
 
-    def fetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Fetch ranges [start, stop) of tokens, several blocks at a time."""
-        self._file.fetch((start * self.itemsize, stop * self.itemsize) for start, stop in ranges)
+    def missing(self, ranges: Iterable[tuple[int, int]]) -> list[Block]:
+        """Return the blocks of ranges [start, stop) of tokens that are not in the cache."""
+        return self._file.missing((start * self.itemsize, stop * self.itemsize) for start, stop in ranges)

@@ -150,18 +150,23 @@ class Recorder:
         return Scope(self, chunk, microbatch) if self._enabled else _NULL_CONTEXT
 
     @contextmanager
-    def activity(self, phase: Phase, *, hidden: bool = False) -> Iterator[None]:
-        """Record a `with` block as an activity of the host, and as a phase. `hidden`: the device works."""
+    def activity(self, phase: Phase, *, until: Mark | None = None) -> Iterator[None]:
+        """Record a `with` block as an activity of the host, and as a phase. `until`: the device works up to this mark,
+        and hides the activity.
+        """
         with self.flight.phase(phase):
             start = time.perf_counter()
             yield
-            self.record_activity(phase, start, time.perf_counter(), hidden=hidden)
+            self.record_activity(phase, start, time.perf_counter(), until=until)
 
-    def record_activity(self, name: str, start: float, end: float, *, hidden: bool = False) -> None:
-        """Write an activity of the host into the event ring, unless it was short."""
+    def record_activity(self, name: str, start: float, end: float, *, until: Mark | None = None) -> None:
+        """Write an activity of the host into the event ring, unless it was short. `until`: as in `activity`."""
         if self.ring is None or end - start < MIN_ACTIVITY_S:
             return
-        exposed = 0.0 if hidden else end - start
+        exposed = end - start
+        if until is not None:
+            passed = self.timer.seconds(until)
+            exposed = 0.0 if passed is None else max(0.0, end - max(start, passed))
         self._activities[name] += exposed
         self.ring.write_event(
             HOST_AXIS, name, Label(), (self.window, -1, -1), NO_COMMUNICATION, (start, start, end, exposed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megascale.config.batch_rampup import batch_sizes
 from megascale.core.errors import Exit
 from megascale.core.flight_layout import Phase
 from megascale.train.build import Run
@@ -26,7 +27,8 @@ def train(run: Run, reporter: Reporter) -> Exit:
     """Train until the last step or a stop request on any rank. Returns the exit status."""
     flight = run.mesh.recorder.flight
     run.hooks = standard_hooks(run, reporter)
-    run.train_loader.begin(run.progress.samples)
+    steps = run.config.train.steps - run.progress.step
+    run.train_loader.begin(run.progress.samples, batch_sizes(run.config).after_steps(run.progress.samples, steps))
     if run.valid_loader is not None:
         run.valid_loader.begin(0)
     try:

@@ -134,7 +134,7 @@ def _work_before_read(run: Run, until: Mark) -> None:
     if recorder.timer.synchronous:
         return
     if step < run.config.train.steps:
-        with recorder.activity(Phase.DATA, hidden=True):
+        with recorder.activity(Phase.DATA, until=until):
             samples = run.progress.samples
             run.train_loader.prefetch(samples + batch_sizes(run.config).at(samples))
     while recorder.has_backlog(until):

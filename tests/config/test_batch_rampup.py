@@ -33,10 +33,11 @@ def test_sizes_are_those_of_megatron_core(sizes: BatchSizes, moments: list[int])
 
 @given(rampups(), st.integers(0, 400))
 def test_samples_before_a_step_are_the_sum_of_the_batches(sizes: BatchSizes, steps: int) -> None:
-    consumed = 0
-    for _ in range(steps):
+    consumed = before = 0
+    for step in range(steps):
         consumed += sizes.at(consumed)
-    assert sizes.before_step(steps + 1) == consumed
+        before = consumed if step < steps // 3 else before
+    assert sizes.before_step(steps + 1) == sizes.after_steps(before, steps - steps // 3) == consumed
     assert sizes.at(0) == sizes.start and sizes.at(max(consumed, sizes.samples)) == sizes.total
 
 

@@ -72,7 +72,7 @@ def test_several_blocks_are_fetched_at_the_same_time(
 
     monkeypatch.setattr(block_cache, "fetch", slow)
     file = opened(tmp_path)
-    file.fetch([(0, 10), (2990, 3010), (5000, 7000)])
+    file.cache.fetch(file.missing([(0, 10), (2990, 3010), (5000, 7000)]))
     assert most[0] > 1 and blocks(tmp_path) == [0, 2, 3, 5, 6]
     assert file.read(5000, 7000) == DATA[5000:7000] and len(fetched) == 5
 

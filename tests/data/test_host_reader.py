@@ -115,6 +115,20 @@ def test_the_reader_stops_after_the_last_step(tmp_path: Path) -> None:
     assert [reader.fill_next() for _ in range(4)] == [True, True, False, False]
 
 
+def test_the_reader_works_ahead_beyond_the_samples_that_the_present_batches_would_make(tmp_path: Path) -> None:
+    """A run that began with larger batches has consumed more; a reader that is started again knows its end, too."""
+    readers = Readers(blend(tmp_path), 1, [0], end=24)
+    readers.views[0].begin(40, end=64)
+    reader = SplitReader(readers.work, "train", readers.memory)
+    assert [reader.fill_next() for _ in range(3)] == [True, True, False]
+    readers.read(0, 40)
+    reader = SplitReader(readers.work, "train", readers.memory)
+    assert [reader.fill_next() for _ in range(2)] == [True, False]
+    assert readers.read(0, 48) == expected(readers.work.config, readers.rows, 48)
+    assert readers.read(0, 56) == expected(readers.work.config, readers.rows, 56)
+    assert not reader.fill_next() and readers.memory.ring(0).filled == (1, 3), "three steps, in one generation"
+
+
 def test_ranks_may_begin_anywhere_and_again(tmp_path: Path) -> None:
     readers = Readers(blend(tmp_path), 1, [0, 0])
     reader = SplitReader(readers.work, "train", readers.memory)
@@ -165,6 +179,20 @@ def test_any_error_is_raised_by_the_step_and_no_reader_is_started_again(
     with pytest.raises(DataError, match=rf"the reader of this host has failed: {type(error).__name__}: "):
         readers.read(0, 0)
     assert capfd.readouterr().err.count("Traceback") == 1
+
+
+@pytest.mark.parametrize("text", ["x" * 9000, "\u00e9" * 9000, "\n\0" * 9000, "short"])
+def test_a_long_error_is_cut_and_stays_readable(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Mixture, index: int) -> Sample:
+        raise DataError(f"sample {index} fails: {text}", hint=text)
+
+    readers = Readers(blend(tmp_path), 1, [0])
+    readers.views[0].begin(0)
+    monkeypatch.setattr(Mixture, "__getitem__", fail)
+    SplitReader(readers.work, "train", readers.memory).fill_next()
+    with pytest.raises(DataError, match="sample 0 fails: ") as error:
+        readers.read(0, 0)
+    assert error.value.message.rstrip(".") in f"sample 0 fails: {text}" and error.value.hint in text
 
 
 def test_check_tells_the_memory_of_the_reader(process: Any) -> None:
@@ -218,6 +246,33 @@ def test_a_killed_and_a_stopped_reader_are_replaced(process: Any, capfd: pytest.
     assert supervisor.pid not in pids
     assert capfd.readouterr().err.count("another one goes on where it was") == 2
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+class Broken:
+    """A standard error whose pipe is closed."""
+
+    def write(self, text: str) -> None:
+        raise BrokenPipeError
+
+    flush = write
+
+
+def test_a_killed_reader_is_replaced_when_nothing_can_be_printed(process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    readers, supervisor = process
+    monkeypatch.setattr("sys.stderr", Broken())
+    os.kill(supervisor.pid, signal.SIGKILL)
+    for step in range(STEPS):
+        assert readers.read(0, BATCH * step) == expected(readers.work.config, readers.rows, BATCH * step)
+
+
+def test_ranks_are_told_when_the_supervisor_fails(process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    readers, supervisor = process
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
+    monkeypatch.setattr(supervisor, "_fault", lambda: 1 / 0)
+    os.kill(supervisor.pid, signal.SIGKILL)
+    with pytest.raises(DataError, match="the supervisor of the host's reader has failed: ZeroDivisionError"):
+        for step in range(STEPS):
+            readers.read(0, BATCH * step)
 
 
 def test_a_reader_that_ends_again_and_again_is_given_up(process: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,6 +91,25 @@ def test_samples_are_those_of_the_disk_while_requests_fail(
     assert [samples[index].tokens.tolist() for index in range(300)] == expected
     assert store.failed > 3
     assert_each_byte_was_sent_once(store, tmp_path)
+
+
+def test_blocks_of_all_datasets_are_fetched_together(
+    store: FailingStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One block of each of two files: at once, by the threads of one pool, with a call after each."""
+    local_samples(tmp_path)
+    samples, fetch = Mixture(load_config(run_config(tmp_path), []), "train"), block_cache.fetch
+    for index in range(16):
+        samples.open(index)
+    at_once, done, before = threading.Barrier(2, timeout=10), [], set(threading.enumerate())
+
+    def together(location: Location, start: int, count: int) -> bytes:
+        at_once.wait()
+        return fetch(location, start, count)
+
+    monkeypatch.setattr(block_cache, "fetch", together)
+    samples.fetch(range(16), lambda: done.append(1))
+    assert len(done) == len(set(threading.enumerate()) - before) == 2
 
 
 @pytest.mark.slow

@@ -697,15 +697,16 @@ def test_activities_of_the_host_go_into_the_ring_and_wait_for_no_device(tmp_path
     recorder = Recorder(ring=open_event_ring(tmp_path / "rank.events", RingIdentity(0, 1, 0, {})), enabled=False)
     recorder.window = 7
     recorder.record_activity("gc", 1.0, 3.0)
-    recorder.record_activity("data", 3.0, 3.5, hidden=True)
+    recorder.record_activity("data", 3.0, 3.5, until=4.0)  # the device works until then
+    recorder.record_activity("data", 3.0, 3.5, until=3.375)
     recorder.record_activity("gc", 4.0, 4.00001)  # too short
     with recorder.activity(Phase.EVALUATION):
         time.sleep(2e-4)
     reader = EventRingReader(tmp_path / "rank.events")
     drained, strings = reader.drain(), reader.strings()
-    assert [strings[e["name"]] for e in drained.events] == ["gc", "data", "evaluation"]
-    assert drained.events["exposed"][:2].tolist() == [2.0, 0.0]
+    assert [strings[e["name"]] for e in drained.events] == ["gc", "data", "data", "evaluation"]
+    assert drained.events["exposed"][:3].tolist() == [2.0, 0.0, 0.125]
     assert set(drained.events["step"].tolist()) == {7}
     seconds = recorder.take_activities()
-    assert (seconds["gc"], seconds["data"]) == (2.0, 0.0) and seconds["evaluation"] >= 2e-4
+    assert (seconds["gc"], seconds["data"]) == (2.0, 0.125) and seconds["evaluation"] >= 2e-4
     assert recorder.take_activities() == {}
