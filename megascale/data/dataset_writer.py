@@ -4,6 +4,7 @@
     .NAME.lock                            locked by the process that writes
 
 DatasetWriter: appends, and gives the files their names when all data is on disk. write_dataset: write documents.
+check_output: refuse an output that would replace an input.
 """
 
 from __future__ import annotations
@@ -37,6 +38,34 @@ ENDINGS = (".bin", ".lengths", ".idx", ".json")
 def token_dtype(vocab_size: int) -> type[np.generic]:
     """The dtype that megatron-core chooses for a vocabulary: u16 below 65,500 tokens, else i32."""
     return np.uint16 if vocab_size < 65_500 else np.int32
+
+
+def check_output(prefix: Path, inputs: Iterable[Path]) -> None:
+    """Make the folder of a dataset that will be written, and refuse one whose files would replace one of `inputs`.
+
+    Raises: DataError before hours of work are spent
+    """
+    if prefix.name in ("", ".."):
+        raise DataError(f"{prefix} is a folder", hint=f"add a name for the files: {prefix / 'NAME'}")
+    try:
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = f"the folder {prefix.parent} cannot be made: {error.strerror}"
+        raise DataError(reason, hint=os_error_hint(error, "another --output")) from None
+    read = {_file_id(path) for path in inputs} - {None}
+    for ending in (".bin", ".idx", ".json"):
+        target = prefix.with_name(prefix.name + ending)
+        if _file_id(target) in read:
+            raise DataError(f"{target} would be overwritten, but it is read", hint="another --output")
+
+
+def _file_id(path: Path) -> tuple[int, int] | None:
+    """Device and inode of a file, which are those of all its paths; None without a file."""
+    try:
+        facts = path.stat()
+    except OSError:
+        return None
+    return facts.st_dev, facts.st_ino
 
 
 def write_dataset(prefix: Path, documents: Iterable[np.ndarray], origin: TokenizerInfo, vocab_size: int) -> DatasetInfo:
