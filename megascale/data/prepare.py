@@ -28,7 +28,7 @@ from megascale.data.chunk_encoder import (
     encode_here,
     encode_in_workers,
 )
-from megascale.data.dataset_writer import DatasetWriter, check_output, explained_write, token_dtype
+from megascale.data.dataset_writer import DatasetWriter, can_continue, check_output, explained_write, token_dtype
 from megascale.data.documents import BadDocumentError
 from megascale.data.indexed_dataset import DatasetInfo, TokenizerInfo
 from megascale.data.input_chunks import CHUNK_BYTES, PIECE_BYTES, Chunk, read_chunks
@@ -108,10 +108,10 @@ def prepare_dataset(
     check_output(request.output, map(Path, (*local, request.tokenizer)))
     encoding = Encoding(request.tokenizer, tokenizer.eod, _bos(request, tokenizer), request.key, request.skip_bad)
     origin = TokenizerInfo(tokenizer.name, tokenizer.fingerprint, tokenizer.eod, tokenizer.eod_origin, encoding.bos)
-    begun = _begin(request.output, _plan(files, encoding, tokenizer), request.skip_bad, say)
+    dtype, total = token_dtype(tokenizer.vocab_size), sum(file.size for file in files)
+    begun = _begin(request.output, dtype, _plan(files, encoding, tokenizer), request.skip_bad, say)
     if (index := request.output.with_name(f"{request.output.name}.idx")).exists():
         say(f"{index} and the other files of the dataset are replaced at the end")
-    dtype, total = token_dtype(tokenizer.vocab_size), sum(file.size for file in files)
     with DatasetWriter(request.output, dtype, (begun.tokens, begun.documents)) as writer:
         preparation = Preparation(files, encoding, writer, begun)
         try:
@@ -125,8 +125,7 @@ def prepare_dataset(
             raise
         if not writer.documents:
             preparation.discard()
-        dataset = writer.commit(origin, tokenizer.vocab_size)
-        progress_file(request.output).unlink(missing_ok=True)
+        dataset = writer.commit(origin, tokenizer.vocab_size, progress_file(request.output))
     return Prepared(dataset, len(files), total, preparation.progress.skipped.by_reason, ignored, begun.documents)
 
 
@@ -152,7 +151,9 @@ def _plan(files: Sequence[InputFile], encoding: Encoding, tokenizer: Tokenizer) 
     return {name: hashlib.sha256(json.dumps(fact).encode()).hexdigest()[:16] for name, fact in facts.items()}
 
 
-def _begin(output: Path, plan: dict[str, str], skip_bad: bool, say: Callable[[str], None]) -> PrepareState:
+def _begin(
+    output: Path, dtype: type[np.generic], plan: dict[str, str], skip_bad: bool, say: Callable[[str], None]
+) -> PrepareState:
     """The progress of an unfinished preparation of the same plan, or of one without `skip_bad`; otherwise none, and
     `say` why.
     """
@@ -171,6 +172,9 @@ def _begin(output: Path, plan: dict[str, str], skip_bad: bool, say: Callable[[st
         found = replace(found, plan=plan)
     elif changed:
         say(f"starts anew: an unfinished preparation of {output} had other {', '.join(changed)}")
+        return PrepareState(plan)
+    if not can_continue(output, dtype, (found.tokens, found.documents)):
+        say(f"starts anew: files of the unfinished preparation of {output} are gone or cut")
         return PrepareState(plan)
     say(f"continues after {found.documents} documents of an unfinished preparation")
     return found
