@@ -154,7 +154,7 @@ def _build(key: IndexKey, files: IndexedDataset) -> EpochIndex:
     if isinstance(key.shape, DecomposedShape):
         return build_decomposed_index(key.shape, files.lengths, key.seed)
     if "order" in key.dataset:
-        documents = read_order(key.dataset["order"][0], key.shape.first, key.shape.last)
+        documents = read_order(key.dataset["order"], key.shape.first, key.shape.last)
         return build_ordered_index(key.shape, files.lengths, documents)
     return build_epoch_index(key.shape, files.lengths, key.seed)
 
