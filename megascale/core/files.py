@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import hashlib
 import os
+import secrets
 import shutil
 import tempfile
 import time
@@ -16,8 +18,24 @@ from typing import IO
 
 from megascale.core.wait_notice import WaitNotice
 
+LEFTOVER_S = 3600.0
+"""Seconds without a write after which a temporary file is taken for one of a killed process."""
+
 UMASK = os.umask(0o077)  # reading the umask requires setting it
 os.umask(UMASK)
+
+
+def temporary_path(path: Path) -> Path:
+    """Return a new name beside `path`, to write it under: processes of several hosts may have the same id."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove temporary files of `path` that killed processes have left: those that nothing was written to for long."""
+    for found in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        with contextlib.suppress(OSError):  # removed by another process, or another user's
+            if time.time() - found.stat().st_mtime > LEFTOVER_S:
+                found.unlink()
 
 
 @contextlib.contextmanager
@@ -30,7 +48,7 @@ def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO]:
     path = path.resolve()
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "Not a regular file", str(path))
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_path(path)
     encoding = None if "b" in mode else "utf-8"
     try:
         with open(temporary, mode, encoding=encoding) as file:
@@ -53,7 +71,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     if os.path.lexists(path):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_path(path)
     try:
         temporary.mkdir()
         yield temporary
@@ -136,7 +154,7 @@ def lock_folder(folder: Path, owner: str) -> IO[str]:
 
 def build_once(path: Path, build: Callable[[], None]) -> None:
     """Return when `path` exists, created by `build` in one of the processes that wait for it here. Processes on a file
-    system without locks may all build.
+    system without locks may all build, the same content: whose `build` fails may use that of another.
 
     Raises: OSError, and what `build` raises; another process then builds.
     """
@@ -145,11 +163,20 @@ def build_once(path: Path, build: Callable[[], None]) -> None:
         if lock := lock_to_build(path):
             with lock:
                 if not path.exists():
-                    build()
+                    _build_unless_built(path, build)
                 Path(lock.name).unlink(missing_ok=True)
             return
         notice.print_if_due(lambda: f"{path}, which another process builds")
         time.sleep(min(0.01 + notice.waited_s / 8, 1.0))
+
+
+def _build_unless_built(path: Path, build: Callable[[], None]) -> None:
+    """Raises: OSError, if no other process has built `path` meanwhile"""
+    try:
+        build()
+    except OSError:
+        if not path.exists():
+            raise
 
 
 def lock_to_build(path: Path) -> IO[bytes] | None:

@@ -53,6 +53,17 @@ class Blend:
                 first, samples = middle, samples - left
         return samples
 
+    def nodes(self) -> list[tuple[int, int]]:
+        """The nodes of the tree, from its root on, as `_node` returns them. The order is a function of them."""
+        found, ranges = [], [(0, len(self._weights))]
+        while ranges:
+            first, last = ranges.pop()
+            if last - first > 1:
+                middle, share = self._node(first, last)
+                found.append((middle, share))
+                ranges += [(first, middle), (middle, last)]
+        return found
+
     def _node(self, first: int, last: int) -> tuple[int, int]:
         """The first dataset of the right half of datasets [first, last), and the share of the left half."""
         if (first, last) not in self._nodes:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from megascale.core.errors import DataError
-from megascale.core.files import NO_LOCKS, build_once
+from megascale.core.files import NO_LOCKS, build_once, temporary_path
 from megascale.core.limits import os_error_hint, with_os_error_hint
 from megascale.core.storage import Location
 from megascale.data.checksum import (
@@ -217,7 +217,7 @@ class CachedFile:
         data = with_checksum(fetch(self.location, number * BLOCK_BYTES, self._block_size(number)))
         self.cache.reserve(len(data))
         path = self._path(number)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        temporary = temporary_path(path)
         try:
             temporary.write_bytes(data)
             temporary.replace(path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megascale.data.blend import Blend
 
@@ -22,20 +23,19 @@ def blend_parts(weights: Sequence[float], changes: Sequence[Part]) -> list[Part]
     return [*([] if changes and changes[0][0] == 0 else [(0, weights)]), *changes]
 
 
-def same_order(parts: Sequence[Part], others: Sequence[Part], end: int) -> bool:
-    """Return True if both have the same weights for the samples below `end`; further datasets of either have none."""
+def same_order(parts: Sequence[Part], others: Sequence[Part], end: int, decomposed: bool = False) -> bool:
+    """Return True if both have the same order of samples below `end`; further datasets of either have none there.
 
-    def shares(found: Sequence[Part]) -> list[tuple[int, list[float]]]:
-        return [(start, _shares(weights)) for start, weights in found if start < end]
+    Weights times a number may have another order, because sums of floating point numbers decide it. `decomposed`: the
+    weights must be the same numbers, because those of buckets are made of them.
+    """
 
-    return shares(parts) == shares(others)
+    def facts(found: Sequence[Part]) -> list[Any]:
+        weights = [(start, {number: weight for number, weight in enumerate(row) if weight}) for start, row in found]
+        below = [(start, used) for start, used in weights if start < end]
+        return below if decomposed else [(start, [*used], Blend([*used.values()]).nodes()) for start, used in below]
 
-
-def _shares(weights: Sequence[float]) -> list[float]:
-    total, used = sum(weights), list(weights)
-    while not used[-1]:
-        used.pop()
-    return [round(weight / total, 12) for weight in used]
+    return facts(parts) == facts(others)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@
     .NAME.lock                            locked by the process that writes
 
 DatasetWriter: appends, and gives the files their names when all data is on disk. write_dataset: write documents.
+check_output: refuse an output that would replace an input.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from megascale.data.indexed_dataset import DTYPE_CODES, HEADER, DatasetInfo, Tok
 MAX_LENGTH = 2**31 - 1
 """Tokens of a document at most: its length is an i32."""
 
+LENGTH_BYTES = 4
+"""Bytes of the length of a document."""
+
 BLOCK_ENTRIES = 1 << 20
 """Entries of the index that are computed at once."""
 
@@ -37,6 +41,34 @@ ENDINGS = (".bin", ".lengths", ".idx", ".json")
 def token_dtype(vocab_size: int) -> type[np.generic]:
     """The dtype that megatron-core chooses for a vocabulary: u16 below 65,500 tokens, else i32."""
     return np.uint16 if vocab_size < 65_500 else np.int32
+
+
+def check_output(prefix: Path, inputs: Iterable[Path]) -> None:
+    """Make the folder of a dataset that will be written, and refuse one whose files would replace one of `inputs`.
+
+    Raises: DataError before hours of work are spent
+    """
+    if prefix.name in ("", ".."):
+        raise DataError(f"{prefix} is a folder", hint=f"add a name for the files: {prefix / 'NAME'}")
+    try:
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = f"the folder {prefix.parent} cannot be made: {error.strerror}"
+        raise DataError(reason, hint=os_error_hint(error, "another --output")) from None
+    read = {_file_id(path) for path in inputs} - {None}
+    for ending in (".bin", ".idx", ".json"):
+        target = prefix.with_name(prefix.name + ending)
+        if _file_id(target) in read:
+            raise DataError(f"{target} would be overwritten, but it is read", hint="another --output")
+
+
+def _file_id(path: Path) -> tuple[int, int] | None:
+    """Device and inode of a file, which are those of all its paths; None without a file."""
+    try:
+        facts = path.stat()
+    except OSError:
+        return None
+    return facts.st_dev, facts.st_ino
 
 
 def write_dataset(prefix: Path, documents: Iterable[np.ndarray], origin: TokenizerInfo, vocab_size: int) -> DatasetInfo:
@@ -52,6 +84,13 @@ def write_dataset(prefix: Path, documents: Iterable[np.ndarray], origin: Tokeniz
         except BaseException:
             writer.discard()
             raise
+
+
+def can_continue(prefix: Path, dtype: type[np.generic], start: tuple[int, int]) -> bool:
+    """Return True if an earlier writer has left all of its first `start` = (tokens, documents)."""
+    sizes = {".bin": start[0] * np.dtype(dtype).itemsize, ".lengths": start[1] * LENGTH_BYTES}
+    with explained_write(prefix):
+        return all(_size(_part(prefix, ending)) >= size for ending, size in sizes.items())
 
 
 class DatasetWriter:
@@ -71,8 +110,8 @@ class DatasetWriter:
             if lock is None:
                 raise DataError(f"another process writes {prefix}", hint="wait for it, or another --output")
             self._lock = lock
-            self._bin = _open_at(self._part(".bin"), self.tokens * self._dtype.itemsize)
-            self._lengths = _open_at(self._part(".lengths"), 4 * self.documents)
+            self._bin = _open_at(_part(self.prefix, ".bin"), self.tokens * self._dtype.itemsize)
+            self._lengths = _open_at(_part(self.prefix, ".lengths"), self.documents * LENGTH_BYTES)
 
     def __enter__(self) -> DatasetWriter:
         return self
@@ -110,8 +149,10 @@ class DatasetWriter:
                 os.fsync(file.fileno())
         return self.tokens, self.documents
 
-    def commit(self, origin: TokenizerInfo | None, vocab_size: int) -> DatasetInfo:
-        """Give the files their names; without `origin`, the dataset has no PREFIX.json."""
+    def commit(self, origin: TokenizerInfo | None, vocab_size: int, *leftovers: Path) -> DatasetInfo:
+        """Give the files their names; without `origin`, the dataset has no PREFIX.json. `leftovers`: files that are
+        removed then.
+        """
         if not self.documents:
             raise DataError("the input has no text", hint="check the files and --key")
         info = DatasetInfo(vocab_size, self.tokens, self.documents, origin or TokenizerInfo("", "", 0))
@@ -120,18 +161,20 @@ class DatasetWriter:
             self._write_index()
             if origin is not None:
                 self._write(".json", [(json.dumps(asdict(info), indent=1) + "\n").encode()])
-            for ending in (".idx", ".json"):
+            for ending in (".idx", ".json", ".bin"):
                 self._final(ending).unlink(missing_ok=True)
-            for ending in (".bin", ".idx", ".json")[: 3 if origin else 2]:  # a complete dataset's description is last
-                self._part(ending).replace(self._final(ending))
-            self._part(".lengths").unlink()
+            # tokens are last: after a death before that, a later writer has all that it needs to continue
+            for ending in (".idx", ".json", ".bin") if origin else (".idx", ".bin"):
+                _part(self.prefix, ending).replace(self._final(ending))
+            for path in (*leftovers, _part(self.prefix, ".lengths")):
+                path.unlink(missing_ok=True)
             sync_folder(self.prefix.parent)
         return info
 
     def discard(self) -> None:
         """Remove what is written."""
         for ending in ENDINGS:
-            self._part(ending).unlink(missing_ok=True)
+            _part(self.prefix, ending).unlink(missing_ok=True)
 
     def _write_index(self) -> None:
         """Write the index from the lengths on disk, a block of entries at a time."""
@@ -139,7 +182,7 @@ class DatasetWriter:
         code = next(code for code, known in DTYPE_CODES.items() if np.dtype(known) == self._dtype.newbyteorder("="))
         # numpy strips trailing zeros when it reads 'S9', but writes all nine bytes
         header = np.array([(MAGIC, 1, code, n, n + 1)], dtype=HEADER)
-        lengths = np.memmap(self._part(".lengths"), dtype="<i4", mode="r")
+        lengths = np.memmap(_part(self.prefix, ".lengths"), dtype="<i4", mode="r")
         starts = range(0, n, BLOCK_ENTRIES)
 
         def offsets() -> Iterable[np.ndarray]:
@@ -156,15 +199,12 @@ class DatasetWriter:
 
     def _write(self, ending: str, *parts: Iterable[Any]) -> None:
         """Write a file of parts, which are bytes or arrays, and flush it to disk."""
-        with open(self._part(ending), "wb") as file:
+        with open(_part(self.prefix, ending), "wb") as file:
             for some in parts:
                 for part in some:
                     file.write(part)
             file.flush()
             os.fsync(file.fileno())
-
-    def _part(self, ending: str) -> Path:
-        return self.prefix.with_name(f".{self.prefix.name}{ending}.part")
 
     def _final(self, ending: str) -> Path:
         return self.prefix.with_name(self.prefix.name + ending)
@@ -185,10 +225,16 @@ def _open_at(path: Path, size: int) -> IO[bytes]:
 
     Raises: DataError for a file that has fewer; OSError
     """
+    if (found := _size(path)) < size:
+        raise DataError(f"{path} has {found} bytes, not {size}", hint="the same command again, which starts anew")
     file = open(path, "ab")  # noqa: SIM115  the writer closes it
-    found = file.tell()
-    if found < size:
-        file.close()
-        raise DataError(f"{path} has {found} bytes, not {size}", hint=f"remove {path} to start anew")
     file.truncate(size)
     return file
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _part(prefix: Path, ending: str) -> Path:
+    return prefix.with_name(f".{prefix.name}{ending}.part")

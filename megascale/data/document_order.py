@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +26,12 @@ def order_identity(path: str) -> list[str | int]:
     return [path, facts.st_size, facts.st_mtime_ns]
 
 
-def read_order(path: str, first: int, last: int) -> np.ndarray:
-    """Read the order of documents [first, last), i32.
+def read_order(identity: Sequence[str | int], first: int, last: int) -> np.ndarray:
+    """Read the order of documents [first, last), i32, from the file of this identity.
 
-    Raises: DataError for a file that cannot be read, or that has not each of these documents once
+    Raises: DataError for a file that cannot be read, has another identity, or has not each of these documents once
     """
+    path = str(identity[0])
     try:
         found = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
@@ -45,4 +47,8 @@ def read_order(path: str, first: int, last: int) -> np.ndarray:
     if not inside.all() or not seen.all():
         missing = first + int((~seen).argmax())
         raise DataError(f"{path} has not each document once: {missing} is missing", hint=HINT)
-    return found.astype(np.int32)
+    order = found.astype(np.int32)
+    if list(identity) != order_identity(path):  # after all is read
+        what = f"{path} was replaced while the run reads by it: all epochs have the same order"
+        raise DataError(what, hint="start again to read by the new file, or put back the old one with its time (cp -p)")
+    return order

@@ -145,10 +145,15 @@ class EpochDataset:
         """The index of an epoch. The seed is numpy's, which are u32."""
         bucket = [] if self.piece is None else [self.piece]
         seed = seed_of(self._config.train.seed, "epoch", epoch, *bucket) % 2**32
-        dataset: dict[str, Any] = {"prefix": self.prefix, "version": self._source.files.versions[0]}
+        return IndexKey(self._facts, epoch, seed, self.shape)
+
+    @cached_property
+    def _facts(self) -> dict[str, Any]:
+        """The dataset, and the order of its documents, that the indices of all epochs are of: as at the first use."""
+        facts: dict[str, Any] = {"prefix": self.prefix, "version": self._source.files.versions[0]}
         if self._config.data.order and self._split == "train":
-            dataset["order"] = order_identity(self._config.data.order)
-        return IndexKey(dataset, epoch, seed, self.shape)
+            facts["order"] = order_identity(self._config.data.order)
+        return facts
 
     @property
     def index_folder(self) -> Path:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,12 +47,15 @@ TORCHNET_MAGIC, INDEX_MAGIC = b"TNTIDX\x00\x00", b"MMIDIDX\x00\x00"
 
 @dataclass(frozen=True)
 class ForeignFile:
-    """A file or folder of another project. `format`: for the user; `divided`: a token divides documents."""
+    """A file or folder of another project. `format`: for the user; `divided`: a token divides documents; `files`: all
+    that are read.
+    """
 
     path: Path
     format: str
     divided: bool
     read: Callable[[], Iterator[Block]]
+    files: Sequence[Path]
 
 
 def open_foreign(path: Path, dtype: str | None, key: str) -> ForeignFile:
@@ -63,13 +66,13 @@ def open_foreign(path: Path, dtype: str | None, key: str) -> ForeignFile:
     """
     with explained(str(path)):
         if path.is_dir():
-            return ForeignFile(path, "LitData", False, lambda: _litdata(path))
+            return ForeignFile(path, "LitData", False, lambda: _litdata(path), list(path.iterdir()))
         prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
         index = prefix.with_name(prefix.name + ".idx")
         if index.is_file() and (path.suffix != ".bin" or prefix.with_name(prefix.name + ".bin").is_file()):
             return _indexed(prefix, index)
         if path.suffix in (".parquet", ".arrow"):
-            return ForeignFile(path, path.suffix[1:].capitalize(), False, lambda: _lists(path, key))
+            return ForeignFile(path, path.suffix[1:].capitalize(), False, lambda: _lists(path, key), [path])
         return _stream(path, dtype)
 
 
@@ -78,7 +81,7 @@ def _stream(path: Path, dtype: str | None) -> ForeignFile:
     with open(path, "rb") as file:
         head = file.read(LLMC_HEADER.itemsize)
     if head[:6] == b"\x93NUMPY":
-        return ForeignFile(path, "NumPy", True, lambda: _blocks(_numpy_array(path)))
+        return ForeignFile(path, "NumPy", True, lambda: _blocks(_numpy_array(path)), [path])
     if len(head) == LLMC_HEADER.itemsize:
         [header] = np.frombuffer(head, LLMC_HEADER)
         if (key := (int(header["magic"]), int(header["version"]))) in LLMC_DTYPES:
@@ -86,11 +89,11 @@ def _stream(path: Path, dtype: str | None) -> ForeignFile:
             if len(tokens) != header["tokens"]:
                 what = f"{path} has {len(tokens)} tokens, its header says {header['tokens']}"
                 raise DataError(what, hint="copy the file again")
-            return ForeignFile(path, "llm.c", True, lambda: _blocks(tokens))
+            return ForeignFile(path, "llm.c", True, lambda: _blocks(tokens), [path])
     if dtype is None:
         what = f"{path} has no header of a known format"
         raise DataError(what, hint="for raw tokens, as of nanoGPT (uint16) or OLMo (uint32), --dtype DTYPE")
-    return ForeignFile(path, f"raw {dtype}", True, lambda: _blocks(_raw_array(path, np.dtype(dtype), 0)))
+    return ForeignFile(path, f"raw {dtype}", True, lambda: _blocks(_raw_array(path, np.dtype(dtype), 0)), [path])
 
 
 def _raw_array(path: Path, dtype: np.dtype, start: int) -> np.ndarray:
@@ -119,10 +122,11 @@ def _indexed(prefix: Path, index: Path) -> ForeignFile:
     with open(index, "rb") as file:
         magic = file.read(9)
         version = struct.unpack("<Q", file.read(8))[0] if magic == INDEX_MAGIC else 0
+    pair = [index, prefix.with_name(prefix.name + ".bin")]
     if magic.startswith(TORCHNET_MAGIC):
-        return ForeignFile(prefix, "TNTIDX", False, lambda: _torchnet(prefix, index))
+        return ForeignFile(prefix, "TNTIDX", False, lambda: _torchnet(prefix, index), pair)
     if magic == INDEX_MAGIC and version in (2, 3):
-        return ForeignFile(prefix, f"MMIDIDX {version}", False, lambda: _fast_llm(prefix, index, version))
+        return ForeignFile(prefix, f"MMIDIDX {version}", False, lambda: _fast_llm(prefix, index, version), pair)
     if magic == INDEX_MAGIC and version == 1:
         what = f"{prefix} is in Megatron-LM's format, which training reads as it is"
         raise DataError(what, hint=f'data.train = "{prefix}"')

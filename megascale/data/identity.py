@@ -1,4 +1,6 @@
-"""The identity of a token dataset: sizes, and a digest of a few pieces of its files, read in milliseconds."""
+"""The identity of a token dataset, or of a file of `data.order`: sizes, and a digest of a few pieces of the files, read
+in milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +14,40 @@ from megascale.core.files import write_text
 from megascale.core.readable import file_facts, is_url
 
 IDENTITY_FILE = "datasets.json"
-"""File in the run's folder: the identities of the run's datasets by prefix, at its last start."""
+"""File in the run's folder: the identities of the run's datasets by prefix, and of `data.order` by path, at its last
+start.
+"""
 
 PIECE_BYTES = 64 << 10
 """Bytes read at the head, in the middle and at the end of each file."""
+
+DATASET_REPLACED = "dataset", "continues with the order of its samples"
+ORDER_REPLACED = "order of documents", "reads samples again and leaves others out"
+"""The kind of what was replaced, and the consequence for a run that resumes."""
 
 
 def dataset_identity(prefix: str) -> str:
     """Return the sizes of PREFIX.idx and PREFIX.bin and a digest of pieces of both, or the error of a file that cannot
     be read. A dataset that was replaced has another identity, unless it differs between the pieces only.
     """
-    digest, sizes = hashlib.sha256(), []
     if is_url(prefix):
         return _remote_identity(prefix)
+    return _local_identity(f"{prefix}.idx", f"{prefix}.bin", what=" of tokens")
+
+
+def _local_identity(*paths: str, what: str = "") -> str:
+    """The size of the last of some files, and a digest of pieces of all. `what`: what its bytes are."""
+    digest, size = hashlib.sha256(), 0
     try:
-        for ending in (".idx", ".bin"):
-            with open(f"{prefix}{ending}", "rb") as file:
+        for path in paths:
+            with open(path, "rb") as file:
                 size = file.seek(0, 2)
-                sizes.append(size)
                 for start in (0, size // 2, max(size - PIECE_BYTES, 0)):
                     file.seek(start)
                     digest.update(file.read(PIECE_BYTES))
     except OSError as error:
-        return f"{Path(error.filename or prefix).name} cannot be read: {error.strerror}"
-    return f"{sizes[1]} bytes of tokens, digest {digest.hexdigest()[:16]}"
+        return f"{Path(error.filename or paths[0]).name} cannot be read: {error.strerror}"
+    return f"{size} bytes{what}, digest {digest.hexdigest()[:16]}"
 
 
 def _remote_identity(prefix: str) -> str:
@@ -54,26 +66,34 @@ def run_prefixes(config: RunConfig) -> list[str]:
 
 
 def run_identities(config: RunConfig) -> dict[str, str]:
-    """The identities of a run's datasets, by prefix. `config`: resolved."""
-    return {prefix: dataset_identity(prefix) for prefix in run_prefixes(config)}
+    """The identities of a run's datasets by prefix, and of its `data.order` by path. `config`: resolved."""
+    return {prefix: dataset_identity(prefix) for prefix in run_prefixes(config)} | order_file_identity(config)
+
+
+def order_file_identity(config: RunConfig) -> dict[str, str]:
+    """The identity of a run's `data.order` by path; empty without one."""
+    return {path: _local_identity(path)} if (path := config.data.order) else {}
 
 
 def write_identities(config: RunConfig) -> None:
-    """Write the identities of a run's datasets into its folder."""
+    """Write the identities of a run's datasets and `data.order` into its folder."""
     write_text(config.folder / IDENTITY_FILE, json.dumps(run_identities(config), indent=1) + "\n")
 
 
 def replaced_datasets(config: RunConfig) -> list[str]:
-    """Describe datasets with another identity than at the run's last start; none for a run that has not started."""
+    """Describe datasets and a `data.order` with another identity than at the run's last start; none for a run that has
+    not started.
+    """
     try:
         before = json.loads((config.folder / IDENTITY_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
     if not isinstance(before, Mapping):
         return []
-    return [
-        f"{prefix} is another dataset than at the run's last start: {before[prefix]} then, {identity} now; a run that "
-        "resumes continues with the order of its samples"
-        for prefix, identity in run_identities(config).items()
-        if before.get(prefix, identity) != identity
-    ]
+    found = []
+    for name, now in run_identities(config).items():
+        if (then := before.get(name, now)) != now:
+            kind, consequence = ORDER_REPLACED if name == config.data.order else DATASET_REPLACED
+            what = f"{name} is another {kind} than at the run's last start: {then} then, {now} now"
+            found.append(f"{what}; a run that resumes {consequence}")
+    return found

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megascale.core.errors import DataError
-from megascale.data.dataset_writer import DatasetWriter, token_dtype
+from megascale.data.dataset_writer import DatasetWriter, check_output, token_dtype
 from megascale.data.foreign_formats import Block, open_foreign
 from megascale.data.indexed_dataset import DatasetInfo, TokenizerInfo
 from megascale.data.inputs import explained
@@ -41,7 +41,8 @@ class ImportedDataset:
 def import_dataset(request: ImportRequest) -> ImportedDataset:
     """Write `request.output`.bin and .idx, and with a tokenizer .json.
 
-    Raises: DataError for files in no known format, that are damaged, or whose tokens cannot be stored
+    Raises: DataError for files in no known format, that are damaged, or whose tokens cannot be stored, and for an
+    output that cannot be written or would replace an input
     """
     tokenizer = load_tokenizer(request.tokenizer, request.eod) if request.tokenizer else None
     eod = request.eod if request.eod is not None or tokenizer is None else tokenizer.eod
@@ -55,7 +56,8 @@ def import_dataset(request: ImportRequest) -> ImportedDataset:
             with explained(str(file.path)):
                 yield from file.read()
 
-    request.output.parent.mkdir(parents=True, exist_ok=True)
+    sources = [path for file in files for path in file.files]
+    check_output(request.output, [*sources, Path(request.tokenizer or "")])
     info = _copy(request.output, blocks, eod, tokenizer)
     return ImportedDataset(info, list(dict.fromkeys(file.format for file in files)))
 

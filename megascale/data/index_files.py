@@ -22,7 +22,7 @@ import numpy as np
 
 from megascale.config.dataset_files import read_dataset_files
 from megascale.core.errors import DataError
-from megascale.core.files import build_once
+from megascale.core.files import build_once, remove_leftovers
 from megascale.core.limits import os_error_hint, with_os_error_hint
 from megascale.core.units import format_bytes
 from megascale.data.best_fit_index import BestFitIndex, BestFitShape, build_best_fit_index
@@ -129,10 +129,11 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 def write_index(path: Path, key: IndexKey, files: IndexedDataset) -> None:
-    """Build an index and write its file, atomically.
+    """Build an index and write its file, atomically. What killed processes have left of it is removed.
 
     Raises: DataError for a damaged dataset; OSError
     """
+    remove_leftovers(path)
     index = _build(key, files)
     with file_with_checksum(path) as write:
         write(key.header)
@@ -154,7 +155,7 @@ def _build(key: IndexKey, files: IndexedDataset) -> EpochIndex:
     if isinstance(key.shape, DecomposedShape):
         return build_decomposed_index(key.shape, files.lengths, key.seed)
     if "order" in key.dataset:
-        documents = read_order(key.dataset["order"][0], key.shape.first, key.shape.last)
+        documents = read_order(key.dataset["order"], key.shape.first, key.shape.last)
         return build_ordered_index(key.shape, files.lengths, documents)
     return build_epoch_index(key.shape, files.lengths, key.seed)
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -21,7 +21,6 @@ import numpy as np
 
 from megascale.core.errors import DataError
 from megascale.core.files import write_text
-from megascale.core.limits import os_error_hint
 from megascale.data.chunk_encoder import (
     EncodedChunks,
     Encoding,
@@ -29,7 +28,7 @@ from megascale.data.chunk_encoder import (
     encode_here,
     encode_in_workers,
 )
-from megascale.data.dataset_writer import DatasetWriter, explained_write, token_dtype
+from megascale.data.dataset_writer import DatasetWriter, can_continue, check_output, explained_write, token_dtype
 from megascale.data.documents import BadDocumentError
 from megascale.data.indexed_dataset import DatasetInfo, TokenizerInfo
 from megascale.data.input_chunks import CHUNK_BYTES, PIECE_BYTES, Chunk, read_chunks
@@ -105,13 +104,14 @@ def prepare_dataset(
     """
     tokenizer = load_tokenizer(request.tokenizer, request.eod)
     files, ignored = find_inputs(request.inputs)
-    _check_output(request, files)
+    local = [file.name for file in files if "://" not in file.name]
+    check_output(request.output, map(Path, (*local, request.tokenizer)))
     encoding = Encoding(request.tokenizer, tokenizer.eod, _bos(request, tokenizer), request.key, request.skip_bad)
     origin = TokenizerInfo(tokenizer.name, tokenizer.fingerprint, tokenizer.eod, tokenizer.eod_origin, encoding.bos)
-    begun = _begin(request.output, _plan(files, encoding, tokenizer), request.skip_bad, say)
+    dtype, total = token_dtype(tokenizer.vocab_size), sum(file.size for file in files)
+    begun = _begin(request.output, dtype, _plan(files, encoding, tokenizer), request.skip_bad, say)
     if (index := request.output.with_name(f"{request.output.name}.idx")).exists():
         say(f"{index} and the other files of the dataset are replaced at the end")
-    dtype, total = token_dtype(tokenizer.vocab_size), sum(file.size for file in files)
     with DatasetWriter(request.output, dtype, (begun.tokens, begun.documents)) as writer:
         preparation = Preparation(files, encoding, writer, begun)
         try:
@@ -125,8 +125,7 @@ def prepare_dataset(
             raise
         if not writer.documents:
             preparation.discard()
-        dataset = writer.commit(origin, tokenizer.vocab_size)
-        progress_file(request.output).unlink(missing_ok=True)
+        dataset = writer.commit(origin, tokenizer.vocab_size, progress_file(request.output))
     return Prepared(dataset, len(files), total, preparation.progress.skipped.by_reason, ignored, begun.documents)
 
 
@@ -138,27 +137,6 @@ def _bos(request: PrepareRequest, tokenizer: Tokenizer) -> int | None:
     if request.add_bos and tokenizer.bos is None:
         raise DataError(f"{tokenizer.name} does not say which token begins a text", hint="leave out --add-bos")
     return tokenizer.bos if request.add_bos else None
-
-
-def _check_output(request: PrepareRequest, files: Iterable[InputFile]) -> None:
-    """Refuse an unwritable output folder, and an output that would overwrite an input.
-
-    Raises: DataError before hours of work are spent
-    """
-    output = request.output
-    if output.name in ("", ".."):
-        raise DataError(f"{output} is a folder", hint=f"add a name for the files: {output / 'NAME'}")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = f"the folder {output.parent} cannot be made: {error.strerror}"
-        raise DataError(reason, hint=os_error_hint(error, "another --output")) from None
-    local = [file.name for file in files if "://" not in file.name]
-    sources = {Path(name).resolve() for name in (*local, request.tokenizer)}
-    for ending in (".bin", ".idx", ".json"):
-        target = output.with_name(output.name + ending)
-        if target.resolve() in sources:
-            raise DataError(f"{target} would be overwritten, but it is read", hint="another --output")
 
 
 def _plan(files: Sequence[InputFile], encoding: Encoding, tokenizer: Tokenizer) -> dict[str, str]:
@@ -173,7 +151,9 @@ def _plan(files: Sequence[InputFile], encoding: Encoding, tokenizer: Tokenizer) 
     return {name: hashlib.sha256(json.dumps(fact).encode()).hexdigest()[:16] for name, fact in facts.items()}
 
 
-def _begin(output: Path, plan: dict[str, str], skip_bad: bool, say: Callable[[str], None]) -> PrepareState:
+def _begin(
+    output: Path, dtype: type[np.generic], plan: dict[str, str], skip_bad: bool, say: Callable[[str], None]
+) -> PrepareState:
     """The progress of an unfinished preparation of the same plan, or of one without `skip_bad`; otherwise none, and
     `say` why.
     """
@@ -192,6 +172,9 @@ def _begin(output: Path, plan: dict[str, str], skip_bad: bool, say: Callable[[st
         found = replace(found, plan=plan)
     elif changed:
         say(f"starts anew: an unfinished preparation of {output} had other {', '.join(changed)}")
+        return PrepareState(plan)
+    if not can_continue(output, dtype, (found.tokens, found.documents)):
+        say(f"starts anew: files of the unfinished preparation of {output} are gone or cut")
         return PrepareState(plan)
     say(f"continues after {found.documents} documents of an unfinished preparation")
     return found

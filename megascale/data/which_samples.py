@@ -35,7 +35,8 @@ class ReadSample:
 def samples_of_step(config: RunConfig, step: int) -> list[ReadSample]:
     """The samples of a step, counted from 1.
 
-    Raises: DataError for mock data, for a step beyond the run's, and for datasets or indices that cannot be used
+    Raises: DataError for mock data, for a step beyond the run's or whose samples the run's metrics do not tell, and for
+    datasets or indices that cannot be used
     """
     if config.data.mock:
         raise DataError("mock data has no documents", hint="a run with data.train")
@@ -45,7 +46,7 @@ def samples_of_step(config: RunConfig, step: int) -> list[ReadSample]:
     mixture = Mixture(config, "train", samples_of_run(config))
     if config.data.policy and isinstance(config.data.train, list):
         weights = [weight for weight, _ in config.data.train]
-        mixture.blend = ChangingBlend(blend_parts(weights, _recorded_changes(config.folder / METRICS_FILE)))
+        mixture.blend = ChangingBlend(blend_parts(weights, _policy_changes(config)))
     found = []
     for sample in range(first, first + count):
         dataset, number = mixture.locate(sample)
@@ -78,8 +79,8 @@ def step_range(config: RunConfig, step: int) -> tuple[int, int]:
 
 
 def _equal_batch(config: RunConfig, recorded: dict[int, int], before: int, after: int) -> int:
-    """The batch of all steps between two records of a run with another batch than configured. With a ramp-up, whose
-    batches only grow, an equal mean before or after the two is the proof.
+    """The batch of all steps between two records of a run with another batch than configured. It may have changed
+    between the two: an equal mean before or after them is the proof that it has not.
 
     Raises: DataError
     """
@@ -88,11 +89,11 @@ def _equal_batch(config: RunConfig, recorded: dict[int, int], before: int, after
     mean = means.pop(after)
     place = steps.index(after)
     beside = [means[number] for number in (before, *steps[place + 1 : place + 2]) if number in means]
-    if mean.is_integer() and (after - before == 1 or config.batch.rampup is None or mean in beside):
+    if mean.is_integer() and (after - before == 1 or mean in beside):
         return int(mean)
     read = f"{recorded[after] - recorded[before]} samples in steps {before + 1} to {after}"
     what = f"the run has read {read}, by another batch.global or batch.rampup than those of its config.toml"
-    raise DataError(what, hint="set them in that file as they were at that time")
+    raise DataError(what, hint="set them in that file as they were at that time, if they were the same in these steps")
 
 
 def _recorded_samples(path: Path) -> dict[int, int]:
@@ -100,8 +101,16 @@ def _recorded_samples(path: Path) -> dict[int, int]:
     return dict(_records(path, lambda record: (int(record["step"]), int(record["samples"]))))
 
 
-def _recorded_changes(path: Path) -> list[Part]:
-    """The weights that a data policy has found, each with the place in the order of samples where they begin."""
+def _policy_changes(config: RunConfig) -> list[Part]:
+    """The weights that a data policy has found, each with the place in the order of samples where they begin.
+
+    Raises: DataError for a run whose first steps are in another run's records, with changes that are missing here
+    """
+    path = config.folder / METRICS_FILE
+    if (first := min(_recorded_samples(path), default=1)) > 1:
+        what = f"{path} begins with step {first}: how {config.data.policy} has changed the weights before is not known"
+        hint = "put the records of the run that it began from, up to that checkpoint's step, before those of this file"
+        raise DataError(what, hint=hint)
     return list(_records(path, lambda record: (int(record["place"]), _weights(record["mixture"]))))
 
 

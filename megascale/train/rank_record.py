@@ -18,7 +18,7 @@ import megascale
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.core.readable import is_url
-from megascale.data.identity import dataset_identity, run_prefixes
+from megascale.data.identity import dataset_identity, order_file_identity, run_prefixes
 from megascale.device import Device, gpu_stack_versions
 from megascale.ops.library import LIBRARIES
 
@@ -37,7 +37,7 @@ HOST_VARIABLES = re.compile(
 
 def rank_record(config: RunConfig, rank: Rank, device: Device, env: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return what must be equal on all ranks, by key. `config`: resolved. Reads the package's sources and a few pieces
-    of each dataset.
+    of each dataset and of `data.order`.
 
     The threads of a process (OMP_NUM_THREADS) are not compared: hosts may have different cores.
     """
@@ -56,7 +56,8 @@ def rank_record(config: RunConfig, rank: Rank, device: Device, env: Mapping[str,
             for prefix in run_prefixes(config)
             if not is_url(prefix)
             for name, value in ((prefix, dataset_identity(prefix)), (f"{prefix}.json", _description_digest(prefix)))
-        },
+        }
+        | order_file_identity(config),
         "job": {"world size": str(rank.world_size), "backend": device.backend},
         "device": {} if device.is_cpu else {"name": device.name},
     }

@@ -130,7 +130,7 @@ def _check_weights(config: RunConfig, saved: Mapping[str, Any], samples: int) ->
             (config.data.train, config.data.weights),
         )
     )
-    if not same_order(before, now, end):
+    if not same_order(before, now, end, config.data.packing == "decompose"):
         weights = [part for part in before if part[0] < end]
         message = f"has other weights below {end}, up to where the run has read its samples, than {weights}"
         hint = f"data.weights = {[[start, list(part)] for start, part in weights]}, and new weights from {end} on"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import subprocess
@@ -10,7 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from megascale.core.files import absolute_path, atomic_file, fingerprint, is_readable_file, lock_folder, write_text
+from megascale.core import files
+from megascale.core.files import (
+    absolute_path,
+    atomic_file,
+    atomic_folder,
+    build_once,
+    fingerprint,
+    is_readable_file,
+    lock_folder,
+    remove_leftovers,
+    temporary_path,
+    write_text,
+)
 
 
 def test_a_write_replaces_the_whole_file(tmp_path: Path) -> None:
@@ -30,6 +43,54 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, err
         raise error
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_writers_with_the_same_process_id_do_not_share_a_temporary_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with atomic_file(path) as first:
+        first.write(b"half ")
+        with atomic_file(path) as second:
+            second.write(b"another")
+        assert path.read_bytes() == b"another"
+        first.write(b"whole")
+    assert path.read_bytes() == b"half whole" and list(tmp_path.iterdir()) == [path]
+    with pytest.raises(OSError, match="Directory not empty"), atomic_folder(tmp_path / "folder") as first_folder:
+        (first_folder / "a").touch()
+        with atomic_folder(tmp_path / "folder") as second_folder:
+            (second_folder / "b").touch()
+    assert sorted(found.name for found in tmp_path.rglob("*")) == ["b", "file", "folder"]
+
+
+def test_of_builders_without_locks_one_may_fail_when_the_file_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(file: object, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(files.fcntl, "flock", no_locks)
+    path, built = tmp_path / "file", list[str]()
+
+    def build(other_succeeds: bool) -> None:
+        built.append("here")
+        if other_succeeds:
+            build_once(path, lambda: write_text(path, "content"))  # of a process that did not wait
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match="No space left"):
+        build_once(path, lambda: build(False))
+    build_once(path, lambda: build(True))
+    assert built == ["here", "here"] and path.read_text() == "content"
+
+
+def test_temporary_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
+    path = tmp_path / "a[1]"
+    old, new, other = temporary_path(path), temporary_path(path), temporary_path(tmp_path / "a1")
+    for found in (old, new, other):
+        found.touch()
+    for found in (old, other):
+        os.utime(found, (1, 1))
+    remove_leftovers(path)
+    assert {*tmp_path.iterdir()} == {new, other}
 
 
 def test_a_symbolic_link_stays_and_its_target_is_replaced(tmp_path: Path) -> None:

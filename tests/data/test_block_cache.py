@@ -84,6 +84,25 @@ def test_threads_that_ask_for_the_same_block_fetch_it_once(tmp_path: Path, fetch
     assert fetched == [(4000, 1000)]
 
 
+def test_hosts_without_locks_that_fetch_a_block_do_not_share_a_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process of the same id fetches the block between write and rename."""
+    write, within = Path.write_bytes, [False]
+    file, other = opened(tmp_path), opened(tmp_path)
+
+    def written(self: Path, data: bytes) -> int:
+        count = write(self, data)
+        if not within[0]:
+            within[0] = True
+            other._fetch(3)
+        return count
+
+    monkeypatch.setattr(Path, "write_bytes", written)
+    assert file.read(3000, 3100) == DATA[3000:3100] and within[0]
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
 def test_the_cache_is_bounded_and_loses_what_was_not_used_for_longest(
     tmp_path: Path, fetched: list[tuple[int, int]]
 ) -> None:

@@ -62,6 +62,45 @@ def test_orders_are_compared_up_to_a_place() -> None:
     assert blend_parts([1.0, 1.0], [(0, [1, 0])]) == [(0, [1, 0])]
 
 
+@pytest.mark.parametrize(
+    ("weights", "others", "accepted"),
+    [
+        ([1, 1, 1], [1 / 3] * 3, False),
+        ([1] * 3, [0.1] * 3, False),
+        ([1] * 5, [0.2] * 5, False),
+        ([1] * 10, [0.1] * 10, False),
+        ([1, 1, 1, 3], [0.1, 0.1, 0.1, 0.3], False),
+        ([7, 3], [0.7, 0.3], True),
+        ([50, 30, 20], [0.5, 0.3, 0.2], True),
+        ([3, 3, 3], [1, 1, 1], True),
+        ([0.7, 0.2, 0.1], [0.7 * 2**20, 0.2 * 2**20, 0.1 * 2**20, 0], True),
+        ([0, 0.7, 0.3], [0.7, 0, 0.3], False),
+    ],
+)
+def test_rescaled_weights_are_accepted_if_their_order_is_the_same(
+    weights: list[float], others: list[float], accepted: bool
+) -> None:
+    one, other = ChangingBlend([(0, weights)]), ChangingBlend([(0, others)])
+    assert all(one.locate(index) == other.locate(index) for index in range(300)) == accepted
+    assert same_order([(0, weights)], [(0, others)], 300) == accepted
+
+
+@given(WEIGHTS, st.sampled_from([0.1, 1 / 3, 3.0, 7.0, 2.0**-9]))
+def test_what_is_accepted_has_the_same_order(weights: list[float], factor: float) -> None:
+    others = [weight * factor for weight in weights]
+    if same_order([(0, weights)], [(0, others)], 100):
+        one, other = ChangingBlend([(0, weights)]), ChangingBlend([(0, others)])
+        assert all(one.locate(index) == other.locate(index) for index in range(100))
+    assert factor != 2.0**-9 or same_order([(0, weights)], [(0, others)], 100)
+
+
+def test_decomposed_documents_need_the_same_numbers() -> None:
+    assert same_order([(0, [7, 3])], [(0, [0.7, 0.3])], 50) and not same_order(
+        [(0, [7, 3])], [(0, [0.7, 0.3])], 50, True
+    )
+    assert same_order([(0, [0.7, 0.3])], [(0, [0.7, 0.3, 0]), (50, [1, 1, 1])], 50, True)
+
+
 def test_a_resume_with_other_weights_says_what_to_write(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_dataset(tmp_path / name, [30, 40])
@@ -73,6 +112,11 @@ def test_a_resume_with_other_weights_says_what_to_write(tmp_path: Path) -> None:
     _check_weights(config.model_copy(update={"data": later}), saved, 24)
     with pytest.raises(ConfigError, match="has other weights below 25"):
         _check_weights(config.model_copy(update={"data": later}), saved, 25)
+    saved = {"train": [[2, "x/a"], [8, "x/b"]]}
+    _check_weights(config, saved, 24)
+    decomposed = config.data.model_copy(update={"packing": "decompose"})
+    with pytest.raises(ConfigError, match=r"data.weights = \[\[0, \[2, 8\]\]\]"):
+        _check_weights(config.model_copy(update={"data": decomposed}), saved, 24)
 
 
 def test_a_mixture_reads_every_sample_of_a_dataset_in_its_order(tmp_path: Path) -> None:

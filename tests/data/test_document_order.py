@@ -10,7 +10,8 @@ import pytest
 
 from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
-from megascale.data.document_order import read_order
+from megascale.data.document_order import order_identity, read_order
+from megascale.data.identity import replaced_datasets, write_identities
 from megascale.data.mixture import Mixture
 from tests.data.datasets import SEQUENCE, data_config, write_dataset
 
@@ -65,10 +66,39 @@ def test_a_changed_file_is_another_index(tmp_path: Path) -> None:
 def test_a_file_with_other_documents_is_refused(order: list[int], message: str, tmp_path: Path) -> None:
     np.save(tmp_path / "order.npy", np.array(order))
     with pytest.raises(DataError, match=message):
-        read_order(str(tmp_path / "order.npy"), 0, 4)
+        read_order(order_identity(str(tmp_path / "order.npy")), 0, 4)
     (tmp_path / "order.npy").write_bytes(b"no array")
     with pytest.raises(DataError, match="cannot be read"):
-        read_order(str(tmp_path / "order.npy"), 0, 4)
+        read_order(order_identity(str(tmp_path / "order.npy")), 0, 4)
+
+
+def test_a_file_that_is_replaced_while_a_run_reads_changes_no_order(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "set", LENGTHS)
+    samples = Mixture(ordered(tmp_path, ORDER), "train", expected=60)
+    count = samples.datasets[0].shape.samples
+    first, path = samples[0].tokens.tolist(), tmp_path / "order.npy"
+    old, facts = path.read_bytes(), path.stat()
+    np.save(path, np.array(ORDER[::-1]))
+    assert samples[1].tokens[0] == first[-1] + 1, "of the epoch that is open"
+    with pytest.raises(DataError, match=r"order\.npy was replaced while the run reads by it"):
+        samples[count]
+    path.write_bytes(old)
+    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    assert samples[count].tokens.tolist() == first
+
+
+def test_a_file_that_was_replaced_since_the_last_start_is_said(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "set", LENGTHS)
+    config = ordered(tmp_path, ORDER)
+    config.folder.mkdir(parents=True)
+    write_identities(config)
+    os.utime(tmp_path / "order.npy", ns=(1, 1))
+    assert replaced_datasets(config) == [], "the same content"
+    np.save(tmp_path / "order.npy", np.array(ORDER[::-1]))
+    [text] = replaced_datasets(config)
+    assert text.startswith(f"{tmp_path / 'order.npy'} is another order of documents than at the run's last start: ")
+    assert text.endswith("; a run that resumes reads samples again and leaves others out")
+    assert replaced_datasets(data_config(tmp_path, tmp_path / "set")) == []
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

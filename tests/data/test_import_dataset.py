@@ -17,6 +17,7 @@ from megascale.core.errors import DataError
 from megascale.data import foreign_formats
 from megascale.data.import_dataset import ImportedDataset, ImportRequest, import_dataset
 from megascale.data.indexed_dataset import open_dataset
+from tests.data.test_tokenizer import byte_level
 
 EOD = 256
 DOCUMENTS = [[1, 2, 3, EOD], [EOD], [7, 8, EOD], [9] * 30 + [EOD], [5, 6, EOD]]
@@ -211,6 +212,39 @@ def test_what_is_damaged_or_unknown_is_one_line(name: str, tmp_path: Path) -> No
         convert(write(tmp_path))
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.glob("out/*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "clash"),
+    [
+        ("raw uint16", "train.bin"),
+        ("llm.c", "fineweb_train_000001.bin"),
+        ("TNTIDX of Megatron-LM", "old.bin"),
+        ("LitData, numpy", "lit/index.json"),
+        ("LitData, numpy", "lit/chunk-0-1.bin"),
+        ("Parquet", "tokenizer.json"),
+    ],
+)
+@pytest.mark.parametrize("linked", [False, True])
+def test_an_input_is_not_overwritten(name: str, clash: str, linked: bool, tmp_path: Path) -> None:
+    write, dtype = FORMATS[name]
+    byte_level("<eod>").save(str(tmp_path / "tokenizer.json"))
+    inputs = [write(tmp_path), parquet(tmp_path)]
+    (tmp_path / "link").symlink_to(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    target = tmp_path / ("link" if linked else "") / clash
+    request = ImportRequest(inputs, target.with_suffix(""), str(tmp_path / "tokenizer.json"), dtype=dtype)
+    with pytest.raises(DataError, match=f"{target} would be overwritten, but it is read  -> another --output"):
+        import_dataset(request)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    source = raw("<u2")(tmp_path)
+    with pytest.raises(DataError, match=f"the folder {source}/a cannot be made: .*  -> another --output"):
+        import_dataset(ImportRequest([source], source / "a" / "set", eod=EOD, dtype="uint16"))
+    with pytest.raises(DataError, match=r"\.\. is a folder  -> add a name"):
+        import_dataset(ImportRequest([source], tmp_path / "..", eod=EOD, dtype="uint16"))
 
 
 def test_columns_that_are_no_lists_of_token_ids_are_refused(tmp_path: Path) -> None:

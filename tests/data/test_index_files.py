@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from megascale.core.errors import DataError, Exit
-from megascale.core.files import lock_to_build
+from megascale.core.files import lock_to_build, temporary_path
 from megascale.data import dataset_writer, index_builder, index_files
 from megascale.data.checksum import CHECKSUM_BYTES, with_checksum
 from megascale.data.epoch_index import EpochIndex
@@ -59,6 +59,16 @@ def test_a_file_is_built_once_and_read_as_it_was_built(
     assert read(Mixture(config, "train")) == before
     monkeypatch.undo()
     assert read(Mixture(config, "train")) == before, "in memory"
+
+
+def test_what_a_killed_builder_has_left_is_removed(samples: Mixture, tmp_path: Path) -> None:
+    [dataset] = samples.datasets
+    left = temporary_path(tmp_path / "cache" / dataset.index_key(0).file_name)
+    left.parent.mkdir()
+    left.write_bytes(b"half")
+    os.utime(left, (1, 1))
+    read(samples)
+    assert not left.exists() and index_file(tmp_path).exists()
 
 
 @pytest.mark.parametrize("change", [{"train__seed": 5}, {"model__seq_length": 7}, {"data__split": [0.5, 0.5]}])

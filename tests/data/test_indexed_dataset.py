@@ -231,13 +231,8 @@ def test_a_death_between_renames_mixes_no_datasets(prefix: Path, renamed: int, m
     with pytest.raises(DataError, match="cannot be written: Input/output error"):
         dataset_writer.write_dataset(prefix, [np.array([11, 12]), np.array([13, 14, 15, 16])], ORIGIN, 300)
     monkeypatch.undo()
-    if renamed < 2:
-        with pytest.raises(DataError, match="there is no file"):
-            indexed_dataset.open_dataset(prefix)
-    else:
-        reader = indexed_dataset.open_dataset(prefix)
-        assert reader[0].tolist() == [11, 12]
-        assert reader.info is None
+    with pytest.raises(DataError, match="there is no file"):
+        indexed_dataset.open_dataset(prefix)
 
 
 def test_a_writer_continues_after_what_is_on_disk(tmp_path: Path) -> None:

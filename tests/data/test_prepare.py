@@ -257,6 +257,62 @@ def test_a_killed_preparation_continues_to_the_same_bytes(
         assert said == [], "nothing had been recorded"
 
 
+def die_at_rename(inputs: list[Path], output: Path, renames: int) -> None:
+    """Prepare in a child process that is killed after that many files of the dataset have their names."""
+    child = os.fork()
+    if child == 0:
+        replace, done = Path.replace, list[Path]()
+
+        def dying(self: Path, target: Path) -> Path:
+            if self.suffix == ".part":
+                done.append(target)
+            if len(done) > renames:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return replace(self, target)
+
+        Path.replace = dying  # type: ignore[method-assign]
+        try:
+            run(inputs, output)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_a_preparation_killed_while_it_gives_names_continues(
+    renames: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_chunks(monkeypatch)
+    monkeypatch.setattr(prepare, "SAVE_EVERY_S", 0.0)
+    inputs, output = sources(tmp_path), tmp_path / "out" / "set"
+    run(inputs, tmp_path / "whole")
+    run(inputs[:1], output)  # an older dataset
+    die_at_rename(inputs, output, renames)
+    with pytest.raises(DataError, match="there is no file"):
+        indexed_dataset.open_dataset(output)
+    assert run(inputs, output).continued_after == len(TEXTS) + 1
+    assert digests(output) == digests(tmp_path / "whole")
+    assert sorted(path.name for path in output.parent.iterdir()) == ["set.bin", "set.idx", "set.json"]
+
+
+@pytest.mark.parametrize("gone", [".set.bin.part", ".set.lengths.part"])
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_preparation_whose_files_are_gone_starts_anew(
+    gone: str, cut: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_chunks(monkeypatch)
+    monkeypatch.setattr(prepare, "SAVE_EVERY_S", 0.0)
+    inputs, output, said = sources(tmp_path), tmp_path / "out" / "set", list[str]()
+    run(inputs, tmp_path / "whole")
+    die_at_rename(inputs, output, 0)
+    os.truncate(output.parent / gone, 10) if cut else (output.parent / gone).unlink()
+    request = PrepareRequest([str(path) for path in inputs], output, "bytes")
+    assert prepare.prepare_dataset(request, say=said.append).continued_after == 0
+    assert said == [f"starts anew: files of the unfinished preparation of {output} are gone or cut"]
+    assert digests(output) == digests(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_bad_line_late_does_not_throw_the_work_away(
     workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -86,13 +86,45 @@ def test_a_step_s_samples_when_the_batch_has_changed(tmp_path: Path) -> None:
     assert [step_range(config, step) for step in (1, 2, 40)] == [(0, 8), (8, 8), (312, 8)]
     config.folder.mkdir(parents=True)
     records = [{"step": step, "samples": 4 * step} for step in (5, 10, 15)]
-    records += [{"step": 10, "valid_loss": 1.0}, {"step": 15, "samples": 40 + 6 * 5}]  # of a resume with another batch
+    records.append({"step": 10, "valid_loss": 1.0})
+    records += [{"step": step, "samples": 6 * step - 20} for step in (15, 20)]  # of a resume with another batch
     lines = [json.dumps(record) for record in records]
     (config.folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 16, "sam']))
     assert [step_range(config, step) for step in (1, 5, 6, 10, 11, 15)] == [
         (0, 4), (16, 4), (20, 4), (36, 4), (40, 6), (64, 6),
     ]  # fmt: skip
-    assert step_range(config, 17) == (78, 8), "after the last record the configuration tells"
+    assert step_range(config, 22) == (108, 8), "after the last record the configuration tells"
+
+
+def test_a_step_is_right_or_refused_if_the_batch_has_changed_between_two_records(tmp_path: Path) -> None:
+    config = blend_config(tmp_path, batch__global=4, batch__micro=1)
+    sizes = [0, *(8 * step for step in range(1, 16)), *(120 + 4 * step for step in range(1, 26))]
+    config.folder.mkdir(parents=True)
+    records = [json.dumps({"step": step, "samples": sizes[step]}) for step in (1, 10, 20, 30, 40)]
+    (config.folder / "metrics.jsonl").write_text("\n".join(records))
+    for step in (*range(1, 11), *range(21, 41)):
+        assert step_range(config, step) == (sizes[step - 1], sizes[step] - sizes[step - 1])
+    for step in range(11, 21):
+        with pytest.raises(DataError, match="60 samples in steps 11 to 20, by another"):
+            step_range(config, step)
+
+
+def test_weights_of_a_policy_need_all_records_from_the_first_step_on(tmp_path: Path) -> None:
+    config = blend_config(tmp_path)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"policy": "fixed"})})
+    config.folder.mkdir(parents=True)
+    changes = [{"step": 4, "place": 48, "mixture": {"0 a": {"weight": 0.1}, "1 b": {"weight": 0.9}}},
+               {"step": 24, "place": 208, "mixture": {"0 a": {"weight": 0.6}, "1 b": {"weight": 0.4}}}]  # fmt: skip
+    steps = [{"step": step, "samples": 8 * step} for step in (1, 10, 20, 30)]
+    earlier, later = [steps[0], changes[0], *steps[1:3]], [changes[1], steps[3]]
+    write = (config.folder / "metrics.jsonl").write_text
+    write("\n".join(map(json.dumps, [*earlier, *later])))
+    found = {step: samples_of_step(config, step) for step in (12, 28)}
+    write("\n".join(map(json.dumps, later)))  # of a run that began from another one's checkpoint
+    with pytest.raises(DataError, match=r"metrics\.jsonl begins with step 30: .*  -> put the records of the run"):
+        samples_of_step(config, 28)
+    write("\n".join(map(json.dumps, [*earlier, *later])))
+    assert {step: samples_of_step(config, step) for step in found} == found
 
 
 @pytest.mark.parametrize("every", [1, 20, 33])
@@ -149,6 +181,7 @@ def test_ranges_are_skipped_in_every_layout_and_after_a_resume(tmp_path: Path) -
     write_dataset(tmp_path / "a", [60, 41, 33, 25] * 10)
     (tmp_path / "a.json").unlink()  # the description has a larger vocabulary than the model
     data = {"data__mock": False, "data__train": str(tmp_path / "a"), "data__split": [1.0, 0.0]}
+    data |= {"optimizer__decay": "constant"}  # of which a run of four steps is the first half
     skip, curves = "data.skip=[[32, 50], [60, 61]]", {}
     for name in ("whole", "resumed", "without"):
         (tmp_path / name).mkdir()

@@ -183,6 +183,16 @@ def test_a_dataset_replaced_on_one_host_is_named(config: Path) -> None:
     assert f"  data {config.parent}/a: " in texts[0]
 
 
+def test_an_order_of_documents_replaced_on_one_host_is_named(config: Path) -> None:
+    order = config.parent / "order.npy"
+    ordered = Disagreement("data.order", "", (f"data.order={order}",))
+    records = []
+    for rank, numbers in enumerate(([0, 1, 2, 3], [3, 1, 2, 0])):
+        np.save(order, np.array(numbers))
+        records.append(record(config, rank, ordered))
+    assert f"  data {order}: " in agree(records)[0]
+
+
 def test_what_differs_between_hosts_rightly_is_not_compared(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rightly = {
         "NCCL_SOCKET_IFNAME": "eth1", "NCCL_IB_HCA": "mlx5_1", "OMP_NUM_THREADS": "7", "NCCL_DEBUG": "INFO",
