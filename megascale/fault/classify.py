@@ -89,7 +89,7 @@ def classify_ends(ends: Mapping[int, RankEnd], node_of: Mapping[int, str]) -> Fi
     same = tuple(sorted(end.rank for end in causes if end.error == first.error and end.status == first.status))
     ranks = first.named or (same if first.error else (first.rank,))
     culprit = Culprit(ranks, _nodes(ranks, node_of))
-    followers = tuple(sorted(end.rank for end in failed if end.rank not in ranks))
+    followers = tuple(sorted({end.rank for end in failed}.difference(ranks)))
     return _classify_end(first, culprit, followers)
 
 

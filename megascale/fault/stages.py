@@ -39,7 +39,7 @@ KILL_S = 10.0
 """Seconds beyond their grace in which a node must end its ranks."""
 
 LOOK_S = 0.2
-"""Least seconds between two checks of all ranks for a hang."""
+"""Least seconds between two looks at all nodes or ranks: for a hang, or for a node whose connection was lost."""
 
 FIND_S = 20.0
 """Seconds after the first ranks of a job are found in which the others should be, by the observers of their hosts."""
@@ -205,7 +205,9 @@ def settle(job: Job, now: float) -> None:
         limit = now + SETTLE_S
     else:
         limit = now + settings.node_lost_s + settings.heartbeat_s
-        for node in attempt.placement:
+        look = now >= job.next_look
+        job.next_look = now + LOOK_S if look else job.next_look
+        for node in attempt.placement if look else ():
             member = job.roster.members.get(node)
             if member and not member.connected and now - member.heard > RECONNECT_S:
                 job.lose(node, "its connection was lost, and its ranks were lost by others", now)
@@ -247,11 +249,13 @@ def collect(job: Job, now: float) -> None:
 def _ask_longer_records(job: Job, ranks: Sequence[int], now: float) -> None:
     """Ask for all events of ranks whose calls are to be compared, before a second verdict."""
     attempt = _attempt(job)
-    by_node = {node: tuple(rank for rank in ranks if rank in mine) for node, mine in attempt.placement.items()}
+    by_node: dict[str, list[int]] = {}
+    for rank in ranks:
+        if (node := attempt.node_of.get(rank)) is not None:
+            by_node.setdefault(node, []).append(rank)
     for node, asked in by_node.items():
-        if asked:
-            attempt.answered.discard(node)
-            job.do(Send(node, Collect(attempt.number, ranks=asked, events=EVENTS)))
+        attempt.answered.discard(node)
+        job.do(Send(node, Collect(attempt.number, ranks=tuple(asked), events=EVENTS)))
     attempt.compared, job.verdict = True, None
     job.deadline = now + job.settings.evidence_s
 

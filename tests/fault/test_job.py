@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from megascale.core.flight_layout import EVENTS
 from megascale.core.flight_reader import parse_flight_record
 from megascale.core.flight_record import FlightRecord
 from megascale.core.flight_writer import FlightIdentity, FlightRecordWriter
+from megascale.fault import attempt
 from megascale.fault.commands import Finish, Say, Send, StartAgent
 from megascale.fault.decisions import ends_to_replace, summary
 from megascale.fault.incidents import JobHistory
@@ -211,6 +213,26 @@ def test_heartbeats_of_a_job_that_stands_still_do_not_each_cost_a_look_at_all_ra
         sim.job.receive("node0", Heartbeat(0.0, 0, (status,)), sim.now + 20.0 + beat / 100)
     assert sim.job.stage == Stage.RUN
     assert 1 <= len(looks) <= 6, "a look every 0.2 s of a second"
+
+
+def test_what_12_288_ranks_do_costs_no_look_at_all_of_them_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verdict that names all ranks, then their ends, one message each: a driver that is busy for 30 s is killed."""
+    nodes = 1536
+    sim = Simulation(JobPlan("run", nodes, 8 * nodes, (), "/logs"), FaultConfig(), 0)
+    sim.run(1000.0)
+    assert sim.trains
+    looks: Counter[str] = Counter()
+    for module, name in ((attempt, "node_by_rank"), (attempt, "is_cascade")):
+        call = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *all, name=name, call=call: looks.update([name]) or call(*all))
+    everyone = tuple(range(8 * nodes))
+    sim.hang(HangVerdict("device", everyone, confident=False, compare=everyone), 31.0)
+    assert recovers(sim).class_ == "hang"
+    assert looks["node_by_rank"] <= 2, "once an attempt"
+    looks.clear()
+    sim.end_ranks([RankEnd(rank, 1, sim.now, error="lost", peer_lost=True, stopped=True) for rank in everyone])
+    assert recovers(sim).class_ == "unknown"
+    assert looks["is_cascade"] <= 2 * len(everyone), "as an end comes, and in the verdict"
 
 
 def test_a_hang_names_its_rank() -> None:
