@@ -12,7 +12,7 @@ from megascale.fault.classify import (
     Verdict,
     classify_ends,
     classify_hang,
-    classify_lost_node,
+    classify_lost_nodes,
     is_cascade,
 )
 from megascale.fault.messages import RankEnd, RankStatus
@@ -143,12 +143,11 @@ class Attempt:
     def finding(self) -> Finding:
         """Return what the ends of ranks and the loss of nodes say. A cause that is older than the loss comes first."""
         causes = [self.ends[rank].time for rank in self.causes]
-        lost = min(self.lost.values(), key=lambda lost: lost.since, default=None)
-        if lost is not None and not (causes and min(causes) < lost.since):
-            followers = [*self.failures]
-            ranks = self.placement.get(lost.node, ())
-            followers += [rank for node in self.lost if node != lost.node for rank in self.placement.get(node, ())]
-            return classify_lost_node(lost.node, lost.reason, lost.since, ranks, followers)
+        lost = sorted(self.lost.values(), key=lambda lost: lost.since)
+        if lost and not (causes and min(causes) < lost[0].since):
+            ranks = [rank for node in self.lost for rank in self.placement.get(node, ())]
+            reasons = {one.node: one.reason for one in lost}
+            return classify_lost_nodes(reasons, lost[0].since, ranks, self.failures.difference(ranks))
         return classify_ends(self.ends, self.node_of)
 
     def hang_finding(self, verdict: Verdict) -> Finding:

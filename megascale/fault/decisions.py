@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megascale.fault import stages
 from megascale.fault.attempt import LostNode
-from megascale.fault.classify import Finding, classify_lost_node
+from megascale.fault.classify import Finding, classify_lost_nodes
 from megascale.fault.commands import CheckNodes, Say
 from megascale.fault.incidents import Action, Culprit, Incident, JobHistory, describe, describe_recovery
 from megascale.fault.policy import RESTARTS, Reserve, decide
@@ -185,12 +185,12 @@ def never_joined(node: str, now: float) -> LostNode:
     return LostNode(node, f"its agent has not joined the new driver within {stages.REJOIN_S:.0f} s", now)
 
 
-def missing_node(node: str | None, failed_checks: Mapping[str, str], now: float) -> Finding:
-    """Return the finding about a node that did not join in time; None: no node came for a place of the job.
+def missing_nodes(nodes: Sequence[str], failed_checks: Mapping[str, str], now: float) -> Finding:
+    """Return the finding about nodes that did not join in time; none: no node came for a place of the job.
     `failed_checks`: why nodes have left.
     """
-    if node is not None:
-        return classify_lost_node(node, "its agent did not join in time", now, ())
+    if nodes:
+        return classify_lost_nodes(dict.fromkeys(nodes, "its agent did not join in time"), now)
     if not failed_checks:
         return Finding("node", "no node came for the place of a lost one", Culprit(), now, "node: missing")
     evidence = tuple(f"{name}: {reason}" for name, reason in failed_checks.items())

@@ -116,9 +116,14 @@ def gather(job: Job, now: float) -> None:
     if all(node and roster.is_idle(node) for node in job.places):
         begin_attempt(job, now)
     elif now >= job.deadline:
-        missing = next((node for node in job.places if node and not roster.is_idle(node)), None)
         job.attempt = None
-        decisions.conclude(job, decisions.missing_node(missing, job.failed_checks, now), now)
+        decisions.conclude(job, decisions.missing_nodes(_missing(job), job.failed_checks, now), now)
+
+
+def _missing(job: Job) -> list[str]:
+    """Return nodes with a place whose agents have not joined, or else those that are not idle."""
+    busy = [node for node in job.places if node and not job.roster.is_idle(node)]
+    return [node for node in busy if node not in job.roster.members] or busy
 
 
 def begin_attempt(job: Job, now: float) -> None:
@@ -379,12 +384,22 @@ def carry_out(job: Job, now: float) -> None:
     job.unfit.clear()
     if action is not None and action.kind == "shrink":
         job.shrink(action.nodes)
-    wanted = job.places.count(None) - len(job.roster.spares(node for node in job.places if node))
-    if wanted > 0:
-        job.do(Request(wanted))
-    lost = [node for node in job.places if node and node not in job.roster.members]
+    spares = len(job.roster.spares(job.used)) - job.places.count(None)
+    if spares < 0:
+        job.do(Request(-spares))
+    lost = [node for node in job.used if node not in job.roster.members]
+    if not job.plan.revivable:
+        _give_places_to_spares(job, lost[: max(0, spares)])
     job.do(*(StartAgent(node) for node in lost))
-    job.enter(Stage.GATHER, now + max(_join_s(job), action.wait_s if action else 0.0))
+    wait_s = job.settings.replacement_wait_s if spares < 0 else 0.0
+    job.enter(Stage.GATHER, now + max(_join_s(job), wait_s))
+
+
+def _give_places_to_spares(job: Job, lost: Sequence[str]) -> None:
+    """Free the places of nodes that were lost beside the culprits, and may not come back."""
+    job.places = [None if node in lost else node for node in job.places]
+    if lost:
+        job.do(Say(f"a spare takes the place of {format_nodes(lost)}, lost meanwhile"))
 
 
 def _join_s(job: Job) -> float:

@@ -215,6 +215,55 @@ def test_heartbeats_of_a_job_that_stands_still_do_not_each_cost_a_look_at_all_ra
     assert 1 <= len(looks) <= 6, "a look every 0.2 s of a second"
 
 
+IN_ALLOCATION = JobPlan("run", 8, 32, (), "/logs", requestable=True, revivable=False)
+
+
+def test_nodes_that_are_lost_at_once_are_replaced_at_once() -> None:
+    """A switch, or the power of a rack: every node that waits for a verdict of its own costs a minute."""
+    sim = simulation(spares=3, plan=IN_ALLOCATION)
+    for node in ("node1", "node2", "node5"):
+        sim.lose_node(node)
+    incident = recovers(sim, 90.0)
+    assert incident.culprit.nodes == incident.action.nodes == ("node1", "node2", "node5")
+    assert incident.culprit.ranks == (4, 5, 6, 7, 8, 9, 10, 11, 20, 21, 22, 23)
+    assert "nodes node1, node2, node5 were lost: its agent ended" in incident.what
+    assert sim.job.history.nodes == ("node0", "node8", "node9", "node3", "node4", "node10", "node6", "node7")
+    assert len(sim.job.history.incidents) == 1
+
+
+def test_a_node_that_is_lost_after_the_verdict_leaves_its_place_to_a_spare() -> None:
+    sim = simulation(spares=2, plan=IN_ALLOCATION)
+    sim.lose_node("node1")
+    while sim.job.stage is not Stage.STOP:
+        sim.run(sim.now + 0.2)
+    sim.lose_node("node2")
+    sim.timing = replace(sim.timing, agent_s=math.inf)  # it does not come back
+    assert recovers(sim, 90.0).action.nodes == ("node1",)
+    assert len(sim.job.history.incidents) == 1
+    assert sim.job.history.nodes[:3] == ("node0", "node8", "node9")
+    assert any(line == "a spare takes the place of node2, lost meanwhile" for _, line in sim.said)
+
+
+def test_of_more_lost_nodes_than_spares_some_are_replaced_and_the_others_may_come_back() -> None:
+    sim = simulation(spares=1, plan=IN_ALLOCATION)
+    for node in ("node1", "node2", "node5"):
+        sim.lose_node(node)
+    assert recovers(sim, 90.0).action.nodes == ("node1",)
+    assert list(sim.excluded) == ["node1"]
+    assert sim.job.history.nodes[:3] == ("node0", "node8", "node2")
+
+
+def test_nodes_that_do_not_come_back_are_replaced_together() -> None:
+    sim = simulation(spares=1, more_nodes=2, plan=IN_ALLOCATION)
+    sim.timing = replace(sim.timing, agent_s=200.0)  # more than an agent has
+    for node in ("node1", "node2", "node5"):
+        sim.lose_node(node)
+    incident = recovers(sim, 900.0)
+    assert incident.action.nodes == ("node2", "node5")
+    assert list(sim.excluded) == ["node1", "node2", "node5"]
+    assert len(sim.job.history.incidents) == 2
+
+
 def test_what_12_288_ranks_do_costs_no_look_at_all_of_them_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A verdict that names all ranks, then their ends, one message each: a driver that is busy for 30 s is killed."""
     nodes = 1536
