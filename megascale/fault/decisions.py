@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megascale.fault import stages
@@ -185,15 +185,14 @@ def never_joined(node: str, now: float) -> LostNode:
     return LostNode(node, f"its agent has not joined the new driver within {stages.REJOIN_S:.0f} s", now)
 
 
-def missing_nodes(nodes: Sequence[str], failed_checks: Mapping[str, str], now: float) -> Finding:
-    """Return the finding about nodes that did not join in time; none: no node came for a place of the job.
-    `failed_checks`: why nodes have left.
-    """
+def missing_nodes(job: Job, nodes: Sequence[str], now: float) -> Finding:
+    """Return the finding about nodes that have not joined; none: no node came for a place of the job."""
     if nodes:
-        return classify_lost_nodes(dict.fromkeys(nodes, "its agent did not join in time"), now)
-    if not failed_checks:
+        late, failed = "its agent did not join in time", job.roster.failed
+        return classify_lost_nodes({node: failed.get(node, late) for node in nodes}, now)
+    if not job.failed_checks:
         return Finding("node", "no node came for the place of a lost one", Culprit(), now, "node: missing")
-    evidence = tuple(f"{name}: {reason}" for name, reason in failed_checks.items())
+    evidence = tuple(f"{name}: {reason}" for name, reason in job.failed_checks.items())
     hint = "what the check names; for a slow host fault.check_timeout_s, or fault.check_nodes = false"
     what = "no node is left for a place of the job: nodes have failed their checks"
     return Finding("node", what, Culprit(), now, "node: missing", evidence, hint)

@@ -38,7 +38,7 @@ from megascale.fault.messages import (
     StoreOpened,
     Welcome,
 )
-from megascale.fault.roster import Roster
+from megascale.fault.roster import Roster, format_nodes
 from megascale.fault.shrink import SmallerLayout
 from megascale.fault.stages import Stage
 
@@ -147,7 +147,7 @@ class Job:
     def agent_ended(self, node: str, reason: str, now: float) -> list[Command]:
         """The process of a node's agent has ended, and its ranks with it."""
         if node not in self.roster.excluded.union(self.roster.members):
-            self.roster.failed.add(node)
+            self.roster.fail(node, f"before it joined, {reason}")
             self.do(Say(f"node {node} cannot be used: before it joined, {reason}"))
         self.lose(node, reason, now, since=now)
         return self._advance(now)
@@ -228,10 +228,20 @@ class Job:
             revived = self.plan.revivable and node not in self.roster.excluded
             self.do(Say(f"idle node {node} was lost: {reason}{'; its agent is started again' if revived else ''}"))
             if revived:
-                self.do(StartAgent(node))
+                self.start_agents([node])
             elif node in self.places and self.stage == Stage.GATHER:
                 self.places = [None if place == node else place for place in self.places]
                 self.do(*([Request(1)] if self.plan.requestable and not self.roster.spares(self.used) else []))
+
+    def start_agents(self, nodes: Sequence[str]) -> float:
+        """Order the agents of lost nodes; return the longest pause before a start."""
+        pauses = {node: self.roster.retry(node) for node in nodes}
+        self.do(*(StartAgent(node, after_s) for node, after_s in pauses.items()))
+        late = [node for node, after_s in pauses.items() if after_s]
+        longest = max(pauses.values(), default=0.0)
+        if late:
+            self.do(Say(f"the agent of {format_nodes(late)} is started again within {longest:g} s"))
+        return longest
 
     @property
     def used(self) -> list[str]:
@@ -250,7 +260,9 @@ class Job:
         """Go on without nodes, in a smaller layout."""
         kept = [node for node in self.places if node and node not in lost]
         layout = self.plan.smaller(len(kept))
-        assert layout is not None  # `decide` has asked
+        if layout is None:  # further nodes have left since `decide` has asked
+            self.places = [node if node in kept else None for node in self.places]
+            return
         self.plan = replace(self.plan, nodes=layout.nodes, world=layout.world_size, overrides=layout.overrides)
         self.places = [*kept[: layout.nodes]]
 

@@ -12,7 +12,7 @@ from megascale.core.errors import Exit
 from megascale.core.flight_layout import EVENTS
 from megascale.fault import decisions
 from megascale.fault.attempt import Attempt
-from megascale.fault.commands import Exclude, Finish, Request, Say, Send, StartAgent
+from megascale.fault.commands import Exclude, Finish, Request, Say, Send
 from megascale.fault.messages import Collect, Leave, OpenStore, Prepare, RankEnd, RankStatus, Start, Stop
 from megascale.fault.roster import Member, format_nodes, place_ranks
 from megascale.fault.watch import ProgressWatch
@@ -101,11 +101,10 @@ def takeover(job: Job, now: float) -> None:
 def gather(job: Job, now: float) -> None:
     """Fill every place with an idle node, then begin an attempt."""
     roster = job.roster
-    lost = roster.excluded | roster.failed
-    possible = [name for name in roster.order if name not in lost]
+    broken = [node for node in job.places if node in roster.failed]
+    possible = [name for name in roster.order if name not in roster.excluded and name not in roster.failed]
     known = roster.failed or job.failed_checks or (job.history.attempt >= 0 and roster.order)
-    if known and len(possible) < job.plan.nodes and not job.plan.requestable:
-        job.deadline = now  # no use waiting
+    too_few = known and len(possible) < job.plan.nodes and not job.plan.requestable
     if job.history.attempt < 0 and job.places.count(None) == len(job.places) and now < job.begun + _join_s(job):
         first = possible[: job.plan.nodes]
         if len(first) == len(job.places) and all(map(roster.is_idle, first)):
@@ -115,14 +114,15 @@ def gather(job: Job, now: float) -> None:
         job.places = [node or (idle.pop(0) if idle else None) for node in job.places]
     if all(node and roster.is_idle(node) for node in job.places):
         begin_attempt(job, now)
-    elif now >= job.deadline:
+    elif broken or too_few or now >= job.deadline:
+        missing = broken or ([] if too_few else _missing(job))
         job.attempt = None
-        decisions.conclude(job, decisions.missing_nodes(_missing(job), job.failed_checks, now), now)
+        decisions.conclude(job, decisions.missing_nodes(job, missing, now), now)
 
 
 def _missing(job: Job) -> list[str]:
     """Return nodes with a place whose agents have not joined, or else those that are not idle."""
-    busy = [node for node in job.places if node and not job.roster.is_idle(node)]
+    busy = [node for node in job.used if not job.roster.is_idle(node)]
     return [node for node in busy if node not in job.roster.members] or busy
 
 
@@ -390,9 +390,9 @@ def carry_out(job: Job, now: float) -> None:
     lost = [node for node in job.used if node not in job.roster.members]
     if not job.plan.revivable:
         _give_places_to_spares(job, lost[: max(0, spares)])
-    job.do(*(StartAgent(node) for node in lost))
+    pause_s = job.start_agents(lost)
     wait_s = job.settings.replacement_wait_s if spares < 0 else 0.0
-    job.enter(Stage.GATHER, now + max(_join_s(job), wait_s))
+    job.enter(Stage.GATHER, now + max(pause_s + _join_s(job), wait_s))
 
 
 def _give_places_to_spares(job: Job, lost: Sequence[str]) -> None:

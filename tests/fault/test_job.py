@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from dataclasses import replace
@@ -262,6 +263,51 @@ def test_nodes_that_do_not_come_back_are_replaced_together() -> None:
     assert incident.action.nodes == ("node2", "node5")
     assert list(sim.excluded) == ["node1", "node2", "node5"]
     assert len(sim.job.history.incidents) == 2
+
+
+def test_an_agent_that_ends_before_it_joins_is_started_again_after_ever_longer_pauses() -> None:
+    """Each start may fail for a while, of a want of memory; the budget of restarts is not for one instant."""
+    sim = simulation(spares=0)
+    sim.broken = {"node2": "its agent ended, status 1: out of memory"}
+    sim.lose_node("node2")
+    sim.run(sim.now + 100.0)
+    incidents = list(sim.job.history.incidents.values())
+    assert [incident.action.kind for incident in incidents] == ["restart"] * 5
+    assert "before it joined, its agent ended, status 1: out of memory" in incidents[-1].what
+    verdicts = [incident.verdict for incident in incidents]
+    pauses = [after - before - sim.timing.agent_s for before, after in itertools.pairwise(verdicts[1:])]
+    assert pauses == pytest.approx([5.0, 10.0, 20.0], abs=1.0)
+    sim.broken.clear()
+    recovers(sim)
+    assert sim.job.history.nodes[2] == "node2"
+    sim.broken = {"node2": "status 1"}
+    sim.lose_node("node2")
+    sim.run(sim.now + 8000.0)
+    assert sim.status == Exit.DO_NOT_REQUEUE
+    first, *_, last = [one.verdict for one in sim.job.history.incidents.values() if one.verdict > verdicts[-1]]
+    assert last - first > 600.0, "a person is called at last"
+
+
+def test_a_place_does_not_wait_for_an_agent_that_has_ended_before_it_joined() -> None:
+    sim = simulation(spares=1, plan=IN_ALLOCATION)
+    sim.broken = {"node5": "srun: no such node"}
+    for node in ("node1", "node5"):
+        sim.lose_node(node)
+    sim.at(sim.now + 8.0, lambda: sim._expect(1))  # a node that joins by itself
+    incident = recovers(sim, 100.0)
+    assert incident.action.nodes == ("node5",)
+    assert incident.verdict - sim.job.history.incidents[1].verdict < 20.0
+    assert list(sim.job.history.nodes[:2]) == ["node0", "node8"]
+
+
+def test_a_node_that_is_checked_is_not_named_where_too_few_are_left() -> None:
+    cluster = Cluster().start()
+    cluster.send("a", RanksEnded(0, (RankEnd(0, -9, 1.0),)))
+    cluster.tick(1.0)
+    cluster.job.hold(["a"])
+    cluster.send("b", RanksEnded(0, (), stuck=(1,)))
+    _, incident = cluster.job.history.incidents.values()
+    assert (incident.culprit.nodes, incident.action.kind) == ((), "stop")
 
 
 def test_what_12_288_ranks_do_costs_no_look_at_all_of_them_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -583,3 +629,19 @@ def test_without_a_spare_the_layout_shrinks_and_a_new_driver_knows_it() -> None:
     assert started[0].arguments == ("train", "parallel.dp=3", "parallel.dp=2")
     new = Job(plan, FaultConfig(), job.history, lambda records, states: HangVerdict(), 4.0)
     assert (new.plan.nodes, new.plan.world, new.plan.overrides) == (2, 2, ("parallel.dp=2",))
+
+
+def test_a_job_that_cannot_shrink_any_more_when_its_ranks_have_ended_stops() -> None:
+    smaller = lambda nodes: SmallerLayout(2, 2, 2) if nodes == 2 else None  # noqa: E731
+    plan = JobPlan("run", 3, 3, ("train",), "/logs", revivable=False, smaller=smaller)
+    job = Job(plan, FaultConfig(shrink=True), JobHistory(), lambda records, states: HangVerdict(), 0.0)
+    job.expect(["a", "b", "c"], 0.0)
+    for node in "abc":
+        job.receive(node, Hello(node, node, node, 1), 0.0)
+    job.receive("a", StoreOpened(0, "a:1"), 0.0)
+    job.agent_ended("b", "killed", 1.0)
+    job.tick(2.0)
+    job.receive("a", RanksEnded(0, (RankEnd(0, -9, 2.0, stopped=True),)), 2.0)
+    job.receive("c", RanksEnded(0, (), stuck=(2,)), 2.0)
+    assert [one.action.kind for one in job.history.incidents.values()] == ["shrink", "stop"]
+    assert job.history.ended == Exit.DO_NOT_REQUEUE
