@@ -87,10 +87,11 @@ class Job:
     """A job. Every event returns the commands to carry out, in order; times are Unix seconds and never go back.
 
     `places`: the nodes that ranks fill, in order, None where a node is wanted; `pending`: the incident whose action
-    follows the end of the attempt. `begun`: start of this driver; `deadline`: of the stage; `next_look`: time of
-    the next look for a hang; `heartbeats`: a count of all. `unfit`: why nodes leave once their ranks have ended.
-    `failed_checks`: why nodes have left. `first_steps`: by node, seconds of its longest first step of an attempt.
-    `incomplete_at`: when to say that ranks of another launcher are not found, None while none is missing.
+    follows the end of the attempt; `told_to_save`: nodes whose ranks save before, None if none may. `begun`: start of
+    this driver; `deadline`: of the stage; `next_look`: time of the next look for a hang; `heartbeats`: a count of all.
+    `unfit`: why nodes leave once their ranks have ended. `failed_checks`: why nodes have left. `first_steps`: by node,
+    seconds of its longest first step of an attempt. `incomplete_at`: when to say that ranks of another launcher are not
+    found, None while none is missing.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Job:
         self.verdict: Verdict | None = None
         self.waiting_since: float | None = None
         self.stop_requests = 0
+        self.told_to_save: set[str] | None = None
         self.next_look = 0.0
         self.heartbeats = 0
         self.unfit: dict[str, str] = {}
@@ -287,6 +289,8 @@ class Job:
         current = self.attempt.number if self.attempt is not None else None
         if hello.attempt is not None and hello.attempt != current:
             self.do(Send(hello.node, Stop(hello.attempt, 0.0)))
+        elif hello.ranks:
+            stages.stop_again(self, hello.node, now)
         if hello.attempt != current and self.stage not in (Stage.TAKEOVER, Stage.OPEN) and self._runs_ranks(hello.node):
             assert self.attempt is not None
             self.attempt.lose(LostNode(hello.node, "its agent was started once more", heard))

@@ -339,11 +339,26 @@ def _begin_observing(job: Job, found: Sequence[tuple[str, RankStatus]], now: flo
 
 def stop_attempt(job: Job, now: float, grace_s: float, *, save: bool = False) -> None:
     """End the ranks of the attempt. `save`: they may finish their step and save."""
-    attempt = job.attempt
-    for node in attempt.placement if attempt is not None else ():
-        if attempt is not None and node in job.roster.members and not attempt.is_free(node):
+    attempt, members = job.attempt, job.roster.members
+    running = [node for node in attempt.placement if node in members] if attempt is not None else []
+    job.told_to_save = {node for node in running if members[node].connected} if save else None
+    for node in running:
+        if attempt is not None and not attempt.is_free(node):
             job.do(Send(node, Stop(attempt.number, grace_s, save)))
     job.enter(Stage.STOP, now + grace_s + KILL_S)
+
+
+def stop_again(job: Job, node: str, now: float) -> None:
+    """End ranks of the attempt on a node that has connected again, and may have missed the order: its connection was
+    away, or the node was lost.
+    """
+    attempt, told = _attempt(job), job.told_to_save
+    if job.stage == Stage.STOP and told is not None:
+        if node not in told:  # a second signal would end a rank that saves
+            job.do(Send(node, Stop(attempt.number, max(0.0, job.deadline - KILL_S - now), save=True)))
+        told.add(node)
+    elif job.stage in (Stage.STOP, Stage.GATHER) or node in attempt.lost:
+        job.do(Send(node, Stop(attempt.number, job.settings.end_grace_s)))
 
 
 def stop(job: Job, now: float) -> None:

@@ -36,7 +36,7 @@ from megascale.fault.messages import (
 )
 from megascale.fault.shrink import SmallerLayout
 from megascale.fault.simulation import HangVerdict, Simulation
-from megascale.fault.stages import Stage
+from megascale.fault.stages import SETTLE_S, Stage
 from megascale.fault.watch import ProgressWatch
 
 PLAN = JobPlan("run", 4, 16, ("train",), "/logs")
@@ -577,6 +577,47 @@ def test_an_agent_that_was_partitioned_away_is_told_to_end_its_old_ranks() -> No
     cluster = Cluster().start()
     commands = cluster.send("c", Hello("c", "c", "c", 1, attempt=7, ranks=(1,)))
     assert Send("c", Stop(7, 0.0)) in commands
+
+
+@pytest.mark.parametrize("save", [False, True])
+def test_a_node_whose_connection_was_away_is_told_again_to_end_its_ranks(save: bool) -> None:
+    cluster, settings = Cluster().start(), FaultConfig()
+    cluster.job.disconnected("b", cluster.now)
+    if save:
+        cluster.job.request_stop(cluster.now)
+    else:
+        cluster.send("a", RanksEnded(0, (RankEnd(0, -9, 1.0),)))
+        cluster.tick(SETTLE_S)
+    grace_s = settings.stop_grace_s - 1.5 if save else settings.end_grace_s
+    hello = Hello("b", "b", "b", 1, attempt=0, ranks=(1,))
+    commands = cluster.send("b", hello, after=1.5)
+    assert [c.message for c in commands if isinstance(c, Send)][1:] == [Stop(0, grace_s, save)]
+    again = [c.message for c in cluster.send("b", hello) if isinstance(c, Send)][1:]
+    assert again == ([] if save else [Stop(0, grace_s)]), "a second signal would end a rank that saves"
+    for rank, node in enumerate("ab"):
+        cluster.send(node, RanksEnded(0, (RankEnd(rank, -9, cluster.now, stopped=True),)))
+    assert cluster.job.stage == (Stage.DONE if save else Stage.OPEN)
+
+
+@pytest.mark.parametrize("stage", [Stage.SETTLE, Stage.STOP, Stage.GATHER])
+def test_a_lost_node_that_comes_back_with_its_ranks_is_told_to_end_them(stage: Stage) -> None:
+    cluster = Cluster().start()
+    cluster.now += 7.0
+    cluster.beat("step", 2, nodes="a")
+    cluster.tick(0.0)
+    assert list(cluster.job.attempt.lost) == ["b"]
+    if stage is not Stage.SETTLE:
+        cluster.tick(SETTLE_S)
+    if stage is Stage.GATHER:
+        cluster.send("a", RanksEnded(0, (RankEnd(0, -9, cluster.now, stopped=True),)))
+    assert cluster.job.stage == stage
+    commands = cluster.send("b", Hello("b", "b", "b", 1, attempt=0, ranks=(1,)))
+    assert Send("b", Stop(0, FaultConfig().end_grace_s)) in commands
+    cluster.send("b", RanksEnded(0, (RankEnd(1, -9, cluster.now, stopped=True),)))
+    cluster.tick(SETTLE_S)
+    cluster.send("a", RanksEnded(0, (RankEnd(0, -9, cluster.now, stopped=True),)))
+    assert cluster.job.history.attempt == 1
+    assert not cluster.job.history.excluded
 
 
 def test_a_node_whose_ranks_cannot_be_ended_leaves_the_job() -> None:
