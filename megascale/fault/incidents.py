@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from megascale.core.append_file import AppendFile
-from megascale.core.errors import MegascaleError
+from megascale.core.errors import Exit, MegascaleError
 from megascale.core.rank import format_ranks
 
 LOG_FILE = "incidents.jsonl"
@@ -161,7 +161,7 @@ class JobHistory:
 
     `overrides`: settings of a layout that has shrunk. `excluded`: by node, the end of the exclusion in Unix seconds.
     `step`: the last step known to be completed, at the end of an attempt or in an incident. `launched`: start of
-    `megascale launch`; `ended`: the job's status.
+    `megascale launch`; `ended`: the job's status. `looked_at`: the last incident before a stop that called a person.
     """
 
     attempt: int = -1
@@ -174,6 +174,7 @@ class JobHistory:
     launched: float = 0.0
     drivers: int = 0
     ended: int | None = None
+    looked_at: int = 0
 
     def apply(self, event: Mapping[str, Any]) -> None:
         """Add a line of the log. Raises: MegascaleError for a line of another kind."""
@@ -186,6 +187,11 @@ class JobHistory:
     def open(self) -> list[Incident]:
         """Incidents after which no new step has been seen yet, the oldest first."""
         return [incident for incident in self.incidents.values() if _awaits_step(incident)]
+
+    @property
+    def recent(self) -> list[Incident]:
+        """Incidents since a person was called, the oldest first: who starts the job again has looked at the others."""
+        return [incident for incident in self.incidents.values() if incident.id > self.looked_at]
 
     def next_id(self) -> int:
         """Return the id of the next incident, from 1."""
@@ -235,6 +241,8 @@ def _apply_excluded(history: JobHistory, event: Mapping[str, Any]) -> None:
 def _apply_ended(history: JobHistory, event: Mapping[str, Any]) -> None:
     history.ended = event["status"]
     history.step = max(history.step, event["step"])
+    if history.ended == Exit.DO_NOT_REQUEUE:
+        history.looked_at = history.next_id() - 1
 
 
 _APPLY = {

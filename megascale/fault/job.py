@@ -24,7 +24,7 @@ from megascale.config.fault import FaultConfig
 from megascale.fault import decisions, stages
 from megascale.fault.attempt import Attempt, HangVerdict, LostNode
 from megascale.fault.classify import Verdict
-from megascale.fault.commands import Command, Log, Request, Say, Send, StartAgent
+from megascale.fault.commands import Command, Exclude, Log, Request, Say, Send, StartAgent
 from megascale.fault.incidents import Incident, JobHistory
 from megascale.fault.messages import (
     AgentMessage,
@@ -127,8 +127,14 @@ class Job:
     # events
 
     def expect(self, names: Sequence[str], now: float) -> list[Command]:
-        """The scheduler holds these nodes for the job."""
-        self.roster.expect([name for name in names if name not in self.roster.excluded])
+        """The scheduler holds these nodes for the job. Those that the log excludes are given back for others."""
+        excluded = [name for name in names if name in self.roster.excluded]
+        self.do(*(Exclude(node, "it was replaced before", self.history.excluded[node]) for node in excluded))
+        if excluded:
+            self.do(Say(f"replaced before, within fault.exclude_s, and given back: {format_nodes(excluded)}"))
+        if excluded and self.plan.requestable:
+            self.do(Request(len(excluded)))
+        self.roster.expect([name for name in names if name not in excluded])
         return self._advance(now)
 
     def receive(self, node: str, message: AgentMessage, now: float) -> list[Command]:
@@ -289,7 +295,7 @@ class Job:
         current = self.attempt.number if self.attempt is not None else None
         if hello.attempt is not None and hello.attempt != current:
             self.do(Send(hello.node, Stop(hello.attempt, 0.0)))
-        elif hello.ranks:
+        elif hello.ranks and self.attempt is not None:
             stages.stop_again(self, hello.node, now)
         if hello.attempt != current and self.stage not in (Stage.TAKEOVER, Stage.OPEN) and self._runs_ranks(hello.node):
             assert self.attempt is not None

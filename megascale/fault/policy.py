@@ -45,7 +45,7 @@ class Reserve:
 def decide(
     finding: Finding, step: int, now: float, history: Sequence[Incident], settings: FaultConfig, reserve: Reserve
 ) -> Action:
-    """Return the action about a fault after `step`. `history`: all earlier incidents, the oldest first."""
+    """Return the action about a fault after `step`. `history`: incidents since a person was called, oldest first."""
     restarts = [incident for incident in history if incident.action.kind in RESTARTS]
     if stop := _reason_to_stop(finding, step, now, restarts, settings):
         return Action("stop", f"stopping with status {Exit.DO_NOT_REQUEUE}: {stop}", status=Exit.DO_NOT_REQUEUE)

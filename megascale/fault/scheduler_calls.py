@@ -81,6 +81,8 @@ class SchedulerCalls:
 
     async def _start(self, names: Sequence[str]) -> None:
         for name in names:
+            if name in self._job.roster.excluded:
+                continue
             try:
                 await self._scheduler.start_agent(name)
             except SchedulerError as error:

@@ -17,9 +17,9 @@ from megascale.core.flight_reader import parse_flight_record
 from megascale.core.flight_record import FlightRecord
 from megascale.core.flight_writer import FlightIdentity, FlightRecordWriter
 from megascale.fault import attempt
-from megascale.fault.commands import Finish, Say, Send, StartAgent
+from megascale.fault.commands import Exclude, Finish, Request, Say, Send, StartAgent
 from megascale.fault.decisions import ends_to_replace, summary
-from megascale.fault.incidents import JobHistory
+from megascale.fault.incidents import Action, Culprit, Incident, JobHistory
 from megascale.fault.job import Job, JobPlan
 from megascale.fault.messages import (
     Collect,
@@ -308,6 +308,49 @@ def test_a_node_that_is_checked_is_not_named_where_too_few_are_left() -> None:
     cluster.send("b", RanksEnded(0, (), stuck=(1,)))
     _, incident = cluster.job.history.incidents.values()
     assert (incident.culprit.nodes, incident.action.kind) == ((), "stop")
+
+
+def test_a_node_that_an_earlier_launch_has_replaced_is_given_back_for_another() -> None:
+    history = JobHistory(attempt=3, excluded={"b": 900.0, "c": 900.0, "d": 50.0})
+    plan = JobPlan("run", 2, 2, ("train",), "/logs", requestable=True, revivable=False)
+    job = Job(plan, FaultConfig(), history, lambda records, states: HangVerdict(), 100.0)
+    commands = [c for c in job.expect(["a", "b"], 100.0) if not isinstance(c, Say)]
+    assert commands == [Exclude("b", "it was replaced before", 900.0), Request(1)]
+    assert Request(1) in job.expect(["c"], 101.0), "it was replaced, too"
+    assert job.expect(["d"], 102.0) == [], "its time is over"
+    for node in "ad":
+        job.receive(node, Hello(node, node, node, 1), 103.0)
+    assert job.history.nodes == ("a", "d")
+
+
+def test_a_job_without_a_node_in_place_of_an_excluded_one_says_so() -> None:
+    plan = JobPlan("run", 2, 2, ("train",), "/logs", requestable=True, revivable=False)
+    history = JobHistory(attempt=3, excluded={"b": 900.0})
+    job = Job(plan, FaultConfig(), history, lambda records, states: HangVerdict(), 100.0)
+    job.expect(["a", "b"], 100.0)
+    job.refused(101.0)
+    (incident,) = job.history.incidents.values()
+    assert incident.action.kind == "stop", "at once"
+    assert incident.evidence == ("nodes replaced before, and excluded since: b",)
+    assert "fault.exclude_s" in incident.hint
+
+
+@pytest.mark.parametrize(("status", "action"), [(Exit.DO_NOT_REQUEUE, "restart"), (Exit.STOPPED, "stop")])
+def test_a_person_who_starts_a_job_again_after_93_starts_with_a_new_budget(status: int, action: str) -> None:
+    first = Cluster().start()
+    for number in range(FaultConfig().restarts_per_hour):
+        incident = Incident(number + 1, "process", "", Culprit(), (), "", "", 0, 1, 1.0, 1.0, (), Action("restart"))
+        first.job.history.apply({"event": "incident", "time": 1.0, "incident": incident.to_dict()})
+    first.job.history.apply({"event": "ended", "time": 2.0, "status": int(status), "step": 1})
+    first.job.history.apply({"event": "launch", "time": 3.0, "scheduler": "local"})
+    second = Cluster(first.job.history)
+    second.job.expect(["a", "b"], 3.0)
+    for node in "ab":
+        second.send(node, Hello(node, node, node, 1))
+    second.send("a", StoreOpened(1, "a:1"))
+    second.send("a", RanksEnded(1, (RankEnd(0, -9, 4.0),)))
+    second.tick(4.0)
+    assert list(second.job.history.incidents.values())[-1].action.kind == action
 
 
 def test_what_12_288_ranks_do_costs_no_look_at_all_of_them_each_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,3 +52,17 @@ def test_an_agent_is_started_after_its_pause_unless_the_node_has_joined() -> Non
         task.cancel()
 
     asyncio.run(play())
+
+
+def test_a_node_that_the_log_excludes_gets_no_agent() -> None:
+    scheduler, job = Scheduler("abc"), new_job(JobHistory(excluded={"b": 900.0}))
+
+    async def play() -> None:
+        calls = SchedulerCalls(scheduler, job, lambda: 0.0, lambda commands: None)  # type: ignore[arg-type]
+        task = asyncio.ensure_future(calls.run())
+        while "c" not in scheduler.started:
+            await asyncio.sleep(0)
+        task.cancel()
+
+    asyncio.run(play())
+    assert scheduler.started == ["a", "c"]
