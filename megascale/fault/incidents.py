@@ -161,7 +161,8 @@ class JobHistory:
 
     `overrides`: settings of a layout that has shrunk. `excluded`: by node, the end of the exclusion in Unix seconds.
     `step`: the last step known to be completed, at the end of an attempt or in an incident. `launched`: start of
-    `megascale launch`; `ended`: the job's status. `looked_at`: the last incident before a stop that called a person.
+    `megascale launch`; `attempts`, `drivers`: since then; `ended`: the job's status. `looked_at`: the last incident
+    before a stop that called a person.
     """
 
     attempt: int = -1
@@ -172,6 +173,7 @@ class JobHistory:
     incidents: dict[int, Incident] = field(default_factory=dict)
     step: int = 0
     launched: float = 0.0
+    attempts: int = 0
     drivers: int = 0
     ended: int | None = None
     looked_at: int = 0
@@ -203,7 +205,7 @@ def _awaits_step(incident: Incident) -> bool:
 
 
 def _apply_launch(history: JobHistory, event: Mapping[str, Any]) -> None:
-    history.launched, history.drivers, history.ended = event["time"], 0, None
+    history.launched, history.attempts, history.drivers, history.ended = event["time"], 0, 0, None
     history.nodes, history.overrides = (), ()
     if event["scheduler"] == "local":
         history.excluded.clear()  # its nodes are named anew in each launch
@@ -216,6 +218,7 @@ def _apply_driver(history: JobHistory, event: Mapping[str, Any]) -> None:
 def _apply_attempt(history: JobHistory, event: Mapping[str, Any]) -> None:
     history.attempt, history.nodes, history.world = event["attempt"], tuple(event["nodes"]), event["world"]
     history.overrides = tuple(event["overrides"])
+    history.attempts += 1
 
 
 def _apply_incident(history: JobHistory, event: Mapping[str, Any]) -> None:

@@ -48,9 +48,10 @@ START_S = 5.0
 
 @dataclass(frozen=True)
 class JobPlan:
-    """The ranks of a job. `run`: its name; `arguments`: of its ranks; `logs`: folder of the ranks' logs; `takeover`: an
-    earlier driver of this launch may have left an attempt running; `requestable`, `revivable`: see `Reserve`; `checks`:
-    nodes are checked before they join, and after a fault; `observed`: another launcher runs the ranks.
+    """The ranks of a job. `run`: its name; `arguments`: of its ranks; `resuming`: further ones once this launch has
+    trained; `logs`: folder of the ranks' logs; `takeover`: an earlier driver of this launch may have left an attempt
+    running; `requestable`, `revivable`: see `Reserve`; `checks`: nodes are checked before they join, and after a fault;
+    `observed`: another launcher runs the ranks.
     `overrides`: further arguments of a layout that has shrunk; `smaller`: the layout for a number of nodes.
     `folder`: of the run; `metrics_address`, `metrics_port`: where agents serve metrics, as in `[observe]`.
     """
@@ -65,6 +66,7 @@ class JobPlan:
     revivable: bool = True
     checks: bool = False
     observed: bool = False
+    resuming: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
     smaller: Callable[[int], SmallerLayout | None] = lambda nodes: None
     folder: str = ""

@@ -155,7 +155,8 @@ def start_ranks(job: Job, store: str, now: float) -> None:
     if job.stage != Stage.OPEN:
         return
     plan, logs = job.plan, f"{job.plan.logs}/attempt-{attempt.number}"
-    arguments = (*plan.arguments, *plan.overrides)
+    resuming = plan.resuming if job.history.attempts > 1 and job.history.step else ()
+    arguments = (*plan.arguments, *plan.overrides, *resuming)
     for node, ranks in attempt.placement.items():
         member = job.roster.members[node]
         member.attempt, member.started, member.standby = attempt.number, now, 0

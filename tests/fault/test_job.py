@@ -424,8 +424,8 @@ def test_a_run_that_diverged_is_not_restarted() -> None:
 class Cluster:
     """A job of two nodes with one rank each, driven message by message."""
 
-    def __init__(self, history: JobHistory | None = None, *, takeover: bool = False) -> None:
-        plan = JobPlan("run", 2, 2, ("train",), "/logs", takeover=takeover)
+    def __init__(self, history: JobHistory | None = None, *, takeover: bool = False, **more: Any) -> None:
+        plan = JobPlan("run", 2, 2, ("train",), "/logs", takeover=takeover, **more)
         self.job = Job(plan, FaultConfig(), history or JobHistory(), lambda records, states: HangVerdict(), 0.0)
         self.now = 0.0
 
@@ -468,6 +468,27 @@ def test_the_job_ends_when_all_ranks_have_left_in_order() -> None:
     commands = cluster.send("b", RanksEnded(0, (RankEnd(1, 0, 1.0, in_order=True),)))
     assert Finish(0) in commands
     assert cluster.job.history.ended == 0
+
+
+def test_an_attempt_resumes_once_an_earlier_one_of_the_launch_has_trained() -> None:
+    """A run that must not resume what is there when it is launched resumes after a fault."""
+    cluster = Cluster(JobHistory(attempt=3, step=7), resuming=("checkpoint.resume=auto",))
+    cluster.job.history.apply({"event": "launch", "time": 0.0, "scheduler": "slurm"})
+    cluster.job.history.step = 0
+    cluster.job.expect(["a", "b"], 0.0)
+    for node in "ab":
+        cluster.send(node, Hello(node, node, node, 1))
+    given = []
+    for number in (4, 5, 6):
+        orders = cluster.send("a", StoreOpened(number, "a:1"))
+        given.append([c.message.arguments for c in orders if isinstance(c.message, Start)])
+        if number == 5:
+            for step in (8, 9):
+                cluster.beat("step", step, attempt=number)
+        cluster.send("a", RanksEnded(number, (RankEnd(0, -9, cluster.now),)))
+        cluster.tick(SETTLE_S)
+        cluster.send("b", RanksEnded(number, (RankEnd(1, -9, cluster.now, stopped=True),)))
+    assert given == [[("train",)] * 2, [("train",)] * 2, [("train", "checkpoint.resume=auto")] * 2]
 
 
 def test_a_job_that_ends_right_after_a_restart_has_recovered() -> None:
