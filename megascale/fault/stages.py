@@ -407,7 +407,7 @@ def carry_out(job: Job, now: float) -> None:
     if not job.plan.revivable:
         _give_places_to_spares(job, lost[: max(0, spares)])
     pause_s = job.start_agents(lost)
-    wait_s = job.settings.replacement_wait_s if spares < 0 else 0.0
+    wait_s = job.settings.replacement_wait_s if spares < 0 and job.plan.requestable else 0.0
     job.enter(Stage.GATHER, now + max(pause_s + _join_s(job), wait_s))
 
 
