@@ -49,6 +49,7 @@ async def _drive(options: argparse.Namespace, config: RunConfig) -> int:
         requestable=adapter.requestable,
         revivable=adapter.revivable,
         checks=config.fault.check_nodes,
+        resuming=("checkpoint.resume=auto",) if config.checkpoint.resume == "never" else (),
         smaller=lambda nodes: smaller_layout(config, per_node, nodes),
         folder=str(config.folder),
         metrics_address=config.observe.metrics_address,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from megascale.core.flight_record import FlightRecord, FlightRecordError
 from megascale.fault.classify import (
@@ -11,7 +12,7 @@ from megascale.fault.classify import (
     Verdict,
     classify_ends,
     classify_hang,
-    classify_lost_node,
+    classify_lost_nodes,
     is_cascade,
 )
 from megascale.fault.messages import RankEnd, RankStatus
@@ -35,10 +36,13 @@ class LostNode:
 class Attempt:
     """State of an attempt.
 
-    `placement`: ranks by node; `busy`: nodes with ranks that have not ended. `ends`: of its ranks, by rank; `lost`:
-    lost nodes, by node. `noted`: its first new step is in the log. `answered`: nodes that have answered Collect, with
-    `records`, `states` and `stacks` by rank; `compared`: longer records have been asked for. `processes`: of ranks that
-    another launcher runs, the process id by rank.
+    `placement`: ranks by node; `busy`: nodes with ranks that have not ended. `ends`: of its ranks, by rank, of which
+    `failures` are out of order, `causes` of them on their own account; `lost`: lost nodes, by node. `noted`: its first
+    new step is in the log. `answered`: nodes that have answered Collect, with `records`, `states` and `stacks` by rank;
+    `compared`: longer records have been asked for. `processes`: of ranks that another launcher runs, the process id by
+    rank.
+
+    12,288 ranks end in as many messages, so what each message asks for costs no look at all of them.
     """
 
     number: int
@@ -47,6 +51,8 @@ class Attempt:
     busy: set[str] = field(default_factory=set)
     noted: bool = False
     ends: dict[int, RankEnd] = field(default_factory=dict)
+    failures: set[int] = field(default_factory=set)
+    causes: set[int] = field(default_factory=set)
     lost: dict[str, LostNode] = field(default_factory=dict)
     stuck: set[str] = field(default_factory=set)
     answered: set[str] = field(default_factory=set)
@@ -59,12 +65,12 @@ class Attempt:
     def __post_init__(self) -> None:
         self.busy = set(self.placement)
 
-    @property
+    @cached_property
     def world(self) -> int:
         """The number of ranks."""
         return sum(map(len, self.placement.values()))
 
-    @property
+    @cached_property
     def node_of(self) -> dict[int, str]:
         """The node of each rank."""
         return node_by_rank(self.placement)
@@ -72,17 +78,17 @@ class Attempt:
     @property
     def failed(self) -> bool:
         """True once a rank has ended out of order, or a node is lost."""
-        return bool(self.lost) or any(not end.in_order for end in self.ends.values())
+        return bool(self.lost or self.failures)
 
     @property
     def has_cause(self) -> bool:
         """True once a rank has ended out of order on its own account."""
-        return any(not end.in_order and not is_cascade(end) for end in self.ends.values())
+        return bool(self.causes)
 
     @property
     def has_left_in_order(self) -> bool:
         """True once every rank has left the job in order."""
-        return len(self.ends) == self.world and all(end.in_order for end in self.ends.values())
+        return len(self.ends) == self.world and not self.failures
 
     def is_free(self, node: str) -> bool:
         """Return True if no rank of this attempt runs on a node any more, or the node is lost."""
@@ -91,9 +97,17 @@ class Attempt:
     def add_ends(self, node: str, ends: Sequence[RankEnd]) -> None:
         """Take ends of a node's ranks, any number of times; an observer may tell ends of the next attempt's ranks."""
         ranks = self.placement.get(node, ())
-        self.ends.update({end.rank: end for end in ends if end.rank in ranks})
+        for end in ends:
+            if end.rank in ranks:
+                self._add_end(end)
         if all(rank in self.ends for rank in ranks):
             self.busy.discard(node)
+
+    def _add_end(self, end: RankEnd) -> None:
+        self.ends[end.rank] = end
+        failed = not end.in_order
+        for ranks, among in ((self.failures, failed), (self.causes, failed and not is_cascade(end))):
+            (ranks.add if among else ranks.discard)(end.rank)
 
     def lose(self, lost: LostNode) -> None:
         """Take a node for lost."""
@@ -128,13 +142,12 @@ class Attempt:
 
     def finding(self) -> Finding:
         """Return what the ends of ranks and the loss of nodes say. A cause that is older than the loss comes first."""
-        causes = [end.time for end in self.ends.values() if not end.in_order and not is_cascade(end)]
-        lost = min(self.lost.values(), key=lambda lost: lost.since, default=None)
-        if lost is not None and not (causes and min(causes) < lost.since):
-            followers = [rank for rank, end in self.ends.items() if not end.in_order]
-            ranks = self.placement.get(lost.node, ())
-            followers += [rank for node in self.lost if node != lost.node for rank in self.placement.get(node, ())]
-            return classify_lost_node(lost.node, lost.reason, lost.since, ranks, followers)
+        causes = [self.ends[rank].time for rank in self.causes]
+        lost = sorted(self.lost.values(), key=lambda lost: lost.since)
+        if lost and not (causes and min(causes) < lost[0].since):
+            ranks = [rank for node in self.lost for rank in self.placement.get(node, ())]
+            reasons = {one.node: one.reason for one in lost}
+            return classify_lost_nodes(reasons, lost[0].since, ranks, self.failures.difference(ranks))
         return classify_ends(self.ends, self.node_of)
 
     def hang_finding(self, verdict: Verdict) -> Finding:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from megascale.core.errors import Exit
 from megascale.core.rank import format_ranks
 from megascale.fault.incidents import Culprit, IncidentClass
 from megascale.fault.messages import RankEnd
+from megascale.fault.roster import format_nodes
 
 CODE_ERRORS = frozenset({
     "ArithmeticError", "AssertionError", "AttributeError", "ImportError", "IndexError", "KeyError", "LookupError",
@@ -89,7 +90,7 @@ def classify_ends(ends: Mapping[int, RankEnd], node_of: Mapping[int, str]) -> Fi
     same = tuple(sorted(end.rank for end in causes if end.error == first.error and end.status == first.status))
     ranks = first.named or (same if first.error else (first.rank,))
     culprit = Culprit(ranks, _nodes(ranks, node_of))
-    followers = tuple(sorted(end.rank for end in failed if end.rank not in ranks))
+    followers = tuple(sorted({end.rank for end in failed}.difference(ranks)))
     return _classify_end(first, culprit, followers)
 
 
@@ -168,14 +169,17 @@ def _errors(ends: Sequence[RankEnd]) -> tuple[str, ...]:
     return (f"rank {first.rank}: {first.error.splitlines()[0]}",) if first and first.error else ()
 
 
-def classify_lost_node(
-    node: str, reason: str, since: float, ranks: Sequence[int], followers: Sequence[int] = ()
+def classify_lost_nodes(
+    reasons: Mapping[str, str], since: float, ranks: Iterable[int] = (), followers: Iterable[int] = ()
 ) -> Finding:
-    """Return the finding about a node that the driver has lost, with all its ranks."""
-    what = f"node {node} was lost: {reason}"
-    return Finding(
-        "node", what, Culprit(tuple(ranks), (node,)), since, f"node: {node}", followers=tuple(sorted(followers))
-    )
+    """Return the finding about nodes that the driver has lost, with all their ranks. `reasons`: by node."""
+    nodes = tuple(reasons)
+    first, *more = reasons.values()
+    what = f"nodes {format_nodes(nodes)} were lost: {first}" if more else f"node {nodes[0]} was lost: {first}"
+    evidence = tuple(f"node {node}: {reason}" for node, reason in reasons.items()) if more else ()
+    culprit = Culprit(tuple(sorted(ranks)), nodes)
+    signature = f"node: {' '.join(nodes)}"
+    return Finding("node", what, culprit, since, signature, evidence, followers=tuple(sorted(followers)))
 
 
 _HANG_CLASS: Mapping[str, IncidentClass] = {"storage": "storage", "network": "network"}

@@ -33,9 +33,10 @@ class Say:
 
 @dataclass(frozen=True)
 class StartAgent:
-    """Start the agent of a node that the job holds, in place of one that runs."""
+    """Start the agent of a node that the job holds, in place of one that runs. `after_s`: seconds before the start."""
 
     node: str
+    after_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megascale.fault import stages
 from megascale.fault.attempt import LostNode
-from megascale.fault.classify import Finding, classify_lost_node
+from megascale.fault.classify import Finding, classify_lost_nodes
 from megascale.fault.commands import CheckNodes, Say
 from megascale.fault.incidents import Action, Culprit, Incident, JobHistory, describe, describe_recovery
 from megascale.fault.policy import RESTARTS, Reserve, decide
+from megascale.fault.roster import format_nodes
 
 if TYPE_CHECKING:
     from megascale.fault.job import Job
@@ -35,7 +36,7 @@ def conclude(job: Job, finding: Finding, now: float) -> None:
         shrinkable=job.settings.shrink and job.plan.smaller(len(kept)) is not None,
     )
     step = completed_step(job)
-    action = decide(finding, step, now, list(job.history.incidents.values()), job.settings, reserve)
+    action = decide(finding, step, now, job.history.recent, job.settings, reserve)
     job.waiting_since = None
     job.pending = record(job, finding, action, now)
     stages.stop_attempt(job, now, job.settings.end_grace_s)
@@ -185,15 +186,20 @@ def never_joined(node: str, now: float) -> LostNode:
     return LostNode(node, f"its agent has not joined the new driver within {stages.REJOIN_S:.0f} s", now)
 
 
-def missing_node(node: str | None, failed_checks: Mapping[str, str], now: float) -> Finding:
-    """Return the finding about a node that did not join in time; None: no node came for a place of the job.
-    `failed_checks`: why nodes have left.
-    """
-    if node is not None:
-        return classify_lost_node(node, "its agent did not join in time", now, ())
-    if not failed_checks:
-        return Finding("node", "no node came for the place of a lost one", Culprit(), now, "node: missing")
-    evidence = tuple(f"{name}: {reason}" for name, reason in failed_checks.items())
+def missing_nodes(job: Job, nodes: Sequence[str], now: float) -> Finding:
+    """Return the finding about nodes that have not joined; none: no node came for a place of the job."""
+    if nodes:
+        late, failed = "its agent did not join in time", job.roster.failed
+        return classify_lost_nodes({node: failed.get(node, late) for node in nodes}, now)
+    if not job.failed_checks:
+        excluded = [node for node, until in job.history.excluded.items() if until > now]
+        evidence: tuple[str, ...] = ()
+        if excluded:
+            evidence = (f"nodes replaced before, and excluded since: {format_nodes(excluded)}",)
+        hint = "give the job more nodes; fault.exclude_s is the time without a replaced node" if excluded else ""
+        what = "no node came for a place of the job"
+        return Finding("node", what, Culprit(), now, "node: missing", evidence, hint)
+    evidence = tuple(f"{name}: {reason}" for name, reason in job.failed_checks.items())
     hint = "what the check names; for a slow host fault.check_timeout_s, or fault.check_nodes = false"
     what = "no node is left for a place of the job: nodes have failed their checks"
     return Finding("node", what, Culprit(), now, "node: missing", evidence, hint)

@@ -12,7 +12,7 @@ The caller passes `run`, which runs a check on a node: the driver sends Check to
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,9 +95,8 @@ async def check_joining(
     nodes = NodeRuns([node], run, plan.arguments, plan.timeout_s, at_once=plan.at_once)
     results = await _check_alone(nodes, plan)
     known = await others(results[node.node])
-    results = await _measure_low_again(nodes, plan, {**known, **results}, results)
-    verdicts = judge(results, plan.tolerance)
-    return results[node.node], [verdict for verdict in verdicts if verdict.node == node.node and verdict.bad]
+    results, verdicts = await _measure_low_again(nodes, plan, {**known, **results}, results)
+    return results[node.node], [verdict for verdict in verdicts if verdict.bad]
 
 
 async def _check_alone(nodes: NodeRuns, plan: DiagnosisPlan) -> dict[str, list[CheckResult]]:
@@ -107,16 +106,20 @@ async def _check_alone(nodes: NodeRuns, plan: DiagnosisPlan) -> dict[str, list[C
 
 
 async def _measure_low_again(
-    nodes: NodeRuns, plan: DiagnosisPlan, results: Mapping[str, Sequence[CheckResult]], of: Iterable[str]
-) -> dict[str, list[CheckResult]]:
-    """Measure low values of the nodes `of` again, of which the best counts; return all results."""
-    best, measured = {node: list(some) for node, some in results.items()}, set(of)
+    nodes: NodeRuns, plan: DiagnosisPlan, results: Mapping[str, Sequence[CheckResult]], of: Collection[str]
+) -> tuple[dict[str, list[CheckResult]], list[NodeVerdict]]:
+    """Measure low values of the nodes `of` again, of which the best counts; return results, and verdicts on `of`."""
+    best = {node: list(some) for node, some in results.items()}
+    verdicts = judge(best, plan.tolerance, of)
     for _ in range(plan.repeats):
-        low = [one for one in judge(best, plan.tolerance) if one.kind == "low" and one.node in measured]
+        low = [verdict for verdict in verdicts if verdict.kind == "low"]
+        if not low:
+            break
         for name in dict.fromkeys(verdict.check for verdict in low):
             for node, new in (await nodes.run_on([one.node for one in low if one.check == name], name)).items():
                 best[node] = [_better(old, new) if old.name == name else old for old in best[node]]
-    return best
+        verdicts = judge(best, plan.tolerance, of)
+    return best, verdicts
 
 
 class _Session:
@@ -132,8 +135,8 @@ class _Session:
     async def check_each(self) -> None:
         """Check every node alone."""
         results = await _check_alone(self._nodes, self._plan)
-        results = await _measure_low_again(self._nodes, self._plan, results, results)
-        self._verdicts += judge(results, self._plan.tolerance)
+        _, verdicts = await _measure_low_again(self._nodes, self._plan, results, results)
+        self._verdicts += verdicts
 
     async def check_together(self) -> None:
         """Check the paths between the nodes."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from megascale.core.append_file import AppendFile
-from megascale.core.errors import MegascaleError
+from megascale.core.errors import Exit, MegascaleError
 from megascale.core.rank import format_ranks
 
 LOG_FILE = "incidents.jsonl"
@@ -161,7 +161,8 @@ class JobHistory:
 
     `overrides`: settings of a layout that has shrunk. `excluded`: by node, the end of the exclusion in Unix seconds.
     `step`: the last step known to be completed, at the end of an attempt or in an incident. `launched`: start of
-    `megascale launch`; `ended`: the job's status.
+    `megascale launch`; `attempts`, `drivers`: since then; `ended`: the job's status. `looked_at`: the last incident
+    before a stop that called a person.
     """
 
     attempt: int = -1
@@ -172,8 +173,10 @@ class JobHistory:
     incidents: dict[int, Incident] = field(default_factory=dict)
     step: int = 0
     launched: float = 0.0
+    attempts: int = 0
     drivers: int = 0
     ended: int | None = None
+    looked_at: int = 0
 
     def apply(self, event: Mapping[str, Any]) -> None:
         """Add a line of the log. Raises: MegascaleError for a line of another kind."""
@@ -187,6 +190,11 @@ class JobHistory:
         """Incidents after which no new step has been seen yet, the oldest first."""
         return [incident for incident in self.incidents.values() if _awaits_step(incident)]
 
+    @property
+    def recent(self) -> list[Incident]:
+        """Incidents since a person was called, the oldest first: who starts the job again has looked at the others."""
+        return [incident for incident in self.incidents.values() if incident.id > self.looked_at]
+
     def next_id(self) -> int:
         """Return the id of the next incident, from 1."""
         return max(self.incidents, default=0) + 1
@@ -197,7 +205,7 @@ def _awaits_step(incident: Incident) -> bool:
 
 
 def _apply_launch(history: JobHistory, event: Mapping[str, Any]) -> None:
-    history.launched, history.drivers, history.ended = event["time"], 0, None
+    history.launched, history.attempts, history.drivers, history.ended = event["time"], 0, 0, None
     history.nodes, history.overrides = (), ()
     if event["scheduler"] == "local":
         history.excluded.clear()  # its nodes are named anew in each launch
@@ -210,6 +218,7 @@ def _apply_driver(history: JobHistory, event: Mapping[str, Any]) -> None:
 def _apply_attempt(history: JobHistory, event: Mapping[str, Any]) -> None:
     history.attempt, history.nodes, history.world = event["attempt"], tuple(event["nodes"]), event["world"]
     history.overrides = tuple(event["overrides"])
+    history.attempts += 1
 
 
 def _apply_incident(history: JobHistory, event: Mapping[str, Any]) -> None:
@@ -235,6 +244,8 @@ def _apply_excluded(history: JobHistory, event: Mapping[str, Any]) -> None:
 def _apply_ended(history: JobHistory, event: Mapping[str, Any]) -> None:
     history.ended = event["status"]
     history.step = max(history.step, event["step"])
+    if history.ended == Exit.DO_NOT_REQUEUE:
+        history.looked_at = history.next_id() - 1
 
 
 _APPLY = {

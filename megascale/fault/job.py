@@ -24,7 +24,7 @@ from megascale.config.fault import FaultConfig
 from megascale.fault import decisions, stages
 from megascale.fault.attempt import Attempt, HangVerdict, LostNode
 from megascale.fault.classify import Verdict
-from megascale.fault.commands import Command, Log, Request, Say, Send, StartAgent
+from megascale.fault.commands import Command, Exclude, Log, Request, Say, Send, StartAgent
 from megascale.fault.incidents import Incident, JobHistory
 from megascale.fault.messages import (
     AgentMessage,
@@ -38,7 +38,7 @@ from megascale.fault.messages import (
     StoreOpened,
     Welcome,
 )
-from megascale.fault.roster import Roster
+from megascale.fault.roster import Roster, format_nodes
 from megascale.fault.shrink import SmallerLayout
 from megascale.fault.stages import Stage
 
@@ -48,9 +48,10 @@ START_S = 5.0
 
 @dataclass(frozen=True)
 class JobPlan:
-    """The ranks of a job. `run`: its name; `arguments`: of its ranks; `logs`: folder of the ranks' logs; `takeover`: an
-    earlier driver of this launch may have left an attempt running; `requestable`, `revivable`: see `Reserve`; `checks`:
-    nodes are checked before they join, and after a fault; `observed`: another launcher runs the ranks.
+    """The ranks of a job. `run`: its name; `arguments`: of its ranks; `resuming`: further ones once this launch has
+    trained; `logs`: folder of the ranks' logs; `takeover`: an earlier driver of this launch may have left an attempt
+    running; `requestable`, `revivable`: see `Reserve`; `checks`: nodes are checked before they join, and after a fault;
+    `observed`: another launcher runs the ranks.
     `overrides`: further arguments of a layout that has shrunk; `smaller`: the layout for a number of nodes.
     `folder`: of the run; `metrics_address`, `metrics_port`: where agents serve metrics, as in `[observe]`.
     """
@@ -65,6 +66,7 @@ class JobPlan:
     revivable: bool = True
     checks: bool = False
     observed: bool = False
+    resuming: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
     smaller: Callable[[int], SmallerLayout | None] = lambda nodes: None
     folder: str = ""
@@ -87,10 +89,11 @@ class Job:
     """A job. Every event returns the commands to carry out, in order; times are Unix seconds and never go back.
 
     `places`: the nodes that ranks fill, in order, None where a node is wanted; `pending`: the incident whose action
-    follows the end of the attempt. `begun`: start of this driver; `deadline`: of the stage; `next_look`: time of
-    the next look for a hang; `heartbeats`: a count of all. `unfit`: why nodes leave once their ranks have ended.
-    `failed_checks`: why nodes have left. `first_steps`: by node, seconds of its longest first step of an attempt.
-    `incomplete_at`: when to say that ranks of another launcher are not found, None while none is missing.
+    follows the end of the attempt; `told_to_save`: nodes whose ranks save before, None if none may. `begun`: start of
+    this driver; `deadline`: of the stage; `next_look`: time of the next look for a hang; `heartbeats`: a count of all.
+    `unfit`: why nodes leave once their ranks have ended. `failed_checks`: why nodes have left. `first_steps`: by node,
+    seconds of its longest first step of an attempt. `incomplete_at`: when to say that ranks of another launcher are not
+    found, None while none is missing.
     """
 
     def __init__(
@@ -110,6 +113,7 @@ class Job:
         self.verdict: Verdict | None = None
         self.waiting_since: float | None = None
         self.stop_requests = 0
+        self.told_to_save: set[str] | None = None
         self.next_look = 0.0
         self.heartbeats = 0
         self.unfit: dict[str, str] = {}
@@ -125,8 +129,14 @@ class Job:
     # events
 
     def expect(self, names: Sequence[str], now: float) -> list[Command]:
-        """The scheduler holds these nodes for the job."""
-        self.roster.expect([name for name in names if name not in self.roster.excluded])
+        """The scheduler holds these nodes for the job. Those that the log excludes are given back for others."""
+        excluded = [name for name in names if name in self.roster.excluded]
+        self.do(*(Exclude(node, "it was replaced before", self.history.excluded[node]) for node in excluded))
+        if excluded:
+            self.do(Say(f"replaced before, within fault.exclude_s, and given back: {format_nodes(excluded)}"))
+        if excluded and self.plan.requestable:
+            self.do(Request(len(excluded)))
+        self.roster.expect([name for name in names if name not in excluded])
         return self._advance(now)
 
     def receive(self, node: str, message: AgentMessage, now: float) -> list[Command]:
@@ -147,7 +157,7 @@ class Job:
     def agent_ended(self, node: str, reason: str, now: float) -> list[Command]:
         """The process of a node's agent has ended, and its ranks with it."""
         if node not in self.roster.excluded.union(self.roster.members):
-            self.roster.failed.add(node)
+            self.roster.fail(node, f"before it joined, {reason}")
             self.do(Say(f"node {node} cannot be used: before it joined, {reason}"))
         self.lose(node, reason, now, since=now)
         return self._advance(now)
@@ -228,10 +238,20 @@ class Job:
             revived = self.plan.revivable and node not in self.roster.excluded
             self.do(Say(f"idle node {node} was lost: {reason}{'; its agent is started again' if revived else ''}"))
             if revived:
-                self.do(StartAgent(node))
+                self.start_agents([node])
             elif node in self.places and self.stage == Stage.GATHER:
                 self.places = [None if place == node else place for place in self.places]
                 self.do(*([Request(1)] if self.plan.requestable and not self.roster.spares(self.used) else []))
+
+    def start_agents(self, nodes: Sequence[str]) -> float:
+        """Order the agents of lost nodes; return the longest pause before a start."""
+        pauses = {node: self.roster.retry(node) for node in nodes}
+        self.do(*(StartAgent(node, after_s) for node, after_s in pauses.items()))
+        late = [node for node, after_s in pauses.items() if after_s]
+        longest = max(pauses.values(), default=0.0)
+        if late:
+            self.do(Say(f"the agent of {format_nodes(late)} is started again within {longest:g} s"))
+        return longest
 
     @property
     def used(self) -> list[str]:
@@ -250,7 +270,9 @@ class Job:
         """Go on without nodes, in a smaller layout."""
         kept = [node for node in self.places if node and node not in lost]
         layout = self.plan.smaller(len(kept))
-        assert layout is not None  # `decide` has asked
+        if layout is None:  # further nodes have left since `decide` has asked
+            self.places = [node if node in kept else None for node in self.places]
+            return
         self.plan = replace(self.plan, nodes=layout.nodes, world=layout.world_size, overrides=layout.overrides)
         self.places = [*kept[: layout.nodes]]
 
@@ -275,6 +297,8 @@ class Job:
         current = self.attempt.number if self.attempt is not None else None
         if hello.attempt is not None and hello.attempt != current:
             self.do(Send(hello.node, Stop(hello.attempt, 0.0)))
+        elif hello.ranks and self.attempt is not None:
+            stages.stop_again(self, hello.node, now)
         if hello.attempt != current and self.stage not in (Stage.TAKEOVER, Stage.OPEN) and self._runs_ranks(hello.node):
             assert self.attempt is not None
             self.attempt.lose(LostNode(hello.node, "its agent was started once more", heard))

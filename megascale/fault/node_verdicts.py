@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,21 +39,26 @@ class NodeVerdict:
         return self.kind in BAD
 
 
-def judge(results: Mapping[str, Sequence[CheckResult]], tolerance: float = TOLERANCE) -> list[NodeVerdict]:
-    """Judge every check of every node, given the results of single checks by node."""
+def judge(
+    results: Mapping[str, Sequence[CheckResult]], tolerance: float = TOLERANCE, of: Collection[str] | None = None
+) -> list[NodeVerdict]:
+    """Judge every check of every node, or of the nodes `of`, given the results of single checks by node."""
     names = list(dict.fromkeys(result.name for some in results.values() for result in some))
     verdicts = []
     for name in names:
         by_node = {node: one for node, some in results.items() for one in some if one.name == name}
-        verdicts += judge_check(name, by_node, tolerance)
+        verdicts += judge_check(name, by_node, tolerance, of)
     return verdicts
 
 
-def judge_check(name: str, results: Mapping[str, CheckResult], tolerance: float = TOLERANCE) -> list[NodeVerdict]:
-    """Judge one check of all nodes."""
+def judge_check(
+    name: str, results: Mapping[str, CheckResult], tolerance: float = TOLERANCE, of: Collection[str] | None = None
+) -> list[NodeVerdict]:
+    """Judge one check of all nodes, or of the nodes `of`."""
     compared = _compare_by_platform(name, results, tolerance)
     verdicts = []
-    for node, result in results.items():
+    for node in results if of is None else [node for node in of if node in results]:
+        result = results[node]
         kind, reference, reason = compared.get(node, ("alone", None, ""))
         if result.problem:
             kind, reason = "failed", result.problem

@@ -5,7 +5,7 @@
 | loss or weights not finite; the user's code, configuration or data at fault | stop with 93 |
 | the same step failed the same way `same_step_failures` times (`memory_failures` when out of memory) | stop with 93 |
 | `restarts_per_hour` used up | stop with 93 |
-| a node lost, or its hardware failed | replace the node |
+| nodes lost, or their hardware failed | replace the nodes, as far as there are spares or further nodes |
 | network: nodes do not reach each other | restart; replace the node at `network_alerts` within `network_window_s` |
 | a rank killed, failed or hung; storage | restart in place `restarts_in_place` times, then replace the node |
 | a hang without a single culprit | replace the nodes of the parallel group if spares suffice, else restart once |
@@ -22,6 +22,7 @@ from megascale.config.fault import FaultConfig
 from megascale.core.errors import Exit
 from megascale.fault.classify import Finding
 from megascale.fault.incidents import Action, Incident
+from megascale.fault.roster import format_nodes
 
 HOUR_S = 3600.0
 
@@ -44,7 +45,7 @@ class Reserve:
 def decide(
     finding: Finding, step: int, now: float, history: Sequence[Incident], settings: FaultConfig, reserve: Reserve
 ) -> Action:
-    """Return the action about a fault after `step`. `history`: all earlier incidents, the oldest first."""
+    """Return the action about a fault after `step`. `history`: incidents since a person was called, oldest first."""
     restarts = [incident for incident in history if incident.action.kind in RESTARTS]
     if stop := _reason_to_stop(finding, step, now, restarts, settings):
         return Action("stop", f"stopping with status {Exit.DO_NOT_REQUEUE}: {stop}", status=Exit.DO_NOT_REQUEUE)
@@ -108,15 +109,20 @@ def _restart(reason: str) -> Action:
 def _replace(nodes: Sequence[str], settings: FaultConfig, reserve: Reserve, *, lost: bool = False) -> Action:
     """Replace nodes by spares, else by nodes that the scheduler may give; without either keep those that live.
 
-    No nodes: a place of the job waited for a node in vain.
+    Spares that do not suffice replace some of the nodes, and the others may come back: many at once are lost by a
+    switch. No nodes: a place of the job waited for a node in vain.
     """
-    names = ", ".join(nodes) or "a lost node"
+    names = format_nodes(nodes) or "a lost node"
     if nodes and reserve.spares >= len(nodes):
         return Action("replace", f"replacing {names} by {_spares(len(nodes))}", tuple(nodes))
     if nodes and lost and reserve.revivable:
         return Action("restart", f"starting the agent of {names} again: there is no spare")
     if not lost:
         return _restart("there is no spare")
+    if nodes and reserve.spares:
+        first, others = nodes[: reserve.spares], nodes[reserve.spares :]
+        how = f"{format_nodes(first)} by {_spares(len(first))}, and waiting for {format_nodes(others)}"
+        return Action("replace", f"replacing {how}", tuple(first))
     if nodes and reserve.requestable:
         wait = settings.replacement_wait_s
         return Action("replace", f"asking the scheduler for a node instead of {names}", tuple(nodes), wait_s=wait)

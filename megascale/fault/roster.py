@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,11 @@ from megascale.fault.messages import Hello, RankStatus
 
 MOST_NAMED = 8
 """Most nodes that a message names."""
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
+"""Seconds before the agent of a node is started again that ended before it joined: doubled from the first to the
+longest.
+"""
 
 
 @dataclass
@@ -33,15 +39,16 @@ class Member:
 
 
 class Roster:
-    """Nodes by name. `order`: names in which ranks fill nodes, as the scheduler gives them; `failed`: nodes whose
-    agents have ended before they joined.
+    """Nodes by name. `order`: names in which ranks fill nodes, as the scheduler gives them; `failed`: why agents have
+    ended before they joined, by node.
     """
 
     def __init__(self, excluded: Iterable[str] = ()) -> None:
         self.members: dict[str, Member] = {}
         self.order: list[str] = []
         self.excluded = set(excluded)
-        self.failed: set[str] = set()
+        self.failed: dict[str, str] = {}
+        self._failures: Counter[str] = Counter()
 
     def expect(self, names: Sequence[str]) -> None:
         """Add nodes that the job holds; their agents may join."""
@@ -49,11 +56,23 @@ class Roster:
 
     def join(self, hello: Hello, now: float) -> Member:
         """Add or renew a node."""
-        self.failed.discard(hello.node)
+        self.failed.pop(hello.node, None)
+        del self._failures[hello.node]
         member = Member(hello, now, attempt=hello.attempt if hello.ranks else None)
         self.members[hello.node] = member
         self.expect([hello.node])
         return member
+
+    def fail(self, node: str, reason: str) -> None:
+        """Note that the agent of a node has ended before it joined."""
+        self.failed[node] = reason
+        self._failures[node] += 1
+
+    def retry(self, node: str) -> float:
+        """Expect another agent of a node; return the seconds before its start, more with each failure in a row."""
+        self.failed.pop(node, None)
+        failures = self._failures[node]
+        return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (failures - 1)) if failures else 0.0
 
     def lose(self, node: str) -> None:
         """Forget a node until its agent joins again."""

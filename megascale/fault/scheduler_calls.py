@@ -33,7 +33,10 @@ class SchedulerCalls:
 
     def put(self, command: Command) -> None:
         """Carry out a command, after those before."""
-        self._commands.put_nowait(command)
+        if isinstance(command, StartAgent) and command.after_s:
+            asyncio.get_running_loop().call_later(command.after_s, self._commands.put_nowait, command)
+        else:
+            self._commands.put_nowait(command)
 
     async def run(self) -> None:
         """Serve until the process ends. Starts the agents that do not run at first: all, or those that an earlier
@@ -60,7 +63,8 @@ class SchedulerCalls:
     async def _carry_out(self, command: Command) -> None:
         match command:
             case StartAgent():
-                await self._start([command.node])
+                if command.node not in self._job.roster.members:  # it may have joined in the pause
+                    await self._start([command.node])
             case Exclude():
                 await self._scheduler.exclude(command.node, command.reason, command.until)
                 await self._scheduler.release(command.node)
@@ -77,6 +81,8 @@ class SchedulerCalls:
 
     async def _start(self, names: Sequence[str]) -> None:
         for name in names:
+            if name in self._job.roster.excluded:
+                continue
             try:
                 await self._scheduler.start_agent(name)
             except SchedulerError as error:

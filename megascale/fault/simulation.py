@@ -80,7 +80,8 @@ class Simulation:
     """A job of `plan` on simulated nodes.
 
     `now`: simulated time, from 0; `steps`: completed steps of the job, counted once; `verdict`: of the next hang;
-    `said`: lines for people; `excluded`: the times at which others have replaced nodes, by node.
+    `said`: lines for people; `excluded`: the times at which others have replaced nodes, by node; `broken`: why agents
+    that are started again end before they join, by node.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Simulation:
         self.verdict: Verdict = HangVerdict()
         self.said: list[tuple[float, str]] = []
         self.excluded: dict[str, float] = {}
+        self.broken: dict[str, str] = {}
         self.nodes: dict[str, _Node] = {}
         self.on_start: Callable[[], None] = lambda: None
         self.lose_steps = 0
@@ -169,7 +171,8 @@ class Simulation:
                 case Say():
                     self.said.append((self.now, command.text))
                 case StartAgent():
-                    self.at(self.now + self.timing.agent_s, functools.partial(self._join, command.node))
+                    after_s = command.after_s + self.timing.agent_s
+                    self.at(self.now + after_s, functools.partial(self._start_agent, command.node))
                 case Exclude():
                     self.nodes[command.node].alive = False
                     self.excluded[command.node] = self.now
@@ -189,6 +192,11 @@ class Simulation:
         self._perform(self.job.expect(names, self.now))
         for name in names:
             self.at(self.now + self.timing.agent_s, functools.partial(self._join, name))
+
+    def _start_agent(self, name: str) -> None:
+        """Let the agent of a node join, or end before."""
+        reason = self.broken.get(name)
+        self._join(name) if reason is None else self._perform(self.job.agent_ended(name, reason, self.now))
 
     def _join(self, name: str) -> None:
         node = self.nodes[name]

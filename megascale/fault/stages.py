@@ -12,7 +12,7 @@ from megascale.core.errors import Exit
 from megascale.core.flight_layout import EVENTS
 from megascale.fault import decisions
 from megascale.fault.attempt import Attempt
-from megascale.fault.commands import Exclude, Finish, Request, Say, Send, StartAgent
+from megascale.fault.commands import Exclude, Finish, Request, Say, Send
 from megascale.fault.messages import Collect, Leave, OpenStore, Prepare, RankEnd, RankStatus, Start, Stop
 from megascale.fault.roster import Member, format_nodes, place_ranks
 from megascale.fault.watch import ProgressWatch
@@ -39,7 +39,7 @@ KILL_S = 10.0
 """Seconds beyond their grace in which a node must end its ranks."""
 
 LOOK_S = 0.2
-"""Least seconds between two checks of all ranks for a hang."""
+"""Least seconds between two looks at all nodes or ranks: for a hang, or for a node whose connection was lost."""
 
 FIND_S = 20.0
 """Seconds after the first ranks of a job are found in which the others should be, by the observers of their hosts."""
@@ -101,11 +101,10 @@ def takeover(job: Job, now: float) -> None:
 def gather(job: Job, now: float) -> None:
     """Fill every place with an idle node, then begin an attempt."""
     roster = job.roster
-    lost = roster.excluded | roster.failed
-    possible = [name for name in roster.order if name not in lost]
+    broken = [node for node in job.places if node in roster.failed]
+    possible = [name for name in roster.order if name not in roster.excluded and name not in roster.failed]
     known = roster.failed or job.failed_checks or (job.history.attempt >= 0 and roster.order)
-    if known and len(possible) < job.plan.nodes and not job.plan.requestable:
-        job.deadline = now  # no use waiting
+    too_few = known and len(possible) < job.plan.nodes and not job.plan.requestable
     if job.history.attempt < 0 and job.places.count(None) == len(job.places) and now < job.begun + _join_s(job):
         first = possible[: job.plan.nodes]
         if len(first) == len(job.places) and all(map(roster.is_idle, first)):
@@ -115,10 +114,16 @@ def gather(job: Job, now: float) -> None:
         job.places = [node or (idle.pop(0) if idle else None) for node in job.places]
     if all(node and roster.is_idle(node) for node in job.places):
         begin_attempt(job, now)
-    elif now >= job.deadline:
-        missing = next((node for node in job.places if node and not roster.is_idle(node)), None)
+    elif broken or too_few or now >= job.deadline:
+        missing = broken or ([] if too_few else _missing(job))
         job.attempt = None
-        decisions.conclude(job, decisions.missing_node(missing, job.failed_checks, now), now)
+        decisions.conclude(job, decisions.missing_nodes(job, missing, now), now)
+
+
+def _missing(job: Job) -> list[str]:
+    """Return nodes with a place whose agents have not joined, or else those that are not idle."""
+    busy = [node for node in job.used if not job.roster.is_idle(node)]
+    return [node for node in busy if node not in job.roster.members] or busy
 
 
 def begin_attempt(job: Job, now: float) -> None:
@@ -150,7 +155,8 @@ def start_ranks(job: Job, store: str, now: float) -> None:
     if job.stage != Stage.OPEN:
         return
     plan, logs = job.plan, f"{job.plan.logs}/attempt-{attempt.number}"
-    arguments = (*plan.arguments, *plan.overrides)
+    resuming = plan.resuming if job.history.attempts > 1 and job.history.step else ()
+    arguments = (*plan.arguments, *plan.overrides, *resuming)
     for node, ranks in attempt.placement.items():
         member = job.roster.members[node]
         member.attempt, member.started, member.standby = attempt.number, now, 0
@@ -205,7 +211,9 @@ def settle(job: Job, now: float) -> None:
         limit = now + SETTLE_S
     else:
         limit = now + settings.node_lost_s + settings.heartbeat_s
-        for node in attempt.placement:
+        look = now >= job.next_look
+        job.next_look = now + LOOK_S if look else job.next_look
+        for node in attempt.placement if look else ():
             member = job.roster.members.get(node)
             if member and not member.connected and now - member.heard > RECONNECT_S:
                 job.lose(node, "its connection was lost, and its ranks were lost by others", now)
@@ -247,11 +255,13 @@ def collect(job: Job, now: float) -> None:
 def _ask_longer_records(job: Job, ranks: Sequence[int], now: float) -> None:
     """Ask for all events of ranks whose calls are to be compared, before a second verdict."""
     attempt = _attempt(job)
-    by_node = {node: tuple(rank for rank in ranks if rank in mine) for node, mine in attempt.placement.items()}
+    by_node: dict[str, list[int]] = {}
+    for rank in ranks:
+        if (node := attempt.node_of.get(rank)) is not None:
+            by_node.setdefault(node, []).append(rank)
     for node, asked in by_node.items():
-        if asked:
-            attempt.answered.discard(node)
-            job.do(Send(node, Collect(attempt.number, ranks=asked, events=EVENTS)))
+        attempt.answered.discard(node)
+        job.do(Send(node, Collect(attempt.number, ranks=tuple(asked), events=EVENTS)))
     attempt.compared, job.verdict = True, None
     job.deadline = now + job.settings.evidence_s
 
@@ -330,11 +340,26 @@ def _begin_observing(job: Job, found: Sequence[tuple[str, RankStatus]], now: flo
 
 def stop_attempt(job: Job, now: float, grace_s: float, *, save: bool = False) -> None:
     """End the ranks of the attempt. `save`: they may finish their step and save."""
-    attempt = job.attempt
-    for node in attempt.placement if attempt is not None else ():
-        if attempt is not None and node in job.roster.members and not attempt.is_free(node):
+    attempt, members = job.attempt, job.roster.members
+    running = [node for node in attempt.placement if node in members] if attempt is not None else []
+    job.told_to_save = {node for node in running if members[node].connected} if save else None
+    for node in running:
+        if attempt is not None and not attempt.is_free(node):
             job.do(Send(node, Stop(attempt.number, grace_s, save)))
     job.enter(Stage.STOP, now + grace_s + KILL_S)
+
+
+def stop_again(job: Job, node: str, now: float) -> None:
+    """End ranks of the attempt on a node that has connected again, and may have missed the order: its connection was
+    away, or the node was lost.
+    """
+    attempt, told = _attempt(job), job.told_to_save
+    if job.stage == Stage.STOP and told is not None:
+        if node not in told:  # a second signal would end a rank that saves
+            job.do(Send(node, Stop(attempt.number, max(0.0, job.deadline - KILL_S - now), save=True)))
+        told.add(node)
+    elif job.stage in (Stage.STOP, Stage.GATHER) or node in attempt.lost:
+        job.do(Send(node, Stop(attempt.number, job.settings.end_grace_s)))
 
 
 def stop(job: Job, now: float) -> None:
@@ -375,12 +400,22 @@ def carry_out(job: Job, now: float) -> None:
     job.unfit.clear()
     if action is not None and action.kind == "shrink":
         job.shrink(action.nodes)
-    wanted = job.places.count(None) - len(job.roster.spares(node for node in job.places if node))
-    if wanted > 0:
-        job.do(Request(wanted))
-    lost = [node for node in job.places if node and node not in job.roster.members]
-    job.do(*(StartAgent(node) for node in lost))
-    job.enter(Stage.GATHER, now + max(_join_s(job), action.wait_s if action else 0.0))
+    spares = len(job.roster.spares(job.used)) - job.places.count(None)
+    if spares < 0:
+        job.do(Request(-spares))
+    lost = [node for node in job.used if node not in job.roster.members]
+    if not job.plan.revivable:
+        _give_places_to_spares(job, lost[: max(0, spares)])
+    pause_s = job.start_agents(lost)
+    wait_s = job.settings.replacement_wait_s if spares < 0 and job.plan.requestable else 0.0
+    job.enter(Stage.GATHER, now + max(pause_s + _join_s(job), wait_s))
+
+
+def _give_places_to_spares(job: Job, lost: Sequence[str]) -> None:
+    """Free the places of nodes that were lost beside the culprits, and may not come back."""
+    job.places = [None if node in lost else node for node in job.places]
+    if lost:
+        job.do(Say(f"a spare takes the place of {format_nodes(lost)}, lost meanwhile"))
 
 
 def _join_s(job: Job) -> float:

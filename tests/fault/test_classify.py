@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megascale.core.errors import Exit
-from megascale.fault.classify import classify_ends, classify_hang, classify_lost_node, innermost_frame
+from megascale.fault.classify import classify_ends, classify_hang, classify_lost_nodes, innermost_frame
 from megascale.fault.messages import RankEnd
 from megascale.fault.simulation import HangVerdict
 
@@ -90,7 +90,7 @@ def test_lost_peers_without_names_blame_nobody() -> None:
 
 
 def test_a_lost_node() -> None:
-    found = classify_lost_node("b", "no heartbeat for 6.1 s", 1.0, (2, 3), (5, 0))
+    found = classify_lost_nodes({"b": "no heartbeat for 6.1 s"}, 1.0, (2, 3), (5, 0))
     assert found.what == "node b was lost: no heartbeat for 6.1 s"
     assert found.followers == (0, 5)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +16,10 @@ from megascale.core.flight_layout import EVENTS
 from megascale.core.flight_reader import parse_flight_record
 from megascale.core.flight_record import FlightRecord
 from megascale.core.flight_writer import FlightIdentity, FlightRecordWriter
-from megascale.fault.commands import Finish, Say, Send, StartAgent
+from megascale.fault import attempt
+from megascale.fault.commands import Exclude, Finish, Request, Say, Send, StartAgent
 from megascale.fault.decisions import ends_to_replace, summary
-from megascale.fault.incidents import JobHistory
+from megascale.fault.incidents import Action, Culprit, Incident, JobHistory
 from megascale.fault.job import Job, JobPlan
 from megascale.fault.messages import (
     Collect,
@@ -33,7 +36,7 @@ from megascale.fault.messages import (
 )
 from megascale.fault.shrink import SmallerLayout
 from megascale.fault.simulation import HangVerdict, Simulation
-from megascale.fault.stages import Stage
+from megascale.fault.stages import SETTLE_S, Stage
 from megascale.fault.watch import ProgressWatch
 
 PLAN = JobPlan("run", 4, 16, ("train",), "/logs")
@@ -213,6 +216,163 @@ def test_heartbeats_of_a_job_that_stands_still_do_not_each_cost_a_look_at_all_ra
     assert 1 <= len(looks) <= 6, "a look every 0.2 s of a second"
 
 
+IN_ALLOCATION = JobPlan("run", 8, 32, (), "/logs", requestable=True, revivable=False)
+
+
+def test_nodes_that_are_lost_at_once_are_replaced_at_once() -> None:
+    """A switch, or the power of a rack: every node that waits for a verdict of its own costs a minute."""
+    sim = simulation(spares=3, plan=IN_ALLOCATION)
+    for node in ("node1", "node2", "node5"):
+        sim.lose_node(node)
+    incident = recovers(sim, 90.0)
+    assert incident.culprit.nodes == incident.action.nodes == ("node1", "node2", "node5")
+    assert incident.culprit.ranks == (4, 5, 6, 7, 8, 9, 10, 11, 20, 21, 22, 23)
+    assert "nodes node1, node2, node5 were lost: its agent ended" in incident.what
+    assert sim.job.history.nodes == ("node0", "node8", "node9", "node3", "node4", "node10", "node6", "node7")
+    assert len(sim.job.history.incidents) == 1
+
+
+def test_a_node_that_is_lost_after_the_verdict_leaves_its_place_to_a_spare() -> None:
+    sim = simulation(spares=2, plan=IN_ALLOCATION)
+    sim.lose_node("node1")
+    while sim.job.stage is not Stage.STOP:
+        sim.run(sim.now + 0.2)
+    sim.lose_node("node2")
+    sim.timing = replace(sim.timing, agent_s=math.inf)  # it does not come back
+    assert recovers(sim, 90.0).action.nodes == ("node1",)
+    assert len(sim.job.history.incidents) == 1
+    assert sim.job.history.nodes[:3] == ("node0", "node8", "node9")
+    assert any(line == "a spare takes the place of node2, lost meanwhile" for _, line in sim.said)
+
+
+def test_of_more_lost_nodes_than_spares_some_are_replaced_and_the_others_may_come_back() -> None:
+    sim = simulation(spares=1, plan=IN_ALLOCATION)
+    for node in ("node1", "node2", "node5"):
+        sim.lose_node(node)
+    assert recovers(sim, 90.0).action.nodes == ("node1",)
+    assert list(sim.excluded) == ["node1"]
+    assert sim.job.history.nodes[:3] == ("node0", "node8", "node2")
+
+
+def test_nodes_that_do_not_come_back_are_replaced_together() -> None:
+    sim = simulation(spares=1, more_nodes=2, plan=IN_ALLOCATION)
+    sim.timing = replace(sim.timing, agent_s=200.0)  # more than an agent has
+    for node in ("node1", "node2", "node5"):
+        sim.lose_node(node)
+    incident = recovers(sim, 900.0)
+    assert incident.action.nodes == ("node2", "node5")
+    assert list(sim.excluded) == ["node1", "node2", "node5"]
+    assert len(sim.job.history.incidents) == 2
+
+
+def test_an_agent_that_ends_before_it_joins_is_started_again_after_ever_longer_pauses() -> None:
+    """Each start may fail for a while, of a want of memory; the budget of restarts is not for one instant."""
+    sim = simulation(spares=0)
+    sim.broken = {"node2": "its agent ended, status 1: out of memory"}
+    sim.lose_node("node2")
+    sim.run(sim.now + 100.0)
+    incidents = list(sim.job.history.incidents.values())
+    assert [incident.action.kind for incident in incidents] == ["restart"] * 5
+    assert "before it joined, its agent ended, status 1: out of memory" in incidents[-1].what
+    verdicts = [incident.verdict for incident in incidents]
+    pauses = [after - before - sim.timing.agent_s for before, after in itertools.pairwise(verdicts[1:])]
+    assert pauses == pytest.approx([5.0, 10.0, 20.0], abs=1.0)
+    sim.broken.clear()
+    recovers(sim)
+    assert sim.job.history.nodes[2] == "node2"
+    sim.broken = {"node2": "status 1"}
+    sim.lose_node("node2")
+    sim.run(sim.now + 8000.0)
+    assert sim.status == Exit.DO_NOT_REQUEUE
+    first, *_, last = [one.verdict for one in sim.job.history.incidents.values() if one.verdict > verdicts[-1]]
+    assert last - first > 600.0, "a person is called at last"
+
+
+def test_a_place_does_not_wait_for_an_agent_that_has_ended_before_it_joined() -> None:
+    sim = simulation(spares=1, plan=IN_ALLOCATION)
+    sim.broken = {"node5": "srun: no such node"}
+    for node in ("node1", "node5"):
+        sim.lose_node(node)
+    sim.at(sim.now + 8.0, lambda: sim._expect(1))  # a node that joins by itself
+    incident = recovers(sim, 100.0)
+    assert incident.action.nodes == ("node5",)
+    assert incident.verdict - sim.job.history.incidents[1].verdict < 20.0
+    assert list(sim.job.history.nodes[:2]) == ["node0", "node8"]
+
+
+def test_a_node_that_is_checked_is_not_named_where_too_few_are_left() -> None:
+    cluster = Cluster().start()
+    cluster.send("a", RanksEnded(0, (RankEnd(0, -9, 1.0),)))
+    cluster.tick(1.0)
+    cluster.job.hold(["a"])
+    cluster.send("b", RanksEnded(0, (), stuck=(1,)))
+    _, incident = cluster.job.history.incidents.values()
+    assert (incident.culprit.nodes, incident.action.kind) == ((), "stop")
+
+
+def test_a_node_that_an_earlier_launch_has_replaced_is_given_back_for_another() -> None:
+    history = JobHistory(attempt=3, excluded={"b": 900.0, "c": 900.0, "d": 50.0})
+    plan = JobPlan("run", 2, 2, ("train",), "/logs", requestable=True, revivable=False)
+    job = Job(plan, FaultConfig(), history, lambda records, states: HangVerdict(), 100.0)
+    commands = [c for c in job.expect(["a", "b"], 100.0) if not isinstance(c, Say)]
+    assert commands == [Exclude("b", "it was replaced before", 900.0), Request(1)]
+    assert Request(1) in job.expect(["c"], 101.0), "it was replaced, too"
+    assert job.expect(["d"], 102.0) == [], "its time is over"
+    for node in "ad":
+        job.receive(node, Hello(node, node, node, 1), 103.0)
+    assert job.history.nodes == ("a", "d")
+
+
+def test_a_job_without_a_node_in_place_of_an_excluded_one_says_so() -> None:
+    plan = JobPlan("run", 2, 2, ("train",), "/logs", requestable=True, revivable=False)
+    history = JobHistory(attempt=3, excluded={"b": 900.0})
+    job = Job(plan, FaultConfig(), history, lambda records, states: HangVerdict(), 100.0)
+    job.expect(["a", "b"], 100.0)
+    job.refused(101.0)
+    (incident,) = job.history.incidents.values()
+    assert incident.action.kind == "stop", "at once"
+    assert incident.evidence == ("nodes replaced before, and excluded since: b",)
+    assert "fault.exclude_s" in incident.hint
+
+
+@pytest.mark.parametrize(("status", "action"), [(Exit.DO_NOT_REQUEUE, "restart"), (Exit.STOPPED, "stop")])
+def test_a_person_who_starts_a_job_again_after_93_starts_with_a_new_budget(status: int, action: str) -> None:
+    first = Cluster().start()
+    for number in range(FaultConfig().restarts_per_hour):
+        incident = Incident(number + 1, "process", "", Culprit(), (), "", "", 0, 1, 1.0, 1.0, (), Action("restart"))
+        first.job.history.apply({"event": "incident", "time": 1.0, "incident": incident.to_dict()})
+    first.job.history.apply({"event": "ended", "time": 2.0, "status": int(status), "step": 1})
+    first.job.history.apply({"event": "launch", "time": 3.0, "scheduler": "local"})
+    second = Cluster(first.job.history)
+    second.job.expect(["a", "b"], 3.0)
+    for node in "ab":
+        second.send(node, Hello(node, node, node, 1))
+    second.send("a", StoreOpened(1, "a:1"))
+    second.send("a", RanksEnded(1, (RankEnd(0, -9, 4.0),)))
+    second.tick(4.0)
+    assert list(second.job.history.incidents.values())[-1].action.kind == action
+
+
+def test_what_12_288_ranks_do_costs_no_look_at_all_of_them_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verdict that names all ranks, then their ends, one message each: a driver that is busy for 30 s is killed."""
+    nodes = 1536
+    sim = Simulation(JobPlan("run", nodes, 8 * nodes, (), "/logs"), FaultConfig(), 0)
+    sim.run(1000.0)
+    assert sim.trains
+    looks: Counter[str] = Counter()
+    for module, name in ((attempt, "node_by_rank"), (attempt, "is_cascade")):
+        call = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *all, name=name, call=call: looks.update([name]) or call(*all))
+    everyone = tuple(range(8 * nodes))
+    sim.hang(HangVerdict("device", everyone, confident=False, compare=everyone), 31.0)
+    assert recovers(sim).class_ == "hang"
+    assert looks["node_by_rank"] <= 2, "once an attempt"
+    looks.clear()
+    sim.end_ranks([RankEnd(rank, 1, sim.now, error="lost", peer_lost=True, stopped=True) for rank in everyone])
+    assert recovers(sim).class_ == "unknown"
+    assert looks["is_cascade"] <= 2 * len(everyone), "as an end comes, and in the verdict"
+
+
 def test_a_hang_names_its_rank() -> None:
     sim = simulation()
     sim.hang(HangVerdict("stopped", (9,), "dp", ("state T",)), 31.0)
@@ -264,8 +424,8 @@ def test_a_run_that_diverged_is_not_restarted() -> None:
 class Cluster:
     """A job of two nodes with one rank each, driven message by message."""
 
-    def __init__(self, history: JobHistory | None = None, *, takeover: bool = False) -> None:
-        plan = JobPlan("run", 2, 2, ("train",), "/logs", takeover=takeover)
+    def __init__(self, history: JobHistory | None = None, *, takeover: bool = False, **more: Any) -> None:
+        plan = JobPlan("run", 2, 2, ("train",), "/logs", takeover=takeover, **more)
         self.job = Job(plan, FaultConfig(), history or JobHistory(), lambda records, states: HangVerdict(), 0.0)
         self.now = 0.0
 
@@ -308,6 +468,27 @@ def test_the_job_ends_when_all_ranks_have_left_in_order() -> None:
     commands = cluster.send("b", RanksEnded(0, (RankEnd(1, 0, 1.0, in_order=True),)))
     assert Finish(0) in commands
     assert cluster.job.history.ended == 0
+
+
+def test_an_attempt_resumes_once_an_earlier_one_of_the_launch_has_trained() -> None:
+    """A run that must not resume what is there when it is launched resumes after a fault."""
+    cluster = Cluster(JobHistory(attempt=3, step=7), resuming=("checkpoint.resume=auto",))
+    cluster.job.history.apply({"event": "launch", "time": 0.0, "scheduler": "slurm"})
+    cluster.job.history.step = 0
+    cluster.job.expect(["a", "b"], 0.0)
+    for node in "ab":
+        cluster.send(node, Hello(node, node, node, 1))
+    given = []
+    for number in (4, 5, 6):
+        orders = cluster.send("a", StoreOpened(number, "a:1"))
+        given.append([c.message.arguments for c in orders if isinstance(c.message, Start)])
+        if number == 5:
+            for step in (8, 9):
+                cluster.beat("step", step, attempt=number)
+        cluster.send("a", RanksEnded(number, (RankEnd(0, -9, cluster.now),)))
+        cluster.tick(SETTLE_S)
+        cluster.send("b", RanksEnded(number, (RankEnd(1, -9, cluster.now, stopped=True),)))
+    assert given == [[("train",)] * 2, [("train",)] * 2, [("train", "checkpoint.resume=auto")] * 2]
 
 
 def test_a_job_that_ends_right_after_a_restart_has_recovered() -> None:
@@ -462,6 +643,47 @@ def test_an_agent_that_was_partitioned_away_is_told_to_end_its_old_ranks() -> No
     assert Send("c", Stop(7, 0.0)) in commands
 
 
+@pytest.mark.parametrize("save", [False, True])
+def test_a_node_whose_connection_was_away_is_told_again_to_end_its_ranks(save: bool) -> None:
+    cluster, settings = Cluster().start(), FaultConfig()
+    cluster.job.disconnected("b", cluster.now)
+    if save:
+        cluster.job.request_stop(cluster.now)
+    else:
+        cluster.send("a", RanksEnded(0, (RankEnd(0, -9, 1.0),)))
+        cluster.tick(SETTLE_S)
+    grace_s = settings.stop_grace_s - 1.5 if save else settings.end_grace_s
+    hello = Hello("b", "b", "b", 1, attempt=0, ranks=(1,))
+    commands = cluster.send("b", hello, after=1.5)
+    assert [c.message for c in commands if isinstance(c, Send)][1:] == [Stop(0, grace_s, save)]
+    again = [c.message for c in cluster.send("b", hello) if isinstance(c, Send)][1:]
+    assert again == ([] if save else [Stop(0, grace_s)]), "a second signal would end a rank that saves"
+    for rank, node in enumerate("ab"):
+        cluster.send(node, RanksEnded(0, (RankEnd(rank, -9, cluster.now, stopped=True),)))
+    assert cluster.job.stage == (Stage.DONE if save else Stage.OPEN)
+
+
+@pytest.mark.parametrize("stage", [Stage.SETTLE, Stage.STOP, Stage.GATHER])
+def test_a_lost_node_that_comes_back_with_its_ranks_is_told_to_end_them(stage: Stage) -> None:
+    cluster = Cluster().start()
+    cluster.now += 7.0
+    cluster.beat("step", 2, nodes="a")
+    cluster.tick(0.0)
+    assert list(cluster.job.attempt.lost) == ["b"]
+    if stage is not Stage.SETTLE:
+        cluster.tick(SETTLE_S)
+    if stage is Stage.GATHER:
+        cluster.send("a", RanksEnded(0, (RankEnd(0, -9, cluster.now, stopped=True),)))
+    assert cluster.job.stage == stage
+    commands = cluster.send("b", Hello("b", "b", "b", 1, attempt=0, ranks=(1,)))
+    assert Send("b", Stop(0, FaultConfig().end_grace_s)) in commands
+    cluster.send("b", RanksEnded(0, (RankEnd(1, -9, cluster.now, stopped=True),)))
+    cluster.tick(SETTLE_S)
+    cluster.send("a", RanksEnded(0, (RankEnd(0, -9, cluster.now, stopped=True),)))
+    assert cluster.job.history.attempt == 1
+    assert not cluster.job.history.excluded
+
+
 def test_a_node_whose_ranks_cannot_be_ended_leaves_the_job() -> None:
     cluster = Cluster().start()
     cluster.send("a", RanksEnded(0, (RankEnd(0, -9, 1.0),)))
@@ -512,3 +734,19 @@ def test_without_a_spare_the_layout_shrinks_and_a_new_driver_knows_it() -> None:
     assert started[0].arguments == ("train", "parallel.dp=3", "parallel.dp=2")
     new = Job(plan, FaultConfig(), job.history, lambda records, states: HangVerdict(), 4.0)
     assert (new.plan.nodes, new.plan.world, new.plan.overrides) == (2, 2, ("parallel.dp=2",))
+
+
+def test_a_job_that_cannot_shrink_any_more_when_its_ranks_have_ended_stops() -> None:
+    smaller = lambda nodes: SmallerLayout(2, 2, 2) if nodes == 2 else None  # noqa: E731
+    plan = JobPlan("run", 3, 3, ("train",), "/logs", revivable=False, smaller=smaller)
+    job = Job(plan, FaultConfig(shrink=True), JobHistory(), lambda records, states: HangVerdict(), 0.0)
+    job.expect(["a", "b", "c"], 0.0)
+    for node in "abc":
+        job.receive(node, Hello(node, node, node, 1), 0.0)
+    job.receive("a", StoreOpened(0, "a:1"), 0.0)
+    job.agent_ended("b", "killed", 1.0)
+    job.tick(2.0)
+    job.receive("a", RanksEnded(0, (RankEnd(0, -9, 2.0, stopped=True),)), 2.0)
+    job.receive("c", RanksEnded(0, (), stuck=(2,)), 2.0)
+    assert [one.action.kind for one in job.history.incidents.values()] == ["shrink", "stop"]
+    assert job.history.ended == Exit.DO_NOT_REQUEUE

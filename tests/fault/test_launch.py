@@ -39,8 +39,9 @@ def test_impossible_launches_are_refused(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_restarted_from_copies_in_memory(tmp_path: Path, undisturbed: Any) -> None:
-    job = LaunchedJob(launch_config(tmp_path), "--nodes", "2")
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_killed_rank_is_restarted_from_copies_in_memory(resume: str, tmp_path: Path, undisturbed: Any) -> None:
+    job = LaunchedJob(launch_config(tmp_path, checkpoint__resume=resume), "--nodes", "2")
     job.wait_for_step(5)
     os.kill(job.pid("rank", rank=3), signal.SIGKILL)
     everything = [job.process.pid, *(process.pid for process in job.processes())]

@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from megascale.config.fault import FaultConfig
 from megascale.core.network import LOOPBACK
+from megascale.fault import diagnose
 from megascale.fault.checks.result import CheckResult
 from megascale.fault.classify import Finding
 from megascale.fault.decisions import nodes_in_doubt, record
@@ -29,6 +34,8 @@ from megascale.fault.messages import (
     Stop,
     StoreOpened,
 )
+from megascale.fault.node_gate import MOST_COMPARED, NodeGate
+from megascale.fault.node_verdicts import judge
 from megascale.fault.rpc import AgentChannel, DriverServer
 from megascale.fault.scheduler.port import AgentEnd, Node
 from megascale.fault.stages import stop_attempt
@@ -170,6 +177,42 @@ def test_after_a_fault_of_the_network_the_node_that_none_reaches_leaves(tmp_path
     job = drive(cluster, tmp_path, lambda job: cluster.excluded != [] and job.history.attempt == 1, cut, nodes=3)
     assert cluster.excluded == ["n1"]
     assert sorted(job.history.nodes) == ["n0", "n2", "n3"]
+
+
+def test_a_launch_of_many_nodes_compares_each_with_some_and_leaves_the_event_loop_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The supervisor kills a driver whose event loop does not turn; the driver beats once a second."""
+    count, compared, turns, most_tasks = 300, [], 0, 0
+
+    def judge_counted(results: Any, *more: Any) -> Any:
+        compared.append((turns, len(results)))
+        return judge(results, *more)
+
+    async def check(node: str, name: str, arguments: Any, timeout_s: float) -> CheckResult:
+        await asyncio.sleep(0)
+        value = 0.2e9 if node == "n7" else 1e9
+        memory = CheckResult("memory", value=value)
+        return memory if name == "memory" else CheckResult("join", parts=(memory,))
+
+    async def play() -> list[str]:
+        nonlocal turns, most_tasks
+        gate = NodeGate(SimpleNamespace(run=check), 5.0, 0.3)  # type: ignore[arg-type]
+        hellos = [Hello(f"n{index}", f"host{index}", LOOPBACK, 2) for index in range(count)]
+        tasks = [asyncio.ensure_future(gate.examine(hello)) for hello in hellos]
+        while not all(task.done() for task in tasks):
+            turns += 1
+            most_tasks = max(most_tasks, len(asyncio.all_tasks()))
+            await asyncio.sleep(0)
+        return [task.result() for task in tasks]
+
+    monkeypatch.setattr(diagnose, "judge", judge_counted)
+    reasons = asyncio.run(play())
+    assert [index for index, reason in enumerate(reasons) if reason] == [7]
+    assert len(compared) == count + 2, "only the low value is measured again"
+    assert max(size for _, size in compared) <= MOST_COMPARED + 1
+    assert max(Counter(turn for turn, _ in compared).values()) <= 3, "one a turn, and the value measured again"
+    assert most_tasks <= 2 * count + 2, "a task for each node and its check"
 
 
 def test_without_checks_nodes_join_at_once(tmp_path: Path) -> None:

@@ -56,6 +56,17 @@ def test_a_lost_node_is_replaced_by_what_there_is() -> None:
     assert (stop.kind, stop.status) == ("stop", Exit.DO_NOT_REQUEUE)
 
 
+def test_of_nodes_that_are_lost_at_once_as_many_are_replaced_as_there_are_spares() -> None:
+    lost = replace(LOST, culprit=Culprit((2, 3, 4, 5), ("b", "c")))
+    assert action(lost, spares=2).nodes == ("b", "c")
+    some = action(lost, spares=1, requestable=True)
+    assert (some.kind, some.nodes) == ("replace", ("b",))
+    assert some.reason == "replacing b by a spare, and waiting for c"
+    assert action(lost, spares=1, revivable=True).kind == "restart"
+    assert action(lost, requestable=True).nodes == ("b", "c")
+    assert action(lost).kind == "stop"
+
+
 @pytest.mark.parametrize("class_", ["divergence", "data", "software"])
 def test_what_no_restart_mends_stops_the_job(class_: Any) -> None:
     finding = replace(KILLED, class_=class_, permanent=True)

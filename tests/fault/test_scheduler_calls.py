@@ -1,0 +1,68 @@
+"""The driver's calls of the scheduler: agents that are started after a pause, and nodes that get no agent."""
+
+from __future__ import annotations
+
+import asyncio
+
+from megascale.config.fault import FaultConfig
+from megascale.fault.commands import StartAgent
+from megascale.fault.incidents import JobHistory
+from megascale.fault.job import Job, JobPlan
+from megascale.fault.messages import Hello
+from megascale.fault.scheduler.port import Node
+from megascale.fault.scheduler_calls import SchedulerCalls
+
+
+class Scheduler:
+    """A scheduler that holds nodes, and notes for which an agent is started."""
+
+    def __init__(self, held: str) -> None:
+        self.held = list(held)
+        self.started: list[str] = []
+
+    async def nodes(self) -> list[Node]:
+        return [Node(name, name) for name in self.held]
+
+    async def without_agent(self) -> list[str]:
+        return self.held
+
+    async def start_agent(self, node: str) -> None:
+        self.started.append(node)
+
+
+def new_job(history: JobHistory | None = None) -> Job:
+    plan = JobPlan("run", 2, 2, ("train",), "/logs", requestable=True)
+    return Job(plan, FaultConfig(), history or JobHistory(), lambda records, states: None, 0.0)  # type: ignore[arg-type, return-value]
+
+
+def test_an_agent_is_started_after_its_pause_unless_the_node_has_joined() -> None:
+    scheduler, job = Scheduler(""), new_job()
+
+    async def play() -> None:
+        calls = SchedulerCalls(scheduler, job, lambda: 0.0, lambda commands: None)  # type: ignore[arg-type]
+        task = asyncio.ensure_future(calls.run())
+        for node in "abc":
+            calls.put(StartAgent(node, 0.05 if node < "c" else 0.0))
+        await asyncio.sleep(0.01)
+        assert scheduler.started == ["c"]
+        job.receive("a", Hello("a", "a", "a", 1), 0.0)
+        while "b" not in scheduler.started:
+            await asyncio.sleep(0.01)
+        assert scheduler.started == ["c", "b"]
+        task.cancel()
+
+    asyncio.run(play())
+
+
+def test_a_node_that_the_log_excludes_gets_no_agent() -> None:
+    scheduler, job = Scheduler("abc"), new_job(JobHistory(excluded={"b": 900.0}))
+
+    async def play() -> None:
+        calls = SchedulerCalls(scheduler, job, lambda: 0.0, lambda commands: None)  # type: ignore[arg-type]
+        task = asyncio.ensure_future(calls.run())
+        while "c" not in scheduler.started:
+            await asyncio.sleep(0)
+        task.cancel()
+
+    asyncio.run(play())
+    assert scheduler.started == ["a", "c"]
