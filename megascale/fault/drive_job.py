@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megascale.config.run import RunConfig
@@ -22,6 +24,12 @@ from megascale.fault.scheduler.port import Scheduler
 from megascale.fault.streams import tls_from_environment
 from megascale.observe.hang import hang_verdict
 
+REST_S = 5.0
+"""Seconds at the end of a job in which its log may become writable."""
+
+AGAIN_S = 0.2
+"""Seconds between tries to write the log at the end."""
+
 
 async def drive_job(
     config: RunConfig,
@@ -30,11 +38,12 @@ async def drive_job(
     secret: bytes,
     listen: tuple[str, int],
     launch: Mapping[str, object] | None = None,
+    ended: Callable[[int], object] = lambda status: None,
 ) -> int:
     """Drive a job to its end, and return its exit status.
 
     `listen`: address and port for the agents. `launch`: its nodes, world and scheduler in the log; None if an earlier
-    driver of this launch has written them.
+    driver of this launch has written them. `ended` is called with the status, whatever becomes of the log.
 
     Raises: MegascaleError if the log of incidents cannot be opened or read
     """
@@ -51,7 +60,23 @@ async def drive_job(
         driver = Driver(job, server, scheduler, log, clock, alerts, live)
         driver.perform([Log(event) for event in events])
         with exporting(job_metrics(job, clock.now, DRIVER), MetricsEndpoint.of_run(config, DRIVER), say):
-            return await driver.run()
+            status = await driver.run()
+        ended(status)
+    await _write_rest(log)
+    return status
+
+
+async def _write_rest(log: IncidentLog) -> None:
+    """Write the events that the log still lacks, within REST_S."""
+    last = time.monotonic() + REST_S
+    while log.pending:
+        try:
+            log.flush()
+        except OSError as error:
+            if time.monotonic() > last:
+                say(f"WARNING: the log of incidents lacks its last {log.pending} lines: {error.strerror or error}")
+                return
+            await asyncio.sleep(AGAIN_S)
 
 
 def _open_log(path: Path) -> IncidentLog:
