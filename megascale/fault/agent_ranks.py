@@ -84,10 +84,11 @@ class AgentRanks:
             said.append(RanksEnded(ranks.attempt, tuple(ranks.ends.values())))
         return said
 
-    def open_store(self, order: OpenStore) -> None:
-        """Open the socket of an attempt's store."""
-        self._store.open(order)
-        if (opened := self._store.opened) is not None:
+    async def open_store(self, order: OpenStore) -> None:
+        """Open the socket of an attempt's store, and report it."""
+        await self._store.open(order, self._say)
+        opened = self._store.opened
+        if opened is not None and opened.attempt == order.attempt:
             self._send(opened)
 
     def prepare(self, order: Prepare) -> None:
@@ -116,7 +117,7 @@ class AgentRanks:
         ranks = self.present = NodeRanks(order, self._place.node, self._secret_descriptor, self._report_end)
         if len(self._standby) != len(order.ranks):  # they share the cores among another number of ranks
             self._end_standby()
-        ranks.start(self._store.socket_of(order.attempt), self._standby)
+        await ranks.start(self._store.socket_of(order.attempt), self._standby)
         self._end_standby()
         self._collector = CollectorThread(Collector(ranks.record_paths, self._say), self._say)
         self._exporter.collector = self._collector.collector
