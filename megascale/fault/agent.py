@@ -143,6 +143,7 @@ class Agent:
             case Check():
                 self._spawn(self._check(message))
             case Leave():
+                self._ranks.copies = message.copies
                 self._spawn(self._leave(f"told to leave: {message.reason}", message.status, 0.0))
             case _:
                 _say(f"an observer takes no {type(message).__name__}")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megascale.config.run import RunConfig
+from megascale.core.copies_folder import copies_on_node
 from megascale.core.errors import MegascaleError
 from megascale.core.live_file import LIVE_FILE, LiveFile
 from megascale.export.exporter import DRIVER, MetricsEndpoint, exporting
@@ -57,7 +59,8 @@ async def drive_job(
     job = Job(plan, config.fault, history, hang_verdict, now)
     async with DriverServer(secret, *listen, tls_from_environment(), config.name) as server:
         alerts, live = AlertReader(config.folder / METRICS_FILE), LiveWriter(LiveFile(config.folder / LIVE_FILE))
-        driver = Driver(job, server, scheduler, log, clock, alerts, live)
+        copies = functools.partial(copies_on_node, Path(config.checkpoint.memory_dir), config.folder)
+        driver = Driver(job, server, scheduler, log, clock, alerts, live, copies)
         driver.perform([Log(event) for event in events])
         with exporting(job_metrics(job, clock.now, DRIVER), MetricsEndpoint.of_run(config, DRIVER), say):
             status = await driver.run()

@@ -1,14 +1,13 @@
 """Files of in-memory copies on a host (`CopyFolder`): per rank two slots, each a copy and a `Header` with checksums.
 
-MEMORY_DIR/megascale-UID/RUN_KEY/rank-00000.a   rank-00000.a.json   rank-00000.b   ...
+rank-00000.a   rank-00000.a.json   rank-00000.b   ...
 
-Nodes of `fault.scheduler` have a folder each, RUN_KEY/node-NAME, even where several are processes of a single host.
+Nodes of `fault.scheduler` have a folder each (`core.copies_folder`), even where several are processes of a single host.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import shutil
@@ -19,6 +18,7 @@ from pathlib import Path
 from pydantic import BaseModel, Field, ValidationError
 
 from megascale.checkpoint.format import manifest
+from megascale.core.copies_folder import copies_folder
 from megascale.core.errors import CheckpointError
 from megascale.core.files import write_text
 from megascale.core.limits import os_error_hint
@@ -49,11 +49,9 @@ class CopyFolder:
     """The folder of a run's copies on this node, for this user alone. `token`: file of the run's ids."""
 
     def __init__(self, parent: Path, run_id: str, token: Path, env: Mapping[str, str] = os.environ) -> None:
-        key = hashlib.sha256(f"{run_id} {token}".encode()).hexdigest()[:16]
-        self._of_user = parent / f"megascale-{os.geteuid()}"
-        self._of_run = self._of_user / key
-        node = env.get(NODE_VARIABLE)
-        self.path = self._of_run / f"node-{re.sub(r'[^A-Za-z0-9.-]', '_', node)}" if node else self._of_run
+        self._of_run = copies_folder(parent, run_id, token)
+        self._of_user = self._of_run.parent
+        self.path = copies_folder(parent, run_id, token, env.get(NODE_VARIABLE, ""))
 
     def create(self) -> None:
         """Make the folder. Raises: CheckpointError"""

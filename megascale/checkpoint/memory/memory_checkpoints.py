@@ -24,18 +24,10 @@ from megascale.checkpoint.memory.replication import COPY_BLOCK_BYTES
 from megascale.checkpoint.save.snapshot import Snapshot
 from megascale.checkpoint.save.writer_process import WriterProcess
 from megascale.comm.mesh import Mesh
+from megascale.core.copies_folder import TOKEN
 from megascale.core.errors import CheckpointError
 from megascale.core.files import write_text
 from megascale.core.limits import os_error_hint
-
-TOKEN = ".memory"
-"""File in a run's folder with ids, a line each: of the folder, and of the last start.
-
-Copies belong to a folder and a start: a folder made anew is another run, and a later start may have gone back to
-earlier steps. While a start makes copies of earlier ones its own, the ids of those follow: if it dies meanwhile, copies
-of all of them count for the next start.
-"""
-
 
 _LOST_WITH_TOKEN = "the copies in memory are lost with it, and checkpoints on storage stay"
 
@@ -209,7 +201,9 @@ def invalidate_copies(parent: Path, run: Path, mesh: Mesh) -> None:
 def _read_token(path: Path) -> tuple[str, list[str]]:
     """Read the run's id and the ids of starts from the token file, and create it if absent.
 
-    The path is part of the name of the copies' folder, so a copy of a run's folder has none of its copies.
+    Copies belong to a folder (`core.copies_folder`) and a start: a later start may have gone back to earlier steps. The
+    last start's id is first. While a start makes copies of earlier ones its own, the ids of those follow: if it dies
+    meanwhile, copies of all of them count for the next start.
 
     Raises: CheckpointError
     """
