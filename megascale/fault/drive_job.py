@@ -77,7 +77,7 @@ async def _write_rest(log: IncidentLog) -> None:
             log.flush()
         except OSError as error:
             if time.monotonic() > last:
-                say(f"WARNING: the log of incidents lacks its last {log.pending} lines: {error.strerror or error}")
+                say(f"WARNING: the log of incidents is incomplete: {log.pending} lacking, {error.strerror or error}")
                 return
             await asyncio.sleep(AGAIN_S)
 

@@ -129,7 +129,7 @@ def test_the_end_is_told_and_its_lines_are_written_as_soon_as_the_log_can_be(
     if heals:
         assert read_history(config.folder / "incidents.jsonl").ended == Exit.STOPPED
     else:
-        assert "the log of incidents lacks its last 1 lines: No such file" in capfd.readouterr().err
+        assert "the log of incidents is incomplete: 1 lacking, No such file" in capfd.readouterr().err
 
 
 def test_the_driver_tells_its_supervisor_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
