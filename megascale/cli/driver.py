@@ -17,7 +17,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     add_config_arguments(sub)
     sub.add_argument("--nodes", type=int, required=True, help="nodes that train")
     sub.add_argument("--scheduler", required=True, help="name of the scheduler's adapter")
-    sub.add_argument("--listen", required=True, help="host:port for the agents")
+    sub.add_argument("--listen", required=True, help="host:port for the agents; no host is all interfaces")
     sub.add_argument("--scheduler-descriptor", type=int, required=True, help="socket to the supervisor's scheduler")
     role = sub.add_mutually_exclusive_group(required=True)
     role.add_argument("--first", action="store_true", help="no driver of this launch has run")
@@ -59,6 +59,7 @@ async def _drive(options: argparse.Namespace, config: RunConfig) -> int:
     scheduler = await SchedulerClient.connect(socket.socket(fileno=options.scheduler_descriptor))
     try:
         listen = host, int(port)
-        return await drive_job(config, plan, scheduler, job_secret(None), listen, size if options.first else None)
+        launch = size if options.first else None
+        return await drive_job(config, plan, scheduler, job_secret(None), listen, launch, scheduler.report_end)
     finally:
         await scheduler.close()

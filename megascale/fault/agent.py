@@ -9,6 +9,7 @@ which save, and itself.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 from collections.abc import Coroutine, Mapping
@@ -130,7 +131,7 @@ class Agent:
                 )
                 self._exporter.start(message)
             case OpenStore() if not self._ranks.observes:
-                self._ranks.open_store(message)
+                self._spawn(self._ranks.open_store(message))
             case Prepare() if not self._ranks.observes:
                 self._ranks.prepare(message)
             case Start() if not self._ranks.observes:
@@ -142,6 +143,7 @@ class Agent:
             case Check():
                 self._spawn(self._check(message))
             case Leave():
+                self._ranks.copies = message.copies
                 self._spawn(self._leave(f"told to leave: {message.reason}", message.status, 0.0))
             case _:
                 _say(f"an observer takes no {type(message).__name__}")
@@ -206,11 +208,13 @@ class Agent:
 
 
 def _say(text: str) -> None:
-    print(f"megascale agent: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # its log is in the run's folder
+        print(f"megascale agent: {text}", file=sys.stderr, flush=True)
 
 
 def leave_process(status: int) -> None:
     """End this process at once, whatever its threads wait for: a call to a sick device may never return."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(status)

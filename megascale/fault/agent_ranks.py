@@ -10,7 +10,9 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
+from megascale.core.copies_folder import remove_node_copies
 from megascale.eventstore.collector import FINISH_S, Collector, CollectorThread
 from megascale.fault.agent_exporter import AgentExporter
 from megascale.fault.messages import (
@@ -34,6 +36,9 @@ from megascale.launch.standby_process import StandbyProcess
 COLLECTOR_S = FINISH_S + 1
 """Seconds that the agent waits at most for the event store."""
 
+COPIES_S = 30.0
+"""Seconds that the removal of copies in memory may take."""
+
 Observe = Callable[[Callable[[RankEnd], None]], Ranks]
 """Function (what to call with each end of a rank): find the ranks of another launcher."""
 
@@ -42,7 +47,8 @@ class AgentRanks:
     """The ranks of the present attempt on the node at `place`. `secret_descriptor`: from which ranks read the secret.
 
     `send` sends a message to the driver; `changed` is called when a rank has started or ended. `observe`: finds ranks
-    of another launcher, which are only watched.
+    of another launcher, which are only watched. `copies`: the folder of the run's copies in memory if they are to be
+    removed, "" to keep them.
     """
 
     def __init__(
@@ -65,6 +71,7 @@ class AgentRanks:
         self._store = StoreListener(place.address)
         self._collector: CollectorThread | None = None
         self._standby: list[StandbyProcess] = []
+        self.copies = ""
         self.observes = observe is not None
         self.present: Ranks | None = observe(self._report_end) if observe else None
 
@@ -84,10 +91,11 @@ class AgentRanks:
             said.append(RanksEnded(ranks.attempt, tuple(ranks.ends.values())))
         return said
 
-    def open_store(self, order: OpenStore) -> None:
-        """Open the socket of an attempt's store."""
-        self._store.open(order)
-        if (opened := self._store.opened) is not None:
+    async def open_store(self, order: OpenStore) -> None:
+        """Open the socket of an attempt's store, and report it."""
+        await self._store.open(order, self._say)
+        opened = self._store.opened
+        if opened is not None and opened.attempt == order.attempt:
             self._send(opened)
 
     def prepare(self, order: Prepare) -> None:
@@ -116,7 +124,7 @@ class AgentRanks:
         ranks = self.present = NodeRanks(order, self._place.node, self._secret_descriptor, self._report_end)
         if len(self._standby) != len(order.ranks):  # they share the cores among another number of ranks
             self._end_standby()
-        ranks.start(self._store.socket_of(order.attempt), self._standby)
+        await ranks.start(self._store.socket_of(order.attempt), self._standby)
         self._end_standby()
         self._collector = CollectorThread(Collector(ranks.record_paths, self._say), self._say)
         self._exporter.collector = self._collector.collector
@@ -163,6 +171,9 @@ class AgentRanks:
             await self._end_collector()
             self.present.close()
         self._store.close()
+        if self.copies:
+            with contextlib.suppress(TimeoutError, RuntimeError):
+                await call_in_thread(lambda: remove_node_copies(Path(self.copies)), COPIES_S)
 
     async def _end_collector(self, *, wait: bool = True) -> None:
         """Have the collector read what the ranks have left, and with `wait` write it."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import functools
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megascale.config.run import RunConfig
+from megascale.core.copies_folder import copies_on_node
 from megascale.core.errors import MegascaleError
 from megascale.core.live_file import LIVE_FILE, LiveFile
 from megascale.export.exporter import DRIVER, MetricsEndpoint, exporting
@@ -22,6 +26,12 @@ from megascale.fault.scheduler.port import Scheduler
 from megascale.fault.streams import tls_from_environment
 from megascale.observe.hang import hang_verdict
 
+REST_S = 5.0
+"""Seconds at the end of a job in which its log may become writable."""
+
+AGAIN_S = 0.2
+"""Seconds between tries to write the log at the end."""
+
 
 async def drive_job(
     config: RunConfig,
@@ -30,11 +40,12 @@ async def drive_job(
     secret: bytes,
     listen: tuple[str, int],
     launch: Mapping[str, object] | None = None,
+    ended: Callable[[int], object] = lambda status: None,
 ) -> int:
     """Drive a job to its end, and return its exit status.
 
     `listen`: address and port for the agents. `launch`: its nodes, world and scheduler in the log; None if an earlier
-    driver of this launch has written them.
+    driver of this launch has written them. `ended` is called with the status, whatever becomes of the log.
 
     Raises: MegascaleError if the log of incidents cannot be opened or read
     """
@@ -48,10 +59,27 @@ async def drive_job(
     job = Job(plan, config.fault, history, hang_verdict, now)
     async with DriverServer(secret, *listen, tls_from_environment(), config.name) as server:
         alerts, live = AlertReader(config.folder / METRICS_FILE), LiveWriter(LiveFile(config.folder / LIVE_FILE))
-        driver = Driver(job, server, scheduler, log, clock, alerts, live)
+        copies = functools.partial(copies_on_node, Path(config.checkpoint.memory_dir), config.folder)
+        driver = Driver(job, server, scheduler, log, clock, alerts, live, copies)
         driver.perform([Log(event) for event in events])
         with exporting(job_metrics(job, clock.now, DRIVER), MetricsEndpoint.of_run(config, DRIVER), say):
-            return await driver.run()
+            status = await driver.run()
+        ended(status)
+    await _write_rest(log)
+    return status
+
+
+async def _write_rest(log: IncidentLog) -> None:
+    """Write the events that the log still lacks, within REST_S."""
+    last = time.monotonic() + REST_S
+    while log.pending:
+        try:
+            log.flush()
+        except OSError as error:
+            if time.monotonic() > last:
+                say(f"WARNING: the log of incidents is incomplete: {log.pending} lacking, {error.strerror or error}")
+                return
+            await asyncio.sleep(AGAIN_S)
 
 
 def _open_log(path: Path) -> IncidentLog:

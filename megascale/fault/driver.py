@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from megascale.core.process import stop_signals
@@ -20,7 +22,7 @@ from megascale.fault.decisions import ends_to_replace
 from megascale.fault.incidents import IncidentLog
 from megascale.fault.job import Job
 from megascale.fault.live_job import LiveWriter
-from megascale.fault.messages import CheckDone, Hello
+from megascale.fault.messages import CheckDone, Hello, Leave
 from megascale.fault.node_gate import NodeGate
 from megascale.fault.remote_checks import RemoteChecks
 from megascale.fault.rpc import Disconnected, DriverServer
@@ -50,7 +52,9 @@ class Clock:
 
 
 class Driver:
-    """The driver of `job`. `status`: of the job, once it has ended."""
+    """The driver of `job`. `copies` returns the folder of the run's copies in memory on a node, which a node that is
+    replaced removes. `status`: of the job, once it has ended.
+    """
 
     def __init__(
         self,
@@ -61,6 +65,7 @@ class Driver:
         clock: Clock,
         alerts: AlertReader | None = None,
         live: LiveWriter | None = None,
+        copies: Callable[[str], Path | None] = lambda node: None,
     ) -> None:
         self._job = job
         self._server = server
@@ -69,6 +74,7 @@ class Driver:
         self._clock = clock
         self._alerts = alerts
         self._live = live
+        self._copies = copies
         self._log_fails = False
         self._checks = RemoteChecks(server.send)
         settings = job.settings
@@ -121,6 +127,8 @@ class Driver:
                     self._check_nodes(command)
                 case Say():
                     say(command.text)
+                case Send(node, Leave() as leave) if node in self._job.roster.excluded:
+                    self._server.send(node, replace(leave, copies=str(self._copies(node) or "")))
                 case Send():
                     self._server.send(command.node, command.message)
                 case Finish():

@@ -275,6 +275,10 @@ class IncidentLog:
         """Append an event, whole or not at all. Raises: OSError; the line is written with the next one then."""
         self._file.append(json.dumps(event).encode() + b"\n")
 
+    def flush(self) -> None:
+        """Write the pending events. Raises: OSError"""
+        self._file.flush()
+
 
 def read_history(path: Path) -> JobHistory:
     """Read the log of a job; an absent file is an empty log, and a torn last line is left out.

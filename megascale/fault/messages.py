@@ -246,10 +246,13 @@ class Check(_Checked):
 
 @dataclass(frozen=True)
 class Leave(_Checked):
-    """End the agent, after its ranks. `status`: its exit status."""
+    """End the agent, after its ranks. `status`: its exit status. `copies`: folder of the run's copies in memory, which
+    the agent removes, because the node was replaced; "" to keep them.
+    """
 
     reason: str
     status: int = Exit.OK
+    copies: str = ""
 
 
 AgentMessage = Hello | Heartbeat | RanksEnded | StoreOpened | Records | Stacks | CheckDone

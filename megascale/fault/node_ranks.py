@@ -26,9 +26,10 @@ from megascale.core.network import is_loopback
 from megascale.core.rank import NODE_VARIABLE
 from megascale.fault.messages import RankEnd, RankStatus, Start
 from megascale.fault.observations import OomKills
-from megascale.fault.rank_ends import describe_end, failed_start
+from megascale.fault.rank_ends import STORAGE_ERROR, describe_end, failed_start, unread_end
 from megascale.fault.ranks import call_at_end, rank_status
-from megascale.launch.failure import ERROR_FILE_NAME
+from megascale.fault.threads import call_in_thread
+from megascale.launch.failure import ERROR_FILE_NAME, ProcessEnd
 from megascale.launch.standby_process import StandbyProcess
 from megascale.launch.workers import Launch, Worker, ending
 
@@ -36,6 +37,11 @@ LOG_NAME = "rank-{}.log"
 """Name of the file of a rank's output, in the attempt's folder of logs."""
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+FILES_S = 5.0
+"""Seconds that the file system of the run's folder has to answer: when ranks start, and for the files of one that has
+ended. Heartbeats go on meanwhile.
+"""
 
 
 @dataclass
@@ -63,12 +69,32 @@ class NodeRanks:
         self._secret = secret
         self._on_end = on_end
         self._ranks: dict[int, _LocalRank] = {}
+        self._describing: dict[int, asyncio.Task[None]] = {}
         self._stopped = False
 
-    def start(self, listener: socket.socket | None, standby: list[StandbyProcess]) -> None:
+    async def start(self, listener: socket.socket | None, standby: list[StandbyProcess]) -> None:
         """Start the ranks. `listener`: the socket of the job's store, for rank 0. `standby`: processes that wait for
         ranks; those that get one are taken out. A rank that cannot be started has ended, with the error.
         """
+        order = self._order
+        try:
+            await call_in_thread(self._prepare_logs, FILES_S)
+        except (OSError, RuntimeError) as found:
+            what = f"the folder of logs cannot be used: {str(found) or f'no answer within {FILES_S:g} s'}"
+            error = MegascaleError(what, hint="see the file system")
+            for rank in order.ranks:
+                self._add_end(failed_start(rank, error, STORAGE_ERROR))
+            return
+        if not self._stopped:  # meanwhile, by a signal
+            self._start_all(listener, standby)
+
+    def _prepare_logs(self) -> None:
+        """Make the folder of logs, and remove what ranks of these numbers wrote of their ends."""
+        self._logs.mkdir(parents=True, exist_ok=True)
+        for rank in self._order.ranks:
+            (self._logs / ERROR_FILE_NAME.format(rank)).unlink(missing_ok=True)
+
+    def _start_all(self, listener: socket.socket | None, standby: list[StandbyProcess]) -> None:
         order = self._order
         remove_left_records(records_name(order.run, self._node))
         env = {NODE_VARIABLE: self._node, ATTEMPT_VARIABLE: str(order.attempt), **order.env}
@@ -89,11 +115,6 @@ class NodeRanks:
     def _start(
         self, launch: Launch, rank: int, record: Path, listener: socket.socket | None, standby: list[StandbyProcess]
     ) -> Worker:
-        try:
-            self._logs.mkdir(parents=True, exist_ok=True)
-            (self._logs / ERROR_FILE_NAME.format(rank)).unlink(missing_ok=True)
-        except OSError as error:
-            raise MegascaleError(f"the folder of logs cannot be used: {error}", hint="see the file system") from None
         env, log = {FLIGHT_RECORD_VARIABLE: str(record)}, self._logs / LOG_NAME.format(rank)
         while standby:
             process = standby.pop()
@@ -105,11 +126,24 @@ class NodeRanks:
 
     def _look_for_end(self, rank: int) -> None:
         local = self._ranks[rank]
-        if rank in self.ends or (end := local.worker.ended()) is None:
-            return
-        oom_killed = local.oom_kills.have_risen()
-        log = local.worker.log
-        self._add_end(describe_end(rank, end, self._logs, log, oom_killed=oom_killed, stopped=self._stopped))
+        if rank not in self._describing and (end := local.worker.ended()) is not None:
+            oom_killed = local.oom_kills.have_risen()
+            describing = self._describe(rank, end, oom_killed=oom_killed, stopped=self._stopped)
+            self._describing[rank] = asyncio.ensure_future(describing)
+
+    async def _describe(self, rank: int, end: ProcessEnd, *, oom_killed: bool, stopped: bool) -> None:
+        """Take the end of a rank, once its files are read or do not answer."""
+        log = self._ranks[rank].worker.log
+
+        def describe() -> RankEnd:
+            return describe_end(rank, end, self._logs, log, oom_killed=oom_killed, stopped=stopped)
+
+        try:
+            found = await call_in_thread(describe, FILES_S)
+        except Exception as error:  # whatever its files hold, the rank has ended
+            why = str(error) or f"no answer within {FILES_S:g} s"
+            found = unread_end(rank, end, why, oom_killed=oom_killed, stopped=stopped)
+        self._add_end(found)
 
     def _add_end(self, end: RankEnd) -> None:
         self.ends[end.rank] = end
@@ -122,7 +156,7 @@ class NodeRanks:
 
     @property
     def running(self) -> tuple[int, ...]:
-        """The ranks whose processes have not ended."""
+        """The ranks of whose ends nothing is known."""
         return tuple(rank for rank in self._ranks if rank not in self.ends)
 
     def poll(self) -> None:
@@ -159,6 +193,8 @@ class NodeRanks:
             await asyncio.sleep(pause)
         for rank in self._ranks:
             self._look_for_end(rank)
+        if self._describing:
+            await asyncio.wait(self._describing.values())
         return self.running
 
     def close(self) -> None:

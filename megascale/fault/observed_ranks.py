@@ -18,7 +18,7 @@ from megascale.core.flight_reader import read_flight_record
 from megascale.core.flight_record import FlightRecord, FlightRecordError, flight_record_path, folder_key
 from megascale.core.process import process_exists
 from megascale.fault.messages import RankEnd, RankStatus
-from megascale.fault.rank_ends import describe_end
+from megascale.fault.rank_ends import STORAGE_ERROR, describe_end
 from megascale.fault.ranks import call_at_end, rank_status
 from megascale.launch.failure import ProcessEnd, read_record
 
@@ -92,13 +92,17 @@ class ObservedRanks:
             return
         with contextlib.suppress(FlightRecordError, OSError):  # its last words, which the last poll may have missed
             observed.record = read_flight_record(observed.path, head_only=True)
-        said = read_record(self._logs, rank)
+        said, seen = None, [STATUS_UNKNOWN]
+        try:
+            said = read_record(self._logs, rank)
+        except (OSError, ValueError):
+            seen.append(STORAGE_ERROR)
         if said is not None and said["time"] >= observed.record.start:
             end = describe_end(rank, ProcessEnd(said["exit_status"], time.time()), self._logs, None)
         else:
             done = observed.record.phase == Phase.DONE
             status = Exit.OK if done else Exit.UNCLASSIFIED
-            end = RankEnd(rank, status, time.time(), in_order=done, patterns=(STATUS_UNKNOWN,))
+            end = RankEnd(rank, status, time.time(), in_order=done, patterns=tuple(seen))
         self.ends[rank] = end
         self._on_end(end)
 

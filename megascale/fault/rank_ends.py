@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from megascale.core.errors import Exit, MegascaleError
@@ -14,6 +15,9 @@ from megascale.launch.failure import ProcessEnd, read_record
 OOM_KILL = "linux_oom_kill"
 """The observation that the kernel has killed a process for its memory."""
 
+STORAGE_ERROR = "storage_error"
+"""The observation that the file system of the run's folder cannot be used."""
+
 
 def describe_end(
     rank: int, end: ProcessEnd, logs: Path, log: Path | None, *, oom_killed: bool = False, stopped: bool = False
@@ -23,11 +27,12 @@ def describe_end(
     `stopped`: by order.
     """
     lines = read_tail(log) if log is not None else []
-    patterns = observe(lines)
-    if oom_killed and end.status == -signal.SIGKILL and not stopped and OOM_KILL not in patterns:
-        patterns = (OOM_KILL, *patterns)
+    try:
+        record = read_record(logs, rank)
+    except (OSError, ValueError) as error:
+        return unread_end(rank, end, str(error), lines, oom_killed=oom_killed, stopped=stopped)
+    patterns = _patterns(lines, end, oom_killed=oom_killed, stopped=stopped)
     last_lines = tuple(lines[-LAST_LINES:])
-    record = read_record(logs, rank)
     if record is None:
         return RankEnd(rank, end.status, end.time, last_lines=last_lines, patterns=patterns, stopped=stopped)
     return RankEnd(
@@ -47,7 +52,33 @@ def describe_end(
     )
 
 
-def failed_start(rank: int, error: MegascaleError) -> RankEnd:
-    """Return the end of a rank that could not be started."""
-    kind = type(error).__name__
-    return RankEnd(rank, Exit.UNCLASSIFIED, time.time(), str(error), kind, exit_status=int(error.exit_status))
+def unread_end(
+    rank: int, end: ProcessEnd, why: str, lines: Sequence[str] = (), *, oom_killed: bool = False, stopped: bool = False
+) -> RankEnd:
+    """Return the end of a rank whose error file cannot be read: a fault of storage, whatever ended the rank. `lines`:
+    of its output.
+    """
+    patterns = _patterns(lines, end, oom_killed=oom_killed, stopped=stopped)
+    last_lines = (*lines, f"how rank {rank} ended cannot be read: {why}")[-LAST_LINES:]
+    return RankEnd(
+        rank,
+        end.status,
+        end.time,
+        last_lines=last_lines,
+        patterns=tuple(dict.fromkeys((*patterns, STORAGE_ERROR))),
+        stopped=stopped,
+    )
+
+
+def _patterns(lines: Sequence[str], end: ProcessEnd, *, oom_killed: bool, stopped: bool) -> tuple[str, ...]:
+    patterns = observe(lines)
+    if oom_killed and end.status == -signal.SIGKILL and not stopped and OOM_KILL not in patterns:
+        patterns = (OOM_KILL, *patterns)
+    return patterns
+
+
+def failed_start(rank: int, error: MegascaleError, *patterns: str) -> RankEnd:
+    """Return the end of a rank that could not be started. `patterns`: observations beside those in the error."""
+    kind, seen = type(error).__name__, (*patterns, *observe([error.message]))
+    status = int(error.exit_status)
+    return RankEnd(rank, Exit.UNCLASSIFIED, time.time(), str(error), kind, exit_status=status, patterns=seen)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import random
 import socket
 import sys
@@ -33,7 +34,7 @@ from megascale.core.handshake import (
     ServerHandshake,
     Session,
 )
-from megascale.core.network import LOOPBACK, join_port
+from megascale.core.network import ALL_INTERFACES, LOOPBACK, address_for_others, join_port
 from megascale.fault.messages import AgentMessage, DriverMessage, Hello, Leave, Message, MessageError, to_json
 from megascale.fault.say import say
 from megascale.fault.streams import (
@@ -83,6 +84,21 @@ def reserve_port(host: str = LOOPBACK, port: int = 0) -> socket.socket:
         reserved.close()
         raise
     return reserved
+
+
+def reserve_port_as(name: str, port: int = 0) -> tuple[socket.socket, str]:
+    """Keep a port as `reserve_port` does, where `core.network.listen_as` would listen. Returns the socket, and the
+    address at which drivers listen for hosts that know this one as `name`, "" for all interfaces.
+
+    Raises: OSError
+    """
+    host = address_for_others(name, str(socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0]))
+    try:
+        return reserve_port(host, port), host
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        return reserve_port(ALL_INTERFACES, port), ALL_INTERFACES
 
 
 @dataclass(frozen=True)

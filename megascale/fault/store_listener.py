@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import time
+from collections.abc import Callable
 
 from megascale.core.network import LOOPBACK, is_loopback, listen, listen_as
 from megascale.fault.messages import OpenStore, StoreOpened
+from megascale.fault.threads import call_in_thread
+
+GIVE_UP_S = 20.0
+"""Seconds in which the store is opened, as long as the driver waits for it."""
+
+LOOK_UP_S = 5.0
+"""Seconds that a look-up of the node's name may take."""
+
+AGAIN_S = 0.5
+"""Seconds between two tries."""
 
 
 class StoreListener:
@@ -24,13 +37,33 @@ class StoreListener:
         host, port = self._socket.getsockname()[:2]
         return StoreOpened(self._attempt, f"{host if is_loopback(host) else self._address}:{port}")
 
-    def open(self, order: OpenStore) -> None:
-        """Listen for an attempt; a second order for the same attempt changes nothing. Raises: OSError"""
-        if self._socket is not None and self._attempt == order.attempt:
-            return
-        self.close()
-        loopback = not order.reachable or is_loopback(self._address)
-        self._attempt, self._socket = order.attempt, listen(LOOPBACK) if loopback else listen_as(self._address)
+    async def open(self, order: OpenStore, say: Callable[[str], object]) -> None:
+        """Listen for an attempt; a second order for the same attempt changes nothing. What fails is said, and tried
+        again until the driver gives up: the node's name may not be found for a moment.
+        """
+        if order.attempt != self._attempt:
+            self.close()
+            self._attempt = order.attempt
+        last = time.monotonic() + GIVE_UP_S
+        while self._socket is None and self._attempt == order.attempt and time.monotonic() < last:
+            try:
+                opened = await call_in_thread(lambda: self._listen(order.reachable), LOOK_UP_S)
+            except (OSError, RuntimeError) as error:
+                why = str(error) or f"no answer within {LOOK_UP_S:g} s"
+                say(f"the job's store cannot be opened at {self._address}: {why}")
+                await asyncio.sleep(AGAIN_S)
+            else:
+                self._take(order.attempt, opened)
+
+    def _take(self, attempt: int, opened: socket.socket) -> None:
+        """Keep a new socket, unless another order came while it was opened."""
+        if self._socket is None and self._attempt == attempt:
+            self._socket = opened
+        else:
+            opened.close()
+
+    def _listen(self, reachable: bool) -> socket.socket:
+        return listen_as(self._address) if reachable and not is_loopback(self._address) else listen(LOOPBACK)
 
     def socket_of(self, attempt: int) -> socket.socket | None:
         """Return the socket if it was opened for an attempt."""

@@ -1,7 +1,8 @@
 """The supervisor: the process of `megascale launch`, parent of the driver and, through a scheduler, of all agents.
 
 It decides nothing. It holds what must outlive a driver: the lock of the run's folder, the driver's port, the job's
-secret and the agents. A driver that dies is started again; stop signals are passed on; rank 0's output is shown.
+secret and the agents. A driver that dies before it has said the job's end, to the log or here, is started again; stop
+signals are passed on; rank 0's output is shown.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megascale.core.errors import Exit
+from megascale.core.errors import Exit, MegascaleError
+from megascale.core.network import join_port
 from megascale.core.process import die_with_parent, module_command, stop_signals
 from megascale.core.secret import DESCRIPTOR_VARIABLE, SECRET_VARIABLE, new_secret, secret_descriptor
 from megascale.fault.incidents import LOG_FILE, JobHistory, read_history
 from megascale.fault.node_ranks import remove_lost_records
 from megascale.fault.output import follow_rank_0
-from megascale.fault.rpc import reserve_port
+from megascale.fault.rpc import reserve_port_as
 from megascale.fault.say import say
 from megascale.fault.scheduler.adapters import ADAPTERS
 from megascale.fault.scheduler.port import AgentLaunch, Scheduler
@@ -98,18 +100,20 @@ async def supervise(plan: LaunchPlan) -> int:
     adapter = ADAPTERS[plan.scheduler]
     before = read_history(plan.folder / LOG_FILE)
     secret = os.environ.get(SECRET_VARIABLE) or new_secret()
-    host, port = adapter.driver_endpoint()
+    name, port = adapter.driver_endpoint()
     signals, loop = _Signals(), asyncio.get_running_loop()
     for number in stop_signals():
         loop.add_signal_handler(number, signals.receive, number)
-    with reserve_port(host, port) as reserved, secret_descriptor(secret) as descriptor:
-        address = f"{host}:{reserved.getsockname()[1]}"
+    reserved, host = _reserve(name, port)
+    with reserved, secret_descriptor(secret) as descriptor:
+        port = reserved.getsockname()[1]
+        address = join_port(name, port)
         scheduler = adapter.open(plan.nodes, AgentLaunch(address, secret, plan.folder / "logs", slots=plan.slots))
         requeue = True
         output = asyncio.ensure_future(follow_rank_0(plan.folder / "logs", before.attempt + 1, sys.stdout))
         try:
-            arguments = (*plan.arguments, "--listen", address)
-            history = await _keep_driver(plan.folder / LOG_FILE, arguments, descriptor, scheduler, signals)
+            arguments = (*plan.arguments, "--listen", f"{host}:{port}")
+            history = await _keep_driver(plan.folder / LOG_FILE, arguments, descriptor, scheduler, signals, before)
             requeue = history.ended not in FINAL
         finally:
             await scheduler.stop(requeue)
@@ -121,25 +125,44 @@ async def supervise(plan: LaunchPlan) -> int:
     return Exit.UNCLASSIFIED if history.ended is None else history.ended
 
 
+def _reserve(name: str, port: int) -> tuple[socket.socket, str]:
+    """Keep a port for the drivers, and return the host at which they listen for agents that know it as `name`.
+
+    Raises: MegascaleError
+    """
+    try:
+        return reserve_port_as(name, port)
+    except OSError as error:
+        what = f"the driver cannot listen at {join_port(name, port)}: {error.strerror or error}"
+        hint = "see that this host's name has an address, and that no other process has the port"
+        raise MegascaleError(what, hint=hint) from None
+
+
 async def _keep_driver(
-    log: Path, arguments: Sequence[str], secret: int, scheduler: Scheduler, signals: _Signals
+    log: Path, arguments: Sequence[str], secret: int, scheduler: Scheduler, signals: _Signals, before: JobHistory
 ) -> JobHistory:
-    """Keep a driver alive until the job has ended, and return what the log says then."""
+    """Keep a driver alive until the job has ended, as the log or the driver says, and return the history then.
+
+    `before`: the history before this launch.
+    """
     deaths: deque[float] = deque(maxlen=CRASHES)
     role = "--first"
     while True:
         ours, theirs = socket.socketpair()
         with theirs:
             driver = _start_driver([*arguments, role], theirs.fileno(), secret)
-        pulse = _Pulse()
-        serving = asyncio.ensure_future(serve(scheduler, ours, pulse.beat))
+        pulse, said = _Pulse(), list[int]()
+        serving = asyncio.ensure_future(serve(scheduler, ours, pulse.beat, said.append))
         signals.driver = driver
         if signals.received:
             signals.pass_on()
         status = await _end_of(driver, pulse)
         await serving  # the driver has hung up
         history = read_history(log)
-        if history.ended is not None and history.drivers:
+        begun = history.launched != before.launched  # else the log ends with an earlier launch
+        logged = history.ended if begun else None
+        history = replace(history, ended=said[0] if said else logged)  # on a full disk the log lacks it
+        if history.ended is not None:
             return history
         deaths.append(time.monotonic())
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
@@ -147,7 +170,7 @@ async def _keep_driver(
             say(f"the driver {how}, {CRASHES} times in a row: giving up")
             return history
         say(f"the driver {how}; a new one takes over; ranks that run go on")
-        role = "--takeover" if history.drivers else "--first"
+        role = "--takeover" if begun else "--first"
 
 
 def _start_driver(arguments: Sequence[str], scheduler: int, secret: int) -> subprocess.Popen:

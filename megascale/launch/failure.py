@@ -152,6 +152,8 @@ def read_record(logs: Path, rank: int) -> dict[str, Any] | None:
     """Return what a rank wrote of its end: `time`, `rank`, `host`, `what` (the error, "" for an end in order), `kind`
     (the error's class), `exit_status`, `peer_was_lost`, `peers`, `named` (ranks whose state the error calls wrong);
     None if it wrote nothing.
+
+    Raises: OSError or ValueError if its file cannot be read
     """
     try:
         return json.loads((logs / ERROR_FILE_NAME.format(rank)).read_text(encoding="utf-8"))
@@ -161,7 +163,7 @@ def read_record(logs: Path, rank: int) -> dict[str, Any] | None:
 
 def has_left_in_order(logs: Path, rank: int, end: ProcessEnd) -> bool:
     """Return True if a rank has ended as it wrote before: in order, with this status."""
-    record = read_record(logs, rank)
+    record = _read_known(logs / ERROR_FILE_NAME.format(rank))
     return record is not None and not record["what"] and record["exit_status"] == end.status
 
 
@@ -229,9 +231,18 @@ def _find_suspect(dumps: Path) -> flight.Suspect | None:
 
 
 def read_records(logs: Path) -> dict[int, dict[str, Any]]:
-    """Read the ranks' files by rank, the earliest first."""
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in logs.glob(ERROR_FILE_NAME.format("*"))]
-    return {record["rank"]: record for record in sorted(records, key=lambda record: record["time"])}
+    """Read the ranks' files by rank, the earliest first, without those that cannot be read."""
+    records = [_read_known(path) for path in logs.glob(ERROR_FILE_NAME.format("*"))]
+    known = [record for record in records if record is not None]
+    return {record["rank"]: record for record in sorted(known, key=lambda record: record["time"])}
+
+
+def _read_known(path: Path) -> dict[str, Any] | None:
+    """Read a rank's file; None if it does not exist, or cannot be read, as on a file system that is away."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def main(logs: str, status: str, dump_folder: str = "", tasks: str = "0") -> None:

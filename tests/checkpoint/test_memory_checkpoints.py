@@ -165,6 +165,37 @@ def test_a_start_without_space_for_the_ids_of_copies(tmp_path: Path, memory: Pat
     assert first == second and re.match(r"cannot write .*/\.memory: No space left .* -> free some space", first)
 
 
+def resume_until_copies_are_adopted(rank: Rank, config: Any, apart: bool = True) -> str:
+    """Resume until this rank has made its copies those of the new start; rank 1 dies before it has."""
+    run = build_run(rank, at(config, rank, apart))
+    folder = run.checkpoints._memory_checkpoints._folder
+    adopt = folder.adopt
+
+    def adopt_and_die(*arguments: Any, **named: Any) -> str:
+        if rank.rank == 0:
+            adopt(*arguments, **named)
+        raise InterruptedError
+
+    folder.adopt = adopt_and_die
+    with pytest.raises(InterruptedError):
+        run.checkpoints.resume()
+    return "died"
+
+
+def test_copies_outlive_starts_that_die_while_they_take_them_over(tmp_path: Path, memory: Path) -> None:
+    """A second fault while the job loads, and a third: some copies have the id of each start."""
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__dp=2, parallel__zero=1)
+    before = run_world(2, train_and_exit, config, 3, 1, True)
+    for _ in range(2):
+        assert run_world(2, resume_until_copies_are_adopted, config) == ["died"] * 2
+    token = config.folder / ".memory"
+    assert len(token.read_text().splitlines()) == 4, "the folder, two starts that died, and the one before"
+    after = run_world(2, resume, config, True)
+    assert [(step, place, warnings) for _, step, place, warnings in after] == [(3, "memory", [])] * 2
+    assert [state for state, *_ in after] == before
+    assert len(token.read_text().splitlines()) == 2, "only the copies of this start count"
+
+
 def test_a_newer_checkpoint_on_storage_wins(tmp_path: Path, memory: Path) -> None:
     config = config_with(tmp_path, checkpoint__memory_dir=str(memory))
     run_world(1, train_and_exit, config, 2, 1)

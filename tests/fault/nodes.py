@@ -72,6 +72,9 @@ if "RANK" in os.environ and "MEGASCALE_FLIGHT_RECORD" in os.environ:
             if what == "full":
                 print("OSError: [Errno 28] No space left on device", file=sys.stderr, flush=True)
                 os._exit(4)
+            if what == "unreadable":
+                Path(os.environ["MEGASCALE_ERROR_FILE"]).mkdir()
+                os._exit(1)
             if what == "end":
                 write_end(rank, 0)
                 os._exit(0)

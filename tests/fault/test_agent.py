@@ -6,6 +6,7 @@ import ast
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,10 +18,11 @@ import megascale
 from megascale.config.fault import FaultConfig
 from megascale.core.errors import Exit
 from megascale.core.flight_record import FlightRecord
-from megascale.core.network import LOOPBACK
+from megascale.core.network import LOOPBACK, listen
 from megascale.core.secret import new_secret
-from megascale.fault import agent
+from megascale.fault import agent, store_listener
 from megascale.fault.agent import Agent
+from megascale.fault.classify import classify_ends
 from megascale.fault.messages import (
     Check,
     CheckDone,
@@ -41,7 +43,7 @@ from megascale.fault.messages import (
 from megascale.fault.node_place import NodePlace
 from megascale.fault.rpc import Disconnected, DriverServer, reserve_port
 from megascale.fault.scheduler.port import DRIVER_LOST
-from tests.fault.nodes import Node, driver, flight_records, gone, node, rank_environment, run, within
+from tests.fault.nodes import Node, driver, flight_records, gone, key_of, node, rank_environment, run, within
 from tests.jobs import lives, standby_processes
 
 
@@ -231,6 +233,65 @@ def test_the_last_words_of_a_rank_are_reported(tmp_path: Path) -> None:
     run(test)
 
 
+def test_an_agent_outlives_the_file_system_of_its_run(tmp_path: Path) -> None:
+    """The file in which a rank said how it ended cannot be read."""
+
+    async def test() -> None:
+        async with node(tmp_path) as (ours, agent):
+            await ours.start(tmp_path)
+            agent.tell(1, "unreadable")
+            ends = await ours.end_of(1)
+            assert (ends[1].status, ends[1].error) == (1, None)
+            printed, why = ends[1].last_lines
+            assert printed == "rank 1 prints"
+            assert why.startswith("how rank 1 ended cannot be read: [Errno 21] Is a directory")
+            finding = classify_ends(ends, {0: "n0", 1: "n0"})
+            assert (finding.class_, finding.culprit.ranks) == ("storage", (1,))
+            agent.tell(0, "end")
+            assert (await ours.end_of(0))[0].in_order
+
+    run(test)
+
+
+def test_a_node_whose_name_is_not_found_for_a_moment_opens_the_store(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures = [socket.gaierror(-3, "Temporary failure in name resolution"), TimeoutError()]
+
+    def listen_as(name: str) -> socket.socket:
+        if failures:
+            raise failures.pop(0)
+        return listen(LOOPBACK)
+
+    monkeypatch.setattr(store_listener, "listen_as", listen_as)
+    monkeypatch.setattr(store_listener, "AGAIN_S", 0.01)
+
+    async def test() -> None:
+        secret = new_secret()
+        async with driver(secret) as ours:
+            place = NodePlace("n0", "node7", ours.server.address, 1)
+            agent = asyncio.ensure_future(Agent(place, key_of(secret), -1).run())
+            await ours.until(Hello)
+            ours.send(OpenStore(3))
+            assert (await ours.until(StoreOpened)).attempt == 3
+            ours.send(Leave("done"))
+            assert await within(agent) == Exit.OK
+
+    run(test)
+    said = capsys.readouterr().err
+    assert "the job's store cannot be opened at node7: [Errno -3] Temporary failure in name resolution" in said
+    assert "the job's store cannot be opened at node7: no answer within 5 s" in said
+
+
+def test_an_agent_goes_on_when_its_log_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        agent._say("waiting")
+        monkeypatch.undo()
+        with pytest.raises(OSError, match="No space left"):
+            full.close()
+
+
 def test_a_new_attempt_ends_the_earlier_one(tmp_path: Path) -> None:
     """An order that arrives again, or late, starts nothing; a rank that cannot be started has ended with the reason."""
 
@@ -252,6 +313,7 @@ def test_a_new_attempt_ends_the_earlier_one(tmp_path: Path) -> None:
             ours.send(Start(3, *order, str(tmp_path / "file"), {}))
             ends = await ours.end_of(0, 1, attempt=3)
             assert "the folder of logs cannot be used" in str(ends[0].error)
+            assert classify_ends(ends, {0: "n0", 1: "n0"}).class_ == "storage"
             assert not any(map(lives, second.values()))
 
     run(test)

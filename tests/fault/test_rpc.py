@@ -25,7 +25,7 @@ from megascale.core.handshake import CHALLENGE_BYTES, ClientHandshake, NotAPeerE
 from megascale.core.network import LOOPBACK
 from megascale.fault import rpc, streams
 from megascale.fault.messages import Check, Heartbeat, Hello, Leave, Stop, to_json
-from megascale.fault.rpc import AgentChannel, Disconnected, DriverServer, reserve_port
+from megascale.fault.rpc import AgentChannel, Disconnected, DriverServer, reserve_port, reserve_port_as
 from megascale.fault.streams import TLS_VARIABLES, Tls, tls_from_environment
 
 SECRET = secrets.token_bytes(32)
@@ -87,6 +87,24 @@ def test_a_lost_driver_is_noticed_and_the_next_one_taken() -> None:
                     assert await soon(anext(server)) == ("n0", Heartbeat(2.0))
 
     run(test)
+
+
+def test_a_host_whose_own_name_is_loopback_is_reached_by_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian writes 127.0.1.1 to /etc/hosts, and other hosts look up another address."""
+    found = {"node0": "127.0.1.1", "node1": "192.0.2.7", "localhost": LOOPBACK, LOOPBACK: LOOPBACK}
+    monkeypatch.setattr(socket, "getaddrinfo", lambda name, port, type: [(type, 0, 0, "", (found[name], port))])
+    listens = {}
+    for name in found:
+        reserved, host = reserve_port_as(name)
+        with reserved:
+            listens[name] = (host, reserved.getsockname()[0])
+    everywhere = ("", "0.0.0.0")
+    assert listens == {
+        "node0": everywhere,
+        "node1": everywhere,  # this host does not have that address
+        "localhost": (LOOPBACK, LOOPBACK),
+        LOOPBACK: (LOOPBACK, LOOPBACK),
+    }
 
 
 def test_a_lost_agent_is_noticed() -> None:

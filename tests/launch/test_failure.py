@@ -141,6 +141,16 @@ def test_an_end_in_order_is_written_with_its_status(tmp_path: Path, monkeypatch:
     assert not has_left_in_order(tmp_path, 2, ProcessEnd(-11, 1.0)), "it crashed as it ended"
 
 
+def test_a_file_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
+    """As on a file system that is away: the ranks' ends are known all the same."""
+    leave(tmp_path, 0, time=3.0, peer_was_lost=True)
+    (tmp_path / "rank-1.error.json").mkdir()
+    (tmp_path / "rank-2.error.json").write_text('{"time": 1')
+    assert not has_left_in_order(tmp_path, 1, ProcessEnd(0, 1.0))
+    cause = root_cause(tmp_path, ends(r0=(1, 3.0), r1=(-9, 1.0), r2=(1, 2.0)))
+    assert (cause.rank, cause.message) == (1, "killed by SIGKILL")
+
+
 def three_wait_for_the_third(folder: Path) -> None:
     for rank in (0, 1, 2):
         recorder = Recorder(rank, "node7", dp=[0, 1, 2, 3])

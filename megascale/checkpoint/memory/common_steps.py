@@ -12,7 +12,7 @@ SlotsByHost = Sequence[Mapping[int, Mapping[int, int]]]
 
 
 class CommonSteps(NamedTuple):
-    """`steps`: newest first; `slots`: of all copies; `problems`: why newer steps are not used."""
+    """`steps`: newest first; `slots`: of all copies; `problems`: why steps newer than these are not used."""
 
     steps: list[int]
     slots: SlotsByHost
@@ -28,7 +28,7 @@ def find_common_steps(copies: Sequence[tuple[Sequence[CopySlot], Sequence[int]]]
     problems = [
         f"the copies of step {step} in memory are not used: {why}"
         for step, why in sorted(unusable.items())
-        if step > min_step and step not in common
+        if step > max(common, default=min_step)
     ]
     return CommonSteps(sorted(common, reverse=True), slots, problems)
 

@@ -1,24 +1,24 @@
 """Files of in-memory copies on a host (`CopyFolder`): per rank two slots, each a copy and a `Header` with checksums.
 
-MEMORY_DIR/megascale-UID/RUN_KEY/rank-00000.a   rank-00000.a.json   rank-00000.b   ...
+rank-00000.a   rank-00000.a.json   rank-00000.b   ...
 
-Nodes of `fault.scheduler` have a folder each, RUN_KEY/node-NAME, even where several are processes of a single host.
+Nodes of `fault.scheduler` have a folder each (`core.copies_folder`), even where several are processes of a single host.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import shutil
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, Field, ValidationError
 
 from megascale.checkpoint.format import manifest
+from megascale.core.copies_folder import copies_folder
 from megascale.core.errors import CheckpointError
 from megascale.core.files import write_text
 from megascale.core.limits import os_error_hint
@@ -49,11 +49,9 @@ class CopyFolder:
     """The folder of a run's copies on this node, for this user alone. `token`: file of the run's ids."""
 
     def __init__(self, parent: Path, run_id: str, token: Path, env: Mapping[str, str] = os.environ) -> None:
-        key = hashlib.sha256(f"{run_id} {token}".encode()).hexdigest()[:16]
-        self._of_user = parent / f"megascale-{os.geteuid()}"
-        self._of_run = self._of_user / key
-        node = env.get(NODE_VARIABLE)
-        self.path = self._of_run / f"node-{re.sub(r'[^A-Za-z0-9.-]', '_', node)}" if node else self._of_run
+        self._of_run = copies_folder(parent, run_id, token)
+        self._of_user = self._of_run.parent
+        self.path = copies_folder(parent, run_id, token, env.get(NODE_VARIABLE, ""))
 
     def create(self) -> None:
         """Make the folder. Raises: CheckpointError"""
@@ -68,16 +66,16 @@ class CopyFolder:
         """Return the header of a rank's slot."""
         return _header_path(self.copy_path(rank, slot))
 
-    def find(self, run: str, layout_hash: str, rank: int, step: int) -> tuple[int, Header | None]:
-        """Return the slot of a rank's copy of `step`, and its header; None without a copy."""
+    def find(self, runs: Collection[str], layout_hash: str, rank: int, step: int) -> tuple[int, Header | None]:
+        """Return the slot of a rank's copy of `step` in any of `runs`, and its header; None without a copy."""
         for slot in range(len(SLOTS)):
             header = _read_header(self.header_path(rank, slot))
-            if header and (header.run, header.layout_hash, header.step) == (run, layout_hash, step):
+            if header and header.run in runs and (header.layout_hash, header.step) == (layout_hash, step):
                 return slot, header
         return 0, None
 
-    def usable_copies(self, run: str, hashes: Sequence[str]) -> tuple[list[CopySlot], list[int]]:
-        """Return the copies whose layout is their rank's, and the steps of the rest.
+    def usable_copies(self, runs: Collection[str], hashes: Sequence[str]) -> tuple[list[CopySlot], list[int]]:
+        """Return the copies in any of `runs` whose layout is their rank's, and the steps of the rest.
 
         `hashes`: the layout's hash by rank. A copy of another layout must not be sent: its size may differ.
         """
@@ -85,7 +83,7 @@ class CopyFolder:
         unusable = set()
         for path in self.path.glob("rank-*.json"):
             match, header = _COPY.fullmatch(path.stem), _read_header(path)
-            if not (match and header and header.run == run):
+            if not (match and header and header.run in runs):
                 continue
             rank = int(match.group(1))
             if rank < len(hashes) and header.layout_hash == hashes[rank]:
@@ -94,8 +92,8 @@ class CopyFolder:
                 unusable.add(header.step)
         return usable, sorted(unusable)
 
-    def adopt(self, old_run: str, new_run: str, step: int | None, mapped: set[int], keep_others: bool) -> str:
-        """Make copies of `step` in `old_run` copies of `new_run`, and invalidate all others. Returns why a copy of
+    def adopt(self, runs: Collection[str], new_run: str, step: int | None, mapped: set[int], keep_others: bool) -> str:
+        """Make copies of `step` in any of `runs` copies of `new_run`, and invalidate all others. Returns why a copy of
         `step` was lost, else "": without space for its header.
 
         `mapped`: ranks whose processes have the file mapped, so that only headers are removed. `keep_others`: also
@@ -105,7 +103,7 @@ class CopyFolder:
         for path in self.path.glob("rank-*.?"):
             is_mapped = int(path.stem.removeprefix("rank-")) in mapped
             header = _read_header(_header_path(path))
-            of_step = header is not None and header.run in (old_run, new_run) and header.step == step
+            of_step = header is not None and header.run in (*runs, new_run) and header.step == step
             if header is not None and of_step and (is_mapped or keep_others):
                 renamed = header.model_copy(update={"run": new_run})
                 try:

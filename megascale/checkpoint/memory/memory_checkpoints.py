@@ -24,17 +24,10 @@ from megascale.checkpoint.memory.replication import COPY_BLOCK_BYTES
 from megascale.checkpoint.save.snapshot import Snapshot
 from megascale.checkpoint.save.writer_process import WriterProcess
 from megascale.comm.mesh import Mesh
+from megascale.core.copies_folder import TOKEN
 from megascale.core.errors import CheckpointError
 from megascale.core.files import write_text
 from megascale.core.limits import os_error_hint
-
-TOKEN = ".memory"
-"""File in a run's folder with two ids, a line each: of the folder, and of the last start.
-
-Copies belong to a folder and a start: a folder made anew is another run, and a later start may have gone back to
-earlier steps.
-"""
-
 
 _LOST_WITH_TOKEN = "the copies in memory are lost with it, and checkpoints on storage stay"
 
@@ -54,9 +47,8 @@ class MemoryCheckpoints:
         self._mesh = mesh
         self._control = mesh.world.control
         self._token = run.resolve() / TOKEN
-        self._id, start = on_first_rank(mesh.world, lambda: _read_token(self._token), "ids of the run")
+        self._id, self._starts = on_first_rank(mesh.world, lambda: _read_token(self._token), "ids of the run")
         self._secret = secret.hex()
-        self._run = f"{self._id} {start}"
         self._folder = CopyFolder(parent, self._id, self._token)
         self._folder.create()
         self._receivers, self._listener = open_receivers(mesh, self._folder.path)
@@ -66,6 +58,11 @@ class MemoryCheckpoints:
         self.unreplicated_ranks = sum(self._control.all_gather(unreplicated, "replicas"))
         self._replicate = replicate
         self._newest_complete_slot: int | None = None
+
+    @property
+    def _runs(self) -> list[str]:
+        """The ids in the headers of copies that count, the last start's first."""
+        return [f"{self._id} {start}" for start in self._starts]
 
     @property
     def listeners(self) -> list[int]:
@@ -93,7 +90,7 @@ class MemoryCheckpoints:
 
     def header_fields(self, layout_hash: str, facts: manifest.Facts) -> dict[str, Any]:
         """Return the header of a copy without its checksums."""
-        return {"run": self._run, "what": layout_hash, "facts": facts.model_dump(mode="json")}
+        return {"run": self._runs[0], "what": layout_hash, "facts": facts.model_dump(mode="json")}
 
     def next_slot(self) -> int:
         """Return the slot to overwrite, not the newest complete one, and invalidate its copy."""
@@ -113,11 +110,11 @@ class MemoryCheckpoints:
         Returns the facts of the run, None without such a step, and a warning for every newer step passed over.
         """
         hashes = self._control.all_gather(layout_hash, "the layout of copies")
-        copies = self._control.all_gather(self._folder.usable_copies(self._run, hashes), "copies in memory")
+        copies = self._control.all_gather(self._folder.usable_copies(self._runs, hashes), "copies in memory")
         steps, holders, problems = find_common_steps(copies, min_step)
         for step in steps:
             problem = self._send_missing(step, holders, writer)
-            slot, header = self._folder.find(self._run, layout_hash, self._mesh.rank, step)
+            slot, header = self._folder.find(self._runs, layout_hash, self._mesh.rank, step)
             problem = problem or self._copy_problem(slot, header, slots[slot])
             by_rank = self._control.all_gather(problem, f"the copies of step {step}")
             failures = [f"rank {rank}: {text}" for rank, text in enumerate(by_rank) if text]
@@ -136,13 +133,18 @@ class MemoryCheckpoints:
         Raises: CheckpointError on every rank if the run's folder cannot be written
         """
         start = self._control.broadcast(uuid.uuid4().hex, "the id of this start")
-        new_run, here = f"{self._id} {start}", self._receivers[self._mesh.rank].memory
+        here = self._receivers[self._mesh.rank].memory
         local_ranks = {rank for rank, receiver in enumerate(self._receivers) if receiver.memory == here}
-        problem = self._folder.adopt(self._run, new_run, step, local_ranks, keep_others=self._replicate)
+        self._write_starts(start, *self._starts)
+        problem = self._folder.adopt(self._runs, f"{self._id} {start}", step, local_ranks, keep_others=self._replicate)
         problems = [text for text in self._control.all_gather(problem, "valid copies") if text]
-        on_first_rank(self._mesh.world, lambda: _write_token(self._token, self._id, start), "the id of this start")
-        self._run = new_run  # a copy made before would not count
+        self._write_starts(start)
+        self._starts = [start]  # a copy made before would not count
         return [f"a copy in memory of step {step} was lost, {problems[0]}; the next copy is due"] if problems else []
+
+    def _write_starts(self, *starts: str) -> None:
+        """Write the ids of starts whose copies count."""
+        on_first_rank(self._mesh.world, lambda: _write_token(self._token, self._id, *starts), "the id of this start")
 
     def remove_unused(self) -> None:
         """Free the memory of slots without a complete copy."""
@@ -196,27 +198,29 @@ def invalidate_copies(parent: Path, run: Path, mesh: Mesh) -> None:
         CopyFolder(parent, run_id, token).remove()
 
 
-def _read_token(path: Path) -> tuple[str, str]:
-    """Read (run id, start id) from the token file, and create it if absent.
+def _read_token(path: Path) -> tuple[str, list[str]]:
+    """Read the run's id and the ids of starts from the token file, and create it if absent.
 
-    The path is part of the name of the copies' folder, so a copy of a run's folder has none of its copies.
+    Copies belong to a folder (`core.copies_folder`) and a start: a later start may have gone back to earlier steps. The
+    last start's id is first. While a start makes copies of earlier ones its own, the ids of those follow: if it dies
+    meanwhile, copies of all of them count for the next start.
 
     Raises: CheckpointError
     """
     if not path.exists():
         _write_token(path, uuid.uuid4().hex, "")
     try:
-        run_id, _, start_id = path.read_text(encoding="ascii").partition("\n")
+        run_id, *starts = path.read_text(encoding="ascii").splitlines() or [""]
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}", hint=f"remove it: {_LOST_WITH_TOKEN}") from None
-    return run_id, start_id.strip()
+    return run_id, starts or [""]
 
 
-def _write_token(path: Path, run_id: str, start_id: str) -> None:
+def _write_token(path: Path, run_id: str, *starts: str) -> None:
     """Write the token file. Raises: CheckpointError"""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, f"{run_id}\n{start_id}\n")
+        write_text(path, "".join(f"{each}\n" for each in (run_id, *starts)))
     except OSError as error:
         what = f"cannot write {path}: {error.strerror}"
         raise CheckpointError(what, hint=os_error_hint(error, "a folder that can be written")) from None

@@ -2,7 +2,8 @@
 
 A line of JSON each way: `{"id": 1, "call": "release", "arguments": ["node3"]}`, answered by `{"id": 1, "result": ...}`
 or `{"id": 1, "error": message, "hint": hint}`. Calls overlap: `next_end` waits while others are answered. A client
-also sends `{"beat": true}` every BEAT_S, by which the supervisor sees that the driver's event loop runs.
+also sends `{"beat": true}` every BEAT_S, by which the supervisor sees that the driver's event loop runs, and
+`{"ended": status}` once the job has ended.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from megascale.core.errors import MegascaleError
+from megascale.fault.say import say
 from megascale.fault.scheduler.port import AgentEnd, Node, Scheduler, SchedulerError
 
 CALLS = ("nodes", "without_agent", "start_agent", "next_end", "exclude", "request", "release", "stop")
@@ -24,13 +26,25 @@ CALLS = ("nodes", "without_agent", "start_agent", "next_end", "exclude", "reques
 BEAT_S = 1.0
 """Seconds between the beats of a client."""
 
+MOST_LINE_BYTES = 1 << 26
+"""Most bytes of a line: the nodes of a job of 10,000 take half a mebibyte, and asyncio's default is 64 KiB."""
 
-async def serve(scheduler: Scheduler, connection: socket.socket, heard: Callable[[], None] = lambda: None) -> None:
+MOST_REASON = 1000
+"""Most characters of the reason for an exclusion, which may be the message of any error."""
+
+
+async def serve(
+    scheduler: Scheduler,
+    connection: socket.socket,
+    heard: Callable[[], object] = lambda: None,
+    ended: Callable[[int], object] = lambda status: None,
+) -> None:
     """Answer the calls of a driver until it hangs up; its calls that still wait are cancelled.
 
-    `heard` is called at each of its beats.
+    `heard` is called at each of its beats, `ended` with the status of a job that has ended. A driver that sends
+    anything else than such lines is hung up on.
     """
-    reader, writer = await asyncio.open_connection(sock=connection)
+    reader, writer = await _open(connection)
     calls: set[asyncio.Task[None]] = set()
     try:
         while line := await reader.readline():
@@ -38,16 +52,25 @@ async def serve(scheduler: Scheduler, connection: socket.socket, heard: Callable
             if "beat" in message:
                 heard()
                 continue
+            if "ended" in message:
+                ended(message["ended"])
+                continue
             task = asyncio.create_task(_answer(scheduler, message, writer))
             calls.add(task)
             task.add_done_callback(calls.discard)
     except ConnectionError:
         pass  # killed in the middle of a call
+    except ValueError as error:
+        say(f"the driver sent what is no call of a scheduler: {error}")
     finally:
         for task in calls:
             task.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
         writer.close()
+
+
+async def _open(connection: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection(sock=connection, limit=MOST_LINE_BYTES)
 
 
 async def _answer(scheduler: Scheduler, call: dict[str, Any], writer: asyncio.StreamWriter) -> None:
@@ -57,6 +80,8 @@ async def _answer(scheduler: Scheduler, call: dict[str, Any], writer: asyncio.St
         answer = {"result": _plain(await getattr(scheduler, call["call"])(*call["arguments"]))}
     except MegascaleError as error:
         answer = {"error": error.message, "hint": error.hint}
+    except OSError as error:  # else the driver would wait for its answer for ever
+        answer = {"error": f"{call['call']}: {error}", "hint": ""}
     with contextlib.suppress(ConnectionError):
         writer.write(json.dumps({"id": call["id"], **answer}).encode() + b"\n")
         await writer.drain()
@@ -84,7 +109,7 @@ class SchedulerClient:
     @classmethod
     async def connect(cls, connection: socket.socket) -> SchedulerClient:
         """Return the client at one end of a socket pair."""
-        return cls(*await asyncio.open_connection(sock=connection))
+        return cls(*await _open(connection))
 
     async def nodes(self) -> Sequence[Node]:
         return [Node(**each) for each in await self._call("nodes")]
@@ -100,7 +125,7 @@ class SchedulerClient:
         return AgentEnd(end["node"], end["status"], tuple(end["last_lines"]))
 
     async def exclude(self, node: str, reason: str, until: float | None) -> None:
-        await self._call("exclude", node, reason, until)
+        await self._call("exclude", node, reason[:MOST_REASON], until)
 
     async def request(self, count: int) -> Sequence[Node]:
         return [Node(**each) for each in await self._call("request", count)]
@@ -111,17 +136,23 @@ class SchedulerClient:
     async def stop(self, requeue: bool) -> None:
         await self._call("stop", requeue)
 
+    def report_end(self, status: int) -> None:
+        """Say that the job has ended: the log, on a full disk, may not."""
+        self._send({"ended": status})
+
     async def close(self) -> None:
-        """Hang up."""
+        """Hang up, once all is sent."""
         self._reading.cancel()
         self._beating.cancel()
         await asyncio.gather(self._reading, self._beating, return_exceptions=True)
         self._writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
 
     async def _call(self, name: str, *arguments: object) -> Any:
         number = next(self._numbers)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._writer.write(json.dumps({"id": number, "call": name, "arguments": arguments}).encode() + b"\n")
+        self._send({"id": number, "call": name, "arguments": arguments})
         try:
             if self._reading.done():
                 raise SchedulerError("the supervisor has ended")
@@ -129,22 +160,29 @@ class SchedulerClient:
         finally:
             del self._waiting[number]
 
+    def _send(self, message: dict[str, Any]) -> None:
+        self._writer.write(json.dumps(message).encode() + b"\n")
+
     async def _beat(self) -> None:
         while not self._reading.done():
-            self._writer.write(b'{"beat": true}\n')
+            self._send({"beat": True})
             await asyncio.sleep(BEAT_S)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        with contextlib.suppress(ConnectionError):
-            while line := await reader.readline():
-                message = json.loads(line)
-                answer = self._waiting.get(message["id"])  # None: its caller was cancelled
-                if answer is None or answer.done():
-                    continue
-                if "error" in message:
-                    answer.set_exception(SchedulerError(message["error"], hint=message["hint"]))
-                else:
-                    answer.set_result(message["result"])
-        for answer in self._waiting.values():
-            if not answer.done():
-                answer.set_exception(SchedulerError("the supervisor has ended"))
+        try:
+            with contextlib.suppress(ConnectionError):
+                while line := await reader.readline():
+                    self._take(json.loads(line))
+        finally:  # whatever ended it, nobody is left waiting
+            for answer in self._waiting.values():
+                if not answer.done():
+                    answer.set_exception(SchedulerError("the supervisor has ended"))
+
+    def _take(self, message: dict[str, Any]) -> None:
+        answer = self._waiting.get(message["id"])  # None: its caller was cancelled
+        if answer is None or answer.done():
+            return
+        if "error" in message:
+            answer.set_exception(SchedulerError(message["error"], hint=message["hint"]))
+        else:
+            answer.set_result(message["result"])
