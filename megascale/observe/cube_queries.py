@@ -13,7 +13,7 @@ import numpy as np
 
 from megascale.eventstore.query import fetch
 from megascale.layout.topology import AXES
-from megascale.observe.step_cube import Columns, StepCube
+from megascale.observe.step_cube import Columns, StepCube, first_alike
 
 if TYPE_CHECKING:
     import duckdb
@@ -63,6 +63,9 @@ def sampled_cube(store: duckdb.DuckDBPyConnection) -> StepCube:
 
 def _read(store: duckdb.DuckDBPyConnection, of_step: str, of_rank: str) -> StepCube:
     """Read the steps and ranks that meet two conditions."""
+    trained = "attempt <= (SELECT max(attempt) FROM steps)"  # the newest ranks may not have come to a step
+    ranks = fetch(store, f"SELECT * FROM ranks WHERE {of_rank} AND {trained}")
+    of_step += f" AND attempt >= {first_alike(ranks)}"
     distinct = "SELECT DISTINCT axis, name, chunk FROM step_parts"
     parts = fetch(store, f"{distinct} ORDER BY ALL")
     numbered = f"SELECT *, row_number() OVER (ORDER BY axis, name, chunk) - 1 AS part FROM ({distinct})"
@@ -72,7 +75,7 @@ def _read(store: duckdb.DuckDBPyConnection, of_step: str, of_rank: str) -> StepC
     part = rows.pop("part")
     step_parts = rows | {name: column[part] for name, column in parts.items()}  # a text for each row would fill memory
     steps = fetch(store, f"SELECT * FROM steps WHERE {of_step} AND {of_rank}")
-    return StepCube.from_tables(step_parts, steps, fetch(store, f"SELECT * FROM ranks WHERE {of_rank}"))
+    return StepCube.from_tables(step_parts, steps, ranks)
 
 
 def mean_cube(store: duckdb.DuckDBPyConnection) -> tuple[StepCube, Columns]:
@@ -102,7 +105,26 @@ def peak_flops(store: duckdb.DuckDBPyConnection) -> float:
     """Return the peak FLOP/s of all ranks of the last attempt together; 0 if that of any rank is unknown. Ranks without
     a row count with the mean of the others.
     """
+    peaks = _peaks(store)
+    return peaks[max(peaks)] if peaks else 0.0
+
+
+def mean_peak_flops(store: duckdb.DuckDBPyConnection, steps: Columns) -> float:
+    """Return the peak FLOP/s of all ranks together, as the mean over the time of the attempts in the table `steps`: a
+    job that shrank has fewer devices. 0 if the peak of any rank is unknown.
+    """
+    attempt, peaks, peak_s, all_s = np.asarray(steps["attempt"]), _peaks(store), 0.0, 0.0
+    for number in peaks.keys() & set(attempt.tolist()):
+        mine = attempt == number
+        seconds = float(steps["end_ns"][mine].max() - steps["start_ns"][mine].min()) / 1e9
+        peak_s, all_s = peak_s + seconds * peaks[number], all_s + seconds
+        if not peaks[number]:
+            return 0.0
+    return peak_s / all_s if all_s else 0.0
+
+
+def _peaks(store: duckdb.DuckDBPyConnection) -> dict[int, float]:
     ranks = "greatest(max(world), count(DISTINCT rank))"
-    sums = fetch(store, f"SELECT avg(peak_flops) * {ranks} AS peak, min(peak_flops) AS least FROM ranks "
-                 "WHERE attempt = (SELECT max(attempt) FROM ranks)")  # fmt: skip
-    return float(sums["peak"][0]) if float(np.nan_to_num(sums["least"][0])) > 0 else 0.0
+    known = f"CASE WHEN min(peak_flops) > 0 THEN avg(peak_flops) * {ranks} ELSE 0 END"
+    found = fetch(store, f"SELECT attempt, {known} AS peak FROM ranks GROUP BY attempt")
+    return dict(zip(found["attempt"].tolist(), found["peak"].tolist(), strict=True))

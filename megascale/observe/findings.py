@@ -98,7 +98,8 @@ def findings(store: duckdb.DuckDBPyConnection) -> list[Finding]:
     """Return the findings about a run's store (`eventstore.query.open_store`), the costliest first."""
     cube, peak = recent_cube(store), peak_flops(store)
     last = f"(SELECT (max(attempt), step) FROM steps WHERE step <= {NEWEST_STEP} GROUP BY step)"
-    messages = f"events WHERE peer >= 0 AND step > 0 AND (attempt, step) IN {last}"
+    first = cube.steps.min(initial=np.iinfo(np.int32).max)  # before it ranks were on other nodes
+    messages = f"events WHERE peer >= 0 AND step >= {first} AND (attempt, step) IN {last}"
     counts = fetch(store, f"SELECT step, count(*) AS rows FROM {messages} GROUP BY step ORDER BY step DESC")
     newest = counts["step"][np.cumsum(counts["rows"]) <= MESSAGE_ROWS]
     events = fetch(store, f"SELECT * FROM {messages} AND step >= {newest.min(initial=np.iinfo(np.int32).max)}")

@@ -2,7 +2,8 @@
 
 `StepCube.from_tables` reads `step_parts`, `steps` and `ranks` (`eventstore.schema`); all other analyses read the cube.
 An action's own time is its duration without the waits inside it: a rank that computes longer differs in its own time
-from a rank that waits for it. A step that several attempts have run counts in the last attempt.
+from a rank that waits for it. A step that several attempts have run counts in the last attempt. Steps from before a
+rank moved, to another node or place in the layout, are left out: they were other machines.
 """
 
 from __future__ import annotations
@@ -93,6 +94,21 @@ class Places:
         return self.codes(*(other for other in AXES if other not in along)) if along[0] in AXES else self.codes()
 
 
+def first_alike(ranks: Columns) -> int:
+    """Return the first attempt since which every rank has been on its present node and in its present place of the
+    layout, by the table `ranks`: a replaced node, or a layout that shrank, makes ranks of other machines.
+    """
+    attempt, rank = np.asarray(ranks["attempt"]), np.asarray(ranks["rank"])
+    if not (attempt < attempt.max(initial=0)).any():
+        return 0
+    now = np.flatnonzero(attempt == attempt.max())
+    now = now[np.argsort(rank[now])]
+    at = now[np.searchsorted(rank[now], rank).clip(max=len(now) - 1)]
+    moved = rank[at] == rank
+    moved &= np.logical_or.reduce([np.asarray(ranks[name])[at] != ranks[name] for name in ("node", "world", *AXES)])
+    return int(attempt[moved].max(initial=-1)) + 1
+
+
 @dataclass(frozen=True)
 class StepCube:
     """Times of R ranks in S steps and P parts, in seconds.
@@ -120,10 +136,12 @@ class StepCube:
 
     @classmethod
     def from_tables(cls, step_parts: Columns, steps: Columns, ranks: Columns) -> StepCube:
-        """Build the cube of all steps in the table `steps`."""
+        """Build the cube of the steps in the table `steps` since `first_alike`."""
         places, numbers = Places.from_table(ranks), np.unique(np.asarray(steps["step"]))
         attempts = np.full(len(numbers), -1)
         np.maximum.at(attempts, np.searchsorted(numbers, steps["step"]), np.asarray(steps["attempt"]))
+        alike = attempts >= first_alike(ranks)
+        numbers, attempts = numbers[alike], attempts[alike]
         of_steps, of_parts = (_Rows.of_table(table, places, numbers, attempts) for table in (steps, step_parts))
         shape = len(places.rank), len(numbers)
         return cls(places, numbers, **_step_arrays(of_steps, shape), **_part_arrays(of_parts, shape))

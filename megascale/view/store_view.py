@@ -37,6 +37,14 @@ MOST_SHARE = 0.1
 MOST_PAUSE_S = 30.0
 """Longest pause between two analyses: what is shown is never much older."""
 
+_LAST = "attempt = (SELECT max(attempt) FROM steps)"
+_WORLD = f"""
+    SELECT greatest(
+        (SELECT max(greatest(world, rank + 1)) FROM ranks),
+        (SELECT max(rank) + 1 FROM steps WHERE {_LAST})
+    ) AS world"""
+"""The number of ranks, in SQL: a damaged file of `ranks` may have the highest of them."""
+
 MIN_VERDICT_SHARE = 0.005
 """Smallest share of a step that a finding costs to be more than a remark."""
 
@@ -81,8 +89,7 @@ def _analyse(store: duckdb.DuckDBPyConnection, folder: Path) -> StoreView | None
     cube = recent_cube(store, BUBBLE_STEPS)
     if not len(cube.steps) or not len(cube.places.rank):
         return None
-    ranks = fetch(store, "SELECT max(rank) + 1 AS world FROM ranks")
-    world = int(ranks["world"][0])
+    world = int(fetch(store, _WORLD)["world"][0])
     hosts = recent_host_outliers(store)
     return StoreView(
         heat_map(cube),
@@ -108,8 +115,7 @@ def _by_rank(world: int, ranks: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def _memory(store: duckdb.DuckDBPyConnection, world: int) -> np.ndarray:
-    last = "attempt = (SELECT max(attempt) FROM steps)"
-    rows = fetch(store, f"SELECT rank, max(peak_memory_bytes) AS bytes FROM steps WHERE {last} GROUP BY rank")
+    rows = fetch(store, f"SELECT rank, max(peak_memory_bytes) AS bytes FROM steps WHERE {_LAST} GROUP BY rank")
     return _by_rank(world, rows["rank"], rows["bytes"])
 
 

@@ -263,3 +263,12 @@ def test_some_ranks_are_on_other_hosts(
     found = found_in(run)
     assert found.states.sources() == {SHARED: [0, 1, 2], STORED: [3]}
     assert found.notes == ("the states of rank 3 are from before the hang: read the verdict with care",)
+
+
+def test_only_states_and_ranks_are_opened(tmp_path: Path) -> None:
+    """The other tables of a large job have thousands of files, some of which go at every moment."""
+    run = make_hung_run(tmp_path)
+    (run / "events" / "steps").mkdir()
+    (run / "events" / "steps" / "n.0.1-2.parquet").write_bytes(b"damaged")
+    found = found_in(run)
+    assert (found.condition, found.notes) == ("hangs", ())

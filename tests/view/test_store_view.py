@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
@@ -34,6 +35,33 @@ def test_a_slow_rank_is_slow_in_every_part_of_the_view(tmp_path: Path) -> None:
     assert (view.breakdown.first_step, view.breakdown.last_step) == (1, 60)
     assert view.breakdown.seconds["bubble"] > 0, "from the schedule of the run's configuration"
     assert view.hosts is None, "without metrics"
+
+
+@pytest.mark.parametrize("how", ["damaged", "absent"])
+def test_ranks_of_which_the_store_knows_no_place(how: str, tmp_path: Path) -> None:
+    """A node's file of `ranks` is damaged, or was removed: its ranks have steps."""
+    run, fleet = make_stored_run(tmp_path, FleetFault())
+    (whole,) = (run / "events" / "ranks").iterdir()
+    whole.unlink()
+    store = Location(f"{run}/events")
+    for node in range(2):
+        mine = fleet.tables["ranks"]["rank"] // 4 == node
+        columns = {name: column[mine] for name, column in fleet.tables["ranks"].items()}
+        write_rows(store, TableFile("ranks", f"n{node}", 0, 0, 1), columns)
+    file = store / TableFile("ranks", "n1", 0, 0, 1).path
+    if how == "damaged":
+        file.write(file.read()[:50])
+    else:
+        file.remove()
+    view = read_store_view(run)
+    assert view is not None
+    assert [len(each) for each in (view.slowness, view.memory, view.nodes)] == [8, 8, 8]
+    assert np.isnan(view.slowness[4:]).all() and not np.isnan(view.slowness[:4]).any()
+    assert [str(file) in note for note in view.notes] == [True] * (how == "damaged")
+    assert view.breakdown is not None
+    assert "bubble" not in view.breakdown.seconds
+    assert "the bubble is not computed: the store has no ordinary step of pipeline stage 1" in view.breakdown.remarks
+    assert "nan" not in json.dumps(view.breakdown.to_json()).lower()
 
 
 def test_hosts_are_compared_by_their_metrics(tmp_path: Path) -> None:
