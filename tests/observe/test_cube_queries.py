@@ -13,9 +13,10 @@ from megascale.bench.fleet import Fleet
 from megascale.bench.fleet_tables import PEAK_FLOPS, cube_of, write_store
 from megascale.bench.fleet_times import FleetFault, FleetLayout
 from megascale.core.storage import Location
-from megascale.eventstore.query import open_store
+from megascale.eventstore.query import StoreReadError, open_store
 from megascale.eventstore.table_files import TableFile, write_rows
 from megascale.layout.topology import Topology
+from megascale.observe import cube_queries
 from megascale.observe.cube_queries import mean_cube, mean_peak_flops, peak_flops, recent_cube, sampled_cube
 from megascale.observe.drift import drift
 from megascale.observe.findings import findings
@@ -83,6 +84,54 @@ def test_a_replaced_node_leaves_nothing_to_its_replacement(fault: FleetFault, tm
         assert findings(store) == []
         assert recent_cube(store).steps.tolist() == list(range(61, 121))
         assert mean_cube(store)[0].steps.tolist() == list(range(1, 121)), "the time is that of the run"
+
+
+def test_the_newest_steps_are_read_without_the_others(tmp_path: Path) -> None:
+    """The rows of a long run's earlier files are no part of them: here they could not even be read."""
+    fleet = Fleet(TWO_STAGES)
+    parts = fleet.tables["step_parts"]
+    write_store(fleet, tmp_path)
+    (tmp_path / "events" / TableFile("step_parts", "n0", 0, 0, 1).path).unlink()
+    for number, mine in enumerate((parts["step"] <= 30, parts["step"] > 30)):
+        columns = {name: column[mine] for name, column in parts.items()}
+        write_rows(Location(f"{tmp_path}/events"), TableFile("step_parts", "n0", 0, number, number + 1), columns)
+    old = tmp_path / "events" / TableFile("step_parts", "n0", 0, 0, 1).path
+    footer = int.from_bytes(old.read_bytes()[-8:-4], "little") + 8
+    old.write_bytes(b"PAR1" + bytes(old.stat().st_size - 4 - footer) + old.read_bytes()[-footer:])
+    with open_store(tmp_path) as store:
+        assert recent_cube(store, 20).steps.tolist() == list(range(41, 61))
+        with pytest.raises(StoreReadError):
+            recent_cube(store)
+
+
+def test_a_sample_of_a_large_job_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cube_queries.SAMPLED_RANKS * cube_queries.SAMPLED_STEPS * 20 < cube_queries.MAX_ROWS / 4, "with 20 parts"
+    monkeypatch.setattr(cube_queries, "SAMPLED_RANKS", 4)
+    monkeypatch.setattr(cube_queries, "SAMPLED_STEPS", 20)
+    write_attempt(tmp_path, Fleet(TWO_STAGES), 0)
+    with open_store(tmp_path) as store:
+        cube = sampled_cube(store)
+    assert cube.places.rank.tolist() == [0, 4, 8, 12]
+    assert cube.steps.tolist() == list(range(3, 61, 3))
+    assert (cube.wall > 0).all() and (cube.compute > 0).all()
+
+
+def test_the_newest_steps_are_as_many_as_their_rows_allow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(TWO_STAGES)
+    write_attempt(tmp_path, fleet, 0)
+    monkeypatch.setattr(cube_queries, "MAX_ROWS", 10 * int((fleet.tables["step_parts"]["step"] == 60).sum()))
+    with open_store(tmp_path) as store:
+        assert recent_cube(store).steps.tolist() == list(range(51, 61))
+
+
+def test_parts_with_numbers_make_the_same_cube(tmp_path: Path) -> None:
+    fleet = Fleet(TWO_STAGES)
+    write_attempt(tmp_path, fleet, 0)
+    with open_store(tmp_path) as store:
+        found, expected = recent_cube(store), cube_of(fleet)
+    assert found.parts == expected.parts
+    for name in ("own", "wait", "entered_ns", "bytes"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
 
 
 def test_until_its_first_step_an_attempt_hides_nothing(tmp_path: Path) -> None:

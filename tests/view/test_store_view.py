@@ -8,11 +8,13 @@ import threading
 import time
 from pathlib import Path
 
+import duckdb
 import numpy as np
 import pytest
 
 from megascale.bench.fleet_times import FleetFault
 from megascale.core.storage import Location
+from megascale.eventstore.query import fetch
 from megascale.eventstore.table_files import TableFile, write_rows
 from megascale.view import store_view
 from megascale.view.store_view import StoreFollower, read_store_view
@@ -90,7 +92,7 @@ def test_before_the_first_step_of_a_known_rank_there_is_no_view(tables: tuple[st
 def test_a_bug_in_an_analysis_is_told_and_the_next_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     errors, told, again = [ValueError("a bug"), None], list[str](), threading.Event()
 
-    def fail_at_first(folder: Path) -> None:
+    def fail_at_first(*arguments: object) -> None:
         if error := errors.pop(0):
             write_rows(Location(f"{run}/events"), TableFile("states", "n0", 0, 1, 2), rows("states", 1))
             raise error
@@ -111,7 +113,7 @@ def test_the_end_waits_for_an_analysis(tmp_path: Path, monkeypatch: pytest.Monke
     """A thread in DuckDB's code would abort a process that ends."""
     began, ended = threading.Event(), threading.Event()
 
-    def analyse(folder: Path) -> None:
+    def analyse(*arguments: object) -> None:
         began.set()
         time.sleep(0.2)
         ended.set()
@@ -124,10 +126,30 @@ def test_the_end_waits_for_an_analysis(tmp_path: Path, monkeypatch: pytest.Monke
     StoreFollower(tmp_path).stop()  # without a start
 
 
+def test_the_end_interrupts_a_long_query(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C does not wait for the analysis of a large job."""
+    began = threading.Event()
+
+    def analyse(store: duckdb.DuckDBPyConnection, folder: Path) -> None:
+        began.set()
+        fetch(store, "SELECT sum(a.range * b.range) AS s FROM range(10000000) a, range(10000000) b")
+
+    run, _ = make_stored_run(tmp_path, FleetFault(), steps=20)
+    with monkeypatch.context() as patched:
+        patched.setattr(store_view, "_analyse", analyse)
+        follower = StoreFollower(run).start()
+        assert began.wait(60)
+        follower.stop()
+    assert "no analyses: the event store cannot be read: INTERRUPT" in follower.note
+    assert not follower._thread.is_alive()
+    follower.refresh()
+    assert follower.latest is not None, "the run has ended: its last analysis is made"
+
+
 def test_the_end_of_a_run_hastens_the_next_analysis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_view, "LEAST_PAUSE_S", 3600.0)
     monkeypatch.setattr(store_view, "MOST_PAUSE_S", 3600.0)
-    monkeypatch.setattr(store_view, "read_store_view", lambda folder: None)
+    monkeypatch.setattr(store_view, "read_store_view", lambda *arguments: None)
     run, done = make_run(tmp_path), threading.Event()
     follower = StoreFollower(run)
     monkeypatch.setattr(follower, "refresh", done.set)
