@@ -75,12 +75,9 @@ class NodeStore:
         earlier collectors.
         """
         files = [file for file in all_files(self._store, table) if file.node == self._node]
-        kept, written = set(uncovered(files)), {file: self._found(file) for file in files}
-        self._cover([written[file] for file in files if file not in kept])
-        return [written[file] for file in uncovered(files)]
-
-    def _found(self, file: TableFile) -> _Written:
-        return _Written(file, (self._store / file.path).size(), _SETTLED)
+        kept = dict.fromkeys(uncovered(files))
+        self._cover([_Written(file, 0, _SETTLED) for file in files if file not in kept])  # their sizes are small
+        return [_Written(file, (self._store / file.path).size(), _SETTLED) for file in kept]
 
     def write(self, table: str, columns: Columns, start_ms: int, end_ms: int) -> None:
         """Write the rows of an interval."""
