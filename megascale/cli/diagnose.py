@@ -84,7 +84,7 @@ def _print_hosts(options: argparse.Namespace) -> None:
     from megascale.eventstore.reading import read_store
     from megascale.observe.host_outliers import recent_host_outliers
 
-    reading = read_store(options.folder, recent_host_outliers)
+    reading = read_store(options.folder, recent_host_outliers, tables=("host_metrics", "ranks"))
     warn(reading.notes)
     found = reading.value
     if not found.hosts:

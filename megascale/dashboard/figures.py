@@ -114,7 +114,8 @@ def _heat_map(
 
 
 def _names(matrix: RankMatrix, nodes: Sequence[str]) -> np.ndarray:
-    names = [f"rank {rank}" + (f" on {nodes[rank]}" if rank < len(nodes) else "") for rank in range(matrix.ranks.size)]
+    known = dict(enumerate(nodes))
+    names = [f"rank {rank}" + (f" on {known[rank]}" if known.get(rank) else "") for rank in range(matrix.ranks.size)]
     return np.array(names)[matrix.ranks]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from dash import Dash, Input, Output, ctx, dcc, html
@@ -124,9 +125,10 @@ def _state(view: RunView, store: StoreView | None, details: RankDetails, letter:
         yield "step", str(state.step)
         yield "without progress", f"{state.idle_s} s"
     if store is not None and rank < len(store.slowness):
-        yield "node", store.nodes[rank]
-        yield "compute beside its peers", f"{store.slowness[rank]:+.1%}"
-        yield "peak memory", format_bytes(float(store.memory[rank]))
+        slowness, memory = float(store.slowness[rank]), float(store.memory[rank])
+        yield "node", store.nodes[rank] or "unknown"
+        yield "compute beside its peers", f"{slowness:+.1%}" if math.isfinite(slowness) else "unknown"
+        yield "peak memory", format_bytes(memory) if math.isfinite(memory) else "unknown"
     if (record := details.record) is not None:
         yield "process", f"{record.pid}, attempt {record.attempt}"
         if record.wait is not None:

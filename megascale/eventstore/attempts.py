@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megascale.core.storage import Location
 from megascale.eventstore.schema import TABLES
-from megascale.eventstore.table_files import TableFile
+from megascale.eventstore.table_files import all_files
 
 
 def begin_attempt(store: Location, attempt: int, *, new_run: bool) -> int:
@@ -13,11 +13,7 @@ def begin_attempt(store: Location, attempt: int, *, new_run: bool) -> int:
 
     Raises: OSError
     """
-    tables = {table: store / table for table in TABLES}
-    found = {
-        table: [file for name in folder.list_names() if (file := TableFile.from_name(table, name)) is not None]
-        for table, folder in tables.items()
-    }
+    found = {table: all_files(store, table) for table in TABLES}
     if not new_run:
         return max([attempt, *(file.attempt + 1 for file in found["ranks"])])
     for files in found.values():

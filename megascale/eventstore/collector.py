@@ -151,6 +151,9 @@ class Collector:
 
     def _store_rows(self, ready: Mapping[int, RankRows]) -> None:
         store = self._open_store(ready)
+        if ready.keys() - self._known:  # before their steps: readers know the ranks of all rows
+            store.replace("ranks", self._rank_columns(ready))
+            self._known |= ready.keys()
         while self._waiting:
             start_ms, end_ms, tables = self._waiting[0]
             while tables:
@@ -158,9 +161,6 @@ class Collector:
                 store.write(table, tables[table], start_ms, end_ms)
                 del tables[table]
             self._waiting.popleft()
-        if ready.keys() - self._known:
-            store.replace("ranks", self._rank_columns(ready))
-            self._known |= ready.keys()
         if self._states:
             store.replace("states", self._state_columns())
         store.prune()
@@ -173,7 +173,7 @@ class Collector:
             self._store.discard("states")
             self._store = self._spread = None
         if self._store is None:
-            self._store, self._stored_attempt = NodeStore(self._settings, attempt), attempt
+            self._store, self._stored_attempt = NodeStore(self._settings, attempt, self._say), attempt
         return self._store
 
     def _epoch_ns(self) -> int:

@@ -10,7 +10,7 @@ A run that goes on merges its files: `eventstore.reading` reads again where one 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,11 +78,12 @@ TRIES = 5
 
 
 def open_store(
-    run: str | Path, *, last_s: float | None = None, threads: int | None = None, without: Collection[str] = ()
-) -> duckdb.DuckDBPyConnection:
+    run: str | Path, *, last_s: float | None = None, threads: int | None = None, without: Collection[str] = (),
+    tables: Collection[str] = TABLES,
+) -> duckdb.DuckDBPyConnection:  # fmt: skip
     """Open the event store of a run: a view for each table, over the files that there are now. A table without files is
     an empty view. `last_s`: only the files with the rows of the newest seconds. `threads`: by default one a core.
-    `without`: paths of files that are left out.
+    `without`: paths of files to leave out. `tables`: by default all; a large job has many files.
 
     A query fails if a file of a live run was replaced meanwhile; `eventstore.reading.read_store` tries again.
     Raises: StoreError
@@ -92,19 +93,21 @@ def open_store(
     store = store_of(run)
     for _ in range(TRIES):
         try:
-            return _open_files(store, last_s, threads, without)
+            return _open_files(store, stored_files(store, last_s, tables), threads, without)
         except (duckdb.Error, UnicodeDecodeError, OSError) as error:  # replaced since it was listed, or damaged
             reason = _first_line(error)
     raise StoreReadError(f"{store}: cannot be read: {reason}", hint="check the store, and try again")
 
 
-def stored_files(store: Location, last_s: float | None = None) -> dict[str, list[TableFile]]:
-    """List the files of a store's tables. `last_s`: only those with the rows of the newest seconds, and of all ranks.
+def stored_files(
+    store: Location, last_s: float | None = None, tables: Collection[str] = TABLES
+) -> dict[str, list[TableFile]]:
+    """List the files of tables. `last_s`: only those with the rows of the newest seconds, and of all ranks.
 
     Raises: StoreError
     """
     try:
-        files = {table: list_files(store, table) for table in TABLES}
+        files = {table: list_files(store, table) for table in tables}
     except OSError as error:
         raise StoreError(f"{store}: cannot be read: {error.strerror}", hint="check path and access") from None
     if last_s is None:
@@ -117,18 +120,17 @@ def stored_files(store: Location, last_s: float | None = None) -> dict[str, list
 
 
 def _open_files(
-    store: Location, last_s: float | None, threads: int | None, without: Collection[str]
+    store: Location, files: Mapping[str, Sequence[TableFile]], threads: int | None, without: Collection[str]
 ) -> duckdb.DuckDBPyConnection:
-    """Open the files that there are now. Raises: StoreError, duckdb.Error for a file that cannot be opened"""
+    """Open the files of tables. Raises: duckdb.Error for a file that cannot be opened"""
     import duckdb
 
-    files = stored_files(store, last_s)
     connection = duckdb.connect(config={"autoload_known_extensions": False, "temp_directory": ""})
     if threads is not None:
         connection.execute(f"SET threads = {threads}")
     paths: list[str] = []
-    for table in TABLES:
-        found = [path for file in files[table] if (path := str(store / file.path)) not in without]
+    for table, listed in files.items():
+        found = [path for file in listed if (path := str(store / file.path)) not in without]
         _make_view(connection, store, table, found)
         paths += found
     local = store.local_path is not None  # a remote store's files are read by pyarrow

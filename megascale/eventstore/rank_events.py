@@ -39,7 +39,7 @@ def read_rank_events(run: Path, wanted: Callable[[int], bool], steps: range | No
 
     Raises: StoreError
     """
-    return read_store(run, lambda store: _read(store, wanted, steps)).value
+    return read_store(run, lambda store: _read(store, wanted, steps), tables=("ranks", "steps", "events")).value
 
 
 def _read(store: duckdb.DuckDBPyConnection, wanted: Callable[[int], bool], steps: range | None) -> list[StoredRank]:

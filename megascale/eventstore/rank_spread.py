@@ -76,7 +76,7 @@ class RankSpread:
             newest_s = max(0.0, time.time() - self._after_s) + self._settings.interval_s
             rows = read_store(
                 self._settings.url, lambda store: store.execute(_SPREAD, given).fetchall(), last_s=newest_s, threads=1,
-                search=False,
+                tables=("steps", "step_parts"), search=False,
             ).value  # fmt: skip
         except StoreError as error:
             raise OSError(str(error)) from None

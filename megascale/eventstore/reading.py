@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from megascale.core.storage import Location
 from megascale.eventstore.query import TRIES, StoreReadError, open_store, read_error, store_of, stored_files
+from megascale.eventstore.schema import TABLES
 
 if TYPE_CHECKING:
     import duckdb
@@ -33,7 +34,7 @@ class Reading(Generic[T]):
 
 def read_store(
     run: str | Path, read: Callable[[duckdb.DuckDBPyConnection], T], *,
-    last_s: float | None = None, threads: int | None = None, search: bool = True,
+    last_s: float | None = None, threads: int | None = None, tables: Collection[str] = TABLES, search: bool = True,
 ) -> Reading[T]:  # fmt: skip
     """Return the result of `read` for the store of a run (`open_store`), opened anew while files go. `search`: look for
     damaged files, which takes as long as all listed ones have bytes; else they are an error.
@@ -46,7 +47,7 @@ def read_store(
     failures: list[str] = []
     while True:
         try:
-            with open_store(run, last_s=last_s, threads=threads, without=damaged) as store:
+            with open_store(run, last_s=last_s, threads=threads, without=damaged, tables=tables) as store:
                 return Reading(read(store), tuple(damaged), tuple(damaged.values()))
         except (StoreReadError, duckdb.Error, UnicodeDecodeError) as error:
             told = error if isinstance(error, StoreReadError) else read_error(error)
@@ -54,7 +55,7 @@ def read_store(
                 raise told from None
             failure = _failing_file(str(told))
             again = failure in failures  # at first a file may have gone
-            found = damaged_files(store_of(run), damaged, last_s) if again and search else {}
+            found = damaged_files(store_of(run), damaged, last_s, tables) if again and search else {}
             if not found and (again or len(failures) >= TRIES):
                 raise told from None
             failures.append(failure)
@@ -67,13 +68,15 @@ def _failing_file(message: str) -> str:
     return named[0] if named else message
 
 
-def damaged_files(store: Location, known: Collection[str] = (), last_s: float | None = None) -> dict[str, str]:
+def damaged_files(
+    store: Location, known: Collection[str] = (), last_s: float | None = None, tables: Collection[str] = TABLES
+) -> dict[str, str]:
     """Return a line about each unreadable file of a store by path, without the `known` files. Reads all files.
-    `last_s`: of `stored_files`.
+    `last_s`, `tables`: of `stored_files`.
 
     Raises: StoreError
     """
-    files = (store / file.path for files in stored_files(store, last_s).values() for file in files)
+    files = (store / file.path for files in stored_files(store, last_s, tables).values() for file in files)
     notes = {str(file): _damage(file) for file in files if str(file) not in known}
     return {path: note for path, note in notes.items() if note}
 

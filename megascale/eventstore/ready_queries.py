@@ -50,7 +50,7 @@ READY_QUERIES = {
         SELECT min(step) AS first, max(step) AS last, round(median(train_ns) / 1e6, 3) AS median_ms,
             round(quantile_cont(train_ns, 0.95) / 1e6, 3) AS p95_ms, round(max(train_ns) / 1e6, 3) AS max_ms,
             round(sum(tokens) / sum(train_ns) * 1e9) AS tokens_per_s,
-            round(sum(flops) / sum(train_ns) * 1e9 / nullif(any_value(peak), 0), 4) AS mfu_full
+            round(sum(flops) / nullif(sum(train_ns * peak) / 1e9, 0), 4) AS mfu_full
         FROM timed JOIN peak USING (attempt) GROUP BY part ORDER BY part""",
     ),
     "tagged-steps": ReadyQuery(
@@ -75,17 +75,17 @@ READY_QUERIES = {
         FROM step_parts WHERE axis = 'host' AND name = 'gc' GROUP BY rank ORDER BY ms DESC, rank LIMIT 20""",
     ),
     "entry-spread": ReadyQuery(
-        "when ranks issue their last reduction of gradients over dp: first to last of a group, by step",
+        "when ranks issue their last reduction of gradients over dp and cp: first to last of a group, by step",
         """
         WITH last AS (
-            SELECT attempt, step, tp, cp, pp, rank, max(last_issue_ns) AS ns
+            SELECT attempt, step, tp, pp, rank, max(last_issue_ns) AS ns
             FROM step_parts JOIN ranks USING (attempt, rank)
             WHERE axis = 'dp' AND name IN ('reduce_scatter', 'all_reduce') AND step > 0 GROUP BY ALL
         ), spread AS (SELECT attempt, step, max(ns) - min(ns) AS ns, arg_max(rank, ns) AS rank FROM last
-            GROUP BY attempt, step, tp, cp, pp)
+            GROUP BY attempt, step, tp, pp)
         SELECT attempt, step, round(max(ns) / 1e6, 3) AS widest_ms, round(median(ns) / 1e6, 3) AS median_ms,
             arg_max(rank, ns) AS last_rank
-        FROM spread GROUP BY attempt, step ORDER BY attempt, step DESC LIMIT 20""",
+        FROM spread GROUP BY attempt, step ORDER BY attempt DESC, step DESC LIMIT 20""",
     ),
     "longest-events": ReadyQuery(
         "the longest single events of the steps, without activities of the host",

@@ -54,8 +54,9 @@ class TableFile:
         return cls(table, match["node"], int(match["attempt"]), int(match["start"]), int(match["end"]))
 
     def covers(self, other: TableFile) -> bool:
-        """Return True if this file stands in the place of `other`, of the same table, node and attempt."""
-        return self != other and self.start_ms <= other.start_ms and other.end_ms <= self.end_ms
+        """Return True if this file stands in the place of `other`."""
+        same = (self.table, self.node, self.attempt) == (other.table, other.node, other.attempt)
+        return same and self != other and self.start_ms <= other.start_ms and other.end_ms <= self.end_ms
 
 
 def list_files(store: Location, table: str) -> list[TableFile]:
@@ -63,15 +64,19 @@ def list_files(store: Location, table: str) -> list[TableFile]:
 
     Raises: OSError
     """
-    return uncovered(filter(None, (TableFile.from_name(table, name) for name in (store / table).list_names())))
+    return uncovered(all_files(store, table))
+
+
+def all_files(store: Location, table: str) -> list[TableFile]:
+    """List the files of a table, covered files too. Raises: OSError"""
+    return [file for name in (store / table).list_names() if (file := TableFile.from_name(table, name)) is not None]
 
 
 def uncovered(files: Iterable[TableFile]) -> list[TableFile]:
     """Leave out the files of a table that others cover."""
     kept: list[TableFile] = []
     for file in sorted(files, key=lambda file: (file.node, file.attempt, file.start_ms, -file.end_ms)):
-        before = kept[-1] if kept else file
-        if not ((before.node, before.attempt) == (file.node, file.attempt) and before.covers(file)):
+        if not (kept and kept[-1].covers(file)):
             kept.append(file)
     return kept
 

@@ -21,6 +21,7 @@ from megascale.core.errors import Exit, MegascaleError
 from megascale.core.rank import format_ranks
 from megascale.eventstore.query import fetch
 from megascale.export.spans import OTLP_STEPS, SpanSelection, TraceSpan, read_spans, span_id, trace_id
+from megascale.observe.cube_queries import NEWEST_STEP
 
 if TYPE_CHECKING:
     import duckdb
@@ -54,9 +55,12 @@ class Exported:
 def choose(
     store: duckdb.DuckDBPyConnection, groups: str, ranks: Sequence[range] | None, steps: range | None
 ) -> SpanSelection:
-    """Return what is exported: by default the first rank, and the last OTLP_STEPS steps. Raises: OtlpError"""
+    """Return what is exported: by default the first rank, and the last OTLP_STEPS steps of the last attempt.
+
+    Raises: OtlpError
+    """
     known = fetch(store, "SELECT DISTINCT rank FROM steps ORDER BY rank")["rank"].tolist()
-    newest = fetch(store, "SELECT coalesce(max(step), 0) AS step FROM steps")["step"].tolist()[0]
+    newest = fetch(store, f"SELECT {NEWEST_STEP} AS step")["step"].tolist()[0]
     chosen = known[:1] if ranks is None else [rank for rank in known if any(rank in one for one in ranks)]
     span = range(max(1, newest - OTLP_STEPS + 1), newest + 1) if steps is None else steps
     if not known:

@@ -7,13 +7,14 @@ attempts' later steps were abandoned. A step of several attempts counts in the l
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from megascale.eventstore.query import fetch
+from megascale.eventstore.schema import STEP_AXIS
 from megascale.layout.topology import AXES
-from megascale.observe.step_cube import Columns, StepCube
+from megascale.observe.step_cube import Booleans, Columns, Integers, Part, Places, StepCube, first_alike
 
 if TYPE_CHECKING:
     import duckdb
@@ -24,8 +25,11 @@ MAX_ROWS = 12_000_000
 RECENT_STEPS = 500
 """Most steps of a cube of all ranks."""
 
-SAMPLED_RANKS, SAMPLED_STEPS = 512, 2000
-"""Most ranks and steps of a sample of the whole run."""
+COUNTED_STEPS = 8
+"""Newest steps whose rows are counted; of the very last some are missing yet."""
+
+SAMPLED_RANKS, SAMPLED_STEPS = 64, 2000
+"""Most ranks and steps of a sample of the whole run: with 20 parts 2.6 million rows."""
 
 NEWEST_STEP = "(SELECT coalesce(max(step), 0) FROM steps WHERE attempt = (SELECT max(attempt) FROM steps))"
 """The newest step of the last attempt, in SQL."""
@@ -41,38 +45,81 @@ _WHOLE = " AND ".join((
 ))  # fmt: skip
 """The condition, in SQL, that a step is of the last attempt that ran it, and has rows of all ranks."""
 
+STEP_COLUMNS = ("attempt", "rank", "step", "train_ns", "tags", "tokens", "flops")
+"""Columns of `steps` that a cube is made of."""
+
 _MEASURES = ("count", "total_ns", "exposed_ns", "bytes", "last_issue_ns")
 
 
 def recent_cube(store: duckdb.DuckDBPyConnection, steps: int = RECENT_STEPS) -> StepCube:
     """Read the newest steps of all ranks."""
-    rows = fetch(store, "SELECT count(*) AS rows, count(DISTINCT step) AS steps FROM step_parts WHERE step > 0")
-    per_step = int(rows["rows"][0]) / max(1, int(rows["steps"][0]))
-    count = max(1, min(steps, int(MAX_ROWS / max(1.0, per_step))))
-    newest = f"SELECT DISTINCT step FROM steps WHERE step <= {NEWEST_STEP} ORDER BY step DESC LIMIT {count}"
-    return _read(store, f"step IN ({newest})", "true")
+    newest = _newest_step(store)
+    last = f"step > {newest - COUNTED_STEPS} AND step <= {newest}"
+    by_step = f"SELECT count(*) AS rows FROM step_parts WHERE {last} GROUP BY attempt, step"
+    rows = int(fetch(store, f"SELECT coalesce(max(rows), 1) AS rows FROM ({by_step})")["rows"][0])
+    count = max(1, min(steps, MAX_ROWS // rows))
+    return _read(store, _ranks(store), f"step > {newest - count} AND step <= {newest}")
 
 
 def sampled_cube(store: duckdb.DuckDBPyConnection) -> StepCube:
     """Read steps and ranks at equal distances over the whole run."""
-    sizes = fetch(store, "SELECT count(DISTINCT step) AS steps, count(DISTINCT rank) AS ranks FROM steps")
-    step_stride = -(-int(sizes["steps"][0]) // SAMPLED_STEPS) or 1
-    rank_stride = -(-int(sizes["ranks"][0]) // SAMPLED_RANKS) or 1
-    return _read(store, f"step % {step_stride} = 0 AND step <= {NEWEST_STEP}", f"rank % {rank_stride} = 0")
+    ranks, newest = _ranks(store), _newest_step(store)
+    present = Places.from_table(ranks).rank
+    sample = present[is_sampled(present)]
+    mine = np.isin(ranks["rank"], sample)
+    ranks = {name: column[mine] for name, column in ranks.items()}
+    alike = f"attempt >= {first_alike(ranks)}"
+    first = int(fetch(store, f"SELECT coalesce(min(step), 1) AS step FROM steps WHERE {alike}")["step"][0])
+    stride = max(1, -(-(newest - first + 1) // SAMPLED_STEPS))
+    numbers = ", ".join(map(str, [-1, *sample.tolist()]))  # a list, by which files of other nodes are passed over
+    return _read(store, ranks, f"step % {stride} = 0 AND step <= {newest} AND rank IN ({numbers})")
 
 
-def _read(store: duckdb.DuckDBPyConnection, of_step: str, of_rank: str) -> StepCube:
-    """Read the steps and ranks that meet two conditions."""
-    distinct = "SELECT DISTINCT axis, name, chunk FROM step_parts"
-    parts = fetch(store, f"{distinct} ORDER BY ALL")
-    numbered = f"SELECT *, row_number() OVER (ORDER BY axis, name, chunk) - 1 AS part FROM ({distinct})"
+def is_sampled(ranks: Integers) -> Booleans:
+    """Return which of all ranks of a job a sample has."""
+    return np.asarray(ranks % max(1, -(-len(ranks) // SAMPLED_RANKS)) == 0)
+
+
+def _newest_step(store: duckdb.DuckDBPyConnection) -> int:
+    """Return NEWEST_STEP: with the number, queries pass over the files of other steps."""
+    return int(fetch(store, f"SELECT {NEWEST_STEP} AS step")["step"][0])
+
+
+def _ranks(store: duckdb.DuckDBPyConnection) -> Columns:
+    """Return the table `ranks` up to the last attempt that came to a step."""
+    return fetch(store, "SELECT * FROM ranks WHERE attempt <= (SELECT max(attempt) FROM steps)")
+
+
+def _read(store: duckdb.DuckDBPyConnection, ranks: Columns, condition: str) -> StepCube:
+    """Read the rows that meet a condition, of the attempts in which `ranks` are where they are now."""
+    condition = f"step > 0 AND attempt >= {first_alike(ranks)} AND {condition}"
+    numbered = _NumberedParts.read(store, condition)
     columns = ", ".join(("attempt", "rank", "step", "part", *_MEASURES))
-    joined = f"step_parts JOIN ({numbered}) USING (axis, name, chunk)"
-    rows = fetch(store, f"SELECT {columns} FROM {joined} WHERE step > 0 AND {of_step} AND {of_rank}")
-    part = rows.pop("part")
-    step_parts = rows | {name: column[part] for name, column in parts.items()}  # a text for each row would fill memory
-    steps = fetch(store, f"SELECT * FROM steps WHERE {of_step} AND {of_rank}")
-    return StepCube.from_tables(step_parts, steps, fetch(store, f"SELECT * FROM ranks WHERE {of_rank}"))
+    step_parts = numbered.fetch(store, f"SELECT {columns} FROM {{}} WHERE {condition}")
+    steps = fetch(store, f"SELECT {', '.join(STEP_COLUMNS)} FROM steps WHERE {condition}")
+    return StepCube.from_tables(step_parts, steps, ranks, numbered.parts)
+
+
+class _NumberedParts(NamedTuple):
+    """The parts of a step in the rows of `step_parts` that meet a condition, without whole steps. Rows have their
+    numbers: a text for each row would fill memory, and take long to make.
+    """
+
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def read(cls, store: duckdb.DuckDBPyConnection, condition: str) -> _NumberedParts:
+        distinct = f"SELECT DISTINCT axis, name, chunk FROM step_parts WHERE {condition} AND axis <> '{STEP_AXIS}'"
+        found = fetch(store, f"{distinct} ORDER BY ALL")
+        return cls(tuple(map(Part, *(found[name].tolist() for name in Part._fields))))
+
+    def fetch(self, store: duckdb.DuckDBPyConnection, sql: str) -> Columns:
+        """Return the columns of a query of `step_parts`, which {} stands for, with the column `part`."""
+        texts = "unnest(?::VARCHAR[]) AS axis, unnest(?::VARCHAR[]) AS name"
+        numbers = "unnest(?::SMALLINT[]) AS chunk, unnest(?::SMALLINT[]) AS part"
+        joined = f"step_parts JOIN (SELECT {texts}, {numbers}) USING (axis, name, chunk)"
+        columns = [[part[at] for part in self.parts] for at in range(len(Part._fields))]
+        return fetch(store, sql.format(joined), [*columns, list(range(len(self.parts)))])
 
 
 def mean_cube(store: duckdb.DuckDBPyConnection) -> tuple[StepCube, Columns]:
@@ -86,23 +133,43 @@ def mean_cube(store: duckdb.DuckDBPyConnection) -> tuple[StepCube, Columns]:
         f"FROM steps LEFT JOIN ({_RANKS_WITH_PARTS}) USING (attempt, step) GROUP BY attempt, step ORDER BY ALL"
     )  # fmt: skip
     sums = ", ".join(f"sum({name}) / ranks AS {name}" for name in _MEASURES)
-    keys = "attempt, step, axis, name, chunk"
+    keys = "attempt, step, part"
     ranks = "(SELECT attempt, step, count(*) AS ranks FROM steps GROUP BY attempt, step)"
-    step_parts = fetch(
-        store,
-        f"SELECT {keys}, 0 AS rank, {sums} FROM step_parts JOIN {ranks} USING (attempt, step) GROUP BY {keys}, ranks",
+    numbered = _NumberedParts.read(store, "true")
+    step_parts = numbered.fetch(
+        store, f"SELECT {keys}, 0 AS rank, {sums} FROM {{}} JOIN {ranks} USING (attempt, step) GROUP BY {keys}, ranks"
     )
     one = {"attempt": np.zeros(1, int), "rank": np.zeros(1, int), "node": np.array(["mean"], object)}
-    kept = steps.pop("whole") & (steps["step"] <= int(fetch(store, f"SELECT {NEWEST_STEP} AS step")["step"][0]))
+    kept = steps.pop("whole") & (steps["step"] <= _newest_step(store))
     of_steps = {name: column[kept] for name, column in steps.items()}
-    return StepCube.from_tables(step_parts, of_steps, one | dict.fromkeys(AXES, np.zeros(1, int))), steps
+    one |= dict.fromkeys(AXES, np.zeros(1, int))
+    return StepCube.from_tables(step_parts, of_steps, one, numbered.parts), steps
 
 
 def peak_flops(store: duckdb.DuckDBPyConnection) -> float:
     """Return the peak FLOP/s of all ranks of the last attempt together; 0 if that of any rank is unknown. Ranks without
     a row count with the mean of the others.
     """
+    peaks = _peaks(store)
+    return peaks[max(peaks)] if peaks else 0.0
+
+
+def mean_peak_flops(store: duckdb.DuckDBPyConnection, steps: Columns) -> float:
+    """Return the peak FLOP/s of all ranks together, as the mean over the time of the attempts in the table `steps`: a
+    job that shrank has fewer devices. 0 if the peak of any rank is unknown.
+    """
+    attempt, peaks, peak_s, all_s = np.asarray(steps["attempt"]), _peaks(store), 0.0, 0.0
+    for number in peaks.keys() & set(attempt.tolist()):
+        mine = attempt == number
+        seconds = float(steps["end_ns"][mine].max() - steps["start_ns"][mine].min()) / 1e9
+        peak_s, all_s = peak_s + seconds * peaks[number], all_s + seconds
+        if not peaks[number]:
+            return 0.0
+    return peak_s / all_s if all_s else 0.0
+
+
+def _peaks(store: duckdb.DuckDBPyConnection) -> dict[int, float]:
     ranks = "greatest(max(world), count(DISTINCT rank))"
-    sums = fetch(store, f"SELECT avg(peak_flops) * {ranks} AS peak, min(peak_flops) AS least FROM ranks "
-                 "WHERE attempt = (SELECT max(attempt) FROM ranks)")  # fmt: skip
-    return float(sums["peak"][0]) if float(np.nan_to_num(sums["least"][0])) > 0 else 0.0
+    known = f"CASE WHEN min(peak_flops) > 0 THEN avg(peak_flops) * {ranks} ELSE 0 END"
+    found = fetch(store, f"SELECT attempt, {known} AS peak FROM ranks GROUP BY attempt")
+    return dict(zip(found["attempt"].tolist(), found["peak"].tolist(), strict=True))

@@ -14,7 +14,7 @@ import numpy as np
 
 from megascale.core.rank import format_ranks
 from megascale.eventstore.query import fetch
-from megascale.observe.cube_queries import NEWEST_STEP, SAMPLED_RANKS, peak_flops, recent_cube, sampled_cube
+from megascale.observe.cube_queries import NEWEST_STEP, is_sampled, peak_flops, recent_cube, sampled_cube
 from megascale.observe.delay_matrix import DelayMatrix, delay_matrix
 from megascale.observe.drift import Drift, Growth, drift
 from megascale.observe.link_cost import link_cost, message_waits
@@ -97,8 +97,9 @@ KIND_OF_PART: dict[str, FindingKind] = {
 def findings(store: duckdb.DuckDBPyConnection) -> list[Finding]:
     """Return the findings about a run's store (`eventstore.query.open_store`), the costliest first."""
     cube, peak = recent_cube(store), peak_flops(store)
-    last = f"(SELECT (max(attempt), step) FROM steps WHERE step <= {NEWEST_STEP} GROUP BY step)"
-    messages = f"events WHERE peer >= 0 AND step > 0 AND (attempt, step) IN {last}"
+    first = cube.steps.min(initial=np.iinfo(np.int32).max)  # earlier ones are old, or ranks were on other nodes
+    last = f"(SELECT (max(attempt), step) FROM steps WHERE step >= {first} AND step <= {NEWEST_STEP} GROUP BY step)"
+    messages = f"events WHERE peer >= 0 AND step >= {first} AND (attempt, step) IN {last}"
     counts = fetch(store, f"SELECT step, count(*) AS rows FROM {messages} GROUP BY step ORDER BY step DESC")
     newest = counts["step"][np.cumsum(counts["rows"]) <= MESSAGE_ROWS]
     events = fetch(store, f"SELECT * FROM {messages} AND step >= {newest.min(initial=np.iinfo(np.int32).max)}")
@@ -204,9 +205,9 @@ def _changes(cube: StepCube, change: Drift, found: Sequence[Finding]) -> Iterato
 
 def _have_no_peers(cube: StepCube, ranks: Sequence[int]) -> bool:
     """Return True if ranks of a sample (`cube_queries.sampled_cube`) are whole stages: nobody to compare with."""
-    stage, stride = cube.places.coords["pp"], -(-len(cube.places.rank) // SAMPLED_RANKS)
+    stage, rank = cube.places.coords["pp"], cube.places.rank
     mine = np.isin(stage, stage[cube.places.index(np.array(ranks, int))])
-    return bool(ranks) and set(cube.places.rank[mine & (cube.places.rank % stride == 0)].tolist()) <= set(ranks)
+    return bool(ranks) and set(rank[mine & is_sampled(rank)].tolist()) <= set(ranks)
 
 
 def _slower_ranks(cube: StepCube, change: Drift, growths: Sequence[Growth]) -> Finding:

@@ -2,13 +2,14 @@
 
 `StepCube.from_tables` reads `step_parts`, `steps` and `ranks` (`eventstore.schema`); all other analyses read the cube.
 An action's own time is its duration without the waits inside it: a rank that computes longer differs in its own time
-from a rank that waits for it. A step that several attempts have run counts in the last attempt.
+from a rank that waits for it. A step that several attempts have run counts in the last attempt. Steps from before a
+rank moved, to another node or place in the layout, are left out: they were other machines.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -93,6 +94,21 @@ class Places:
         return self.codes(*(other for other in AXES if other not in along)) if along[0] in AXES else self.codes()
 
 
+def first_alike(ranks: Columns) -> int:
+    """Return the first attempt since which every rank has been on its present node and in its present place of the
+    layout, by the table `ranks`: a replaced node, or a layout that shrank, makes ranks of other machines.
+    """
+    attempt, rank = np.asarray(ranks["attempt"]), np.asarray(ranks["rank"])
+    if not (attempt < attempt.max(initial=0)).any():
+        return 0
+    now = np.flatnonzero(attempt == attempt.max())
+    now = now[np.argsort(rank[now])]
+    at = now[np.searchsorted(rank[now], rank).clip(max=len(now) - 1)]
+    moved = rank[at] == rank
+    moved &= np.logical_or.reduce([np.asarray(ranks[name])[at] != ranks[name] for name in ("node", "world", *AXES)])
+    return int(attempt[moved].max(initial=-1)) + 1
+
+
 @dataclass(frozen=True)
 class StepCube:
     """Times of R ranks in S steps and P parts, in seconds.
@@ -119,14 +135,20 @@ class StepCube:
     forwards: int
 
     @classmethod
-    def from_tables(cls, step_parts: Columns, steps: Columns, ranks: Columns) -> StepCube:
-        """Build the cube of all steps in the table `steps`."""
+    def from_tables(
+        cls, step_parts: Columns, steps: Columns, ranks: Columns, parts: Sequence[Part] | None = None
+    ) -> StepCube:
+        """Build the cube of the steps in the table `steps` since `first_alike`. `parts`: with a column `part` of
+        indices in the place of the texts in `step_parts`.
+        """
         places, numbers = Places.from_table(ranks), np.unique(np.asarray(steps["step"]))
         attempts = np.full(len(numbers), -1)
         np.maximum.at(attempts, np.searchsorted(numbers, steps["step"]), np.asarray(steps["attempt"]))
+        alike = attempts >= first_alike(ranks)
+        numbers, attempts = numbers[alike], attempts[alike]
         of_steps, of_parts = (_Rows.of_table(table, places, numbers, attempts) for table in (steps, step_parts))
         shape = len(places.rank), len(numbers)
-        return cls(places, numbers, **_step_arrays(of_steps, shape), **_part_arrays(of_parts, shape))
+        return cls(places, numbers, **_step_arrays(of_steps, shape), **_part_arrays(of_parts, shape, parts))
 
     def take(self, steps: slice | Booleans | Integers) -> StepCube:
         """Return the cube of some steps, by position."""
@@ -229,10 +251,13 @@ def _step_arrays(rows: _Rows, shape: tuple[int, int]) -> dict[str, Any]:
     return {"wall": wall, "ordinary": ordinary, "warm": warm, "tokens": tokens, "flops": flops}
 
 
-def _part_arrays(rows: _Rows, shape: tuple[int, int]) -> dict[str, Any]:
-    """Return the fields of a cube that the table `step_parts` has."""
-    rows = rows.take(rows.column("axis") != STEP_AXIS)
-    keys, part = _factorize(*(rows.column(name) for name in ("axis", "name", "chunk")))
+def _part_arrays(rows: _Rows, shape: tuple[int, int], known: Sequence[Part] | None) -> dict[str, Any]:
+    """Return the fields of a cube that the table `step_parts` has. `known`: parts by the rows' indices."""
+    if known is None:
+        rows = rows.take(rows.column("axis") != STEP_AXIS)
+        keys, part = _factorize(*(rows.column(name) for name in Part._fields))
+    else:
+        keys, part = _present(list(known), rows.column("part"))
     parts = tuple(Part(*key) for key in keys)
     total, exposed = rows.column("total_ns") / 1e9, rows.column("exposed_ns") / 1e9
     compute, host = (np.array([key.axis == axis for key in parts], bool)[part] for axis in (COMPUTE, HOST_AXIS))
@@ -264,7 +289,11 @@ def _factorize(*columns: npt.NDArray[Any]) -> tuple[list[tuple], Integers]:
         values.append(sorted(set(column.tolist())))
         index = {value: at for at, value in enumerate(values[-1])}
         code = code * len(index) + np.fromiter(map(index.__getitem__, column.tolist()), np.int64, len(column))
-    rows = list(itertools.product(*values))
+    return _present(list(itertools.product(*values)), code)
+
+
+def _present(rows: list, code: Integers) -> tuple[list, Integers]:
+    """Return the `rows` that codes are indices of, and the codes as indices of those."""
     there = np.flatnonzero(np.bincount(code, minlength=len(rows)))
     of_code = np.zeros(len(rows), np.int64)
     of_code[there] = np.arange(len(there))

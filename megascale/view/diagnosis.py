@@ -5,15 +5,16 @@ ranks and from the dumps of torch's flight recorder. `view.diagnosis_text` print
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from megascale.core.flight_layout import Phase
-from megascale.core.flight_record import FlightEvent
+from megascale.core.flight_record import FlightEvent, FlightRecord
 from megascale.core.rank import format_ranks
 from megascale.core.units import format_duration
+from megascale.eventstore.settings import StoreSettings
 from megascale.fault.classify import classify_hang
 from megascale.fault.incidents import Culprit
 from megascale.fault.observations import read_tail
@@ -24,10 +25,15 @@ from megascale.observe.hang import SILENT_S, Verdict, hang_verdict
 from megascale.observe.wait_chain import WaitingSet, WaitLink, distances, wait_chain, waiting_sets
 from megascale.observe.waits import wait_graph
 from megascale.view.last_states import LastState, LastStates, StatesError, read_dumped_states
-from megascale.view.run_view import RunView, standstill_limit_s
+from megascale.view.run_view import RunView, standstill_limit_s, step_limit_s
 
-Condition = Literal["hangs", "makes progress", "has ended", "unknown"]
-"""Conditions of a run. By the dumps of torch's flight recorder alone a run hangs without a verdict."""
+Condition = Literal["hangs", "makes progress", "has ended", "is out of sight", "unknown"]
+"""Conditions of a run. By the dumps of torch's flight recorder alone a run hangs without a verdict. Out of sight: old
+states are left, and nothing tells whether the run has ended.
+"""
+
+RECENT_INTERVALS = 3.0
+"""Intervals of the event store after which the states of a live run are newer."""
 
 MOST_CULPRITS = 4
 """Most culprits whose events, stack and output are shown."""
@@ -58,6 +64,7 @@ class RunDiagnosis:
     """The condition of a run, and the verdict if it hangs.
 
     `idle_s`: for which no rank had made progress when it was last seen, and the limit from which that is a hang.
+    `age_s`: of the newest state, where nobody says what the ranks do now.
     `slow_ranks`: ranks beyond the limit while others make progress. `verdict`, `what` and `culprits`: of a hang.
     `waiting`: nearest the culprits first; `links`: of each to a culprit, 0 if none leads there. `recorder`: what the
     dumps of torch's flight recorder say, "" without dumps. `error`: the first of a run that has ended.
@@ -68,6 +75,7 @@ class RunDiagnosis:
     condition: Condition
     idle_s: float = 0.0
     limit_s: float = 0.0
+    age_s: float = 0.0
     slow_ranks: tuple[int, ...] = ()
     verdict: Verdict | None = None
     what: str = ""
@@ -86,9 +94,10 @@ def diagnose(view: RunView, states: LastStates, read_stack: Callable[[int], str]
     Raises: StatesError if neither states nor dumps tell anything
     """
     recorder, suspected = _recorder(view.folder)
-    errors = [] if view.is_live else _errors(view)
+    errors = [] if view.is_live else _errors(view, states.records.values())
     common = RunDiagnosis(view, states, "unknown", recorder=recorder, error=_first(errors), notes=states.notes)
-    working = [state.record for state in states.by_rank.values() if state.record.phase is not Phase.DONE]
+    at_work = [state for state in states.by_rank.values() if state.record.phase is not Phase.DONE]
+    working = [state.record for state in at_work]
     if view.status == 0 or (states.by_rank and not working):
         return replace(common, condition="has ended")
     if not working:
@@ -98,25 +107,36 @@ def diagnose(view: RunView, states: LastStates, read_stack: Callable[[int], str]
         if dumped.by_rank:
             return _hang(replace(common, states=replace(dumped, notes=states.notes)), read_stack)
         return replace(common, condition="hangs", what=recorder) if suspected else common
-    limit_s = standstill_limit_s({str(record.phase) for record in working}, view.config, view.curves)
+    step_s = step_limit_s(working, view.config, view.curves)
+    limit_s = standstill_limit_s({str(record.phase) for record in working}, view.config, step_s)
     idle_s = min(record.idle_s for record in working)
     if view.is_live and not all(state.is_local for state in states.by_rank.values()):
         idle_s = float(view.states.idle_s)  # newer than the store
     common = replace(common, idle_s=idle_s, limit_s=limit_s)
     if idle_s >= limit_s or (not view.is_live and (suspected or _ended_by_timeout(errors))):
         return _hang(common, read_stack)
-    if not view.is_live:
+    if view.has_ended or errors:
         return replace(common, condition="has ended")
     slow = tuple(record.rank for record in working if record.idle_s >= limit_s)
+    common = replace(common, age_s=0.0 if view.is_live else min(state.age_s for state in at_work))
+    if common.age_s > RECENT_INTERVALS * _interval_s(view):
+        return replace(common, condition="is out of sight")
     return replace(common, condition="makes progress", slow_ranks=slow)
 
 
-def _errors(view: RunView) -> list[Mapping[str, Any]]:
-    """Return the errors with which ranks ended, the earliest first; none where a file cannot be read."""
+def _interval_s(view: RunView) -> float:
+    return view.config.observe.store_interval_s if view.config is not None else StoreSettings.interval_s
+
+
+def _errors(view: RunView, records: Iterable[FlightRecord]) -> list[Mapping[str, Any]]:
+    """Return the errors with which ranks ended, the earliest first; none where a file cannot be read. `records`: the
+    last of the ranks; errors from before their start are those of earlier ranks.
+    """
+    start = max((record.start for record in records), default=0.0)
     for folder in _log_folders(view):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            if records := read_records(folder):
-                return [record for record in records.values() if record["what"]]
+            if found := read_records(folder):
+                return [error for error in found.values() if error["what"] and error["time"] >= start]
     return []
 
 

@@ -65,11 +65,15 @@ def _head(found: RunDiagnosis) -> Iterator[str]:
     elif found.condition == "hangs":
         yield f"HUNG, by torch's flight recorder alone: {found.what}"
     elif found.condition == "makes progress":
-        yield f"NO HANG: the run makes progress, step {_step(found)}; the last was {idle} ago"
+        last = f"as of {format_duration(found.age_s)} ago" if found.age_s else f"the last was {idle} ago"
+        yield f"NO HANG: the run makes progress, step {_step(found)}; {last}"
         if found.slow_ranks:
             yield f"but {format_ranks(found.slow_ranks)} made none for {format_duration(found.limit_s)} or more"
         else:
             yield f"a standstill of {format_duration(found.limit_s)} is called a hang"
+    elif found.condition == "is out of sight":
+        seen = f"when last seen, {format_duration(found.age_s)} ago, step {_step(found)}"
+        yield f"NO HANG {seen}: the run is not running any more, or out of sight"
     elif found.condition == "has ended":
         yield f"{_ended(found)}, step {_step(found)}"
     else:
@@ -194,6 +198,7 @@ def diagnosis_json(found: RunDiagnosis) -> dict[str, Any]:
         "what": found.what,
         "idle_s": round(found.idle_s, 1),
         "limit_s": round(found.limit_s, 1),
+        "age_s": round(found.age_s, 1),
         "slow_ranks": list(found.slow_ranks),
         "verdict": None if verdict is None else {
             "kind": verdict.kind, "ranks": list(verdict.ranks), "nodes": nodes_of(verdict.ranks, states),

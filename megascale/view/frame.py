@@ -21,7 +21,7 @@ from megascale.core.units import format_count, format_duration
 from megascale.fault.incidents import Incident, describe_recovery
 from megascale.view.rank_cells import CellGrid, CellRow, cell_grid
 from megascale.view.run_view import RunView
-from megascale.view.signs import BAD_STATES, SIGNS, gravest, idle_limit_s, letter_of
+from megascale.view.signs import BAD_STATES, SIGNS, gravest, letter_of
 from megascale.view.sparkline import ASCII_LEVELS, BLOCKS, sparkline
 
 LABEL = 12
@@ -120,8 +120,9 @@ def _curves(view: RunView, size: FrameSize) -> Iterator[Text]:
 
 def letters_of(view: RunView, slowness: Floats) -> list[str]:
     """Return the letters of all ranks. `slowness`: by rank, excess over its peers' compute time, or empty."""
-    limit_s = idle_limit_s(view.step_time_s)
-    known = {rank: letter_of(state, _at(slowness, rank), limit_s) for rank, state in enumerate(view.states.ranks)}
+    known = {
+        rank: letter_of(state, _at(slowness, rank), view.step_limit_s) for rank, state in enumerate(view.states.ranks)
+    }
     return [known.get(rank, "?") if not view.states.stale else "?" for rank in range(view.world)]
 
 

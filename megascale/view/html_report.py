@@ -135,7 +135,9 @@ def _heat_map(topology: Topology, store: StoreView) -> Iterator[str]:
     def note(row: int, column: int) -> str:
         rank = int(matrix.ranks[row, column])
         node = store.nodes[rank] if rank < len(store.nodes) else ""
-        return f"rank {rank}{f' on {node}' if node else ''}: {excess[row, column]:+.1%} beside its peers"
+        known = np.isfinite(excess[row, column])
+        beside = f"{excess[row, column]:+.1%} beside its peers" if known else "not compared"
+        return f"rank {rank}{f' on {node}' if node else ''}: {beside}"
 
     heat = store.heat
     title = f"compute time of each rank beside its peers, steps {heat.first_step} to {heat.last_step}"

@@ -27,6 +27,7 @@ from megascale.view.run_view import RunView
 SHARED, STORED, DUMPED = "shared memory of this host", "event store", "dumps of torch's flight recorder"
 """Where a state was found."""
 
+_TABLES = ("states", "ranks")
 _NEWEST = "QUALIFY row_number() OVER (PARTITION BY rank ORDER BY {} DESC) = 1 ORDER BY rank"
 _STATES = f"""
     SELECT rank, time_ns, record FROM states WHERE attempt = (SELECT max(attempt) FROM states)
@@ -139,11 +140,11 @@ def _stored(view: RunView) -> tuple[dict[int, tuple[int, str]], dict[int, str], 
 
     Raises: StoreError
     """
-    found = read_store(view.folder, lambda store: (fetch(store, _STATES), fetch(store, _NODES)))
-    states, ranks = found.value
+    read = read_store(view.folder, lambda store: (fetch(store, _STATES), fetch(store, _NODES)), tables=_TABLES)
+    states, ranks = read.value
     rows = zip(*(states[name].tolist() for name in ("rank", "time_ns", "record")), strict=True)
     nodes = zip(ranks["rank"].tolist(), ranks["node"].tolist(), strict=True)
-    return {rank: (at_ns, text) for rank, at_ns, text in rows}, dict(nodes), found.notes
+    return {rank: (at_ns, text) for rank, at_ns, text in rows}, dict(nodes), read.notes
 
 
 def _parse(rows: Mapping[int, tuple[int, Any]], view: RunView, now: float) -> tuple[dict[int, LastState], list[int]]:

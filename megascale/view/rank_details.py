@@ -85,7 +85,8 @@ def _flight_record(view: RunView, rank: int) -> tuple[FlightRecord | None, str]:
     if (record := _local_record(view, rank)) is not None:
         return record, "shared memory of this host"
     try:
-        return read_store(view.folder, lambda store: _stored_record(store, rank)).value, "event store"
+        reading = read_store(view.folder, lambda store: _stored_record(store, rank), tables=("states",))
+        return reading.value, "event store"
     except StoreError:
         return None, ""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megascale.config.run import RunConfig
 from megascale.core.events import COMPUTE
-from megascale.observe.cube_queries import mean_cube, peak_flops
+from megascale.observe.cube_queries import mean_cube, mean_peak_flops
 from megascale.observe.mfu_ledger import MfuLedger, mfu_ledger
 from megascale.observe.step_cube import StepCube
 from megascale.simulate.event_simulator import Place, StageTimes
@@ -35,8 +35,9 @@ def run_breakdown(store: duckdb.DuckDBPyConnection, folder: Path, recent: StepCu
         return None
     config, problem = _config(folder)
     purposes, step = _profile(folder / "kernels")
+    bubble_s, problem = _bubble(recent, config) if config is not None else (0.0, problem)
     found = mfu_ledger(
-        cube, steps, peak_flops(store), bubble_s=_bubble(recent, config), plan=_plan(folder), purposes=purposes,
+        cube, steps, mean_peak_flops(store, steps), bubble_s=bubble_s, plan=_plan(folder), purposes=purposes,
         profiled_step=step,
     )  # fmt: skip
     return replace(found, remarks=(*found.remarks, f"the bubble is not computed: {problem}")) if problem else found
@@ -71,13 +72,16 @@ def _config(folder: Path) -> tuple[RunConfig | None, str]:
     return config, "" if config is not None else f"{folder} has no {CONFIG_FILE}"
 
 
-def _bubble(cube: StepCube, config: RunConfig | None) -> float:
-    """Return the seconds of a step in which the mean rank waits for its schedule, were messages free and peers equal.
+def _bubble(cube: StepCube, config: RunConfig) -> tuple[float, str]:
+    """Return the seconds of a step in which the mean rank waits for its schedule, were messages free and peers equal;
+    or 0, and why the bubble cannot be computed.
 
     A chunk takes the mean of its ranks, with their waits for tensor-parallel peers.
     """
-    if config is None or config.parallel.pp == 1:
-        return 0.0
+    if config.parallel.pp == 1:
+        return 0.0, ""
+    if missing := set(range(config.parallel.pp)) - set(cube.places.coords["pp"][cube.ordinary.any(1)].tolist()):
+        return 0.0, f"the store has no ordinary step of pipeline stage {', '.join(map(str, sorted(missing)))}"
     p, m, schedule = config.parallel, config.num_microbatches, config.parallel.schedule
     assert schedule, "a resolved configuration names its schedule"
     stage, times = cube.places.coords["pp"], {name: dict[Place, float]() for name in "FB"}
@@ -91,7 +95,7 @@ def _bubble(cube: StepCube, config: RunConfig | None) -> float:
     forwards = 1 + config.dropped_share
     busy = m * (forwards * sum(times["F"].values()) + sum(times["B"].values())) / p.pp
     pipeline = Pipeline(schedule, p.pp, p.vpp, m, parts=config.num_chunks, keep=config.data.keep_chunks)
-    return pipeline_time(pipeline, stages, Overlaps(tp="none", pp=True, dp=True)) - busy
+    return pipeline_time(pipeline, stages, Overlaps(tp="none", pp=True, dp=True)) - busy, ""
 
 
 def _chunk(cube: StepCube, axis: str, chunk: int, *names: str) -> Any:

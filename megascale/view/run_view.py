@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from megascale.config.fault import FaultConfig
 from megascale.config.run import RunConfig
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.flight_layout import Phase
+from megascale.core.flight_record import FlightRecord
 from megascale.core.live_file import LIVE_FILE
 from megascale.core.process import process_state
 from megascale.core.units import format_count
@@ -27,7 +28,7 @@ from megascale.layout.topology import Topology, topology_of
 from megascale.observe.hang import hang_verdict
 from megascale.view.curves import Curves, MetricsFile
 from megascale.view.rank_states import RankStates, RankStatesReader, local_records
-from megascale.view.signs import STARTING, idle_limit_s
+from megascale.view.signs import IDLE_S, STARTING, idle_limit_s
 
 CONFIG_FILE = "config.toml"
 
@@ -51,7 +52,7 @@ class RunFolderError(MegascaleError):
 @dataclass(frozen=True)
 class RunView:
     """A run at a moment. `config`: None before the run's first step. `history`: of incidents; empty without a driver.
-    `standstill`: why no rank makes progress, "" while one does.
+    `standstill`: why no rank makes progress, "" while one does. `step_limit_s`: see there.
     """
 
     folder: Path
@@ -60,6 +61,7 @@ class RunView:
     history: JobHistory
     states: RankStates
     standstill: str = ""
+    step_limit_s: float = IDLE_S
 
     @property
     def name(self) -> str:
@@ -183,15 +185,18 @@ class RunReader:
             raise _unreadable(error, self.folder) from None
         except ValueError as error:
             raise RunFolderError(str(error), hint="remove the file, or give another folder") from None
-        return RunView(self.folder, self._config, curves, self._history, states, self._standstill(states, curves))
+        idle = any(rank.idle_s >= IDLE_S for rank in states.ranks)  # else no limit is reached
+        records = local_records(self.folder) if idle and states.source else {}
+        limit_s = step_limit_s(records.values(), self._config, curves, restarted=bool(self._history.open))
+        standstill = self._standstill(states, records, limit_s)
+        return RunView(self.folder, self._config, curves, self._history, states, standstill, limit_s)
 
-    def _standstill(self, states: RankStates, curves: Curves) -> str:
+    def _standstill(self, states: RankStates, records: Mapping[int, FlightRecord], step_s: float) -> str:
         """Return why no rank makes progress, "" if one does; with the culprit if all ranks are on this host."""
-        limit_s = standstill_limit_s({rank.phase for rank in states.ranks}, self._config, curves)
+        limit_s = standstill_limit_s({rank.phase for rank in states.ranks}, self._config, step_s)
         if not states.source or states.status is not None or states.stale or states.idle_s < limit_s:
             return ""
         text = f"no rank has made progress for {states.idle_s} s"
-        records = local_records(self.folder)
         if len(records) < len(states.ranks):
             return text
         processes = {}
@@ -228,11 +233,30 @@ def _version(path: Path) -> tuple[int, int] | None:
     return facts.st_mtime_ns, facts.st_size
 
 
-def standstill_limit_s(phases: Iterable[str], config: RunConfig | None, curves: Curves) -> float:
-    """Return the seconds without progress on any rank, with ranks in these phases, from which a job stands still."""
+def step_limit_s(
+    records: Collection[FlightRecord], config: RunConfig | None, curves: Curves, *, restarted: bool = False
+) -> float:
+    """Return the seconds without progress from which a rank in a step makes none. `records`: of ranks, as far as known.
+    `restarted`: no step is known since a restart.
+
+    The first step of a process, which compiles, connects and allocates, may take as long as a start: until a record or
+    a logged step tells that one has ended.
+    """
+    step_s = max((record.step_time_s for record in records), default=0.0) or curves.last.get("step_time_s", 0.0)
+    if records:
+        has_stepped = any(record.step_time_s > 0 or 0 < record.first_step < record.step for record in records)
+    else:
+        has_stepped = bool(curves.last) and not restarted
+    start_s = (config.fault if config is not None else FaultConfig()).start_hang_s
+    return max(idle_limit_s(step_s), 0.0 if has_stepped else start_s)
+
+
+def standstill_limit_s(phases: Iterable[str], config: RunConfig | None, step_s: float) -> float:
+    """Return the seconds without progress on any rank, with ranks in these phases, from which a job stands still.
+    `step_s`: `step_limit_s`.
+    """
     settings = config.fault if config is not None else FaultConfig()
-    slow_s = max((_slow_phase_s(phase, settings) for phase in phases), default=0.0)
-    return max(idle_limit_s(curves.last.get("step_time_s", 0.0)), slow_s)
+    return max([step_s, *(_slow_phase_s(phase, settings) for phase in phases)])
 
 
 def _slow_phase_s(phase: str, settings: FaultConfig) -> float:

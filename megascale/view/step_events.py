@@ -25,8 +25,9 @@ def steps_with_events(folder: Path) -> list[int]:
     with contextlib.suppress(StoreError):
         last = "attempt = (SELECT max(attempt) FROM ranks)"
         newest = f"SELECT DISTINCT step FROM events WHERE step > 0 AND {last} ORDER BY step DESC LIMIT {OFFERED_STEPS}"
-        if steps := read_store(folder, lambda store: fetch(store, newest)["step"].tolist()).value:
-            return sorted(steps)
+        reading = read_store(folder, lambda store: fetch(store, newest)["step"].tolist(), tables=("events", "ranks"))
+        if reading.value:
+            return sorted(reading.value)
     for path in sorted((folder / "events").glob(event_file_name("*"))):
         with contextlib.suppress(OSError, ValueError):
             return sorted({event.step for event in read_events(path).events} - {0})[-OFFERED_STEPS:]

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,7 +37,18 @@ MOST_SHARE = 0.1
 """Most of a core's time that repeated analyses take, with pauses of MOST_PAUSE_S at most."""
 
 MOST_PAUSE_S = 30.0
-"""Longest pause between two analyses: what is shown is never much older."""
+"""Longest pause between two analyses, unless one takes longer: what is shown is never much older."""
+
+STOP_S = 10.0
+"""Longest wait for an analysis that is interrupted."""
+
+_LAST = "attempt = (SELECT max(attempt) FROM steps)"
+_WORLD = f"""
+    SELECT greatest(
+        (SELECT max(greatest(world, rank + 1)) FROM ranks),
+        (SELECT max(rank) + 1 FROM steps WHERE {_LAST})
+    ) AS world"""
+"""The number of ranks, in SQL: a damaged file of `ranks` may have the highest of them."""
 
 MIN_VERDICT_SHARE = 0.005
 """Smallest share of a step that a finding costs to be more than a remark."""
@@ -69,9 +82,20 @@ class StoreView:
         return [str(finding) for finding in self.findings if finding.cost_share >= MIN_VERDICT_SHARE]
 
 
-def read_store_view(folder: Path) -> StoreView | None:
-    """Return the analyses of a run; None before its store has a step of a rank that it knows. Raises: StoreError"""
-    reading = read_store(folder, lambda store: _analyse(store, folder))
+def read_store_view(
+    folder: Path, opened: Callable[[duckdb.DuckDBPyConnection], None] = lambda store: None
+) -> StoreView | None:
+    """Return the analyses of a run; None before its store has a step of a rank that it knows. `opened`: takes each
+    connection, whose queries another thread may interrupt.
+
+    Raises: StoreError
+    """
+
+    def read(store: duckdb.DuckDBPyConnection) -> StoreView | None:
+        opened(store)
+        return _analyse(store, folder)
+
+    reading = read_store(folder, read)
     if reading.value is None and reading.notes:
         raise StoreError("; ".join(reading.notes))
     return None if reading.value is None else replace(reading.value, notes=reading.notes)
@@ -81,8 +105,7 @@ def _analyse(store: duckdb.DuckDBPyConnection, folder: Path) -> StoreView | None
     cube = recent_cube(store, BUBBLE_STEPS)
     if not len(cube.steps) or not len(cube.places.rank):
         return None
-    ranks = fetch(store, "SELECT max(rank) + 1 AS world FROM ranks")
-    world = int(ranks["world"][0])
+    world = int(fetch(store, _WORLD)["world"][0])
     hosts = recent_host_outliers(store)
     return StoreView(
         heat_map(cube),
@@ -108,8 +131,7 @@ def _by_rank(world: int, ranks: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def _memory(store: duckdb.DuckDBPyConnection, world: int) -> np.ndarray:
-    last = "attempt = (SELECT max(attempt) FROM steps)"
-    rows = fetch(store, f"SELECT rank, max(peak_memory_bytes) AS bytes FROM steps WHERE {last} GROUP BY rank")
+    rows = fetch(store, f"SELECT rank, max(peak_memory_bytes) AS bytes FROM steps WHERE {_LAST} GROUP BY rank")
     return _by_rank(world, rows["rank"], rows["bytes"])
 
 
@@ -129,6 +151,7 @@ class StoreFollower:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: tuple[int, ...] | None = None
+        self._store: duckdb.DuckDBPyConnection | None = None
         self.latest: StoreView | None = None
         self.error = ""
         self.version = 0
@@ -142,11 +165,22 @@ class StoreFollower:
         return self
 
     def stop(self) -> None:
-        """End the thread after its present analysis. A process that ends meanwhile aborts, in DuckDB's code."""
+        """Interrupt the present analysis, and end the thread; give up after STOP_S. A process that ends while DuckDB
+        computes aborts.
+        """
+        import duckdb
+
         self.ended.set()
         self._due.set()
-        if self._thread.ident is not None:
-            self._thread.join()
+        until = time.monotonic() + STOP_S
+        while self._thread.is_alive() and time.monotonic() < until:
+            if self._store is not None:
+                with contextlib.suppress(duckdb.Error):  # it has been closed
+                    self._store.interrupt()
+            self._thread.join(0.1)
+
+    def _opened(self, store: duckdb.DuckDBPyConnection) -> None:
+        self._store = store
 
     def hasten(self) -> None:
         """Analyse soon, without the rest of the pause: the run has ended."""
@@ -164,12 +198,13 @@ class StoreFollower:
     def _follow(self) -> None:
         while not self.ended.is_set():
             started, is_first = time.process_time(), not self.version  # the first also imports
+            began = time.monotonic()
             try:
                 self.refresh()
             except Exception as error:  # a bug: the reader of the page learns it, and newer files may be read again
                 self.error = f"an analysis has failed: {error!r}; megascale report {self._folder} shows where"
             pause_s = 0.0 if is_first else (time.process_time() - started) / MOST_SHARE
-            self._due.wait(min(max(LEAST_PAUSE_S, pause_s), MOST_PAUSE_S))
+            self._due.wait(min(max(LEAST_PAUSE_S, pause_s), max(MOST_PAUSE_S, time.monotonic() - began)))
             self._due.clear()
 
     def refresh(self) -> None:
@@ -180,10 +215,12 @@ class StoreFollower:
         self._files = files
         self.version += 1
         try:
-            self.latest, self.error = read_store_view(self._folder), ""
+            self.latest, self.error = read_store_view(self._folder, self._opened), ""
             self.analysed = time.monotonic()
         except MegascaleError as error:
             self.error = str(error)
+            if self.ended.is_set():  # interrupted: the caller may want the last analysis
+                self._files = None
 
 
 def _files(folder: Path) -> tuple[int, ...] | None:

@@ -168,6 +168,35 @@ def test_ready_queries(run: Path, capsys: pytest.CaptureFixture[str], name: str,
     assert row | expected == row
 
 
+def test_the_entry_spread_of_the_last_attempt_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Gradients are reduced over cp, too: here the group are two cp ranks."""
+    for attempt, steps in ((0, range(1, 41)), (1, range(11, 15))):
+        step, rank = [one for one in steps for _ in "ab"], [0, 1] * len(steps)
+        issued = [one * 1000 * MS + 5 * MS * late for one, late in zip(step, rank, strict=True)]
+        parts = {"attempt": attempt, "rank": rank, "step": step, "axis": "dp", "name": "all_reduce"}
+        tables = {
+            "step_parts": rows("step_parts", len(step), **parts, last_issue_ns=issued),
+            "ranks": rows("ranks", 2, attempt=attempt, rank=[0, 1], world=2, cp=[0, 1]),
+        }
+        for table, columns in tables.items():
+            write_rows(Location(str(tmp_path / "events")), TableFile(table, "n", attempt, 1, 2), columns)
+    found = answer(capsys, tmp_path, "entry-spread")
+    assert [(row["attempt"], row["step"]) for row in found[:5]] == [(1, 14), (1, 13), (1, 12), (1, 11), (0, 40)]
+    assert {(row["widest_ms"], row["last_rank"]) for row in found} == {(5.0, 1)}
+
+
+def test_the_mfu_of_a_job_that_shrank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for attempt, world, steps in ((0, 4, range(1, 52)), (1, 2, range(52, 104))):  # a twentieth has steps of both
+        tables = {
+            "steps": rows("steps", len(steps), attempt=attempt, step=list(steps), start_ns=list(steps),
+                          train_ns=1000 * MS, flops=world * 1e12),
+            "ranks": rows("ranks", world, attempt=attempt, rank=list(range(world)), world=world, peak_flops=4e12),
+        }  # fmt: skip
+        for table, columns in tables.items():
+            write_rows(Location(str(tmp_path / "events")), TableFile(table, "n", attempt, 1, 2), columns)
+    assert {row["mfu_full"] for row in answer(capsys, tmp_path, "step-time")} == {0.25}
+
+
 @pytest.mark.parametrize("name", READY_QUERIES)
 def test_ready_queries_run_on_an_empty_store(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(Location(str(tmp_path / "events")), TableFile("states", "n", 0, 1, 2), rows("states", record="{}"))

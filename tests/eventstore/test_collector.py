@@ -188,3 +188,14 @@ def test_attempts_have_numbers_of_their_own(ranks: list[PlayedRank], tmp_path: P
     (tmp_path / "run" / "events" / "steps" / "mine.txt").touch()
     assert begin_attempt(store, 0, new_run=True) == 0
     assert [path.name for path in (tmp_path / "run").rglob("*") if path.is_file()] == ["mine.txt"]
+
+
+def test_ranks_are_known_before_their_steps(
+    ranks: list[PlayedRank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader may list the store between two tables."""
+    ranks[0].begin()
+    ranks[0].end_step(1)
+    monkeypatch.setattr(NodeStore, "write", lambda *a: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    collect(collector_of(ranks))
+    assert query(tmp_path, "SELECT rank FROM ranks") == [(0,)]

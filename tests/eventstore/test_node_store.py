@@ -16,8 +16,9 @@ from megascale.eventstore.table_files import TableFile, list_files, write_rows
 from tests.eventstore.tables import rows
 
 
-def opened(folder: Path, attempt: int = 0, **settings: float) -> NodeStore:
-    return NodeStore(StoreSettings(str(folder / "events"), "node/1", **settings), attempt)  # type: ignore[arg-type]
+def opened(folder: Path, attempt: int = 0, said: list[str] | None = None, **settings: float) -> NodeStore:
+    say = (said if said is not None else []).append
+    return NodeStore(StoreSettings(str(folder / "events"), "node/1", **settings), attempt, say)  # type: ignore[arg-type]
 
 
 def files(folder: Path, table: str) -> list[Path]:
@@ -28,9 +29,15 @@ def steps(folder: Path, table: str = "steps") -> list[int]:
     return fetch(open_store(folder), f"SELECT step FROM {table} ORDER BY step")["step"].tolist()
 
 
-def test_small_files_are_merged_and_every_row_is_there_once(tmp_path: Path) -> None:
+def end_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_store, "GRACE_S", 0.0)
+
+
+def test_small_files_are_merged_and_every_row_is_there_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    end_grace(monkeypatch)
     store = opened(tmp_path)
     for step in range(FAN_IN * FAN_IN + 3):
+        store.prune()
         store.write("steps", rows("steps", step=step, tags=["gc", "evaluation"][step % 2]), step, step + 1)
         assert steps(tmp_path) == list(range(step + 1))
         assert len(files(tmp_path, "steps")) <= 3 * FAN_IN
@@ -39,25 +46,79 @@ def test_small_files_are_merged_and_every_row_is_there_once(tmp_path: Path) -> N
     assert tags[:3] == ["gc", "evaluation", "gc"]
 
 
-def test_merged_files_stay_until_the_next_write(tmp_path: Path) -> None:
-    """A reader that has listed them may open them yet."""
+def test_covered_files_stay_for_readers_that_have_listed_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = opened(tmp_path)
     for step in range(FAN_IN):
         store.write("steps", rows("steps", step=step), step, step + 1)
+        store.replace("states", rows("states", time_ns=step))
+        if step == 2:
+            reader = open_store(tmp_path)
+        store.prune()
     assert len(files(tmp_path, "steps")) == FAN_IN + 1
-    store.write("steps", rows("steps", step=FAN_IN), FAN_IN, FAN_IN + 1)
-    assert len(files(tmp_path, "steps")) == 2
+    assert fetch(reader, "SELECT step FROM steps ORDER BY step")["step"].tolist() == [0, 1, 2]
+    assert fetch(reader, "SELECT time_ns FROM states")["time_ns"].tolist() == [2]
+    assert fetch(open_store(tmp_path), "SELECT time_ns FROM states")["time_ns"].tolist() == [FAN_IN - 1]
+    end_grace(monkeypatch)
+    store.prune()
+    assert [len(files(tmp_path, table)) for table in ("steps", "states")] == [1, 1]
+    assert steps(tmp_path) == list(range(FAN_IN))
+
+
+def test_covered_files_of_a_killed_collector_go_with_the_next_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = opened(tmp_path)
+    for time_ns in range(3):
+        first.replace("states", rows("states", time_ns=time_ns))
+    second = opened(tmp_path, 1)
+    second.prune()
+    assert len(files(tmp_path, "states")) == 3, "a reader may have listed them"
+    end_grace(monkeypatch)
+    second.prune()
+    assert fetch(open_store(tmp_path), "SELECT time_ns FROM states")["time_ns"].tolist() == [2]
+    assert len(files(tmp_path, "states")) == 1
+
+
+def test_rows_of_a_merged_file_that_is_removed_do_not_come_back(tmp_path: Path) -> None:
+    """Its parts are still there, for their time of grace."""
+    store, at = opened(tmp_path, events_h=1.0), time.time_ns() // 1_000_000 - 2 * 3_600_000
+    for step in range(FAN_IN + 1):
+        store.write("events", rows("events", step=step), at + step, at + step + 1)
+    store.prune()
+    assert files(tmp_path, "events") == []
+
+
+@pytest.mark.parametrize("what", ["removed", "damaged", "renamed column"])
+def test_a_file_that_cannot_be_merged_stops_nothing(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user has removed it, perhaps because a reader named it."""
+    end_grace(monkeypatch)
+    said: list[str] = []
+    store = opened(tmp_path, said=said)
+    for step in range(3 * FAN_IN):
+        store.write("steps", rows("steps", step=step), step, step + 1)
+        store.prune()
+        if step == 3:
+            file = files(tmp_path, "steps")[1]
+            data = file.read_bytes()
+            file.unlink()
+            if what != "removed":
+                file.write_bytes(data[:40] if what == "damaged" else data.replace(b"loss", b"gone"))
+    assert len(said) == (what != "removed")
+    assert all(str(file) in line for line in said)
+    file.unlink(missing_ok=True)
+    assert steps(tmp_path) == [step for step in range(3 * FAN_IN) if step != 1]
+    assert len(files(tmp_path, "steps")) < FAN_IN + 3, "the others are merged"
 
 
 def test_a_merge_that_fails_and_is_tried_again_doubles_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Location) -> bytes:
+    def fail(*arguments: object) -> int:
         raise OSError(5, "Input/output error")
 
     store = opened(tmp_path)
     for step in range(FAN_IN):
         with monkeypatch.context() as patched:
             if step == FAN_IN - 1:
-                patched.setattr(Location, "read", fail)
+                patched.setattr(node_store, "write_table", fail)
                 with pytest.raises(OSError, match="Input/output error"):
                     store.write("steps", rows("steps", step=step), step, step + 1)
         store.write("steps", rows("steps", step=step), step, step + 1)

@@ -92,6 +92,20 @@ def test_a_query_reaches_no_other_file(sql: str, run: str, tmp_path: Path) -> No
     assert not list(tmp_path.rglob("x.*"))
 
 
+def test_only_the_tables_that_are_asked_for_are_opened(tmp_path: Path) -> None:
+    """Files of a large job are many: a diagnosis needs those of two tables."""
+    run = str(tmp_path)
+    write(run, "states", 0, 9)
+    (tmp_path / "events" / "steps").mkdir()
+    (tmp_path / "events" / "steps" / "n.0.1-2.parquet").write_bytes(b"damaged")
+    with open_store(run, tables=("states", "ranks")) as store:
+        assert store.execute("SELECT (SELECT count(*) FROM states), (SELECT count(*) FROM ranks)").fetchall() == [
+            (1, 0)
+        ]
+        with pytest.raises(duckdb.CatalogException, match="steps"):
+            store.execute("FROM steps")
+
+
 def test_a_file_that_is_replaced_while_the_store_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A live run has one file of states at a time, and the next one takes its place."""
     run, listed = str(tmp_path), query.list_files

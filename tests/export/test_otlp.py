@@ -11,6 +11,7 @@ import pytest
 from megascale.cli.main import main
 from megascale.core.network import listen
 from megascale.core.storage import Location
+from megascale.eventstore.query import open_store
 from megascale.eventstore.table_files import TableFile, write_rows
 from megascale.export import otlp
 from tests.eventstore.tables import rows
@@ -74,6 +75,15 @@ def test_a_step_is_one_trace_over_ranks_and_every_parent_came(run: Path) -> None
         assert all(one.parent in ids for one in spans if one.trace == trace and one.parent)
         (root,) = (one for one in spans if one.trace == trace and not one.parent)
         assert (root.name, root.attributes["dl.rank"]) == ("megatron.train_step", 0)
+
+
+def test_the_last_steps_are_those_of_the_last_attempt(tmp_path: Path) -> None:
+    """The first attempt's later steps were abandoned."""
+    for attempt, newest in ((0, 1000), (1, 540)):
+        columns = rows("steps", 2, attempt=attempt, step=[newest - 1, newest])
+        write_rows(Location(str(tmp_path / "events")), TableFile("steps", "n", attempt, 1, 2), columns)
+    with open_store(tmp_path) as store:
+        assert otlp.choose(store, "per_step", None, None).last == 540
 
 
 def test_resources_are_those_of_the_attempt(run: Path) -> None:

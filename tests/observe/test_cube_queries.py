@@ -13,10 +13,11 @@ from megascale.bench.fleet import Fleet
 from megascale.bench.fleet_tables import PEAK_FLOPS, cube_of, write_store
 from megascale.bench.fleet_times import FleetFault, FleetLayout
 from megascale.core.storage import Location
-from megascale.eventstore.query import open_store
+from megascale.eventstore.query import StoreReadError, open_store
 from megascale.eventstore.table_files import TableFile, write_rows
 from megascale.layout.topology import Topology
-from megascale.observe.cube_queries import mean_cube, peak_flops, recent_cube, sampled_cube
+from megascale.observe import cube_queries
+from megascale.observe.cube_queries import mean_cube, mean_peak_flops, peak_flops, recent_cube, sampled_cube
 from megascale.observe.drift import drift
 from megascale.observe.findings import findings
 from megascale.observe.mfu_ledger import mfu_ledger
@@ -49,6 +50,122 @@ def run(tmp_path: Path) -> Path:
 def store(run: Path) -> Iterator[duckdb.DuckDBPyConnection]:
     with open_store(run) as connection:
         yield connection
+
+
+TWO_STAGES = FleetLayout(Topology(tp=2, pp=2, dp=4), node_ranks=4, steps=60)
+
+
+def write_attempt(run: Path, fleet: Fleet, attempt: int, after: int = 0, **nodes: str) -> None:
+    """Write a job's tables as an attempt whose first step comes `after` others, an hour later than the last attempt;
+    with other `nodes` in the place of some.
+    """
+    for table, columns in fleet.tables.items():
+        later = {name: column.copy() for name, column in columns.items()}
+        later["attempt"][:] = attempt
+        for name in later.keys() & {"start_ns", "end_ns", "last_issue_ns", "issue_ns"}:
+            later[name] += attempt * 3600 * 10**9
+        if "step" in later:
+            later["step"] += after
+        if "node" in later:
+            later["node"] = np.array([nodes.get(node, node) for node in later["node"].tolist()], object)
+        write_rows(Location(f"{run}/events"), TableFile(table, "n0", attempt, 2, 3), later)
+
+
+FAULTS = {"node": FleetFault("slow", node=1, factor=1.3), "link": FleetFault("link", node=1, peer=3, factor=8)}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_replaced_node_leaves_nothing_to_its_replacement(fault: FleetFault, tmp_path: Path) -> None:
+    write_attempt(tmp_path, Fleet(TWO_STAGES, 1, fault, events=60), 0)
+    with open_store(tmp_path) as store:
+        assert findings(store)[0].culprit in ("node n0001", "link node n0001 - node n0003")
+    write_attempt(tmp_path, Fleet(TWO_STAGES, 2, events=60), 1, after=60, n0001="n0099")
+    with open_store(tmp_path) as store:
+        assert findings(store) == []
+        assert recent_cube(store).steps.tolist() == list(range(61, 121))
+        assert mean_cube(store)[0].steps.tolist() == list(range(1, 121)), "the time is that of the run"
+
+
+def test_the_newest_steps_are_read_without_the_others(tmp_path: Path) -> None:
+    """The rows of a long run's earlier files are no part of them: here they could not even be read."""
+    fleet = Fleet(TWO_STAGES)
+    parts = fleet.tables["step_parts"]
+    write_store(fleet, tmp_path)
+    (tmp_path / "events" / TableFile("step_parts", "n0", 0, 0, 1).path).unlink()
+    for number, mine in enumerate((parts["step"] <= 30, parts["step"] > 30)):
+        columns = {name: column[mine] for name, column in parts.items()}
+        write_rows(Location(f"{tmp_path}/events"), TableFile("step_parts", "n0", 0, number, number + 1), columns)
+    old = tmp_path / "events" / TableFile("step_parts", "n0", 0, 0, 1).path
+    footer = int.from_bytes(old.read_bytes()[-8:-4], "little") + 8
+    old.write_bytes(b"PAR1" + bytes(old.stat().st_size - 4 - footer) + old.read_bytes()[-footer:])
+    with open_store(tmp_path) as store:
+        assert recent_cube(store, 20).steps.tolist() == list(range(41, 61))
+        with pytest.raises(StoreReadError):
+            recent_cube(store)
+
+
+def test_a_sample_of_a_large_job_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cube_queries.SAMPLED_RANKS * cube_queries.SAMPLED_STEPS * 20 < cube_queries.MAX_ROWS / 4, "with 20 parts"
+    monkeypatch.setattr(cube_queries, "SAMPLED_RANKS", 4)
+    monkeypatch.setattr(cube_queries, "SAMPLED_STEPS", 20)
+    write_attempt(tmp_path, Fleet(TWO_STAGES), 0)
+    with open_store(tmp_path) as store:
+        cube = sampled_cube(store)
+    assert cube.places.rank.tolist() == [0, 4, 8, 12]
+    assert cube.steps.tolist() == list(range(3, 61, 3))
+    assert (cube.wall > 0).all() and (cube.compute > 0).all()
+
+
+def test_the_newest_steps_are_as_many_as_their_rows_allow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(TWO_STAGES)
+    write_attempt(tmp_path, fleet, 0)
+    monkeypatch.setattr(cube_queries, "MAX_ROWS", 10 * int((fleet.tables["step_parts"]["step"] == 60).sum()))
+    with open_store(tmp_path) as store:
+        assert recent_cube(store).steps.tolist() == list(range(51, 61))
+
+
+def test_parts_with_numbers_make_the_same_cube(tmp_path: Path) -> None:
+    fleet = Fleet(TWO_STAGES)
+    write_attempt(tmp_path, fleet, 0)
+    with open_store(tmp_path) as store:
+        found, expected = recent_cube(store), cube_of(fleet)
+    assert found.parts == expected.parts
+    for name in ("own", "wait", "entered_ns", "bytes"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+
+
+def test_until_its_first_step_an_attempt_hides_nothing(tmp_path: Path) -> None:
+    write_attempt(tmp_path, Fleet(TWO_STAGES), 0)
+    fleet = Fleet(TWO_STAGES)
+    fleet.tables = {"ranks": fleet.tables["ranks"]}
+    write_attempt(tmp_path, fleet, 1, n0001="n0099")
+    with open_store(tmp_path) as store:
+        assert len(recent_cube(store).steps) == 60
+
+
+def test_a_job_that_shrank_is_healthy_and_its_peak_smaller(tmp_path: Path) -> None:
+    """After the loss of half of its replicas, FLOPs of a rank and step stay the same."""
+    small = FleetLayout(Topology(tp=2, pp=2, dp=2), node_ranks=4, steps=60)
+    write_attempt(tmp_path, Fleet(TWO_STAGES), 0)
+    write_attempt(tmp_path, Fleet(small, 1), 1, after=60)
+    with open_store(tmp_path) as store:
+        assert findings(store) == []
+        cube, steps = mean_cube(store)
+        peak = mean_peak_flops(store, steps)
+    seconds = [float(Fleet(layout).seconds.sum()) for layout in (TWO_STAGES, small)]
+    assert peak == pytest.approx(np.average([16 * PEAK_FLOPS, 8 * PEAK_FLOPS], weights=seconds), rel=0.01)
+    flops = sum(float(fleet.tables["steps"]["flops"][fleet.tables["steps"]["rank"] == 0].sum())
+                for fleet in (Fleet(TWO_STAGES), Fleet(small, 1)))  # fmt: skip
+    assert mfu_ledger(cube, steps, peak).mfu == pytest.approx(flops / (peak * (3600 + seconds[1])), rel=0.01)
+
+
+def test_the_peak_is_unknown_if_that_of_an_attempt_is(tmp_path: Path) -> None:
+    write_attempt(tmp_path, Fleet(TWO_STAGES), 0)
+    fleet = Fleet(TWO_STAGES)
+    fleet.tables["ranks"]["peak_flops"] = np.zeros(16)
+    write_attempt(tmp_path, fleet, 1, after=60)
+    with open_store(tmp_path) as store:
+        assert mean_peak_flops(store, mean_cube(store)[1]) == 0.0
 
 
 def test_steps_beyond_the_newest_of_the_last_attempt_are_left_out(store: duckdb.DuckDBPyConnection) -> None:

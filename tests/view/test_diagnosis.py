@@ -29,7 +29,7 @@ from megascale.view.last_states import SHARED, STORED, StatesError, read_last_st
 from megascale.view.run_view import RunReader
 from tests.eventstore.tables import rows
 from tests.launch.test_flight import recorders, stuck, write
-from tests.view.folders import incident, make_run, write_incidents, write_live
+from tests.view.folders import incident, make_run, write_incidents, write_live, write_metrics
 from tests.view.hung_runs import CULPRIT, hanging_records, make_hung_run, write_states
 
 LONG_AGO_S = 300.0
@@ -96,7 +96,40 @@ def test_runs_that_have_ended_are_not_called_hung(tmp_path: Path) -> None:
     write_states(run, {rank: replace(r, phase=Phase.DONE, wait=None) for rank, r in hanging_records().items()})
     assert found_in(run).condition == "has ended"
     write_states(run, hanging_records(idle_s=1.0))
+    write_error(run, 6, "out of memory", peer_was_lost=False)
     assert found_in(run).condition == "has ended"
+
+
+def test_a_run_on_other_hosts_of_which_the_store_alone_tells(tmp_path: Path) -> None:
+    """Under torchrun nobody writes a live file: seen from a login node, a healthy run has new states."""
+    run = make_hung_run(tmp_path, {rank: replace(r, start=5.0) for rank, r in hanging_records(idle_s=1.0).items()})
+    found = found_in(run)
+    assert (found.condition, round(found.age_s)) == ("makes progress", 5)
+    assert diagnosis_text(found).startswith("NO HANG: the run makes progress, step 2 of 20; as of 5s ago\n")
+    write_error(run, 4, "of an earlier start", peer_was_lost=False)
+    assert found_in(run).condition == "makes progress"
+    write_states(run, hanging_records(idle_s=1.0), age_s=40.0)
+    (run / "logs" / "rank-4.error.json").unlink()
+    found = found_in(run)
+    assert found.condition == "is out of sight"
+    first, _, rest = diagnosis_text(found).partition("\n")
+    assert first == ("NO HANG when last seen, 40s ago, step 2 of 20: the run is not running any more, or out of sight")
+    assert "not running, or on other hosts" in rest
+    (run / "metrics.jsonl").unlink()
+    write_metrics(run, range(1, 21))
+    assert found_in(run).condition == "has ended"
+
+
+def test_a_long_first_step_is_no_hang(tmp_path: Path) -> None:
+    """It may compile. Later steps are judged by the time of the steps in the records."""
+    slow = {rank: replace(r, step_time_s=0.0, first_step=r.step) for rank, r in hanging_records(idle_s=60.0).items()}
+    run = make_hung_run(tmp_path, slow)
+    found = found_in(run)
+    assert (found.condition, found.limit_s) == ("makes progress", 300.0)
+    write_states(run, {rank: replace(r, step_time_s=25.0) for rank, r in slow.items()})
+    assert (found_in(run).condition, found_in(run).limit_s) == ("makes progress", 75.0)
+    write_states(run, {rank: replace(r, step_time_s=5.0) for rank, r in slow.items()})
+    assert found_in(run).condition == "hangs"
 
 
 def write_error(run: Path, rank: int, what: str, peer_was_lost: bool) -> None:
@@ -263,3 +296,12 @@ def test_some_ranks_are_on_other_hosts(
     found = found_in(run)
     assert found.states.sources() == {SHARED: [0, 1, 2], STORED: [3]}
     assert found.notes == ("the states of rank 3 are from before the hang: read the verdict with care",)
+
+
+def test_only_states_and_ranks_are_opened(tmp_path: Path) -> None:
+    """The other tables of a large job have thousands of files, some of which go at every moment."""
+    run = make_hung_run(tmp_path)
+    (run / "events" / "steps").mkdir()
+    (run / "events" / "steps" / "n.0.1-2.parquet").write_bytes(b"damaged")
+    found = found_in(run)
+    assert (found.condition, found.notes) == ("hangs", ())

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from megascale.view.html_report import FILE_START, render_report
 from megascale.view.run_view import RunReader
@@ -32,6 +35,15 @@ def test_everything_that_is_known(tmp_path: Path) -> None:
         assert words in report, words
     assert report.count("<polyline") == 4
     assert f"rank 5 on n0001: {store.slowness[5]:+.1%} beside its peers" in report
+
+
+def test_a_rank_that_is_not_compared(tmp_path: Path) -> None:
+    run, _ = make_stored_run(tmp_path, steps=20)
+    store = read_store_view(run)
+    assert store is not None
+    slowness = np.where(np.arange(8) == 6, np.nan, store.slowness)
+    report = render_report(RunReader(run).read(), replace(store, slowness=slowness), "")
+    assert "rank 6 on n0001: not compared" in report and "nan%" not in report
 
 
 def test_a_run_without_a_store_says_what_is_missing(tmp_path: Path) -> None:

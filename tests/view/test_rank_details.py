@@ -15,6 +15,7 @@ from megascale.core.flight_record import ATTEMPT_VARIABLE, FLIGHT_RECORD_VARIABL
 from megascale.core.live_file import LiveRank
 from megascale.core.rank import Rank
 from megascale.core.storage import Location
+from megascale.eventstore import query
 from megascale.eventstore.table_files import TableFile, write_rows
 from megascale.view import rank_states
 from megascale.view.rank_details import MOST_LINES, read_rank_details, read_rank_stack
@@ -99,6 +100,20 @@ def test_the_last_record_in_the_store(tmp_path: Path) -> None:
     assert details.record is not None
     assert (details.record.step, details.source) == (8, "event store")
     assert read_rank_details(view, 0).record is None
+
+
+def test_only_the_table_of_states_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dashboard asks every two seconds, and other tables of a large job have many files."""
+    folder, listed, tables = make_run(tmp_path), query.list_files, set[str]()
+
+    def list_files(store: Location, table: str) -> list[TableFile]:
+        tables.add(table)
+        return listed(store, table)
+
+    write_rows(Location(f"{folder}/events"), TableFile("states", "n", 0, 0, 1), rows("states", 1))
+    monkeypatch.setattr(query, "list_files", list_files)
+    read_rank_details(RunReader(folder).read(), 0)
+    assert tables == {"states"}
 
 
 def test_a_rank_is_found_at_any_step_by_any_path_of_its_folder(tmp_path: Path, shared_memory: Path) -> None:

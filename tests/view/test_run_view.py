@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
 import pytest
 
+from megascale.core import flight_record
 from megascale.core.errors import Exit
+from megascale.core.flight_files import flight_record_of_rank
+from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE
 from megascale.core.live_file import LIVE_FILE, LiveRank
+from megascale.core.rank import Rank
 from megascale.view import rank_states
+from megascale.view.frame import letters_of
 from megascale.view.rank_states import STALE_S, RankStatesReader
 from megascale.view.run_view import RunFolderError, RunReader
 from tests.view.folders import RUNS, incident, make_run, write_incidents, write_live, write_metrics
 
 
 @pytest.fixture(autouse=True)
-def no_records_of_this_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(rank_states, "SHARED_MEMORY", tmp_path / "shm")
+def records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder for records of ranks on this host, without any."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    monkeypatch.setattr(rank_states, "SHARED_MEMORY", folder)
+    monkeypatch.setattr(flight_record, "SHARED_MEMORY", folder)
+    return folder
 
 
 def test_a_run_that_trains(tmp_path: Path) -> None:
@@ -102,6 +113,35 @@ def test_a_phase_that_takes_long_is_no_standstill(phase: str, seconds: int, tmp_
     folder = make_run(tmp_path)
     write_live(folder, [LiveRank("step", 5, seconds)] * 3 + [LiveRank(phase, 5, seconds)])
     assert RunReader(folder).read().standstill == ""
+
+
+def test_a_first_step_that_takes_long_is_no_standstill(tmp_path: Path) -> None:
+    """Neither of a run, nor after a restart, nor one that the ranks' own records tell of."""
+    folder = make_run(tmp_path, steps=0)
+    slow, hung = [LiveRank("step", 1, 25)] * 4, [LiveRank("step", 1, 301)] * 4
+    write_live(folder, slow)
+    view = RunReader(folder).read()
+    assert (view.standstill, view.step_limit_s) == ("", 300.0)
+    assert letters_of(view, ()) == ["."] * 4
+    write_live(folder, hung)
+    assert RunReader(folder).read().state == "stands still"
+    write_metrics(folder, range(1, 11))
+    write_live(folder, slow)
+    assert RunReader(folder).read().state == "stands still"
+    write_incidents(folder, [incident(1)])
+    assert RunReader(folder).read().standstill == ""
+
+
+def test_the_records_of_ranks_on_this_host_tell_the_time_of_a_step(tmp_path: Path, records: Path) -> None:
+    folder = make_run(tmp_path)
+    write_live(folder, [LiveRank("step", 11, 25)] * 4)
+    env = {FLIGHT_RECORD_VARIABLE: str(records / f"megascale-{os.geteuid()}-test-1-00000.flight")}
+    with flight_record_of_rank(folder, Rank(0, 4, 0, "h"), env) as record:
+        record.begin_step(11)
+        assert RunReader(folder).read().step_limit_s == 300.0
+        record.end_step(20.0, {})
+        view = RunReader(folder).read()
+        assert (view.standstill, view.step_limit_s) == ("", 60.0)
 
 
 def test_a_run_with_a_driver_has_incidents_attempts_and_an_end(tmp_path: Path) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
 from pathlib import Path
 
+import duckdb
 import numpy as np
 import pytest
 
 from megascale.bench.fleet_times import FleetFault
 from megascale.core.storage import Location
+from megascale.eventstore.query import fetch
 from megascale.eventstore.table_files import TableFile, write_rows
 from megascale.view import store_view
 from megascale.view.store_view import StoreFollower, read_store_view
@@ -34,6 +37,33 @@ def test_a_slow_rank_is_slow_in_every_part_of_the_view(tmp_path: Path) -> None:
     assert (view.breakdown.first_step, view.breakdown.last_step) == (1, 60)
     assert view.breakdown.seconds["bubble"] > 0, "from the schedule of the run's configuration"
     assert view.hosts is None, "without metrics"
+
+
+@pytest.mark.parametrize("how", ["damaged", "absent"])
+def test_ranks_of_which_the_store_knows_no_place(how: str, tmp_path: Path) -> None:
+    """A node's file of `ranks` is damaged, or was removed: its ranks have steps."""
+    run, fleet = make_stored_run(tmp_path, FleetFault())
+    (whole,) = (run / "events" / "ranks").iterdir()
+    whole.unlink()
+    store = Location(f"{run}/events")
+    for node in range(2):
+        mine = fleet.tables["ranks"]["rank"] // 4 == node
+        columns = {name: column[mine] for name, column in fleet.tables["ranks"].items()}
+        write_rows(store, TableFile("ranks", f"n{node}", 0, 0, 1), columns)
+    file = store / TableFile("ranks", "n1", 0, 0, 1).path
+    if how == "damaged":
+        file.write(file.read()[:50])
+    else:
+        file.remove()
+    view = read_store_view(run)
+    assert view is not None
+    assert [len(each) for each in (view.slowness, view.memory, view.nodes)] == [8, 8, 8]
+    assert np.isnan(view.slowness[4:]).all() and not np.isnan(view.slowness[:4]).any()
+    assert [str(file) in note for note in view.notes] == [True] * (how == "damaged")
+    assert view.breakdown is not None
+    assert "bubble" not in view.breakdown.seconds
+    assert "the bubble is not computed: the store has no ordinary step of pipeline stage 1" in view.breakdown.remarks
+    assert "nan" not in json.dumps(view.breakdown.to_json()).lower()
 
 
 def test_hosts_are_compared_by_their_metrics(tmp_path: Path) -> None:
@@ -62,7 +92,7 @@ def test_before_the_first_step_of_a_known_rank_there_is_no_view(tables: tuple[st
 def test_a_bug_in_an_analysis_is_told_and_the_next_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     errors, told, again = [ValueError("a bug"), None], list[str](), threading.Event()
 
-    def fail_at_first(folder: Path) -> None:
+    def fail_at_first(*arguments: object) -> None:
         if error := errors.pop(0):
             write_rows(Location(f"{run}/events"), TableFile("states", "n0", 0, 1, 2), rows("states", 1))
             raise error
@@ -83,7 +113,7 @@ def test_the_end_waits_for_an_analysis(tmp_path: Path, monkeypatch: pytest.Monke
     """A thread in DuckDB's code would abort a process that ends."""
     began, ended = threading.Event(), threading.Event()
 
-    def analyse(folder: Path) -> None:
+    def analyse(*arguments: object) -> None:
         began.set()
         time.sleep(0.2)
         ended.set()
@@ -96,10 +126,30 @@ def test_the_end_waits_for_an_analysis(tmp_path: Path, monkeypatch: pytest.Monke
     StoreFollower(tmp_path).stop()  # without a start
 
 
+def test_the_end_interrupts_a_long_query(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C does not wait for the analysis of a large job."""
+    began = threading.Event()
+
+    def analyse(store: duckdb.DuckDBPyConnection, folder: Path) -> None:
+        began.set()
+        fetch(store, "SELECT sum(a.range * b.range) AS s FROM range(10000000) a, range(10000000) b")
+
+    run, _ = make_stored_run(tmp_path, FleetFault(), steps=20)
+    with monkeypatch.context() as patched:
+        patched.setattr(store_view, "_analyse", analyse)
+        follower = StoreFollower(run).start()
+        assert began.wait(60)
+        follower.stop()
+    assert "no analyses: the event store cannot be read: INTERRUPT" in follower.note
+    assert not follower._thread.is_alive()
+    follower.refresh()
+    assert follower.latest is not None, "the run has ended: its last analysis is made"
+
+
 def test_the_end_of_a_run_hastens_the_next_analysis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_view, "LEAST_PAUSE_S", 3600.0)
     monkeypatch.setattr(store_view, "MOST_PAUSE_S", 3600.0)
-    monkeypatch.setattr(store_view, "read_store_view", lambda folder: None)
+    monkeypatch.setattr(store_view, "read_store_view", lambda *arguments: None)
     run, done = make_run(tmp_path), threading.Event()
     follower = StoreFollower(run)
     monkeypatch.setattr(follower, "refresh", done.set)

@@ -1,0 +1,26 @@
+"""What the page of a rank says where little is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megascale.core.storage import Location
+from megascale.dashboard.rank_page import _state
+from megascale.eventstore.table_files import TableFile, write_rows
+from megascale.view.rank_details import read_rank_details
+from megascale.view.run_view import RunReader
+from megascale.view.store_view import read_store_view
+from tests.view.stores import make_stored_run
+
+
+def test_a_rank_without_a_place_in_the_store(tmp_path: Path) -> None:
+    run, fleet = make_stored_run(tmp_path, steps=20)
+    (whole,) = (run / "events" / "ranks").iterdir()
+    whole.unlink()
+    first = {name: column[:4] for name, column in fleet.tables["ranks"].items()}
+    write_rows(Location(f"{run}/events"), TableFile("ranks", "n0", 0, 0, 1), first)
+    view, store = RunReader(run).read(), read_store_view(run)
+    known, unknown = (dict(_state(view, store, read_rank_details(view, rank), ".")) for rank in (0, 7))
+    assert (known["node"], known["compute beside its peers"][-1]) == ("n0000", "%")
+    assert (unknown["node"], unknown["compute beside its peers"]) == ("unknown", "unknown")
+    assert unknown["peak memory"] == "0 B", "its steps are known"
