@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from megascale.core.errors import DataError
-from megascale.core.files import NO_LOCKS, build_once, temporary_path
+from megascale.core.files import LEFTOVER_S, NO_LOCKS, build_once, temporary_path
 from megascale.core.limits import os_error_hint, with_os_error_hint
 from megascale.core.storage import Location
 from megascale.data.checksum import (
@@ -131,15 +131,19 @@ class BlockCache:
                 write(fetch(location, start, min(DOWNLOAD_BYTES, size - start)))
 
     def _shrink(self, max_bytes: int) -> int:
-        """Remove the blocks that were not read for longest, down to `max_bytes`. Returns the bytes that stay."""
+        """Remove the blocks that were not read for longest, down to `max_bytes`, and what killed processes have left of
+        others. Returns the bytes that stay.
+        """
         blocks = []
         for folder in os.scandir(self._folder):
             if folder.is_dir():
                 for entry in os.scandir(folder):
                     with contextlib.suppress(FileNotFoundError):
+                        facts = entry.stat()
                         if entry.name.isdigit():
-                            facts = entry.stat()
                             blocks.append((facts.st_mtime_ns, facts.st_size, entry.path))
+                        elif entry.name.endswith(".tmp") and time.time() - facts.st_mtime > LEFTOVER_S:
+                            Path(entry.path).unlink()
         total = sum(size for _, size, _ in blocks)
         for _, size, path in sorted(blocks):
             if total <= max_bytes:

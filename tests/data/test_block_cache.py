@@ -103,6 +103,19 @@ def test_hosts_without_locks_that_fetch_a_block_do_not_share_a_temporary_file(
     assert not list(tmp_path.rglob("*.tmp"))
 
 
+def test_what_a_killed_process_has_left_of_a_block_goes_with_old_blocks(
+    tmp_path: Path, fetched: list[tuple[int, int]]
+) -> None:
+    file = opened(tmp_path, max_bytes=4 * (1000 + CHECKSUM_BYTES))
+    file.read(0, 10)
+    old, new = (file.place / f".{7:012}.{name}.tmp" for name in ("old", "new"))
+    for path in (old, new):
+        path.write_bytes(b"a part of a block")
+    os.utime(old, (1000, 1000))
+    file.read(1000, 9000)
+    assert not old.exists() and new.exists()
+
+
 def test_the_cache_is_bounded_and_loses_what_was_not_used_for_longest(
     tmp_path: Path, fetched: list[tuple[int, int]]
 ) -> None:
