@@ -89,6 +89,6 @@ def test_every_layout_finds_a_token_outside_the_vocabulary(token: int, tmp_path:
         data = {"data__mock": False, "data__train": str(prefix), "data__split": [1.0, 0.0]}
         status, _, err = Job(job_config(tmp_path / name, GPT, **data, **layout, train__seed=1)).end()
         assert status == Exit.DATA, err
-        (messages[name],) = set(re.findall(r"sample \d+ of .*", err))
+        (messages[name],) = set(re.findall(r"sample \d+, from .*", err))
     assert len(set(messages.values())) == 1, messages
     assert f"has token {token}; model.vocab_size is 101  -> " in messages["alone"]

@@ -109,6 +109,14 @@ def test_a_job_s_mfu_has_gemms_and_attention(tmp_path: Path, capsys: pytest.Capt
     text = capsys.readouterr().out
     assert "  GEMMs" in text and "profiled" in text
     assert (
-        main(["events", str(job.folder), "SELECT DISTINCT step FROM steps WHERE tags LIKE '%profile%'", "--csv"]) == 0
+        main(
+            [
+                "events",
+                str(job.folder),
+                "SELECT DISTINCT step FROM steps WHERE tags LIKE '%profile%' ORDER BY 1",
+                "--csv",
+            ]
+        )
+        == 0
     )
     assert capsys.readouterr().out.split() == ["step", "4", "5"]
