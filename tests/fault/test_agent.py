@@ -138,7 +138,9 @@ def test_a_rank_starts_in_a_process_in_standby_and_without_one_in_a_new_process(
             assert (end.status, end.last_lines) == (0, (f"megascale {megascale.__version__}",))
             assert not lives(pid)
             ours.send(Prepare(1))
-            os.kill(await in_standby(agent), signal.SIGKILL)
+            pid = await in_standby(agent)
+            os.kill(pid, signal.SIGKILL)
+            await gone([pid])  # a process that is still ending takes an order, and dies with it
             await ours.start(tmp_path, (0,), attempt=2)
             ours.send(Prepare(1))
             pid = await in_standby(agent)
