@@ -129,7 +129,7 @@ def _interval_s(view: RunView) -> float:
 
 
 def _errors(view: RunView, records: Iterable[FlightRecord]) -> list[Mapping[str, Any]]:
-    """Return the errors with which ranks ended, the earliest first; none where a file cannot be read. `records`: the
+    """Return the errors with which ranks ended, the earliest first; without files that cannot be read. `records`: the
     last of the ranks; errors from before their start are those of earlier ranks.
     """
     start = max((record.start for record in records), default=0.0)

@@ -150,7 +150,7 @@ def test_a_run_that_ended_by_its_timeout_had_hung(tmp_path: Path) -> None:
     assert (found.condition, found.error) == ("has ended", "rank 6 on h: out of memory")
     assert "error    rank 6 on h: out of memory" in diagnosis_text(found)
     (run / "logs" / "rank-6.error.json").write_text("{")
-    assert found_in(run).error == ""
+    assert found_in(run).error.startswith("rank 4 on h: "), "what cannot be read hides no other error"
 
 
 def test_dumps_of_torch_s_flight_recorder(tmp_path: Path) -> None:
