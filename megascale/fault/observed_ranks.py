@@ -90,8 +90,13 @@ class ObservedRanks:
     def _end(self, rank: int, observed: _Observed) -> None:
         if rank in self.ends or self._ranks.get(rank) is not observed:
             return
-        with contextlib.suppress(FlightRecordError, OSError):  # its last words, which the last poll may have missed
+        removed = False
+        try:  # its last words, which the last poll may have missed
             observed.record = read_flight_record(observed.path, head_only=True)
+        except FileNotFoundError:
+            removed = True
+        except (FlightRecordError, OSError):
+            pass
         said, seen = None, [STATUS_UNKNOWN]
         try:
             said = read_record(self._logs, rank)
@@ -100,7 +105,8 @@ class ObservedRanks:
         if said is not None and said["time"] >= observed.record.start:
             end = describe_end(rank, ProcessEnd(said["exit_status"], time.time()), self._logs, None)
         else:
-            done = observed.record.phase == Phase.DONE
+            # a rank that ends in order removes its record, maybe before any poll has seen it done
+            done = observed.record.phase == Phase.DONE or (removed and observed.record.step > 0)
             status = Exit.OK if done else Exit.UNCLASSIFIED
             end = RankEnd(rank, status, time.time(), in_order=done, patterns=tuple(seen))
         self.ends[rank] = end
