@@ -29,9 +29,9 @@ def row_type(table: str) -> np.dtype:
     return np.dtype([(column.name, "i4" if column.type == "text" else column.type) for column in TABLES[table]])
 
 
-def joined(parts: Sequence[np.ndarray], kind: np.dtype) -> np.ndarray:
-    """Return arrays of rows of one type end to end: numpy's concatenation finds the common type field by field."""
-    rows, end = np.empty(sum(map(len, parts)), kind), 0
+def concatenate_rows(parts: Sequence[np.ndarray], dtype: np.dtype) -> np.ndarray:
+    """Concatenate arrays of rows of one dtype; np.concatenate would look for a common dtype, field by field."""
+    rows, end = np.empty(sum(map(len, parts)), dtype), 0
     for part in parts:
         rows[end : end + len(part)] = part
         end += len(part)
@@ -89,14 +89,14 @@ class RankRows:
         head, drained, self.drained = self.ring.head, self.drained, []
         strings = texts.indices(self.ring.strings())
         who = {"attempt": head.attempt, "rank": head.rank}
-        records = joined([part.events for part in drained], np.dtype(list(EVENT_FIELDS)))
+        records = concatenate_rows([part.events for part in drained], np.dtype(list(EVENT_FIELDS)))
         events = _rows("events", records, who, head.epoch_ns, strings)
-        records = joined([part.steps for part in drained], np.dtype(list(STEP_FIELDS)))
+        records = concatenate_rows([part.steps for part in drained], np.dtype(list(STEP_FIELDS)))
         steps = _rows("steps", records, who, head.epoch_ns, strings)
         steps["tags"] = _tag_texts(records["tags"], texts)
         self._count_lost(steps, drained)
         self.last_step = max(self.last_step, int(steps["step"].max(initial=0)))
-        waiting = joined([self.waiting, events], events.dtype)
+        waiting = concatenate_rows([self.waiting, events], events.dtype)
         # a step's last communication may end in the next step
         closed = (waiting["step"] < max(1, self.last_step)) | self.ended
         self.waiting = waiting[~closed]
@@ -182,6 +182,6 @@ class NodeRows:
     def take(self, ranks: Sequence[RankRows]) -> dict[str, Columns]:
         """Return the new rows of `events`, `steps` and `step_parts`, of ranks whose rings are ready."""
         taken = [rank.take(self._texts) for rank in ranks]
-        events, steps, closed = (joined(parts, parts[0].dtype) for parts in zip(*taken, strict=True))
+        events, steps, closed = (concatenate_rows(parts, parts[0].dtype) for parts in zip(*taken, strict=True))
         tables = {"events": events, "steps": steps, "step_parts": step_parts(closed, steps, self._texts)}
         return {table: columns_of(table, rows, self._texts) for table, rows in tables.items()}

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -207,31 +208,39 @@ def sources(folder: Path) -> list[Path]:
     return [folder / name for name in SOURCES]
 
 
-def die_after(inputs: list[Path], output: Path, saves: int, appends: int) -> None:
-    """Prepare in a child process that is killed at its n-th append after that many records of the progress."""
+def killed_in(prepare_and_die: Callable[[], object]) -> None:
+    """Call a function in a child process, which it is to kill."""
     child = os.fork()
     if child == 0:
-        counts = {"save": 0, "append": 0}
-        save, append = prepare.Preparation.save, dataset_writer.DatasetWriter.append
-
-        def saving(self: Any) -> None:
-            save(self)
-            counts["save"] += 1
-
-        def dying(self: Any, *arguments: Any) -> None:
-            append(self, *arguments)
-            counts["append"] += counts["save"] >= saves
-            if counts["append"] > appends:
-                self._bin.flush()
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        prepare.Preparation.save, dataset_writer.DatasetWriter.append = saving, dying
         try:
-            run(inputs, output)
+            prepare_and_die()
         finally:
             os._exit(1)
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
+
+
+def die_after(inputs: list[Path], output: Path, saves: int, appends: int) -> None:
+    """Prepare in a child process that is killed at its n-th append after that many records of the progress."""
+    counts = {"save": 0, "append": 0}
+    save, append = prepare.Preparation.save, dataset_writer.DatasetWriter.append
+
+    def saving(self: Any) -> None:
+        save(self)
+        counts["save"] += 1
+
+    def dying(self: Any, *arguments: Any) -> None:
+        append(self, *arguments)
+        counts["append"] += counts["save"] >= saves
+        if counts["append"] > appends:
+            self._bin.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def prepare_and_die() -> None:
+        prepare.Preparation.save, dataset_writer.DatasetWriter.append = saving, dying
+        run(inputs, output)
+
+    killed_in(prepare_and_die)
 
 
 @pytest.mark.parametrize(("saves", "appends"), [(0, 0), (1, 0), (3, 2), (20, 0), (40, 5)])
@@ -259,24 +268,20 @@ def test_a_killed_preparation_continues_to_the_same_bytes(
 
 def die_at_rename(inputs: list[Path], output: Path, renames: int) -> None:
     """Prepare in a child process that is killed after that many files of the dataset have their names."""
-    child = os.fork()
-    if child == 0:
-        replace, done = Path.replace, list[Path]()
+    replace, done = Path.replace, list[Path]()
 
-        def dying(self: Path, target: Path) -> Path:
-            if self.suffix == ".part":
-                done.append(target)
-            if len(done) > renames:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return replace(self, target)
+    def dying(self: Path, target: Path) -> Path:
+        if self.suffix == ".part":
+            done.append(target)
+        if len(done) > renames:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return replace(self, target)
 
+    def prepare_and_die() -> None:
         Path.replace = dying  # type: ignore[method-assign]
-        try:
-            run(inputs, output)
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.WTERMSIG(status) == signal.SIGKILL
+        run(inputs, output)
+
+    killed_in(prepare_and_die)
 
 
 @pytest.mark.parametrize("renames", [0, 1, 2])

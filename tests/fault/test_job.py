@@ -716,9 +716,8 @@ def test_a_launch_without_incidents_of_its_own_names_none() -> None:
     assert summary(cluster.job) == "1 incident (1 restart), the last attempt was 0"
 
 
-def test_without_a_spare_the_layout_shrinks_and_a_new_driver_knows_it() -> None:
-    smaller = lambda nodes: SmallerLayout(nodes, nodes, nodes)  # noqa: E731
-    plan = JobPlan("run", 3, 3, ("train", "parallel.dp=3"), "/logs", revivable=False, smaller=smaller)
+def job_that_lost_b(plan: JobPlan) -> Job:
+    """Return a job of three nodes that may shrink, after the verdict about the loss of node b."""
     job = Job(plan, FaultConfig(shrink=True), JobHistory(), lambda records, states: HangVerdict(), 0.0)
     job.expect(["a", "b", "c"], 0.0)
     for node in "abc":
@@ -726,6 +725,13 @@ def test_without_a_spare_the_layout_shrinks_and_a_new_driver_knows_it() -> None:
     job.receive("a", StoreOpened(0, "a:1"), 0.0)
     job.agent_ended("b", "killed", 1.0)
     job.tick(2.0)
+    return job
+
+
+def test_without_a_spare_the_layout_shrinks_and_a_new_driver_knows_it() -> None:
+    smaller = lambda nodes: SmallerLayout(nodes, nodes, nodes)  # noqa: E731
+    plan = JobPlan("run", 3, 3, ("train", "parallel.dp=3"), "/logs", revivable=False, smaller=smaller)
+    job = job_that_lost_b(plan)
     assert job.history.incidents[1].action.kind == "shrink"
     for rank, node in ((0, "a"), (2, "c")):
         job.receive(node, RanksEnded(0, (RankEnd(rank, -9, 2.0, stopped=True),)), 2.0)
@@ -739,13 +745,7 @@ def test_without_a_spare_the_layout_shrinks_and_a_new_driver_knows_it() -> None:
 def test_a_job_that_cannot_shrink_any_more_when_its_ranks_have_ended_stops() -> None:
     smaller = lambda nodes: SmallerLayout(2, 2, 2) if nodes == 2 else None  # noqa: E731
     plan = JobPlan("run", 3, 3, ("train",), "/logs", revivable=False, smaller=smaller)
-    job = Job(plan, FaultConfig(shrink=True), JobHistory(), lambda records, states: HangVerdict(), 0.0)
-    job.expect(["a", "b", "c"], 0.0)
-    for node in "abc":
-        job.receive(node, Hello(node, node, node, 1), 0.0)
-    job.receive("a", StoreOpened(0, "a:1"), 0.0)
-    job.agent_ended("b", "killed", 1.0)
-    job.tick(2.0)
+    job = job_that_lost_b(plan)
     job.receive("a", RanksEnded(0, (RankEnd(0, -9, 2.0, stopped=True),)), 2.0)
     job.receive("c", RanksEnded(0, (), stuck=(2,)), 2.0)
     assert [one.action.kind for one in job.history.incidents.values()] == ["shrink", "stop"]
