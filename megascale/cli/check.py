@@ -85,8 +85,7 @@ def data_summary(config: RunConfig) -> str:
         total, epochs = total + tokens, max(epochs, samples / epoch)
     count = f"{len(blend)} datasets" if len(blend) > 1 else "a dataset"
     most = " at most" if len(blend) > 1 else ""
-    padding = f"; {share:.2%} of the tokens are padding" if (share := padding_share(config)) else ""
-    lines = [f"trains on {format_count(total)} tokens of {count}, {epochs:.3g} epochs{most}{padding}\n"]
+    lines = [f"trains on {format_count(total)} tokens of {count}, {epochs:.3g} epochs{most}{packing_loss(config)}\n"]
     if config.data.packing == "decompose":
         from megascale.data.bucket_summary import describe_buckets  # imports numpy
 
@@ -103,13 +102,18 @@ def _samples_of_pieces(config: RunConfig) -> list[int]:
     return [sum(samples) for samples in Mixture(config, "train").bucket_samples()]
 
 
-def padding_share(config: RunConfig) -> float:
-    """The share of padding in the training data, from the lengths of the documents; 0 without best fit."""
+def packing_loss(config: RunConfig) -> str:
+    """Tell the share of padding in the training data and the tokens that best fit leaves out, from the lengths of the
+    documents; empty with another packing.
+    """
     if config.data.packing != "best_fit":
-        return 0.0
+        return ""
     from megascale.data.mixture import Mixture  # imports numpy
 
-    return Mixture(config, "train").padding()
+    mixture = Mixture(config, "train")
+    padding, left_out = mixture.padding(), mixture.left_out()
+    text = f"; {padding:.2%} of the tokens are padding" if padding else ""
+    return text + (f"; {left_out} rests of one token, which have no label, are left out" if left_out else "")
 
 
 def reader_bytes(config: RunConfig) -> int:

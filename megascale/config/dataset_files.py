@@ -63,6 +63,21 @@ class DatasetFiles:
             raise _unreadable(error, self.prefix) from None
         return (starts[1] - starts[0]) // self.token_bytes
 
+    def has_labels_in(self, first: int, last: int) -> bool:
+        """Return False if none of documents [first, last) has a second token, which is the first label within one. The
+        lengths are read only where the documents have one token or less on average.
+
+        Raises: DataError
+        """
+        if self.tokens_in(first, last) > last - first:
+            return True
+        try:
+            with open_readable(f"{self.prefix}.idx") as (file, _):
+                file.seek(HEADER.size + 4 * first)
+                return any(length > 1 for (length,) in struct.iter_unpack("<i", file.read(4 * (last - first))))
+        except (OSError, struct.error) as error:
+            raise _unreadable(error, self.prefix) from None
+
     def _start(self, file: Any, document: int) -> int:
         """Byte of the first token of a document."""
         if document >= self.documents:
@@ -136,6 +151,20 @@ def read_description(path: str) -> dict[str, Any]:
     except (OSError, ArithmeticError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise DataError(f"{path} cannot be read: {error!r}", hint=PREPARE_AGAIN_HINT) from None
     return dict(facts)
+
+
+def without_labels(data: DataConfig, files: DatasetFiles, first: int, last: int) -> str:
+    """Say that documents [first, last) have no label, as far as their lengths tell; "" if they may have some.
+
+    Raises: DataError
+    """
+    within = data.packing == "best_fit" or (data.mask == "document" and not data.boundary_loss)
+    if not within or files.has_labels_in(first, last):
+        return ""
+    return f"{files.prefix}: none of the {last - first} documents has a second token, so that there is no label"
+
+
+NO_LABELS_HINT = "documents of two tokens or more"
 
 
 def split_source(data: DataConfig, split: SplitName) -> tuple[str | Blend | None, tuple[float, float]]:

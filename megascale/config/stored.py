@@ -13,10 +13,12 @@ import fsspec
 
 from megascale.catalog.tokenizers import TOKENIZERS
 from megascale.config.dataset_files import (
+    NO_LABELS_HINT,
     SplitName,
     document_range,
     read_all_dataset_files,
     split_source,
+    without_labels,
 )
 from megascale.config.finding import Finding, Rule
 from megascale.config.run import HF_PREFIX, dataset_prefixes
@@ -111,14 +113,16 @@ def data_samples(c: Any) -> Iterator[Finding]:
         if fractions[0] == fractions[1]:
             continue
         key = f"data.{split}" if split == "train" or c.data.valid is not None else "data.split"
-        yield from _too_few(key, split, source, fractions, c.model.seq_length, c.batch.total)
+        yield from _too_few(key, split, source, fractions, c)
 
 
 def _too_few(
-    key: str, split: SplitName, source: str | Blend | None, fractions: tuple[float, float], length: int, batch: int
+    key: str, split: SplitName, source: str | Blend | None, fractions: tuple[float, float], c: Any
 ) -> Iterator[Finding]:
-    """Compare the tokens of a split with a sample, and the samples of validation data with a global batch."""
-    verb = "train" if split == "train" else "validate"
+    """Compare the tokens of a split with a sample, its documents with the fewest tokens that have a label, and the
+    samples of validation data with a global batch.
+    """
+    verb, length, batch = "train" if split == "train" else "validate", c.model.seq_length, c.batch.total
     weights = [1.0] if source is None or isinstance(source, str) else [weight for weight, _ in source]
     samples = []
     found = read_all_dataset_files(dataset_prefixes(source))
@@ -127,7 +131,8 @@ def _too_few(
         try:
             if isinstance(files, DataError):
                 raise files
-            tokens = files.tokens_in(*document_range(files.documents, fractions))
+            documents = document_range(files.documents, fractions)
+            tokens, unlabelled = files.tokens_in(*documents), without_labels(c.data, files, *documents)
         except DataError:
             return  # `data_files` reports it
         if tokens <= length:
@@ -136,6 +141,9 @@ def _too_few(
             if files.documents == 1:
                 hint = "data.valid, or more documents: the split is by documents, and the dataset has one"
             yield Finding(key, message, hint)
+            return
+        if unlabelled:
+            yield Finding(key, unlabelled, NO_LABELS_HINT)
             return
         samples.append(int((tokens - 1) // length / (weight / sum(weights))))
     if split == "valid" and samples and min(samples) < batch:

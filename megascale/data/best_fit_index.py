@@ -1,9 +1,10 @@
 """The samples of an epoch with `data.packing = "best_fit"`: no document is cut that fits into a sample. No torch.
 
 A document of n tokens is n // s rows of s tokens of its own, whose last label is the next token of the document, and a
-rest of n % s tokens, which is packed with others by best fit (`data.best_fit`). What is left of a row is padding. The
-lengths in rows depend on those of the documents alone, and so do the number of samples and the share of padding; which
-documents of equal length stand together, and the order of the rows, are shuffled anew in every epoch.
+rest of n % s tokens, which is packed with others by best fit (`data.best_fit`). A rest of one token is left out: it has
+no label, and is the last label of the row before it. What is left of a row is padding. The lengths in rows depend on
+those of the documents alone, and so do the number of samples and the share of padding; which documents of equal length
+stand together, and the order of the rows, are shuffled anew in every epoch.
 """
 
 from __future__ import annotations
@@ -15,13 +16,17 @@ import numpy as np
 from megascale.data.best_fit import RowGroup, best_fit, row_count
 from megascale.data.epoch_index import BLOCK_DOCUMENTS, EpochIndex, IndexShape
 
+SHORTEST_REST = 2
+"""Tokens of the shortest rest with a label."""
+
 
 @dataclass(frozen=True)
 class BestFitShape(IndexShape):
-    """The shape of an index: `parts` of documents in `rows` samples."""
+    """The shape of an index: `parts` of documents in `rows` samples. `left_out`: rests of one token."""
 
     parts: int
     rows: int
+    left_out: int
 
     @property
     def documents(self) -> int:
@@ -33,12 +38,12 @@ class BestFitShape(IndexShape):
 
     @property
     def fewest_tokens(self) -> int:
-        return 1
+        return min(SHORTEST_REST, self.seq_length)
 
     @property
     def padding(self) -> float:
         """The share of padding in the tokens of the samples."""
-        return 1 - self.tokens / (self.rows * self.seq_length)
+        return 1 - (self.tokens - self.left_out) / (self.rows * self.seq_length)
 
 
 @dataclass(frozen=True)
@@ -75,9 +80,10 @@ def best_fit_shape(concatenated: IndexShape, lengths: np.ndarray) -> BestFitShap
         block = np.array(lengths[first : min(first + BLOCK_DOCUMENTS, concatenated.last)], dtype=np.int64)
         whole += int((block // s).sum())
         counts += np.bincount(block % s, minlength=s)
-    counts[0] = 0  # no rest
+    left_out = int(counts[1:SHORTEST_REST].sum())
+    counts[:SHORTEST_REST] = 0
     rows = whole + row_count(best_fit(counts.tolist(), s))
-    return BestFitShape(**vars(concatenated), parts=whole + int(counts.sum()), rows=rows)
+    return BestFitShape(**vars(concatenated), parts=whole + int(counts.sum()), rows=rows, left_out=left_out)
 
 
 def build_best_fit_index(shape: BestFitShape, lengths: np.ndarray, seed: int) -> BestFitIndex:
@@ -95,7 +101,7 @@ def build_best_fit_index(shape: BestFitShape, lengths: np.ndarray, seed: int) ->
     by_length = np.argsort(rests, kind="stable")  # of equal lengths in the shuffled order
     counts = np.bincount(rests, minlength=s)
     taken = np.cumsum(counts) - counts  # the place in `by_length` of the next document of each length
-    counts[0] = 0
+    counts[:SHORTEST_REST] = 0
     for group in best_fit(counts.tolist(), s):
         rows = _rows_of(group, by_length, taken)
         parts.append(documents[rows].ravel())

@@ -10,11 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from megascale.config.dataset_files import (
+    NO_LABELS_HINT,
     PREPARE_AGAIN_HINT,
     DatasetFiles,
     SplitName,
     document_range,
     read_dataset_files,
+    without_labels,
 )
 from megascale.config.decomposition import piece_lengths
 from megascale.config.run import RunConfig, dataset_prefixes
@@ -49,7 +51,7 @@ class DatasetSource:
     def shape(self) -> IndexShape:
         """The documents and tokens, as samples if they are concatenated.
 
-        Raises: DataError for files that cannot be used, and for fewer tokens than a sample has.
+        Raises: DataError for files that cannot be used, and for fewer tokens than a sample has, or no label.
         """
         first, last = document_range(self.files.documents, self._fractions)
         tokens, length = self.files.tokens_in(first, last), self._config.model.seq_length
@@ -59,6 +61,8 @@ class DatasetSource:
                 f"fewer than one sample of {length} + 1",
                 hint="more data, another data.split, or a shorter model.seq_length",
             )
+        if problem := without_labels(self._config.data, self.files, first, last):
+            raise DataError(problem, hint=NO_LABELS_HINT)
         return IndexShape(first, last, tokens, length)
 
     def lengths(self) -> np.ndarray:

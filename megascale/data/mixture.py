@@ -205,13 +205,16 @@ class Mixture:
         return document_starts(lengths, tokens, self._data.eod)
 
     def padding(self) -> float:
-        """The share of padding in the tokens of samples; no tokens are read for it."""
-        shapes = (dataset.shape for dataset in self.datasets)
-        return sum(
-            share * shape.padding
-            for share, shape in zip(self.shares, shapes, strict=True)
-            if isinstance(shape, BestFitShape)
-        )
+        """The share of padding in the tokens of samples, with best fit; no tokens are read for it."""
+        shapes = zip(self.shares, self._best_fit_shapes(), strict=True)
+        return sum(share * shape.padding for share, shape in shapes)
+
+    def left_out(self) -> int:
+        """Tokens of the datasets that no sample has; no tokens are read for it."""
+        return sum(shape.left_out for shape in self._best_fit_shapes())
+
+    def _best_fit_shapes(self) -> list[BestFitShape]:
+        return [dataset.shape for dataset in self.datasets if isinstance(dataset.shape, BestFitShape)]
 
 
 class MockMixture:

@@ -25,7 +25,7 @@ _OF_RECORD = {
     "loss": MetricFamily("loss", "gauge", "mean loss of the last step"),
     "grad_norm": MetricFamily("grad_norm", "gauge", "norm of the gradients of the last step, before clipping"),
     "spikes": MetricFamily("spike_alerts", "counter", "spikes of the loss or of the gradient norm"),
-    "skipped_steps": MetricFamily("skipped_steps", "counter", "steps that were not applied because of a spike"),
+    "skipped_steps": MetricFamily("skipped_steps", "counter", "steps that were not applied: a spike, or no label"),
     "checkpoint_step": MetricFamily("checkpoint_step", "gauge", "step of the last complete checkpoint of this attempt"),
     "checkpoint_time": MetricFamily("checkpoint_timestamp_seconds", "gauge", "when it was complete, Unix time"),
     "checkpoint_failures": MetricFamily("checkpoint_failures", "counter", "checkpoints that could not be written"),

@@ -15,7 +15,8 @@ MOST_NAMED = 8
 class StepMetrics:
     """The metrics of a logged step.
 
-    - `samples`, `loss_tokens`: totals since the start of the run; loss tokens are tokens with a label in the loss
+    - `samples`, `loss_tokens`: totals since the start of the run; loss tokens are tokens with a label in the loss,
+      or the sum of their weights
     - times and throughputs: means over the steps since the last record, without evaluations and checkpoints
     - `tokens_per_s`: all processed tokens, the basis of FLOP/s, MFU and HFU; `loss_tokens_per_s`: loss tokens only
     - `mfu_*`, `hfu_*`: by convention (`account.flops`); MFU and HFU differ under activation recomputation
@@ -29,7 +30,7 @@ class StepMetrics:
     grad_norm: float
     lr: float
     samples: int
-    loss_tokens: int
+    loss_tokens: float
     step_time_s: float
     tokens_per_s: float
     loss_tokens_per_s: float

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megascale.core.errors import NoLossTokensError
 from megascale.core.flight_layout import Phase
 from megascale.trace.metrics import EvaluationMetrics
 from megascale.train.hooks import Hook
-from megascale.train.step import check_loss_tokens
 from megascale.train.step_totals import StepTotals
 
 if TYPE_CHECKING:
@@ -36,7 +36,9 @@ def evaluate(run: Run) -> EvaluationMetrics:
     totals.add_per_microbatch(loss=loss, tokens=tokens)
     sums = totals.reduce()
     total, count = run.device.copy_to_host(torch.stack([sums["loss"], sums["tokens"]]))()
-    check_loss_tokens(count)
+    if not count:
+        what = f"no label of the {run.valid_batches} validation batches counts in the loss"
+        raise NoLossTokensError(what, hint="other data.valid or data.split, or train.eval_every = 0")
     return EvaluationMetrics(run.progress.step, total / count, int(count))
 
 

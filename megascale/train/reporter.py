@@ -51,7 +51,8 @@ class Reporter:
         self._cast_monitor = CastMonitor()
         self.outages = Outages()
         self._step_tokens = config.batch.total * config.model.seq_length  # processed tokens; the loss may mask some
-        self._steps = self._loss_tokens = self._tokens = 0
+        self._steps = self._tokens = 0
+        self._loss_tokens = 0.0
         self._scores: list[Scores] = []  # of each step, with a document mask
         self._seconds = 0.0
         self._started = time.perf_counter()
@@ -67,7 +68,9 @@ class Reporter:
 
     def end_step(self, result: StepResult) -> None:
         seconds = time.perf_counter() - self._started
-        totals = {"loss": result.loss, "grad_norm": result.grad_norm, "loss_tokens": result.loss_tokens}
+        totals = {"loss_tokens": result.loss_tokens}
+        if result.loss_tokens:
+            totals |= {"loss": result.loss, "grad_norm": result.grad_norm}
         self._recorder.flight.end_step(seconds, totals)
         self._seconds += seconds
         self._steps += 1
@@ -118,7 +121,8 @@ class Reporter:
         )
         for warning in self._cast_monitor.update(cast_stats):
             self.write_message(f"WARNING: step {progress.step}: {warning}")
-        self._steps = self._loss_tokens = self._tokens = 0
+        self._steps = self._tokens = 0
+        self._loss_tokens = 0.0
         self._scores.clear()
         self._seconds = 0.0
 
@@ -152,13 +156,13 @@ class Reporter:
 
 
 class StepRecords(Hook):
-    """Writes the metrics of logged steps."""
+    """Writes the metrics of logged steps; a step without a label has no loss, and no record."""
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
 
     def step_ends(self, run: Run, result: StepResult) -> None:
-        if is_logged_step(run.config.train, run.progress.step):
+        if is_logged_step(run.config.train, run.progress.step) and result.loss_tokens:
             noise_scale = run.noise_scale.value if run.noise_scale else None
             self._reporter.write_step(result, run.progress, run.fp8_state.take_cast_stats(), noise_scale)
 

@@ -1,15 +1,20 @@
-"""Says and counts the steps that were not applied because of a spike (`optimizer.skip_sigma`)."""
+"""Says and counts the steps that were not applied: a spike (`optimizer.skip_sigma`), or a batch without labels."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megascale.core.errors import NoLossTokensError
+from megascale.core.skipped_ranges import order_index, read_before
 from megascale.train.hooks import Hook
 
 if TYPE_CHECKING:
     from megascale.train.build import Run
     from megascale.train.reporter import Reporter
     from megascale.train.step import StepResult
+
+MOST_WITHOUT_LABELS = 16
+"""Steps of a run after which it ends if no batch has had a label."""
 
 
 class SkippedSteps(Hook):
@@ -23,10 +28,26 @@ class SkippedSteps(Hook):
             run.mesh.recorder.flight.count("skipped_steps", 0)
 
     def step_ends(self, run: Run, result: StepResult) -> None:
+        """Raises: NoLossTokensError on every rank, if no step of the run so far has had a label"""
         if result.totals.get("skipped"):
             run.mesh.recorder.flight.count("skipped_steps")
-            self._reporter.write_message(
-                f"WARNING: step {run.progress.step} was not applied: loss {result.loss:.4g} or gradient norm "
-                f"{result.grad_norm:.4g} is over {run.config.optimizer.skip_sigma:g} standard deviations above recent "
-                "steps"
-            )
+            reason = _spike(run, result) if result.loss_tokens else _no_label(run, result)
+            self._reporter.write_message(f"WARNING: step {run.progress.step} was not applied: {reason}")
+        if not run.progress.tokens and run.progress.step >= MOST_WITHOUT_LABELS:
+            what = f"no label of the first {run.progress.step} steps counts in the loss"
+            raise NoLossTokensError(what, hint="check the data with `megascale data inspect`, and data.sample_weight")
+
+
+def _spike(run: Run, result: StepResult) -> str:
+    return (
+        f"loss {result.loss:.4g} or gradient norm {result.grad_norm:.4g} is over "
+        f"{run.config.optimizer.skip_sigma:g} standard deviations above recent steps"
+    )
+
+
+def _no_label(run: Run, result: StepResult) -> str:
+    end, skip = run.progress.samples, run.config.data.skip
+    size = int(result.totals.get("samples", run.config.batch.total))  # fewer in a batch ramp-up
+    first, stop = order_index(end - size, skip), read_before(end, skip)
+    what = f"no label of its samples {first} to {stop - 1} counts in the loss"
+    return f"{what}; data.skip = [[{first}, {stop}]] leaves them out of another run"

@@ -60,6 +60,8 @@ class SpikeAlert(Hook):
         run.mesh.recorder.flight.count("spikes", 0)
 
     def step_ends(self, run: Run, result: StepResult) -> None:
+        if not result.loss_tokens:
+            return
         for monitor, value in ((self._loss, result.loss), (self._grad_norm, result.grad_norm)):
             if alert := monitor.add(run.progress.step, value):
                 self._reporter.write(alert)

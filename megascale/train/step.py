@@ -9,6 +9,7 @@ A step that is not finite raises before the first parameter all-gather, and the 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ from torch import Tensor
 
 from megascale.config.batch_rampup import batch_sizes
 from megascale.config.train import TrainConfig
-from megascale.core.errors import NoLossTokensError
 from megascale.core.flight_layout import Phase
 from megascale.device import Mark
 from megascale.parallel.microbatch import StepBatch
@@ -38,15 +38,16 @@ POLL_INTERVAL_S = 1e-4
 class StepResult:
     """Results of a step, equal on all ranks.
 
-    `loss`: mean per token. `grad_norm`: norm of the mean gradient before clipping. `totals`: sums over all ranks by
-    name, such as "stops", the ranks with a stop request, "ranks_written" and "ranks_failed", the ranks that have
+    `loss`: mean per token. `grad_norm`: norm of the mean gradient before clipping. `loss_tokens`: the labels that count,
+    or the sum of their weights; without any, the loss is NaN, the norm 0, and nothing is updated. `totals`: sums over
+    all ranks by name, such as "stops", the ranks with a stop request, "ranks_written" and "ranks_failed", the ranks that have
     completed or failed their part of the save in progress, "samples" with a batch ramp-up, and the totals of hooks;
-    "skipped", 1 if the step was not applied because of a spike.
+    "skipped", 1 if the step was not applied.
     """
 
     loss: float
     grad_norm: float
-    loss_tokens: int
+    loss_tokens: float
     lr: float
     totals: Mapping[str, float]
 
@@ -59,8 +60,7 @@ class StepResult:
 def train_step(run: Run, batch: StepBatch) -> StepResult:
     """Train on one global batch. The host waits for the device once, to read the totals during the update.
 
-    Raises, on every rank and before any update: DivergenceError if the loss or a gradient is not finite,
-    NoLossTokensError if no label of the batch counts in the loss.
+    Raises: DivergenceError on every rank and before any update, if the loss or a gradient is not finite
     """
     recorder, step = run.mesh.recorder, run.progress.step + 1
     size = batch_sizes(run.config).at(run.progress.samples)
@@ -92,17 +92,20 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
             _work_before_read(run, read_mark)
             with recorder.flight.device_wait():
                 totals = dict(zip(on_device, read_values(), strict=True))
-            check_loss_tokens(totals["tokens"])
+            if not totals["tokens"]:  # the mean gradient is 0 / 0, and the updates are skipped on the device
+                totals["grad_norm"] = 0.0
             check_step_finite(run, totals["local_loss"], totals["loss"], totals["grad_norm"])
         run.buffers.start_param_gather(bucket)  # overlaps the next update and the next batch's loading
     recorder.step = 0  # events between steps belong to step 0
     tokens = totals["tokens"]
+    tokens = int(tokens) if tokens.is_integer() else tokens  # a sum of weights is none
     if run.noise_scale is not None:
         run.noise_scale.end_step(totals, totals["grad_norm"])
     run.progress.step = step
     run.progress.samples += size
-    run.progress.tokens += int(tokens)
-    return StepResult(totals["loss"] / tokens, totals["grad_norm"], int(tokens), lr, totals)
+    run.progress.tokens += tokens
+    mean = totals["loss"] / tokens if tokens else math.nan
+    return StepResult(mean, totals["grad_norm"], tokens, lr, totals)
 
 
 def is_logged_step(settings: TrainConfig, step: int) -> bool:
@@ -140,9 +143,3 @@ def _work_before_read(run: Run, until: Mark) -> None:
     while recorder.has_backlog(until):
         run.pipeline.release_sent()
         time.sleep(POLL_INTERVAL_S)
-
-
-def check_loss_tokens(tokens: float) -> None:
-    """Raises: NoLossTokensError if `tokens` is zero."""
-    if not tokens:
-        raise NoLossTokensError("no label of this batch counts in the loss", hint="check the loss masks of the data")

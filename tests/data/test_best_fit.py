@@ -62,7 +62,7 @@ def test_time_depends_on_the_lengths_not_on_the_documents() -> None:
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=60), st.integers(2, 20), st.integers(0, 5))
-def test_an_index_has_every_token_once(lengths: list[int], seq_length: int, first: int) -> None:
+def test_an_index_has_every_token_with_a_label_once(lengths: list[int], seq_length: int, first: int) -> None:
     sizes = np.array([7] * first + lengths, dtype=np.int32)
     whole = IndexShape(first, len(sizes), sum(lengths), seq_length)
     shape = best_fit_shape(whole, sizes)
@@ -71,14 +71,16 @@ def test_an_index_has_every_token_once(lengths: list[int], seq_length: int, firs
     for sample in range(shape.samples):
         pieces = index.pieces(sample, sizes)
         tokens = sum(stop - start for _, start, stop in pieces)
-        assert 0 < tokens <= seq_length or (tokens == seq_length + 1 and len(pieces) == 1)
+        assert 1 < tokens <= seq_length or (tokens == seq_length + 1 and len(pieces) == 1)
         for document, start, stop in pieces:
             assert start % seq_length == 0, "only documents that do not fit are cut"
             seen.update((document, token) for token in range(start, min(stop, start + seq_length)))
-    assert seen == Counter((first + n, token) for n, length in enumerate(lengths) for token in range(length))
+    read = [length - (length % seq_length == 1) for length in lengths]  # a rest of one token is the row's before it
+    assert seen == Counter((first + n, token) for n, length in enumerate(read) for token in range(length))
+    assert shape.left_out == sum(lengths) - sum(read)
     assert sorted(index.order.tolist()) == list(range(shape.samples))
     if shape.samples:
-        assert shape.padding == pytest.approx(1 - sum(lengths) / (shape.samples * seq_length))
+        assert shape.padding == pytest.approx(1 - sum(read) / (shape.samples * seq_length))
 
 
 def document_by_document(shape: BestFitShape, sizes: np.ndarray, seed: int) -> tuple[list[int], list[list[int]]]:
@@ -94,7 +96,8 @@ def document_by_document(shape: BestFitShape, sizes: np.ndarray, seed: int) -> t
             starts.append([len(parts), start])
             parts.append(document)
         waiting[size % s].append(document)
-    waiting.pop(0, None)
+    for rest in (0, 1):
+        waiting.pop(rest, None)
     counts = [len(waiting[length]) for length in range(s)]
     for group in best_fit(counts, s):
         for _ in range(group.rows):
@@ -139,13 +142,28 @@ def test_samples_are_whole_documents(tmp_path: Path) -> None:
         labels.update(sample.labels[mask == 1].tolist())
         for token, label in zip(sample.tokens[mask == 1], sample.labels[mask == 1], strict=True):
             assert label == token + 1 and owner[int(label)][0] == owner[int(token)][0]
-    assert read == Counter(list(owner)), "every token once"
+    left_out = sum(length % SEQUENCE == 1 for length in LENGTHS)
+    singles = [int(d[-1]) for d in documents if len(d) % SEQUENCE == 1]
+    assert left_out and read == Counter(list(owner)) - Counter(singles), "every token once, but rests of one"
     assert labels == Counter(token for token, (_, place) in owner.items() if place), (
         "every token but a document's first"
     )
-    assert padding == count * SEQUENCE - sum(LENGTHS)
+    assert padding == count * SEQUENCE - sum(LENGTHS) + left_out
     assert samples.padding() == pytest.approx(padding / (count * SEQUENCE))
-    assert f"{samples.padding():.2%} of the tokens are padding" in data_summary(config)
+    assert f"{samples.padding():.2%} of the tokens are padding; {left_out} rests of one token, which" in data_summary(
+        config
+    )
+
+
+def test_no_row_is_without_a_label(tmp_path: Path) -> None:
+    """A rest of one token would fill a row alone, of documents of a sample and one token."""
+    write_dataset(tmp_path / "set", [SEQUENCE + 1] * 8)
+    samples = Mixture(packed(tmp_path, data__mask="document"), "train")
+    (dataset,) = samples.datasets
+    assert dataset.shape.samples == 8 and samples.left_out() == 8
+    masks = [samples[index].mask for index in range(8)]
+    assert all(mask is None or mask.sum() for mask in masks)
+    assert sorted(int(samples[index].labels[-1]) for index in range(8)) == [9 * n + 8 for n in range(8)]
 
 
 def test_padding_is_no_label_with_any_mask(tmp_path: Path) -> None:
@@ -194,4 +212,4 @@ def test_damaged_entries_are_refused() -> None:
         with pytest.raises(IndexError):
             index.pieces(sample, sizes)
     with pytest.raises(ValueError, match="1 parts in 1 rows, not 4 in 2"):
-        build_best_fit_index(BestFitShape(0, 1, 3, 8, parts=4, rows=2), sizes, 1)
+        build_best_fit_index(BestFitShape(0, 1, 3, 8, parts=4, rows=2, left_out=0), sizes, 1)

@@ -30,11 +30,11 @@ def slices(offset: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
 
 @dataclass
 class Progress:
-    """Finished steps of a run, and the samples and tokens trained on."""
+    """Finished steps of a run, and the samples and tokens trained on: labels in the loss, or the sum of their weights."""
 
     step: int = 0
     samples: int = 0
-    tokens: int = 0
+    tokens: int | float = 0  # of a saved number, pydantic keeps the type
 
 
 def split_shards(state: Mapping[str, GlobalTensor], max_bytes: int) -> dict[str, GlobalTensor]:
