@@ -144,7 +144,7 @@ def read_description(path: str) -> dict[str, Any]:
     try:
         facts = json.loads(read_file(path))
         tokenizer = facts["tokenizer"]
-        facts |= {"vocab_size": int(facts["vocab_size"])}
+        facts |= {"vocab_size": int(facts["vocab_size"]), "highest_token": int(facts.get("highest_token", -1))}
         facts["tokenizer"] = {**tokenizer, "name": str(tokenizer["name"]), "fingerprint": str(tokenizer["fingerprint"])}
     except FileNotFoundError:
         return {}
@@ -165,6 +165,11 @@ def without_labels(data: DataConfig, files: DatasetFiles, first: int, last: int)
 
 
 NO_LABELS_HINT = "documents of two tokens or more"
+
+
+def other_tokens_hint(tokens: int) -> str:
+    """What to do about data with `tokens` tokens, more than the model has. A model with weights keeps its vocabulary."""
+    return f"data that this model's own tokenizer has prepared, or, for a new model, model.vocab_size = {tokens}"
 
 
 def split_source(data: DataConfig, split: SplitName) -> tuple[str | Blend | None, tuple[float, float]]:

@@ -16,6 +16,7 @@ from megascale.config.dataset_files import (
     NO_LABELS_HINT,
     SplitName,
     document_range,
+    other_tokens_hint,
     read_all_dataset_files,
     split_source,
     without_labels,
@@ -54,12 +55,14 @@ def data_source(c: Any) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class PreparedDataset:
-    """The description file of a dataset by `megascale data prepare`: vocabulary size, tokenizer, and `frame`, the ids
-    that begin (or None) and end each document.
+    """The description file of a dataset by `megascale data prepare`: vocabulary size of the tokenizer, highest token
+    that occurs (-1 if the file does not say it), tokenizer, and `frame`, the ids that begin (or None) and end each
+    document.
     """
 
     prefix: str
     vocab_size: int
+    highest_token: int
     tokenizer: str
     fingerprint: str
     frame: tuple[int | None, int | None]
@@ -90,7 +93,12 @@ def data_files(c: Any) -> Iterator[Finding]:
                 tokenizer = facts["tokenizer"]
                 frame = tokenizer.get("bos"), tokenizer.get("eod")
                 prepared = PreparedDataset(
-                    prefix, facts["vocab_size"], tokenizer["name"], tokenizer["fingerprint"], frame
+                    prefix,
+                    facts["vocab_size"],
+                    facts["highest_token"],
+                    tokenizer["name"],
+                    tokenizer["fingerprint"],
+                    frame,
                 )
                 yield from _mismatches(key, prepared, first or prepared, d.tokenizer, c.model.vocab_size)
                 first = first or prepared
@@ -196,9 +204,13 @@ def _mismatches(
     key: str, prepared: PreparedDataset, first: PreparedDataset, tokenizer: str | None, vocab_size: int
 ) -> Iterator[Finding]:
     """Compare a dataset with the run's vocabulary and tokenizer, and with the first dataset."""
-    if prepared.vocab_size > vocab_size:
-        message = f"{vocab_size} is less than the {prepared.vocab_size} tokens of {prepared.prefix}"
-        yield Finding("model.vocab_size", message, f"at least {prepared.vocab_size}")
+    if prepared.highest_token >= vocab_size:
+        message = f"{vocab_size} is too few for token {prepared.highest_token} of {prepared.prefix}"
+        yield Finding("model.vocab_size", message, other_tokens_hint(prepared.highest_token + 1))
+    elif prepared.highest_token < 0 and prepared.vocab_size > vocab_size:
+        message = f"{vocab_size} is less than the {prepared.vocab_size} tokens of the tokenizer of {prepared.prefix}"
+        hint = f"prepare it again, which notes the tokens it has; {other_tokens_hint(prepared.vocab_size)}"
+        yield Finding("model.vocab_size", message, hint)
     if tokenizer and _fingerprint(tokenizer) not in (None, prepared.fingerprint):
         message = f"{tokenizer} is not the tokenizer of {prepared.prefix} ({prepared.tokenizer})"
         yield Finding("data.tokenizer", message, "give the dataset's tokenizer, or prepare the data again")

@@ -46,7 +46,7 @@ def add_tokenizer(
         return keys | (_ids(info) if info else {}), missing
     known = info.eod if info and info.fingerprint == fingerprint(file) else None
     try:
-        tokenizer = _load(file, model, wanted.eod or known)
+        tokenizer = _load(file, model.vocab_size if known is None else None, wanted.eod or known)
     except DataError as error:
         if wanted.tokenizer or wanted.eod:
             raise
@@ -114,14 +114,15 @@ def _copy_tokenizer(file: Path, folder: Path) -> None:
     shutil.copyfile(file, folder / "tokenizer.json")
 
 
-def _load(file: Path, model: ModelConfig, eod: str | int | None) -> FileTokenizer | None:
-    """Load a tokenizer; None if no file says which token ends a text.
+def _load(file: Path, most: int | None, eod: str | int | None) -> FileTokenizer | None:
+    """Load a tokenizer; None if no file says which token ends a text. `most`: tokens of the model, unless it was trained
+    on data of this tokenizer, which had no others.
 
     Raises: DataError if the file is no tokenizer, lacks a given token, or has more tokens than the model's vocabulary
     """
     unframed = FileTokenizer(file, eod=0)
-    if unframed.vocab_size > model.vocab_size:
-        what = f"{file} has tokens up to {unframed.vocab_size - 1}, but model.vocab_size is {model.vocab_size}"
+    if most is not None and unframed.vocab_size > most:
+        what = f"{file} has tokens up to {unframed.vocab_size - 1}, but model.vocab_size is {most}"
         raise DataError(what, hint="the tokenizer that the model was trained with")
     if eod is None and unframed.named_eod is None:
         return None

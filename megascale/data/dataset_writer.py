@@ -101,10 +101,10 @@ class DatasetWriter:
     Every method raises DataError if a file cannot be written, and the constructor if another process writes the prefix.
     """
 
-    def __init__(self, prefix: Path, dtype: type[np.generic], start: tuple[int, int] = (0, 0)) -> None:
+    def __init__(self, prefix: Path, dtype: type[np.generic], start: tuple[int, int, int] = (0, 0, -1)) -> None:
         self.prefix = prefix
         self._dtype = np.dtype(dtype).newbyteorder("<")
-        self.tokens, self.documents = start
+        self.tokens, self.documents, self.highest_token = start
         with explained_write(self.prefix):
             lock = lock_to_build(prefix)
             if lock is None:
@@ -132,22 +132,26 @@ class DatasetWriter:
             number = int(lengths.argmax())
             what = f"document {self.documents + number} has {lengths[number]:,} tokens; {MAX_LENGTH:,} fit"
             raise DataError(what, hint="split it")
-        if vocab_size is not None and len(tokens) and int(tokens.max()) >= vocab_size:
-            what = f"document {self.documents} has token {tokens.max()}, but the vocabulary has {vocab_size}"
+        highest = int(tokens.max(initial=-1))
+        if vocab_size is not None and highest >= vocab_size:
+            what = f"document {self.documents} has token {highest}, but the vocabulary has {vocab_size}"
             raise DataError(what, hint="fix the tokenizer")
         with explained_write(self.prefix):
             self._bin.write(np.ascontiguousarray(tokens, self._dtype).data)
             self._lengths.write(lengths.astype("<i4").data)
         self.tokens += len(tokens)
         self.documents += len(lengths)
+        self.highest_token = max(self.highest_token, highest)
 
-    def flush(self) -> tuple[int, int]:
-        """Flush all data to disk; return the tokens and documents there, from which a later writer can continue."""
+    def flush(self) -> tuple[int, int, int]:
+        """Flush all data to disk; return the tokens, documents and highest token there, from which a later writer can
+        continue.
+        """
         with explained_write(self.prefix):
             for file in (self._bin, self._lengths):
                 file.flush()
                 os.fsync(file.fileno())
-        return self.tokens, self.documents
+        return self.tokens, self.documents, self.highest_token
 
     def commit(self, origin: TokenizerInfo | None, vocab_size: int, *leftovers: Path) -> DatasetInfo:
         """Give the files their names; without `origin`, the dataset has no PREFIX.json. `leftovers`: files that are
@@ -155,7 +159,8 @@ class DatasetWriter:
         """
         if not self.documents:
             raise DataError("the input has no text", hint="check the files and --key")
-        info = DatasetInfo(vocab_size, self.tokens, self.documents, origin or TokenizerInfo("", "", 0))
+        sizes = vocab_size, self.tokens, self.documents
+        info = DatasetInfo(*sizes, origin or TokenizerInfo("", "", 0), self.highest_token)
         self.flush()
         with explained_write(self.prefix):
             self._write_index()

@@ -52,12 +52,15 @@ class TokenizerInfo:
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """The content of PREFIX.json."""
+    """The content of PREFIX.json. `vocab_size`: of the tokenizer. `highest_token`: of those that occur; -1 if the file
+    does not say it.
+    """
 
     vocab_size: int
     tokens: int
     documents: int
     tokenizer: TokenizerInfo
+    highest_token: int = -1
 
 
 @dataclass(frozen=True)

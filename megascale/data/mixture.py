@@ -15,7 +15,7 @@ from functools import cached_property, partial
 import numpy as np
 
 from megascale.catalog.sample_weights import SAMPLE_WEIGHTS
-from megascale.config.dataset_files import READERS, split_source
+from megascale.config.dataset_files import READERS, other_tokens_hint, split_source
 from megascale.config.decomposition import decomposition, is_decomposed
 from megascale.config.run import RunConfig, dataset_prefixes
 from megascale.core.errors import DataError
@@ -186,8 +186,7 @@ class Mixture:
         if smallest < 0 or largest >= self._vocab:
             odd = smallest if smallest < 0 else largest
             what = f"sample {index}, from {dataset.prefix}, has token {odd}; model.vocab_size is {self._vocab}"
-            wider = "" if smallest < 0 else f"a vocabulary of at least {largest + 1}, or "
-            raise DataError(what, hint=f"{wider}data that this model's tokenizer has prepared")
+            raise DataError(what, hint=other_tokens_hint(largest + 1))
         return tokens
 
     def positions(self, index: int) -> np.ndarray:

@@ -64,8 +64,8 @@ class PrepareRequest:
 
 @dataclass(frozen=True)
 class PrepareState:
-    """How far a preparation is: `chunks` of file number `file` are written, the files on disk have `tokens` and
-    `documents`, and `open_tokens` of a document that has not ended. `plan`: digests of inputs and arguments, by name.
+    """How far a preparation is: `chunks` of file number `file` are written, the files on disk have `tokens`,
+    `documents` and the `highest_token`, and `open_tokens` of a document that has not ended. `plan`: digests of inputs and arguments, by name.
     """
 
     plan: dict[str, str]
@@ -73,6 +73,7 @@ class PrepareState:
     chunks: int = 0
     tokens: int = 0
     documents: int = 0
+    highest_token: int = -1
     open_tokens: int = 0
     skipped: Skipped = field(default_factory=Skipped)
 
@@ -112,7 +113,7 @@ def prepare_dataset(
     begun = _begin(request.output, dtype, _plan(files, encoding, tokenizer), request.skip_bad, say)
     if (index := request.output.with_name(f"{request.output.name}.idx")).exists():
         say(f"{index} and the other files of the dataset are replaced at the end")
-    with DatasetWriter(request.output, dtype, (begun.tokens, begun.documents)) as writer:
+    with DatasetWriter(request.output, dtype, (begun.tokens, begun.documents, begun.highest_token)) as writer:
         preparation = Preparation(files, encoding, writer, begun)
         try:
             preparation.run(tokenizer, request.workers, lambda done: progress(done, total))
@@ -161,7 +162,7 @@ def _begin(
         facts = json.loads(progress_file(output).read_text(encoding="utf-8"))
         by_reason = facts.pop("skipped")["by_reason"]
         skipped = Skipped({reason: (count, first) for reason, (count, first) in by_reason.items()})
-        found = PrepareState(**facts, skipped=skipped)
+        found = PrepareState(highest_token=facts.pop("highest_token"), skipped=skipped, **facts)
     except FileNotFoundError:
         return PrepareState(plan)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -239,6 +240,7 @@ class Preparation:
             chunks,
             self._writer.tokens,
             self._writer.documents,
+            self._writer.highest_token,
             open_tokens,
             self.progress.skipped.joined(encoded.skipped),
         )

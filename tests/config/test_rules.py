@@ -477,7 +477,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     (
         "data_files",
         {"data__mock": False, "data__train": "set", "model__vocab_size": 99},
-        {"model.vocab_size": "99 is less than the 100 tokens of set"},
+        {"model.vocab_size": "99 is less than the 100 tokens of the tokenizer of set"},
     ),
     ("data_files", {"data__mock": False, "data__train": "odd"}, {"data.train": "odd.json cannot be read"}),
     (

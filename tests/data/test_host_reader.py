@@ -160,7 +160,7 @@ def test_an_error_of_a_sample_is_raised_by_the_step_that_reads_it(tmp_path: Path
     readers = Readers(config, 1, [0])
     readers.views[0].begin(0)
     SplitReader(readers.work, "train", readers.memory).fill_next()
-    with pytest.raises(DataError, match=r"model.vocab_size is 100  -> a vocabulary of at least"):
+    with pytest.raises(DataError, match=r"model.vocab_size is 100  -> data that this model's own tokenizer"):
         readers.read(0, 0)
 
 

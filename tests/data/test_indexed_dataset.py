@@ -49,7 +49,9 @@ def test_a_dataset_is_read_as_written(corpus: tuple[int, list[np.ndarray]]) -> N
         reader = indexed_dataset.open_dataset(Path(folder) / "set")
         assert [reader[i].tolist() for i in range(len(reader))] == [d.tolist() for d in documents]
     assert reader.info == made
-    assert made == indexed_dataset.DatasetInfo(vocabulary, sum(map(len, documents)), len(documents), ORIGIN)
+    assert made == indexed_dataset.DatasetInfo(
+        vocabulary, sum(map(len, documents)), len(documents), ORIGIN, max(int(d.max(initial=-1)) for d in documents)
+    )
 
 
 @given(corpora())
@@ -252,7 +254,7 @@ def test_a_writer_continues_after_what_is_on_disk(tmp_path: Path) -> None:
     for ending in (".bin", ".idx", ".json"):
         assert file(tmp_path / "set", ending).read_bytes() == file(tmp_path / "whole", ending).read_bytes()
     with pytest.raises(DataError, match=r"\.set\.bin\.part has 0 bytes, not 200"):
-        dataset_writer.DatasetWriter(tmp_path / "set", np.uint16, (100, 3))
+        dataset_writer.DatasetWriter(tmp_path / "set", np.uint16, (100, 3, 9))
 
 
 def test_an_index_of_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
