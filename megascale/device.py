@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend
 
 from megascale.core.env_numbers import openmp_threads
 from megascale.core.errors import Exit, MegascaleError
+from megascale.core.limits import memory_limits
 from megascale.core.process import usable_cores
 from megascale.core.rank import local_world_size
 
@@ -268,7 +269,7 @@ class Device:
         """Return the memory of the GPU, or of the host, in bytes."""
         if not self.is_cpu:
             return torch.cuda.get_device_properties(self.torch_device).total_memory
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), memory_limits()[0])
 
     def free_memory(self) -> int:
         """Return the bytes that this process can still allocate."""
@@ -276,7 +277,7 @@ class Device:
             return torch.cuda.mem_get_info(self.torch_device)[0]
         with open("/proc/meminfo", encoding="ascii") as file:
             kibibytes = {key: int(rest.split()[0]) for key, rest in (line.split(":") for line in file)}
-        return kibibytes["MemAvailable"] * 1024
+        return min(kibibytes["MemAvailable"] * 1024, memory_limits()[1])
 
     def release_memory(self) -> None:
         """Return unused GPU memory to the driver and reset `peak_memory`; do nothing on a CPU."""

@@ -18,6 +18,7 @@ from typing import IO, Any
 from megascale.bench.fault_cases import RANKS_PER_NODE
 from megascale.bench.outside_faults import RUN_VARIABLE, OutsideFaults, job_processes, loss_curve
 from megascale.config.injection import faults_of_ranks
+from megascale.core.files import exists
 from megascale.core.process import die_with_parent
 from megascale.fault.incidents import LOG_FILE, Incident, JobHistory, read_history
 from megascale.fault.inject import INJECTED_FILE
@@ -138,7 +139,7 @@ def run_job(
 def injected_faults(run: Path) -> Iterator[dict[str, Any]]:
     """Yield the faults that struck a run, with their times in Unix seconds."""
     path = run / INJECTED_FILE
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    for line in path.read_text(encoding="utf-8").splitlines() if exists(path) else []:
         if "fault" in (record := json.loads(line)):
             yield record
 

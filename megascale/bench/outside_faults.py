@@ -18,6 +18,7 @@ from pathlib import Path
 from megascale.bench.link_faults import LINK_FAULTS, link_fault
 from megascale.bench.small_disk import empty_disk, fill_disk
 from megascale.config.injection import Fault, parse_injection
+from megascale.core.files import exists
 from megascale.core.rank import NODE_VARIABLE
 from megascale.fault.inject import InjectionLog, PlannedFault, describe, faults_of_target
 from megascale.launch.cpu_quota import CpuQuota
@@ -139,7 +140,7 @@ def last_step(folder: Path) -> int:
 def loss_curve(folder: Path) -> list[tuple[int, float]]:
     """Return (step, loss) of a run's metrics; of a step that was trained twice the last."""
     path = folder / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    lines = path.read_text(encoding="utf-8").splitlines() if exists(path) else []
     records = [json.loads(line) for line in lines if line.endswith("}")]
     return sorted({record["step"]: record["loss"] for record in records if "loss" in record}.items())
 

@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from megascale.core.files import is_file
+
 
 def non_negative_int(text: str) -> int:
     """Parse an integer of 0 or more.
@@ -115,7 +117,7 @@ def own_file(suffix: str, start: bytes) -> Callable[[str], Path]:
         if not text.endswith(suffix):
             raise argparse.ArgumentTypeError(f"{text!r} does not end in {suffix}")
         output = Path(text)
-        if output.is_file():
+        if is_file(output):
             with open(output, "rb") as file:
                 found = file.read(len(start))
             if found and found != start:

@@ -18,7 +18,7 @@ from megascale.bench.profile_writer import write_profile
 from megascale.cli.argument_types import at_least, positive_int
 from megascale.config.profile_files import THIS_MACHINE, path_of
 from megascale.core.errors import ConfigError, Problem
-from megascale.core.files import write_text
+from megascale.core.files import exists, is_folder, write_text
 from megascale.core.process import die_with_parent, usable_cores
 from megascale.core.rank import Rank, rank_from_environment
 from megascale.launch import local
@@ -115,7 +115,7 @@ def run_profile(options: argparse.Namespace) -> int:
             print(f"{profile.table(measured)}\n\nwritten: {output}")
 
     return _run_rank(
-        oversubscribed_work if options.oversubscribed and not options.oversubscribed.exists() else work, gpus=False
+        oversubscribed_work if options.oversubscribed and not exists(options.oversubscribed) else work, gpus=False
     )
 
 
@@ -125,7 +125,7 @@ def _heading(device: Device, ranks: int, profile: Any) -> str:
     day = datetime.datetime.now(datetime.UTC).date()
     worst = max(profile.quality.values(), key=lambda quality: quality.ratio).ratio
     return (
-        f"{device.name}, {os.cpu_count()} cores: `megascale bench profile` with {ranks} ranks and torch "
+        f"{device.name}, {usable_cores()} cores: `megascale bench profile` with {ranks} ranks and torch "
         f"{torch.__version__}, {day}\nThe slowest round took at most {worst:.2f} times the quickest."
     )
 
@@ -136,7 +136,7 @@ def _check_output(path: Path) -> None:
         if path.suffix != ".toml":
             raise OSError(0, "a profile's name must end in .toml")
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir() or not os.access(path.parent, os.W_OK):
+        if is_folder(path) or not os.access(path.parent, os.W_OK):
             raise OSError(0, "cannot be written")
     except OSError as error:
         raise ConfigError(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascale.core.errors import CheckpointError, Exit
-from megascale.core.files import is_readable_file, write_text
+from megascale.core.files import is_file, why_unreadable, write_text
 from megascale.core.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ def _convert(options: argparse.Namespace) -> int:
     dtype = conversion.DTYPES.get(options.dtype)
     folder, warnings = Location(options.source).local_path, list[str]()
     try:
-        if folder and (folder / CONFIG_FILE).is_file() and not (folder / manifest.NAME).is_file():
+        if folder and is_file(folder / CONFIG_FILE) and not is_file(folder / manifest.NAME):
             if options.average:
                 raise CheckpointError(f"{folder} has no average of the weights", hint="leave out --average")
             conversion.from_huggingface(folder, options.output, dtype)
@@ -232,8 +232,8 @@ def _folder(text: str) -> Path:
 
 
 def _file(text: str) -> Path:
-    if not is_readable_file(text):
-        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    if reason := why_unreadable(text):
+        raise argparse.ArgumentTypeError(reason)
     return Path(text)
 
 

@@ -15,7 +15,7 @@ from megascale.catalog.tokenizers import TOKENIZERS
 from megascale.cli import data_of_run
 from megascale.cli.argument_types import local_path, non_negative_int, positive_int
 from megascale.core.errors import DataError, Exit
-from megascale.core.files import fingerprint
+from megascale.core.files import exists, fingerprint, is_file
 from megascale.core.process import usable_cores
 from megascale.core.units import format_bytes, format_count
 from megascale.data import indexed_dataset
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         return _prepare(options)
     except KeyboardInterrupt:
-        kept = progress_file(options.output).exists()
+        kept = exists(progress_file(options.output))
         print(f"interrupted: {'the same command continues' if kept else 'nothing was written'}", file=sys.stderr)
         return Exit.INTERRUPTED
 
@@ -214,5 +214,7 @@ def _load_original(origin: indexed_dataset.TokenizerInfo | None) -> Tokenizer | 
     if origin is None:
         return None
     path = Path(origin.name)
-    there = origin.name in TOKENIZERS.cards or (path.is_file() and fingerprint(path) == origin.fingerprint)
+    there = origin.name in TOKENIZERS.cards or (
+        is_file(path, optional=True) and fingerprint(path) == origin.fingerprint
+    )
     return load_tokenizer(origin.name, origin.eod) if there else None

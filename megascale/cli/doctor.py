@@ -14,7 +14,6 @@ import textwrap
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import megascale
@@ -22,6 +21,7 @@ from megascale.cli import doctor_nodes
 from megascale.config.loading import load_config, load_config_tree
 from megascale.config.run import RunConfig
 from megascale.core.errors import Exit
+from megascale.core.files import exists
 from megascale.core.process import usable_cores
 from megascale.core.units import format_bytes, format_flops
 
@@ -104,7 +104,7 @@ def configs_to_check(path: str | None, overrides: Sequence[str]) -> dict[str, Ru
 
     Raises: ConfigError with every mistake
     """
-    if path and "=" in path and not Path(path).exists():
+    if path and "=" in path and not exists(path):
         overrides = [path, *overrides]
     elif path:
         loaded_config = load_config(path, overrides, skip_sections=["data"])

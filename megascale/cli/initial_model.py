@@ -12,7 +12,7 @@ from megascale.config.same_model import SAME_MODEL_HINT, model_differences
 from megascale.config.toml_writer import config_changes
 from megascale.convert.config_file import check_small_files, read_model_config
 from megascale.core.errors import CheckpointError, ConfigError, Problem
-from megascale.core.files import absolute_path
+from megascale.core.files import absolute_path, is_file
 
 
 def compare_initial_model(config: RunConfig) -> list[str]:
@@ -52,7 +52,7 @@ def _problem(message: str, hint: str) -> ConfigError:
 
 def _newest_checkpoints(folder: Path) -> Iterator[Path]:
     """Folders of complete checkpoints, the newest first: `folder` itself, those of a run, and those in `folder`."""
-    if (folder / "manifest.json").is_file():
+    if is_file(folder / "manifest.json"):
         yield folder
     for parent in (folder / "checkpoints", folder):
         yield from (path.parent for path in sorted(parent.glob("step-*/manifest.json"), reverse=True))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megascale.cli.notes import warn
 from megascale.core.errors import Exit, MegascaleError
+from megascale.core.files import is_file
 
 if TYPE_CHECKING:
     import duckdb
@@ -41,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     from megascale.view.run_view import CONFIG_FILE
 
     folder = Path(options.run)
-    if folder.name == STORE_FOLDER and folder.resolve().parent.joinpath(CONFIG_FILE).is_file():
+    if folder.name == STORE_FOLDER and is_file(folder.resolve().parent.joinpath(CONFIG_FILE)):
         folder = folder.resolve().parent
 
     def read(store: duckdb.DuckDBPyConnection) -> tuple[MfuLedger | None, Drift]:

@@ -26,7 +26,7 @@ from megascale.config.section import AUTO
 from megascale.config.toml_reader import read_toml
 from megascale.config.toml_writer import to_toml
 from megascale.core.errors import ConfigError, Exit, Problem
-from megascale.core.files import write_text
+from megascale.core.files import exists, is_file, is_folder, write_text
 from megascale.core.process import without_gc
 from megascale.observe import chrome_trace
 from megascale.search import plot, report
@@ -202,8 +202,8 @@ def _check_writable(path: Path | None) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.is_file():
-            raise PermissionError(errno.EACCES, "is a folder" if path.is_dir() else "is not a regular file")
+        if exists(path) and not is_file(path):
+            raise PermissionError(errno.EACCES, "is a folder" if is_folder(path) else "is not a regular file")
         if not os.access(path.parent, os.W_OK):
             raise PermissionError(errno.EACCES, "its folder is read-only")
     except OSError as error:

@@ -14,6 +14,7 @@ from typing import Any
 from megascale.cli.argument_types import own_file, rank_ranges, step_range
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.events import COMPUTE, RankEvents, event_file_name, read_events
+from megascale.core.files import exists, is_folder
 from megascale.core.process import exit_on_stop_signals, without_gc
 from megascale.eventstore.query import StoreError
 from megascale.eventstore.rank_events import read_rank_events
@@ -138,8 +139,8 @@ def rank_files(folder: Path) -> dict[int, Path]:
 
     Raises: TraceError if there is no such folder.
     """
-    if not folder.is_dir():
-        problem = "not a folder" if folder.exists() else "no such folder"
+    if not is_folder(folder):
+        problem = "not a folder" if exists(folder) else "no such folder"
         raise TraceError(f"{folder}: {problem}", hint="give a run's folder: observe.dir/name of its configuration")
     records = folder / "events"
     numbers = ((path, path.stem.removeprefix("rank-")) for path in records.glob(event_file_name("*")))

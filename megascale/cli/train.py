@@ -19,7 +19,7 @@ from megascale.config.run import RunConfig
 from megascale.config.toml_reader import read_toml
 from megascale.config.train import ObserveConfig
 from megascale.core.errors import ConfigError, Problem
-from megascale.core.files import foreign_owner, lock_folder
+from megascale.core.files import exists, foreign_owner, lock_folder
 from megascale.core.flight_files import flight_record_of_rank
 from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE, FlightRecord
 from megascale.core.limits import os_error_hint, raise_soft_limits
@@ -173,7 +173,7 @@ def lock_run_folder(config: RunConfig) -> contextlib.ExitStack:
         if config.world_size > 1:
             with _explain_os_error(config.folder / flight.DUMP_FOLDER, "observe.dir"):
                 flight.make_dump_folder(config.folder)
-        if config.checkpoint.resume == "never" and (config.folder / "metrics.jsonl").exists():
+        if config.checkpoint.resume == "never" and exists(config.folder / "metrics.jsonl"):
             hint = "choose another name, or checkpoint.resume = auto"
             raise ConfigError([Problem(str(config.folder), "name", "there is a run of this name already", hint)])
         # an unwritable checkpoint folder must fail here, not at the first save

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from megascale.config.train import Blend, DataConfig
 from megascale.core.errors import DataError
+from megascale.core.files import is_file
 from megascale.core.limits import os_error_hint
 from megascale.core.readable import file_facts, is_url, open_readable, read_file
 
@@ -75,7 +76,7 @@ class DatasetFiles:
             with open_readable(f"{self.prefix}.idx") as (file, _):
                 file.seek(HEADER.size + 4 * first)
                 return any(length > 1 for (length,) in struct.iter_unpack("<i", file.read(4 * (last - first))))
-        except (OSError, struct.error) as error:
+        except OSError as error:
             raise _unreadable(error, self.prefix) from None
 
     def _start(self, file: Any, document: int) -> int:
@@ -96,7 +97,7 @@ def read_dataset_files(prefix: str) -> DatasetFiles:
         dataset = _read_index(prefix)
         tokens = file_facts(f"{prefix}.bin")
     except FileNotFoundError as error:
-        hint = "a prefix is the path without .bin" if Path(prefix).is_file() else "`megascale data prepare` makes it"
+        hint = "a prefix is the path without .bin" if is_file(Path(prefix)) else "`megascale data prepare` makes it"
         hint = "check the URL; copy all files of a dataset there" if is_url(prefix) else hint
         raise DataError(f"there is no file {error.filename}", hint=hint) from None
     except OSError as error:

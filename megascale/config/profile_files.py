@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megascale.config.section_file import SectionT, read_section
 from megascale.core.errors import ConfigError, Problem
+from megascale.core.files import absolute_path, is_file, is_folder
 from megascale.core.registry import closest_name
 
 THIS_MACHINE = "this"
@@ -20,7 +21,7 @@ def load_profile(name: str, folder: str, option: str, profile: type[SectionT]) -
     Raises: ConfigError for an unknown name and for mistakes in the file.
     """
     path = path_of(folder, name)
-    if path.is_file() or name.endswith(".toml"):
+    if is_file(path) or name.endswith(".toml"):
         return read_section(str(path), profile, name=path.stem)
     if (folder, name) == ("hardware", THIS_MACHINE):
         hint = "`megascale bench profile` measures it"
@@ -39,7 +40,7 @@ def profile_names(folder: str) -> list[str]:
 def path_of(folder: str, name: str) -> Path:
     """Return the path of a profile; `this` machine's is in the user's configuration folder."""
     if (folder, name) == ("hardware", THIS_MACHINE):
-        home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+        home = os.environ.get("XDG_CONFIG_HOME") or absolute_path("~/.config")
         return Path(home) / "megascale" / "hardware" / f"{THIS_MACHINE}.toml"
     return Path(name) if name.endswith(".toml") else _configs() / folder / f"{name}.toml"
 
@@ -47,4 +48,4 @@ def path_of(folder: str, name: str) -> Path:
 def _configs() -> Path:
     """Return the folder of profiles, in the repository or the installation."""
     repository = Path(__file__).parents[2] / "configs"
-    return repository if repository.is_dir() else Path(sysconfig.get_path("data")) / "share/megascale/configs"
+    return repository if is_folder(repository) else Path(sysconfig.get_path("data")) / "share/megascale/configs"

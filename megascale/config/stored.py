@@ -25,7 +25,7 @@ from megascale.config.finding import Finding, Rule
 from megascale.config.run import HF_PREFIX, dataset_prefixes
 from megascale.config.train import Blend
 from megascale.core.errors import DataError
-from megascale.core.files import absolute_path, fingerprint, is_readable_file
+from megascale.core.files import NO_FILE, absolute_path, fingerprint, why_unreadable
 from megascale.core.limits import PERMISSIONS_HINT
 from megascale.core.readable import is_url
 
@@ -78,7 +78,7 @@ def data_files(c: Any) -> Iterator[Finding]:
     for key, source in (("data.train", d.train), ("data.valid", d.valid)):
         yield from _repeated(key, source)
         prefixes = dict.fromkeys(dataset_prefixes(source))
-        absent = {prefix: names for prefix in prefixes if (names := _missing_names(prefix))}
+        absent = {prefix: reasons for prefix in prefixes if (reasons := _why_unreadable(prefix))}
         found = read_all_dataset_files([prefix for prefix in prefixes if prefix not in absent])
         for prefix in prefixes:
             if prefix in absent:
@@ -102,12 +102,10 @@ def data_files(c: Any) -> Iterator[Finding]:
                 )
                 yield from _mismatches(key, prepared, first or prepared, d.tokenizer, c.model.vocab_size)
                 first = first or prepared
-    if d.tokenizer and d.tokenizer not in TOKENIZERS.cards and not is_readable_file(d.tokenizer):
-        yield Finding(
-            "data.tokenizer", f"there is no file {d.tokenizer}", "remove the key, or give the tokenizer of the data"
-        )
-    if d.order and not d.mock and not is_readable_file(d.order):
-        yield Finding("data.order", f"there is no file {d.order}", "check the path, or remove the key")
+    if d.tokenizer and d.tokenizer not in TOKENIZERS.cards and (reason := why_unreadable(d.tokenizer)):
+        yield Finding("data.tokenizer", reason, "remove the key, or give the tokenizer of the data")
+    if d.order and not d.mock and (reason := why_unreadable(d.order)):
+        yield Finding("data.order", reason, "check the path, or remove the key")
 
 
 def data_samples(c: Any) -> Iterator[Finding]:
@@ -174,20 +172,20 @@ def _remote_datasets(d: Any) -> Iterator[Finding]:
         yield Finding("data.cache", f"{d.cache} is a URL", "a folder on a disk of each host, or that hosts share")
 
 
-def _missing_names(prefix: str) -> list[str]:
+def _why_unreadable(prefix: str) -> list[str]:
     if is_url(prefix):
         return []  # reading them tells
-    return [prefix + end for end in (".bin", ".idx") if not is_readable_file(prefix + end)]
+    return [reason for end in (".bin", ".idx") if (reason := why_unreadable(prefix + end))]
 
 
-def _missing_files(key: str, prefix: str, missing: list[str]) -> Finding:
+def _missing_files(key: str, prefix: str, reasons: list[str]) -> Finding:
     """Tell files that are absent from files that this user may not read."""
-    if unreadable := [path for path in missing if os.access(path, os.F_OK)]:
-        return Finding(key, f"{' and '.join(unreadable)} cannot be read", PERMISSIONS_HINT)
+    if any(not reason.startswith(NO_FILE) for reason in reasons):
+        return Finding(key, " and ".join(reasons), PERMISSIONS_HINT)
     hint = (
-        "a prefix is the path without .bin" if is_readable_file(prefix) else "`megascale data prepare` creates datasets"
+        "`megascale data prepare` creates datasets" if why_unreadable(prefix) else "a prefix is the path without .bin"
     )
-    return Finding(key, f"there is no file {' nor '.join(missing)}", hint)
+    return Finding(key, NO_FILE + " nor ".join(reason.removeprefix(NO_FILE) for reason in reasons), hint)
 
 
 def _repeated(key: str, source: str | Blend | None) -> Iterator[Finding]:
@@ -231,7 +229,7 @@ def _fingerprint(tokenizer: str) -> str | None:
     """Return a tokenizer's name in dataset descriptions; None for a missing file, which `data_files` reports."""
     if tokenizer in TOKENIZERS.cards:
         return tokenizer
-    return fingerprint(Path(tokenizer)) if is_readable_file(tokenizer) else None
+    return None if why_unreadable(tokenizer) else fingerprint(Path(tokenizer))
 
 
 def resume(c: Any) -> Iterator[Finding]:
@@ -239,12 +237,8 @@ def resume(c: Any) -> Iterator[Finding]:
     value = c.checkpoint.resume
     if value.startswith(HF_PREFIX):
         folder = value.removeprefix(HF_PREFIX)
-        if not is_readable_file(absolute_path(folder) / "config.json"):
-            yield Finding(
-                "checkpoint.resume",
-                f"there is no config.json in {folder or repr(folder)}",
-                "the path of a folder of Hugging Face weights on this host",
-            )
+        if reason := why_unreadable(absolute_path(folder) / "config.json"):
+            yield Finding("checkpoint.resume", reason, "the path of a folder of Hugging Face weights on this host")
     elif "://" not in value and value not in ("auto", "never") and not _is_checkpoint(Path(value)):
         hint = f"auto, never, a folder with a manifest.json, a run's folder, or {HF_PREFIX}FOLDER"
         yield Finding("checkpoint.resume", f"there is no checkpoint in {value or repr(value)}", hint)
@@ -252,7 +246,7 @@ def resume(c: Any) -> Iterator[Finding]:
 
 def _is_checkpoint(folder: Path) -> bool:
     """Return True for the folder of a checkpoint or of a run with checkpoints."""
-    if is_readable_file(folder / "manifest.json"):
+    if not why_unreadable(folder / "manifest.json"):
         return True
     try:
         return any(folder.glob("step-*/manifest.json")) or any(folder.glob("checkpoints/step-*/manifest.json"))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core.errors import ConfigError, Problem
-from megascale.core.files import is_readable_file
+from megascale.core.files import why_unreadable
 
 Tree = dict[str, Any]
 
@@ -107,11 +107,9 @@ def _read_file(path: Path, seen: tuple[Path, ...]) -> Source:
             [Problem(where, "extends", f"must be the name of a file, not {base!r}", 'extends = "other.toml"')]
         )
     parent_path = path.parent / base
-    if not is_readable_file(parent_path):
+    if reason := why_unreadable(parent_path):
         where = source.location("extends")
-        raise ConfigError(
-            [Problem(where, "extends", f"there is no file {parent_path}", "the path is relative to this file")]
-        )
+        raise ConfigError([Problem(where, "extends", reason, "the path is relative to this file")])
     seen = (*seen, path.resolve())
     if parent_path.resolve() in seen:
         where = source.location("extends")

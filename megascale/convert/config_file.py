@@ -9,6 +9,7 @@ from megascale.config.model import ModelConfig
 from megascale.convert.families.config_json import read_model
 from megascale.convert.families.family import ConfigKeys
 from megascale.core.errors import CheckpointError
+from megascale.core.files import exists
 from megascale.core.limits import os_error_hint
 
 CONFIG_FILE = "config.json"
@@ -45,7 +46,7 @@ def check_small_files(folder: Path) -> None:
     Raises: CheckpointError
     """
     for name in SMALL_FILES:
-        if (folder / name).exists():
+        if exists(folder / name):
             read_json(folder / name)
 
 

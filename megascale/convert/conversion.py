@@ -22,7 +22,7 @@ from megascale.convert.huggingface import PretrainedWeights, export_model
 from megascale.convert.saved_weights import SavedWeights, average_of_weights
 from megascale.convert.tensor_map import model_tensors
 from megascale.core.errors import CheckpointError
-from megascale.core.files import atomic_folder
+from megascale.core.files import atomic_folder, is_file
 from megascale.core.storage import Location
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -74,7 +74,7 @@ def read_model_section(source: Location) -> dict[str, Any]:
     Raises: CheckpointError if there are none, or their model is unsupported
     """
     folder = source.local_path
-    if folder and (folder / CONFIG_FILE).is_file() and not (folder / manifest.NAME).is_file():
+    if folder and is_file(folder / CONFIG_FILE) and not is_file(folder / manifest.NAME):
         model = PretrainedWeights(folder).model
     else:
         checkpoint = offline.find_checkpoint(source)

@@ -18,7 +18,7 @@ from megascale.convert.conversion import to_huggingface
 from megascale.convert.huggingface import PretrainedWeights
 from megascale.convert.tokenizer_files import data_tokenizer, eos_ids
 from megascale.core.errors import CheckpointError, MegascaleError
-from megascale.core.files import fingerprint
+from megascale.core.files import fingerprint, is_file
 from megascale.core.storage import Location
 from megascale.data.indexed_dataset import TokenizerInfo
 from megascale.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
@@ -73,7 +73,7 @@ def generate_text(
         raise MegascaleError(f"sampling needs transformers: {error}", hint="pip install transformers") from None
     with tempfile.TemporaryDirectory() as temporary:
         folder = source.local_path
-        if folder is None or not (folder / CONFIG_FILE).is_file():
+        if folder is None or not is_file(folder / CONFIG_FILE):
             folder = Path(temporary) / "model"
             to_huggingface(source, folder, average=average)
         elif average:
@@ -121,11 +121,11 @@ def _load_tokenizer(source: Location, folder: Path, wanted: WantedTokenizer) -> 
     """
     info, stop = data_tokenizer(source), eos_ids(folder)
     name = wanted.name or _tokenizer_of(source, folder, info)
-    is_file = name not in TOKENIZERS.cards
-    identity = fingerprint(Path(name)) if is_file and Path(name).is_file() else name
+    has_file = name not in TOKENIZERS.cards
+    identity = fingerprint(Path(name)) if has_file and is_file(name) else name
     same = info is not None and info.fingerprint == identity
     known: int | None = info.eod if info and same else (stop[0] if stop and not wanted.name else None)
-    tokenizer = load_tokenizer(name, wanted.eod or (known if is_file else None))
+    tokenizer = load_tokenizer(name, wanted.eod or (known if has_file else None))
     if wanted.name and not same:
         stop = []  # ids of another tokenizer
     framed = isinstance(tokenizer, FileTokenizer) and tokenizer.frames_with_bos
@@ -135,9 +135,9 @@ def _load_tokenizer(source: Location, folder: Path, wanted: WantedTokenizer) -> 
 
 def _tokenizer_of(source: Location, folder: Path, info: TokenizerInfo | None) -> str:
     """The tokenizer.json beside the weights, or the tokenizer of the training data or the run's configuration."""
-    if (folder / "tokenizer.json").is_file():
+    if is_file(folder / "tokenizer.json"):
         return str(folder / "tokenizer.json")
-    if info and (info.name in TOKENIZERS.cards or Path(info.name).is_file()):
+    if info and (info.name in TOKENIZERS.cards or is_file(info.name, optional=True)):
         return info.name
     tokenizer = None
     if (source / manifest.NAME).exists():
@@ -152,4 +152,4 @@ def find_weights(path: Location) -> Location:
 
     Raises: CheckpointError if the path has no weights
     """
-    return path if path.local_path and (path.local_path / CONFIG_FILE).is_file() else offline.find_checkpoint(path)
+    return path if path.local_path and is_file(path.local_path / CONFIG_FILE) else offline.find_checkpoint(path)

@@ -33,7 +33,7 @@ from megascale.convert.families.config_json import FAMILIES, TEXT_ALONE_HINT, ma
 from megascale.convert.families.family import ConfigKeys
 from megascale.convert.tensor_map import Place, assemble, model_tensors, read_region, tensor_map
 from megascale.core.errors import CheckpointError
-from megascale.core.files import write_text
+from megascale.core.files import exists, write_text
 from megascale.core.limits import os_error_hint
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING
 
@@ -70,15 +70,15 @@ class PretrainedWeights:
     def files(self) -> dict[str, Path]:
         """The safetensors file of every tensor, by Hugging Face name."""
         index, path = self.folder / INDEX_FILE, self.folder / WEIGHTS_FILE
-        if index.exists():
+        if exists(index):
             weight_map = read_json(index).get("weight_map")
             if not isinstance(weight_map, dict) or not all(_is_name(file) for file in weight_map.values()):
                 raise CheckpointError(f"{index} has no map of weights to files beside it")
-            if path.exists() and WEIGHTS_FILE not in weight_map.values():
+            if exists(path) and WEIGHTS_FILE not in weight_map.values():
                 what = f"{self.folder} has {WEIGHTS_FILE}, and {INDEX_FILE}, which names other files"
                 raise CheckpointError(what, hint="remove the older of the two; transformers reads the former")
             return {name: self.folder / file for name, file in weight_map.items()}
-        if not path.exists():
+        if not exists(path):
             pickles = sorted(path.name for pattern in PICKLES for path in self.folder.glob(pattern))
             also = f"; {pickles[0]} is a pickle, which can run code, and is not opened" if pickles else ""
             hint = "convert it with transformers: from_pretrained(...).save_pretrained(...)"

@@ -12,7 +12,7 @@ from megascale.catalog.tokenizers import TOKENIZERS
 from megascale.checkpoint.companions import DATA_TOKENIZER, SOURCE_CONFIG, TOKENIZER_FILES
 from megascale.config.model import ModelConfig
 from megascale.core.errors import CheckpointError, DataError
-from megascale.core.files import fingerprint, write_text
+from megascale.core.files import exists, fingerprint, is_file, why_unreadable, write_text
 from megascale.core.storage import Location
 from megascale.data.indexed_dataset import TokenizerInfo
 from megascale.data.tokenizer import FileTokenizer
@@ -94,14 +94,14 @@ def _find_tokenizer(folder: Path, wanted: Wanted) -> tuple[Path | None, list[str
     """
     if wanted.tokenizer:
         return wanted.tokenizer, []
-    if any((folder / name).exists() for name in TOKENIZER_FILES) or not wanted.configured:
+    if any(exists(folder / name) for name in TOKENIZER_FILES) or not wanted.configured:
         placed = folder / "tokenizer.json"
-        return (placed if placed.is_file() else None), []
+        return (placed if is_file(placed) else None), []
     name = wanted.configured
     if name in TOKENIZERS.cards:
         return None, [f"no tokenizer included: {name!r} has no file; use megascale sample --tokenizer {name}"]
-    if not Path(name).is_file():
-        return None, [f"no tokenizer included: there is no file {name!r} on this host; give --tokenizer FILE"]
+    if reason := why_unreadable(name):
+        return None, [f"no tokenizer included: {reason} on this host; give --tokenizer FILE"]
     return Path(name), []
 
 
@@ -109,7 +109,7 @@ def _copy_tokenizer(file: Path, folder: Path) -> None:
     """Copy a tokenizer and the files beside it, in place of the tokenizer in `folder`."""
     for name in TOKENIZER_FILES:
         (folder / name).unlink(missing_ok=True)
-        if (file.parent / name).is_file():
+        if is_file(file.parent / name):
             shutil.copyfile(file.parent / name, folder / name)
     shutil.copyfile(file, folder / "tokenizer.json")
 
@@ -132,7 +132,7 @@ def _load(file: Path, most: int | None, eod: str | int | None) -> FileTokenizer 
 def _write_tokenizer_config(folder: Path, model: ModelConfig, tokens: dict[str, str]) -> None:
     """Write tokenizer_config.json for a tokenizer without one."""
     path = folder / "tokenizer_config.json"
-    if not path.exists():
+    if not exists(path):
         keys = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.seq_length} | tokens
         write_text(path, json.dumps(keys, indent=2, ensure_ascii=False) + "\n")
 

@@ -1,21 +1,28 @@
-"""Atomic files and folders: written under a temporary name, flushed to disk, then renamed. Also file locks."""
+"""Atomic files and folders: written under a temporary name, flushed to disk, then renamed. Also file locks, and what is
+at a path: `exists`, `is_file`, `is_folder`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import fcntl
+import functools
 import glob
 import hashlib
 import os
 import secrets
 import shutil
+import stat
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
+from megascale.core.errors import Exit, MegascaleError
+from megascale.core.limits import os_error_hint
 from megascale.core.wait_notice import WaitNotice
 
 LEFTOVER_S = 3600.0
@@ -46,7 +53,7 @@ def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO]:
     Raises: OSError, also if `path` is not a regular file, such as a device.
     """
     path = path.resolve()
-    if path.exists() and not path.is_file():
+    if exists(path) and not is_file(path):
         raise OSError(errno.EINVAL, "Not a regular file", str(path))
     temporary = temporary_path(path)
     encoding = None if "b" in mode else "utf-8"
@@ -159,10 +166,10 @@ def build_once(path: Path, build: Callable[[], None]) -> None:
     Raises: OSError, and what `build` raises; another process then builds.
     """
     notice = WaitNotice(f"process {os.getpid()}")
-    while not path.exists():
+    while not exists(path):
         if lock := lock_to_build(path):
             with lock:
-                if not path.exists():
+                if not exists(path):
                     _build_unless_built(path, build)
                 Path(lock.name).unlink(missing_ok=True)
             return
@@ -175,7 +182,7 @@ def _build_unless_built(path: Path, build: Callable[[], None]) -> None:
     try:
         build()
     except OSError:
-        if not path.exists():
+        if not exists(path):
             raise
 
 
@@ -204,12 +211,73 @@ def absolute_path(path: str | Path) -> Path:
     return Path(os.path.expanduser(path)).absolute()  # noqa: PTH111 - Path's raises RuntimeError
 
 
-def is_readable_file(path: str | Path) -> bool:
-    """Return True for a readable file; False, without an error, also for an overlong name or an unreadable folder."""
+class PathError(MegascaleError, OSError):
+    """A file system does not say what is at a path: a folder of another user, an overlong name, a lost network file.
+
+    Also an OSError with number and path, for callers that explain those of a whole operation.
+    """
+
+    def __init__(self, path: str | Path, error: OSError) -> None:
+        reason = error.strerror or str(error)
+        super().__init__(f"{path} cannot be looked up: {reason}", hint=os_error_hint(error, "give another path"))
+        self.errno, self.strerror, self.filename = error.errno, reason, str(path)
+        if error.errno in USERS_MISTAKES:
+            self.exit_status = Exit.CONFIG
+
+
+USERS_MISTAKES = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
+"""Error numbers of a path that a restart finds as it is."""
+
+
+def exists(path: str | Path, *, optional: bool = False) -> bool:
+    """Return True if a file or a folder is there. pathlib raises any error here, and says False from Python 3.14 on.
+
+    Raises: PathError if the file system does not say; an `optional` file is absent then, with one warning
+    """
+    return _mode(path, optional) != 0
+
+
+def is_file(path: str | Path, *, optional: bool = False) -> bool:
+    """Return True for a regular file. Raises: as `exists`"""
+    return stat.S_ISREG(_mode(path, optional))
+
+
+def is_folder(path: str | Path, *, optional: bool = False) -> bool:
+    """Return True for a folder. Raises: as `exists`"""
+    return stat.S_ISDIR(_mode(path, optional))
+
+
+def _mode(path: str | Path, optional: bool) -> int:
+    """The mode of what is at a path, or 0."""
     try:
-        return Path(path).is_file() and os.access(path, os.R_OK)
-    except (OSError, ValueError):
-        return False
+        return Path(path).stat().st_mode
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a null byte, which no name has
+        return 0
+    except OSError as error:
+        if not optional:
+            raise PathError(path, error) from None
+        _warn_once(f"{path} cannot be looked up: {error.strerror}; this process goes on without it")
+        return 0
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    print(f"WARNING: {text}", file=sys.stderr)
+
+
+NO_FILE = "there is no file "
+"""Begin of the reason for a file that is absent."""
+
+
+def why_unreadable(path: str | Path) -> str:
+    """Say why a regular file cannot be read; "" if it can."""
+    try:
+        if not is_file(path):
+            return f"{path} is not a regular file" if exists(path) else f"{NO_FILE}{path}"
+        os.close(os.open(path, os.O_RDONLY))
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    return ""
 
 
 def fingerprint(path: Path) -> str:

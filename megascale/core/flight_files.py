@@ -16,6 +16,7 @@ from pathlib import Path
 from megascale.core.env_numbers import whole_number
 from megascale.core.event_ring import event_ring_path
 from megascale.core.event_ring_reader import EventRingError, EventRingReader
+from megascale.core.files import is_folder
 from megascale.core.flight_reader import read_flight_record
 from megascale.core.flight_record import (
     ATTEMPT_VARIABLE,
@@ -59,7 +60,7 @@ def flight_record_of_rank(
     """
     named = env.get(FLIGHT_RECORD_VARIABLE)
     path = Path(named) if named else None
-    if path is None and SHARED_MEMORY.is_dir():
+    if path is None and is_folder(SHARED_MEMORY, optional=True):
         remove_left_records(folder.name)
         path = flight_record_path(folder.name, time.time_ns(), rank.rank)
     attempt = whole_number(env, ATTEMPT_VARIABLE)

@@ -1,4 +1,6 @@
-"""Limits of the operating system on this process: open files, memory maps, processes. Hints for errors at a limit."""
+"""Limits of the operating system on this process: open files, memory maps, processes, and the processor time and memory
+of its control groups. Hints for errors at a limit.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,11 @@ import errno
 import os
 import resource
 import sys
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
 MAX_MAP_COUNT = Path("/proc/sys/vm/max_map_count")
+PROCESS = Path("/proc/self")
 
 PROCESSES_HINT = "`ulimit -u` raises the limit of this user's processes and threads; a container may have a lower one"
 PERMISSIONS_HINT = "check the permissions of the file and of its folder"
@@ -79,6 +83,60 @@ def memory_map_limit() -> int:
         return int(MAX_MAP_COUNT.read_text(encoding="ascii"))
     except (OSError, ValueError):
         return sys.maxsize
+
+
+def cpu_quota() -> float:
+    """Cores whose time this process may use, by the control groups that it is in; infinite without a quota."""
+    found = [sys.float_info.max]
+    for folder in _control_groups("cpu"):
+        words = (
+            _read(folder / "cpu.max") or f"{_read(folder / 'cpu.cfs_quota_us')} {_read(folder / 'cpu.cfs_period_us')}"
+        )
+        quota, _, period = words.partition(" ")
+        if quota.isdigit() and period.isdigit():  # "max", or -1: none
+            found.append(int(quota) / int(period))
+    return min(found)
+
+
+def memory_limits() -> tuple[int, int]:
+    """Bytes that the control groups of this process may use, and those of them that are free, with the pages of files
+    that the kernel can drop; `sys.maxsize` without a limit.
+    """
+    found = [(sys.maxsize, sys.maxsize)]
+    for folder in _control_groups("memory"):
+        limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
+        used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
+        pages = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
+        if limit.isdigit() and used.isdigit():
+            droppable = int(pages.get("total_inactive_file", pages.get("inactive_file", 0)))
+            found.append((int(limit), max(0, int(limit) - int(used) + droppable)))
+    return min(total for total, _ in found), min(free for _, free in found)
+
+
+def _control_groups(controller: str) -> Iterator[Path]:
+    """Yield the folders of this process's control group with a controller, and of those above it: each has limits. Of
+    version 2, where one hierarchy has all controllers, or of version 1. See cgroups(7).
+    """
+    rows = (line.split(":", 2) for line in _read(PROCESS / "cgroup").splitlines())
+    groups = {name: PurePosixPath(path) for _, names, path in rows for name in names.split(",")}
+    for line in _read(PROCESS / "mountinfo").splitlines():
+        place, _, kind = line.partition(" - ")
+        system, _, options = kind.split(" ", 2)
+        name = "" if system == "cgroup2" else controller
+        if name not in groups or (system != "cgroup2" and not (system == "cgroup" and name in options.split(","))):
+            continue
+        root, mount = place.split()[3:5]
+        group = groups[name]  # of another name space in a container without one of its own: then the mount is all
+        inside = group.relative_to(root) if group.is_relative_to(root) else PurePosixPath()
+        folder = Path(mount, inside if ".." not in inside.parts else "")
+        yield from (folder, *(above for above in folder.parents if above.is_relative_to(mount)))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def _limits(kind: int) -> tuple[int, int]:

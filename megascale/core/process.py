@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
+from megascale.core.limits import cpu_quota
+
 _SET_PDEATHSIG = 1  # of prctl(2)
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PRCTL = ctypes.CDLL(None).prctl  # looked up here: a child of a process with threads must not load a library
@@ -84,8 +86,11 @@ def process_facts(pid: int) -> tuple[str, int]:
 
 
 def usable_cores() -> int:
-    """Count the cores in this process's CPU affinity; a job may own only part of the host."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Count the cores that this process may keep busy, by its CPU affinity and the quota of its control groups; a job
+    may own only part of the host.
+    """
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min(allowed, cpu_quota())))  # a core more would pause all threads for a part of each period
 
 
 def stop_signals() -> list[signal.Signals]:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from megascale.core.files import absolute_path, atomic_file, sync_file
+from megascale.core.files import PathError, absolute_path, atomic_file, sync_file
 from megascale.core.readable import FileFacts
 from megascale.core.wait_notice import WaitNotice
 
@@ -71,12 +71,18 @@ class Location:
         return None if "://" in path else Path(path)
 
     def exists(self) -> bool:
-        """Return True if a file or a folder is there."""
-        return bool(self._retry(_info))
+        """Return True if a file or a folder is there. Raises: PathError"""
+        return bool(self._look())
 
     def is_folder(self) -> bool:
-        """Return True for a folder; in an object store, for a prefix with objects."""
-        return self._retry(_info).get("type") == "directory"
+        """Return True for a folder; in an object store, for a prefix with objects. Raises: PathError"""
+        return self._look().get("type") == "directory"
+
+    def _look(self) -> dict[str, Any]:
+        try:
+            return self._retry(_info)
+        except OSError as error:
+            raise PathError(self.url, error) from error
 
     def list_names(self) -> list[str]:
         """List the names in this folder, sorted; a missing folder has none."""

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from megascale.core.errors import DataError
-from megascale.core.files import LEFTOVER_S, NO_LOCKS, build_once, temporary_path
+from megascale.core.files import LEFTOVER_S, NO_LOCKS, build_once, exists, is_folder, temporary_path
 from megascale.core.limits import os_error_hint, with_os_error_hint
 from megascale.core.storage import Location
 from megascale.data.checksum import (
@@ -136,7 +136,7 @@ class BlockCache:
         """
         blocks = []
         for folder in os.scandir(self._folder):
-            if folder.is_dir():
+            if is_folder(folder.path):
                 for entry in os.scandir(folder):
                     with contextlib.suppress(FileNotFoundError):
                         facts = entry.stat()
@@ -179,7 +179,7 @@ class CachedFile:
     def missing(self, ranges: Iterable[tuple[int, int]]) -> list[Block]:
         """Return the blocks of byte ranges [start, stop) that are not in the cache."""
         numbers = {n for start, stop in ranges for n in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES))}
-        return [Block(self, number) for number in sorted(numbers) if not self._path(number).exists()]
+        return [Block(self, number) for number in sorted(numbers) if not exists(self._path(number))]
 
     def build(self, number: int) -> None:
         """Fetch a block, unless another process does. Raises: DataError"""

@@ -13,6 +13,7 @@ from megascale.config.batch_rampup import samples_of_run
 from megascale.config.dataset_files import SplitName
 from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
+from megascale.core.files import exists
 from megascale.data.index_files import IndexKey, check_index, open_dataset_of, open_index
 from megascale.data.mixture import Mixture
 
@@ -40,9 +41,9 @@ def build_indices(
     keys = [(folder, key) for split in splits(config) for folder, key in _keys(config, split)]
     large = list(dict.fromkeys((folder, key.file_name) for folder, key in keys if not key.is_small))
     by_name = {(folder, key.file_name): key for folder, key in keys}
-    missing = [(folder, by_name[folder, name]) for folder, name in large if not (folder / name).exists()]
+    missing = [(folder, by_name[folder, name]) for folder, name in large if not exists(folder / name)]
     for folder, name in large:
-        if (folder / name).exists():
+        if exists(folder / name):
             check_index(folder / name, by_name[folder, name])
     for done, _ in enumerate(_built(missing, workers), start=1):
         progress(done, len(missing))

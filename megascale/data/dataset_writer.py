@@ -21,7 +21,7 @@ import numpy as np
 
 from megascale.config.dataset_files import MAGIC
 from megascale.core.errors import DataError
-from megascale.core.files import lock_to_build, sync_folder
+from megascale.core.files import exists, lock_to_build, sync_folder
 from megascale.core.limits import os_error_hint
 from megascale.data.indexed_dataset import DTYPE_CODES, HEADER, DatasetInfo, TokenizerInfo
 
@@ -238,7 +238,7 @@ def _open_at(path: Path, size: int) -> IO[bytes]:
 
 
 def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+    return path.stat().st_size if exists(path) else 0
 
 
 def _part(prefix: Path, ending: str) -> Path:

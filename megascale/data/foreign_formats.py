@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from megascale.core.errors import DataError
+from megascale.core.files import is_file, is_folder
 from megascale.data.indexed_dataset import DTYPE_CODES
 from megascale.data.inputs import explained
 
@@ -65,11 +66,11 @@ def open_foreign(path: Path, dtype: str | None, key: str) -> ForeignFile:
     Raises: DataError for what is in no known format
     """
     with explained(str(path)):
-        if path.is_dir():
+        if is_folder(path):
             return ForeignFile(path, "LitData", False, lambda: _litdata(path), list(path.iterdir()))
         prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
         index = prefix.with_name(prefix.name + ".idx")
-        if index.is_file() and (path.suffix != ".bin" or prefix.with_name(prefix.name + ".bin").is_file()):
+        if is_file(index) and (path.suffix != ".bin" or is_file(prefix.with_name(prefix.name + ".bin"))):
             return _indexed(prefix, index)
         if path.suffix in (".parquet", ".arrow"):
             return ForeignFile(path, path.suffix[1:].capitalize(), False, lambda: _lists(path, key), [path])

@@ -13,7 +13,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from megascale.core.files import lock_to_build
+from megascale.core.files import exists, lock_to_build
 from megascale.core.process import module_command
 from megascale.data.best_fit_index import BestFitShape
 from megascale.data.decomposed_index import DecomposedShape
@@ -29,10 +29,10 @@ def build_in_background(folder: Path, key: IndexKey) -> None:
     The new process inherits the lock, so that nobody else builds. Failures show where the index is opened.
     """
     path = folder / key.file_name
-    if key.is_small or path.exists():
+    if key.is_small:
         return
     with contextlib.suppress(OSError):
-        lock = lock_to_build(path)
+        lock = None if exists(path) else lock_to_build(path)
         if lock is None:
             return
         with lock:
@@ -54,7 +54,7 @@ def main() -> None:
     shape = next((kind for key, kind in by_key.items() if key in facts["shape"]), IndexShape)
     key = IndexKey(**(facts | {"shape": shape(**facts["shape"])}))
     path = Path(sys.argv[1]) / key.file_name
-    if not path.exists():
+    if not exists(path):
         write_index(path, key, open_dataset_of(key, path.parent))
     path.with_name(f".{path.name}.lock").unlink(missing_ok=True)
 

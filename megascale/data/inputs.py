@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from megascale.core.errors import DataError
+from megascale.core.files import exists, is_file, is_folder
 from megascale.core.limits import os_error_hint
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -58,7 +59,8 @@ def find_inputs(names: Sequence[str]) -> tuple[list[InputFile], int]:
     files: list[InputFile] = []
     ignored = 0
     for name in names:
-        found, others = _find_remote(name) if "://" in name else _find_local(name)
+        with explained(name):
+            found, others = _find_remote(name) if "://" in name else _find_local(name)
         files += found
         ignored += others
     return files, ignored
@@ -66,16 +68,16 @@ def find_inputs(names: Sequence[str]) -> tuple[list[InputFile], int]:
 
 def _find_local(name: str) -> tuple[list[InputFile], int]:
     path = Path(name)
-    if path.is_dir():
-        inside = sorted(str(p) for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)))
+    if is_folder(path):
+        inside = sorted(str(p) for p in path.rglob("*") if is_file(p) and not _hidden(p.relative_to(path)))
         return _known(name, inside, [_local(found) for found in inside])
-    if not path.exists() and any(character in name for character in MAGIC):
-        matches = [found for found in sorted(glob.glob(name, recursive=True)) if Path(found).is_file()]  # noqa: PTH207
+    if not exists(path) and any(character in name for character in MAGIC):
+        matches = [found for found in sorted(glob.glob(name, recursive=True)) if is_file(found)]  # noqa: PTH207
         if not matches:
             raise DataError(f"{name} matches no file", hint=INPUT_HINT)
         return [_local(found) for found in matches], 0
-    if not path.is_file():
-        raise DataError(f"{name} {'is no file' if path.exists() else 'does not exist'}", hint=INPUT_HINT)
+    if not is_file(path):
+        raise DataError(f"{name} {'is no file' if exists(path) else 'does not exist'}", hint=INPUT_HINT)
     return [_local(name)], 0
 
 
@@ -94,16 +96,15 @@ def _find_remote(url: str) -> tuple[list[InputFile], int]:
 
     from megascale.core.storage import file_version
 
-    with explained(url):
-        fs, path = url_to_fs(url)
-        if any(character in path for character in MAGIC):
-            found = fs.glob(path, detail=True)
-        else:
-            found = fs.find(path, detail=True)  # of a file, the file itself
-        inside = sorted((name, facts) for name, facts in found.items() if facts["type"] == "file")
-        files = [InputFile(fs.unstrip_protocol(name), facts["size"], file_version(facts)) for name, facts in inside]
-        if not files:
-            raise FileNotFoundError(errno.ENOENT, "there is no such file", url)
+    fs, path = url_to_fs(url)
+    if any(character in path for character in MAGIC):
+        found = fs.glob(path, detail=True)
+    else:
+        found = fs.find(path, detail=True)  # of a file, the file itself
+    inside = sorted((name, facts) for name, facts in found.items() if facts["type"] == "file")
+    files = [InputFile(fs.unstrip_protocol(name), facts["size"], file_version(facts)) for name, facts in inside]
+    if not files:
+        raise FileNotFoundError(errno.ENOENT, "there is no such file", url)
     if [name for name, _ in inside] == [path]:
         return files, 0
     return _known(url, [file.name for file in files], files)

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from megascale.core.errors import DataError
-from megascale.core.files import write_text
+from megascale.core.files import exists, write_text
 from megascale.data.chunk_encoder import (
     EncodedChunks,
     Encoding,
@@ -111,7 +111,7 @@ def prepare_dataset(
     origin = TokenizerInfo(tokenizer.name, tokenizer.fingerprint, tokenizer.eod, tokenizer.eod_origin, encoding.bos)
     dtype, total = token_dtype(tokenizer.vocab_size), sum(file.size for file in files)
     begun = _begin(request.output, dtype, _plan(files, encoding, tokenizer), request.skip_bad, say)
-    if (index := request.output.with_name(f"{request.output.name}.idx")).exists():
+    if exists(index := request.output.with_name(f"{request.output.name}.idx")):
         say(f"{index} and the other files of the dataset are replaced at the end")
     with DatasetWriter(request.output, dtype, (begun.tokens, begun.documents, begun.highest_token)) as writer:
         preparation = Preparation(files, encoding, writer, begun)

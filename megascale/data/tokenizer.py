@@ -13,7 +13,7 @@ import numpy as np
 
 from megascale.catalog.tokenizers import TOKENIZERS
 from megascale.core.errors import DataError
-from megascale.core.files import fingerprint
+from megascale.core.files import fingerprint, why_unreadable
 from megascale.data.special_tokens import SpecialToken, find_special_token, missing_added_tokens
 
 
@@ -138,7 +138,6 @@ def load_tokenizer(name: str, eod: str | int | None = None) -> Tokenizer:
         if isinstance(eod, str):
             raise DataError(f"the tokenizer {name} has a fixed end-of-document token", hint="leave out --eod")
         return tokenizer
-    if not Path(name).is_file():
-        hint = "a tokenizer.json, or " + " or ".join(TOKENIZERS.names())
-        raise DataError(f"there is no tokenizer file {name}", hint=hint)
+    if reason := why_unreadable(name):
+        raise DataError(reason, hint="a tokenizer.json, or " + " or ".join(TOKENIZERS.names()))
     return FileTokenizer(Path(name), eod)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascale.core.errors import Exit, MegascaleError
+from megascale.core.files import is_file
 from megascale.core.storage import Location
 from megascale.eventstore.schema import TABLES, ColumnType
 from megascale.eventstore.table_files import STORE_FOLDER, TableFile, arrow_schema, list_files
@@ -63,7 +64,7 @@ def store_of(run: str | Path) -> Location:
 
 def _configured_store(run: Location) -> Location | None:
     """Return the store that the configuration in a local run's folder names; None without one."""
-    if run.local_path is None or not (file := run.local_path / "config.toml").is_file():
+    if run.local_path is None or not is_file(file := run.local_path / "config.toml"):
         return None
     try:
         config = tomllib.loads(file.read_text(encoding="utf-8"))

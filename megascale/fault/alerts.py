@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megascale.core.files import exists
+
 METRICS_FILE = "metrics.jsonl"
 """The file of metrics in the run's folder."""
 
@@ -19,7 +21,7 @@ class AlertReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._offset = path.stat().st_size if path.exists() else 0
+        self._offset = path.stat().st_size if exists(path) else 0
 
     def new(self) -> Iterator[dict[str, Any]]:
         """Yield the alerts since the last call: `step`, `alert` (a metric), `value` and `recent` (its median)."""

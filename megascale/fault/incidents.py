@@ -15,6 +15,7 @@ from typing import Any, Literal, Self, get_args
 
 from megascale.core.append_file import AppendFile
 from megascale.core.errors import Exit, MegascaleError
+from megascale.core.files import exists
 from megascale.core.rank import format_ranks
 
 LOG_FILE = "incidents.jsonl"
@@ -296,7 +297,7 @@ def read_history(path: Path) -> JobHistory:
 
 def read_events(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number, event) of a log, without a torn last line. Raises: MegascaleError"""
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    lines = path.read_bytes().split(b"\n")[:-1] if exists(path) else []
     for number, line in enumerate(lines, 1):
         try:
             event = json.loads(line)
@@ -314,5 +315,5 @@ def _unreadable(path: Path, number: int, found: str) -> MegascaleError:
 
 def _remove_torn_line(path: Path) -> None:
     """Cut off a line without an end: its driver died while it wrote, and what it says was never carried out."""
-    if path.exists() and (text := path.read_bytes()) and not text.endswith(b"\n"):
+    if exists(path) and (text := path.read_bytes()) and not text.endswith(b"\n"):
         os.truncate(path, text.rfind(b"\n") + 1)

@@ -13,6 +13,8 @@ import struct
 from ctypes import addressof, c_char, create_string_buffer
 from pathlib import Path
 
+from megascale.core.files import exists
+
 NETWORK = Path("/sys/class/net")
 
 _PAUSE = re.compile(
@@ -35,7 +37,7 @@ class PauseFrames:
     def __init__(self, interfaces: Path = NETWORK) -> None:
         self._places: dict[str, tuple[int, list[int]]] = {}
         with contextlib.suppress(OSError):
-            for name in (path.name for path in sorted(interfaces.iterdir()) if (path / "device").exists()):
+            for name in (path.name for path in sorted(interfaces.iterdir()) if exists(path / "device", optional=True)):
                 with contextlib.suppress(OSError):
                     names = counter_names(name)
                     if found := [index for index, counter in enumerate(names) if _PAUSE.fullmatch(counter)]:

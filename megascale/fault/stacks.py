@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megascale.core.files import exists
+
 STACK_S = 5.0
 """Seconds in which py-spy must return the stack of a process."""
 
@@ -30,4 +32,4 @@ def stack_of(pid: int, timeout_s: float = STACK_S) -> str:
 def find_py_spy() -> str:
     """Return the path of py-spy: beside this Python, else that of PATH."""
     own = Path(sys.executable).parent / "py-spy"
-    return str(own) if own.exists() else shutil.which("py-spy") or "py-spy"
+    return str(own) if exists(own, optional=True) else shutil.which("py-spy") or "py-spy"

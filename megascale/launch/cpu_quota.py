@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megascale.core.errors import Exit, MegascaleError
+from megascale.core.files import is_file
 
 PERIOD_US = 5000
 """Microseconds of the quota's period; processes that have used the quota pause until the next period."""
@@ -37,7 +38,7 @@ class CpuQuota:
         if not 1000 / period_us <= cores < math.inf:
             raise CpuQuotaError(f"{cores:g} cores for a host", hint=f"{1000 / period_us} or more")
         quota = round(cores * period_us)
-        version2 = (_ROOT / "cgroup.controllers").is_file()
+        version2 = is_file(_ROOT / "cgroup.controllers")
         self.cgroup = (_ROOT if version2 else _ROOT / "cpu") / name
         try:
             if version2:

@@ -5,7 +5,7 @@
 | open files | datasets; processes, each with a connection to the store of rank 0 | `ulimit -n` |
 | memory maps | datasets | `vm.max_map_count` |
 | processes | ranks on the host, each with threads and a writer of checkpoints | `ulimit -u` |
-| shared memory | state of the ranks on the host, if copies are kept in memory | size of the file system |
+| shared memory | state of the ranks on the host, if copies are kept in memory | file system, control group |
 
 An epoch of a dataset that is open has FILES_PER_EPOCH files in as many maps: the index and the tokens of the dataset,
 and the sample index. Where a limit is low fewer epochs stay open, and samples of the others open theirs again.
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 from megascale.config.finding import Finding
 from megascale.config.run import RunConfig, dataset_prefixes
-from megascale.core.limits import memory_map_limit, open_file_limits, process_limits
+from megascale.core.limits import memory_limits, memory_map_limit, open_file_limits, process_limits
 from megascale.core.units import format_bytes
 
 FILES_PER_EPOCH = 3
@@ -109,4 +109,4 @@ def _free_bytes(folder: str) -> int | None:
         status = os.statvfs(folder)
     except OSError:
         return None
-    return status.f_bavail * status.f_frsize
+    return min(status.f_bavail * status.f_frsize, memory_limits()[1])

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megascale.catalog.layers import ACTIVATIONS, NORMS
+from megascale.core.files import exists
 from megascale.device import Device
 from megascale.ops.activation import Activate
 from megascale.ops.library import TRITON
@@ -48,7 +49,7 @@ def compile_unsupported_reason(device: Device) -> str | None:
         if shutil.which(cpp_compiler()) is None:
             return f"no C++ compiler: there is no {cpp_compiler()}"
         headers = Path(sysconfig.get_path("include"))
-        return None if (headers / "Python.h").exists() else f"no Python.h in {headers}"
+        return None if exists(headers / "Python.h", optional=True) else f"no Python.h in {headers}"
     if reason := TRITON.missing_reason():
         return reason
     names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]

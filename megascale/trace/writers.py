@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from megascale.core.append_file import AppendFile
-from megascale.core.files import write_text
+from megascale.core.files import exists, write_text
 from megascale.core.tensorboard_file import TensorBoardFile
 from megascale.core.units import format_count, format_duration
 from megascale.trace.metrics import (
@@ -51,7 +51,7 @@ class JsonLinesWriter(MetricsWriter):
     name = "metrics.jsonl"
 
     def __init__(self, path: Path, resumed_step: int) -> None:
-        write_text(path, "".join(_lines_until(path, resumed_step)) if resumed_step and path.exists() else "")
+        write_text(path, "".join(_lines_until(path, resumed_step)) if resumed_step and exists(path) else "")
         self._file = AppendFile(path)
 
     def write(self, record: MetricsRecord) -> None:

@@ -23,7 +23,7 @@ from megascale.config.run import RunConfig
 from megascale.config.toml_writer import to_toml
 from megascale.core.errors import ConfigError, Exit, LostPeerError, MegascaleError, Problem
 from megascale.core.event_ring import EventRing
-from megascale.core.files import write_text
+from megascale.core.files import exists, write_text
 from megascale.core.flight_layout import Phase
 from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE
 from megascale.core.flight_writer import FlightRecordWriter
@@ -190,7 +190,7 @@ def _prepare_folder(config: RunConfig, resumed_step: int) -> list[MetricsWriter]
     """
     try:
         path = config.folder / "config.toml"
-        if resumed_step < config.train.steps or not path.exists():
+        if resumed_step < config.train.steps or not exists(path):
             write_text(path, to_toml(config))
             write_identities(config)
         return open_writers(config, resumed_step)

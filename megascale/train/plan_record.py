@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from megascale.catalog.accelerators import find_accelerator
 from megascale.config.profile_files import THIS_MACHINE, path_of, profile_names
-from megascale.core.files import write_text
+from megascale.core.files import is_file, write_text
 from megascale.core.process import module_command
 from megascale.simulate.profiles import hardware
 from megascale.train.hooks import Hook
@@ -42,7 +42,7 @@ class PlanRecord(Hook):
             return
         file, device = run.config.folder / PLAN_FILE, run.device
         profile = THIS_MACHINE if device.is_cpu else profile_of(device.name, device.total_memory())
-        if profile and (not device.is_cpu or path_of("hardware", THIS_MACHINE).is_file()):
+        if profile and (not device.is_cpu or is_file(path_of("hardware", THIS_MACHINE), optional=True)):
             self._start(run, profile, file)
         else:
             hint = "`megascale bench profile` measures it" if device.is_cpu else "configs/hardware has none"

@@ -13,6 +13,7 @@ from megascale.account.attended import Scores
 from megascale.account.flops import hardware_flops, mfu, token_flops
 from megascale.catalog.accelerators import Peak
 from megascale.config.run import RunConfig
+from megascale.core.files import exists
 from megascale.core.outages import Outages
 from megascale.device import Device
 from megascale.parallel.fp8_linear import CastStats
@@ -59,7 +60,7 @@ class Reporter:
 
     def load_history(self, folder: Path) -> None:
         """Restore the FP8 cast monitor of a resumed run from the metrics file."""
-        if (metrics := folder / METRICS_FILE).exists():
+        if exists(metrics := folder / METRICS_FILE, optional=True):
             self._cast_monitor.load_history(metrics)
 
     def start_step(self) -> None:

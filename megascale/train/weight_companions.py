@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from megascale.checkpoint import companions
 from megascale.config.run import HF_PREFIX, RunConfig, dataset_prefixes
 from megascale.core.errors import CheckpointError
-from megascale.core.files import fingerprint, is_readable_file
+from megascale.core.files import fingerprint, is_file, is_folder, why_unreadable
 from megascale.core.storage import WRITE_HINT, Location
 from megascale.data.indexed_dataset import TokenizerInfo, read_info
 
@@ -30,7 +31,7 @@ def keep_companions(config: RunConfig, resumed_from: Location | None) -> list[st
 def _keep_companions(config: RunConfig, resumed_from: Location | None) -> list[str]:
     folder = config.folder / companions.FOLDER
     resume = config.checkpoint.resume
-    if resumed_from is not None and not folder.is_dir():
+    if resumed_from is not None and not is_folder(folder):
         folder.mkdir(parents=True)
         companions.copy_companions(resumed_from, Location(str(folder)))
     elif resumed_from is None and resume.startswith(HF_PREFIX):
@@ -50,7 +51,7 @@ def training_tokenizer(config: RunConfig) -> TokenizerInfo | None:
 
 def _copy_foreign(source: Path, folder: Path) -> None:
     for name in companions.COMPANIONS:
-        if (source / name).is_file():
+        if is_file(source / name):
             companions.write_companion(folder, name, (source / name).read_bytes())
     companions.write_companion(folder, companions.SOURCE_CONFIG, (source / "config.json").read_bytes())
 
@@ -58,10 +59,10 @@ def _copy_foreign(source: Path, folder: Path) -> None:
 def _keep_tokenizer(config: RunConfig, info: TokenizerInfo, folder: Path) -> list[str]:
     """Copy the training data's tokenizer, unless the folder has it. A tokenizer of other ids is removed."""
     kept = folder / "tokenizer.json"
-    if kept.is_file() and fingerprint(kept) == info.fingerprint:
+    if is_file(kept) and fingerprint(kept) == info.fingerprint:
         return []
     warnings = []
-    if kept.is_file():
+    if is_file(kept):
         warnings = [
             f"the data have the tokenizer {info.name}, not the one beside the weights: checkpoints keep the data's"
         ]
@@ -69,9 +70,9 @@ def _keep_tokenizer(config: RunConfig, info: TokenizerInfo, folder: Path) -> lis
             (folder / name).unlink(missing_ok=True)
     for name in filter(None, (config.data.tokenizer, info.name)):
         source = Path(name)
-        if is_readable_file(source) and fingerprint(source) == info.fingerprint:
+        if not why_unreadable(source) and fingerprint(source) == info.fingerprint:
             beside = [source.parent / file for file in companions.TOKENIZER_FILES[1:]]
-            for path in filter(is_readable_file, beside):
+            for path in itertools.filterfalse(why_unreadable, beside):
                 companions.write_companion(folder, path.name, path.read_bytes())
             companions.write_companion(folder, kept.name, source.read_bytes())
             break

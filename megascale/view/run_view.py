@@ -16,6 +16,7 @@ from megascale.account.parameters import parameter_count
 from megascale.config.fault import FaultConfig
 from megascale.config.run import RunConfig
 from megascale.core.errors import Exit, MegascaleError
+from megascale.core.files import exists
 from megascale.core.flight_layout import Phase
 from megascale.core.flight_record import FlightRecord
 from megascale.core.live_file import LIVE_FILE
@@ -156,7 +157,7 @@ class RunReader:
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
         try:
-            known, there = any((folder / name).exists() for name in RUN_FILES), folder.exists()
+            known, there = any(exists(folder / name) for name in RUN_FILES), exists(folder)
         except OSError as error:
             raise _unreadable(error, folder) from None
         if not known:

@@ -237,7 +237,7 @@ def test_the_tokenizer_is_included_or_its_absence_is_explained(tmp_path: Path) -
     gone = written(tmp_path / "gone", weights, data={"tokenizer": str(tmp_path / "gone.json")})
     assert to_huggingface(there, tmp_path / "one") == []
     (told,) = to_huggingface(gone, tmp_path / "two")
-    assert f"there is no file '{tmp_path}/gone.json' on this host; give --tokenizer FILE" in told
+    assert f"there is no file {tmp_path}/gone.json on this host; give --tokenizer FILE" in told
     assert to_huggingface(gone, tmp_path / "three", tokenizer=file) == []
     texts = [(tmp_path / name / "config.json").read_text() for name in ("one", "two", "three")]
     assert texts[0] == texts[2] and '"eos_token_id"' in texts[0]

@@ -1,27 +1,35 @@
-"""Atomic files and folders, file locks, and queries that never raise."""
+"""Atomic files and folders, file locks, and what is at a path."""
 
 from __future__ import annotations
 
+import ast
 import errno
 import hashlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import megascale
 from megascale.core import files
+from megascale.core.errors import Exit
 from megascale.core.files import (
+    PathError,
     absolute_path,
     atomic_file,
     atomic_folder,
     build_once,
+    exists,
     fingerprint,
-    is_readable_file,
+    is_file,
+    is_folder,
     lock_folder,
     remove_leftovers,
     temporary_path,
+    why_unreadable,
     write_text,
 )
 
@@ -142,12 +150,17 @@ def test_an_unknown_home_folder_is_an_ordinary_name(tmp_path: Path, monkeypatch:
 
 def test_readable(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert is_readable_file(tmp_path / "file")
-    for other in (tmp_path, tmp_path / "none", tmp_path / ("x" * 5000), tmp_path / "file" / "below", "nul\0"):
-        assert not is_readable_file(other)
+    assert why_unreadable(tmp_path / "file") == ""
+    for absent in (tmp_path / "none", tmp_path / "file" / "below", "nul\0"):
+        assert why_unreadable(absent) == f"there is no file {absent}"
+    assert why_unreadable(tmp_path) == f"{tmp_path} is not a regular file"
+    long = tmp_path / ("x" * 5000)
+    assert why_unreadable(long) == f"{long} cannot be read: File name too long"
 
 
-def test_a_closed_folder_has_no_readable_file(tmp_path: Path) -> None:
+@pytest.fixture
+def closed(tmp_path: Path) -> Iterator[Path]:
+    """A file in a folder that this user may not search."""
     folder = tmp_path / "closed"
     folder.mkdir()
     (folder / "file").touch()
@@ -156,10 +169,74 @@ def test_a_closed_folder_has_no_readable_file(tmp_path: Path) -> None:
     try:
         if user == 0:  # root reads everything, so become another user
             os.seteuid(65534)
-        assert not is_readable_file(folder / "file")
+        yield folder / "file"
     finally:
         os.seteuid(user)
         folder.chmod(0o700)
+
+
+def check_not_looked_up(path: Path, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for ask in (exists, is_file, is_folder):
+        with pytest.raises(PathError, match=f"^{path} cannot be looked up: {reason}  -> ") as caught:
+            ask(path)
+        assert isinstance(caught.value, OSError) and caught.value.filename == str(path)
+        assert caught.value.exit_status == Exit.CONFIG, "a restart finds the same"
+        assert not ask(path, optional=True)
+    assert capsys.readouterr().err == (
+        f"WARNING: {path} cannot be looked up: {reason}; this process goes on without it\n"
+    ), "once"
+    assert why_unreadable(path) == f"{path} cannot be read: {reason}"
+
+
+def test_a_path_that_cannot_be_looked_up_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """pathlib raises, or from Python 3.14 on says False."""
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    check_not_looked_up(loop, "Too many levels of symbolic links", capsys)
+    check_not_looked_up(tmp_path / ("x" * 300), "File name too long", capsys)
+
+
+def test_a_file_in_a_closed_folder_is_one_line(closed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check_not_looked_up(closed, "Permission denied", capsys)
+
+
+def test_a_lost_network_file_may_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(path: Path) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    monkeypatch.setattr(Path, "stat", lost)
+    with pytest.raises(PathError, match="Stale file handle  -> the network file system has lost the file") as caught:
+        exists(tmp_path)
+    assert caught.value.exit_status == Exit.UNCLASSIFIED
+
+
+def test_the_package_asks_the_file_system_here_alone() -> None:
+    """`exists`, `is_file` and `is_dir` of pathlib and os.path raise any error, or hide it."""
+    questions = {"is_file", "is_dir", "isfile", "isdir"}
+    package = Path(megascale.__file__).parent
+    found = []
+    for file in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            name, owner = node.func.attr, ast.unparse(node.func.value)
+            if name in questions or (name == "exists" and owner not in LOCATIONS.get(file.name, ())):
+                found.append(f"{file.relative_to(package)}:{node.lineno} {owner}.{name}")
+    assert not found, "ask exists, is_file or is_folder of core.files"
+
+
+LOCATIONS = {
+    "storage.py": ("self",),
+    "companions.py": ("source / manifest.NAME", "source / name"),
+    "folders.py": ("folder / name / manifest.NAME",),
+    "offline.py": ("path / manifest.NAME",),
+    "ckpt.py": ("folder / manifest.NAME",),
+    "generate.py": ("source / manifest.NAME",),
+    "tokenizer_files.py": ("path",),
+    "query.py": ("given",),
+    "reading.py": ("file",),
+}
+"""Owners of `exists`, by file, that are a Location, which raises a PathError."""
 
 
 def test_a_lock_is_held_until_the_file_is_closed(tmp_path: Path) -> None:

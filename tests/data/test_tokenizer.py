@@ -104,7 +104,7 @@ def test_garbage_is_refused(path: Path, content: str) -> None:
 
 @pytest.mark.parametrize("name", ["nowhere.json", "."])
 def test_a_missing_file_is_refused(name: str) -> None:
-    with pytest.raises(DataError, match=rf"there is no tokenizer file {name}  -> a tokenizer.json, or bytes"):
+    with pytest.raises(DataError, match=rf"there is no file {name}  -> a tokenizer.json, or bytes"):
         load_tokenizer(name)
 
 

@@ -46,6 +46,12 @@ def test_an_unknown_machine_has_no_plan(tmp_path: Path, monkeypatch: pytest.Monk
     assert "bench profile" in planned(tmp_path)["reason"]
 
 
+def test_a_home_folder_that_cannot_be_looked_up_is_no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/" + "x" * 300)
+    assert "bench profile" in planned(tmp_path)["reason"]
+
+
 def test_a_known_machine_has_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     profile = tmp_path / "config" / "megascale" / "hardware" / "this.toml"

@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field, ValidationError
 from megascale.checkpoint.format import manifest
 from megascale.core.copies_folder import copies_folder
 from megascale.core.errors import CheckpointError
-from megascale.core.files import write_text
+from megascale.core.files import exists, write_text
 from megascale.core.limits import os_error_hint
 from megascale.core.rank import NODE_VARIABLE
 
@@ -120,7 +120,7 @@ class CopyFolder:
     def remove_unused(self, rank: int) -> None:
         """Free the memory of a rank's slots without a complete copy."""
         for slot in range(len(SLOTS)):
-            if not self.header_path(rank, slot).exists():
+            if not exists(self.header_path(rank, slot)):
                 self.copy_path(rank, slot).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # not empty: copies of another rank or run
             for folder in dict.fromkeys((self.path, self._of_run, self._of_user)):

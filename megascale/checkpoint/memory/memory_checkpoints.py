@@ -26,7 +26,7 @@ from megascale.checkpoint.save.writer_process import WriterProcess
 from megascale.comm.mesh import Mesh
 from megascale.core.copies_folder import TOKEN
 from megascale.core.errors import CheckpointError
-from megascale.core.files import write_text
+from megascale.core.files import exists, write_text
 from megascale.core.limits import os_error_hint
 
 _LOST_WITH_TOKEN = "the copies in memory are lost with it, and checkpoints on storage stay"
@@ -187,7 +187,7 @@ def invalidate_copies(parent: Path, run: Path, mesh: Mesh) -> None:
     token = run.resolve() / TOKEN
 
     def invalidate() -> str:
-        if not token.exists():
+        if not exists(token):
             return ""
         run_id, _ = _read_token(token)
         _write_token(token, run_id, uuid.uuid4().hex)
@@ -207,7 +207,7 @@ def _read_token(path: Path) -> tuple[str, list[str]]:
 
     Raises: CheckpointError
     """
-    if not path.exists():
+    if not exists(path):
         _write_token(path, uuid.uuid4().hex, "")
     try:
         run_id, *starts = path.read_text(encoding="ascii").splitlines() or [""]

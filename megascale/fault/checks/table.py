@@ -14,9 +14,9 @@ A card's target is a function (arguments) -> CheckResult. Facts:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from megascale.core.files import exists
 from megascale.core.registry import Card, Registry
 from megascale.fault.checks.result import CheckError
 
@@ -118,7 +118,7 @@ _HOST = ("limits", "memory", "disk", "loopback")
 _DEVICE = ("known_gemm", "gemm", "device_copy")
 
 CHECK_SETS = {
-    "join": (*_HOST, *(_DEVICE if any(Path(name).exists() for name in GPU_FILES) else ())),
+    "join": (*_HOST, *(_DEVICE if any(exists(name, optional=True) for name in GPU_FILES) else ())),
     "quick": (*_HOST, *_DEVICE),
     "full": (*_HOST, *_DEVICE, "tiny_step", "all_to_all"),
 }
