@@ -18,9 +18,11 @@ from collections import Counter
 from collections.abc import Iterator
 from copy import copy
 
+from megascale.account.attended import windows_of
 from megascale.account.comm_op import FP32, CommOp, element_bytes
 from megascale.account.context_traffic import context_parallel
 from megascale.account.optimizer_state import is_mixed
+from megascale.catalog.data_policies import DATA_POLICIES
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.recipes import RECIPES
 from megascale.config.run import RunConfig
@@ -37,7 +39,7 @@ from megascale.layout.topology import DATA_AXES, MAX_FLAT_REDUCE_RANKS, Coord, t
 
 FP64 = 8  # bytes of an element of job-wide all-reduces
 SCALE_BLOCK = 128  # elements of a row with one FP8 scale in block-wise granularity (`ops.fp8`)
-TOTALS = 6  # elements of a step's job-wide all-reduce: loss, tokens, stopping ranks, two of checkpoints, squared norm
+TOTALS = 6  # elements of every step's job-wide all-reduce: loss, tokens, stops, two of checkpoints, squared norm
 
 
 def step_traffic(config: RunConfig, coord: Coord) -> dict[tuple[str, str], tuple[int, int]]:
@@ -257,6 +259,22 @@ def _matrix_messages(config: RunConfig, coord: Coord) -> Iterator[CommOp]:
                 yield CommOp(axis, "all_to_all", wide * elements, "matrices", calls=ways)
 
 
+def _totals_of_step(config: RunConfig) -> int:
+    """Count the totals of a step: those of every run, and of features. Plug-ins may add totals of their own; those of a
+    noise scale that is not measured in every step are left out.
+    """
+    d, count = config.data, TOTALS
+    if config.batch.rampup is not None:
+        count += 1  # samples
+    if config.train.noise_scale_every == 1:
+        count += 3
+    if d.mask == "document":
+        count += 2 * len(windows_of(config.model))  # scores of attention in both conventions
+    if d.policy and DATA_POLICIES[d.policy].facts.get("uses_losses"):
+        count += 2 * len(d.train or ())  # loss and tokens
+    return count
+
+
 def _totals(config: RunConfig, coord: Coord) -> Iterator[CommOp]:
     """List the all-reduces over the whole job; a large job reduces axis by axis."""
     layers = fp8_layers(config) if RECIPES[config.fp8.recipe].facts["scaling"] == "delayed" else []
@@ -268,7 +286,7 @@ def _totals(config: RunConfig, coord: Coord) -> Iterator[CommOp]:
             yield CommOp(group, "all_reduce", amaxes, "fp8 amax")
         if size > 1:
             operation, parts = ("all_gather", size) if number else ("all_reduce", 1)
-            yield CommOp(group, operation, FP64 * TOTALS * parts, "totals")
+            yield CommOp(group, operation, FP64 * _totals_of_step(config) * parts, "totals")
 
 
 def _buckets(config: RunConfig, pp_rank: int) -> list[BucketLayout]:

@@ -169,7 +169,7 @@ NO_LABELS_HINT = "documents of two tokens or more"
 
 
 def other_tokens_hint(tokens: int) -> str:
-    """What to do about data with `tokens` tokens, more than the model has. A model with weights keeps its vocabulary."""
+    """What to do about data that need a vocabulary of `tokens`, if a model with weights must keep a smaller one."""
     return f"data that this model's own tokenizer has prepared, or, for a new model, model.vocab_size = {tokens}"
 
 

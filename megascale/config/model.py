@@ -54,6 +54,9 @@ class ModelConfig(Section):
     position: Literal["learned", "rope"] = Field(
         "learned", description="learned position vectors, or rotary embeddings"
     )
+    positions: Annotated[Size | None, AUTO_AS_NONE] = Field(
+        None, description="learned position vectors, of which those up to seq_length are trained; default: seq_length"
+    )
     rope_theta: Float32 = Field(10_000.0, gt=0, description="base of the rotary frequencies")
     rope_scaling: Annotated[
         Annotated[dict[str, Any], AfterValidator(TableChoice(ROPE_SCALINGS))] | None, AUTO_AS_NONE
@@ -135,6 +138,11 @@ class ModelConfig(Section):
         return self.explicit_head_dim or self.hidden_size // self.num_heads
 
     @property
+    def position_rows(self) -> int:
+        """Learned position vectors; 0 with rotary embeddings."""
+        return (self.positions or self.seq_length) if self.position == "learned" else 0
+
+    @property
     def rotary_dim(self) -> int:
         """Elements of a head that are rotated."""
         return int(self.head_dim * self.rotary_fraction)
@@ -172,8 +180,8 @@ def _windows(pattern: tuple[int, ...], seq_length: int, num_layers: int) -> tupl
 
 
 def fill_defaults(keys: dict[str, Any]) -> dict[str, Any]:
-    """Add the keys of the preset and the derived sizes; drop head_dim and qkv_bias if equal to their defaults. A slice
-    of a preset has the windows of the preset's first layers.
+    """Add the keys of the preset and the derived sizes; drop head_dim, qkv_bias and positions if equal to their
+    defaults. A slice of a preset has the windows of the preset's first layers.
     """
     name = keys.get("preset")
     full = PRESETS.get(name if isinstance(name, str) else "", {}) | keys
@@ -189,6 +197,8 @@ def fill_defaults(keys: dict[str, Any]) -> dict[str, Any]:
     head = full.get("head_dim")
     if isinstance(head, int) and isinstance(heads, int) and head * heads == hidden:
         del full["head_dim"]
+    if full.get("positions") == full.get("seq_length"):
+        full.pop("positions", None)
     if full.get("qkv_bias") is full.get("bias", True):
         full.pop("qkv_bias", None)
     return full

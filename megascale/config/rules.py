@@ -68,6 +68,16 @@ def attention_heads(c: Any) -> Iterator[Finding]:
         )
 
 
+def positions(c: Any) -> Iterator[Finding]:
+    """Check that learned positions reach to the end of a sequence."""
+    m = c.model
+    if m.positions is not None and m.position != "learned":
+        yield Finding("model.positions", f"has no effect with position = {m.position}", "remove the key")
+    elif m.positions is not None and m.positions < m.seq_length:
+        message = f"{m.positions} learned positions are fewer than the {m.seq_length} of a sequence"
+        yield Finding("model.positions", message, f"seq_length of at most {m.positions}, or remove the key")
+
+
 def rope(c: Any) -> Iterator[Finding]:
     """Check that rope rotates pairs of elements, and that its keys have an effect."""
     m = c.model
@@ -385,6 +395,7 @@ def nccl_ctas(c: Any) -> Iterator[Finding]:
 
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("model",), attention_heads),
+    (("model",), positions),
     (("model",), rope),
     (("model",), rope_scaling),
     (("model",), qk_norm),

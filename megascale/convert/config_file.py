@@ -9,7 +9,7 @@ from megascale.config.model import ModelConfig
 from megascale.convert.families.config_json import read_model
 from megascale.convert.families.family import ConfigKeys
 from megascale.core.errors import CheckpointError
-from megascale.core.files import exists
+from megascale.core.files import exists, why_unreadable
 from megascale.core.limits import os_error_hint
 
 CONFIG_FILE = "config.json"
@@ -61,7 +61,8 @@ def read_json(path: Path) -> ConfigKeys:
         hint = os_error_hint(error, "a folder with config.json and safetensors")
         raise CheckpointError(f"{path} cannot be read: {error.strerror}", hint=hint) from None
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}", hint=DAMAGED_HINT) from None
+        what = why_unreadable(path) or f"{path} is not JSON: {error}"
+        raise CheckpointError(what, hint=DAMAGED_HINT) from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} is not a JSON object", hint=DAMAGED_HINT)
     return value

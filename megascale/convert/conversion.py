@@ -79,7 +79,8 @@ def read_model_section(source: Location) -> dict[str, Any]:
     else:
         checkpoint = offline.find_checkpoint(source)
         model = _saved_model(checkpoint, manifest.read(checkpoint))
-    return model.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"preset"})
+    keys = model.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"preset"})
+    return keys | ({"positions": model.position_rows} if model.position_rows else {})  # whatever seq_length becomes
 
 
 def _saved_model(source: Location, saved: manifest.Manifest) -> ModelConfig:

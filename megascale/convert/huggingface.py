@@ -33,7 +33,7 @@ from megascale.convert.families.config_json import FAMILIES, TEXT_ALONE_HINT, ma
 from megascale.convert.families.family import ConfigKeys
 from megascale.convert.tensor_map import Place, assemble, model_tensors, read_region, tensor_map
 from megascale.core.errors import CheckpointError
-from megascale.core.files import exists, write_text
+from megascale.core.files import exists, why_unreadable, write_text
 from megascale.core.limits import os_error_hint
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING
 
@@ -239,4 +239,5 @@ def _open_safetensors(path: Path) -> Iterator[Any]:
         hint = os_error_hint(error, "all files of the weights in one folder")
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}", hint=hint) from None
     except SafetensorError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", hint=DAMAGED_HINT) from None
+        what = why_unreadable(path) or f"{path} cannot be read: {error}"
+        raise CheckpointError(what, hint=DAMAGED_HINT) from None

@@ -115,8 +115,8 @@ def _copy_tokenizer(file: Path, folder: Path) -> None:
 
 
 def _load(file: Path, most: int | None, eod: str | int | None) -> FileTokenizer | None:
-    """Load a tokenizer; None if no file says which token ends a text. `most`: tokens of the model, unless it was trained
-    on data of this tokenizer, which had no others.
+    """Load a tokenizer; None if no file says which token ends a text. `most`: tokens of the model, unless its training
+    data are of this tokenizer, and had no others.
 
     Raises: DataError if the file is no tokenizer, lacks a given token, or has more tokens than the model's vocabulary
     """

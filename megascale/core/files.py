@@ -265,16 +265,21 @@ def _warn_once(text: str) -> None:
     print(f"WARNING: {text}", file=sys.stderr)
 
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""Begin of the text that stands for a file in a git repository until git-lfs fetches it."""
+
 NO_FILE = "there is no file "
 """Begin of the reason for a file that is absent."""
 
 
 def why_unreadable(path: str | Path) -> str:
-    """Say why a regular file cannot be read; "" if it can."""
+    """Say why a regular file cannot be read, or that git-lfs has not fetched it; "" if it can."""
     try:
         if not is_file(path):
             return f"{path} is not a regular file" if exists(path) else f"{NO_FILE}{path}"
-        os.close(os.open(path, os.O_RDONLY))
+        with open(path, "rb") as file:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                return f"{path} is a git-lfs pointer, not the file itself: `git lfs pull` fetches it"
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
     return ""

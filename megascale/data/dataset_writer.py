@@ -132,7 +132,7 @@ class DatasetWriter:
             number = int(lengths.argmax())
             what = f"document {self.documents + number} has {lengths[number]:,} tokens; {MAX_LENGTH:,} fit"
             raise DataError(what, hint="split it")
-        highest = int(tokens.max(initial=-1))
+        highest = int(tokens.max()) if len(tokens) else -1
         if vocab_size is not None and highest >= vocab_size:
             what = f"document {self.documents} has token {highest}, but the vocabulary has {vocab_size}"
             raise DataError(what, hint="fix the tokenizer")

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from megascale.core.errors import DataError
-from megascale.core.files import is_file, is_folder
+from megascale.core.files import is_file, is_folder, why_unreadable
 from megascale.data.indexed_dataset import DTYPE_CODES
 from megascale.data.inputs import explained
 
@@ -66,11 +66,14 @@ def open_foreign(path: Path, dtype: str | None, key: str) -> ForeignFile:
     Raises: DataError for what is in no known format
     """
     with explained(str(path)):
+        prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+        index, tokens = (prefix.with_name(prefix.name + ending) for ending in (".idx", ".bin"))
+        for part in path.iterdir() if is_folder(path) else filter(is_file, (path, index, tokens)):
+            if reason := why_unreadable(part):  # a git-lfs pointer would be read as tokens
+                raise DataError(reason, hint="the files that hold the tokens")
         if is_folder(path):
             return ForeignFile(path, "LitData", False, lambda: _litdata(path), list(path.iterdir()))
-        prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-        index = prefix.with_name(prefix.name + ".idx")
-        if is_file(index) and (path.suffix != ".bin" or is_file(prefix.with_name(prefix.name + ".bin"))):
+        if is_file(index) and (path.suffix != ".bin" or is_file(tokens)):
             return _indexed(prefix, index)
         if path.suffix in (".parquet", ".arrow"):
             return ForeignFile(path, path.suffix[1:].capitalize(), False, lambda: _lists(path, key), [path])

@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from megascale.core.errors import DataError
-from megascale.core.files import exists, is_file, is_folder
+from megascale.core.files import exists, is_file, is_folder, why_unreadable
 from megascale.core.limits import os_error_hint
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -31,6 +31,9 @@ TEXTS = (".txt", ".text", ".md")
 
 COMPRESSED = (".gz", ".zst")
 MAGIC = ("*", "?", "[")
+
+LFS_POINTER_BYTES = 1024
+"""A git-lfs pointer has fewer: larger files need not be opened to tell."""
 
 INPUT_HINT = "give text, .jsonl or .parquet files"
 
@@ -83,6 +86,8 @@ def _find_local(name: str) -> tuple[list[InputFile], int]:
 
 def _local(name: str) -> InputFile:
     facts = Path(name).stat()
+    if facts.st_size < LFS_POINTER_BYTES and (reason := why_unreadable(name)):
+        raise DataError(reason, hint=INPUT_HINT)
     return InputFile(name, facts.st_size, str(facts.st_mtime_ns))
 
 
@@ -97,10 +102,8 @@ def _find_remote(url: str) -> tuple[list[InputFile], int]:
     from megascale.core.storage import file_version
 
     fs, path = url_to_fs(url)
-    if any(character in path for character in MAGIC):
-        found = fs.glob(path, detail=True)
-    else:
-        found = fs.find(path, detail=True)  # of a file, the file itself
+    look = fs.glob if any(character in path for character in MAGIC) else fs.find  # of a file, the file itself
+    found = look(path, detail=True)
     inside = sorted((name, facts) for name, facts in found.items() if facts["type"] == "file")
     files = [InputFile(fs.unstrip_protocol(name), facts["size"], file_version(facts)) for name, facts in inside]
     if not files:

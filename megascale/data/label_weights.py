@@ -11,7 +11,8 @@ from megascale.core.errors import DataError
 
 Weigh = Callable[[int, str, np.ndarray], "float | np.ndarray"]
 """weigh(sample, dataset, tokens): the number of a sample in the run, by which weights may change during training, the
-prefix of the dataset that it is from, and its tokens [s], i64. Returns the weight of the sample, or of each label [s].
+prefix of the dataset that it is from, and its tokens [s + 1], i64, of which the labels are those from the second on.
+Returns the weight of the sample, or of each label [s].
 """
 
 
@@ -28,7 +29,7 @@ def weigh_labels(
     Raises: DataError, also in place of any error of the plug-in, with its place
     """
     try:
-        return weighted_mask(weigh(sample, dataset, tokens), mask, len(tokens), sample)
+        return weighted_mask(weigh(sample, dataset, tokens), mask, len(tokens) - 1, sample)
     except DataError:
         raise
     except Exception as error:

@@ -177,7 +177,7 @@ class Mixture:
         positions = positions_in_documents(starts, self._length, filled) if within else None
         mask = label_mask(starts[:1] if self._data.boundary_loss else starts, self._length, filled)
         if self._weigh is not None:
-            mask = weigh_labels(self._weigh, self._data.sample_weight, index, dataset.prefix, tokens[:-1], mask)
+            mask = weigh_labels(self._weigh, self._data.sample_weight, index, dataset.prefix, tokens, mask)
         return Sample(tokens[:-1], tokens[1:], mask, positions)
 
     def _checked(self, index: int, dataset: EpochDataset, tokens: np.ndarray) -> np.ndarray:

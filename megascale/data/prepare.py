@@ -64,8 +64,9 @@ class PrepareRequest:
 
 @dataclass(frozen=True)
 class PrepareState:
-    """How far a preparation is: `chunks` of file number `file` are written, the files on disk have `tokens`,
-    `documents` and the `highest_token`, and `open_tokens` of a document that has not ended. `plan`: digests of inputs and arguments, by name.
+    """How far a preparation is: `chunks` of file number `file` are written, the files on disk have `tokens` of
+    `documents`, `highest_token`, and `open_tokens` of a document that has not ended. `plan`: digests of inputs and
+    arguments, by name.
     """
 
     plan: dict[str, str]

@@ -52,7 +52,7 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+        return bytes(i for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
 
 
 class FileTokenizer:
@@ -125,7 +125,7 @@ class FileTokenizer:
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._rust.decode(list(ids), skip_special_tokens=False)
+        return self._rust.decode([i for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=False)
 
 
 def load_tokenizer(name: str, eod: str | int | None = None) -> Tokenizer:

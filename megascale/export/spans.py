@@ -46,6 +46,13 @@ _HOST = {
 }
 """TraceSpan of an activity of the host, and the first of SPAN_GROUPS that has it."""
 
+_MICROBATCH = {
+    "F": "megatron.microbatch.forward",
+    "R": "megatron.microbatch.recompute",
+    "B": "megatron.microbatch.backward",
+}
+"""TraceSpan of an action on a micro-batch. A recomputation is a forward again, before its backward."""
+
 
 @dataclass(frozen=True)
 class TraceSpan:
@@ -139,7 +146,7 @@ def _event_spans(store: duckdb.DuckDBPyConnection, choice: SpanSelection, detail
     rows = _rows(store, columns, "events", choice)
     spans: list[TraceSpan] = []
     if detail:
-        spans += _phase(rows, FORWARD_BACKWARD, frozenset({"F", "B"}))
+        spans += _phase(rows, FORWARD_BACKWARD, frozenset(_MICROBATCH))
         spans += _phase(rows, "megatron.optimizer_step", OPTIMIZER_ACTIONS)
     numbers: Counter[tuple[int, int, int]] = Counter()
     for row in rows:
@@ -176,8 +183,7 @@ def _span_of(row: Row) -> tuple[str, str, int]:
         span, least = _HOST.get(name, ("", 0))
         return span, TRAIN_STEP, least
     if axis == COMPUTE:
-        known = {"F": "megatron.microbatch.forward", "B": "megatron.microbatch.backward"}
-        return known.get(name, ""), FORWARD_BACKWARD, 2
+        return _MICROBATCH.get(name, ""), FORWARD_BACKWARD, 2
     if name in ("send", "receive"):
         operation = "send" if name == "send" else "recv"
         return f"megatron.p2p.{operation}_{row['direction'] or 'other'}", FORWARD_BACKWARD, 1

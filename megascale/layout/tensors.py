@@ -200,7 +200,7 @@ def embedding_params(model: ModelConfig) -> list[ParamSpec]:
     """The parameters before the first layer."""
     params = [_vocabulary(TOKEN_EMBEDDING, model)]
     if model.position == "learned":
-        name, shape = "embedding.position.weight", (model.seq_length, model.hidden_size)
+        name, shape = "embedding.position.weight", (model.position_rows, model.hidden_size)
         params.append(matrix_param(name, TensorSpec(name, shape, std=model.init_std), kind="embedding"))
     return params
 

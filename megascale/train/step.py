@@ -38,11 +38,11 @@ POLL_INTERVAL_S = 1e-4
 class StepResult:
     """Results of a step, equal on all ranks.
 
-    `loss`: mean per token. `grad_norm`: norm of the mean gradient before clipping. `loss_tokens`: the labels that count,
-    or the sum of their weights; without any, the loss is NaN, the norm 0, and nothing is updated. `totals`: sums over
-    all ranks by name, such as "stops", the ranks with a stop request, "ranks_written" and "ranks_failed", the ranks that have
-    completed or failed their part of the save in progress, "samples" with a batch ramp-up, and the totals of hooks;
-    "skipped", 1 if the step was not applied.
+    `loss`: mean per token. `grad_norm`: norm of the mean gradient before clipping. `loss_tokens`: the labels that
+    count, or the sum of their weights; without any, the loss is NaN, the norm 0, and nothing is updated. `totals`: sums
+    over all ranks by name, such as "stops", the ranks with a stop request, "ranks_written" and "ranks_failed", the
+    ranks that have completed or failed their part of the save in progress, "samples" with a batch ramp-up, and the
+    totals of hooks; "skipped", 1 if the step was not applied.
     """
 
     loss: float

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from megascale.account.traffic import block_traffic, message_bytes, step_traffic
+from megascale.core.rank import Rank
 from megascale.layout.blocks import block_spec
 from megascale.layout.chunks import fp8_layers
 from megascale.layout.recompute_policy import recompute_policy
 from megascale.layout.topology import Coord
-from tests.runs import FAMILIES, config_of, settings
+from tests.runs import FAMILIES, build_run, config_of, settings, traffic_of
+from tests.worlds import run_world
 
 WIDE = {"num_layers": 1, "hidden_size": 1024, "ffn_size": 2048, "seq_length": 1024, "num_kv_heads": 4}
 ALL_FP8 = {"train__precision": "fp8", "fp8__bf16_first": 0, "fp8__bf16_last": 0}
@@ -76,3 +78,34 @@ def test_messages_go_up_and_down_the_pipeline(tmp_path: Path) -> None:
     assert traffic["pp.down", "send"] == (3 * count, 3 * count * size)  # two gradients, an activation
     assert traffic["pp.up", "receive"] == (2 * count + count, 3 * count * size)
     assert size == 8 * config.model.seq_length * config.model.hidden_size
+
+
+@pytest.mark.parametrize(
+    ("more", "count"),
+    [
+        ({}, 6),
+        ({"data__mask": "document", "data__document_length": 8}, 8),
+        ({"data__mask": "document", "data__document_length": 8, "model__window": [4, 0]}, 10),
+        ({"train__noise_scale_every": 1}, 9),
+        ({"batch__rampup": [4, 4, 16]}, 7),
+    ],
+    ids=str,
+)
+def test_the_totals_of_a_step_are_as_large_as_in_the_event_log(
+    more: dict[str, Any], count: int, tmp_path: Path
+) -> None:
+    config = config_of(settings(FAMILIES["llama"], tmp_path, parallel__dp=2, train__steps=2, **more), tmp_path)
+    (logged, _) = run_world(2, totals_of_a_step, config)
+    calls, size = step_traffic(config, Coord())["world", "all_reduce"]
+    assert logged == size == 8 * count and calls == 1
+
+
+def totals_of_a_step(rank: Rank, config: Any) -> int:
+    """Bytes of the totals in the event log of a step."""
+    from megascale.train.step import train_step
+
+    run = build_run(rank, config)
+    train_step(run, run.train_loader.batch(0))
+    run.buffers.finish_param_gather()
+    run.train_loader.close()
+    return traffic_of(run, 1)["world"]["all_reduce"][1]

@@ -114,13 +114,34 @@ def test_prepare_and_inspect(folder: Path, capsys: pytest.CaptureFixture[str]) -
 def test_json_is_one_object_and_nothing_else(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(prepare("good.jsonl", "--output", "set", "--tokenizer", "bytes", "--json")) == 0
     out, err = capsys.readouterr()
-    made = {"vocab_size": 257, "tokens": 13, "documents": 2, "tokenizer": vars(ORIGIN)}
+    made = {"vocab_size": 257, "tokens": 13, "documents": 2, "tokenizer": vars(ORIGIN), "highest_token": 256}
     read = {"files": 1, "bytes": 37, "skipped": {}, "ignored_files": 0, "continued_after": 0}
     assert (json.loads(out), out.count("\n"), err) == (made | read, 1, "")
     assert main(["data", "inspect", "set", "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out) == {"documents": 2, "tokens": 13, "format": "uint16", "made_with": made}
     assert (out.count("\n"), err) == (1, "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("prepare", "--output", "set", "--tokenizer", "bytes", "--workers", "1", "pointer.jsonl"),
+        ("prepare", "--output", "set", "--tokenizer", "pointer.json", "--workers", "1", "good.jsonl"),
+        ("import", "--output", "set", "--dtype", "uint16", "--eod", "0", "pointer.bin"),
+        ("import", "--output", "set", "--eod", "0", "pointers"),
+    ],
+)
+def test_a_git_lfs_pointer_is_named_as_such(
+    words: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("pointers").mkdir()
+    for name in ("pointer.jsonl", "pointer.json", "pointer.bin", "pointers/chunk-0-0.bin"):
+        Path(name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    assert main(["data", *words]) == 3
+    _, err = capsys.readouterr()
+    assert " is a git-lfs pointer, not the file itself: `git lfs pull` fetches it  -> " in err and err.count("\n") == 1
+    assert not list(folder.rglob("*set*"))
 
 
 def test_what_was_skipped_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,15 +18,18 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from megascale.checkpoint import offline
+from megascale.checkpoint.companions import DATA_TOKENIZER
 from megascale.checkpoint.format import manifest
 from megascale.config.model import ModelConfig
+from megascale.config.same_model import model_differences
 from megascale.convert import huggingface
 from megascale.convert.config_file import CONFIG_FILE
-from megascale.convert.conversion import from_huggingface, to_huggingface
+from megascale.convert.conversion import from_huggingface, read_model_section, to_huggingface
 from megascale.convert.families.config_json import read_model
 from megascale.convert.huggingface import INDEX_FILE, WEIGHTS_FILE, PretrainedWeights
 from megascale.convert.tensor_map import model_tensors
 from megascale.core.errors import CheckpointError, DataError
+from megascale.core.files import fingerprint
 from megascale.core.rank import Rank
 from megascale.core.storage import Location
 from megascale.parallel.stateful import WEIGHTS as WEIGHT
@@ -211,10 +214,10 @@ def drawn(model: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {tensor.name: torch.randn(tensor.shape) for tensor in model_tensors(ModelConfig.model_validate(model))}
 
 
-def written(folder: Path, weights: dict[str, torch.Tensor], **config: Any) -> Location:
+def written(folder: Path, weights: dict[str, torch.Tensor], model: Any = LLAMA, **config: Any) -> Location:
     """Write a checkpoint of the weights."""
     folder.mkdir()
-    resolved = ModelConfig.model_validate(LLAMA).model_dump(mode="json", by_alias=True)
+    resolved = ModelConfig.model_validate(model).model_dump(mode="json", by_alias=True)
     offline.write_weights(folder, weights.items(), {"model": resolved, **config})
     return Location(str(folder))
 
@@ -262,6 +265,41 @@ def test_an_unusable_tokenizer_or_that_of_another_model_is_refused(tmp_path: Pat
         (told,) = to_huggingface(configured, tmp_path / f"for {file.stem}")
         assert told.startswith(f"no tokenizer included: {file} {words}")
         assert told.endswith("give another with --tokenizer FILE")
+
+
+def test_the_tokenizer_of_the_training_data_may_have_more_tokens_than_the_model(tmp_path: Path) -> None:
+    """Those that occurred were below the size of the model, or training had refused them."""
+    file = tmp_path / "tokens.json"
+    Tokenizer(WordLevel({"a": 0, "</s>": 1, "never": 101}, unk_token="a")).save(str(file))
+    source = written(tmp_path / "ours", drawn(LLAMA), data={"tokenizer": str(file)})
+    info = {"name": str(file), "fingerprint": fingerprint(file), "eod": 1, "eod_origin": "given", "bos": None}
+    (tmp_path / "ours" / DATA_TOKENIZER).write_text(json.dumps(info))
+    assert to_huggingface(source, tmp_path / "theirs") == []
+    assert (tmp_path / "theirs/tokenizer.json").read_bytes() == file.read_bytes()
+
+
+def test_training_on_shorter_sequences_loses_no_learned_position(tmp_path: Path) -> None:
+    pretrained(GPT | {"activation": "gelu_tanh"}, tmp_path / "theirs")
+    section = read_model_section(Location(str(tmp_path / "theirs")))
+    assert (section["seq_length"], section["positions"]) == (16, 16)
+    shorter = section | {"seq_length": 10}
+    assert ModelConfig.model_validate(shorter).position_rows == 16
+    assert model_differences(section, ModelConfig.model_validate(shorter)) == ""
+    dropped = ModelConfig.model_validate({key: value for key, value in shorter.items() if key != "positions"})
+    assert model_differences(section, dropped) == "positions 16 there, 10 here", "refused, not cut"
+    weights = {name: PretrainedWeights(tmp_path / "theirs").read_tensor(name) for name in drawn(GPT)}
+    to_huggingface(written(tmp_path / "ours", weights, shorter), tmp_path / "again")
+    assert equal(weights_in(tmp_path / "again"), weights_in(tmp_path / "theirs"))
+    assert json.loads((tmp_path / "again" / CONFIG_FILE).read_text())["n_positions"] == 16
+
+
+def test_weights_that_git_lfs_has_not_fetched_are_named_as_such(tmp_path: Path) -> None:
+    pretrained(GPT | {"activation": "gelu_tanh"}, tmp_path / "theirs")
+    for name in (WEIGHTS_FILE, CONFIG_FILE):
+        path = tmp_path / "theirs" / name
+        path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+        with pytest.raises(CheckpointError, match=f"^{path} is a git-lfs pointer, not the file itself: "):
+            PretrainedWeights(tmp_path / "theirs").check_tensors()
 
 
 def test_weights_are_cast_to_another_dtype(tmp_path: Path) -> None:
@@ -507,6 +545,7 @@ import resource, sys
 from pathlib import Path
 import torch
 from megascale.checkpoint import offline
+from megascale.checkpoint.companions import DATA_TOKENIZER
 from megascale.core.storage import Location
 from megascale.convert import conversion, huggingface
 conversion.DTYPES

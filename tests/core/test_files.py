@@ -153,6 +153,9 @@ def test_readable(tmp_path: Path) -> None:
     assert why_unreadable(tmp_path / "file") == ""
     for absent in (tmp_path / "none", tmp_path / "file" / "below", "nul\0"):
         assert why_unreadable(absent) == f"there is no file {absent}"
+    (tmp_path / "pointer").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 9\n")
+    why = f"{tmp_path}/pointer is a git-lfs pointer, not the file itself: `git lfs pull` fetches it"
+    assert why_unreadable(tmp_path / "pointer") == why
     assert why_unreadable(tmp_path) == f"{tmp_path} is not a regular file"
     long = tmp_path / ("x" * 5000)
     assert why_unreadable(long) == f"{long} cannot be read: File name too long"

@@ -150,9 +150,8 @@ def test_samples_are_whole_documents(tmp_path: Path) -> None:
     )
     assert padding == count * SEQUENCE - sum(LENGTHS) + left_out
     assert samples.padding() == pytest.approx(padding / (count * SEQUENCE))
-    assert f"{samples.padding():.2%} of the tokens are padding; {left_out} rests of one token, which" in data_summary(
-        config
-    )
+    told = f"{samples.padding():.2%} of the tokens are padding; {left_out} rests of one token, which have no label"
+    assert told in data_summary(config)
 
 
 def test_no_row_is_without_a_label(tmp_path: Path) -> None:

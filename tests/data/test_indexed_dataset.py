@@ -270,6 +270,7 @@ def test_the_description_is_plain_json(prefix: Path) -> None:
         "tokens": 6,
         "documents": 3,
         "tokenizer": {"name": "bytes", "fingerprint": "bytes", "eod": 256, "eod_origin": "fixed", "bos": None},
+        "highest_token": 6,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -16,9 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale.core.errors import DataError
+from megascale.config.run import RunConfig
+from megascale.core.errors import ConfigError, DataError
 from megascale.data.mixture import Mixture, MockMixture, build_mixture
 from tests.data.datasets import SEQUENCE, VOCABULARY, data_config, write_dataset
+from tests.runs import GPT, config_of
+from tests.runs import settings as settings_of
 
 LENGTHS = [13, 5, 1, 40, 8, 9, 30, 2, 21, 17, 16, 33]  # 195 tokens: 24 samples of 8
 
@@ -282,3 +286,26 @@ def test_reading_needs_neither_torch_nor_megatron_core(tmp_path: Path) -> None:
     code = "import sys, megascale.data.mixture; print({'torch', 'megatron'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_the_tokens_that_occur_decide_not_those_that_could(tmp_path: Path) -> None:
+    """The tokenizer has 60,000, more than the model: some special ones that no text has."""
+    write_dataset(tmp_path / "set", [30, 34])
+    data = {"data__mock": False, "data__train": str(tmp_path / "set"), "data__split": [1.0, 0.0]}
+
+    def configured(vocab_size: int) -> RunConfig:
+        model = GPT | {"vocab_size": vocab_size, "seq_length": SEQUENCE}
+        return config_of(settings_of(model, tmp_path, **data), tmp_path)
+
+    assert Mixture(configured(64), "train")[0].tokens.max() < 64
+    hint = "data that this model's own tokenizer has prepared, or, for a new model, model.vocab_size = "
+    with pytest.raises(ConfigError, match=f"63 is too few for token 63 of {tmp_path}/set  -> {hint}64"):
+        configured(63)
+    description = tmp_path / "set.json"
+    facts = json.loads(description.read_text())
+    del facts["highest_token"]  # as of earlier versions
+    description.write_text(json.dumps(facts))
+    with pytest.raises(
+        ConfigError, match=r"64 is less than the 60000 tokens of the tokenizer of .*  -> prepare it again"
+    ):
+        configured(64)

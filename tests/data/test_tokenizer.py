@@ -102,9 +102,19 @@ def test_garbage_is_refused(path: Path, content: str) -> None:
         load_tokenizer(str(path))
 
 
+@pytest.mark.parametrize("name", ["bytes", "file"])
+def test_ids_that_are_no_tokens_are_dropped(name: str, tmp_path: Path) -> None:
+    """Such as those of a damaged dataset, or of another tool."""
+    byte_level("<eod>").save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer("bytes" if name == "bytes" else str(tmp_path / "tokenizer.json"))
+    ids = tokenizer.encode(["two"])[0].tolist()
+    assert tokenizer.decode([-1, *ids, -(2**62), 2**31, 2**33]) == "two"
+
+
 @pytest.mark.parametrize("name", ["nowhere.json", "."])
 def test_a_missing_file_is_refused(name: str) -> None:
-    with pytest.raises(DataError, match=rf"there is no file {name}  -> a tokenizer.json, or bytes"):
+    why = rf"{name} is not a regular file" if name == "." else rf"there is no file {name}"
+    with pytest.raises(DataError, match=rf"{why}  -> a tokenizer.json, or bytes"):
         load_tokenizer(name)
 
 

@@ -20,7 +20,8 @@ KILLED = (0, 1, 3)
 EVENTS = (
     ("host", "data", "", "", -1, 0, 2), ("compute", "F", "", "", 0, 2, 10), ("compute", "F", "", "", 1, 10, 18),
     ("tp", "all_gather", "qkv", "forward", 0, 3, 4), ("pp", "send", "", "forward", 0, 10, 11),
-    ("pp", "receive", "", "backward", 0, 18, 20), ("compute", "B", "", "", 0, 20, 36),
+    ("pp", "receive", "", "backward", 0, 18, 20), ("compute", "R", "", "", 0, 20, 24),
+    ("compute", "B", "", "", 0, 24, 36),
     ("compute", "B", "", "", 1, 36, 50), ("dp", "reduce_scatter", "chunk 0", "", -1, 40, 55),
     ("compute", "grad_norm", "", "", -1, 56, 60), ("compute", "update", "", "", -1, 60, 70),
     ("dp", "all_gather", "chunk 0", "", -1, 70, 80), ("host", "gc", "", "", -1, 80, 90),

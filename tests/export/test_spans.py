@@ -18,6 +18,7 @@ PER_STEP = DEFAULT | {
 }  # fmt: skip
 ALL = PER_STEP | {
     "megatron.microbatch.forward",
+    "megatron.microbatch.recompute",
     "megatron.microbatch.backward",
     "megatron.tp.all_gather",
     "megatron.dp.all_gather",
@@ -84,6 +85,7 @@ def test_a_step_is_a_tree_of_all_ranks(run: Path) -> None:
     parents = {span.name: span.parent for span in spans if span.rank == 1}
     assert parents["megatron.train_step"] == TRAIN_STEP
     assert parents["megatron.microbatch.backward"] == FORWARD_BACKWARD
+    assert parents["megatron.microbatch.recompute"] == FORWARD_BACKWARD
     assert parents["megatron.grad_sync"] == TRAIN_STEP
 
 

@@ -35,7 +35,7 @@ def configure(data: Path, folder: Path, **keys: Any) -> RunConfig:
 
 def parity(sample: int, dataset: str, tokens: np.ndarray) -> Any:
     """A weight for every other sample, and weights for the labels of the others."""
-    return 0.25 if sample % 2 else np.linspace(0.5, 2, len(tokens))
+    return 0.25 if sample % 2 else np.linspace(0.5, 2, len(tokens) - 1)
 
 
 class ParityCard(Card):
@@ -78,7 +78,7 @@ def test_the_loss_is_the_weighted_mean(data: Path) -> None:
         for label in range(8):
 
             def single(index: int, dataset: str, tokens: np.ndarray, chosen: Any = (sample, label)) -> np.ndarray:
-                return np.array([(index, place) == chosen for place in range(len(tokens))], dtype=np.float64)
+                return np.array([(index, place) == chosen for place in range(len(tokens) - 1)], dtype=np.float64)
 
             class SingleCard(Card):
                 def load(self, weigh: Any = single) -> Any:
@@ -90,10 +90,35 @@ def test_the_loss_is_the_weighted_mean(data: Path) -> None:
 
             run = build_run(ALONE, alone)
             losses[sample, label] = train_step(run, run.train_loader.batch(0)).loss
-    weights = {(s, n): float(np.broadcast_to(parity(s, "", np.zeros(8)), 8)[n]) for s in range(2) for n in range(8)}
+    weights = {(s, n): float(np.broadcast_to(parity(s, "", np.zeros(9)), 8)[n]) for s in range(2) for n in range(8)}
     expected = sum(weights[key] * loss for key, loss in losses.items()) / sum(weights.values())
     (loss, _, total), *_ = curve(ALONE, config)
     assert loss == pytest.approx(expected, rel=1e-7) and total == pytest.approx(sum(weights.values()), rel=1e-7)
+
+
+def test_weights_see_every_label(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def look(sample: int, dataset: str, tokens: np.ndarray) -> np.ndarray:
+        seen.append(tokens)
+        return (tokens[1:] % 2).astype(np.float32)
+
+    monkeypatch.setattr(ParityCard, "load", lambda self: look)
+    sample = Mixture(configure(data, data / "runs"), "train")[0]
+    assert seen[0].tolist() == [*sample.tokens.tolist(), int(sample.labels[-1])]
+    assert sample.mask is not None and sample.mask.tolist() == (sample.labels % 2).tolist()
+
+
+def test_loss_tokens_are_the_sum_of_weights(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of a few samples with small weights has less than one: not none."""
+    from megascale.train.step import train_step
+
+    monkeypatch.setattr(ParityCard, "load", lambda self: lambda sample, dataset, tokens: 0.03)
+    run = build_run(ALONE, configure(data, data / "runs", batch__global=2))
+    for step in (1, 2):
+        result = train_step(run, run.train_loader.batch(run.progress.samples))
+        assert result.loss_tokens == pytest.approx(16 * 0.03, rel=1e-6)
+        assert run.progress.tokens == pytest.approx(step * 16 * 0.03, rel=1e-6)
 
 
 def test_equal_weights_are_an_identical_run(data: Path) -> None:
@@ -112,7 +137,7 @@ def test_weights_leave_out_what_the_mask_does_and_evaluations_have_none(data: Pa
     for index in range(12):
         found, mask = weighted[index].mask, plain[index].mask
         assert found is not None and mask is not None and found.dtype == np.float32
-        assert found.tolist() == (np.float32(parity(index, "", np.zeros(8))) * mask).tolist()
+        assert found.tolist() == (np.float32(parity(index, "", np.zeros(9))) * mask).tolist()
     valid = Mixture(config, "valid")[0].mask
     assert valid is None or valid.dtype != np.float32
 

@@ -30,7 +30,7 @@ def slices(offset: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
 
 @dataclass
 class Progress:
-    """Finished steps of a run, and the samples and tokens trained on: labels in the loss, or the sum of their weights."""
+    """Finished steps of a run, and the samples and tokens trained on, which are labels in the loss or their weights."""
 
     step: int = 0
     samples: int = 0

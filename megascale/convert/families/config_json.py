@@ -138,10 +138,11 @@ def make_config(model: ModelConfig, source: ConfigKeys) -> ConfigKeys:
 
 def _with_reach(model: ModelConfig, given: ModelConfig | None) -> ModelConfig:
     """Replace `seq_length` by the length that config.json states. Training on shorter sequences does not shorten the
-    reach of rotary positions, that of the weights `given`; dynamic scaling counts from its original length.
+    reach of learned positions, nor of rotary ones, that of the weights `given`; dynamic scaling counts from its
+    original length.
     """
     if model.position != "rope":
-        return model
+        return model.model_copy(update={"seq_length": model.position_rows, "positions": None})
     scaling = model.rope_scaling or {}
     if scaling.get("type") == "dynamic":
         length = scaling.get("original_seq_length", model.seq_length)
