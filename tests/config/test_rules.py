@@ -178,6 +178,12 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         },
         {"model.rope_scaling": "beta_fast is not above beta_slow"},
     ),
+    ("positions", {"model__positions": 8}, {"model.positions": "8 learned positions are fewer than the 16"}),
+    (
+        "positions",
+        {"model__position": "rope", "model__positions": 32},
+        {"model.positions": "has no effect with position = rope"},
+    ),
     ("rope", {"model__rotary_fraction": 0.5}, {"model.rotary_fraction": "has no effect with position = learned"}),
     ("attention_heads", {"model__num_kv_heads": 3}, {"model.num_kv_heads": "4 heads cannot share 3"}),
     (
