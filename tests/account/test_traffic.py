@@ -94,7 +94,8 @@ def test_messages_go_up_and_down_the_pipeline(tmp_path: Path) -> None:
 def test_the_totals_of_a_step_are_as_large_as_in_the_event_log(
     more: dict[str, Any], count: int, tmp_path: Path
 ) -> None:
-    config = config_of(settings(FAMILIES["llama"], tmp_path, parallel__dp=2, optimizer__warmup_steps=0, **more), tmp_path)
+    tree = settings(FAMILIES["llama"], tmp_path, parallel__dp=2, optimizer__warmup_steps=0, **more)
+    config = config_of(tree, tmp_path)
     (logged, _) = run_world(2, totals_of_a_step, config)
     calls, size = step_traffic(config, Coord())["world", "all_reduce"]
     assert logged == size == 8 * count and calls == 1
