@@ -25,6 +25,7 @@ from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE, FlightRecord
 from megascale.core.limits import os_error_hint, raise_soft_limits
 from megascale.core.process import die_with_parent
 from megascale.core.rank import STORE_VARIABLE, Rank, local_world_size, on_one_host, rank_from_environment
+from megascale.core.run_folder import LOGS, read_token
 from megascale.core.torch_import import torch_import_problem
 from megascale.eventstore.settings import open_ring_of_rank
 from megascale.launch import environment, flight
@@ -108,7 +109,7 @@ def _launch_ranks(options: argparse.Namespace, config: RunConfig) -> int:
     return local.run_local_ranks(
         ["train", options.config, *options.overrides],
         config.world_size,
-        config.folder / "logs",
+        config.folder / LOGS,
         config.folder / flight.DUMP_FOLDER,
         find_hung,
         lambda collector: watching_host(collector, endpoint, say),
@@ -170,6 +171,9 @@ def lock_run_folder(config: RunConfig) -> contextlib.ExitStack:
     """
     with contextlib.ExitStack() as held:
         held.enter_context(_lock(config.folder, "observe.dir"))
+        with _explain_os_error(config.folder / LOGS, "observe.dir"):
+            (config.folder / LOGS).mkdir(exist_ok=True)
+        read_token(config.folder)
         if config.world_size > 1:
             with _explain_os_error(config.folder / flight.DUMP_FOLDER, "observe.dir"):
                 flight.make_dump_folder(config.folder)

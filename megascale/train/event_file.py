@@ -20,6 +20,7 @@ from megascale.core.env_numbers import whole_number
 from megascale.core.events import RankEvents, event_file_name, write_events
 from megascale.core.flight_record import ATTEMPT_VARIABLE
 from megascale.core.rank import Rank
+from megascale.core.run_folder import check_not_lost
 from megascale.core.storage import Location
 from megascale.eventstore.attempts import begin_attempt
 
@@ -79,7 +80,8 @@ class EventFile:
                 dropped=recorder.dropped,
                 events=tuple(recorder.events()),
             )
-            self._folder.mkdir(parents=True, exist_ok=True)
+            check_not_lost(self._folder)
+            self._folder.mkdir(exist_ok=True)
             write_events(self._folder / event_file_name(mesh.rank), events)
 
     @contextlib.contextmanager

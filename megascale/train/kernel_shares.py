@@ -16,6 +16,7 @@ import torch
 
 from megascale.core.files import write_text
 from megascale.core.flight_layout import Phase
+from megascale.core.run_folder import check_not_lost
 from megascale.layout.topology import DATA_AXES
 from megascale.train.hooks import Hook
 
@@ -78,6 +79,7 @@ def _write(run: Run, profiler: torch.profiler.profile) -> None:
         seconds = purpose_seconds(kernels_of(profiler))
         found = {"rank": run.mesh.rank, "step": run.progress.step, "seconds": seconds}
         folder = run.config.folder / KERNEL_FOLDER
+        check_not_lost(folder)
         folder.mkdir(exist_ok=True)
         write_text(folder / f"stage-{run.mesh.coord.pp}.json", json.dumps(found) + "\n")
     except (OSError, ValueError, RuntimeError) as error:
