@@ -18,7 +18,7 @@ from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.config.toml_reader import read_toml
 from megascale.config.train import ObserveConfig
-from megascale.core.errors import ConfigError, Problem
+from megascale.core.errors import ConfigError, DataError, MegascaleError, Problem
 from megascale.core.files import foreign_owner, lock_folder
 from megascale.core.flight_files import flight_record_of_rank
 from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE, FlightRecord
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
             # otherwise the launcher holds the lock
             if rank is None or (rank.rank == 0 and STORE_VARIABLE not in os.environ):
                 held.enter_context(lock_run_folder(config))
-        except ConfigError as error:
+        except (ConfigError, DataError) as error:
             if rank is not None:
                 write_error(error, rank)
                 _announce_failed_start(error, rank, options)
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
         return status
 
 
-def _announce_failed_start(error: ConfigError, rank: Rank, options: argparse.Namespace) -> None:
+def _announce_failed_start(error: MegascaleError, rank: Rank, options: argparse.Namespace) -> None:
     """Tell the ranks of other hosts; on this host the launcher notices the end of a rank."""
     if rank.world_size == 1 or on_one_host(rank.world_size) or STORE_VARIABLE in os.environ:
         return
@@ -137,6 +137,8 @@ def _load_config(options: argparse.Namespace, rank: Rank | None) -> RunConfig:
     try:
         return load_config(options.config, options.overrides, world_size=rank.world_size)
     except ConfigError as error:
+        if STORE_VARIABLE in os.environ and all(problem.key.startswith("data.") for problem in error.problems):
+            raise DataError("\n".join(map(str, error.problems))) from None  # megascale's launcher found the data whole
         load_config(options.config, options.overrides)  # raises mistakes that do not depend on the ranks
         also = f"{rank.variables} in the environment make this process one of {rank.world_size}: unset them, and "
         also += "megascale train starts the ranks of this host"

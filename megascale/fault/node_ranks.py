@@ -89,11 +89,12 @@ class NodeRanks:
         while not self._stopped:  # by an order, or a signal
             waited_s = notice.waited_s
             try:
-                await call_in_thread(functools.partial(self._prepare, restore=waited_s >= wait_s), FILES_S)
+                await call_in_thread(functools.partial(self._prepare_logs, restore=waited_s >= wait_s), FILES_S)
             except (OSError, RuntimeError, MegascaleError) as found:
                 error = found if isinstance(found, MegascaleError) else _unusable(self._logs, found)
             else:
-                self._start_all(listener, standby)
+                if not self._stopped:
+                    self._start_all(listener, standby)
                 return
             if waited_s >= wait_s + RESTORE_S * bool(wait_s):
                 for rank in self._order.ranks:
@@ -102,7 +103,7 @@ class NodeRanks:
             notice.print_if_due(functools.partial(str, error))
             await asyncio.sleep(AGAIN_S)
 
-    def _prepare(self, *, restore: bool) -> None:
+    def _prepare_logs(self, *, restore: bool) -> None:
         """Find the run's folder, with space for the files of ranks; make the folder of logs, and remove what ranks of
         these numbers wrote of their ends. `restore`: a folder that is lost is made anew, if copies in memory are here.
 
@@ -232,7 +233,8 @@ class NodeRanks:
 def _unusable(logs: Path, error: OSError | RuntimeError) -> MegascaleError:
     why = getattr(error, "strerror", None) or str(error) or f"no answer within {FILES_S:g} s"
     hint = os_error_hint(error, "see the file system") if isinstance(error, OSError) else "see the file system"
-    return MegascaleError(f"{getattr(error, 'filename', None) or logs} cannot be used: {why}", hint=hint)
+    what = f"the folder of logs cannot be used: {why}: {getattr(error, 'filename', None) or logs}"
+    return MegascaleError(what, hint=hint)
 
 
 def records_name(run: str, node: str) -> str:

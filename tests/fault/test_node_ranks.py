@@ -72,7 +72,7 @@ def test_ranks_are_not_started_when_the_folder_of_logs_does_not_answer(
 ) -> None:
     monkeypatch.setattr(node_ranks, "FILES_S", 0.05)
     answer = threading.Event()
-    monkeypatch.setattr(NodeRanks, "_prepare_logs", lambda self: answer.wait(30))
+    monkeypatch.setattr(NodeRanks, "_prepare_logs", lambda self, restore: answer.wait(30))
     ends: list[RankEnd] = []
     asyncio.run(ranks_of(tmp_path, ends).start(None, []))
     answer.set()
@@ -86,10 +86,10 @@ def test_no_rank_starts_after_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """A signal ends the agent while the folder of logs is made."""
     begun, answer = threading.Event(), threading.Event()
 
-    def prepare(ranks: NodeRanks) -> None:
+    def prepare(ranks: NodeRanks, *, restore: bool) -> None:
         begun.set()
         answer.wait(30)
-        prepare_logs(ranks)
+        prepare_logs(ranks, restore=restore)
 
     prepare_logs = NodeRanks._prepare_logs
     monkeypatch.setattr(NodeRanks, "_prepare_logs", prepare)

@@ -111,7 +111,7 @@ class Resumer:
 
     def _find(self) -> tuple[list[tuple[int, str]], list[str]]:
         """Look for the run's own checkpoints, or else those `checkpoint.resume` names; remove unfinished attempts."""
-        if TOKEN_VARIABLE in os.environ:
+        if os.environ.get(TOKEN_VARIABLE):
             read_token(self._config.folder)
         source, complete = self._config.checkpoint.resume, folders.complete_checkpoints(self._folder)
         if source == "never" and complete:  # `keep` would take their later steps for the newest
