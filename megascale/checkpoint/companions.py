@@ -57,6 +57,6 @@ def write_companion(folder: Path, name: str, data: bytes) -> None:
 
     Raises: OSError
     """
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     with atomic_file(folder / name) as file:
         file.write(data)

@@ -105,16 +105,12 @@ class Location:
         return FileFacts(int(found["size"]), file_version(found))
 
     def make_folder(self) -> None:
-        """Make a new folder. In a remote file system also its parents, but no bucket of an object store; in a local one
-        a missing parent is on a file system that is away.
+        """Make a new folder and its parents, but no bucket of an object store.
 
-        Raises: FileExistsError, FileNotFoundError without the parent or the bucket
+        Raises: FileExistsError, FileNotFoundError without the bucket
         """
 
         def make(fs: Any, path: str) -> None:
-            if self.local_path is not None:
-                Path(path).mkdir()
-                return
             bucket = path.partition("/")[0]
             if bucket and ":" not in bucket and not _info(fs, bucket):  # an access point has no bucket to look up
                 raise FileNotFoundError(errno.ENOENT, f"there is no {bucket}")

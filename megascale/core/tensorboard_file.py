@@ -27,7 +27,7 @@ class TensorBoardFile:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary, self._record_writer = Event, Summary, RecordWriter
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         now = time.time_ns()
         self._file = AppendFile(folder / f"events.out.tfevents.{now}.{socket.gethostname()}.{os.getpid()}")
         self._append(Event(wall_time=now / 1e9, file_version="brain.Event:2"))

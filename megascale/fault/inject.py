@@ -57,6 +57,7 @@ class InjectionLog:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / INJECTED_FILE
+        folder.mkdir(parents=True, exist_ok=True)
         self._append({"begin": time.time()})
 
     @property

@@ -31,7 +31,7 @@ def _keep_companions(config: RunConfig, resumed_from: Location | None) -> list[s
     folder = config.folder / companions.FOLDER
     resume = config.checkpoint.resume
     if resumed_from is not None and not folder.is_dir():
-        folder.mkdir()
+        folder.mkdir(parents=True)
         companions.copy_companions(resumed_from, Location(str(folder)))
     elif resumed_from is None and resume.startswith(HF_PREFIX):
         _copy_foreign(Path(resume.removeprefix(HF_PREFIX)), folder)

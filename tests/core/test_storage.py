@@ -57,7 +57,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Flaky, "failures", 2)
     monkeypatch.setattr(Flaky, "error", OSError("the network is down"))
     if request.param == "chained::":  # no chain of file systems in a local path
-        (tmp_path / "a::b").mkdir()
         yield Location(str(tmp_path / "a::b" / "folder"))
         return
     yield Location(f"{request.param}{tmp_path / 'folder'}")
