@@ -41,15 +41,16 @@ def read_token(folder: Path, env: Mapping[str, str] = os.environ) -> tuple[str, 
     Raises: CheckpointError if the token cannot be read or written, LostFolderError if the driver knows another
     """
     path, (known_id, *known) = folder / TOKEN, env.get(TOKEN_VARIABLE, "").splitlines() or [""]
-    if not known_id and not path.exists():
-        write_token(folder, uuid.uuid4().hex, "")
     try:
+        if not known_id and not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_token(folder, uuid.uuid4().hex, "")
         run_id, *starts = path.read_text(encoding="ascii").splitlines() or [""]
     except FileNotFoundError:
         raise LostFolderError(folder) from None
     except (OSError, UnicodeDecodeError) as error:
-        hint = "remove it: the copies in memory are lost with it, and checkpoints on storage stay"
-        raise CheckpointError(f"{path} cannot be read: {error}", hint=hint) from None
+        hint = "see its folder; without the file the copies in memory are lost, and no checkpoint on storage"
+        raise CheckpointError(f"{path} cannot be used: {error}", hint=hint) from None
     if known_id not in ("", run_id):
         raise LostFolderError(folder)
     starts += [start for start in known if start not in starts]

@@ -20,7 +20,7 @@ from megascale.config.toml_writer import config_changes
 from megascale.core.errors import CheckpointError
 from megascale.core.files import write_text
 from megascale.core.limits import os_error_hint
-from megascale.core.run_folder import SAVED_MARKER, TOKEN_VARIABLE, read_token
+from megascale.core.run_folder import SAVED_MARKER, TOKEN_VARIABLE, make_in_run, read_token
 from megascale.core.storage import Location
 
 
@@ -151,5 +151,6 @@ class Resumer:
 
 def write_saved_marker(config: RunConfig, folder: Location) -> None:
     """Write `SAVED_MARKER`. A failure is ignored: only the check for lost checkpoints is lost with the file."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, CheckpointError):
+        make_in_run(config.folder, config.folder)
         write_text(config.folder / SAVED_MARKER, f"{folder}\n")
