@@ -1,11 +1,15 @@
-"""Selection of a test's cases for the quick suite."""
+"""Selection of a test's cases for the quick suite, and of tests that a host can run."""
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
+
+_can_mount = not subprocess.run(["unshare", "--mount", "true"], stderr=subprocess.DEVNULL, check=False).returncode
+needs_mount = pytest.mark.skipif(not _can_mount, reason="a mount needs root with CAP_SYS_ADMIN")
 
 
 def only_quick(cases: Iterable[Any], *quick: Any) -> list[Any]:

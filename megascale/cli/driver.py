@@ -9,6 +9,7 @@ import socket
 from megascale.cli.main import add_config_arguments
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
+from megascale.core.run_folder import RunFolder
 from megascale.core.secret import job_secret
 
 
@@ -19,6 +20,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--scheduler", required=True, help="name of the scheduler's adapter")
     sub.add_argument("--listen", required=True, help="host:port for the agents; no host is all interfaces")
     sub.add_argument("--scheduler-descriptor", type=int, required=True, help="socket to the supervisor's scheduler")
+    sub.add_argument("--run-id", required=True, help="first id in the token of the run's folder")
     role = sub.add_mutually_exclusive_group(required=True)
     role.add_argument("--first", action="store_true", help="no driver of this launch has run")
     role.add_argument("--takeover", action="store_true", help="an earlier driver of this launch has died")
@@ -55,11 +57,16 @@ async def _drive(options: argparse.Namespace, config: RunConfig) -> int:
         metrics_address=config.observe.metrics_address,
         metrics_port=config.observe.metrics_port,
     )
+    settings = config.checkpoint
+    wait_s = settings.retry_timeout_s / config.fault.same_step_failures  # that many attempts wait
+    folder = RunFolder(
+        str(config.folder.resolve()), options.run_id, config.checkpoint_folder, settings.memory_dir, wait_s
+    ).read_again()
     size = {"nodes": options.nodes, "world": config.world_size, "scheduler": options.scheduler}
     scheduler = await SchedulerClient.connect(socket.socket(fileno=options.scheduler_descriptor))
     try:
         listen = host, int(port)
         launch = size if options.first else None
-        return await drive_job(config, plan, scheduler, job_secret(None), listen, launch, scheduler.report_end)
+        return await drive_job(config, plan, scheduler, job_secret(None), listen, launch, folder, scheduler.report_end)
     finally:
         await scheduler.close()

@@ -18,6 +18,7 @@ from megascale.config.run import RunConfig
 from megascale.config.timeout_rules import launch_findings
 from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.files import atomic_file
+from megascale.core.run_folder import read_token
 from megascale.launch import environment
 
 
@@ -55,8 +56,9 @@ def run(options: argparse.Namespace) -> int:
     if not config.checkpoint.every:
         print("WARNING: checkpoint.every = 0: every restart begins at step 0", file=sys.stderr)
     size = ["--nodes", str(options.nodes), "--scheduler", options.scheduler]
-    arguments = (options.config, *options.overrides, *size)
     with lock_run_folder(config):
+        run_id, _ = read_token(config.folder)
+        arguments = (options.config, *options.overrides, *size, "--run-id", run_id)
         count, slots = options.nodes + options.spares, config.world_size // options.nodes
         plan = LaunchPlan(config.folder, arguments, count, options.scheduler, slots)
         return asyncio.run(supervise(plan))

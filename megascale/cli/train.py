@@ -18,13 +18,14 @@ from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.config.toml_reader import read_toml
 from megascale.config.train import ObserveConfig
-from megascale.core.errors import ConfigError, Problem
+from megascale.core.errors import ConfigError, DataError, MegascaleError, Problem
 from megascale.core.files import exists, foreign_owner, lock_folder
 from megascale.core.flight_files import flight_record_of_rank
 from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE, FlightRecord
 from megascale.core.limits import os_error_hint, raise_soft_limits
 from megascale.core.process import die_with_parent
 from megascale.core.rank import STORE_VARIABLE, Rank, local_world_size, on_one_host, rank_from_environment
+from megascale.core.run_folder import LOGS, read_token
 from megascale.core.torch_import import torch_import_problem
 from megascale.eventstore.settings import open_ring_of_rank
 from megascale.launch import environment, flight
@@ -51,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
             # otherwise the launcher holds the lock
             if rank is None or (rank.rank == 0 and STORE_VARIABLE not in os.environ):
                 held.enter_context(lock_run_folder(config))
-        except ConfigError as error:
+        except (ConfigError, DataError) as error:
             if rank is not None:
                 write_error(error, rank)
                 _announce_failed_start(error, rank, options)
@@ -80,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
         return status
 
 
-def _announce_failed_start(error: ConfigError, rank: Rank, options: argparse.Namespace) -> None:
+def _announce_failed_start(error: MegascaleError, rank: Rank, options: argparse.Namespace) -> None:
     """Tell the ranks of other hosts; on this host the launcher notices the end of a rank."""
     if rank.world_size == 1 or on_one_host(rank.world_size) or STORE_VARIABLE in os.environ:
         return
@@ -108,7 +109,7 @@ def _launch_ranks(options: argparse.Namespace, config: RunConfig) -> int:
     return local.run_local_ranks(
         ["train", options.config, *options.overrides],
         config.world_size,
-        config.folder / "logs",
+        config.folder / LOGS,
         config.folder / flight.DUMP_FOLDER,
         find_hung,
         lambda collector: watching_host(collector, endpoint, say),
@@ -136,6 +137,8 @@ def _load_config(options: argparse.Namespace, rank: Rank | None) -> RunConfig:
     try:
         return load_config(options.config, options.overrides, world_size=rank.world_size)
     except ConfigError as error:
+        if STORE_VARIABLE in os.environ and all(problem.key.startswith("data.") for problem in error.problems):
+            raise DataError("\n".join(map(str, error.problems))) from None  # megascale's launcher found the data whole
         load_config(options.config, options.overrides)  # raises mistakes that do not depend on the ranks
         also = f"{rank.variables} in the environment make this process one of {rank.world_size}: unset them, and "
         also += "megascale train starts the ranks of this host"
@@ -170,6 +173,9 @@ def lock_run_folder(config: RunConfig) -> contextlib.ExitStack:
     """
     with contextlib.ExitStack() as held:
         held.enter_context(_lock(config.folder, "observe.dir"))
+        with _explain_os_error(config.folder / LOGS, "observe.dir"):
+            (config.folder / LOGS).mkdir(exist_ok=True)
+        read_token(config.folder)
         if config.world_size > 1:
             with _explain_os_error(config.folder / flight.DUMP_FOLDER, "observe.dir"):
                 flight.make_dump_folder(config.folder)

@@ -7,6 +7,8 @@ import os
 from collections import deque
 from pathlib import Path
 
+from megascale.core.run_folder import check_not_lost
+
 MAX_PENDING = 10_000
 """Most records kept in memory while the file cannot be written; older ones are dropped."""
 
@@ -14,11 +16,14 @@ MAX_PENDING = 10_000
 class AppendFile:
     """A file opened for every append: a file system that was away, or a removed file, does no lasting harm.
 
-    `dropped`: records lost because too many were pending.
+    `in_run`: the file is in a run's folder, and once it was there it is not made anew in an empty place. `dropped`:
+    records lost because too many were pending.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, in_run: bool = False) -> None:
         self._path = path
+        self._must_be_there = in_run and path.exists()
+        self._in_run = in_run
         self._pending: deque[bytes] = deque()
         self.dropped = 0
 
@@ -41,7 +46,10 @@ class AppendFile:
         """Write the pending records. Raises: OSError"""
         if not self._pending:
             return
+        if self._must_be_there:
+            check_not_lost(self._path)
         with open(self._path, "ab", buffering=0) as file:
+            self._must_be_there = self._in_run
             while self._pending:
                 end = file.seek(0, os.SEEK_END)
                 try:

@@ -1,6 +1,6 @@
 """Where the copies in memory of a run are: MEMORY_DIR/megascale-UID/RUN_KEY, and node-NAME in it on nodes with names.
 
-The key follows from ids in a file of the run's folder, so a folder made anew, or a copy of a folder, is another run.
+The key follows from the id in the token of the run's folder (`core.run_folder`), and from the token's path.
 """
 
 from __future__ import annotations
@@ -12,27 +12,14 @@ import re
 import shutil
 from pathlib import Path
 
-TOKEN = ".memory"
-"""Name of the file with the run's ids, a line each; the first is the folder's."""
-
 
 def copies_folder(parent: Path, run_id: str, token: Path, node: str = "") -> Path:
     """Return the folder of a run's copies on a host, or on a node, of which a host may have several. `parent`: of all
-    runs of all users; `token`: the file with the run's ids.
+    runs of all users; `token`: the file of the run's ids.
     """
     key = hashlib.sha256(f"{run_id} {token}".encode()).hexdigest()[:16]
     of_run = parent / f"megascale-{os.geteuid()}" / key
     return of_run / f"node-{re.sub(r'[^A-Za-z0-9.-]', '_', node)}" if node else of_run
-
-
-def copies_on_node(parent: Path, run: Path, node: str) -> Path | None:
-    """Return the folder of a run's copies on a node; None if the run has never made any. `run`: its folder."""
-    token = run.resolve() / TOKEN
-    try:
-        run_id, _, _ = token.read_text(encoding="ascii").partition("\n")
-    except (OSError, UnicodeDecodeError):
-        return None
-    return copies_folder(parent, run_id, token, node)
 
 
 def remove_node_copies(folder: Path) -> None:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megascale.core.run_folder import check_not_lost
+
 LIVE_FILE = "live.json"
 """The file's name in the run's folder."""
 
@@ -78,6 +80,7 @@ class LiveFile:
         self._path = path
         self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         self._lock = threading.Lock()
+        self._must_be_there = False
 
     def write(self, state: LiveState) -> float:
         """Write a state, and return the seconds until the next write. The file is not flushed to disk: a power cut may
@@ -86,8 +89,11 @@ class LiveFile:
         body = json.dumps(_to_json(state), separators=(",", ":"))
         next_s = max(EVERY_S, len(body) / MOST_BYTES_PER_S)
         with self._lock:
+            if self._must_be_there:
+                check_not_lost(self._path)
             self._temporary.write_text(f'{{"format":{FORMAT},"next_s":{next_s:.1f},{body[1:]}\n', encoding="ascii")
             self._temporary.replace(self._path)
+            self._must_be_there = True
         return next_s
 
 

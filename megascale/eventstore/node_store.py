@@ -7,6 +7,7 @@ files grows with the logarithm of time. Covered files stay for GRACE_S, for read
 
 from __future__ import annotations
 
+import errno
 import io
 import re
 import time
@@ -115,6 +116,9 @@ class NodeStore:
         return sum(written.size for files in (*self._files.values(), self._covered) for written in files)
 
     def _write(self, table: str, columns: Columns, start_ms: int, end_ms: int) -> None:
+        place = self._store.local_path
+        if any(self._files.values()) and place is not None and not place.exists():
+            raise FileNotFoundError(errno.ENOENT, "the event store is lost", str(place))
         file = TableFile(table, self._node, self._attempt, start_ms, end_ms)
         written, files = _Written(file, write_rows(self._store, file, columns), 0), self._files[table]
         if files and files[-1].file == file:  # written before, and again because its merge had failed

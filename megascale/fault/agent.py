@@ -135,7 +135,8 @@ class Agent:
             case Prepare() if not self._ranks.observes:
                 self._ranks.prepare(message)
             case Start() if not self._ranks.observes:
-                await self._ranks.start(message)
+                if (ranks := await self._ranks.begin(message)) is not None:
+                    self._spawn(self._ranks.start(ranks))
             case Stop():
                 self._spawn(self._ranks.stop(message))
             case Collect():

@@ -112,19 +112,27 @@ class AgentRanks:
         while self._standby:
             self._standby.pop().close()
 
-    async def start(self, order: Start) -> None:
-        """Start an attempt. Ranks of an earlier one are killed before: a place never has two owners."""
+    async def begin(self, order: Start) -> NodeRanks | None:
+        """Begin an attempt, whose ranks do not run yet; None for one that has begun before. Ranks of an earlier one are
+        killed: a place never has two owners.
+        """
         if self.present is not None:
             if self.present.attempt >= order.attempt:
                 self._report_ends()
-                return
+                return None
             await self.present.stop(0)
             await self._end_collector(wait=False)
             self.present.close()
         ranks = self.present = NodeRanks(order, self._place.node, self._secret_descriptor, self._report_end)
         if len(self._standby) != len(order.ranks):  # they share the cores among another number of ranks
             self._end_standby()
-        await ranks.start(self._store.socket_of(order.attempt), self._standby)
+        return ranks
+
+    async def start(self, ranks: NodeRanks) -> None:
+        """Start the ranks of an attempt that has begun, once the run's folder is there."""
+        await ranks.start(self._store.socket_of(ranks.attempt), self._standby)
+        if self.present is not ranks:  # another attempt has begun meanwhile
+            return
         self._end_standby()
         self._collector = CollectorThread(Collector(ranks.record_paths, self._say), self._say)
         self._exporter.collector = self._collector.collector

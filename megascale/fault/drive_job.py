@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megascale.config.run import RunConfig
-from megascale.core.copies_folder import copies_on_node
 from megascale.core.errors import MegascaleError
 from megascale.core.live_file import LIVE_FILE, LiveFile
+from megascale.core.run_folder import RunFolder
 from megascale.export.exporter import DRIVER, MetricsEndpoint, exporting
 from megascale.fault.alerts import METRICS_FILE, AlertReader
 from megascale.fault.commands import Log
@@ -40,12 +39,14 @@ async def drive_job(
     secret: bytes,
     listen: tuple[str, int],
     launch: Mapping[str, object] | None = None,
+    folder: RunFolder | None = None,
     ended: Callable[[int], object] = lambda status: None,
 ) -> int:
     """Drive a job to its end, and return its exit status.
 
     `listen`: address and port for the agents. `launch`: its nodes, world and scheduler in the log; None if an earlier
-    driver of this launch has written them. `ended` is called with the status, whatever becomes of the log.
+    driver of this launch has written them. `folder`: of the run, which attempts must find; None if another launcher
+    runs the ranks. `ended` is called with the status, whatever becomes of the log.
 
     Raises: MegascaleError if the log of incidents cannot be opened or read
     """
@@ -59,8 +60,7 @@ async def drive_job(
     job = Job(plan, config.fault, history, hang_verdict, now)
     async with DriverServer(secret, *listen, tls_from_environment(), config.name) as server:
         alerts, live = AlertReader(config.folder / METRICS_FILE), LiveWriter(LiveFile(config.folder / LIVE_FILE))
-        copies = functools.partial(copies_on_node, Path(config.checkpoint.memory_dir), config.folder)
-        driver = Driver(job, server, scheduler, log, clock, alerts, live, copies)
+        driver = Driver(job, server, scheduler, log, clock, alerts, live, folder)
         driver.perform([Log(event) for event in events])
         with exporting(job_metrics(job, clock.now, DRIVER), MetricsEndpoint.of_run(config, DRIVER), say):
             status = await driver.run()

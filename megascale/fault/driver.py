@@ -10,19 +10,20 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from megascale.core.errors import CheckpointError
 from megascale.core.process import stop_signals
+from megascale.core.run_folder import RunFolder
 from megascale.fault.alerts import AlertReader
 from megascale.fault.commands import CheckNodes, Command, Finish, Log, Say, Send
 from megascale.fault.decisions import ends_to_replace
 from megascale.fault.incidents import IncidentLog
 from megascale.fault.job import Job
 from megascale.fault.live_job import LiveWriter
-from megascale.fault.messages import CheckDone, Hello, Leave
+from megascale.fault.messages import CheckDone, Hello, Leave, Start
 from megascale.fault.node_gate import NodeGate
 from megascale.fault.remote_checks import RemoteChecks
 from megascale.fault.rpc import Disconnected, DriverServer
@@ -52,8 +53,8 @@ class Clock:
 
 
 class Driver:
-    """The driver of `job`. `copies` returns the folder of the run's copies in memory on a node, which a node that is
-    replaced removes. `status`: of the job, once it has ended.
+    """The driver of `job`. `folder`: of the run, which every attempt must find, and whose copies in memory a node that
+    is replaced removes. `status`: of the job, once it has ended.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Driver:
         clock: Clock,
         alerts: AlertReader | None = None,
         live: LiveWriter | None = None,
-        copies: Callable[[str], Path | None] = lambda node: None,
+        folder: RunFolder | None = None,
     ) -> None:
         self._job = job
         self._server = server
@@ -74,7 +75,8 @@ class Driver:
         self._clock = clock
         self._alerts = alerts
         self._live = live
-        self._copies = copies
+        self._folder = folder
+        self._attempt_of_token = -1
         self._log_fails = False
         self._checks = RemoteChecks(server.send)
         settings = job.settings
@@ -127,8 +129,10 @@ class Driver:
                     self._check_nodes(command)
                 case Say():
                     say(command.text)
-                case Send(node, Leave() as leave) if node in self._job.roster.excluded:
-                    self._server.send(node, replace(leave, copies=str(self._copies(node) or "")))
+                case Send(node, Start() as start):
+                    self._server.send(node, replace(start, folder=self._folder))
+                case Send(node, Leave() as leave) if self._folder and node in self._job.roster.excluded:
+                    self._server.send(node, replace(leave, copies=str(self._folder.copies(node))))
                 case Send():
                     self._server.send(command.node, command.message)
                 case Finish():
@@ -144,6 +148,14 @@ class Driver:
             if not self._log_fails:
                 say(f"WARNING: the log of incidents cannot be written: {error.strerror or error}")
         self._log_fails = bool(self._log.pending)
+
+    def _read_token(self) -> None:
+        """Read the run's token once an attempt has trained: it names the start whose copies in memory count."""
+        attempt = self._job.attempt
+        if self._folder and attempt and attempt.noted and attempt.number != self._attempt_of_token:
+            self._attempt_of_token = attempt.number
+            with contextlib.suppress(CheckpointError):  # the folder may be away
+                self._folder = self._folder.read_again()
 
     async def _receive(self) -> None:
         async for node, message in self._server:
@@ -215,5 +227,6 @@ class Driver:
                 self._job.forgive(now - last)
             last = now
             self.perform(self._job.tick(now))
+            self._read_token()
             for alert in self._alerts.new() if self._alerts is not None else ():
                 self.perform(self._job.alert(alert["alert"], alert["value"], alert["recent"], now))

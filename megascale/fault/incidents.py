@@ -265,7 +265,7 @@ class IncidentLog:
 
     def __init__(self, path: Path) -> None:
         _remove_torn_line(path)
-        self._file = AppendFile(path)
+        self._file = AppendFile(path, in_run=True)
 
     @property
     def pending(self) -> int:

@@ -20,6 +20,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megascale.core.errors import Exit
 from megascale.core.flight_record import LAST_EVENTS
+from megascale.core.run_folder import RunFolder
 
 
 class MessageError(ValueError):
@@ -199,6 +200,7 @@ class Start(_Checked):
 
     `run`: the run's name, in the names of flight records. `store`: host:port of the job's store. `logs`: folder of the
     attempt's logs. `env`: added to the agent's own environment; no secret, which the ranks read from a descriptor.
+    `folder`: of the run, which must be there; None for any.
     """
 
     attempt: int
@@ -209,6 +211,7 @@ class Start(_Checked):
     arguments: tuple[str, ...]
     logs: str
     env: Mapping[str, str]
+    folder: RunFolder | None = None
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,14 @@ from megascale.core.flight_record import (
     FlightRecordError,
     flight_record_path,
 )
+from megascale.core.limits import os_error_hint
 from megascale.core.network import is_loopback
 from megascale.core.rank import NODE_VARIABLE
+from megascale.core.run_folder import TOKEN_VARIABLE, LostFolderError
+from megascale.core.wait_notice import WaitNotice
 from megascale.fault.messages import RankEnd, RankStatus, Start
 from megascale.fault.observations import OomKills
-from megascale.fault.rank_ends import STORAGE_ERROR, describe_end, failed_start, unread_end
+from megascale.fault.rank_ends import STORAGE_ERROR, check_space, describe_end, failed_start, unread_end
 from megascale.fault.ranks import call_at_end, rank_status
 from megascale.fault.threads import call_in_thread
 from megascale.launch.failure import ERROR_FILE_NAME, ProcessEnd
@@ -42,6 +45,12 @@ FILES_S = 5.0
 """Seconds that the file system of the run's folder has to answer: when ranks start, and for the files of one that has
 ended. Heartbeats go on meanwhile.
 """
+
+AGAIN_S = 0.5
+"""Seconds between two looks for the run's folder."""
+
+RESTORE_S = 5.0
+"""Seconds more that a node waits for the run's folder, which another node may make anew."""
 
 
 @dataclass
@@ -76,28 +85,46 @@ class NodeRanks:
         """Start the ranks. `listener`: the socket of the job's store, for rank 0. `standby`: processes that wait for
         ranks; those that get one are taken out. A rank that cannot be started has ended, with the error.
         """
-        order = self._order
-        try:
-            await call_in_thread(self._prepare_logs, FILES_S)
-        except (OSError, RuntimeError) as found:
-            what = f"the folder of logs cannot be used: {str(found) or f'no answer within {FILES_S:g} s'}"
-            error = MegascaleError(what, hint="see the file system")
-            for rank in order.ranks:
-                self._add_end(failed_start(rank, error, STORAGE_ERROR))
-            return
-        if not self._stopped:  # meanwhile, by a signal
-            self._start_all(listener, standby)
+        notice, wait_s = WaitNotice(f"node {self._node}"), self._order.folder.wait_s if self._order.folder else 0.0
+        while not self._stopped:  # by an order, or a signal
+            waited_s = notice.waited_s
+            try:
+                await call_in_thread(functools.partial(self._prepare_logs, restore=waited_s >= wait_s), FILES_S)
+            except (OSError, RuntimeError, MegascaleError) as found:
+                error = found if isinstance(found, MegascaleError) else _unusable(self._logs, found)
+            else:
+                if not self._stopped:
+                    self._start_all(listener, standby)
+                return
+            if waited_s >= wait_s + RESTORE_S * bool(wait_s):
+                for rank in self._order.ranks:
+                    self._add_end(failed_start(rank, error, STORAGE_ERROR))
+                return
+            notice.print_if_due(functools.partial(str, error))
+            await asyncio.sleep(AGAIN_S)
 
-    def _prepare_logs(self) -> None:
-        """Make the folder of logs, and remove what ranks of these numbers wrote of their ends."""
+    def _prepare_logs(self, *, restore: bool) -> None:
+        """Find the run's folder, with space for the files of ranks; make the folder of logs, and remove what ranks of
+        these numbers wrote of their ends. `restore`: a folder that is lost is made anew, if copies in memory are here.
+
+        Raises: OSError, CheckpointError
+        """
+        if (folder := self._order.folder) is not None:
+            try:
+                folder.read_again()
+            except LostFolderError:
+                if not (restore and folder.restore(self._node)):
+                    raise
         self._logs.mkdir(parents=True, exist_ok=True)
+        check_space(self._logs)
         for rank in self._order.ranks:
             (self._logs / ERROR_FILE_NAME.format(rank)).unlink(missing_ok=True)
 
     def _start_all(self, listener: socket.socket | None, standby: list[StandbyProcess]) -> None:
         order = self._order
         remove_left_records(records_name(order.run, self._node))
-        env = {NODE_VARIABLE: self._node, ATTEMPT_VARIABLE: str(order.attempt), **order.env}
+        token = order.folder.token if order.folder else ""
+        env = {NODE_VARIABLE: self._node, ATTEMPT_VARIABLE: str(order.attempt), TOKEN_VARIABLE: token, **order.env}
         if is_loopback(order.store.rpartition(":")[0]):
             env.setdefault(GLOO_INTERFACE, os.environ.get(GLOO_INTERFACE, "lo"))
         launch = Launch(order.arguments, order.world, order.ranks, order.store, self._secret, self._logs, env)
@@ -201,6 +228,13 @@ class NodeRanks:
         """Remove the flight records."""
         for local in self._ranks.values():
             remove_record(local.record_path)
+
+
+def _unusable(logs: Path, error: OSError | RuntimeError) -> MegascaleError:
+    why = getattr(error, "strerror", None) or str(error) or f"no answer within {FILES_S:g} s"
+    hint = os_error_hint(error, "see the file system") if isinstance(error, OSError) else "see the file system"
+    what = f"the folder of logs cannot be used: {why}: {getattr(error, 'filename', None) or logs}"
+    return MegascaleError(what, hint=hint)
 
 
 def records_name(run: str, node: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +20,9 @@ OOM_KILL = "linux_oom_kill"
 STORAGE_ERROR = "storage_error"
 """The observation that the file system of the run's folder cannot be used."""
 
+SPACE_BYTES = 64 << 10
+"""Bytes for what a rank writes of its start and its end."""
+
 
 def describe_end(
     rank: int, end: ProcessEnd, logs: Path, log: Path | None, *, oom_killed: bool = False, stopped: bool = False
@@ -31,7 +36,14 @@ def describe_end(
         record = read_record(logs, rank)
     except (OSError, ValueError) as error:
         return unread_end(rank, end, str(error), lines, oom_killed=oom_killed, stopped=stopped)
-    patterns = _patterns(lines, end, oom_killed=oom_killed, stopped=stopped)
+    if record is None and end.status > 0 and not stopped:
+        try:
+            check_space(logs)
+        except OSError as error:
+            why = f"{error.filename}: {error.strerror}"
+            return unread_end(rank, end, why, lines, oom_killed=oom_killed, stopped=stopped)
+    said = [*lines, record["what"]] if record else lines
+    patterns = _patterns(said, end, oom_killed=oom_killed, stopped=stopped)
     last_lines = tuple(lines[-LAST_LINES:])
     if record is None:
         return RankEnd(rank, end.status, end.time, last_lines=last_lines, patterns=patterns, stopped=stopped)
@@ -50,6 +62,17 @@ def describe_end(
         patterns=patterns,
         stopped=stopped,
     )
+
+
+def check_space(logs: Path) -> None:
+    """Check that there is space for the files in which ranks say how they ended. Raises: OSError with the folder"""
+    try:
+        with tempfile.TemporaryFile(dir=logs) as file:
+            file.write(bytes(SPACE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(logs)) from None
 
 
 def unread_end(

@@ -23,6 +23,7 @@ from pathlib import Path
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.network import join_port
 from megascale.core.process import die_with_parent, module_command, stop_signals
+from megascale.core.run_folder import TOKEN
 from megascale.core.secret import DESCRIPTOR_VARIABLE, SECRET_VARIABLE, new_secret, secret_descriptor
 from megascale.fault.incidents import LOG_FILE, JobHistory, read_history
 from megascale.fault.node_ranks import remove_lost_records
@@ -162,6 +163,9 @@ async def _keep_driver(
         begun = history.launched != before.launched  # else the log ends with an earlier launch
         logged = history.ended if begun else None
         history = replace(history, ended=said[0] if said else logged)  # on a full disk the log lacks it
+        if history.ended is None and not (log.parent / TOKEN).exists():
+            say(f"the driver has ended, and so has the job: its log is lost with the run's folder {log.parent}")
+            return replace(history, ended=Exit.DO_NOT_REQUEUE)
         if history.ended is not None:
             return history
         deaths.append(time.monotonic())

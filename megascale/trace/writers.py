@@ -52,7 +52,7 @@ class JsonLinesWriter(MetricsWriter):
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         write_text(path, "".join(_lines_until(path, resumed_step)) if resumed_step and exists(path) else "")
-        self._file = AppendFile(path)
+        self._file = AppendFile(path, in_run=True)
 
     def write(self, record: MetricsRecord) -> None:
         self._file.append(json.dumps(as_json(record)).encode() + b"\n")

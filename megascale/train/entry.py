@@ -21,7 +21,7 @@ from megascale.comm.control import announce_exit, describe_lost
 from megascale.comm.store import count_requests
 from megascale.config.run import RunConfig
 from megascale.config.toml_writer import to_toml
-from megascale.core.errors import ConfigError, Exit, LostPeerError, MegascaleError, Problem
+from megascale.core.errors import CheckpointError, Exit, LostPeerError, MegascaleError
 from megascale.core.event_ring import EventRing
 from megascale.core.files import exists, write_text
 from megascale.core.flight_layout import Phase
@@ -186,7 +186,7 @@ def _prepare_folder(config: RunConfig, resumed_step: int) -> list[MetricsWriter]
     """Write configuration and datasets' identities into the run's folder, and open the writers; only after the resume
     accepted the folder. A run that is done keeps the configuration it was done with.
 
-    Raises: ConfigError if the folder cannot be written
+    Raises: CheckpointError if the folder cannot be written: it could when the run began
     """
     try:
         path = config.folder / "config.toml"
@@ -195,9 +195,8 @@ def _prepare_folder(config: RunConfig, resumed_step: int) -> list[MetricsWriter]
             write_identities(config)
         return open_writers(config, resumed_step)
     except OSError as error:
-        message = f"cannot be written: {error.strerror or error}"
-        hint = os_error_hint(error, "give a writable folder")
-        raise ConfigError([Problem(str(error.filename or config.folder), "observe.dir", message, hint)]) from None
+        what = f"{error.filename or config.folder} cannot be written: {error.strerror or error}"
+        raise CheckpointError(what, hint=os_error_hint(error, "see the file system of the run's folder")) from None
 
 
 def run_summary(run: Run, peak: Peak | None) -> str:

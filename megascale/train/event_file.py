@@ -17,9 +17,11 @@ from megascale.catalog.accelerators import Peak
 from megascale.comm import clock
 from megascale.comm.shared_memory import host_key
 from megascale.core.env_numbers import whole_number
+from megascale.core.errors import CheckpointError
 from megascale.core.events import RankEvents, event_file_name, write_events
 from megascale.core.flight_record import ATTEMPT_VARIABLE
 from megascale.core.rank import Rank
+from megascale.core.run_folder import make_in_run
 from megascale.core.storage import Location
 from megascale.eventstore.attempts import begin_attempt
 
@@ -79,7 +81,7 @@ class EventFile:
                 dropped=recorder.dropped,
                 events=tuple(recorder.events()),
             )
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_in_run(self._run.config.folder, self._folder)
             write_events(self._folder / event_file_name(mesh.rank), events)
 
     @contextlib.contextmanager
@@ -87,7 +89,7 @@ class EventFile:
         """Turn errors into a warning: a full disk or a failed device must not change the exit status."""
         try:
             yield
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, CheckpointError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             print(f"WARNING: {self._folder} cannot be written: {reason or error}", file=sys.stderr)
 

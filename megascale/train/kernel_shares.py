@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megascale.core.errors import CheckpointError
 from megascale.core.files import write_text
 from megascale.core.flight_layout import Phase
+from megascale.core.run_folder import make_in_run
 from megascale.layout.topology import DATA_AXES
 from megascale.train.hooks import Hook
 
@@ -78,7 +80,7 @@ def _write(run: Run, profiler: torch.profiler.profile) -> None:
         seconds = purpose_seconds(kernels_of(profiler))
         found = {"rank": run.mesh.rank, "step": run.progress.step, "seconds": seconds}
         folder = run.config.folder / KERNEL_FOLDER
-        folder.mkdir(exist_ok=True)
+        make_in_run(run.config.folder, folder)
         write_text(folder / f"stage-{run.mesh.coord.pp}.json", json.dumps(found) + "\n")
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, CheckpointError) as error:
         print(f"WARNING: the profile of step {run.progress.step} is not written: {error}", file=sys.stderr)

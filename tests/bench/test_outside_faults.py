@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +15,9 @@ from megascale.bench.outside_faults import CHECKPOINTS, OutsideFaults, process_f
 from megascale.bench.small_disk import FILLER, empty_disk, fill_disk, small_disk
 from megascale.config.injection import KINDS, Fault
 from megascale.launch.namespaces import TestbedError
+from tests.marks import needs_mount
 
 OUTSIDE = [name for name, kind in KINDS.items() if kind.target != "rank" and name not in LINK_FAULTS]
-
-can_mount = not subprocess.run(["unshare", "--mount", "true"], stderr=subprocess.DEVNULL, check=False).returncode
-needs_mount = pytest.mark.skipif(not can_mount, reason="a mount needs root with CAP_SYS_ADMIN")
 
 
 def until(question: Callable[[], bool]) -> None:

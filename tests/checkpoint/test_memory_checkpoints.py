@@ -21,10 +21,11 @@ import pytest
 
 from megascale.core.errors import CheckpointError
 from megascale.core.rank import Rank
+from megascale.core.run_folder import TOKEN_VARIABLE
 from tests.checkpoint.test_checkpoints import config_in, state_of
 from tests.marks import only_quick
 from tests.runs import FAMILIES, build_run, config_of, settings, write_config
-from tests.worlds import run_world
+from tests.worlds import RankFailed, run_world
 
 
 def config_with(folder: Path, **layout: Any) -> Any:
@@ -203,6 +204,42 @@ def test_a_newer_checkpoint_on_storage_wins(tmp_path: Path, memory: Path) -> Non
     shutil.copytree(config.folder / "checkpoints/step-00000001", config.folder / "checkpoints/step-00000003")
     assert run_world(1, resume, config)[0][2] == "step-00000003"
     assert not list(memory.rglob("*.json")), "older copies are removed"
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_copies_serve_a_run_whose_checkpoints_are_lost(copies: bool, tmp_path: Path, memory: Path) -> None:
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory))
+    (before,) = run_world(1, train_and_exit, config, 3, 1)
+    stored = config.folder / "checkpoints"
+    shutil.rmtree(stored)
+    if copies:
+        warning = f"{stored} has no checkpoint of the run any more"
+        assert run_world(1, resume, config) == [(before, 3, "memory", [warning])]
+        return
+    shutil.rmtree(memory)
+    memory.mkdir()
+    with pytest.raises(RankFailed, match=f"the run has had checkpoints in {stored}, and {stored} has no complete one"):
+        run_world(1, resume, config)
+
+
+def lose_the_folder(rank: Rank, config: Any, known: str) -> tuple[int, str]:
+    """Resume in an attempt whose driver knows another run's folder. Returns the step, and the error."""
+    os.environ[TOKEN_VARIABLE] = known
+    try:
+        _, step, _, _ = resume(rank, config)
+    except CheckpointError as error:
+        return 0, error.message
+    finally:
+        del os.environ[TOKEN_VARIABLE]
+    return step, ""
+
+
+@pytest.mark.parametrize("memory_every", [0, 1])
+def test_a_rank_of_a_later_attempt_does_not_begin_a_run(memory_every: int, tmp_path: Path, memory: Path) -> None:
+    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), checkpoint__memory_every=memory_every)
+    (answer,) = run_world(1, lose_the_folder, config, "id\nstart\n")
+    assert answer[0] == 0 and answer[1].startswith(f"the run's folder {config.folder} is lost")
+    assert not config.folder.exists()
 
 
 def slots(memory: Path, rank: int) -> dict[int, Path]:

@@ -43,6 +43,7 @@ from megascale.fault.messages import (
 from megascale.fault.node_place import NodePlace
 from megascale.fault.rpc import Disconnected, DriverServer, reserve_port
 from megascale.fault.scheduler.port import DRIVER_LOST
+from tests.core.test_run_folder import known
 from tests.fault.nodes import Node, driver, flight_records, gone, key_of, node, rank_environment, run, within
 from tests.jobs import lives, standby_processes
 
@@ -459,5 +460,24 @@ def test_a_deaf_rank_is_killed_by_the_second_signal(signals: int, tmp_path: Path
                 await asyncio.sleep(0.1)
             assert await within(agent.ended()) == Exit.STOPPED
             assert not lives(pids[0])
+
+    run(test)
+
+
+def test_an_agent_that_waits_for_the_runs_folder_heeds_orders(tmp_path: Path) -> None:
+    away = tmp_path / "away"
+
+    async def test() -> None:
+        async with node(tmp_path) as (ours, _):
+            ours.send(OpenStore(1))
+            store = (await ours.until(StoreOpened)).address
+            logs, folder = str(away / "logs"), known(away, wait_s=1000.0)
+            ours.send(Start(1, "run", 1, (0,), store, ("--version",), logs, {}, folder))
+            ours.send(Collect(1))
+            await ours.until(Records)
+            ours.send(Stop(1, 0.0))
+            assert (await ours.until(RanksEnded)).ends == ()
+            assert (await ours.start(tmp_path, (0,), attempt=2)).keys() == {0}
+            assert not away.exists()
 
     run(test)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from megascale.core.run_folder import RunFolder
 from megascale.fault.messages import (
     Check,
     CheckDone,
@@ -41,6 +42,9 @@ MESSAGES: tuple[Message, ...] = (
     Welcome(1.0, 0.25, 300.0, 60.0),
     OpenStore(3),
     Start(3, "run", 16, (8, 9), "10.0.0.1:4000", ("train", "a.toml", "name=x y"), "/runs/logs", {"A": "b"}),
+    Start(
+        4, "run", 1, (0,), "10.0.0.1:4000", (), "/runs/logs", {}, RunFolder("/runs/r", "id\nstart", "c", "/shm", 9.5)
+    ),
     Stop(3, 2.5),
     Collect(3, stacks=True, ranks=(8,)),
     Check(4, "gemm", {"size": 64}),

@@ -1,21 +1,30 @@
-"""Ranks on a node: files that do not answer, and flight records that a lost node has left."""
+"""Ranks on a node: files that do not answer or have no space, a run's folder that is lost, and records left behind."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import subprocess
 import sys
 import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megascale.bench.small_disk import fill_disk, small_disk
 from megascale.core.flight_record import flight_record_path
+from megascale.core.run_folder import read_token, write_token
 from megascale.fault import node_ranks
 from megascale.fault.classify import classify_ends
 from megascale.fault.messages import RankEnd, Start
 from megascale.fault.node_ranks import NodeRanks, remove_lost_records
+from megascale.fault.rank_ends import describe_end
+from megascale.launch.failure import ProcessEnd
+from tests.core.test_run_folder import known
+from tests.marks import needs_mount
 
 BEGIN = """
 import sys
@@ -36,9 +45,12 @@ def start_rank(run: str, path: Path) -> subprocess.Popen[bytes]:
     return process
 
 
+ORDER = Start(1, "run", 2, (0, 1), "127.0.0.1:1", ("--version",), "", {})
+
+
 def ranks_of(folder: Path, ends: list[RankEnd]) -> NodeRanks:
     """The ranks of an attempt, each of which prints a version and ends."""
-    order = Start(1, "run", 2, (0, 1), "127.0.0.1:1", ("--version",), str(folder / "logs"), {})
+    order = replace(ORDER, logs=str(folder / "logs"))
     no_secret = sys.__stdin__.fileno()  # they read none
     return NodeRanks(order, f"n{os.getpid()}", no_secret, ends.append)
 
@@ -72,7 +84,7 @@ def test_ranks_are_not_started_when_the_folder_of_logs_does_not_answer(
 ) -> None:
     monkeypatch.setattr(node_ranks, "FILES_S", 0.05)
     answer = threading.Event()
-    monkeypatch.setattr(NodeRanks, "_prepare_logs", lambda self: answer.wait(30))
+    monkeypatch.setattr(NodeRanks, "_prepare_logs", lambda self, restore: answer.wait(30))
     ends: list[RankEnd] = []
     asyncio.run(ranks_of(tmp_path, ends).start(None, []))
     answer.set()
@@ -86,10 +98,10 @@ def test_no_rank_starts_after_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """A signal ends the agent while the folder of logs is made."""
     begun, answer = threading.Event(), threading.Event()
 
-    def prepare(ranks: NodeRanks) -> None:
+    def prepare(ranks: NodeRanks, *, restore: bool) -> None:
         begun.set()
         answer.wait(30)
-        prepare_logs(ranks)
+        prepare_logs(ranks, restore=restore)
 
     prepare_logs = NodeRanks._prepare_logs
     monkeypatch.setattr(NodeRanks, "_prepare_logs", prepare)
@@ -120,3 +132,79 @@ def test_records_of_ended_ranks_are_removed_and_those_of_running_ranks_and_other
         running.communicate()
         for path in paths:
             path.unlink(missing_ok=True)
+
+
+def mkdir(folder: Path) -> Path:
+    """Make a folder, and return it."""
+    folder.mkdir()
+    return folder
+
+
+async def until_ended(ranks: NodeRanks, ends: list[RankEnd]) -> None:
+    """Start the ranks, and wait for their ends."""
+    await ranks.start(None, [])
+    while len(ends) < 2:
+        await asyncio.sleep(0.01)
+
+
+def ranks_in(run: Path, ends: list[RankEnd], wait_s: float) -> NodeRanks:
+    """The ranks of an attempt that must find the folder of a run."""
+    order = replace(ORDER, logs=str(run / "logs" / "attempt-1"), folder=known(run, wait_s=wait_s))
+    return NodeRanks(order, f"n{os.getpid()}", sys.__stdin__.fileno(), ends.append)
+
+
+@pytest.mark.parametrize("place", ["gone", "empty"])
+def test_no_rank_starts_in_a_lost_folder_and_nothing_is_made_there(place: str, tmp_path: Path) -> None:
+    run, ends = tmp_path / "run", list[RankEnd]()
+    if place == "empty":
+        run.mkdir()
+    asyncio.run(asyncio.wait_for(ranks_in(run, ends, 0.0).start(None, []), 60))
+    finding = classify_ends({end.rank: end for end in ends}, {0: "n0", 1: "n0"})
+    assert finding.class_ == "storage" and f"the run's folder {run} is lost" in finding.what
+    assert not run.exists() or not list(run.iterdir())
+
+
+def test_copies_in_memory_serve_in_a_lost_folder(tmp_path: Path) -> None:
+    run, ends = tmp_path / "run", list[RankEnd]()
+    copies = known(run).copies(f"n{os.getpid()}")
+    copies.mkdir(parents=True)
+    (copies / "rank-00000.a.json").touch()
+    asyncio.run(asyncio.wait_for(until_ended(ranks_in(run, ends, 0.0), ends), 60))
+    assert [end.status for end in ends] == [0, 0] and read_token(run, {}) == ("id", ["first"])
+
+
+@pytest.mark.parametrize("trouble", ["lost", "full"])
+def test_ranks_start_once_the_folder_is_back_and_has_space(
+    trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, ends, looks = tmp_path / "run", list[RankEnd](), list[Path]()
+    if trouble == "full":
+        write_token(mkdir(run), "id", "first")
+
+    def check_space(logs: Path) -> None:
+        looks.append(logs)
+        if trouble == "full" and len(looks) < 3:
+            raise OSError(errno.ENOSPC, "No space left on device", str(logs))
+
+    async def pause(seconds: float, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+        if trouble == "lost" and not run.exists():
+            write_token(mkdir(run), "id", "first")
+        await sleep(min(seconds, 0.01))
+
+    monkeypatch.setattr(node_ranks, "check_space", check_space)
+    monkeypatch.setattr(asyncio, "sleep", pause)
+    asyncio.run(asyncio.wait_for(until_ended(ranks_in(run, ends, 1000.0), ends), 60))
+    assert [end.status for end in ends] == [0, 0] and len(looks) == (3 if trouble == "full" else 1)
+
+
+@needs_mount
+def test_an_end_without_a_word_on_a_full_file_system_is_of_storage(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "logs", 1 << 20):
+        ended = ProcessEnd(4, 1.0)
+        before = describe_end(0, ended, tmp_path / "logs", None)
+        fill_disk(tmp_path / "logs")
+        end = describe_end(0, ended, tmp_path / "logs", None)
+    assert classify_ends({0: before}, {0: "n0"}).class_ == "process"
+    finding = classify_ends({0: end}, {0: "n0"})
+    assert finding.class_ == "storage"
+    assert finding.evidence[-1] == f"how rank 0 ended cannot be read: {tmp_path}/logs: No space left on device"

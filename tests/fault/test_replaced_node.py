@@ -14,10 +14,11 @@ import pytest
 from megascale.checkpoint.memory.copies import CopyFolder
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
-from megascale.core.copies_folder import copies_on_node, remove_node_copies
+from megascale.core.copies_folder import remove_node_copies
 from megascale.core.errors import Exit
 from megascale.core.network import LOOPBACK
 from megascale.core.rank import NODE_VARIABLE
+from megascale.core.run_folder import RunFolder
 from megascale.fault.drive_job import drive_job
 from megascale.fault.incidents import LOG_FILE
 from megascale.fault.job import JobPlan
@@ -59,12 +60,12 @@ def test_the_last_copies_of_a_host_leave_nothing(tmp_path: Path) -> None:
 
 
 @contextlib.asynccontextmanager
-async def driven(config: RunConfig) -> AsyncIterator[str]:
-    """The address of the driver of a job."""
+async def driven(config: RunConfig, folder: RunFolder | None) -> AsyncIterator[str]:
+    """The address of the driver of a job in `folder`."""
     plan = JobPlan("run", 1, 1, (), str(config.folder / "logs"), revivable=False)
     with reserve_port() as reserved:
         listen = LOOPBACK, reserved.getsockname()[1]
-        driving = asyncio.ensure_future(drive_job(config, plan, NoScheduler(), SECRET, listen))
+        driving = asyncio.ensure_future(drive_job(config, plan, NoScheduler(), SECRET, listen, folder=folder))
         try:
             yield f"{listen[0]}:{listen[1]}"
         finally:
@@ -81,8 +82,8 @@ def test_the_driver_tells_a_replaced_node_where_its_copies_are(has_copies: bool,
     launch = {"event": "launch", "time": 1.0, "run": "test", "nodes": 1, "world": 1, "scheduler": "slurm"}
     excluded = {"event": "excluded", "time": 2.0, "node": "n/1", "reason": "", "until": time.time() + 1000}
     (config.folder / LOG_FILE).write_text("".join(json.dumps(event) + "\n" for event in (launch, excluded)))
-    if has_copies:
-        (config.folder / ".memory").write_text("id\nstart\n")
+    memory = str(tmp_path / "memory")
+    folder = RunFolder(str(config.folder), "id\nstart", "", memory, 0.0) if has_copies else None
 
     async def say_hello(address: str, name: str) -> object:
         hello = Hello(name, "host", LOOPBACK, 1, started=1.0)
@@ -90,11 +91,10 @@ def test_the_driver_tells_a_replaced_node_where_its_copies_are(has_copies: bool,
             return await anext(agent)
 
     async def test() -> None:
-        async with driven(config) as address:
+        async with driven(config, folder) as address:
             assert isinstance(await within(say_hello(address, "n2")), Welcome)
             told = await within(say_hello(address, "n/1"))
         copies = str(make_copies(tmp_path / "memory", config.folder, "n/1")) if has_copies else ""
         assert told == Leave("node n/1 was replaced", copies=copies)
 
     run(test)
-    assert (copies_on_node(tmp_path, config.folder, "n2") is not None) is has_copies

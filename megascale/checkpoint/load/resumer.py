@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +20,8 @@ from megascale.config.toml_writer import config_changes
 from megascale.core.errors import CheckpointError
 from megascale.core.files import write_text
 from megascale.core.limits import os_error_hint
+from megascale.core.run_folder import SAVED_MARKER, TOKEN_VARIABLE, make_in_run, read_token
 from megascale.core.storage import Location
-
-SAVED_MARKER = ".saved"
-"""File in a run's folder that names the folder of its checkpoints, once there was one. If all are missing at the next
-start the storage may not be mounted, and the run must not start from scratch.
-"""
 
 
 @dataclass(frozen=True)
@@ -76,6 +73,8 @@ class Resumer:
         if self.damaged:
             what = "no checkpoint is intact: " + "; ".join(self.damaged.values())
             raise manifest.DamagedError(what, hint="restore one, or start afresh under another name")
+        if not stored and self._config.checkpoint.resume != "never":
+            on_first_rank(self._mesh.world, self._check_not_lost, "a start from scratch")
         return None
 
     def _load_from_memory(self, min_step: int) -> ResumeResult | None:
@@ -112,12 +111,14 @@ class Resumer:
 
     def _find(self) -> tuple[list[tuple[int, str]], list[str]]:
         """Look for the run's own checkpoints, or else those `checkpoint.resume` names; remove unfinished attempts."""
+        if os.environ.get(TOKEN_VARIABLE):
+            read_token(self._config.folder)
         source, complete = self._config.checkpoint.resume, folders.complete_checkpoints(self._folder)
         if source == "never" and complete:  # `keep` would take their later steps for the newest
             what = f"{complete[-1].path} is there, and checkpoint.resume is never"
             raise CheckpointError(what, hint="another name or checkpoint.dir, or checkpoint.resume=auto")
-        if source != "never" and not complete:
-            self._check_not_lost()
+        if source != "never" and not complete and (last := self._last_folder()) is not None:
+            return [], [f"{last} has no checkpoint of the run any more"]  # nothing is touched
         problems = folders.remove_unfinished(self._folder)
         if complete and (last := self._last_folder()) not in (None, str(self._folder)):
             problems.append(f"the run saved last in {last}, and resumes from {complete[-1].path}")
@@ -150,6 +151,6 @@ class Resumer:
 
 def write_saved_marker(config: RunConfig, folder: Location) -> None:
     """Write `SAVED_MARKER`. A failure is ignored: only the check for lost checkpoints is lost with the file."""
-    with contextlib.suppress(OSError):
-        config.folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError, CheckpointError):
+        make_in_run(config.folder, config.folder)
         write_text(config.folder / SAVED_MARKER, f"{folder}\n")

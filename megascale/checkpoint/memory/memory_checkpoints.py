@@ -24,16 +24,17 @@ from megascale.checkpoint.memory.replication import COPY_BLOCK_BYTES
 from megascale.checkpoint.save.snapshot import Snapshot
 from megascale.checkpoint.save.writer_process import WriterProcess
 from megascale.comm.mesh import Mesh
-from megascale.core.copies_folder import TOKEN
 from megascale.core.errors import CheckpointError
-from megascale.core.files import exists, write_text
-from megascale.core.limits import os_error_hint
-
-_LOST_WITH_TOKEN = "the copies in memory are lost with it, and checkpoints on storage stay"
+from megascale.core.files import exists
+from megascale.core.run_folder import TOKEN, read_token, write_token
 
 
 class MemoryCheckpoints:
     """This rank's two slots of in-memory checkpoints. All ranks call `load_newest` and `keep_only_step` together.
+
+    Copies belong to a folder and a start: a later start may have gone back to earlier steps. While a start makes copies
+    of earlier ones its own, the ids of those follow in the token: if it dies meanwhile, copies of all of them count for
+    the next start.
 
     `replica_rank`: the rank whose host keeps a replica of this rank's copies, or None. `unreplicated_ranks`: number of
     ranks without the replica asked for.
@@ -46,10 +47,10 @@ class MemoryCheckpoints:
     def __init__(self, parent: Path, run: Path, replicate: bool, mesh: Mesh, secret: bytes) -> None:
         self._mesh = mesh
         self._control = mesh.world.control
-        self._token = run.resolve() / TOKEN
-        self._id, self._starts = on_first_rank(mesh.world, lambda: _read_token(self._token), "ids of the run")
+        self._run = run.resolve()
+        self._id, self._starts = on_first_rank(mesh.world, lambda: read_token(self._run), "ids of the run")
         self._secret = secret.hex()
-        self._folder = CopyFolder(parent, self._id, self._token)
+        self._folder = CopyFolder(parent, self._id, self._run / TOKEN)
         self._folder.create()
         self._receivers, self._listener = open_receivers(mesh, self._folder.path)
         hosts = [receiver.memory for receiver in self._receivers]
@@ -144,7 +145,7 @@ class MemoryCheckpoints:
 
     def _write_starts(self, *starts: str) -> None:
         """Write the ids of starts whose copies count."""
-        on_first_rank(self._mesh.world, lambda: _write_token(self._token, self._id, *starts), "the id of this start")
+        on_first_rank(self._mesh.world, lambda: write_token(self._run, self._id, *starts), "the id of this start")
 
     def remove_unused(self) -> None:
         """Free the memory of slots without a complete copy."""
@@ -184,43 +185,15 @@ def invalidate_copies(parent: Path, run: Path, mesh: Mesh) -> None:
 
     Raises: CheckpointError on every rank if the run's folder cannot be written
     """
-    token = run.resolve() / TOKEN
+    run = run.resolve()
 
     def invalidate() -> str:
-        if not exists(token):
+        if not exists(run / TOKEN):
             return ""
-        run_id, _ = _read_token(token)
-        _write_token(token, run_id, uuid.uuid4().hex)
+        run_id, _ = read_token(run)
+        write_token(run, run_id, uuid.uuid4().hex)
         return run_id
 
     run_id = on_first_rank(mesh.world, invalidate, "copies to invalidate")
     if run_id:
-        CopyFolder(parent, run_id, token).remove()
-
-
-def _read_token(path: Path) -> tuple[str, list[str]]:
-    """Read the run's id and the ids of starts from the token file, and create it if absent.
-
-    Copies belong to a folder (`core.copies_folder`) and a start: a later start may have gone back to earlier steps. The
-    last start's id is first. While a start makes copies of earlier ones its own, the ids of those follow: if it dies
-    meanwhile, copies of all of them count for the next start.
-
-    Raises: CheckpointError
-    """
-    if not exists(path):
-        _write_token(path, uuid.uuid4().hex, "")
-    try:
-        run_id, *starts = path.read_text(encoding="ascii").splitlines() or [""]
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", hint=f"remove it: {_LOST_WITH_TOKEN}") from None
-    return run_id, starts or [""]
-
-
-def _write_token(path: Path, run_id: str, *starts: str) -> None:
-    """Write the token file. Raises: CheckpointError"""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, "".join(f"{each}\n" for each in (run_id, *starts)))
-    except OSError as error:
-        what = f"cannot write {path}: {error.strerror}"
-        raise CheckpointError(what, hint=os_error_hint(error, "a folder that can be written")) from None
+        CopyFolder(parent, run_id, run / TOKEN).remove()

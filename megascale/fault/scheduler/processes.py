@@ -58,7 +58,6 @@ class AgentProcesses:
         """
         parent = os.getpid()
         try:
-            log.parent.mkdir(parents=True, exist_ok=True)
             with open(log, "ab") as output:
                 process = subprocess.Popen(
                     list(command),

@@ -1,0 +1,127 @@
+"""The folder of a run, and what tells it from an empty place, such as its mount point while its file system is away.
+
+Who begins a run makes its folder, with a token: a file of ids, a line each. Nobody else makes the folder: the driver of
+a job says which folder an attempt must find, and an attempt that does not find it has met a fault of storage.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megascale.core.copies_folder import copies_folder
+from megascale.core.errors import CheckpointError
+from megascale.core.files import write_text
+from megascale.core.limits import os_error_hint
+
+TOKEN = ".memory"
+"""Name of the token: the id of the folder, then those of the starts whose copies in memory count, the last one first. A
+folder made anew, or a copy of a folder at another place, is another run to copies in memory.
+"""
+
+LOGS = "logs"
+"""The folder of logs in a run's folder."""
+
+TOKEN_VARIABLE = "MEGASCALE_RUN_TOKEN"
+"""Environment variable of a rank: the token that the driver has read last."""
+
+SAVED_MARKER = ".saved"
+"""File in a run's folder that names the folder of its checkpoints, once there was one. If all are missing at the next
+start the storage may not be mounted, and the run must not start from scratch.
+"""
+
+
+def read_token(folder: Path, env: Mapping[str, str] = os.environ) -> tuple[str, list[str]]:
+    """Return the ids of a run's folder and of its starts; begin the token of a run of which no driver has said one.
+
+    Raises: CheckpointError if the token cannot be read or written, LostFolderError if the driver knows another
+    """
+    path, (known_id, *known) = folder / TOKEN, env.get(TOKEN_VARIABLE, "").splitlines() or [""]
+    try:
+        if not known_id and not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_token(folder, uuid.uuid4().hex, "")
+        run_id, *starts = path.read_text(encoding="ascii").splitlines() or [""]
+    except FileNotFoundError:
+        raise LostFolderError(folder) from None
+    except (OSError, UnicodeDecodeError) as error:
+        hint = "see its folder; without the file the copies in memory are lost, and no checkpoint on storage"
+        raise CheckpointError(f"{path} cannot be used: {error}", hint=hint) from None
+    if known_id not in ("", run_id):
+        raise LostFolderError(folder)
+    starts += [start for start in known if start not in starts]
+    return run_id, starts or [""]
+
+
+def write_token(folder: Path, run_id: str, *starts: str) -> None:
+    """Write the token of a run's folder. Raises: CheckpointError"""
+    try:
+        write_text(folder / TOKEN, "".join(f"{each}\n" for each in (run_id, *starts)))
+    except OSError as error:
+        what = f"cannot write {folder / TOKEN}: {error.strerror}"
+        raise CheckpointError(what, hint=os_error_hint(error, "a folder that can be written")) from None
+
+
+def make_in_run(run: Path, folder: Path) -> None:
+    """Make a folder in a run's, if it is the one that the driver knows. Raises: OSError, CheckpointError"""
+    if os.environ.get(TOKEN_VARIABLE):
+        read_token(run)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def check_not_lost(path: Path) -> None:
+    """Check that a file in a run's folder, which was there before, is there or may be made anew: not in an empty place.
+
+    Raises: FileNotFoundError
+    """
+    if not path.exists() and not (path.parent / TOKEN).exists():
+        raise FileNotFoundError(errno.ENOENT, "the run's folder is lost", str(path.parent))
+
+
+class LostFolderError(CheckpointError):
+    """The folder of a run is not where the run began."""
+
+    def __init__(self, folder: Path) -> None:
+        what = f"the run's folder {folder} is lost: it was renamed or removed, or its file system is not mounted"
+        super().__init__(what, hint="mount it or put it back, then launch the job once more")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder that an attempt must find: its `path` without links, and its `token`, as the driver has read it last.
+
+    `checkpoints`, `memory`: as in `[checkpoint]`, the folder of checkpoints, and that of copies in memory. `wait_s`:
+    seconds that an attempt waits for the folder.
+    """
+
+    path: str
+    token: str
+    checkpoints: str
+    memory: str
+    wait_s: float
+
+    def read_again(self) -> RunFolder:
+        """Return the folder with its present token. Raises: CheckpointError"""
+        run_id, starts = read_token(Path(self.path), {TOKEN_VARIABLE: self.token.partition("\n")[0]})
+        return replace(self, token="\n".join((run_id, *starts)))
+
+    def copies(self, node: str) -> Path:
+        """Return the folder of the run's copies in memory on a node."""
+        return copies_folder(Path(self.memory), self.token.partition("\n")[0], Path(self.path) / TOKEN, node)
+
+    def restore(self, node: str) -> bool:
+        """Make the folder anew if the node has copies in memory, from which training can go on.
+
+        Raises: OSError, CheckpointError
+        """
+        if not any(self.copies(node).glob("rank-*.json")):
+            return False
+        folder = Path(self.path)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / SAVED_MARKER, f"{self.checkpoints}\n")  # no start from scratch if the copies do not serve
+        write_token(folder, *self.token.splitlines())
+        return True
