@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megascale.config.run import RunConfig
-from megascale.core.copies_folder import copies_on_node
-from megascale.core.errors import MegascaleError
+from megascale.core.copies_folder import copies_notice, copies_on_node
+from megascale.core.errors import Exit, MegascaleError
 from megascale.core.live_file import LIVE_FILE, LiveFile
 from megascale.export.exporter import DRIVER, MetricsEndpoint, exporting
 from megascale.fault.alerts import METRICS_FILE, AlertReader
@@ -20,6 +20,7 @@ from megascale.fault.incidents import LOG_FILE, IncidentLog, read_history
 from megascale.fault.job import Job, JobPlan
 from megascale.fault.job_families import job_metrics
 from megascale.fault.live_job import LiveWriter
+from megascale.fault.roster import format_nodes
 from megascale.fault.rpc import DriverServer
 from megascale.fault.say import say
 from megascale.fault.scheduler.port import Scheduler
@@ -49,6 +50,7 @@ async def drive_job(
 
     Raises: MegascaleError if the log of incidents cannot be opened or read
     """
+    memory = Path(config.checkpoint.memory_dir)
     log, clock = _open_log(config.folder / LOG_FILE), Clock()
     history = read_history(config.folder / LOG_FILE)
     now = clock.now()
@@ -59,12 +61,16 @@ async def drive_job(
     job = Job(plan, config.fault, history, hang_verdict, now)
     async with DriverServer(secret, *listen, tls_from_environment(), config.name) as server:
         alerts, live = AlertReader(config.folder / METRICS_FILE), LiveWriter(LiveFile(config.folder / LIVE_FILE))
-        copies = functools.partial(copies_on_node, Path(config.checkpoint.memory_dir), config.folder)
+        copies = functools.partial(copies_on_node, memory, config.folder)
         driver = Driver(job, server, scheduler, log, clock, alerts, live, copies)
         driver.perform([Log(event) for event in events])
         with exporting(job_metrics(job, clock.now, DRIVER), MetricsEndpoint.of_run(config, DRIVER), say):
             status = await driver.run()
         ended(status)
+    if status == Exit.DO_NOT_REQUEUE and config.checkpoint.every and config.checkpoint.memory_every:
+        nodes = format_nodes(job.roster.order) if copies("") is not None else ""
+        if notice := copies_notice(memory, config.folder, nodes):
+            say(notice)
     await _write_rest(log)
     return status
 

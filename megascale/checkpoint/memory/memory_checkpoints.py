@@ -38,7 +38,7 @@ class MemoryCheckpoints:
     `replica_rank`: the rank whose host keeps a replica of this rank's copies, or None. `unreplicated_ranks`: number of
     ranks without the replica asked for.
 
-    Ranks on several hosts receive copies at `listeners`, from peers that know `secret`, the job's.
+    Writers of ranks on several hosts receive copies from peers that know `secret`, the job's.
 
     Raises: CheckpointError if the run's folder cannot be written, or the folder of the copies cannot be made
     """
@@ -51,7 +51,7 @@ class MemoryCheckpoints:
         self._secret = secret.hex()
         self._folder = CopyFolder(parent, self._id, self._token)
         self._folder.create()
-        self._receivers, self._listener = open_receivers(mesh, self._folder.path)
+        self._receivers, self._reserved = open_receivers(mesh, self._folder.path)
         hosts = [receiver.memory for receiver in self._receivers]
         self.replica_rank = replica_ranks(mesh.topology, hosts)[mesh.rank] if replicate else None
         unreplicated = replicate and self.replica_rank is None
@@ -65,20 +65,18 @@ class MemoryCheckpoints:
         return [f"{self._id} {start}" for start in self._starts]
 
     @property
-    def listeners(self) -> list[int]:
-        """Descriptor of the socket that receives copies; none on a job's only host."""
-        return [] if self._listener is None else [self._listener.fileno()]
-
-    @property
     def receiver_args(self) -> dict[str, Any] | None:
         """Arguments of `serve_replicas` for the writer; None on a job's only host."""
-        if self._listener is None:
+        if self._reserved is None:
             return None
-        return {"listener": self._listener.fileno(), "folder": str(self._folder.path), "secret": self._secret}
+        address = self._receivers[self._mesh.rank][:2]
+        return {"address": address, "folder": str(self._folder.path), "secret": self._secret}
 
     def sender_args(self, path: str | Path, rank: int) -> dict[str, Any]:
         """Return the arguments of `send_replica` to the host of `rank`."""
-        return {"path": str(path), "to": self._receivers[rank][:2], "secret": self._secret}
+        receiver = self._receivers[rank]
+        peer = f"rank {rank} on {receiver.memory[0]}"
+        return {"path": str(path), "peer": peer, "address": receiver[:2], "secret": self._secret}
 
     def copy_path(self, slot: int) -> Path:
         """Return the file of a slot of this rank."""

@@ -75,9 +75,8 @@ class CheckpointSaver:
             self._writer = WriterProcess([self._slots[0].descriptor])
         else:
             self._slots = _allocate_slots(flat_tensors, memory_checkpoints, mesh, device)
-            # The writer also receives replicas of other ranks' copies: on the socket of `receiver_args`.
-            descriptors = [*memory_checkpoints.listeners, *(slot.descriptor for slot in self._slots)]
-            self._writer = WriterProcess(descriptors, memory_checkpoints.receiver_args)
+            # The writer also receives replicas of other ranks' copies.
+            self._writer = WriterProcess([slot.descriptor for slot in self._slots], memory_checkpoints.receiver_args)
         self._mkdir_thread = ThreadPoolExecutor(1, "checkpoint-mkdir")
         self._layout_hash = _hash_layout(self._state, self._slots[0], meaning)
         self._plan: WritePlan | None = None
