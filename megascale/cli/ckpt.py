@@ -170,7 +170,7 @@ def _copies(options: argparse.Namespace) -> int:
     for one in stored_copies(options.memory_dir):
         if run in (None, one.run):
             removed = options.remove and (one.lost or run is not None) and one.remove()
-            row = {"path": str(one.folder), "run": str(one.run), "bytes": one.bytes}
+            row: dict[str, Any] = {"path": str(one.folder), "run": str(one.run), "bytes": one.bytes}
             rows.append(row | {"state": "removed" if removed else one.state})
     lines = [f"{row['path']}  {format_bytes(row['bytes'])}  of {row['run']}: {row['state']}" for row in rows]
     _say(options, {"copies": rows}, lines or [f"no copies in {options.memory_dir}"])
