@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megascale.config.run import RunConfig
-from megascale.core.copies_folder import copies_notice, copies_on_node
+from megascale.core.copies_folder import copies_on_node
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.live_file import LIVE_FILE, LiveFile
+from megascale.core.stored_copies import copies_notice
 from megascale.export.exporter import DRIVER, MetricsEndpoint, exporting
 from megascale.fault.alerts import METRICS_FILE, AlertReader
 from megascale.fault.commands import Log

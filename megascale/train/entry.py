@@ -21,7 +21,6 @@ from megascale.comm.control import announce_exit, describe_lost
 from megascale.comm.store import count_requests
 from megascale.config.run import RunConfig
 from megascale.config.toml_writer import to_toml
-from megascale.core.copies_folder import copies_notice
 from megascale.core.errors import ConfigError, Exit, LostPeerError, MegascaleError, Problem
 from megascale.core.event_ring import EventRing
 from megascale.core.files import write_text
@@ -30,6 +29,7 @@ from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE
 from megascale.core.flight_writer import FlightRecordWriter
 from megascale.core.limits import PROCESSES_HINT, lacks_threads, os_error_hint
 from megascale.core.rank import NODE_VARIABLE, Rank
+from megascale.core.stored_copies import copies_notice
 from megascale.core.units import format_bytes, format_count, format_flops
 from megascale.data.bucket_summary import describe_buckets
 from megascale.data.identity import replaced_datasets, write_identities

@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from megascale.checkpoint.memory import replication
+from megascale.core import handshake
 from megascale.core.errors import CheckpointError
 from megascale.core.network import reserve_port
 from megascale.core.rank import Rank
@@ -40,7 +42,8 @@ def memory(tmp_path: Path) -> Path:
 
 
 def at(config: Any, rank: Rank, apart: bool) -> Any:
-    """The configuration of a rank; with `apart`, of a rank on its own host."""
+    """The configuration of a rank; with `apart`, of a rank on its own host, whose writer may take a minute to start."""
+    replication.SAVE_TIMEOUT_S = 60.0
     if not apart:
         return config
     host_memory = Path(config.checkpoint.memory_dir) / f"host{rank.rank}"
@@ -320,7 +323,7 @@ def lose_a_neighbour(rank: Rank, config: Any, during: bool) -> list[str]:
 
 @pytest.mark.parametrize("during", [False, True])
 def test_a_neighbour_that_comes_back_receives_copies_again(during: bool, tmp_path: Path, memory: Path) -> None:
-    """A copy under way is given up after `replication.TIMEOUT`, with the address of the host."""
+    """A copy under way is given up, and the rank and its host are named."""
     config = config_with(
         tmp_path, checkpoint__memory_dir=str(memory), checkpoint__replicate=True, parallel__dp=2, parallel__zero=1
     )
@@ -519,24 +522,22 @@ def train_to_the_end(rank: Rank, config: Any) -> None:
 
 def receiver(folder: Path) -> tuple[tuple[str, int], str]:
     """Receive copies into `folder`, in threads. Returns the address and the secret."""
-    from megascale.checkpoint.memory import replication
-
     secret = secrets.token_hex(32)
     with reserve_port() as reserved:
-        replication.serve_replicas(reserved.getsockname(), str(folder), secret)
-        return reserved.getsockname(), secret
+        address = reserved.getsockname()
+        replication.serve_replicas(address, str(folder), secret)
+        handshake.connect(address, bytes.fromhex(secret), replication.PURPOSE, 60)[0].close()  # it listens
+        return address, secret
 
 
 def test_a_replica_needs_the_secret_of_the_job(tmp_path: Path) -> None:
-    from megascale.checkpoint.memory import replication
-
     address, secret = receiver(tmp_path / "there")
     (tmp_path / "rank-00000.a").write_bytes(b"numbers")
     (tmp_path / "rank-00000.a.json").write_text('{"run": "x"}')
     with pytest.raises(OSError, match=r"it hung up: it has another secret than this process: 'a copy to rank 1 at 127"):
-        replication.send_replica(str(tmp_path / "rank-00000.a"), "rank 1", address, secrets.token_hex(32))
+        replication.send_replica(str(tmp_path / "rank-00000.a"), "rank 1", address, secrets.token_hex(32), 60)
     assert not (tmp_path / "there").exists()
-    replication.send_replica(str(tmp_path / "rank-00000.a"), "rank 1", address, secret)
+    replication.send_replica(str(tmp_path / "rank-00000.a"), "rank 1", address, secret, 60)
     assert (tmp_path / "there/rank-00000.a").read_bytes() == b"numbers"
     assert json.loads((tmp_path / "there/rank-00000.a.json").read_text()) == {"run": "x"}
     for path, mode in ((".", 0o700), ("rank-00000.a", 0o600)):
@@ -544,16 +545,13 @@ def test_a_replica_needs_the_secret_of_the_job(tmp_path: Path) -> None:
     (tmp_path / "else").write_bytes(b"numbers")
     (tmp_path / "else.json").write_text("{}")
     with pytest.raises(OSError, match="is no copy"):
-        replication.send_replica(str(tmp_path / "else"), "rank 1", address, secret)
+        replication.send_replica(str(tmp_path / "else"), "rank 1", address, secret, 60)
     assert not (tmp_path / "there/else").exists()
 
 
 @pytest.mark.parametrize("admits", [True, False], ids=["admits", "accepts"])
 def test_a_silent_peer_is_given_up_and_named(admits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that has stopped before or after the handshake."""
-    from megascale.checkpoint.memory import replication
-
-    monkeypatch.setattr(replication, "TIMEOUT", 0.3)
     held: list[Any] = []
     monkeypatch.setattr(replication, "_receive_copy", lambda connection, *_: held.append(connection))
     (tmp_path / "rank-00000.a").write_bytes(b"numbers")
@@ -561,8 +559,8 @@ def test_a_silent_peer_is_given_up_and_named(admits: bool, tmp_path: Path, monke
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address, secret = receiver(tmp_path / "there") if admits else (silent.getsockname(), "00" * 32)
         with pytest.raises(replication.ReplicationError) as caught:
-            replication.send_replica(str(tmp_path / "rank-00000.a"), "rank 3 on n1", address, secret)
-    assert caught.value.strerror == "no answer for 0.3 s" and len(held) == admits
+            replication.send_replica(str(tmp_path / "rank-00000.a"), "rank 3 on n1", address, secret, 0.3)
+    assert caught.value.strerror == "no answer for 0.3 s" and bool(held) == admits
     assert caught.value.filename == f"a copy to rank 3 on n1 at 127.0.0.1:{address[1]}"
 
 
@@ -583,9 +581,7 @@ def test_a_hundred_strangers_cost_a_receiver_no_memory(tmp_path: Path) -> None:
     assert resident_bytes() - before < 16 << 20
     (tmp_path / "rank-00000.a").write_bytes(b"numbers")
     (tmp_path / "rank-00000.a.json").write_text("{}")
-    from megascale.checkpoint.memory import replication
-
-    replication.send_replica(str(tmp_path / "rank-00000.a"), "rank 1", address, secret)
+    replication.send_replica(str(tmp_path / "rank-00000.a"), "rank 1", address, secret, 60)
     for connection in crowd:
         connection.close()
 

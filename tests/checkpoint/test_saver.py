@@ -226,7 +226,7 @@ def test_a_copy_that_has_not_arrived_has_a_hint_of_its_own(tmp_path: Path) -> No
     with socket.socket() as unused:  # bound, but not listening
         unused.bind(("127.0.0.1", 0))
         arguments = {"path": str(tmp_path / "rank-00000.a"), "peer": "rank 1 on n1", "secret": "00" * 32}
-        arguments |= {"address": unused.getsockname()}
+        arguments |= {"address": unused.getsockname(), "timeout_s": 0.3}
         writer = writer_process.WriterProcess([])
         writer.submit({"send_replica": arguments})
         with pytest.raises(

@@ -18,6 +18,7 @@ from megascale.core.copies_folder import copies_on_node, remove_copies
 from megascale.core.errors import Exit
 from megascale.core.network import LOOPBACK, reserve_port
 from megascale.core.rank import NODE_VARIABLE
+from megascale.core.stored_copies import RUN_FILE
 from megascale.fault.drive_job import drive_job
 from megascale.fault.incidents import LOG_FILE
 from megascale.fault.job import JobPlan
@@ -50,7 +51,7 @@ def test_an_agent_removes_the_copies_of_its_node_alone(replaced: bool, tmp_path:
 
     run(test)
     assert mine.exists() is not replaced
-    assert [path.name for path in other.iterdir()] == ["rank-00000.a"]
+    assert sorted(path.name for path in other.iterdir()) == ["rank-00000.a", RUN_FILE]
 
 
 def test_the_last_copies_of_a_host_leave_nothing(tmp_path: Path) -> None:

@@ -16,11 +16,12 @@ from pathlib import Path
 from pydantic import BaseModel, Field, ValidationError
 
 from megascale.checkpoint.format import manifest
-from megascale.core.copies_folder import copies_folder, mark_in_use, remove_copies
+from megascale.core.copies_folder import copies_folder, remove_copies
 from megascale.core.errors import CheckpointError
 from megascale.core.files import write_text
 from megascale.core.limits import os_error_hint
 from megascale.core.rank import NODE_VARIABLE
+from megascale.core.stored_copies import mark_in_use
 
 SLOTS = "ab"
 

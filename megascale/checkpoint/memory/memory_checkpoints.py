@@ -20,7 +20,7 @@ from megascale.checkpoint.memory.common_steps import SlotsByHost, find_common_st
 from megascale.checkpoint.memory.copies import CopyFolder, Header
 from megascale.checkpoint.memory.placement import replica_ranks
 from megascale.checkpoint.memory.receivers import open_receivers
-from megascale.checkpoint.memory.replication import COPY_BLOCK_BYTES
+from megascale.checkpoint.memory.replication import COPY_BLOCK_BYTES, TIMEOUT_S
 from megascale.checkpoint.save.snapshot import Snapshot
 from megascale.checkpoint.save.writer_process import WriterProcess
 from megascale.comm.mesh import Mesh
@@ -72,11 +72,12 @@ class MemoryCheckpoints:
         address = self._receivers[self._mesh.rank][:2]
         return {"address": address, "folder": str(self._folder.path), "secret": self._secret}
 
-    def sender_args(self, path: str | Path, rank: int) -> dict[str, Any]:
+    def sender_args(self, path: Path, rank: int, timeout_s: float) -> dict[str, Any]:
         """Return the arguments of `send_replica` to the host of `rank`."""
         receiver = self._receivers[rank]
         peer = f"rank {rank} on {receiver.memory[0]}"
-        return {"path": str(path), "peer": peer, "address": receiver[:2], "secret": self._secret}
+        to = {"peer": peer, "address": receiver[:2], "secret": self._secret, "timeout_s": timeout_s}
+        return {"path": str(path), **to}
 
     def copy_path(self, slot: int) -> Path:
         """Return the file of a slot of this rank."""
@@ -162,7 +163,7 @@ class MemoryCheckpoints:
             if holder == self._mesh.rank:
                 copy = self._folder.copy_path(rank, holders[holder][rank][step])
                 try:
-                    writer.submit({"send_replica": self.sender_args(copy, rank)})
+                    writer.submit({"send_replica": self.sender_args(copy, rank, TIMEOUT_S)})
                     writer.response(math.inf)
                 except CheckpointError as error:
                     problem = error.message

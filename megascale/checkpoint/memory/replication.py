@@ -33,8 +33,11 @@ COPY_BLOCK_BYTES = 4 << 20
 MAX_REQUEST_BYTES = 16 << 20
 """Most bytes of a request, all of them but the copy's own."""
 
-TIMEOUT = 4.0
-"""Seconds without a byte until a peer is given up: a save waits for the copy before it."""
+TIMEOUT_S = 60.0
+"""Seconds without a byte until a peer is given up, such as a writer that starts as the run resumes."""
+
+SAVE_TIMEOUT_S = 3.0
+"""Seconds without a byte until a peer is given up in a save, for which training may wait."""
 
 PURPOSE = "receiver of copies"
 """The purpose of the handshake."""
@@ -46,9 +49,9 @@ class ReplicationError(OSError):
     """A copy has not arrived at another host; `filename` says at which."""
 
 
-def send_replica(path: str, peer: str, address: tuple[str, int], secret: str) -> None:
+def send_replica(path: str, peer: str, address: tuple[str, int], secret: str, timeout_s: float) -> None:
     """Send the copy at `path` and its header to `peer`, which receives at `address`. `secret`: the job's, in
-    hexadecimal.
+    hexadecimal; `timeout_s`: seconds without a byte until the peer is given up.
 
     Raises: ReplicationError if the receiver does not have all of the copy
     """
@@ -57,14 +60,14 @@ def send_replica(path: str, peer: str, address: tuple[str, int], secret: str) ->
     header = json.loads(file.with_name(f"{file.name}.json").read_bytes())
     request = {"name": file.name, "size": file.stat().st_size, "header": header}
     try:
-        connection, session = handshake.connect((host, port), bytes.fromhex(secret), PURPOSE, TIMEOUT)
+        connection, session = handshake.connect((host, port), bytes.fromhex(secret), PURPOSE, timeout_s)
         with connection, open(file, "rb") as source:
-            connection.settimeout(TIMEOUT)
+            connection.settimeout(timeout_s)
             connection.sendall(session.sent.seal(json.dumps(request).encode()))
             connection.sendfile(source)
             response = handshake.receive_message(connection, session, MAX_REQUEST_BYTES).decode()
     except TimeoutError:
-        response = f"no answer for {TIMEOUT:g} s"
+        response = f"no answer for {timeout_s:g} s"
     except OSError as error:
         response = error.strerror or str(error)
     except EOFError:
@@ -99,7 +102,7 @@ def _serve(address: tuple[str, int], folder: Path, secret: bytes) -> None:
 def _receive_copy(connection: socket.socket, session: Session, folder: Path) -> None:
     """Receive a copy and send the response, none to a sender that has hung up."""
     with connection, contextlib.suppress(OSError):
-        connection.settimeout(TIMEOUT)
+        connection.settimeout(TIMEOUT_S)
         try:
             request = json.loads(handshake.receive_message(connection, session, MAX_REQUEST_BYTES))
             _receive(folder, request, connection)

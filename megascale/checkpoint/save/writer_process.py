@@ -21,8 +21,11 @@ from megascale.core.storage import WRITE_HINT
 PEER_HINT = "does that rank's writer run, is its host up, with memory to spare, and the network to it?"
 """Hint for an in-memory copy that another host has not received."""
 
-STOPPED_S = 3.0
+STOPPED_S = 2.0
 """Seconds without a response after which a writer that is stopped by a signal is replaced: other ranks wait for it."""
+
+CONTINUED_S = 0.1
+"""Seconds in which all processes of a job that was stopped as a whole go on."""
 
 
 class WriterProcess:
@@ -113,12 +116,17 @@ class WriterProcess:
 
     def _end_if_stopped(self) -> bool:
         """Kill a writer that has not answered for STOPPED_S and is stopped by a signal; return True if it was."""
-        if time.monotonic() - self._asked_s >= STOPPED_S:
-            with contextlib.suppress(OSError):
-                if process_state(self._process.pid) == "T":
-                    self._was_stopped = True
-                    self._process.kill()
+        if time.monotonic() - self._asked_s >= STOPPED_S and self._is_stopped():
+            time.sleep(CONTINUED_S)
+            if self._is_stopped():
+                self._was_stopped = True
+                self._process.kill()
         return self._was_stopped
+
+    def _is_stopped(self) -> bool:
+        with contextlib.suppress(OSError):
+            return process_state(self._process.pid) == "T"
+        return False
 
     def _replaced(self) -> CheckpointError:
         """Return the error of a request whose writer has ended. Another one takes copies of other ranks at once."""
