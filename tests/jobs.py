@@ -140,3 +140,11 @@ def lives(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def wait_until_gone(pids: list[int], seconds: float = 30) -> None:
+    """Wait for the ends of processes."""
+    deadline = time.monotonic() + seconds
+    while any(lives(pid) for pid in pids):
+        assert time.monotonic() < deadline, "processes outlive their job"
+        time.sleep(0.05)

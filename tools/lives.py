@@ -203,7 +203,77 @@ def lose_folder(folder: Path, chance: random.Random, undisturbed: Undisturbed) -
     return Row(f"{what}, {'with' if copies else 'without'} copies in memory; SIGKILL of a rank", step, came, problems)
 
 
-SCENARIOS: dict[str, Callable[[Path, random.Random, Undisturbed], Row]] = {"folder": lose_folder}
+WATCH_S = 20.0
+"""Seconds for which the steps of a job are watched, before and after a fault."""
+
+SAVE_S = 5.0
+"""Most seconds that a lost writer may cost a save."""
+
+
+def standstill(job: Job, until: Callable[[], bool] = lambda: False) -> float:
+    """Return the longest time between two new steps of a job within WATCH_S, or until a condition is true."""
+    begun = changed = time.monotonic()
+    longest, last = 0.0, last_step(job.folder)
+    while (now := time.monotonic()) - begun < WATCH_S and not until():
+        if (step := last_step(job.folder)) != last:
+            last, changed = step, now
+        longest = max(longest, now - changed)
+        time.sleep(POLL_S)
+    return longest
+
+
+def writers(job: Job) -> dict[int, int]:
+    """Return the processes that write checkpoints, by rank."""
+    found = {}
+    for pid in job.processes():
+        with contextlib.suppress(OSError):
+            if b"megascale.checkpoint.save.writer" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                found[next(int(one[5:]) for one in variables if one.startswith(b"RANK="))] = pid
+    return found
+
+
+def writer_is_named(job: Job, rank: int, how: str) -> bool:
+    """Return True if the job has said of a rank that its writer has ended, and how."""
+    text = f"the process that writes checkpoints has ended: {how}"
+    logs = job.folder.glob(f"logs/**/rank-{rank}.log")
+    return f"rank {rank}: {text}" in job.output or any(text in log.read_text(errors="replace") for log in logs)
+
+
+def lose_writer(folder: Path, chance: random.Random, undisturbed: Undisturbed) -> Row:
+    """Kill or stop the process that writes a rank's checkpoints and receives another rank's copies. Steps must go on,
+    the writer must be named, and copies must be made again.
+    """
+    number, how = chance.choice([(signal.SIGKILL, "signal 9"), (signal.SIGSTOP, "it was stopped by a signal")])
+    with launch(folder, chance, "checkpoint.replicate=true", "train.steps=1000000") as job:
+        job.await_moment()
+        before = standstill(job)
+        rank, pid = chance.choice(sorted(writers(job).items()))
+        time.sleep(chance.uniform(0, 1.0))
+        step = last_step(folder)
+        os.kill(pid, number)
+        named: list[float] = []
+        struck = time.monotonic()
+
+        def look() -> bool:
+            if not named and writer_is_named(job, rank, how):
+                named.append(time.monotonic() - struck)
+            return False
+
+        after, again = standstill(job, look), writers(job).get(rank, pid) != pid
+        job.launcher.terminate()
+        status = job.end()
+    came = f"standstill {after:.1f} s ({before:.1f} s before), named after {named[0]:.1f} s" if named else "not named"
+    problems = [] if after <= before + SAVE_S else [f"no new step for {after:.1f} s"]
+    problems += [] if named else [f"rank {rank} is not named within {WATCH_S:g} s"]
+    problems += [] if again else ["the writer has not been replaced"]
+    problems += [f"status {status} instead of {Exit.STOPPED:d}"] if status != Exit.STOPPED else []
+    losses = dict(loss_curve(folder))
+    problems += check_curve({step: loss for step, loss in losses.items() if step in undisturbed}, undisturbed, range(0))
+    return Row(f"{signal.Signals(number).name} of the writer of rank {rank}", step, came, problems)
+
+
+SCENARIOS: dict[str, Callable[[Path, random.Random, Undisturbed], Row]] = {"folder": lose_folder, "writer": lose_writer}
 """Scenarios by name: function (folder of the run, chance, losses of the undisturbed job)."""
 
 

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class OtherRankError(CheckpointError):
-    """Another rank failed, and reports the cause."""
+    """Another rank has failed. What it reports itself is the cause."""
 
 
 ERROR_TYPES = {kind.__name__: kind for kind in (CheckpointError, DamagedError, OtherRankError)}

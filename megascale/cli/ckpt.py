@@ -1,4 +1,4 @@
-"""`megascale ckpt`: list, show, verify, diff and convert checkpoints, and print their `[model]`."""
+"""`megascale ckpt`: list, show, verify, diff and convert checkpoints, print their `[model]`; free copies in memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megascale.core.errors import CheckpointError, Exit
 from megascale.core.files import is_file, why_unreadable, write_text
+from megascale.core.flight_record import SHARED_MEMORY
 from megascale.core.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -32,7 +33,15 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     diff = verbs.add_parser("diff", help="compare two checkpoints: configuration, tensors, elements")
     diff.add_argument("first", metavar="CHECKPOINT", help=checkpoint_help)
     diff.add_argument("second", metavar="OTHER")
-    for verb in (listing, show, verify, diff):
+    copies = verbs.add_parser("copies", help="list the copies in memory on this host, or free their memory")
+    copies.add_argument("run", metavar="RUN", nargs="?", type=Path, help="folder of a run (default: of all runs)")
+    copies.add_argument(
+        "--remove", action="store_true", help="remove those of RUN, by default of all runs whose folders are gone"
+    )
+    copies.add_argument(
+        "--memory-dir", metavar="DIR", type=Path, default=SHARED_MEMORY, help=f"(default: {SHARED_MEMORY})"
+    )
+    for verb in (listing, show, verify, diff, copies):
         verb.add_argument("--json", action="store_true", help="print one JSON object")
     model = verbs.add_parser("model", help="print the section [model] of a checkpoint or of Hugging Face weights")
     model.add_argument("source", metavar="SOURCE", help=f"{checkpoint_help}; or of Hugging Face weights")
@@ -47,8 +56,11 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the subcommand and return its exit status: 4 if `verify` finds damage, 1 if `diff` finds a difference."""
-    verbs = {"list": _list, "show": _show, "verify": _verify, "diff": _diff, "model": _model, "convert": _convert}
+    """Run the subcommand and return its exit status: 4 if `verify` finds damage, 1 if `diff` finds a difference, or if
+    copies in use were to be removed.
+    """
+    verbs = {"list": _list, "show": _show, "verify": _verify, "diff": _diff, "copies": _copies}
+    verbs |= {"model": _model, "convert": _convert}
     try:
         return verbs[options.verb](options)
     except OSError as error:
@@ -149,6 +161,21 @@ def _diff(options: argparse.Namespace) -> int:
     lines.append(f"{same} tensors are bit-equal, {len(differences)} differ")
     _say(options, {"facts": facts, "tensors": differences, "equal": same}, lines)
     return Exit.UNCLASSIFIED if differences else Exit.OK
+
+
+def _copies(options: argparse.Namespace) -> int:
+    from megascale.core.stored_copies import stored_copies
+
+    run, rows = options.run and options.run.resolve(), []
+    for one in stored_copies(options.memory_dir):
+        if run in (None, one.run):
+            removed = options.remove and (one.lost or run is not None) and one.remove()
+            row: dict[str, Any] = {"path": str(one.folder), "run": str(one.run), "bytes": one.bytes}
+            rows.append(row | {"state": "removed" if removed else one.state})
+    lines = [f"{row['path']}  {format_bytes(row['bytes'])}  of {row['run']}: {row['state']}" for row in rows]
+    _say(options, {"copies": rows}, lines or [f"no copies in {options.memory_dir}"])
+    kept = run is not None and options.remove and any(row["state"] != "removed" for row in rows)
+    return Exit.UNCLASSIFIED if kept else Exit.OK
 
 
 def _facts_differ(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, str]:

@@ -23,7 +23,7 @@ from megascale.cli.main import add_config_arguments
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Problem
-from megascale.core.network import LOOPBACK, address_for_others, address_toward, join_port, listen
+from megascale.core.network import LOOPBACK, address_for_others, address_toward, join_port, listen, reserve_port
 from megascale.core.process import die_with_parent, module_command
 from megascale.core.rank import NODE_VARIABLE
 from megascale.core.secret import job_secret
@@ -94,8 +94,6 @@ def _no_endpoint(text: str, why: str, hint: str) -> ConfigError:
 
 def _reserve(driver: DriverEndpoint) -> socket.socket | None:
     """Keep the driver's port; None on a host that does not have the driver's address. Raises: ConfigError"""
-    from megascale.fault.rpc import reserve_port
-
     host, port = driver.listens_at, driver.port
     try:
         listen(host, port).close()  # a kept port can be shared with another driver, which would get our observers

@@ -22,9 +22,11 @@ def copies_folder(parent: Path, run_id: str, token: Path, node: str = "") -> Pat
     return of_run / f"node-{re.sub(r'[^A-Za-z0-9.-]', '_', node)}" if node else of_run
 
 
-def remove_node_copies(folder: Path) -> None:
-    """Remove the copies on a node, and the folders of run and user on the host if they are empty then."""
+def remove_copies(folder: Path) -> None:
+    """Remove the copies of a run or of one of its nodes, and the folders of run and user if they are empty then."""
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):  # not empty: copies of another node or run
-        for parent in folder.parents[:2]:
+        for parent in folder.parents:
             parent.rmdir()
+            if parent.name.startswith("megascale-"):
+                return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -78,8 +79,8 @@ def remove_record(path: Path) -> None:
 
 
 def remove_left_records(run: str, nodes: str = "") -> None:
-    """Remove the files of a run of this name, on this host, whose processes have ended. `nodes`: "*" for those of all
-    nodes of an agent, of which several may share a host.
+    """Remove the files of a run of this name, on this host, whose processes have ended, and kill the children of these.
+    `nodes`: "*" for those of all nodes of an agent, of which several may share a host.
     """
     pattern = flight_record_path(run, 0, 0)
     for path in pattern.parent.glob(pattern.name.replace("-0-00000.flight", f"{nodes}-*-*.*")):
@@ -88,6 +89,17 @@ def remove_left_records(run: str, nodes: str = "") -> None:
             pid = EventRingReader(path).pid if ring else read_flight_record(path, head_only=True).pid
             if not process_exists(pid):
                 path.unlink()
+                if not ring:
+                    _kill_children(path)
+
+
+def _kill_children(record: Path) -> None:
+    """Kill the children of a rank that has died with its launcher: their environment names its flight record."""
+    mark = f"{FLIGHT_RECORD_VARIABLE}={record}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                os.kill(int(folder.name), signal.SIGKILL)
 
 
 def read_flight_records(paths: Mapping[int, Path]) -> dict[int, FlightRecord]:

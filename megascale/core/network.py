@@ -14,10 +14,10 @@ LOOPBACK = "127.0.0.1"
 ALL_INTERFACES = ""
 
 
-def listen(host: str, port: int = 0) -> socket.socket:
-    """Listen at an address of this host. Raises: OSError"""
+def listen(host: str, port: int = 0, *, shared: bool = False) -> socket.socket:
+    """Listen at an address of this host. `shared`: a port that `reserve_port` keeps. Raises: OSError"""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    return socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=shared)
 
 
 def listen_as(name: str, port: int = 0) -> socket.socket:
@@ -34,6 +34,38 @@ def listen_as(name: str, port: int = 0) -> socket.socket:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
         return listen(ALL_INTERFACES, port)
+
+
+def reserve_port(host: str = LOOPBACK, port: int = 0) -> socket.socket:
+    """Return a socket that keeps a port for processes that `listen` there with `shared`, one after another. It takes no
+    connection: while none of them listens, peers are refused.
+
+    Raises: OSError
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    reserved = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind((host, port))
+    except BaseException:
+        reserved.close()
+        raise
+    return reserved
+
+
+def reserve_port_as(name: str, port: int = 0) -> tuple[socket.socket, str]:
+    """Keep a port as `reserve_port` does, where `listen_as` would listen. Returns the socket, and the address at which
+    to listen for hosts that know this one as `name`, "" for all interfaces.
+
+    Raises: OSError
+    """
+    host = address_for_others(name, str(socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0]))
+    try:
+        return reserve_port(host, port), host
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        return reserve_port(ALL_INTERFACES, port), ALL_INTERFACES
 
 
 def address_for_others(name: str, address: str) -> str:

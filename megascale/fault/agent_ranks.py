@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from megascale.core.copies_folder import remove_node_copies
+from megascale.core.copies_folder import remove_copies
 from megascale.eventstore.collector import FINISH_S, Collector, CollectorThread
 from megascale.fault.agent_exporter import AgentExporter
 from megascale.fault.messages import (
@@ -181,7 +181,7 @@ class AgentRanks:
         self._store.close()
         if self.copies:
             with contextlib.suppress(TimeoutError, RuntimeError):
-                await call_in_thread(lambda: remove_node_copies(Path(self.copies)), COPIES_S)
+                await call_in_thread(lambda: remove_copies(Path(self.copies)), COPIES_S)
 
     async def _end_collector(self, *, wait: bool = True) -> None:
         """Have the collector read what the ranks have left, and with `wait` write it."""

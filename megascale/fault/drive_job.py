@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megascale.config.run import RunConfig
-from megascale.core.errors import MegascaleError
+from megascale.core.errors import Exit, MegascaleError
 from megascale.core.live_file import LIVE_FILE, LiveFile
 from megascale.core.run_folder import RunFolder
+from megascale.core.stored_copies import copies_notice
 from megascale.export.exporter import DRIVER, MetricsEndpoint, exporting
 from megascale.fault.alerts import METRICS_FILE, AlertReader
 from megascale.fault.commands import Log
@@ -19,6 +20,7 @@ from megascale.fault.incidents import LOG_FILE, IncidentLog, read_history
 from megascale.fault.job import Job, JobPlan
 from megascale.fault.job_families import job_metrics
 from megascale.fault.live_job import LiveWriter
+from megascale.fault.roster import format_nodes
 from megascale.fault.rpc import DriverServer
 from megascale.fault.say import say
 from megascale.fault.scheduler.port import Scheduler
@@ -65,6 +67,10 @@ async def drive_job(
         with exporting(job_metrics(job, clock.now, DRIVER), MetricsEndpoint.of_run(config, DRIVER), say):
             status = await driver.run()
         ended(status)
+    if status == Exit.DO_NOT_REQUEUE and config.checkpoint.every and config.checkpoint.memory_every:
+        nodes = "" if folder is None else format_nodes(job.roster.order)
+        if notice := copies_notice(Path(config.checkpoint.memory_dir), config.folder, nodes):
+            say(notice)
     await _write_rest(log)
     return status
 

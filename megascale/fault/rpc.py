@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import random
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -34,7 +32,7 @@ from megascale.core.handshake import (
     ServerHandshake,
     Session,
 )
-from megascale.core.network import ALL_INTERFACES, LOOPBACK, address_for_others, join_port
+from megascale.core.network import LOOPBACK, join_port
 from megascale.fault.messages import AgentMessage, DriverMessage, Hello, Leave, Message, MessageError, to_json
 from megascale.fault.say import say
 from megascale.fault.streams import (
@@ -68,37 +66,6 @@ _LOST = (
 
 _METHOD = "/megascale.Driver/Connect"
 _HELLO_KEY = "megascale-hello-bin"
-
-
-def reserve_port(host: str = LOOPBACK, port: int = 0) -> socket.socket:
-    """Return a socket that keeps a port for the drivers of a job, one after another, while no driver listens on it.
-
-    Raises: OSError
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    reserved = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        reserved.bind((host, port))
-    except BaseException:
-        reserved.close()
-        raise
-    return reserved
-
-
-def reserve_port_as(name: str, port: int = 0) -> tuple[socket.socket, str]:
-    """Keep a port as `reserve_port` does, where `core.network.listen_as` would listen. Returns the socket, and the
-    address at which drivers listen for hosts that know this one as `name`, "" for all interfaces.
-
-    Raises: OSError
-    """
-    host = address_for_others(name, str(socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0]))
-    try:
-        return reserve_port(host, port), host
-    except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:
-            raise
-        return reserve_port(ALL_INTERFACES, port), ALL_INTERFACES
 
 
 @dataclass(frozen=True)

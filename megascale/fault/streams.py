@@ -40,7 +40,7 @@ SERVER_OPTIONS = [
     ("grpc.max_connection_idle_ms", int(ADMISSION_S * 1000)),  # a connection without a call
     ("grpc.max_concurrent_streams", 1),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", int(KEEPALIVE_S * 500)),
-    ("grpc.so_reuseport", 1),  # the supervisor keeps the port for the next driver: `reserve_port`
+    ("grpc.so_reuseport", 1),  # the supervisor keeps the port for the next driver: `core.network.reserve_port`
 ]
 CLIENT_OPTIONS = [
     *_LIMITS,

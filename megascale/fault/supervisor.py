@@ -21,14 +21,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megascale.core.errors import Exit, MegascaleError
-from megascale.core.network import join_port
+from megascale.core.network import join_port, reserve_port_as
 from megascale.core.process import die_with_parent, module_command, stop_signals
 from megascale.core.run_folder import TOKEN
 from megascale.core.secret import DESCRIPTOR_VARIABLE, SECRET_VARIABLE, new_secret, secret_descriptor
 from megascale.fault.incidents import LOG_FILE, JobHistory, read_history
 from megascale.fault.node_ranks import remove_lost_records
 from megascale.fault.output import follow_rank_0
-from megascale.fault.rpc import reserve_port_as
 from megascale.fault.say import say
 from megascale.fault.scheduler.adapters import ADAPTERS
 from megascale.fault.scheduler.port import AgentLaunch, Scheduler

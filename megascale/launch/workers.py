@@ -1,7 +1,7 @@
 """Workers: the processes of the ranks that a launcher or an agent has started on this host.
 
 `Launch.start` starts a rank, whose process dies with its parent; `ending` ends ranks in bounded time. Whoever waits for
-ends polls `Worker.ended`, or waits for `Worker.process` in an event loop.
+ends polls `Worker.ended`, or waits for `Worker.process` in an event loop and calls it then.
 """
 
 from __future__ import annotations
@@ -41,14 +41,21 @@ class Worker:
     end: ProcessEnd | None = None
 
     def ended(self) -> ProcessEnd | None:
-        """Return the end of the process, at the time at which it was first seen; None while the process runs."""
-        if self.end is None and self.process.poll() is not None:
-            self.end = ProcessEnd(self.process.returncode, time.time())
+        """Return the end of the process, at the time at which it was first seen; None while the process runs. Its
+        process group is killed then: the rank's children may hold memory of its device.
+        """
+        if self.end is None:
+            with contextlib.suppress(ChildProcessError):  # it was waited for already
+                if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                    return None
+                with contextlib.suppress(ProcessLookupError):  # until it is waited for, no other group has its number
+                    os.killpg(self.process.pid, signal.SIGKILL)
+            self.end = ProcessEnd(self.process.wait(), time.time())
         return self.end
 
     def signal(self, number: int) -> None:
         """Send a signal, unless the process has ended."""
-        if self.process.poll() is None:
+        if self.ended() is None:
             self.process.send_signal(number)
 
 

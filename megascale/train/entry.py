@@ -28,7 +28,8 @@ from megascale.core.flight_layout import Phase
 from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE
 from megascale.core.flight_writer import FlightRecordWriter
 from megascale.core.limits import PROCESSES_HINT, lacks_threads, os_error_hint
-from megascale.core.rank import Rank
+from megascale.core.rank import NODE_VARIABLE, Rank
+from megascale.core.stored_copies import copies_notice
 from megascale.core.units import format_bytes, format_count, format_flops
 from megascale.data.bucket_summary import describe_buckets
 from megascale.data.identity import replaced_datasets, write_identities
@@ -70,8 +71,16 @@ def run_rank(
         with stop.deferred():  # launchers end the other ranks by a signal, which is not the cause
             if exit_status_of(error) == Exit.CONFIG and flight.path and FLIGHT_RECORD_VARIABLE not in os.environ:
                 flight.path.unlink(missing_ok=True)  # nothing to diagnose, and no launcher removes it
+            if exit_status_of(error) == Exit.DO_NOT_REQUEUE and not rank.local_rank and NODE_VARIABLE not in os.environ:
+                _say_copies(config)  # else the driver does
             _exit_with_error(_explain(error), rank)
     return status
+
+
+def _say_copies(config: RunConfig) -> None:
+    with contextlib.suppress(OSError):
+        if notice := copies_notice(Path(config.checkpoint.memory_dir), config.folder):
+            print(notice, file=sys.stderr, flush=True)
 
 
 def _report_stop(message: str, status: Exit, rank: Rank) -> None:

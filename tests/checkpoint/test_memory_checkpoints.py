@@ -19,11 +19,13 @@ from typing import Any
 
 import pytest
 
+from megascale.checkpoint.memory import replication
+from megascale.core import handshake
 from megascale.core.errors import CheckpointError
+from megascale.core.network import reserve_port
 from megascale.core.rank import Rank
 from megascale.core.run_folder import TOKEN_VARIABLE
 from tests.checkpoint.test_checkpoints import config_in, state_of
-from tests.marks import only_quick
 from tests.runs import FAMILIES, build_run, config_of, settings, write_config
 from tests.worlds import RankFailed, run_world
 
@@ -41,7 +43,8 @@ def memory(tmp_path: Path) -> Path:
 
 
 def at(config: Any, rank: Rank, apart: bool) -> Any:
-    """The configuration of a rank; with `apart`, of a rank on its own host."""
+    """The configuration of a rank; with `apart`, of a rank on its own host, whose writer may take a minute to start."""
+    replication.SAVE_TIMEOUT_S = 60.0
     if not apart:
         return config
     host_memory = Path(config.checkpoint.memory_dir) / f"host{rank.rank}"
@@ -355,9 +358,9 @@ def lose_a_neighbour(rank: Rank, config: Any, during: bool) -> list[str]:
     return errors
 
 
-@pytest.mark.parametrize("during", only_quick([False, True], False))
+@pytest.mark.parametrize("during", [False, True])
 def test_a_neighbour_that_comes_back_receives_copies_again(during: bool, tmp_path: Path, memory: Path) -> None:
-    """A copy under way is given up after `replication.TIMEOUT`, with the address of the host."""
+    """A copy under way is given up, and the rank and its host are named."""
     config = config_with(
         tmp_path, checkpoint__memory_dir=str(memory), checkpoint__replicate=True, parallel__dp=2, parallel__zero=1
     )
@@ -366,11 +369,36 @@ def test_a_neighbour_that_comes_back_receives_copies_again(during: bool, tmp_pat
     assert first[0] == first[2] == first[3] == ""
     if during:
         assert re.fullmatch(
-            r"rank 0: cannot write a copy to \S+: .*  -> is that host up, .*|.*has ended: signal 9", first[1]
+            r"rank 0: cannot write a copy to rank 1 on \S+ at \S+: .*  -> does that rank's writer run, .*"
+            r"|rank 1: the process that writes checkpoints has ended: signal 9",
+            first[1],
         )
     else:
         assert first[1] == ""
     assert slots(memory / "host0", 1).keys() == slots(memory / "host1", 0).keys() == {3, 4}
+
+
+def connect_to_dead_writer(rank: Rank, config: Any) -> str:
+    """Kill this rank's writer, and connect to where it received copies. Returns what became of the connection."""
+    run = build_run(rank, at(config, rank, True))
+    memory, writer = run.checkpoints._memory_checkpoints, run.checkpoints.saver.writer_pid
+    run.checkpoints.save_to_memory(run.progress)
+    assert run.checkpoints.wait_for_save().error is None, "the writers receive"
+    os.kill(writer, signal.SIGKILL)
+    os.waitid(os.P_PID, writer, os.WEXITED | os.WNOWAIT)
+    try:
+        socket.create_connection(memory._receivers[rank.rank][:2]).close()
+    except OSError as error:
+        return errno.errorcode[error.errno or 0]
+    return "accepted"
+
+
+def test_nobody_but_the_writer_holds_its_socket(tmp_path: Path, memory: Path) -> None:
+    """A connection that the kernel accepts for a dead writer costs its peer the whole timeout."""
+    config = config_with(
+        tmp_path, checkpoint__memory_dir=str(memory), checkpoint__replicate=True, parallel__dp=2, parallel__zero=1
+    )
+    assert run_world(2, connect_to_dead_writer, config) == ["ECONNREFUSED"] * 2
 
 
 def swap_hosts(memory: Path) -> None:
@@ -531,24 +559,22 @@ def train_to_the_end(rank: Rank, config: Any) -> None:
 
 def receiver(folder: Path) -> tuple[tuple[str, int], str]:
     """Receive copies into `folder`, in threads. Returns the address and the secret."""
-    from megascale.checkpoint.memory import replication
-
     secret = secrets.token_hex(32)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        replication.serve_replicas(os.dup(listener.fileno()), str(folder), secret)
-        return listener.getsockname(), secret
+    with reserve_port() as reserved:
+        address = reserved.getsockname()
+        replication.serve_replicas(address, str(folder), secret)
+        handshake.connect(address, bytes.fromhex(secret), replication.PURPOSE, 60)[0].close()  # it listens
+        return address, secret
 
 
 def test_a_replica_needs_the_secret_of_the_job(tmp_path: Path) -> None:
-    from megascale.checkpoint.memory import replication
-
     address, secret = receiver(tmp_path / "there")
     (tmp_path / "rank-00000.a").write_bytes(b"numbers")
     (tmp_path / "rank-00000.a.json").write_text('{"run": "x"}')
-    with pytest.raises(OSError, match=r"it hung up: it has another secret than this process: 'a copy to 127"):
-        replication.send_replica(str(tmp_path / "rank-00000.a"), address, secrets.token_hex(32))
+    with pytest.raises(OSError, match=r"it hung up: it has another secret than this process: 'a copy to rank 1 at 127"):
+        replication.send_replica(str(tmp_path / "rank-00000.a"), "rank 1", address, secrets.token_hex(32), 60)
     assert not (tmp_path / "there").exists()
-    replication.send_replica(str(tmp_path / "rank-00000.a"), address, secret)
+    replication.send_replica(str(tmp_path / "rank-00000.a"), "rank 1", address, secret, 60)
     assert (tmp_path / "there/rank-00000.a").read_bytes() == b"numbers"
     assert json.loads((tmp_path / "there/rank-00000.a.json").read_text()) == {"run": "x"}
     for path, mode in ((".", 0o700), ("rank-00000.a", 0o600)):
@@ -556,8 +582,23 @@ def test_a_replica_needs_the_secret_of_the_job(tmp_path: Path) -> None:
     (tmp_path / "else").write_bytes(b"numbers")
     (tmp_path / "else.json").write_text("{}")
     with pytest.raises(OSError, match="is no copy"):
-        replication.send_replica(str(tmp_path / "else"), address, secret)
+        replication.send_replica(str(tmp_path / "else"), "rank 1", address, secret, 60)
     assert not (tmp_path / "there/else").exists()
+
+
+@pytest.mark.parametrize("admits", [True, False], ids=["admits", "accepts"])
+def test_a_silent_peer_is_given_up_and_named(admits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has stopped before or after the handshake."""
+    held: list[Any] = []
+    monkeypatch.setattr(replication, "_receive_copy", lambda connection, *_: held.append(connection))
+    (tmp_path / "rank-00000.a").write_bytes(b"numbers")
+    (tmp_path / "rank-00000.a.json").write_text("{}")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address, secret = receiver(tmp_path / "there") if admits else (silent.getsockname(), "00" * 32)
+        with pytest.raises(replication.ReplicationError) as caught:
+            replication.send_replica(str(tmp_path / "rank-00000.a"), "rank 3 on n1", address, secret, 0.3)
+    assert caught.value.strerror == "no answer for 0.3 s" and bool(held) == admits
+    assert caught.value.filename == f"a copy to rank 3 on n1 at 127.0.0.1:{address[1]}"
 
 
 def resident_bytes() -> int:
@@ -577,24 +618,22 @@ def test_a_hundred_strangers_cost_a_receiver_no_memory(tmp_path: Path) -> None:
     assert resident_bytes() - before < 16 << 20
     (tmp_path / "rank-00000.a").write_bytes(b"numbers")
     (tmp_path / "rank-00000.a.json").write_text("{}")
-    from megascale.checkpoint.memory import replication
-
-    replication.send_replica(str(tmp_path / "rank-00000.a"), address, secret)
+    replication.send_replica(str(tmp_path / "rank-00000.a"), "rank 1", address, secret, 60)
     for connection in crowd:
         connection.close()
 
 
-def listens(rank: Rank, config: Any, apart: bool) -> list[int]:
-    """The descriptors at which this rank's writer receives copies."""
+def listens(rank: Rank, config: Any, apart: bool) -> bool:
+    """Return True if this rank's writer receives copies."""
     run = build_run(rank, at(config, rank, apart))
     assert run.checkpoints._memory_checkpoints is not None
-    return run.checkpoints._memory_checkpoints.listeners
+    return run.checkpoints._memory_checkpoints.receiver_args is not None
 
 
 def test_nothing_listens_for_copies_on_a_single_host(tmp_path: Path, memory: Path) -> None:
     config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__dp=2)
-    assert run_world(2, listens, config, False) == [[], []]
-    assert all(len(found) == 1 for found in run_world(2, listens, config, True))
+    assert run_world(2, listens, config, False) == [False, False]
+    assert run_world(2, listens, config, True) == [True, True]
     folders = [folder for folder in memory.rglob("*") if folder.is_dir()]
     assert all(folder.stat().st_mode & 0o777 == 0o700 for folder in folders if folder.name.startswith("megascale"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,21 @@ def test_files_of_ended_ranks_are_removed_first(shared_memory: Path) -> None:
     with flight_record_files("a run", ()):
         left = sorted(path.name.rpartition("-another-7-")[2] for path in shared_memory.iterdir())
         assert left == ["00000.events", "00000.flight"]
+
+
+def test_children_of_a_rank_that_died_with_its_launcher_are_killed(shared_memory: Path) -> None:
+    """Their environment names its record; those of another rank go on."""
+    left = [shared_memory / f"megascale-{os.geteuid()}-{name}-7-00000.flight" for name in ("a_run", "another")]
+    children = []
+    for path in left:
+        subprocess.run([sys.executable, "-c", LEFT, str(path)], check=True)
+        env = os.environ | {FLIGHT_RECORD_VARIABLE: str(path)}
+        children.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=env))
+    with flight_record_files("a run", ()):
+        assert children[0].wait(30) == -signal.SIGKILL
+    assert children[1].poll() is None
+    children[1].kill()
+    children[1].wait()
 
 
 def test_files_of_running_ranks_stay(shared_memory: Path) -> None:

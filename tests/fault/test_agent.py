@@ -18,7 +18,7 @@ import megascale
 from megascale.config.fault import FaultConfig
 from megascale.core.errors import Exit
 from megascale.core.flight_record import FlightRecord
-from megascale.core.network import LOOPBACK, listen
+from megascale.core.network import LOOPBACK, listen, reserve_port
 from megascale.core.secret import new_secret
 from megascale.fault import agent, store_listener
 from megascale.fault.agent import Agent
@@ -41,7 +41,7 @@ from megascale.fault.messages import (
     Welcome,
 )
 from megascale.fault.node_place import NodePlace
-from megascale.fault.rpc import Disconnected, DriverServer, reserve_port
+from megascale.fault.rpc import Disconnected, DriverServer
 from megascale.fault.scheduler.port import DRIVER_LOST
 from tests.core.test_run_folder import known
 from tests.fault.nodes import Node, driver, flight_records, gone, key_of, node, rank_environment, run, within

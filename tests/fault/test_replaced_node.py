@@ -14,16 +14,17 @@ import pytest
 from megascale.checkpoint.memory.copies import CopyFolder
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
-from megascale.core.copies_folder import remove_node_copies
+from megascale.core.copies_folder import remove_copies
 from megascale.core.errors import Exit
-from megascale.core.network import LOOPBACK
+from megascale.core.network import LOOPBACK, reserve_port
 from megascale.core.rank import NODE_VARIABLE
 from megascale.core.run_folder import RunFolder
+from megascale.core.stored_copies import RUN_FILE
 from megascale.fault.drive_job import drive_job
 from megascale.fault.incidents import LOG_FILE
 from megascale.fault.job import JobPlan
 from megascale.fault.messages import Hello, Leave, Welcome
-from megascale.fault.rpc import AgentChannel, reserve_port
+from megascale.fault.rpc import AgentChannel
 from megascale.fault.scheduler.none import NoScheduler
 from tests.fault.launched import launch_config
 from tests.fault.nodes import node, run, within
@@ -51,11 +52,11 @@ def test_an_agent_removes_the_copies_of_its_node_alone(replaced: bool, tmp_path:
 
     run(test)
     assert mine.exists() is not replaced
-    assert [path.name for path in other.iterdir()] == ["rank-00000.a"]
+    assert sorted(path.name for path in other.iterdir()) == ["rank-00000.a", RUN_FILE]
 
 
 def test_the_last_copies_of_a_host_leave_nothing(tmp_path: Path) -> None:
-    remove_node_copies(make_copies(tmp_path / "memory", tmp_path, "n0"))
+    remove_copies(make_copies(tmp_path / "memory", tmp_path, "n0"))
     assert not list((tmp_path / "memory").iterdir())
 
 

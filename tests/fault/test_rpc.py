@@ -22,10 +22,10 @@ from cryptography.x509.oid import NameOID
 
 from megascale.core.errors import ConfigError, Exit
 from megascale.core.handshake import CHALLENGE_BYTES, ClientHandshake, NotAPeerError, Session
-from megascale.core.network import LOOPBACK
+from megascale.core.network import LOOPBACK, reserve_port, reserve_port_as
 from megascale.fault import rpc, streams
 from megascale.fault.messages import Check, Heartbeat, Hello, Leave, Stop, to_json
-from megascale.fault.rpc import AgentChannel, Disconnected, DriverServer, reserve_port, reserve_port_as
+from megascale.fault.rpc import AgentChannel, Disconnected, DriverServer
 from megascale.fault.streams import TLS_VARIABLES, Tls, tls_from_environment
 
 SECRET = secrets.token_bytes(32)

@@ -18,18 +18,11 @@ import pytest
 
 from megascale.core.errors import Exit, MegascaleError
 from megascale.launch import environment, flight, local
-from tests.jobs import Job, heed_signals, job_config, lives
+from tests.jobs import Job, heed_signals, job_config, wait_until_gone
 from tests.launch.dumps import Recorder
 from tests.runs import GPT
 
 FOUR = {"parallel__tp": 2, "parallel__pp": 2, "train__steps": 1000, "train__precision": "fp32"}
-
-
-def wait_until_gone(pids: list[int], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while any(lives(pid) for pid in pids):
-        assert time.monotonic() < deadline, "ranks outlive their job"
-        time.sleep(0.05)
 
 
 @pytest.mark.slow

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from megascale.cli.main import main
 from megascale.core.errors import Exit
+from tests.fault.launched import LaunchedJob
 from tests.jobs import Job, job_config
 from tests.launch.test_torchrun import Torchrun
 from tests.runs import GPT
@@ -34,3 +38,30 @@ def test_a_run_that_becomes_nan_is_never_a_success(launcher: type[Job], ranks: i
     assert [record["step"] for record in job.steps()] == [1, 2, 3]
     saved = sorted(path.name for path in (job.folder / "checkpoints").iterdir())
     assert saved == [f"step-{step:08d}" for step in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("start", "ranks"),
+    [
+        pytest.param(Job, 1, id="one process"),
+        pytest.param(lambda config: LaunchedJob(config, "--nodes", "2"), 2, id="launch", marks=pytest.mark.slow),
+    ],
+)
+def test_copies_that_stay_after_93_are_told_of_and_removable(
+    start: Callable[[Path], Job], ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    run = {"train__steps": 6, "checkpoint__every": 1000, "checkpoint__memory_every": 1, "train__precision": "fp32"}
+    run |= {"checkpoint__memory_dir": str(memory), "parallel__dp": ranks}
+    job = start(job_config(tmp_path, ONE_LAYER, **run, fault__inject=f"nan rank={ranks - 1} step=4"))
+    status, out, err = job.end()
+    assert status == Exit.DO_NOT_REQUEUE, err
+    told = re.findall(r"copies of the state stay in memory.*, here in (.*): `megascale (.*)` on each host", out + err)
+    assert len(told) == 1, out + err
+    places, command = told[0]
+    found = re.findall(rf"({memory}/\S+) \(\d+\.\d\d [KM]iB\)", places)
+    assert len(found) == ranks and all(len(list(Path(folder).glob("rank-*.?"))) == 2 for folder in found)
+    assert main(command.split()) == 0
+    assert capsys.readouterr().out.count(": removed") == ranks
+    assert list(memory.iterdir()) == []

@@ -15,7 +15,7 @@ from megascale.core.errors import MegascaleError
 from megascale.core.secret import new_secret, secret_descriptor
 from megascale.launch import workers
 from megascale.launch.workers import Launch, Worker, ending
-from tests.jobs import lives
+from tests.jobs import lives, wait_until_gone
 
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
 PLAIN = "import time; print('up', flush=True); time.sleep(600)"
@@ -72,6 +72,31 @@ def test_saving_workers_get_one_sigterm() -> None:
         end(saving, grace_s=60, save=save)
         ended = saving.ended()
         assert ended is not None and ended.status == 10 + signals
+
+
+WITH_CHILD = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+time.sleep(600 if sys.argv[1:] else 0)
+"""
+
+
+@pytest.mark.parametrize("killed", [True, False], ids=["killed", "in order"])
+def test_the_children_of_a_worker_end_with_it(killed: bool) -> None:
+    """A compiler or a helper of the user's code, whichever way the rank ends; it may hold memory of the device."""
+    command = [sys.executable, "-c", WITH_CHILD, *(["stay"] if killed else [])]
+    rank = Worker(0, subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True), None)
+    assert rank.process.stdout is not None
+    child = int(rank.process.stdout.readline())
+    rank.process.stdout.close()
+    if killed:
+        assert rank.ended() is None and lives(child)
+        rank.signal(signal.SIGKILL)
+    os.waitid(os.P_PID, rank.process.pid, os.WEXITED | os.WNOWAIT)
+    ended = rank.ended()
+    assert ended is not None and ended.status == (-signal.SIGKILL if killed else 0)
+    wait_until_gone([child])
 
 
 PARENT = """

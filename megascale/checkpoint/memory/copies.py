@@ -7,10 +7,8 @@ Nodes of `fault.scheduler` have a folder each (`core.copies_folder`), even where
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import shutil
 import stat
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -18,11 +16,12 @@ from pathlib import Path
 from pydantic import BaseModel, Field, ValidationError
 
 from megascale.checkpoint.format import manifest
-from megascale.core.copies_folder import copies_folder
+from megascale.core.copies_folder import copies_folder, remove_copies
 from megascale.core.errors import CheckpointError
 from megascale.core.files import exists, write_text
 from megascale.core.limits import os_error_hint
 from megascale.core.rank import NODE_VARIABLE
+from megascale.core.stored_copies import mark_in_use
 
 SLOTS = "ab"
 
@@ -50,13 +49,18 @@ class CopyFolder:
 
     def __init__(self, parent: Path, run_id: str, token: Path, env: Mapping[str, str] = os.environ) -> None:
         self._of_run = copies_folder(parent, run_id, token)
-        self._of_user = self._of_run.parent
+        self._run = token.parent
         self.path = copies_folder(parent, run_id, token, env.get(NODE_VARIABLE, ""))
 
     def create(self) -> None:
-        """Make the folder. Raises: CheckpointError"""
-        for folder in dict.fromkeys((self._of_user, self._of_run, self.path)):
+        """Make the folder, whose copies are in use as long as this object is. Raises: CheckpointError"""
+        for folder in dict.fromkeys((self._of_run.parent, self._of_run, self.path)):
             _make_private_folder(folder)
+        try:
+            self._in_use = mark_in_use(self.path, self._run)
+        except OSError as error:
+            what = f"cannot write into {self.path}: {error.strerror}"
+            raise CheckpointError(what, hint=os_error_hint(error, "checkpoint.memory_dir")) from None
 
     def copy_path(self, rank: int, slot: int) -> Path:
         """Return the file of a rank's slot."""
@@ -122,15 +126,12 @@ class CopyFolder:
         for slot in range(len(SLOTS)):
             if not exists(self.header_path(rank, slot)):
                 self.copy_path(rank, slot).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # not empty: copies of another rank or run
-            for folder in dict.fromkeys((self.path, self._of_run, self._of_user)):
-                folder.rmdir()
+        if not any(self.path.glob("rank-*")):
+            remove_copies(self.path)
 
     def remove(self) -> None:
         """Remove all copies of the run on this host, also those of lost nodes."""
-        shutil.rmtree(self._of_run, ignore_errors=True)
-        with contextlib.suppress(OSError):  # not empty: copies of another run
-            self._of_user.rmdir()
+        remove_copies(self._of_run)
 
 
 def _make_private_folder(folder: Path) -> Path:

@@ -20,7 +20,7 @@ from megascale.checkpoint.memory.common_steps import SlotsByHost, find_common_st
 from megascale.checkpoint.memory.copies import CopyFolder, Header
 from megascale.checkpoint.memory.placement import replica_ranks
 from megascale.checkpoint.memory.receivers import open_receivers
-from megascale.checkpoint.memory.replication import COPY_BLOCK_BYTES
+from megascale.checkpoint.memory.replication import COPY_BLOCK_BYTES, TIMEOUT_S
 from megascale.checkpoint.save.snapshot import Snapshot
 from megascale.checkpoint.save.writer_process import WriterProcess
 from megascale.comm.mesh import Mesh
@@ -39,7 +39,7 @@ class MemoryCheckpoints:
     `replica_rank`: the rank whose host keeps a replica of this rank's copies, or None. `unreplicated_ranks`: number of
     ranks without the replica asked for.
 
-    Ranks on several hosts receive copies at `listeners`, from peers that know `secret`, the job's.
+    Writers of ranks on several hosts receive copies from peers that know `secret`, the job's.
 
     Raises: CheckpointError if the run's folder cannot be written, or the folder of the copies cannot be made
     """
@@ -52,7 +52,7 @@ class MemoryCheckpoints:
         self._secret = secret.hex()
         self._folder = CopyFolder(parent, self._id, self._run / TOKEN)
         self._folder.create()
-        self._receivers, self._listener = open_receivers(mesh, self._folder.path)
+        self._receivers, self._reserved = open_receivers(mesh, self._folder.path)
         hosts = [receiver.memory for receiver in self._receivers]
         self.replica_rank = replica_ranks(mesh.topology, hosts)[mesh.rank] if replicate else None
         unreplicated = replicate and self.replica_rank is None
@@ -66,20 +66,19 @@ class MemoryCheckpoints:
         return [f"{self._id} {start}" for start in self._starts]
 
     @property
-    def listeners(self) -> list[int]:
-        """Descriptor of the socket that receives copies; none on a job's only host."""
-        return [] if self._listener is None else [self._listener.fileno()]
-
-    @property
     def receiver_args(self) -> dict[str, Any] | None:
         """Arguments of `serve_replicas` for the writer; None on a job's only host."""
-        if self._listener is None:
+        if self._reserved is None:
             return None
-        return {"listener": self._listener.fileno(), "folder": str(self._folder.path), "secret": self._secret}
+        address = self._receivers[self._mesh.rank][:2]
+        return {"address": address, "folder": str(self._folder.path), "secret": self._secret}
 
-    def sender_args(self, path: str | Path, rank: int) -> dict[str, Any]:
+    def sender_args(self, path: Path, rank: int, timeout_s: float) -> dict[str, Any]:
         """Return the arguments of `send_replica` to the host of `rank`."""
-        return {"path": str(path), "to": self._receivers[rank][:2], "secret": self._secret}
+        receiver = self._receivers[rank]
+        peer = f"rank {rank} on {receiver.memory[0]}"
+        to = {"peer": peer, "address": receiver[:2], "secret": self._secret, "timeout_s": timeout_s}
+        return {"path": str(path), **to}
 
     def copy_path(self, slot: int) -> Path:
         """Return the file of a slot of this rank."""
@@ -165,7 +164,7 @@ class MemoryCheckpoints:
             if holder == self._mesh.rank:
                 copy = self._folder.copy_path(rank, holders[holder][rank][step])
                 try:
-                    writer.submit({"send_replica": self.sender_args(copy, rank)})
+                    writer.submit({"send_replica": self.sender_args(copy, rank, TIMEOUT_S)})
                     writer.response(math.inf)
                 except CheckpointError as error:
                     problem = error.message

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megascale.comm.gloo_interface import first_host, own_address
 from megascale.comm.mesh import Mesh
-from megascale.core.network import LOOPBACK, is_loopback, listen
+from megascale.core.network import LOOPBACK, is_loopback, reserve_port
 
 HostMemory = tuple[str, int, int]
 """Host name, and device and inode of the folder of copies: equal for ranks that share memory."""
@@ -23,9 +23,11 @@ class Receiver(NamedTuple):
 
 
 def open_receivers(mesh: Mesh, folder: Path) -> tuple[list[Receiver], socket.socket | None]:
-    """Gather the receivers of all ranks, and listen for this rank's copies, at the address that other hosts reach.
+    """Gather the receivers of all ranks, and keep a port for this rank's writers, at the address that other hosts
+    reach. None is kept on a job's only host.
 
-    `folder`: this host's folder of copies. On a job's only host no rank listens.
+    `folder`: this host's folder of copies. The socket takes no connection: while no writer listens, peers are refused
+    at once.
     """
     control, facts = mesh.world.control, folder.stat()
     memory = socket.gethostname(), facts.st_dev, facts.st_ino
@@ -36,7 +38,7 @@ def open_receivers(mesh: Mesh, folder: Path) -> tuple[list[Receiver], socket.soc
     hosts = control.all_gather(here, "addresses")
     if is_loopback(here):  # rank 0's host sees itself under another address than the rest
         here = own_address(next((host for host in hosts if not is_loopback(host)), here))
-    listener = listen(here)
-    addresses = control.all_gather((here, listener.getsockname()[1]), "ports")
+    reserved = reserve_port(here)
+    addresses = control.all_gather((here, reserved.getsockname()[1]), "ports")
     each = zip(addresses, memories, strict=True)
-    return [Receiver(address, port, memory) for (address, port), memory in each], listener
+    return [Receiver(address, port, memory) for (address, port), memory in each], reserved

@@ -25,6 +25,7 @@ from megascale.core import handshake
 from megascale.core.files import write_text
 from megascale.core.gate import Gate, raise_descriptor_limit
 from megascale.core.handshake import Session
+from megascale.core.network import join_port, listen
 
 COPY_BLOCK_BYTES = 4 << 20
 """Bytes of a copy's checksum block, and of a read from the network."""
@@ -32,8 +33,11 @@ COPY_BLOCK_BYTES = 4 << 20
 MAX_REQUEST_BYTES = 16 << 20
 """Most bytes of a request, all of them but the copy's own."""
 
-TIMEOUT = 60.0
-"""Seconds without a byte until a peer is given up."""
+TIMEOUT_S = 60.0
+"""Seconds without a byte until a peer is given up, such as a writer that starts as the run resumes."""
+
+SAVE_TIMEOUT_S = 3.0
+"""Seconds without a byte until a peer is given up in a save, for which training may wait."""
 
 PURPOSE = "receiver of copies"
 """The purpose of the handshake."""
@@ -42,45 +46,53 @@ _NAME = re.compile(r"rank-\d{5,}\.[ab]")
 
 
 class ReplicationError(OSError):
-    """A copy has not arrived at another host; `filename` has its address."""
+    """A copy has not arrived at another host; `filename` says at which."""
 
 
-def send_replica(path: str, to: tuple[str, int], secret: str) -> None:
-    """Send the copy at `path` and its header to a receiver's (host, port). `secret`: the job's, in hexadecimal.
+def send_replica(path: str, peer: str, address: tuple[str, int], secret: str, timeout_s: float) -> None:
+    """Send the copy at `path` and its header to `peer`, which receives at `address`. `secret`: the job's, in
+    hexadecimal; `timeout_s`: seconds without a byte until the peer is given up.
 
     Raises: ReplicationError if the receiver does not have all of the copy
     """
+    host, port = address
     file = Path(path)
     header = json.loads(file.with_name(f"{file.name}.json").read_bytes())
     request = {"name": file.name, "size": file.stat().st_size, "header": header}
     try:
-        connection, session = handshake.connect((to[0], to[1]), bytes.fromhex(secret), PURPOSE, TIMEOUT)
+        connection, session = handshake.connect((host, port), bytes.fromhex(secret), PURPOSE, timeout_s)
         with connection, open(file, "rb") as source:
-            connection.settimeout(TIMEOUT)
+            connection.settimeout(timeout_s)
             connection.sendall(session.sent.seal(json.dumps(request).encode()))
             connection.sendfile(source)
             response = handshake.receive_message(connection, session, MAX_REQUEST_BYTES).decode()
-    except (OSError, EOFError) as error:
-        number, text = (error.errno or 0, error.strerror) if isinstance(error, OSError) else (0, "it hung up")
-        raise ReplicationError(number, text or str(error), f"a copy to {to[0]}:{to[1]}") from None
+    except TimeoutError:
+        response = f"no answer for {timeout_s:g} s"
+    except OSError as error:
+        response = error.strerror or str(error)
+    except EOFError:
+        response = "it hung up"
     if response:
-        raise ReplicationError(0, response, f"a copy to {to[0]}:{to[1]}")
+        raise ReplicationError(0, response, f"a copy to {peer} at {join_port(host, port)}")
 
 
-def serve_replicas(listener: int, folder: str, secret: str) -> None:
-    """Receive copies into a folder from now on, in threads, at a listening socket, from peers that know `secret`."""
+def serve_replicas(address: tuple[str, int], folder: str, secret: str) -> None:
+    """Receive copies into a folder from now on, in threads, from peers that know `secret`. `address`: host and port,
+    which the rank keeps (`core.network.reserve_port`). Only this process listens there, so that peers are refused when
+    it has ended.
+    """
     raise_descriptor_limit()
-    threading.Thread(target=_serve, args=(listener, Path(folder), bytes.fromhex(secret)), daemon=True).start()
+    threading.Thread(target=_serve, args=(address, Path(folder), bytes.fromhex(secret)), daemon=True).start()
 
 
-def _serve(listener: int, folder: Path, secret: bytes) -> None:
+def _serve(address: tuple[str, int], folder: Path, secret: bytes) -> None:
     """Admit peers. Each gets a thread: a rank sends to one receiver at a time, and is sent to by few ranks."""
 
     def admit(connection: socket.socket, session: Session) -> None:
         threading.Thread(target=_receive_copy, args=(connection, session, folder), daemon=True).start()
 
     selector = selectors.DefaultSelector()
-    gate = Gate(socket.socket(fileno=listener), selector, secret, PURPOSE, admit)
+    gate = Gate(listen(*address, shared=True), selector, secret, PURPOSE, admit)
     while True:
         for key, _ in selector.select(1.0):
             key.data()
@@ -90,7 +102,7 @@ def _serve(listener: int, folder: Path, secret: bytes) -> None:
 def _receive_copy(connection: socket.socket, session: Session, folder: Path) -> None:
     """Receive a copy and send the response, none to a sender that has hung up."""
     with connection, contextlib.suppress(OSError):
-        connection.settimeout(TIMEOUT)
+        connection.settimeout(TIMEOUT_S)
         try:
             request = json.loads(handshake.receive_message(connection, session, MAX_REQUEST_BYTES))
             _receive(folder, request, connection)
@@ -103,7 +115,9 @@ def _receive_copy(connection: socket.socket, session: Session, folder: Path) -> 
 
 
 def _receive(folder: Path, request: dict[str, Any], source: socket.socket) -> None:
-    """Receive a copy in place: its rank may have the file mapped."""
+    """Receive a copy in place: its rank may have the file mapped. Its memory is allocated block by block,
+    because all of it may take longer than a sender waits.
+    """
     name, size = str(request["name"]), int(request["size"])
     if not _NAME.fullmatch(name) or size < 1:
         raise ValueError(f"{name!r} of {size} bytes is no copy")
@@ -113,12 +127,12 @@ def _receive(folder: Path, request: dict[str, Any], source: socket.socket) -> No
     descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         if os.fstat(descriptor).st_size != size:
-            os.ftruncate(descriptor, 0)
-        os.posix_fallocate(descriptor, 0, size)
+            os.ftruncate(descriptor, size)
         with mmap.mmap(descriptor, size) as memory, memoryview(memory) as buffer:
             done = 0
             while done < size:
                 with buffer[done : done + COPY_BLOCK_BYTES] as block:
+                    os.posix_fallocate(descriptor, done, len(block))
                     count = source.recv_into(block)
                 if not count:
                     raise OSError(0, f"{size - done} of {size} bytes are missing")

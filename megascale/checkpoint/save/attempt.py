@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megascale.checkpoint.collective_errors import on_first_rank
+from megascale.checkpoint.collective_errors import on_all_ranks, on_first_rank
 from megascale.checkpoint.format import manifest
 from megascale.checkpoint.save.writer_process import WriterProcess
 from megascale.comm.mesh import Mesh
@@ -110,13 +110,20 @@ class SaveAttempt:
             raise
 
     def _abort(self) -> CheckpointError:
-        """Remove the files. Returns the error of the lowest rank that failed."""
-        local_error = self.error and (self.error.message, self.error.hint)
-        errors = self.mesh.world.control.all_gather(local_error, "errors of a save")
-        if self.mesh.rank == 0 and self.path is not None:
-            _remove_files(self.path)
-        rank, (what, hint) = next((rank, error) for rank, error in enumerate(errors) if error)
-        return CheckpointError(f"rank {rank}: {what}", hint=hint)
+        """Remove the files. Returns the error of the lowest rank that knows the cause."""
+
+        def report() -> None:
+            if self.error is not None:
+                raise self.error
+
+        try:
+            on_all_ranks(self.mesh.world, report, "errors of a save")
+        except CheckpointError as error:
+            return error
+        finally:
+            if self.mesh.rank == 0 and self.path is not None:
+                _remove_files(self.path)
+        raise AssertionError("no rank has failed")
 
 
 def _remove_files(path: Location) -> None:

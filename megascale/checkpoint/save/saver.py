@@ -25,6 +25,7 @@ from megascale.checkpoint.companions import copy_companions
 from megascale.checkpoint.format import manifest
 from megascale.checkpoint.format.safetensors_file import HEADER_BYTES, MAX_SHARD_BYTES
 from megascale.checkpoint.format.state import split_shards
+from megascale.checkpoint.memory import replication
 from megascale.checkpoint.memory.copies import SLOTS
 from megascale.checkpoint.memory.memory_checkpoints import MemoryCheckpoints
 from megascale.checkpoint.save.attempt import SaveAttempt, SaveResult
@@ -76,9 +77,8 @@ class CheckpointSaver:
             self._writer = WriterProcess([self._slots[0].descriptor])
         else:
             self._slots = _allocate_slots(flat_tensors, memory_checkpoints, mesh, device)
-            # The writer also receives replicas of other ranks' copies: on the socket of `receiver_args`.
-            descriptors = [*memory_checkpoints.listeners, *(slot.descriptor for slot in self._slots)]
-            self._writer = WriterProcess(descriptors, memory_checkpoints.receiver_args)
+            # The writer also receives replicas of other ranks' copies.
+            self._writer = WriterProcess([slot.descriptor for slot in self._slots], memory_checkpoints.receiver_args)
         self._mkdir_thread = ThreadPoolExecutor(1, "checkpoint-mkdir")
         self._layout_hash = _hash_layout(self._state, self._slots[0], meaning)
         self._plan: WritePlan | None = None
@@ -174,7 +174,8 @@ class CheckpointSaver:
                 "files": attempt.plan.files,
             }
         elif memory and memory.replica_rank is not None:
-            request["send_replica"] = memory.sender_args(memory.copy_path(attempt.slot), memory.replica_rank)
+            copy, timeout_s = memory.copy_path(attempt.slot), replication.SAVE_TIMEOUT_S
+            request["send_replica"] = memory.sender_args(copy, memory.replica_rank, timeout_s)
         return request
 
     def load_from_memory(self, min_step: int) -> tuple[manifest.Facts | None, list[str]]:
