@@ -61,21 +61,24 @@ def run_rank(
     `open_weights` opens the folder of `checkpoint.resume = "hf:..."`. On an error the process exits at once, because an
     orderly shutdown of process groups would wait for ranks that wait for this rank.
     """
-    stop = StopRequest().install_handlers(lambda message, status: _report_stop(message, status, rank))
+    stop = StopRequest().install_handlers(lambda message, status: _report_stop(message, status, rank, flight))
     try:
         status = _run(config, rank, stop, open_weights, flight, ring)
+        flight.end(status)
         flight.set_phase(Phase.DONE)
         init.shutdown_distributed()
     except (Exception, KeyboardInterrupt, SystemExit) as error:  # a library may call sys.exit
         with stop.deferred():  # launchers end the other ranks by a signal, which is not the cause
             if exit_status_of(error) == Exit.CONFIG and flight.path and FLIGHT_RECORD_VARIABLE not in os.environ:
                 flight.path.unlink(missing_ok=True)  # nothing to diagnose, and no launcher removes it
+            flight.end(exit_status_of(error))
             _exit_with_error(_explain(error), rank)
     return status
 
 
-def _report_stop(message: str, status: Exit, rank: Rank) -> None:
+def _report_stop(message: str, status: Exit, rank: Rank, flight: FlightRecordWriter) -> None:
     """Report a signal that ends this rank at once. The store may be in use by the main thread: peers are not told."""
+    flight.end(status)
     with contextlib.suppress(OSError):
         if not write_stop(message, status, rank):
             print(f"{rank}: {message}", file=sys.stderr, flush=True)
