@@ -94,6 +94,11 @@ class Attempt:
         """True once every rank has left the job in order."""
         return len(self.ends) == self.world and not self.failures
 
+    @property
+    def status(self) -> int:
+        """The exit status of a job all of whose ranks have left in order, and whose statuses are therefore known."""
+        return max(end.status for end in self.ends.values() if end.status is not None)
+
     def is_free(self, node: str) -> bool:
         """Return True if no rank of this attempt runs on a node any more, or the node is lost."""
         return node not in self.busy

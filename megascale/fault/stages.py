@@ -174,7 +174,7 @@ def run(job: Job, now: float) -> None:
     attempt = _attempt(job)
     if attempt.has_left_in_order:
         decisions.note_progress(job, now)
-        finish(job, max(end.status for end in attempt.ends.values()), now)
+        finish(job, attempt.status, now)
     elif attempt.failed:
         job.enter(Stage.SETTLE, math.inf)
     elif _hangs(job, now):
@@ -275,7 +275,7 @@ def observe(job: Job, now: float) -> None:
     """
     attempt = job.attempt
     if attempt is not None and attempt.has_left_in_order:
-        finish(job, max(end.status for end in attempt.ends.values()), now)
+        finish(job, attempt.status, now)
     if now < job.next_look or job.stage != Stage.OBSERVE:
         return
     job.next_look = now + LOOK_S
