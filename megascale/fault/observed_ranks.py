@@ -91,6 +91,8 @@ class ObservedRanks:
         except OSError:  # it has ended meanwhile
             return
         if earlier is not None:  # the launcher has started the ranks again
+            if record.rank not in self.ends:
+                os.close(earlier.descriptor)
             self.attempt += 1
             self._ranks = {rank: self._ranks[rank] for rank in self.running}
             self.ends = {}
