@@ -2,7 +2,7 @@
 
 - `flight_record_files`: for the ranks that a launcher starts
 - `flight_record_of_rank`: for this process
-- `read_flight_records`: from outside
+- `read_flight_records`, `process_states`: from outside
 """
 
 from __future__ import annotations
@@ -23,14 +23,18 @@ from megascale.core.flight_record import (
     ATTEMPT_VARIABLE,
     FLIGHT_RECORD_VARIABLE,
     SHARED_MEMORY,
+    SILENT_S,
     FlightRecord,
     FlightRecordError,
     flight_record_path,
     folder_key,
 )
 from megascale.core.flight_writer import FlightIdentity, FlightRecordWriter, open_flight_record
-from megascale.core.process import process_exists
+from megascale.core.process import cpu_seconds, process_exists, process_state
 from megascale.core.rank import Rank
+
+LOOK_S = 0.25
+"""Seconds between two looks at the CPU time of a process."""
 
 
 @contextlib.contextmanager
@@ -100,6 +104,25 @@ def _kill_children(record: Path) -> None:
         with contextlib.suppress(OSError):
             if mark in (folder / "environ").read_bytes().split(b"\0"):
                 os.kill(int(folder.name), signal.SIGKILL)
+
+
+def process_states(records: Mapping[int, FlightRecord]) -> dict[int, str]:
+    """Return the letters in /proc of the states of ranks' processes, by rank, without processes that are gone.
+
+    The letter is the first thread's. A rank without heartbeats that sleeps by it is running, "R", if its threads use a
+    tenth of a core during LOOK_S.
+    """
+    letters = {}
+    for rank, record in records.items():
+        with contextlib.suppress(OSError):
+            letters[rank] = process_state(record.pid)
+    silent = [rank for rank, letter in letters.items() if letter == "S" and records[rank].silent_s > SILENT_S]
+    before = {rank: cpu_seconds(records[rank].pid) for rank in silent}
+    time.sleep(LOOK_S if silent else 0.0)
+    for rank in silent:
+        if cpu_seconds(records[rank].pid) - before[rank] > LOOK_S / 10:
+            letters[rank] = "R"
+    return letters
 
 
 def read_flight_records(paths: Mapping[int, Path]) -> dict[int, FlightRecord]:

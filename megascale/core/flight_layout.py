@@ -16,7 +16,7 @@ import struct
 from enum import StrEnum
 
 MAGIC = int.from_bytes(b"MSFLIGHT", "little")
-FORMAT = 2
+FORMAT = 3
 
 WORD = 8
 """Bytes of a number in the header."""
@@ -24,10 +24,10 @@ WORD = 8
 (
     MAGIC_WORD, FORMAT_WORD, RANK, WORLD, PID, ATTEMPT, START, VERSION, HEARTBEAT, UPDATED, PHASE, PHASE_SINCE, STEP,
     STEP_TIME, EVENT_COUNT, GROUP_COUNT, STRING_COUNT, TOTAL_COUNT, WAIT_GROUP, WAIT_SEQUENCE, WAIT_SINCE, WAIT_KIND,
-    STEP_SINCE, FIRST_STEP, FOLDER,
-) = range(25)  # fmt: skip
+    STEP_SINCE, FIRST_STEP, FOLDER, EXIT_STATUS,
+) = range(26)  # fmt: skip
 """Places of the header's numbers. VERSION is odd while the writer writes; times are ns of the host's monotonic clock,
-START ns since 1970. FOLDER: key of the run's folder.
+START ns since 1970. FOLDER: key of the run's folder. EXIT_STATUS: one more than the status, 0 before the rank ends.
 """
 
 HEADER_BYTES = 512

@@ -31,24 +31,23 @@ def read_flight_record(path: Path, *, head_only: bool = False) -> FlightRecord:
 
     Raises: FlightRecordError if the file is not a record, or its rank has not begun it; OSError
     """
-    content = _copy(path)
-    return parse_flight_record(content, time.monotonic_ns(), str(path), head_only=head_only)
-
-
-def _copy(path: Path) -> bytes:
-    """Copy the file's content, if possible between two writes."""
     descriptor = open_for_reading(path)
     try:
-        for _ in range(READ_ATTEMPTS):
-            version = os.pread(descriptor, layout.WORD, layout.VERSION * layout.WORD)
-            content = os.pread(descriptor, layout.FILE_BYTES, 0)
-            unchanged = version == os.pread(descriptor, layout.WORD, layout.VERSION * layout.WORD)
-            if unchanged and not (version and version[0] & 1):
-                break
-            time.sleep(0)
-        return content
+        return read_open_record(descriptor, str(path), head_only=head_only)
     finally:
         os.close(descriptor)
+
+
+def read_open_record(descriptor: int, name: str, *, head_only: bool = False) -> FlightRecord:
+    """Read a record as `read_flight_record` does, from an open file, which may have been removed."""
+    for _ in range(READ_ATTEMPTS):  # a copy between two writes, if possible
+        version = os.pread(descriptor, layout.WORD, layout.VERSION * layout.WORD)
+        content = os.pread(descriptor, layout.FILE_BYTES, 0)
+        unchanged = version == os.pread(descriptor, layout.WORD, layout.VERSION * layout.WORD)
+        if unchanged and not (version and version[0] & 1):
+            break
+        time.sleep(0)
+    return parse_flight_record(content, time.monotonic_ns(), name, head_only=head_only)
 
 
 def parse_flight_record(content: bytes, read_ns: int, name: str, *, head_only: bool = False) -> FlightRecord:
@@ -80,6 +79,7 @@ def parse_flight_record(content: bytes, read_ns: int, name: str, *, head_only: b
         step=header[layout.STEP],
         first_step=header[layout.FIRST_STEP],
         folder=header[layout.FOLDER],
+        exit_status=header[layout.EXIT_STATUS] - 1 if header[layout.EXIT_STATUS] > 0 else None,
         step_time_s=header[layout.STEP_TIME] / _NS,
         totals=_totals(content, 0 if head_only else header[layout.TOTAL_COUNT], strings),
         groups={group.key: group for group in groups},

@@ -32,6 +32,9 @@ ATTEMPT_VARIABLE = "MEGASCALE_ATTEMPT"
 
 SHARED_MEMORY = Path("/dev/shm")
 
+SILENT_S = 2.0
+"""Seconds without a heartbeat, eight beats, after which a rank is stopped, or code holds Python's lock."""
+
 LAST_EVENTS = 16
 """Events in the JSON form of a record by default, besides those in flight."""
 
@@ -148,7 +151,8 @@ class FlightRecord:
     holds Python's lock. `updated_ns`: last write. `read_ns`: the reader's time. All times in ns are of the host's
     monotonic clock. `step`: the current step, or the last one; `first_step`: the first of this process, 0 before.
     `step_time_s`: median of recent steps, 0 before the first has ended. `open`: events in flight, `last`: the newest
-    events; both oldest first. `folder`: key of the run's folder; the JSON form has none, it is of this host.
+    events; both oldest first. `folder`: key of the run's folder, `exit_status`: with which the rank has said that it
+    ends, None before; the JSON form has neither, they are of this host.
     """
 
     run: str
@@ -172,6 +176,7 @@ class FlightRecord:
     last: tuple[FlightEvent, ...] = ()
     first_step: int = 0
     folder: int = 0
+    exit_status: int | None = None
 
     @property
     def idle_s(self) -> float:

@@ -108,6 +108,10 @@ class FlightRecordWriter:
         self._words[layout.PHASE_SINCE] = _now()
         self.advance()
 
+    def end(self, status: int) -> None:
+        """Say with which exit status this process is about to end, in order or not."""
+        self._words[layout.EXIT_STATUS] = status + 1
+
     @contextlib.contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         """Set the phase of a `with` block, and the previous one after it; after an error the phase stays."""

@@ -17,6 +17,7 @@ from megascale.core.limits import cpu_quota
 
 _SET_PDEATHSIG = 1  # of prctl(2)
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PRCTL = ctypes.CDLL(None).prctl  # looked up here: a child of a process with threads must not load a library
 
 
@@ -57,21 +58,45 @@ def process_exists(pid: int) -> bool:
 
 def process_state(pid: int) -> str:
     """Return the letter of a process's state in /proc, such as "T" for stopped. Raises: OSError without the process"""
-    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    return stat.rpartition(")")[2].split()[0]
+    return _stat(f"{pid}")[0]
+
+
+def _stat(process: str) -> list[str]:
+    """Return the fields of proc_pid_stat(5) from the third on, the state. Raises: OSError without the process"""
+    stat = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+    return stat.rpartition(")")[2].split()
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of all threads of a process so far, 0 for a process that is gone."""
+    try:
+        user, system = _stat(f"{pid}")[11:13]
+    except OSError:
+        return 0.0
+    return (int(user) + int(system)) / _TICKS_PER_S
+
+
+def status_of_ended(pid: int) -> int | None:
+    """Return the exit status of a process, negative for a signal, that its parent has not waited for yet. None if it
+    runs, is gone, or belongs to another user.
+    """
+    with contextlib.suppress(OSError, IndexError):
+        fields = _stat(f"{pid}")
+        if fields[0] == "Z":
+            return os.waitstatus_to_exitcode(int(fields[49]))
+    return None
 
 
 def thread_work(pid: int, thread: int) -> tuple[int, ...]:
     """Return numbers that grow while a thread works or polls, and not while it is blocked: its ticks on a core, and how
     often it has waited. Empty for a thread that is gone.
     """
-    folder = Path(f"/proc/{pid}/task/{thread}")
+    folder = f"{pid}/task/{thread}"
     try:
-        stat = (folder / "stat").read_text(encoding="utf-8", errors="replace")
-        status = (folder / "status").read_text(encoding="utf-8", errors="replace")
+        user, system = _stat(folder)[11:13]
+        status = Path(f"/proc/{folder}/status").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ()
-    user, system = stat.rpartition(")")[2].split()[11:13]
     waits = re.findall(r"^voluntary_ctxt_switches:\s*(\d+)", status, re.MULTILINE)  # some kernels do not count them
     return int(user) + int(system), *map(int, waits)
 

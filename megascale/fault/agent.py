@@ -152,7 +152,7 @@ class Agent:
     async def _collect(self, order: Collect) -> None:
         if self._ranks.observes and self._ranks.present is not None:  # its count of attempts is this host's
             order = replace(order, attempt=self._ranks.present.attempt)
-        self._channel.send(read_records(self._ranks.present, order))
+        self._channel.send(await read_records(self._ranks.present, order))
         if order.stacks:
             self._channel.send(await take_stacks(self._ranks.present, order))
 

@@ -89,6 +89,8 @@ class AgentRanks:
             said.append(opened)
         if ranks is not None and ranks.ends:
             said.append(RanksEnded(ranks.attempt, tuple(ranks.ends.values())))
+        if running:
+            said.append(self.heartbeat(None))  # a new driver knows the present step before it decides
         return said
 
     async def open_store(self, order: OpenStore) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 
 from megascale.core.errors import MegascaleError
-from megascale.core.process import process_facts
+from megascale.core.flight_files import process_states
 from megascale.fault.checks.runner import run_check
 from megascale.fault.messages import Check, CheckDone, Collect, Records, Stacks
 from megascale.fault.ranks import Ranks
@@ -17,13 +17,14 @@ STACKS_AT_ONCE = 2
 """Stacks that are taken at the same time: each takes a core for a moment."""
 
 
-def read_records(ranks: Ranks | None, order: Collect) -> Records:
+async def read_records(ranks: Ranks | None, order: Collect) -> Records:
     """Return the flight records of ranks, and the states of their processes; none of another attempt."""
     if ranks is None or ranks.attempt != order.attempt:
         return Records(order.attempt, {}, {})
-    states = {rank: process_facts(pid)[0] for rank, pid in ranks.processes(order.ranks).items()}
-    records = {rank: record.to_dict(order.events) for rank, record in ranks.records(order.ranks).items()}
-    return Records(order.attempt, records, states)
+    records = ranks.records(order.ranks)
+    running = {rank: records[rank] for rank in ranks.processes(order.ranks) if rank in records}
+    states = await call_in_thread(lambda: process_states(running), None)
+    return Records(order.attempt, {rank: record.to_dict(order.events) for rank, record in records.items()}, states)
 
 
 async def take_stacks(ranks: Ranks | None, order: Collect) -> Stacks:

@@ -8,16 +8,20 @@ from functools import cached_property
 
 from megascale.core.flight_record import FlightRecord, FlightRecordError
 from megascale.fault.classify import (
+    IS_STOPPED,
     Finding,
     Verdict,
+    add_culprits,
     classify_ends,
     classify_hang,
     classify_lost_nodes,
     is_cascade,
+    is_killed,
+    words_of,
 )
 from megascale.fault.messages import RankEnd, RankStatus
 from megascale.fault.roster import Roster, node_by_rank
-from megascale.fault.watch import ProgressWatch
+from megascale.fault.watch import STOPPED_STATES, ProgressWatch
 
 HangVerdict = Callable[[Mapping[int, FlightRecord], Mapping[int, str]], Verdict]
 """`observe.hang.hang_verdict`: flight records and states of processes, by rank, to a verdict."""
@@ -90,6 +94,11 @@ class Attempt:
         """True once every rank has left the job in order."""
         return len(self.ends) == self.world and not self.failures
 
+    @property
+    def status(self) -> int:
+        """The exit status of a job all of whose ranks have left in order, and whose statuses are therefore known."""
+        return max(end.status for end in self.ends.values() if end.status is not None)
+
     def is_free(self, node: str) -> bool:
         """Return True if no rank of this attempt runs on a node any more, or the node is lost."""
         return node not in self.busy
@@ -105,6 +114,7 @@ class Attempt:
 
     def _add_end(self, end: RankEnd) -> None:
         self.ends[end.rank] = end
+        self.watch.step = max(self.watch.step, end.step)
         failed = not end.in_order
         for ranks, among in ((self.failures, failed), (self.causes, failed and not is_cascade(end))):
             (ranks.add if among else ranks.discard)(end.rank)
@@ -140,15 +150,22 @@ class Attempt:
         for answers in (self.answered, self.records, self.states, self.stacks):
             answers.clear()
 
-    def finding(self) -> Finding:
-        """Return what the ends of ranks and the loss of nodes say. A cause that is older than the loss comes first."""
+    def finding(self, roster: Roster) -> Finding:
+        """Return what the ends of ranks and the loss of nodes say. A cause that is older than the loss comes first;
+        ranks that were killed or stopped beside it have not failed as a consequence.
+        """
         causes = [self.ends[rank].time for rank in self.causes]
         lost = sorted(self.lost.values(), key=lambda lost: lost.since)
         if lost and not (causes and min(causes) < lost[0].since):
             ranks = [rank for node in self.lost for rank in self.placement.get(node, ())]
             reasons = {one.node: one.reason for one in lost}
-            return classify_lost_nodes(reasons, lost[0].since, ranks, self.failures.difference(ranks))
-        return classify_ends(self.ends, self.node_of)
+            found = classify_lost_nodes(reasons, lost[0].since, ranks, self.failures.difference(ranks))
+        else:
+            found = classify_ends(self.ends, self.node_of)
+        beside = {rank: f"was lost: {one.reason}" for one in lost for rank in self.placement.get(one.node, ())}
+        beside |= {each.rank: IS_STOPPED for each in self.statuses(roster) if each.state in STOPPED_STATES}
+        beside |= {rank: words_of(self.ends[rank]) for rank in self.causes if is_killed(self.ends[rank])}
+        return add_culprits(found, beside, self.node_of)
 
     def hang_finding(self, verdict: Verdict) -> Finding:
         """Return the finding about a hang of this attempt."""

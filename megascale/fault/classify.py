@@ -1,7 +1,8 @@
 """Classification of faults: ends of ranks, lost nodes and verdicts about hangs, as class, culprit and evidence.
 
 The first cause is reported once. A rank that only lost a peer, or that another rank's failure aborted, is a follower;
-so is every rank that the driver stopped itself.
+so is every rank that the driver stopped itself. No failure of a rank sends SIGKILL or SIGSTOP: a rank that was killed
+or stopped from outside is a culprit beside the first.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from megascale.core.errors import Exit
@@ -17,6 +18,7 @@ from megascale.core.rank import format_ranks
 from megascale.fault.incidents import Culprit, IncidentClass
 from megascale.fault.messages import RankEnd
 from megascale.fault.roster import format_nodes
+from megascale.launch.failure import how_ended
 
 CODE_ERRORS = frozenset({
     "ArithmeticError", "AssertionError", "AttributeError", "ImportError", "IndexError", "KeyError", "LookupError",
@@ -80,6 +82,11 @@ def is_cascade(end: RankEnd) -> bool:
     return end.stopped or end.peer_lost or aborted
 
 
+def is_killed(end: RankEnd) -> bool:
+    """Return True for the end of a rank by SIGKILL, which is the consequence of no other rank's end."""
+    return end.status == -signal.SIGKILL and not end.stopped
+
+
 def classify_ends(ends: Mapping[int, RankEnd], node_of: Mapping[int, str]) -> Finding:
     """Return the finding about the ends of ranks, none of them on a lost node. `node_of`: node by rank."""
     failed = [end for end in ends.values() if not end.in_order]
@@ -87,16 +94,40 @@ def classify_ends(ends: Mapping[int, RankEnd], node_of: Mapping[int, str]) -> Fi
     if not causes:
         return _classify_lost_peers([end for end in failed if not end.stopped], node_of)
     first = causes[0]
-    same = tuple(sorted(end.rank for end in causes if end.error == first.error and end.status == first.status))
-    ranks = first.named or (same if first.error else (first.rank,))
+    same = tuple(sorted(end.rank for end in causes if (end.error, end.status) == (first.error, first.status)))
+    ranks = first.named or (same if first.error or is_killed(first) else (first.rank,))
     culprit = Culprit(ranks, _nodes(ranks, node_of))
     followers = tuple(sorted({end.rank for end in failed}.difference(ranks)))
     return _classify_end(first, culprit, followers)
 
 
+def add_culprits(finding: Finding, others: Mapping[int, str], node_of: Mapping[int, str]) -> Finding:
+    """Return a finding with further ranks that have not failed as a consequence. `others`: what each does, by rank.
+
+    The nodes of a lost node's incident stay the lost ones, which are to be replaced.
+    """
+    by_words: dict[str, list[int]] = {}
+    for rank, words in sorted(others.items()):
+        if rank not in finding.culprit.ranks:
+            by_words.setdefault(words, []).append(rank)
+    if not by_words:
+        return finding
+    clauses = [
+        f"{Culprit(tuple(more), _nodes(more, node_of))} {_conjugate(words, more)}" for words, more in by_words.items()
+    ]
+    ranks = tuple(sorted({*finding.culprit.ranks, *others}))
+    nodes = finding.culprit.nodes if finding.class_ == "node" else _nodes(ranks, node_of)
+    return replace(
+        finding,
+        what="; ".join([finding.what, *clauses]),
+        culprit=replace(finding.culprit, ranks=ranks, nodes=nodes),
+        followers=tuple(rank for rank in finding.followers if rank not in others),
+    )
+
+
 def _classify_end(end: RankEnd, culprit: Culprit, followers: tuple[int, ...]) -> Finding:
-    kind = end.error_kind or (f"status {end.status}" if end.status >= 0 else _signal_name(end.status))
-    what, hint = f"{culprit} {_describe_end(end)}", ""
+    kind = end.error_kind or how_ended(end.status)
+    what, hint = f"{culprit} {_conjugate(words_of(end), culprit.ranks)}", ""
     patterns = set(end.patterns)
     class_: IncidentClass = "process" if end.error is None else "software"
     memory = not patterns.isdisjoint(MEMORY_PATTERNS) or end.error_kind in ("OutOfMemoryError", "MemoryError")
@@ -126,19 +157,17 @@ def _classify_end(end: RankEnd, culprit: Culprit, followers: tuple[int, ...]) ->
     )
 
 
-def _describe_end(end: RankEnd) -> str:
+def words_of(end: RankEnd) -> str:
+    """Return how a rank ended, as a verb and what follows."""
     if end.error:
         kind = f"{end.error_kind}: " if end.error_kind not in end.error else ""
         return f"failed: {kind}{end.error.strip().splitlines()[-1]}"
+    if end.status is None:
+        return "ended before the job's end, and only its launcher knows with which status"
     if end.status < 0:
         memory = ", out of memory" if not MEMORY_PATTERNS.isdisjoint(end.patterns) else ""
-        return f"was killed by {_signal_name(end.status)}{memory}"
+        return f"was killed by {how_ended(end.status)}{memory}"
     return f"ended with status {end.status} and no error, before the job's end"
-
-
-def _signal_name(status: int) -> str:
-    names = {number.value: number.name for number in signal.Signals}  # real-time signals have no names of their own
-    return names.get(-status, f"signal {-status}")
 
 
 def _classify_lost_peers(ends: Sequence[RankEnd], node_of: Mapping[int, str]) -> Finding:
@@ -184,9 +213,12 @@ def classify_lost_nodes(
 
 _HANG_CLASS: Mapping[str, IncidentClass] = {"storage": "storage", "network": "network"}
 
+IS_STOPPED = "is stopped (SIGSTOP, a debugger or a frozen container)"
+
 _HANG_WORDS = {
-    "stopped": "is stopped (SIGSTOP, a debugger or a frozen container)",
+    "stopped": IS_STOPPED,
     "spinning": "computes and makes no progress",
+    "locked": "sleeps in a call that holds Python's lock",
     "storage": "waits for storage",
     "data": "hangs in its data loader",
     "dead": "has ended",
@@ -197,7 +229,16 @@ _HANG_WORDS = {
 }
 
 
-_PLURALS = {"is": "are", "has": "have", "computes": "compute", "waits": "wait", "hangs": "hang", "makes": "make"}
+_PLURALS = {
+    "is": "are", "was": "were", "has": "have", "computes": "compute", "sleeps": "sleep", "waits": "wait",
+    "hangs": "hang", "makes": "make",
+}  # fmt: skip
+
+
+def _conjugate(words: str, ranks: Sequence[int]) -> str:
+    """Return words that begin with a verb, as of one rank or of several."""
+    verb, _, rest = words.partition(" ")
+    return f"{_PLURALS.get(verb, verb)} {rest}" if len(ranks) > 1 else words
 
 
 def classify_hang(
@@ -214,10 +255,7 @@ def classify_hang(
     ranks = tuple(verdict.ranks)
     culprit = Culprit(ranks, _nodes(ranks or doubted, node_of), verdict.group)
     class_ = _HANG_CLASS.get(verdict.kind, "hang")
-    words = _HANG_WORDS.get(verdict.kind, "makes no progress")
-    if len(ranks) > 1:
-        verb, _, rest = words.partition(" ")
-        words = f"{_PLURALS.get(verb, verb)} {rest}"
+    words = _conjugate(_HANG_WORDS.get(verdict.kind, "makes no progress"), ranks)
     what = f"{culprit} {words}" if verdict.confident and ranks else f"the job hangs, and the culprit is among {culprit}"
     if not ranks:
         where = f" in group {verdict.group}" if verdict.group else ""

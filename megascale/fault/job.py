@@ -156,7 +156,9 @@ class Job:
 
     def agent_ended(self, node: str, reason: str, now: float) -> list[Command]:
         """The process of a node's agent has ended, and its ranks with it."""
-        if node not in self.roster.excluded.union(self.roster.members):
+        if self.attempt is not None and node in self.attempt.lost and self.stage != Stage.GATHER:
+            return self._advance(now)  # known, and no other agent was started since
+        if not self._runs_ranks(node) and node not in self.roster.excluded.union(self.roster.members):
             self.roster.fail(node, f"before it joined, {reason}")
             self.do(Say(f"node {node} cannot be used: before it joined, {reason}"))
         self.lose(node, reason, now, since=now)
@@ -228,13 +230,12 @@ class Job:
     def lose(self, node: str, reason: str, now: float, since: float | None = None) -> None:
         """Take a node for lost, with the ranks on it. `since`: time of the loss, by default of the last message."""
         member = self.roster.members.get(node)
-        if member is None:
-            return
         self.roster.lose(node)
         if self._runs_ranks(node):
             assert self.attempt is not None
-            self.attempt.lose(LostNode(node, reason, min(member.heard, now) if since is None else since))
-        elif self.stage != Stage.DONE:
+            heard = now if member is None else min(member.heard, now)
+            self.attempt.lose(LostNode(node, reason, heard if since is None else since))
+        elif member is not None and self.stage != Stage.DONE:
             revived = self.plan.revivable and node not in self.roster.excluded
             self.do(Say(f"idle node {node} was lost: {reason}{'; its agent is started again' if revived else ''}"))
             if revived:

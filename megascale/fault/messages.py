@@ -61,15 +61,16 @@ class RankStatus(_Checked):
 class RankEnd(_Checked):
     """The end of a rank's process.
 
-    `status`: exit status, negative for a signal. `time`: seconds since the epoch. From the rank's error file, where it
-    wrote one: `error`, `error_kind` (the name of the exception's class), `peer_lost` (it only lost another rank),
-    `named` (ranks whose state the error calls wrong), `exit_status` and `in_order` (it left the job as it wrote).
-    `last_lines`: of its output. `patterns`: names of the observations in its output (`fault.observations`). `stopped`:
-    the agent had sent a signal before, by order.
+    `status`: exit status, negative for a signal, None if only another launcher knows it. `time`: seconds since the
+    epoch. `step`: the last that the rank had begun, 0 before the first. From the rank's error file, where it wrote one:
+    `error`, `error_kind` (the name of the exception's class), `peer_lost` (it only lost another rank), `named` (ranks
+    whose state the error calls wrong), `exit_status` and `in_order` (it left the job as it wrote). `last_lines`: of its
+    output. `patterns`: names of the observations in its output (`fault.observations`). `stopped`: the agent had sent a
+    signal before, by order.
     """
 
     rank: int
-    status: int
+    status: int | None
     time: float
     error: str | None = None
     error_kind: str = ""
@@ -81,6 +82,7 @@ class RankEnd(_Checked):
     last_lines: tuple[str, ...] = ()
     patterns: tuple[str, ...] = ()
     stopped: bool = False
+    step: int = 0
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megascale.core.errors import MegascaleError
@@ -163,14 +163,22 @@ class NodeRanks:
         log = self._ranks[rank].worker.log
 
         def describe() -> RankEnd:
-            return describe_end(rank, end, self._logs, log, oom_killed=oom_killed, stopped=stopped)
+            error_file = self._logs / ERROR_FILE_NAME.format(rank)
+            return describe_end(rank, end.status, end.time, error_file, log, oom_killed=oom_killed, stopped=stopped)
 
         try:
             found = await call_in_thread(describe, FILES_S)
         except Exception as error:  # whatever its files hold, the rank has ended
             why = str(error) or f"no answer within {FILES_S:g} s"
-            found = unread_end(rank, end, why, oom_killed=oom_killed, stopped=stopped)
-        self._add_end(found)
+            found = unread_end(rank, end.status, end.time, why, oom_killed=oom_killed, stopped=stopped)
+        self._add_end(replace(found, step=self._step(rank)))
+
+    def _step(self, rank: int) -> int:
+        """Return the last step that a rank had begun, 0 before the first."""
+        local = self._ranks[rank]
+        with contextlib.suppress(FlightRecordError, OSError):
+            local.record = read_flight_record(local.record_path, head_only=True)
+        return local.record.step if local.record is not None else 0
 
     def _add_end(self, end: RankEnd) -> None:
         self.ends[end.rank] = end

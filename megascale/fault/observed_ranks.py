@@ -1,36 +1,46 @@
 """Ranks of torchrun or srun on this host, found by their flight records and watched without being their parent.
 
-Only their parent learns the exit status of processes, so an end is known by the rank's error file, if the launcher's
-script sets one, and else only as an end.
+Only their parent is sure to learn the exit status of processes. An observer knows it of a process that its parent has
+not waited for yet, and from what the rank has said itself: in its flight record, and in the error file that its
+launcher has named. Else only the end is known.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megascale.core.errors import Exit
 from megascale.core.flight_layout import Phase
-from megascale.core.flight_reader import read_flight_record
+from megascale.core.flight_reader import read_flight_record, read_open_record
 from megascale.core.flight_record import FlightRecord, FlightRecordError, flight_record_path, folder_key
-from megascale.core.process import process_exists
+from megascale.core.process import process_exists, status_of_ended
+from megascale.core.shared_file import open_for_reading
 from megascale.fault.messages import RankEnd, RankStatus
-from megascale.fault.rank_ends import STORAGE_ERROR, describe_end
+from megascale.fault.rank_ends import describe_end
 from megascale.fault.ranks import call_at_end, rank_status
-from megascale.launch.failure import ProcessEnd, read_record
-
-STATUS_UNKNOWN = "status_unknown"
-"""The observation that only the rank's launcher knows its exit status."""
+from megascale.launch.failure import error_file_of
 
 
 @dataclass
 class _Observed:
+    """A rank. `descriptor`: of its record, open because a rank removes the file as it ends; `record`: the head when it
+    was last read; `error_file`: in which the rank may write its end.
+    """
+
     path: Path
+    descriptor: int
     record: FlightRecord
+    error_file: Path | None
     found: float
+
+    def read(self) -> None:
+        """Read the head of the record."""
+        with contextlib.suppress(FlightRecordError, OSError):
+            self.record = read_open_record(self.descriptor, str(self.path), head_only=True)
 
 
 class ObservedRanks:
@@ -44,7 +54,6 @@ class ObservedRanks:
         self.attempt = self.world = 0
         self.ends: dict[int, RankEnd] = {}
         self._key = folder_key(folder)
-        self._logs = folder / "logs"
         self._on_end = on_end
         self._ranks: dict[int, _Observed] = {}
         pattern = flight_record_path(folder.name, 0, 0)
@@ -62,8 +71,7 @@ class ObservedRanks:
             self._find(path)
         for rank in self.running:
             observed = self._ranks[rank]
-            with contextlib.suppress(FlightRecordError, OSError):
-                observed.record = read_flight_record(observed.path, head_only=True)
+            observed.read()
             if not process_exists(observed.record.pid):
                 self._end(rank, observed)
 
@@ -78,37 +86,34 @@ class ObservedRanks:
         earlier = self._ranks.get(record.rank)
         if not process_exists(record.pid) or (earlier is not None and earlier.record.start > record.start):
             return
+        try:
+            descriptor = open_for_reading(path)
+        except OSError:  # it has ended meanwhile
+            return
         if earlier is not None:  # the launcher has started the ranks again
+            if record.rank not in self.ends:
+                os.close(earlier.descriptor)
             self.attempt += 1
             self._ranks = {rank: self._ranks[rank] for rank in self.running}
             self.ends = {}
         self.world = record.world
-        observed = self._ranks[record.rank] = _Observed(path, record, time.monotonic())
+        observed = self._ranks[record.rank] = _Observed(
+            path, descriptor, record, error_file_of(record.pid, record.rank), time.monotonic()
+        )
         with contextlib.suppress(ProcessLookupError):
             call_at_end(record.pid, lambda: self._end(record.rank, observed))
 
     def _end(self, rank: int, observed: _Observed) -> None:
         if rank in self.ends or self._ranks.get(rank) is not observed:
             return
-        removed = False
-        try:  # its last words, which the last poll may have missed
-            observed.record = read_flight_record(observed.path, head_only=True)
-        except FileNotFoundError:
-            removed = True
-        except (FlightRecordError, OSError):
-            pass
-        said, seen = None, [STATUS_UNKNOWN]
-        try:
-            said = read_record(self._logs, rank)
-        except (OSError, ValueError):
-            seen.append(STORAGE_ERROR)
-        if said is not None and said["time"] >= observed.record.start:
-            end = describe_end(rank, ProcessEnd(said["exit_status"], time.time()), self._logs, None)
-        else:
-            # a rank that ends in order removes its record, maybe before any poll has seen it done
-            done = observed.record.phase == Phase.DONE or (removed and observed.record.step > 0)
-            status = Exit.OK if done else Exit.UNCLASSIFIED
-            end = RankEnd(rank, status, time.time(), in_order=done, patterns=tuple(seen))
+        observed.read()  # its last words, which the last poll may have missed
+        os.close(observed.descriptor)
+        record = observed.record
+        status = status_of_ended(record.pid)
+        status = record.exit_status if status is None else status
+        end = describe_end(rank, status, time.time(), observed.error_file, since=record.start)
+        done = record.phase == Phase.DONE and end.status is not None and end.status == record.exit_status
+        end = replace(end, in_order=end.in_order or done, step=record.step)
         self.ends[rank] = end
         self._on_end(end)
 
@@ -136,5 +141,8 @@ class ObservedRanks:
 
     def close(self) -> None:
         """Remove the records of ranks that have ended."""
-        for rank in self.ends:
-            self._ranks[rank].path.unlink(missing_ok=True)
+        for rank, observed in self._ranks.items():
+            if rank in self.ends:
+                observed.path.unlink(missing_ok=True)
+            else:
+                os.close(observed.descriptor)

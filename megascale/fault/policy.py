@@ -99,7 +99,7 @@ def _without_culprit(
         return Action("replace_group", f"replacing the nodes in doubt, {', '.join(nodes)}, by spares", nodes)
     if again and nodes and len(nodes) <= reserve.spares:
         return Action("replace", f"replacing {', '.join(nodes)} by {_spares(len(nodes))}", nodes)
-    return _restart("no node can be blamed")
+    return _restart("no single node can be blamed")
 
 
 def _restart(reason: str) -> Action:

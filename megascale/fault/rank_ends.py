@@ -12,7 +12,7 @@ from pathlib import Path
 from megascale.core.errors import Exit, MegascaleError
 from megascale.fault.messages import RankEnd
 from megascale.fault.observations import LAST_LINES, observe, read_tail
-from megascale.launch.failure import ProcessEnd, read_record
+from megascale.launch.failure import read_record
 
 OOM_KILL = "linux_oom_kill"
 """The observation that the kernel has killed a process for its memory."""
@@ -25,39 +25,41 @@ SPACE_BYTES = 64 << 10
 
 
 def describe_end(
-    rank: int, end: ProcessEnd, logs: Path, log: Path | None, *, oom_killed: bool = False, stopped: bool = False
-) -> RankEnd:
-    """Return what is known of the end of a rank. `logs`: folder of its error file; `log`: file of its output, None if
-    it cannot be read here. `oom_killed`: the kernel has killed a process of the rank's control group since its start.
-    `stopped`: by order.
+    rank: int, status: int | None, at: float, error_file: Path | None, log: Path | None = None, *, since: float = 0.0,
+    oom_killed: bool = False, stopped: bool = False,
+) -> RankEnd:  # fmt: skip
+    """Return what is known of the end of a rank that ran from `since` to `at`, in seconds since the epoch. `status`:
+    None if only its parent knows it. `error_file`: in which the rank may have written its end; `log`: file of its
+    output; None if it has none, or it cannot be read here. `oom_killed`: the kernel has killed a process of the rank's
+    control group since its start. `stopped`: by order.
     """
     lines = read_tail(log) if log is not None else []
     try:
-        record = read_record(logs, rank)
+        record = read_record(error_file) if error_file is not None else None
     except (OSError, ValueError) as error:
-        return unread_end(rank, end, str(error), lines, oom_killed=oom_killed, stopped=stopped)
-    if record is None and end.status > 0 and not stopped:
+        return unread_end(rank, status, at, str(error), lines, oom_killed=oom_killed, stopped=stopped)
+    if record is None and status and status > 0 and log is not None and not stopped:
         try:
-            check_space(logs)
+            check_space(log.parent)
         except OSError as error:
             why = f"{error.filename}: {error.strerror}"
-            return unread_end(rank, end, why, lines, oom_killed=oom_killed, stopped=stopped)
+            return unread_end(rank, status, at, why, lines, oom_killed=oom_killed, stopped=stopped)
     said = [*lines, record["what"]] if record else lines
-    patterns = _patterns(said, end, oom_killed=oom_killed, stopped=stopped)
+    patterns = _patterns(said, status, oom_killed=oom_killed, stopped=stopped)
     last_lines = tuple(lines[-LAST_LINES:])
-    if record is None:
-        return RankEnd(rank, end.status, end.time, last_lines=last_lines, patterns=patterns, stopped=stopped)
+    if record is None or record["time"] < since:
+        return RankEnd(rank, status, at, last_lines=last_lines, patterns=patterns, stopped=stopped)
     return RankEnd(
         rank,
-        end.status,
-        min(end.time, record["time"]),
+        record["exit_status"] if status is None else status,
+        min(at, record["time"]),
         error=record["what"] or None,
         error_kind=record["kind"],
         peer_lost=record["peer_was_lost"],
         peers=tuple(record["peers"]),
         named=tuple(record["named"]),
         exit_status=record["exit_status"],
-        in_order=not record["what"] and record["exit_status"] == end.status,
+        in_order=not record["what"] and status in (None, record["exit_status"]),
         last_lines=last_lines,
         patterns=patterns,
         stopped=stopped,
@@ -76,26 +78,27 @@ def check_space(logs: Path) -> None:
 
 
 def unread_end(
-    rank: int, end: ProcessEnd, why: str, lines: Sequence[str] = (), *, oom_killed: bool = False, stopped: bool = False
-) -> RankEnd:
+    rank: int, status: int | None, at: float, why: str, lines: Sequence[str] = (), *, oom_killed: bool = False,
+    stopped: bool = False,
+) -> RankEnd:  # fmt: skip
     """Return the end of a rank whose error file cannot be read: a fault of storage, whatever ended the rank. `lines`:
     of its output.
     """
-    patterns = _patterns(lines, end, oom_killed=oom_killed, stopped=stopped)
+    patterns = _patterns(lines, status, oom_killed=oom_killed, stopped=stopped)
     last_lines = (*lines, f"how rank {rank} ended cannot be read: {why}")[-LAST_LINES:]
     return RankEnd(
         rank,
-        end.status,
-        end.time,
+        status,
+        at,
         last_lines=last_lines,
         patterns=tuple(dict.fromkeys((*patterns, STORAGE_ERROR))),
         stopped=stopped,
     )
 
 
-def _patterns(lines: Sequence[str], end: ProcessEnd, *, oom_killed: bool, stopped: bool) -> tuple[str, ...]:
+def _patterns(lines: Sequence[str], status: int | None, *, oom_killed: bool, stopped: bool) -> tuple[str, ...]:
     patterns = observe(lines)
-    if oom_killed and end.status == -signal.SIGKILL and not stopped and OOM_KILL not in patterns:
+    if oom_killed and status == -signal.SIGKILL and not stopped and OOM_KILL not in patterns:
         patterns = (OOM_KILL, *patterns)
     return patterns
 

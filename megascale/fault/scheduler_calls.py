@@ -40,11 +40,14 @@ class SchedulerCalls:
 
     async def run(self) -> None:
         """Serve until the process ends. Starts the agents that do not run at first: all, or those that an earlier
-        driver has not started or that ended with it. The nodes of an attempt that may still run are left to the job.
+        driver has not started or that ended with it. Of those of an attempt that may still run the job is told.
         """
         names = [node.name for node in await self._scheduler.nodes()]
         self._perform(self._job.expect(names, self._now()))
-        await self._start([node for node in await self._scheduler.without_agent() if node not in self._job.used])
+        without = await self._scheduler.without_agent()
+        for node in [node for node in without if node in self._job.used]:
+            self._perform(self._job.agent_ended(node, "its agent has ended", self._now()))
+        await self._start([node for node in without if node not in self._job.used])
         while True:
             command = await self._commands.get()
             try:

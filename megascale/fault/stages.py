@@ -27,7 +27,7 @@ RECONNECT_S = 2.0
 """Seconds that an agent whose ranks other ranks have lost has to connect again."""
 
 REJOIN_S = 8.0
-"""Seconds that a new driver waits for the agents of a running attempt."""
+"""Seconds that a new driver waits for the agents of a running attempt, but for those that are known to have ended."""
 
 JOIN_S = 60.0
 """Seconds that an agent has to start and join, besides the time of its checks."""
@@ -77,14 +77,17 @@ def begin_takeover(job: Job, now: float) -> None:
 
 
 def takeover(job: Job, now: float) -> None:
-    """Wait for the agents of the attempt; go on if all of them run it, else end it and start another."""
+    """Wait for the agents of the attempt that have not ended; go on if all of them run it, else end it and start
+    another.
+    """
     attempt = _attempt(job)
     joined = [node for node in attempt.placement if node in job.roster.members]
-    if len(joined) == len(attempt.placement):
+    missing = set(attempt.placement).difference(joined, attempt.lost)
+    if not missing:
         job.deadline = min(job.deadline, now + SETTLE_S)  # what has ended since follows each Hello
     if now < job.deadline:
         return
-    for node in set(attempt.placement).difference(joined):
+    for node in missing:
         attempt.lose(decisions.never_joined(node, now))
     running = [node for node in joined if job.roster.members[node].attempt == attempt.number or attempt.is_free(node)]
     job.do(
@@ -171,7 +174,7 @@ def run(job: Job, now: float) -> None:
     attempt = _attempt(job)
     if attempt.has_left_in_order:
         decisions.note_progress(job, now)
-        finish(job, max(end.status for end in attempt.ends.values()), now)
+        finish(job, attempt.status, now)
     elif attempt.failed:
         job.enter(Stage.SETTLE, math.inf)
     elif _hangs(job, now):
@@ -220,7 +223,7 @@ def settle(job: Job, now: float) -> None:
                 limit = now + SETTLE_S
     job.deadline = min(job.deadline, limit)
     if now >= job.deadline:
-        decisions.conclude(job, attempt.finding(), now)
+        decisions.conclude(job, attempt.finding(job.roster), now)
 
 
 def collect(job: Job, now: float) -> None:
@@ -272,7 +275,7 @@ def observe(job: Job, now: float) -> None:
     """
     attempt = job.attempt
     if attempt is not None and attempt.has_left_in_order:
-        finish(job, max(end.status for end in attempt.ends.values()), now)
+        finish(job, attempt.status, now)
     if now < job.next_look or job.stage != Stage.OBSERVE:
         return
     job.next_look = now + LOOK_S

@@ -9,6 +9,7 @@ shows as missing, or on CPUs the rank that all others name.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -33,7 +34,9 @@ ERROR_FILE_NAME = "rank-{}.error.json"
 """Name of that file in the launcher's folder of logs."""
 
 TORCHRUN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Environment variable: path of torchrun's error file, in torchrun's format, for torchrun's summary."""
+"""Environment variable: path of torchrun's error file, in torchrun's format, for torchrun's summary. It holds what our
+own file does, too, for observers.
+"""
 
 PEER_LOST_DELAY_S = 1.5
 """Seconds by which a rank with a lost peer delays its exit: torchrun and srun blame the first rank to exit."""
@@ -63,7 +66,7 @@ _PEER_LOST = (
 @dataclass(frozen=True)
 class Failure:
     """The failure of a rank. `unexplained`: the rank did not say how it ended. `peer_was_lost`: all that is known is
-    that ranks lost another rank.
+    that ranks lost another rank. `killed`: ranks that were killed beside it, which is the consequence of no failure.
     """
 
     rank: int
@@ -72,6 +75,7 @@ class Failure:
     exit_status: int
     unexplained: bool = False
     peer_was_lost: bool = False
+    killed: tuple[int, ...] = ()
 
 
 def exit_status_of(error: BaseException) -> int:
@@ -97,8 +101,8 @@ def write_error(error: BaseException, rank: Rank, explain: Callable[[], str] = s
     peer_lost = is_peer_lost(error)
     peers = list(error.peers) if isinstance(error, LostPeerError) else []
     named = list(error.ranks) if isinstance(error, SpoiledStateError) else []
-    record = {"kind": type(error).__name__, "peer_was_lost": peer_lost, "peers": peers, "named": named}
-    _write_record(rank, text, exit_status_of(error), record)
+    more = {"kind": type(error).__name__, "peer_was_lost": peer_lost, "peers": peers, "named": named}
+    record = _write_record(rank, text, exit_status_of(error), more)
     said = f"{rank}: {text}"
     if peer_lost:
         until = time.monotonic() + PEER_LOST_DELAY_S
@@ -108,8 +112,8 @@ def write_error(error: BaseException, rank: Rank, explain: Callable[[], str] = s
         said = f"the cause: {explanation.lstrip('; ') or 'another rank'}. {rank}: lost another rank: {text}"
         time.sleep(max(0.0, until - time.monotonic()))
     if path := os.environ.get(TORCHRUN_ERROR_FILE):
-        torchrun_error = {"message": {"message": said, "extraInfo": {"timestamp": str(int(time.time()))}}}
-        write_text(Path(path), json.dumps(torchrun_error))
+        torchrun_error = {"message": said, "extraInfo": {"timestamp": str(int(time.time()))}}
+        write_text(Path(path), json.dumps({"message": torchrun_error, **record}))
     return text
 
 
@@ -127,17 +131,22 @@ def write_end(rank: Rank, status: int) -> None:
 _NO_ERROR: Mapping[str, Any] = {"kind": "", "peer_was_lost": False, "peers": [], "named": []}
 
 
-def _write_record(rank: Rank, what: str, status: int, more: Mapping[str, Any] = _NO_ERROR) -> None:
+def _write_record(rank: Rank, what: str, status: int, more: Mapping[str, Any] = _NO_ERROR) -> dict[str, Any]:
+    """Write the record of this rank's end to the launcher's file, if it has named one, and return it."""
+    record = {
+        "time": time.time(), "rank": rank.rank, "host": rank.host, "what": what, "exit_status": status, **more
+    }  # fmt: skip
     if path := os.environ.get(ERROR_FILE):
-        record = {
-            "time": time.time(),
-            "rank": rank.rank,
-            "host": rank.host,
-            "what": what,
-            "exit_status": status,
-            **more,
-        }
         write_text(Path(path.replace("%t", str(rank.rank))), json.dumps(record))
+    return record
+
+
+def how_ended(status: int | None) -> str:
+    """Return the name of the signal that ended a process, or "status N"."""
+    names = {-number.value: number.name for number in signal.Signals}  # real-time signals have no names of their own
+    if status is not None and status < 0:
+        return names.get(status, f"signal {-status}")
+    return "unknown status" if status is None else f"status {status}"
 
 
 @dataclass(frozen=True)
@@ -148,7 +157,19 @@ class ProcessEnd:
     time: float
 
 
-def read_record(logs: Path, rank: int) -> dict[str, Any] | None:
+def error_file_of(pid: int, rank: int) -> Path | None:
+    """Return the error file that a rank's launcher has named in the environment of its process: ours, else torchrun's;
+    None without one.
+    """
+    with contextlib.suppress(OSError):
+        variables = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="surrogateescape").split("\0")
+        env = dict(variable.split("=", 1) for variable in variables if "=" in variable)
+        if path := env.get(ERROR_FILE) or env.get(TORCHRUN_ERROR_FILE):
+            return Path(path.replace("%t", str(rank)))
+    return None
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
     """Return what a rank wrote of its end: `time`, `rank`, `host`, `what` (the error, "" for an end in order), `kind`
     (the error's class), `exit_status`, `peer_was_lost`, `peers`, `named` (ranks whose state the error calls wrong);
     None if it wrote nothing.
@@ -156,7 +177,7 @@ def read_record(logs: Path, rank: int) -> dict[str, Any] | None:
     Raises: OSError or ValueError if its file cannot be read
     """
     try:
-        return json.loads((logs / ERROR_FILE_NAME.format(rank)).read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
 
@@ -173,6 +194,12 @@ def root_cause(logs: Path, ends: Mapping[int, ProcessEnd], dump_folder: Path | N
     `ends`: the ends that the launcher has not caused, by rank. `dump_folder`: dumps of the flight recorder. A rank
     killed by SIGABRT either waited for a stuck rank, or failed in C++.
     """
+    first = _first_failure(logs, ends, dump_folder)
+    killed = [rank for rank, end in ends.items() if end.status == -signal.SIGKILL and rank != first.rank]
+    return replace(first, killed=tuple(sorted(killed)))
+
+
+def _first_failure(logs: Path, ends: Mapping[int, ProcessEnd], dump_folder: Path | None) -> Failure:
     host = os.uname().nodename
     records = read_records(logs)
     errors = [record for record in records.values() if record["what"]]
@@ -206,8 +233,7 @@ def _describe_end(status: int) -> str:
     if status < 0:
         if status == -signal.SIGBUS:
             return "killed by SIGBUS: a file that it maps, such as a dataset, was cut short, or /dev/shm is full"
-        names = {number.value: number.name for number in signal.Signals}  # real-time signals have no names of their own
-        return f"killed by {names.get(-status, f'signal {-status}')}"
+        return f"killed by {how_ended(status)}"
     if status in _REPORTED:  # its file could not be written, as on a full disk
         return f"ended with status {status}; its output says why"
     return f"ended with status {status} and no error" + (", before the job's end" if status in _IN_ORDER else "")

@@ -21,11 +21,12 @@ from types import FrameType
 from typing import Any
 
 from megascale.core.errors import ConfigError, Exit, MegascaleError, Problem
-from megascale.core.flight_files import flight_record_files, read_flight_records
+from megascale.core.flight_files import flight_record_files, process_states, read_flight_records
 from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE, FlightRecord
 from megascale.core.live_file import LIVE_FILE
 from megascale.core.network import LOOPBACK, has_loopback, listen
-from megascale.core.process import handling_stops, process_state
+from megascale.core.process import handling_stops
+from megascale.core.rank import format_ranks
 from megascale.core.secret import new_secret, secret_descriptor
 from megascale.eventstore.collector import Collector, collecting
 from megascale.launch.failure import Failure, ProcessEnd, has_left_in_order, root_cause
@@ -115,12 +116,10 @@ def _explain_hang(
     failure: Failure, workers: Sequence[Worker], records: Mapping[int, Path], find_hung: FindHung
 ) -> Failure:
     """Return the failure of the rank that hangs, by the flight records; `failure` if they do not tell."""
-    states = {}
-    for worker in workers:
-        if worker.ended() is None:
-            with contextlib.suppress(OSError):
-                states[worker.rank] = process_state(worker.process.pid)
-    hung = find_hung(read_flight_records(records), states)
+    found = read_flight_records(records)
+    running = {worker.rank for worker in workers if worker.ended() is None}
+    states = process_states({rank: record for rank, record in found.items() if rank in running})
+    hung = find_hung(found, states)
     if hung is None:
         return failure
     return replace(failure, rank=hung[0], host=os.uname().nodename, message=hung[1], unexplained=True)
@@ -203,14 +202,15 @@ def _report(failure: Failure, workers: Sequence[Worker]) -> str:
     log = workers[failure.rank].log
     shown = log is None and not failure.unexplained  # rank 0 has printed its error on this terminal
     message = "" if shown else f": {failure.message}"
-    lines = [f"megascale: rank {failure.rank} of {world} on {failure.host} failed{message}"]
+    killed = f"; {format_ranks(failure.killed)}: killed by SIGKILL" if failure.killed else ""
+    lines = [f"megascale: rank {failure.rank} of {world} on {failure.host} failed{message}{killed}"]
     if log is not None:
         if failure.unexplained:
             text = log.read_text(encoding=sys.stderr.encoding, errors="replace")  # a rank's encoding is the launcher's
             lines += [f"  | {line}" for line in text.splitlines()[-20:]]
         lines.append(f"its output: {log}")
-    if world > 1:
-        lines.append(f"the other {world - 1} rank{'s were' if world > 2 else ' was'} ended")
+    if others := world - 1 - len(failure.killed):
+        lines.append(f"the other {others} rank{'s were' if others > 1 else ' was'} ended")
     return "\n".join(lines)
 
 

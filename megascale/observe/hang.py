@@ -7,7 +7,8 @@
 | is stopped (state T) or has ended (Z) | stopped, dead |
 | has no record | unknown |
 | reads its data; a checkpoint, or waits for a disk (state D) | data; storage |
-| computes (state R), or has no heartbeat: code holds Python's lock | spinning |
+| computes (state R) | spinning |
+| has no heartbeat, and does not compute: it sleeps in code that holds Python's lock | locked |
 | is in no collective, or stuck before its issue | collective |
 | waits for data that all others have sent | network |
 
@@ -18,27 +19,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megascale.core.flight_layout import Phase
-from megascale.core.flight_record import FlightEvent, FlightRecord
+from megascale.core.flight_record import SILENT_S, FlightEvent, FlightRecord
 from megascale.core.rank import format_ranks
 from megascale.observe.divergence import divergent_ranks
 from megascale.observe.dumped_records import MADE_OF_DUMP
 from megascale.observe.waits import WaitGraph, WaitPlace, is_issuing, place_name, wait_graph
 
 VerdictKind = Literal[
-    "stopped", "dead", "spinning", "storage", "data", "collective", "network", "divergence", "device", "unknown"
-]
-
-SILENT_S = 2.0
-"""Seconds without a heartbeat, eight beats, after which code is said to hold Python's lock."""
+    "stopped", "dead", "spinning", "locked", "storage", "data", "collective", "network", "divergence", "device",
+    "unknown",
+]  # fmt: skip
 
 MOST_EVIDENCE = 8
 """Most lines of evidence."""
 
-_STOPPED, _DEAD, _DISK, _RUNNING = "T", ("Z", "X"), "D", "R"
+_STOPPED, _DEAD, _DISK, _RUNNING = ("T", "t"), ("Z", "X"), "D", "R"
 _STORAGE_PHASES = (Phase.CHECKPOINT, Phase.LOAD)
 _START_PHASES = (Phase.IMPORT, Phase.RENDEZVOUS, Phase.GROUPS)
 
@@ -48,7 +47,8 @@ class Verdict:
     """The cause of a hang.
 
     `ranks`: the culprits, those idle for the longest first. `group`: that others wait in, "" if they wait in none.
-    `confident`: a single explanation, and a single rank or link. `compare`: ranks whose longer records would tell more.
+    `confident`: a single explanation, and a single rank or link, or ranks all of which were stopped or have ended.
+    `compare`: ranks whose longer records would tell more.
     """
 
     kind: VerdictKind
@@ -66,10 +66,10 @@ def hang_verdict(records: Mapping[int, FlightRecord], states: Mapping[int, str])
     if not records:
         return Verdict("unknown", (), "", ("no rank has a flight record",), confident=False)
     graph = wait_graph(records)
-    stopped = [rank for rank, state in states.items() if state == _STOPPED]
+    stopped = [rank for rank, state in states.items() if state in _STOPPED]
     dead = [rank for rank, state in states.items() if state in _DEAD]
-    if dead or stopped:
-        return _verdict("dead" if dead else "stopped", dead or stopped, graph, states)
+    if dead or stopped:  # each on its own account: no rank's end or stop stops another
+        return replace(_verdict("dead" if dead else "stopped", dead or stopped, graph, states), confident=True)
     awaited = graph.awaited()
     if culprits := [rank for rank in awaited if not graph.waits(rank)]:
         return _verdict(_kind_of_all(culprits, graph, states), culprits, graph, states)
@@ -95,12 +95,14 @@ def _kind(record: FlightRecord | None, state: str) -> VerdictKind:
     if record is None:
         return "unknown"
     locked = record.silent_s > SILENT_S and state != _DISK
-    if record.phase is Phase.DATA and not locked:
+    if locked and state in ("", _RUNNING):
+        return "spinning" if state else "locked"
+    if record.phase is Phase.DATA:
         return "data"
-    if (record.phase in _STORAGE_PHASES and not locked) or state == _DISK:
+    if record.phase in _STORAGE_PHASES or state == _DISK:
         return "storage"
     if locked or state == _RUNNING:
-        return "spinning"
+        return "locked" if locked else "spinning"
     return "unknown" if record.phase in _START_PHASES else "collective"
 
 

@@ -62,9 +62,10 @@ def run_rank(
     `open_weights` opens the folder of `checkpoint.resume = "hf:..."`. On an error the process exits at once, because an
     orderly shutdown of process groups would wait for ranks that wait for this rank.
     """
-    stop = StopRequest().install_handlers(lambda message, status: _report_stop(message, status, rank))
+    stop = StopRequest().install_handlers(lambda message, status: _report_stop(message, status, rank, flight))
     try:
         status = _run(config, rank, stop, open_weights, flight, ring)
+        flight.end(status)
         flight.set_phase(Phase.DONE)
         init.shutdown_distributed()
     except (Exception, KeyboardInterrupt, SystemExit) as error:  # a library may call sys.exit
@@ -73,6 +74,7 @@ def run_rank(
                 flight.path.unlink(missing_ok=True)  # nothing to diagnose, and no launcher removes it
             if exit_status_of(error) == Exit.DO_NOT_REQUEUE and not rank.local_rank and NODE_VARIABLE not in os.environ:
                 _say_copies(config)  # else the driver does
+            flight.end(exit_status_of(error))
             _exit_with_error(_explain(error), rank)
     return status
 
@@ -83,8 +85,9 @@ def _say_copies(config: RunConfig) -> None:
             print(notice, file=sys.stderr, flush=True)
 
 
-def _report_stop(message: str, status: Exit, rank: Rank) -> None:
+def _report_stop(message: str, status: Exit, rank: Rank, flight: FlightRecordWriter) -> None:
     """Report a signal that ends this rank at once. The store may be in use by the main thread: peers are not told."""
+    flight.end(status)
     with contextlib.suppress(OSError):
         if not write_stop(message, status, rank):
             print(f"{rank}: {message}", file=sys.stderr, flush=True)

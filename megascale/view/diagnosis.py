@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megascale.core.flight_layout import Phase
-from megascale.core.flight_record import FlightEvent, FlightRecord
+from megascale.core.flight_record import SILENT_S, FlightEvent, FlightRecord
 from megascale.core.rank import format_ranks
 from megascale.core.units import format_duration
 from megascale.eventstore.settings import StoreSettings
@@ -21,7 +21,7 @@ from megascale.fault.observations import read_tail
 from megascale.fault.stacks import stack_of
 from megascale.launch.failure import read_records
 from megascale.launch.flight import DUMP_FOLDER, find_suspect
-from megascale.observe.hang import SILENT_S, Verdict, hang_verdict
+from megascale.observe.hang import Verdict, hang_verdict
 from megascale.observe.wait_chain import WaitingSet, WaitLink, distances, wait_chain, waiting_sets
 from megascale.observe.waits import wait_graph
 from megascale.view.last_states import LastState, LastStates, StatesError, read_dumped_states
@@ -187,7 +187,7 @@ def _hang(common: RunDiagnosis, read_stack: Callable[[int], str]) -> RunDiagnosi
 
 def _what(verdict: Verdict, states: LastStates) -> str:
     """Return the verdict in words. A rank without a heartbeat, of whose process nothing is known, may be stopped."""
-    if verdict.kind == "spinning" and verdict.confident and verdict.ranks[0] not in states.letters:
+    if verdict.kind == "locked" and verdict.confident and verdict.ranks[0] not in states.letters:
         rank = verdict.ranks[0]
         nodes = (states.nodes[rank],) if rank in states.nodes else ()
         silent_s = states.by_rank[rank].record.silent_s

@@ -4,7 +4,6 @@ else its newest row in the event store. Where neither is left: from the dumps of
 
 from __future__ import annotations
 
-import contextlib
 import json
 import socket
 import time
@@ -14,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megascale.core.errors import Exit, MegascaleError
+from megascale.core.flight_files import process_states
 from megascale.core.flight_record import FlightRecord, FlightRecordError
-from megascale.core.process import process_state
 from megascale.core.rank import format_ranks
 from megascale.eventstore.query import StoreError, fetch
 from megascale.eventstore.reading import read_store
@@ -92,10 +91,7 @@ class LastStates:
 def read_last_states(view: RunView, clock: Callable[[], float] = time.time) -> LastStates:
     """Return the last states of a run's ranks. Raises: StatesError for a store with damaged files or rows only"""
     live = local_records(view.folder) if view.is_live else {}
-    letters = {}
-    for rank, record in live.items():
-        with contextlib.suppress(OSError):
-            letters[rank] = process_state(record.pid)
+    letters = process_states(live)
     found = {rank: LastState(record, SHARED, 0.0, letters.get(rank, "")) for rank, record in live.items()}
     notes: tuple[str, ...] = ()
     nodes: dict[int, str] = {}

@@ -18,7 +18,7 @@ from megascale.eventstore.reading import read_store
 from megascale.fault.incidents import Incident
 from megascale.fault.observations import read_tail
 from megascale.fault.stacks import stack_of
-from megascale.launch.failure import read_record
+from megascale.launch.failure import ERROR_FILE_NAME, read_record
 from megascale.view.neighbours import RankPlace, place_of
 from megascale.view.rank_states import local_records
 from megascale.view.run_view import RunView
@@ -70,7 +70,7 @@ def read_rank_stack(view: RunView, rank: int, read_stack: Callable[[int], str] =
 def _error(logs: Path, rank: int) -> str:
     """Return the error that a rank has left, "" for none, or a file that cannot be read."""
     try:
-        return str((read_record(logs, rank) or {}).get("what", ""))
+        return str((read_record(logs / ERROR_FILE_NAME.format(rank)) or {}).get("what", ""))
     except (OSError, ValueError, AttributeError):
         return ""
 

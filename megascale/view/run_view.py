@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -17,10 +16,10 @@ from megascale.config.fault import FaultConfig
 from megascale.config.run import RunConfig
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.files import exists
+from megascale.core.flight_files import process_states
 from megascale.core.flight_layout import Phase
 from megascale.core.flight_record import FlightRecord
 from megascale.core.live_file import LIVE_FILE
-from megascale.core.process import process_state
 from megascale.core.units import format_count
 from megascale.fault.alerts import METRICS_FILE
 from megascale.fault.classify import classify_hang
@@ -200,11 +199,8 @@ class RunReader:
         text = f"no rank has made progress for {states.idle_s} s"
         if len(records) < len(states.ranks):
             return text
-        processes = {}
-        for rank, record in records.items():
-            with contextlib.suppress(OSError):
-                processes[rank] = process_state(record.pid)
-        finding = classify_hang(hang_verdict(records, processes), 0.0, {}, tuple(records), {})
+        verdict = hang_verdict(records, process_states(records))
+        finding = classify_hang(verdict, 0.0, {}, tuple(records), {})
         return f"{text}: {finding.what} [{'; '.join(finding.evidence)}]"
 
 

@@ -14,7 +14,7 @@ from megascale.core.errors import ConfigError, DataError
 from megascale.core.rank import STORE_VARIABLE
 from megascale.fault.classify import classify_ends
 from megascale.fault.rank_ends import describe_end
-from megascale.launch.failure import ERROR_FILE, ProcessEnd
+from megascale.launch.failure import ERROR_FILE
 from tests.data.datasets import VOCABULARY, write_dataset
 from tests.jobs import job_config
 from tests.runs import GPT
@@ -36,7 +36,7 @@ def test_a_dataset_that_was_cut_short_is_a_fault_of_the_data(tmp_path: Path) -> 
         start_rank(config, tmp_path, **{STORE_VARIABLE: "127.0.0.1:1"})
     record = json.loads((tmp_path / "rank-0.error.json").read_text())
     assert record["exit_status"] == 3
-    finding = classify_ends({0: describe_end(0, ProcessEnd(3, record["time"]), tmp_path, None)}, {0: "n0"})
+    finding = classify_ends({0: describe_end(0, 3, record["time"], tmp_path / "rank-0.error.json")}, {0: "n0"})
     assert finding.class_ == "data" and finding.permanent
     assert f"{tmp_path}/d.bin has 100 bytes" in finding.what
     assert finding.hint == "fix the data, then launch the job once more"

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megascale.core import flight_files, flight_record
 from megascale.core.event_ring import RingIdentity, event_ring_path, open_event_ring
-from megascale.core.flight_files import flight_record_files, flight_record_of_rank, read_flight_records
+from megascale.core.flight_files import (
+    LOOK_S,
+    flight_record_files,
+    flight_record_of_rank,
+    process_states,
+    read_flight_records,
+)
 from megascale.core.flight_reader import read_flight_record
-from megascale.core.flight_record import ATTEMPT_VARIABLE, FLIGHT_RECORD_VARIABLE
+from megascale.core.flight_record import ATTEMPT_VARIABLE, FLIGHT_RECORD_VARIABLE, SILENT_S, FlightRecord
 from megascale.core.flight_writer import FlightIdentity, open_flight_record
 from megascale.core.rank import Rank
 
@@ -98,3 +107,44 @@ def test_a_rank_that_fails_leaves_its_file(shared_memory: Path) -> None:
     with pytest.raises(ZeroDivisionError), flight_record_of_rank(Path("a run"), Rank(1, 2, 1, "host"), {}):
         raise ZeroDivisionError
     assert len(list(shared_memory.iterdir())) == 1
+
+
+HOLD = """
+import ctypes, re, sys
+print("begun", flush=True)
+ctypes.PyDLL(None).sleep(600) if sys.argv[1] == "sleep" else re.match(r"(a?){64}a{64}", "a" * 64)
+"""
+
+
+def silent_record(path: Path, pid: int) -> FlightRecord:
+    """Return the record of a process whose heartbeat thread does not run."""
+    open_flight_record(FlightIdentity(), path)
+    record = read_flight_record(path)
+    return replace(record, pid=pid, heartbeat_ns=record.read_ns - int(2e9 * SILENT_S))
+
+
+@pytest.mark.parametrize(("how", "letter"), [("sleep", "S"), ("compute", "R")])
+def test_a_process_that_holds_python_s_lock_sleeps_or_computes(how: str, letter: str, tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLD, how], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"begun\n"
+            record = silent_record(tmp_path / "record", process.pid)
+            deadline = time.monotonic() + 60
+            while (states := process_states({5: record})) != {5: letter}:  # it is on its way there
+                assert time.monotonic() < deadline, states
+        finally:
+            process.kill()
+    assert process_states({5: record}) == {}
+
+
+@pytest.mark.parametrize(("used_s", "letter"), [(0.0, "S"), (LOOK_S / 20, "S"), (LOOK_S / 2, "R")])
+def test_a_process_whose_first_thread_sleeps_computes_if_it_uses_a_core(
+    used_s: float, letter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that waits for Python's lock wakes up 200 times a second."""
+    clock = itertools.count()
+    monkeypatch.setattr(flight_files, "process_state", lambda pid: "S")
+    monkeypatch.setattr(flight_files, "cpu_seconds", lambda pid: 7.0 + used_s * next(clock))
+    record = silent_record(tmp_path / "record", os.getpid())
+    assert process_states({0: record}) == {0: letter}
+    assert process_states({0: replace(record, heartbeat_ns=record.read_ns)}) == {0: "S"}, "it does not hold the lock"

@@ -36,6 +36,21 @@ def test_a_killed_rank_is_named_and_ranks_that_lost_it_follow() -> None:
     assert found.followers == (0, 1, 2)
 
 
+def test_ranks_that_were_killed_at_the_same_moment_are_all_culprits() -> None:
+    killed = [ended(rank, -signal.SIGKILL, 1.0 + rank / 10, patterns=("linux_oom_kill",)) for rank in (1, 2)]
+    found = classify(lost_peer(0, 1.0, 1), *killed, ended(4, -signal.SIGABRT, 0.9, patterns=("peer_lost",)))
+    assert found.what == "ranks 1, 2 on a, b were killed by SIGKILL, out of memory"
+    assert (found.culprit.ranks, found.culprit.nodes, found.followers) == ((1, 2), ("a", "b"), (0, 4))
+    ended_by_order = classify(killed[0], ended(2, -signal.SIGKILL, 1.2, stopped=True))
+    assert (ended_by_order.culprit.ranks, ended_by_order.followers) == ((1,), (2,))
+
+
+def test_an_end_of_which_only_another_launcher_knows_the_status_is_said_to_be_unknown() -> None:
+    found = classify(RankEnd(1, None, 1.0))
+    assert found.what == "rank 1 on a ended before the job's end, and only its launcher knows with which status"
+    assert (found.class_, found.signature) == ("process", "process: unknown status of rank 1")
+
+
 def test_the_earliest_of_several_causes_counts() -> None:
     found = classify(ended(2, -11, 5.0), ended(1, 1, 4.0, error="boom", error_kind="RuntimeError"))
     assert (found.class_, found.culprit.ranks) == ("software", (1,))

@@ -623,6 +623,69 @@ def test_a_new_driver_hears_of_a_rank_that_ended_meanwhile() -> None:
     assert new.job.history.incidents[1].culprit.ranks == (1,)
 
 
+@pytest.mark.parametrize("last_beat", [True, False])
+def test_a_new_driver_takes_the_step_that_the_ranks_report_not_the_log_s(last_beat: bool) -> None:
+    """Also if no rank is left to report it when the driver has started."""
+    new = Cluster(history_of(Cluster().start()), takeover=True)
+    new.send("a", Hello("a", "a", "a", 1, attempt=0, ranks=(0,)))
+    if last_beat:
+        new.beat("step", 38, nodes="a")
+    lost = {"error": "lost", "peer_lost": True, "step": 38}
+    new.send("a", RanksEnded(0, (RankEnd(0, 1, 1.5, **lost),)))
+    new.send("b", Hello("b", "b", "b", 1, attempt=0, ranks=()))
+    new.send("b", RanksEnded(0, (RankEnd(1, -9, 1.0, step=37),)))
+    new.tick(1.0)
+    new.tick(1.0)
+    incident = new.job.history.incidents[1]
+    assert (incident.culprit.ranks, incident.step) == ((1,), 37)
+    new.send("a", RanksEnded(0, (RankEnd(0, 1, 1.5, **lost),)))
+    new.send("a", StoreOpened(1, "a:1"))
+    new.beat("step", 31, attempt=1)
+    new.beat("step", 32, attempt=1)
+    assert new.job.history.incidents[1].steps_lost == 7
+
+
+@pytest.mark.parametrize("told", [1, 2])
+def test_a_new_driver_does_not_wait_for_an_agent_that_is_known_to_have_ended(told: int) -> None:
+    """The scheduler may tell it twice: as a node without an agent, and as the end of one."""
+    new = Cluster(history_of(Cluster().start()), takeover=True)
+    new.send("a", Hello("a", "a", "a", 1, attempt=0, ranks=(0,)))
+    for _ in range(told):
+        new.job.agent_ended("b", "its agent ended, killed by signal 9", new.now)
+    commands = new.tick(SETTLE_S) + new.tick(SETTLE_S)
+    incident = new.job.history.incidents[1]
+    assert incident.what == "node b was lost: its agent ended, killed by signal 9"
+    assert Send("a", Stop(0, FaultConfig().end_grace_s)) in commands
+    commands = new.send("a", RanksEnded(0, (RankEnd(0, -9, 3.0, stopped=True),)))
+    assert StartAgent("b", 0.0) in commands, "at once"
+
+
+def test_a_rank_that_was_killed_or_stopped_beside_another_fault_is_no_consequence() -> None:
+    def incident(*ends: RankEnd, stopped: bool = False, lost: bool = False) -> Incident:
+        cluster = Cluster().start()
+        if stopped:
+            cluster.send("b", Heartbeat(cluster.now, 0, (RankStatus(1, 1, "step", 1, state="T"),)))
+        for end in ends:
+            cluster.send("ab"[end.rank], RanksEnded(0, (end,)))
+        if lost:
+            cluster.job.agent_ended("b", "its agent ended", cluster.now + 2.0)
+        cluster.tick(SETTLE_S)
+        return cluster.job.history.incidents[1]
+
+    killed, error = RankEnd(0, -9, 1.0), RankEnd(0, 1, 1.0, error="boom", error_kind="RuntimeError")
+    found = incident(error, RankEnd(1, -9, 1.2))
+    assert found.what == "rank 0 on a failed: RuntimeError: boom; rank 1 on b was killed by SIGKILL"
+    assert (found.culprit, found.followers) == (Culprit((0, 1), ("a", "b")), ())
+    found = incident(killed, stopped=True)
+    assert found.what.startswith("rank 0 on a was killed by SIGKILL; rank 1 on b is stopped (SIGSTOP")
+    assert found.culprit.ranks == (0, 1)
+    found = incident(replace(killed, time=3.0), lost=True)
+    assert found.what == "node b was lost: its agent ended; rank 0 on a was killed by SIGKILL"
+    assert (found.culprit, found.followers) == (Culprit((0, 1), ("b",)), ()), "b alone is to be replaced"
+    found = incident(killed, lost=True)
+    assert found.what == "rank 0 on a was killed by SIGKILL; rank 1 on b was lost: its agent ended"
+
+
 def test_a_new_driver_carries_out_the_last_decision() -> None:
     old = Cluster().start()
     old.send("b", RanksEnded(0, (RankEnd(1, -9, 1.0),)))

@@ -22,7 +22,6 @@ from megascale.fault.classify import classify_ends
 from megascale.fault.messages import RankEnd, Start
 from megascale.fault.node_ranks import NodeRanks, remove_lost_records
 from megascale.fault.rank_ends import describe_end
-from megascale.launch.failure import ProcessEnd
 from tests.core.test_run_folder import known
 from tests.marks import needs_mount
 
@@ -200,10 +199,11 @@ def test_ranks_start_once_the_folder_is_back_and_has_space(
 @needs_mount
 def test_an_end_without_a_word_on_a_full_file_system_is_of_storage(tmp_path: Path) -> None:
     with small_disk(tmp_path / "logs", 1 << 20):
-        ended = ProcessEnd(4, 1.0)
-        before = describe_end(0, ended, tmp_path / "logs", None)
+        log = tmp_path / "logs" / "rank-0.log"
+        log.touch()
+        before = describe_end(0, 4, 1.0, log.with_suffix(".error.json"), log)
         fill_disk(tmp_path / "logs")
-        end = describe_end(0, ended, tmp_path / "logs", None)
+        end = describe_end(0, 4, 1.0, log.with_suffix(".error.json"), log)
     assert classify_ends({0: before}, {0: "n0"}).class_ == "process"
     finding = classify_ends({0: end}, {0: "n0"})
     assert finding.class_ == "storage"

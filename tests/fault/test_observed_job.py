@@ -29,6 +29,7 @@ from megascale.fault.rpc import DriverServer
 from megascale.fault.simulation import HangVerdict
 from megascale.fault.stages import FIND_S, Stage
 from tests.jobs import SECONDS, heed_signals, job_config
+from tests.launch.test_local import with_planted
 from tests.launch.test_torchrun import Torchrun, free_port
 from tests.runs import GPT
 
@@ -306,40 +307,82 @@ def ranks_below(pid: int) -> dict[int, int]:
     return {rank: child for child, rank in ranks.items() if child in below and parents[child] not in ranks}
 
 
+class ObservedTorchrun:
+    """A job of two ranks that torchrun has started, and its observer beside it."""
+
+    def __init__(self, folder: Path, **env: str) -> None:
+        config = job_config(folder, GPT, parallel__tp=2, train__precision="fp32", train__steps=100_000)
+        command = [sys.executable, "-m", "megascale", "observe", str(config), "--driver", f"127.0.0.1:{free_port()}"]
+        self._log = folder / "observe.log"
+        self.job = Torchrun(config, "fault.agent_grace_s=20", env=env)
+        with open(self._log, "w") as log:
+            self.observer = subprocess.Popen(
+                [*command, "fault.agent_grace_s=20"], stdout=log, stderr=log, preexec_fn=heed_signals
+            )
+
+    def __enter__(self) -> ObservedTorchrun:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.observer.kill()
+        self.observer.wait()
+        if self.job.process.poll() is None:
+            self.job.process.kill()
+
+    def wait_for(self, text: str) -> str:
+        """Return what the observer has said, once a pattern is found in it."""
+        deadline = time.monotonic() + SECONDS
+        while not re.search(text, said := self._log.read_text()):
+            assert time.monotonic() < deadline, said
+            assert self.observer.poll() is None, said
+            time.sleep(0.1)
+        return said
+
+    def rank(self, rank: int) -> int:
+        """Return the process id of a rank, once the observer knows all ranks and they train."""
+        self.job.wait_for_step(5)
+        self.wait_for(r"attempt 0: 2 ranks")
+        return ranks_below(self.job.process.pid)[rank]
+
+    def incidents(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Return class and culprits of the incidents."""
+        found = read_history(self.job.folder / LOG_FILE).incidents.values()
+        return [(each.class_, each.culprit.ranks) for each in found if each.class_ != "alert"]
+
+
 @pytest.mark.slow
 def test_a_stopped_rank_and_a_killed_rank_of_torchrun_are_named(tmp_path: Path) -> None:
-    config = job_config(tmp_path, GPT, parallel__tp=2, train__precision="fp32", train__steps=100_000)
-    command = [sys.executable, "-m", "megascale", "observe", str(config), "--driver", f"127.0.0.1:{free_port()}"]
-    job = Torchrun(config)
-    with open(tmp_path / "observe.log", "w+") as log:
-        observer = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=heed_signals)
-        try:
+    with ObservedTorchrun(tmp_path) as observed:
+        rank_1, rank_0 = observed.rank(1), observed.rank(0)
+        os.kill(rank_1, signal.SIGSTOP)
+        observed.wait_for(r"incident 1 \(hang\).* rank 1 on .* is stopped")
+        os.kill(rank_1, signal.SIGCONT)
+        observed.wait_for("the ranks make progress again")
+        os.kill(rank_0, signal.SIGKILL)
+        observed.wait_for(r"rank 0 on \S+ (was killed by SIGKILL|ended before .* only its launcher knows)")
+        observed.job.end()
+        observed.observer.send_signal(signal.SIGTERM)
+        assert observed.observer.wait(SECONDS) == Exit.STOPPED
+    assert observed.incidents() == [("hang", (1,)), ("process", (0,))]
 
-            def wait_for(text: str) -> str:
-                deadline = time.monotonic() + SECONDS
-                while not re.search(text, said := (tmp_path / "observe.log").read_text()):
-                    assert time.monotonic() < deadline, said
-                    assert observer.poll() is None, said
-                    time.sleep(0.1)
-                return said
 
-            job.wait_for_step(5)
-            wait_for(r"attempt 0: 2 ranks")
-            ranks = ranks_below(job.process.pid)
-            os.kill(ranks[1], signal.SIGSTOP)
-            wait_for(r"incident 1 \(hang\).* rank 1 on .* is stopped")
-            os.kill(ranks[1], signal.SIGCONT)
-            wait_for("the ranks make progress again")
-            os.kill(ranks[0], signal.SIGKILL)
-            wait_for(r"\(process\).* rank 0 on")
-            job.end()
-            observer.send_signal(signal.SIGTERM)
-            assert observer.wait(SECONDS) == Exit.STOPPED
-        finally:
-            observer.kill()
-            observer.wait()
-            if job.process.poll() is None:
-                job.process.kill()
-    kinds = [(i.class_, i.culprit.ranks) for i in read_history(job.folder / LOG_FILE).incidents.values()]
-    kinds = [kind for kind in kinds if kind[0] != "alert"]
-    assert kinds == [("hang", (1,)), ("process", (0,))]
+@pytest.mark.slow
+def test_an_error_of_a_rank_of_torchrun_is_told_in_its_words(tmp_path: Path) -> None:
+    with ObservedTorchrun(
+        tmp_path, **with_planted(tmp_path / "site", 1, "ValueError('planted in rank one')")
+    ) as observed:
+        observed.wait_for(r"incident 1 \(software\).* rank 1 on \S+ failed: ValueError: planted in rank one")
+        assert observed.job.end()[0] == Exit.UNCLASSIFIED
+        assert observed.observer.wait(SECONDS) == Exit.UNCLASSIFIED
+    assert observed.incidents() == [("software", (1,))]
+
+
+@pytest.mark.slow
+def test_a_job_that_torchrun_has_stopped_has_the_status_of_its_ranks(tmp_path: Path) -> None:
+    with ObservedTorchrun(tmp_path) as observed:
+        observed.rank(0)
+        observed.job.signal(signal.SIGTERM)
+        assert observed.job.end()[0]
+        assert observed.observer.wait(SECONDS) == Exit.STOPPED
+    assert observed.incidents() == []
+    assert read_history(observed.job.folder / LOG_FILE).ended == Exit.STOPPED

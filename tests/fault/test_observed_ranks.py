@@ -14,7 +14,6 @@ from megascale.core import flight_record
 from megascale.core.flight_files import flight_record_of_rank
 from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE
 from megascale.core.rank import Rank
-from megascale.fault import observed_ranks
 from megascale.fault.messages import RankEnd
 from megascale.fault.observed_ranks import ObservedRanks
 
@@ -36,65 +35,101 @@ def test_ranks_of_the_run_s_folder_are_watched(
         assert ranks.running == watched
 
 
-def test_an_error_file_that_cannot_be_read_shows_a_fault_of_storage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(flight_record, "SHARED_MEMORY", tmp_path)
-    (tmp_path / "run" / "logs" / "rank-3.error.json").mkdir(parents=True)
-    path = tmp_path / f"megascale-{os.geteuid()}-run-1-00003.flight"
-    ends: list[RankEnd] = []
-    ranks = ObservedRanks(tmp_path / "run", ends.append)
-    with flight_record_of_rank(tmp_path / "run", Rank(3, 4, 3, "host"), {FLIGHT_RECORD_VARIABLE: str(path)}):
-
-        async def see_the_end() -> None:
-            ranks.poll()
-            monkeypatch.setattr(observed_ranks, "process_exists", lambda pid: False)
-            ranks.poll()
-
-        asyncio.run(see_the_end())
-    assert [(end.in_order, end.patterns) for end in ends] == [(False, ("status_unknown", "storage_error"))]
-
-
 RANK = """
-import sys
+import os, sys
 from pathlib import Path
 from megascale.core.flight_files import flight_record_of_rank
+from megascale.core.flight_layout import Phase
 from megascale.core.rank import Rank
-with flight_record_of_rank(Path(sys.argv[1]), Rank(0, 1, 0, "host"), {}) as record:
-    record.begin_step(int(sys.argv[2]))
+from megascale.launch.failure import write_error
+rank = Rank(3, 4, 0, "host")
+with flight_record_of_rank(Path(sys.argv[1]), rank, {}) as record:
+    record.begin_step(7)
     print(record.path, flush=True)
-    if sys.stdin.readline() == "fail\\n":
-        raise ValueError
+    word = sys.stdin.readline().strip()
+    if word == "fail":
+        write_error(ValueError("a bad value"), rank)
+        os._exit(1)
+    if word.isdecimal():
+        record.end(int(word))
+        record.set_phase(Phase.DONE)
+sys.exit(int(word) if word.isdecimal() else 0)
 """
+ERROR_FILES = {"TORCHELASTIC_ERROR_FILE": "error.json", "MEGASCALE_ERROR_FILE": "rank-%t.error.json"}
+SIGKILL, UNKNOWN = -9, None
 
 
-@pytest.mark.parametrize(("word", "step", "done"), [("end", 1, True), ("fail", 1, False), ("end", 0, False)])
-def test_a_rank_that_removes_its_record_has_ended_in_order(word: str, step: int, done: bool, tmp_path: Path) -> None:
-    """Between two polls it may be done and gone. Before the first step nothing tells that it was in order."""
-    folder = tmp_path / f"run-{os.getpid()}"
-    command = [sys.executable, "-c", RANK, str(folder), str(step)]
-    rank = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+def observe_end(folder: Path, word: str, *, reaped: bool, **env: str) -> RankEnd:
+    """Have a rank end with a record of its own, and return what an observer knows of it. `reaped`: its parent has
+    waited for it before.
+    """
+    run = folder / f"run-{os.getpid()}"
+    command = [sys.executable, "-c", RANK, str(run)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    rank = subprocess.Popen(command, env=os.environ | env, stderr=subprocess.DEVNULL, text=True, **pipes)
     assert rank.stdin is not None and rank.stdout is not None
     path = Path(rank.stdout.readline().strip())
     ends: list[RankEnd] = []
 
     async def watch() -> None:
-        ranks = ObservedRanks(folder, ends.append)
+        ranks = ObservedRanks(run, ends.append)
         ranks.poll()
-        assert ranks.running == (0,)
-        assert rank.stdin is not None
-        rank.stdin.write(f"{word}\n")
-        rank.stdin.close()
-        rank.wait()
+        assert ranks.running == (3,)
+        if word == "kill":
+            rank.kill()
+        else:
+            rank.communicate(f"{word}\n") if reaped else print(word, file=rank.stdin, flush=True)
+        rank.wait() if reaped else os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
         ranks.poll()
+        ranks.close()
 
     try:
         asyncio.run(watch())
-        assert [(end.rank, end.in_order) for end in ends] == [(0, done)]
     finally:
         rank.kill()
         rank.wait()
+        rank.stdin.close()
         rank.stdout.close()
         path.unlink(missing_ok=True)
+    (end,) = ends
+    return end
+
+
+@pytest.mark.parametrize(
+    ("word", "reaped", "status", "in_order"),
+    [
+        ("0", False, 0, True),
+        ("0", True, 0, True),
+        ("143", True, 143, True),
+        ("kill", False, SIGKILL, False),
+        ("kill", True, UNKNOWN, False),
+        ("vanish", False, 0, False),
+        ("vanish", True, UNKNOWN, False),
+    ],
+)
+def test_the_status_of_a_rank_is_what_it_said_or_the_kernel_knows_and_else_unknown(
+    word: str, reaped: bool, status: int | None, in_order: bool, tmp_path: Path
+) -> None:
+    """A rank removes its record as it ends, in order or not: nothing follows from that."""
+    end = observe_end(tmp_path, word, reaped=reaped)
+    assert (end.rank, end.status, end.in_order, end.error, end.step) == (3, status, in_order, None, 7)
+
+
+@pytest.mark.parametrize("variable", ERROR_FILES)
+@pytest.mark.parametrize("reaped", [False, True])
+def test_the_error_of_a_rank_is_read_where_its_launcher_has_it_written(
+    variable: str, reaped: bool, tmp_path: Path
+) -> None:
+    end = observe_end(tmp_path, "fail", reaped=reaped, **{variable: str(tmp_path / ERROR_FILES[variable])})
+    assert (end.status, end.error, end.error_kind) == (1, "ValueError: a bad value", "ValueError")
+
+
+def test_an_error_of_an_earlier_start_is_not_this_one_s(tmp_path: Path) -> None:
+    file = {"MEGASCALE_ERROR_FILE": str(tmp_path / "error.json")}
+    assert observe_end(tmp_path, "fail", reaped=True, **file).error
+    assert observe_end(tmp_path, "kill", reaped=False, **file).error is None
+
+
+def test_an_error_file_that_cannot_be_read_shows_a_fault_of_storage(tmp_path: Path) -> None:
+    end = observe_end(tmp_path, "kill", reaped=False, MEGASCALE_ERROR_FILE=str(tmp_path))
+    assert (end.status, end.in_order, end.patterns) == (SIGKILL, False, ("storage_error",))

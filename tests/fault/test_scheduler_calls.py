@@ -54,6 +54,25 @@ def test_an_agent_is_started_after_its_pause_unless_the_node_has_joined() -> Non
     asyncio.run(play())
 
 
+def test_a_new_driver_is_told_of_agents_that_have_ended_without_one() -> None:
+    """The end of an agent that was told to a driver as it died is told to no other."""
+    history = JobHistory(attempt=0, nodes=("a", "b"), world=2)
+    plan = JobPlan("run", 2, 2, ("train",), "/logs", takeover=True)
+    job = Job(plan, FaultConfig(), history, lambda records, states: None, 0.0)  # type: ignore[arg-type, return-value]
+    scheduler = Scheduler("bc")
+
+    async def play() -> None:
+        calls = SchedulerCalls(scheduler, job, lambda: 0.0, lambda commands: None)  # type: ignore[arg-type]
+        task = asyncio.ensure_future(calls.run())
+        while not scheduler.started:
+            await asyncio.sleep(0)
+        task.cancel()
+
+    asyncio.run(play())
+    assert job.attempt is not None and list(job.attempt.lost) == ["b"]
+    assert scheduler.started == ["c"], "what becomes of b is the job's decision"
+
+
 def test_a_node_that_the_log_excludes_gets_no_agent() -> None:
     scheduler, job = Scheduler("abc"), new_job(JobHistory(excluded={"b": 900.0}))
 

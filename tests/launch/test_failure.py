@@ -80,6 +80,13 @@ def test_the_first_to_leave_in_silence_is_the_cause_whatever_its_status(
     assert (cause.rank, cause.exit_status, cause.message, cause.unexplained) == (1, exit_status, message, True)
 
 
+def test_ranks_that_were_killed_beside_the_first_failure_are_named(tmp_path: Path) -> None:
+    leave(tmp_path, 2)
+    assert root_cause(tmp_path, ends(r0=-9, r2=1, r3=-9)).killed == (0, 3)
+    cause = root_cause(tmp_path, ends(r0=(-9, 0.5), r2=1, r3=(-9, 0.6), r4=-6))
+    assert (cause.rank, cause.killed) == (0, (3,))
+
+
 def test_a_signal_without_a_name_is_reported_by_its_number(tmp_path: Path) -> None:
     """As a real-time signal."""
     assert root_cause(tmp_path, ends(r1=-40)).message == "killed by signal 40"

@@ -42,8 +42,9 @@ class Call(NamedTuple):
 class Fault:
     """A fault of `rank` at its call number `call`.
 
-    `kind`: "stop", "lock" (Python's), "hang" before the call, "issue" (hangs while issuing), "skip", "skip_step" (all
-    such calls to the end of the step), "extra" (makes the call twice), or "lose" (the rank's own data of the call).
+    `kind`: "stop", "lock" (computes with Python's lock), "sleep" (with the lock), "hang" before the call, "issue"
+    (hangs while issuing), "skip", "skip_step" (all such calls to the end of the step), "extra" (makes the call twice),
+    or "lose" (the rank's own data of the call).
     """
 
     kind: str
@@ -238,7 +239,7 @@ class HangingWorld:
 
     def states(self) -> dict[int, str]:
         """The processes' states."""
-        letters = {"stop": "T", "lock": "R"}
+        letters = {"stop": "T", "lock": "R", "sleep": "S"}
         return {r.number: letters.get(self.fault.kind, "S") if self._hangs(r) else "S" for r in self._ranks}
 
     def records(self, events: int = EVENTS) -> dict[int, FlightRecord]:
@@ -247,11 +248,11 @@ class HangingWorld:
         return {rank.number: self._record(rank, now, events) for rank in self._ranks}
 
     def _hangs(self, rank: _Rank) -> bool:
-        hang = self.fault.kind in ("stop", "lock", "hang", "issue")
+        hang = self.fault.kind in ("stop", "lock", "sleep", "hang", "issue")
         return hang and rank.number == self.fault.rank and rank.at == self.fault.call
 
     def _record(self, rank: _Rank, now: int, events: int) -> FlightRecord:
-        silent = self._hangs(rank) and self.fault.kind in ("stop", "lock")
+        silent = self._hangs(rank) and self.fault.kind in ("stop", "lock", "sleep")
         completed = rank.known if self._device else rank.completed
         groups = {
             key: GroupState(*group[:3], rank.entered[key], rank.issued[key], completed.get(key, 0), group.peer)

@@ -74,19 +74,33 @@ def verdict_of(world: HangingWorld) -> Verdict:
     return verdict
 
 
-KINDS = {"stop": "stopped", "lock": "spinning", "issue": "collective"}
+KINDS = {"stop": "stopped", "lock": "spinning", "sleep": "locked", "issue": "collective"}
 
 
 @COUNTS
-@pytest.mark.parametrize("kind", ["stop", "lock", "hang", "issue"])
+@pytest.mark.parametrize("kind", ["stop", "lock", "sleep", "hang", "issue"])
 @pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
 def test_a_rank_that_hangs_is_named(kind: str, jobs: Jobs, count: int, device: bool) -> None:
     for topology, work, fault, call in faults(kind, jobs, count):
         verdict = verdict_of(HangingWorld(topology, fault, work, device=device))
-        expected = KINDS.get(kind, "data" if call.name == "data" else "collective")
+        in_data = call.name == "data" and kind in ("sleep", "hang")
+        expected = "data" if in_data else KINDS.get(kind, "collective")
         where = topology, work, fault, call, verdict
         assert (verdict.ranks, verdict.kind, verdict.confident) == ((fault.rank,), expected, True), where
         assert any(f"rank {fault.rank} is in phase" in line for line in verdict.evidence)
+
+
+@pytest.mark.parametrize(("letters", "kind"), [("TtSS", "stopped"), ("ZXSS", "dead")])
+def test_ranks_that_were_stopped_at_the_same_moment_are_all_culprits(letters: str, kind: str) -> None:
+    """The second, which waits for the first by its record, too."""
+    world = HangingWorld(Topology(dp=4), Fault("stop", 0, 5))
+    verdict = hang_verdict(world.records(), dict(enumerate(letters)))
+    assert (verdict.kind, set(verdict.ranks), verdict.confident) == (kind, {0, 1}, True)
+
+
+def test_nothing_is_claimed_of_a_rank_without_heartbeats_whose_process_is_not_seen() -> None:
+    world = HangingWorld(Topology(dp=4), Fault("lock", 0, 5))
+    assert hang_verdict(world.records(), {}).kind == "locked"
 
 
 @COUNTS

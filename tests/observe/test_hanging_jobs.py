@@ -56,7 +56,8 @@ HEALING = [
     ("stop", ("data", "forward", "backward", "optimizer", "grad_reduce", "totals", "param_gather"), "stopped"),
     ("hang", ("data",), "data"),
     ("hang", ("forward", "backward", "optimizer", "grad_reduce", "totals", "param_gather"), "collective"),
-    ("hold_gil", ("data", "forward", "backward", "optimizer"), "spinning"),
+    ("hold_gil", ("forward", "backward", "optimizer"), "locked"),
+    ("hold_gil", ("data",), "data"),
     ("slow_storage", ("data",), "data"),
 ]
 HANG_S = 12
