@@ -70,7 +70,7 @@ class NodeRanks:
         self._on_end = on_end
         self._ranks: dict[int, _LocalRank] = {}
         self._describing: dict[int, asyncio.Task[None]] = {}
-        self._stopped = False
+        self.stopped = False
 
     async def start(self, listener: socket.socket | None, standby: list[StandbyProcess]) -> None:
         """Start the ranks. `listener`: the socket of the job's store, for rank 0. `standby`: processes that wait for
@@ -85,7 +85,7 @@ class NodeRanks:
             for rank in order.ranks:
                 self._add_end(failed_start(rank, error, STORAGE_ERROR))
             return
-        if not self._stopped:  # meanwhile, by a signal
+        if not self.stopped:  # meanwhile, by a signal
             self._start_all(listener, standby)
 
     def _prepare_logs(self) -> None:
@@ -128,7 +128,7 @@ class NodeRanks:
         local = self._ranks[rank]
         if rank not in self._describing and (end := local.worker.ended()) is not None:
             oom_killed = local.oom_kills.have_risen()
-            describing = self._describe(rank, end, oom_killed=oom_killed, stopped=self._stopped)
+            describing = self._describe(rank, end, oom_killed=oom_killed, stopped=self.stopped)
             self._describing[rank] = asyncio.ensure_future(describing)
 
     async def _describe(self, rank: int, end: ProcessEnd, *, oom_killed: bool, stopped: bool) -> None:
@@ -188,7 +188,7 @@ class NodeRanks:
 
     async def stop(self, grace_s: float, *, save: bool = False) -> tuple[int, ...]:
         """End the ranks within `grace_s` seconds, and return those that do not end even when killed."""
-        self._stopped = True
+        self.stopped = True
         for pause in ending([local.worker for local in self._ranks.values()], grace_s, save=save):
             await asyncio.sleep(pause)
         for rank in self._ranks:
