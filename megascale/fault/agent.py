@@ -200,16 +200,16 @@ class Agent:
             self._spawn(self._heed_signal())
 
     async def _heed_signal(self) -> None:
-        """Leave the job alone, without a save, which would stop it: unless the driver, which may have got the signal
-        too, orders an end of the ranks. Without a driver the ranks save, and a second request kills them.
+        """Leave the job, unless the driver, which may have got the signal too, orders an end of the ranks. Ranks that
+        save would stop the job: they do so without a driver alone, and until a second request.
         """
         first = self._stop_requests.count == 1
-        if self._channel.lost_s or self._ranks.observes or not first:
-            await self._leave("stopped by a signal", Exit.STOPPED, self._settings.stop_grace_s if first else 0.0)
-            return
-        await asyncio.sleep(ORDER_WAIT_S)
-        if not self._ranks.are_stopped:
-            await self._leave("stopped by a signal, and the driver has ordered nothing", Exit.STOPPED, 0.0)
+        if first and not self._channel.lost_s and not self._ranks.observes:
+            await asyncio.sleep(ORDER_WAIT_S)
+            if self._ranks.are_stopped:
+                return
+        saves = first and self._channel.lost_s > 0
+        await self._leave("stopped by a signal", Exit.STOPPED, self._settings.stop_grace_s if saves else 0.0)
 
     async def _leave(self, reason: str, status: int, grace_s: float) -> None:
         _say(reason)

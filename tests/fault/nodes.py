@@ -81,6 +81,8 @@ if "RANK" in os.environ and "MEGASCALE_FLIGHT_RECORD" in os.environ:
                 os._exit(0)
             if what == "deaf":
                 os.environ["deaf"] = "1"
+            if what == "hear":
+                os.environ.pop("deaf", None)
 """
 """sitecustomize.py of a rank."""
 

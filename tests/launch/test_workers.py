@@ -68,10 +68,14 @@ def test_the_end_of_a_worker_that_even_sigkill_does_not_end_is_not_awaited(monke
 
 
 def test_a_saving_worker_gets_one_order_however_often_it_is_told() -> None:
-    code = "import signal, sys, time; n = []; signal.signal(signal.SIGRTMIN + 3, lambda *_: n.append(1))\n"
-    code += "print('up', flush=True)\n"
-    code += "while not n: time.sleep(0.01)\n"
-    code += "time.sleep(1); sys.exit(10 + len(n))"
+    code = (
+        "import os, signal, sys, time; pipe, end = os.pipe(); os.set_blocking(end, False); signal.set_wakeup_fd(end)\n"
+    )
+    code += "signal.signal(signal.SIGRTMIN + 3, lambda *_: None); print('up', flush=True)\n"
+    code += "n = len(os.read(pipe, 9)); time.sleep(1); os.set_blocking(pipe, False)\n"
+    code += "try: n += len(os.read(pipe, 9))\n"
+    code += "except BlockingIOError: pass\n"
+    code += "sys.exit(10 + n)"
     for save, orders in ((True, 1), (False, 2)):
         saving = worker(code)
         saving.stop(save=save)
