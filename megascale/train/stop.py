@@ -98,13 +98,8 @@ class StopRequest:
     def _heed_alone(self, number: signal.Signals) -> None:
         """Heed a signal that the parent of this rank did not get."""
         stops_job = self._deferred and ATTEMPT_VARIABLE not in os.environ
-        with contextlib.suppress(OSError):
-            then = "the job saves and stops" if stops_job else "it ends"
-            print(
-                f"this rank has received {number.name}, and nobody of the job sent it: {then}",
-                file=sys.stderr,
-                flush=True,
-            )
+        then = "the job saves and stops" if stops_job else "this rank ends"
+        _print_stop(f"received {number.name}, which nobody of this job sent: {then}", Exit.STOPPED)
         if not stops_job:
             end_by_signal(number)
         self.requested, self.unordered = True, number

@@ -71,7 +71,7 @@ def test_a_rank_that_a_signal_ends_alone_at_the_start_is_named(tmp_path: Path) -
     status, _, err = job.end()
     assert status == Exit.UNCLASSIFIED
     assert f"megascale: rank 1 of 2 on {HOST} failed: killed by SIGTERM\n" in err
-    assert "  | this rank has received SIGTERM, which nobody of this job sent: it ends\n" in err
+    assert "  | megascale: received SIGTERM, which nobody of this job sent: this rank ends\n" in err
 
 
 @pytest.mark.slow
