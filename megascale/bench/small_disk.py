@@ -19,7 +19,7 @@ _PARTS = 1 << 20, 4096
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: int) -> Iterator[None]:
-    """Mount a new file system of `size` bytes at `folder`, which is made, and unmount it at the end.
+    """Mount a new file system of `size` bytes at `folder`, which is made, and unmount it at the end, if it still is.
 
     Raises: TestbedError without the privilege
     """
@@ -28,7 +28,8 @@ def small_disk(folder: Path, size: int) -> Iterator[None]:
     try:
         yield
     finally:
-        _call("umount", str(folder))
+        if os.path.ismount(folder):
+            _call("umount", str(folder))
 
 
 def fill_disk(folder: Path) -> None:

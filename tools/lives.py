@@ -1,0 +1,239 @@
+"""Lives of a job: break a running `megascale launch` from outside at a random moment, and check what becomes of it.
+
+A scenario is a function of `SCENARIOS`. A round launches a small job in a folder of its own, breaks it, waits for its
+end, and adds a row to the table: what was done, after which step, and what differs from what must come of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megascale.bench.outside_faults import CHECKPOINTS, RUN_VARIABLE, job_processes, last_step, loss_curve
+from megascale.bench.small_disk import small_disk
+from megascale.core.errors import Exit
+from megascale.core.process import die_with_parent
+from megascale.fault.incidents import LOG_FILE, Incident, read_history
+
+LIMIT_S = 400.0
+"""Longest time of a job, in seconds."""
+
+POLL_S = 0.05
+
+DISK_BYTES = 64 << 20
+"""Size of a file system that a run's folder has to itself."""
+
+CONFIG = """
+[model]
+num_layers = 2
+hidden_size = 64
+num_heads = 4
+vocab_size = 256
+seq_length = 64
+[parallel]
+dp = 2
+[batch]
+micro = 2
+global = 8
+[train]
+steps = 120
+log_every = 1
+[optimizer]
+lr = 1e-3
+warmup_steps = 2
+decay = "constant"
+[data]
+mock = true
+[checkpoint]
+every = 20
+memory_every = 1
+retry_timeout_s = 15
+[observe]
+tensorboard = false
+"""
+"""The configuration of the jobs, without name and folder: two nodes with a rank each."""
+
+
+@dataclass
+class Job:
+    """A job in `folder`, which `launch` has started. `random`: the round's own, for moments and choices."""
+
+    folder: Path
+    random: random.Random
+    launcher: subprocess.Popen[bytes]
+
+    def processes(self, command: str = "", node: str = "") -> list[int]:
+        """Return the job's processes: of a subcommand of megascale ("train" for ranks), of a node; all if empty."""
+        return job_processes(self.folder, node, command)
+
+    def await_step(self, step: int) -> int:
+        """Wait until the job has finished a step, and return its last step then."""
+        end = time.monotonic() + LIMIT_S
+        while (last := last_step(self.folder)) < step:
+            if self.launcher.poll() is not None or time.monotonic() > end:
+                raise RuntimeError(f"{self.folder}: the job has not reached step {step}, but {last}")
+            time.sleep(POLL_S)
+        return last
+
+    def await_moment(self, first: int = 5, last: int = 60) -> int:
+        """Wait for a random moment after one of these steps, and return the last step then."""
+        self.await_step(self.random.randint(first, last))
+        time.sleep(self.random.uniform(0, 1.0))
+        return last_step(self.folder)
+
+    def end(self) -> int:
+        """Wait for the end of the job, and return its exit status."""
+        return self.launcher.wait(LIMIT_S)
+
+    @property
+    def output(self) -> str:
+        """What the launcher has printed so far."""
+        return self.folder.with_suffix(".log").read_text(encoding="utf-8", errors="replace")
+
+    def incidents(self, folder: Path | None = None) -> list[Incident]:
+        """Return the incidents in the log of the run's folder, or of another."""
+        return list(read_history((folder or self.folder) / LOG_FILE).incidents.values())
+
+
+@dataclass(frozen=True)
+class Row:
+    """A round's result. `what`: was done; `step`: the last step then; `came`: what came of it; `problems`: what differs
+    from what must come of it.
+    """
+
+    what: str
+    step: int
+    came: str
+    problems: list[str] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def launch(folder: Path, chance: random.Random, *settings: str) -> Iterator[Job]:
+    """Launch a job of two nodes in `folder`, and kill at the end what is left of it."""
+    config = folder.with_suffix(".toml")
+    config.write_text(CONFIG, encoding="utf-8")
+    command = [sys.executable, "-m", "megascale", "launch", str(config), f"name={folder.name}"]
+    command += [f"observe.dir={folder.parent}", *settings, "--nodes", "2"]
+    parent = os.getpid()
+    with open(folder.with_suffix(".log"), "wb") as log:
+        launcher = subprocess.Popen(
+            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", RUN_VARIABLE: str(folder)},
+            preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509
+        )  # fmt: skip
+    job = Job(folder, chance, launcher)
+    try:
+        yield job
+    finally:
+        for pid in job.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        launcher.wait()
+
+
+def kill_rank(job: Job) -> str:
+    """Kill a random rank of the job, and say which process."""
+    pid = job.random.choice(job.processes("train"))
+    os.kill(pid, signal.SIGKILL)
+    return f"SIGKILL of a rank, process {pid}"
+
+
+def check_curve(found: Mapping[int, float], undisturbed: Mapping[int, float]) -> Iterator[str]:
+    """Yield what differs between the losses of a job and those of the undisturbed job, by step."""
+    missing = sorted(undisturbed.keys() - found.keys())
+    if missing:
+        yield f"{len(missing)} steps are missing, from {missing[0]}"
+    wrong = sorted(step for step in found if found[step] != undisturbed.get(step))
+    if wrong:
+        yield f"the losses of {len(wrong)} steps differ, from step {wrong[0]}"
+
+
+Undisturbed = Mapping[int, float]
+"""Losses by step of a job that nothing breaks."""
+
+
+def lose_folder(folder: Path, chance: random.Random, undisturbed: Undisturbed) -> Row:
+    """Take the run's folder away, or what it holds, and kill a rank. Copies in memory must serve; without any, the job
+    must end with 93 for storage, and the empty place must stay empty.
+    """
+    how = chance.choice(["renamed", "unmounted", "removed", "checkpoints removed"])
+    copies = chance.random() < 0.5
+    kept, mounted = folder.with_name(f"{folder.name}-kept"), how == "unmounted"
+    settings = [] if copies else ["checkpoint.memory_every=0"]
+    disk = small_disk(folder, DISK_BYTES) if mounted else contextlib.nullcontext()
+    with disk, launch(folder, chance, *settings) as job:
+        step = job.await_moment(22, 60)  # after the first checkpoint
+        shutil.copytree(folder, kept, ignore=shutil.ignore_patterns(".*.tmp"))
+        if how == "renamed":
+            folder.rename(folder.with_name(f"{folder.name}-away"))
+        elif how == "unmounted":
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+        else:
+            shutil.rmtree(folder if how == "removed" else folder / CHECKPOINTS, ignore_errors=True)
+        kill_rank(job)
+        status = job.end()
+    what = f"folder {how}" if how != "checkpoints removed" else how
+    before, after = dict(loss_curve(kept)), dict(loss_curve(folder))
+    first = min(after.keys() - before.keys(), default=0)
+    came = f"status {status}, new steps from {first}" if first else f"status {status}"
+    problems = []
+    if copies:
+        problems += [f"status {status} instead of 0"] if status else []
+        problems += check_curve(before | after, undisturbed)
+    else:
+        problems += [f"status {status} instead of 93"] if status != Exit.DO_NOT_REQUEUE else []
+        problems += [] if "(storage)" in job.output else ["no incident of class storage"]
+        left = sorted(os.listdir(folder)) if folder.exists() and how != "checkpoints removed" else []
+        problems += [f"made in the empty place: {', '.join(left)}"] if left else []
+    if after and min(after) == 1 and how != "checkpoints removed":
+        problems.append("training began at step 1 again")
+    return Row(f"{what}, {'with' if copies else 'without'} copies in memory; SIGKILL of a rank", step, came, problems)
+
+
+SCENARIOS: dict[str, Callable[[Path, random.Random, Undisturbed], Row]] = {"folder": lose_folder}
+"""Scenarios by name: function (folder of the run, chance, losses of the undisturbed job)."""
+
+
+def main() -> int:
+    """Run the scenarios, print the table, and return 1 if a round has a problem."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("scenarios", nargs="*", default=list(SCENARIOS), help=f"of {', '.join(SCENARIOS)} (all)")
+    parser.add_argument("--rounds", type=int, default=10, help="rounds of each scenario (10)")
+    parser.add_argument("--seed", type=int, default=1, help="of moments and choices (1)")
+    parser.add_argument("--folder", type=Path, help="folder of the runs, which stay (default: a temporary one)")
+    options = parser.parse_args()
+    if unknown := set(options.scenarios) - SCENARIOS.keys():
+        parser.error(f"no scenario {', '.join(sorted(unknown))}: one of {', '.join(SCENARIOS)}")
+    folder = (options.folder or Path(tempfile.mkdtemp(prefix="lives-"))).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    with launch(folder / "undisturbed", random.Random(options.seed)) as job:
+        if job.end() != Exit.OK:
+            raise SystemExit(f"the undisturbed job has failed: {folder / 'undisturbed.log'}")
+        undisturbed = dict(loss_curve(job.folder))
+    print("| scenario | round | what was done | after step | what came of it | problems |\n|---|---|---|---|---|---|")
+    failed = 0
+    for name in options.scenarios:
+        for number in range(1, options.rounds + 1):
+            chance = random.Random(f"{options.seed} {name} {number}")
+            row = SCENARIOS[name](folder / f"{name}-{number}", chance, undisturbed)
+            failed += bool(row.problems)
+            cells = name, number, row.what, row.step, row.came, "; ".join(row.problems) or "none"
+            print(f"| {' | '.join(map(str, cells))} |", flush=True)
+    if not options.folder and not failed:
+        shutil.rmtree(folder)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
