@@ -80,6 +80,12 @@ class Job:
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
 
+    def signal_all(self, number: int) -> None:
+        """Send a signal to all processes of the job at once, as systemd does, or a host that shuts down."""
+        for pid in [self.process.pid, *descendants(self.process.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
     def kill(self) -> None:
         """Kill all processes of the job at once (SIGKILL), as at a power cut."""
         for pid in [*self.ranks().values(), self.process.pid]:
@@ -132,6 +138,15 @@ def standby_processes(agent: int) -> list[int]:
         except OSError:
             continue
     return found
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that a process has started, and that those have started."""
+    children: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            children += map(int, path.read_text().split())
+    return [*children, *(found for child in children for found in descendants(child))]
 
 
 def lives(pid: int) -> bool:

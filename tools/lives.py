@@ -273,7 +273,32 @@ def lose_writer(folder: Path, chance: random.Random, undisturbed: Undisturbed) -
     return Row(f"{signal.Signals(number).name} of the writer of rank {rank}", step, came, problems)
 
 
-SCENARIOS: dict[str, Callable[[Path, random.Random, Undisturbed], Row]] = {"folder": lose_folder, "writer": lose_writer}
+def sigterm(folder: Path, chance: random.Random, undisturbed: Undisturbed) -> Row:
+    """Send SIGTERM to a random rank: one incident that names the rank, and training goes on to the end. The job is long
+    enough for the seconds in which the rank waits for an order to stop.
+    """
+    with launch(folder, chance, "train.steps=300") as job:
+        step = job.await_moment(5, 40)
+        pid = chance.choice(job.processes("train"))
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        rank = next(int(text.removeprefix(b"RANK=")) for text in variables if text.startswith(b"RANK="))
+        os.kill(pid, signal.SIGTERM)
+        status = job.end()
+    found = dict(loss_curve(folder))
+    incidents = [(one.class_, one.culprit.ranks) for one in job.incidents() if one.class_ != "alert"]
+    problems = [f"status {status} instead of 0"] if status else []
+    problems += [] if incidents == [("process", (rank,))] else [f"incidents {incidents}, not of rank {rank} alone"]
+    problems += [] if "received SIGTERM, which nobody of this job sent" in job.output else ["the cause is not said"]
+    problems += [f"the last step is {max(found, default=0)}"] if max(found, default=0) != 300 else []
+    problems += check_curve({at: loss for at, loss in found.items() if at in undisturbed}, undisturbed, range(0))
+    return Row(f"SIGTERM to rank {rank}", step, f"status {status}, {len(incidents)} incident", problems)
+
+
+SCENARIOS: dict[str, Callable[[Path, random.Random, Undisturbed], Row]] = {
+    "folder": lose_folder,
+    "writer": lose_writer,
+    "sigterm": sigterm,
+}
 """Scenarios by name: function (folder of the run, chance, losses of the undisturbed job)."""
 
 

@@ -67,7 +67,7 @@ class FaultConfig(Section):
     stop_grace_s: Seconds = Field(
         60.0, description="time to finish a step and save it after a request to stop; then ranks are killed"
     )
-    end_grace_s: Seconds = Field(2.0, description="time to end after SIGTERM for the ranks of a failed attempt")
+    end_grace_s: Seconds = Field(2.0, description="time to end after an order for the ranks of a failed attempt")
 
     standby: Literal["spares", "nodes", "none"] = Field(
         "spares",

@@ -107,9 +107,21 @@ def _find_problems(source: Source, world_size: int | None, skip_sections: Collec
     if not (isinstance(name_value, str) and NAME_PATTERN.fullmatch(name_value)):
         yield _name_problem(source, name_value)
     yield from (_to_problem(source, finding) for finding in _run_rules(valid, skip_sections))
+    yield from _shared_folders(source)
     if world_size is not None and all(isinstance(valid.get(name), Section) for name in types):
         config = RunConfig.model_construct(name="check", **valid)
         yield from (_to_problem(source, finding) for finding in world_findings(config, world_size))
+
+
+def _shared_folders(source: Source) -> Iterator[Problem]:
+    """Find folders outside of a run's own that a copy of the run would share with the original."""
+    for table, name in (("checkpoint", "dir"), ("observe", "store_dir")) if source.moved_from else ():
+        key, section = f"{table}.{name}", source.tree.get(table)
+        parent = section.get(name) if isinstance(section, dict) else None
+        if parent and (where := source.location(key)) != "command line":
+            what = f"{parent} belongs to the run in {source.moved_from}, of which this one was moved or copied"
+            hint = f"for a run that was moved write {key}={parent} on the command line, for a copy another folder"
+            yield Problem(where, key, what, hint)
 
 
 def _run_rules(valid: dict[str, Section | _PartialSection], skip_sections: Collection[str] = ()) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import tomllib
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core.errors import ConfigError, Problem
-from megascale.core.files import why_unreadable
+from megascale.core.files import is_file, why_unreadable
 
 Tree = dict[str, Any]
 
@@ -23,11 +24,14 @@ _INLINE_KEY = re.compile(rf"[{{,]\s*{_NAME}\s*=")
 
 @dataclass
 class Source:
-    """A configuration before checks: nested values, and the location (`file:line` or `command line`) of dotted keys."""
+    """A configuration before checks: nested values, and the location (`file:line` or `command line`) of dotted keys.
+    `moved_from`: the folder that the configuration in a run's folder names, if it lies in another.
+    """
 
     path: str
     tree: Tree = field(default_factory=dict)
     locations: dict[str, str] = field(default_factory=dict)
+    moved_from: Path | None = None
 
     def location(self, key: str) -> str:
         """Return the location of `key`, else of its section, else the file."""
@@ -98,6 +102,7 @@ def _read_file(path: Path, seen: tuple[Path, ...]) -> Source:
         )
         raise ConfigError([Problem(where, "", f"is not TOML: {error}", hint)]) from None
     source = Source(str(path), tree, {key: f"{path}:{line}" for key, line in _lines(text).items()})
+    _name_own_folder(source, path.absolute().parent if path.name == "config.toml" else None)
     base = source.tree.pop("extends", None)
     if base is None:
         return source
@@ -115,7 +120,22 @@ def _read_file(path: Path, seen: tuple[Path, ...]) -> Source:
         where = source.location("extends")
         raise ConfigError([Problem(where, "extends", f"circular: leads back to {parent_path}", "remove one of them")])
     parent = _read_file(parent_path, seen)
-    return Source(str(path), _merge(parent.tree, source.tree), parent.locations | source.locations)
+    moved_from = source.moved_from or parent.moved_from
+    return Source(str(path), _merge(parent.tree, source.tree), parent.locations | source.locations, moved_from)
+
+
+def _name_own_folder(source: Source, folder: Path | None) -> None:
+    """Have the configuration in a run's folder name this folder: a run that was moved or copied goes on in its own."""
+    observe = source.tree.get("observe")
+    if folder is None or not is_file(folder / "metrics.jsonl", optional=True) or not isinstance(observe, dict):
+        return
+    named = Path(str(observe.get("dir"))) / str(source.tree.get("name"))
+    with contextlib.suppress(OSError):  # the folder that it names is gone
+        if named.samefile(folder):
+            return
+    source.moved_from = named
+    source.tree["name"], observe["dir"] = folder.name, str(folder.parent)
+    source.locations["name"] = source.locations["observe.dir"] = f"the folder of {source.path}"
 
 
 def _lines(text: str) -> dict[str, int]:

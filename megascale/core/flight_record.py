@@ -30,6 +30,9 @@ FLIGHT_RECORD_VARIABLE = "MEGASCALE_FLIGHT_RECORD"
 ATTEMPT_VARIABLE = "MEGASCALE_ATTEMPT"
 """Environment variable of a rank: the number of the job's present attempt, from 0."""
 
+UNORDERED_SIGNAL = "unordered_signal"
+"""Total of a rank: the number of the signal to it alone at which it has stopped the job."""
+
 SHARED_MEMORY = Path("/dev/shm")
 
 SILENT_S = 2.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import math
 import os
 import re
 import signal
@@ -15,10 +16,24 @@ from types import FrameType
 
 from megascale.core.limits import cpu_quota
 
+STOP_ORDER = signal.SIGRTMIN + 3
+"""The signal by which a parent of this job orders its child to stop. Nobody else sends it: a SIGTERM may come from
+anyone, and of one that goes to a whole group of processes each has a delivery of its own.
+"""
+
+ORDER_WAIT_S = 5.0
+"""Seconds that a process with a parent of this job waits for an order after a stop signal of its own: the parent may
+have got the signal too, and decides.
+"""
+
+REQUEST_S = 2.0
+"""Seconds in which further stop signals belong to the same request."""
+
 _SET_PDEATHSIG = 1  # of prctl(2)
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_PRCTL = ctypes.CDLL(None).prctl  # looked up here: a child of a process with threads must not load a library
+_LIBC = ctypes.CDLL(None)  # loaded here: a child of a process with threads must not load a library
+_PRCTL, _SIGNAL = _LIBC.prctl, _LIBC.signal
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
@@ -124,6 +139,23 @@ def stop_signals() -> list[signal.Signals]:
     return [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if handles_hangup else [])]
 
 
+class StopRequests:
+    """The number of requests to stop. One request may have several deliveries: a shell and the kernel both send a
+    SIGHUP, and torchrun forwards a signal that its ranks have got, too.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._since = -math.inf
+
+    def add(self, now: float) -> bool:
+        """Count a delivery at `now`, in seconds, and return True if it is a new request."""
+        if now - self._since < REQUEST_S:
+            return False
+        self.count, self._since = self.count + 1, now
+        return True
+
+
 @contextlib.contextmanager
 def exit_on_stop_signals() -> Iterator[None]:
     """Raise SystemExit(128 + signal number), as a shell reports, on a stop signal in the block, to close open files."""
@@ -174,3 +206,9 @@ def die_with_parent(parent_pid: int) -> None:
     _PRCTL(_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # the parent died before the call
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_by_signal(number: int) -> None:
+    """End this process by the default action of a signal, from any thread: Python's own call is for the main thread."""
+    _SIGNAL(number, None)
+    os.kill(os.getpid(), number)

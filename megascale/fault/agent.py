@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 from megascale.config.fault import FaultConfig
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.handshake import NotAPeerError
-from megascale.core.process import stop_signals
+from megascale.core.process import ORDER_WAIT_S, StopRequests, stop_signals
 from megascale.fault.agent_exporter import AgentExporter
 from megascale.fault.agent_ranks import AgentRanks, Observe
 from megascale.fault.answers import check_node, read_records, take_stacks
@@ -75,7 +76,7 @@ class Agent:
         self._ranks = AgentRanks(
             place, secret_descriptor, self._exporter, self._channel.send, self._beat_now.set, _say, observe
         )
-        self._stop_requests = 0
+        self._stop_requests = StopRequests()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
@@ -196,10 +197,20 @@ class Agent:
             await asyncio.sleep(METRICS_S)
 
     def _take_signal(self) -> None:
-        """Stop on a signal: at the first the ranks may save, the second kills them."""
-        self._stop_requests += 1
-        grace_s = self._settings.stop_grace_s if self._stop_requests == 1 else 0.0
-        self._spawn(self._leave("stopped by a signal", Exit.STOPPED, grace_s))
+        if self._stop_requests.add(time.monotonic()):
+            self._spawn(self._heed_signal())
+
+    async def _heed_signal(self) -> None:
+        """Leave the job, unless the driver, which may have got the signal too, orders an end of the ranks. Ranks that
+        save would stop the job: they do so without a driver alone, and until a second request.
+        """
+        first = self._stop_requests.count == 1
+        if first and not self._channel.lost_s and not self._ranks.observes:
+            await asyncio.sleep(ORDER_WAIT_S)
+            if self._ranks.are_stopped:
+                return
+        saves = first and self._channel.lost_s > 0
+        await self._leave("stopped by a signal", Exit.STOPPED, self._settings.stop_grace_s if saves else 0.0)
 
     async def _leave(self, reason: str, status: int, grace_s: float) -> None:
         _say(reason)

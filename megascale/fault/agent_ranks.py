@@ -149,6 +149,11 @@ class AgentRanks:
             return
         self._report_ends(stuck=await ranks.stop(order.grace_s, save=order.save))
 
+    @property
+    def are_stopped(self) -> bool:
+        """True once the ranks of the present attempt are ordered to end."""
+        return self.present is not None and self.present.stopped
+
     async def leave(self, grace_s: float) -> None:
         """End the ranks of any attempt, which save if they have time to, and report all ends."""
         if self.present is not None and not self.observes:

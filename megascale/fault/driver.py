@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from megascale.core.errors import CheckpointError
-from megascale.core.process import stop_signals
+from megascale.core.process import STOP_ORDER, stop_signals
 from megascale.core.run_folder import RunFolder
 from megascale.fault.alerts import AlertReader
 from megascale.fault.commands import CheckNodes, Command, Finish, Log, Say, Send
@@ -88,9 +88,10 @@ class Driver:
     async def run(self) -> int:
         """Drive the job to its end, and return its exit status."""
         loop = asyncio.get_running_loop()
-        for number in stop_signals():
+        stops = stop_signals() if self._job.plan.observed else [STOP_ORDER]  # of the supervisor
+        for number in stops:
             loop.add_signal_handler(number, lambda: self.perform(self._job.request_stop(self._clock.now())))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)
         calls = self._calls
         parts: Sequence[Coroutine] = (self._receive(), self._tick(), calls.run(), calls.watch_agents())
         tasks = [asyncio.ensure_future(part) for part in parts]

@@ -89,11 +89,11 @@ class Job:
     """A job. Every event returns the commands to carry out, in order; times are Unix seconds and never go back.
 
     `places`: the nodes that ranks fill, in order, None where a node is wanted; `pending`: the incident whose action
-    follows the end of the attempt; `told_to_save`: nodes whose ranks save before, None if none may. `begun`: start of
-    this driver; `deadline`: of the stage; `next_look`: time of the next look for a hang; `heartbeats`: a count of all.
-    `unfit`: why nodes leave once their ranks have ended. `failed_checks`: why nodes have left. `first_steps`: by node,
-    seconds of its longest first step of an attempt. `incomplete_at`: when to say that ranks of another launcher are not
-    found, None while none is missing.
+    follows the end of the attempt; `saves`: its ranks save before. `begun`: start of this driver; `deadline`: of the
+    stage; `next_look`: time of the next look for a hang; `heartbeats`: a count of all. `unfit`: why nodes leave once
+    their ranks have ended. `failed_checks`: why nodes have left. `first_steps`: by node, seconds of its longest first
+    step of an attempt. `incomplete_at`: when to say that ranks of another launcher are not found, None while none is
+    missing.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Job:
         self.verdict: Verdict | None = None
         self.waiting_since: float | None = None
         self.stop_requests = 0
-        self.told_to_save: set[str] | None = None
+        self.saves = False
         self.next_look = 0.0
         self.heartbeats = 0
         self.unfit: dict[str, str] = {}
@@ -235,7 +235,7 @@ class Job:
             assert self.attempt is not None
             heard = now if member is None else min(member.heard, now)
             self.attempt.lose(LostNode(node, reason, heard if since is None else since))
-        elif member is not None and self.stage != Stage.DONE:
+        elif member is not None and self.stage != Stage.DONE and not self.stop_requests:
             revived = self.plan.revivable and node not in self.roster.excluded
             self.do(Say(f"idle node {node} was lost: {reason}{'; its agent is started again' if revived else ''}"))
             if revived:

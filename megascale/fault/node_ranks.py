@@ -79,21 +79,21 @@ class NodeRanks:
         self._on_end = on_end
         self._ranks: dict[int, _LocalRank] = {}
         self._describing: dict[int, asyncio.Task[None]] = {}
-        self._stopped = False
+        self.stopped = False
 
     async def start(self, listener: socket.socket | None, standby: list[StandbyProcess]) -> None:
         """Start the ranks. `listener`: the socket of the job's store, for rank 0. `standby`: processes that wait for
         ranks; those that get one are taken out. A rank that cannot be started has ended, with the error.
         """
         notice, wait_s = WaitNotice(f"node {self._node}"), self._order.folder.wait_s if self._order.folder else 0.0
-        while not self._stopped:  # by an order, or a signal
+        while not self.stopped:  # by an order, or a signal
             waited_s = notice.waited_s
             try:
                 await call_in_thread(functools.partial(self._prepare_logs, restore=waited_s >= wait_s), FILES_S)
             except (OSError, RuntimeError, MegascaleError) as found:
                 error = found if isinstance(found, MegascaleError) else _unusable(self._logs, found)
             else:
-                if not self._stopped:
+                if not self.stopped:
                     self._start_all(listener, standby)
                 return
             if waited_s >= wait_s + RESTORE_S * bool(wait_s):
@@ -155,7 +155,7 @@ class NodeRanks:
         local = self._ranks[rank]
         if rank not in self._describing and (end := local.worker.ended()) is not None:
             oom_killed = local.oom_kills.have_risen()
-            describing = self._describe(rank, end, oom_killed=oom_killed, stopped=self._stopped)
+            describing = self._describe(rank, end, oom_killed=oom_killed, stopped=self.stopped)
             self._describing[rank] = asyncio.ensure_future(describing)
 
     async def _describe(self, rank: int, end: ProcessEnd, *, oom_killed: bool, stopped: bool) -> None:
@@ -223,7 +223,7 @@ class NodeRanks:
 
     async def stop(self, grace_s: float, *, save: bool = False) -> tuple[int, ...]:
         """End the ranks within `grace_s` seconds, and return those that do not end even when killed."""
-        self._stopped = True
+        self.stopped = True
         for pause in ending([local.worker for local in self._ranks.values()], grace_s, save=save):
             await asyncio.sleep(pause)
         for rank in self._ranks:

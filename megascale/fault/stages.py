@@ -345,7 +345,7 @@ def stop_attempt(job: Job, now: float, grace_s: float, *, save: bool = False) ->
     """End the ranks of the attempt. `save`: they may finish their step and save."""
     attempt, members = job.attempt, job.roster.members
     running = [node for node in attempt.placement if node in members] if attempt is not None else []
-    job.told_to_save = {node for node in running if members[node].connected} if save else None
+    job.saves = save
     for node in running:
         if attempt is not None and not attempt.is_free(node):
             job.do(Send(node, Stop(attempt.number, grace_s, save)))
@@ -356,11 +356,9 @@ def stop_again(job: Job, node: str, now: float) -> None:
     """End ranks of the attempt on a node that has connected again, and may have missed the order: its connection was
     away, or the node was lost.
     """
-    attempt, told = _attempt(job), job.told_to_save
-    if job.stage == Stage.STOP and told is not None:
-        if node not in told:  # a second signal would end a rank that saves
-            job.do(Send(node, Stop(attempt.number, max(0.0, job.deadline - KILL_S - now), save=True)))
-        told.add(node)
+    attempt = _attempt(job)
+    if job.stage == Stage.STOP and job.saves:
+        job.do(Send(node, Stop(attempt.number, max(0.0, job.deadline - KILL_S - now), save=True)))
     elif job.stage in (Stage.STOP, Stage.GATHER) or node in attempt.lost:
         job.do(Send(node, Stop(attempt.number, job.settings.end_grace_s)))
 
@@ -389,7 +387,12 @@ def carry_out(job: Job, now: float) -> None:
     attempt, incident = job.attempt, job.pending
     job.pending = None
     if job.stop_requests:
-        finish(job, _status_of_stop(list(attempt.ends.values()) if attempt is not None else []), now)
+        ends = list(attempt.ends.values()) if attempt is not None else []
+        if attempt is not None and not all(end.in_order for end in ends):
+            in_time = f"the ranks had not saved within fault.stop_grace_s = {job.settings.stop_grace_s:g}"
+            late = "at once, without saving" if job.stop_requests > 1 else in_time
+            job.do(Say(f"stopped: {late}" if attempt.noted else "stopped before the first step"))
+        finish(job, _status_of_stop(ends), now)
         return
     if incident is not None and incident.action.kind == "stop":
         finish(job, incident.action.status, now)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.network import join_port, reserve_port_as
-from megascale.core.process import die_with_parent, module_command, stop_signals
+from megascale.core.process import STOP_ORDER, StopRequests, die_with_parent, module_command, stop_signals
 from megascale.core.run_folder import TOKEN
 from megascale.core.secret import DESCRIPTOR_VARIABLE, SECRET_VARIABLE, new_secret, secret_descriptor
 from megascale.fault.incidents import LOG_FILE, JobHistory, read_history
@@ -59,18 +59,22 @@ class LaunchPlan:
 
 @dataclass
 class _Signals:
-    """Stop signals so far, each passed on to the driver. They are blocked in a new driver until it handles them."""
+    """Requests to stop so far, each by its first signal, passed on to the driver as an order. Orders are blocked in a
+    new driver until it handles them.
+    """
 
     driver: subprocess.Popen | None = None
     received: list[int] = field(default_factory=list)
+    requests: StopRequests = field(default_factory=StopRequests)
 
     def receive(self, number: int) -> None:
-        self.received.append(number)
-        self.pass_on()
+        if self.requests.add(time.monotonic()):
+            self.received.append(number)
+            self.pass_on()
 
     def pass_on(self) -> None:
         if self.driver is not None and self.driver.poll() is None:
-            self.driver.send_signal(signal.SIGTERM)
+            self.driver.send_signal(STOP_ORDER)
 
 
 @dataclass
@@ -177,12 +181,14 @@ async def _keep_driver(
 
 
 def _start_driver(arguments: Sequence[str], scheduler: int, secret: int) -> subprocess.Popen:
-    """Start a driver, with stop signals blocked."""
+    """Start a driver. It heeds orders alone: a stop signal that it gets too is for the supervisor to take."""
     parent = os.getpid()
 
     def prepare() -> None:
         die_with_parent(parent)
-        signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
+        signal.pthread_sigmask(signal.SIG_BLOCK, [STOP_ORDER])
+        for number in stop_signals():
+            signal.signal(number, signal.SIG_IGN)
 
     return subprocess.Popen(
         module_command("megascale", "driver", *arguments, "--scheduler-descriptor", str(scheduler)),

@@ -22,16 +22,16 @@ from typing import Any
 
 from megascale.core.errors import ConfigError, Exit, MegascaleError, Problem
 from megascale.core.flight_files import flight_record_files, process_states, read_flight_records
-from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE, FlightRecord
+from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE, UNORDERED_SIGNAL, FlightRecord
 from megascale.core.live_file import LIVE_FILE
 from megascale.core.network import LOOPBACK, has_loopback, listen
-from megascale.core.process import handling_stops
+from megascale.core.process import STOP_ORDER, StopRequests, handling_stops
 from megascale.core.rank import format_ranks
 from megascale.core.secret import new_secret, secret_descriptor
 from megascale.eventstore.collector import Collector, collecting
-from megascale.launch.failure import Failure, ProcessEnd, has_left_in_order, root_cause
+from megascale.launch.failure import Failure, ProcessEnd, has_left_in_order, read_records, root_cause
 from megascale.launch.live_ranks import live_file
-from megascale.launch.workers import Launch, Worker, ending, remove_old_logs, signal_all
+from megascale.launch.workers import Launch, Worker, ending, remove_old_logs
 
 SHUTDOWN_TIMEOUT_S = 10.0
 """Seconds that ranks have to end after a failure, before they are killed."""
@@ -41,7 +41,8 @@ ROOT_CAUSE_WINDOW_S = 1.0
 
 
 _POLL_S = 0.05
-_BY_SIGNAL = (-signal.SIGTERM, -signal.SIGKILL)
+_STOPPED = (Exit.STOPPED, Exit.INTERRUPTED, *(-n for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, STOP_ORDER)))
+"""Statuses of ranks that a stop ended before the first step, by an order or by the signal of which they got one too."""
 
 
 FindHung = Callable[[Mapping[int, FlightRecord], Mapping[int, str]], tuple[int, str] | None]
@@ -58,8 +59,8 @@ def run_local_ranks(
 ) -> int:
     """Run `python -m megascale ARGUMENTS` as `world` ranks on this host and return the exit status of the job.
 
-    Rank 0 shares this terminal; the other ranks write to `logs`/rank-N.log. The first stop signal is forwarded, and the
-    ranks finish their step and save; the second kills them. `dump_folder`: dumps of torch's flight recorder.
+    Rank 0 shares this terminal; the other ranks write to `logs`/rank-N.log. At the first request to stop the ranks are
+    ordered to finish their step and save; the second kills them. `dump_folder`: dumps of torch's flight recorder.
     `find_hung`: asked for the rank that others wait for in vain, when they end by their timeout. `beside`: what runs
     beside the ranks and their collector.
 
@@ -85,7 +86,7 @@ def run_local_ranks(
                         raise
         if forwarder.stop_requests:  # a signal has missed the ranks that were started after it
             _end(workers)
-            return _report_stop(forwarder)
+            return _report_stop(forwarder, logs)
         # threads start after the last fork
         with (
             live_file(logs.parent / LIVE_FILE, workers, records, _print) as live,
@@ -95,6 +96,7 @@ def run_local_ranks(
             failure = _watch(workers, forwarder, logs, dump_folder)
             if isinstance(failure, int):
                 live.status = failure
+                _name_unordered(records)
                 return failure
             if failure.peer_was_lost and find_hung is not None:
                 failure = _explain_hang(failure, workers, records, find_hung)
@@ -126,24 +128,37 @@ def _explain_hang(
 
 
 class _SignalForwarder:
-    """Forwards stop signals to the ranks: the first as SIGTERM, the second as SIGKILL."""
+    """Passes requests to stop on to the ranks: the first as an order to save and leave, the second as SIGKILL."""
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self._workers = workers
-        self.stop_requests = 0
+        self._requests = StopRequests()
         self._first: int | None = None
+
+    @property
+    def stop_requests(self) -> int:
+        """The number of requests so far."""
+        return self._requests.count
 
     @property
     def interrupted(self) -> bool:
         """True if the first stop signal was Ctrl-C."""
         return self._first == signal.SIGINT
 
+    def explains(self, end: ProcessEnd) -> bool:
+        """Return True for the end of a rank that a request has ended: before the first step, or at once."""
+        killed = (-signal.SIGKILL,) if self.stop_requests > 1 else ()
+        return self.stop_requests > 0 and end.status in (*_STOPPED, *killed)
+
     def forward(self, number: int, frame: FrameType | None) -> None:
-        if self.stop_requests and number == signal.SIGHUP:  # shell and kernel may both send a SIGHUP
+        if not self._requests.add(time.monotonic()):
             return
-        signal_all(self._workers, signal.SIGKILL if self.stop_requests else signal.SIGTERM)
         self._first = self._first or number
-        self.stop_requests += 1
+        for worker in self._workers:
+            if self.stop_requests > 1:
+                worker.signal(signal.SIGKILL)
+            else:
+                worker.stop(save=True)
 
 
 def _watch(
@@ -157,20 +172,19 @@ def _watch(
     """
     ends: dict[int, ProcessEnd] = {}
     in_order: set[int] = set()
-    while ends.keys() <= in_order or (forwarder.stop_requests and _all_stopped(ends)):
+    while all(rank in in_order or forwarder.explains(end) for rank, end in ends.items()):
         if len(ends) == len(workers):
-            return max(end.status for end in ends.values()) if in_order else _report_stop(forwarder)
+            return max(end.status for end in ends.values()) if in_order else _report_stop(forwarder, logs)
         time.sleep(_POLL_S)
         in_order.update(rank for rank in _add_new_ends(workers, ends) if has_left_in_order(logs, rank, ends[rank]))
     until = time.monotonic() + ROOT_CAUSE_WINDOW_S
     while time.monotonic() < until and len(ends) < len(workers):
         time.sleep(_POLL_S)
         _add_new_ends(workers, ends)
-    stopped = forwarder.stop_requests and any(end.status in _BY_SIGNAL for end in ends.values())
     failure = root_cause(logs, ends, dump_folder)  # before signals make the others write how they ended
-    if stopped:
+    if failure.rank in ends and forwarder.explains(ends[failure.rank]):  # the others have lost a rank that was stopped
         _end(workers)
-        return _report_stop(forwarder)
+        return _report_stop(forwarder, logs)
     return failure
 
 
@@ -181,14 +195,22 @@ def _add_new_ends(workers: Sequence[Worker], ends: dict[int, ProcessEnd]) -> lis
     return list(new)
 
 
-def _all_stopped(ends: Mapping[int, ProcessEnd]) -> bool:
-    return all(end.status in (Exit.OK, Exit.STOPPED, *_BY_SIGNAL) for end in ends.values())
+def _report_stop(forwarder: _SignalForwarder, logs: Path) -> int:
+    """Report a stop at which no rank has left in order, and return the job's status."""
+    if forwarder.stop_requests > 1:
+        _print("megascale: stopped at once, without saving")
+        return Exit.STOPPED
+    told = (record["what"] for record in read_records(logs).values() if record["exit_status"] in _STOPPED)
+    _print(f"megascale: {next(told, 'stopped before the first step')}")
+    return Exit.INTERRUPTED if forwarder.interrupted else Exit.STOPPED
 
 
-def _report_stop(forwarder: _SignalForwarder) -> int:
-    at_start = forwarder.stop_requests == 1
-    _print(f"megascale: stopped {'before the first step' if at_start else 'at once, without saving'}")
-    return Exit.INTERRUPTED if at_start and forwarder.interrupted else Exit.STOPPED
+def _name_unordered(records: Mapping[int, Path]) -> None:
+    """Name the ranks that have stopped the job, each at a signal that this launcher did not get."""
+    for rank, record in read_flight_records(records).items():
+        if number := record.totals.get(UNORDERED_SIGNAL):
+            name = signal.Signals(int(number)).name
+            _print(f"megascale: the job has stopped because rank {rank} received {name}, which nobody of the job sent")
 
 
 def _print(text: str) -> None:

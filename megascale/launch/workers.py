@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megascale.core.errors import MegascaleError
 from megascale.core.limits import os_error_hint
-from megascale.core.process import die_with_parent, module_command
+from megascale.core.process import STOP_ORDER, die_with_parent, module_command
 from megascale.core.rank import STORE_VARIABLE
 from megascale.core.secret import DESCRIPTOR_VARIABLE
 from megascale.launch.failure import ERROR_FILE, ERROR_FILE_NAME, ProcessEnd
@@ -28,17 +28,19 @@ KILL_S = 5.0
 """Seconds in which a killed process must end. One in uninterruptible sleep, on a dead disk or file server, does not."""
 
 _POLL_S = 0.05
-_BETWEEN_SIGNALS_S = 0.1
 
 
 @dataclass
 class Worker:
-    """The process of a rank. `log`: the file of its output; None if it shares the terminal. `end`: once it was seen."""
+    """The process of a rank. `log`: the file of its output; None if it shares the terminal. `end`: once it was seen.
+    `orders`: to stop, so far.
+    """
 
     rank: int
     process: subprocess.Popen
     log: Path | None
     end: ProcessEnd | None = None
+    orders: int = 0
 
     def ended(self) -> ProcessEnd | None:
         """Return the end of the process, at the time at which it was first seen; None while the process runs. Its
@@ -57,6 +59,12 @@ class Worker:
         """Send a signal, unless the process has ended."""
         if self.ended() is None:
             self.process.send_signal(number)
+
+    def stop(self, *, save: bool) -> None:
+        """Order the rank to end at once, by a second order; with `save` by the first, once: it saves before."""
+        for _ in range(self.orders, 1 if save else 2):
+            self.signal(STOP_ORDER)
+            self.orders += 1
 
 
 @dataclass(frozen=True)
@@ -154,14 +162,10 @@ def signal_all(workers: Sequence[Worker], number: int) -> None:
 
 def ending(workers: Sequence[Worker], grace_s: float, *, save: bool = False) -> Iterator[float]:
     """End workers, step by step: yield the seconds to wait before the next step, and return when all have ended, or
-    KILL_S after they were killed.
-
-    SIGTERM twice, because the second does not wait for the step; with `save` once, and the ranks save and leave.
-    SIGKILL after `grace_s`.
+    KILL_S after they were killed. With `save` they finish their step and save before. SIGKILL after `grace_s`.
     """
-    for _ in range(1 if save else 2) if grace_s else ():
-        signal_all(workers, signal.SIGTERM)
-        yield min(grace_s, _BETWEEN_SIGNALS_S)
+    for worker in workers if grace_s else ():
+        worker.stop(save=save)
     yield from _until_ended(workers, grace_s)
     signal_all(workers, signal.SIGKILL)
     yield from _until_ended(workers, KILL_S)

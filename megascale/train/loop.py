@@ -5,6 +5,7 @@ from __future__ import annotations
 from megascale.config.batch_rampup import batch_sizes
 from megascale.core.errors import Exit
 from megascale.core.flight_layout import Phase
+from megascale.core.flight_record import UNORDERED_SIGNAL
 from megascale.train.build import Run
 from megascale.train.evaluate import Evaluations
 from megascale.train.hooks import Hooks
@@ -44,8 +45,10 @@ def train(run: Run, reporter: Reporter) -> Exit:
         run.train_loader.close()
     if not stopped or run.progress.step == run.config.train.steps:
         return Exit.OK
-    unsaved = "" if run.config.checkpoint.every else "; nothing was saved: checkpoint.every = 0"
-    reporter.write_message(f"stopped by a signal after step {run.progress.step}{unsaved}")
+    if run.stop.unordered:
+        flight.set_total(UNORDERED_SIGNAL, run.stop.unordered)
+    saved = ", which is saved" if run.config.checkpoint.every else "; nothing was saved: checkpoint.every = 0"
+    reporter.write_message(f"stopped by a signal after step {run.progress.step}{saved}")
     return Exit.STOPPED
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import megascale
-from megascale.core.process import exit_on_stop_signals
+from megascale.core.process import REQUEST_S, StopRequests, exit_on_stop_signals
 from tests.jobs import heed_signals
 
 WRITE = """
@@ -69,3 +69,10 @@ def test_every_child_is_started_so() -> None:
     }
     allowed = {"core/process.py", "launch/hosts.py", "bench/observe_jobs.py", "bench/fault_jobs.py"}
     assert found <= allowed, found - allowed
+
+
+def test_deliveries_within_seconds_are_one_request() -> None:
+    requests = StopRequests()
+    assert [requests.add(now) for now in (0.0, 0.1, REQUEST_S - 0.01)] == [True, False, False]
+    assert [requests.add(REQUEST_S), requests.add(REQUEST_S + 1)] == [True, False]
+    assert requests.count == 2

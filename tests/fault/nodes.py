@@ -34,6 +34,7 @@ if "RANK" in os.environ and "MEGASCALE_FLIGHT_RECORD" in os.environ:
     from megascale.core.flight_layout import Phase
     from megascale.core.flight_record import folder_key
     from megascale.core.flight_writer import FlightIdentity, open_flight_record
+    from megascale.core.process import STOP_ORDER
     from megascale.core.rank import rank_from_environment
     from megascale.launch.failure import write_end, write_error
 
@@ -45,7 +46,7 @@ if "RANK" in os.environ and "MEGASCALE_FLIGHT_RECORD" in os.environ:
         Path(os.environ["MEGASCALE_FLIGHT_RECORD"]),
     )
     asked = []
-    signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+    signal.signal(STOP_ORDER, lambda *_: asked.append(1))
     (folder / f"environment-{rank.rank}").write_text(repr(dict(os.environ)))
     print("rank", rank.rank, "prints", flush=True)
     record.set_phase(Phase.STEP)
@@ -80,6 +81,8 @@ if "RANK" in os.environ and "MEGASCALE_FLIGHT_RECORD" in os.environ:
                 os._exit(0)
             if what == "deaf":
                 os.environ["deaf"] = "1"
+            if what == "hear":
+                os.environ.pop("deaf", None)
 """
 """sitecustomize.py of a rank."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ from megascale.config.fault import FaultConfig
 from megascale.core.errors import Exit
 from megascale.core.flight_record import FlightRecord
 from megascale.core.network import LOOPBACK, listen, reserve_port
+from megascale.core.process import ORDER_WAIT_S
 from megascale.core.secret import new_secret
 from megascale.fault import agent, store_listener
 from megascale.fault.agent import Agent
@@ -82,7 +84,7 @@ def test_ranks_are_started_watched_and_a_killed_one_is_reported_at_once(tmp_path
 
 
 def test_a_stopped_rank_shows_and_no_rank_outlives_its_stop(tmp_path: Path) -> None:
-    """Rank 1 is stopped, and rank 2 heeds no SIGTERM."""
+    """Rank 1 is stopped, and rank 2 heeds no order."""
 
     async def test() -> None:
         async with node(tmp_path) as (ours, agent):
@@ -336,7 +338,9 @@ def test_a_new_attempt_ends_the_earlier_one(tmp_path: Path) -> None:
     run(test)
 
 
-def test_a_signal_to_the_agent_lets_the_ranks_save(tmp_path: Path) -> None:
+def test_a_signal_to_the_agent_alone_ends_its_node(tmp_path: Path) -> None:
+    """Its ranks do not save, which would stop the job: the driver, which orders nothing, replaces the node."""
+
     async def test() -> None:
         async with node(tmp_path) as (ours, agent):
             beat = await ours.until(Heartbeat, lambda beat: beat.host)
@@ -351,10 +355,58 @@ def test_a_signal_to_the_agent_lets_the_ranks_save(tmp_path: Path) -> None:
             pids = await ours.start(tmp_path)
             agent.process.send_signal(signal.SIGTERM)
             ends = await ours.end_of(0, 1)
-            assert all((end.status, end.in_order, end.stopped) == (143, True, True) for end in ends.values())
+            assert all((end.status, end.in_order, end.stopped) == (-9, False, True) for end in ends.values())
             assert await agent.ended() == Exit.STOPPED
             assert not any(map(lives, pids.values()))
             assert not flight_records()
+
+    run(test)
+
+
+def test_ranks_save_at_a_signal_that_all_processes_get(tmp_path: Path) -> None:
+    """The driver's order holds, and the agent stays until it may leave, however long the ranks take to save."""
+
+    async def test() -> None:
+        async with node(tmp_path) as (ours, agent):
+            await ours.start(tmp_path)
+            agent.tell(0, "deaf")
+            agent.process.send_signal(signal.SIGTERM)
+            ours.send(Stop(1, 300.0, save=True))
+            ours.send(Stop(1, 300.0, save=True))
+            assert (await ours.end_of(1))[1].in_order
+            await asyncio.sleep(ORDER_WAIT_S + 1)
+            agent.tell(0, "hear")
+            assert (await ours.end_of(0))[0].in_order
+            ours.send(Leave("the job has ended"))
+            assert await agent.ended() == Exit.OK
+
+    run(test)
+
+
+@pytest.mark.parametrize("deaf", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_signal_to_an_agent_without_a_driver_lets_the_ranks_save(deaf: bool, tmp_path: Path) -> None:
+    """Until a second request, which kills them."""
+
+    async def test() -> None:
+        secret = new_secret()
+        async with driver(secret) as ours:
+            agent = Node(tmp_path, ours.server.address, secret)
+            await ours.until(Hello)
+            ours.send(Welcome(1.0, 0.25, 300.0, 300.0))
+            pids = await ours.start(tmp_path)
+            if deaf:
+                agent.tell(0, "deaf")
+        try:
+            agent.process.send_signal(signal.SIGTERM)
+            await gone([pids[1]], 60.0)
+            while deaf and lives(pids[0]):
+                agent.process.send_signal(signal.SIGTERM)
+                await asyncio.sleep(0.1)
+            assert await agent.ended() == Exit.STOPPED
+        finally:
+            agent.kill()
+        written = json.loads((tmp_path / "logs" / "attempt-1" / "rank-1.error.json").read_text())
+        assert written["exit_status"] == 143 and not written["what"]
 
     run(test)
 
@@ -457,23 +509,6 @@ def test_an_observer_watches_ranks_of_another_launcher(tmp_path: Path) -> None:
                     process.kill()
                     process.wait()
         assert not flight_records(name)
-
-    run(test)
-
-
-@pytest.mark.parametrize("signals", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_deaf_rank_is_killed_by_the_second_signal(signals: int, tmp_path: Path) -> None:
-    async def test() -> None:
-        async with node(tmp_path) as (ours, agent):
-            agent.tell(0, "deaf")
-            pids = await ours.start(tmp_path, (0,))
-            ours.send(Welcome(1.0, 0.25, 300.0, 1.0 if signals == 1 else 300.0))
-            await asyncio.sleep(0.3)
-            for _ in range(signals):
-                agent.process.send_signal(signal.SIGTERM)
-                await asyncio.sleep(0.1)
-            assert await within(agent.ended()) == Exit.STOPPED
-            assert not lives(pids[0])
 
     run(test)
 

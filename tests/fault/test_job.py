@@ -572,6 +572,35 @@ def test_a_stop_lets_ranks_save_and_a_second_kills_them() -> None:
     for rank, node in enumerate("ab"):
         commands = cluster.send(node, RanksEnded(0, (RankEnd(rank, 143, 3.0, in_order=True, stopped=True),)))
     assert Finish(143) in commands
+    assert not any(isinstance(c, Say) and "saving" in c.text for c in commands)
+
+
+@pytest.mark.parametrize(
+    ("trained", "requests", "said"),
+    [
+        (False, 1, "stopped before the first step"),
+        (True, 1, "stopped: the ranks had not saved within fault.stop_grace_s = 60"),
+        (True, 2, "stopped: at once, without saving"),
+    ],
+)
+def test_a_stop_without_a_save_says_so(trained: bool, requests: int, said: str) -> None:
+    cluster = Cluster().start()
+    if trained:
+        cluster.beat("step", 1)
+        cluster.beat("step", 2)
+    for _ in range(requests):
+        cluster.job.request_stop(cluster.now)
+    commands = []
+    for rank, node in enumerate("ab"):
+        commands = cluster.send(node, RanksEnded(0, (RankEnd(rank, -9, cluster.now, stopped=True),)))
+    assert said in [c.text for c in commands if isinstance(c, Say)]
+
+
+def test_an_idle_agent_that_leaves_during_a_stop_is_not_started_again() -> None:
+    cluster = Cluster().start()
+    cluster.send("c", Hello("c", "c", "c", 1))
+    cluster.job.request_stop(cluster.now)
+    assert cluster.job.agent_ended("c", "status 143", cluster.now) == []
 
 
 def test_a_save_that_fails_at_a_stop_is_the_status() -> None:
@@ -720,7 +749,7 @@ def test_a_node_whose_connection_was_away_is_told_again_to_end_its_ranks(save: b
     commands = cluster.send("b", hello, after=1.5)
     assert [c.message for c in commands if isinstance(c, Send)][1:] == [Stop(0, grace_s, save)]
     again = [c.message for c in cluster.send("b", hello) if isinstance(c, Send)][1:]
-    assert again == ([] if save else [Stop(0, grace_s)]), "a second signal would end a rank that saves"
+    assert again == [Stop(0, grace_s, save)], "it gives the order to its ranks once"
     for rank, node in enumerate("ab"):
         cluster.send(node, RanksEnded(0, (RankEnd(rank, -9, cluster.now, stopped=True),)))
     assert cluster.job.stage == (Stage.DONE if save else Stage.OPEN)

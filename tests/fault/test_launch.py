@@ -134,6 +134,35 @@ def test_a_stop_saves_and_the_next_launch_goes_on(tmp_path: Path, undisturbed: A
 
 
 @pytest.mark.slow
+def test_a_request_to_stop_that_all_processes_get_saves(tmp_path: Path) -> None:
+    """Supervisor, driver, agents and ranks have a delivery each, and ranks hear of it once more by an order."""
+    job = LaunchedJob(launch_config(tmp_path, train__steps=100_000), "--nodes", "2")
+    job.wait_for_step(2)
+    job.signal_all(signal.SIGTERM)
+    status, output, _ = job.end()
+    assert status == Exit.STOPPED, output
+    step = job.steps()[-1]["step"]
+    assert output.endswith(f"stopped by a signal after step {step}, which is saved\n")
+    assert f"step-{step:08d}" in [folder.name for folder in (job.folder / "checkpoints").iterdir()]
+    assert not job.history.incidents
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_rank_is_an_incident_of_this_rank(tmp_path: Path) -> None:
+    job = LaunchedJob(launch_config(tmp_path, train__steps=100_000), "--nodes", "2")
+    job.wait_for_step(5)
+    os.kill(job.pid("rank", rank=2), signal.SIGTERM)
+    job.wait_for_recovery()
+    job.signal(signal.SIGTERM)
+    status, output, _ = job.end()
+    assert status == Exit.STOPPED, output
+    (incident,) = (one for one in job.history.incidents.values() if one.class_ != "alert")
+    assert (incident.class_, incident.culprit.ranks, incident.action.kind) == ("process", (2,), "restart")
+    assert "rank 2 on node1 was killed by SIGTERM" in output
+    assert "received SIGTERM, which nobody of this job sent: this rank ends" in output
+
+
+@pytest.mark.slow
 def test_all_processes_die_with_the_supervisor(tmp_path: Path) -> None:
     job = LaunchedJob(launch_config(tmp_path, train__steps=1000), "--nodes", "2")
     job.wait_for_step(2)

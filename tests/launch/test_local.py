@@ -257,9 +257,9 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     ranks = list(job.ranks().values())
     for pid in ranks:
         os.kill(pid, signal.SIGSTOP)  # no rank can finish its step
-    job.signal(signal.SIGINT)
-    time.sleep(0.3)
-    job.signal(signal.SIGINT)
+    while job.process.poll() is None:  # the second request is one of the later
+        job.signal(signal.SIGINT)
+        time.sleep(0.3)
     status, _, err = job.end()
     assert status == Exit.STOPPED
     assert err == "megascale: stopped at once, without saving\n"
@@ -353,16 +353,37 @@ def test_a_folder_of_checkpoints_that_cannot_be_written_is_said_before_the_first
 
 
 @pytest.mark.parametrize("layout", [{}, pytest.param(FOUR, marks=pytest.mark.slow)], ids=["alone", "launcher"])
-def test_the_end_of_the_terminal_saves(layout: dict, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+    ],
+)
+def test_a_request_to_stop_that_all_processes_get_saves(number: int, layout: dict, tmp_path: Path) -> None:
     config = job_config(tmp_path, GPT, **{**layout, "train__steps": 100000, "checkpoint__every": 100000})
     job = Job(config)
     job.wait_for_step(1)
-    for _ in range(2):  # as shell and kernel do
-        job.signal(signal.SIGHUP)
+    job.signal_all(number)
+    if number == signal.SIGHUP:  # shell and kernel both send it
+        job.signal(number)
     status, out, err = job.end()
-    assert status == Exit.STOPPED, err
-    assert "stopped by a signal after step" in out
-    assert len(list((job.folder / "checkpoints").iterdir())) == 1
+    assert (status, err) == (Exit.STOPPED, "")
+    step = job.steps()[-1]["step"]
+    assert out.endswith(f"stopped by a signal after step {step}, which is saved\n")
+    assert [folder.name for folder in (job.folder / "checkpoints").iterdir()] == [f"step-{step:08d}"]
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_rank_saves_stops_and_names_it(tmp_path: Path) -> None:
+    job = Job(job_config(tmp_path, GPT, **{**FOUR, "train__steps": 100000, "checkpoint__every": 100000}))
+    job.wait_for_step(1)
+    os.kill(job.ranks()[2], signal.SIGTERM)
+    status, out, err = job.end()
+    assert status == Exit.STOPPED
+    assert err == "megascale: the job has stopped because rank 2 received SIGTERM, which nobody of the job sent\n"
+    assert out.endswith(f"stopped by a signal after step {job.steps()[-1]['step']}, which is saved\n")
 
 
 @pytest.mark.slow

@@ -92,11 +92,13 @@ def test_hosts_with_different_secrets_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_the_same_line_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("to_all", [False, True], ids=["torchrun", "all"])
+def test_sigterm_saves_and_the_same_line_goes_on(to_all: bool, tmp_path: Path) -> None:
+    """Also where the ranks have got it before torchrun forwards it."""
     config = job_config(tmp_path, GPT, **TWO, train__steps=100_000, checkpoint__every=100_000)
     job = Torchrun(config, env={"NPROC": "2"})
     job.wait_for_step(2)
-    job.signal(signal.SIGTERM)
+    job.signal_all(signal.SIGTERM) if to_all else job.signal(signal.SIGTERM)
     _, out, _ = job.end()
     step = int(re.findall(r"stopped by a signal after step (\d+)", out)[0])
     assert f"step-{step:08d}" in out

@@ -12,12 +12,15 @@ from pathlib import Path
 import pytest
 
 from megascale.core.errors import MegascaleError
+from megascale.core.process import STOP_ORDER
 from megascale.core.secret import new_secret, secret_descriptor
 from megascale.launch import workers
 from megascale.launch.workers import Launch, Worker, ending
 from tests.jobs import lives, wait_until_gone
 
-DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+DEAF = (
+    "import signal, time; signal.signal(signal.SIGRTMIN + 3, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+)
 PLAIN = "import time; print('up', flush=True); time.sleep(600)"
 
 
@@ -36,11 +39,11 @@ def end(*some: Worker, grace_s: float, save: bool = False) -> float:
     return time.monotonic() - start
 
 
-def test_a_worker_that_heeds_sigterm_is_not_waited_for() -> None:
+def test_a_worker_that_heeds_an_order_is_not_waited_for() -> None:
     plain = worker(PLAIN)
     assert end(plain, grace_s=60) < 30
     ended = plain.ended()
-    assert ended is not None and ended.status == -signal.SIGTERM
+    assert ended is not None and ended.status == -STOP_ORDER
 
 
 @pytest.mark.parametrize("stop", [False, True], ids=["deaf", "stopped"])
@@ -64,14 +67,21 @@ def test_the_end_of_a_worker_that_even_sigkill_does_not_end_is_not_awaited(monke
     plain.process.wait()
 
 
-def test_saving_workers_get_one_sigterm() -> None:
-    code = "import signal, sys, time; n = []; signal.signal(signal.SIGTERM, lambda *_: n.append(1))\n"
-    code += "print('up', flush=True); time.sleep(1); sys.exit(10 + len(n))"
-    for save, signals in ((True, 1), (False, 2)):
+def test_a_saving_worker_gets_one_order_however_often_it_is_told() -> None:
+    code = (
+        "import os, signal, sys, time; pipe, end = os.pipe(); os.set_blocking(end, False); signal.set_wakeup_fd(end)\n"
+    )
+    code += "signal.signal(signal.SIGRTMIN + 3, lambda *_: None); print('up', flush=True)\n"
+    code += "n = len(os.read(pipe, 9)); time.sleep(1); os.set_blocking(pipe, False)\n"
+    code += "try: n += len(os.read(pipe, 9))\n"
+    code += "except BlockingIOError: pass\n"
+    code += "sys.exit(10 + n)"
+    for save, orders in ((True, 1), (False, 2)):
         saving = worker(code)
+        saving.stop(save=save)
         end(saving, grace_s=60, save=save)
         ended = saving.ended()
-        assert ended is not None and ended.status == 10 + signals
+        assert ended is not None and ended.status == 10 + orders
 
 
 WITH_CHILD = """

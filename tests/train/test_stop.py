@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -10,12 +11,14 @@ from collections.abc import Callable
 import pytest
 
 from megascale.core.errors import Exit
-from megascale.core.rank import Rank
+from megascale.core.flight_record import ATTEMPT_VARIABLE
+from megascale.core.process import STOP_ORDER
+from megascale.core.rank import STORE_VARIABLE, Rank
 from tests.worlds import run_world
 
 
 def ended_by(rank: Rank, wait: Callable[[], None], in_training: bool, numbers: list[int]) -> int:
-    """The exit status of a process that waits and gets signals, a quarter of a second apart; -1 if it does not end."""
+    """The exit status of a process that waits and gets signals, the last of them until it ends; -1 if it never does."""
     from megascale.train.stop import StopRequest
 
     pid = os.fork()
@@ -27,15 +30,15 @@ def ended_by(rank: Rank, wait: Callable[[], None], in_training: bool, numbers: l
                 wait()
         wait()
         os._exit(0)
-    for number in numbers:
-        time.sleep(0.5)
-        os.kill(pid, number)
-    deadline = time.monotonic() + 20
+    deadline, sent = time.monotonic() + 60, 0
+    time.sleep(0.5)
     while time.monotonic() < deadline:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status)
-        time.sleep(0.02)
+        os.kill(pid, numbers[min(sent, len(numbers) - 1)])
+        sent += 1
+        time.sleep(0.3)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     return -1
@@ -60,9 +63,9 @@ def wait_in_python() -> None:
     [
         (False, [signal.SIGTERM], Exit.STOPPED),
         (False, [signal.SIGINT], Exit.INTERRUPTED),
-        (True, [signal.SIGTERM, signal.SIGTERM], Exit.STOPPED),
-        (True, [signal.SIGINT, signal.SIGINT], Exit.STOPPED),
-        (True, [signal.SIGHUP, signal.SIGHUP, signal.SIGTERM], Exit.STOPPED),
+        (True, [signal.SIGTERM], Exit.STOPPED),
+        (True, [signal.SIGINT], Exit.STOPPED),
+        (True, [signal.SIGHUP, signal.SIGTERM], Exit.STOPPED),
     ],
 )
 def test_a_waiting_rank_hears_signals(
@@ -71,21 +74,82 @@ def test_a_waiting_rank_hears_signals(
     assert run_world(1, ended_by, wait, in_training, numbers) == [status]
 
 
-def first_signal(rank: Rank) -> tuple[bool, bool]:
+def until(condition: Callable[[], bool]) -> bool:
+    """Wait until a condition is true, and return True; False after a minute."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def deliveries(rank: Rank, numbers: list[int]) -> bool:
+    """Whether signals to a rank without a launcher, in training, are one request."""
     from megascale.train.stop import StopRequest
 
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     stop = StopRequest().install_handlers()
     with stop.deferred():
-        before = stop.requested
-        for _ in range(2):  # shell and kernel may both send it
-            os.kill(os.getpid(), signal.SIGHUP)
-            time.sleep(0.2)
-        return before, stop.requested
+        for number in numbers:
+            os.kill(os.getpid(), number)  # it is read within REQUEST_S, or together with the next
+        return until(lambda: stop.requested)
 
 
-def test_the_first_signal_in_training_is_a_request() -> None:
-    assert run_world(1, first_signal) == [(False, True)]
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_several_deliveries_of_a_signal_in_training_are_one_request(number: int) -> None:
+    """As under torchrun, which forwards a signal that the rank has got itself."""
+    assert run_world(1, deliveries, [number, number]) == [True]
+
+
+def of_a_launcher(rank: Rank, wait_s: float, numbers: list[int], env: dict[str, str], in_training: bool) -> list:
+    """Send signals to a rank that has a launcher. Returns its exit status, or -1 if it does not end, and what it holds
+    for a request: whether there is one, and the signal to it alone.
+    """
+    from megascale.train import stop as module
+
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.environ |= {STORE_VARIABLE: "127.0.0.1:1", **env}
+        module.ORDER_WAIT_S = wait_s
+        stop = module.StopRequest().install_handlers(lambda message, status: None)
+        with stop.deferred() if in_training else contextlib.nullcontext():
+            for number in numbers:
+                os.kill(os.getpid(), number)
+            until(lambda: stop.requested)
+            os.write(writer, repr((stop.requested, int(stop.unordered))).encode())
+            time.sleep(60 if numbers.count(STOP_ORDER) > 1 else 0)
+            os._exit(0)
+    os.close(writer)
+    _, status = os.waitpid(pid, 0)
+    return [os.waitstatus_to_exitcode(status), os.read(reader, 100).decode()]
+
+
+AGENT = {ATTEMPT_VARIABLE: "0"}
+TERM = signal.SIGTERM
+
+
+@pytest.mark.parametrize("env", [{}, AGENT], ids=["launcher", "agent"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_all_processes_is_the_launchers_one_request(number: int, env: dict[str, str]) -> None:
+    got = run_world(1, of_a_launcher, 600.0, [number, STOP_ORDER, number], env, True)
+    assert got == [[0, "(True, 0)"]]
+
+
+def test_a_second_order_ends_a_rank_at_once() -> None:
+    assert run_world(1, of_a_launcher, 600.0, [STOP_ORDER, STOP_ORDER], {}, True)[0][0] == Exit.STOPPED
+    assert run_world(1, of_a_launcher, 600.0, [STOP_ORDER], AGENT, False) == [[Exit.STOPPED, ""]]
+
+
+@pytest.mark.parametrize(
+    ("env", "in_training", "status", "holds"),
+    [({}, True, 0, "(True, 15)"), ({}, False, -TERM, ""), (AGENT, True, -TERM, ""), (AGENT, False, -TERM, "")],
+    ids=["launcher", "launcher at the start", "agent", "agent at the start"],
+)
+def test_a_signal_to_one_rank_alone(env: dict[str, str], in_training: bool, status: int, holds: str) -> None:
+    """Under an agent, which starts it again, it ends the rank, and never the job."""
+    assert run_world(1, of_a_launcher, 0.2, [TERM], env, in_training) == [[status, holds]]
 
 
 def signal_after_an_error(rank: Rank) -> bool:
