@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megascale.bench.fleet import Fleet
-from megascale.bench.fleet_tables import PEAK_FLOPS, cube_of
+from megascale.bench.fleet_tables import cube_of
 from megascale.bench.observe_cases import HEALTHY, KINDS, SlowdownCase, draw_case, names_culprit
-from megascale.observe.delay_matrix import delay_matrix
-from megascale.observe.drift import drift
-from megascale.observe.findings import Finding, FindingKind, combine
+from megascale.observe.findings import Finding, combine
+from megascale.observe.job_cost import FindingKind
 
 GOAL = 0.95
 """Share of the slowdowns whose kind and culprit must be right."""
@@ -64,8 +63,7 @@ class Judgement:
 def findings_of(fleet: Fleet) -> list[Finding]:
     """Return the findings about a synthetic job, from its tables in memory."""
     cube = cube_of(fleet)
-    change = drift(cube, PEAK_FLOPS * fleet.layout.topology.world_size)
-    return combine(cube, change, delay_matrix(fleet.tables["events"], cube.places))
+    return combine(cube, cube, fleet.tables["events"])
 
 
 def judge(case: SlowdownCase) -> Judgement:

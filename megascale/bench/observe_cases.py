@@ -15,7 +15,8 @@ import numpy as np
 from megascale.bench.fleet import Fleet
 from megascale.bench.fleet_times import FleetFault, FleetLayout
 from megascale.layout.topology import Topology
-from megascale.observe.findings import Finding, FindingKind
+from megascale.observe.findings import Finding
+from megascale.observe.job_cost import FindingKind
 
 STEPS = 100
 """Steps of a case."""

@@ -14,10 +14,9 @@ from megascale.bench.fleet_times import FleetFault, FleetLayout
 from megascale.bench.observe import findings_of
 from megascale.eventstore.query import open_store
 from megascale.layout.topology import Topology
-from megascale.observe.delay_matrix import delay_matrix
-from megascale.observe.drift import Drift, Growth, drift
-from megascale.observe.findings import MIN_HOST_SHARE, combine, findings
+from megascale.observe.findings import combine, findings
 from megascale.observe.heatmap import heat_map
+from megascale.observe.job_cost import MIN_COST_SHARE
 
 LAYOUTS = [
     FleetLayout(Topology(tp=4, pp=4, dp=4), steps=100),
@@ -62,8 +61,8 @@ def test_time_on_the_host_that_costs_nothing_is_no_finding() -> None:
     assert cube.places.node[0] == 0
     wall[0] += 0.03 * cube.step_s
     outlier = next(each for each in heat_map(replace(cube, wall=wall)).outliers if each.kind == "host")
-    assert (outlier.ranks, outlier.cost_share < MIN_HOST_SHARE) == ((0,), True)
-    found = combine(replace(cube, wall=wall), drift(cube), delay_matrix(fleet.tables["events"], cube.places))
+    assert (outlier.ranks, outlier.cost_share < MIN_COST_SHARE) == ((0,), True)
+    found = combine(replace(cube, wall=wall), cube, fleet.tables["events"])
     assert [one for one in found if one.kind == "host"] == []
 
 
@@ -78,17 +77,6 @@ def test_a_node_without_peers_is_named_by_its_own_past() -> None:
     layout = FleetLayout(Topology(tp=2, pp=2, dp=2), node_ranks=4, steps=100)
     (finding,) = findings_of(Fleet(layout, 8, FleetFault("slow", node=0, factor=1.3, since=50)))
     assert (finding.kind, finding.culprit, finding.since) == ("compute", "node n0000", 51)
-
-
-def test_a_rank_with_peers_is_not_named_by_its_past_alone() -> None:
-    layout = FleetLayout(Topology(pp=2, dp=2), node_ranks=4, steps=100)
-    fleet = Fleet(layout, 9)
-    grown = Growth("backward", 50, 0.1, 0.2, False, None, (1,))
-    cube = cube_of(fleet)
-    found = combine(
-        cube, Drift((grown,), None, 1.0, 1.1, None, None), delay_matrix(fleet.tables["events"], cube.places)
-    )
-    assert [(one.kind, one.ranks) for one in found] == [("drift", ())]
 
 
 def test_a_store_has_the_same_findings(tmp_path: Path) -> None:
