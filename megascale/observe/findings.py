@@ -32,7 +32,7 @@ from megascale.observe.job_cost import (
 )
 from megascale.observe.link_cost import slow_links
 from megascale.observe.step_cube import Columns, Places, StepCube, lower_median
-from megascale.observe.step_levels import StepLevels, Stretch, step_levels
+from megascale.observe.step_levels import StepLevels, Stretch, shifts_of, step_levels
 from megascale.observe.step_work import MAX_EXCESS, predict_seconds, slow_steps
 from megascale.observe.stragglers import gc_pauses, slow_groups, stragglers
 
@@ -120,7 +120,9 @@ def combine(cube: StepCube, sample: StepCube, events: Columns) -> list[Finding]:
         return []
     suspects = _suspects(cube, levels, events)
     if suspects:  # their onsets are cuts, too
-        levels = step_levels(cube, sample, [suspect.seconds for suspect in suspects])
+        like = np.flatnonzero(cube.ordinary_steps)
+        shifts = {at for suspect in suspects for at in shifts_of(suspect.seconds[like])}
+        levels = step_levels(cube, sample, cube.steps[like[sorted(shifts)]].tolist())
         suspects = _suspects(cube, levels, events)
     shares, rest = divide(cube, levels, suspects)
     large = [suspect for suspect, costs in zip(suspects, shares, strict=True)

@@ -1,4 +1,4 @@
-"""What the steps of a job lost: its step time, cut where its mean shifts, each stretch beside the job's own steps before.
+"""What the steps of a job lost: its step time, cut where its mean shifts, each stretch beside the job's steps before.
 
 The loss of a stretch is its mean step less that of the lowest stretch before it: a cause is measured against the steps
 before its onset, however it is found. Steps with more tokens or FLOPs take longer: times are those of a step of mean
@@ -9,7 +9,7 @@ touch, or the deviation within the segments, where that is larger; single outlie
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,8 +35,8 @@ BLOCK = 10
 
 
 class Stretch(NamedTuple):
-    """Steps `first` to `last` of `seconds` each, in the mean. `usual_s`: of the steps `usual`, the first and the last of
-    the quickest stretch before it, or after it for the first steps; None if no others are quicker.
+    """Steps `first` to `last` of `seconds` each, in the mean. `usual_s`: of the steps `usual`, the first and the last
+    of the quickest level before it, or after it if none before is quicker; None if none is.
     """
 
     first: int
@@ -63,8 +63,8 @@ class StepLevels:
     stretches: tuple[Stretch, ...]
 
     def noise_s(self, steps: Integers, explained: Floats) -> float:
-        """Return the deviation of the mean of BLOCK like steps of a level: by single steps, or by the medians of blocks,
-        where that is larger. `explained`: seconds of the ordered `steps` that a cause explains, and are no noise.
+        """Return the deviation of the mean of BLOCK like steps of a level: by single steps, or by the medians of
+        blocks, where that is larger. `explained`: seconds of `steps` that a cause explains, and are no noise.
         """
         seconds = self.seconds.copy()
         mine = np.isin(self.steps, steps)
@@ -77,19 +77,16 @@ class StepLevels:
         return float(max(of_steps, of_blocks))
 
 
-def step_levels(recent: StepCube, sample: StepCube, causes: Sequence[Floats] = ()) -> StepLevels:
-    """Return the levels of a run by its newest steps, and by a sample of the steps before them. `causes`: series over
-    the newest steps [S] whose shifts are cuts as well: a cause is often clearer than the steps that it makes longer.
+def step_levels(recent: StepCube, sample: StepCube, onsets: Iterable[int] = ()) -> StepLevels:
+    """Return the levels of a run by its newest steps, and by a sample of the steps before them. `onsets`: first steps
+    of levels that are known: a cause is often clearer than the steps that it makes longer.
     """
     older, newer = _step_times(sample), _step_times(recent)
     before = older[:, older[0] < recent.steps.min(initial=np.iinfo(np.int32).max)]
     number, wall, tokens, flops = np.concatenate([before, newer], 1)
     steps, seconds = number.astype(int), wall / relative_work(tokens, flops, wall)
-    cuts = set(change_points(seconds))
-    mine = np.flatnonzero(np.isin(steps, recent.steps))
-    for cause in causes:
-        cuts.update(mine[change_points(cause[np.searchsorted(recent.steps, steps[mine])])].tolist())
-    bounds = [0, *_apart(sorted(cuts), len(steps)), len(steps)] if len(steps) else []
+    cuts = sorted({*change_points(seconds), *np.searchsorted(steps, sorted(onsets)).tolist()})
+    bounds = [0, *_apart(cuts, len(steps)), len(steps)] if len(steps) else []
     levels = tuple(slice(*ends) for ends in itertools.pairwise(bounds))
     return StepLevels(steps, seconds, levels, tuple(_stretches(steps, seconds, levels)))
 
@@ -114,6 +111,16 @@ def _step_times(cube: StepCube) -> Floats:
     like = cube.ordinary_steps & (ranks == ranks.max(initial=1))
     times = np.stack([cube.steps, cube.wall.sum(0, dtype=np.float64) / np.maximum(ranks, 1), cube.tokens, cube.flops])
     return times[:, like]
+
+
+def shifts_of(series: Floats) -> list[int]:
+    """Return the positions at which a series of what a cause costs shifts: its change points, and its largest upward
+    shift (CUSUM), if less than half of it is there before. It may be 0 before, and rare afterwards.
+    """
+    sums = np.cumsum(series - series.mean()) if len(series) else series
+    onset = int(np.argmin(sums[:-1])) + 1 if len(sums) > 1 else 0
+    rises = onset and series[:onset].mean() < series[onset:].mean() / 2
+    return [*change_points(series), *([onset] if rises else [])]
 
 
 def _stretches(number: Integers, seconds: Floats, levels: Sequence[slice]) -> Iterator[Stretch]:

@@ -82,8 +82,8 @@ def _evidence(cube: StepCube, outlier: Outlier) -> Iterator[str]:
     peers = int(np.isin(cube.places.coords["pp"], stage).sum()) - len(ranks)
     of = f"stage {stage[0]}" if len(stage) == 1 else f"its {len(stage)} stages"
     yield (
-        f"{outlier.name} {REASONS[outlier.kind]} than its {peers} peer{'s' * (peers != 1)} of {of}: {outlier.seconds:.4g} s a "
-        f"step, not {outlier.peer_s:.4g} s, {outlier.score:.0f} deviations"
+        f"{outlier.name} {REASONS[outlier.kind]} than its {peers} peer{'s' * (peers != 1)} of {of}: "
+        f"{outlier.seconds:.4g} s a step, not {outlier.peer_s:.4g} s, {outlier.score:.0f} deviations"
     )
     if outlier.node:
         yield f"most of the {len(ranks)} ranks of the node are slow ({format_ranks(outlier.ranks)})"
