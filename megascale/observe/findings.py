@@ -28,6 +28,7 @@ from megascale.observe.job_cost import (
     Suspect,
     divide,
     is_large,
+    lasting,
     mean_cost,
 )
 from megascale.observe.link_cost import slow_links
@@ -160,10 +161,20 @@ def _suspects(cube: StepCube, levels: StepLevels, events: Columns) -> list[Suspe
         if cause is None:
             kept.append(suspect)
         elif suspect.kind == "communication" and kept[cause].kind == "link":
-            both = kept[cause].seconds + suspect.seconds
-            evidence = (*kept[cause].evidence, f"{suspect.culprit}: {suspect.evidence[0]}")
-            kept[cause] = replace(kept[cause], seconds=both, evidence=evidence)
-    return kept
+            kept[cause] = _link_of_group(cube.places, kept[cause], suspect)
+    return [lasting(cube, levels, suspect) for suspect in kept]
+
+
+def _link_of_group(places: Places, link: Suspect, group: Suspect) -> Suspect:
+    """Return a slow link with the slow collectives of its ranks: of its ends, the only node that the group has."""
+    of_link, of_group = (set(places.node[places.index(np.array(each.ranks))].tolist()) for each in (link, group))
+    both = of_link & of_group
+    if group.ranks and len(both) == 1 < len(of_link):
+        node = both.pop()
+        ranks = tuple(rank for rank in link.ranks if places.node[places.index(np.array(rank))] == node)
+        link = replace(link, culprit=f"node {places.nodes[node]}", ranks=ranks)
+    evidence = (*link.evidence, f"{group.culprit}: {group.evidence[0]}")
+    return replace(link, seconds=link.seconds + group.seconds, evidence=evidence)
 
 
 def _rest(sample: StepCube, levels: StepLevels, rest: Sequence[Share], noise_s: float) -> Iterator[Finding]:
@@ -179,7 +190,7 @@ def _rest(sample: StepCube, levels: StepLevels, rest: Sequence[Share], noise_s: 
         culprit = _name(sample.places, ranks)
         cause = Suspect(kind, culprit, ranks, np.zeros(0), frozenset(), evidence)
         crowded = bool(ranks and sample.places.crowded)
-        if crowded and not is_large(went_on, noise_s, crowded=True):
+        if crowded and not is_large(went_on, noise_s, crowded=True, has_peers=False):
             cause = replace(cause, kind="job", culprit=ALL, ranks=())
         yield _finding(levels, cause, went_on)
 

@@ -1,4 +1,4 @@
-"""The seconds of a step that slow ranks cost the job: the modelled step with their excess, less the step without it.
+"""The seconds of a step that slow ranks cost the job: the modelled step with their excess, less the step without any.
 
 The job waits for the slowest rank of each synchronized group. A tensor-parallel group takes as long as its slowest
 rank, and a step as long as the slowest replica, and then the slowest rank's optimizer. The pipeline of a replica is
@@ -10,15 +10,16 @@ forward, and a start s_i, when its data is there and the stages before it have b
 A pause for garbage collection delays its replica by its whole length: stages are a few micro-batches apart at most.
 Pauses of several stages add up, those of a tensor-parallel group count once.
 
-The model says which of several causes lost more; how much was lost is measured (`observe.step_levels`), and `divide`
-shares it out. Where there are no steps before the onset, the model's seconds are all that is known. Without one of two
-equally slow ranks the job is as slow as before: modelled costs of single culprits do not add up, shares do.
+The model says which of several causes lost more, each as if it were the only one: without one of two equally slow ranks
+the job would be as slow. How much was lost is measured (`observe.step_levels`), and `divide` shares it out. Where there
+are no steps before the onset, the model's seconds are all that is known.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -39,7 +40,7 @@ MIN_COST_NOISE = 2.0
 
 MIN_CROWDED_SHARE, MIN_UNMEASURED_SHARE = 0.25, 0.5
 """Smallest cost of a cause that names ranks which share their host's cores, as a share of the job's own steps before,
-and without such steps, of a step. What ranks take from each other is smaller.
+and without such steps, of a step; also of ranks without peers. What ranks take from each other is smaller.
 """
 
 MIN_EXPLAINED = 0.5
@@ -64,26 +65,28 @@ class Excess(NamedTuple):
 def times_of(cube: StepCube) -> dict[Model, Floats]:
     """Return the times of the model, [R, S]."""
     optimizer = cube.own_of(COMPUTE, *OPTIMIZER_ACTIONS)
-    return {"compute": cube.compute - optimizer, "optimizer": optimizer, "data": cube.data, "gc": cube.gc}
+    return {"compute": cube.compute - optimizer, "optimizer": optimizer, "data": cube.data.copy(), "gc": cube.gc.copy()}
 
 
 def job_costs(cube: StepCube, culprits: Mapping[str, Excess]) -> dict[str, Floats]:
-    """Return by culprit the seconds that its excess costs the job in each step, [S]."""
+    """Return by culprit the seconds that its excess costs the job in each step, if it were the only one, [S]."""
     parts = times_of(cube)
     parts["compute"] = parts["compute"] + cube.other
+    for excess in culprits.values():
+        for part, more in excess.seconds.items():
+            parts[part][excess.ranks] -= more
     stages = _Stages.from_cube(cube)
     seconds = stages.replica_seconds(parts) if culprits else np.zeros(0)
     costs: dict[str, Floats] = {}
     for name, excess in culprits.items():
         affected = np.isin(stages.replica, stages.replica[excess.ranks])
-        better = {part: values[affected] for part, values in parts.items()}
+        slower = {part: values[affected] for part, values in parts.items()}
         for part, more in excess.seconds.items():
-            better[part][(np.cumsum(affected) - 1)[excess.ranks]] -= more
-        after = stages.take(affected).replica_seconds(better).max(0)
+            slower[part][(np.cumsum(affected) - 1)[excess.ranks]] += more
         others = np.delete(seconds, np.unique(stages.replica[excess.ranks]), 0).max(0, initial=0.0)
-        costs[name] = seconds.max(0) - np.maximum(others, after)
+        passes = np.maximum(others, stages.take(affected).replica_seconds(slower).max(0)) - seconds.max(0)
         ends = parts["optimizer"][~affected].max(0, initial=0.0)
-        costs[name] += parts["optimizer"].max(0) - np.maximum(ends, better["optimizer"].max(0))
+        costs[name] = passes + np.maximum(ends, slower["optimizer"].max(0)) - parts["optimizer"].max(0)
     return costs
 
 
@@ -134,6 +137,18 @@ class Suspect:
     evidence: tuple[str, ...]
 
 
+def lasting(cube: StepCube, levels: StepLevels, suspect: Suspect) -> Suspect:
+    """Return a suspect that is also seen in the stretches next to those in which it shows, as long as it costs half of
+    what it does there: a short stretch, or one without messages in the store, does not show it.
+    """
+    costs = [_mean(suspect.seconds, cube.within(stretch[:2])) for stretch in levels.stretches]
+    seen, numbers = set(suspect.seen), range(len(costs))
+    for before, number in (*itertools.pairwise(numbers), *itertools.pairwise(reversed(numbers))):
+        if before in seen and costs[number] >= max(MIN_EXPLAINED * costs[before], 1e-12):
+            seen.add(number)
+    return replace(suspect, seen=frozenset(seen))
+
+
 class Share(NamedTuple):
     """What a suspect cost in a stretch: seconds of a step."""
 
@@ -141,13 +156,16 @@ class Share(NamedTuple):
     cost_s: float
 
 
-def is_large(costs: Sequence[Share], noise_s: float, *, crowded: bool) -> bool:
-    """Return True if a cause costs enough to be named. `crowded`: it names ranks that share cores."""
+def is_large(costs: Sequence[Share], noise_s: float, *, crowded: bool, has_peers: bool = True) -> bool:
+    """Return True if a cause costs enough to be named. `crowded`: it names ranks that share cores; `has_peers`: others
+    that do the same do not lose as much.
+    """
     cost_s = mean_cost(costs)
     step_s = float(np.mean([each.seconds if each.usual_s is None else each.usual_s for each, _ in costs]))
     least = MIN_COST_SHARE
     if crowded:
-        least = MIN_CROWDED_SHARE if all(each.usual_s is not None for each, _ in costs) else MIN_UNMEASURED_SHARE
+        measured = has_peers and all(each.usual_s is not None for each, _ in costs)
+        least = MIN_CROWDED_SHARE if measured else MIN_UNMEASURED_SHARE
     return cost_s >= max(least * step_s, MIN_COST_NOISE * noise_s)
 
 

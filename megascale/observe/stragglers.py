@@ -14,13 +14,12 @@ import numpy as np
 from megascale.core.rank import format_ranks
 from megascale.layout.topology import AXES
 from megascale.observe.heatmap import MIN_SCORE, MIN_STEPS, Kind, Loss, Outlier, excess_of, heat_map
-from megascale.observe.job_cost import ALL, MIN_COST_SHARE, Excess, Suspect, job_costs
+from megascale.observe.job_cost import ALL, Excess, Suspect, job_costs
 from megascale.observe.step_cube import MAD_TO_DEVIATION, Floats, Integers, Part, StepCube, lower_median
 from megascale.observe.step_levels import StepLevels
 
-MIN_GROUP_RATIO = 1.5
-MIN_GROUPS = 2
-"""Smallest ratio of a slow group's transfer to its peers', and fewest groups to compare."""
+MIN_GROUP_RATIO, MIN_GROUP_SHARE = 1.5, 0.01
+"""Smallest ratio of a slow group's transfer to its peers', and its smallest excess, as a share of the step."""
 
 MIN_PAUSED_SHARE = 0.02
 """Smallest share of the steps with a pause of some ranks: rarer ones are planned, or no habit."""
@@ -157,7 +156,7 @@ def _slow_groups(
         seconds, peer_s = transfer[:, now].mean(1), float(peers.mean())
         spread = MAD_TO_DEVIATION * float(lower_median(np.abs(seconds - peer_s))) if len(members) > 1 else 0.0
         persistent = (transfer[:, now] > (1 + MIN_GROUP_RATIO) / 2 * peers).mean(1) >= PERSISTENT
-        least = max(MIN_SCORE * spread, MIN_COST_SHARE * stretch.seconds, (MIN_GROUP_RATIO - 1) * peer_s)
+        least = max(MIN_SCORE * spread, MIN_GROUP_SHARE * stretch.seconds, (MIN_GROUP_RATIO - 1) * peer_s)
         here = persistent & (seconds - peer_s >= least)
         if here.any():
             seen, slow = seen | {number}, slow | here
