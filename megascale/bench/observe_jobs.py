@@ -45,7 +45,7 @@ MEASURED = 40
 BUSY_LOOPS = 4
 """Other programs beside an undisturbed job."""
 
-DELAY_S, MBIT, CORES = 0.33, 4, 0.1
+DELAY_S, MBIT, CORES = 0.33, 4, 0.2
 """Seconds of a slow norm or batch, Mbit/s of a throttled link, and cores of a throttled host."""
 
 STOPPED_S, RUNS_S = 0.6, 0.4
