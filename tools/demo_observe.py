@@ -25,12 +25,14 @@ from megascale.core.process import die_with_parent
 ROOT = Path(__file__).parents[1]
 
 SLOW_RANK, LINK, HUNG_RANK = 2, (1, 5), 7
-"""The culprits: a rank that computes half as fast, both ends of a link, and a rank that hangs."""
+"""The culprits: a rank that computes more slowly, both ends of a link, and a rank that hangs."""
 
-DELAY_S = 0.2
-"""Seconds that messages over the slow link are late."""
+DELAY_S, FACTOR = 0.2, 4.0
+"""Seconds that messages over the slow link are late, and by how much longer the slow rank computes: ranks that share
+cores are named for large costs only.
+"""
 
-STEPS = 40
+STEPS = 80
 """Step in which the rank hangs."""
 
 LIMIT_S = 600
@@ -38,10 +40,10 @@ LIMIT_S = 600
 
 
 def faults(steps: int) -> tuple[str, ...]:
-    """Return the injected faults, as in `fault.inject`."""
+    """Return the injected faults, as in `fault.inject`: from the middle on, so that the steps before tell the cost."""
     return (
-        f"slow_compute rank={SLOW_RANK} step=2 steps={steps} factor=2",
-        f"delay_message rank={LINK[0]} step=2 steps={steps} delay_s={DELAY_S}",
+        f"slow_compute rank={SLOW_RANK} step={steps // 2} steps={steps} factor={FACTOR:g}",
+        f"delay_message rank={LINK[0]} step={steps // 2} steps={steps} delay_s={DELAY_S}",
         f"hang rank={HUNG_RANK} step={steps} phase=backward",
     )
 

@@ -15,7 +15,8 @@ import numpy as np
 from megascale.bench.fleet import Fleet
 from megascale.bench.fleet_times import FleetFault, FleetLayout
 from megascale.layout.topology import Topology
-from megascale.observe.findings import Finding, FindingKind
+from megascale.observe.findings import Finding
+from megascale.observe.job_cost import FindingKind
 
 STEPS = 100
 """Steps of a case."""
@@ -66,7 +67,7 @@ def _link(draw: random.Random, layout: FleetLayout, since: int) -> FleetFault:
     """Return a slow node, or a slow link from a node to the one of the next stage."""
     node, per_stage = draw.randrange(layout.nodes), layout.nodes // layout.topology.pp
     peer = node + per_stage
-    return FleetFault("link", node=node, peer=peer if peer < layout.nodes and draw.random() < 0.5 else -1, factor=6)
+    return FleetFault("link", node=node, peer=peer if peer < layout.nodes and draw.random() < 0.5 else -1, factor=40)
 
 
 def _pause(layout: FleetLayout) -> float:
@@ -126,6 +127,10 @@ class SlowdownCase:
             self.layout, seed, self.fault, noise=self.noise, work=work, hiccups=self.hiccups,
             events=1 if self.is_large else 3,
         )  # fmt: skip
+
+    def without_fault(self) -> SlowdownCase:
+        """Return the same job without the fault."""
+        return replace(self, fault=FleetFault())
 
     @property
     def is_large(self) -> bool:

@@ -1,155 +1,214 @@
 """Slowdowns injected into real jobs of this host, and the findings about their event stores.
 
-A job has four ranks: two stages of two replicas. Ranks that share cores with each other and with other programs vary
-more than machines of a cluster: what is found in a job without a slowdown says by how much.
+A job has four or eight ranks, which share this host's cores. A slowdown begins in step SINCE and ends before UNTIL: the
+findings are judged as of its last step, beside what the steps lost, and again GONE_STEPS later.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import re
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megascale.bench.observe import Judgement
-from megascale.bench.observe_cases import HEALTHY, KINDS
+import numpy as np
+
+from megascale.bench.fault_cases import RANKS_PER_NODE
+from megascale.bench.fault_jobs import run_job
+from megascale.bench.observe import GONE_STEPS, Judgement, Truth
+from megascale.bench.outside_faults import job_processes, last_step
 from megascale.core.errors import MegascaleError
-from megascale.eventstore.query import open_store
-from megascale.observe.findings import Finding, findings
+from megascale.core.process import die_with_parent
+from megascale.eventstore.query import fetch, open_store
+from megascale.launch.testbed import HostLink, Testbed
+from megascale.observe.cube_queries import recent_cube, sampled_cube
+from megascale.observe.findings import Finding, combine
 
-STEPS = 100
-"""Steps of a job."""
+if TYPE_CHECKING:
+    import duckdb
 
-LIMIT_S = 600
-"""Longest time of a job, in seconds."""
+SINCE, UNTIL, STEPS = 80, 160, 240
+"""First step of a slowdown, the first after it, and steps of a job."""
 
-WORLD, READERS = 4, (0, 1)
-"""Ranks of a job, and those of the first stage, which read data."""
+MEASURED = 40
+"""Steps before a slowdown that it is measured against."""
 
-PAUSE_S, STALL_S, DELAY_S = 0.1, 0.2, 0.05
-"""Seconds of a pause, of a stall, and of a late message."""
+BUSY_LOOPS = 4
+"""Other programs beside an undisturbed job."""
 
-MODEL = """
-[model]
-num_layers = 4
-hidden_size = 128
-num_heads = 4
-vocab_size = 1024
-seq_length = 64
-[parallel]
-tp = 1
-pp = 2
-dp = 2
-[batch]
-micro = 2
-global = 8
-[train]
-precision = "fp32"
-log_every = 20
-eval_every = 0
-[optimizer]
-lr = 1e-3
-warmup_steps = 2
-[data]
-mock = true
-[checkpoint]
-every = 100000
-[observe]
-tensorboard = false
-store = true
-store_interval_s = 5.0
-"""
-"""The configuration of the jobs, without name, folder and number of steps."""
+DELAY_S, MBIT, CORES = 0.33, 4, 0.2
+"""Seconds of a slow norm or batch, Mbit/s of a throttled link, and cores of a throttled host."""
 
+STOPPED_S, RUNS_S = 0.6, 0.4
+"""Seconds for which a rank is stopped, and for which it runs, in turn."""
 
-@dataclass(frozen=True)
-class JobSlowdown:
-    """A slowdown of a real job: `inject` is `fault.inject`; `rank`: the culprit, None for all."""
+POLL_S = 0.02
 
-    inject: str
-    rank: int | None
-
-
-def _slow(factor: float) -> Callable[[random.Random], JobSlowdown]:
-    def slowdown(draw: random.Random) -> JobSlowdown:
-        rank = draw.randrange(WORLD)
-        return JobSlowdown(f"slow_compute rank={rank} step=20 steps={STEPS} factor={factor}", rank)
-
-    return slowdown
-
-
-def _link(draw: random.Random) -> JobSlowdown:
-    rank = draw.randrange(WORLD)
-    return JobSlowdown(f"delay_message rank={rank} step=20 steps={STEPS} delay_s={DELAY_S}", rank)
-
-
-def _gc(draw: random.Random) -> JobSlowdown:
-    pauses = [f"collect_garbage rank={draw.randrange(WORLD)} step={step} delay_s={PAUSE_S}"
-              for step in range(20, STEPS) if draw.random() < 0.5]  # fmt: skip
-    return JobSlowdown("; ".join(pauses), None)
-
-
-def _data(draw: random.Random) -> JobSlowdown:
-    rank = draw.choice(READERS)
-    stalls = [f"slow rank={rank} step={step} phase=data delay_s={STALL_S}"
-              for step in range(20, STEPS) if draw.random() < 1 / 3]  # fmt: skip
-    return JobSlowdown("; ".join(stalls), rank)
-
-
-def _job(draw: random.Random) -> JobSlowdown:
-    step = draw.randrange(STEPS // 3, STEPS // 2)
-    slow = [f"slow_compute rank={rank} step={step} steps={STEPS} factor=1.5" for rank in range(WORLD)]
-    return JobSlowdown("; ".join(slow), None)
-
-
-SLOWDOWNS: Mapping[str, Callable[[random.Random], JobSlowdown]] = {
-    "rank 10% slower": _slow(1.1), "rank 50% slower": _slow(1.5), "slow link": _link, "gc storm": _gc,
-    "data stalls": _data, "job 50% slower": _job, HEALTHY: lambda draw: JobSlowdown("", None),
-}  # fmt: skip
-"""Slowdowns of real jobs by kind."""
-
-FINDINGS = {kind: KINDS["job 15% slower" if kind == "job 50% slower" else kind].finding for kind in SLOWDOWNS}
-"""Kinds of the right findings."""
+Disturbance = Callable[[Path], contextlib.AbstractContextManager[object]]
+"""What disturbs the job of a run, given by its folder, during a `with` block."""
 
 
 class ObserveJobError(MegascaleError):
     """A job that did not end well."""
 
 
+@dataclass(frozen=True)
+class JobSlowdown:
+    """A slowdown of a job of `nodes`: `inject` is `fault.inject`; `ranks`: the culprits, `node`: theirs, for a link or
+    a host. `disturbance`: from outside, beside the faults.
+    """
+
+    nodes: int
+    inject: str = ""
+    ranks: tuple[int, ...] = ()
+    node: int | None = None
+    testbed: bool = False
+    disturbance: Disturbance | None = None
+
+    def is_named_by(self, finding: Finding) -> bool:
+        """Return True if a finding names the culprit: the rank; of a node also a link of it, or all its ranks."""
+        if self.node is None:
+            return bool(self.ranks) and finding.ranks == self.ranks
+        return f"node{self.node}" in finding.culprit.replace(" -", "").split() or finding.ranks == self.ranks
+
+
+def _of_rank(phase: str, ranks: Sequence[int]) -> Callable[[random.Random], JobSlowdown]:
+    def slowdown(draw: random.Random) -> JobSlowdown:
+        rank = draw.choice(ranks)
+        fault = f"slow rank={rank} step={SINCE} steps={UNTIL - SINCE} phase={phase} delay_s={DELAY_S}"
+        return JobSlowdown(2, fault, (rank,))
+
+    return slowdown
+
+
+def _of_node(fault: str) -> Callable[[random.Random], JobSlowdown]:
+    def slowdown(draw: random.Random) -> JobSlowdown:
+        node = draw.randrange(4)
+        ranks = tuple(range(node * RANKS_PER_NODE, (node + 1) * RANKS_PER_NODE))
+        inject = f"{fault.split()[0]} node={node} step={SINCE} steps={UNTIL - SINCE} {fault.split()[1]}"
+        return JobSlowdown(4, inject, ranks, node, testbed=True)
+
+    return slowdown
+
+
+def _stopped(draw: random.Random) -> JobSlowdown:
+    rank = draw.randrange(4)
+    return JobSlowdown(2, "", (rank,), disturbance=partial(stop_and_go, rank))
+
+
+UNDISTURBED = ("undisturbed", f"undisturbed, beside {BUSY_LOOPS} busy loops")
+
+SLOWDOWNS: Mapping[str, Callable[[random.Random], JobSlowdown]] = {
+    "rank stopped for 60% of the time": _stopped,
+    "slow norm of a rank": _of_rank("optimizer", range(4)),
+    "slow data, first stage": _of_rank("data", (0, 1)),
+    "slow data, last stage": _of_rank("data", (2, 3)),
+    "throttled link": _of_node(f"throttle_link mbit={MBIT}"),
+    "throttled host": _of_node(f"throttle_cpu cores={CORES}"),
+    UNDISTURBED[0]: lambda draw: JobSlowdown(draw.choice((2, 4))),
+    UNDISTURBED[1]: lambda draw: JobSlowdown(draw.choice((2, 4)), disturbance=lambda run: busy_loops()),
+}  # fmt: skip
+"""Slowdowns of real jobs by kind. Jobs of two nodes have two stages of two replicas, so that every rank has a peer."""
+
+
 def judge_job(kind: str, number: int, folder: Path) -> Judgement:
     """Run a job with a slowdown, and judge the findings about it. Raises: ObserveJobError"""
-    slowdown = SLOWDOWNS[kind](random.Random(f"{kind} {number}"))
-    run = train(folder, f"{kind}-{number}".replace(" ", "-").replace("%", ""), slowdown.inject)
-    found = tuple(findings(open_store(run)))
-    named = tuple(names_rank(finding, slowdown.rank) for finding in found)
-    return Judgement(kind, number, FINDINGS[kind], found, named)
+    draw = random.Random(f"{kind} {number}")
+    slowdown = SLOWDOWNS[kind](draw)
+    saves = () if draw.random() < 0.5 else ("checkpoint.memory_every=0", "checkpoint.replicate=false")
+    name = "-".join(re.findall(r"\w+", f"{kind} {number}"))
+    store = open_store(train(folder, name, slowdown, saves))
+    healthy = kind in UNDISTURBED
+    found = tuple(findings_until(store, STEPS if healthy else UNTIL - 1))
+    named = tuple(map(slowdown.is_named_by, found))
+    later = findings_until(store, UNTIL - 1 + GONE_STEPS)[:1]
+    gone = None if healthy else not any(one.until is None and slowdown.is_named_by(one) for one in later)
+    return Judgement(kind, number, found, named, None if healthy else _truth(store), gone)
 
 
-def names_rank(finding: Finding, rank: int | None) -> bool:
-    """Return True if a finding names this rank, for a link as one of its ends; all ranks for None."""
-    if rank is None:
-        return finding.ranks == ()
-    return rank in finding.ranks if finding.kind == "link" else finding.ranks == (rank,)
+def findings_until(store: duckdb.DuckDBPyConnection, step: int) -> list[Finding]:
+    """Return the findings as they were after a step."""
+    cubes = (cube.take(cube.steps <= step) for cube in (recent_cube(store), sampled_cube(store)))
+    return combine(*cubes, fetch(store, f"SELECT * FROM events WHERE peer >= 0 AND step <= {step}"))
 
 
-def train(folder: Path, name: str, inject: str) -> Path:
+def _truth(store: duckdb.DuckDBPyConnection) -> Truth:
+    cube = recent_cube(store)
+    wall, ordinary = cube.wall.mean(0), cube.ordinary_steps
+    during, before = ((cube.steps >= first) & (cube.steps < last) & ordinary
+                      for first, last in ((SINCE, UNTIL), (SINCE - MEASURED, SINCE)))  # fmt: skip
+    step_s = float(np.mean(wall[during]))
+    return Truth(step_s - float(np.mean(wall[before])), step_s, SINCE)
+
+
+def train(folder: Path, name: str, slowdown: JobSlowdown, saves: Sequence[str]) -> Path:
     """Train a job to its end, and return the run's folder. Raises: ObserveJobError"""
-    config = folder / "observe.toml"
-    config.write_text(MODEL, encoding="utf-8")
-    settings = [f"name={name}", f"observe.dir={folder}", f"train.steps={STEPS}", f"fault.inject={inject}"]
-    command = [sys.executable, "-m", "megascale", "train", str(config), *settings]
-    log = folder / f"{name}.log"
-    with open(log, "wb") as output:
-        try:
-            done = subprocess.run(
-                command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, timeout=LIMIT_S, check=False,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            raise ObserveJobError(f"{name}: the job took over {LIMIT_S} s", hint=f"see {log}") from None
-    if done.returncode:
-        raise ObserveJobError(f"{name}: the job ended with status {done.returncode}", hint=f"see {log}")
+    layout = ("parallel.tp=1", f"parallel.dp={slowdown.nodes}") if slowdown.nodes == 2 else ()
+    settings = (f"train.steps={STEPS}", "observe.store_interval_s=5", *layout, *saves)
+    with contextlib.ExitStack() as stack:
+        testbed = stack.enter_context(Testbed(slowdown.nodes, HostLink())) if slowdown.testbed else None
+        if slowdown.disturbance is not None:
+            stack.enter_context(slowdown.disturbance(folder / name))
+        job = run_job(folder, name, slowdown.nodes, *settings, inject=slowdown.inject, testbed=testbed)
+    if job.status:
+        raise ObserveJobError(f"{name}: the job ended with status {job.status}", hint=f"see {folder / name}.log")
     return folder / name
+
+
+@contextlib.contextmanager
+def busy_loops() -> Iterator[None]:
+    """Run BUSY_LOOPS programs that compute, for a `with` block."""
+    start = partial(die_with_parent, os.getpid())
+    command = [sys.executable, "-c", "while True: pass"]
+    loops = [subprocess.Popen(command, preexec_fn=start) for _ in range(BUSY_LOOPS)]  # noqa: PLW1509
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+@contextlib.contextmanager
+def stop_and_go(rank: int, run: Path) -> Iterator[None]:
+    """Stop the processes of a rank again and again, from step SINCE to UNTIL of a run, for a `with` block at most."""
+    ended = threading.Event()
+
+    def stop() -> None:
+        while last_step(run) < SINCE - 1:
+            if ended.wait(POLL_S):
+                return
+        mine = [pid for pid in job_processes(run) if _rank_of(pid) == rank]
+        while last_step(run) < UNTIL - 1 and not ended.is_set():
+            for number, seconds in ((signal.SIGSTOP, STOPPED_S), (signal.SIGCONT, RUNS_S)):
+                for pid in mine:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, number)
+                ended.wait(seconds)
+
+    thread = threading.Thread(target=stop, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _rank_of(pid: int) -> int:
+    """Return the rank in a process's environment; -1 without one."""
+    with contextlib.suppress(OSError):
+        for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            name, _, value = variable.partition(b"=")
+            if name == b"RANK":
+                return int(value)
+    return -1

@@ -30,6 +30,8 @@ def add_observe(benchmarks: Any) -> None:
     one.add_argument("--cases", type=non_negative_int, default=CASES, metavar="N", help=cases)
     one.add_argument("--large", type=non_negative_int, default=0, metavar="N", help="synthetic jobs of 12,288 ranks")
     one.add_argument("--jobs", type=non_negative_int, default=0, metavar="N", help="real jobs of each kind")
+    kinds = "kinds of real jobs, by words of their names, separated by commas (default: all)"
+    one.add_argument("--kinds", default="", metavar="WORDS", help=kinds)
     one.add_argument("--seed", type=non_negative_int, default=1, metavar="N", help="of the slowdowns (default: 1)")
     one.add_argument("--output", type=Path, metavar="FOLDER", help="keep the runs of real jobs in this folder")
     one.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables to this file")
@@ -45,7 +47,7 @@ def run_observe(options: argparse.Namespace) -> int:
     with exit_on_stop_signals():
         judged = {"synthetic jobs": observe.judge_all(
             list(observe.synthetic_cases(options.cases, options.large, options.seed)), _report)}  # fmt: skip
-        judged["real jobs of four ranks"] = list(_judge_jobs(options))
+        judged["real jobs of 4 and 8 ranks"] = list(_judge_jobs(options))
     judged = {name: judgements for name, judgements in judged.items() if judgements}
     lines = [line for name, judgements in judged.items() for line in
              (f"{name}: {observe.summary(judgements)}", "", *observe.table(judgements), "")]  # fmt: skip
@@ -65,7 +67,7 @@ def _judge_jobs(options: argparse.Namespace) -> Iterator[Judgement]:
         folder = (options.output or Path(scratch)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         for number in range(options.seed, options.seed + options.jobs):
-            for kind in SLOWDOWNS:
+            for kind in (kind for kind in SLOWDOWNS if any(word in kind for word in options.kinds.split(","))):
                 yield (one := judge_job(kind, number, folder))
                 _report(f"{kind} {number}: {'right' if one.right else 'wrong'}: {describe(one)}")
 

@@ -62,20 +62,21 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print_slow(options: argparse.Namespace) -> None:
-    """Print the findings about the run's event store, the costliest first."""
+    """Print the findings about the run's event store, the costliest first, and then those that are over."""
     from megascale.eventstore.reading import read_store
-    from megascale.observe.findings import findings
+    from megascale.observe.cube_queries import read_places
+    from megascale.observe.findings import crowd_note, findings
 
-    reading = read_store(options.folder, findings)
-    warn(reading.notes)
-    found = reading.value
+    reading = read_store(options.folder, lambda store: (findings(store), crowd_note(read_places(store))))
+    found, note = reading.value
+    warn([*reading.notes, *filter(None, [note])])
     if options.json:
         print(json.dumps([finding.to_json() for finding in found]))
         return
+    if not any(finding.until is None for finding in found):
+        print("nothing slows the run down that its event store shows")
     for finding in found:
         print(finding, *finding.evidence, sep="\n    ")
-    if not found:
-        print("nothing slows the run down that its event store shows")
 
 
 def _print_hosts(options: argparse.Namespace) -> None:

@@ -42,6 +42,7 @@ class FaultKind:
 
 
 LENGTH = ("for_s",)
+SPAN = ("for_s", "steps")
 
 KINDS: Mapping[str, FaultKind] = {
     "kill": FaultKind("rank", "the rank is killed (SIGKILL)", "forward", PHASES),
@@ -100,10 +101,10 @@ KINDS: Mapping[str, FaultKind] = {
         options=("for_s", "peer"),
     ),
     "reset_link": FaultKind("node", "the node's connections are reset, or those to node `peer`", options=("peer",)),
-    "throttle_link": FaultKind("node", "the node's link has `mbit` Mbit/s", options=LENGTH, required=("mbit",)),
-    "delay_link": FaultKind("node", "the node's link delays by delay_s", options=LENGTH, required=("delay_s",)),
+    "throttle_link": FaultKind("node", "the node's link has `mbit` Mbit/s", options=SPAN, required=("mbit",)),
+    "delay_link": FaultKind("node", "the node's link delays by delay_s", options=SPAN, required=("delay_s",)),
     "throttle_cpu": FaultKind(
-        "node", "the node's processes have the time of `cores` cores", options=LENGTH, required=("cores",)
+        "node", "the node's processes have the time of `cores` cores", options=SPAN, required=("cores",)
     ),
     "fill_disk": FaultKind(
         "node", "the file system of the node's checkpoints is full, for `steps` steps", options=("steps",)

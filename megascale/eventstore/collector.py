@@ -27,7 +27,7 @@ from megascale.core.flight_layout import Phase
 from megascale.core.flight_reader import read_flight_record
 from megascale.core.flight_record import FlightRecord, FlightRecordError
 from megascale.core.outages import Outages
-from megascale.core.process import process_exists
+from megascale.core.process import process_exists, usable_cores
 from megascale.eventstore.node_store import NodeStore
 from megascale.eventstore.rank_spread import RankSpread
 from megascale.eventstore.settings import StoreSettings
@@ -195,6 +195,7 @@ class Collector:
             "node": [self._settings.node] * len(heads),
             "host": [socket.gethostname()] * len(heads),
             "peak_flops": [float(head.peak_flops) for head in heads],
+            "cores": [usable_cores()] * len(heads),
         }
 
     def read_states(self) -> None:

@@ -146,7 +146,8 @@ def _make_view(connection: duckdb.DuckDBPyConnection, store: Location, table: st
         columns = ", ".join(f"NULL::{SQL_TYPES[column.type]} AS {column.name}" for column in TABLES[table])
         connection.execute(f"CREATE VIEW {table} AS SELECT {columns} WHERE false")
     elif store.local_path is not None:
-        connection.execute(f"CREATE VIEW {table} AS FROM read_parquet({_literals(paths)})")
+        by_name = ", union_by_name = true" if table == "ranks" else ""  # files of earlier versions have fewer columns
+        connection.execute(f"CREATE VIEW {table} AS FROM read_parquet({_literals(paths)}{by_name})")
     else:
         import pyarrow.dataset
         from fsspec.core import url_to_fs

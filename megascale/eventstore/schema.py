@@ -95,6 +95,7 @@ TABLES: dict[str, tuple[Column, ...]] = {
         Column("pid", "int32", "process"),
         *(Column(axis, "int32", f"index on the {axis} axis") for axis in ("tp", "cp", "dp", "pp")),
         Column("peak_flops", "float64", "peak FLOP/s of the rank's device; 0: unknown"),
+        Column("cores", "int32", "cores that the ranks of the node may use together; 0: unknown"),
         Column("start_ns", "int64", "start of the process"),
     ),
     "host_metrics": (

@@ -75,6 +75,11 @@ def sampled_cube(store: duckdb.DuckDBPyConnection) -> StepCube:
     return _read(store, ranks, f"step % {stride} = 0 AND step <= {newest} AND rank IN ({numbers})")
 
 
+def read_places(store: duckdb.DuckDBPyConnection) -> Places:
+    """Read the ranks of the last attempt."""
+    return Places.from_table(_ranks(store))
+
+
 def is_sampled(ranks: Integers) -> Booleans:
     """Return which of all ranks of a job a sample has."""
     return np.asarray(ranks % max(1, -(-len(ranks) // SAMPLED_RANKS)) == 0)

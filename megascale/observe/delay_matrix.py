@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from megascale.observe.heatmap import MAD_TO_DEVIATION, MIN_SCORE, lower_median
-from megascale.observe.step_cube import Booleans, Columns, Floats, Integers, Places
+from megascale.observe.heatmap import MIN_SCORE
+from megascale.observe.step_cube import MAD_TO_DEVIATION, Booleans, Columns, Floats, Integers, Places, lower_median
 
 MIN_RATIO = 1.5
 """Smallest ratio of a slow cell to its peers."""

@@ -1,11 +1,9 @@
 """Changes since the start of a run: the parts of a step that grew, since which step, and what it cost of the MFU.
 
 A part has grown if it is larger in most blocks of the newest steps, too: a disturbance that is over is no drift.
-`change_points` cuts a series where its mean shifts (binary segmentation). The noise is the MAD of differences, which a
-shift does not touch, or the deviation within the segments, where that is larger; single outliers count as far as noise
-goes. `drift` compares the last segment of every part with the first. `entry_spread` measures how far
-apart ranks enter the last reduction of gradients: the paper's MFU decay (6.3) shows there, with no part of the compute
-any longer, and ranks that are late in turn.
+`drift` compares the last segment of every part with the first. `entry_spread` measures how far apart ranks enter the
+last reduction of gradients: the paper's MFU decay (6.3) shows there, with no part of the compute any longer, and ranks
+that are late in turn.
 """
 
 from __future__ import annotations
@@ -18,19 +16,10 @@ import numpy as np
 
 from megascale.core.events import COMPUTE
 from megascale.core.rank import format_ranks
-from megascale.observe.heatmap import BLOCKS, MAD_TO_DEVIATION, PERSISTENT_BLOCKS, lower_median
+from megascale.observe.heatmap import BLOCKS, PERSISTENT_BLOCKS
 from megascale.observe.mfu_ledger import ACTIONS
-from megascale.observe.step_cube import OTHER, Floats, StepCube
-from megascale.observe.step_work import predict_seconds
-
-MIN_SHIFT = 6.0
-"""Smallest shift of a mean in standard errors: the largest of all cuts of a noisy series reaches 4."""
-
-MIN_SEGMENT = 8
-"""Fewest points of a segment."""
-
-MAX_NOISE = 5.0
-"""Deviations from the median of its neighbours to which an outlier is clipped."""
+from megascale.observe.step_cube import OTHER, Floats, StepCube, lower_median
+from megascale.observe.step_levels import change_points, relative_work
 
 POINTS = 400
 """Most points of a series: longer runs are averaged over blocks of steps."""
@@ -65,14 +54,16 @@ class Growth:
 class EntrySpread:
     """How far apart the ranks of a data-parallel group enter the last reduction of gradients, mean over groups.
 
-    `same_rank`: share of the steps in which the most frequent last rank of a group is last, `by_chance`: if all ranks
-    are last as often. `gc_correlation`: with the pauses for garbage collection, None without any.
+    `same_rank`: share of the steps in which the most frequent last rank of a group is last, `last_ranks`: these ranks;
+    `by_chance`: the share if all ranks are last as often. `gc_correlation`: with the pauses for garbage collection,
+    None without any.
     """
 
     before_s: float
     after_s: float
     since: int
     same_rank: float
+    last_ranks: tuple[int, ...]
     by_chance: float
     gc_correlation: float | None
 
@@ -82,8 +73,16 @@ class EntrySpread:
         if (self.gc_correlation or 0.0) >= CORRELATED:
             return "pauses for garbage collection, on ranks in turn"
         if self.same_rank >= (1 + self.by_chance) / 2:
-            return "the same rank is last in most steps: it is slow"
+            last = format_ranks(self.last_ranks)
+            return (
+                f"{last} {'is' if len(self.last_ranks) == 1 else 'are'} last in most steps: slow, or waiting for others"
+            )
         return "ranks are late in turn: irregular work of their hosts"
+
+    def to_text(self) -> str:
+        """Return the change and its cause in a line."""
+        spread = f"from {self.before_s * 1e3:.3g} to {self.after_s * 1e3:.3g} ms since step {self.since}"
+        return f"entries into the last gradient reduction spread {spread}: {self.cause}"
 
 
 @dataclass(frozen=True)
@@ -108,10 +107,7 @@ class Drift:
         """Return a line for each change."""
         lines = [_growth_line(growth) for growth in self.growths]
         if self.spread:
-            lines.append(
-                f"entries into the last gradient reduction spread from {self.spread.before_s * 1e3:.3g} to "
-                f"{self.spread.after_s * 1e3:.3g} ms since step {self.spread.since}: {self.spread.cause}"
-            )
+            lines.append(self.spread.to_text())
         if lines and self.mfu_before and self.mfu_after:
             lines.insert(0, f"MFU went from {self.mfu_before:.1%} to {self.mfu_after:.1%}")
         return "\n".join(lines) or "no part of a step has grown"
@@ -126,45 +122,6 @@ def _growth_line(growth: Growth) -> str:
     )
 
 
-def change_points(values: Floats, threshold: float = MIN_SHIFT) -> list[int]:
-    """Return the positions at which a new segment of a series begins, in ascending order."""
-    noise = MAD_TO_DEVIATION * float(np.median(np.abs(np.diff(values)))) / np.sqrt(2) if len(values) > 1 else 0.0
-    noise = max(noise, 1e-4 * float(np.abs(values).mean()) if len(values) else 0.0, 1e-12)
-    values = _without_outliers(values, noise)
-    cuts: list[int] = []
-    open_segments = [(0, len(values))]
-    while open_segments:
-        start, stop = open_segments.pop()
-        if stop - start < 2 * MIN_SEGMENT:
-            continue
-        score = _shifts(values[start:stop], noise)
-        if score.max() >= threshold:
-            cut = start + MIN_SEGMENT + int(np.argmax(score))
-            cuts.append(cut)
-            open_segments += [(start, cut), (cut, stop)]
-    return sorted(cuts)
-
-
-def _without_outliers(values: Floats, noise: float) -> Floats:
-    """Return a series whose outliers are clipped to MAX_NOISE deviations from the median of their neighbours."""
-    if not len(values):
-        return values
-    padded = np.pad(values, MIN_SEGMENT, mode="symmetric")
-    median = np.median(np.lib.stride_tricks.sliding_window_view(padded, 2 * MIN_SEGMENT + 1), 1)
-    return np.asarray(np.clip(values, median - MAX_NOISE * noise, median + MAX_NOISE * noise))
-
-
-def _shifts(values: Floats, noise: float) -> Floats:
-    """Return by how many standard errors the means before and after each cut differ; the first after MIN_SEGMENT."""
-    size = len(values)
-    at = np.arange(MIN_SEGMENT, size - MIN_SEGMENT + 1)
-    values = values - values.mean()
-    sums, squares = np.cumsum(values), np.cumsum(values**2)
-    left, right = sums[at - 1] / at, (sums[-1] - sums[at - 1]) / (size - at)
-    within = np.sqrt(np.maximum(0.0, squares[-1] - at * left**2 - (size - at) * right**2) / (size - 2))
-    return np.asarray(np.abs(left - right) * np.sqrt(at * (size - at) / size) / np.maximum(noise, within))
-
-
 def drift(cube: StepCube, peak_flops: float = 0.0) -> Drift:
     """Return what changed over a cube's warm steps. `peak_flops`: of all ranks together, 0 if unknown. Steps that lack
     rows of ranks, whose times are 0, would look faster.
@@ -174,9 +131,7 @@ def drift(cube: StepCube, peak_flops: float = 0.0) -> Drift:
     if not len(cube.steps):
         return Drift((), None, 0.0, 0.0, None, None)
     wall = cube.wall.mean(0, dtype=np.float64)
-    always = np.ones(len(wall), bool)
-    predicted = predict_seconds(cube.tokens, cube.flops, wall, always)
-    work = predicted / max(float(predicted.mean()), 1e-12)
+    work = relative_work(cube.tokens, cube.flops, wall)
     blocks = np.array_split(np.arange(len(wall)), min(POINTS, len(wall)))
     walls = _blocks(wall / work, blocks)
     step_before, step_after, cut_of_steps = _ends(walls)
@@ -259,10 +214,13 @@ def entry_spread(cube: StepCube, step_s: float) -> EntrySpread | None:
     if since is None or after - before < MIN_GROWTH * step_s or not _persists(spread, before, after):
         return None
     is_last = late[:, blocks[since][0] :] == np.repeat(last, sizes, 0)[:, blocks[since][0] :]
-    same_rank = float(np.maximum.reduceat(is_last.mean(1), starts).mean())
+    often = is_last.mean(1)
+    most = np.maximum.reduceat(often, starts)
+    last_ranks = tuple(sorted(int(rank) for rank in cube.places.rank[order[often == np.repeat(most, sizes)]]))
     correlation = _correlation(spread, _pause_spread(cube)[known])
     since_step = int(cube.steps[known][blocks[since][0]])
-    return EntrySpread(before, after, since_step, same_rank, 1 / float(sizes.mean()), correlation)
+    same_rank, chance = float(most.mean()), 1 / float(sizes.mean())
+    return EntrySpread(before, after, since_step, same_rank, last_ranks, chance, correlation)
 
 
 def _pause_spread(cube: StepCube) -> Floats:

@@ -3,8 +3,7 @@
 Peers are the ranks of the same pipeline stage, which do the same work: stages with the embedding or the head, and
 uneven stages, are compared with themselves. Outliers are found in three sums: compute, data and host. A rank is an
 outlier if its mean over the window exceeds the peers' median by MIN_SCORE deviations, by MIN_RATIO, and by MIN_SHARE of
-the step, and if it also does in most blocks of the window (continuity), in compute also in most steps: a core that is
-taken away now and then makes some steps long, a slow machine all of them. A rank with a single peer needs a larger
+the step, and if it also does in most blocks of the window (continuity). A rank with a single peer needs a larger
 margin, because nothing tells how much two healthy ranks differ. A node is an outlier if most of its ranks are slow.
 """
 
@@ -18,8 +17,17 @@ import numpy as np
 
 from megascale.core.events import COMPUTE
 from megascale.eventstore.schema import HOST_AXIS
-from megascale.observe.job_cost import Excess, job_costs
-from megascale.observe.step_cube import OTHER, Booleans, Floats, Integers, Part, StepCube
+from megascale.observe.job_cost import Excess, Model, job_costs, times_of
+from megascale.observe.step_cube import (
+    MAD_TO_DEVIATION,
+    OTHER,
+    Booleans,
+    Floats,
+    Integers,
+    Part,
+    StepCube,
+    lower_median,
+)
 
 Kind = Literal["compute", "data", "host"]
 KINDS: tuple[Kind, ...] = ("compute", "data", "host")
@@ -36,16 +44,18 @@ MIN_SHARE = 0.005
 MIN_SCORE_OF_PAIR, MIN_RATIO_OF_PAIR, MIN_SHARE_OF_PAIR = 8.0, 1.08, 0.02
 """Deviations, ratio and excess of a rank with a single peer, whose deviation is known from ERROR_BLOCKS means only."""
 
+MIN_SCORE_OF_LOSS = 3.0
+"""Deviations of a rank whose excess grew by half of what the job lost, or more."""
+
 BLOCKS, PERSISTENT_BLOCKS = 5, 4
 """Blocks of a window, and blocks in which an outlier shows at least half of the smallest excess."""
 
 ERROR_BLOCKS = 10
 """Blocks of a window whose means give its standard error."""
 
-MIN_STEPS = 10
+MIN_STEPS = 8
 """Fewest steps of a window."""
 
-MAD_TO_DEVIATION = 1.4826
 NOISE_FLOOR = 0.005
 """Smallest deviation of a mean, as a share of the median: below, differences say nothing about a machine."""
 
@@ -99,8 +109,9 @@ class HeatMap:
         return np.divide(self.seconds, self.peer_s, out=np.ones_like(self.seconds), where=self.peer_s > 0)
 
     def to_json(self) -> dict[str, Any]:
-        """Return lists and numbers; a row a rank."""
-        arrays = {name: getattr(self, name).round(9).tolist() for name in ("seconds", "peer_s", "score")}
+        """Return lists and numbers; a row a rank. None for a rank without ordinary steps."""
+        values = {name: getattr(self, name).round(9) for name in ("seconds", "peer_s", "score")}
+        arrays = {name: np.where(np.isnan(each), None, each).tolist() for name, each in values.items()}
         return (
             vars(self) | arrays | {"ranks": self.ranks.tolist(), "outliers": [asdict(each) for each in self.outliers]}
         )
@@ -118,19 +129,28 @@ class PeerComparison(NamedTuple):
         return (self.seconds - self.peer_s) / self.deviation
 
 
-def heat_map(cube: StepCube, *, roles: Integers | None = None, continuity: int = PERSISTENT_BLOCKS) -> HeatMap:
+class Loss(NamedTuple):
+    """Seconds that a step of a window lost, beside the `usual` steps."""
+
+    usual: StepCube
+    seconds: float
+
+
+def heat_map(
+    cube: StepCube, *, roles: Integers | None = None, continuity: int = PERSISTENT_BLOCKS, loss: Loss | None = None
+) -> HeatMap:
     """Compare all ranks over the ordinary steps of a window. `roles` [R]: equal codes for peers, by default the stage.
-    `continuity`: blocks in which an outlier shows.
+    `continuity`: blocks in which an outlier shows. A rank whose excess grew by most of a `loss` is an outlier as well,
+    also if only some of its steps are long.
     """
     roles = cube.places.codes("pp") if roles is None else roles
     names, values = zip(*_columns(cube), strict=True)
     shown = compare(cube, np.stack(values, 2), roles)
-    sums = np.stack([cube.compute, cube.data, cube.other], 2)
     enough = len(cube.steps) >= MIN_STEPS
-    outliers = _find_outliers(cube, sums, roles, continuity) if enough else []
+    outliers = _find_outliers(cube, roles, continuity, loss) if enough else []
     outliers = [replace(each, parts=_longer_parts(cube, each, names, shown)) for each in outliers]
     first, last = (int(cube.steps[0]), int(cube.steps[-1])) if len(cube.steps) else (0, 0)
-    found = tuple(_with_costs(cube, outliers, sums, compare(cube, sums, roles)))
+    found = tuple(_with_costs(cube, outliers))
     return HeatMap(first, last, cube.step_s, cube.places.rank, names, shown.seconds, shown.peer_s, shown.score, found)
 
 
@@ -147,10 +167,9 @@ def _columns(cube: StepCube) -> Iterator[tuple[str, Floats]]:
 def compare(cube: StepCube, values: Floats, roles: Integers) -> PeerComparison:
     """Compare the means of `values` [R, S, C] with the medians of peers.
 
-    Of an even number of peers the lower median counts, so that of two ranks the slower one differs. The deviation is
-    the largest of: the MAD of the peers' means; the standard error of a peer's difference to the others, from means of
-    blocks of steps, which depend less on each other than steps do; the noise floor. What makes steps longer for all
-    peers, such as uneven work, is no error.
+    Of an even number of peers the lower median counts. The deviation is the largest of: the MAD of the peers' means;
+    the standard error of a peer's difference to the others, from means of blocks of steps, which depend less on each
+    other than steps do; the noise floor. What makes steps longer for all peers, such as uneven work, is no error.
     """
     seconds = cube.mean(values)
     blocks = np.array_split(np.arange(len(cube.steps)), min(ERROR_BLOCKS, max(1, len(cube.steps))))
@@ -162,19 +181,28 @@ def compare(cube: StepCube, values: Floats, roles: Integers) -> PeerComparison:
         mad[mine] = MAD_TO_DEVIATION * lower_median(np.abs(seconds[mine] - peer_s[mine]))
         others = means[mine][::-1] if mine.sum() == 2 else lower_median(means[mine])
         if len(blocks) > 1:
-            spread[mine] = lower_median((means[mine] - others).std(1, ddof=1) / np.sqrt(len(blocks)))
+            spread[mine] = lower_median(_standard_error(means[mine] - others))
     floor = np.maximum(NOISE_FLOOR * np.abs(peer_s), 1e-4 * cube.step_s + 1e-12)
-    return PeerComparison(seconds, peer_s, np.maximum(np.maximum(mad, spread), floor))
+    return PeerComparison(seconds, peer_s, np.fmax(np.fmax(mad, spread), floor))
 
 
-def lower_median(values: Floats) -> Floats:
-    """Return the median over the first dimension; of an even number of values the lower one."""
-    middle = (len(values) - 1) // 2
-    return np.asarray(np.partition(values, middle, 0)[middle])
+def _standard_error(means: Floats) -> Floats:
+    """Return the standard error of the mean of blocks [R, block, C] that are known; NaN for fewer than two."""
+    known = ~np.isnan(means)
+    count = known.sum(1)
+    mean = np.where(known, means, 0.0).sum(1) / np.maximum(1, count)
+    squares = np.where(known, (means - mean[:, None]) ** 2, 0.0).sum(1)
+    return np.asarray(np.sqrt(squares / np.where(count > 1, (count - 1) * count, np.nan)))
 
 
-def _find_outliers(cube: StepCube, sums: Floats, roles: Integers, continuity: int) -> list[Outlier]:
-    """Return outliers of `sums` [R, S, kind], without their parts and costs; a slow node in place of its ranks."""
+def _sums(cube: StepCube) -> Floats:
+    """Return the times by KINDS, [R, S, 3]."""
+    return np.stack([cube.compute, cube.data, cube.other], 2)
+
+
+def _find_outliers(cube: StepCube, roles: Integers, continuity: int, loss: Loss | None) -> list[Outlier]:
+    """Return outliers by KINDS, without their parts and costs; a slow node in place of its ranks."""
+    sums = _sums(cube)
     whole = compare(cube, sums, roles)
     least = _least_excess(whole, roles, cube.step_s)
     excess = whole.seconds - whole.peer_s
@@ -186,10 +214,10 @@ def _find_outliers(cube: StepCube, sums: Floats, roles: Integers, continuity: in
         shows += ~known | (seconds - peer_s >= least / 2)
     score = np.where(_is_pair(roles), MIN_SCORE_OF_PAIR, MIN_SCORE)
     slow = (whole.score >= score) & (excess >= least) & (shows >= continuity)
-    steady = np.ones(slow.shape, bool)
-    if continuity:
-        steady[:, KINDS.index("compute")] = _usual_excess(cube, roles) >= least[:, KINDS.index("compute")] / 2
-    slow &= steady
+    if loss is not None:
+        usual = compare(loss.usual, _sums(loss.usual), roles)
+        grown = excess - np.nan_to_num(usual.seconds - usual.peer_s)
+        slow |= (whole.score >= MIN_SCORE_OF_LOSS) & (grown >= np.maximum(loss.seconds / 2, least))
     found = []
     for at, kind in enumerate(KINDS):
         ranks = np.flatnonzero(slow[:, at])
@@ -197,8 +225,7 @@ def _find_outliers(cube: StepCube, sums: Floats, roles: Integers, continuity: in
             cube, excess[:, at] / np.maximum(np.maximum(whole.peer_s, least)[:, at], 1e-12)
         ):
             middle = excess[members, at] >= least[members, at]
-            persists = np.median(shows[members, at]) >= continuity and steady[members, at].mean() > 0.5
-            if middle.mean() > 0.5 and persists:
+            if middle.mean() > 0.5 and np.median(shows[members, at]) >= continuity:
                 found.append(_outlier(cube, kind, members, cube.places.nodes[node], _column(whole, at)))
                 ranks = np.setdiff1d(ranks, members)
         found += [_outlier(cube, kind, np.array([rank]), "", _column(whole, at)) for rank in ranks]
@@ -216,15 +243,6 @@ def _is_pair(roles: Integers) -> Booleans:
     """Return which ranks have a single peer, [R, 1]."""
     _, role, ranks = np.unique(roles, return_inverse=True, return_counts=True)
     return np.asarray(ranks[role.reshape(-1)] == 2)[:, None]
-
-
-def _usual_excess(cube: StepCube, roles: Integers) -> Floats:
-    """Return the median over ordinary steps of each rank's excess in compute over its peers, [R]."""
-    compute, usual = cube.compute[:, cube.ordinary_steps], np.zeros(len(roles))
-    for role in np.unique(roles) if compute.shape[1] else ():
-        mine = roles == role
-        usual[mine] = np.median(compute[mine] - lower_median(compute[mine]), 1)
-    return usual
 
 
 def _column(values: PeerComparison, at: int) -> PeerComparison:
@@ -269,14 +287,21 @@ def _longer_parts(
     return tuple(sorted(longer, key=lambda part: -part[1])[:3])
 
 
-def _with_costs(cube: StepCube, outliers: list[Outlier], sums: Floats, values: PeerComparison) -> Iterator[Outlier]:
-    """Yield the outliers with their costs, the costliest first. Without its fault a rank is as fast as its peers."""
-    culprits = {}
-    for number, outlier in enumerate(outliers):
-        ranks, at = cube.places.index(np.array(outlier.ranks)), KINDS.index(outlier.kind)
-        share = 1 - values.peer_s[ranks, at] / np.maximum(values.seconds[ranks, at], 1e-12)
-        excess = np.maximum(0.0, share)[:, None] * sums[ranks, :, at]
-        culprits[str(number)] = Excess(ranks, excess, "data" if outlier.kind == "data" else "compute")
-    costs = [*job_costs(cube, culprits).values()]
-    for cost, outlier in sorted(zip(costs, outliers, strict=True), key=lambda pair: -pair[0]):
+def excess_of(cube: StepCube, outlier: Outlier) -> Excess:
+    """Return by how much an outlier's ranks exceed their peers in each step: without its fault a rank is like them."""
+    ranks, stage = cube.places.index(np.array(outlier.ranks)), cube.places.codes("pp")
+    times: dict[Model, Floats] = {"compute": cube.other} if outlier.kind == "host" else times_of(cube)
+    parts: tuple[Model, ...] = ("data",) if outlier.kind == "data" else ("compute", "optimizer")
+    more: dict[Model, Floats] = {}
+    for part in times.keys() & parts:
+        peers = {role: lower_median(times[part][stage == role]) for role in np.unique(stage[ranks])}
+        more[part] = times[part][ranks] - np.stack([peers[stage[rank]] for rank in ranks])
+    return Excess(ranks, more)
+
+
+def _with_costs(cube: StepCube, outliers: list[Outlier]) -> Iterator[Outlier]:
+    """Yield the outliers with their costs, the costliest first."""
+    costs = job_costs(cube, {str(number): excess_of(cube, outlier) for number, outlier in enumerate(outliers)})
+    means = [float(cost[cube.ordinary_steps].mean()) for cost in costs.values()]
+    for cost, outlier in sorted(zip(means, outliers, strict=True), key=lambda pair: -pair[0]):
         yield replace(outlier, cost_s=cost, cost_share=cost / max(cube.step_s, 1e-12))

@@ -9,6 +9,7 @@ rank moved, to another node or place in the layout, are left out: they were othe
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,14 +31,30 @@ Columns = Mapping[str, npt.NDArray[Any]]
 OTHER = "other"
 """Name of the host's part of a step outside of all recorded actions, waits and activities."""
 
-SETTLED_TAGS = frozenset({"first step", "gc", "evaluation", "checkpoint", "restart", "profile"})
-"""Tags of steps that are left out of comparisons between ranks: known causes explain their time."""
-
 COLD_TAGS = frozenset({"first step", "restart", "profile"})
 """Tags of steps that compile, open connections, and fill caches, or run under a profiler."""
 
+CLASS_TAGS = frozenset({"gc", "evaluation", "checkpoint"})
+"""Tags that make a class of like steps: known causes explain their time. Steps are compared with those of their class,
+and only those of the most frequent class: with a save in every step, these.
+"""
+
+MAD_TO_DEVIATION = 1.4826
+"""Standard deviations of a normal distribution in a median absolute deviation."""
+
 REDUCTIONS = frozenset({("dp", "reduce_scatter"), ("dp", "all_reduce")})
 """Axis and name of the collectives that reduce gradients."""
+
+
+def lower_median(values: Floats) -> Floats:
+    """Return the median over the first dimension of the values that are known, not NaN; of an even number of values the
+    lower one, so that of two ranks the slower one differs.
+    """
+    if np.isnan(values).any():  # NaN come last
+        middle = np.maximum(0, (~np.isnan(values)).sum(0) - 1) // 2
+        return np.asarray(np.take_along_axis(np.sort(values, 0), np.asarray(middle)[None], 0)[0])
+    middle = (len(values) - 1) // 2
+    return np.asarray(np.partition(values, middle, 0)[middle])
 
 
 class Part(NamedTuple):
@@ -59,12 +76,15 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Places:
-    """The ranks of a cube in ascending order: `rank`, `node` (an index of `nodes`), and `coords` [R] by axis."""
+    """The ranks of a cube in ascending order: `rank`, `node` (an index of `nodes`), and `coords` [R] by axis.
+    `crowded`: hosts with fewer cores than ranks of the job: name, ranks, cores.
+    """
 
     rank: Integers
     node: Integers
     nodes: tuple[str, ...]
     coords: Mapping[str, Integers]
+    crowded: tuple[tuple[str, int, int], ...] = ()
 
     @classmethod
     def from_table(cls, ranks: Columns) -> Places:
@@ -74,7 +94,8 @@ class Places:
         last = last[np.argsort(np.asarray(ranks["rank"])[last])]
         nodes, node = np.unique(np.asarray(ranks["node"])[last].astype(str), return_inverse=True)
         coords = {axis: np.asarray(ranks[axis])[last] for axis in AXES}
-        return cls(np.asarray(ranks["rank"])[last], node, tuple(map(str, nodes)), coords)
+        crowded = _crowded({name: column[last] for name, column in ranks.items()}) if "cores" in ranks else ()
+        return cls(np.asarray(ranks["rank"])[last], node, tuple(map(str, nodes)), coords, crowded)
 
     def index(self, ranks: Integers) -> Integers:
         """Return the positions of `ranks`; -1 for unknown ranks."""
@@ -92,6 +113,15 @@ class Places:
         """Return a code for each rank, equal for the ranks of a communication group along `axis`."""
         along = {"dp": DATA_AXES}.get(axis, (axis,))
         return self.codes(*(other for other in AXES if other not in along)) if along[0] in AXES else self.codes()
+
+
+def _crowded(ranks: Columns) -> tuple[tuple[str, int, int], ...]:
+    """Return the hosts with fewer cores than ranks. Agents on one host count its cores alike; 0: not known."""
+    hosts, host, count = np.unique(np.asarray(ranks["host"]).astype(str), return_inverse=True, return_counts=True)
+    cores = np.zeros(len(hosts), int)
+    np.maximum.at(cores, host, np.ma.filled(ranks["cores"], 0))
+    few = np.flatnonzero((cores > 0) & (cores < count))
+    return tuple((str(hosts[at]), int(count[at]), int(cores[at])) for at in few)
 
 
 def first_alike(ranks: Columns) -> int:
@@ -115,9 +145,10 @@ class StepCube:
 
     `own` [R, S, P]: of an action without the waits inside it, of a host activity without what the device hides, of a
     communication its duration. `wait` [R, S, P]: time in which compute waited for a communication, else 0. `wall`
-    [R, S]: the step without evaluations and saves after it, 0 if unknown. `ordinary` [R, S]: no settled tags. `warm`
-    [S]: not the first step of an attempt. `entered_ns` [R, S]: issue of the last reduction of gradients, ns since 1970,
-    or 0. `bytes` [R, P]: mean of a step. `tokens`, `flops` [S]: of the job. `forwards`: of a rank in a step.
+    [R, S]: the step without evaluations and saves after it, 0 if unknown. `ordinary` [R, S]: warm, and of the most
+    frequent class of like steps. `warm` [S]: not the first step of an attempt. `entered_ns` [R, S]: issue of the last
+    reduction of gradients, ns since 1970, or 0. `bytes` [R, P]: mean of a step. `tokens`, `flops` [S]: of the job.
+    `forwards`: of a rank in a step.
     """
 
     places: Places
@@ -194,14 +225,19 @@ class StepCube:
         return np.maximum(0.0, self.wall - self.compute - self.wait.sum(2) - self.data - self.gc)
 
     def mean(self, values: Floats) -> Floats:
-        """Return means over ordinary steps of `values` [R, S, ...]; 0 for a rank without ordinary steps."""
+        """Return means over ordinary steps of `values` [R, S, ...]; NaN for a rank without ordinary steps."""
         weight = self.ordinary.reshape(*self.ordinary.shape, *[1] * (values.ndim - 2))
-        return np.asarray((values * weight).sum(1, dtype=np.float64) / np.maximum(1, weight.sum(1)))
+        total, count = (values * weight).sum(1, dtype=np.float64), weight.sum(1)
+        return np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0)
 
     @cached_property
     def ordinary_steps(self) -> Booleans:
-        """Steps that are ordinary on some rank, [S]."""
+        """Steps that are ordinary on some rank, [S]: a pause of all ranks at once is planned, one of some is a loss."""
         return np.asarray(self.ordinary.any(0))
+
+    def within(self, ends: Sequence[int]) -> Booleans:
+        """Return which steps are ordinary and between two numbers, both included, [S]."""
+        return np.asarray(self.ordinary_steps & (self.steps >= ends[0]) & (self.steps <= ends[1]))
 
     @cached_property
     def step_s(self) -> float:
@@ -243,11 +279,15 @@ def _step_arrays(rows: _Rows, shape: tuple[int, int]) -> dict[str, Any]:
     wall[rows.rank, rows.step] = rows.column("train_ns") / 1e9
     tokens[rows.step], flops[rows.step] = rows.column("tokens"), rows.column("flops")
     tags, code = _factorize(rows.column("tags"))
-    settled, cold = (
-        np.array([not names.isdisjoint(tag.split(",")) for (tag,) in tags], bool)[code]
-        for names in (SETTLED_TAGS, COLD_TAGS)
-    )
-    ordinary[rows.rank, rows.step], warm[rows.step[cold]] = ~settled, False
+    named = [frozenset(tag.split(",")) for (tag,) in tags]
+    cold = np.array([not COLD_TAGS.isdisjoint(names) for names in named], bool)[code]
+    warm[rows.step[cold]] = False
+    counts = Counter[frozenset[str]]()
+    for at, count in enumerate(np.bincount(code[warm[rows.step]], minlength=len(named)).tolist()):
+        counts[named[at] & CLASS_TAGS] += count
+    usual = max(counts, key=lambda names: (counts[names], -len(names)), default=frozenset())
+    like = np.array([names & CLASS_TAGS == usual for names in named], bool)[code]
+    ordinary[rows.rank, rows.step] = like & warm[rows.step]
     return {"wall": wall, "ordinary": ordinary, "warm": warm, "tokens": tokens, "flops": flops}
 
 

@@ -81,7 +81,7 @@ def verdict_of(view: RunView, findings: Sequence[str] | None, letters: Sequence[
         more = f" (and {len(findings) - 1} more: megascale report)" if len(findings) > 1 else ""
         return findings[0] + more
     if not view.is_live or view.has_ended:
-        return "not analysed" if findings is None else "nothing was found"
+        return "not analysed" if findings is None else "nothing is known to slow it down"
     silent = [rank for rank, state in enumerate(view.states.ranks) if not state.phase]
     if silent:
         return f"{format_ranks(silent, 8)} of {view.world} not begun"

@@ -20,7 +20,7 @@ from megascale.core.units import format_duration
 from megascale.eventstore.query import StoreError, fetch, store_of
 from megascale.eventstore.reading import read_store
 from megascale.observe.cube_queries import recent_cube
-from megascale.observe.findings import Finding, findings
+from megascale.observe.findings import Finding, crowd_note, findings
 from megascale.observe.heatmap import HeatMap, compare, heat_map
 from megascale.observe.host_outliers import HostComparison, recent_host_outliers
 from megascale.observe.mfu_ledger import MfuLedger
@@ -50,15 +50,12 @@ _WORLD = f"""
     ) AS world"""
 """The number of ranks, in SQL: a damaged file of `ranks` may have the highest of them."""
 
-MIN_VERDICT_SHARE = 0.005
-"""Smallest share of a step that a finding costs to be more than a remark."""
-
 
 @dataclass(frozen=True)
 class StoreView:
     """Analyses of the store. `slowness` [ranks]: excess over the peers' compute time, such as 0.1; `memory` [ranks]:
     peak bytes of the device; both NaN for a rank without rows. `hosts`: by their metrics, None without any. `lost`:
-    events that were overwritten before they were read. `notes`: what could not be read.
+    events that were overwritten before they were read. `notes`: what could not be read, or cannot be known.
     """
 
     heat: HeatMap
@@ -78,8 +75,8 @@ class StoreView:
 
     @property
     def verdicts(self) -> list[str]:
-        """The findings that cost enough to be a verdict about the run, in words."""
-        return [str(finding) for finding in self.findings if finding.cost_share >= MIN_VERDICT_SHARE]
+        """The findings that are not over, in words."""
+        return [str(finding) for finding in self.findings if finding.until is None]
 
 
 def read_store_view(
@@ -98,7 +95,9 @@ def read_store_view(
     reading = read_store(folder, read)
     if reading.value is None and reading.notes:
         raise StoreError("; ".join(reading.notes))
-    return None if reading.value is None else replace(reading.value, notes=reading.notes)
+    if reading.value is None:
+        return None
+    return replace(reading.value, notes=(*reading.notes, *reading.value.notes))
 
 
 def _analyse(store: duckdb.DuckDBPyConnection, folder: Path) -> StoreView | None:
@@ -116,6 +115,7 @@ def _analyse(store: duckdb.DuckDBPyConnection, folder: Path) -> StoreView | None
         run_breakdown(store, folder, cube),
         hosts if hosts.hosts else None,
         int(fetch(store, "SELECT coalesce(sum(events_lost), 0) AS lost FROM steps")["lost"][0]),
+        tuple(filter(None, (crowd_note(cube.places),))),
     )
 
 

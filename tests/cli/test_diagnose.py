@@ -71,7 +71,7 @@ def test_says_what_slows_a_run_down(tmp_path: Path, capsys: pytest.CaptureFixtur
     run, _ = make_stored_run(tmp_path)
     assert main(["diagnose", str(run), "--slow"]) == Exit.OK
     first, *evidence = capsys.readouterr().out.splitlines()
-    assert first.startswith("rank 5: computes slowly, since step 1; costs ")
+    assert first.startswith("rank 5: computes slowly, since step 2; costs ")
     assert evidence[0].startswith("    rank 5 computes longer than its 3 peers of stage 1: ")
     assert main(["diagnose", str(run), "--slow", "--json"]) == Exit.OK
     (found,) = json.loads(capsys.readouterr().out)

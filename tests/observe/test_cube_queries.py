@@ -71,7 +71,7 @@ def write_attempt(run: Path, fleet: Fleet, attempt: int, after: int = 0, **nodes
         write_rows(Location(f"{run}/events"), TableFile(table, "n0", attempt, 2, 3), later)
 
 
-FAULTS = {"node": FleetFault("slow", node=1, factor=1.3), "link": FleetFault("link", node=1, peer=3, factor=8)}
+FAULTS = {"node": FleetFault("slow", node=1, factor=1.3), "link": FleetFault("link", node=1, peer=3, factor=60)}
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)

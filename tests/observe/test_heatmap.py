@@ -11,7 +11,7 @@ from megascale.bench.fleet import Fleet
 from megascale.bench.fleet_tables import cube_of
 from megascale.bench.fleet_times import FleetFault, FleetLayout
 from megascale.layout.topology import Topology
-from megascale.observe.heatmap import MIN_SCORE, HeatMap, compare, heat_map
+from megascale.observe.heatmap import HeatMap, Loss, heat_map
 from megascale.observe.step_cube import Part, Places, StepCube
 
 WIDE = FleetLayout(Topology(tp=4, pp=4, dp=4), microbatches=16)
@@ -95,14 +95,40 @@ def test_a_short_fault_needs_continuity() -> None:
     assert names(heat_map(cube, continuity=0)) == {"rank 9"}
 
 
-def test_a_core_that_is_taken_away_now_and_then_is_no_slow_rank() -> None:
-    """A third of a rank's steps take twice as long, in every block of the window: the rank is slow in the mean only."""
+def test_a_rank_that_is_stopped_now_and_then_is_slow() -> None:
+    """A third of its steps take twice as long, in every block of the window, and all others wait for it."""
     cube = cube_of(Fleet(WIDE, 5))
     own = cube.own.copy()
     own[9, 1::3, :] *= 2
-    cube = replace(cube, own=own)
-    assert (compare(cube, cube.compute[..., None], cube.places.codes("pp")).score > MIN_SCORE).sum() == 1
-    assert not heat_map(cube).outliers
+    (outlier,) = heat_map(replace(cube, own=own)).outliers
+    assert outlier.ranks == (9,)
+    assert outlier.cost_s == pytest.approx(float(cube.compute[9, 1::3].sum()) / len(cube.steps), rel=0.4)
+
+
+def test_a_rank_whose_excess_explains_the_loss_is_an_outlier() -> None:
+    """Of two ranks that vary as much as a crowded host's, one is stopped in some steps: only the loss tells."""
+    fleet = Fleet(FleetLayout(Topology(pp=2, dp=2), node_ranks=4), 8, noise=0.2)
+    cube = cube_of(fleet)
+    usual, own = cube.take(slice(1, 30)), cube.own.copy()
+    own[3, 32::4] *= 3.0
+    window = replace(cube, own=own).take(slice(30, 60))
+    lost = float((own - cube.own)[3, 30:].sum(1).mean())
+    assert not heat_map(window).outliers
+    assert names(heat_map(window, loss=Loss(usual, lost))) == {"rank 3"}
+    assert not heat_map(cube.take(slice(30, 60)), loss=Loss(usual, lost)).outliers
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_rank_without_ordinary_steps_is_missing_and_not_0() -> None:
+    cube = cube_of(Fleet(WIDE, 7))
+    cube.ordinary[[5, 6]] = False
+    found = heat_map(cube)
+    assert found.outliers == ()
+    assert np.isnan(found.seconds[5]).all() and np.isfinite(np.delete(found.seconds, [5, 6], 0)).all()
+    healthy = heat_map(cube_of(Fleet(WIDE, 7)))
+    forward = found.columns.index("F of chunk 0")
+    assert found.peer_s[7, forward] == pytest.approx(healthy.peer_s[7, forward], rel=0.01)
+    assert found.to_json()["seconds"][5][0] is None
 
 
 @pytest.mark.parametrize(("factor", "named"), [(1.05, False), (1.15, True)])
