@@ -68,10 +68,10 @@ def _index_line(built: BuiltIndices) -> str:
 
 def which(options: argparse.Namespace) -> int:
     """Run `megascale data which`."""
-    path = options.run / "config.toml"
-    if not path.is_file():
+    from megascale.view.run_view import read_run_config
+
+    if (config := read_run_config(options.run)) is None:
         raise DataError(f"{options.run} is no run's folder: it has no config.toml", hint="the folder of a run")
-    config = load_config(str(path), [])
     samples, recorded = samples_of_step(config, options.step), recorded_steps(config)
     if options.json:
         facts = {"step": options.step, "recorded": options.step <= recorded}

@@ -15,11 +15,13 @@ from pydantic import ValidationError
 from megascale.account.parameters import parameter_count
 from megascale.config.fault import FaultConfig
 from megascale.config.run import RunConfig
+from megascale.config.section import ELSEWHERE
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.flight_layout import Phase
 from megascale.core.flight_record import FlightRecord
 from megascale.core.live_file import LIVE_FILE
 from megascale.core.process import process_state
+from megascale.core.registry import MissingCardError
 from megascale.core.units import format_count
 from megascale.fault.alerts import METRICS_FILE
 from megascale.fault.classify import classify_hang
@@ -84,8 +86,12 @@ class RunView:
         if self.config is None:
             return ""
         m = self.config.model
-        size = f"{format_count(parameter_count(m))} parameters in {self.config.train.precision}"
-        return f"{size}, {m.num_layers} layers of {m.hidden_size}, sequences of {m.seq_length}"
+        shape = f"{m.num_layers} layers of {m.hidden_size}, sequences of {m.seq_length}"
+        try:
+            size = f"{format_count(parameter_count(m))} parameters"
+        except MissingCardError as error:
+            size = f"an unknown number of parameters ({error.message})"
+        return f"{size} in {self.config.train.precision}, {shape}"
 
     @property
     def layout(self) -> str:
@@ -214,15 +220,21 @@ def _unreadable(error: OSError, folder: Path) -> RunFolderError:
 
 def read_run_config(folder: Path) -> RunConfig | None:
     """Return the resolved configuration in a run's folder; None before its first step. The files that it names need not
-    be there. Raises: OSError; ValueError naming the file
+    be there, nor the plug-ins be installed. Raises: OSError; RunFolderError naming the file and the key
     """
     path = folder / CONFIG_FILE
     try:
-        return RunConfig.model_validate(tomllib.loads(path.read_text(encoding="utf-8"))).resolve(None)
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        return RunConfig.model_validate(tree, context=ELSEWHERE).resolve(None)
     except FileNotFoundError:
         return None
-    except (ValidationError, ValueError) as error:
-        raise ValueError(f"{path}: not a run's configuration: {str(error).splitlines()[0]}") from None
+    except ValidationError as error:
+        detail = error.errors()[0]
+        reason = f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}"
+    except ValueError as error:
+        reason = str(error).splitlines()[0]
+    hint = "look at the run with the version of megascale that wrote it, or give another folder"
+    raise RunFolderError(f"{path}: not a run's configuration: {reason}", hint=hint)
 
 
 def _version(path: Path) -> tuple[int, int] | None:
