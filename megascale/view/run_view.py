@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 from pydantic import ValidationError
 
@@ -25,7 +26,7 @@ from megascale.core.registry import MissingCardError
 from megascale.core.units import format_count
 from megascale.fault.alerts import METRICS_FILE
 from megascale.fault.classify import classify_hang
-from megascale.fault.incidents import LOG_FILE, Incident, JobHistory, read_history
+from megascale.fault.incidents import LOG_FILE, Incident, JobHistory, read_history, with_evidence
 from megascale.layout.topology import Topology, topology_of
 from megascale.observe.hang import hang_verdict
 from megascale.view.curves import Curves, MetricsFile
@@ -41,6 +42,9 @@ _STAGES = {
     "takeover": "a new driver takes over", "gather": "waits for nodes", "open": "starts", "run": "runs",
     "settle": "a rank has ended", "collect": "stands still", "stop": "ends an attempt", "done": "ends",
 }  # fmt: skip
+
+Tone = Literal["good", "quiet", "warning", "bad"]
+"""How good a state is: as it should be; nothing trains, as was asked or as far as is known; between; a failure."""
 
 _ENDS = {int(Exit.OK): "done", int(Exit.STOPPED): "stopped", int(Exit.INTERRUPTED): "stopped"}
 
@@ -67,8 +71,8 @@ class RunView:
 
     @property
     def name(self) -> str:
-        """The run's name."""
-        return self.config.name if self.config is not None else self.folder.resolve().name
+        """The run's name: that of its folder, which a copy of a run does not share."""
+        return self.folder.resolve().name
 
     @cached_property
     def topology(self) -> Topology:
@@ -156,6 +160,15 @@ class RunView:
             return "stands still"
         return _STAGES.get(self.states.stage, "runs")
 
+    @property
+    def tone(self) -> Tone:
+        """The tone of the state."""
+        if self.standstill or self.state.startswith("failed"):
+            return "bad"
+        if self.state in ("runs", "done"):
+            return "good"
+        return "warning" if self.status is None and self.states.source else "quiet"
+
 
 class RunReader:
     """Reads the folder of a run; `read` costs little if little has changed. Raises: RunFolderError"""
@@ -210,7 +223,7 @@ class RunReader:
             with contextlib.suppress(OSError):
                 processes[rank] = process_state(record.pid)
         finding = classify_hang(hang_verdict(records, processes), 0.0, {}, tuple(records), {})
-        return f"{text}: {finding.what} [{'; '.join(finding.evidence)}]"
+        return with_evidence(f"{text}: {finding.what}", finding.evidence)
 
 
 def _unreadable(error: OSError, folder: Path) -> RunFolderError:
