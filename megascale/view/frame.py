@@ -74,7 +74,7 @@ def frame(
     grid_rows = max(MIN_GRID_ROWS, rest - len(incidents))
     ranks = [*_ranks(view, letters, grid_rows, size.width), *verdict, *incidents]
     spare = size.height - len(head) - len(CURVES) - 1 - len(ranks)
-    curves = _curves(view, size, 1 + max(0, spare) // len(CURVES) if size.fill else 1)
+    curves = _curves(view, size, max(0, spare) if size.fill else 0)
     return [*head, *curves, Text(), *ranks][: max(size.height, 1)]
 
 
@@ -120,15 +120,19 @@ def _header(view: RunView, width: int) -> Iterator[Text]:
     yield _cut(view.layout, width)
 
 
-def _curves(view: RunView, size: FrameSize, rows: int) -> Iterator[Text]:
-    """Yield the lines of the curves, `rows` of each: its last value at the top, and below it its range."""
-    levels = BLOCKS if size.blocks else ASCII_LEVELS
+def _curves(view: RunView, size: FrameSize, spare: int) -> Iterator[Text]:
+    """Yield the lines of the curves: of each its last value at the top, and if there is room its range below. `spare`:
+    lines more than one for each, which those curves share that are not flat.
+    """
+    levels, width = BLOCKS if size.blocks else ASCII_LEVELS, size.width - LABEL - VALUE
+    finite = {metric: values[np.isfinite(values)] for metric, values in view.curves.values.items()}
+    high = [metric for metric in CURVES if len(finite[metric]) and np.ptp(finite[metric]) > 0]
     for metric, (name, form) in CURVES.items():
-        values, width = view.curves.values[metric], size.width - LABEL - VALUE
+        known, rows = finite[metric], 1 + spare // len(high) if metric in high else 1
         labels = [(name, form(view.curves.last[metric]) if view.curves.last else "-"), *[("", "")] * (rows - 1)]
-        if rows > 2 and len(known := values[np.isfinite(values)]):
+        if rows > 2:
             labels[-2:] = [("  most", form(known.max())), ("  least", form(known.min()))]
-        drawn = bars(values, width, rows, levels) if rows > 1 else [sparkline(values, width, levels)]
+        drawn = bars(known, width, rows, levels) if rows > 1 else [sparkline(known, width, levels)]
         for number, ((label, value), line) in enumerate(zip(labels, drawn, strict=True)):
             text = Text(f"{label:<{LABEL}}") + Text(f"{value:<{VALUE}}", style="" if number else "bold")
             yield text.append(line, style="cyan")

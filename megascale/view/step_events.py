@@ -41,8 +41,8 @@ def opening_step(folder: Path, steps: Sequence[int]) -> int | None:
     """
     with contextlib.suppress(StoreError):
         ordinary = f"""
-            SELECT step FROM steps WHERE {_LAST} GROUP BY step
-            HAVING bool_and(tags = '') AND count(*) = (SELECT count(*) FROM ranks WHERE {_LAST})"""
+            SELECT step FROM steps WHERE {_LAST} GROUP BY step HAVING bool_and(tags = '')
+                AND count(DISTINCT rank) = (SELECT count(DISTINCT rank) FROM ranks WHERE {_LAST})"""
         reading = read_store(folder, lambda store: fetch(store, ordinary)["step"].tolist(), tables=("steps", "ranks"))
         if found := set(steps).intersection(reading.value):
             return max(found)
