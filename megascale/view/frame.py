@@ -131,7 +131,7 @@ def _curves(view: RunView, size: FrameSize, spare: int) -> Iterator[Text]:
         known, rows = finite[metric], 1 + spare // len(high) if metric in high else 1
         labels = [(name, form(view.curves.last[metric]) if view.curves.last else "-"), *[("", "")] * (rows - 1)]
         if rows > 2:
-            labels[-2:] = [("  most", form(known.max())), ("  least", form(known.min()))]
+            labels[1], labels[-1] = ("  most", form(known.max())), ("  least", form(known.min()))
         drawn = bars(known, width, rows, levels) if rows > 1 else [sparkline(known, width, levels)]
         for number, ((label, value), line) in enumerate(zip(labels, drawn, strict=True)):
             text = Text(f"{label:<{LABEL}}") + Text(f"{value:<{VALUE}}", style="" if number else "bold")

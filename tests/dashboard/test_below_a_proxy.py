@@ -46,7 +46,8 @@ class Visitor:
 @pytest.fixture(params=["strips", "keeps"])
 def here(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Portal]:
     run, _ = make_stored_run(tmp_path)
-    app = make_app(watched_runs([run]), TOKEN, "cookie", BASE)
+    runs = watched_runs([run])
+    app = make_app(runs, TOKEN, "cookie", BASE)
     with socket.create_server(("127.0.0.1", 0)) as listener, DashboardServer(listener, app.server) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
@@ -54,6 +55,8 @@ def here(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Portal]:
             yield found
         server.shutdown()
         thread.join()
+    for each in runs.values():
+        each.close()
 
 
 @pytest.mark.parametrize("entry", [f"{BASE}?token={TOKEN}", f"{BASE.rstrip('/')}?token={TOKEN}"])

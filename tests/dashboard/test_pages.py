@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from tests.view.folders import RUNS, incident, make_run, write_incidents, write_
 Ask = Callable[..., dict[str, Any]]
 
 
-def asked(*folders: Path) -> Ask:
-    """Return a function that runs the callback of an output with values, and returns its answers by element."""
-    runs = watched_runs(folders)
+@contextlib.contextmanager
+def asking(folder: Path) -> Iterator[Ask]:
+    """Yield a function that runs the callback of an output with values, and returns its answers by element."""
+    runs = watched_runs([folder])
     client = make_app(runs, "token").server.test_client()
     client.get("/?token=token")
     dependencies = client.get("/_dash-dependencies").json
@@ -32,7 +34,9 @@ def asked(*folders: Path) -> Ask:
         assert answer.status_code == 200, answer.text
         return answer.json["response"]
 
-    return ask
+    yield ask
+    for run in runs.values():
+        run.close()
 
 
 @pytest.mark.parametrize(
@@ -51,22 +55,24 @@ def test_the_pill_has_the_tone_of_the_state(tmp_path: Path, live: dict[str, Any]
     folder = make_run(tmp_path)
     if live is not None:
         write_live(folder, [RUNS] * 4, age_s=-3600, **live)
-    pill = asked(folder)("header.children")["header"]["children"][1]["props"]
+    with asking(folder) as ask:
+        pill = ask("header.children")["header"]["children"][1]["props"]
     assert (pill["children"], pill["className"]) == (words, f"state {tone}")
 
 
 def test_a_run_is_titled_as_it_is_listed(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     folder = folder.rename(folder.with_name("copied"))
-    ask = asked(folder)
-    assert ask("header.children")["header"]["children"][0]["props"]["children"] == "copied"
-    assert '"copied"' in json.dumps(ask("runs.children", tabs__value="overview"))
+    with asking(folder) as ask:
+        assert ask("header.children")["header"]["children"][0]["props"]["children"] == "copied"
+        assert '"copied"' in json.dumps(ask("runs.children", tabs__value="overview"))
 
 
 def test_a_rank_before_its_first_step_and_an_incident_without_evidence(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     write_live(folder, [LiveRank("build")] * 4, age_s=-3600)
     write_incidents(folder, [incident()])
-    details = json.dumps(asked(folder)("rank-details.children", tabs__value="ranks", picked__data=1))
+    with asking(folder) as ask:
+        details = json.dumps(ask("rank-details.children", tabs__value="ranks", picked__data=1))
     assert '"none yet"' in details and '"-1"' not in details
     assert "incident 1, step 7: rank 1 was killed by SIGKILL" in details and "[]" not in details
