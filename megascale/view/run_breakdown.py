@@ -35,10 +35,11 @@ def run_breakdown(store: duckdb.DuckDBPyConnection, folder: Path, recent: StepCu
     if not len(cube.steps):
         return None
     purposes, step = _profile(folder / "kernels")
+    bubble_s, remarks = 0.0, list[str]()
     try:
-        bubble_s, remarks = _bubble(recent, folder), ()
+        bubble_s = _bubble(recent, folder)
     except (OSError, MegascaleError) as error:
-        bubble_s, remarks = 0.0, (f"the bubble is not computed: {error}",)
+        remarks.append(f"the bubble is not computed: {error}")
     found = mfu_ledger(
         cube, steps, mean_peak_flops(store, steps), bubble_s=bubble_s, plan=_plan(folder), purposes=purposes,
         profiled_step=step,
