@@ -67,9 +67,13 @@ def run(options: argparse.Namespace) -> int:
     os.nice(10)
     first = os.getppid()
     mark = SHARED_MEMORY / f"megascale-{os.geteuid()}-{folder_key(options.folder):x}"
-    while (lock := lock_to_build(mark)) is None:
-        if _has_ended(first):
-            return Exit.OK
+    try:
+        while (lock := lock_to_build(mark)) is None:
+            if _has_ended(first):
+                return Exit.OK
+    except OSError as error:
+        say(f"WARNING: no event store, because {error.filename} cannot be opened: {error.strerror}")
+        return Exit.UNCLASSIFIED
     with lock:
         _collect(options, first)
         Path(lock.name).unlink(missing_ok=True)

@@ -38,7 +38,7 @@ def make_app(runs: dict[str, WatchedRun], token: str, cookie: str = "megascale-d
     """Return the application of runs, behind a token. `base`: path of its pages for the browser, from / to /."""
     server = Flask("megascale.dashboard")
     protect(server, token, cookie, base)
-    server.wsgi_app = below(base, server.wsgi_app)  # type: ignore[assignment,method-assign]  # as Flask's documentation does
+    server.wsgi_app = below(base, server.wsgi_app)  # type: ignore[assignment,method-assign]  # as Flask advises
     app = Dash(
         "megascale.dashboard",
         server=server,  # type: ignore[arg-type]  # takes a Flask application, whatever its type says
