@@ -1,4 +1,5 @@
-"""`megascale collect`: the collector of a host's ranks under torchrun or srun, which the first of them starts.
+"""`megascale collect`: the collector of a run's ranks on this host under torchrun or srun, which each launcher's first
+rank starts; of several the first collects from all.
 
 Its standard input is a pipe from that rank, and ends when the rank does. The process ends soon after the last rank.
 """
@@ -21,14 +22,12 @@ from megascale.config.run import RunConfig
 from megascale.core.errors import Exit
 from megascale.core.event_ring import event_ring_path
 from megascale.core.event_ring_reader import EventRingError
+from megascale.core.files import lock_to_build
 from megascale.core.flight_reader import read_flight_record
-from megascale.core.flight_record import FlightRecordError, flight_record_path, folder_key
+from megascale.core.flight_record import SHARED_MEMORY, FlightRecordError, flight_record_path, folder_key
 from megascale.core.process import module_command, process_exists
 from megascale.eventstore.collector import POLL_S, Collector, CollectorThread
 from megascale.fault.say import say
-
-LINGER_S = 60.0
-"""Seconds that the other ranks of the host have to end after the first."""
 
 LAST_ROWS_S = 5.0
 """Seconds that a rank that ends in order waits for its collector, which a container may end with it."""
@@ -63,13 +62,29 @@ def collector_process(config: RunConfig) -> Iterator[None]:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    from megascale.export.exporter import MetricsEndpoint
-    from megascale.fault.node_exporter import watching_host
-
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # for the ranks, whose last events are collected
     os.nice(10)
     first = os.getppid()
+    mark = SHARED_MEMORY / f"megascale-{os.geteuid()}-{folder_key(options.folder):x}"
+    try:
+        while (lock := lock_to_build(mark)) is None:
+            if _has_ended(first):
+                return Exit.OK
+    except OSError as error:
+        say(f"WARNING: no event store, because {error.filename} cannot be opened: {error.strerror}")
+        return Exit.UNCLASSIFIED
+    with lock:
+        _collect(options, first)
+        Path(lock.name).unlink(missing_ok=True)
+    return Exit.OK
+
+
+def _collect(options: argparse.Namespace, first: int) -> None:
+    """Collect until all ranks have ended. `first`: the process of the rank that started this one."""
+    from megascale.export.exporter import MetricsEndpoint
+    from megascale.fault.node_exporter import watching_host
+
     records: dict[int, Path] = {}
     pids: dict[int, int] = {}
     thread = CollectorThread(Collector(records, say), say)
@@ -78,13 +93,11 @@ def run(options: argparse.Namespace) -> int:
     with watching_host(thread.collector, endpoint, say):
         while not _has_ended(first):
             _find_ranks(options.folder, records, pids)
-    deadline = time.monotonic() + LINGER_S
-    while any(process_exists(pid) for pid in pids.values() if pid != first) and time.monotonic() < deadline:
+    while any(process_exists(pid) for pid in pids.values() if pid != first):
         time.sleep(POLL_S / 5)
     thread.finish()
     for path in records.values():
         event_ring_path(path).unlink(missing_ok=True)
-    return Exit.OK
 
 
 def _has_ended(parent: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import secrets
 import socket
 from pathlib import Path
@@ -26,6 +27,8 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--host", default=LOOPBACK, help="address to listen on (127.0.0.1); others send the token in clear"
     )
+    base = "path of the pages at a reverse proxy, whether it strips the path or not, such as /proxy/8050/ (/)"
+    sub.add_argument("--base-path", metavar="PATH", type=_base_path, default="/", help=base)
     sub.add_argument("--port", type=_port, help=f"port (default: {PORT}, or a free one)")
 
 
@@ -33,6 +36,13 @@ def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65_535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port")
     return int(text)
+
+
+def _base_path(text: str) -> str:
+    path = f"{text.rstrip('/')}/"
+    if not re.fullmatch(r"/([\w.~@%+-]+/)*", path, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is not the path of an address, such as /proxy/8050/")
+    return path
 
 
 def run(options: argparse.Namespace) -> int:
@@ -57,9 +67,12 @@ def run(options: argparse.Namespace) -> int:
         runs = watched_runs(options.folders)
         for each in runs.values():
             closing.callback(each.close)
-        app = make_app(runs, token, f"megascale-{port}")
+        base = options.base_path
+        app = make_app(runs, token, f"megascale-{port}", base)
         shown = socket.gethostname() if host in ANY_ADDRESS else f"[{host}]" if ":" in host else host
-        print(f"open http://{shown}:{port}/?token={token} (Ctrl-C ends the dashboard)", flush=True)
+        print(f"open http://{shown}:{port}{base}?token={token} (Ctrl-C ends the dashboard)", flush=True)
+        if base != "/":
+            print(f"through the proxy: {base}?token={token} at its address", flush=True)
         if is_loopback(host):
             print(f"from another machine: ssh -L {port}:{host}:{port} {socket.gethostname()}", flush=True)
         else:

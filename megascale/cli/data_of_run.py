@@ -12,7 +12,6 @@ from megascale.cli.argument_types import positive_int
 from megascale.cli.main import add_config_arguments
 from megascale.config.loading import load_config
 from megascale.core.errors import DataError, Exit
-from megascale.core.files import is_file
 from megascale.core.process import usable_cores
 from megascale.core.units import format_bytes
 from megascale.data.bucket_summary import describe_buckets
@@ -69,10 +68,10 @@ def _index_line(built: BuiltIndices) -> str:
 
 def which(options: argparse.Namespace) -> int:
     """Run `megascale data which`."""
-    path = options.run / "config.toml"
-    if not is_file(path):
+    from megascale.view.run_view import read_run_config
+
+    if (config := read_run_config(options.run)) is None:
         raise DataError(f"{options.run} is no run's folder: it has no config.toml", hint="the folder of a run")
-    config = load_config(str(path), [])
     samples, recorded = samples_of_step(config, options.step), recorded_steps(config)
     if options.json:
         facts = {"step": options.step, "recorded": options.step <= recorded}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import datetime
 import decimal
 import difflib
 import json
@@ -74,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     sql = query_text(options.query)
     with exit_on_stop_signals():
         reading = read_store(options.run_dir, lambda store: answer(store, sql), last_s=options.last)
-        found = reading.value
+        found = Answer(reading.value.columns, [tuple(map(_in_utc, row)) for row in reading.value.rows])
     warn(reading.notes)
     if options.json:
         print(json.dumps({"columns": found.columns, "rows": [[_plain(value) for value in row] for row in found.rows]}))
@@ -119,6 +120,11 @@ def query_text(query: str) -> str:
         hint = f"did you mean {close[0]}?" if close else "a SELECT, or a name of megascale events --list"
         raise StoreError(f"there is no ready query {query!r}", hint=hint)
     return query
+
+
+def _in_utc(value: Any) -> Any:
+    """Return a time with its zone, which DuckDB's values do not say."""
+    return value.replace(tzinfo=datetime.UTC) if isinstance(value, datetime.datetime) and not value.tzinfo else value
 
 
 def format_rows(found: Answer) -> str:

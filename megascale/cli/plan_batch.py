@@ -15,6 +15,7 @@ from megascale.search import batch_report
 from megascale.search.batch_laws import training_of
 from megascale.search.batch_plan import critical_by_law, read_measured
 from megascale.search.batch_report import BatchPlan, Reference
+from megascale.view.run_view import CONFIG_FILE, RunFolderError, read_run_config
 
 TOKENS = (1.0, 1e15)
 """Fewest and most tokens of a training: the laws end far below the most, and steps and batches stay countable."""
@@ -47,7 +48,8 @@ def run(options: argparse.Namespace) -> int:
     if options.measured:
         measured = read_measured(options.measured / "metrics.jsonl")
         critical, source = measured.critical, f"from the noise scale of {options.measured}"
-        run = load_config(str(options.measured / "config.toml"), skip_sections=["data", "parallel"])
+        if (run := read_run_config(options.measured)) is None:
+            raise RunFolderError(f"{options.measured} is no run's folder: it has no {CONFIG_FILE}")
         reference = Reference(run.batch.total * run.model.seq_length, training_of(run).flops)
     plan = BatchPlan(config, training, critical, source, measured, reference)
     if options.json:

@@ -66,7 +66,8 @@ def _follow(console: Console, reader: RunReader, store: StoreFollower) -> RunVie
     notes: list[Text] = []
     with Live(console=console, screen=True, auto_refresh=False, redirect_stderr=False) as live:
         while not view.has_ended:
-            live.update(Group(*_lines(console, view, store, console.height - len(notes)), *notes), refresh=True)
+            lines = _lines(console, view, store, console.height - len(notes), fill=True)
+            live.update(Group(*lines, *notes), refresh=True)
             time.sleep(EVERY_S)
             try:
                 view, notes = reader.read(), []
@@ -81,10 +82,10 @@ def _print(console: Console, view: RunView, store: StoreFollower) -> None:
         console.print(line, soft_wrap=True)
 
 
-def _lines(console: Console, view: RunView, store: StoreFollower, height: int) -> list:
+def _lines(console: Console, view: RunView, store: StoreFollower, height: int, *, fill: bool = False) -> list:
     from megascale.view.frame import FrameSize, frame
 
-    size = FrameSize(console.width, height, has_blocks(console.encoding, os.environ))
+    size = FrameSize(console.width, height, has_blocks(console.encoding, os.environ), fill)
     analyses = store.latest
     note = store.note.removeprefix("no analyses: ") if analyses is None else store.note
     if analyses is None:

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 from pydantic_core import PydanticCustomError
 
 from megascale.core.registry import Registry
@@ -55,16 +55,20 @@ class Section(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+ELSEWHERE = "elsewhere"
+"""The context of a validation of what another host has resolved, whose plug-ins this one may lack."""
+
+
 @dataclass(frozen=True)
 class Choice:
-    """A validator: the string names a card of `registry` or is in `also`."""
+    """A validator: the string names a card of `registry` or is in `also`; any name is valid ELSEWHERE."""
 
     registry: Registry
     also: tuple[str, ...] = ()
 
-    def __call__(self, name: str) -> str:
+    def __call__(self, name: str, info: ValidationInfo) -> str:
         names = [*self.also, *self.registry.names()]
-        if name not in names:
+        if name not in names and info.context != ELSEWHERE:
             context = {
                 "message": f"'{name}' is not one of {', '.join(names)}",
                 "nearest": self.registry.nearest(name, self.also),
@@ -84,9 +88,11 @@ class TableChoice(Choice):
     keys to types. Numbers are positive and within fp32's range; whole numbers become floats where floats are meant.
     """
 
-    def __call__(self, table: Any) -> Any:
+    def __call__(self, table: Any, info: ValidationInfo) -> Any:
         name = table.get("type")
         if name not in self.registry.cards:
+            if info.context == ELSEWHERE:
+                return table
             message = f"type should be one of {', '.join(self.registry.names())}"
             raise PydanticCustomError("table", "{message}", {"message": message})
         facts, values = self.registry[name].facts, dict(table)

@@ -15,7 +15,7 @@ from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any
 
-from megascale.core.errors import MegascaleError
+from megascale.core.errors import Exit, MegascaleError
 
 
 def closest_name(name: str, names: Iterable[str]) -> str | None:
@@ -51,6 +51,12 @@ class Card:
         """Import and return the implementation."""
         module, _, attribute = self.target.partition(":")
         return getattr(importlib.import_module(module), attribute)
+
+
+class MissingCardError(MegascaleError):
+    """A name, such as of another host's configuration, whose plug-in is not installed."""
+
+    exit_status = Exit.CONFIG
 
 
 class Registry:
@@ -94,4 +100,8 @@ class Registry:
         return list(self.cards)
 
     def __getitem__(self, name: str) -> Card:
-        return self.cards[name]
+        """Return the card of a name. Raises: MissingCardError"""
+        if name in self.cards:
+            return self.cards[name]
+        message = f"the {self.kind} {name!r} is not installed on this host"
+        raise MissingCardError(message, hint=f"install the package with this entry point of {self.group}")

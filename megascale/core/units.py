@@ -1,8 +1,9 @@
-"""Formatting of counts, bytes, FLOP/s and durations. Bytes use powers of 1024, all other units powers of 1000."""
+"""Formatting of counts, bytes, FLOP/s, durations, times. Bytes use powers of 1024, all other units powers of 1000."""
 
 from __future__ import annotations
 
 import math
+import time
 
 GIB = 1024**3
 MIB = 1024**2
@@ -44,3 +45,8 @@ def format_duration(seconds: float) -> str:
     if hours:
         return f"{hours}h {minutes:02d}m"
     return f"{minutes}m {secs:02d}s" if minutes else f"{secs}s"
+
+
+def format_time(seconds: float) -> str:
+    """Seconds since 1970 -> '2026-11-28 04:14:48 +0000', on this host's clock and in its time zone."""
+    return time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(seconds))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dash import Dash, Input, Output, State, dcc, html, no_update
 from flask import Flask
@@ -20,6 +22,9 @@ from megascale.dashboard.page import NEWS, PAUSED, PICKED, RUN, TABS, TICK, Page
 from megascale.dashboard.runs import WatchedRun
 from megascale.dashboard.token_gate import protect
 
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
 TICK_S = 2.0
 """Seconds between two looks at the runs."""
 
@@ -29,15 +34,18 @@ PAGES: tuple[Page, ...] = (
 )  # fmt: skip
 
 
-def make_app(runs: dict[str, WatchedRun], token: str, cookie: str = "megascale-dashboard") -> Dash:
-    """Return the application of runs, behind a token."""
+def make_app(runs: dict[str, WatchedRun], token: str, cookie: str = "megascale-dashboard", base: str = "/") -> Dash:
+    """Return the application of runs, behind a token. `base`: path of its pages for the browser, from / to /."""
     server = Flask("megascale.dashboard")
-    protect(server, token, cookie)
+    protect(server, token, cookie, base)
+    server.wsgi_app = below(base, server.wsgi_app)  # type: ignore[assignment,method-assign]  # as Flask advises
     app = Dash(
         "megascale.dashboard",
         server=server,  # type: ignore[arg-type]  # takes a Flask application, whatever its type says
         assets_folder=str(Path(__file__).parent / "assets"),
         serve_locally=True,
+        routes_pathname_prefix="/",
+        requests_pathname_prefix=base,
         title=", ".join(runs),
         update_title="",
     )
@@ -47,6 +55,18 @@ def make_app(runs: dict[str, WatchedRun], token: str, cookie: str = "megascale-d
         page.register(app, runs)
     timeline_page.serve_download(server, runs)
     return app
+
+
+def below(base: str, app: WSGIApplication) -> WSGIApplication:
+    """Return the application for requests of paths below `base`, which some proxies keep and others strip."""
+
+    def handle(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        path = environ["PATH_INFO"]
+        if f"{path}/".startswith(base):
+            environ["PATH_INFO"] = f"/{path[len(base) :]}"
+        return app(environ, start_response)
+
+    return handle
 
 
 def _layout(runs: dict[str, WatchedRun]) -> html.Div:
@@ -74,8 +94,8 @@ def _follow(app: Dash, runs: dict[str, WatchedRun]) -> None:
         view, problem = runs[name].view(), runs[name].problem
         share = f" of {view.steps:,}" if view.steps else ""
         words = f"step {view.step:,}{share} \u00b7 attempt {view.attempt} \u00b7 {view.layout}"
-        state = html.Span(view.state, className="state " + ("bad" if view.standstill or view.status else "good"))
+        state = html.Span(view.state, className=f"state {view.tone}")
         news = str([run.news for run in runs.values()])
-        parts = [html.H1(view.name), state, html.Span(words, className="words"), html.Span(problem, className="bad")]
+        parts = [html.H1(name), state, html.Span(words, className="words"), html.Span(problem, className="bad")]
         parts.insert(3, html.Span(runs[name].store_note, className="words"))
         return [parts, no_update if news == before else news]

@@ -86,7 +86,8 @@ def memory_figure(matrix: RankMatrix, memory: np.ndarray, nodes: Sequence[str]) 
     """Return the heat map of each rank's peak memory, in bytes."""
     gib = matrix.of(memory) / 1024**3
     low, high = (float(f(gib)) for f in (np.nanmin, np.nanmax)) if np.isfinite(gib).any() else (0.0, 1.0)
-    figure = _heat_map("peak memory by rank", matrix, gib, MEMORY_SCALE, (low - (high - low) / 4, high))
+    least = min(low - (high - low) / 4, (1 - LEAST_HEAT) * high)  # ranks that hardly differ look alike
+    figure = _heat_map("peak memory by rank", matrix, gib, MEMORY_SCALE, (least, high))
     texts = np.vectorize(lambda value: format_bytes(value * 1024**3) if math.isfinite(value) else "unknown")(gib)
     figure.update_traces(customdata=np.char.add(np.char.add(_names(matrix, nodes), ": "), texts))
     figure.update_traces(hovertemplate="%{customdata}<extra></extra>", colorbar={"title": "GiB"})

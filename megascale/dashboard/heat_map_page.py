@@ -9,6 +9,7 @@ from dash.exceptions import PreventUpdate
 from megascale.core.rank import format_ranks
 from megascale.dashboard.figures import empty_figure, excess_figure
 from megascale.dashboard.page import NEWS, PAUSED, PICKED, RUN, TABS, Page, Runs, graph, height_of, note, table
+from megascale.observe.heatmap import MIN_SHARE, HeatMap
 from megascale.view.rank_matrix import rank_matrix
 from megascale.view.store_view import StoreView
 
@@ -47,8 +48,8 @@ def _register(app: Dash, runs: Runs) -> None:
         heat = store.heat
         matrix = rank_matrix(run.view().topology)
         title = f"{part}: each rank beside its peers, steps {heat.first_step} to {heat.last_step}"
-        figure = excess_figure(title, matrix, _excess(store, part), store.nodes)
-        return [figure, height_of(figure), [COMPUTE, *heat.columns], [_outliers(store), _hosts(store)]]
+        figure = excess_figure(title, matrix, part_excess(store, part), store.nodes)
+        return [figure, height_of(figure), [COMPUTE, *long_parts(heat)], [_outliers(store), _hosts(store)]]
 
     @app.callback(
         [Output(PICKED, "data", allow_duplicate=True), Output(TABS, "value", allow_duplicate=True)],
@@ -64,13 +65,21 @@ def _register(app: Dash, runs: Runs) -> None:
         return int(rank_matrix(runs[name].view().topology).ranks[cell["y"], cell["x"]]), "ranks"
 
 
-def _excess(store: StoreView, part: str) -> np.ndarray:
-    """Return each rank's excess over its peers in a part of a step."""
+def long_parts(heat: HeatMap) -> list[str]:
+    """Return the parts that take at least MIN_SHARE of a step on some rank: others make no step slow."""
+    longest = heat.seconds.max(0, initial=0.0)
+    return [name for name, seconds in zip(heat.columns, longest, strict=True) if seconds >= MIN_SHARE * heat.step_s]
+
+
+def part_excess(store: StoreView, part: str) -> np.ndarray:
+    """Return each rank's excess over its peers in a part of a step, 0 for less than MIN_SHARE of the step."""
     heat = store.heat
     if part not in heat.columns:
         return store.slowness
     excess = np.full(len(store.slowness), np.nan)
-    excess[heat.ranks] = heat.ratio[:, heat.columns.index(part)] - 1
+    at = heat.columns.index(part)
+    counts = heat.seconds[:, at] - heat.peer_s[:, at] >= MIN_SHARE * heat.step_s
+    excess[heat.ranks] = np.where(counts, heat.ratio[:, at] - 1, 0.0)
     return excess
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 from dash import Dash, Input, Output, html
 from dash.exceptions import PreventUpdate
 
-from megascale.core.units import format_duration
+from megascale.core.units import format_duration, format_time
 from megascale.dashboard.page import NEWS, RUN, TABS, Page, Runs, note, table
 from megascale.fault.incidents import Incident
 
@@ -51,7 +49,7 @@ def _register(app: Dash, runs: Runs) -> None:
 def _row(incident: Incident) -> tuple[str, ...]:
     recovery = format_duration(incident.recovery_s) if incident.recovery_s is not None else ""
     return (
-        str(incident.id), time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(incident.since)), str(incident.step),
+        str(incident.id), format_time(incident.since), str(incident.step),
         incident.class_, incident.what, str(incident.culprit), incident.action.reason, recovery,
         "" if incident.steps_lost is None else str(incident.steps_lost), "; ".join(incident.evidence),
     )  # fmt: skip

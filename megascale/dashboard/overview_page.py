@@ -11,7 +11,7 @@ from dash.exceptions import PreventUpdate
 from megascale.core.units import format_count, format_duration
 from megascale.dashboard.figures import CURVE_HEIGHT, CURVES, curve_figure
 from megascale.dashboard.page import NEWS, PAUSED, RUN, TABS, Page, Runs, graph, note, table
-from megascale.view.frame import verdict_of
+from megascale.view.frame import is_ill, verdict_of
 from megascale.view.run_view import RunView
 
 KEY = "overview"
@@ -42,8 +42,8 @@ def _register(app: Dash, runs: Runs) -> None:
 def _verdict(runs: Runs, name: str) -> html.Div:
     view, store = runs[name].view(), runs[name].store
     findings = store.verdicts if store is not None else None
-    ill = bool(view.standstill or findings or view.history.open)
-    lines: list[Component] = [html.P(verdict_of(view, findings), className="verdict bad" if ill else "verdict")]
+    style = "verdict bad" if is_ill(view, findings) else "verdict"
+    lines: list[Component] = [html.P(verdict_of(view, findings), className=style)]
     if findings and len(findings) > 1:
         lines.append(html.Ul([html.Li(finding) for finding in findings[1:]]))
     lines += [note(text) for text in (runs[name].store_problem, *(store.notes if store is not None else ())) if text]

@@ -11,9 +11,10 @@ from dash.exceptions import PreventUpdate
 
 from megascale.core.flight_record import FlightEvent, FlightRecord
 from megascale.core.rank import format_ranks
-from megascale.core.units import format_bytes
+from megascale.core.units import format_bytes, format_time
 from megascale.dashboard.page import PAUSED, PICKED, RUN, TABS, TICK, Page, Runs, facts, graph, height_of, note, table
 from megascale.dashboard.place_figure import place_figure
+from megascale.fault.incidents import with_evidence
 from megascale.view.frame import letters_of
 from megascale.view.rank_details import RankDetails, read_rank_details, read_rank_stack
 from megascale.view.run_view import RunView
@@ -89,7 +90,7 @@ def _details(view: RunView, store: StoreView | None, details: RankDetails, lette
         yield html.H2("Incidents")
         yield html.Ul(
             [
-                html.Li(f"incident {each.id}, step {each.step}: {each.what} [{'; '.join(each.evidence)}]")
+                html.Li(with_evidence(f"incident {each.id}, step {each.step}: {each.what}", each.evidence))
                 for each in details.incidents
             ]
         )
@@ -122,7 +123,7 @@ def _state(view: RunView, store: StoreView | None, details: RankDetails, letter:
     if rank < len(view.states.ranks):
         state = view.states.ranks[rank]
         yield "phase", state.phase or "not begun"
-        yield "step", str(state.step)
+        yield "step", f"{state.step:,}" if state.step > 0 else "none yet"
         yield "without progress", f"{state.idle_s} s"
     if store is not None and rank < len(store.slowness):
         slowness, memory = float(store.slowness[rank]), float(store.memory[rank])
@@ -134,7 +135,13 @@ def _state(view: RunView, store: StoreView | None, details: RankDetails, letter:
         if record.wait is not None:
             place = f" {record.wait.sequence} of group {record.wait.group}" if record.wait.group else ""
             yield "waits", f"{record.wait.kind}{place}, for {(record.read_ns - record.wait.since_ns) / 1e9:.1f} s"
-        yield from ((name, f"{value:.6g}") for name, value in record.totals.items())
+        yield from ((name.replace("_", " "), _total(name, value)) for name, value in record.totals.items())
+
+
+def _total(name: str, value: float) -> str:
+    if name.endswith("_time"):
+        return format_time(value)
+    return f"{value:,.0f}" if value.is_integer() else f"{value:.6g}"
 
 
 def _events(record: FlightRecord) -> html.Table:
@@ -147,7 +154,7 @@ def _event(event: FlightEvent) -> Sequence[str]:
     layer = f" of layer {event.layer}" if event.layer >= 0 else ""
     return (
         event.name, event.group, "" if event.sequence < 0 or not event.group else str(event.sequence),
-        f"{event.part}{layer}", "" if event.peer < 0 else str(event.peer), str(event.step),
+        f"{event.part}{layer}", "" if event.peer < 0 else str(event.peer), str(event.step or ""),
         "" if event.microbatch < 0 else str(event.microbatch), "" if event.chunk < 0 else str(event.chunk),
         format_bytes(event.bytes) if event.bytes else "", duration,
     )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from urllib.parse import urlencode
 
 from dash import Dash, Input, Output, dcc, html
 from dash.exceptions import PreventUpdate
@@ -14,7 +15,7 @@ from megascale.dashboard.page import PICKED, RUN, TABS, Page, Runs, graph, heigh
 from megascale.dashboard.timeline_figure import timeline_figure
 from megascale.layout.topology import Topology
 from megascale.observe.chrome_trace import rank_trace, step_starts, write_trace
-from megascale.view.step_events import events_of, steps_with_events
+from megascale.view.step_events import events_of, opening_step, steps_with_events
 
 KEY = "timeline"
 ORDERS = {"pp": "pipeline stages", "dp": "replicas", "tp": "tensor-parallel ranks", "all": "all ranks"}
@@ -46,7 +47,7 @@ def _register(app: Dash, runs: Runs) -> None:
         if tab != KEY:
             raise PreventUpdate
         steps = steps_with_events(runs[name].folder)
-        return steps[::-1], steps[-2 if len(steps) > 1 else -1] if steps else None
+        return steps[::-1], opening_step(runs[name].folder, steps)
 
     @app.callback(
         [
@@ -70,7 +71,8 @@ def _register(app: Dash, runs: Runs) -> None:
         events = events_of(view.folder, ranks, range(step, step + count))
         span = f"steps {step} to {step + count - 1}" if count > 1 else f"step {step}"
         title = f"{span}, {ORDERS[order]}{f' of rank {rank}' if order != 'all' else ''}"
-        link = f"{DOWNLOAD}?run={name}&rank={rank}&order={order}&step={step}&count={count}"
+        query = urlencode({"run": name, "rank": rank, "order": order, "step": step, "count": count})
+        link = f"{app.get_relative_path(DOWNLOAD)}?{query}"
         missing = [number for number in ranks if number not in {each.rank for each in events}]
         words = f"no events of {len(missing)} ranks in these steps" if missing else ""
         figure = timeline_figure(title, events)

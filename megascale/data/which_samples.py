@@ -43,7 +43,8 @@ def samples_of_step(config: RunConfig, step: int) -> list[ReadSample]:
     if step > (last := max(config.train.steps, recorded_steps(config))):
         raise DataError(f"{config.folder} has no step {step}: train.steps is {last}", hint=f"--step 1 to {last}")
     first, count = step_range(config, step)
-    mixture = Mixture(config, "train", samples_of_run(config))
+    unweighted = config.data.model_copy(update={"sample_weight": None})  # a plug-in that this host may lack
+    mixture = Mixture(config.model_copy(update={"data": unweighted}), "train", samples_of_run(config))
     if config.data.policy and isinstance(config.data.train, list):
         weights = [weight for weight, _ in config.data.train]
         mixture.blend = ChangingBlend(blend_parts(weights, _policy_changes(config)))

@@ -118,7 +118,7 @@ READY_QUERIES = {
         SELECT node, round(arg_max(value, time_ns) FILTER (metric = 'cpu.percent'), 1) AS cpu_percent,
             round(arg_max(value, time_ns) FILTER (metric = 'cpu.load'), 2) AS load,
             round(arg_max(value, time_ns) FILTER (metric = 'memory.available') / 1073741824, 2) AS free_gib,
-            make_timestamp_ns(max(time_ns)) AS at
+            make_timestamp_ns(max(time_ns)) AS at_utc
         FROM host_metrics GROUP BY node ORDER BY node""",
     ),
     "states": ReadyQuery(

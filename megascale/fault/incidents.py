@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
@@ -136,16 +136,21 @@ class Incident:
         )
 
 
+def with_evidence(what: str, evidence: Sequence[str]) -> str:
+    """Return what happened, with its evidence in brackets if there is any."""
+    return f"{what} [{'; '.join(evidence)}]" if evidence else what
+
+
 def describe(incident: Incident) -> str:
     """Return the line about an incident for people: what happened, evidence, action."""
     seen = f"noticed after {incident.verdict_s:.1f} s"
     verb = "waits" if incident.signature.startswith(HANGS) else "failed as a consequence"
     verb = "wait" if verb == "waits" and len(incident.followers) > 1 else verb
     followers = f"; {format_ranks(incident.followers)} {verb}" if incident.followers else ""
-    evidence = f" [{'; '.join(incident.evidence[:EVIDENCE_SHOWN])}]" if incident.evidence else ""
     head = f"incident {incident.id} ({incident.class_}) after step {incident.step}: {incident.what}, {seen}"
     hint = f"  -> {incident.hint}" if incident.hint else ""
-    return f"{head}{followers}{evidence}; {incident.action.reason}{hint}".replace("\n", " ")
+    seen = with_evidence(f"{head}{followers}", incident.evidence[:EVIDENCE_SHOWN])
+    return f"{seen}; {incident.action.reason}{hint}".replace("\n", " ")
 
 
 def describe_recovery(incident: Incident) -> str:

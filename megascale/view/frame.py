@@ -10,7 +10,7 @@ import math
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,9 +20,9 @@ from megascale.core.rank import format_ranks
 from megascale.core.units import format_count, format_duration
 from megascale.fault.incidents import Incident, describe_recovery
 from megascale.view.rank_cells import CellGrid, CellRow, cell_grid
-from megascale.view.run_view import RunView
+from megascale.view.run_view import RunView, Tone
 from megascale.view.signs import BAD_STATES, SIGNS, gravest, letter_of
-from megascale.view.sparkline import ASCII_LEVELS, BLOCKS, sparkline
+from megascale.view.sparkline import ASCII_LEVELS, BLOCKS, bars, sparkline
 
 LABEL = 12
 """Characters of a curve's label, and of the label of a row of ranks."""
@@ -35,18 +35,29 @@ MOST_NOTE_LINES = 2
 MOST_INCIDENTS = 4
 MIN_GRID_ROWS = 2
 
+CURVES: dict[str, tuple[str, Callable[[float], str]]] = {
+    "loss": ("loss", "{:.4f}".format),
+    "grad_norm": ("grad norm", "{:.3g}".format),
+    "tokens_per_s": ("throughput", lambda speed: f"{format_count(speed)} tok/s" if math.isfinite(speed) else ""),
+    "mfu_full": ("MFU", lambda mfu: f"{mfu:.1%}" if math.isfinite(mfu) else "n/a"),
+}
+"""Label and format of a curve's values, by metric."""
+
 Floats = Sequence[float] | np.ndarray
 
-_STATE_STYLES = {"runs": "bold green", "done": "bold green", "stopped": "bold"}
+_STYLES: dict[Tone, str] = {"good": "bold green", "quiet": "bold", "warning": "bold yellow", "bad": "bold red"}
 
 
 @dataclass(frozen=True)
 class FrameSize:
-    """Characters and lines of a frame. `blocks`: draw curves with block characters, beyond ASCII."""
+    """Characters and lines of a frame. `blocks`: draw curves with block characters, beyond ASCII. `fill`: the lines for
+    which nothing else has a use make the curves higher.
+    """
 
     width: int = 80
     height: int = 24
     blocks: bool = True
+    fill: bool = False
 
 
 def frame(
@@ -55,14 +66,16 @@ def frame(
     """Return the lines of a frame. `slowness`: by rank, excess over its peers' compute time, or empty; `findings`: the
     gravest first, None without analyses; `note`: about the analyses.
     """
-    head = [*_header(view, size.width), Text(), *_curves(view, size), Text()]
+    head = [*_header(view, size.width), Text()]
     letters = letters_of(view, slowness)
     verdict = [*_verdict(view, findings, letters, size.width), *_note(note, size.width)]
     incidents = list(_incidents(view, size.width))
-    rest = size.height - len(head) - len(verdict) - 2  # heading and legend of the ranks
+    rest = size.height - len(head) - len(CURVES) - 1 - len(verdict) - 2  # heading and legend of the ranks
     grid_rows = max(MIN_GRID_ROWS, rest - len(incidents))
-    ranks = list(_ranks(view, letters, grid_rows, size.width))
-    return [*head, *ranks, *verdict, *incidents][: max(size.height, 1)]
+    ranks = [*_ranks(view, letters, grid_rows, size.width), *verdict, *incidents]
+    spare = size.height - len(head) - len(CURVES) - 1 - len(ranks)
+    curves = _curves(view, size, max(0, spare) if size.fill else 0)
+    return [*head, *curves, Text(), *ranks][: max(size.height, 1)]
 
 
 def verdict_of(view: RunView, findings: Sequence[str] | None, letters: Sequence[str] = ()) -> str:
@@ -88,9 +101,14 @@ def verdict_of(view: RunView, findings: Sequence[str] | None, letters: Sequence[
     return f"all {view.world} ranks make progress" if view.world > 1 else "the rank makes progress"
 
 
+def is_ill(view: RunView, findings: Sequence[str] | None, letters: Sequence[str] = ()) -> bool:
+    """Return True if `verdict_of` tells of something that is not as it should be."""
+    recovers = view.status is None and bool(view.history.open)
+    return bool(view.tone == "bad" or recovers or findings or set(BAD_STATES) & set(letters))
+
+
 def _header(view: RunView, width: int) -> Iterator[Text]:
-    style = _STATE_STYLES.get(view.state, "bold red" if view.standstill or view.status else "bold yellow")
-    left = Text(f"{view.name}  ", style="bold") + Text(view.state, style=style)
+    left = Text(f"{view.name}  ", style="bold") + Text(view.state, style=_STYLES[view.tone])
     if view.attempt:
         left.append(f", attempt {view.attempt}")
     share = f" of {view.steps:,} ({view.step / view.steps:.0%})" if view.steps else ""
@@ -102,20 +120,22 @@ def _header(view: RunView, width: int) -> Iterator[Text]:
     yield _cut(view.layout, width)
 
 
-def _curves(view: RunView, size: FrameSize) -> Iterator[Text]:
-    last, nan = view.curves.last, math.nan
-    norm, speed, mfu = (last.get(name, nan) for name in ("grad_norm", "tokens_per_s", "mfu_full"))
-    rows = (
-        ("loss", "loss", f"{last.get('loss', nan):.4f}"),
-        ("grad norm", "grad_norm", f"{norm:.3g}"),
-        ("throughput", "tokens_per_s", f"{format_count(speed)} tok/s" if math.isfinite(speed) else ""),
-        ("MFU", "mfu_full", f"{mfu:.1%}" if math.isfinite(mfu) else "n/a"),
-    )
-    for label, metric, value in rows:
-        text = Text(f"{label:<{LABEL}}") + Text(f"{value if last else '-':<{VALUE}}", style="bold")
-        levels = BLOCKS if size.blocks else ASCII_LEVELS
-        text.append(sparkline(view.curves.values[metric], size.width - LABEL - VALUE, levels), style="cyan")
-        yield text
+def _curves(view: RunView, size: FrameSize, spare: int) -> Iterator[Text]:
+    """Yield the lines of the curves: of each its last value at the top, and if there is room its range below. `spare`:
+    lines more than one for each, which those curves share that are not flat.
+    """
+    levels, width = BLOCKS if size.blocks else ASCII_LEVELS, size.width - LABEL - VALUE
+    finite = {metric: values[np.isfinite(values)] for metric, values in view.curves.values.items()}
+    high = [metric for metric in CURVES if len(finite[metric]) and np.ptp(finite[metric]) > 0]
+    for metric, (name, form) in CURVES.items():
+        known, rows = finite[metric], 1 + spare // len(high) if metric in high else 1
+        labels = [(name, form(view.curves.last[metric]) if view.curves.last else "-"), *[("", "")] * (rows - 1)]
+        if rows > 2:
+            labels[1], labels[-1] = ("  most", form(known.max())), ("  least", form(known.min()))
+        drawn = bars(known, width, rows, levels) if rows > 1 else [sparkline(known, width, levels)]
+        for number, ((label, value), line) in enumerate(zip(labels, drawn, strict=True)):
+            text = Text(f"{label:<{LABEL}}") + Text(f"{value:<{VALUE}}", style="" if number else "bold")
+            yield text.append(line, style="cyan")
 
 
 def letters_of(view: RunView, slowness: Floats) -> list[str]:
@@ -160,8 +180,7 @@ def _legend(letters: Sequence[str], width: int) -> Text:
 
 def _verdict(view: RunView, findings: Sequence[str] | None, letters: Sequence[str], width: int) -> Iterator[Text]:
     text = verdict_of(view, findings, letters)
-    recovers = view.status is None and bool(view.history.open)
-    ill = bool(view.standstill or findings or recovers or set(BAD_STATES) & set(letters))
+    ill = is_ill(view, findings, letters)
     lines = textwrap.wrap(text, width - LABEL, max_lines=MOST_VERDICT_LINES, placeholder=" ...")
     for number, line in enumerate(lines):
         label = Text(f"{'' if number else 'verdict':<{LABEL}}", style="bold")

@@ -11,7 +11,7 @@ import numpy as np
 
 import megascale
 from megascale.core.rank import format_ranks
-from megascale.core.units import format_bytes, format_count, format_duration
+from megascale.core.units import format_bytes, format_count, format_duration, format_time
 from megascale.fault.incidents import Incident
 from megascale.layout.topology import Topology
 from megascale.observe.findings import Finding
@@ -21,7 +21,7 @@ from megascale.view.charts.bar_chart import Bar, bar_chart
 from megascale.view.charts.grid_chart import CellLevel, grid_chart
 from megascale.view.charts.line_chart import Mark, Series, line_chart
 from megascale.view.charts.shapes import BLUE, GREEN, ORANGE, RED, STYLE
-from megascale.view.frame import verdict_of
+from megascale.view.frame import is_ill, verdict_of
 from megascale.view.rank_matrix import rank_matrix
 from megascale.view.run_view import RunView
 from megascale.view.store_view import StoreView
@@ -66,7 +66,7 @@ def render_report(view: RunView, store: StoreView | None, timeline: str, notes: 
         _incidents(view.incidents),
         *(f"<p class='note'>{escape(note)}</p>" for note in notes),
     ]
-    made = f"made by megascale {megascale.__version__} at {_clock(time.time())}"
+    made = f"made by megascale {megascale.__version__} at {format_time(time.time())}"
     style = f"<style>{PAGE_STYLE}{STYLE}</style>"
     head = f"<html lang='en'><head><meta charset='utf-8'><title>{escape(view.name)}</title>{style}</head>"
     foot = f"<p class='note'>{escape(made)}</p></body></html>"
@@ -77,7 +77,7 @@ def _header(view: RunView, store: StoreView | None) -> str:
     last = view.curves.last
     findings = store.verdicts if store is not None else None
     verdict = verdict_of(view, findings)
-    bad = " bad" if findings or view.standstill or view.status else ""
+    bad = " bad" if is_ill(view, findings) else ""
     share = f" of {view.steps:,}" if view.steps else ""
     speed, mfu = last.get("tokens_per_s", math.nan), last.get("mfu_full", math.nan)
     rows = [
@@ -196,7 +196,7 @@ def _incidents(incidents: Sequence[Incident]) -> str:
         return "<h2>Incidents</h2><p>None is recorded.</p>"
     rows = [
         (
-            str(each.id), _clock(each.since), str(each.step), each.class_, each.what, each.action.reason,
+            str(each.id), format_time(each.since), str(each.step), each.class_, each.what, each.action.reason,
             format_duration(each.recovery_s) if each.recovery_s is not None else "-",
             "" if each.steps_lost is None else str(each.steps_lost),
         )
@@ -217,7 +217,3 @@ def _table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
 
 def _cell(text: str, *, name: bool) -> str:
     return f"<th>{escape(text)}</th>" if name else f"<td>{escape(text)}</td>"
-
-
-def _clock(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(seconds))

@@ -9,15 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megascale.config.run import RunConfig
+from megascale.core.errors import MegascaleError
 from megascale.core.events import COMPUTE
+from megascale.eventstore.query import StoreError
 from megascale.observe.cube_queries import mean_cube, mean_peak_flops
 from megascale.observe.mfu_ledger import MfuLedger, mfu_ledger
 from megascale.observe.step_cube import StepCube
 from megascale.simulate.event_simulator import Place, StageTimes
 from megascale.simulate.extrapolate import Pipeline, pipeline_time
 from megascale.simulate.profiles import Overlaps
-from megascale.view.run_view import CONFIG_FILE, read_run_config
+from megascale.view.run_view import CONFIG_FILE, RunFolderError, read_run_config
 
 if TYPE_CHECKING:
     import duckdb
@@ -33,14 +34,17 @@ def run_breakdown(store: duckdb.DuckDBPyConnection, folder: Path, recent: StepCu
     cube, steps = mean_cube(store)
     if not len(cube.steps):
         return None
-    config, problem = _config(folder)
     purposes, step = _profile(folder / "kernels")
-    bubble_s, problem = _bubble(recent, config) if config is not None else (0.0, problem)
+    bubble_s, remarks = 0.0, list[str]()
+    try:
+        bubble_s = _bubble(recent, folder)
+    except (OSError, MegascaleError) as error:
+        remarks.append(f"the bubble is not computed: {error}")
     found = mfu_ledger(
         cube, steps, mean_peak_flops(store, steps), bubble_s=bubble_s, plan=_plan(folder), purposes=purposes,
         profiled_step=step,
     )  # fmt: skip
-    return replace(found, remarks=(*found.remarks, f"the bubble is not computed: {problem}")) if problem else found
+    return replace(found, remarks=(*found.remarks, *remarks))
 
 
 def _profile(folder: Path) -> tuple[Counter[str], int]:
@@ -63,25 +67,19 @@ def _plan(folder: Path) -> dict[str, Any]:
     return plan if isinstance(plan, dict) else {}
 
 
-def _config(folder: Path) -> tuple[RunConfig | None, str]:
-    """Return the configuration of a run's folder, or the reason why there is none."""
-    try:
-        config = read_run_config(folder)
-    except (OSError, ValueError) as error:
-        return None, str(error)
-    return config, "" if config is not None else f"{folder} has no {CONFIG_FILE}"
-
-
-def _bubble(cube: StepCube, config: RunConfig) -> tuple[float, str]:
-    """Return the seconds of a step in which the mean rank waits for its schedule, were messages free and peers equal;
-    or 0, and why the bubble cannot be computed.
+def _bubble(cube: StepCube, folder: Path) -> float:
+    """Return the seconds of a step in which the mean rank waits for its schedule, were messages free and peers equal.
 
     A chunk takes the mean of its ranks, with their waits for tensor-parallel peers.
+    Raises: MegascaleError or OSError if it cannot be computed
     """
+    if (config := read_run_config(folder)) is None:
+        raise RunFolderError(f"{folder} has no {CONFIG_FILE}")
     if config.parallel.pp == 1:
-        return 0.0, ""
+        return 0.0
     if missing := set(range(config.parallel.pp)) - set(cube.places.coords["pp"][cube.ordinary.any(1)].tolist()):
-        return 0.0, f"the store has no ordinary step of pipeline stage {', '.join(map(str, sorted(missing)))}"
+        stages = ", ".join(map(str, sorted(missing)))
+        raise StoreError(f"the store has no ordinary step of pipeline stage {stages}")
     p, m, schedule = config.parallel, config.num_microbatches, config.parallel.schedule
     assert schedule, "a resolved configuration names its schedule"
     stage, times = cube.places.coords["pp"], {name: dict[Place, float]() for name in "FB"}
@@ -91,11 +89,11 @@ def _bubble(cube: StepCube, config: RunConfig) -> tuple[float, str]:
             waits = sum(cube.mean(_chunk(cube, axis, chunk))[stage == rank].mean() for axis in ("tp", "cp")) / m
             for name, seconds in own.items():
                 times[name][rank, chunk] = float(seconds * (1 + waits / max(sum(own.values()), 1e-12)))
-    stages = StageTimes(times["F"], times["B"], 0.0, 0.0, {}, {})
+    chunks = StageTimes(times["F"], times["B"], 0.0, 0.0, {}, {})
     forwards = 1 + config.dropped_share
     busy = m * (forwards * sum(times["F"].values()) + sum(times["B"].values())) / p.pp
     pipeline = Pipeline(schedule, p.pp, p.vpp, m, parts=config.num_chunks, keep=config.data.keep_chunks)
-    return pipeline_time(pipeline, stages, Overlaps(tp="none", pp=True, dp=True)) - busy, ""
+    return pipeline_time(pipeline, chunks, Overlaps(tp="none", pp=True, dp=True)) - busy
 
 
 def _chunk(cube: StepCube, axis: str, chunk: int, *names: str) -> Any:

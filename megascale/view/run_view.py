@@ -8,22 +8,25 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 from pydantic import ValidationError
 
 from megascale.account.parameters import parameter_count
 from megascale.config.fault import FaultConfig
 from megascale.config.run import RunConfig
+from megascale.config.section import ELSEWHERE
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.files import exists
 from megascale.core.flight_files import process_states
 from megascale.core.flight_layout import Phase
 from megascale.core.flight_record import FlightRecord
 from megascale.core.live_file import LIVE_FILE
+from megascale.core.registry import MissingCardError
 from megascale.core.units import format_count
 from megascale.fault.alerts import METRICS_FILE
 from megascale.fault.classify import classify_hang
-from megascale.fault.incidents import LOG_FILE, Incident, JobHistory, read_history
+from megascale.fault.incidents import LOG_FILE, Incident, JobHistory, read_history, with_evidence
 from megascale.layout.topology import Topology, topology_of
 from megascale.observe.hang import hang_verdict
 from megascale.view.curves import Curves, MetricsFile
@@ -39,6 +42,9 @@ _STAGES = {
     "takeover": "a new driver takes over", "gather": "waits for nodes", "open": "starts", "run": "runs",
     "settle": "a rank has ended", "collect": "stands still", "stop": "ends an attempt", "done": "ends",
 }  # fmt: skip
+
+Tone = Literal["good", "quiet", "warning", "bad"]
+"""How good a state is: as it should be; nothing trains, as was asked or as far as is known; between; a failure."""
 
 _ENDS = {int(Exit.OK): "done", int(Exit.STOPPED): "stopped", int(Exit.INTERRUPTED): "stopped"}
 
@@ -65,8 +71,8 @@ class RunView:
 
     @property
     def name(self) -> str:
-        """The run's name."""
-        return self.config.name if self.config is not None else self.folder.resolve().name
+        """The run's name: that of its folder, which a copy of a run does not share."""
+        return self.folder.resolve().name
 
     @cached_property
     def topology(self) -> Topology:
@@ -84,8 +90,12 @@ class RunView:
         if self.config is None:
             return ""
         m = self.config.model
-        size = f"{format_count(parameter_count(m))} parameters in {self.config.train.precision}"
-        return f"{size}, {m.num_layers} layers of {m.hidden_size}, sequences of {m.seq_length}"
+        shape = f"{m.num_layers} layers of {m.hidden_size}, sequences of {m.seq_length}"
+        try:
+            size = f"{format_count(parameter_count(m))} parameters"
+        except MissingCardError as error:
+            size = f"an unknown number of parameters ({error.message})"
+        return f"{size} in {self.config.train.precision}, {shape}"
 
     @property
     def layout(self) -> str:
@@ -150,6 +160,15 @@ class RunView:
             return "stands still"
         return _STAGES.get(self.states.stage, "runs")
 
+    @property
+    def tone(self) -> Tone:
+        """The tone of the state."""
+        if self.standstill or self.state.startswith("failed"):
+            return "bad"
+        if self.state in ("runs", "done"):
+            return "good"
+        return "warning" if self.status is None and self.states.source else "quiet"
+
 
 class RunReader:
     """Reads the folder of a run; `read` costs little if little has changed. Raises: RunFolderError"""
@@ -199,9 +218,8 @@ class RunReader:
         text = f"no rank has made progress for {states.idle_s} s"
         if len(records) < len(states.ranks):
             return text
-        verdict = hang_verdict(records, process_states(records))
-        finding = classify_hang(verdict, 0.0, {}, tuple(records), {})
-        return f"{text}: {finding.what} [{'; '.join(finding.evidence)}]"
+        finding = classify_hang(hang_verdict(records, process_states(records)), 0.0, {}, tuple(records), {})
+        return with_evidence(f"{text}: {finding.what}", finding.evidence)
 
 
 def _unreadable(error: OSError, folder: Path) -> RunFolderError:
@@ -211,15 +229,21 @@ def _unreadable(error: OSError, folder: Path) -> RunFolderError:
 
 def read_run_config(folder: Path) -> RunConfig | None:
     """Return the resolved configuration in a run's folder; None before its first step. The files that it names need not
-    be there. Raises: OSError; ValueError naming the file
+    be there, nor the plug-ins be installed. Raises: OSError; RunFolderError naming the file and the key
     """
     path = folder / CONFIG_FILE
     try:
-        return RunConfig.model_validate(tomllib.loads(path.read_text(encoding="utf-8"))).resolve(None)
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        return RunConfig.model_validate(tree, context=ELSEWHERE).resolve(None)
     except FileNotFoundError:
         return None
-    except (ValidationError, ValueError) as error:
-        raise ValueError(f"{path}: not a run's configuration: {str(error).splitlines()[0]}") from None
+    except ValidationError as error:
+        detail = error.errors()[0]
+        reason = f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}"
+    except ValueError as error:
+        reason = str(error).splitlines()[0]
+    hint = "look at the run with the version of megascale that wrote it, or give another folder"
+    raise RunFolderError(f"{path}: not a run's configuration: {reason}", hint=hint)
 
 
 def _version(path: Path) -> tuple[int, int] | None:

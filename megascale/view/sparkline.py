@@ -1,4 +1,4 @@
-"""A curve as a line of text."""
+"""A curve as text: a line, or several."""
 
 from __future__ import annotations
 
@@ -15,9 +15,25 @@ def sparkline(values: np.ndarray, width: int, levels: Sequence[str] = BLOCKS) ->
     highest level.
     """
     values = values[np.isfinite(values)]
+    return bars(values, min(width, len(values)), 1, levels)[0]
+
+
+def bars(values: np.ndarray, width: int, rows: int, levels: Sequence[str] = BLOCKS) -> list[str]:
+    """Draw finite values as bars over `rows` lines of `width` characters: each bar is the mean of equally many values,
+    or of several one value. Without values the lines are empty.
+    """
+    values = values[np.isfinite(values)]
     if not len(values) or width < 1:
-        return ""
+        return [""] * rows
     means = np.array([part.mean() for part in np.array_split(values, min(width, len(values)))])
+    means = means[np.arange(width) * len(means) // width]
     low, span = means.min(), np.ptp(means)
-    heights = (means - low) / span * (len(levels) - 1) if span > 0 else np.zeros(len(means))
-    return "".join(levels[round(height)] for height in heights)
+    heights = [round(height) for height in (means - low) / (span or 1.0) * (rows * len(levels) - 1)]
+    full = levels[-1] if levels == BLOCKS else "|"
+    return [
+        "".join(
+            " " if height < base else full if height >= base + len(levels) else levels[height - base]
+            for height in heights
+        )
+        for base in range((rows - 1) * len(levels), -1, -len(levels))
+    ]

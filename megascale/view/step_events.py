@@ -16,6 +16,8 @@ from megascale.layout.topology import Topology
 OFFERED_STEPS = 200
 """Steps from which a user may choose: the newest."""
 
+_LAST = "attempt = (SELECT max(attempt) FROM ranks)"
+
 PICTURED_RANKS = 8
 """Most ranks of a report's picture."""
 
@@ -23,8 +25,7 @@ PICTURED_RANKS = 8
 def steps_with_events(folder: Path) -> list[int]:
     """Return the last attempt's newest steps of which single events are kept, ascending."""
     with contextlib.suppress(StoreError):
-        last = "attempt = (SELECT max(attempt) FROM ranks)"
-        newest = f"SELECT DISTINCT step FROM events WHERE step > 0 AND {last} ORDER BY step DESC LIMIT {OFFERED_STEPS}"
+        newest = f"SELECT DISTINCT step FROM events WHERE step > 0 AND {_LAST} ORDER BY step DESC LIMIT {OFFERED_STEPS}"
         reading = read_store(folder, lambda store: fetch(store, newest)["step"].tolist(), tables=("events", "ranks"))
         if reading.value:
             return sorted(reading.value)
@@ -32,6 +33,20 @@ def steps_with_events(folder: Path) -> list[int]:
         with contextlib.suppress(OSError, ValueError):
             return sorted({event.step for event in read_events(path).events} - {0})[-OFFERED_STEPS:]
     return []
+
+
+def opening_step(folder: Path, steps: Sequence[int]) -> int | None:
+    """Return the step that a timeline opens on: of `steps_with_events` the newest that all ranks have ended and whose
+    time no save, evaluation or garbage collection has made longer; else the newest but one.
+    """
+    with contextlib.suppress(StoreError):
+        ordinary = f"""
+            SELECT step FROM steps WHERE {_LAST} GROUP BY step HAVING bool_and(tags = '')
+                AND count(DISTINCT rank) = (SELECT count(DISTINCT rank) FROM ranks WHERE {_LAST})"""
+        reading = read_store(folder, lambda store: fetch(store, ordinary)["step"].tolist(), tables=("steps", "ranks"))
+        if found := set(steps).intersection(reading.value):
+            return max(found)
+    return next(iter(steps[-2:]), None)  # the newest may not be whole
 
 
 def events_of(folder: Path, ranks: Sequence[int], steps: range) -> list[RankEvents]:
@@ -53,5 +68,5 @@ def keep_steps(events: RankEvents, steps: Collection[int]) -> RankEvents:
 
 def pictured_events(folder: Path, topology: Topology) -> list[RankEvents]:
     """Return the events of a late step, of the first ranks of the first pipeline; empty without events."""
-    late = steps_with_events(folder)[-2:][:1]  # the newest may not be whole
-    return events_of(folder, topology.group(0, "pp")[:PICTURED_RANKS], range(late[0], late[0] + 1)) if late else []
+    step = opening_step(folder, steps_with_events(folder))
+    return [] if step is None else events_of(folder, topology.group(0, "pp")[:PICTURED_RANKS], range(step, step + 1))

@@ -25,10 +25,10 @@ needs_chromium = pytest.mark.skipif(
 
 
 @contextlib.contextmanager
-def dashboard(*folders: Path) -> Iterator[str]:
+def dashboard(*words: Path | str) -> Iterator[str]:
     """Start `megascale dashboard`, and yield its URL; end it by Ctrl-C, which is an end in order."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "megascale", "dashboard", *map(str, folders), "--port", "0"],
+        [sys.executable, "-m", "megascale", "dashboard", *map(str, words), "--port", "0"],
         env=dict(os.environ, OMP_NUM_THREADS="1"), stdout=subprocess.PIPE, text=True, preexec_fn=heed_signals,
     )  # fmt: skip
     try:

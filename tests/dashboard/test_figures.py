@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from megascale.core.events import COMPUTE, Event, RankEvents
 from megascale.dashboard import timeline_figure as timeline
 from megascale.dashboard.figures import curve_figure, excess_figure, memory_figure, waterfall_figure
+from megascale.dashboard.heat_map_page import long_parts, part_excess
 from megascale.dashboard.place_figure import place_figure
 from megascale.dashboard.timeline_figure import timeline_figure
 from megascale.layout.topology import Topology
@@ -17,7 +19,9 @@ from megascale.observe.mfu_ledger import MfuLedger
 from megascale.view.neighbours import place_of
 from megascale.view.rank_matrix import rank_matrix
 from megascale.view.run_view import RunReader
+from megascale.view.store_view import read_store_view
 from tests.view.folders import incident, make_run, write_incidents
+from tests.view.stores import make_stored_run
 
 
 def test_curves_of_several_runs_with_their_incidents(tmp_path: Path) -> None:
@@ -113,3 +117,26 @@ def test_a_timeline_of_many_events_is_merged(monkeypatch: pytest.MonkeyPatch) ->
     figure = timeline_figure("step 1", [rank_events(0, 2000), rank_events(1, 2000)])
     assert sum(len(trace.x) for trace in figure.data if trace.type == "bar") <= 300
     assert sum(y is None for trace in figure.data if trace.name == "messages" for y in trace.y) == 10
+
+
+def test_parts_of_no_length_are_neither_offered_nor_coloured(tmp_path: Path) -> None:
+    run, _ = make_stored_run(tmp_path)
+    store = read_store_view(run)
+    assert store is not None
+    heat = store.heat
+    seconds, peer_s = np.full((8, 2), 1e-3 * heat.step_s), np.full((8, 2), 1e-3 * heat.step_s)
+    seconds[5, 0] = 4e-3 * heat.step_s
+    seconds[:, 1] = peer_s[:, 1] = 0.2 * heat.step_s
+    seconds[5, 1] = 0.3 * heat.step_s
+    store = replace(store, heat=replace(heat, columns=("host gc", "F"), seconds=seconds, peer_s=peer_s))
+    assert long_parts(store.heat) == ["F"]
+    assert part_excess(store, "host gc").tolist() == [0.0] * 8, "four times as long as the peers', and no cost"
+    assert part_excess(store, "F").tolist() == pytest.approx([0, 0, 0, 0, 0, 0.5, 0, 0])
+
+
+def test_memory_that_hardly_differs_looks_alike() -> None:
+    heat = memory_figure(rank_matrix(Topology(tp=2, dp=2)), np.array([1.0, 1.001, 1.002, 1.0]) * 2**30, [""] * 4).data[
+        0
+    ]
+    colours = (np.array([1.0, 1.002]) - heat.zmin) / (heat.zmax - heat.zmin)
+    assert colours[1] - colours[0] < 0.03

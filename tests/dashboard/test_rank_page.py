@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from megascale.core.storage import Location
-from megascale.dashboard.rank_page import _state
+from megascale.dashboard.rank_page import _state, _total
 from megascale.eventstore.table_files import TableFile, write_rows
 from megascale.view.rank_details import read_rank_details
 from megascale.view.run_view import RunReader
@@ -24,3 +25,8 @@ def test_a_rank_without_a_place_in_the_store(tmp_path: Path) -> None:
     assert (known["node"], known["compute beside its peers"][-1]) == ("n0000", "%")
     assert (unknown["node"], unknown["compute beside its peers"]) == ("unknown", "unknown")
     assert unknown["peak memory"] == "0 B", "its steps are known"
+
+
+def test_totals_are_in_words() -> None:
+    assert re.fullmatch(r"2026-11-2\d \d\d:\d\d:48 [+-]\d{4}", _total("checkpoint_time", 1795839288.25))
+    assert (_total("loss_tokens", 1048576.0), _total("loss", 2.4627900123)) == ("1,048,576", "2.46279")

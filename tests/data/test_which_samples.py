@@ -155,7 +155,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     config = blend_config(tmp_path, data__skip=[[8, 16]])
     run = config.folder
     run.mkdir(parents=True)
-    (run / "config.toml").write_text(to_toml(config))
+    plugged = to_toml(config).replace("[data]\n", '[data]\nsample_weight = "a-plug-in-of-another-host"\n')
+    (run / "config.toml").write_text(plugged)
     assert main(["data", "which", str(run), "--step", "2"]) == 0
     note, *lines = capsys.readouterr().out.splitlines()
     assert note == "the records of the run end at step 0: by its configuration, step 2 reads"

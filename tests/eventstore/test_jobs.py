@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megascale.core.flight_record import SHARED_MEMORY
+from megascale.core.flight_record import SHARED_MEMORY, folder_key
 from megascale.eventstore.query import open_store
 from tests.jobs import Job, job_config
 from tests.runs import GPT
@@ -55,6 +59,24 @@ def test_a_job_s_store_agrees_with_its_metrics(tmp_path: Path) -> None:
     [(records,)] = query(job, "SELECT list(record ORDER BY rank) FROM states")
     assert [(json.loads(text)["step"], json.loads(text)["phase"]) for text in records] == [(7, "done"), (7, "done")]
     assert query(job, "SELECT sum(events_lost) FROM steps") == [(0,)]
+
+
+def test_each_row_is_stored_once_however_many_launchers_share_the_host(tmp_path: Path) -> None:
+    config = job_config(tmp_path, GPT, parallel__tp=2, train__steps=4, observe__store=True)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    place = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    shared = dict(os.environ, OMP_NUM_THREADS="1", MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo", **place)
+    command = [sys.executable, "-m", "megascale", "train", str(config)]
+    launchers = [subprocess.Popen(command, env=shared | {"RANK": rank}) for rank in "01"]
+    assert [launcher.wait() for launcher in launchers] == [0, 0]
+    run = tmp_path / "runs" / "test"
+    while list(SHARED_MEMORY.glob(f".megascale-*-{folder_key(run):x}.lock")):
+        time.sleep(0.1)  # a collector still writes
+    store = open_store(run)
+    rows = store.execute("SELECT rank, count(*), count(DISTINCT step) FROM steps GROUP BY rank ORDER BY rank")
+    assert rows.fetchall() == [(0, 4, 4), (1, 4, 4)]
+    assert store.execute("SELECT rank FROM ranks ORDER BY rank").fetchall() == [(0,), (1,)]
 
 
 @pytest.mark.slow

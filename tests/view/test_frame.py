@@ -102,3 +102,21 @@ def test_a_frame_of_12288_ranks_fits(width: int, height: int, tmp_path: Path) ->
 
 def test_no_two_signs_look_alike() -> None:
     assert len({sign.colour for sign in SIGNS.values()}) == len({sign.meaning for sign in SIGNS.values()}) == len(SIGNS)
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_curves_fill_what_nothing_else_needs(tmp_path: Path, blocks: bool) -> None:
+    """The gradient norm and the MFU of this run are flat."""
+    folder = make_run(tmp_path, steps=10, total=20)
+    view = view_of(folder, [LiveRank("step", 10)] * 4)
+    lines = [line.plain for line in frame(view, (), (), FrameSize(200, 50, blocks, fill=True))]
+    assert 49 <= len(lines) <= 50
+    assert sum(not line.strip() for line in lines) == 2
+    loss = lines[4 : [line.startswith("grad norm") for line in lines].index(True)]
+    assert len(loss) == 19, "as high as the throughput"
+    assert (loss[0].split()[:2], loss[1].split()[:2], loss[-1].split()[:2]) == (
+        ["loss", "4.0000"], ["most", "4.9000"], ["least", "4.0000"],
+    )  # fmt: skip
+    assert all(len(line) == 200 for line in loss)
+    filled = [sum(character != " " for character in line[26:]) for line in loss]
+    assert filled == sorted(filled) and filled[-1] == 174, "the loss falls from the left to the right"

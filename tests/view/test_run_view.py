@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from megascale.cli.main import main
 from megascale.core import flight_record
 from megascale.core.errors import Exit
 from megascale.core.flight_files import flight_record_of_rank
@@ -18,7 +20,9 @@ from megascale.view import rank_states
 from megascale.view.frame import letters_of
 from megascale.view.rank_states import STALE_S, RankStatesReader
 from megascale.view.run_view import RunFolderError, RunReader
+from tests.runs import toml
 from tests.view.folders import RUNS, incident, make_run, write_incidents, write_live, write_metrics
+from tests.view.stores import make_stored_run
 
 
 @pytest.fixture(autouse=True)
@@ -176,3 +180,37 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     (folder / "config.toml").write_text("name = 3")
     with pytest.raises(RunFolderError, match=r"config\.toml: not a run's configuration"):
         RunReader(folder).read()
+
+
+PLUGGED = ("model.block", "model.norm", "model.activation", "parallel.schedule", "optimizer.name", "optimizer.decay",
+           "data.policy", "data.sample_weight", "data.tokenizer", "fp8.recipe", "backends.linear")  # fmt: skip
+"""Keys whose value may be a plug-in's name."""
+
+
+def test_a_run_is_read_without_its_plug_ins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, _ = make_stored_run(tmp_path)
+    tree = tomllib.loads((run / "config.toml").read_text())
+    for key in PLUGGED:
+        table, _, name = key.partition(".")
+        tree[table][name] = "mine"
+    tree["model"]["rope_scaling"] = {"type": "mine", "strength": 3}
+    (run / "config.toml").write_text(toml(tree))
+    outputs = {}
+    for words in (["watch", "--once"], ["report"], ["mfu"]):
+        assert main([*words, str(run)]) == 0
+        outputs[words[0]] = capsys.readouterr().out
+    assert "8 ranks: tp 2, pp 2, dp 2" in outputs["watch"]
+    assert "8 ranks: tp 2, pp 2, dp 2" in (run / "report.html").read_text()
+    assert RunReader(run).read().model == (
+        "an unknown number of parameters (the block 'mine' is not installed on this host) in fp64, "
+        "4 layers of 32, sequences of 16"
+    )
+    assert "the bubble is not computed: the schedule 'mine' is not installed on this host" in outputs["mfu"]
+
+
+def test_a_damaged_configuration_is_not_to_be_removed(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    (folder / "config.toml").write_text((folder / "config.toml").read_text().replace("num_layers = 4", "layers = 4"))
+    with pytest.raises(RunFolderError, match=r"config\.toml: not a run's configuration: model\.num_layers: ") as caught:
+        RunReader(folder).read()
+    assert "remove" not in caught.value.hint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megascale.view.sparkline import ASCII_LEVELS, BLOCKS, sparkline
+from megascale.view.sparkline import ASCII_LEVELS, BLOCKS, bars, sparkline
 
 
 def test_the_lowest_and_the_highest_part_have_the_ends_of_the_levels() -> None:
@@ -19,3 +19,9 @@ def test_what_is_not_finite_is_left_out() -> None:
 
 def test_a_constant_curve_is_flat() -> None:
     assert sparkline(np.ones(30), 10) == BLOCKS[0] * 10
+
+
+def test_bars_of_several_lines() -> None:
+    assert bars(np.arange(16.0), 16, 2) == [" " * 8 + BLOCKS, BLOCKS + "█" * 8]
+    assert bars(np.array([0.0, 9.0]), 4, 2, ASCII_LEVELS) == ["  ^^", "__||"]
+    assert bars(np.array([]), 4, 3) == ["", "", ""]
