@@ -234,7 +234,8 @@ def _optimizer(config: RunConfig, coord: Coord) -> Iterator[CommOp]:
         yield from _matrix_messages(config, coord)
     if OPTIMIZERS[config.optimizer.name].facts["unit_of_work"] != "param_norms":
         return
-    matrices = sum(slot.parameter.is_matrix for bucket in _buckets(config, coord.pp) for slot in bucket.slots)
+    slots = (slot for bucket in _buckets(config, coord.pp) for slot in bucket.slots)
+    matrices = sum(len(slot.parameter.parts) for slot in slots if slot.parameter.is_matrix)
     for group, size in (("tp", p.tp), ("dp", replicas(config) if p.zero else 1)):
         if size > 1:
             yield CommOp(group, "all_reduce", 2 * FP64 * matrices, "parameter norms")

@@ -13,7 +13,7 @@
 - `kinds`: the kinds of parameters (`layout.tensors`) that the rule updates by default; AdamW updates the others
 - `options`: keys of `optimizer.options` with the default values of the rule's authors; `choices`: values of a text;
   `options_of`: other defaults for parameters by patterns of names
-- `weight`: the rule reads the weight
+- `weight`: the rule reads the weight; `first_moves`: whether the first gradient moves it, by direction or decay
 - `width_power`: muP divides the learning rate by this power of the width: 1 for updates like Adam's, with elements of a
   fixed size that add up along a gradient of low rank, 1/2 for orthogonal ones of that size, and for those with elements
   of a fixed size in a basis of the gradient's; by an option's value: (option, powers by value)
@@ -55,7 +55,7 @@ def with_defaults(facts: Mapping[str, Any]) -> dict[str, Any]:
         "decompositions": {},
         "decompositions_with": {},
     }
-    return {"kinds": kinds, "weight": False, "width_power": 1.0, **no_more, **facts}
+    return {"kinds": kinds, "weight": False, "first_moves": True, "width_power": 1.0, **no_more, **facts}
 
 
 def _card(name: str, help: str, target: str, unit_of_work: str, state: dict[str, str], **facts: Any) -> Card:
@@ -123,12 +123,15 @@ OPTIMIZERS = Registry(
             {"momentum": "mn"},
             meaning="momentum",
             options={
-                "momentum": 0.95, "nesterov": True, "ns_steps": 5, "ns_dtype": "bf16", "adjust_lr": "match_rms_adamw",
-                "per_head": False,
+                "momentum": 0.95, "nesterov": True, "ns_steps": 5, "ns_dtype": "weights",
+                "adjust_lr": "match_rms_adamw", "per_head": False,
             },
             gemms={"ssl": 1, "sls": 1, "sss": 1},
             width_power=("adjust_lr", {"match_rms_adamw": 0.5, "original": 0.0, "none": 0.0}),
-            choices={"ns_dtype": ("bf16", "fp32", "fp64"), "adjust_lr": ("match_rms_adamw", "original", "none")},
+            choices={
+                "ns_dtype": ("weights", "bf16", "fp32", "fp64"),
+                "adjust_lr": ("match_rms_adamw", "original", "none"),
+            },
         ),
         _card(
             "lion",
@@ -259,6 +262,7 @@ OPTIMIZERS = Registry(
             "matrix",
             _MOMENTS | {"left": "MM", "right": "NN", "left_basis": "MM", "right_basis": "NN"},
             options=_ADAM | {"beta1": 0.95, "beta2": 0.95, "update_gap": 10, "max_size": 10_000},
+            first_moves=False,
             gemms={"mnM": 4, "mnN": 4},
             decompositions={"MMM": 2 + 4 / 3, "NNN": 2 + 4 / 3},
             width_power=0.5,
@@ -269,7 +273,7 @@ OPTIMIZERS = Registry(
             "shampoo:shampoo",
             "matrix",
             _MOMENTS | {"left": "MM", "right": "NN", "left_root": "MM", "right_root": "NN"},
-            options=_ADAM | {"eps": 1e-12, "update_gap": 50, "max_size": 10_000},
+            options=_ADAM | {"damping": 1e-6, "update_gap": 50, "max_size": 10_000},
             gemms={"mnM": 2, "mnN": 2},
             decompositions={"MMM": 1 + 4.5, "NNN": 1 + 4.5},
             width_power=0.5,

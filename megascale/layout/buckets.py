@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megascale.layout.tensors import ParamSpec
+from megascale.layout.tensors import ParamSpec, TensorSpec
 from megascale.layout.topology import Topology
 
 ALIGNMENT = 64
@@ -66,6 +66,17 @@ class BucketLayout:
         """The parts (slot, start, stop) of the slots inside [start, stop)."""
         clipped = [(slot, max(slot.start, start), min(slot.stop, stop)) for slot in self.slots]
         return [part for part in clipped if part[1] < part[2]]
+
+    def tensor_ranges(self, start: int, stop: int, topology: Topology) -> list[tuple[ParamSpec, TensorSpec, int, int]]:
+        """The parts (parameter, tensor, start, stop) of the tensors inside [start, stop), such as q, k and v."""
+        found = []
+        for slot in self.slots:
+            low = slot.start
+            for tensor in slot.parameter.parts:
+                high = low + math.prod(tensor.local_shape(topology))
+                found.append((slot.parameter, tensor, max(low, start), min(high, stop)))
+                low = high
+        return [part for part in found if part[2] < part[3]]
 
     def merged_ranges(self, start: int, stop: int) -> list[tuple[Slot, int, int]]:
         """The ranges (first slot, start, stop) of parameters with equal optimizer flags inside [start, stop). A range

@@ -18,20 +18,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megascale.config.run import RunConfig
-from megascale.layout.buckets import BucketLayout, Slot, pack
+from megascale.layout.buckets import BucketLayout, pack
 from megascale.layout.chunks import chunk_buckets
 from megascale.layout.param_groups import ParamGroup, ParamGroups
-from megascale.layout.tensors import TensorSpec
+from megascale.layout.tensors import ParamSpec, TensorSpec
 from megascale.layout.topology import DATA_AXES, Coord, Topology, topology_of
 
 
 @dataclass(frozen=True)
 class GroupRange:
     """The range [start, stop) of a tensor in its bucket, on any rank; with the padding after it, if it is the last of
-    its slot.
+    its parameter.
     """
 
-    slot: Slot
+    parameter: ParamSpec
     tensor: TensorSpec
     group: ParamGroup
     start: int
@@ -71,16 +71,12 @@ class MatrixPlace:
 
 def group_ranges(layout: BucketLayout, groups: ParamGroups, topology: Topology) -> list[GroupRange]:
     """List the tensors of a bucket in order, with their groups and ranges."""
-    ends = [*(slot.start for slot in layout.slots[1:]), layout.numel]
-    ranges = []
-    for slot, end in zip(layout.slots, ends, strict=True):
-        start = slot.start
-        for tensor in slot.parameter.parts:
-            stop = start + math.prod(tensor.local_shape(topology))
-            stop = end if tensor is slot.parameter.parts[-1] else stop
-            ranges.append(GroupRange(slot, tensor, groups.group_of(slot.parameter, tensor), start, stop))
-            start = stop
-    return ranges
+    found = layout.tensor_ranges(0, layout.numel, topology)
+    stops = [*(start for _, _, start, _ in found[1:]), layout.numel]
+    return [
+        GroupRange(parameter, tensor, groups.group_of(parameter, tensor), start, stop)
+        for (parameter, tensor, start, _), stop in zip(found, stops, strict=True)
+    ]
 
 
 SLACK = 1.02
@@ -124,7 +120,7 @@ def place_matrices(
             loads[rank] += cost if rank[1] == dp else 0
         owner = None if replicated else tp, dp if zero else None
         placed[bucket, item.start] = MatrixPlace(
-            item.tensor, item.group, item.start, item.slot.parameter.weight_decay, *owner
+            item.tensor, item.group, item.start, item.parameter.weight_decay, *owner
         )
     return [[placed[bucket, item.start] for b, item in found if b == bucket] for bucket in range(len(layouts))]
 

@@ -62,7 +62,7 @@ def _blocks(
         first = block * rows
         count = min(rows, tensor.shape[0] - first)
         generator = torch.Generator().manual_seed(seed_of(seed, "weight", tensor.name, block))
-        values = torch.empty(count, *columns).normal_(0.0, tensor.std, generator=generator)
+        values = torch.empty(count, *columns, dtype=torch.float32).normal_(0.0, tensor.std, generator=generator)
         low, high = max(first, offset[0]), min(first + count, offset[0] + size[0])
         local_values = values[(slice(low - first, high - first), *local_columns)]
         target[low - offset[0] : high - offset[0]] = local_values.to(target.device)

@@ -263,7 +263,8 @@ class Fp8Kernels:
         """
         if self.cast_transpose is None or x.transposed is not None or x.granularity is not ScaleGranularity.TENSOR:
             return x.t()
-        data, one = x.data.reshape(-1, x.shape[-1]), torch.ones(1, 1, device=x.data.device)
+        data = x.data.reshape(-1, x.shape[-1])
+        one = torch.ones(1, 1, dtype=torch.float32, device=x.data.device)
         _, transposed = self.cast_transpose(data, one, torch.finfo(data.dtype).max, data.dtype, False)
         return Quantized(transposed, x.scale, x.granularity)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from megascale.catalog.optimizers import OPTIMIZERS
@@ -29,6 +30,7 @@ class UpdateInput:
     of the configuration. `weight`: like `grad`, if the card asks for it. `head_dim`: rows of an attention head in a
     matrix that is a stack of heads. `name`: a matrix's global name; empty for elements. `first`: a matrix's state is
     zero, in the first step or after another rule. `lr`: the learning rate, for rules that compute the new weight.
+    `dtype`: of the weights in GEMMs: bf16, or in runs in fp32 and fp64 that of `grad`.
     """
 
     grad: Tensor
@@ -40,6 +42,7 @@ class UpdateInput:
     name: str = ""
     first: bool = False
     lr: float = 0.0
+    dtype: torch.dtype = torch.float32
 
 
 Update = tuple[Tensor, dict[str, Tensor]]

@@ -101,7 +101,7 @@ def _quantize_on(device: torch.device) -> Callable[[Tensor, Tensor, torch.dtype,
     from transformer_engine.pytorch.constants import TE_DType
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
-    unread_amax = torch.zeros(1, device=device)  # the kernel writes an amax over all calls
+    unread_amax = torch.zeros(1, dtype=torch.float32, device=device)  # the kernel writes an amax over all calls
 
     def quantize(x: Tensor, factor: Tensor, dtype: torch.dtype, transposed: bool) -> Any:
         quantizer = Float8Quantizer(factor.view(1), unread_amax, TE_DType[dtype], rowwise=True, columnwise=transposed)

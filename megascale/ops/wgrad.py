@@ -89,7 +89,7 @@ def addmm_wgrad(total: Tensor, grad: Tensor, x: Tensor, add: bool) -> None:
 
 def _probe(device: torch.device) -> None:
     operand = torch.zeros(ROWS, ROWS, dtype=torch.bfloat16, device=device)
-    total = torch.zeros(ROWS, ROWS, device=device)
+    total = torch.zeros(ROWS, ROWS, dtype=torch.float32, device=device)
     for add in (False, True):
         addmm_wgrad(total, operand, operand, add)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megascale.ops.optimizer import Update, UpdateInput
 from megascale.optim.adam_mini import block_moment
+from megascale.optim.subspaces import FLOOR, completed
 
 
 def ada_pm(given: UpdateInput) -> Update:
@@ -43,8 +44,10 @@ def low_rank_momentum(given: UpdateInput, correction: float) -> tuple[Tensor, di
     short = grad.mT if tall else grad
     whole = (beta * start @ given.state["coefficients"]).add(short, alpha=1 - beta)
     if given.first:
-        start = torch.linalg.svd(whole, full_matrices=False).U[:, : start.shape[1]]
-    basis = torch.linalg.qr(whole @ (whole.mT @ start)).Q
+        left, values, _ = torch.linalg.svd(whole, full_matrices=False)
+        start = completed(left, values)[:, : start.shape[1]]
+    ahead = whole @ (whole.mT @ start)
+    basis = torch.linalg.qr(ahead + FLOOR**2 * ahead.norm() * start).Q  # `start` where M is singular
     coefficients = basis.mT @ whole
     momentum = basis @ (coefficients / correction) + (short - basis @ (basis.mT @ short))
     return momentum.mT if tall else momentum, {"basis": basis, "coefficients": coefficients}

@@ -31,7 +31,7 @@ class AdamW:
 
     def __init__(self, segments: Sequence[Segment], config: OptimizerConfig) -> None:
         self._config = config
-        self._steps = [torch.zeros((), device=s.weight.device) for s in segments[:1]]
+        self._steps = [torch.zeros((), dtype=torch.float32, device=s.weight.device) for s in segments[:1]]
         self._with_decay = [s for s in segments if s.weight_decay]
         self._without_decay = [s for s in segments if not s.weight_decay]
 

@@ -5,7 +5,7 @@
     V = beta2 V + (1 - beta2) (B^T G)^2
     W = W - lr (scale corrected B (B^T M / (sqrt(V) + eps)) + weight_decay W)
 
-A new basis does not rotate V.
+A new basis does not rotate V. What singular momentum leaves open of it is fixed (`subspaces.completed`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import math
 import torch
 
 from megascale.ops.optimizer import Update, UpdateInput
+from megascale.optim.subspaces import completed
 
 
 def conda(given: UpdateInput) -> Update:
@@ -25,7 +26,8 @@ def conda(given: UpdateInput) -> Update:
     grad, momentum = (x.mT if tall else x for x in (given.grad, exp_avg))
     basis = state["basis"]
     if given.first or given.step % o["update_gap"] == 0:
-        basis = torch.linalg.svd(momentum, full_matrices=False).U
+        left, values, _ = torch.linalg.svd(momentum, full_matrices=False)
+        basis = completed(left, values)
     exp_avg_sq = state["exp_avg_sq"].lerp((basis.mT @ grad).square(), 1 - o["beta2"])
     back = basis @ (basis.mT @ momentum / (exp_avg_sq.sqrt() + o["eps"]))
     corrected = math.sqrt(1 - o["beta2"] ** given.step) / (1 - o["beta1"] ** given.step)

@@ -1,4 +1,4 @@
-"""LAMB: Adam updates scaled by a trust ratio per parameter (You et al. 2020)."""
+"""LAMB: Adam updates scaled by a trust ratio for each matrix (You et al. 2020)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Lamb:
         u = m / (sqrt(v) + eps) + weight_decay w
         w = w - lr |w| / |u| u
 
-    The trust ratio |w| / |u| is 1 if a norm is zero, and for norms and biases, as in NVIDIA's FusedLAMB. Both phases
-    use torch's fused kernels, which change nothing in a skipped step.
+    q, k and v, and gate and up, have a trust ratio |w| / |u| each. It is 1 if a norm is zero, and for norms and
+    biases, as in NVIDIA's FusedLAMB. Both phases use torch's fused kernels, which change nothing in a skipped step.
     """
 
     state_names = ("exp_avg", "exp_avg_sq")
@@ -32,7 +32,8 @@ class Lamb:
         self._moments = [s.state[first] for s in segments], [s.state[second] for s in segments]
         self._with_decay = [s.weight for s in with_decay], [s.grad for s in with_decay]
         self._matrix_updates = [s.grad for s in segments if s.is_matrix]
-        self._steps = [torch.zeros((), device=s.weight.device) for s in segments[:1]] * len(segments)
+        steps = [torch.zeros((), dtype=torch.float32, device=s.weight.device) for s in segments[:1]]
+        self._steps = steps * len(segments)
         self._config = config
 
     def compute_updates(self, step: int, skip: Tensor) -> None:

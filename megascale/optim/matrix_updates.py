@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from megascale.comm.collectives import all_reduce
 from megascale.comm.mesh import Mesh
 from megascale.layout.owners import MatrixPlace
 from megascale.ops.optimizer import UpdateInput, UpdateRule
@@ -30,13 +31,14 @@ class MatrixUpdates:
         self, shard: OptimizerShard, places: Sequence[MatrixPlace], mesh: Mesh, rules: Mapping[str, UpdateRule]
     ) -> None:
         self._shard = shard
+        self._mesh = mesh
         self._places = places
         self._rules = rules
         self._gradients = MatrixExchange(shard.bucket, places, mesh)
         self._with_weight = [number for number, place in enumerate(places) if place.group.facts["weight"]]
         self._weights = MatrixExchange(shard.bucket, [places[number] for number in self._with_weight], mesh)
         self.state = {number: self._new_state(places[number]) for number in self._gradients.owned}
-        self._first = set(self.state)  # matrices with state of zero
+        self._first = set(range(len(places)))  # matrices with state of zero, on any rank
         self._skip: Tensor | None = None  # of the step that was to begin them
 
     def start_gather(self) -> None:
@@ -73,6 +75,7 @@ class MatrixUpdates:
             given = UpdateInput(
                 grad, state, step, place.group.all_options, by_number.pop(number, None), place.tensor.head_dim,
                 place.tensor.name, first=number in first, lr=lr * place.group.lr_mult,
+                dtype=self._shard.bucket.shard_weights.dtype,
             )  # fmt: skip
             direction, new_state = self._rules[place.group.rule](given)
             copy_unless(skip, state, new_state)
@@ -82,6 +85,8 @@ class MatrixUpdates:
         """Step along a direction, in elements of the shard from `start` on."""
         place, here = self._places[number], slice(start, start + direction.numel())
         decay = place.group.weight_decay if place.weight_decay else 0.0
+        if number in self._first and not place.group.facts["first_moves"]:
+            skip = torch.ones_like(skip)
         weight, low = self._shard.master[here], None if self._shard.low is None else self._shard.low[here]
         apply_direction(weight, low, direction, lr * place.group.lr_mult, decay, skip)
 
@@ -96,7 +101,12 @@ class MatrixUpdates:
 
     def note_fresh_state(self) -> None:
         """Take note of the state that is zero, after a load or a restore."""
-        self._first = {n for n, state in self.state.items() if not any(values.any() for values in state.values())}
+        begun = self._shard.bucket.grad.new_zeros(len(self._places))
+        for number, state in self.state.items():
+            begun[number] = any(bool(values.any()) for values in state.values())
+        for group in (self._mesh.tp, self._shard.bucket.group):
+            all_reduce(group, begun, "max", label="matrices with state")
+        self._first = set((begun == 0).nonzero().view(-1).tolist())
         self._skip = None
 
     def tensors(self) -> Iterator[tuple[MatrixPlace, str, Tensor]]:

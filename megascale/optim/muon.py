@@ -27,6 +27,7 @@ EPS = 1e-7
 """The least norm by which a matrix is divided."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+"""Of Newton-Schulz steps; otherwise they have that of the weights."""
 
 
 def muon(given: UpdateInput) -> Update:
@@ -35,7 +36,7 @@ def muon(given: UpdateInput) -> Update:
     momentum = given.state["momentum"].lerp(grad, 1 - o["momentum"])
     blend = grad.lerp(momentum, o["momentum"]) if o["nesterov"] else momentum
     rows = given.head_dim if o["per_head"] and given.head_dim else grad.shape[0]
-    stack = blend.view(-1, rows, grad.shape[1]).to(DTYPES[o["ns_dtype"]])
+    stack = blend.view(-1, rows, grad.shape[1]).to(DTYPES.get(o["ns_dtype"], given.dtype))
     orthogonal = newton_schulz(stack, o["ns_steps"]).to(grad.dtype).view_as(grad)
     return orthogonal * rms_factor(rows, grad.shape[1], o["adjust_lr"]), {"momentum": momentum}
 

@@ -1,7 +1,7 @@
-"""L2 norms of full parameters from their shards, for trust ratios.
+"""L2 norms of whole matrices from their shards, for trust ratios: q, k and v, and gate and up, each have their own.
 
-A parameter belongs to one pipeline stage. Within the stage a parameter is sharded or replicated over tp, and with
-zero >= 1 sharded over dp. The sums of squares of all parameters of the stage are all-reduced over both axes at once.
+A matrix belongs to one pipeline stage. Within the stage it is sharded or replicated over tp, and with zero >= 1 sharded
+over dp. The sums of squares of all matrices of the stage are all-reduced over both axes at once.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megascale.comm.collectives import all_reduce
 from megascale.comm.mesh import Mesh
+from megascale.layout.tensors import TensorSpec
 from megascale.parallel.optimizer_shard import OptimizerShard
 
 ROW = 1 << 14
@@ -40,8 +41,9 @@ class ParameterNorms:
         self._tied = slice(0)  # position of a tied embedding, shared by the first and last stages
         self._count = 0
         for shard in shards:
-            self._shard_params.append(_shard_params(shard, self._count, mesh.tp.index))
-            count = sum(slot.parameter.is_matrix for slot in shard.bucket.layout.slots)
+            matrices = _matrices(shard, (0, shard.bucket.layout.numel), mesh)
+            self._shard_params.append(_shard_params(shard, matrices, self._count, mesh))
+            count = len(matrices)
             if shard.bucket.tied:
                 self._tied = slice(self._count, self._count + count)
             self._count += count
@@ -49,7 +51,7 @@ class ParameterNorms:
         self._device = shards[0].master.device
 
     def compute(self) -> Tensor:
-        """Compute norms [2, parameters], f64, of weights and updates; equal on all ranks that hold a parameter."""
+        """Compute norms [2, matrices], f64, of weights and updates; equal on all ranks that hold a matrix."""
         squares = torch.zeros(2, self._count, dtype=torch.float64, device=self._device)
         for shard in self._shard_params:
             if shard.weights:
@@ -70,16 +72,24 @@ class ParameterNorms:
         return norms[:, self._shard_params[index].positions]
 
 
-def _shard_params(shard: OptimizerShard, first: int, tp_rank: int) -> _ShardParams:
-    """`first`: the position of the bucket's first matrix. Parameters replicated over tp are counted by tp rank 0."""
+Matrices = list[tuple[TensorSpec, int, int]]
+"""Matrices with the elements (start, stop) of a bucket."""
+
+
+def _matrices(shard: OptimizerShard, elements: tuple[int, int], mesh: Mesh) -> Matrices:
+    found = shard.bucket.layout.tensor_ranges(*elements, mesh.topology)
+    return [(tensor, low, high) for parameter, tensor, low, high in found if parameter.is_matrix]
+
+
+def _shard_params(shard: OptimizerShard, matrices: Matrices, first: int, mesh: Mesh) -> _ShardParams:
+    """`first`: the position of the first of the bucket's `matrices`. Those that tp replicates are counted by rank 0."""
     bucket = shard.bucket
     base = bucket.shard[0]
-    slots = [slot for slot in bucket.layout.slots if slot.parameter.is_matrix]
-    matrices = [slot for slot in bucket.layout.param_ranges(*bucket.shard) if slot[0].parameter.is_matrix]
-    start = first + (slots.index(matrices[0][0]) if matrices else 0)
-    counted = [slice(a - base, b - base) for slot, a, b in matrices if tp_rank == 0 or "tp" in slot.parameter.sharding]
+    here = _matrices(shard, bucket.shard, mesh)
+    start = first + ([tensor for tensor, _, _ in matrices].index(here[0][0]) if here else 0)
+    counted = [slice(low - base, high - base) for t, low, high in here if mesh.tp.index == 0 or "tp" in t.sharding]
     return _ShardParams(
-        slice(start, start + len(matrices)),
+        slice(start, start + len(here)),
         [shard.master[elements] for elements in counted],
         [bucket.grad[elements] for elements in counted],
     )

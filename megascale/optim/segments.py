@@ -29,7 +29,7 @@ def flat_ranges(
     """List the ranges inside a shard (start, stop) of groups that do not need whole matrices."""
     merged: list[FlatRange] = []
     for item in group_ranges(layout, groups, topology):
-        flags = item.group, item.slot.parameter.is_matrix, item.slot.parameter.weight_decay
+        flags = item.group, item.parameter.is_matrix, item.parameter.weight_decay
         if merged and merged[-1][:3] == flags and merged[-1].stop == item.start:
             merged[-1] = merged[-1]._replace(stop=item.stop)
         else:
@@ -54,11 +54,11 @@ def segments_of(shard: OptimizerShard, ranges: Sequence[FlatRange]) -> list[Segm
     ]
 
 
-def param_segments(shard: OptimizerShard) -> list[Segment]:
-    """Return a segment for every parameter with elements in a shard, without padding."""
+def tensor_segments(shard: OptimizerShard, topology: Topology) -> list[Segment]:
+    """Return a segment for every tensor with elements in a shard, without padding after parameters."""
     return [
-        _segment(shard, low, high, (slot.parameter.is_matrix, slot.parameter.weight_decay), tuple(shard.state))
-        for slot, low, high in shard.bucket.layout.param_ranges(*shard.bucket.shard)
+        _segment(shard, low, high, (parameter.is_matrix, parameter.weight_decay), tuple(shard.state))
+        for parameter, _, low, high in shard.bucket.layout.tensor_ranges(*shard.bucket.shard, topology)
     ]
 
 

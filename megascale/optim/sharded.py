@@ -27,7 +27,7 @@ from megascale.optim.function_rule import FunctionRule
 from megascale.optim.matrix_updates import MatrixUpdates
 from megascale.optim.norms import ParameterNorms, sum_of_squares
 from megascale.optim.saved_state import add_rests, begin_with_rests, fresh_state, saved_groups
-from megascale.optim.segments import FlatRange, flat_ranges, param_segments, segments_of, state_ranges
+from megascale.optim.segments import FlatRange, flat_ranges, segments_of, state_ranges, tensor_segments
 from megascale.optim.step_guard import StepGuard
 from megascale.parallel.optimizer_shard import LOW, OptimizerShard, gather_shares, global_tensors
 from megascale.parallel.param_and_grad_buffers import Bucket
@@ -64,7 +64,9 @@ class ShardedOptimizer:
         self.shards = [_optimizer_shard(bucket, ranges, pairs) for bucket, ranges in zip(buckets, flat, strict=True)]
         self._norms: ParameterNorms | None = None
         if groups.default.facts["unit_of_work"] == "param_norms":
-            self._norm_rules = [rules[config.name](param_segments(shard), config) for shard in self.shards]
+            self._norm_rules = [
+                rules[config.name](tensor_segments(shard, mesh.topology), config) for shard in self.shards
+            ]
             self._norms = ParameterNorms(self.shards, mesh)
             flat = [[] for _ in buckets]
         self._rules = [

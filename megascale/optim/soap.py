@@ -5,8 +5,10 @@
     M = beta1 M + (1 - beta1) G,  V = beta2 V + (1 - beta2) (A^T G B)^2
     W = W - lr (A (corrected A^T M B / (sqrt(V) + eps)) B^T + weight_decay W)
 
-The first gradient only begins L and R. Columns of new bases are sorted by eigenvalue, and V with them. A side longer
-than `max_size` has no basis.
+The first gradient only begins L and R: the weight stays as it is, without decay too. Columns of new bases are sorted by
+eigenvalue, and V with them. Columns of eigenvalue 0, which the factors leave open, are fixed in the first bases
+(`subspaces.completed`). The iteration is that of L + 1e-6 l I, with l the largest eigenvalue: it keeps the old columns
+where the factors are 0 but for rounding. A side longer than `max_size` has no basis.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megascale.ops.optimizer import Update, UpdateInput
+from megascale.optim.subspaces import FLOOR, completed
 
 
 def soap(given: UpdateInput) -> Update:
@@ -24,7 +27,8 @@ def soap(given: UpdateInput) -> Update:
     o, grad, state, steps = given.options, given.grad, given.state, max(given.step - 1, 1)
     factors = kronecker_factors(given, o["beta2"])
     if given.first:
-        bases = {f"{side}_basis": eigenvectors(factor) for side, factor in factors.items()}
+        sides = {"left": grad, "right": grad.mT}
+        bases = {f"{side}_basis": first_basis(factor, sides[side]) for side, factor in factors.items()}
         moments = {name: state[name].clone() for name in ("exp_avg", "exp_avg_sq")}
         return torch.zeros_like(grad), {**moments, **factors, **bases}
     left, right = state["left_basis"], state["right_basis"]
@@ -58,12 +62,16 @@ def rotated(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return x @ right if len(right) == x.shape[1] else x
 
 
-def eigenvectors(factor: Tensor) -> Tensor:
-    """Return the eigenvectors of a symmetric matrix as columns, of the largest eigenvalue first."""
-    return torch.linalg.eigh(factor).eigenvectors.flip(1)
+def first_basis(factor: Tensor, grad: Tensor) -> Tensor:
+    """Return the eigenvectors of the factor of a first gradient, of the largest eigenvalue first."""
+    if len(factor) != len(grad):
+        return torch.ones_like(factor)
+    vectors, values, _ = torch.linalg.svd(grad, full_matrices=False)
+    return completed(vectors, values)
 
 
 def next_basis(factor: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     """Return a basis closer to the eigenvectors of a factor, and the order of the old columns in it."""
-    order = torch.einsum("ij,ik,kj->j", basis, factor, basis).argsort(descending=True)
-    return torch.linalg.qr(factor @ basis[:, order]).Q, order
+    values, order = torch.einsum("ij,ik,kj->j", basis, factor, basis).sort(descending=True)
+    basis = basis[:, order]
+    return torch.linalg.qr(factor @ basis + FLOOR**2 * values[0] * basis).Q, order

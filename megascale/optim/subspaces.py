@@ -5,6 +5,8 @@
   begun with the singular vectors (online subspace descent, Liang et al. 2024, arXiv:2408.12857)
 - `grass_top`: the r rows with the largest norms, every `update_gap` steps (Grass, Muhamed et al. 2024)
 - `grass_sample`: r rows drawn in proportion to their norms, by the parameter's name and the step; unscaled
+
+Bases of singular vectors are complete (`completed`): rounding leaves the vectors of a singular matrix open.
 """
 
 from __future__ import annotations
@@ -17,8 +19,14 @@ from torch import Tensor
 
 from megascale.core.seeds import seed_of
 from megascale.ops.optimizer import UpdateInput
+from megascale.optim.counter_random import random_integers
 
 State = dict[str, Tensor]
+
+FLOOR = 1e-3
+"""Singular values below this share of the largest count as 0, eigenvalues below its square: rounding in fp32 decides
+their vectors to a large part.
+"""
 
 BETAS, EPS = (0.9, 0.999), 1e-8
 """Adam's, of the subspace's own steps."""
@@ -39,14 +47,30 @@ def is_due(given: UpdateInput) -> bool:
     return given.first or (given.step - 1) % int(given.options["update_gap"]) == 0
 
 
+def completed(vectors: Tensor, values: Tensor) -> Tensor:
+    """Return orthonormal vectors [s, k] in order of their singular values [k], completed to a basis [s, s].
+
+    Of the space of singular values below `FLOOR` times the largest any basis is as right as another, and rounding
+    would choose it. The one that stands in its place is of fixed random vectors, by a QR decomposition: a function of
+    the space alone. Nothing waits for the device.
+    """
+    size, count = vectors.shape
+    known = torch.nn.functional.pad(values > FLOOR * values.max(), (0, size - count))
+    vectors = torch.nn.functional.pad(vectors, (0, size - count)) * known
+    numbers = random_integers(0, size * size, vectors.device).view(size, size) >> 10  # 53 bits
+    free = torch.where(known, 0.0, numbers.to(vectors.dtype) / 2**52 - 1)
+    basis, triangle = torch.linalg.qr(vectors + free - vectors @ (vectors.mT @ free))
+    return torch.where(known, vectors, basis * triangle.diagonal().sign())
+
+
 def singular_vectors(grad: Tensor, given: UpdateInput) -> State:
     """Return the basis: with new singular vectors if it is time."""
     basis = given.state["basis"]
     if not is_due(given):
         return {"basis": basis.clone()}
     tall = given.grad.shape[0] >= given.grad.shape[1]
-    left, _, right = torch.linalg.svd(given.grad, full_matrices=False)
-    return {"basis": (right.mT if tall else left)[:, : basis.shape[1]].contiguous()}
+    left, values, right = torch.linalg.svd(given.grad, full_matrices=False)
+    return {"basis": completed(right.mT if tall else left, values)[:, : basis.shape[1]].contiguous()}
 
 
 def online_pca(grad: Tensor, given: UpdateInput) -> State:

@@ -101,10 +101,11 @@ class Fp8State:
         self.token_groups = [group for group in (mesh.cp_heads, mesh.cp_keys) if group.size > 1]
         self._init_std = config.model.init_std
         self._index = {name: index for index, name in enumerate(self.names)}
-        self._amax = torch.zeros(len(self.names), device=device)
-        self._cast_counts = torch.zeros(len(self.names), 3, device=device)  # saturated, underflowed, all elements
+        self._amax = torch.zeros(len(self.names), dtype=torch.float32, device=device)
+        shape = len(self.names), 3  # saturated, underflowed, all elements
+        self._cast_counts = torch.zeros(shape, dtype=torch.float32, device=device)
         steps = config.fp8.history if self.recipe.scaling == "delayed" else 0
-        self.history = torch.zeros(len(self.names), steps, device=device)
+        self.history = torch.zeros(len(self.names), steps, dtype=torch.float32, device=device)
         self.has_history = False
         self.weight_version = 0
         self.collects_stats = False

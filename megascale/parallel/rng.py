@@ -40,5 +40,5 @@ class Dropout:
 
     def _keep_mask(self, shape: tuple[int, int], place: str, sample: int) -> Tensor:
         self._generator.manual_seed(seed_of(self._seed, "dropout", place, sample))
-        drawn = torch.rand(shape, generator=self._generator, device=self._generator.device)
+        drawn = torch.rand(shape, generator=self._generator, device=self._generator.device, dtype=torch.float32)
         return drawn >= self.probability

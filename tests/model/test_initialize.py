@@ -20,7 +20,8 @@ from megascale.model import initialize
 from megascale.model.initialize import init_parameters
 from tests.marks import only_quick
 from tests.oracles.ours import Piece, boxes_of, join, parameters_of
-from tests.runs import FAMILIES, build_run, config_of, settings
+from tests.runs import FAMILIES, GPT, build_run, config_of, curve_of, settings
+from tests.thread_world import run_threads
 from tests.worlds import run_world
 
 SEED = 7
@@ -131,6 +132,21 @@ def test_fused_and_separate_tensors_are_equal() -> None:
 def test_dtypes_round_the_same_elements(dtype: torch.dtype) -> None:
     parameter = matrix_param("p", TensorSpec("p", (16, 16), std=1.0))
     assert torch.equal(local(parameter, 0, 1, dtype), local(parameter, 0, 1).to(dtype))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp8"])
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_torch_s_default_dtype_changes_no_step(default: torch.dtype, precision: str, tmp_path: Path) -> None:
+    """Neither weights nor dropout, nor scales of FP8."""
+    keys = {"train__precision": precision, "model__dropout": 0.1, "batch__global": 2}
+    keys |= {"fp8__bf16_first": 0, "fp8__bf16_last": 0} if precision == "fp8" else {}
+    config = config_of(settings(GPT | {"num_layers": 1}, tmp_path, **keys), tmp_path)
+    (expected,) = run_threads(config, lambda run: curve_of(run, 2))
+    try:
+        torch.set_default_dtype(default)
+        assert run_threads(config, lambda run: curve_of(run, 2)) == [expected]
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_initial_distribution_by_kind_of_tensor() -> None:

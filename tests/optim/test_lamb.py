@@ -153,18 +153,21 @@ def configuration(folder: Path, family: str, **layout: Any) -> Any:
 
 
 def by_the_formula(config: Any) -> Reference:
-    """Train without our buckets, micro-batches, groups and optimizer."""
+    """Train without our buckets, micro-batches, groups and optimizer. The parts of a fused weight, such as q, k and v,
+    have a trust ratio each.
+    """
     from megascale.data.loader import BatchShape, Loader
     from megascale.data.mixture import build_mixture
     from megascale.model.initialize import init_parameters
     from megascale.model.transformer import Stage
 
     o, total = config.optimizer, config.batch.total
-    parameters = {}
+    parameters, parts = {}, dict[str, dict[str, int]]()
     for parameter in all_params(config.model):
         weight = torch.zeros(parameter.local_shape(Topology()), dtype=torch.float64)
         init_parameters([(weight, parameter)], Topology(), Coord(), config.train.seed)
         parameters[parameter.name] = nn.Parameter(weight)
+        parts[parameter.name] = {part.name: part.local_shape(Topology())[0] for part in parameter.parts}
     stage = Stage(given(config.model, parameters), range(config.model.num_layers), True, True)
     samples = build_mixture(config, "train")
     loader = Loader(
@@ -187,19 +190,21 @@ def by_the_formula(config: Any) -> Reference:
             m[name] = beta1 * m[name] + (1 - beta1) * g
             v[name] = beta2 * v[name] + (1 - beta2) * g * g
             low, high = (1 - beta1**step, 1 - beta2**step) if o.bias_correction else (1.0, 1.0)
-            u, ratio = (m[name] / low) / ((v[name] / high).sqrt() + o.eps), 1.0
+            u = (m[name] / low) / ((v[name] / high).sqrt() + o.eps)
             if p.dim() > 1:  # matrices
                 u = u + o.weight_decay * p.detach()
-                norms[name] = float(p.detach().norm()), float(u.norm())
-                ratio = norms[name][0] / norms[name][1]
-            p.data -= lr * ratio * u
+                rows = list(parts[name].values())
+                for part, weight, update in zip(parts[name], p.detach().split(rows), u.split(rows), strict=True):
+                    norms[part] = float(weight.norm()), float(update.norm())
+                    update *= norms[part][0] / norms[part][1]
+            p.data -= lr * u
     return Reference(curve, {name: p.detach() for name, p in parameters.items()}, norms)
 
 
 @dataclass(frozen=True)
 class Outcome:
     """A rank's view of a run: the curve, shards of the weights by tensor (offset, elements) with their shapes, and the
-    norms of its stage's parameters in the last step.
+    norms of its stage's matrices in the last step.
     """
 
     curve: list[tuple[float, float]]
@@ -240,7 +245,8 @@ def outcome(run: Any) -> Outcome:
         result = train_step(run, run.train_loader.batch(run.progress.samples))
         curve.append((result.loss, result.grad_norm))
     run.buffers.finish_param_gather()
-    names = [s.parameter.name for b in run.buffers.buckets for s in b.layout.slots if s.parameter.is_matrix]
+    slots = [slot for bucket in run.buffers.buckets for slot in bucket.layout.slots if slot.parameter.is_matrix]
+    names = [part.name for slot in slots for part in slot.parameter.parts]
     norms = dict(zip(names, norms_by_step[-1].T.tolist(), strict=True))
     tensors = optimizer.global_tensors().items()
     pieces = {

@@ -62,6 +62,22 @@ def test_singular_values_and_root_mean_square(shape: tuple[int, int]) -> None:
     assert float(direction.square().mean().sqrt()) == pytest.approx(0.2, rel=0.2)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp64"])
+def test_newton_schulz_steps_are_in_the_dtype_of_the_weights(
+    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default; rounding to bf16 differs between layouts by a whole bit where fp32 differs by its last."""
+    found = set[torch.dtype]()
+
+    def noted(x: Tensor, steps: int) -> Tensor:
+        found.add(x.dtype)
+        return newton_schulz(x, steps)
+
+    monkeypatch.setattr("megascale.optim.muon.newton_schulz", noted)
+    state_after(configuration(tmp_path, {"name": "muon"}, train__precision=precision), 1)
+    assert found == {{"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[precision]}
+
+
 def test_per_head_orthogonalizes_every_head() -> None:
     grad, zero = gradient((12, 20), 2), torch.zeros(12, 20, dtype=torch.float64)
     whole, _ = muon(UpdateInput(grad, {"momentum": zero}, 1, OPTIONS | {"per_head": True}, head_dim=4))

@@ -16,7 +16,7 @@ from megascale.layout.tensors import all_params
 from megascale.layout.topology import topology_of
 from megascale.optim.saved_state import fresh_state, saved_groups
 from megascale.train.resume import load_initial_state
-from tests.optim.layouts import LR, SMALL, Trained, assembled, configuration
+from tests.optim.layouts import LAYOUTS, LR, SMALL, Trained, assembled, configuration
 from tests.optim.test_update_rules import ALL_RULES, MORE_GROUPS, MORE_RULES
 from tests.runs import build_run, curve_of
 from tests.thread_world import simulate
@@ -134,6 +134,30 @@ def test_adamw_takes_steps_of_its_size_after_every_rule(name: str, tmp_path: Pat
 
     (moved,) = simulate(topology_of(configuration(tmp_path, {}, SMALL)), body)
     assert 0.01 < moved < 6 * LR * 1.2
+
+
+@pytest.mark.parametrize("layout", ["dp2 zero1", "tp2 sp dp2"])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_soap_s_first_gradient_moves_no_matrix(resumed: bool, layout: str, tmp_path: Path) -> None:
+    """Nor does decay, as in the authors' code, on ranks that do not own it too; also after another rule."""
+    soap = configuration(tmp_path, {"name": "soap", "weight_decay": 0.5}, SMALL, **LAYOUTS[layout])
+    adamw = configuration(tmp_path, {"name": "adamw"}, SMALL, **LAYOUTS[layout])
+
+    def body(mesh: Mesh) -> Any:
+        run, after = Trained(mesh, soap, 0), []
+        if resumed:
+            take_over(run, Trained(mesh, adamw, STEPS))
+        for step in range(STEPS + 1, STEPS + 4):
+            weights = {name: values for name, values in run.tensors().items() if name.startswith("weights.")}
+            after.append({n: [(shape, at, x.clone()) for shape, at, x in parts] for n, parts in weights.items()})
+            run.step(mesh, step)
+        return after
+
+    start, first, second = map(assembled, zip(*simulate(topology_of(soap), body), strict=True))
+    for name, values in start.items():
+        matrix = ".attention." in name or ".mlp." in name
+        assert torch.equal(values, first[name]) == matrix, name
+        assert not torch.equal(first[name], second[name])
 
 
 @pytest.mark.parametrize("name", ["soap", "galore", "conda", "shampoo", "grad_norm_lorp", "ada_pm"])

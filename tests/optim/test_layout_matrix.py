@@ -1,0 +1,144 @@
+"""Layout invariance of training with every rule at its defaults: losses and weights of 20 steps. Prints the table of
+docs/optimizers.md:
+
+python -m tests.optim.test_layout_matrix [RULE ...]
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from megascale.catalog.optimizers import OPTIMIZERS
+from megascale.config.run import RunConfig
+from tests.optim.layouts import assembled
+from tests.runs import LLAMA, config_of, curve_of, settings
+from tests.thread_world import run_threads
+
+STEPS = 20
+
+MODEL = LLAMA | {"num_layers": 2, "hidden_size": 48, "ffn_size": 64, "seq_length": 8}
+"""A step has 32 tokens: gradients of matrices are singular."""
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {"parallel__dp": 2},
+    "tp2": {"parallel__tp": 2, "parallel__sp": True},
+    "pp2": {"parallel__pp": 2},
+}
+
+
+class Outcome(NamedTuple):
+    """Losses and gradient norms of a run by step, and its weights by global name."""
+
+    curve: list[tuple[float, float]]
+    weights: dict[str, Tensor]
+
+
+def configuration(
+    rule: str, precision: str, folder: Path, model: Mapping[str, Any] = MODEL, **layout: Any
+) -> RunConfig:
+    """Return the configuration of a run with a rule's defaults."""
+    keys = {"optimizer__name": rule, "optimizer__lr": 1e-3, "train__precision": precision, "train__steps": STEPS}
+    return config_of(settings(dict(model), folder, batch__micro=2, batch__global=4, **keys, **layout), folder)
+
+
+def outcome(config: RunConfig, steps: int = STEPS) -> Outcome:
+    """Train in threads."""
+
+    def train(run: Any) -> Any:
+        curve, found = curve_of(run, steps), run.optimizer.global_tensors()
+        return curve, {
+            name: [(tensor.shape, shard.offset, shard.data) for shard in tensor.shards]
+            for name, tensor in found.items()
+            if name.startswith("weights.")
+        }
+
+    ranks = run_threads(config, train)
+    return Outcome(ranks[0][0], assembled([weights for _, weights in ranks]))
+
+
+class Difference(NamedTuple):
+    """The largest of a run's losses, relative, and of its weights, relative to the largest of the tensor, and whose."""
+
+    loss: float
+    weight: float
+    tensor: str
+
+
+def difference(ours: Outcome, theirs: Outcome) -> Difference:
+    """Compare a layout with one process."""
+    loss = max(abs(a / b - 1) for (a, _), (b, _) in zip(ours.curve, theirs.curve, strict=True))
+    by_tensor = {
+        name: float((ours.weights[name] - values).norm() / values.norm()) for name, values in theirs.weights.items()
+    }
+    tensor = max(by_tensor, key=lambda name: by_tensor[name])
+    return Difference(loss, by_tensor[tensor], tensor.removeprefix("weights."))
+
+
+def worst(
+    rule: str, precision: str, folder: Path, steps: int = STEPS, layouts: Iterable[str] = tuple(LAYOUTS)
+) -> Difference:
+    """Return the largest differences over layouts."""
+    alone = outcome(configuration(rule, precision, folder), steps)
+    found = [
+        difference(outcome(configuration(rule, precision, folder, **LAYOUTS[layout]), steps), alone)
+        for layout in layouts
+    ]
+    heaviest = max(found, key=lambda one: one.weight)
+    return heaviest._replace(loss=max(one.loss for one in found))
+
+
+CERTAIN_IN_FP32 = {"soap": 1e-3, "conda": 1e-3}
+"""Weights of rules with vectors of close singular values, documented; others are equal to 1e-5."""
+
+
+@pytest.mark.parametrize("rule", ["soap", "shampoo", "conda", "galore", "muon"])
+def test_a_few_steps_of_rules_with_bases(rule: str, tmp_path: Path) -> None:
+    found = worst(rule, "fp64", tmp_path, steps=3, layouts=("dp2",))
+    assert found.loss < 1e-10 and found.weight < 1e-10, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+@pytest.mark.parametrize("rule", OPTIMIZERS.names())
+def test_every_rule_at_its_defaults(rule: str, precision: str, tmp_path: Path) -> None:
+    found, bound = worst(rule, precision, tmp_path), 1e-10 if precision == "fp64" else 1e-5
+    assert found.loss < bound, found
+    assert found.weight < (CERTAIN_IN_FP32.get(rule, bound) if precision == "fp32" else bound), found
+
+
+@pytest.mark.parametrize("rule", ["adamw", "lion"])
+def test_rounding_of_a_bias_of_k_touches_nothing_else(rule: str, tmp_path: Path) -> None:
+    """Its gradient is 0, since softmax does not see it; Lion moves it by its rate."""
+    model = MODEL | {"position": "learned", "bias": True}
+    alone, split = (outcome(configuration(rule, "fp64", tmp_path, model, **keys), 3) for keys in ({}, LAYOUTS["dp2"]))
+    biases = [name for name in alone.weights if name.endswith("k.bias")]
+    assert len(biases) == 2
+    if rule == "lion":
+        assert not torch.equal(alone.weights[biases[0]], split.weights[biases[0]])
+    for name in biases:
+        del alone.weights[name], split.weights[name]
+    found = difference(split, alone)
+    assert found.loss < 1e-10 and found.weight < 1e-10, found
+
+
+def main(rules: list[str]) -> None:
+    """Print the table."""
+    print("| rule | fp64: loss | weights | fp32: loss | weights |\n|---|---|---|---|---|")
+    for rule in rules or OPTIMIZERS.names():
+        with tempfile.TemporaryDirectory() as folder:
+            one, two = (worst(rule, precision, Path(folder)) for precision in ("fp64", "fp32"))
+        cells = f"{one.loss:.0e} | {one.weight:.0e} | {two.loss:.0e} | {two.weight:.0e} |"
+        print(f"| `{rule}` | {cells}", flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1:])
