@@ -67,6 +67,6 @@ async def _drive(options: argparse.Namespace, config: RunConfig) -> int:
     try:
         listen = host, int(port)
         launch = size if options.first else None
-        return await drive_job(config, plan, scheduler, job_secret(None), listen, launch, folder, scheduler.report_end)
+        return await drive_job(config, plan, scheduler, job_secret(None), listen, launch, scheduler.report_end, folder)
     finally:
         await scheduler.close()

@@ -66,11 +66,10 @@ def write_token(folder: Path, run_id: str, *starts: str) -> None:
         raise CheckpointError(what, hint=os_error_hint(error, "a folder that can be written")) from None
 
 
-def make_in_run(run: Path, folder: Path) -> None:
-    """Make a folder in a run's, if it is the one that the driver knows. Raises: OSError, CheckpointError"""
+def check_known(folder: Path) -> None:
+    """Check that a run's folder is the one that the driver knows, if there is a driver. Raises: CheckpointError"""
     if os.environ.get(TOKEN_VARIABLE):
-        read_token(run)
-    folder.mkdir(parents=True, exist_ok=True)
+        read_token(folder)
 
 
 def check_not_lost(path: Path) -> None:

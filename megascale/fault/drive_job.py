@@ -41,14 +41,14 @@ async def drive_job(
     secret: bytes,
     listen: tuple[str, int],
     launch: Mapping[str, object] | None = None,
-    folder: RunFolder | None = None,
     ended: Callable[[int], object] = lambda status: None,
+    folder: RunFolder | None = None,
 ) -> int:
     """Drive a job to its end, and return its exit status.
 
     `listen`: address and port for the agents. `launch`: its nodes, world and scheduler in the log; None if an earlier
-    driver of this launch has written them. `folder`: of the run, which attempts must find; None if another launcher
-    runs the ranks. `ended` is called with the status, whatever becomes of the log.
+    driver of this launch has written them. `ended` is called with the status, whatever becomes of the log. `folder`: of
+    the run, which attempts must find; None if another launcher runs the ranks.
 
     Raises: MegascaleError if the log of incidents cannot be opened or read
     """

@@ -21,7 +21,7 @@ from megascale.core.errors import CheckpointError
 from megascale.core.events import RankEvents, event_file_name, write_events
 from megascale.core.flight_record import ATTEMPT_VARIABLE
 from megascale.core.rank import Rank
-from megascale.core.run_folder import make_in_run
+from megascale.core.run_folder import check_known
 from megascale.core.storage import Location
 from megascale.eventstore.attempts import begin_attempt
 
@@ -81,7 +81,8 @@ class EventFile:
                 dropped=recorder.dropped,
                 events=tuple(recorder.events()),
             )
-            make_in_run(self._run.config.folder, self._folder)
+            check_known(self._run.config.folder)
+            self._folder.mkdir(parents=True, exist_ok=True)
             write_events(self._folder / event_file_name(mesh.rank), events)
 
     @contextlib.contextmanager

@@ -17,7 +17,7 @@ import torch
 from megascale.core.errors import CheckpointError
 from megascale.core.files import write_text
 from megascale.core.flight_layout import Phase
-from megascale.core.run_folder import make_in_run
+from megascale.core.run_folder import check_known
 from megascale.layout.topology import DATA_AXES
 from megascale.train.hooks import Hook
 
@@ -80,7 +80,8 @@ def _write(run: Run, profiler: torch.profiler.profile) -> None:
         seconds = purpose_seconds(kernels_of(profiler))
         found = {"rank": run.mesh.rank, "step": run.progress.step, "seconds": seconds}
         folder = run.config.folder / KERNEL_FOLDER
-        make_in_run(run.config.folder, folder)
+        check_known(run.config.folder)
+        folder.mkdir(exist_ok=True)
         write_text(folder / f"stage-{run.mesh.coord.pp}.json", json.dumps(found) + "\n")
     except (OSError, ValueError, RuntimeError, CheckpointError) as error:
         print(f"WARNING: the profile of step {run.progress.step} is not written: {error}", file=sys.stderr)

@@ -16,7 +16,7 @@ from megascale.core.run_folder import (
     TOKEN_VARIABLE,
     LostFolderError,
     RunFolder,
-    make_in_run,
+    check_known,
     read_token,
     write_token,
 )
@@ -68,13 +68,13 @@ def test_nobody_but_the_launcher_begins_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lose", [shutil.rmtree, empty, another])
 def test_a_lost_folder_is_told_from_the_runs(lose: object, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, TOKEN_VARIABLE, KNOWN[TOKEN_VARIABLE])
-    make_in_run(run, run / "events")
+    check_known(run)
     lose(run)  # type: ignore[operator]
     before = sorted(run.iterdir()) if run.exists() else None
     with pytest.raises(LostFolderError):
         read_token(run)
     with pytest.raises(LostFolderError):
-        make_in_run(run, run / "checkpoints")
+        check_known(run)
     with pytest.raises(LostFolderError):
         known(run).read_again()
     assert not known(run).restore("n0"), "the node has no copies in memory"

@@ -17,6 +17,7 @@ import pytest
 from megascale.cli.main import main
 from megascale.config.loading import load_config
 from megascale.core.errors import Exit
+from megascale.core.run_folder import read_token, write_token
 from megascale.core.secret import SECRET_VARIABLE, new_secret
 from megascale.fault import drive_job, supervisor
 from megascale.fault.driver import Driver
@@ -64,6 +65,7 @@ class Drivers:
 def keep(drivers: Drivers, monkeypatch: pytest.MonkeyPatch) -> JobHistory:
     """Keep drivers alive to the end of the job."""
     monkeypatch.setattr(supervisor, "_start_driver", drivers.start)
+    write_token(drivers.log.parent, "id")
     before, scheduler = read_history(drivers.log), NoScheduler()
     kept = supervisor._keep_driver(drivers.log, [], 0, scheduler, supervisor._Signals(), before)
     return asyncio.run(asyncio.wait_for(kept, 30))
@@ -91,6 +93,23 @@ def test_a_launch_whose_drivers_all_die_is_no_success_of_an_earlier_one(
     log = tmp_path / "log"
     log.write_text(lines(*EARLIER))
     assert keep(Drivers(log, *[("", "", 1)] * supervisor.CRASHES), monkeypatch).ended is None
+
+
+def test_a_driver_that_dies_when_the_runs_folder_is_lost_ends_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new driver would find no log, and begin the run anew."""
+    drivers = Drivers(tmp_path / "run" / "log", ("", "", 1), ("", "", 1))
+    drivers.log.parent.mkdir()
+    start = drivers.start
+
+    def lose_and_start(*arguments: Any) -> subprocess.Popen[bytes]:
+        drivers.log.parent.rename(tmp_path / "away")
+        return start(*arguments)
+
+    monkeypatch.setattr(drivers, "start", lose_and_start)
+    assert keep(drivers, monkeypatch).ended == Exit.DO_NOT_REQUEUE
+    assert drivers.roles == ["--first"] and not drivers.log.parent.exists()
 
 
 @pytest.mark.parametrize("heals", [True, False])
@@ -129,21 +148,23 @@ def test_the_end_is_told_and_its_lines_are_written_as_soon_as_the_log_can_be(
     if heals:
         assert read_history(config.folder / "incidents.jsonl").ended == Exit.STOPPED
     else:
-        assert "the log of incidents is incomplete: 1 lacking, No such file" in capfd.readouterr().err
+        assert "the log of incidents is incomplete: 1 lacking, the run's folder is lost" in capfd.readouterr().err
 
 
 def test_the_driver_tells_its_supervisor_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def end(*arguments: Any) -> int:
-        arguments[-1](93)
+        arguments[-2](93)
         return 93
 
     monkeypatch.setattr(drive_job, "drive_job", end)
     monkeypatch.setenv(SECRET_VARIABLE, new_secret())
     ours, theirs = socket.socketpair()
     with ours:
-        options = ["--nodes", "1", "--scheduler", "local", "--listen", "127.0.0.1:0", "--first"]
+        config = launch_config(tmp_path)
+        run_id, _ = read_token(load_config(str(config)).folder, {})
+        options = ["--nodes", "1", "--scheduler", "local", "--listen", "127.0.0.1:0", "--first", "--run-id", run_id]
         options += ["--scheduler-descriptor", str(theirs.detach())]
-        assert main(["driver", str(launch_config(tmp_path)), *options]) == 93
+        assert main(["driver", str(config), *options]) == 93
         said = ours.makefile().read().splitlines()
     assert '{"ended": 93}' in said
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from megascale.config.toml_writer import config_changes
 from megascale.core.errors import CheckpointError
 from megascale.core.files import write_text
 from megascale.core.limits import os_error_hint
-from megascale.core.run_folder import SAVED_MARKER, TOKEN_VARIABLE, make_in_run, read_token
+from megascale.core.run_folder import SAVED_MARKER, check_known
 from megascale.core.storage import Location
 
 
@@ -111,8 +110,7 @@ class Resumer:
 
     def _find(self) -> tuple[list[tuple[int, str]], list[str]]:
         """Look for the run's own checkpoints, or else those `checkpoint.resume` names; remove unfinished attempts."""
-        if os.environ.get(TOKEN_VARIABLE):
-            read_token(self._config.folder)
+        check_known(self._config.folder)
         source, complete = self._config.checkpoint.resume, folders.complete_checkpoints(self._folder)
         if source == "never" and complete:  # `keep` would take their later steps for the newest
             what = f"{complete[-1].path} is there, and checkpoint.resume is never"
@@ -152,5 +150,6 @@ class Resumer:
 def write_saved_marker(config: RunConfig, folder: Location) -> None:
     """Write `SAVED_MARKER`. A failure is ignored: only the check for lost checkpoints is lost with the file."""
     with contextlib.suppress(OSError, CheckpointError):
-        make_in_run(config.folder, config.folder)
+        check_known(config.folder)
+        config.folder.mkdir(parents=True, exist_ok=True)
         write_text(config.folder / SAVED_MARKER, f"{folder}\n")

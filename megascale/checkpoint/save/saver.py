@@ -34,7 +34,7 @@ from megascale.checkpoint.save.writer_process import WriterProcess
 from megascale.comm.mesh import Mesh
 from megascale.core.errors import CheckpointError
 from megascale.core.limits import os_error_hint
-from megascale.core.run_folder import make_in_run
+from megascale.core.run_folder import check_known
 from megascale.core.storage import WRITE_HINT, Location
 from megascale.device import Device
 from megascale.parallel.stateful import GlobalTensor
@@ -242,8 +242,7 @@ def _hash_layout(state: Mapping[str, GlobalTensor], snapshot: Snapshot, meaning:
 
 def _make_folder(folder: Location, step: int, companions: Path) -> _NewFolder:
     """Create the folder of a checkpoint, with copies of the run's companion files."""
+    check_known(companions.parent)
     path = folders.fresh_folder(folder, step)
-    if path.local_path is not None:
-        make_in_run(companions.parent, path.local_path.parent)
     path.make_folder()
     return path, copy_companions(Location(str(companions)), path)

@@ -45,6 +45,7 @@ time.sleep(600)
 
 async def main():
     allocation = allocation_nodes()
+    Path("logs").mkdir(exist_ok=True)
     agent = AgentLaunch(this_node(allocation).address + ":4000", "5" * 64, Path("logs"), [sys.executable, "-c", AGENT])
     scheduler = SlurmScheduler(3, agent, allocation)
     for node in await scheduler.nodes():
