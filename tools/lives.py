@@ -269,7 +269,8 @@ def lose_writer(folder: Path, chance: random.Random, undisturbed: Undisturbed) -
     problems += [] if again else ["the writer has not been replaced"]
     problems += [f"status {status} instead of {Exit.STOPPED:d}"] if status != Exit.STOPPED else []
     losses = dict(loss_curve(folder))
-    problems += check_curve({step: loss for step, loss in losses.items() if step in undisturbed}, undisturbed, range(0))
+    both = undisturbed.keys() & range(max(losses) + 1)  # the job was stopped before the last step, or after it
+    problems += check_curve({s: losses[s] for s in losses.keys() & both}, {s: undisturbed[s] for s in both}, range(0))
     return Row(f"{signal.Signals(number).name} of the writer of rank {rank}", step, came, problems)
 
 
