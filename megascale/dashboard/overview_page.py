@@ -42,8 +42,8 @@ def _register(app: Dash, runs: Runs) -> None:
 def _verdict(runs: Runs, name: str) -> html.Div:
     view, store = runs[name].view(), runs[name].store
     findings = store.verdicts if store is not None else None
-    style = "verdict bad" if is_ill(view, findings) else "verdict"
-    lines: list[Component] = [html.P(verdict_of(view, findings), className=style)]
+    tone = "bad" if is_ill(view, findings) else view.tone
+    lines: list[Component] = [html.P(verdict_of(view, findings), className=f"verdict {tone}")]
     if findings and len(findings) > 1:
         lines.append(html.Ul([html.Li(finding) for finding in findings[1:]]))
     lines += [note(text) for text in (runs[name].store_problem, *(store.notes if store is not None else ())) if text]

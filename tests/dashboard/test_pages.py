@@ -57,7 +57,9 @@ def test_the_pill_has_the_tone_of_the_state(tmp_path: Path, live: dict[str, Any]
         write_live(folder, [RUNS] * 4, age_s=-3600, **live)
     with asking(folder) as ask:
         pill = ask("header.children")["header"]["children"][1]["props"]
+        verdict = ask("verdict.children", tabs__value="overview")["verdict"]["children"]["props"]["children"][0]
     assert (pill["children"], pill["className"]) == (words, f"state {tone}")
+    assert verdict["props"]["className"] == f"verdict {tone}"
 
 
 def test_a_run_is_titled_as_it_is_listed(tmp_path: Path) -> None:
