@@ -31,7 +31,7 @@ slowdown in which it is still the first finding.
 
 @dataclass(frozen=True)
 class Truth:
-    """What a slowdown did: the seconds that a step lost, of `step_s`, since step `since`."""
+    """The effect of a slowdown: the seconds that a step lost, of `step_s`, since step `since`."""
 
     lost_s: float
     step_s: float
@@ -83,7 +83,7 @@ class Judgement:
 
     @property
     def _judged(self) -> Truth | None:
-        """What a slowdown did whose first finding is right, and that is not small."""
+        """The truth about a slowdown whose first finding is right, and that is not small."""
         return self.truth if self.right and not self.is_small else None
 
     def to_dict(self) -> dict[str, Any]:

@@ -54,7 +54,7 @@ STOPPED_S, RUNS_S = 0.6, 0.4
 POLL_S = 0.02
 
 Disturbance = Callable[[Path], contextlib.AbstractContextManager[object]]
-"""What disturbs the job of a run, given by its folder, during a `with` block."""
+"""A disturbance of the job of a run, given by its folder, during a `with` block."""
 
 
 class ObserveJobError(MegascaleError):
@@ -75,10 +75,14 @@ class JobSlowdown:
     disturbance: Disturbance | None = None
 
     def is_named_by(self, finding: Finding) -> bool:
-        """Return True if a finding names the culprit: the rank; of a node also a link of it, or all its ranks."""
+        """Return True if a finding names the culprit: the rank; of a node also a link of it, or slow collectives with
+        one other node, which wait as long.
+        """
         if self.node is None:
             return bool(self.ranks) and finding.ranks == self.ranks
-        return f"node{self.node}" in finding.culprit.replace(" -", "").split() or finding.ranks == self.ranks
+        pair = finding.kind == "communication" and len(finding.ranks) <= 2 * RANKS_PER_NODE
+        named = f"node{self.node}" in finding.culprit.split() or finding.ranks == self.ranks
+        return named or (pair and set(self.ranks) <= set(finding.ranks))
 
 
 def _of_rank(phase: str, ranks: Sequence[int]) -> Callable[[random.Random], JobSlowdown]:
@@ -105,6 +109,20 @@ def _stopped(draw: random.Random) -> JobSlowdown:
     return JobSlowdown(2, "", (rank,), disturbance=partial(stop_and_go, rank))
 
 
+@contextlib.contextmanager
+def busy_loops(run: Path) -> Iterator[None]:
+    """Run BUSY_LOOPS programs that compute, beside the job of a run, for a `with` block."""
+    start = partial(die_with_parent, os.getpid())
+    command = [sys.executable, "-c", "while True: pass"]
+    loops = [subprocess.Popen(command, preexec_fn=start) for _ in range(BUSY_LOOPS)]  # noqa: PLW1509
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
 UNDISTURBED = ("undisturbed", f"undisturbed, beside {BUSY_LOOPS} busy loops")
 
 SLOWDOWNS: Mapping[str, Callable[[random.Random], JobSlowdown]] = {
@@ -115,7 +133,7 @@ SLOWDOWNS: Mapping[str, Callable[[random.Random], JobSlowdown]] = {
     "throttled link": _of_node(f"throttle_link mbit={MBIT}"),
     "throttled host": _of_node(f"throttle_cpu cores={CORES}"),
     UNDISTURBED[0]: lambda draw: JobSlowdown(draw.choice((2, 4))),
-    UNDISTURBED[1]: lambda draw: JobSlowdown(draw.choice((2, 4)), disturbance=lambda run: busy_loops()),
+    UNDISTURBED[1]: lambda draw: JobSlowdown(draw.choice((2, 4)), disturbance=busy_loops),
 }  # fmt: skip
 """Slowdowns of real jobs by kind. Jobs of two nodes have two stages of two replicas, so that every rank has a peer."""
 
@@ -137,8 +155,8 @@ def judge_job(kind: str, number: int, folder: Path) -> Judgement:
 
 def findings_until(store: duckdb.DuckDBPyConnection, step: int) -> list[Finding]:
     """Return the findings as they were after a step."""
-    cubes = (cube.take(cube.steps <= step) for cube in (recent_cube(store), sampled_cube(store)))
-    return combine(*cubes, fetch(store, f"SELECT * FROM events WHERE peer >= 0 AND step <= {step}"))
+    cube, sample = (cube.take(cube.steps <= step) for cube in (recent_cube(store), sampled_cube(store)))
+    return combine(cube, sample, fetch(store, f"SELECT * FROM events WHERE peer >= 0 AND step <= {step}"))
 
 
 def _truth(store: duckdb.DuckDBPyConnection) -> Truth:
@@ -162,20 +180,6 @@ def train(folder: Path, name: str, slowdown: JobSlowdown, saves: Sequence[str]) 
     if job.status:
         raise ObserveJobError(f"{name}: the job ended with status {job.status}", hint=f"see {folder / name}.log")
     return folder / name
-
-
-@contextlib.contextmanager
-def busy_loops() -> Iterator[None]:
-    """Run BUSY_LOOPS programs that compute, for a `with` block."""
-    start = partial(die_with_parent, os.getpid())
-    command = [sys.executable, "-c", "while True: pass"]
-    loops = [subprocess.Popen(command, preexec_fn=start) for _ in range(BUSY_LOOPS)]  # noqa: PLW1509
-    try:
-        yield
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from megascale.observe.job_cost import (
     MIN_UNMEASURED_SHARE,
     FindingKind,
     Share,
-    Suspect,
+    SlowCause,
     divide,
     is_large,
     lasting,
@@ -138,18 +138,18 @@ def combine(cube: StepCube, sample: StepCube, events: Columns) -> list[Finding]:
     return sorted(found, key=lambda finding: (finding.until is not None, -finding.cost_s))
 
 
-def _finding(levels: StepLevels, cause: Suspect, costs: Sequence[Share]) -> Finding:
+def _finding(levels: StepLevels, cause: SlowCause, costs: Sequence[Share]) -> Finding:
     last, step_s = costs[-1].stretch, float(np.mean([stretch.seconds for stretch, _ in costs]))
     until = None if last == levels.stretches[-1] else last.last
     cost_s, since = mean_cost(costs), costs[0].stretch.first
     return Finding(cause.kind, cause.culprit, cause.ranks, since, until, cost_s, cost_s / step_s, cause.evidence)
 
 
-def _suspects(cube: StepCube, levels: StepLevels, events: Columns) -> list[Suspect]:
+def _suspects(cube: StepCube, levels: StepLevels, events: Columns) -> list[SlowCause]:
     """Return the suspects without those that another explains: what a slow rank sends is late, and a slow link makes
     the collectives of its ranks slow.
     """
-    kept: list[Suspect] = []
+    kept: list[SlowCause] = []
     for suspect in (
         *stragglers(cube, levels), *slow_links(cube, levels, events), *slow_groups(cube, levels),
         *gc_pauses(cube, levels),
@@ -165,7 +165,7 @@ def _suspects(cube: StepCube, levels: StepLevels, events: Columns) -> list[Suspe
     return [lasting(cube, levels, suspect) for suspect in kept]
 
 
-def _link_of_group(places: Places, link: Suspect, group: Suspect) -> Suspect:
+def _link_of_group(places: Places, link: SlowCause, group: SlowCause) -> SlowCause:
     """Return a slow link with the slow collectives of its ranks: of its ends, the only node that the group has."""
     of_link, of_group = (set(places.node[places.index(np.array(each.ranks))].tolist()) for each in (link, group))
     both = of_link & of_group
@@ -188,7 +188,7 @@ def _rest(sample: StepCube, levels: StepLevels, rest: Sequence[Share], noise_s: 
         ends = went_on[0].stretch.first, went_on[-1].stretch.last
         kind, ranks, evidence = _what_grew(sample, ends, went_on[-1].stretch)
         culprit = _name(sample.places, ranks)
-        cause = Suspect(kind, culprit, ranks, np.zeros(0), frozenset(), evidence)
+        cause = SlowCause(kind, culprit, ranks, np.zeros(0), frozenset(), evidence)
         crowded = bool(ranks and sample.places.crowded)
         if crowded and not is_large(went_on, noise_s, crowded=True, has_peers=False):
             cause = replace(cause, kind="job", culprit=ALL, ranks=())
@@ -216,9 +216,9 @@ def _what_grew(
     if not growths or growths[kind].max() < MIN_REST_SHARE * newest.seconds:
         return "drift", (), tuple(lines)
     most = growths[kind] >= growths[kind].max() / 2
-    lines += [f"{name} grew by {float(growths[of].max()) * 1e3:.3g} ms a step" for of, name in
-              (("job", COMPUTE), ("data", "reading data"), ("host", "time outside of actions"))
-              if growths[of].max() >= MIN_REST_SHARE * newest.seconds]  # fmt: skip
+    names = {"job": COMPUTE, "data": "reading data", "host": "time outside of actions"}
+    lines += [f"{names[of]} grew by {float(growth.max()) * 1e3:.3g} ms a step" for of, growth in growths.items()
+              if growth.max() >= MIN_REST_SHARE * newest.seconds]  # fmt: skip
     if most.mean() > 0.5:
         return kind, (), tuple(lines)
     mine = np.isin(stage, stages[most])

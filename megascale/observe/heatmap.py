@@ -110,11 +110,11 @@ class HeatMap:
 
     def to_json(self) -> dict[str, Any]:
         """Return lists and numbers; a row a rank. None for a rank without ordinary steps."""
-        values = {name: getattr(self, name).round(9) for name in ("seconds", "peer_s", "score")}
-        arrays = {name: np.where(np.isnan(each), None, each).tolist() for name, each in values.items()}
-        return (
-            vars(self) | arrays | {"ranks": self.ranks.tolist(), "outliers": [asdict(each) for each in self.outliers]}
-        )
+        rows: dict[str, Any] = {"ranks": self.ranks.tolist(), "outliers": [asdict(each) for each in self.outliers]}
+        for name in ("seconds", "peer_s", "score"):
+            values = getattr(self, name).round(9)
+            rows[name] = np.where(np.isnan(values), np.array(None, object), values).tolist()
+        return vars(self) | rows
 
 
 class PeerComparison(NamedTuple):

@@ -124,7 +124,7 @@ class _Stages(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Suspect:
+class SlowCause:
     """A possible cause, and by how many `seconds` [S] the model says that it makes each step of a cube longer. `seen`:
     numbers of the stretches in which it shows. `culprit`: its name, and `ranks`, empty for all.
     """
@@ -137,7 +137,7 @@ class Suspect:
     evidence: tuple[str, ...]
 
 
-def lasting(cube: StepCube, levels: StepLevels, suspect: Suspect) -> Suspect:
+def lasting(cube: StepCube, levels: StepLevels, suspect: SlowCause) -> SlowCause:
     """Return a suspect that is also seen in the stretches next to those in which it shows, as long as it costs half of
     what it does there: a short stretch, or one without messages in the store, does not show it.
     """
@@ -150,7 +150,7 @@ def lasting(cube: StepCube, levels: StepLevels, suspect: Suspect) -> Suspect:
 
 
 class Share(NamedTuple):
-    """What a suspect cost in a stretch: seconds of a step."""
+    """The seconds of a step that a cause cost in a stretch."""
 
     stretch: Stretch
     cost_s: float
@@ -175,7 +175,7 @@ def mean_cost(costs: Sequence[Share]) -> float:
     return float(np.average([cost_s for _, cost_s in costs], weights=weights))
 
 
-def divide(cube: StepCube, levels: StepLevels, suspects: Sequence[Suspect]) -> tuple[list[list[Share]], list[Share]]:
+def divide(cube: StepCube, levels: StepLevels, suspects: Sequence[SlowCause]) -> tuple[list[list[Share]], list[Share]]:
     """Divide what was lost: return the shares of each suspect, in the stretches in which it shows, and what is left.
 
     A suspect costs what it did in the usual steps, if it showed there, and its part of the loss since then, in

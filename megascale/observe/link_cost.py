@@ -15,7 +15,7 @@ import numpy as np
 
 from megascale.layout.topology import DATA_AXES
 from megascale.observe.delay_matrix import SlowPath, delay_matrix
-from megascale.observe.job_cost import Suspect
+from megascale.observe.job_cost import SlowCause
 from megascale.observe.step_cube import Booleans, Columns, Floats, StepCube, lower_median
 from megascale.observe.step_levels import StepLevels
 
@@ -26,7 +26,7 @@ SIDES = {
 }  # fmt: skip
 
 
-def slow_links(cube: StepCube, levels: StepLevels, events: Columns) -> Iterator[Suspect]:
+def slow_links(cube: StepCube, levels: StepLevels, events: Columns) -> Iterator[SlowCause]:
     """Yield the slow nodes and links of the stretches of which there are messages in the table `events`."""
     found: dict[str, dict[int, SlowPath]] = {}
     for number, stretch in enumerate(levels.stretches):
@@ -44,7 +44,7 @@ def slow_links(cube: StepCube, levels: StepLevels, events: Columns) -> Iterator[
             SIDES[path.kind],
             f"those of a step are late by {path.per_step_s:.3g} s in all",
         )
-        yield Suspect("link", name, path.ranks, waits, frozenset(seen), evidence)
+        yield SlowCause("link", name, path.ranks, waits, frozenset(seen), evidence)
 
 
 def message_waits(cube: StepCube, path: SlowPath) -> Floats:

@@ -1,4 +1,4 @@
-"""What the steps of a job lost: its step time, cut where its mean shifts, each stretch beside the job's steps before.
+"""The loss of a job's steps: its step time, cut where its mean shifts, each stretch beside the job's steps before.
 
 The loss of a stretch is its mean step less that of the lowest stretch before it: a cause is measured against the steps
 before its onset, however it is found. Steps with more tokens or FLOPs take longer: times are those of a step of mean

@@ -14,7 +14,7 @@ import numpy as np
 from megascale.core.rank import format_ranks
 from megascale.layout.topology import AXES
 from megascale.observe.heatmap import MIN_SCORE, MIN_STEPS, Kind, Loss, Outlier, excess_of, heat_map
-from megascale.observe.job_cost import ALL, Excess, Suspect, job_costs
+from megascale.observe.job_cost import ALL, Excess, SlowCause, job_costs
 from megascale.observe.step_cube import MAD_TO_DEVIATION, Floats, Integers, Part, StepCube, lower_median
 from megascale.observe.step_levels import StepLevels
 
@@ -42,7 +42,7 @@ def stretches_of(cube: StepCube, levels: StepLevels) -> Iterator[tuple[int, Step
             yield number, cube.take(now)
 
 
-def stragglers(cube: StepCube, levels: StepLevels) -> Iterator[Suspect]:
+def stragglers(cube: StepCube, levels: StepLevels) -> Iterator[SlowCause]:
     """Yield the ranks and nodes that are slower than their peers in a stretch."""
     found: dict[tuple[Kind, str], list[tuple[int, Outlier]]] = {}
     cubes = dict(stretches_of(cube, levels))
@@ -60,7 +60,7 @@ def stragglers(cube: StepCube, levels: StepLevels) -> Iterator[Suspect]:
         numbers = [number for number, _ in joined[key]]
         last = max(joined[key], key=lambda seen: seen[0])
         evidence = tuple(_evidence(cubes[last[0]], last[1]))
-        yield Suspect(outlier.kind, outlier.name, outlier.ranks, costs[f"{key}"], frozenset(numbers), evidence)
+        yield SlowCause(outlier.kind, outlier.name, outlier.ranks, costs[f"{key}"], frozenset(numbers), evidence)
 
 
 def _with_their_nodes(
@@ -97,7 +97,7 @@ def _evidence(cube: StepCube, outlier: Outlier) -> Iterator[str]:
             yield f"it waits {mine * 1e3:.3g} ms a step for {axis}, its peers {theirs * 1e3:.3g} ms: they wait for it"
 
 
-def gc_pauses(cube: StepCube, levels: StepLevels) -> Iterator[Suspect]:
+def gc_pauses(cube: StepCube, levels: StepLevels) -> Iterator[SlowCause]:
     """Yield the pauses of Python's garbage collector that are not planned. A pause of all ranks in one step is planned,
     by the trainer, and delays nobody else. A rank with most of the time is named.
     """
@@ -115,10 +115,10 @@ def gc_pauses(cube: StepCube, levels: StepLevels) -> Iterator[Suspect]:
     if len(by_rank) > 1:
         evidence.append("ranks pause at different times, and all others wait for the one that pauses")
     costs = job_costs(cube, {"gc": Excess(np.arange(len(pauses)), {"gc": pauses})})["gc"]
-    yield Suspect("gc", format_ranks(ranks) if ranks else ALL, ranks, costs, frozenset(seen), tuple(evidence))
+    yield SlowCause("gc", format_ranks(ranks) if ranks else ALL, ranks, costs, frozenset(seen), tuple(evidence))
 
 
-def slow_groups(cube: StepCube, levels: StepLevels) -> Iterator[Suspect]:
+def slow_groups(cube: StepCube, levels: StepLevels) -> Iterator[SlowCause]:
     """Yield the groups with slow collectives: those of an axis and operation together.
 
     A group's transfer is the shortest wait of its ranks: the last one to enter waits for the network only. Peers are
@@ -144,7 +144,7 @@ def _alike(size: Floats) -> list[Integers]:
 
 def _slow_groups(
     cube: StepCube, levels: StepLevels, part: Part, transfer: Floats, members: list[Integers]
-) -> Iterator[Suspect]:
+) -> Iterator[SlowCause]:
     """Yield the slow ones of groups that do the same. `transfer` [groups, S]."""
     usual = lower_median(transfer) if len(members) > 1 else np.zeros(len(cube.steps))
     seen, slow, evidence = set[int](), np.zeros(len(members), bool), ""
@@ -168,6 +168,6 @@ def _slow_groups(
         name = f"{part.axis} group of" if len(mine) == 1 else f"{len(mine)} {part.axis} groups of"
         culprit, ranks = (ALL, ()) if len(ranks) == len(cube.places.rank) else (f"{name} {format_ranks(ranks)}", ranks)
         hint = "`megascale doctor nodes` measures the links between the nodes of a group"
-        yield Suspect(
+        yield SlowCause(
             "communication", culprit, ranks, (transfer - usual)[slow].max(0), frozenset(seen), (evidence, hint)
         )

@@ -9,7 +9,7 @@ from megascale.bench.fleet import Fleet
 from megascale.bench.fleet_tables import cube_of
 from megascale.bench.fleet_times import FleetFault, FleetLayout
 from megascale.layout.topology import Topology
-from megascale.observe.job_cost import Suspect
+from megascale.observe.job_cost import SlowCause
 from megascale.observe.step_cube import StepCube
 from megascale.observe.step_levels import step_levels
 from megascale.observe.step_work import predict_seconds, slow_steps
@@ -18,11 +18,11 @@ from megascale.observe.stragglers import gc_pauses, slow_groups, stragglers
 WIDE = FleetLayout(Topology(tp=4, pp=4, dp=4), steps=150)
 
 
-def slow(cube: StepCube) -> list[Suspect]:
+def slow(cube: StepCube) -> list[SlowCause]:
     return list(stragglers(cube, step_levels(cube, cube)))
 
 
-def pauses(cube: StepCube) -> list[Suspect]:
+def pauses(cube: StepCube) -> list[SlowCause]:
     return list(gc_pauses(cube, step_levels(cube, cube)))
 
 
