@@ -246,7 +246,7 @@ def lose_writer(folder: Path, chance: random.Random, undisturbed: Undisturbed) -
     """
     number, how = chance.choice([(signal.SIGKILL, "signal 9"), (signal.SIGSTOP, "it was stopped by a signal")])
     with launch(folder, chance, "checkpoint.replicate=true", "train.steps=1000000") as job:
-        job.await_moment()
+        job.await_moment(41, 80)  # the first saves import much
         before = standstill(job)
         rank, pid = chance.choice(sorted(writers(job).items()))
         time.sleep(chance.uniform(0, 1.0))
