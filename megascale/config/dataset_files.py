@@ -65,8 +65,8 @@ class DatasetFiles:
         return (starts[1] - starts[0]) // self.token_bytes
 
     def has_labels_in(self, first: int, last: int) -> bool:
-        """Return False if none of documents [first, last) has a second token, which is the first label within one. The
-        lengths are read only where the documents have one token or less on average.
+        """Return False if none of documents [first, last) has a second token, its first label. Lengths are read only
+        for documents of one token or less on average.
 
         Raises: DataError
         """
@@ -155,7 +155,7 @@ def read_description(path: str) -> dict[str, Any]:
 
 
 def without_labels(data: DataConfig, files: DatasetFiles, first: int, last: int) -> str:
-    """Say that documents [first, last) have no label, as far as their lengths tell; "" if they may have some.
+    """Tell of documents [first, last) without labels, by their lengths; "" if there may be some.
 
     Raises: DataError
     """
@@ -169,7 +169,7 @@ NO_LABELS_HINT = "documents of two tokens or more"
 
 
 def other_tokens_hint(tokens: int) -> str:
-    """What to do about data that need a vocabulary of `tokens`, if a model with weights must keep a smaller one."""
+    """Return the hint for data with a vocabulary of `tokens` and a model with a smaller one, fixed by its weights."""
     return f"data that this model's own tokenizer has prepared, or, for a new model, model.vocab_size = {tokens}"
 
 

@@ -56,7 +56,7 @@ def data_source(c: Any) -> Iterator[Finding]:
 @dataclass(frozen=True)
 class PreparedDataset:
     """The description file of a dataset by `megascale data prepare`: vocabulary size of the tokenizer, highest token
-    that occurs (-1 if the file does not say it), tokenizer, and `frame`, the ids that begin (or None) and end each
+    in the dataset (-1 if unknown), tokenizer, and `frame`, the ids that begin (or None) and end each
     document.
     """
 
@@ -125,8 +125,8 @@ def data_samples(c: Any) -> Iterator[Finding]:
 def _too_few(
     key: str, split: SplitName, source: str | Blend | None, fractions: tuple[float, float], c: Any
 ) -> Iterator[Finding]:
-    """Compare the tokens of a split with a sample, its documents with the fewest tokens that have a label, and the
-    samples of validation data with a global batch.
+    """Compare the tokens of a split with a sample, its documents with the shortest with a label, and the samples of
+    validation data with a global batch.
     """
     verb, length, batch = "train" if split == "train" else "validate", c.model.seq_length, c.batch.total
     weights = [1.0] if source is None or isinstance(source, str) else [weight for weight, _ in source]

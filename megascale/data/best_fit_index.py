@@ -1,10 +1,10 @@
 """The samples of an epoch with `data.packing = "best_fit"`: no document is cut that fits into a sample. No torch.
 
 A document of n tokens is n // s rows of s tokens of its own, whose last label is the next token of the document, and a
-rest of n % s tokens, which is packed with others by best fit (`data.best_fit`). A rest of one token is left out: it has
-no label, and is the last label of the row before it. What is left of a row is padding. The lengths in rows depend on
-those of the documents alone, and so do the number of samples and the share of padding; which documents of equal length
-stand together, and the order of the rows, are shuffled anew in every epoch.
+rest of n % s tokens, which is packed with others by best fit (`data.best_fit`). A rest of one token is left out:
+without a label of its own, the token is the last label of the row before. What is left of a row is padding. The lengths
+in rows depend on those of the documents alone, and so do the number of samples and the share of padding; which
+documents of equal length stand together, and the order of the rows, are shuffled anew in every epoch.
 """
 
 from __future__ import annotations

@@ -144,9 +144,7 @@ class DatasetWriter:
         self.highest_token = max(self.highest_token, highest)
 
     def flush(self) -> tuple[int, int, int]:
-        """Flush all data to disk; return the tokens, documents and highest token there, from which a later writer can
-        continue.
-        """
+        """Flush all data to disk; return the tokens, documents and highest token there, for a later writer."""
         with explained_write(self.prefix):
             for file in (self._bin, self._lengths):
                 file.flush()

@@ -52,8 +52,8 @@ class TokenizerInfo:
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """The content of PREFIX.json. `vocab_size`: of the tokenizer. `highest_token`: of those that occur; -1 if the file
-    does not say it.
+    """The content of PREFIX.json. `vocab_size`: of the tokenizer. `highest_token`: of those in the dataset; -1 if
+    unknown.
     """
 
     vocab_size: int

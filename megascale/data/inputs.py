@@ -33,7 +33,7 @@ COMPRESSED = (".gz", ".zst")
 MAGIC = ("*", "?", "[")
 
 LFS_POINTER_BYTES = 1024
-"""A git-lfs pointer has fewer: larger files need not be opened to tell."""
+"""Upper bound of the size of a git-lfs pointer: larger files are not opened to tell."""
 
 INPUT_HINT = "give text, .jsonl or .parquet files"
 

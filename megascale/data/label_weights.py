@@ -11,7 +11,7 @@ from megascale.core.errors import DataError
 
 Weigh = Callable[[int, str, np.ndarray], "float | np.ndarray"]
 """weigh(sample, dataset, tokens): the number of a sample in the run, by which weights may change during training, the
-prefix of the dataset that it is from, and its tokens [s + 1], i64, of which the labels are those from the second on.
+prefix of the dataset that it is from, and its tokens [s + 1], i64, with the labels from the second on.
 Returns the weight of the sample, or of each label [s].
 """
 

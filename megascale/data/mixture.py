@@ -209,7 +209,7 @@ class Mixture:
         return sum(share * shape.padding for share, shape in shapes)
 
     def left_out(self) -> int:
-        """Tokens of the datasets that no sample has; no tokens are read for it."""
+        """Tokens of the datasets in no sample, by the lengths of documents."""
         return sum(shape.left_out for shape in self._best_fit_shapes())
 
     def _best_fit_shapes(self) -> list[BestFitShape]:
