@@ -218,8 +218,8 @@ class Start(_Checked):
 
 @dataclass(frozen=True)
 class Stop(_Checked):
-    """End the ranks of an attempt by an order, and by SIGKILL after `grace_s` seconds; RanksEnded for all is the
-    answer. `save`: the ranks may finish their step and save meanwhile; otherwise they end at once.
+    """Order the ranks of an attempt to end, and kill them after `grace_s` seconds; the answer is RanksEnded for all.
+    `save`: the ranks may finish their step and save meanwhile; otherwise they end at once.
     """
 
     attempt: int

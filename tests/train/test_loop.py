@@ -106,7 +106,12 @@ def test_a_stop_request_on_one_rank_stops_all_after_the_same_step(tmp_path: Path
     config = configured(tmp_path, checkpoint__every=100, parallel__dp=2, train__log_every=100)
     ranks = run_world(2, events, config, 4)
     assert [(status, step) for status, _, step in ranks] == [(Exit.STOPPED, 4)] * 2
-    assert ranks[0][1] == ["start", "step 1", "saved /step-00000004", "stopped by a signal after step 4"]
+    assert ranks[0][1] == [
+        "start",
+        "step 1",
+        "saved /step-00000004",
+        "stopped by a signal after step 4, which is saved",
+    ]
 
 
 def test_a_stop_request_in_the_last_step_is_a_success(tmp_path: Path) -> None:
