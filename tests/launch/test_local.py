@@ -18,7 +18,7 @@ import pytest
 
 from megascale.core.errors import Exit, MegascaleError
 from megascale.launch import environment, flight, local
-from tests.jobs import Job, heed_signals, job_config, wait_until_gone
+from tests.jobs import Job, heed_signals, job_config, lives, wait_until_gone
 from tests.launch.dumps import Recorder
 from tests.runs import GPT
 
