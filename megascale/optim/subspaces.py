@@ -52,13 +52,16 @@ def completed(vectors: Tensor, values: Tensor) -> Tensor:
 
     Of the space of singular values below `FLOOR` times the largest any basis is as right as another, and rounding
     would choose it. The one that stands in its place is of fixed random vectors, by a QR decomposition: a function of
-    the space alone. Nothing waits for the device.
+    the space alone. So are signs, which matter to moments that outlive a basis: those of a product with a random
+    vector. Nothing waits for the device.
     """
     size, count = vectors.shape
     known = torch.nn.functional.pad(values > FLOOR * values.max(), (0, size - count))
     vectors = torch.nn.functional.pad(vectors, (0, size - count)) * known
     numbers = random_integers(0, size * size, vectors.device).view(size, size) >> 10  # 53 bits
-    free = torch.where(known, 0.0, numbers.to(vectors.dtype) / 2**52 - 1)
+    random = numbers.to(vectors.dtype) / 2**52 - 1
+    vectors = vectors * (vectors * random).sum(0).sign()
+    free = torch.where(known, 0.0, random)
     basis, triangle = torch.linalg.qr(vectors + free - vectors @ (vectors.mT @ free))
     return torch.where(known, vectors, basis * triangle.diagonal().sign())
 

@@ -83,25 +83,29 @@ def difference(ours: Outcome, theirs: Outcome) -> Difference:
 
 
 def worst(
-    rule: str, precision: str, folder: Path, steps: int = STEPS, layouts: Iterable[str] = tuple(LAYOUTS)
+    rule: str, precision: str, folder: Path, steps: int = STEPS, layouts: Iterable[str] = tuple(LAYOUTS), **keys: Any
 ) -> Difference:
     """Return the largest differences over layouts."""
-    alone = outcome(configuration(rule, precision, folder), steps)
+    alone = outcome(configuration(rule, precision, folder, **keys), steps)
     found = [
-        difference(outcome(configuration(rule, precision, folder, **LAYOUTS[layout]), steps), alone)
+        difference(outcome(configuration(rule, precision, folder, **LAYOUTS[layout], **keys), steps), alone)
         for layout in layouts
     ]
     heaviest = max(found, key=lambda one: one.weight)
     return heaviest._replace(loss=max(one.loss for one in found))
 
 
-CERTAIN_IN_FP32 = {"soap": 1e-3, "conda": 1e-3}
-"""Weights of rules with vectors of close singular values, documented; others are equal to 1e-5."""
+CERTAIN_IN_FP32 = {
+    "soap": 1e-3, "conda": 1e-2, "grad_norm_lorp": 1e-3, "adamw_8bit": 1e-3, "galore_8bit": 1e-3, "shampoo": 1e-4,
+    "galore": 1e-4,
+}  # fmt: skip
+"""Bounds of the weights in fp32 as documented; those of other rules are equal to 1e-5."""
 
 
-@pytest.mark.parametrize("rule", ["soap", "shampoo", "conda", "galore", "muon"])
+@pytest.mark.parametrize("rule", ["soap", "shampoo", "conda", "galore"])
 def test_a_few_steps_of_rules_with_bases(rule: str, tmp_path: Path) -> None:
-    found = worst(rule, "fp64", tmp_path, steps=3, layouts=("dp2",))
+    """With new ones in every second step."""
+    found = worst(rule, "fp64", tmp_path, steps=4, layouts=("dp2",), optimizer__options={"update_gap": 2})
     assert found.loss < 1e-10 and found.weight < 1e-10, found
 
 
@@ -109,9 +113,16 @@ def test_a_few_steps_of_rules_with_bases(rule: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
 @pytest.mark.parametrize("rule", OPTIMIZERS.names())
 def test_every_rule_at_its_defaults(rule: str, precision: str, tmp_path: Path) -> None:
-    found, bound = worst(rule, precision, tmp_path), 1e-10 if precision == "fp64" else 1e-5
-    assert found.loss < bound, found
-    assert found.weight < (CERTAIN_IN_FP32.get(rule, bound) if precision == "fp32" else bound), found
+    found, fp64 = worst(rule, precision, tmp_path), precision == "fp64"
+    assert found.loss < (1e-10 if fp64 else 1e-4 if rule == "conda" else 1e-5), found
+    assert found.weight < (1e-10 if fp64 else CERTAIN_IN_FP32.get(rule, 1e-5)), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["soap", "shampoo", "conda", "galore", "grad_norm_lorp"])
+def test_new_bases_every_three_steps(rule: str, tmp_path: Path) -> None:
+    found = worst(rule, "fp64", tmp_path, optimizer__options={"update_gap": 3})
+    assert found.loss < 1e-10 and found.weight < 1e-10, found
 
 
 @pytest.mark.parametrize("rule", ["adamw", "lion"])
@@ -121,9 +132,8 @@ def test_rounding_of_a_bias_of_k_touches_nothing_else(rule: str, tmp_path: Path)
     alone, split = (outcome(configuration(rule, "fp64", tmp_path, model, **keys), 3) for keys in ({}, LAYOUTS["dp2"]))
     biases = [name for name in alone.weights if name.endswith("k.bias")]
     assert len(biases) == 2
-    if rule == "lion":
-        assert not torch.equal(alone.weights[biases[0]], split.weights[biases[0]])
     for name in biases:
+        assert (float(alone.weights[name].abs().max()) > 1e-4) == (rule == "lion"), "a sign has no small values"
         del alone.weights[name], split.weights[name]
     found = difference(split, alone)
     assert found.loss < 1e-10 and found.weight < 1e-10, found

@@ -12,7 +12,7 @@ from torch import Tensor
 from megascale.ops.optimizer import UpdateInput
 from megascale.optim.ada_pm import ada_pm
 from megascale.optim.galore import LAMBDA, natural_gradient
-from megascale.optim.subspaces import drawn_rows, online_pca
+from megascale.optim.subspaces import completed, drawn_rows, online_pca
 from tests.optim.test_update_rules import SHAPES, adam, close, gradient, walk
 
 
@@ -32,6 +32,19 @@ def test_grass_changes_the_chosen_rows_alone(subspace: str) -> None:
     assert state["exp_avg"].shape == (3, 20) and "basis" not in state
     if subspace == "grass_top":
         assert set(state["rows"].int().tolist()) == set(gradient((8, 20), 1).norm(dim=1).topk(3).indices.tolist())
+
+
+def test_a_completed_basis_is_a_function_of_the_spaces() -> None:
+    """Not of signs, nor of the vectors of singular values of 0, which rounding decides."""
+    x = gradient((12, 3), 1) @ gradient((3, 20), 2)
+    vectors, values, _ = torch.linalg.svd(x, full_matrices=False)
+    basis = completed(vectors, values)
+    assert close(basis.T @ basis, torch.eye(12, dtype=torch.float64))
+    assert close((basis[:, :3] * vectors[:, :3]).sum(0).abs(), torch.ones(3, dtype=torch.float64))
+    turned = torch.linalg.qr(gradient((9, 9), 3)).Q
+    others = torch.cat([-vectors[:, :3], vectors[:, 3:] @ turned], 1)
+    assert close(completed(others, values), basis)
+    assert close(completed(others[:, :3], values[:3]), basis), "as of a matrix of 3 columns"
 
 
 def test_rows_are_drawn_in_proportion_to_their_norms() -> None:

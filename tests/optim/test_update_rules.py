@@ -261,6 +261,7 @@ def test_galore_by_its_formula(shape: tuple[int, int], residual: str) -> None:
         if step in (1, 4):
             svd = torch.linalg.svd(g, full_matrices=False)
             p = svd.U[:, :rank] if left else svd.Vh[:rank].T
+            p = p * (p * walk("galore", shape, step, rank=rank, update_gap=3)[1]["basis"]).sum(0).sign()  # open signs
         r = p.T @ g if left else g @ p
         m, v = (0.1 * r, 0.001 * r * r) if step == 1 else (0.9 * m + 0.1 * r, 0.999 * v + 0.001 * r * r)
         n = m / (v.sqrt() + 1e-8)

@@ -83,7 +83,8 @@ def spam_sparse(module: nn.Module) -> Any:
 
 CASES = [
     Case("muon", "torch", lambda module: torch.optim.Muon(
-        module.parameters(), lr=LR, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"), note="in bf16"),
+        module.parameters(), lr=LR, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"), {"ns_dtype": "bf16"},
+        note="in bf16"),
     Case("adafactor", "torch", lambda module: torch.optim.Adafactor(
         module.parameters(), lr=LR, eps=(1e-30, 1e-3), weight_decay=0.0)),
     Case("came", "came-pytorch", lambda module: import_module("came_pytorch").CAME(
@@ -91,11 +92,11 @@ CASES = [
     Case("lion", "pytorch-optimizer", kozistr("Lion", betas=(0.9, 0.99))),
     Case("conda", "pytorch-optimizer", kozistr("Conda", update_proj_gap=7, scale=1.0, eps=1e-8), {"update_gap": 7}),
     Case("soap", "pytorch-optimizer", kozistr("SOAP", betas=(0.95, 0.95), eps=1e-8, precondition_frequency=7),
-         {"update_gap": 7}, note="new bases every 7 steps"),
+         {"update_gap": 7}, shapes=SQUARE, note="new bases every 7 steps"),
     Case("shampoo", "pytorch-optimizer", kozistr(
         "ScalableShampoo", betas=(0.0, 0.999), graft_type=0, matrix_eps=1e-6, use_svd=True, nesterov=False,
         preconditioning_compute_steps=1, start_preconditioning_step=1, skip_preconditioning_rank_lt=0),
-        {"beta1": 0.0, "eps": 1e-6, "update_gap": 1}, note="directions, without momentum", scaled=True),
+        {"beta1": 0.0, "damping": 1e-6, "update_gap": 1}, note="directions, without momentum", scaled=True),
     Case("adam_mini", "adam-mini", adam_mini, note="rows"),
     Case("adam_mini", "adam-mini", adam_mini, shapes=SQUARE, name="layers.0.wq.weight", note="heads of q"),
     Case("adam_mini", "pytorch-optimizer", lambda module: import_module("pytorch_optimizer").AdamMini(
