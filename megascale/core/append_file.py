@@ -7,6 +7,7 @@ import os
 from collections import deque
 from pathlib import Path
 
+from megascale.core.files import exists
 from megascale.core.run_folder import check_not_lost
 
 MAX_PENDING = 10_000
@@ -22,7 +23,7 @@ class AppendFile:
 
     def __init__(self, path: Path, *, in_run: bool = False) -> None:
         self._path = path
-        self._must_be_there = in_run and path.exists()
+        self._must_be_there = in_run and exists(path)
         self._in_run = in_run
         self._pending: deque[bytes] = deque()
         self.dropped = 0

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megascale.core.copies_folder import copies_folder
 from megascale.core.errors import CheckpointError
-from megascale.core.files import write_text
+from megascale.core.files import exists, write_text
 from megascale.core.limits import os_error_hint
 
 TOKEN = ".memory"
@@ -42,7 +42,7 @@ def read_token(folder: Path, env: Mapping[str, str] = os.environ) -> tuple[str, 
     """
     path, (known_id, *known) = folder / TOKEN, env.get(TOKEN_VARIABLE, "").splitlines() or [""]
     try:
-        if not known_id and not path.exists():
+        if not known_id and not exists(path):
             folder.mkdir(parents=True, exist_ok=True)
             write_token(folder, uuid.uuid4().hex, "")
         run_id, *starts = path.read_text(encoding="ascii").splitlines() or [""]
@@ -77,7 +77,7 @@ def check_not_lost(path: Path) -> None:
 
     Raises: FileNotFoundError
     """
-    if not path.exists() and not (path.parent / TOKEN).exists():
+    if not exists(path) and not exists(path.parent / TOKEN):
         raise FileNotFoundError(errno.ENOENT, "the run's folder is lost", str(path.parent))
 
 

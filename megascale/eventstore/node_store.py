@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megascale.core.files import exists
 from megascale.core.storage import Location
 from megascale.eventstore.schema import TABLES
 from megascale.eventstore.settings import StoreSettings
@@ -117,7 +118,7 @@ class NodeStore:
 
     def _write(self, table: str, columns: Columns, start_ms: int, end_ms: int) -> None:
         place = self._store.local_path
-        if any(self._files.values()) and place is not None and not place.exists():
+        if any(self._files.values()) and place is not None and not exists(place):
             raise FileNotFoundError(errno.ENOENT, "the event store is lost", str(place))
         file = TableFile(table, self._node, self._attempt, start_ms, end_ms)
         written, files = _Written(file, write_rows(self._store, file, columns), 0), self._files[table]

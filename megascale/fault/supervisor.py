@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megascale.core.errors import Exit, MegascaleError
+from megascale.core.files import exists
 from megascale.core.network import join_port, reserve_port_as
 from megascale.core.process import STOP_ORDER, StopRequests, die_with_parent, module_command, stop_signals
 from megascale.core.run_folder import TOKEN
@@ -166,7 +167,7 @@ async def _keep_driver(
         begun = history.launched != before.launched  # else the log ends with an earlier launch
         logged = history.ended if begun else None
         history = replace(history, ended=said[0] if said else logged)  # on a full disk the log lacks it
-        if history.ended is None and not (log.parent / TOKEN).exists():
+        if history.ended is None and not exists(log.parent / TOKEN):
             say(f"the driver has ended, and so has the job: its log is lost with the run's folder {log.parent}")
             return replace(history, ended=Exit.DO_NOT_REQUEUE)
         if history.ended is not None:

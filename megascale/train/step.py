@@ -98,7 +98,7 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
         run.buffers.start_param_gather(bucket)  # overlaps the next update and the next batch's loading
     recorder.step = 0  # events between steps belong to step 0
     tokens = totals["tokens"]
-    tokens = int(tokens) if tokens.is_integer() else tokens  # a sum of weights is none
+    tokens = tokens if tokens % 1 else int(tokens)  # a sum of weights is no whole number
     if run.noise_scale is not None:
         run.noise_scale.end_step(totals, totals["grad_norm"])
     run.progress.step = step

@@ -105,7 +105,7 @@ def test_a_folder_that_may_not_be_entered(tmp_path: Path, monkeypatch: pytest.Mo
         raise PermissionError(13, "Permission denied", str(path))
 
     folder = make_run(tmp_path)
-    monkeypatch.setattr(Path, "exists", refuse)
+    monkeypatch.setattr(Path, "stat", refuse)
     with pytest.raises(RunFolderError, match="cannot be read: Permission denied"):
         RunReader(folder)
 
