@@ -18,10 +18,13 @@ PAUSES = 6.0
 
 
 def slow_machines(replicas: int = 192, steps: int = 20, seed: int = 1) -> tuple[Fleet, tuple[str, ...]]:
-    """Return a job of 64 ranks a replica on machines of eight, of which SLOW_SHARE are slow, and their names."""
+    """Return a job of 64 ranks a replica on machines of eight, of which SLOW_SHARE are slow, and their names. They are
+    of the last stage, which has the output layer: in another stage they would cost nothing.
+    """
     layout = FleetLayout(Topology(tp=8, pp=8, dp=replicas), steps=steps)
     count = max(1, int(SLOW_SHARE * layout.nodes))
-    nodes = np.sort(np.random.default_rng(seed).choice(layout.nodes, count, replace=False))
+    stage = np.arange(layout.nodes - replicas, layout.nodes)
+    nodes = np.sort(np.random.default_rng(seed).choice(stage, count, replace=False))
     fault = FleetFault("slow", nodes=tuple(map(int, nodes)), factor=SLOW_FACTOR)
     return Fleet(layout, seed, fault, events=0), tuple(f"node n{node:04d}" for node in nodes)
 

@@ -99,9 +99,10 @@ def _evidence(cube: StepCube, outlier: Outlier) -> Iterator[str]:
 
 def gc_pauses(cube: StepCube, levels: StepLevels) -> Iterator[SlowCause]:
     """Yield the pauses of Python's garbage collector that are not planned. A pause of all ranks in one step is planned,
-    by the trainer, and delays nobody else. A rank with most of the time is named.
+    by the trainer, and delays nobody else, unless most steps have one. A rank with most of the time is named.
     """
-    pauses = np.where((cube.gc > 0).all(0) & (len(cube.gc) > 1), 0.0, cube.gc)
+    of_all = (cube.gc > 0).all(0) & (len(cube.gc) > 1)
+    pauses = np.where(of_all & (of_all.mean() <= 0.5), 0.0, cube.gc)
     seen = {number for number, part in stretches_of(cube, levels)
             if np.isin(cube.steps[pauses.any(0)], part.steps).sum() >= MIN_PAUSED_SHARE * len(part.steps)}  # fmt: skip
     hit, by_rank = pauses.any(0), pauses.sum(1)
