@@ -27,7 +27,7 @@ EPS = 1e-7
 """The least norm by which a matrix is divided."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-"""Types of Newton-Schulz steps by option; `weights` is not among them."""
+"""Dtypes of Newton-Schulz steps; otherwise that of the weights."""
 
 
 def muon(given: UpdateInput) -> Update:

@@ -10,8 +10,8 @@ import pytest
 
 from megascale.checkpoint.memory.copies import CopyFolder
 from megascale.cli.main import main
-from megascale.core.copies_folder import TOKEN
 from megascale.core.rank import NODE_VARIABLE
+from megascale.core.run_folder import TOKEN
 from megascale.core.stored_copies import copies_notice, stored_copies
 
 

@@ -35,6 +35,8 @@ def test_grad_norm_lorp_by_autograd(shape: tuple[int, int], lr: float) -> None:
         if step in (1, 4):
             svd = torch.linalg.svd(v.grad, full_matrices=False)
             p = svd.U[:, :5] if left else svd.Vh[:5].T
+            theirs = walk("grad_norm_lorp", shape, step, lr=lr, rank=5, update_gap=3, scale=0.5)[1]["basis"]
+            p = p * (p * theirs).sum(0).sign()  # signs are open
         low = p.T @ v.grad if left else v.grad @ p
         m, s = 0.9 * m + 0.1 * low, 0.999 * s + 0.001 * low * low
         n = (1 - 0.999**step) ** 0.5 / (1 - 0.9**step) * m / (s.sqrt() + EPS)
