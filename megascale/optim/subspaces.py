@@ -52,7 +52,7 @@ def completed(vectors: Tensor, values: Tensor) -> Tensor:
 
     Of the space of singular values below `FLOOR` times the largest any basis is as right as another, and rounding
     would choose it. The one that stands in its place is of fixed random vectors, by a QR decomposition: a function of
-        the space alone. So are signs, which matter to moments that outlive a basis: a vector points along a random one.
+    the space alone. So are signs, which matter to moments that outlive a basis: a vector points along a random one.
     Nothing waits for the device.
     """
     size, count = vectors.shape
