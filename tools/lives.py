@@ -98,7 +98,7 @@ class Job:
 
     @property
     def output(self) -> str:
-        """What the launcher has printed so far."""
+        """Return what the launcher has printed so far."""
         return self.folder.with_suffix(".log").read_text(encoding="utf-8", errors="replace")
 
     def incidents(self, folder: Path | None = None) -> list[Incident]:
