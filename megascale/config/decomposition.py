@@ -75,7 +75,7 @@ def decomposed_documents(c: Any) -> Iterator[Finding]:
         message = "decompose fills samples with unrelated pieces, which must not attend to each other"
         yield Finding("data.packing", message, "data.mask = document")
     least = min_piece(c)
-    if least == 1:
+    if least == 1 and not d.boundary_loss:
         yield Finding("data.min_piece", "pieces of one token have no label", "2 or more")
     if _is_power(s) and _is_power(least) and least <= s:
         yield from _turns(c, decomposition(c))

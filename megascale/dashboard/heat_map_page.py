@@ -67,19 +67,21 @@ def _register(app: Dash, runs: Runs) -> None:
 
 def long_parts(heat: HeatMap) -> list[str]:
     """Return the parts that take at least MIN_SHARE of a step on some rank: others make no step slow."""
-    longest = heat.seconds.max(0, initial=0.0)
+    longest = np.fmax.reduce(heat.seconds, 0, initial=0.0)
     return [name for name, seconds in zip(heat.columns, longest, strict=True) if seconds >= MIN_SHARE * heat.step_s]
 
 
 def part_excess(store: StoreView, part: str) -> np.ndarray:
-    """Return each rank's excess over its peers in a part of a step, 0 for less than MIN_SHARE of the step."""
+    """Return each rank's excess over its peers in a part of a step, 0 for less than MIN_SHARE of the step; NaN for a
+    rank without ordinary steps.
+    """
     heat = store.heat
     if part not in heat.columns:
         return store.slowness
     excess = np.full(len(store.slowness), np.nan)
     at = heat.columns.index(part)
-    counts = heat.seconds[:, at] - heat.peer_s[:, at] >= MIN_SHARE * heat.step_s
-    excess[heat.ranks] = np.where(counts, heat.ratio[:, at] - 1, 0.0)
+    is_small = heat.seconds[:, at] - heat.peer_s[:, at] < MIN_SHARE * heat.step_s
+    excess[heat.ranks] = np.where(is_small, 0.0, heat.ratio[:, at] - 1)
     return excess
 
 

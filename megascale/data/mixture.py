@@ -186,7 +186,7 @@ class Mixture:
         if smallest < 0 or largest >= self._vocab:
             odd = smallest if smallest < 0 else largest
             what = f"sample {index}, from {dataset.prefix}, has token {odd}; model.vocab_size is {self._vocab}"
-            raise DataError(what, hint=other_tokens_hint(largest + 1))
+            raise DataError(what, hint=other_tokens_hint(max(largest + 1, self._vocab)))
         return tokens
 
     def positions(self, index: int) -> np.ndarray:

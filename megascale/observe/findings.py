@@ -22,6 +22,8 @@ from megascale.observe.job_cost import (
     ALL,
     MIN_COST_NOISE,
     MIN_CROWDED_SHARE,
+    MIN_EXPLAINED,
+    MIN_REST_SHARE,
     MIN_UNMEASURED_SHARE,
     FindingKind,
     Share,
@@ -45,9 +47,6 @@ MESSAGE_ROWS = 2_000_000
 
 MIN_DATA_SHARE = 0.05
 """Smallest share of a step in which the ranks that read data do nothing else, to be named."""
-
-MIN_REST_SHARE = 0.02
-"""Smallest share of a step that is lost for no known cause, to be told."""
 
 MIN_SLOW_STEPS_SHARE = 0.01
 """Smallest share of the time that single slow steps cost to be named."""
@@ -119,23 +118,31 @@ def combine(cube: StepCube, sample: StepCube, events: Columns) -> list[Finding]:
     levels = step_levels(cube, sample)
     if not levels.stretches or not len(cube.places.rank):
         return []
-    suspects = _suspects(cube, levels, events)
+    suspects = list(_large(cube, levels, _suspects(cube, levels, events), crowded=False))
     if suspects:  # their onsets are cuts, too
         like = np.flatnonzero(cube.ordinary_steps)
         shifts = {at for suspect in suspects for at in shifts_of(suspect.seconds[like])}
         levels = step_levels(cube, sample, cube.steps[like[sorted(shifts)]].tolist())
-        suspects = _suspects(cube, levels, events)
-    shares, rest = divide(cube, levels, suspects)
-    large = [suspect for suspect, costs in zip(suspects, shares, strict=True)
-             if is_large(costs, levels.noise_s(cube.steps, suspect.seconds),
-                         crowded=bool(suspect.ranks and cube.places.crowded))]  # fmt: skip
+    large = list(_large(cube, levels, _suspects(cube, levels, events), crowded=bool(cube.places.crowded)))
     shares, rest = divide(cube, levels, large)
     found = [_finding(levels, suspect, costs) for suspect, costs in zip(large, shares, strict=True)]
     noise_s = levels.noise_s(cube.steps, sum((suspect.seconds for suspect in large), np.zeros(len(cube.steps))))
-    found += _rest(sample, levels, rest, noise_s)
+    found += _rest(cube.places, sample, levels, rest, noise_s)
     found += _data_of_all(cube, levels, found)
     found += [] if found else _single_steps(cube, noise_s)
     return sorted(found, key=lambda finding: (finding.until is not None, -finding.cost_s))
+
+
+def _large(cube: StepCube, levels: StepLevels, suspects: Sequence[SlowCause], *, crowded: bool) -> Iterator[SlowCause]:
+    """Yield the suspects that cost enough to be named, from the first to the last stretch with half of their mean cost.
+    `crowded`: ranks share cores.
+    """
+    shares, _ = divide(cube, levels, suspects)
+    for suspect, costs in zip(suspects, shares, strict=True):
+        most = [at for at, share in enumerate(costs) if share.cost_s >= MIN_EXPLAINED * mean_cost(costs)]
+        core, noise_s = slice(min(most), max(most) + 1), levels.noise_s(cube.steps, suspect.seconds)
+        if is_large(costs[core], noise_s, crowded=crowded and bool(suspect.ranks)):
+            yield replace(suspect, seen=frozenset(sorted(suspect.seen)[core]))
 
 
 def _finding(levels: StepLevels, cause: SlowCause, costs: Sequence[Share]) -> Finding:
@@ -154,15 +161,25 @@ def _suspects(cube: StepCube, levels: StepLevels, events: Columns) -> list[SlowC
         *stragglers(cube, levels), *slow_links(cube, levels, events), *slow_groups(cube, levels),
         *gc_pauses(cube, levels),
     ):  # fmt: skip
-        kinds = {"link": ("compute", "host"), "communication": ("link", "compute", "host")}.get(suspect.kind, ())
-        cause = next((at for at, other in enumerate(kept)
-                      if other.kind in kinds and not suspect.seen.isdisjoint(other.seen)
-                      and not set(suspect.ranks or other.ranks).isdisjoint(other.ranks)), None)  # fmt: skip
+        cause = next((at for at, other in enumerate(kept) if _explains(cube, levels, other, suspect)), None)
         if cause is None:
             kept.append(suspect)
         elif suspect.kind == "communication" and kept[cause].kind == "link":
             kept[cause] = _link_of_group(cube.places, kept[cause], suspect)
     return [lasting(cube, levels, suspect) for suspect in kept]
+
+
+def _explains(cube: StepCube, levels: StepLevels, cause: SlowCause, suspect: SlowCause) -> bool:
+    """Return True if a suspect is the effect of another, in the stretches in which both show. A slow rank has an effect
+    of its own size; a slow link may show little itself.
+    """
+    kinds = {"link": ("compute", "host"), "communication": ("link", "compute", "host")}.get(suspect.kind, ())
+    both = suspect.seen & cause.seen
+    if cause.kind not in kinds or not both or set(suspect.ranks or cause.ranks).isdisjoint(cause.ranks):
+        return False
+    steps = np.logical_or.reduce([cube.within(levels.stretches[number][:2]) for number in both])
+    size, of_suspect = (float(each.seconds[steps].mean()) for each in (cause, suspect))
+    return cause.kind == "link" or size >= MIN_EXPLAINED * of_suspect
 
 
 def _link_of_group(places: Places, link: SlowCause, group: SlowCause) -> SlowCause:
@@ -174,11 +191,13 @@ def _link_of_group(places: Places, link: SlowCause, group: SlowCause) -> SlowCau
         ranks = tuple(rank for rank in link.ranks if places.node[places.index(np.array(rank))] == node)
         link = replace(link, culprit=f"node {places.nodes[node]}", ranks=ranks)
     evidence = (*link.evidence, f"{group.culprit}: {group.evidence[0]}")
-    return replace(link, seconds=link.seconds + group.seconds, evidence=evidence)
+    return replace(link, seconds=link.seconds + group.seconds, seen=link.seen | group.seen, evidence=evidence)
 
 
-def _rest(sample: StepCube, levels: StepLevels, rest: Sequence[Share], noise_s: float) -> Iterator[Finding]:
-    """Yield what the newest steps lost that no suspect explains: by what grew, on which stages."""
+def _rest(
+    places: Places, sample: StepCube, levels: StepLevels, rest: Sequence[Share], noise_s: float
+) -> Iterator[Finding]:
+    """Yield what the newest steps lost that no suspect explains: by what grew, on which stages of `places`."""
     went_on: list[Share] = []
     for share in reversed(rest):
         if share.cost_s < max(MIN_REST_SHARE * share.stretch.seconds, MIN_COST_NOISE * noise_s):
@@ -186,24 +205,26 @@ def _rest(sample: StepCube, levels: StepLevels, rest: Sequence[Share], noise_s: 
         went_on.insert(0, share)
     if went_on:
         ends = went_on[0].stretch.first, went_on[-1].stretch.last
-        kind, ranks, evidence = _what_grew(sample, ends, went_on[-1].stretch)
-        culprit = _name(sample.places, ranks)
-        cause = SlowCause(kind, culprit, ranks, np.zeros(0), frozenset(), evidence)
-        crowded = bool(ranks and sample.places.crowded)
+        kind, stages, evidence = _what_grew(sample, ends, went_on[-1].stretch, mean_cost(went_on))
+        ranks = tuple(map(int, places.rank[np.isin(places.coords["pp"], stages)]))
+        cause = SlowCause(kind, _name(places, ranks), ranks, np.zeros(0), frozenset(), evidence)
+        crowded = bool(ranks and places.crowded)
         if crowded and not is_large(went_on, noise_s, crowded=True, has_peers=False):
             cause = replace(cause, kind="job", culprit=ALL, ranks=())
         yield _finding(levels, cause, went_on)
 
 
 def _what_grew(
-    sample: StepCube, ends: tuple[int, int], newest: Stretch
-) -> tuple[FindingKind, tuple[int, ...], tuple[str, ...]]:
-    """Return what grew most in some steps beside the usual ones, on which ranks, empty for all, and the evidence.
+    sample: StepCube, ends: tuple[int, int], newest: Stretch, cost_s: float
+) -> tuple[FindingKind, list[int], tuple[str, ...]]:
+    """Return what grew most in some steps beside the usual ones, on which stages, and the evidence. No stage is named
+    for a growth that explains little of `cost_s`, nor are most of them.
+
     Stages are compared with their own past: ranks of one stage have peers, which did not differ.
     """
     now, before = sample.within(ends), sample.within(newest.usual)
     parts: dict[FindingKind, np.ndarray] = {"job": sample.compute, "data": sample.data, "host": sample.other}
-    stage = sample.places.codes("pp")
+    stage = sample.places.coords["pp"]
     stages, growths = np.unique(stage), dict[FindingKind, np.ndarray]()
     for kind, values in parts.items() if now.any() and before.any() else ():
         of_stage = np.stack([lower_median(values[stage == at]) for at in stages])
@@ -214,15 +235,14 @@ def _what_grew(
     lines += [spread.to_text()] if spread else []
     kind = max(growths, key=lambda each: float(growths[each].max()), default="drift")
     if not growths or growths[kind].max() < MIN_REST_SHARE * newest.seconds:
-        return "drift", (), tuple(lines)
+        return "drift", [], tuple(lines)
     most = growths[kind] >= growths[kind].max() / 2
     names = {"job": COMPUTE, "data": "reading data", "host": "time outside of actions"}
     lines += [f"{names[of]} grew by {float(growth.max()) * 1e3:.3g} ms a step" for of, growth in growths.items()
               if growth.max() >= MIN_REST_SHARE * newest.seconds]  # fmt: skip
-    if most.mean() > 0.5:
-        return kind, (), tuple(lines)
-    mine = np.isin(stage, stages[most])
-    return "compute" if kind == "job" else kind, tuple(map(int, sample.places.rank[mine])), tuple(lines)
+    if most.mean() > 0.5 or growths[kind].max() < MIN_EXPLAINED * cost_s:
+        return kind, [], tuple(lines)
+    return "compute" if kind == "job" else kind, stages[most].tolist(), tuple(lines)
 
 
 def _name(places: Places, ranks: Sequence[int]) -> str:
@@ -239,10 +259,10 @@ def _name(places: Places, ranks: Sequence[int]) -> str:
 def _data_of_all(cube: StepCube, levels: StepLevels, found: Sequence[Finding]) -> Iterator[Finding]:
     """Yield the reading of data, if it takes long on the median of the ranks that read."""
     newest = levels.stretches[-1]
-    seconds = cube.take(cube.within(newest[:2])).data
-    reading = seconds.mean(1)[seconds.any(1)] if seconds.size else seconds
-    if len(reading) and not any(finding.kind == "data" for finding in found):
-        typical = float(np.median(reading))
+    seconds = cube.data[:, cube.within(newest[:2])]
+    reading = seconds[seconds.any(1)]
+    if reading.size and not any(finding.kind == "data" for finding in found):
+        typical = float(np.median(reading.mean(1)))
         if typical >= MIN_DATA_SHARE * newest.seconds:
             line = f"a rank reads its batch for {typical:.3g} s of a step of {newest.seconds:.3g} s, in the median"
             share = typical / newest.seconds

@@ -209,9 +209,8 @@ def _find_outliers(cube: StepCube, roles: Integers, continuity: int, loss: Loss 
     shows = np.zeros(excess.shape, int)
     for block in np.array_split(np.arange(len(cube.steps)), BLOCKS):
         part = cube.take(block)
-        known = part.ordinary.max(1, keepdims=True)
         seconds, peer_s, _ = compare(part, sums[:, block], roles)
-        shows += ~known | (seconds - peer_s >= least / 2)
+        shows += seconds - peer_s >= least / 2
     score = np.where(_is_pair(roles), MIN_SCORE_OF_PAIR, MIN_SCORE)
     slow = (whole.score >= score) & (excess >= least) & (shows >= continuity)
     if loss is not None:
@@ -267,11 +266,12 @@ def _slow_nodes(cube: StepCube, relative: Floats) -> Iterator[tuple[int, Integer
 
 
 def _outlier(cube: StepCube, kind: Kind, members: Integers, node: str, values: PeerComparison) -> Outlier:
-    slowest = members[np.argmax(values.seconds[members] - values.peer_s[members])]
-    ratio = np.median(values.seconds[members] / np.maximum(values.peer_s[members], 1e-9))
+    known = members[~np.isnan(values.seconds[members])]
+    slowest = known[np.argmax(values.seconds[known] - values.peer_s[known])]
+    ratio = np.median(values.seconds[known] / np.maximum(values.peer_s[known], 1e-9))
     return Outlier(
         kind, tuple(map(int, cube.places.rank[members])), node, float(values.seconds[slowest]),
-        float(values.peer_s[slowest]), float(ratio), float(np.median(values.score[members])), (),
+        float(values.peer_s[slowest]), float(ratio), float(np.median(values.score[known])), (),
     )  # fmt: skip
 
 

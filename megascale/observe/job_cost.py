@@ -35,6 +35,9 @@ FORWARD_SHARE = 1 / 3
 MIN_COST_SHARE = 0.005
 """Smallest share of a step that a cause costs to be named."""
 
+MIN_REST_SHARE = 0.02
+"""Smallest share of a step that is lost for no known cause, to be told, or to look for its cause."""
+
 MIN_COST_NOISE = 2.0
 """Smallest cost of a cause, in deviations of the mean of a block of the run's like steps: below, it is noise."""
 

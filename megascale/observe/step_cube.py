@@ -9,7 +9,6 @@ rank moved, to another node or place in the layout, are left out: they were othe
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -35,8 +34,11 @@ COLD_TAGS = frozenset({"first step", "restart", "profile"})
 """Tags of steps that compile, open connections, and fill caches, or run under a profiler."""
 
 CLASS_TAGS = frozenset({"gc", "evaluation", "checkpoint"})
-"""Tags that make a class of like steps: known causes explain their time. Steps are compared with those of their class,
-and only those of the most frequent class: with a save in every step, these.
+"""Tags of steps that a known cause has made longer: these are not compared with the others, unless they are common."""
+
+COMMON = 0.2
+"""Share of the steps from which on a tag is common, such as that of a save in every step: it tells no class of steps,
+and a slower step may lack it, which is measured by shares of the step.
 """
 
 MAD_TO_DEVIATION = 1.4826
@@ -145,8 +147,8 @@ class StepCube:
 
     `own` [R, S, P]: of an action without the waits inside it, of a host activity without what the device hides, of a
     communication its duration. `wait` [R, S, P]: time in which compute waited for a communication, else 0. `wall`
-    [R, S]: the step without evaluations and saves after it, 0 if unknown. `ordinary` [R, S]: warm, and of the most
-    frequent class of like steps. `warm` [S]: not the first step of an attempt. `entered_ns` [R, S]: issue of the last
+    [R, S]: the step without evaluations and saves after it, 0 if unknown. `ordinary` [R, S]: warm, and without a rare
+    tag. `warm` [S]: not the first step of an attempt. `entered_ns` [R, S]: issue of the last
     reduction of gradients, ns since 1970, or 0. `bytes` [R, P]: mean of a step. `tokens`, `flops` [S]: of the job.
     `forwards`: of a rank in a step.
     """
@@ -282,11 +284,9 @@ def _step_arrays(rows: _Rows, shape: tuple[int, int]) -> dict[str, Any]:
     named = [frozenset(tag.split(",")) for (tag,) in tags]
     cold = np.array([not COLD_TAGS.isdisjoint(names) for names in named], bool)[code]
     warm[rows.step[cold]] = False
-    counts = Counter[frozenset[str]]()
-    for at, count in enumerate(np.bincount(code[warm[rows.step]], minlength=len(named)).tolist()):
-        counts[named[at] & CLASS_TAGS] += count
-    usual = max(counts, key=lambda names: (counts[names], -len(names)), default=frozenset())
-    like = np.array([names & CLASS_TAGS == usual for names in named], bool)[code]
+    counts = np.bincount(code[warm[rows.step]], minlength=len(named))
+    rare = {tag for tag in CLASS_TAGS if counts[[tag in names for names in named]].sum() < COMMON * counts.sum()}
+    like = np.array([rare.isdisjoint(names) for names in named], bool)[code]
     ordinary[rows.rank, rows.step] = like & warm[rows.step]
     return {"wall": wall, "ordinary": ordinary, "warm": warm, "tokens": tokens, "flops": flops}
 

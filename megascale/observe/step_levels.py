@@ -53,12 +53,13 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class StepLevels:
-    """The like `steps` of a run [N] by number, their `seconds` [N] for mean work, the levels in them by position, and
-    the stretches of these, of WINDOW steps at most, in order.
+    """The like `steps` of a run [N] by number, their `seconds` [N] for mean work, their `work` [N] relative to it, the
+    levels in them by position, and the stretches of these, of WINDOW steps at most, in order.
     """
 
     steps: Integers
     seconds: Floats
+    work: Floats
     levels: tuple[slice, ...]
     stretches: tuple[Stretch, ...]
 
@@ -68,7 +69,7 @@ class StepLevels:
         """
         seconds = self.seconds.copy()
         mine = np.isin(self.steps, steps)
-        seconds[mine] -= explained[np.searchsorted(steps, self.steps[mine])]
+        seconds[mine] -= explained[np.searchsorted(steps, self.steps[mine])] / self.work[mine]
         apart = np.concatenate([seconds[level] - np.median(seconds[level]) for level in self.levels])
         of_steps = MAD_TO_DEVIATION * float(np.median(np.abs(apart))) / np.sqrt(BLOCK)
         blocks = (np.array_split(seconds[level], max(1, (level.stop - level.start) // BLOCK)) for level in self.levels)
@@ -84,11 +85,12 @@ def step_levels(recent: StepCube, sample: StepCube, onsets: Iterable[int] = ()) 
     older, newer = _step_times(sample), _step_times(recent)
     before = older[:, older[0] < recent.steps.min(initial=np.iinfo(np.int32).max)]
     number, wall, tokens, flops = np.concatenate([before, newer], 1)
-    steps, seconds = number.astype(int), wall / relative_work(tokens, flops, wall)
+    steps, work = number.astype(int), relative_work(tokens, flops, wall)
+    seconds = wall / work
     cuts = sorted({*change_points(seconds), *np.searchsorted(steps, sorted(onsets)).tolist()})
     bounds = [0, *_apart(cuts, len(steps)), len(steps)] if len(steps) else []
     levels = tuple(slice(*ends) for ends in itertools.pairwise(bounds))
-    return StepLevels(steps, seconds, levels, tuple(_stretches(steps, seconds, levels)))
+    return StepLevels(steps, seconds, work, levels, tuple(_stretches(steps, seconds, levels)))
 
 
 def _apart(cuts: Sequence[int], size: int) -> Iterator[int]:
@@ -114,13 +116,16 @@ def _step_times(cube: StepCube) -> Floats:
 
 
 def shifts_of(series: Floats) -> list[int]:
-    """Return the positions at which a series of what a cause costs shifts: its change points, and its largest upward
-    shift (CUSUM), if less than half of it is there before. It may be 0 before, and rare afterwards.
+    """Return the positions at which a series of what a cause costs shifts: its change points, and its largest shifts up
+    and down (CUSUM), if one side has less than half of the other. It may be 0 on one side, and rare on the other.
     """
-    sums = np.cumsum(series - series.mean()) if len(series) else series
-    onset = int(np.argmin(sums[:-1])) + 1 if len(sums) > 1 else 0
-    rises = onset and series[:onset].mean() < series[onset:].mean() / 2
-    return [*change_points(series), *([onset] if rises else [])]
+    shifts = change_points(series)
+    if len(series) > 1:
+        sums = np.cumsum(series - series.mean())[:-1]
+        for at in (int(np.argmin(sums)) + 1, int(np.argmax(sums)) + 1):
+            less, more = sorted((float(series[:at].mean()), float(series[at:].mean())))
+            shifts += [at] if less < more / 2 else []
+    return shifts
 
 
 def _stretches(number: Integers, seconds: Floats, levels: Sequence[slice]) -> Iterator[Stretch]:

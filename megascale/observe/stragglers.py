@@ -14,8 +14,8 @@ import numpy as np
 from megascale.core.rank import format_ranks
 from megascale.layout.topology import AXES
 from megascale.observe.heatmap import MIN_SCORE, MIN_STEPS, Kind, Loss, Outlier, excess_of, heat_map
-from megascale.observe.job_cost import ALL, Excess, SlowCause, job_costs
-from megascale.observe.step_cube import MAD_TO_DEVIATION, Floats, Integers, Part, StepCube, lower_median
+from megascale.observe.job_cost import ALL, MIN_REST_SHARE, Excess, SlowCause, job_costs
+from megascale.observe.step_cube import MAD_TO_DEVIATION, Floats, Integers, StepCube, lower_median
 from megascale.observe.step_levels import StepLevels
 
 MIN_GROUP_RATIO, MIN_GROUP_SHARE = 1.5, 0.01
@@ -35,22 +35,14 @@ REASONS: dict[Kind, str] = {
 }  # fmt: skip
 
 
-def stretches_of(cube: StepCube, levels: StepLevels) -> Iterator[tuple[int, StepCube]]:
-    """Yield the like steps of the stretches that a cube has: their number, and the cube of these steps."""
-    for number, stretch in enumerate(levels.stretches):
-        if (now := cube.within(stretch[:2])).any():
-            yield number, cube.take(now)
-
-
 def stragglers(cube: StepCube, levels: StepLevels) -> Iterator[SlowCause]:
     """Yield the ranks and nodes that are slower than their peers in a stretch."""
     found: dict[tuple[Kind, str], list[tuple[int, Outlier]]] = {}
-    cubes = dict(stretches_of(cube, levels))
-    for number, part in cubes.items():
-        stretch = levels.stretches[number]
-        usual = cube.take(cube.within(stretch.usual))
-        loss = Loss(usual, stretch.lost_s) if len(usual.steps) >= MIN_STEPS else None
-        for outlier in heat_map(part, loss=loss).outliers:
+    for number, stretch in enumerate(levels.stretches):
+        now, usual = (cube.take(cube.within(ends)) for ends in (stretch[:2], stretch.usual))
+        lost = stretch.lost_s >= MIN_REST_SHARE * stretch.seconds and len(usual.steps) >= MIN_STEPS
+        loss = Loss(usual, stretch.lost_s) if lost else None
+        for outlier in heat_map(now, loss=loss).outliers:
             found.setdefault((outlier.kind, outlier.name), []).append((number, outlier))
     joined = _with_their_nodes(found)
     worst = {key: max((one for _, one in seen), key=lambda one: (bool(one.node), one.cost_s))
@@ -58,8 +50,8 @@ def stragglers(cube: StepCube, levels: StepLevels) -> Iterator[SlowCause]:
     costs = job_costs(cube, {f"{key}": excess_of(cube, outlier) for key, outlier in worst.items()})
     for key, outlier in worst.items():
         numbers = [number for number, _ in joined[key]]
-        last = max(joined[key], key=lambda seen: seen[0])
-        evidence = tuple(_evidence(cubes[last[0]], last[1]))
+        last, newest = max(joined[key], key=lambda seen: seen[0])
+        evidence = tuple(_evidence(cube.take(cube.within(levels.stretches[last][:2])), newest))
         yield SlowCause(outlier.kind, outlier.name, outlier.ranks, costs[f"{key}"], frozenset(numbers), evidence)
 
 
@@ -103,9 +95,9 @@ def gc_pauses(cube: StepCube, levels: StepLevels) -> Iterator[SlowCause]:
     """
     of_all = (cube.gc > 0).all(0) & (len(cube.gc) > 1)
     pauses = np.where(of_all & (of_all.mean() <= 0.5), 0.0, cube.gc)
-    seen = {number for number, part in stretches_of(cube, levels)
-            if np.isin(cube.steps[pauses.any(0)], part.steps).sum() >= MIN_PAUSED_SHARE * len(part.steps)}  # fmt: skip
-    hit, by_rank = pauses.any(0), pauses.sum(1)
+    hit, by_rank = np.asarray(pauses.any(0)), pauses.sum(1)
+    times = enumerate(cube.within(stretch[:2]) for stretch in levels.stretches)
+    seen = {number for number, now in times if now.any() and hit[now].mean() >= MIN_PAUSED_SHARE}
     if not seen or hit.mean() < MIN_PAUSED_SHARE:
         return
     most = np.flatnonzero(by_rank >= 0.5 * by_rank.sum())
@@ -120,21 +112,20 @@ def gc_pauses(cube: StepCube, levels: StepLevels) -> Iterator[SlowCause]:
 
 
 def slow_groups(cube: StepCube, levels: StepLevels) -> Iterator[SlowCause]:
-    """Yield the groups with slow collectives: those of an axis and operation together.
+    """Yield the groups with slow collectives: those of an axis together.
 
     A group's transfer is the shortest wait of its ranks: the last one to enter waits for the network only. Peers are
     the groups along the axis that carry as many bytes; a group without peers is compared with its usual steps.
     """
-    for at, part in enumerate(cube.parts):
-        if part.axis in AXES and part.axis != "pp":
-            code = cube.places.group_codes(part.axis)
-            order = np.argsort(code, kind="stable")
-            starts = np.flatnonzero(np.append(True, np.diff(code[order]) != 0))
-            transfer = np.minimum.reduceat(cube.wait[order, :, at], starts)
-            size = np.maximum.reduceat(cube.bytes[order, at], starts)
-            members = np.split(cube.places.rank[order], starts[1:])
-            for peers in _alike(size):
-                yield from _slow_groups(cube, levels, part, transfer[peers], [members[peer] for peer in peers])
+    for axis in set(cube.axes).intersection(AXES).difference({"pp"}):
+        code, parts = cube.places.group_codes(axis), cube.select(axis)
+        order = np.argsort(code, kind="stable")
+        starts = np.flatnonzero(np.append(True, np.diff(code[order]) != 0))
+        transfer = np.minimum.reduceat(cube.wait[order][:, :, parts], starts).sum(2)
+        size = np.maximum.reduceat(cube.bytes[order][:, parts], starts).sum(1)
+        members = np.split(cube.places.rank[order], starts[1:])
+        for peers in _alike(size):
+            yield from _slow_groups(cube, levels, axis, transfer[peers], [members[peer] for peer in peers])
 
 
 def _alike(size: Floats) -> list[Integers]:
@@ -144,7 +135,7 @@ def _alike(size: Floats) -> list[Integers]:
 
 
 def _slow_groups(
-    cube: StepCube, levels: StepLevels, part: Part, transfer: Floats, members: list[Integers]
+    cube: StepCube, levels: StepLevels, axis: str, transfer: Floats, members: list[Integers]
 ) -> Iterator[SlowCause]:
     """Yield the slow ones of groups that do the same. `transfer` [groups, S]."""
     usual = lower_median(transfer) if len(members) > 1 else np.zeros(len(cube.steps))
@@ -161,12 +152,12 @@ def _slow_groups(
         here = persistent & (seconds - peer_s >= least)
         if here.any():
             seen, slow = seen | {number}, slow | here
-            evidence = (f"in {part.name} even the last rank to enter waits {seconds[here].max() * 1e3:.3g} ms a step, "
+            evidence = (f"even the last rank to enter waits {seconds[here].max() * 1e3:.3g} ms a step for {axis}, "
                         f"{'in other groups' if len(members) > 1 else 'before'} {peer_s * 1e3:.3g} ms")  # fmt: skip
     if seen:
         mine = [members[at] for at in np.flatnonzero(slow)]
         ranks = tuple(sorted(int(rank) for group in mine for rank in group))
-        name = f"{part.axis} group of" if len(mine) == 1 else f"{len(mine)} {part.axis} groups of"
+        name = f"{axis} group of" if len(mine) == 1 else f"{len(mine)} {axis} groups of"
         culprit, ranks = (ALL, ()) if len(ranks) == len(cube.places.rank) else (f"{name} {format_ranks(ranks)}", ranks)
         hint = "`megascale doctor nodes` measures the links between the nodes of a group"
         yield SlowCause(

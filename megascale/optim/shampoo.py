@@ -30,7 +30,7 @@ def shampoo(given: UpdateInput) -> Update:
     o, state, step = given.options, given.state, given.step
     factors = kronecker_factors(given, o["beta2"])
     roots = {f"{side}_root": state[f"{side}_root"] for side in factors}
-    if step % o["update_gap"] == 0:
+    if step % o["update_gap"] == 0 and not given.first:
         roots = {f"{side}_root": inverse_root(factor, o["damping"]) for side, factor in factors.items()}
     grafted, moments = adam(given)
     x = rotated(moments["exp_avg"], roots["left_root"], roots["right_root"])

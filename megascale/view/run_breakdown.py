@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from megascale.core.errors import MegascaleError
 from megascale.core.events import COMPUTE
 from megascale.eventstore.query import StoreError
@@ -85,8 +87,8 @@ def _bubble(cube: StepCube, folder: Path) -> float:
     stage, times = cube.places.coords["pp"], {name: dict[Place, float]() for name in "FB"}
     for rank in range(p.pp):
         for chunk in range(p.vpp):
-            own = {name: cube.mean(_chunk(cube, COMPUTE, chunk, name))[stage == rank].mean() / m for name in "FB"}
-            waits = sum(cube.mean(_chunk(cube, axis, chunk))[stage == rank].mean() for axis in ("tp", "cp")) / m
+            own = {name: np.nanmean(cube.mean(_chunk(cube, COMPUTE, chunk, name))[stage == rank]) / m for name in "FB"}
+            waits = sum(np.nanmean(cube.mean(_chunk(cube, axis, chunk))[stage == rank]) for axis in ("tp", "cp")) / m
             for name, seconds in own.items():
                 times[name][rank, chunk] = float(seconds * (1 + waits / max(sum(own.values()), 1e-12)))
     chunks = StageTimes(times["F"], times["B"], 0.0, 0.0, {}, {})
