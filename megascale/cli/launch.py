@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
         run_id, _ = read_token(config.folder)
         arguments = (options.config, *options.overrides, *size, "--run-id", run_id)
         count, slots = options.nodes + options.spares, config.world_size // options.nodes
-        plan = LaunchPlan(config.folder, arguments, count, options.scheduler, slots)
+        plan = LaunchPlan(config.folder, arguments, count, options.scheduler, slots, config.fault.stop_grace_s)
         return asyncio.run(supervise(plan))
 
 

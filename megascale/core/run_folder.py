@@ -1,7 +1,8 @@
 """The folder of a run, and what tells it from an empty place, such as its mount point while its file system is away.
 
-Who begins a run makes its folder, with a token: a file of ids, a line each. Nobody else makes the folder: the driver of
-a job says which folder an attempt must find, and an attempt that does not find it has met a fault of storage.
+Who begins a run makes its folder, with a token: a file of ids, a line each. The driver of a job says which folder an
+attempt must find. An attempt that does not find it has met a fault of storage, unless copies in memory are there, from
+which it goes on in a folder made anew (`RunFolder.restore`).
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ class LostFolderError(CheckpointError):
 class RunFolder:
     """The folder that an attempt must find: its `path` without links, and its `token`, as the driver has read it last.
 
-    `checkpoints`, `memory`: as in `[checkpoint]`, the folder of checkpoints, and that of copies in memory. `wait_s`:
-    seconds that an attempt waits for the folder.
+    `checkpoints`, `memory`: as in `[checkpoint]`, the folder of checkpoints, and that of copies in memory, "" without
+    any. `wait_s`: seconds that an attempt waits for the folder.
     """
 
     path: str

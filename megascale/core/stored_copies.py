@@ -1,13 +1,15 @@
 """The copies in memory that are on this host, of whichever run (`stored_copies`).
 
-Copies outlive the processes of their run, and even its folder. A file beside them names the run (`mark_in_use`).
+Copies outlive the processes of their run, and even its folder. A file beside them names the run (`hold_copies`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import FileIO
@@ -16,7 +18,9 @@ from shlex import quote
 from typing import BinaryIO
 
 from megascale.core.copies_folder import copies_folder, remove_copies
+from megascale.core.errors import CheckpointError
 from megascale.core.flight_record import SHARED_MEMORY
+from megascale.core.limits import os_error_hint
 from megascale.core.run_folder import TOKEN
 from megascale.core.units import format_bytes
 
@@ -51,15 +55,44 @@ class StoredCopies:
         return free
 
 
-def mark_in_use(folder: Path, run: Path) -> FileIO:
-    """Name the run of the copies in `folder`. Returns a file, which says until it is closed that they are in use.
+def hold_copies(folder: Path, run: Path) -> FileIO:
+    """Make the folder of a run's copies on this host or of a node, for this user alone, with a file that names the run.
+    The copies are in use until this file, which is returned, is closed.
 
-    Raises: OSError
+    Raises: CheckpointError
     """
-    file = FileIO(os.open(folder / RUN_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+")
-    fcntl.flock(file, fcntl.LOCK_SH)
-    file.write(os.fsencode(run))  # all ranks write the same
-    return file
+    below = [*itertools.takewhile(lambda each: each.name != f"megascale-{os.geteuid()}", (folder, *folder.parents))]
+    while True:
+        for each in (below[-1].parent, *reversed(below)):
+            _make_private_folder(each)
+        try:
+            file = FileIO(os.open(folder / RUN_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+")
+            fcntl.flock(file, fcntl.LOCK_SH)
+            if os.fstat(file.fileno()).st_nlink:  # else it was removed meanwhile, with the copies
+                file.write(os.fsencode(run))  # all ranks write the same
+                return file
+            file.close()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            what = f"cannot write into {folder}: {error.strerror}"
+            raise CheckpointError(what, hint=os_error_hint(error, "checkpoint.memory_dir")) from None
+
+
+def _make_private_folder(folder: Path) -> None:
+    """Make a folder for this user alone. Raises: CheckpointError"""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        facts = folder.lstat()  # not what a stranger's link names
+        if facts.st_uid == os.geteuid() and stat.S_ISDIR(facts.st_mode):
+            folder.chmod(0o700)
+    except OSError as error:
+        hint = os_error_hint(error, "checkpoint.memory_dir")
+        raise CheckpointError(f"cannot make {folder}: {error.strerror}", hint=hint) from None
+    if facts.st_uid != os.geteuid() or not stat.S_ISDIR(facts.st_mode):
+        what = f"{folder} belongs to user {facts.st_uid}" if facts.st_uid != os.geteuid() else f"{folder} is no folder"
+        raise CheckpointError(what, hint="another checkpoint.memory_dir")
 
 
 def _lock_alone(file: BinaryIO) -> bool:
@@ -78,7 +111,7 @@ def stored_copies(parent: Path) -> Iterator[StoredCopies]:
             with open(file, "rb") as named:
                 run, in_use = Path(os.fsdecode(named.read())), not _lock_alone(named)
             folder = file.parent
-            size = sum(copy.stat().st_size for copy in folder.glob("rank-*"))
+            size = sum(512 * copy.stat().st_blocks for copy in folder.glob("rank-*"))
             yield StoredCopies(folder, run, size, in_use, _is_lost(parent, run, folder))
 
 

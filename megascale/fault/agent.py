@@ -198,6 +198,8 @@ class Agent:
 
     def _take_signal(self) -> None:
         if self._stop_requests.add(time.monotonic()):
+            self._ranks.signalled = True
+            self._beat_now.set()  # the driver takes a signal to all nodes for a request to stop
             self._spawn(self._heed_signal())
 
     async def _heed_signal(self) -> None:
@@ -207,7 +209,7 @@ class Agent:
         first = self._stop_requests.count == 1
         if first and not self._channel.lost_s and not self._ranks.observes:
             await asyncio.sleep(ORDER_WAIT_S)
-            if self._ranks.are_stopped:
+            if self._ranks.job_stops:
                 return
         saves = first and self._channel.lost_s > 0
         await self._leave("stopped by a signal", Exit.STOPPED, self._settings.stop_grace_s if saves else 0.0)

@@ -10,9 +10,12 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from io import FileIO
 from pathlib import Path
 
 from megascale.core.copies_folder import remove_copies
+from megascale.core.errors import CheckpointError
+from megascale.core.stored_copies import hold_copies
 from megascale.eventstore.collector import FINISH_S, Collector, CollectorThread
 from megascale.fault.agent_exporter import AgentExporter
 from megascale.fault.messages import (
@@ -48,7 +51,8 @@ class AgentRanks:
 
     `send` sends a message to the driver; `changed` is called when a rank has started or ended. `observe`: finds ranks
     of another launcher, which are only watched. `copies`: the folder of the run's copies in memory if they are to be
-    removed, "" to keep them.
+    removed, "" to keep them. `signalled`: the agent has got a stop signal;
+    `job_stops`: the driver has let the ranks save.
     """
 
     def __init__(
@@ -72,6 +76,8 @@ class AgentRanks:
         self._collector: CollectorThread | None = None
         self._standby: list[StandbyProcess] = []
         self.copies = ""
+        self.signalled = self.job_stops = False
+        self._in_use: FileIO | None = None
         self.observes = observe is not None
         self.present: Ranks | None = observe(self._report_end) if observe else None
 
@@ -131,7 +137,15 @@ class AgentRanks:
         return ranks
 
     async def start(self, ranks: NodeRanks) -> None:
-        """Start the ranks of an attempt that has begun, once the run's folder is there."""
+        """Start the ranks of an attempt that has begun, once the run's folder is there. Copies in memory are in use as
+        long as the agent lives: the next attempt may resume from them.
+        """
+        if (folder := ranks.order.folder) and folder.memory:
+            copies, held = folder.copies(self._place.node), self._in_use
+            with contextlib.suppress(TimeoutError, RuntimeError, CheckpointError):  # ranks say why they cannot
+                self._in_use = await call_in_thread(lambda: hold_copies(copies, Path(folder.path)), COPIES_S)
+            if held is not None and held is not self._in_use:
+                held.close()
         await ranks.start(self._store.socket_of(ranks.attempt), self._standby)
         if self.present is not ranks:  # another attempt has begun meanwhile
             return
@@ -147,12 +161,8 @@ class AgentRanks:
         if ranks is None or ranks.attempt != order.attempt or self.observes:
             self._send(RanksEnded(order.attempt, ()))
             return
+        self.job_stops |= order.save
         self._report_ends(stuck=await ranks.stop(order.grace_s, save=order.save))
-
-    @property
-    def are_stopped(self) -> bool:
-        """True once the ranks of the present attempt are ordered to end."""
-        return self.present is not None and self.present.stopped
 
     async def leave(self, grace_s: float) -> None:
         """End the ranks of any attempt, which save if they have time to, and report all ends."""
@@ -170,7 +180,7 @@ class AgentRanks:
             return Heartbeat(time.time(), host=host)
         statuses = ranks.statuses()
         world = ranks.world if self.observes else 0
-        return Heartbeat(time.time(), ranks.attempt if statuses else None, statuses, host, world)
+        return Heartbeat(time.time(), ranks.attempt if statuses else None, statuses, host, world, self.signalled)
 
     def add_host_metrics(self, host: Mapping[str, float]) -> None:
         """Have a sample of the host's metrics written to the event store."""
@@ -186,6 +196,8 @@ class AgentRanks:
             await self._end_collector()
             self.present.close()
         self._store.close()
+        if self._in_use is not None:
+            self._in_use.close()
         if self.copies:
             with contextlib.suppress(TimeoutError, RuntimeError):
                 await call_in_thread(lambda: remove_copies(Path(self.copies)), COPIES_S)

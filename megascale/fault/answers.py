@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 
 from megascale.core.errors import MegascaleError
 from megascale.core.flight_files import process_states
+from megascale.core.process import process_facts
 from megascale.fault.checks.runner import run_check
 from megascale.fault.messages import Check, CheckDone, Collect, Records, Stacks
 from megascale.fault.ranks import Ranks
@@ -22,8 +24,11 @@ async def read_records(ranks: Ranks | None, order: Collect) -> Records:
     if ranks is None or ranks.attempt != order.attempt:
         return Records(order.attempt, {}, {})
     records = ranks.records(order.ranks)
-    running = {rank: records[rank] for rank in ranks.processes(order.ranks) if rank in records}
-    states = await call_in_thread(lambda: process_states(running), None)
+    pids = ranks.processes(order.ranks)
+    states = {rank: process_facts(pid)[0] for rank, pid in pids.items() if rank not in records}
+    with contextlib.suppress(RuntimeError):  # no thread for it
+        running = {rank: records[rank] for rank in pids if rank in records}
+        states |= await call_in_thread(lambda: process_states(running), None)
     return Records(order.attempt, {rank: record.to_dict(order.events) for rank, record in records.items()}, states)
 
 

@@ -104,7 +104,8 @@ def classify_ends(ends: Mapping[int, RankEnd], node_of: Mapping[int, str]) -> Fi
 def add_culprits(finding: Finding, others: Mapping[int, str], node_of: Mapping[int, str]) -> Finding:
     """Return a finding with further ranks that have not failed as a consequence. `others`: what each does, by rank.
 
-    The nodes of a lost node's incident stay the lost ones, which are to be replaced.
+    The nodes of a lost node's incident stay the lost ones, which are to be replaced. A stopped rank answers no peer:
+    with one, a network that seems to be partial is no finding.
     """
     by_words: dict[str, list[int]] = {}
     for rank, words in sorted(others.items()):
@@ -116,6 +117,10 @@ def add_culprits(finding: Finding, others: Mapping[int, str], node_of: Mapping[i
         f"{Culprit(tuple(more), _nodes(more, node_of))} {_conjugate(words, more)}" for words, more in by_words.items()
     ]
     ranks = tuple(sorted({*finding.culprit.ranks, *others}))
+    if finding.class_ == "network":
+        finding = replace(
+            finding, class_="hang", what=clauses.pop(0), signature=f"hang: stopped of {format_ranks(ranks)}", hint=""
+        )
     nodes = finding.culprit.nodes if finding.class_ == "node" else _nodes(ranks, node_of)
     return replace(
         finding,

@@ -6,11 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megascale.core.errors import Exit
+from megascale.core.rank import format_ranks
 from megascale.fault import stages
-from megascale.fault.attempt import LostNode
+from megascale.fault.attempt import Attempt, LostNode
 from megascale.fault.classify import Finding, classify_lost_nodes
 from megascale.fault.commands import CheckNodes, Say
 from megascale.fault.incidents import Action, Culprit, Incident, JobHistory, describe, describe_recovery
+from megascale.fault.messages import RankEnd
 from megascale.fault.policy import RESTARTS, Reserve, decide
 from megascale.fault.roster import format_nodes
 
@@ -203,3 +206,23 @@ def missing_nodes(job: Job, nodes: Sequence[str], now: float) -> Finding:
     hint = "what the check names; for a slow host fault.check_timeout_s, or fault.check_nodes = false"
     what = "no node is left for a place of the job: nodes have failed their checks"
     return Finding("node", what, Culprit(), now, "node: missing", evidence, hint)
+
+
+def why_unsaved(job: Job, attempt: Attempt, now: float) -> str:
+    """Return why a job that was asked to stop may not have saved."""
+    if not completed_step(job):
+        return "stopped before the first step"
+    if job.stop_requests > 1:
+        return "stopped at once, without saving"
+    if now >= job.deadline - stages.KILL_S:
+        return f"stopped: the ranks had not saved within fault.stop_grace_s = {job.settings.stop_grace_s:g}"
+    return f"stopped: {format_ranks(sorted(attempt.failures))} failed before all had saved"
+
+
+def status_of_stop(ends: Sequence[RankEnd]) -> int:
+    """Return the status of a job that was asked to stop: an error of its own, such as a failed save, goes first."""
+    stops = (Exit.STOPPED, Exit.INTERRUPTED)
+    errors = [end.exit_status for end in ends if end.error and not end.peer_lost and end.exit_status not in stops]
+    if errors:
+        return max(status or Exit.UNCLASSIFIED for status in errors)
+    return Exit.OK if ends and all(end.in_order and end.status == 0 for end in ends) else Exit.STOPPED

@@ -154,9 +154,8 @@ class Driver:
         """Read the run's token once an attempt has trained: it names the start whose copies in memory count."""
         attempt = self._job.attempt
         if self._folder and attempt and attempt.noted and attempt.number != self._attempt_of_token:
-            self._attempt_of_token = attempt.number
             with contextlib.suppress(CheckpointError):  # the folder may be away
-                self._folder = self._folder.read_again()
+                self._folder, self._attempt_of_token = self._folder.read_again(), attempt.number
 
     async def _receive(self) -> None:
         async for node, message in self._server:

@@ -326,6 +326,10 @@ class Job:
         match message:
             case Heartbeat():
                 attempt.watch.beat(message.ranks, now)
+                attempt.signalled |= {node} if message.signalled else set()
+                if len(attempt.signalled) == len(attempt.placement) and not self.stop_requests:
+                    self.stop_requests = 1
+                    stages.take_stop_request(self, now)
             case RanksEnded():
                 attempt.add_ends(node, message.ends)
                 attempt.stuck |= {node} if message.stuck else set()

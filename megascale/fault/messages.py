@@ -111,6 +111,7 @@ class Hello(_Checked):
 class Heartbeat(_Checked):
     """The state of a node, every `fault.heartbeat_s`. `time`: seconds since the epoch, of the node's clock. `host`:
     metrics of the host by name (`fault.host_metrics`). `world`: ranks of the job, from an observer that has found some.
+    `signalled`: the agent has got a stop signal.
     """
 
     time: float
@@ -118,6 +119,7 @@ class Heartbeat(_Checked):
     ranks: tuple[RankStatus, ...] = ()
     host: Mapping[str, float] | None = None
     world: int = 0
+    signalled: bool = False
 
 
 @dataclass(frozen=True)

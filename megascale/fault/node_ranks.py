@@ -72,32 +72,34 @@ class NodeRanks:
     def __init__(self, order: Start, node: str, secret: int, on_end: Callable[[RankEnd], None]) -> None:
         self.attempt, self.world = order.attempt, order.world
         self.ends: dict[int, RankEnd] = {}
-        self._order = order
+        self.order = order
         self._node = node
         self._logs = Path(order.logs)
         self._secret = secret
         self._on_end = on_end
         self._ranks: dict[int, _LocalRank] = {}
         self._describing: dict[int, asyncio.Task[None]] = {}
-        self.stopped = False
+        self._stopped = False
 
     async def start(self, listener: socket.socket | None, standby: list[StandbyProcess]) -> None:
         """Start the ranks. `listener`: the socket of the job's store, for rank 0. `standby`: processes that wait for
         ranks; those that get one are taken out. A rank that cannot be started has ended, with the error.
         """
-        notice, wait_s = WaitNotice(f"node {self._node}"), self._order.folder.wait_s if self._order.folder else 0.0
-        while not self.stopped:  # by an order, or a signal
+        notice, wait_s = WaitNotice(f"node {self._node}"), self.order.folder.wait_s if self.order.folder else 0.0
+        while not self._stopped:  # by an order, or a signal
             waited_s = notice.waited_s
             try:
                 await call_in_thread(functools.partial(self._prepare_logs, restore=waited_s >= wait_s), FILES_S)
             except (OSError, RuntimeError, MegascaleError) as found:
+                if self._stopped:  # another attempt may have begun
+                    return
                 error = found if isinstance(found, MegascaleError) else _unusable(self._logs, found)
             else:
-                if not self.stopped:
+                if not self._stopped:
                     self._start_all(listener, standby)
                 return
             if waited_s >= wait_s + RESTORE_S * bool(wait_s):
-                for rank in self._order.ranks:
+                for rank in self.order.ranks:
                     self._add_end(failed_start(rank, error, STORAGE_ERROR))
                 return
             notice.print_if_due(functools.partial(str, error))
@@ -109,7 +111,7 @@ class NodeRanks:
 
         Raises: OSError, CheckpointError
         """
-        if (folder := self._order.folder) is not None:
+        if (folder := self.order.folder) is not None:
             try:
                 folder.read_again()
             except LostFolderError:
@@ -117,11 +119,11 @@ class NodeRanks:
                     raise
         self._logs.mkdir(parents=True, exist_ok=True)
         check_space(self._logs)
-        for rank in self._order.ranks:
+        for rank in self.order.ranks:
             (self._logs / ERROR_FILE_NAME.format(rank)).unlink(missing_ok=True)
 
     def _start_all(self, listener: socket.socket | None, standby: list[StandbyProcess]) -> None:
-        order = self._order
+        order = self.order
         remove_left_records(records_name(order.run, self._node))
         token = order.folder.token if order.folder else ""
         env = {NODE_VARIABLE: self._node, ATTEMPT_VARIABLE: str(order.attempt), TOKEN_VARIABLE: token, **order.env}
@@ -155,7 +157,7 @@ class NodeRanks:
         local = self._ranks[rank]
         if rank not in self._describing and (end := local.worker.ended()) is not None:
             oom_killed = local.oom_kills.have_risen()
-            describing = self._describe(rank, end, oom_killed=oom_killed, stopped=self.stopped)
+            describing = self._describe(rank, end, oom_killed=oom_killed, stopped=self._stopped)
             self._describing[rank] = asyncio.ensure_future(describing)
 
     async def _describe(self, rank: int, end: ProcessEnd, *, oom_killed: bool, stopped: bool) -> None:
@@ -223,7 +225,7 @@ class NodeRanks:
 
     async def stop(self, grace_s: float, *, save: bool = False) -> tuple[int, ...]:
         """End the ranks within `grace_s` seconds, and return those that do not end even when killed."""
-        self.stopped = True
+        self._stopped = True
         for pause in ending([local.worker for local in self._ranks.values()], grace_s, save=save):
             await asyncio.sleep(pause)
         for rank in self._ranks:

@@ -52,7 +52,6 @@ class ObservedRanks:
 
     def __init__(self, folder: Path, on_end: Callable[[RankEnd], None]) -> None:
         self.attempt = self.world = 0
-        self.stopped = False
         self.ends: dict[int, RankEnd] = {}
         self._key = folder_key(folder)
         self._on_end = on_end

@@ -14,13 +14,10 @@ from megascale.fault.messages import RankEnd, RankStatus
 
 
 class Ranks(Protocol):
-    """`attempt`: its number; `world`: ranks of the job; `stopped`: they are ordered to end; `ends`: what is known of
-    the ranks that have ended, by rank.
-    """
+    """`attempt`: its number; `world`: ranks of the job; `ends`: what is known of the ranks that have ended, by rank."""
 
     attempt: int
     world: int
-    stopped: bool
     ends: dict[int, RankEnd]
 
     @property

@@ -13,7 +13,7 @@ from megascale.core.flight_layout import EVENTS
 from megascale.fault import decisions
 from megascale.fault.attempt import Attempt
 from megascale.fault.commands import Exclude, Finish, Request, Say, Send
-from megascale.fault.messages import Collect, Leave, OpenStore, Prepare, RankEnd, RankStatus, Start, Stop
+from megascale.fault.messages import Collect, Leave, OpenStore, Prepare, RankStatus, Start, Stop
 from megascale.fault.roster import Member, format_nodes, place_ranks
 from megascale.fault.watch import ProgressWatch
 
@@ -46,9 +46,6 @@ FIND_S = 20.0
 
 MOST_STACKS = 4
 """Most culprits whose stacks are collected."""
-
-
-_STOPS = (Exit.STOPPED, Exit.INTERRUPTED)
 
 
 class Stage(StrEnum):
@@ -89,6 +86,10 @@ def takeover(job: Job, now: float) -> None:
         return
     for node in missing:
         attempt.lose(decisions.never_joined(node, now))
+    if job.stop_requests:
+        job.enter(Stage.RUN, math.inf)
+        take_stop_request(job, now)
+        return
     running = [node for node in joined if job.roster.members[node].attempt == attempt.number or attempt.is_free(node)]
     job.do(
         Say(f"a new driver takes over: {len(running)} of {len(attempt.placement)} nodes run attempt {attempt.number}")
@@ -389,10 +390,8 @@ def carry_out(job: Job, now: float) -> None:
     if job.stop_requests:
         ends = list(attempt.ends.values()) if attempt is not None else []
         if attempt is not None and not all(end.in_order for end in ends):
-            in_time = f"the ranks had not saved within fault.stop_grace_s = {job.settings.stop_grace_s:g}"
-            late = "at once, without saving" if job.stop_requests > 1 else in_time
-            job.do(Say(f"stopped: {late}" if attempt.noted else "stopped before the first step"))
-        finish(job, _status_of_stop(ends), now)
+            job.do(Say(decisions.why_unsaved(job, attempt, now)))
+        finish(job, decisions.status_of_stop(ends), now)
         return
     if incident is not None and incident.action.kind == "stop":
         finish(job, incident.action.status, now)
@@ -429,14 +428,6 @@ def _join_s(job: Job) -> float:
     return JOIN_S + (job.settings.check_timeout_s if job.plan.checks else 0.0)
 
 
-def _status_of_stop(ends: Sequence[RankEnd]) -> int:
-    """Return the status of a job that was asked to stop: an error of its own, such as a failed save, goes first."""
-    errors = [end.exit_status for end in ends if end.error and not end.peer_lost and end.exit_status not in _STOPS]
-    if errors:
-        return max(status or Exit.UNCLASSIFIED for status in errors)
-    return Exit.OK if ends and all(end.in_order and end.status == 0 for end in ends) else Exit.STOPPED
-
-
 def exclude(job: Job, node: str, reason: str, now: float) -> None:
     """Take a node out of the job."""
     until = now + job.settings.exclude_s
@@ -450,7 +441,7 @@ def exclude(job: Job, node: str, reason: str, now: float) -> None:
 
 def take_stop_request(job: Job, now: float) -> None:
     """End the job at its user's request."""
-    if job.stage == Stage.DONE:
+    if job.stage in (Stage.TAKEOVER, Stage.DONE):  # `takeover` stops the ranks once it knows their agents
         return
     if job.stage in (Stage.GATHER, Stage.OPEN) or job.plan.observed:
         job.do(Say("stopping: the ranks are left alone" if job.plan.observed else "stopping: no ranks run"))

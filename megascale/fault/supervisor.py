@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -40,6 +40,9 @@ FINAL = (Exit.OK, Exit.CONFIG, Exit.DATA, Exit.CHECKPOINT, Exit.DO_NOT_REQUEUE)
 SILENT_S = 30
 """Seconds without a beat after which a driver is killed: it is stopped, or its event loop hangs."""
 
+LEAVE_S = 10.0
+"""Seconds in which agents without ranks leave."""
+
 CRASHES, CRASHES_S = 5, 60.0
 """Deaths of drivers, and the seconds in which they count together: the job is given up then."""
 
@@ -48,7 +51,8 @@ CRASHES, CRASHES_S = 5, 60.0
 class LaunchPlan:
     """The order of `megascale launch`.
 
-    `arguments`: of the driver's subcommand; `folder`: of the run; `slots`: ranks of a node.
+    `arguments`: of the driver's subcommand; `folder`: of the run; `slots`: ranks of a node. `grace_s`: seconds in which
+    ranks may save that no driver stops.
     """
 
     folder: Path
@@ -56,22 +60,26 @@ class LaunchPlan:
     nodes: int
     scheduler: str
     slots: int = 0
+    grace_s: float = 0.0
 
 
 @dataclass
 class _Signals:
     """Requests to stop so far, each by its first signal, passed on to the driver as an order. Orders are blocked in a
-    new driver until it handles them.
+    new driver until it handles them. `end_agents` is called at requests after the first.
     """
 
     driver: subprocess.Popen | None = None
     received: list[int] = field(default_factory=list)
     requests: StopRequests = field(default_factory=StopRequests)
+    end_agents: Callable[[], object] = lambda: None
 
     def receive(self, number: int) -> None:
         if self.requests.add(time.monotonic()):
             self.received.append(number)
             self.pass_on()
+            if self.requests.count > 1:
+                self.end_agents()
 
     def pass_on(self) -> None:
         if self.driver is not None and self.driver.poll() is None:
@@ -114,14 +122,16 @@ async def supervise(plan: LaunchPlan) -> int:
         port = reserved.getsockname()[1]
         address = join_port(name, port)
         scheduler = adapter.open(plan.nodes, AgentLaunch(address, secret, plan.folder / "logs", slots=plan.slots))
-        requeue = True
+        requeue, grace_s = True, plan.grace_s + LEAVE_S
         output = asyncio.ensure_future(follow_rank_0(plan.folder / "logs", before.attempt + 1, sys.stdout))
         try:
             arguments = (*plan.arguments, "--listen", f"{host}:{port}")
             history = await _keep_driver(plan.folder / LOG_FILE, arguments, descriptor, scheduler, signals, before)
             requeue = history.ended not in FINAL
+            grace_s = LEAVE_S if history.ended is not None else grace_s
         finally:
-            await scheduler.stop(requeue)
+            signals.end_agents = lambda: asyncio.ensure_future(scheduler.stop(requeue, 0.0))
+            await scheduler.stop(requeue, grace_s)
             remove_lost_records(plan.folder.name)
             output.cancel()
             await asyncio.gather(output, return_exceptions=True)

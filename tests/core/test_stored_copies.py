@@ -29,7 +29,7 @@ def make_copies(memory: Path, run: Path, node: str = "") -> CopyFolder:
     folder = CopyFolder(memory, f"id of {run.name}", run / TOKEN, {NODE_VARIABLE: node} if node else {})
     folder.create()
     for slot in (0, 1):
-        folder.copy_path(3, slot).write_bytes(bytes(2048))
+        folder.copy_path(3, slot).write_bytes(bytes(4096))
     return folder
 
 
@@ -79,7 +79,7 @@ def test_the_notice_has_place_size_and_command(memory: Path, tmp_path: Path) -> 
     run = tmp_path / "one"
     assert copies_notice(memory, run) == ""
     folder = make_copies(memory, run, "n0").path
-    where = f"on n0, n7, here in {folder} (4.00 KiB)"
+    where = f"on n0, n7, here in {folder} (8.00 KiB)"
     command = f"`megascale ckpt copies {run} --remove --memory-dir {memory}` on each host removes them"
     found = copies_notice(memory, run, "n0, n7")
     assert found == f"copies of the state stay in memory {where}: {command}"

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from megascale.core.flight_files import remove_left_records
 from megascale.core.flight_record import flight_record_path
 from megascale.core.network import LOOPBACK
+from megascale.core.run_folder import RunFolder
 from megascale.core.secret import DESCRIPTOR_VARIABLE, SECRET_VARIABLE, job_secret, new_secret, secret_descriptor
 from megascale.fault.messages import AgentMessage, Heartbeat, Hello, OpenStore, RankEnd, RanksEnded, Start, StoreOpened
 from megascale.fault.node_ranks import records_name
@@ -170,14 +171,15 @@ class Driver:
         """Send an order."""
         assert self.server.send(node, message), f"{node} is not connected"
 
-    async def start(self, folder: Path, ranks: tuple[int, ...] = (0, 1), attempt: int = 1) -> dict[int, int]:
-        """Start ranks on n0, and return their process ids once all of them train."""
+    async def start(
+        self, folder: Path, ranks: tuple[int, ...] = (0, 1), attempt: int = 1, run: RunFolder | None = None
+    ) -> dict[int, int]:
+        """Start ranks on n0, and return their process ids once all of them train. `run`: the run's folder."""
         self.send(OpenStore(attempt))
         store = await self.until(StoreOpened, lambda opened: opened.attempt == attempt)
         logs = folder / "logs" / f"attempt-{attempt}"
-        self.send(
-            Start(attempt, "run", len(ranks), ranks, store.address, ("--version",), str(logs), {"GREETING": "hi"})
-        )
+        env = {"GREETING": "hi"}
+        self.send(Start(attempt, "run", len(ranks), ranks, store.address, ("--version",), str(logs), env, run))
         return await self.training(ranks)
 
     async def training(self, ranks: tuple[int, ...] = (0, 1)) -> dict[int, int]:

@@ -22,7 +22,9 @@ from megascale.core.errors import Exit
 from megascale.core.flight_record import FlightRecord
 from megascale.core.network import LOOPBACK, listen, reserve_port
 from megascale.core.process import ORDER_WAIT_S
+from megascale.core.run_folder import write_token
 from megascale.core.secret import new_secret
+from megascale.core.stored_copies import stored_copies
 from megascale.fault import agent, store_listener
 from megascale.fault.agent import Agent
 from megascale.fault.agent_ranks import AgentRanks
@@ -118,6 +120,32 @@ def test_a_stopped_rank_shows_and_no_rank_outlives_its_stop(tmp_path: Path) -> N
             assert not any(map(lives, pids.values()))
 
     run(test)
+
+
+def test_copies_in_memory_are_in_use_as_long_as_the_agent_lives(tmp_path: Path) -> None:
+    """Also between attempts, and if the run's folder is lost: the next attempt resumes from them."""
+    memory, place = tmp_path / "memory", tmp_path / "run"
+    place.mkdir()
+    write_token(place, "id", "first")
+    folder = known(place)
+
+    def in_use() -> list[bool]:
+        return [one.in_use for one in stored_copies(memory)]
+
+    async def test() -> None:
+        async with node(tmp_path) as (ours, agent):
+            await ours.start(tmp_path, run=folder)
+            (folder.copies("n0") / "rank-00000.a").write_bytes(b"a copy")
+            agent.tell(0, "end")
+            agent.tell(1, "end")
+            await ours.end_of(0, 1)
+            place.rename(tmp_path / "lost")
+            assert in_use() == [True]
+            ours.send(Leave("the job has ended"))
+            assert await agent.ended() == Exit.OK
+
+    run(test)
+    assert in_use() == [False]
 
 
 async def in_standby(agent: Node) -> int:

@@ -576,20 +576,22 @@ def test_a_stop_lets_ranks_save_and_a_second_kills_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("trained", "requests", "said"),
+    ("trained", "requests", "wait_s", "said"),
     [
-        (False, 1, "stopped before the first step"),
-        (True, 1, "stopped: the ranks had not saved within fault.stop_grace_s = 60"),
-        (True, 2, "stopped: at once, without saving"),
+        (False, 1, 0.0, "stopped before the first step"),
+        (True, 1, 60.0, "stopped: the ranks had not saved within fault.stop_grace_s = 60"),
+        (True, 1, 1.0, "stopped: ranks 0, 1 failed before all had saved"),
+        (True, 2, 0.0, "stopped at once, without saving"),
     ],
 )
-def test_a_stop_without_a_save_says_so(trained: bool, requests: int, said: str) -> None:
+def test_a_stop_without_a_save_says_so(trained: bool, requests: int, wait_s: float, said: str) -> None:
     cluster = Cluster().start()
     if trained:
         cluster.beat("step", 1)
         cluster.beat("step", 2)
     for _ in range(requests):
         cluster.job.request_stop(cluster.now)
+    cluster.now += wait_s
     commands = []
     for rank, node in enumerate("ab"):
         commands = cluster.send(node, RanksEnded(0, (RankEnd(rank, -9, cluster.now, stopped=True),)))
@@ -713,6 +715,41 @@ def test_a_rank_that_was_killed_or_stopped_beside_another_fault_is_no_consequenc
     assert (found.culprit, found.followers) == (Culprit((0, 1), ("b",)), ()), "b alone is to be replaced"
     found = incident(killed, lost=True)
     assert found.what == "rank 0 on a was killed by SIGKILL; rank 1 on b was lost: its agent ended"
+
+
+def test_a_stopped_rank_beside_lost_peers_is_the_cause_not_the_network() -> None:
+    cluster = Cluster().start()
+    cluster.send("b", Heartbeat(cluster.now, 0, (RankStatus(1, 1, "step", 1, state="T"),)))
+    cluster.send("a", RanksEnded(0, (RankEnd(0, 1, 1.0, error="lost", peer_lost=True, peers=(1,)),)))
+    while not cluster.job.history.incidents:
+        cluster.send("a", Heartbeat(cluster.now))
+        cluster.send("b", Heartbeat(cluster.now, 0, (RankStatus(1, 1, "step", 1, state="T"),)))
+        cluster.tick(1.0)
+    found = cluster.job.history.incidents[1]
+    assert (found.class_, found.culprit, found.followers) == ("hang", Culprit((1,), ("b",)), (0,))
+    assert found.what.startswith("rank 1 on b is stopped (SIGSTOP")
+
+
+@pytest.mark.parametrize("asked_again", [False, True])
+def test_a_stop_that_a_new_driver_takes_before_the_agents_is_theirs_too(asked_again: bool) -> None:
+    new = Cluster(history_of(Cluster().start()), takeover=True)
+    assert not new.job.request_stop(new.now)
+    for rank, node in enumerate("ab"):
+        new.send(node, Hello(node, node, node, 1, attempt=0, ranks=(rank,)))
+    if asked_again:
+        new.job.request_stop(new.now)
+    sent = [c.message for c in new.tick(SETTLE_S) if isinstance(c, Send)]
+    assert sent == [Stop(0, 0.0 if asked_again else FaultConfig().stop_grace_s, save=not asked_again)] * 2
+
+
+def test_a_stop_signal_to_all_nodes_is_a_request_to_stop_and_one_to_some_is_theirs() -> None:
+    cluster = Cluster().start()
+    beat = Heartbeat(cluster.now, 0, (RankStatus(0, 1, "step", 1),), signalled=True)
+    assert not cluster.send("a", beat)
+    sent = [c.message for c in cluster.send("b", replace(beat, ranks=(RankStatus(1, 1, "step", 1),)))
+            if isinstance(c, Send)]  # fmt: skip
+    assert sent == [Stop(0, FaultConfig().stop_grace_s, save=True)] * 2
+    assert not cluster.send("a", beat), "one request"
 
 
 def test_a_new_driver_carries_out_the_last_decision() -> None:

@@ -93,13 +93,16 @@ def test_ranks_are_not_started_when_the_folder_of_logs_does_not_answer(
     assert "the folder of logs cannot be used: no answer within 0.05 s" in finding.what
 
 
-def test_no_rank_starts_after_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal ends the agent while the folder of logs is made."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_rank_starts_after_a_stop(fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal ends the agent while the folder of logs is made. If that fails, no rank of the attempt has ended."""
     begun, answer = threading.Event(), threading.Event()
 
     def prepare(ranks: NodeRanks, *, restore: bool) -> None:
         begun.set()
         answer.wait(30)
+        if fails:
+            raise OSError(errno.EIO, "Input/output error")
         prepare_logs(ranks, restore=restore)
 
     prepare_logs = NodeRanks._prepare_logs

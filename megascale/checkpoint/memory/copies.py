@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -17,11 +16,9 @@ from pydantic import BaseModel, Field, ValidationError
 
 from megascale.checkpoint.format import manifest
 from megascale.core.copies_folder import copies_folder, remove_copies
-from megascale.core.errors import CheckpointError
 from megascale.core.files import exists, write_text
-from megascale.core.limits import os_error_hint
 from megascale.core.rank import NODE_VARIABLE
-from megascale.core.stored_copies import mark_in_use
+from megascale.core.stored_copies import hold_copies
 
 SLOTS = "ab"
 
@@ -54,13 +51,7 @@ class CopyFolder:
 
     def create(self) -> None:
         """Make the folder, whose copies are in use as long as this object is. Raises: CheckpointError"""
-        for folder in dict.fromkeys((self._of_run.parent, self._of_run, self.path)):
-            _make_private_folder(folder)
-        try:
-            self._in_use = mark_in_use(self.path, self._run)
-        except OSError as error:
-            what = f"cannot write into {self.path}: {error.strerror}"
-            raise CheckpointError(what, hint=os_error_hint(error, "checkpoint.memory_dir")) from None
+        self._in_use = hold_copies(self.path, self._run)
 
     def copy_path(self, rank: int, slot: int) -> Path:
         """Return the file of a rank's slot."""
@@ -132,23 +123,6 @@ class CopyFolder:
     def remove(self) -> None:
         """Remove all copies of the run on this host, also those of lost nodes."""
         remove_copies(self._of_run)
-
-
-def _make_private_folder(folder: Path) -> Path:
-    """Make a folder for this user alone. Raises: CheckpointError"""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        facts = folder.lstat()  # not what a stranger's link names
-        if facts.st_uid == os.geteuid() and stat.S_ISDIR(facts.st_mode):
-            folder.chmod(0o700)
-    except OSError as error:
-        hint = os_error_hint(error, "checkpoint.memory_dir")
-        raise CheckpointError(f"cannot make {folder}: {error.strerror}", hint=hint) from None
-    if facts.st_uid != os.geteuid() or not stat.S_ISDIR(facts.st_mode):
-        what = f"{folder} belongs to user {facts.st_uid}" if facts.st_uid != os.geteuid() else f"{folder} is no folder"
-        raise CheckpointError(what, hint="another checkpoint.memory_dir")
-    return folder
 
 
 def _header_path(copy: Path) -> Path:

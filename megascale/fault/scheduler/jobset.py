@@ -253,5 +253,5 @@ class PodScheduler:
     async def release(self, node: str) -> None:
         """Do nothing: the driver has told the agent to leave."""
 
-    async def stop(self, requeue: bool) -> None:
+    async def stop(self, requeue: bool, grace_s: float) -> None:
         """Do nothing: the end of the driver's pod ends the JobSet."""

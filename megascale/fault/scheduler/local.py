@@ -29,9 +29,6 @@ from megascale.fault.scheduler.port import (
 from megascale.fault.scheduler.processes import AgentProcesses
 from megascale.launch.testbed import Testbed
 
-STOP_GRACE_S = 10.0
-"""Seconds from SIGTERM to SIGKILL at the end of the job."""
-
 _DEATH_S = 10.0  # limit for the end of killed processes
 
 
@@ -129,8 +126,8 @@ class LocalScheduler:
         await self._kill(node)
         self._released.append(self._held.pop(node))
 
-    async def stop(self, requeue: bool) -> None:
-        await self._processes.end_all(STOP_GRACE_S)
+    async def stop(self, requeue: bool, grace_s: float) -> None:
+        await self._processes.end_all(grace_s)
         for node in self._held:
             await self._kill(node)
 

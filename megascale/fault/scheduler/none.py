@@ -37,5 +37,5 @@ class NoScheduler:
     async def release(self, node: str) -> None:
         """Nothing is held."""
 
-    async def stop(self, requeue: bool) -> None:
+    async def stop(self, requeue: bool, grace_s: float) -> None:
         """Nothing runs."""

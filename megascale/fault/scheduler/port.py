@@ -111,5 +111,7 @@ class Scheduler(Protocol):
     async def release(self, node: str) -> None:
         """Kill everything that the job runs on a node, as far as the node is reachable, and give the node back."""
 
-    async def stop(self, requeue: bool) -> None:
-        """End all agents. `requeue`: False tells the scheduler to start the job no more."""
+    async def stop(self, requeue: bool, grace_s: float) -> None:
+        """End all agents, and kill them after `grace_s` seconds, or what the scheduler allows. `requeue`: False tells
+        the scheduler to start the job no more.
+        """

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from megascale.core.process import die_with_parent
 from megascale.fault.scheduler.port import AgentEnd, SchedulerError
@@ -58,7 +59,7 @@ class AgentProcesses:
         """
         parent = os.getpid()
         try:
-            with open(log, "ab") as output:
+            with _open_log(log) as output:
                 process = subprocess.Popen(
                     list(command),
                     env=dict(env),
@@ -108,6 +109,14 @@ class AgentProcesses:
         child.ended.set()
         if not child.expected:
             self._ends.put_nowait(AgentEnd(node, child.process.returncode, last_lines(child.log)))
+
+
+def _open_log(log: Path) -> BinaryIO:
+    """Open the log of an agent; without the run's folder its output is lost, and the agent says what it misses."""
+    try:
+        return open(log, "ab")
+    except OSError:
+        return open(os.devnull, "ab")
 
 
 def on_end(process: subprocess.Popen, call: Callable[[], object]) -> None:

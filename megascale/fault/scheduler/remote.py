@@ -133,8 +133,8 @@ class SchedulerClient:
     async def release(self, node: str) -> None:
         await self._call("release", node)
 
-    async def stop(self, requeue: bool) -> None:
-        await self._call("stop", requeue)
+    async def stop(self, requeue: bool, grace_s: float) -> None:
+        await self._call("stop", requeue, grace_s)
 
     def report_end(self, status: int) -> None:
         """Say that the job has ended: the log, on a full disk, may not."""

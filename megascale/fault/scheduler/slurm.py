@@ -154,8 +154,8 @@ class SlurmScheduler:
         await self._processes.end([node], RELEASE_GRACE_S)
         self._others.append(self._held.pop(node))
 
-    async def stop(self, requeue: bool) -> None:
-        await self._processes.end_all(STOP_GRACE_S)
+    async def stop(self, requeue: bool, grace_s: float) -> None:
+        await self._processes.end_all(STOP_GRACE_S if grace_s else 0.0)
         successor = self._env.get(SUCCESSOR_VARIABLE)
         if successor and not requeue:
             await run("scancel", successor)

@@ -55,7 +55,7 @@ async def stopped_after(scheduler: LocalScheduler, use: Awaitable[None]) -> None
     try:
         await asyncio.wait_for(use, 60)
     finally:
-        await scheduler.stop(False)
+        await scheduler.stop(False, 10.0)
 
 
 def run(tmp_path: Path, use: Callable[[LocalScheduler], Awaitable[None]], count: int = 2, **options: object) -> None:

@@ -62,7 +62,7 @@ async def main():
     await scheduler.start_agent(new.name)
     print("replaced", lost, new.name, flush=True)
     await told()
-    await scheduler.stop(False)
+    await scheduler.stop(False, 10.0)
     print("stopped", flush=True)
 
 async def told():
