@@ -26,6 +26,7 @@ from megascale.core.errors import ConfigError, Problem
 from megascale.core.network import LOOPBACK, address_for_others, address_toward, join_port, listen, reserve_port
 from megascale.core.process import die_with_parent, module_command
 from megascale.core.rank import NODE_VARIABLE
+from megascale.core.run_folder import LOGS
 from megascale.core.secret import job_secret
 from megascale.fault.scheduler.port import ADDRESS_VARIABLE, DRIVER_VARIABLE
 
@@ -148,7 +149,7 @@ async def _drive(config: RunConfig, driver: DriverEndpoint) -> int:
     config.folder.mkdir(parents=True, exist_ok=True)
     observe = config.observe
     plan = JobPlan(
-        config.name, 0, 0, (), str(config.folder / "logs"), revivable=False, observed=True,
+        config.name, 0, 0, (), str(config.folder / LOGS), revivable=False, observed=True,
         folder=str(config.folder), metrics_address=observe.metrics_address, metrics_port=observe.metrics_port,
     )  # fmt: skip
     size = {"nodes": 0, "world": 0, "scheduler": "none"}  # the observers find them

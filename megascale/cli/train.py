@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
             # otherwise the launcher holds the lock
             if rank is None or (rank.rank == 0 and STORE_VARIABLE not in os.environ):
                 held.enter_context(lock_run_folder(config))
-        except (ConfigError, DataError) as error:
+        except MegascaleError as error:
             if rank is not None:
                 write_error(error, rank)
                 _announce_failed_start(error, rank, options)
@@ -169,7 +169,8 @@ def lock_run_folder(config: RunConfig) -> contextlib.ExitStack:
     """Make and lock the run's folder, and its checkpoint folder on a local file system. The locks keep other jobs out
     until the returned stack is closed.
 
-    Raises: ConfigError if a folder cannot be written, is locked by another job, or holds a run that must not resume.
+    Raises: ConfigError if a folder cannot be written, is locked by another job, or holds a run that must not resume;
+    CheckpointError if the run's token cannot be used; PathError if the file system does not say what is there
     """
     with contextlib.ExitStack() as held:
         held.enter_context(_lock(config.folder, "observe.dir"))

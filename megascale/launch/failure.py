@@ -265,10 +265,9 @@ def read_records(logs: Path) -> dict[int, dict[str, Any]]:
 
 def _read_known(path: Path) -> dict[str, Any] | None:
     """Read a rank's file; None if it does not exist, or cannot be read, as on a file system that is away."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    with contextlib.suppress(OSError, ValueError):
+        return read_record(path)
+    return None
 
 
 def main(logs: str, status: str, dump_folder: str = "", tasks: str = "0") -> None:

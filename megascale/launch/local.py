@@ -228,8 +228,9 @@ def _report(failure: Failure, workers: Sequence[Worker]) -> str:
     lines = [f"megascale: rank {failure.rank} of {world} on {failure.host} failed{message}{killed}"]
     if log is not None:
         if failure.unexplained:
-            text = log.read_text(encoding=sys.stderr.encoding, errors="replace")  # a rank's encoding is the launcher's
-            lines += [f"  | {line}" for line in text.splitlines()[-20:]]
+            with contextlib.suppress(OSError):  # the run's folder may be lost
+                text = log.read_text(encoding=sys.stderr.encoding, errors="replace")  # the launcher's is a rank's too
+                lines += [f"  | {line}" for line in text.splitlines()[-20:]]
         lines.append(f"its output: {log}")
     if others := world - 1 - len(failure.killed):
         lines.append(f"the other {others} rank{'s were' if others > 1 else ' was'} ended")

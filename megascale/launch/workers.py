@@ -52,16 +52,22 @@ class Worker:
                     return None
                 with contextlib.suppress(ProcessLookupError):  # until it is waited for, no other group has its number
                     os.killpg(self.process.pid, signal.SIGKILL)
-            self.end = ProcessEnd(self.process.wait(), time.time())
+            # not `wait`: a signal handler that comes here while it runs would wait for its lock for ever
+            if (status := self.process.poll()) is None:
+                return None
+            self.end = ProcessEnd(status, time.time())
         return self.end
 
     def signal(self, number: int) -> None:
         """Send a signal, unless the process has ended."""
         if self.ended() is None:
-            self.process.send_signal(number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)  # `send_signal` would wait for a process that has just ended
 
     def stop(self, *, save: bool) -> None:
-        """Order the rank to end at once, by a second order; with `save` by the first, once: it saves before."""
+        """Order the rank to end at once (two orders in all); with `save`, to save before (one order). Orders given
+        before are not repeated.
+        """
         for _ in range(self.orders, 1 if save else 2):
             self.signal(STOP_ORDER)
             self.orders += 1
@@ -154,12 +160,6 @@ def _cannot_start(rank: int, world: int, error: OSError) -> MegascaleError:
     return MegascaleError(f"{what}{f': {error.filename}' if error.filename else ''}", hint=hint)
 
 
-def signal_all(workers: Sequence[Worker], number: int) -> None:
-    """Send a signal to the workers that run."""
-    for worker in workers:
-        worker.signal(number)
-
-
 def ending(workers: Sequence[Worker], grace_s: float, *, save: bool = False) -> Iterator[float]:
     """End workers, step by step: yield the seconds to wait before the next step, and return when all have ended, or
     KILL_S after they were killed. With `save` they finish their step and save before. SIGKILL after `grace_s`.
@@ -167,7 +167,8 @@ def ending(workers: Sequence[Worker], grace_s: float, *, save: bool = False) -> 
     for worker in workers if grace_s else ():
         worker.stop(save=save)
     yield from _until_ended(workers, grace_s)
-    signal_all(workers, signal.SIGKILL)
+    for worker in workers:
+        worker.signal(signal.SIGKILL)
     yield from _until_ended(workers, KILL_S)
 
 

@@ -82,7 +82,7 @@ class EventFile:
                 events=tuple(recorder.events()),
             )
             check_known(self._run.config.folder)
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(exist_ok=True)  # not its parents: a lost run folder is not made anew
             write_events(self._folder / event_file_name(mesh.rank), events)
 
     @contextlib.contextmanager

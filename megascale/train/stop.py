@@ -1,9 +1,10 @@
 """Stop requests: SIGTERM, Ctrl-C or a terminal's hang-up ends training after the step, with a save.
 
 A rank that megascale's launcher or an agent has started heeds its parent's STOP_ORDER. A signal of its own may be one
-delivery of many, and the parent has got it too: the rank trains on and waits for the order. Without one the signal is
-meant for this rank alone. Under an agent, which starts ranks again, the signal then ends the rank; under the launcher
-the job stops as the rank asks. Under torchrun and srun, and without a launcher, every signal is a request to stop.
+delivery of many, and the parent may have got it too: the rank trains on and waits for the order. Without one the signal
+is meant for this rank alone. Under an agent, which starts ranks again, the signal then ends the rank; under the
+launcher the job stops as the rank asks. Under torchrun and srun, and without a launcher, every signal is a request to
+stop.
 
 Outside of training, as in the waits for other ranks at the start, the first request ends the process at once; in
 training the second does. A thread hears the signals: Python calls a handler in the main thread only between
@@ -30,7 +31,7 @@ from megascale.core.rank import STORE_VARIABLE
 class StopRequest:
     """The stop flag of this rank. The step's all-reduce of totals spreads the flag to all ranks.
 
-    `unordered`: the signal to this rank alone that has set the flag, which its parent did not order; 0 for none.
+    `unordered`: the signal to this rank alone that has set the flag, and no order of its parent so far; 0 for none.
     """
 
     def __init__(self) -> None:
@@ -91,9 +92,9 @@ class StopRequest:
         if not self._deferred:
             self._on_stop(f"stopped{by} {self._when}", status)
             os._exit(status)
-        if self.requested:
+        if self.requested and not self.unordered:
             os._exit(Exit.STOPPED)
-        self.requested = True
+        self.requested, self.unordered = True, 0
 
     def _heed_alone(self, number: signal.Signals) -> None:
         """Heed a signal that the parent of this rank did not get."""

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from megascale.core.flight_layout import Phase
 from megascale.core.flight_record import SILENT_S, FlightEvent, FlightRecord
 from megascale.core.rank import format_ranks
+from megascale.core.run_folder import LOGS
 from megascale.core.units import format_duration
 from megascale.eventstore.settings import StoreSettings
 from megascale.fault.classify import classify_hang
@@ -142,7 +143,7 @@ def _errors(view: RunView, records: Iterable[FlightRecord]) -> list[Mapping[str,
 
 def _log_folders(view: RunView) -> tuple[Path, Path]:
     """Return the folders of logs under a driver, and without one."""
-    return view.folder / "logs" / f"attempt-{view.attempt}", view.folder / "logs"
+    return view.folder / LOGS / f"attempt-{view.attempt}", view.folder / LOGS
 
 
 def _first(errors: Sequence[Mapping[str, Any]]) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megascale.core.flight_record import FlightRecord, FlightRecordError
+from megascale.core.run_folder import LOGS
 from megascale.eventstore.query import StoreError, fetch
 from megascale.eventstore.reading import read_store
 from megascale.fault.incidents import Incident
@@ -54,7 +55,7 @@ def read_rank_details(view: RunView, rank: int) -> RankDetails:
     )
     record, source = _flight_record(view, rank)
     error, log, output = "", None, list[str]()
-    for folder in (view.folder / "logs" / f"attempt-{view.attempt}", view.folder / "logs"):
+    for folder in (view.folder / LOGS / f"attempt-{view.attempt}", view.folder / LOGS):
         error = error or _error(folder, rank)
         if not output and (lines := read_tail(folder / f"rank-{rank}.log")):
             log, output = folder / f"rank-{rank}.log", lines[-MOST_LINES:]

@@ -78,9 +78,11 @@ def test_the_newest_intact_checkpoint_of_another_run_is_loaded(tmp_path: Path) -
 @pytest.mark.parametrize("known", ["by saving", "by resuming"])
 def test_a_run_with_lost_checkpoints_does_not_start_afresh(lost: str, known: str, tmp_path: Path) -> None:
     config = config_in(tmp_path, checkpoint__dir=str(tmp_path / "mounted"))
+    config.folder.mkdir()
     run_world(1, save_each_step, config, 1)
     if known == "by resuming":  # on another host, whose run folder is empty
         shutil.rmtree(config.folder)
+        config.folder.mkdir()
         assert run_world(1, loaded_checkpoint, config) == [("step-00000001", [])]
     (folder,) = Path(config.checkpoint_folder).glob("step-*")
     away = tmp_path / "away"
@@ -96,6 +98,13 @@ def test_a_run_with_lost_checkpoints_does_not_start_afresh(lost: str, known: str
         assert run_world(1, loaded_checkpoint, other) == [text], "nor from `checkpoint.resume`"
     away.rename(folder if lost == "all" else folder / "manifest.json")
     assert run_world(1, loaded_checkpoint, config) == [("step-00000001", [])]
+
+
+def test_a_save_elsewhere_does_not_make_a_lost_run_folder_anew(tmp_path: Path) -> None:
+    """As under an unmounted file system: what the next start found there would be another run."""
+    config = config_in(tmp_path, checkpoint__dir=str(tmp_path / "elsewhere"))
+    run_world(1, save_each_step, config, 1)
+    assert list(Path(config.checkpoint_folder).glob("step-*")) and not config.folder.exists()
 
 
 def resume_without_storage(rank: Rank, config: Any) -> tuple[str, list[str]] | str:
@@ -292,6 +301,7 @@ def test_ranks_read_one_copy_in_another_layout(layout: dict[str, Any], qk_norm: 
 
 def test_checkpoints_in_another_place_than_the_last_are_told(tmp_path: Path) -> None:
     config = config_in(tmp_path, checkpoint__dir=str(tmp_path / "old"))
+    config.folder.mkdir()
     run_world(1, save_each_step, config, 1)
     shutil.copytree(tmp_path / "old", tmp_path / "new")
     moved = config_in(tmp_path, checkpoint__dir=str(tmp_path / "new"))

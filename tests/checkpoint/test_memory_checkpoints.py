@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import io
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -584,6 +586,23 @@ def test_a_replica_needs_the_secret_of_the_job(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="is no copy"):
         replication.send_replica(str(tmp_path / "else"), "rank 1", address, secret, 60)
     assert not (tmp_path / "there/else").exists()
+
+
+def test_a_replica_is_allocated_once_however_small_the_parts_in_which_it_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block, content, allocated = (
+        replication.COPY_BLOCK_BYTES,
+        secrets.token_bytes((4 << 20) + 1),
+        list[tuple[int, int]](),
+    )
+    allocate = os.posix_fallocate
+    monkeypatch.setattr(os, "posix_fallocate", lambda *args: (allocated.append(args[1:]), allocate(*args)))
+    with io.BytesIO(content) as stream:
+        source = SimpleNamespace(recv_into=lambda part: stream.readinto(part[: 1 << 16]))
+        replication._receive(tmp_path, {"name": "rank-00000.a", "size": len(content), "header": {}}, source)
+    assert (tmp_path / "rank-00000.a").read_bytes() == content
+    assert allocated == [(0, block), (block, 1)]
 
 
 @pytest.mark.parametrize("admits", [True, False], ids=["admits", "accepts"])

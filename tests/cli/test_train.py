@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from megascale.cli import train
-from megascale.core.errors import ConfigError, DataError
+from megascale.core.errors import ConfigError, DataError, Exit, MegascaleError
 from megascale.core.rank import STORE_VARIABLE
+from megascale.core.run_folder import TOKEN
 from megascale.fault.classify import classify_ends
 from megascale.fault.rank_ends import describe_end
 from megascale.launch.failure import ERROR_FILE
@@ -43,3 +44,22 @@ def test_a_dataset_that_was_cut_short_is_a_fault_of_the_data(tmp_path: Path) -> 
     del os.environ[STORE_VARIABLE]
     with pytest.raises(ConfigError):  # nobody has looked at the dataset before
         start_rank(config, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "status"),
+    [(TOKEN, "CheckpointError", Exit.CHECKPOINT), ("metrics.jsonl", "PathError", Exit.CONFIG)],
+)
+def test_rank_0_of_torchrun_says_whatever_keeps_it_from_the_runs_folder(
+    name: str, kind: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To torchrun, and to the ranks of other hosts, which would wait."""
+    announced: list[MegascaleError] = []
+    monkeypatch.setattr(train, "_announce_failed_start", lambda error, *_: announced.append(error))
+    (tmp_path / "runs" / "test").mkdir(parents=True)
+    (tmp_path / "runs" / "test" / name).symlink_to(name)  # a loop
+    with pytest.raises(MegascaleError) as failed:
+        start_rank(job_config(tmp_path, GPT, checkpoint__resume="never"), tmp_path)
+    record = json.loads((tmp_path / "rank-0.error.json").read_text())
+    assert (record["kind"], record["exit_status"], record["what"]) == (kind, status, str(failed.value))
+    assert announced == [failed.value]

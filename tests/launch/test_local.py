@@ -202,6 +202,27 @@ def test_last_words_of_a_rank_are_read_as_they_were_written(tmp_path: Path) -> N
     assert done.returncode == 5 and "  | Übung\n".encode("latin-1") in done.stderr, done.stderr
 
 
+RENAMES = """
+import os, time
+if os.environ.get("RANK") == "1":
+    os.rename({run!r}, {run!r} + "-elsewhere")
+    os._exit(5)
+if os.environ.get("RANK") == "0":
+    time.sleep(60)
+"""
+
+
+def test_a_failure_is_reported_without_the_log_of_a_lost_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(RENAMES.format(run=str(tmp_path / "run")))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])]))
+    assert local.run_local_ranks(["--version"], 2, tmp_path / "run" / "logs") == 5
+    failed = f"megascale: rank 1 of 2 on {socket.gethostname()} failed: ended with status 5 and no error"
+    output = f"its output: {tmp_path}/run/logs/rank-1.log"
+    assert capfd.readouterr().err.splitlines()[-3:] == [failed, output, "the other 1 rank was ended"]
+
+
 @pytest.mark.slow
 def test_a_lack_of_threads_is_explained(tmp_path: Path) -> None:
     """Also where the rank would need one to tell its peers."""

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -60,8 +61,9 @@ def test_the_end_of_a_worker_that_even_sigkill_does_not_end_is_not_awaited(monke
     """As of one in uninterruptible sleep."""
     monkeypatch.setattr(workers, "KILL_S", 0.2)
     plain = worker(PLAIN)
-    monkeypatch.setattr(plain.process, "send_signal", lambda number: None)
-    assert end(plain, grace_s=0) < 30
+    with monkeypatch.context() as deaf:
+        deaf.setattr(os, "kill", lambda pid, number: None)
+        assert end(plain, grace_s=0) < 30
     assert plain.ended() is None
     os.kill(plain.process.pid, signal.SIGKILL)
     plain.process.wait()
@@ -92,14 +94,20 @@ time.sleep(600 if sys.argv[1:] else 0)
 """
 
 
-@pytest.mark.parametrize("killed", [True, False], ids=["killed", "in order"])
-def test_the_children_of_a_worker_end_with_it(killed: bool) -> None:
-    """A compiler or a helper of the user's code, whichever way the rank ends; it may hold memory of the device."""
-    command = [sys.executable, "-c", WITH_CHILD, *(["stay"] if killed else [])]
+def with_child(*arguments: str) -> tuple[Worker, int]:
+    """A worker that ends at once, without arguments, and the process id of its child, which does not."""
+    command = [sys.executable, "-c", WITH_CHILD, *arguments]
     rank = Worker(0, subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True), None)
     assert rank.process.stdout is not None
     child = int(rank.process.stdout.readline())
     rank.process.stdout.close()
+    return rank, child
+
+
+@pytest.mark.parametrize("killed", [True, False], ids=["killed", "in order"])
+def test_the_children_of_a_worker_end_with_it(killed: bool) -> None:
+    """A compiler or a helper of the user's code, whichever way the rank ends; it may hold memory of the device."""
+    rank, child = with_child(*(["stay"] if killed else []))
     if killed:
         assert rank.ended() is None and lives(child)
         rank.signal(signal.SIGKILL)
@@ -107,6 +115,35 @@ def test_the_children_of_a_worker_end_with_it(killed: bool) -> None:
     ended = rank.ended()
     assert ended is not None and ended.status == (-signal.SIGKILL if killed else 0)
     wait_until_gone([child])
+
+
+def test_the_children_of_a_worker_that_ends_as_it_gets_a_signal_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, child = with_child()
+    os.waitid(os.P_PID, rank.process.pid, os.WEXITED | os.WNOWAIT)
+    with monkeypatch.context() as before:
+        before.setattr(rank, "ended", lambda: None)
+        rank.signal(signal.SIGTERM)
+    ended = rank.ended()
+    assert ended is not None and ended.status == 0
+    wait_until_gone([child])
+
+
+def test_a_stop_signal_may_come_while_the_end_of_a_worker_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its handler asks for the worker's end again, in the midst of `Popen`'s own, and must not wait for it."""
+    plain = worker("print('up', flush=True)")
+    os.waitid(os.P_PID, plain.process.pid, os.WEXITED | os.WNOWAIT)
+    take, asked = plain.process._handle_exitstatus, list[int]()
+
+    def handle_stop_and_take(status: int) -> None:
+        asked.append(status)
+        plain.signal(STOP_ORDER)
+        take(status)
+
+    monkeypatch.setattr(plain.process, "_handle_exitstatus", handle_stop_and_take)
+    main = threading.Thread(target=plain.ended, daemon=True)  # a deadlock must not hang the test
+    main.start()
+    main.join(60)
+    assert asked == [0] and plain.end is not None and plain.end.status == 0
 
 
 PARENT = """

@@ -218,6 +218,17 @@ def test_a_full_disk_does_not_change_how_a_run_ends(
     assert capsys.readouterr().err == f"WARNING: {tmp_path / 'events'} cannot be written: No space left on device\n"
 
 
+def test_a_lost_run_folder_is_not_made_anew(
+    process_alone: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As under an unmounted file system: what the next start found there would be another run."""
+    with event_file(tmp_path / "run"):
+        pass
+    assert not (tmp_path / "run").exists()
+    said = f"WARNING: {tmp_path}/run/events cannot be written: No such file or directory\n"
+    assert capsys.readouterr().err == said
+
+
 def test_a_rank_whose_peers_fail_at_the_end_writes_its_file(
     process_alone: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

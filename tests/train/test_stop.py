@@ -102,9 +102,11 @@ def test_several_deliveries_of_a_signal_in_training_are_one_request(number: int)
     assert run_world(1, deliveries, [number, number]) == [True]
 
 
-def of_a_launcher(rank: Rank, wait_s: float, numbers: list[int], env: dict[str, str], in_training: bool) -> list:
-    """Send signals to a rank that has a launcher. Returns its exit status, or -1 if it does not end, and what it holds
-    for a request: whether there is one, and the signal to it alone.
+def of_a_launcher(
+    rank: Rank, wait_s: float, numbers: list[int], env: dict[str, str], in_training: bool, orders: int = 0
+) -> list:
+    """Send signals to a rank that has a launcher, and `orders` once it has heeded one. Returns its exit status, or -1
+    if it does not end, and what it holds for a request: whether there is one, and the signal to it alone.
     """
     from megascale.train import stop as module
 
@@ -118,8 +120,11 @@ def of_a_launcher(rank: Rank, wait_s: float, numbers: list[int], env: dict[str, 
             for number in numbers:
                 os.kill(os.getpid(), number)
             until(lambda: stop.requested)
+            for _ in range(orders):
+                os.kill(os.getpid(), STOP_ORDER)
+                until(lambda: not stop.unordered)
             os.write(writer, repr((stop.requested, int(stop.unordered))).encode())
-            time.sleep(60 if numbers.count(STOP_ORDER) > 1 else 0)
+            time.sleep(60 if numbers.count(STOP_ORDER) + orders > 1 else 0)
             os._exit(0)
     os.close(writer)
     _, status = os.waitpid(pid, 0)
@@ -150,6 +155,12 @@ def test_a_second_order_ends_a_rank_at_once() -> None:
 def test_a_signal_to_one_rank_alone(env: dict[str, str], in_training: bool, status: int, holds: str) -> None:
     """Under an agent, which starts it again, it ends the rank, and never the job."""
     assert run_world(1, of_a_launcher, 0.2, [TERM], env, in_training) == [[status, holds]]
+
+
+def test_the_first_order_after_a_signal_to_one_rank_alone_lets_it_save() -> None:
+    """The launcher counts its own requests: the second order kills."""
+    assert run_world(1, of_a_launcher, 0.2, [TERM], {}, True, 1) == [[0, "(True, 0)"]]
+    assert run_world(1, of_a_launcher, 0.2, [TERM], {}, True, 2)[0][0] == Exit.STOPPED
 
 
 def signal_after_an_error(rank: Rank) -> bool:

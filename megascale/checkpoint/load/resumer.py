@@ -151,5 +151,4 @@ def write_saved_marker(config: RunConfig, folder: Location) -> None:
     """Write `SAVED_MARKER`. A failure is ignored: only the check for lost checkpoints is lost with the file."""
     with contextlib.suppress(OSError, CheckpointError):
         check_known(config.folder)
-        config.folder.mkdir(parents=True, exist_ok=True)
         write_text(config.folder / SAVED_MARKER, f"{folder}\n")

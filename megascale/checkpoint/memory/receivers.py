@@ -26,8 +26,8 @@ def open_receivers(mesh: Mesh, folder: Path) -> tuple[list[Receiver], socket.soc
     """Gather the receivers of all ranks, and keep a port for this rank's writers, at the address that other hosts
     reach. None is kept on a job's only host.
 
-    `folder`: this host's folder of copies. The socket takes no connection: while no writer listens, peers are refused
-    at once.
+    `folder`: this host's folder of copies. The socket takes no connection: while no writer listens, peers are refused,
+    and try again until their timeout (`replication.send_replica`).
     """
     control, facts = mesh.world.control, folder.stat()
     memory = socket.gethostname(), facts.st_dev, facts.st_ino

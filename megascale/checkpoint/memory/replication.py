@@ -34,10 +34,12 @@ MAX_REQUEST_BYTES = 16 << 20
 """Most bytes of a request, all of them but the copy's own."""
 
 TIMEOUT_S = 60.0
-"""Seconds without a byte until a peer is given up, such as a writer that starts as the run resumes."""
+"""Seconds until a peer is given up, such as a writer that starts as the run resumes: for the connection and the
+handshake in all, then without a byte.
+"""
 
 SAVE_TIMEOUT_S = 3.0
-"""Seconds without a byte until a peer is given up in a save, for which training may wait."""
+"""As TIMEOUT_S in a save, for which training may wait."""
 
 PURPOSE = "receiver of copies"
 """The purpose of the handshake."""
@@ -51,7 +53,7 @@ class ReplicationError(OSError):
 
 def send_replica(path: str, peer: str, address: tuple[str, int], secret: str, timeout_s: float) -> None:
     """Send the copy at `path` and its header to `peer`, which receives at `address`. `secret`: the job's, in
-    hexadecimal; `timeout_s`: seconds without a byte until the peer is given up.
+    hexadecimal; `timeout_s`: seconds until the peer is given up, as TIMEOUT_S.
 
     Raises: ReplicationError if the receiver does not have all of the copy
     """
@@ -78,8 +80,8 @@ def send_replica(path: str, peer: str, address: tuple[str, int], secret: str, ti
 
 def serve_replicas(address: tuple[str, int], folder: str, secret: str) -> None:
     """Receive copies into a folder from now on, in threads, from peers that know `secret`. `address`: host and port,
-    which the rank keeps (`core.network.reserve_port`). Only this process listens there, so that peers are refused when
-    it has ended.
+    which the rank keeps (`core.network.reserve_port`). Only this process listens there: when it has ended, peers are
+    refused, which try again until their timeout (`send_replica`).
     """
     raise_descriptor_limit()
     threading.Thread(target=_serve, args=(address, Path(folder), bytes.fromhex(secret)), daemon=True).start()
@@ -129,10 +131,12 @@ def _receive(folder: Path, request: dict[str, Any], source: socket.socket) -> No
         if os.fstat(descriptor).st_size != size:
             os.ftruncate(descriptor, size)
         with mmap.mmap(descriptor, size) as memory, memoryview(memory) as buffer:
-            done = 0
+            done = allocated = 0
             while done < size:
-                with buffer[done : done + COPY_BLOCK_BYTES] as block:
-                    os.posix_fallocate(descriptor, done, len(block))
+                if done == allocated:
+                    allocated = min(allocated + COPY_BLOCK_BYTES, size)
+                    os.posix_fallocate(descriptor, done, allocated - done)
+                with buffer[done:allocated] as block:
                     count = source.recv_into(block)
                 if not count:
                     raise OSError(0, f"{size - done} of {size} bytes are missing")
