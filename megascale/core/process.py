@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -125,12 +125,15 @@ def process_facts(pid: int) -> tuple[str, int]:
         return "", 0
 
 
-def usable_cores() -> int:
-    """Count the cores that this process may keep busy, by its CPU affinity and the quota of its control groups; a job
-    may own only part of the host.
+def usable_cores(pids: Iterable[int] = (0,)) -> int:
+    """Count the cores that processes may keep busy together, by default this one, by their CPU affinity and the quota
+    of its control groups; a job may own only part of the host.
     """
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, int(min(allowed, cpu_quota())))  # a core more would pause all threads for a part of each period
+    allowed = set[int]()
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            allowed |= os.sched_getaffinity(pid)
+    return max(1, int(min(len(allowed), cpu_quota())))  # a core more would pause all threads for a part of each period
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -140,19 +143,19 @@ def stop_signals() -> list[signal.Signals]:
 
 
 class StopRequests:
-    """The number of requests to stop. One request may have several deliveries: a shell and the kernel both send a
-    SIGHUP, and torchrun forwards a signal that its ranks have got, too.
+    """The number of requests to stop, and the signal of the first, 0 before. One request may have several deliveries: a
+    shell and the kernel both send a SIGHUP, and torchrun forwards a signal that its ranks have got, too.
     """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = self.first = 0
         self._since = -math.inf
 
-    def add(self, now: float) -> bool:
-        """Count a delivery at `now`, in seconds, and return True if it is a new request."""
+    def add(self, number: int, now: float) -> bool:
+        """Count a delivery of a signal at `now`, in seconds, and return True if it is a new request."""
         if now - self._since < REQUEST_S:
             return False
-        self.count, self._since = self.count + 1, now
+        self.count, self.first, self._since = self.count + 1, self.first or number, now
         return True
 
 

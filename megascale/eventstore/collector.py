@@ -195,7 +195,7 @@ class Collector:
             "node": [self._settings.node] * len(heads),
             "host": [socket.gethostname()] * len(heads),
             "peak_flops": [float(head.peak_flops) for head in heads],
-            "cores": [usable_cores()] * len(heads),
+            "cores": [usable_cores(head.pid for head in heads)] * len(heads),
         }
 
     def read_states(self) -> None:

@@ -15,7 +15,7 @@ from megascale.core.events import COMPUTE, HOST_AXIS
 from megascale.core.tensorboard_file import TensorBoardFile
 from megascale.eventstore.query import StoreError
 from megascale.eventstore.reading import read_store
-from megascale.eventstore.schema import STEP_AXIS
+from megascale.eventstore.schema import STEP_AXIS, has_rare_tag
 from megascale.eventstore.settings import StoreSettings
 
 EVERY_S = 30.0
@@ -30,12 +30,12 @@ LAST_S = 1.0
 FOLDER = "ranks"
 """Folder in the run's TensorBoard folder: TensorBoard shows it as a run of its own."""
 
-_SPREAD = """
+_SPREAD = f"""
 WITH mine AS (SELECT * FROM steps WHERE attempt = $attempt),
 ordinary AS (
     SELECT * FROM step_parts
     WHERE attempt = $attempt AND step > $after AND step < (SELECT max(step) FROM mine)
-        AND step NOT IN (SELECT step FROM mine WHERE tags <> '')
+        AND step NOT IN (SELECT step FROM mine WHERE {has_rare_tag("mine")})
 ), counted AS (SELECT rank, count(DISTINCT step) AS steps FROM ordinary WHERE axis = 'step' GROUP BY rank),
 by_rank AS (
     SELECT axis, name, min(step) AS first, max(step) AS last, sum(

@@ -1,13 +1,15 @@
 """Ready queries of the event store, by name: each is one SELECT, and an example for others.
 
-Queries about speed leave out steps with a tag on any rank, which a known cause has made longer.
+Queries about speed leave out steps with a rare tag on any rank, which a known cause has made longer.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-_ORDINARY = "(attempt, step) NOT IN (SELECT (attempt, step) FROM steps WHERE tags <> '') AND step > 0"
+from megascale.eventstore.schema import has_rare_tag
+
+_ORDINARY = f"(attempt, step) NOT IN (SELECT (attempt, step) FROM steps WHERE {has_rare_tag()}) AND step > 0"
 
 
 @dataclass(frozen=True)

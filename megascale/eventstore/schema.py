@@ -22,6 +22,23 @@ STEP_AXIS = "step"
 TAGS = ("first step", "gc", "evaluation", "checkpoint", "data", "restart", "profile")
 """Tags of a step, joined by commas: parts of its time that are not those of an ordinary step."""
 
+COLD_TAGS = ("first step", "restart", "profile")
+"""Tags of steps that are never ordinary."""
+
+COMMON = 0.2
+"""Share of the steps from which on a tag is common, such as that of a save in every step: it tells no class of steps,
+and a slower step may lack it, which is measured by shares of the step.
+"""
+
+
+def has_rare_tag(steps: str = "steps") -> str:
+    """Return the condition that a row of `steps` is of no ordinary step: with a cold tag, or one that is not common."""
+    return f"""list_has_any(string_split(tags, ','), (
+        SELECT coalesce(list(tag), []) FROM (
+            SELECT tag, count(*) AS rows FROM (SELECT unnest(string_split(tags, ',')) AS tag FROM {steps}) GROUP BY tag
+        ) WHERE tag <> '' AND (tag IN {COLD_TAGS} OR rows < {COMMON} * (SELECT count(*) FROM {steps}))
+    ))"""
+
 
 @dataclass(frozen=True)
 class Column:

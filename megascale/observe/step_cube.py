@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megascale.core.events import COMPUTE
-from megascale.eventstore.schema import HOST_AXIS, STEP_AXIS
+from megascale.eventstore.schema import COLD_TAGS, COMMON, HOST_AXIS, STEP_AXIS
 from megascale.layout.topology import AXES, DATA_AXES
 
 Floats = npt.NDArray[Any]
@@ -30,16 +30,8 @@ Columns = Mapping[str, npt.NDArray[Any]]
 OTHER = "other"
 """Name of the host's part of a step outside of all recorded actions, waits and activities."""
 
-COLD_TAGS = frozenset({"first step", "restart", "profile"})
-"""Tags of steps that compile, open connections, and fill caches, or run under a profiler."""
-
 CLASS_TAGS = frozenset({"gc", "evaluation", "checkpoint"})
 """Tags of steps that a known cause has made longer: these are not compared with the others, unless they are common."""
-
-COMMON = 0.2
-"""Share of the steps from which on a tag is common, such as that of a save in every step: it tells no class of steps,
-and a slower step may lack it, which is measured by shares of the step.
-"""
 
 MAD_TO_DEVIATION = 1.4826
 """Standard deviations of a normal distribution in a median absolute deviation."""
@@ -282,7 +274,7 @@ def _step_arrays(rows: _Rows, shape: tuple[int, int]) -> dict[str, Any]:
     tokens[rows.step], flops[rows.step] = rows.column("tokens"), rows.column("flops")
     tags, code = _factorize(rows.column("tags"))
     named = [frozenset(tag.split(",")) for (tag,) in tags]
-    cold = np.array([not COLD_TAGS.isdisjoint(names) for names in named], bool)[code]
+    cold = np.array([not names.isdisjoint(COLD_TAGS) for names in named], bool)[code]
     warm[rows.step[cold]] = False
     counts = np.bincount(code[warm[rows.step]], minlength=len(named))
     rare = {tag for tag in CLASS_TAGS if counts[[tag in names for names in named]].sum() < COMMON * counts.sum()}

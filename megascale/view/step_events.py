@@ -11,6 +11,7 @@ from megascale.core.events import RankEvents, event_file_name, read_events
 from megascale.eventstore.query import StoreError, fetch
 from megascale.eventstore.rank_events import read_rank_events
 from megascale.eventstore.reading import read_store
+from megascale.eventstore.schema import has_rare_tag
 from megascale.layout.topology import Topology
 
 OFFERED_STEPS = 200
@@ -37,11 +38,11 @@ def steps_with_events(folder: Path) -> list[int]:
 
 def opening_step(folder: Path, steps: Sequence[int]) -> int | None:
     """Return the step that a timeline opens on: of `steps_with_events` the newest that all ranks have ended and whose
-    time no save, evaluation or garbage collection has made longer; else the newest but one.
+    time no rare save, evaluation or garbage collection has made longer; else the newest but one.
     """
     with contextlib.suppress(StoreError):
         ordinary = f"""
-            SELECT step FROM steps WHERE {_LAST} GROUP BY step HAVING bool_and(tags = '')
+            SELECT step FROM steps WHERE {_LAST} GROUP BY step HAVING NOT bool_or({has_rare_tag()})
                 AND count(DISTINCT rank) = (SELECT count(DISTINCT rank) FROM ranks WHERE {_LAST})"""
         reading = read_store(folder, lambda store: fetch(store, ordinary)["step"].tolist(), tables=("steps", "ranks"))
         if found := set(steps).intersection(reading.value):

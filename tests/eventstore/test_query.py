@@ -12,7 +12,7 @@ import pytest
 from megascale.core.storage import Location
 from megascale.eventstore import query
 from megascale.eventstore.query import StoreError, fetch, open_store
-from megascale.eventstore.schema import TABLES
+from megascale.eventstore.schema import TABLES, has_rare_tag
 from megascale.eventstore.table_files import TableFile, write_rows
 from tests.eventstore.tables import rows
 
@@ -124,3 +124,19 @@ def test_a_file_that_is_replaced_while_the_store_is_opened(tmp_path: Path, monke
     monkeypatch.setattr(query, "list_files", gone)
     with pytest.raises(StoreError, match="No files found"):
         open_store(run)
+
+
+@pytest.mark.parametrize(
+    ("tags", "left_out"),
+    [
+        (["first step", "", "", "gc,checkpoint", "", "", "", ""], [0, 3]),
+        (["first step", *["checkpoint"] * 5, "", "checkpoint,gc"], [0, 7]),
+        (["first step"], [0]),
+        (["", ""], []),
+    ],
+)
+def test_steps_with_a_tag_that_is_rare_are_not_ordinary(tags: list[str], left_out: list[int], tmp_path: Path) -> None:
+    """A save in every step tells no class of steps."""
+    write(f"{tmp_path}", "steps", 1, 2, step=list(range(len(tags))), tags=tags)
+    found = fetch(open_store(tmp_path), f"SELECT step FROM steps WHERE {has_rare_tag()} ORDER BY step")
+    assert found["step"].tolist() == left_out
