@@ -88,7 +88,7 @@ class Agent:
         loop = asyncio.get_running_loop()
         self._leaving: asyncio.Future[int] = loop.create_future()
         for number in stop_signals():
-            loop.add_signal_handler(number, self._take_signal)
+            loop.add_signal_handler(number, self._take_signal, number)
         try:
             async with self._channel:
                 for job in (self._serve(), self._send_beats(), self._watch_ranks(), self._sample_metrics()):
@@ -196,8 +196,8 @@ class Agent:
                 _say(f"no metrics of the host: {str(error) or type(error).__name__}")
             await asyncio.sleep(METRICS_S)
 
-    def _take_signal(self) -> None:
-        if self._stop_requests.add(time.monotonic()):
+    def _take_signal(self, number: int) -> None:
+        if self._stop_requests.add(number, time.monotonic()):
             self._ranks.signalled = True
             self._beat_now.set()  # the driver takes a signal to all nodes for a request to stop
             self._spawn(self._heed_signal())

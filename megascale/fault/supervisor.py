@@ -65,18 +65,16 @@ class LaunchPlan:
 
 @dataclass
 class _Signals:
-    """Requests to stop so far, each by its first signal, passed on to the driver as an order. Orders are blocked in a
-    new driver until it handles them. `end_agents` is called at requests after the first.
+    """Requests to stop so far, passed on to the driver as an order. Orders are blocked in a new driver until it handles
+    them. `end_agents` is called at requests after the first.
     """
 
     driver: subprocess.Popen | None = None
-    received: list[int] = field(default_factory=list)
     requests: StopRequests = field(default_factory=StopRequests)
     end_agents: Callable[[], object] = lambda: None
 
     def receive(self, number: int) -> None:
-        if self.requests.add(time.monotonic()):
-            self.received.append(number)
+        if self.requests.add(number, time.monotonic()):
             self.pass_on()
             if self.requests.count > 1:
                 self.end_agents()
@@ -135,7 +133,7 @@ async def supervise(plan: LaunchPlan) -> int:
             remove_lost_records(plan.folder.name)
             output.cancel()
             await asyncio.gather(output, return_exceptions=True)
-    if history.ended == Exit.STOPPED and signals.received[:1] == [signal.SIGINT] and not history.step:
+    if history.ended == Exit.STOPPED and signals.requests.first == signal.SIGINT and not history.step:
         return Exit.INTERRUPTED
     return Exit.UNCLASSIFIED if history.ended is None else history.ended
 
@@ -169,7 +167,7 @@ async def _keep_driver(
         pulse, said = _Pulse(), list[int]()
         serving = asyncio.ensure_future(serve(scheduler, ours, pulse.beat, said.append))
         signals.driver = driver
-        if signals.received:
+        if signals.requests.count:
             signals.pass_on()
         status = await _end_of(driver, pulse)
         await serving  # the driver has hung up

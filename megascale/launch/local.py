@@ -78,13 +78,13 @@ def run_local_ranks(
             env = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
             launch = Launch(arguments, world, range(world), store, secret, logs, env)
             for rank in range(world):
-                if not forwarder.stop_requests:
+                if not forwarder.requests.count:
                     try:
                         workers.append(_start(launch, rank, listener, records[rank]))
                     except MegascaleError:
                         _end(workers)
                         raise
-        if forwarder.stop_requests:  # a signal has missed the ranks that were started after it
+        if forwarder.requests.count:  # a signal has missed the ranks that were started after it
             _end(workers)
             return _report_stop(forwarder, logs)
         # threads start after the last fork
@@ -132,30 +132,18 @@ class _SignalForwarder:
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self._workers = workers
-        self._requests = StopRequests()
-        self._first: int | None = None
-
-    @property
-    def stop_requests(self) -> int:
-        """The number of requests so far."""
-        return self._requests.count
-
-    @property
-    def interrupted(self) -> bool:
-        """True if the first stop signal was Ctrl-C."""
-        return self._first == signal.SIGINT
+        self.requests = StopRequests()
 
     def explains(self, end: ProcessEnd) -> bool:
         """Return True for the end of a rank that a request has ended: before the first step, or at once."""
-        killed = (-signal.SIGKILL,) if self.stop_requests > 1 else ()
-        return self.stop_requests > 0 and end.status in (*_STOPPED, *killed)
+        killed = (-signal.SIGKILL,) if self.requests.count > 1 else ()
+        return self.requests.count > 0 and end.status in (*_STOPPED, *killed)
 
     def forward(self, number: int, frame: FrameType | None) -> None:
-        if not self._requests.add(time.monotonic()):
+        if not self.requests.add(number, time.monotonic()):
             return
-        self._first = self._first or number
         for worker in self._workers:
-            if self.stop_requests > 1:
+            if self.requests.count > 1:
                 worker.signal(signal.SIGKILL)
             else:
                 worker.stop(save=True)
@@ -197,12 +185,12 @@ def _add_new_ends(workers: Sequence[Worker], ends: dict[int, ProcessEnd]) -> lis
 
 def _report_stop(forwarder: _SignalForwarder, logs: Path) -> int:
     """Report a stop at which no rank has left in order, and return the job's status."""
-    if forwarder.stop_requests > 1:
+    if forwarder.requests.count > 1:
         _print("megascale: stopped at once, without saving")
         return Exit.STOPPED
     told = (record["what"] for record in read_records(logs).values() if record["exit_status"] in _STOPPED)
     _print(f"megascale: {next(told, 'stopped before the first step')}")
-    return Exit.INTERRUPTED if forwarder.interrupted else Exit.STOPPED
+    return Exit.INTERRUPTED if forwarder.requests.first == signal.SIGINT else Exit.STOPPED
 
 
 def _name_unordered(records: Mapping[int, Path]) -> None:

@@ -68,7 +68,7 @@ class StopRequest:
         requests = StopRequests()
         while True:
             for number in os.read(pipe, 1 << 10):
-                if number in stop_signals() and requests.add(time.monotonic()):
+                if number in stop_signals() and requests.add(number, time.monotonic()):
                     status = Exit.INTERRUPTED if number == signal.SIGINT else Exit.STOPPED
                     self._heed(f" by {signal.Signals(number).name}", status)
 

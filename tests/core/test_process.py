@@ -73,6 +73,7 @@ def test_every_child_is_started_so() -> None:
 
 def test_deliveries_within_seconds_are_one_request() -> None:
     requests = StopRequests()
-    assert [requests.add(now) for now in (0.0, 0.1, REQUEST_S - 0.01)] == [True, False, False]
-    assert [requests.add(REQUEST_S), requests.add(REQUEST_S + 1)] == [True, False]
-    assert requests.count == 2
+    assert (requests.count, requests.first) == (0, 0)
+    assert [requests.add(signal.SIGHUP, now) for now in (0.0, 0.1, REQUEST_S - 0.01)] == [True, False, False]
+    assert [requests.add(signal.SIGINT, now) for now in (REQUEST_S, REQUEST_S + 1)] == [True, False]
+    assert (requests.count, requests.first) == (2, signal.SIGHUP)
