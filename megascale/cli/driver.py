@@ -9,7 +9,7 @@ import socket
 from megascale.cli.main import add_config_arguments
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
-from megascale.core.run_folder import RunFolder
+from megascale.core.run_folder import LOGS, RunFolder
 from megascale.core.secret import job_secret
 
 
@@ -46,7 +46,7 @@ async def _drive(options: argparse.Namespace, config: RunConfig) -> int:
         options.nodes,
         config.world_size,
         ("train", options.config, *options.overrides),
-        str(config.folder / "logs"),
+        str(config.folder / LOGS),
         takeover=options.takeover,
         requestable=adapter.requestable,
         revivable=adapter.revivable,
