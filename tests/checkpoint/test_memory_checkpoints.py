@@ -658,10 +658,11 @@ def test_nothing_listens_for_copies_on_a_single_host(tmp_path: Path, memory: Pat
 
 
 def test_a_folder_that_a_stranger_made_is_refused(tmp_path: Path) -> None:
-    from megascale.checkpoint.memory.copies import _make_private_folder
+    from megascale.core.stored_copies import _make_private_folder
 
     (tmp_path / "own").mkdir(mode=0o777)
-    assert _make_private_folder(tmp_path / "own").stat().st_mode & 0o777 == 0o700
+    _make_private_folder(tmp_path / "own")
+    assert (tmp_path / "own").stat().st_mode & 0o777 == 0o700
     (tmp_path / "link").symlink_to(tmp_path / "own")
     with pytest.raises(CheckpointError, match="is no folder"):
         _make_private_folder(tmp_path / "link")
