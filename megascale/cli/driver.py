@@ -60,7 +60,11 @@ async def _drive(options: argparse.Namespace, config: RunConfig) -> int:
     settings = config.checkpoint
     wait_s = settings.retry_timeout_s / config.fault.same_step_failures  # that many attempts wait
     folder = RunFolder(
-        str(config.folder.resolve()), options.run_id, config.checkpoint_folder, settings.memory_dir, wait_s
+        str(config.folder.resolve()),
+        options.run_id,
+        config.checkpoint_folder,
+        settings.memory_dir if settings.every and settings.memory_every else "",
+        wait_s,
     ).read_again()
     size = {"nodes": options.nodes, "world": config.world_size, "scheduler": options.scheduler}
     scheduler = await SchedulerClient.connect(socket.socket(fileno=options.scheduler_descriptor))
