@@ -42,7 +42,7 @@ class Truth:
 class Judgement:
     """The findings about a case of a kind of slowdown, as they are listed; `named`: which of them are of the right kind
     and name the culprit. `truth`: None without a slowdown. `gone`: the slowdown is no first finding any more some steps
-    after its end; None if it does not end.
+    after its end; None if it does not end. `after`: findings that accuse somebody else then, and go on.
     """
 
     kind: str
@@ -51,6 +51,7 @@ class Judgement:
     named: tuple[bool, ...]
     truth: Truth | None
     gone: bool | None = None
+    after: tuple[Finding, ...] = ()
 
     @property
     def is_small(self) -> bool:
@@ -60,7 +61,8 @@ class Judgement:
     @property
     def accused(self) -> tuple[Finding, ...]:
         """Findings that name a wrong rank, node, link or group."""
-        return tuple(one for one, named in zip(self.found, self.named, strict=True) if one.ranks and not named)
+        found = (one for one, named in zip(self.found, self.named, strict=True) if one.ranks and not named)
+        return (*found, *self.after)
 
     @property
     def right(self) -> bool:
@@ -168,4 +170,5 @@ def describe(judgement: Judgement) -> str:
     """Return what was lost and what was found, in a line."""
     truth = judgement.truth
     lost = f"{truth.lost_s:.3g} s of {truth.step_s:.3g} s lost since step {truth.since}: " if truth else ""
-    return lost + ("; ".join(map(str, judgement.found)) or "nothing found")
+    after = f"; after its end: {'; '.join(map(str, judgement.after))}" if judgement.after else ""
+    return lost + ("; ".join(map(str, judgement.found)) or "nothing found") + after

@@ -75,14 +75,10 @@ class JobSlowdown:
     disturbance: Disturbance | None = None
 
     def is_named_by(self, finding: Finding) -> bool:
-        """Return True if a finding names the culprit: the rank; of a node also a link of it, or slow collectives with
-        one other node, which wait as long.
-        """
+        """Return True if a finding names the culprit: the rank, or the node or a link of it."""
         if self.node is None:
             return bool(self.ranks) and finding.ranks == self.ranks
-        pair = finding.kind == "communication" and len(finding.ranks) <= 2 * RANKS_PER_NODE
-        named = f"node{self.node}" in finding.culprit.split() or finding.ranks == self.ranks
-        return named or (pair and set(self.ranks) <= set(finding.ranks))
+        return f"node{self.node}" in finding.culprit.split() or finding.ranks == self.ranks
 
 
 def _of_rank(phase: str, ranks: Sequence[int]) -> Callable[[random.Random], JobSlowdown]:
@@ -148,9 +144,12 @@ def judge_job(kind: str, number: int, folder: Path) -> Judgement:
     healthy = kind in UNDISTURBED
     found = tuple(findings_until(store, STEPS if healthy else UNTIL - 1))
     named = tuple(map(slowdown.is_named_by, found))
-    later = findings_until(store, UNTIL - 1 + GONE_STEPS)[:1]
-    gone = None if healthy else not any(one.until is None and slowdown.is_named_by(one) for one in later)
-    return Judgement(kind, number, found, named, None if healthy else _truth(store), gone)
+    if healthy:
+        return Judgement(kind, number, found, named, None)
+    later = [one for one in findings_until(store, UNTIL - 1 + GONE_STEPS) if one.until is None]
+    gone = not any(map(slowdown.is_named_by, later[:1]))
+    after = tuple(one for one in later if one.ranks and not slowdown.is_named_by(one))
+    return Judgement(kind, number, found, named, _truth(store), gone, after)
 
 
 def findings_until(store: duckdb.DuckDBPyConnection, step: int) -> list[Finding]:
@@ -191,7 +190,7 @@ def stop_and_go(rank: int, run: Path) -> Iterator[None]:
         while last_step(run) < SINCE - 1:
             if ended.wait(POLL_S):
                 return
-        mine = [pid for pid in job_processes(run) if _rank_of(pid) == rank]
+        mine = job_processes(run, rank=rank)
         while last_step(run) < UNTIL - 1 and not ended.is_set():
             for number, seconds in ((signal.SIGSTOP, STOPPED_S), (signal.SIGCONT, RUNS_S)):
                 for pid in mine:
@@ -206,13 +205,3 @@ def stop_and_go(rank: int, run: Path) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-
-
-def _rank_of(pid: int) -> int:
-    """Return the rank in a process's environment; -1 without one."""
-    with contextlib.suppress(OSError):
-        for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            name, _, value = variable.partition(b"=")
-            if name == b"RANK":
-                return int(value)
-    return -1

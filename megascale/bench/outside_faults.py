@@ -119,15 +119,16 @@ def process_fault(fault: Fault, run: Path) -> tuple[Callable[[], object], Callab
             raise ValueError(f"{fault.kind} needs hosts of a testbed")
 
 
-def job_processes(run: Path, node: str = "", command: str = "") -> list[int]:
-    """Return the processes of a run's job: of a node, and of a subcommand of megascale; all if empty."""
-    marks = {f"{RUN_VARIABLE}={run}".encode(), *([f"{NODE_VARIABLE}={node}".encode()] if node else [])}
+def job_processes(run: Path, node: str = "", command: str = "", rank: int | None = None) -> list[int]:
+    """Return the processes of a run's job: of a node, of a subcommand of megascale, of a rank; all if empty."""
+    variables = {RUN_VARIABLE: str(run), NODE_VARIABLE: node, "RANK": "" if rank is None else str(rank)}
+    marks = {f"{name}={value}".encode() for name, value in variables.items() if value}
     found = []
     for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
         with contextlib.suppress(OSError):
-            variables = set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+            environment = set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if marks <= variables and (not command or [b"megascale", command.encode()] in map(list, pairwise(words))):
+            if marks <= environment and (not command or [b"megascale", command.encode()] in map(list, pairwise(words))):
                 found.append(pid)
     return found
 
