@@ -168,7 +168,9 @@ def _truth(store: duckdb.DuckDBPyConnection) -> Truth:
 
 
 def train(folder: Path, name: str, slowdown: JobSlowdown, saves: Sequence[str]) -> Path:
-    """Train a job to its end, and return the run's folder. Raises: ObserveJobError"""
+    """Train a job to its end, unless it is there, and return the run's folder. Raises: ObserveJobError"""
+    if last_step(folder / name) == STEPS:
+        return folder / name
     layout = ("parallel.tp=1", f"parallel.dp={slowdown.nodes}") if slowdown.nodes == 2 else ()
     settings = (f"train.steps={STEPS}", "observe.store_interval_s=5", *layout, *saves)
     with contextlib.ExitStack() as stack:

@@ -33,7 +33,7 @@ def add_observe(benchmarks: Any) -> None:
     kinds = "kinds of real jobs, by words of their names, separated by commas (default: all)"
     one.add_argument("--kinds", default="", metavar="WORDS", help=kinds)
     one.add_argument("--seed", type=non_negative_int, default=1, metavar="N", help="of the slowdowns (default: 1)")
-    one.add_argument("--output", type=Path, metavar="FOLDER", help="keep the runs of real jobs in this folder")
+    one.add_argument("--output", type=Path, metavar="FOLDER", help="folder of real jobs; those there are judged anew")
     one.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables to this file")
     one.add_argument("--json", action="store_true", help="print one JSON object")
 

@@ -23,6 +23,7 @@ from megascale.observe.job_cost import (
     MIN_COST_NOISE,
     MIN_CROWDED_SHARE,
     MIN_EXPLAINED,
+    MIN_LASTING,
     MIN_REST_SHARE,
     MIN_UNMEASURED_SHARE,
     FindingKind,
@@ -134,12 +135,13 @@ def combine(cube: StepCube, sample: StepCube, events: Columns) -> list[Finding]:
 
 
 def _large(cube: StepCube, levels: StepLevels, suspects: Sequence[SlowCause], *, crowded: bool) -> Iterator[SlowCause]:
-    """Yield the suspects that cost enough to be named, from the first to the last stretch with half of their mean cost.
+    """Yield the suspects that cost enough to be named, from the first to the last stretch with MIN_LASTING of
+    their mean cost.
     `crowded`: ranks share cores.
     """
     shares, _ = divide(cube, levels, suspects)
     for suspect, costs in zip(suspects, shares, strict=True):
-        most = [at for at, share in enumerate(costs) if share.cost_s >= MIN_EXPLAINED * mean_cost(costs)]
+        most = [at for at, share in enumerate(costs) if share.cost_s >= MIN_LASTING * mean_cost(costs)]
         core, noise_s = slice(min(most), max(most) + 1), levels.noise_s(cube.steps, suspect.seconds)
         if is_large(costs[core], noise_s, crowded=crowded and bool(suspect.ranks)):
             yield replace(suspect, seen=frozenset(sorted(suspect.seen)[core]))

@@ -17,7 +17,7 @@ import numpy as np
 
 from megascale.core.events import COMPUTE
 from megascale.eventstore.schema import HOST_AXIS
-from megascale.observe.job_cost import Excess, Model, job_costs, times_of
+from megascale.observe.job_cost import MIN_EXPLAINED, Excess, Model, job_costs, times_of
 from megascale.observe.step_cube import (
     MAD_TO_DEVIATION,
     OTHER,
@@ -43,9 +43,6 @@ MIN_SHARE = 0.005
 
 MIN_SCORE_OF_PAIR, MIN_RATIO_OF_PAIR, MIN_SHARE_OF_PAIR = 8.0, 1.08, 0.02
 """Deviations, ratio and excess of a rank with a single peer, whose deviation is known from ERROR_BLOCKS means only."""
-
-MIN_SCORE_OF_LOSS = 3.0
-"""Deviations of a rank whose excess grew by half of what the job lost, or more."""
 
 BLOCKS, PERSISTENT_BLOCKS = 5, 4
 """Blocks of a window, and blocks in which an outlier shows at least half of the smallest excess."""
@@ -140,8 +137,8 @@ def heat_map(
     cube: StepCube, *, roles: Integers | None = None, continuity: int = PERSISTENT_BLOCKS, loss: Loss | None = None
 ) -> HeatMap:
     """Compare all ranks over the ordinary steps of a window. `roles` [R]: equal codes for peers, by default the stage.
-    `continuity`: blocks in which an outlier shows. A rank whose excess grew by most of a `loss` is an outlier as well,
-    also if only some of its steps are long.
+    `continuity`: blocks in which an outlier shows. A rank whose excess grew by MIN_EXPLAINED of a `loss` is an outlier
+    as well, also if only some of its steps are long.
     """
     roles = cube.places.codes("pp") if roles is None else roles
     names, values = zip(*_columns(cube), strict=True)
@@ -196,8 +193,8 @@ def _standard_error(means: Floats) -> Floats:
 
 
 def _sums(cube: StepCube) -> Floats:
-    """Return the times by KINDS, [R, S, 3]."""
-    return np.stack([cube.compute, cube.data, cube.other], 2)
+    """Return the times by KINDS, and their sum, [R, S, 4]."""
+    return np.stack([cube.compute, cube.data, cube.other, cube.compute + cube.data + cube.other], 2)
 
 
 def _find_outliers(cube: StepCube, roles: Integers, continuity: int, loss: Loss | None) -> list[Outlier]:
@@ -212,11 +209,12 @@ def _find_outliers(cube: StepCube, roles: Integers, continuity: int, loss: Loss 
         seconds, peer_s, _ = compare(part, sums[:, block], roles)
         shows += seconds - peer_s >= least / 2
     score = np.where(_is_pair(roles), MIN_SCORE_OF_PAIR, MIN_SCORE)
-    slow = (whole.score >= score) & (excess >= least) & (shows >= continuity)
+    slow = ((whole.score >= score) & (excess >= least) & (shows >= continuity))[:, : len(KINDS)]
     if loss is not None:
         usual = compare(loss.usual, _sums(loss.usual), roles)
         grown = excess - np.nan_to_num(usual.seconds - usual.peer_s)
-        slow |= (whole.score >= MIN_SCORE_OF_LOSS) & (grown >= np.maximum(loss.seconds / 2, least))
+        lost = (grown[:, -1] >= np.maximum(MIN_EXPLAINED * loss.seconds, least[:, -1])) & (shows[:, -1] >= continuity)
+        slow[lost, grown[lost, : len(KINDS)].argmax(1)] = True
     found = []
     for at, kind in enumerate(KINDS):
         ranks = np.flatnonzero(slow[:, at])

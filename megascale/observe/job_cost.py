@@ -46,8 +46,13 @@ MIN_CROWDED_SHARE, MIN_UNMEASURED_SHARE = 0.25, 0.5
 and without such steps, of a step; also of ranks without peers. What ranks take from each other is smaller.
 """
 
-MIN_EXPLAINED = 0.5
-"""Share of a loss from which on the causes that are known explain all of it: the model is not more exact."""
+MIN_EXPLAINED = 1 / 3
+"""Share of a loss from which on the causes that are known explain all of it: the model is not more exact, and a process
+that is stopped now and then loses as much in waits, which are as long on its peers.
+"""
+
+MIN_LASTING = 0.5
+"""Share of its cost that a cause costs as long as it lasts."""
 
 ALL = "all ranks"
 
@@ -141,13 +146,13 @@ class SlowCause:
 
 
 def lasting(cube: StepCube, levels: StepLevels, suspect: SlowCause) -> SlowCause:
-    """Return a suspect that is also seen in the stretches next to those in which it shows, as long as it costs half of
-    what it does there: a short stretch, or one without messages in the store, does not show it.
+    """Return a suspect that is also seen in the stretches next to those in which it shows, as long as it costs
+    MIN_LASTING of what it does there: a short stretch, or one without messages in the store, does not show it.
     """
     costs = [_mean(suspect.seconds, cube.within(stretch[:2])) for stretch in levels.stretches]
     seen, numbers = set(suspect.seen), range(len(costs))
     for before, number in (*itertools.pairwise(numbers), *itertools.pairwise(reversed(numbers))):
-        if before in seen and costs[number] >= max(MIN_EXPLAINED * costs[before], 1e-12):
+        if before in seen and costs[number] >= max(MIN_LASTING * costs[before], 1e-12):
             seen.add(number)
     return replace(suspect, seen=frozenset(seen))
 

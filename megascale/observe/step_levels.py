@@ -21,6 +21,9 @@ from megascale.observe.step_work import predict_seconds
 MIN_SHIFT = 6.0
 """Smallest shift of a mean in standard errors: the largest of all cuts of a noisy series reaches 4."""
 
+MIN_RARE_SHIFT = 3.0
+"""The same of the largest shift alone, where one mean is less than half of the other."""
+
 MIN_SEGMENT = 8
 """Fewest points of a segment."""
 
@@ -87,7 +90,8 @@ def step_levels(recent: StepCube, sample: StepCube, onsets: Iterable[int] = ()) 
     number, wall, tokens, flops = np.concatenate([before, newer], 1)
     steps, work = number.astype(int), relative_work(tokens, flops, wall)
     seconds = wall / work
-    cuts = sorted({*change_points(seconds), *np.searchsorted(steps, sorted(onsets)).tolist()})
+    longer = np.maximum(0.0, seconds - np.median(seconds)) if len(seconds) else seconds
+    cuts = sorted({*change_points(seconds), *shifts_of(longer), *np.searchsorted(steps, sorted(onsets)).tolist()})
     bounds = [0, *_apart(cuts, len(steps)), len(steps)] if len(steps) else []
     levels = tuple(slice(*ends) for ends in itertools.pairwise(bounds))
     return StepLevels(steps, seconds, work, levels, tuple(_stretches(steps, seconds, levels)))
@@ -119,13 +123,16 @@ def shifts_of(series: Floats) -> list[int]:
     """Return the positions at which a series of what a cause costs shifts: its change points, and its largest shifts up
     and down (CUSUM), if one side has less than half of the other. It may be 0 on one side, and rare on the other.
     """
-    shifts = change_points(series)
-    if len(series) > 1:
-        sums = np.cumsum(series - series.mean())[:-1]
-        for at in (int(np.argmin(sums)) + 1, int(np.argmax(sums)) + 1):
-            less, more = sorted((float(series[:at].mean()), float(series[at:].mean())))
-            shifts += [at] if less < more / 2 else []
-    return shifts
+    sums = np.cumsum(series - series.mean())[:-1] if len(series) > 1 else series[:0]
+    largest = (int(np.argmin(sums)) + 1, int(np.argmax(sums)) + 1) if len(sums) else ()
+    return [*change_points(series), *(at for at in largest if _differ(series[:at], series[at:]))]
+
+
+def _differ(before: Floats, after: Floats) -> bool:
+    """Return True if one of two means is less than half of the other, and their difference is no chance."""
+    less, more = sorted((float(before.mean()), float(after.mean())))
+    error = np.sqrt(before.var() / len(before) + after.var() / len(after))
+    return less < more / 2 and more - less >= MIN_RARE_SHIFT * error
 
 
 def _stretches(number: Integers, seconds: Floats, levels: Sequence[slice]) -> Iterator[Stretch]:
