@@ -31,6 +31,11 @@ COMPUTE = "compute"
 HOST_AXIS = "host"
 """The axis of what the host does beside compute and communication: `data`, `gc`, `evaluation`, `checkpoint`."""
 
+PAUSE = "pause"
+"""The activity of the host in which the process does nothing: it is stopped or frozen, gets no core, or a call holds
+Python's lock. It lies in other actions and waits, so that none of it is exposed.
+"""
+
 OPTIMIZER_ACTIONS = frozenset({"grad_norm", "compute_updates", "update"})
 """The optimizer's actions in a step: gradient norm, LAMB's first phase (update directions), and update."""
 

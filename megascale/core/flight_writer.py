@@ -31,11 +31,17 @@ from megascale.core.start_parts import StartParts
 HEARTBEAT_S = 0.25
 """Seconds between beats of the heartbeat thread."""
 
+MIN_PAUSE_S = 0.1
+"""Least seconds by which a beat is late, to be a pause of the process."""
+
 RECENT_STEPS = 5
 """Steps of the median step time."""
 
 Handle = tuple[int, int, int]
 """A communication in the record: its row in the table of groups, its sequence number, the number of its event."""
+
+MOST_PAUSES = 1000
+"""Most pauses that are kept until a step ends."""
 
 Place = tuple[int, int, int]
 """Step (0 outside of steps), chunk and micro-batch (-1: none) of an event."""
@@ -65,6 +71,7 @@ class FlightIdentity:
 class FlightRecordWriter:
     """The record of this process in `memory`, of `layout.FILE_BYTES` zero bytes; by default memory of its own, which no
     other process reads. `path`: of its file. `start_parts`: the phases of this process's start, and parts of them.
+    `pauses`: start and end, on the monotonic clock, of the times in which the heartbeat stood still.
     """
 
     path: Path | None = None
@@ -77,6 +84,7 @@ class FlightRecordWriter:
         self._entered: list[int] = []  # by row
         self._phase = Phase.IMPORT
         self.start_parts = StartParts()
+        self.pauses: deque[tuple[float, float]] = deque(maxlen=MOST_PAUSES)
         self._step_times: deque[float] = deque(maxlen=RECENT_STEPS)
         self._counts: Counter[str] = Counter()
         head = {
@@ -91,8 +99,11 @@ class FlightRecordWriter:
         words[layout.MAGIC_WORD] = layout.MAGIC  # last: the record is complete now
 
     def beat(self) -> None:
-        """Say that this process runs Python code."""
-        self._words[layout.HEARTBEAT] = _now()
+        """Say that this process runs Python code, HEARTBEAT_S after the last time, or later after a pause."""
+        last, now = self._words[layout.HEARTBEAT], _now()
+        if now - last > (HEARTBEAT_S + MIN_PAUSE_S) * 1e9:
+            self.pauses.append((last / 1e9 + HEARTBEAT_S, now / 1e9))
+        self._words[layout.HEARTBEAT] = now
 
     def advance(self) -> None:
         """Count progress that no other write shows, such as a file that was read."""

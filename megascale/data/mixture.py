@@ -209,7 +209,7 @@ class Mixture:
         return sum(share * shape.padding for share, shape in shapes)
 
     def left_out(self) -> int:
-        """Tokens of the datasets in no sample, by the lengths of documents."""
+        """Rests of documents of a single token, which has no label after it and fills no place of its own."""
         return sum(shape.left_out for shape in self._best_fit_shapes())
 
     def _best_fit_shapes(self) -> list[BestFitShape]:

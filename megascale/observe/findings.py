@@ -84,10 +84,18 @@ class Finding:
 
 
 WORDS: dict[FindingKind, str] = {
-    "compute": "computes slowly", "data": "waits for data", "host": "loses time on the host",
+    "pause": "stands still now and then", "compute": "computes slowly", "data": "waits for data",
+    "host": "loses time on the host",
     "gc": "garbage collection pauses it", "link": "messages are slow", "communication": "collectives are slow",
     "job": "the whole job became slower", "drift": "ranks wait longer for each other", "steps": "single steps are slow",
 }  # fmt: skip
+
+
+CAUSES: dict[FindingKind, tuple[FindingKind, ...]] = {
+    "compute": ("pause",), "data": ("pause",), "host": ("pause",), "link": ("pause", "compute", "host"),
+    "communication": ("link", "pause", "compute", "host"),
+}  # fmt: skip
+"""Kinds of causes by the kind of their effects on the same ranks."""
 
 
 def findings(store: duckdb.DuckDBPyConnection) -> list[Finding]:
@@ -175,7 +183,7 @@ def _explains(cube: StepCube, levels: StepLevels, cause: SlowCause, suspect: Slo
     """Return True if a suspect is the effect of another, in the stretches in which both show. A slow rank has an effect
     of its own size; a slow link may show little itself.
     """
-    kinds = {"link": ("compute", "host"), "communication": ("link", "compute", "host")}.get(suspect.kind, ())
+    kinds = CAUSES.get(suspect.kind, ())
     both = suspect.seen & cause.seen
     if cause.kind not in kinds or not both or set(suspect.ranks or cause.ranks).isdisjoint(cause.ranks):
         return False

@@ -1,9 +1,9 @@
 """The heat map of a run: the time of each part of a step by rank beside its peers, and the outliers (paper, 5.1).
 
 Peers are the ranks of the same pipeline stage, which do the same work: stages with the embedding or the head, and
-uneven stages, are compared with themselves. Outliers are found in three sums: compute, data and host. A rank is an
-outlier if its mean over the window exceeds the peers' median by MIN_SCORE deviations, by MIN_RATIO, and by MIN_SHARE of
-the step, and if it also does in most blocks of the window (continuity). A rank with a single peer needs a larger
+uneven stages, are compared with themselves. Outliers are found in four sums: pauses, compute, data and host. A rank is
+an outlier if its mean over the window exceeds the peers' median by MIN_SCORE deviations, by MIN_RATIO, and by MIN_SHARE
+of the step, and if it also does in most blocks of the window (continuity). A rank with a single peer needs a larger
 margin, because nothing tells how much two healthy ranks differ. A node is an outlier if most of its ranks are slow.
 """
 
@@ -29,8 +29,8 @@ from megascale.observe.step_cube import (
     lower_median,
 )
 
-Kind = Literal["compute", "data", "host"]
-KINDS: tuple[Kind, ...] = ("compute", "data", "host")
+Kind = Literal["pause", "compute", "data", "host"]
+KINDS: tuple[Kind, ...] = ("pause", "compute", "data", "host")
 
 MIN_SCORE = 5.0
 """Deviations beyond the median: of 12,288 healthy ranks with Gaussian noise none in 99.6% of all windows."""
@@ -193,8 +193,9 @@ def _standard_error(means: Floats) -> Floats:
 
 
 def _sums(cube: StepCube) -> Floats:
-    """Return the times by KINDS, and their sum, [R, S, 4]."""
-    return np.stack([cube.compute, cube.data, cube.other, cube.compute + cube.data + cube.other], 2)
+    """Return the times by KINDS, and the sum but for pauses, [R, S, 5]."""
+    own = cube.compute, cube.data, cube.other
+    return np.stack([cube.paused, *own, sum(own)], 2)
 
 
 def _find_outliers(cube: StepCube, roles: Integers, continuity: int, loss: Loss | None) -> list[Outlier]:
@@ -213,8 +214,9 @@ def _find_outliers(cube: StepCube, roles: Integers, continuity: int, loss: Loss 
     if loss is not None:
         usual = compare(loss.usual, _sums(loss.usual), roles)
         grown = excess - np.nan_to_num(usual.seconds - usual.peer_s)
-        lost = (grown[:, -1] >= np.maximum(MIN_EXPLAINED * loss.seconds, least[:, -1])) & (shows[:, -1] >= continuity)
-        slow[lost, grown[lost, : len(KINDS)].argmax(1)] = True
+        lost = (grown >= np.maximum(MIN_EXPLAINED * loss.seconds, least)) & (shows >= continuity)
+        slow[lost[:, 0], 0] = True
+        slow[lost[:, -1], 1 + grown[lost[:, -1], 1 : len(KINDS)].argmax(1)] = True
     found = []
     for at, kind in enumerate(KINDS):
         ranks = np.flatnonzero(slow[:, at])
@@ -277,6 +279,8 @@ def _longer_parts(
     cube: StepCube, outlier: Outlier, names: tuple[str, ...], shown: PeerComparison
 ) -> tuple[tuple[str, float], ...]:
     """Return the parts of the outlier's kind that are longer than the peers', on the mean of its ranks."""
+    if outlier.kind == "pause":
+        return ()
     kinds = {str(part): "compute" if part.axis == COMPUTE else "data" for part in cube.parts if part.name != "gc"}
     ranks = cube.places.index(np.array(outlier.ranks))
     excess = (shown.seconds - shown.peer_s)[ranks].mean(0)
@@ -289,9 +293,9 @@ def excess_of(cube: StepCube, outlier: Outlier) -> Excess:
     """Return by how much an outlier's ranks exceed their peers in each step: without its fault a rank is like them."""
     ranks, stage = cube.places.index(np.array(outlier.ranks)), cube.places.codes("pp")
     times: dict[Model, Floats] = {"compute": cube.other} if outlier.kind == "host" else times_of(cube)
-    parts: tuple[Model, ...] = ("data",) if outlier.kind == "data" else ("compute", "optimizer")
+    of_kind: dict[Kind, tuple[Model, ...]] = {"pause": ("gc",), "data": ("data",)}
     more: dict[Model, Floats] = {}
-    for part in times.keys() & parts:
+    for part in times.keys() & of_kind.get(outlier.kind, ("compute", "optimizer")):
         peers = {role: lower_median(times[part][stage == role]) for role in np.unique(stage[ranks])}
         more[part] = times[part][ranks] - np.stack([peers[stage[rank]] for rank in ranks])
     return Excess(ranks, more)

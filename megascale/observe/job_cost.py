@@ -56,7 +56,7 @@ MIN_LASTING = 0.5
 
 ALL = "all ranks"
 
-FindingKind = Literal["compute", "data", "host", "gc", "link", "communication", "job", "drift", "steps"]
+FindingKind = Literal["pause", "compute", "data", "host", "gc", "link", "communication", "job", "drift", "steps"]
 
 Model = Literal["compute", "optimizer", "data", "gc"]
 
@@ -71,9 +71,9 @@ class Excess(NamedTuple):
 
 
 def times_of(cube: StepCube) -> dict[Model, Floats]:
-    """Return the times of the model, [R, S]."""
-    optimizer = cube.own_of(COMPUTE, *OPTIMIZER_ACTIONS)
-    return {"compute": cube.compute - optimizer, "optimizer": optimizer, "data": cube.data.copy(), "gc": cube.gc.copy()}
+    """Return the times of the model, [R, S]. Pauses of the process are like those for garbage collection."""
+    optimizer, gc = cube.own_of(COMPUTE, *OPTIMIZER_ACTIONS), cube.gc + cube.paused
+    return {"compute": cube.compute - optimizer, "optimizer": optimizer, "data": cube.data.copy(), "gc": gc}
 
 
 def job_costs(cube: StepCube, culprits: Mapping[str, Excess]) -> dict[str, Floats]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megascale.core.events import COMPUTE, OPTIMIZER_ACTIONS
+from megascale.core.events import COMPUTE, OPTIMIZER_ACTIONS, PAUSE
 from megascale.eventstore.schema import HOST_AXIS
 from megascale.observe.step_cube import OTHER, Columns, StepCube
 from megascale.observe.wall_time import wall_time
@@ -168,6 +168,8 @@ def mfu_ledger(
     cube = cube.take(~np.isin(cube.steps, np.asarray(steps["step"])[tags]))
     seconds: dict[str, float] = dict.fromkeys((FORWARD, BACKWARD, OPTIMIZER), 0.0)
     for at, part in enumerate(cube.parts):
+        if part.name == PAUSE:  # in the time of other parts
+            continue
         if part.axis == COMPUTE:
             name, values = ACTIONS.get(part.name, OTHER), cube.own[:, :, at]
         else:

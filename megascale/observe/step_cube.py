@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megascale.core.events import COMPUTE
+from megascale.core.events import COMPUTE, PAUSE
 from megascale.eventstore.schema import COLD_TAGS, COMMON, HOST_AXIS, STEP_AXIS
 from megascale.layout.topology import AXES, DATA_AXES
 
@@ -138,9 +138,9 @@ class StepCube:
     """Times of R ranks in S steps and P parts, in seconds.
 
     `own` [R, S, P]: of an action without the waits inside it, of a host activity without what the device hides, of a
-    communication its duration. `wait` [R, S, P]: time in which compute waited for a communication, else 0. `wall`
-    [R, S]: the step without evaluations and saves after it, 0 if unknown. `ordinary` [R, S]: warm, and without a rare
-    tag. `warm` [S]: not the first step of an attempt. `entered_ns` [R, S]: issue of the last
+    pause or a communication its duration. `wait` [R, S, P]: time in which compute waited for a communication, else 0.
+    `wall` [R, S]: the step without evaluations and saves after it, 0 if unknown. `ordinary` [R, S]: warm, and without a
+    rare tag. `warm` [S]: not the first step of an attempt. `entered_ns` [R, S]: issue of the last
     reduction of gradients, ns since 1970, or 0. `bytes` [R, P]: mean of a step. `tokens`, `flops` [S]: of the job.
     `forwards`: of a rank in a step.
     """
@@ -212,6 +212,11 @@ class StepCube:
     def gc(self) -> Floats:
         """Pauses for garbage collection, [R, S]."""
         return self.own_of(HOST_AXIS, "gc")
+
+    @cached_property
+    def paused(self) -> Floats:
+        """Time in which the process did nothing, inside of other parts, [R, S]."""
+        return self.own_of(HOST_AXIS, PAUSE)
 
     @cached_property
     def other(self) -> Floats:
@@ -300,7 +305,8 @@ def _part_arrays(rows: _Rows, shape: tuple[int, int], known: Sequence[Part] | No
         cells = np.bincount(cell, seconds, shape[0] * shape[1] * len(parts)).astype(np.float32)
         return cells.reshape(*shape, len(parts))
 
-    own = sums(np.where(compute, total - exposed, np.where(host, exposed, total)))
+    hidden = np.array([key.name == PAUSE for key in parts], bool)[part]
+    own = sums(np.where(compute, total - exposed, np.where(host & ~hidden, exposed, total)))
     wait = sums(np.where(compute | host, 0.0, exposed))
     entered, reduces = np.zeros(shape, np.int64), np.array([key[:2] in REDUCTIONS for key in parts], bool)[part]
     issued = rows.take(reduces)

@@ -31,6 +31,7 @@ PERSISTENT = 0.8
 """Share of the steps in which a slow group is slow."""
 
 REASONS: dict[Kind, str] = {
+    "pause": "stands still longer (stopped, frozen, or without a core)",
     "compute": "computes longer", "data": "reads its data longer", "host": "is longer outside of recorded actions",
 }  # fmt: skip
 
@@ -47,6 +48,7 @@ def stragglers(cube: StepCube, levels: StepLevels) -> Iterator[SlowCause]:
     joined = _with_their_nodes(found)
     worst = {key: max((one for _, one in seen), key=lambda one: (bool(one.node), one.cost_s))
              for key, seen in joined.items()}  # fmt: skip
+    worst = dict(sorted(worst.items(), key=lambda item: item[0][0] != "pause"))  # pauses explain other times
     costs = job_costs(cube, {f"{key}": excess_of(cube, outlier) for key, outlier in worst.items()})
     for key, outlier in worst.items():
         numbers = [number for number, _ in joined[key]]

@@ -159,17 +159,21 @@ class Recorder:
             yield
             self.record_activity(phase, start, time.perf_counter(), until=until)
 
-    def record_activity(self, name: str, start: float, end: float, *, until: Mark | None = None) -> None:
-        """Write an activity of the host into the event ring, unless it was short. `until`: as in `activity`."""
+    def record_activity(
+        self, name: str, start: float, end: float, *, until: Mark | None = None, exposed: bool = True
+    ) -> None:
+        """Write an activity of the host into the event ring, unless it was short. `until`: as in `activity`; not
+        `exposed`: other actions and waits have its time.
+        """
         if self.ring is None or end - start < MIN_ACTIVITY_S:
             return
-        exposed = end - start
+        exposed_s = end - start if exposed else 0.0
         if until is not None:
             passed = self.timer.seconds(until)
-            exposed = 0.0 if passed is None else max(0.0, end - max(start, passed))
-        self._activities[name] += exposed
+            exposed_s = 0.0 if passed is None else max(0.0, end - max(start, passed))
+        self._activities[name] += exposed_s
         self.ring.write_event(
-            HOST_AXIS, name, Label(), (self.window, -1, -1), NO_COMMUNICATION, (start, start, end, exposed)
+            HOST_AXIS, name, Label(), (self.window, -1, -1), NO_COMMUNICATION, (start, start, end, exposed_s)
         )
 
     def take_activities(self) -> dict[str, float]:

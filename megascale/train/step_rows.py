@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from megascale.account.flops import token_flops
 from megascale.core.event_ring import StepRow
+from megascale.core.events import PAUSE
 from megascale.core.flight_layout import Phase
 from megascale.eventstore.schema import TAGS
 from megascale.train.score_totals import per_token, take_scores
@@ -34,7 +35,8 @@ class _Trained:
 
 class StepRows:
     """A context manager for training that writes a row for each step into the rank's event ring, when the next step
-    begins or training ends. Also records Python's garbage collections, automatic ones too, as activities of the host.
+    begins or training ends. Also records as activities of the host Python's garbage collections, automatic ones
+    too, and pauses of the process.
     """
 
     def __init__(self, run: Run) -> None:
@@ -84,6 +86,8 @@ class StepRows:
         collections, self._collections = self._collections, []
         for start, end in collections:
             self._recorder.record_activity(Phase.GC, start, end)
+        while self._recorder.flight.pauses:
+            self._recorder.record_activity(PAUSE, *self._recorder.flight.pauses.popleft(), exposed=False)
         activities, trained, self._trained = self._recorder.take_activities(), self._trained, None
         if self._recorder.ring is None or trained is None:
             return

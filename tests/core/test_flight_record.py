@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megascale.core import flight_layout as layout
-from megascale.core import flight_reader
+from megascale.core import flight_reader, flight_writer
 from megascale.core.flight_layout import Phase
 from megascale.core.flight_reader import read_flight_record
 from megascale.core.flight_record import FlightRecord, FlightRecordError, RankRuns, flight_record_path
@@ -197,6 +197,16 @@ def test_a_stopped_or_killed_rank_is_read(path: Path, rank: subprocess.Popen, nu
     record = read_flight_record(path)
     assert record.pid == rank.pid
     assert record.wait is not None and (record.wait.kind, record.wait.group) == ("waiting", "dp")
+
+
+def test_a_late_beat_is_a_pause_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0]
+    monkeypatch.setattr(flight_writer, "_now", lambda: now[0])
+    writer = FlightRecordWriter()
+    for seconds in (0.25, 0.55, 1.75, 2.0):
+        now[0] = round(seconds * 1e9)
+        writer.beat()
+    assert list(writer.pauses) == [(pytest.approx(0.8), 1.75)]
 
 
 @pytest.mark.parametrize("rank", ["lock", "sleep"], indirect=True)

@@ -17,7 +17,7 @@ from megascale.layout.topology import Topology
 from megascale.observe.findings import Finding, combine, crowd_note, findings
 from megascale.observe.heatmap import heat_map
 from megascale.observe.job_cost import MIN_COST_SHARE
-from megascale.observe.step_cube import StepCube
+from megascale.observe.step_cube import Part, StepCube
 
 LAYOUTS = [
     FleetLayout(Topology(tp=4, pp=4, dp=4), steps=100),
@@ -209,3 +209,22 @@ def test_a_job_of_12288_ranks(tmp_path: Path) -> None:
     write_store(Fleet(layout, 7, FleetFault("slow", rank=12_287, factor=1.15), events=1), tmp_path)
     (finding,) = findings(open_store(tmp_path))
     assert (finding.kind, finding.ranks) == ("compute", (12_287,))
+
+
+@pytest.mark.parametrize("in_compute", [0.0, 0.4])
+def test_a_process_that_is_stopped_now_and_then_stands_still_wherever_it_is_stopped(in_compute: float) -> None:
+    """In a wait, which is as long on all ranks, or in part in an action, which takes longer then."""
+    fleet = Fleet(FleetLayout(Topology(pp=2, dp=2), node_ranks=2, steps=160), 3)
+    cube = cube_of(fleet)
+    stopped, pause_s = slice(80, 160, 6), 8 * cube.step_s
+    own, wall = np.concatenate([cube.own, np.zeros_like(cube.own[:, :, :1])], 2), cube.wall.copy()
+    own[3, stopped, -1] = pause_s
+    own[3, stopped, cube.select("compute", "B")[0]] += in_compute * pause_s
+    wall[:, stopped] += pause_s
+    cube = replace(cube, own=own, wall=wall, wait=np.concatenate([cube.wait, np.zeros_like(own[:, :, -1:])], 2),
+                   bytes=np.concatenate([cube.bytes, np.zeros((4, 1))], 1),
+                   parts=(*cube.parts, Part("host", "pause")))  # fmt: skip
+    (found,) = combine(cube, cube, fleet.tables["events"])
+    assert (found.kind, found.culprit, found.until) == ("pause", "rank 3", None)
+    assert abs(found.since - 81) <= 1
+    assert found.cost_s == pytest.approx(float((wall[0, 80:] - fleet.seconds[80:]).mean()), rel=0.2)

@@ -110,6 +110,18 @@ def test_a_collection_inside_an_action_is_not_its_own_time(run: Run, tmp_path: P
     assert action["exposed"] == pytest.approx(pause["exposed"])
 
 
+def test_pauses_of_the_process_are_activities_that_others_contain(run: Run, tmp_path: Path) -> None:
+    run.mesh.recorder.flight.pauses.extend([(1.0, 1.5), (2.0, 2.25)])
+    with StepRows(run) as rows:
+        rows.begin(3)
+        rows.end(result(1.0))
+    reader = EventRingReader(tmp_path / "rank.events")
+    events, strings = reader.drain().events, reader.strings()
+    found = [event for event in events if strings[event["name"]] == "pause"]
+    assert [float(event["end"] - event["start"]) for event in found] == [0.5, 0.25]
+    assert not any(event["exposed"] for event in found)
+
+
 def test_a_step_that_fails_has_no_row(run: Run, tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), StepRows(run) as rows:
         rows.begin(1)
