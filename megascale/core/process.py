@@ -133,6 +133,7 @@ def usable_cores(pids: Iterable[int] = (0,)) -> int:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             allowed |= os.sched_getaffinity(pid)
+    allowed = allowed or os.sched_getaffinity(0)  # the processes have ended
     return max(1, int(min(len(allowed), cpu_quota())))  # a core more would pause all threads for a part of each period
 
 

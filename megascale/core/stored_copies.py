@@ -63,9 +63,9 @@ def hold_copies(folder: Path, run: Path) -> FileIO:
     """
     below = [*itertools.takewhile(lambda each: each.name != f"megascale-{os.geteuid()}", (folder, *folder.parents))]
     while True:
-        for each in (below[-1].parent, *reversed(below)):
-            _make_private_folder(each)
         try:
+            for each in (below[-1].parent, *reversed(below)):
+                _make_private_folder(each)
             file = FileIO(os.open(folder / RUN_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+")
             fcntl.flock(file, fcntl.LOCK_SH)
             if os.fstat(file.fileno()).st_nlink:  # else it was removed meanwhile, with the copies
@@ -80,13 +80,15 @@ def hold_copies(folder: Path, run: Path) -> FileIO:
 
 
 def _make_private_folder(folder: Path) -> None:
-    """Make a folder for this user alone. Raises: CheckpointError"""
+    """Make a folder for this user alone. Raises: CheckpointError; FileNotFoundError if it is removed meanwhile"""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         facts = folder.lstat()  # not what a stranger's link names
         if facts.st_uid == os.geteuid() and stat.S_ISDIR(facts.st_mode):
             folder.chmod(0o700)
+    except FileNotFoundError:
+        raise
     except OSError as error:
         hint = os_error_hint(error, "checkpoint.memory_dir")
         raise CheckpointError(f"cannot make {folder}: {error.strerror}", hint=hint) from None

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megascale.core.events import COMPUTE, HOST_AXIS
+from megascale.core.events import COMPUTE, HOST_AXIS, PAUSE
 from megascale.core.tensorboard_file import TensorBoardFile
 from megascale.eventstore.query import StoreError
 from megascale.eventstore.reading import read_store
@@ -35,11 +35,12 @@ WITH mine AS (SELECT * FROM steps WHERE attempt = $attempt),
 ordinary AS (
     SELECT * FROM step_parts
     WHERE attempt = $attempt AND step > $after AND step < (SELECT max(step) FROM mine)
-        AND step NOT IN (SELECT step FROM mine WHERE {has_rare_tag("mine")})
+        AND step NOT IN (SELECT step FROM mine WHERE {has_rare_tag("mine", 0.5)})
 ), counted AS (SELECT rank, count(DISTINCT step) AS steps FROM ordinary WHERE axis = 'step' GROUP BY rank),
 by_rank AS (
     SELECT axis, name, min(step) AS first, max(step) AS last, sum(
-        CASE axis WHEN 'compute' THEN total_ns - exposed_ns WHEN 'step' THEN total_ns ELSE exposed_ns END
+        CASE WHEN axis = 'compute' THEN total_ns - exposed_ns
+            WHEN axis = 'step' OR name = '{PAUSE}' THEN total_ns ELSE exposed_ns END
     ) / 1e9 / any_value(steps) AS s
     FROM ordinary JOIN counted USING (rank) GROUP BY rank, axis, name
 )

@@ -31,12 +31,12 @@ and a slower step may lack it, which is measured by shares of the step.
 """
 
 
-def has_rare_tag(steps: str = "steps") -> str:
+def has_rare_tag(steps: str = "steps", common: float = COMMON) -> str:
     """Return the condition that a row of `steps` is of no ordinary step: with a cold tag, or one that is not common."""
     return f"""list_has_any(string_split(tags, ','), (
         SELECT coalesce(list(tag), []) FROM (
             SELECT tag, count(*) AS rows FROM (SELECT unnest(string_split(tags, ',')) AS tag FROM {steps}) GROUP BY tag
-        ) WHERE tag <> '' AND (tag IN {COLD_TAGS} OR rows < {COMMON} * (SELECT count(*) FROM {steps}))
+        ) WHERE tag <> '' AND (tag IN {COLD_TAGS} OR rows < {common} * (SELECT count(*) FROM {steps}))
     ))"""
 
 

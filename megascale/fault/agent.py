@@ -203,8 +203,8 @@ class Agent:
             self._spawn(self._heed_signal())
 
     async def _heed_signal(self) -> None:
-        """Leave the job, unless the driver, which may have got the signal too, orders an end of the ranks. Ranks that
-        save would stop the job: they do so without a driver alone, and until a second request.
+        """Leave the job, unless the driver, which may have got the signal too, orders the ranks to save and end. Ranks
+        that save would stop the job: else they do so without a driver alone, and until a second request.
         """
         first = self._stop_requests.count == 1
         if first and not self._channel.lost_s and not self._ranks.observes:

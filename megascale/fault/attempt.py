@@ -59,7 +59,6 @@ class Attempt:
     causes: set[int] = field(default_factory=set)
     lost: dict[str, LostNode] = field(default_factory=dict)
     stuck: set[str] = field(default_factory=set)
-    signalled: set[str] = field(default_factory=set)
     answered: set[str] = field(default_factory=set)
     compared: bool = False
     records: dict[int, FlightRecord] = field(default_factory=dict)

@@ -210,7 +210,7 @@ def missing_nodes(job: Job, nodes: Sequence[str], now: float) -> Finding:
 
 def why_unsaved(job: Job, attempt: Attempt, now: float) -> str:
     """Return why a job that was asked to stop may not have saved."""
-    if not completed_step(job):
+    if not attempt.watch.has_new_step:
         return "stopped before the first step"
     if job.stop_requests > 1:
         return "stopped at once, without saving"

@@ -132,7 +132,9 @@ class Driver:
                     say(command.text)
                 case Send(node, Start() as start):
                     self._server.send(node, replace(start, folder=self._folder))
-                case Send(node, Leave() as leave) if self._folder and node in self._job.roster.excluded:
+                case Send(node, Leave() as leave) if (
+                    self._folder and self._folder.memory and node in self._job.roster.excluded
+                ):
                     self._server.send(node, replace(leave, copies=str(self._folder.copies(node))))
                 case Send():
                     self._server.send(command.node, command.message)

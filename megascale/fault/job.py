@@ -89,7 +89,8 @@ class Job:
     """A job. Every event returns the commands to carry out, in order; times are Unix seconds and never go back.
 
     `places`: the nodes that ranks fill, in order, None where a node is wanted; `pending`: the incident whose action
-    follows the end of the attempt; `saves`: its ranks save before. `begun`: start of this driver; `deadline`: of the
+    follows the end of the attempt; `saves`: its ranks save before. `told_by_agents`: of the request
+    to stop, which the supervisor may pass on, too. `begun`: start of this driver; `deadline`: of the
     stage; `next_look`: time of the next look for a hang; `heartbeats`: a count of all. `unfit`: why nodes leave once
     their ranks have ended. `failed_checks`: why nodes have left. `first_steps`: by node, seconds of its longest first
     step of an attempt. `incomplete_at`: when to say that ranks of another launcher are not found, None while none is
@@ -113,6 +114,7 @@ class Job:
         self.verdict: Verdict | None = None
         self.waiting_since: float | None = None
         self.stop_requests = 0
+        self.told_by_agents = False
         self.saves = False
         self.next_look = 0.0
         self.heartbeats = 0
@@ -207,7 +209,12 @@ class Job:
         return self._advance(now)
 
     def request_stop(self, now: float) -> list[Command]:
-        """Stop the job: the first request lets the ranks finish their step and save, the second kills them."""
+        """Stop the job: the first request lets the ranks finish their step and save, the second kills them. A signal to
+        all processes is one request, which agents may have told of before the supervisor passes it on.
+        """
+        if self.told_by_agents:
+            self.told_by_agents = False
+            return self._advance(now)
         self.stop_requests += 1
         stages.take_stop_request(self, now)
         return self._advance(now)
@@ -314,7 +321,9 @@ class Job:
             if message.ranks or now - member.started > START_S:
                 member.attempt = message.attempt if message.ranks else None
             member.statuses = {status.rank: status for status in message.ranks}
-            member.world = message.world
+            member.world, member.signalled = message.world, message.signalled
+            if message.signalled and not (self.plan.observed or self.stop_requests):
+                self._take_signal(now)
         if attempt is not None and current:
             self._take_of_attempt(attempt, node, message, now)
         if isinstance(message, RanksEnded) and not message.stuck:
@@ -322,14 +331,16 @@ class Job:
             if attempt is None or not current or runs_none or attempt.is_free(node):
                 member.attempt = None
 
+    def _take_signal(self, now: float) -> None:
+        """Take a stop signal to the agents of all nodes, spares too, for a request to stop."""
+        if all(member.signalled for member in self.roster.members.values()):
+            self.stop_requests, self.told_by_agents = 1, True
+            stages.take_stop_request(self, now)
+
     def _take_of_attempt(self, attempt: Attempt, node: str, message: AgentMessage, now: float) -> None:
         match message:
             case Heartbeat():
                 attempt.watch.beat(message.ranks, now)
-                attempt.signalled |= {node} if message.signalled else set()
-                if len(attempt.signalled) == len(attempt.placement) and not self.stop_requests:
-                    self.stop_requests = 1
-                    stages.take_stop_request(self, now)
             case RanksEnded():
                 attempt.add_ends(node, message.ends)
                 attempt.stuck |= {node} if message.stuck else set()

@@ -24,7 +24,7 @@ class Member:
     `heard`: time of its last message; `started`: of the last order to start ranks. `attempt`: the attempt of its ranks,
     None for an idle node; `statuses`: of its ranks, by rank. `held`: its node is being checked, and starts no ranks.
     `standby`: processes that it was told to have in standby since its ranks were started. `world`: ranks of the job, as
-    an observer sees it.
+    an observer sees it. `signalled`: its agent has got a stop signal.
     """
 
     hello: Hello
@@ -35,6 +35,7 @@ class Member:
     held: bool = False
     standby: int = 0
     world: int = 0
+    signalled: bool = False
     statuses: dict[int, RankStatus] = field(default_factory=dict)
 
 

@@ -358,7 +358,10 @@ def stop_again(job: Job, node: str, now: float) -> None:
     away, or the node was lost.
     """
     attempt = _attempt(job)
-    if job.stage == Stage.STOP and job.saves:
+    if job.stage == Stage.TAKEOVER and job.stop_requests:
+        save = job.stop_requests == 1
+        job.do(Send(node, Stop(attempt.number, job.settings.stop_grace_s * save, save)))
+    elif job.stage == Stage.STOP and job.saves:
         job.do(Send(node, Stop(attempt.number, max(0.0, job.deadline - KILL_S - now), save=True)))
     elif job.stage in (Stage.STOP, Stage.GATHER) or node in attempt.lost:
         job.do(Send(node, Stop(attempt.number, job.settings.end_grace_s)))
@@ -441,7 +444,11 @@ def exclude(job: Job, node: str, reason: str, now: float) -> None:
 
 def take_stop_request(job: Job, now: float) -> None:
     """End the job at its user's request."""
-    if job.stage in (Stage.TAKEOVER, Stage.DONE):  # `takeover` stops the ranks once it knows their agents
+    if job.stage == Stage.DONE:
+        return
+    if job.stage == Stage.TAKEOVER:  # agents that join later are told then
+        for node in [node for node in _attempt(job).placement if node in job.roster.members]:
+            stop_again(job, node, now)
         return
     if job.stage in (Stage.GATHER, Stage.OPEN) or job.plan.observed:
         job.do(Say("stopping: the ranks are left alone" if job.plan.observed else "stopping: no ranks run"))

@@ -1,8 +1,9 @@
 """The delays of messages by sender and receiver, and the slow nodes and links that explain them (C4D, HPCA 2025).
 
-A message takes from the moment both sides have posted it until it has arrived. A cell of the matrix is the median of
-such delays; its peers are cells between the same pipeline stages. If all cells of a row are slow, the node is slow to
-send; of a column, to receive; a single slow cell is a link.
+A message takes from the moment both sides have posted it until it has arrived. A cell of the matrix is the mean of such
+delays: small messages may pass a slow link at once, and wait behind large ones now and then. Its peers are cells
+between the same pipeline stages. If all cells of a row are slow, the node is slow to send; of a column, to receive; a
+single slow cell is a link.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MIN_EXCESS_S = 50e-6
 """Smallest excess of a slow cell: below, the clocks and the threads that note the end differ."""
 
 NOISE_FLOOR = 0.05
-"""Smallest deviation of a cell's median, as a share of the peers' median."""
+"""Smallest deviation of a cell's mean, as a share of the peers'."""
 
 Edge = tuple[int, int]
 """Sending and receiving unit: nodes, or ranks if all are on one node."""
@@ -39,7 +40,7 @@ PathKind = Literal["send", "receive", "node", "link"]
 class SlowPath:
     """A slow node or link. `units`: the node, or the two ends of the link; ranks if all ranks are on one node.
 
-    `kind` "send", "receive" or "node" (both), or "link"; `delay_s`, `peer_s`: median delay in its slowest cell and in
+    `kind` "send", "receive" or "node" (both), or "link"; `delay_s`, `peer_s`: mean delay in its slowest cell and in
     the cell's peers. `per_step_s`: the excess of all messages of a step that take the path one after another, the most
     that a step can lose. `receivers`: ranks to which the path is slow, and which may wait for it.
     """
@@ -60,7 +61,7 @@ class SlowPath:
 
 @dataclass(frozen=True)
 class DelayMatrix:
-    """Cells of ranks that send to each other: `sender`, `receiver` [C], their median `delay_s`, the `peer_s` of cells
+    """Cells of ranks that send to each other: `sender`, `receiver` [C], their mean `delay_s`, the `peer_s` of cells
     between the same stages, the number of `messages` in a step, and whether the cell is `slow`.
     """
 
@@ -83,18 +84,17 @@ def delay_matrix(events: Columns, places: Places) -> DelayMatrix:
     sender, receiver, step, delay = _messages(events)
     known = (places.index(sender) >= 0) & (places.index(receiver) >= 0)
     sender, receiver, step, delay = (column[known] for column in (sender, receiver, step, delay))
-    order = np.lexsort((delay, receiver, sender))
-    sender, receiver, delay = sender[order], receiver[order], delay[order]
+    order = np.lexsort((step, receiver, sender))
+    sender, receiver, step, delay = (column[order] for column in (sender, receiver, step, delay))
     starts = np.flatnonzero(np.append(True, np.diff(sender) + np.diff(receiver) * 1j != 0)) if len(order) else order
     counts = np.diff(np.append(starts, len(order)))
     cells = places.index(sender[starts]), places.index(receiver[starts])
-    median = delay[starts + (counts - 1) // 2]  # sorted by delay within a cell
+    mean = np.add.reduceat(delay, starts) / counts if len(order) else delay
     steps = max(1, len(np.unique(step)))
-    errors = _cell_errors(delay, median, starts, counts) / np.sqrt(steps)
-    peer_s, deviation, ratio = _compare(cells, median, errors, places)
-    slow = (median - peer_s > np.maximum(MIN_SCORE * deviation, MIN_EXCESS_S)) & (median >= ratio * peer_s)
+    peer_s, deviation, ratio = _compare(cells, mean, _cell_errors(delay, step, mean, counts, steps), places)
+    slow = (mean - peer_s > np.maximum(MIN_SCORE * deviation, MIN_EXCESS_S)) & (mean >= ratio * peer_s)
     messages = counts / steps
-    matrix = DelayMatrix(sender[starts], receiver[starts], median, peer_s, messages, slow, ())
+    matrix = DelayMatrix(sender[starts], receiver[starts], mean, peer_s, messages, slow, ())
     return replace(matrix, culprits=tuple(_culprits(matrix, _Cells.from_places(*cells, places), places)))
 
 
@@ -137,19 +137,21 @@ def _messages(events: Columns) -> tuple[Integers, Integers, Integers, Floats]:
     return *(np.asarray(column)[:-1][paired] for column in (keys[0], keys[1], keys[4])), delay
 
 
-def _cell_errors(delay: Floats, median: Floats, starts: Integers, counts: Integers) -> Floats:
-    """Return the deviation of the delays within each cell. The messages of a step depend on each other: one of them
-    counts.
+def _cell_errors(delay: Floats, step: Integers, mean: Floats, counts: Integers, steps: int) -> Floats:
+    """Return the standard error of each cell's mean, of delays in order of cells and steps. The messages of a step
+    depend on each other: a step counts once.
     """
-    cell = np.repeat(np.arange(len(starts)), counts)
-    apart = np.abs(delay - median[cell])
-    return np.asarray(MAD_TO_DEVIATION * apart[np.lexsort((apart, cell))][starts + (counts - 1) // 2])
+    cell = np.repeat(np.arange(len(counts)), counts)
+    number = np.cumsum(np.append(0, np.diff(cell) + np.abs(np.diff(step)) != 0)) if len(cell) else cell
+    of_step = np.bincount(number, delay) / np.bincount(number)
+    cell = cell[np.searchsorted(number, np.arange(len(of_step)))]
+    return np.asarray(np.sqrt(np.bincount(cell, (of_step - mean[cell]) ** 2, len(counts))) / steps)
 
 
 def _compare(
     cells: tuple[Integers, Integers], delay: Floats, error: Floats, places: Places
 ) -> tuple[Floats, Floats, Floats]:
-    """Return the median delay of each cell's peers; the deviation: among the peers, or the `error` of the cell's median
+    """Return the median delay of each cell's peers; the deviation: among the peers, or the `error` of the cell's mean
     and of the peers', where that is larger; and the smallest ratio to the peers of a slow cell.
     """
     stage, here = places.coords["pp"], places.node[cells[0]] == places.node[cells[1]]

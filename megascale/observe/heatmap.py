@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from megascale.core.events import COMPUTE
+from megascale.core.events import COMPUTE, PAUSE
 from megascale.eventstore.schema import HOST_AXIS
 from megascale.observe.job_cost import MIN_EXPLAINED, Excess, Model, job_costs, times_of
 from megascale.observe.step_cube import (
@@ -281,7 +281,8 @@ def _longer_parts(
     """Return the parts of the outlier's kind that are longer than the peers', on the mean of its ranks."""
     if outlier.kind == "pause":
         return ()
-    kinds = {str(part): "compute" if part.axis == COMPUTE else "data" for part in cube.parts if part.name != "gc"}
+    kinds = {str(part): "compute" if part.axis == COMPUTE else "data"
+             for part in cube.parts if part.name not in ("gc", PAUSE)}  # fmt: skip
     ranks = cube.places.index(np.array(outlier.ranks))
     excess = (shown.seconds - shown.peer_s)[ranks].mean(0)
     longer = [(name, float(more)) for name, more in zip(names, excess, strict=True)

@@ -215,8 +215,10 @@ class StepCube:
 
     @cached_property
     def paused(self) -> Floats:
-        """Time in which the process did nothing, inside of other parts, [R, S]."""
-        return self.own_of(HOST_AXIS, PAUSE)
+        """Time in which the process did nothing, inside of other parts, [R, S]; without that of garbage collections,
+        which hold Python's lock.
+        """
+        return np.maximum(0.0, self.own_of(HOST_AXIS, PAUSE) - self.gc)
 
     @cached_property
     def other(self) -> Floats:

@@ -76,7 +76,8 @@ def _evidence(cube: StepCube, outlier: Outlier) -> Iterator[str]:
     of = f"stage {stage[0]}" if len(stage) == 1 else f"its {len(stage)} stages"
     yield (
         f"{outlier.name} {REASONS[outlier.kind]} than its {peers} peer{'s' * (peers != 1)} of {of}: "
-        f"{outlier.seconds:.4g} s a step, not {outlier.peer_s:.4g} s, {outlier.score:.0f} deviations"
+        f"{outlier.seconds:.4g} s a step, "
+        + (f"not {outlier.peer_s:.4g} s, {outlier.score:.0f} deviations" if outlier.peer_s else "they do not")
     )
     if outlier.node:
         yield f"most of the {len(ranks)} ranks of the node are slow ({format_ranks(outlier.ranks)})"
@@ -119,7 +120,7 @@ def slow_groups(cube: StepCube, levels: StepLevels) -> Iterator[SlowCause]:
     A group's transfer is the shortest wait of its ranks: the last one to enter waits for the network only. Peers are
     the groups along the axis that carry as many bytes; a group without peers is compared with its usual steps.
     """
-    for axis in set(cube.axes).intersection(AXES).difference({"pp"}):
+    for axis in [axis for axis in cube.axes if axis in AXES and axis != "pp"]:
         code, parts = cube.places.group_codes(axis), cube.select(axis)
         order = np.argsort(code, kind="stable")
         starts = np.flatnonzero(np.append(True, np.diff(code[order]) != 0))

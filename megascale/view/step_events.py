@@ -38,15 +38,17 @@ def steps_with_events(folder: Path) -> list[int]:
 
 def opening_step(folder: Path, steps: Sequence[int]) -> int | None:
     """Return the step that a timeline opens on: of `steps_with_events` the newest that all ranks have ended and whose
-    time no rare save, evaluation or garbage collection has made longer; else the newest but one.
+    time no save, evaluation or garbage collection has made longer, or none that is rare; else the newest but one.
     """
     with contextlib.suppress(StoreError):
         ordinary = f"""
-            SELECT step FROM steps WHERE {_LAST} GROUP BY step HAVING NOT bool_or({has_rare_tag()})
+            SELECT step, bool_or(tags <> '') AS tagged FROM steps WHERE {_LAST} GROUP BY step
+            HAVING NOT bool_or({has_rare_tag()})
                 AND count(DISTINCT rank) = (SELECT count(DISTINCT rank) FROM ranks WHERE {_LAST})"""
-        reading = read_store(folder, lambda store: fetch(store, ordinary)["step"].tolist(), tables=("steps", "ranks"))
-        if found := set(steps).intersection(reading.value):
-            return max(found)
+        found = read_store(folder, lambda store: fetch(store, ordinary), tables=("steps", "ranks")).value
+        by_tags = {int(step): tagged for step, tagged in zip(found["step"], found["tagged"], strict=True)}
+        if offered := by_tags.keys() & steps:
+            return min(offered, key=lambda step: (by_tags[step], -step))
     return next(iter(steps[-2:]), None)  # the newest may not be whole
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import megascale
-from megascale.core.process import REQUEST_S, StopRequests, exit_on_stop_signals
+from megascale.core.process import REQUEST_S, StopRequests, exit_on_stop_signals, usable_cores
 from tests.jobs import heed_signals
 
 WRITE = """
@@ -77,3 +78,9 @@ def test_deliveries_within_seconds_are_one_request() -> None:
     assert [requests.add(signal.SIGHUP, now) for now in (0.0, 0.1, REQUEST_S - 0.01)] == [True, False, False]
     assert [requests.add(signal.SIGINT, now) for now in (REQUEST_S, REQUEST_S + 1)] == [True, False]
     assert (requests.count, requests.first) == (2, signal.SIGHUP)
+
+
+def test_cores_are_those_of_processes_together_or_of_this_one_once_they_have_ended() -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    assert usable_cores([ended.pid]) == usable_cores() == usable_cores([os.getpid(), ended.pid])

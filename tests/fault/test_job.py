@@ -730,26 +730,37 @@ def test_a_stopped_rank_beside_lost_peers_is_the_cause_not_the_network() -> None
     assert found.what.startswith("rank 1 on b is stopped (SIGSTOP")
 
 
-@pytest.mark.parametrize("asked_again", [False, True])
-def test_a_stop_that_a_new_driver_takes_before_the_agents_is_theirs_too(asked_again: bool) -> None:
+@pytest.mark.parametrize("again", [False, True])
+def test_a_new_driver_stops_the_ranks_as_their_agents_join(again: bool) -> None:
+    """Agents that got the signal too wait seconds for its order."""
     new = Cluster(history_of(Cluster().start()), takeover=True)
-    assert not new.job.request_stop(new.now)
-    for rank, node in enumerate("ab"):
-        new.send(node, Hello(node, node, node, 1, attempt=0, ranks=(rank,)))
-    if asked_again:
-        new.job.request_stop(new.now)
-    sent = [c.message for c in new.tick(SETTLE_S) if isinstance(c, Send)]
-    assert sent == [Stop(0, 0.0 if asked_again else FaultConfig().stop_grace_s, save=not asked_again)] * 2
+    order = Send("a", Stop(0, FaultConfig().stop_grace_s, save=True))
+    new.send("a", Hello("a", "a", "a", 1, attempt=0, ranks=(0,)))
+    assert new.job.request_stop(new.now) == [order]
+    if again:
+        order = Send("a", Stop(0, 0.0))
+        assert new.job.request_stop(new.now) == [order]
+    assert replace(order, node="b") in new.send("b", Hello("b", "b", "b", 1, attempt=0, ranks=(1,)))
+    sent = [c for c in new.tick(SETTLE_S) if isinstance(c, Send)]
+    assert sent == [order, replace(order, node="b")] and new.job.stage == "stop"
 
 
-def test_a_stop_signal_to_all_nodes_is_a_request_to_stop_and_one_to_some_is_theirs() -> None:
+@pytest.mark.parametrize("driver_first", [False, True])
+def test_a_stop_signal_to_all_nodes_is_one_request_and_one_to_some_is_theirs(driver_first: bool) -> None:
+    """The supervisor may pass on what the agents of all nodes have told."""
     cluster = Cluster().start()
+    cluster.send("c", Hello("c", "c", "c", 1))  # a spare
     beat = Heartbeat(cluster.now, 0, (RankStatus(0, 1, "step", 1),), signalled=True)
-    assert not cluster.send("a", beat)
-    sent = [c.message for c in cluster.send("b", replace(beat, ranks=(RankStatus(1, 1, "step", 1),)))
-            if isinstance(c, Send)]  # fmt: skip
-    assert sent == [Stop(0, FaultConfig().stop_grace_s, save=True)] * 2
-    assert not cluster.send("a", beat), "one request"
+    told = [*cluster.send("a", beat), *cluster.send("b", replace(beat, ranks=(RankStatus(1, 1, "step", 1),)))]
+    assert not told
+    stops = [Send(node, Stop(0, FaultConfig().stop_grace_s, save=True)) for node in "ab"]
+    for first in (driver_first, not driver_first):
+        told = cluster.job.request_stop(cluster.now) if first else cluster.send("c", Heartbeat(0.0, signalled=True))
+        assert [c for c in told if isinstance(c, Send)] == stops
+        stops = []
+    assert cluster.job.stop_requests == 1
+    cluster.job.request_stop(cluster.now)
+    assert cluster.job.stop_requests == 2
 
 
 def test_a_new_driver_carries_out_the_last_decision() -> None:

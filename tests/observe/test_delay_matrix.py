@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from megascale.bench.fleet import Fleet
@@ -49,6 +50,17 @@ def test_a_node_that_sends_slowly() -> None:
     (found,) = delay_matrix(events, Places.from_table(fleet.tables["ranks"])).culprits
     assert (found.kind, found.name) == ("send", "node n0006")
     assert set(node[receives].tolist()) == {2, 10}
+
+
+@pytest.mark.parametrize(("steps", "named"), [(range(1, 13), True), (range(5, 6), False)])
+def test_a_link_that_holds_up_some_messages_of_each_step(steps: range, named: bool) -> None:
+    """Small messages pass its burst, and one in eight waits behind large ones. A single hold-up is chance."""
+    fleet = Fleet(NODES_OF_4, 2)
+    events = fleet.tables["events"]
+    held = (events["name"] == "receive") & (events["rank"] // 4 == 9) & (events["peer"] // 4 == 5)
+    events["end_ns"][held & (events["microbatch"] == 3) & np.isin(events["step"], steps)] += 40_000_000
+    found = delay_matrix(events, Places.from_table(fleet.tables["ranks"])).culprits
+    assert [path.name for path in found] == ["link node n0005 - node n0009"] * named
 
 
 def test_ranks_of_one_node_are_told_apart() -> None:
