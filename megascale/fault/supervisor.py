@@ -40,7 +40,7 @@ FINAL = (Exit.OK, Exit.CONFIG, Exit.DATA, Exit.CHECKPOINT, Exit.DO_NOT_REQUEUE)
 SILENT_S = 30
 """Seconds without a beat after which a driver is killed: it is stopped, or its event loop hangs."""
 
-LEAVE_S = 10.0
+AGENTS_END_S = 10.0
 """Seconds in which agents without ranks leave."""
 
 CRASHES, CRASHES_S = 5, 60.0
@@ -120,13 +120,13 @@ async def supervise(plan: LaunchPlan) -> int:
         port = reserved.getsockname()[1]
         address = join_port(name, port)
         scheduler = adapter.open(plan.nodes, AgentLaunch(address, secret, plan.folder / "logs", slots=plan.slots))
-        requeue, grace_s = True, plan.grace_s + LEAVE_S
+        requeue, grace_s = True, plan.grace_s + AGENTS_END_S
         output = asyncio.ensure_future(follow_rank_0(plan.folder / "logs", before.attempt + 1, sys.stdout))
         try:
             arguments = (*plan.arguments, "--listen", f"{host}:{port}")
             history = await _keep_driver(plan.folder / LOG_FILE, arguments, descriptor, scheduler, signals, before)
             requeue = history.ended not in FINAL
-            grace_s = LEAVE_S if history.ended is not None else grace_s
+            grace_s = AGENTS_END_S if history.ended is not None else grace_s
         finally:
             signals.end_agents = lambda: asyncio.ensure_future(scheduler.stop(requeue, 0.0))
             await scheduler.stop(requeue, grace_s)

@@ -22,7 +22,7 @@ MIN_SHIFT = 6.0
 """Smallest shift of a mean in standard errors: the largest of all cuts of a noisy series reaches 4."""
 
 MIN_RARE_SHIFT = 3.0
-"""The same of the largest shift alone, where one mean is less than half of the other."""
+"""Smallest shift of a mean, in standard errors, at the largest shift, where one mean is less than half of the other."""
 
 MIN_SEGMENT = 8
 """Fewest points of a segment."""
