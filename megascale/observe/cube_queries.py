@@ -14,7 +14,7 @@ import numpy as np
 from megascale.eventstore.query import fetch
 from megascale.eventstore.schema import STEP_AXIS
 from megascale.layout.topology import AXES
-from megascale.observe.step_cube import Booleans, Columns, Integers, Part, Places, StepCube, first_alike
+from megascale.observe.step_cube import Columns, Part, Places, StepCube, first_alike
 
 if TYPE_CHECKING:
     import duckdb
@@ -65,7 +65,7 @@ def sampled_cube(store: duckdb.DuckDBPyConnection) -> StepCube:
     """Read steps and ranks at equal distances over the whole run."""
     ranks, newest = _ranks(store), _newest_step(store)
     present = Places.from_table(ranks).rank
-    sample = present[is_sampled(present)]
+    sample = present[present % max(1, -(-len(present) // SAMPLED_RANKS)) == 0]
     mine = np.isin(ranks["rank"], sample)
     ranks = {name: column[mine] for name, column in ranks.items()}
     alike = f"attempt >= {first_alike(ranks)}"
@@ -78,11 +78,6 @@ def sampled_cube(store: duckdb.DuckDBPyConnection) -> StepCube:
 def read_places(store: duckdb.DuckDBPyConnection) -> Places:
     """Read the ranks of the last attempt."""
     return Places.from_table(_ranks(store))
-
-
-def is_sampled(ranks: Integers) -> Booleans:
-    """Return which of all ranks of a job a sample has."""
-    return np.asarray(ranks % max(1, -(-len(ranks) // SAMPLED_RANKS)) == 0)
 
 
 def _newest_step(store: duckdb.DuckDBPyConnection) -> int:

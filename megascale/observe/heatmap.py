@@ -219,15 +219,15 @@ def _find_outliers(cube: StepCube, roles: Integers, continuity: int, loss: Loss 
         slow[lost[:, -1], 1 + grown[lost[:, -1], 1 : len(KINDS)].argmax(1)] = True
     found = []
     for at, kind in enumerate(KINDS):
-        ranks = np.flatnonzero(slow[:, at])
+        ranks, column = np.flatnonzero(slow[:, at]), PeerComparison(*(array[:, at] for array in whole))
         for node, members in _slow_nodes(
             cube, excess[:, at] / np.maximum(np.maximum(whole.peer_s, least)[:, at], 1e-12)
         ):
             middle = excess[members, at] >= least[members, at]
             if middle.mean() > 0.5 and np.median(shows[members, at]) >= continuity:
-                found.append(_outlier(cube, kind, members, cube.places.nodes[node], _column(whole, at)))
+                found.append(_outlier(cube, kind, members, cube.places.nodes[node], column))
                 ranks = np.setdiff1d(ranks, members)
-        found += [_outlier(cube, kind, np.array([rank]), "", _column(whole, at)) for rank in ranks]
+        found += [_outlier(cube, kind, np.array([rank]), "", column) for rank in ranks]
     return found
 
 
@@ -242,10 +242,6 @@ def _is_pair(roles: Integers) -> Booleans:
     """Return which ranks have a single peer, [R, 1]."""
     _, role, ranks = np.unique(roles, return_inverse=True, return_counts=True)
     return np.asarray(ranks[role.reshape(-1)] == 2)[:, None]
-
-
-def _column(values: PeerComparison, at: int) -> PeerComparison:
-    return PeerComparison(*(array[:, at] for array in values))
 
 
 def _slow_nodes(cube: StepCube, relative: Floats) -> Iterator[tuple[int, Integers]]:
