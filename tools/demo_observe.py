@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 SLOW_RANK, LINK, HUNG_RANK = 2, (1, 5), 7
 """The culprits: a rank that computes more slowly, both ends of a link, and a rank that hangs."""
 
-DELAY_S, FACTOR = 0.2, 4.0
+DELAY_S, FACTOR = 0.5, 4.0
 """Seconds that messages over the slow link are late, and by how much longer the slow rank computes: ranks that share
 cores are named for large costs only.
 """

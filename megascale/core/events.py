@@ -29,7 +29,7 @@ COMPUTE = "compute"
 """The axis of compute actions."""
 
 HOST_AXIS = "host"
-"""The axis of what the host does beside compute and communication: `data`, `gc`, `evaluation`, `checkpoint`."""
+"""The axis of what the host does beside compute and communication: data, gc, evaluation, checkpoint, pause."""
 
 PAUSE = "pause"
 """The activity of the host in which the process does nothing: it is stopped or frozen, gets no core, or a call holds

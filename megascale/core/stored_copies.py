@@ -27,6 +27,9 @@ from megascale.core.units import format_bytes
 RUN_FILE = "run"
 """Name of the file, beside copies, with the run's folder. Processes that make copies hold a shared lock of it."""
 
+HOLD_ATTEMPTS = 100
+"""Attempts to make a folder that others remove meanwhile."""
+
 
 @dataclass(frozen=True)
 class StoredCopies:
@@ -62,7 +65,7 @@ def hold_copies(folder: Path, run: Path) -> FileIO:
     Raises: CheckpointError
     """
     below = [*itertools.takewhile(lambda each: each.name != f"megascale-{os.geteuid()}", (folder, *folder.parents))]
-    while True:
+    for _ in range(HOLD_ATTEMPTS):
         try:
             for each in (below[-1].parent, *reversed(below)):
                 _make_private_folder(each)
@@ -77,6 +80,7 @@ def hold_copies(folder: Path, run: Path) -> FileIO:
         except OSError as error:
             what = f"cannot write into {folder}: {error.strerror}"
             raise CheckpointError(what, hint=os_error_hint(error, "checkpoint.memory_dir")) from None
+    raise CheckpointError(f"cannot make {folder}: it is not there once made", hint="another checkpoint.memory_dir")
 
 
 def _make_private_folder(folder: Path) -> None:

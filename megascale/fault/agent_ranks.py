@@ -51,8 +51,8 @@ class AgentRanks:
 
     `send` sends a message to the driver; `changed` is called when a rank has started or ended. `observe`: finds ranks
     of another launcher, which are only watched. `copies`: the folder of the run's copies in memory if they are to be
-    removed, "" to keep them. `signalled`: the agent has got a stop signal;
-    `job_stops`: the driver has let the ranks save.
+    removed, "" to keep them. `signalled`: the agent has got a stop signal; `job_stops`: the driver has let the ranks
+    save.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class AgentRanks:
         self.copies = ""
         self.signalled = self.job_stops = False
         self._in_use: FileIO | None = None
+        self._held = Path()
         self.observes = observe is not None
         self.present: Ranks | None = observe(self._report_end) if observe else None
 
@@ -141,11 +142,12 @@ class AgentRanks:
         long as the agent lives: the next attempt may resume from them.
         """
         if (folder := ranks.order.folder) and folder.memory:
-            copies, held = folder.copies(self._place.node), self._in_use
+            before, held = self._in_use, folder.copies(self._place.node)
             with contextlib.suppress(TimeoutError, RuntimeError, CheckpointError):  # ranks say why they cannot
-                self._in_use = await call_in_thread(lambda: hold_copies(copies, Path(folder.path)), COPIES_S)
-            if held is not None and held is not self._in_use:
-                held.close()
+                self._in_use = await call_in_thread(lambda: hold_copies(held, Path(folder.path)), COPIES_S)
+                self._held = held
+            if before is not None and before is not self._in_use:
+                before.close()
         await ranks.start(self._store.socket_of(ranks.attempt), self._standby)
         if self.present is not ranks:  # another attempt has begun meanwhile
             return
@@ -198,6 +200,7 @@ class AgentRanks:
         self._store.close()
         if self._in_use is not None:
             self._in_use.close()
+            self.copies = self.copies or ("" if any(self._held.glob("rank-*")) else str(self._held))
         if self.copies:
             with contextlib.suppress(TimeoutError, RuntimeError):
                 await call_in_thread(lambda: remove_copies(Path(self.copies)), COPIES_S)

@@ -89,12 +89,11 @@ class Job:
     """A job. Every event returns the commands to carry out, in order; times are Unix seconds and never go back.
 
     `places`: the nodes that ranks fill, in order, None where a node is wanted; `pending`: the incident whose action
-    follows the end of the attempt; `saves`: its ranks save before. `told_by_agents`: of the request
-    to stop, which the supervisor may pass on, too. `begun`: start of this driver; `deadline`: of the
-    stage; `next_look`: time of the next look for a hang; `heartbeats`: a count of all. `unfit`: why nodes leave once
-    their ranks have ended. `failed_checks`: why nodes have left. `first_steps`: by node, seconds of its longest first
-    step of an attempt. `incomplete_at`: when to say that ranks of another launcher are not found, None while none is
-    missing.
+    follows the end of the attempt; `saves`: its ranks save before. `told_by_agents`: they have told of the request to
+    stop, which the supervisor may pass on, too. `begun`: start of this driver; `deadline`: of the stage; `next_look`:
+    time of the next look for a hang; `heartbeats`: a count of all. `unfit`: why nodes leave once their ranks have
+    ended. `failed_checks`: why nodes have left. `first_steps`: by node, seconds of its longest first step of an
+    attempt. `incomplete_at`: when to say that ranks of another launcher are not found, None while none is missing.
     """
 
     def __init__(

@@ -143,9 +143,8 @@ def combine(cube: StepCube, sample: StepCube, events: Columns) -> list[Finding]:
 
 
 def _large(cube: StepCube, levels: StepLevels, suspects: Sequence[SlowCause], *, crowded: bool) -> Iterator[SlowCause]:
-    """Yield the suspects that cost enough to be named, from the first to the last stretch with MIN_LASTING of
-    their mean cost.
-    `crowded`: ranks share cores.
+    """Yield the suspects that cost enough to be named, from the first to the last stretch with MIN_LASTING of their
+    mean cost. `crowded`: ranks share cores.
     """
     shares, _ = divide(cube, levels, suspects)
     for suspect, costs in zip(suspects, shares, strict=True):

@@ -140,9 +140,9 @@ class StepCube:
     `own` [R, S, P]: of an action without the waits inside it, of a host activity without what the device hides, of a
     pause or a communication its duration. `wait` [R, S, P]: time in which compute waited for a communication, else 0.
     `wall` [R, S]: the step without evaluations and saves after it, 0 if unknown. `ordinary` [R, S]: warm, and without a
-    rare tag. `warm` [S]: not the first step of an attempt. `entered_ns` [R, S]: issue of the last
-    reduction of gradients, ns since 1970, or 0. `bytes` [R, P]: mean of a step. `tokens`, `flops` [S]: of the job.
-    `forwards`: of a rank in a step.
+    rare tag. `warm` [S]: not the first step of an attempt. `entered_ns` [R, S]: issue of the last reduction of
+    gradients, ns since 1970, or 0. `bytes` [R, P]: mean of a step. `tokens`, `flops` [S]: of the job. `forwards`: of a
+    rank in a step.
     """
 
     places: Places

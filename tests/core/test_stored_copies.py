@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import pytest
 
 from megascale.checkpoint.memory.copies import CopyFolder
 from megascale.cli.main import main
+from megascale.core.errors import CheckpointError
 from megascale.core.rank import NODE_VARIABLE
 from megascale.core.run_folder import TOKEN
-from megascale.core.stored_copies import copies_notice, stored_copies
+from megascale.core.stored_copies import copies_notice, hold_copies, stored_copies
 
 
 @pytest.fixture
@@ -85,3 +87,9 @@ def test_the_notice_has_place_size_and_command(memory: Path, tmp_path: Path) -> 
     assert found == f"copies of the state stay in memory {where}: {command}"
     assert copies_notice(memory, tmp_path / "another") == ""
     assert copies_notice(memory, tmp_path / "another", "n0").startswith("copies of the state stay in memory on n0: `")
+
+
+def test_a_place_where_nothing_can_be_made_is_one_error(tmp_path: Path) -> None:
+    """/proc says that what one makes there does not exist."""
+    with pytest.raises(CheckpointError, match="cannot make /proc/none/megascale-"):
+        hold_copies(Path(f"/proc/none/megascale-{os.geteuid()}/run"), tmp_path)

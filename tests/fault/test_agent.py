@@ -122,8 +122,11 @@ def test_a_stopped_rank_shows_and_no_rank_outlives_its_stop(tmp_path: Path) -> N
     run(test)
 
 
-def test_copies_in_memory_are_in_use_as_long_as_the_agent_lives(tmp_path: Path) -> None:
-    """Also between attempts, and if the run's folder is lost: the next attempt resumes from them."""
+@pytest.mark.parametrize("made", [True, False])
+def test_copies_in_memory_are_in_use_as_long_as_the_agent_lives(made: bool, tmp_path: Path) -> None:
+    """Also between attempts, and if the run's folder is lost: the next attempt resumes from them. Without copies
+    nothing stays.
+    """
     memory, place = tmp_path / "memory", tmp_path / "run"
     place.mkdir()
     write_token(place, "id", "first")
@@ -135,7 +138,8 @@ def test_copies_in_memory_are_in_use_as_long_as_the_agent_lives(tmp_path: Path) 
     async def test() -> None:
         async with node(tmp_path) as (ours, agent):
             await ours.start(tmp_path, run=folder)
-            (folder.copies("n0") / "rank-00000.a").write_bytes(b"a copy")
+            if made:
+                (folder.copies("n0") / "rank-00000.a").write_bytes(b"a copy")
             agent.tell(0, "end")
             agent.tell(1, "end")
             await ours.end_of(0, 1)
@@ -145,7 +149,8 @@ def test_copies_in_memory_are_in_use_as_long_as_the_agent_lives(tmp_path: Path) 
             assert await agent.ended() == Exit.OK
 
     run(test)
-    assert in_use() == [False]
+    assert in_use() == [False] * made
+    assert made or not any(memory.iterdir())
 
 
 async def in_standby(agent: Node) -> int:
