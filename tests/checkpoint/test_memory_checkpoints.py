@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,11 +23,13 @@ from typing import Any
 import pytest
 
 from megascale.checkpoint.memory import replication
+from megascale.checkpoint.memory.copies import CopyFolder
 from megascale.core import handshake
 from megascale.core.errors import CheckpointError
 from megascale.core.network import reserve_port
 from megascale.core.rank import Rank
 from megascale.core.run_folder import TOKEN_VARIABLE
+from megascale.core.stored_copies import RUN_FILE
 from tests.checkpoint.test_checkpoints import config_in, state_of
 from tests.runs import FAMILIES, build_run, config_of, settings, write_config
 from tests.worlds import RankFailed, run_world
@@ -106,6 +109,22 @@ def test_a_failed_allocation_frees_the_memory(tmp_path: Path, memory: Path) -> N
     first, second = run_world(2, fail_to_allocate, config)
     assert first == second and "rank-00001.b: No space left on device" in first
     assert list(memory.iterdir()) == []
+
+
+def test_ranks_remove_a_folder_without_copies_together(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that another rank removes, while this one looks into it, is removed."""
+    copies = CopyFolder(memory, "run", memory / "token", {})
+    copies.create()
+    scandir = os.scandir
+
+    def removed_meanwhile(path: Path) -> Iterator[os.DirEntry[str]]:
+        (copies.path / RUN_FILE).unlink()
+        copies.path.rmdir()
+        return scandir(path)
+
+    monkeypatch.setattr("os.scandir", removed_meanwhile)
+    copies.remove_unused(0)
+    assert not copies.path.exists()
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ Nodes of `fault.scheduler` have a folder each (`core.copies_folder`), even where
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -117,8 +118,9 @@ class CopyFolder:
         for slot in range(len(SLOTS)):
             if not exists(self.header_path(rank, slot)):
                 self.copy_path(rank, slot).unlink(missing_ok=True)
-        if not any(self.path.glob("rank-*")):
-            remove_copies(self.path)
+        with contextlib.suppress(FileNotFoundError):  # another rank removes the folder, too
+            if not any(self.path.glob("rank-*")):
+                remove_copies(self.path)
 
     def remove(self) -> None:
         """Remove all copies of the run on this host, also those of lost nodes."""
