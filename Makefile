@@ -5,7 +5,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE # else each process of the tests compiles the package again
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all test-gpu lint format docs chaos demo-observe bench bench-gpu clean
+.PHONY: help install quickstart test test-all test-gpu lint format house docs chaos demo-observe bench bench-gpu clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -40,6 +40,9 @@ lint: install ## style, types, direction of imports
 format: install ## put the code into the house style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+house: install ## measure the structure of the package
+	$(BIN)/python tools/house.py
 
 docs: install ## write the generated pages of docs/, and the Grafana dashboards
 	$(BIN)/python tools/config_reference.py
