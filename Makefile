@@ -52,7 +52,7 @@ demo-observe: install ## slow and hang ranks of the quickstart's model, and see 
 	$(BIN)/python tools/demo_observe.py
 
 chaos: install ## kill, hang and slow ranks of the quickstart's model, and watch it go on
-	$(BIN)/python tools/chaos.py
+	$(BIN)/python tools/lab chaos
 
 bench: install ## speed beside the peers, on this machine
 	$(BIN)/python tools/bench/peers.py

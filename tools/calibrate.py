@@ -19,7 +19,6 @@ from statistics import median
 from calibration import assumptions
 from calibration.fit import EFFICIENCIES, FIRST_YEAR, LOSS, RECENT, RECENT_YEAR, Fit, Profiles, Values, mean_error
 from calibration.rows import MANY, ROWS, Row, goals, read
-
 from megascale.account.flops import mfu
 from megascale.config import profile_files
 from megascale.core.files import write_text

@@ -89,7 +89,7 @@ random mtbf_s=30 seed=1 kinds=kill,stop,hang
   `mtbf_steps` in steps; `apart` is the least time between two. Those due while the job is down are left out.
 - `flip_weight` and `flip_gradient` flip bit `bit` of one value of the rank's own shard.
 - Ranks inject their own faults. Those of nodes, links and the driver are for the program that runs the test:
-  `megascale bench faults`, with links on the hosts of a testbed.
+  `python tools/lab faults`, with links on the hosts of a testbed.
 - Refused are faults of nodes, links and the driver in a run's own configuration, and faults of ranks and steps that the
   run does not have: they would inject nothing.
 """

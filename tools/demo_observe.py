@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """A demonstration of what can be seen of a run: train the quickstart's model, with shorter sequences, on eight ranks: a
 slow rank, a slow link, and at the end a rank that hangs. The commands say who it was.
 """
@@ -18,8 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from chaos import without_data
-
+from lab.commands.chaos import without_data
 from megascale.core.process import die_with_parent
 
 ROOT = Path(__file__).parents[1]

@@ -22,10 +22,10 @@ from grafana_foundation_sdk.models.common import (
     TooltipDisplayMode,
 )
 from grafana_foundation_sdk.models.dashboard import DataSourceRef, VariableHide, VariableRefresh
+
 from grafana_hosts import HOSTS
 from grafana_job import INCIDENTS, MARKS, OVERVIEW, RANKS
 from grafana_panels import Board, Panel
-
 from megascale.core.files import write_text
 
 FOLDER = Path(__file__).parents[1] / "configs" / "observe" / "grafana"

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """The examples of docs/observability.md: what the commands print about the paper's two stories, and about a loss that
 spikes in a real run; and the pictures of docs/pictures.
 """
@@ -16,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megascale.bench.fleet import Fleet
-from megascale.bench.fleet_tables import FLOPS, PEAK_FLOPS, cube_of, write_store
-from megascale.bench.paper_stories import mfu_decay, slow_machines
+from lab.fleet import Fleet
+from lab.fleet_tables import FLOPS, PEAK_FLOPS, cube_of, write_store
+from lab.paper_stories import mfu_decay, slow_machines
 from megascale.core.files import write_text
 from megascale.observe.heatmap import compare
 from megascale.view.charts.grid_chart import grid_chart

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from megascale.bench import mfu, overlap
+from megascale.bench import mfu
 from megascale.catalog.presets import PRESETS
-from megascale.cli import bench_faults, bench_observe, bench_ranks, bench_startup
+from megascale.cli import bench_ranks
 from megascale.cli.argument_types import at_least, non_negative_int, positive_int
+from megascale.cli.notes import print_progress
 from megascale.config.loading import check_rules, load_config, load_config_tree
 from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
@@ -27,22 +25,16 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     _add_mfu(benchmarks)
     _add_gemm(benchmarks)
     bench_ranks.add_links(benchmarks)
-    _add_overlap(benchmarks)
     bench_ranks.add_profile(benchmarks)
-    bench_faults.add_faults(benchmarks)
-    bench_observe.add_observe(benchmarks)
-    bench_startup.add_startup(benchmarks)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     environment.set_defaults()
-    of_jobs = {"links": bench_ranks.run_links, "profile": bench_ranks.run_profile, "faults": bench_faults.run_faults,
-               "observe": bench_observe.run_observe}  # fmt: skip
+    of_jobs = {"links": bench_ranks.run_links, "profile": bench_ranks.run_profile}
     if options.benchmark in of_jobs:
         return of_jobs[options.benchmark](options)
-    benchmarks = {"mfu": run_mfu, "gemm": run_gemm, "overlap": run_overlap, "startup": bench_startup.run_startup}
-    benchmark = benchmarks[options.benchmark]
+    benchmark = {"mfu": run_mfu, "gemm": run_gemm}[options.benchmark]
     with exit_on_stop_signals():
         benchmark(options)
     return Exit.OK
@@ -85,7 +77,7 @@ def run_mfu(options: argparse.Namespace) -> None:
     config, whole = _mfu_config(options, steps, layers)
     from megascale.bench.mfu_run import measure_mfu
 
-    result = measure_mfu(config, whole, steps, overlap.print_progress, fit=layers == "fit")
+    result = measure_mfu(config, whole, steps, print_progress, fit=layers == "fit")
     print(json.dumps(result.as_json()) if options.json else mfu.table(result))
 
 
@@ -162,42 +154,6 @@ def run_gemm(options: argparse.Namespace) -> None:
         raise MegascaleError(
             f"no GEMM could be measured: {measured[0].unsupported_reason}", hint="give other --sizes or --dtypes"
         )
-
-
-def _add_overlap(benchmarks: Any) -> None:
-    help_line = "measure how much communication overlap hides, on a cluster of network namespaces (needs root)"
-    one = benchmarks.add_parser("overlap", help=help_line, description=overlap.__doc__)
-    names = list(overlap.CASES)
-    one.add_argument(
-        "--axes", nargs="+", choices=names, default=names, metavar="AXIS", help=f"any of {', '.join(names)}"
-    )
-    one.add_argument(
-        "--rounds", type=positive_int, default=3, metavar="N", help="runs of each kind, alternating (default: 3)"
-    )
-    steps = at_least(overlap.WARM_UP_STEPS + 1, f"the first {overlap.WARM_UP_STEPS} steps are not timed")
-    one.add_argument("--steps", type=steps, default=8, metavar="N", help="steps per run (default: 8)")
-    one.add_argument("--output", type=Path, metavar="DIR", help="keep the run folders here, for `megascale trace`")
-    one.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def run_overlap(options: argparse.Namespace) -> None:
-    """Measure the overlap of every axis in `--axes`."""
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = (options.output or Path(temporary)).resolve()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise overlap.OverlapError(f"--output {folder}: {error.strerror}", hint="give a writable folder") from None
-        cases = [overlap.CASES[name] for name in dict.fromkeys(options.axes)]
-        results = [
-            overlap.measure_overlap(case, folder, options.rounds, options.steps, overlap.print_progress)
-            for case in cases
-        ]
-    if options.json:
-        derived = [{"communication": r.communication, "ideal": r.ideal, "hidden": r.hidden} for r in results]
-        print(json.dumps({"results": [asdict(r) | extra for r, extra in zip(results, derived, strict=True)]}))
-    else:
-        print(overlap.table(results))
 
 
 def _layers(text: str) -> str:

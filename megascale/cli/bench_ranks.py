@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megascale.bench.overlap import print_progress
 from megascale.bench.profile_writer import write_profile
 from megascale.cli.argument_types import at_least, positive_int
+from megascale.cli.notes import print_progress
 from megascale.config.profile_files import THIS_MACHINE, path_of
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.files import exists, is_folder, write_text

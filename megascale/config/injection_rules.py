@@ -18,7 +18,7 @@ def injected_faults(c: Any) -> Iterator[Finding]:
     for fault in parse_injection(c.fault.inject).faults:
         if fault.target != "rank":
             message = f"{fault.kind} is a fault of the {fault.target}, and a run injects only faults of its ranks"
-            yield Finding(KEY, message, "a fault of a rank; `megascale bench faults` injects the others from outside")
+            yield Finding(KEY, message, "a fault of a rank; `python tools/lab faults` injects others from outside")
         elif fault.step > steps:
             yield Finding(KEY, f"there is no step {fault.step} for {fault.kind}", f"a step from 1 to {steps}")
 

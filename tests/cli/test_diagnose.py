@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megascale.bench.fleet_times import FleetFault
+from lab.fleet_times import FleetFault
 from megascale.cli.main import main
 from megascale.core.errors import Exit
 from megascale.core.storage import Location

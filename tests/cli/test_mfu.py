@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megascale.bench.fleet import Fleet
-from megascale.bench.fleet_tables import write_store
-from megascale.bench.fleet_times import BACKWARD_S, FORWARD_S, FleetFault, FleetLayout
+from lab.fleet import Fleet
+from lab.fleet_tables import write_store
+from lab.fleet_times import BACKWARD_S, FORWARD_S, FleetFault, FleetLayout
 from megascale.cli.main import main
 from megascale.config.toml_writer import to_toml
 from megascale.layout.topology import Topology

@@ -24,7 +24,8 @@ from tests.marks import only_quick
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-TOOLS = sorted(path for path in (ROOT / "tools").rglob("*.py") if "__main__" in path.read_text())
+TEXTS = {path: path.read_text(encoding="utf-8") for path in (ROOT / "tools").rglob("*.py")}
+TOOLS = sorted(path for path, text in TEXTS.items() if "__main__" in text and "ArgumentParser(" in text)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 QUOTED = re.compile(r"`([^`\n]+)`")
 NAMED_TEST = re.compile(r"(tests/[\w/]+\.py)(?:::(\w+))?")

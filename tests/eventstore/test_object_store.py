@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megascale.bench.fleet import Fleet
-from megascale.bench.fleet_tables import write_store
-from megascale.bench.fleet_times import FleetFault, FleetLayout
+from lab.fleet import Fleet
+from lab.fleet_tables import write_store
+from lab.fleet_times import FleetFault, FleetLayout
 from megascale.core.storage import Location
 from megascale.eventstore.collector import Collector
 from megascale.eventstore.node_store import FAN_IN

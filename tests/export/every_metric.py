@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lab.simulation import Simulation
 from megascale.config.fault import FaultConfig
 from megascale.core.event_ring import NO_COMMUNICATION
 from megascale.core.label import Label
@@ -14,7 +15,6 @@ from megascale.export.rank_families import rank_families
 from megascale.fault.host_metrics import HostMetrics
 from megascale.fault.job import JobPlan
 from megascale.fault.job_families import job_families
-from megascale.fault.simulation import Simulation
 from tests.eventstore.rings import PlayedRank
 
 LABELS = {"run": "r", "node": "n0"}

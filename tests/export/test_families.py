@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from lab.simulation import Simulation
 from megascale.config.fault import FaultConfig
 from megascale.core.flight_writer import FlightIdentity, open_flight_record
 from megascale.eventstore.collector import Collector
@@ -16,7 +17,6 @@ from megascale.export.host_families import host_families
 from megascale.export.rank_families import rank_families, read_records
 from megascale.fault.job import JobPlan
 from megascale.fault.job_families import job_families
-from megascale.fault.simulation import Simulation
 from tests.export.every_metric import LABELS, every_family, host_sample, played_ranks
 
 NO_UNITS = ("_ms", "_us", "_ns", "_percent", "_mhz", "_mb", "_gb", "_kb", "milliseconds", "megabytes", "percent")

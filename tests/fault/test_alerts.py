@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lab.simulation import Simulation
 from megascale.fault.alerts import AlertReader
-from megascale.fault.simulation import Simulation
 from tests.fault.test_job import simulation
 
 LINE = '{"step": 7, "alert": "grad_norm", "value": 12.0, "recent": 2.0}\n'

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from lab.simulation import HangVerdict
 from megascale.core.errors import Exit
 from megascale.fault.classify import classify_ends, classify_hang, classify_lost_nodes, innermost_frame
 from megascale.fault.messages import RankEnd
-from megascale.fault.simulation import HangVerdict
 
 NODES = {0: "a", 1: "a", 2: "b", 3: "b", 4: "c", 5: "c"}
 

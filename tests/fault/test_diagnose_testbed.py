@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from lab.hosts import run_torchrun
+from lab.testbed import Host, HostLink, Testbed
 from megascale.core.secret import SECRET_VARIABLE, new_secret
-from megascale.launch.hosts import run_torchrun
-from megascale.launch.testbed import Host, HostLink, Testbed
-from tests.launch.test_testbed import missing
+from tests.tools.lab.test_testbed import missing
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
 

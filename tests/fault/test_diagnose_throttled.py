@@ -18,10 +18,10 @@ from typing import Protocol
 
 import pytest
 
-from megascale.bench.outside_faults import RUN_VARIABLE, job_processes
+from lab.cpu_quota import CpuQuota, CpuQuotaError
+from lab.outside_faults import RUN_VARIABLE, job_processes
 from megascale.cli.doctor_nodes import diagnose_processes
 from megascale.fault.diagnose import DiagnosisPlan
-from megascale.launch.cpu_quota import CpuQuota, CpuQuotaError
 
 
 class Throttle(Protocol):

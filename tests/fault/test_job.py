@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lab.simulation import HangVerdict, Simulation
 from megascale.config.fault import FaultConfig
 from megascale.core.errors import Exit
 from megascale.core.flight_layout import EVENTS
@@ -35,7 +36,6 @@ from megascale.fault.messages import (
     StoreOpened,
 )
 from megascale.fault.shrink import SmallerLayout
-from megascale.fault.simulation import HangVerdict, Simulation
 from megascale.fault.stages import SETTLE_S, Stage
 from megascale.fault.watch import ProgressWatch
 

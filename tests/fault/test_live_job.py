@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from lab.simulation import Simulation
 from megascale.config.fault import FaultConfig
 from megascale.core.errors import Exit
 from megascale.core.live_file import LIVE_FILE, LiveFile, LiveRank, read_live_file
 from megascale.fault.job import JobPlan
 from megascale.fault.live_job import LiveWriter, live_state
 from megascale.fault.messages import Heartbeat, RankEnd, RanksEnded, RankStatus
-from megascale.fault.simulation import Simulation
 
 
 def simulated_job() -> Simulation:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megascale.bench.small_disk import fill_disk, small_disk
+from lab.small_disk import fill_disk, small_disk
 from megascale.core.flight_record import flight_record_path
 from megascale.core.run_folder import read_token, write_token
 from megascale.fault import node_ranks

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from lab.simulation import HangVerdict
 from megascale.cli.main import main
 from megascale.cli.observe import PORT, DriverEndpoint, _driver_endpoint, _reserve
 from megascale.config.fault import FaultConfig
@@ -26,7 +27,6 @@ from megascale.fault.job import Job, JobPlan
 from megascale.fault.live_job import live_state
 from megascale.fault.messages import Collect, Heartbeat, Hello, Leave, RankEnd, RanksEnded, RankStatus, Records, Welcome
 from megascale.fault.rpc import DriverServer
-from megascale.fault.simulation import HangVerdict
 from megascale.fault.stages import FIND_S, Stage
 from tests.jobs import SECONDS, heed_signals, job_config
 from tests.launch.test_local import with_planted

@@ -9,9 +9,9 @@ import duckdb
 import numpy as np
 import pytest
 
-from megascale.bench.fleet import Fleet
-from megascale.bench.fleet_tables import PEAK_FLOPS, cube_of, write_store
-from megascale.bench.fleet_times import FleetFault, FleetLayout
+from lab.fleet import Fleet
+from lab.fleet_tables import PEAK_FLOPS, cube_of, write_store
+from lab.fleet_times import FleetFault, FleetLayout
 from megascale.core.storage import Location
 from megascale.eventstore.query import StoreReadError, open_store
 from megascale.eventstore.table_files import TableFile, write_rows

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megascale.bench.fleet import Fleet
-from megascale.bench.fleet_times import FleetFault, FleetLayout
+from lab.fleet import Fleet
+from lab.fleet_times import FleetFault, FleetLayout
 from megascale.layout.topology import Topology
 from megascale.observe.delay_matrix import DelayMatrix, delay_matrix
 from megascale.observe.step_cube import Places

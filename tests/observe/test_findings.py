@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megascale.bench.fleet import Fleet
-from megascale.bench.fleet_tables import cube_of, write_store
-from megascale.bench.fleet_times import FleetFault, FleetLayout
-from megascale.bench.observe import findings_of
+from lab.fleet import Fleet
+from lab.fleet_tables import cube_of, write_store
+from lab.fleet_times import FleetFault, FleetLayout
+from lab.observe import findings_of
 from megascale.eventstore.query import open_store
 from megascale.layout.topology import Topology
 from megascale.observe.findings import Finding, combine, crowd_note, findings

@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 
+from lab.hanging_worlds import Call, Fault, HangingWorld, Workload, step_calls
 from megascale.core.flight_layout import COLLECTIVE, Phase
 from megascale.core.flight_record import LAST_EVENTS, FlightRecord, GroupState, RankRuns, Wait
 from megascale.layout.topology import Topology
 from megascale.observe.hang import Verdict, hang_verdict
 from megascale.observe.wait_chain import wait_chain, waiting_sets
 from megascale.observe.waits import wait_graph
-from tests.observe.hanging_worlds import Call, Fault, HangingWorld, Workload, step_calls
 
 SMALL = [
     (Topology(tp=2, pp=2, dp=2), Workload()), (Topology(pp=4, dp=2), Workload()), (Topology(dp=4), Workload()),

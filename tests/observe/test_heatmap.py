@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megascale.bench.fleet import Fleet
-from megascale.bench.fleet_tables import cube_of
-from megascale.bench.fleet_times import FleetFault, FleetLayout
+from lab.fleet import Fleet
+from lab.fleet_tables import cube_of
+from lab.fleet_times import FleetFault, FleetLayout
 from megascale.layout.topology import Topology
 from megascale.observe.heatmap import HeatMap, Loss, heat_map
 from megascale.observe.step_cube import Part, Places, StepCube

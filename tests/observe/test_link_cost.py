@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megascale.bench.fleet import Fleet
-from megascale.bench.fleet_tables import cube_of
-from megascale.bench.fleet_times import FleetFault, FleetLayout
-from megascale.bench.observe import findings_of
+from lab.fleet import Fleet
+from lab.fleet_tables import cube_of
+from lab.fleet_times import FleetFault, FleetLayout
+from lab.observe import findings_of
 from megascale.layout.topology import Topology
 from megascale.observe.delay_matrix import SlowPath, delay_matrix
 from megascale.observe.link_cost import message_waits

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from megascale.bench.fleet import Fleet
-from megascale.bench.fleet_tables import cube_of
-from megascale.bench.fleet_times import FleetLayout
+from lab.fleet import Fleet
+from lab.fleet_tables import cube_of
+from lab.fleet_times import FleetLayout
 from megascale.layout.topology import Topology
 from megascale.observe.step_cube import Columns, StepCube
 

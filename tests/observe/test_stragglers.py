@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megascale.bench.fleet import Fleet
-from megascale.bench.fleet_tables import cube_of
-from megascale.bench.fleet_times import FleetFault, FleetLayout
+from lab.fleet import Fleet
+from lab.fleet_tables import cube_of
+from lab.fleet_times import FleetFault, FleetLayout
 from megascale.layout.topology import Topology
 from megascale.observe.job_cost import SlowCause
 from megascale.observe.step_cube import StepCube

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from lab.hanging_worlds import Fault, HangingWorld, Workload
 from megascale.layout.topology import Topology
 from megascale.observe.hang import hang_verdict
 from megascale.observe.wait_chain import distances, wait_chain, waiting_sets
 from megascale.observe.waits import wait_graph
-from tests.observe.hanging_worlds import Fault, HangingWorld, Workload
 from tests.observe.test_hang import SMALL, faults
 
 

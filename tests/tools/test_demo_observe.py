@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from demo_observe import HUNG_RANK, LINK, SLOW_RANK, faults, verdicts
 from megascale.config.injection import parse_injection
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
-sys.path.insert(0, str(TOOLS))  # the tool's files stand beside each other
-
-from demo_observe import HUNG_RANK, LINK, SLOW_RANK, faults, verdicts  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_fault_has_a_verdict() -> None:
@@ -29,7 +27,7 @@ def test_every_fault_has_a_verdict() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_the_demonstration_names_all_three(tmp_path: Path) -> None:
-    command = [sys.executable, str(TOOLS / "demo_observe.py"), "--folder", str(tmp_path)]
+    command = [sys.executable, str(ROOT / "tools" / "demo_observe.py"), "--folder", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     out = done.stdout

@@ -16,8 +16,8 @@ import torch
 from megascale.layout.tensors import ParamSpec, all_params
 from megascale.layout.topology import Coord, Topology
 from tests.jobs import lives
-from tests.launch.test_testbed import missing
 from tests.runs import LLAMA, config_of, settings
+from tests.tools.lab.test_testbed import missing
 
 ROOT = Path(__file__).parents[2]
 BENCH = ROOT / "tools" / "bench"

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from lab.hanging_worlds import Fault, HangingWorld, Workload, step_calls
 from megascale.core.flight_record import FlightRecord
 from megascale.core.storage import Location
 from megascale.eventstore.table_files import TableFile, write_rows
 from megascale.layout.topology import Topology
 from tests.eventstore.tables import rows
-from tests.observe.hanging_worlds import Fault, HangingWorld, Workload, step_calls
 from tests.view.folders import make_run
 
 TOPOLOGY = Topology(tp=2, pp=2, dp=2)

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from megascale.bench.fleet import Fleet
-from megascale.bench.fleet_tables import write_store
-from megascale.bench.fleet_times import FleetFault, FleetLayout
+from lab.fleet import Fleet
+from lab.fleet_tables import write_store
+from lab.fleet_times import FleetFault, FleetLayout
 from megascale.core.storage import Location
 from megascale.eventstore.table_files import TableFile, write_rows
 from megascale.layout.topology import Topology

@@ -12,7 +12,7 @@ import duckdb
 import numpy as np
 import pytest
 
-from megascale.bench.fleet_times import FleetFault
+from lab.fleet_times import FleetFault
 from megascale.core.storage import Location
 from megascale.eventstore.query import fetch
 from megascale.eventstore.table_files import TableFile, write_rows

@@ -126,7 +126,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A testbed with one rank per host (tools/testbed.py): the links' bandwidth in tc's notation, and the cores of a
+    """A testbed with one rank per host (`lab.testbed`): the links' bandwidth in tc's notation, and the cores of a
     host, None for unlimited.
     """
 

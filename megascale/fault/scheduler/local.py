@@ -13,7 +13,7 @@ import secrets
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megascale.core.network import LOOPBACK
@@ -27,7 +27,6 @@ from megascale.fault.scheduler.port import (
     SchedulerError,
 )
 from megascale.fault.scheduler.processes import AgentProcesses
-from megascale.launch.testbed import Testbed
 
 _DEATH_S = 10.0  # limit for the end of killed processes
 
@@ -45,15 +44,6 @@ class NodeHost:
     address: str
     prefix: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-
-
-def export_testbed(testbed: Testbed) -> dict[str, str]:
-    """Return the environment in which `megascale launch` uses the hosts of an open testbed as nodes."""
-    hosts = [
-        NodeHost(host.address, testbed.wrap_command(host.index, ()), testbed.host_environment(host.index))
-        for host in testbed.hosts
-    ]
-    return {TESTBED_VARIABLE: json.dumps([asdict(host) for host in hosts])}
 
 
 def hosts_from_environment(env: Mapping[str, str] = os.environ) -> list[NodeHost]:

@@ -14,17 +14,16 @@ from pathlib import Path
 
 import pytest
 
+from lab.testbed import HostLink, Testbed, export_testbed
 from megascale.core.process import process_exists
 from megascale.fault.scheduler.local import (
     LocalScheduler,
-    export_testbed,
     hosts_from_environment,
     node_processes,
 )
 from megascale.fault.scheduler.port import SLOTS_VARIABLE, AgentLaunch, Node, Scheduler, SchedulerError
 from megascale.fault.scheduler.remote import SchedulerClient, serve
-from megascale.launch.testbed import HostLink, Testbed
-from tests.launch.test_testbed import missing
+from tests.tools.lab.test_testbed import missing
 
 SECRET = "0123456789abcdef" * 4
 

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from megascale.fault.scheduler.local import export_testbed
-from megascale.launch.testbed import INTERFACE, HostLink, Testbed
+from lab.testbed import INTERFACE, HostLink, Testbed, export_testbed
 from tests.fault.scheduler.test_slurm_launch import TWO, undisturbed
 from tests.jobs import curve, job_config
-from tests.launch.test_testbed import missing
 from tests.runs import GPT
+from tests.tools.lab.test_testbed import missing
 
 SECONDS = 240
 

@@ -1,0 +1,8 @@
+"""Rigs for developers, as `python tools/lab COMMAND`: disturbed jobs, synthetic fleets, testbeds, replays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+LAB = str(Path(__file__).resolve().parent)
+"""What a Python runs to run a command of the lab."""
