@@ -85,12 +85,12 @@ def given(model: ModelConfig, parameters: dict[str, Any], **backends: str) -> An
 
     from megascale.comm.group import single_rank_group
     from megascale.device import detect_device
-    from megascale.model.modules import LayerContext, Operators
+    from megascale.model.modules import LayerContext, LayerOps
     from megascale.ops.select import OpContext
     from megascale.parallel.tp_overlap import TensorParallel
 
     setting = OpContext(model, BackendsConfig(**backends), torch.float64, detect_device(allow_gpu=False))
-    return LayerContext(model, parameters, TensorParallel(single_rank_group("tp")), Operators.from_context(setting))
+    return LayerContext(model, parameters, TensorParallel(single_rank_group("tp")), LayerOps.from_context(setting))
 
 
 def build_run(rank: Rank, config: RunConfig, mesh: Any = None, *, gpu: bool = False) -> Any:

@@ -34,8 +34,8 @@ from megascale.layout.chunks import stages_of
 from megascale.layout.document_lengths import count_document_scores
 from megascale.layout.document_shards import row_sharding
 from megascale.layout.hybrid.sequence_work import SequenceWork
+from megascale.layout.mask_blocks import mask_blocks, tiles
 from megascale.layout.recompute_policy import NO_RECOMPUTE, RecomputePolicy, recompute_policy
-from megascale.layout.score_bands import score_bands, tiles
 from megascale.layout.sequence_shard import Spans, TokenSpan, sequence_chunk
 from megascale.layout.tensors import padded_vocab
 
@@ -176,8 +176,8 @@ def _computed_scores(config: RunConfig, part: AttentionSpec, cp_rank: int) -> in
         keys: list[Spans] = [(TokenSpan(0, m.seq_length),)]
     else:
         keys = [shard.joined(first, p.cp_heads) for first in range(0, p.cp, p.cp_heads)]
-    bands = (band for spans in keys for band in score_bands(queries, spans, part.window, within, m.seq_length))
-    return sum(tile.scores for band in bands for tile in tiles(band))
+    blocks = (block for spans in keys for block in mask_blocks(queries, spans, part.window, within, m.seq_length))
+    return sum(tile.scores for block in blocks for tile in tiles(block))
 
 
 def _scores_by_chunk(config: RunConfig, part: AttentionSpec) -> list[int]:
@@ -187,8 +187,8 @@ def _scores_by_chunk(config: RunConfig, part: AttentionSpec) -> list[int]:
     within = starts if config.data.mask == "document" else None
     chunks = sequence_chunk(s, config.row_tokens, 0).parts
     for index, queries in enumerate(chunks):
-        bands = (band for keys in chunks[: index + 1] for band in score_bands(queries, keys, part.window, within, s))
-        totals.append(sum(tile.scores for band in bands for tile in tiles(band)))
+        blocks = (block for keys in chunks[: index + 1] for block in mask_blocks(queries, keys, part.window, within, s))
+        totals.append(sum(tile.scores for block in blocks for tile in tiles(block)))
     return totals
 
 

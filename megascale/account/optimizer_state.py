@@ -14,7 +14,7 @@ from megascale.catalog.optimizers import ALL_KINDS
 from megascale.catalog.precisions import PRECISIONS
 from megascale.config.run import RunConfig
 from megascale.layout.chunks import bucket_sizes
-from megascale.layout.owners import MatrixPlace, StagePlaces, stage_places, update_cost
+from megascale.layout.owners import MatrixShard, StageMatrices, stage_places, update_cost
 from megascale.layout.param_groups import ParamGroup, ParamGroups
 from megascale.layout.topology import DATA_AXES, topology_of
 
@@ -44,7 +44,7 @@ def is_mixed(config: RunConfig) -> bool:
     return bool(config.optimizer.groups) or default.needs_matrix or set(default.facts["kinds"]) != set(ALL_KINDS)
 
 
-def _flat_elements(places: StagePlaces, sharded: bool) -> Counter[int]:
+def _flat_elements(places: StageMatrices, sharded: bool) -> Counter[int]:
     """Count elements of element-wise state by data-parallel rank; rank 0 stands for all without ZeRO."""
     found = Counter[int]()
     for layout, ranges in zip(places.layouts, places.ranges, strict=True):
@@ -56,7 +56,7 @@ def _flat_elements(places: StagePlaces, sharded: bool) -> Counter[int]:
     return found
 
 
-def _owned_bytes(config: RunConfig, places: StagePlaces, wide: int) -> Counter[tuple[int, int]]:
+def _owned_bytes(config: RunConfig, places: StageMatrices, wide: int) -> Counter[tuple[int, int]]:
     """Count bytes of state of whole matrices by (tp, data-parallel rank)."""
     found = Counter[tuple[int, int]]()
     for place in all_places(places):
@@ -98,7 +98,7 @@ def fullest_owner(config: RunConfig, stage: int) -> list[tuple[ParamGroup, tuple
     return owned[work.most_common(1)[0][0]] if work else []
 
 
-def all_places(places: StagePlaces) -> Iterator[MatrixPlace]:
+def all_places(places: StageMatrices) -> Iterator[MatrixShard]:
     """Yield the matrices of all buckets."""
     for of_bucket in places.places:
         yield from of_bucket

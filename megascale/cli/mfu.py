@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import duckdb
 
     from megascale.observe.drift import Drift
-    from megascale.observe.mfu_ledger import MfuLedger
+    from megascale.observe.mfu_breakdown import MfuBreakdown
 
 
 class MfuError(MegascaleError):
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     if folder.name == STORE_FOLDER and is_file(folder.resolve().parent.joinpath(CONFIG_FILE)):
         folder = folder.resolve().parent
 
-    def read(store: duckdb.DuckDBPyConnection) -> tuple[MfuLedger | None, Drift]:
+    def read(store: duckdb.DuckDBPyConnection) -> tuple[MfuBreakdown | None, Drift]:
         breakdown = run_breakdown(store, folder, recent_cube(store, BUBBLE_STEPS))
         return breakdown, drift(sampled_cube(store), peak_flops(store))
 

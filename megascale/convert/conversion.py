@@ -124,7 +124,7 @@ def to_huggingface(
     with atomic_folder(output) as folder:
         copy_companions(source, Location(str(folder)), COMPANIONS)
         configured = (saved.facts.config.get("data") or {}).get("tokenizer")
-        wanted = tokenizer_files.Wanted(tokenizer, eod, configured and str(configured))
+        wanted = tokenizer_files.TokenizerChoice(tokenizer, eod, configured and str(configured))
         extra_keys, missing = tokenizer_files.add_tokenizer(source, folder, model, wanted)
         export_model(model, read, folder, target, extra_keys)
     return missing

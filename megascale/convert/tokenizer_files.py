@@ -22,7 +22,7 @@ ID_FILES = ("generation_config.json", "config.json")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TokenizerChoice:
     """Choices of a user: a tokenizer.json, an end-of-document token, and the run's `data.tokenizer`."""
 
     tokenizer: Path | None = None
@@ -31,7 +31,7 @@ class Wanted:
 
 
 def add_tokenizer(
-    source: Location, folder: Path, model: ModelConfig, wanted: Wanted
+    source: Location, folder: Path, model: ModelConfig, wanted: TokenizerChoice
 ) -> tuple[dict[str, Any], list[str]]:
     """Complete the tokenizer files in `folder`, which has the companions of the checkpoint `source`.
 
@@ -88,7 +88,7 @@ def eos_ids(folder: Path) -> list[int]:
     return []
 
 
-def _find_tokenizer(folder: Path, wanted: Wanted) -> tuple[Path | None, list[str]]:
+def _find_tokenizer(folder: Path, wanted: TokenizerChoice) -> tuple[Path | None, list[str]]:
     """A given tokenizer.json, the one in `folder`, or that of the run's configuration; None and the reason if there is
     none.
     """

@@ -96,7 +96,7 @@ class LostPeerError(MegascaleError, RuntimeError):
         self.peers = tuple(peers)
 
 
-class SpoiledStateError(MegascaleError):
+class CorruptStateError(MegascaleError):
     """Weights, loss or gradients are wrong on the `ranks` named, as far as they are known; raised on every rank."""
 
     exit_status = Exit.DO_NOT_REQUEUE
@@ -106,9 +106,9 @@ class SpoiledStateError(MegascaleError):
         self.ranks = tuple(ranks)
 
 
-class DivergenceError(SpoiledStateError):
+class DivergenceError(CorruptStateError):
     """The loss, a gradient or a weight is not finite: a restart would fail in the same step."""
 
 
-class ReplicasDifferError(SpoiledStateError):
+class ReplicasDifferError(CorruptStateError):
     """Replicas of a parameter have drifted apart: a restart from the same state would train on two models."""

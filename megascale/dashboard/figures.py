@@ -9,7 +9,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from megascale.core.units import format_bytes
-from megascale.observe.mfu_ledger import MfuLedger
+from megascale.observe.mfu_breakdown import MfuBreakdown
 from megascale.view.rank_matrix import RankMatrix
 from megascale.view.run_view import RunView
 
@@ -120,7 +120,7 @@ def _names(matrix: RankMatrix, nodes: Sequence[str]) -> np.ndarray:
     return np.array(names)[matrix.ranks]
 
 
-def waterfall_figure(breakdown: MfuLedger) -> go.Figure:
+def waterfall_figure(breakdown: MfuBreakdown) -> go.Figure:
     """Return the waterfall from the peak to the achieved MFU."""
     whole = ("peak", "achieved")
     levels = [each for each in breakdown.waterfall if each.name in whole or abs(each.points) >= LEAST_SHOWN]

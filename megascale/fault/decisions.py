@@ -14,7 +14,7 @@ from megascale.fault.classify import Finding, classify_lost_nodes
 from megascale.fault.commands import CheckNodes, Say
 from megascale.fault.incidents import Action, Culprit, Incident, JobHistory, describe, describe_recovery
 from megascale.fault.messages import RankEnd
-from megascale.fault.policy import RESTARTS, Reserve, decide
+from megascale.fault.policy import RESTARTS, SparePool, decide
 from megascale.fault.roster import format_nodes
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def conclude(job: Job, finding: Finding, now: float) -> None:
         job.enter(stages.Stage.OBSERVE, now + job.settings.agent_grace_s)
         return
     kept = [node for node in job.places if node and node not in finding.culprit.nodes]
-    reserve = Reserve(
+    reserve = SparePool(
         len(job.roster.spares(node for node in job.places if node)),
         job.plan.requestable,
         job.plan.revivable,

@@ -24,7 +24,7 @@ from megascale.fault.incidents import IncidentLog
 from megascale.fault.job import Job
 from megascale.fault.live_job import LiveWriter
 from megascale.fault.messages import CheckDone, Hello, Leave, Start
-from megascale.fault.node_gate import NodeGate
+from megascale.fault.node_admission import NodeAdmission
 from megascale.fault.remote_checks import RemoteChecks
 from megascale.fault.rpc import Disconnected, DriverServer
 from megascale.fault.say import say
@@ -80,7 +80,7 @@ class Driver:
         self._log_fails = False
         self._checks = RemoteChecks(server.send)
         settings = job.settings
-        self._gate = NodeGate(self._checks, settings.check_timeout_s, settings.check_tolerance)
+        self._gate = NodeAdmission(self._checks, settings.check_timeout_s, settings.check_tolerance)
         self._at_gate: dict[str, Hello] = {}
         self._examinations: set[asyncio.Task[None]] = set()
         self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()

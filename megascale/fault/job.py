@@ -50,8 +50,8 @@ START_S = 5.0
 class JobPlan:
     """The ranks of a job. `run`: its name; `arguments`: of its ranks; `resuming`: further ones once this launch has
     trained; `logs`: folder of the ranks' logs; `takeover`: an earlier driver of this launch may have left an attempt
-    running; `requestable`, `revivable`: see `Reserve`; `checks`: nodes are checked before they join, and after a fault;
-    `observed`: another launcher runs the ranks.
+    running; `requestable`, `revivable`: see `SparePool`; `checks`: nodes are checked before they join, and after a
+    fault; `observed`: another launcher runs the ranks.
     `overrides`: further arguments of a layout that has shrunk; `smaller`: the layout for a number of nodes.
     `folder`: of the run; `metrics_address`, `metrics_port`: where agents serve metrics, as in `[observe]`.
     """

@@ -31,7 +31,7 @@ RESTARTS = ("restart", "replace", "replace_group", "shrink")
 
 
 @dataclass(frozen=True)
-class Reserve:
+class SparePool:
     """Nodes to replace others. `spares`: joined, checked and idle; `requestable`: the scheduler may have more;
     `revivable`: an agent can be started again on a lost node; `shrinkable`: the layout works with fewer nodes.
     """
@@ -43,7 +43,7 @@ class Reserve:
 
 
 def decide(
-    finding: Finding, step: int, now: float, history: Sequence[Incident], settings: FaultConfig, reserve: Reserve
+    finding: Finding, step: int, now: float, history: Sequence[Incident], settings: FaultConfig, reserve: SparePool
 ) -> Action:
     """Return the action about a fault after `step`. `history`: incidents since a person was called, oldest first."""
     restarts = [incident for incident in history if incident.action.kind in RESTARTS]
@@ -90,7 +90,7 @@ def _count(restarts: Sequence[Incident], nodes: Sequence[str], since: float, cla
 
 
 def _without_culprit(
-    finding: Finding, step: int, restarts: Sequence[Incident], settings: FaultConfig, reserve: Reserve
+    finding: Finding, step: int, restarts: Sequence[Incident], settings: FaultConfig, reserve: SparePool
 ) -> Action:
     """Replace all nodes that may be at fault if spares suffice; else restart, which costs little if it was a chance."""
     nodes = finding.culprit.nodes
@@ -106,7 +106,7 @@ def _restart(reason: str) -> Action:
     return Action("restart", f"restarting the ranks in place ({reason})")
 
 
-def _replace(nodes: Sequence[str], settings: FaultConfig, reserve: Reserve, *, lost: bool = False) -> Action:
+def _replace(nodes: Sequence[str], settings: FaultConfig, reserve: SparePool, *, lost: bool = False) -> Action:
     """Replace nodes by spares, else by nodes that the scheduler may give; without either keep those that live.
 
     Spares that do not suffice replace some of the nodes, and the others may come back: many at once are lost by a

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megascale.core.errors import Exit, LostPeerError, MegascaleError, SpoiledStateError
+from megascale.core.errors import CorruptStateError, Exit, LostPeerError, MegascaleError
 from megascale.core.files import write_text
 from megascale.core.rank import Rank, format_ranks
 from megascale.launch import flight
@@ -100,7 +100,7 @@ def write_error(error: BaseException, rank: Rank, explain: Callable[[], str] = s
     text = str(error) if ours else "".join(traceback.format_exception_only(error)).strip()
     peer_lost = is_peer_lost(error)
     peers = list(error.peers) if isinstance(error, LostPeerError) else []
-    named = list(error.ranks) if isinstance(error, SpoiledStateError) else []
+    named = list(error.ranks) if isinstance(error, CorruptStateError) else []
     more = {"kind": type(error).__name__, "peer_was_lost": peer_lost, "peers": peers, "named": named}
     record = _write_record(rank, text, exit_status_of(error), more)
     said = f"{rank}: {text}"

@@ -39,7 +39,7 @@ class GroupRange:
 
 
 @dataclass(frozen=True)
-class MatrixPlace:
+class MatrixShard:
     """A matrix of a bucket, and where it is updated.
 
     `tp_owner`, `dp_owner`: the owner's index in its tp and its data-parallel group; None if every index is an owner.
@@ -94,9 +94,9 @@ def update_cost(group: ParamGroup, shape: tuple[int, int]) -> int:
     return int(gemms) + ELEMENTWISE * math.prod(shape)
 
 
-def place_matrices(
+def assign_owners(
     layouts: Sequence[BucketLayout], groups: ParamGroups, topology: Topology, zero: int
-) -> list[list[MatrixPlace]]:
+) -> list[list[MatrixShard]]:
     """Assign the matrices of a stage's buckets to owners; by bucket, in the order of the buffer."""
     shards = topology.size(*DATA_AXES) if zero else 1
     loads = dict.fromkeys(itertools.product(range(topology.tp), range(shards)), 0)
@@ -108,7 +108,7 @@ def place_matrices(
     ]
     costs = {(bucket, item.start): update_cost(item.group, _shape(item.tensor)) for bucket, item in found}
     share = SLACK * sum(costs.values()) / len(loads)
-    placed: dict[tuple[int, int], MatrixPlace] = {}
+    placed: dict[tuple[int, int], MatrixShard] = {}
     for bucket, item in sorted(found, key=lambda pair: -costs[pair[0], pair[1].start]):
         replicated, cost = "tp" not in item.tensor.sharding, costs[bucket, item.start]
         size = layouts[bucket].numel // shards
@@ -119,7 +119,7 @@ def place_matrices(
         for rank in loads if replicated else [(tp, dp)]:
             loads[rank] += cost if rank[1] == dp else 0
         owner = None if replicated else tp, dp if zero else None
-        placed[bucket, item.start] = MatrixPlace(
+        placed[bucket, item.start] = MatrixShard(
             item.tensor, item.group, item.start, item.parameter.weight_decay, *owner
         )
     return [[placed[bucket, item.start] for b, item in found if b == bucket] for bucket in range(len(layouts))]
@@ -136,11 +136,11 @@ def _overlap(item: GroupRange, shard: int, size: int) -> int:
 
 
 @dataclass(frozen=True)
-class StagePlaces:
+class StageMatrices:
     """The buckets of a pipeline rank, and the places of their matrices."""
 
     layouts: tuple[BucketLayout, ...]
-    places: tuple[tuple[MatrixPlace, ...], ...]
+    places: tuple[tuple[MatrixShard, ...], ...]
     ranges: tuple[tuple[GroupRange, ...], ...]
 
 
@@ -158,21 +158,21 @@ class _CacheKey:
         return isinstance(other, _CacheKey) and other._key == self._key
 
 
-def stage_places(config: RunConfig, pp_rank: int) -> StagePlaces:
+def stage_places(config: RunConfig, pp_rank: int) -> StageMatrices:
     """Return the buckets of a pipeline rank and the places of their matrices, for a resolved configuration."""
     return _stage_places(_CacheKey(config), pp_rank)
 
 
 @lru_cache(64)
-def _stage_places(key: _CacheKey, pp_rank: int) -> StagePlaces:
+def _stage_places(key: _CacheKey, pp_rank: int) -> StageMatrices:
     config, topology, groups = key.config, topology_of(key.config), ParamGroups(key.config.optimizer)
     layouts = [pack(bucket, topology) for chunk in chunk_buckets(config, pp_rank) for bucket in chunk]
-    places = place_matrices(layouts, groups, topology, config.parallel.zero)
+    places = assign_owners(layouts, groups, topology, config.parallel.zero)
     ranges = (tuple(group_ranges(layout, groups, topology)) for layout in layouts)
-    return StagePlaces(tuple(layouts), tuple(map(tuple, places)), tuple(ranges))
+    return StageMatrices(tuple(layouts), tuple(map(tuple, places)), tuple(ranges))
 
 
-def exchange_axes(places: Sequence[MatrixPlace], topology: Topology, zero: int, dp: int) -> list[str]:
+def exchange_axes(places: Sequence[MatrixShard], topology: Topology, zero: int, dp: int) -> list[str]:
     """Return the axes over which the ranks at data-parallel index `dp` exchange the matrices of a bucket."""
     axes = ["dp"] if places and zero and topology.size(*DATA_AXES) > 1 else []
     crosses = any(place.tp_owner is not None and place.dp_owner in (None, dp) for place in places)
@@ -180,7 +180,7 @@ def exchange_axes(places: Sequence[MatrixPlace], topology: Topology, zero: int, 
 
 
 def sent_elements(
-    places: Sequence[MatrixPlace], layout: BucketLayout, topology: Topology, zero: int, rank: tuple[int, int]
+    places: Sequence[MatrixShard], layout: BucketLayout, topology: Topology, zero: int, rank: tuple[int, int]
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Count the elements that the rank at (tp, dp) sends for a bucket by axis: there, to owners, and back."""
     tp, dp = rank

@@ -11,8 +11,8 @@ from megascale.catalog.layers import NORMS
 from megascale.core.label import Label
 from megascale.model.modules import LayerContext, Linear, Norm
 from megascale.ops.rope import layer_rope, rope_at, rope_table
-from megascale.parallel.key_exchange import VisibleScores, attend_to_all
-from megascale.parallel.key_store import StoredKeys
+from megascale.parallel.kv_exchange import VisibleScores, attend_to_all
+from megascale.parallel.kv_store import StoredKV
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Recomputation, recompute_in_backward
 from megascale.parallel.sharded_norm import sharded_rms_norms
@@ -141,4 +141,4 @@ class Attention(nn.Module):
         shard, partial = batch.shard, self._partial_attend
         assert shard is not None and batch.keys is not None and partial is not None, "a chunk has keys and a place"
         visible = VisibleScores(shard.parts, shard.index, shard.length, self._window, batch.boundaries)
-        return attend_to_all(q, k, v, StoredKeys(batch.keys, visible, self._index), partial)
+        return attend_to_all(q, k, v, StoredKV(batch.keys, visible, self._index), partial)

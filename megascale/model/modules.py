@@ -11,7 +11,7 @@ from megascale.config.model import ModelConfig
 from megascale.layout.recompute_policy import NO_RECOMPUTE, RecomputePolicy
 from megascale.ops.activation import Activate
 from megascale.ops.compiled import CompileFn, block_compile_fn
-from megascale.ops.core_attention import Attend
+from megascale.ops.core_attention import CoreAttention
 from megascale.ops.cross_entropy import CrossEntropy
 from megascale.ops.norm import AddNormalize, Normalize
 from megascale.ops.partial_attention import PartialAttention
@@ -29,14 +29,14 @@ Parameters = Mapping[str, nn.Parameter]
 
 
 @dataclass(frozen=True)
-class Operators:
+class LayerOps:
     """The device's operators, by selected backend (`ops.select`).
 
     `compile_fn`: torch.compile for functions inside a block, with train.compile; the identity otherwise.
     `partial_attend`: None unless ranks exchange keys and values.
     """
 
-    attend: Attend
+    attend: CoreAttention
     rotate: Rotate
     normalize: Normalize
     add_normalize: AddNormalize
@@ -46,7 +46,7 @@ class Operators:
     partial_attend: PartialAttention | None = None
 
     @classmethod
-    def from_context(cls, setting: OpContext) -> Operators:
+    def from_context(cls, setting: OpContext) -> LayerOps:
         """Select the best available backend of every operator, or the configured backend.
 
         Raises: BackendError if a configured backend is unsupported here, or torch.compile does not work
@@ -69,7 +69,7 @@ class LayerContext:
     model: ModelConfig
     parameters: Parameters
     tp: TensorParallel
-    operators: Operators
+    operators: LayerOps
     linear_gemms: Callable[[str], LinearGemms] = lambda layer: HIGH_PRECISION_GEMMS
     recompute: RecomputePolicy = NO_RECOMPUTE
     cp: ContextParallel | None = None

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from megascale.core.flight_layout import COLLECTIVE
 from megascale.core.flight_record import RankRuns
 from megascale.core.rank import format_ranks
-from megascale.observe.program import Call, Follower, Likeness, Program, Role, follower, resolve, role_of
+from megascale.observe.call_sequence import Call, CallMatch, CallSequence, Follower, Role, follower, resolve, role_of
 from megascale.observe.waits import WaitGraph
 
 MOST_KIN = 16
@@ -38,10 +38,10 @@ _SEVERAL_KIN, _ONE_AND_PRECEDENTS, _PRECEDENTS, _UNDECIDED = 3, 2, 1, 0
 """Certainties."""
 
 _WORDS = {
-    Likeness.OTHER_STEP: "in earlier steps",
-    Likeness.SAME: "on other ranks",
-    Likeness.OTHER_MICROBATCH: "for other micro-batches",
-    Likeness.OTHER_LAYER: "in other layers",
+    CallMatch.OTHER_STEP: "in earlier steps",
+    CallMatch.SAME: "on other ranks",
+    CallMatch.OTHER_MICROBATCH: "for other micro-batches",
+    CallMatch.OTHER_LAYER: "in other layers",
 }
 """Precedents in words, in the order of their weight."""
 
@@ -97,13 +97,13 @@ class _Comparison:
         for name, members, ranks in graph.contested():
             for rank in ranks:
                 self._groups[rank].add((name, members))
-        self._programs: dict[int, Program] = {}
+        self._programs: dict[int, CallSequence] = {}
         self._everywhere: dict[Role, defaultdict[Call, Counter[Follower]]] = {}
 
-    def program(self, rank: int) -> Program:
+    def program(self, rank: int) -> CallSequence:
         """Return the calls of a rank."""
         if rank not in self._programs:
-            self._programs[rank] = Program(self._records[rank])
+            self._programs[rank] = CallSequence(self._records[rank])
         return self._programs[rank]
 
     def contested(self, rank: int) -> set[str]:
@@ -146,12 +146,12 @@ class _Comparison:
                     self._everywhere[role][call][following] += 1
         return self._everywhere[role]
 
-    def precedents(self, step: _Step, likeness: Likeness, kin: tuple[int, ...]) -> Counter[Follower]:
+    def precedents(self, step: _Step, likeness: CallMatch, kin: tuple[int, ...]) -> Counter[Follower]:
         """Return the counts of calls after calls like the first of a step, before the step: later calls may be wrong
         themselves. `kin`: ranks whose calls count besides the rank's own.
         """
         rank, place, call, following = step
-        if likeness is Likeness.SAME:
+        if likeness is CallMatch.SAME:
             elsewhere = self.everywhere(rank)[call] - self.after(call, kin) - Counter([following])
             return Counter(elsewhere if self.is_of_role(rank, following, *map(Call._make, elsewhere)) else ())
         found = self.program(rank).after(call, likeness, place)
@@ -246,7 +246,7 @@ def _judge_by_precedents(
 ) -> _Turn | None:
     """Return the turn of a rank if its step has no precedent. `usual`: the next call of one of its kin, if known."""
     for likeness, words in _WORDS.items():
-        if likeness is Likeness.SAME and not comparison.is_of_role(step.rank, usual or step.following):
+        if likeness is CallMatch.SAME and not comparison.is_of_role(step.rank, usual or step.following):
             continue
         precedents = comparison.precedents(step, likeness, kin)
         known = follower(step.call, step.following, likeness) in precedents
@@ -260,7 +260,7 @@ def _judge_by_precedents(
         elif expected is not None:
             if usual is not None:
                 return comparison.turn(_ONE_AND_PRECEDENTS, step, expected, words)
-            if likeness <= Likeness.OTHER_STEP or (len(precedents) == 1 and precedents.total() >= FEWEST_PRECEDENTS):
+            if likeness <= CallMatch.OTHER_STEP or (len(precedents) == 1 and precedents.total() >= FEWEST_PRECEDENTS):
                 return comparison.turn(_PRECEDENTS, step, expected, words)
     return None if usual is None else comparison.turn(_UNDECIDED, step, usual, f"on {format_ranks(kin)}")
 

@@ -17,7 +17,7 @@ import numpy as np
 from megascale.core.events import COMPUTE
 from megascale.core.rank import format_ranks
 from megascale.observe.heatmap import BLOCKS, PERSISTENT_BLOCKS
-from megascale.observe.mfu_ledger import ACTIONS
+from megascale.observe.mfu_breakdown import ACTIONS
 from megascale.observe.step_cube import OTHER, Floats, StepCube, lower_median
 from megascale.observe.step_levels import change_points, relative_work
 

@@ -25,7 +25,7 @@ from megascale.ops.select import NotByDefault, OpBackend, OpContext
 from megascale.ops.softcapped_attention import softcapped_attention
 
 
-class Attend(Protocol):
+class CoreAttention(Protocol):
     """Core attention by a backend, which applies the scale and the soft cap of the model's scores."""
 
     def __call__(
@@ -48,11 +48,11 @@ class Attend(Protocol):
 class TorchAttention(OpBackend):
     """torch's fused kernels, blockwise for a sliding window; with dropout, unfused with all scores in memory."""
 
-    def build(self, context: OpContext) -> Attend:
+    def build(self, context: OpContext) -> CoreAttention:
         return torch_attend(context.model.attention_scale, context.model.attention_softcap)
 
 
-def torch_attend(scale: float | None = None, softcap: float | None = None) -> Attend:
+def torch_attend(scale: float | None = None, softcap: float | None = None) -> CoreAttention:
     """Attention by torch's kernels, in rows or within documents."""
 
     def attend(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megascale.ops.boundaries import Boundaries
-from megascale.ops.core_attention import Attend, half_precision_unsupported, not_by_default
+from megascale.ops.core_attention import CoreAttention, half_precision_unsupported, not_by_default
 from megascale.ops.library import FLASH, FLASH3, Library
 from megascale.ops.select import OpContext
 
@@ -31,7 +31,7 @@ class FlashAttention:
         missing = (SOFTCAP if capped else library).missing_reason()
         return missing or not_by_default(context, newer=library is FLASH3)
 
-    def build(self, context: OpContext) -> Attend:
+    def build(self, context: OpContext) -> CoreAttention:
         if _library(context) is FLASH:
             import flash_attn as library
         else:
@@ -55,7 +55,7 @@ def flash(
     scale: float | None = None,
     softcap: float | None = None,
     flash_attn_varlen_func: Callable[..., Any] | None = None,
-) -> Attend:
+) -> CoreAttention:
     """Wrap either version's `flash_attn_func`: q [b, s, heads, d], k and v [b, s, kv heads, d]; and for documents
     `flash_attn_varlen_func`, with the rows laid end to end: q [b s, heads, d], k and v [b s, kv heads, d].
     """

@@ -1,7 +1,7 @@
 """Attention to some of the keys by flash-attn 2, whose kernels take sequences of any lengths, return the log-sum-exp,
 and go backward with one that is given: those of the library, or those that torch's GPU builds contain.
 
-Bands with the same windows are laid end to end and computed in one call, queries [n, heads, d] and keys [m, kv heads,
+Blocks with the same windows are laid end to end and computed in one call, queries [n, heads, d] and keys [m, kv heads,
 d]: the number of kernels does not grow with the documents of a row.
 """
 
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from megascale.device import copy_to_device
-from megascale.layout.score_bands import Band, Bands
+from megascale.layout.mask_blocks import MaskBlock, MaskBlocks
 from megascale.ops.core_attention import half_precision_unsupported
 from megascale.ops.library import FLASH
-from megascale.ops.partial_attention import Accumulator, Attended, Gradients, PartialAttention
+from megascale.ops.partial_attention import Accumulator, AttentionResult, Gradients, PartialAttention
 from megascale.ops.select import OpContext
 
 aten = torch.ops.aten
@@ -90,7 +90,7 @@ def _varlen_backward(  # noqa: PLR0913
 
 
 class _Call(NamedTuple):
-    """The bands of one call of a kernel: bands with equal windows, of which no two have a query or a key in common.
+    """The blocks of one call of a kernel: blocks with equal windows, of which no two have a query or a key in common.
 
     `queries`, `keys`: the rows and the places in them, each i64, of the tokens end to end. `lengths`, `windows`:
     arguments of the kernels.
@@ -110,16 +110,18 @@ class FlashPartialAttention:
     backward: Callable[..., Any]
     scale: float
 
-    def add_forward(self, total: Accumulator, q: Tensor, k: Tensor, v: Tensor, bands: Bands) -> None:
-        for call in _calls(bands, q.shape[0], q.device):
+    def add_forward(self, total: Accumulator, q: Tensor, k: Tensor, v: Tensor, blocks: MaskBlocks) -> None:
+        for call in _calls(blocks, q.shape[0], q.device):
             parts = [t[rows, :, places] for t, (rows, places) in zip((q, k, v), _sides(call), strict=True)]
             out, lse = self.forward(
                 *parts, **call.lengths, **call.windows, **self._options(), return_softmax=False
             )[:2]  # fmt: skip
             total.add_at(*call.queries, out, lse.t())
 
-    def add_backward(self, grads: Gradients, queries: Attended, k: Tensor, v: Tensor, bands: Bands) -> None:
-        for call in _calls(bands, k.shape[0], k.device):
+    def add_backward(
+        self, grads: Gradients, queries: AttentionResult, k: Tensor, v: Tensor, blocks: MaskBlocks
+    ) -> None:
+        for call in _calls(blocks, k.shape[0], k.device):
             rows, places = call.queries
             q, out, lse, grad_out = (t[rows, :, places] for t in queries)
             parts = [q, *(t[call.keys[0], :, call.keys[1]] for t in (k, v))]
@@ -140,34 +142,36 @@ def _sides(call: _Call) -> tuple[tuple[Tensor, Tensor], ...]:
     return call.queries, call.keys, call.keys
 
 
-def _calls(bands: Bands, batch: int, device: torch.device) -> list[_Call]:
-    """Divide bands into calls of the kernel, of which there are few however many documents a row has."""
+def _calls(blocks: MaskBlocks, batch: int, device: torch.device) -> list[_Call]:
+    """Divide blocks into calls of the kernel, of which there are few however many documents a row has."""
     key = ("flash-attn", batch, device)
-    return bands.derive(key, lambda: [_call(group, batch, device) for group in _groups(bands, batch)])
+    return blocks.derive(key, lambda: [_call(group, batch, device) for group in _groups(blocks, batch)])
 
 
-def _groups(bands: Bands, batch: int) -> Iterator[list[Band]]:
-    """Yield groups of bands with equal windows, of which no two have a query or a key in common."""
-    sizes = (max(band.queries.stop for band in bands), max(band.keys.stop for band in bands)) if bands else (0, 0)
-    taken: dict[tuple[int | None, int | None], list[tuple[list[Band], np.ndarray, np.ndarray]]] = {}
-    for band in bands:
-        groups = taken.setdefault((band.left, band.right), [])
-        free = (g for g in groups if not (g[1][band.rows, band.queries].any() or g[2][band.rows, band.keys].any()))
+def _groups(blocks: MaskBlocks, batch: int) -> Iterator[list[MaskBlock]]:
+    """Yield groups of blocks with equal windows, of which no two have a query or a key in common."""
+    sizes = (
+        (max(block.queries.stop for block in blocks), max(block.keys.stop for block in blocks)) if blocks else (0, 0)
+    )
+    taken: dict[tuple[int | None, int | None], list[tuple[list[MaskBlock], np.ndarray, np.ndarray]]] = {}
+    for block in blocks:
+        groups = taken.setdefault((block.left, block.right), [])
+        free = (g for g in groups if not (g[1][block.rows, block.queries].any() or g[2][block.rows, block.keys].any()))
         group = next(free, None)
         if group is None:
             group = [], np.zeros((batch, sizes[0]), bool), np.zeros((batch, sizes[1]), bool)
             groups.append(group)
-        group[0].append(band)
-        group[1][band.rows, band.queries] = group[2][band.rows, band.keys] = True
+        group[0].append(block)
+        group[1][block.rows, block.queries] = group[2][block.rows, block.keys] = True
     yield from (group[0] for groups in taken.values() for group in groups)
 
 
-def _call(group: Sequence[Band], batch: int, device: torch.device) -> _Call:
-    """Lay the bands of a group end to end, row by row of the micro-batch."""
-    pieces = [(row, band) for band in group for row in (range(batch) if band.row is None else (band.row,))]
+def _call(group: Sequence[MaskBlock], batch: int, device: torch.device) -> _Call:
+    """Lay the blocks of a group end to end, row by row of the micro-batch."""
+    pieces = [(row, block) for block in group for row in (range(batch) if block.row is None else (block.row,))]
     rows = [row for row, _ in pieces]
-    queries, q_lengths = _end_to_end("q", rows, [band.queries for _, band in pieces], device)
-    keys, k_lengths = _end_to_end("k", rows, [band.keys for _, band in pieces], device)
+    queries, q_lengths = _end_to_end("q", rows, [block.queries for _, block in pieces], device)
+    keys, k_lengths = _end_to_end("k", rows, [block.keys for _, block in pieces], device)
     left, right = (-1 if side is None else side for side in (group[0].left, group[0].right))
     windows = {"causal": right == 0, "window_size_left": left, "window_size_right": right}
     # beside a left side, the kernels read a right one of -1 as `max_seqlen_k` keys: too few for more queries than keys

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from megascale.ops import compiled
 from megascale.ops.boundaries import Boundaries
-from megascale.ops.core_attention import Attend, causal_attention, not_by_default
+from megascale.ops.core_attention import CoreAttention, causal_attention, not_by_default
 from megascale.ops.library import TRITON
 from megascale.ops.select import OpContext
 
@@ -30,12 +30,12 @@ class FlexAttention:
             return "has no backward on a CPU"
         return TRITON.missing_reason() or not_by_default(context, newer=False)
 
-    def build(self, context: OpContext) -> Attend:
+    def build(self, context: OpContext) -> CoreAttention:
         model = context.model
         return flex(compiled.compile_function(flex_attention), model.attention_scale, model.attention_softcap)
 
 
-def flex(attention: Callable[..., Any], scale: float | None = None, softcap: float | None = None) -> Attend:
+def flex(attention: Callable[..., Any], scale: float | None = None, softcap: float | None = None) -> CoreAttention:
     """Wrap `flex_attention`, compiled or not. With a soft cap or documents it also computes full attention."""
 
     def capped(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:

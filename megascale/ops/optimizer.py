@@ -56,7 +56,7 @@ UpdateRule = Callable[[UpdateInput], Update]
 class Segment:
     """A flat range of elements with equal treatment: `weight`, `grad` and `state` are [n] views of one dtype.
 
-    `is_matrix`: elements of matrices, to which trust ratios apply. `weight_decay`: weight decay applies. `low`: of
+    `is_matrix`: elements of matrices, to which trust ratios apply. `weight_decay`: weight decay applies. `residual`: of
     compensated weights (`optim.compensated`), [n]; only functions have such segments.
     """
 
@@ -65,7 +65,7 @@ class Segment:
     state: Mapping[str, Tensor]
     is_matrix: bool
     weight_decay: bool
-    low: Tensor | None = None
+    residual: Tensor | None = None
 
 
 class Elementwise(Protocol):

@@ -7,7 +7,7 @@ For the keys of a part p, with scores s = scale q k^T over the visible keys:
 
 Backward is a sum over the parts as well: with the lse and out of all keys, a part's P = exp(s - lse) and
 dS = P (dO v^T - rowsum(dO out)) are those of the whole, and give its share of dq, and dk and dv of its keys (Dao et al.
-2022; Liu et al. 2023). A part is a list of bands (`layout.score_bands`); no tensor has the size of the scores.
+2022; Liu et al. 2023). A part is a list of blocks (`layout.mask_blocks`); no tensor has the size of the scores.
 
 `PartialAttention` is the interface, `TorchPartialAttention` its implementation with torch's flash kernel for CPUs.
 """
@@ -20,13 +20,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megascale.layout.score_bands import Bands, Tile, tiles
+from megascale.layout.mask_blocks import MaskBlocks, Tile, tiles
 from megascale.ops.select import OpContext
 
 aten = torch.ops.aten
 
 
-class Attended(NamedTuple):
+class AttentionResult(NamedTuple):
     """Queries [b, heads, n, d] after attention to all of their keys: the result and its gradient, as `q`, and the
     log-sum-exp of their scores [b, heads, n].
     """
@@ -82,28 +82,30 @@ class TorchFlash:
 
 
 class PartialAttention(Protocol):
-    """Attention over bands of scores, by a backend, which applies the scale of the model's scores."""
+    """Attention over blocks of scores, by a backend, which applies the scale of the model's scores."""
 
-    def add_forward(self, total: Accumulator, q: Tensor, k: Tensor, v: Tensor, bands: Bands) -> None:
-        """Add the attention of q [b, heads, n, d] to k and v [b, kv heads, m, d] within `bands`."""
+    def add_forward(self, total: Accumulator, q: Tensor, k: Tensor, v: Tensor, blocks: MaskBlocks) -> None:
+        """Add the attention of q [b, heads, n, d] to k and v [b, kv heads, m, d] within `blocks`."""
 
-    def add_backward(self, grads: Gradients, queries: Attended, k: Tensor, v: Tensor, bands: Bands) -> None:
+    def add_backward(
+        self, grads: Gradients, queries: AttentionResult, k: Tensor, v: Tensor, blocks: MaskBlocks
+    ) -> None:
         """Add the gradients of `add_forward` to `grads`, in fp32 or wider."""
 
 
 class TorchPartialAttention:
     """torch's flash kernel for CPUs, which returns the log-sum-exp and has a backward of its own.
 
-    Its only masks are the diagonal of a square and a tensor, so that a band is computed in tiles.
+    Its only masks are the diagonal of a square and a tensor, so that a block is computed in tiles.
     """
 
     def __init__(self, scale: float | None = None) -> None:
         self._scale = scale
 
-    def add_forward(self, total: Accumulator, q: Tensor, k: Tensor, v: Tensor, bands: Bands) -> None:
-        for band in bands:
-            rows = band.rows
-            for tile in tiles(band):
+    def add_forward(self, total: Accumulator, q: Tensor, k: Tensor, v: Tensor, blocks: MaskBlocks) -> None:
+        for block in blocks:
+            rows = block.rows
+            for tile in tiles(block):
                 queries, keys = tile.queries, tile.keys
                 out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
                     q[rows, :, queries], k[rows, :, keys], v[rows, :, keys], 0.0, tile.diagonal,
@@ -111,10 +113,12 @@ class TorchPartialAttention:
                 )  # fmt: skip
                 total.add(rows, queries, out, lse)
 
-    def add_backward(self, grads: Gradients, queries: Attended, k: Tensor, v: Tensor, bands: Bands) -> None:
-        for band in bands:
-            rows = band.rows
-            for tile in tiles(band):
+    def add_backward(
+        self, grads: Gradients, queries: AttentionResult, k: Tensor, v: Tensor, blocks: MaskBlocks
+    ) -> None:
+        for block in blocks:
+            rows = block.rows
+            for tile in tiles(block):
                 of_queries, of_keys = (rows, slice(None), tile.queries), (rows, slice(None), tile.keys)
                 q, out, lse, grad_out = (t[of_queries] for t in queries)
                 found = aten._scaled_dot_product_flash_attention_for_cpu_backward(

@@ -18,14 +18,14 @@ from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.recipes import RECIPES
 from megascale.config.train import OptimizerConfig
 from megascale.device import detect_device
+from megascale.layout.mask_blocks import mask_blocks
 from megascale.layout.param_groups import ParamGroup
-from megascale.layout.score_bands import score_bands
 from megascale.layout.sequence_shard import TokenSpan, shard_sequence
 from megascale.ops.boundaries import Boundaries
 from megascale.ops.cross_entropy import Targets, no_reduce
 from megascale.ops.fp8 import Fp8Format, Quantized, ScaleGranularity, amax_to_scale, cast_to_fp8
 from megascale.ops.optimizer import Segment, UpdateInput, UpdateRule
-from megascale.ops.partial_attention import Accumulator, Attended, Gradients
+from megascale.ops.partial_attention import Accumulator, AttentionResult, Gradients
 from megascale.ops.rope import layer_rope, rope_table
 from megascale.ops.select import BackendError, NotByDefault, OpContext, select_backend, unsupported_reason
 
@@ -186,13 +186,13 @@ def _attend_in_parts(partial: Any, context: OpContext, leaves: list[Tensor]) -> 
     results = []
     for rank in range(2):
         shard = shard_sequence(s, 2, 1, rank)
-        bands = score_bands(shard.spans, (TokenSpan(0, s),), window, starts, s)
+        blocks = mask_blocks(shard.spans, (TokenSpan(0, s),), window, starts, s)
         own, total = torch.cat([q[:, :, slice(*span)] for span in shard.spans], 2), Accumulator(q[:, :, : shard.size])
         keys, values = k[:, :, :s], v[:, :, :s]
-        partial.add_forward(total, own, keys, values, bands)
+        partial.add_forward(total, own, keys, values, blocks)
         out = total.out.to(q.dtype)
         grads = Gradients(*(torch.zeros(t.shape, dtype=total.lse.dtype, device=t.device) for t in (own, keys, values)))
-        partial.add_backward(grads, Attended(own, out, total.lse, torch.ones_like(out)), keys, values, bands)
+        partial.add_backward(grads, AttentionResult(own, out, total.lse, torch.ones_like(out)), keys, values, blocks)
         results += [total.out, *grads]
     return results
 

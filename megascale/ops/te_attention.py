@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from megascale.ops.boundaries import Boundaries
-from megascale.ops.core_attention import Attend, half_precision_unsupported, not_by_default
+from megascale.ops.core_attention import CoreAttention, half_precision_unsupported, not_by_default
 from megascale.ops.library import TE
 from megascale.ops.select import OpContext
 
@@ -21,7 +21,7 @@ class TEAttention:
             return "needs a head dim divisible by 8"
         return half_precision_unsupported(context) or TE.missing_reason() or not_by_default(context, newer=True)
 
-    def build(self, context: OpContext) -> Attend:
+    def build(self, context: OpContext) -> CoreAttention:
         from transformer_engine.pytorch import DotProductAttention
 
         model, tp = context.model, context.tp
@@ -37,7 +37,7 @@ class TEAttention:
         return te_attend(core)
 
 
-def te_attend(core: Callable[..., Any]) -> Attend:
+def te_attend(core: Callable[..., Any]) -> CoreAttention:
     """Wrap DotProductAttention: q [s, b, heads, d], k and v [s, b, kv heads, d], result [s, b, heads x d]. With
     documents, of rows laid end to end: q [b s, heads, d], k and v [b s, kv heads, d], result [b s, heads x d].
     """

@@ -33,21 +33,21 @@ class FunctionRule:
                 part = slice(start, start + CHUNK)
                 state = {name: values[part] for name, values in segment.state.items()}
                 weight, grad = segment.weight[part], segment.grad[part] * grad_factor.to(segment.grad.dtype)
-                low = None if segment.low is None else segment.low[part]
-                given = UpdateInput(grad, state, step, self._options, weight=whole(weight, low), lr=lr)
+                residual = None if segment.residual is None else segment.residual[part]
+                given = UpdateInput(grad, state, step, self._options, weight=whole(weight, residual), lr=lr)
                 direction, new_state = self._rule(given)
-                apply_direction(weight, low, direction, lr, self._decay if segment.weight_decay else 0.0, skip)
+                apply_direction(weight, residual, direction, lr, self._decay if segment.weight_decay else 0.0, skip)
                 copy_unless(skip, state, new_state)
 
 
 def apply_direction(
-    weight: Tensor, low: Tensor | None, direction: Tensor, lr: float, decay: float, skip: Tensor
+    weight: Tensor, residual: Tensor | None, direction: Tensor, lr: float, decay: float, skip: Tensor
 ) -> None:
-    """Step along a direction with decoupled weight decay, unless `skip` is 1. `low`: as in `optim.compensated`."""
-    moved = torch.add(whole(weight, low) * (1 - lr * decay), direction, alpha=-lr)
-    if low is not None:
+    """Step along a direction with decoupled weight decay, unless `skip` is 1. `residual`: as in `optim.compensated`."""
+    moved = torch.add(whole(weight, residual) * (1 - lr * decay), direction, alpha=-lr)
+    if residual is not None:
         moved, rest = split(moved, weight.dtype)
-        low.copy_(torch.where(skip > 0, low, rest))
+        residual.copy_(torch.where(skip > 0, residual, rest))
     weight.copy_(torch.where(skip > 0, weight, moved))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megascale.comm.collectives import all_reduce
 from megascale.comm.mesh import Mesh
-from megascale.layout.owners import MatrixPlace
+from megascale.layout.owners import MatrixShard
 from megascale.ops.optimizer import UpdateInput, UpdateRule
 from megascale.optim.function_rule import apply_direction, copy_unless
 from megascale.parallel.matrix_exchange import MatrixExchange
@@ -28,7 +28,7 @@ class MatrixUpdates:
     """The matrices of a bucket that rules of whole matrices update."""
 
     def __init__(
-        self, shard: OptimizerShard, places: Sequence[MatrixPlace], mesh: Mesh, rules: Mapping[str, UpdateRule]
+        self, shard: OptimizerShard, places: Sequence[MatrixShard], mesh: Mesh, rules: Mapping[str, UpdateRule]
     ) -> None:
         self._shard = shard
         self._mesh = mesh
@@ -45,7 +45,7 @@ class MatrixUpdates:
         """Start to send this rank's shards of the gradients, and of weights that rules read."""
         self._gradients.start_gather(self._shard.bucket.grad)
         if self._with_weight:
-            self._weights.start_gather(self._shard.precise)
+            self._weights.start_gather(self._shard.master_fp32)
 
     def compute(self, lr: float, step: int, grad_factor: Tensor, skip: Tensor) -> None:
         """Update this rank's matrices, and start to send the directions back. Arguments are those of
@@ -87,8 +87,11 @@ class MatrixUpdates:
         decay = place.group.weight_decay if place.weight_decay else 0.0
         if number in self._first and not place.group.facts["first_moves"]:
             skip = torch.ones_like(skip)
-        weight, low = self._shard.master[here], None if self._shard.low is None else self._shard.low[here]
-        apply_direction(weight, low, direction, lr * place.group.lr_mult, decay, skip)
+        weight, residual = (
+            self._shard.master[here],
+            None if self._shard.residual is None else self._shard.residual[here],
+        )
+        apply_direction(weight, residual, direction, lr * place.group.lr_mult, decay, skip)
 
     def _begin(self, skip: Tensor) -> set[int]:
         """Return the matrices with state of zero: all begin in one step, unless it is skipped. The host waits for the
@@ -109,7 +112,7 @@ class MatrixUpdates:
         self._first = set((begun == 0).nonzero().view(-1).tolist())
         self._skip = None
 
-    def tensors(self) -> Iterator[tuple[MatrixPlace, str, Tensor]]:
+    def tensors(self) -> Iterator[tuple[MatrixShard, str, Tensor]]:
         """Yield the state tensors that this rank owns: matrix, name and values."""
         for number, state in self.state.items():
             yield from ((self._places[number], name, values) for name, values in state.items())
@@ -125,7 +128,7 @@ class MatrixUpdates:
             for place, name, values in self.tensors()
         }
 
-    def _new_state(self, place: MatrixPlace) -> dict[str, Tensor]:
+    def _new_state(self, place: MatrixShard) -> dict[str, Tensor]:
         grad, eight_bit = self._shard.bucket.grad, place.group.facts["uint8"]
         return {
             name: torch.zeros(shape, dtype=torch.uint8 if name in eight_bit else grad.dtype, device=grad.device)
@@ -133,6 +136,6 @@ class MatrixUpdates:
         }
 
 
-def _key(place: MatrixPlace, state: str) -> str:
+def _key(place: MatrixShard, state: str) -> str:
     """Return the global name of a matrix's state."""
     return f"{state}.{place.tensor.name}"

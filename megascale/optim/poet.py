@@ -43,7 +43,7 @@ def poet(given: UpdateInput) -> Update:
     return direction_of(change, given.lr), state
 
 
-class Turn(NamedTuple):
+class Rotation(NamedTuple):
     """A step of a side: `blocks` [k, a, a] of the new rotation times the old's inverse, less the identity; the `order`
     of rows in which they are on the diagonal; and the side's state.
     """
@@ -58,7 +58,7 @@ class Turn(NamedTuple):
         return torch.empty_like(x).index_copy(0, self.order, turned)
 
 
-def turned(side: str, given: UpdateInput, merges: int, weight: Tensor, grad: Tensor, is_theirs: Tensor) -> Turn:
+def turned(side: str, given: UpdateInput, merges: int, weight: Tensor, grad: Tensor, is_theirs: Tensor) -> Rotation:
     """Step along the gradient of a side's generators; `weight`, `grad` with the side in rows. `given.step` counts from
     the last merge; `is_theirs`: the state belongs to it.
     """
@@ -76,7 +76,7 @@ def turned(side: str, given: UpdateInput, merges: int, weight: Tensor, grad: Ten
     new = generators.detach() - given.lr * o["scale"] * step
     blocks = (cayley(skew(new, size), o) - rotation.detach()) @ inverse
     kept = {side: new, f"{side}_avg": moments["exp_avg"], f"{side}_avg_sq": moments["exp_avg_sq"]}
-    return Turn(blocks, order, kept)
+    return Rotation(blocks, order, kept)
 
 
 def in_blocks(x: Tensor, order: Tensor, size: int) -> Tensor:

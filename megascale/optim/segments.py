@@ -65,5 +65,5 @@ def tensor_segments(shard: OptimizerShard, topology: Topology) -> list[Segment]:
 def _segment(shard: OptimizerShard, start: int, stop: int, flags: tuple[bool, bool], names: Sequence[str]) -> Segment:
     elements = slice(start - shard.bucket.shard[0], stop - shard.bucket.shard[0])
     state = {name: shard.state_of(name, start, stop) for name in names}
-    low = None if shard.low is None else shard.low[elements]
-    return Segment(shard.master[elements], shard.bucket.grad[elements], state, *flags, low=low)
+    residual = None if shard.residual is None else shard.residual[elements]
+    return Segment(shard.master[elements], shard.bucket.grad[elements], state, *flags, residual=residual)

@@ -20,7 +20,7 @@ from megascale.catalog.optimizers import REST
 from megascale.comm.mesh import Mesh
 from megascale.config.train import OptimizerConfig
 from megascale.core.errors import ConfigError, Problem
-from megascale.layout.owners import place_matrices
+from megascale.layout.owners import assign_owners
 from megascale.layout.param_groups import ParamGroup, ParamGroups
 from megascale.optim.adam import adam, adam_options
 from megascale.optim.function_rule import FunctionRule
@@ -72,7 +72,7 @@ class ShardedOptimizer:
         self._rules = [
             _build_rules(shard, ranges, config, rules) for shard, ranges in zip(self.shards, flat, strict=True)
         ]
-        places = place_matrices(
+        places = assign_owners(
             [bucket.layout for bucket in buckets], groups, mesh.topology, buckets[0].zero if buckets else 0
         )
         self._matrices = {
@@ -144,7 +144,7 @@ class ShardedOptimizer:
             rule.step(lr * group.lr_mult, step, clipping.grad_factor, clipping.skip)
         if index in self._matrices:
             self._matrices[index].apply(lr, step, clipping.grad_factor, clipping.skip)
-        self.shards[index].publish()
+        self.shards[index].copy_to_params()
 
     def state_tensors(self) -> Iterator[tuple[Bucket, str, int, Tensor]]:
         """Yield master weights ("") and state by name of flat ranges, with their start in the bucket."""
@@ -197,7 +197,7 @@ class ShardedOptimizer:
     def copy_masters_to_weights(self) -> None:
         """Round master weights into this rank's shards of the weights, after a checkpoint was loaded."""
         for shard in self.shards:
-            shard.publish()
+            shard.copy_to_params()
 
 
 @dataclass(frozen=True)
@@ -246,10 +246,10 @@ def _build_rules(
         rule, options = rules[group.rule], group.all_options
         own = {"name": group.rule, "weight_decay": group.weight_decay, "options": dict(options)}
         settings = config.model_copy(update=own)
-        if group.rule == REST and shard.low is not None:
+        if group.rule == REST and shard.residual is not None:
             rule, options = adam, adam_options(config)
         if isinstance(rule, type):
-            if shard.low is not None:
+            if shard.residual is not None:
                 problem = f"{group.rule} is a class, which needs master weights in fp32"
                 hint = "optimizer.master = full, or a rule that is a function"
                 raise ConfigError([Problem("optimizer.name", group.rule, problem, hint)])

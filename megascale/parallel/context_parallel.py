@@ -27,9 +27,9 @@ from megascale.comm.group import Group
 from megascale.core.label import Label
 from megascale.layout.sequence_shard import SequenceShard
 from megascale.ops.boundaries import Boundaries
-from megascale.ops.core_attention import Attend
+from megascale.ops.core_attention import CoreAttention
 from megascale.ops.partial_attention import PartialAttention
-from megascale.parallel.key_exchange import AllGatheredKeys, RingOfKeys, VisibleScores, attend_to_all
+from megascale.parallel.kv_exchange import AllGatherKV, RingKV, VisibleScores, attend_to_all
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ContextParallel:
 
     heads: Group
     keys: Group
-    attend: Attend
+    attend: CoreAttention
     partial: PartialAttention | None = None
     gathers: bool = False
     overlap: bool = True
@@ -68,8 +68,8 @@ class ContextParallel:
             firsts = range(0, len(shard.parts), self.heads.size)
             parts = tuple(shard.joined(first, self.heads.size) for first in firsts)
             visible = VisibleScores(parts, shard.index // self.heads.size, shard.length, window, boundaries)
-            ring = partial(RingOfKeys, first=shard.first, overlap=self.overlap)
-            exchange = (AllGatheredKeys if self.gathers else ring)(self.keys, visible, layer)
+            ring = partial(RingKV, first=shard.first, overlap=self.overlap)
+            exchange = (AllGatherKV if self.gathers else ring)(self.keys, visible, layer)
             out = attend_to_all(q, k, v, exchange, self.partial)
         out_sbnd = out.permute(2, 0, 1, 3)
         if self.heads.size > 1:

@@ -21,7 +21,7 @@ from megascale.comm.collectives import all_to_all_v
 from megascale.comm.group import Group, single_rank_group
 from megascale.comm.mesh import Mesh
 from megascale.comm.work import COMPLETED, Work
-from megascale.layout.owners import MatrixPlace
+from megascale.layout.owners import MatrixShard
 from megascale.parallel.param_and_grad_buffers import Bucket
 
 
@@ -36,7 +36,7 @@ class _Piece(NamedTuple):
 class _Routes:
     """The ways of a bucket's matrices to their owners and back, which follow from the layout alone."""
 
-    def __init__(self, bucket: Bucket, places: Sequence[MatrixPlace], mesh: Mesh) -> None:
+    def __init__(self, bucket: Bucket, places: Sequence[MatrixShard], mesh: Mesh) -> None:
         self.places = places
         self.tp = mesh.tp
         self.dp: Group = bucket.group if bucket.zero else single_rank_group("dp")
@@ -97,7 +97,7 @@ class _Routes:
 class MatrixExchange:
     """Gathers the matrices of a bucket on their owners and returns updates; one exchange at a time."""
 
-    def __init__(self, bucket: Bucket, places: Sequence[MatrixPlace], mesh: Mesh) -> None:
+    def __init__(self, bucket: Bucket, places: Sequence[MatrixShard], mesh: Mesh) -> None:
         self._routes = routes = _Routes(bucket, places, mesh)
         self._tp, self._dp = routes.tp, routes.dp
         self._label = bucket.label

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megascale.layout.sequence_shard import SequenceShard
 from megascale.ops.boundaries import Boundaries
-from megascale.parallel.key_store import KeyStore
+from megascale.parallel.kv_store import KVStore
 from megascale.parallel.rng import Dropout
 
 
@@ -30,7 +30,7 @@ class MicroBatch:
     dropout: Dropout
     boundaries: Boundaries | None = None
     shard: SequenceShard | None = None
-    keys: KeyStore | None = None
+    keys: KVStore | None = None
     loss_tokens: float = 0
     sequence_loss_tokens: float = 0
     planned_rows: int | None = None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megascale.comm.collectives import all_gather
 from megascale.comm.mesh import Mesh
-from megascale.layout.boxes import boxes
+from megascale.layout.shard_slices import boxes
 from megascale.parallel.param_and_grad_buffers import Bucket
 from megascale.parallel.stateful import WEIGHTS, GlobalTensor, TensorShard
 
@@ -41,16 +41,16 @@ class OptimizerShard:
         return self.master.dtype != self.bucket.weights.dtype
 
     @property
-    def low(self) -> Tensor | None:
+    def residual(self) -> Tensor | None:
         """The rest that is to be added to compensated weights; None if they are not."""
         return self.state.get(LOW)
 
     @property
-    def precise(self) -> Tensor:
+    def master_fp32(self) -> Tensor:
         """The master weights, a sum in fp32 if they are compensated."""
-        return self.master if self.low is None else self.master.float() + self.low.float()
+        return self.master if self.residual is None else self.master.float() + self.residual.float()
 
-    def publish(self) -> None:
+    def copy_to_params(self) -> None:
         """Round a separate `master` into this rank's shard of the bucket's weights."""
         if self.has_own_master:
             self.bucket.shard_weights.copy_(self.master)

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
+from megascale.schedule.dependencies import ScheduleDependencies
 from megascale.schedule.ir import Action, Kind, RankSchedule, Schedule
-from megascale.schedule.precedence import Precedence
 
 RECV_LOOKAHEAD = 2
 """Compute actions between the posting of a receive and its consumer, if the rules permit. With 1, a message slower than
@@ -37,7 +37,7 @@ def lower(
     the consumer). `training`: add REDUCE after a chunk's last backward, or after every backward
     with `reduce_each`.
     """
-    precedence = Precedence(compute, v)
+    precedence = ScheduleDependencies(compute, v)
     return [
         lower_rank(precedence, rank, lookahead=lookahead, training=training, reduce_each=reduce_each)
         for rank in range(len(compute))
@@ -45,7 +45,7 @@ def lower(
 
 
 def lower_rank(
-    precedence: Precedence, rank: int, *, lookahead: int, training: bool = True, reduce_each: bool = False
+    precedence: ScheduleDependencies, rank: int, *, lookahead: int, training: bool = True, reduce_each: bool = False
 ) -> RankSchedule:
     """Add communication to the actions of one rank, as `lower` does."""
     order, p = precedence.compute[rank], len(precedence.compute)
@@ -70,7 +70,7 @@ def lower_rank(
     return lowered
 
 
-def place_receives(precedence: Precedence, rank: int, lookahead: int) -> list[RankSchedule]:
+def place_receives(precedence: ScheduleDependencies, rank: int, lookahead: int) -> list[RankSchedule]:
     """List, for every compute action of a rank, the receives to post before the action.
 
     These are the receives of the action and the next `lookahead` actions, if the rules permit, and of messages sent
@@ -88,7 +88,9 @@ def place_receives(precedence: Precedence, rank: int, lookahead: int) -> list[Ra
     return posts
 
 
-def _channel_receives(precedence: Precedence, sender: int, rank: int, lookahead: int) -> list[tuple[int, int, Action]]:
+def _channel_receives(
+    precedence: ScheduleDependencies, sender: int, rank: int, lookahead: int
+) -> list[tuple[int, int, Action]]:
     """List a channel's receives in order, as (index to post before, index wanted without the rules, receive)."""
     messages = [
         (sent, target[1])

@@ -36,7 +36,7 @@ GRAIN = 256
 
 
 @dataclass(frozen=True)
-class WayCost:
+class StrategyCost:
     """A way to train on the drawn steps, in means over them. `context_bytes`: sent by all ranks in a step; `bound`: of
     the makespan, for any plan.
     """
@@ -109,7 +109,7 @@ class LengthPlan:
         return next(cp for cp in range(least, self.pool.ranks + 1) if self.pool.ranks % cp == 0)
 
     @cached_property
-    def ways(self) -> list[WayCost]:
+    def ways(self) -> list[StrategyCost]:
         """The ways to train, a static mesh first."""
         cp, pool = self.static_cp, self.pool
         ways = [
@@ -125,14 +125,14 @@ class LengthPlan:
             ways.append(self._way(f"chunks of {self.chunk_tokens:,}, K = {self.keep}", chunked))
         return ways
 
-    def _way(self, name: str, steps: list[LengthStep]) -> WayCost:
+    def _way(self, name: str, steps: list[LengthStep]) -> StrategyCost:
         pool = self.pool
         bounds = [makespan_bound(n, pool.ranks, pool.max_tokens, pool.work, pool.stages) for n in self.draws]
         makespan = fmean(step.makespan for step in steps)
         step_s = fmean(self.times.parts.seconds(step.makespan) for step in steps)
         sent = fmean(map(self._context_bytes, steps))
         counts = min(step.microbatches[0] for step in steps), max(step.microbatches[1] for step in steps)
-        return WayCost(name, step_s, self.mean_tokens / step_s, makespan, fmean(bounds), sent, counts)
+        return StrategyCost(name, step_s, self.mean_tokens / step_s, makespan, fmean(bounds), sent, counts)
 
     def _context_bytes(self, step: LengthStep) -> float:
         """Bytes that all ranks send for keys and values of all layers, forward and backward."""

@@ -38,7 +38,7 @@ from megascale.layout.recompute_policy import recompute_policy
 from megascale.layout.sequence_shard import sequence_chunks
 from megascale.layout.topology import topology_of
 from megascale.model.initialize import init_parameters
-from megascale.model.modules import LayerContext, Operators
+from megascale.model.modules import LayerContext, LayerOps
 from megascale.model.transformer import Stage
 from megascale.ops import select
 from megascale.ops.select import OpContext
@@ -54,10 +54,10 @@ from megascale.parallel.param_and_grad_buffers import Overlap, ParamAndGradBuffe
 from megascale.parallel.pipeline import P2PActivationSpec, PipelineExecutor
 from megascale.parallel.stateful import Stateful
 from megascale.parallel.tp_overlap import TensorParallel
+from megascale.schedule.dependencies import ScheduleDependencies
 from megascale.schedule.ir import RankSchedule, build_schedule, forwards_only
 from megascale.schedule.lower import RECV_LOOKAHEAD, lower_rank
 from megascale.schedule.one_f_one_b import one_f_one_b
-from megascale.schedule.precedence import Precedence
 from megascale.schedule.state_aware import build_state_aware
 from megascale.trace.recorder import Recorder
 from megascale.train.hooks import Hooks
@@ -74,7 +74,7 @@ Dtypes = tuple[torch.dtype, torch.dtype]
 
 
 @dataclass(frozen=True)
-class Origin:
+class InitialState:
     """The state that a run was begun or resumed with in this process, and its step; "" for fresh weights."""
 
     name: str = ""
@@ -114,7 +114,7 @@ class Run:
     checkpoints: Checkpoints
     progress: Progress
     stop: StopRequest
-    origin: Origin = Origin()
+    origin: InitialState = InitialState()
     hooks: Hooks = field(default_factory=Hooks)
 
 
@@ -160,7 +160,7 @@ def build_rank_run(
         initialize_weights(buffers, mesh, device, config.train.seed)
     fp8_state = Fp8State(config, mesh, device.torch_device, select.build_op("linear", context))
     offload = ActivationOffload(device.host_buffers()) if config.train.activation_offload else None
-    stages = build_stages(config, mesh, buffers, tp, Operators.from_context(context), fp8_state, offload)
+    stages = build_stages(config, mesh, buffers, tp, LayerOps.from_context(context), fp8_state, offload)
     names = ParamGroups(config.optimizer).rules
     update_rules = {name: select.build_op("optimizer", replace(context, optimizer=name)) for name in names}
     guarded = config.optimizer.zclip or config.optimizer.skip_sigma > 0
@@ -265,7 +265,7 @@ def build_stages(
     mesh: Mesh,
     buffers: ParamAndGradBuffers,
     tp: TensorParallel,
-    operators: Operators,
+    operators: LayerOps,
     fp8_state: Fp8State,
     offload: ActivationOffload | None = None,
 ) -> list[Stage]:
@@ -283,7 +283,7 @@ def build_stages(
     return stages
 
 
-def context_parallel(config: RunConfig, mesh: Mesh, operators: Operators) -> ContextParallel | None:
+def context_parallel(config: RunConfig, mesh: Mesh, operators: LayerOps) -> ContextParallel | None:
     """Return the attention of ranks that share a sequence; None if each has whole ones."""
     if config.parallel.cp == 1 and config.parallel.cp_mode != "hybrid":
         return None
@@ -301,7 +301,7 @@ def build_order(config: RunConfig, pp_rank: int, training: bool = True) -> RankS
         samples = config.num_microbatches // config.num_chunks
         compute = build_state_aware(p.pp, [config.num_chunks] * samples, config.data.keep_chunks)
     return lower_rank(
-        Precedence(compute if training else forwards_only(compute), p.vpp),
+        ScheduleDependencies(compute if training else forwards_only(compute), p.vpp),
         pp_rank,
         lookahead=RECV_LOOKAHEAD if config.overlap.pp else 0,
         training=training,
@@ -312,7 +312,7 @@ def build_order(config: RunConfig, pp_rank: int, training: bool = True) -> RankS
 def build_planned_order(config: RunConfig, pp_rank: int, count: int, training: bool) -> RankSchedule:
     """Return the actions of a pipeline rank in hybrid data parallelism, for `count` micro-batches of its pipeline."""
     compute = build_schedule(one_f_one_b, config.parallel.pp, 1, count)
-    precedence = Precedence(compute if training else forwards_only(compute), 1)
+    precedence = ScheduleDependencies(compute if training else forwards_only(compute), 1)
     lookahead = RECV_LOOKAHEAD if config.overlap.pp else 0
     return lower_rank(precedence, pp_rank, lookahead=lookahead, training=training)
 

@@ -71,12 +71,12 @@ class PolicyState(ReplicatedState):
             pipeline.on_loss = self._add_loss
         self._blend = self.weights.blend()
 
-    def follow(self) -> None:
+    def apply_weights(self) -> None:
         """Read samples by the present weights from now on."""
         self._blend = self.weights.blend()
         self._loader.change_weights(self.weights)
 
-    def keep(self) -> None:
+    def save_state(self) -> None:
         """Keep the weights, the sums and the state of the policy for the next checkpoint."""
         self.store(MIXTURE, [*self.weights.to_numbers(), *self.sums.ravel().tolist()])
         self.store(self._own, [1.0, *self.policy.state.tolist()])
@@ -107,7 +107,7 @@ class PolicyState(ReplicatedState):
             self.sums[:] = np.array(found[count:]).reshape(self.sums.shape)
         if has_own:
             self.policy.state[:] = own
-        self.follow()
+        self.apply_weights()
 
     def _add_loss(self, index: int, micro_batch: MicroBatch, loss: Tensor) -> None:
         sample = self._first + self._shape.rows(index, self._rank)[0]
@@ -134,7 +134,7 @@ class PolicyUpdates(Hook):
         place = order_index(run.progress.samples, run.config.data.skip)
         if run.progress.step % policy_every(run.config) == 0 and self._state.weights.are_read(place):
             self._update(run)
-        self._state.keep()
+        self._state.save_state()
 
     def _update(self, run: Run) -> None:
         """Ask the policy on rank 0, and let its weights begin where no reader can have read yet."""
@@ -152,7 +152,7 @@ class PolicyUpdates(Hook):
         if after != before:
             place = next_place(run.config, run.progress.samples)
             state.weights = state.weights.changed(place, after)
-            state.follow()
+            state.apply_weights()
         state.policy.state[:] = own
         state.sums[:] = 0
         self._reporter.write(MixtureUpdate(run.progress.step, place, _described(run.config, after, means)))

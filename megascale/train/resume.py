@@ -20,7 +20,7 @@ from megascale.core.units import format_count
 from megascale.data.changing_blend import blend_parts, same_order
 from megascale.data.order_changes import order_changes
 from megascale.parallel.stateful import WEIGHTS
-from megascale.train.build import Origin, Run
+from megascale.train.build import InitialState, Run
 from megascale.train.finite_check import all_finite
 from megascale.train.weight_companions import keep_companions
 
@@ -64,7 +64,7 @@ def load_initial_state(run: Run, open_weights: OpenWeights) -> str:
         _check_weights(run.config, data, run.progress.samples)
         _check_policy(run.config, data)
     source = str(resumed.path) if resumed.path else "the copies in memory"
-    run.origin = Origin(source, run.progress.step)
+    run.origin = InitialState(source, run.progress.step)
     _check_finite(run, lambda name: f"{source}: {name}")
     _copy_masters_and_gather(run)
     if run.optimizer.fresh_state and run.progress.step:  # of this rank's parameters; other stages have the same rules
@@ -158,7 +158,7 @@ def _load_initial_weights(run: Run, open_weights: OpenWeights) -> list[str]:
         weights.check_tensors()
     model = weights.model.model_dump(mode="json", by_alias=True, exclude={"preset"})
     changes = run.checkpoints.load_weights(str(weights.folder), model, weights.read_tensor)
-    run.origin = Origin(f"the weights of {weights.folder}")
+    run.origin = InitialState(f"the weights of {weights.folder}")
     _check_finite(run, lambda name: weights.place_of(name.removeprefix(WEIGHTS)))
     _copy_masters_and_gather(run)
     return [f"begins with the weights of {weights.folder}", *(f"differs from the weights: {text}" for text in changes)]

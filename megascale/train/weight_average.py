@@ -38,7 +38,7 @@ class WeightAverage:
         self._averaged = shards
         names = [f"{AVERAGE}{index}" for index in range(settings.average_count if settings.average == "lawa" else 1)]
         self._shards = [
-            OptimizerShard(shard.bucket, shard.master, {name: torch.zeros_like(shard.precise) for name in names})
+            OptimizerShard(shard.bucket, shard.master, {name: torch.zeros_like(shard.master_fp32) for name in names})
             for shard in shards
         ]
         self._taken = 0
@@ -56,7 +56,7 @@ class WeightAverage:
         if step % self._settings.average_every:
             return
         for shard, averaged in zip(self._shards, self._averaged, strict=True):
-            snapshots, weights = list(shard.state.values()), averaged.precise
+            snapshots, weights = list(shard.state.values()), averaged.master_fp32
             if self._settings.average == "lawa" or not self._taken:
                 snapshots[self._taken % len(snapshots)].copy_(weights)
             else:
@@ -81,7 +81,7 @@ class WeightAverage:
         for shard, master in zip(self._shards, kept, strict=True):
             if master is not None:
                 shard.master.copy_(master)
-            shard.publish()
+            shard.copy_to_params()
         _gather(run)
         run.fp8_state.invalidate_weights()
 

@@ -16,7 +16,7 @@ from megascale.fault.incidents import Incident
 from megascale.layout.topology import Topology
 from megascale.observe.findings import Finding
 from megascale.observe.host_outliers import HostComparison
-from megascale.observe.mfu_ledger import MfuLedger
+from megascale.observe.mfu_breakdown import MfuBreakdown
 from megascale.view.charts.bar_chart import Bar, bar_chart
 from megascale.view.charts.grid_chart import CellLevel, grid_chart
 from megascale.view.charts.line_chart import Mark, Series, line_chart
@@ -159,7 +159,7 @@ def _hosts(hosts: HostComparison) -> Iterator[str]:
     yield f"<pre>{escape(str(hosts))}</pre>"
 
 
-def _waterfall(breakdown: MfuLedger) -> Iterator[str]:
+def _waterfall(breakdown: MfuBreakdown) -> Iterator[str]:
     bars, left = [], 0.0
     for level in breakdown.waterfall:
         whole = level.name in ("peak", "achieved")

@@ -15,7 +15,7 @@ from megascale.core.errors import MegascaleError
 from megascale.core.events import COMPUTE
 from megascale.eventstore.query import StoreError
 from megascale.observe.cube_queries import mean_cube, mean_peak_flops
-from megascale.observe.mfu_ledger import MfuLedger, mfu_ledger
+from megascale.observe.mfu_breakdown import MfuBreakdown, mfu_breakdown
 from megascale.observe.step_cube import StepCube
 from megascale.simulate.event_simulator import Place, StageTimes
 from megascale.simulate.extrapolate import Pipeline, pipeline_time
@@ -29,7 +29,7 @@ BUBBLE_STEPS = 50
 """Steps whose forwards and backwards the bubble is computed from."""
 
 
-def run_breakdown(store: duckdb.DuckDBPyConnection, folder: Path, recent: StepCube) -> MfuLedger | None:
+def run_breakdown(store: duckdb.DuckDBPyConnection, folder: Path, recent: StepCube) -> MfuBreakdown | None:
     """Return the breakdown of all steps of a run; None before its first complete step. `recent`: the newest
     BUBBLE_STEPS steps, from which the bubble is computed.
     """
@@ -42,7 +42,7 @@ def run_breakdown(store: duckdb.DuckDBPyConnection, folder: Path, recent: StepCu
         bubble_s = _bubble(recent, folder)
     except (OSError, MegascaleError) as error:
         remarks.append(f"the bubble is not computed: {error}")
-    found = mfu_ledger(
+    found = mfu_breakdown(
         cube, steps, mean_peak_flops(store, steps), bubble_s=bubble_s, plan=_plan(folder), purposes=purposes,
         profiled_step=step,
     )  # fmt: skip

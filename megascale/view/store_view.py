@@ -23,7 +23,7 @@ from megascale.observe.cube_queries import recent_cube
 from megascale.observe.findings import Finding, crowd_note, findings
 from megascale.observe.heatmap import HeatMap, compare, heat_map
 from megascale.observe.host_outliers import HostComparison, recent_host_outliers
-from megascale.observe.mfu_ledger import MfuLedger
+from megascale.observe.mfu_breakdown import MfuBreakdown
 from megascale.observe.step_cube import StepCube
 from megascale.view.run_breakdown import BUBBLE_STEPS, run_breakdown
 
@@ -63,7 +63,7 @@ class StoreView:
     memory: np.ndarray
     nodes: tuple[str, ...]
     findings: tuple[Finding, ...]
-    breakdown: MfuLedger | None
+    breakdown: MfuBreakdown | None
     hosts: HostComparison | None = None
     lost: int = 0
     notes: tuple[str, ...] = ()

@@ -15,7 +15,7 @@ from megascale.dashboard.heat_map_page import long_parts, part_excess
 from megascale.dashboard.place_figure import place_figure
 from megascale.dashboard.timeline_figure import timeline_figure
 from megascale.layout.topology import Topology
-from megascale.observe.mfu_ledger import MfuLedger
+from megascale.observe.mfu_breakdown import MfuBreakdown
 from megascale.view.neighbours import place_of
 from megascale.view.rank_matrix import rank_matrix
 from megascale.view.run_view import RunReader
@@ -59,7 +59,7 @@ def test_memory_in_gib_with_unknown_ranks() -> None:
 
 
 def test_the_waterfall_ends_at_the_achieved_mfu() -> None:
-    breakdown = MfuLedger(1, 10, 10, 10.0, {"forward": 4.0, "backward": 4.0, "dp": 1.9996, "pp": 0.0004}, 0.4, {})
+    breakdown = MfuBreakdown(1, 10, 10, 10.0, {"forward": 4.0, "backward": 4.0, "dp": 1.9996, "pp": 0.0004}, 0.4, {})
     bars = waterfall_figure(breakdown).data[0]
     assert list(bars.x) == ["peak", "dp", "compute below the peak", "achieved"]
     assert list(bars.y) == pytest.approx([100, -19.996, -40, 40], abs=0.01)

@@ -12,7 +12,7 @@ from megascale.config.fault import FaultConfig
 from megascale.core.errors import Exit
 from megascale.fault.classify import Finding
 from megascale.fault.incidents import Action, Culprit, Incident
-from megascale.fault.policy import Reserve, decide
+from megascale.fault.policy import SparePool, decide
 
 KILLED = Finding("process", "killed", Culprit((3,), ("b",)), 0.0, "process: SIGKILL of rank 3")
 LOST = Finding("node", "lost", Culprit((2, 3), ("b",)), 0.0, "node: b")
@@ -34,7 +34,7 @@ def past(finding: Finding, count: int = 1, step: int = 1, ago: float = 60.0, act
 def action(finding: Finding, history: Sequence[Incident] = (), spares: int = 0, step: int = 9, **more: Any) -> Action:
     settings = SETTINGS.model_copy(update={k: v for k, v in more.items() if k in FaultConfig.model_fields})
     reserve = {k: v for k, v in more.items() if k not in FaultConfig.model_fields}
-    return decide(finding, step, NOW, history, settings, Reserve(spares, **reserve))
+    return decide(finding, step, NOW, history, settings, SparePool(spares, **reserve))
 
 
 def test_a_killed_rank_restarts_in_place_first_then_its_node_is_replaced() -> None:

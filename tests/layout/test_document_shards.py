@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megascale.layout import document_shards
 from megascale.layout.document_shards import TILE, RowSharding, computed_scores, shard_documents
-from megascale.layout.score_bands import score_bands
+from megascale.layout.mask_blocks import mask_blocks
 from megascale.layout.sequence_shard import TokenSpan, shard_sequence, within_documents
 
 GRIDS = [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (2, 3)]
@@ -53,7 +53,7 @@ def test_scores_are_those_of_the_bands(cuts: list[int], window: int | None) -> N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(document_shards, "TILE", 1)
         for queries in shard_sequence(96, 4, 1, 0).parts:
-            visible = sum(band.visible() for band in score_bands(queries, whole, window, [starts], 96))
+            visible = sum(band.visible() for band in mask_blocks(queries, whole, window, [starts], 96))
             assert computed_scores(queries, starts, 96, window) == visible
 
 

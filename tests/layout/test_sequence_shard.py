@@ -1,4 +1,4 @@
-"""Shards of a sequence: every position once, equal tokens, balanced work. Bands hold the visible scores alone."""
+"""Shards of a sequence: every position once, equal tokens, balanced work. MaskBlocks hold the visible scores alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.layout.document_shards import shard_documents
-from megascale.layout.score_bands import Band, score_bands
+from megascale.layout.mask_blocks import MaskBlock, mask_blocks
 from megascale.layout.sequence_shard import SequenceShard, TokenSpan, count, cut, divides_evenly, join, shard_sequence
 
 GRIDS = [(1, 1), (1, 4), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (2, 3), (4, 2)]
@@ -49,10 +49,10 @@ def test_causal_work_is_balanced(ranks: int) -> None:
     length = ranks * 96
     parts = shard_sequence(length, ranks, 1, 0).parts
     whole = (TokenSpan(0, length),)
-    work = [sum(band.visible() for band in score_bands(part, whole, None)) for part in parts]
+    work = [sum(band.visible() for band in mask_blocks(part, whole, None)) for part in parts]
     assert sum(work) == length * (length + 1) // 2
     assert max(work) <= 1.1 * sum(work) / ranks
-    plain = score_bands((TokenSpan(length - 96, length),), whole, None)
+    plain = mask_blocks((TokenSpan(length - 96, length),), whole, None)
     assert sum(band.visible() for band in plain) > 1.3 * sum(work) / ranks
 
 
@@ -77,11 +77,11 @@ def test_a_rank_of_a_ring_computes_one_rectangle_a_step() -> None:
     parts = shard_sequence(48, 4, 1, 0).parts
     for rank, mine in enumerate(parts):
         for source, theirs in enumerate(parts):
-            (band,) = score_bands(mine, theirs, None)
+            (band,) = mask_blocks(mine, theirs, None)
             assert (band.left, band.right) == (None, 0 if source == rank else None)
 
 
-def painted(bands: list[Band], rows: int, queries: int, keys: int) -> np.ndarray:
+def painted(bands: list[MaskBlock], rows: int, queries: int, keys: int) -> np.ndarray:
     """Count how often the bands compute each score [rows, queries, keys]."""
     scores = np.zeros((rows, queries, keys), dtype=int)
     for band in bands:
@@ -113,7 +113,7 @@ def test_bands_are_the_visible_scores(
     if starts and data.draw(st.booleans()):
         shard = shard_documents(starts[0], 48, keys, heads, 0)
     mine, theirs = (data.draw(st.sampled_from(shard.parts)) for _ in range(2))
-    bands = score_bands(mine, theirs, window, starts, 48)
+    bands = mask_blocks(mine, theirs, window, starts, 48)
     q, k = np.array(positions(mine)), np.array(positions(theirs))
     past = q[:, None] - k
     expected = np.stack([(past >= 0) & (past < (window or 48))] * 2)

@@ -20,7 +20,7 @@ from megascale.observe import cube_queries
 from megascale.observe.cube_queries import mean_cube, mean_peak_flops, peak_flops, recent_cube, sampled_cube
 from megascale.observe.drift import drift
 from megascale.observe.findings import findings
-from megascale.observe.mfu_ledger import mfu_ledger
+from megascale.observe.mfu_breakdown import mfu_breakdown
 from megascale.view.step_events import steps_with_events
 from tests.eventstore.tables import rows
 
@@ -156,7 +156,7 @@ def test_a_job_that_shrank_is_healthy_and_its_peak_smaller(tmp_path: Path) -> No
     assert peak == pytest.approx(np.average([16 * PEAK_FLOPS, 8 * PEAK_FLOPS], weights=seconds), rel=0.01)
     flops = sum(float(fleet.tables["steps"]["flops"][fleet.tables["steps"]["rank"] == 0].sum())
                 for fleet in (Fleet(TWO_STAGES), Fleet(small, 1)))  # fmt: skip
-    assert mfu_ledger(cube, steps, peak).mfu == pytest.approx(flops / (peak * (3600 + seconds[1])), rel=0.01)
+    assert mfu_breakdown(cube, steps, peak).mfu == pytest.approx(flops / (peak * (3600 + seconds[1])), rel=0.01)
 
 
 def test_the_peak_is_unknown_if_that_of_an_attempt_is(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_the_present_attempt_is_judged(store: duckdb.DuckDBPyConnection) -> None
 
 def test_abandoned_steps_are_lost_time(store: duckdb.DuckDBPyConnection) -> None:
     cube, steps = mean_cube(store)
-    found, old = mfu_ledger(cube, steps, 1.0), Fleet(LAYOUT).seconds
+    found, old = mfu_breakdown(cube, steps, 1.0), Fleet(LAYOUT).seconds
     assert (found.first_step, found.last_step, found.steps) == (1, LAST, LAST)
     assert found.seconds["lost steps"] == pytest.approx(float(np.sum(old[FIRST - 1 :])), rel=1e-6)
     assert sum(found.seconds.values()) == pytest.approx(found.wall_s)
@@ -202,7 +202,7 @@ def test_steps_that_not_all_ranks_have_are_no_part_of_means(tmp_path: Path) -> N
     with open_store(tmp_path) as store:
         cube, steps = mean_cube(store)
     assert cube.steps.tolist() == list(range(1, LAYOUT.steps))
-    found = mfu_ledger(cube, steps, 1.0)
+    found = mfu_breakdown(cube, steps, 1.0)
     assert abs(found.seconds["other"]) < 0.01 * found.wall_s
 
 
@@ -230,13 +230,13 @@ def test_steps_with_missing_rows_are_left_out_with_their_time(
 ) -> None:
     """As after store intervals that were dropped, or with a damaged file that is left out."""
     fleet, gone = Fleet(LAYOUT), range(40, 100)
-    whole = mfu_ledger(cube_of(fleet), fleet.tables["steps"], 1.0)
+    whole = mfu_breakdown(cube_of(fleet), fleet.tables["steps"], 1.0)
     fleet.tables["step_parts"] = with_whole_steps(fleet)
     for table in tables:
         fleet.tables[table] = without(fleet.tables[table], ranks, gone)
     write_store(fleet, tmp_path)
     with open_store(tmp_path) as store:
-        found = mfu_ledger(*mean_cube(store), 1.0)
+        found = mfu_breakdown(*mean_cube(store), 1.0)
     missed_s = float(fleet.seconds[39:99].sum())
     assert (found.first_step, found.last_step, found.steps) == (1, LAYOUT.steps, LAYOUT.steps - len(gone))
     assert found.wall_s == pytest.approx(whole.wall_s - missed_s, rel=1e-6)
@@ -270,7 +270,7 @@ def test_a_step_whose_last_attempt_is_not_whole_is_not_taken_from_an_earlier_one
     with open_store(tmp_path) as store:
         cube, table = mean_cube(store)
     assert cube.steps.tolist() == list(range(1, 30))
-    found = mfu_ledger(cube, table, 1.0)
+    found = mfu_breakdown(cube, table, 1.0)
     assert not found.remarks
     assert found.seconds["lost steps"] == pytest.approx(float(fleet.seconds[20:].sum()), rel=1e-6)
 

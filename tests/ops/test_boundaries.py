@@ -22,7 +22,7 @@ from megascale.layout.document_lengths import count_document_scores, equal_docum
 from megascale.layout.windows import QUERY_BLOCK
 from megascale.ops import compiled
 from megascale.ops.boundaries import Boundaries
-from megascale.ops.core_attention import Attend, causal_attention, torch_attend
+from megascale.ops.core_attention import CoreAttention, causal_attention, torch_attend
 from megascale.ops.flash import flash
 from megascale.ops.flex import BLOCK, document_block_mask, flex
 from megascale.ops.select import select_backend, unsupported_reason
@@ -42,7 +42,7 @@ def qkv(s: int = S, b: int = 2, d: int = 8, heads: int = 4, kv_heads: int = 2) -
 
 
 def alone(given: list[Tensor], boundaries: Boundaries, window: int | None, **options: Any) -> Tensor:
-    """Attend to each document by itself."""
+    """CoreAttention to each document by itself."""
     rows = []
     for row, lengths in enumerate(boundaries.lengths):
         parts = zip(*(t[row : row + 1].split(list(lengths), 2) for t in given), strict=True)
@@ -169,7 +169,7 @@ def refused(*_: Any, **__: Any) -> Tensor:
     raise AssertionError("this kernel does not know of documents")
 
 
-BACKENDS: dict[str, Callable[[], Attend]] = {
+BACKENDS: dict[str, Callable[[], CoreAttention]] = {
     "flash-attn 2": lambda: flash(refused, None, None, varlen),
     "flash-attn 3": lambda: flash(refused, None, None, varlen_3),
     "Transformer Engine": lambda: te_attend(thd),

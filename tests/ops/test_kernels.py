@@ -18,7 +18,7 @@ from megascale.config.backends import BackendsConfig
 from megascale.config.model import ModelConfig
 from megascale.core.errors import MegascaleError
 from megascale.device import Device, detect_device
-from megascale.ops.core_attention import Attend, causal_attention, is_outdated_kernel
+from megascale.ops.core_attention import CoreAttention, causal_attention, is_outdated_kernel
 from megascale.ops.flash import flash
 from megascale.ops.library import Library
 from megascale.ops.select import NotByDefault, OpContext, build_op, select_backend, unsupported_reason
@@ -31,7 +31,7 @@ H100 = Device(torch.device("cuda", 0), "nccl")
 def banded(
     q: Tensor, k: Tensor, v: Tensor, before: int, after: int, scale: float | None, softcap: float = 0.0
 ) -> Tensor:
-    """Attend to keys from `before` to `after` a query's own, -1 for all; tensors [b, heads, s, d]."""
+    """CoreAttention to keys from `before` to `after` a query's own, -1 for all; tensors [b, heads, s, d]."""
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     groups, s = q.shape[1] // k.shape[1], q.shape[2]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -117,7 +117,7 @@ class DotProductAttention:
         return banded(*given, *window_size, self.scale).permute(2, 0, 1, 3).flatten(2)
 
 
-FUNCTIONS: dict[str, Callable[[float | None], Attend]] = {
+FUNCTIONS: dict[str, Callable[[float | None], CoreAttention]] = {
     "flash-attn 2": lambda scale: flash(flash_attn_2, scale),
     "flash-attn 3": lambda scale: flash(flash_attn_3, scale),
     "flash-attn 3 beta": lambda scale: flash(flash_attn_3_beta, scale),
@@ -129,7 +129,7 @@ FUNCTIONS: dict[str, Callable[[float | None], Attend]] = {
 @pytest.mark.parametrize("window", [None, 1, 3, 7])
 @pytest.mark.parametrize("scale", [None, 0.2])
 def test_attention_equals_torchs(
-    function: Callable[[float | None], Attend], window: int | None, scale: float | None
+    function: Callable[[float | None], CoreAttention], window: int | None, scale: float | None
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     heads = torch.randn(7, 2, 8, 8, generator=generator, dtype=torch.float64)  # [s, b, heads of q, k and v, d]

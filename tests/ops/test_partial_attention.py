@@ -14,14 +14,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megascale.layout.document_shards import shard_documents
-from megascale.layout.score_bands import score_bands
+from megascale.layout.mask_blocks import mask_blocks
 from megascale.layout.sequence_shard import Spans, TokenSpan, shard_sequence
 from megascale.layout.windows import QUERY_BLOCK
 from megascale.ops import flash_partial
 from megascale.ops.boundaries import Boundaries
 from megascale.ops.core_attention import torch_attend
 from megascale.ops.flash_partial import FlashPartialAttention
-from megascale.ops.partial_attention import Accumulator, Attended, Gradients, PartialAttention, TorchPartialAttention
+from megascale.ops.partial_attention import (
+    Accumulator,
+    AttentionResult,
+    Gradients,
+    PartialAttention,
+    TorchPartialAttention,
+)
 
 CPU = torch.device("cpu")
 Starts = tuple[tuple[int, ...], ...] | None
@@ -133,7 +139,7 @@ def hidden_scores(q: Tensor, k: Tensor, scale: float, left: int, right: int, lon
 def in_parts(
     given: list[Tensor], parts: tuple[Spans, ...], window: int | None, starts: Starts, attend: PartialAttention
 ) -> list[Tensor]:
-    """Attend with the queries and the keys of every part in turn, as the ranks of a ring would."""
+    """CoreAttention with the queries and the keys of every part in turn, as the ranks of a ring would."""
     q, k, v, grad = given
     s = q.shape[2]
     wide = [torch.zeros(t.shape, dtype=torch.promote_types(q.dtype, torch.float32)) for t in (q, q, k, v)]
@@ -141,17 +147,17 @@ def in_parts(
         own = indices(mine)
         queries, of_out = q[:, :, own], grad[:, :, own]
         total = Accumulator(queries)
-        pairs = [(indices(spans), score_bands(mine, spans, window, starts, s)) for spans in parts]
-        for theirs, bands in pairs:
-            attend.add_forward(total, queries, k[:, :, theirs], v[:, :, theirs], bands)
+        pairs = [(indices(spans), mask_blocks(mine, spans, window, starts, s)) for spans in parts]
+        for theirs, blocks in pairs:
+            attend.add_forward(total, queries, k[:, :, theirs], v[:, :, theirs], blocks)
         out = total.out.to(q.dtype)
         wide[0][:, :, own] = total.out
-        for theirs, bands in pairs:
+        for theirs, blocks in pairs:
             grads = Gradients(
                 *(torch.zeros_like(t[:, :, at]) for t, at in zip(wide[1:], (own, theirs, theirs), strict=True))
             )
-            attended = Attended(queries, out, total.lse, of_out)
-            attend.add_backward(grads, attended, k[:, :, theirs], v[:, :, theirs], bands)
+            attended = AttentionResult(queries, out, total.lse, of_out)
+            attend.add_backward(grads, attended, k[:, :, theirs], v[:, :, theirs], blocks)
             for into, at, found in zip(wide[1:], (own, theirs, theirs), grads, strict=True):
                 into[:, :, at] += found
     return wide
@@ -234,7 +240,7 @@ def test_parts_add_up_to_the_whole(
         torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-13)
 
 
-class Operators(TorchDispatchMode):
+class LayerOps(TorchDispatchMode):
     """Counts the operators that run."""
 
     count = 0
@@ -261,12 +267,12 @@ def test_the_number_of_kernels_does_not_grow_with_documents(documents: int) -> N
     total, grads = Accumulator(q), Gradients(*(torch.zeros_like(t) for t in (q, k, v)))
     first, second = shard_documents(starts, length, 2, 1, 0).parts
     for theirs in (first, second):
-        bands = score_bands(first, theirs, None, [starts], length)
-        attend.add_forward(total, q, k, v, bands)  # makes the indices
+        blocks = mask_blocks(first, theirs, None, [starts], length)
+        attend.add_forward(total, q, k, v, blocks)  # makes the indices
         calls.clear()
-        with Operators() as operators:
-            attend.add_forward(total, q, k, v, bands)
-            attend.add_backward(grads, Attended(q, total.out, total.lse, grad), k, v, bands)
+        with LayerOps() as operators:
+            attend.add_forward(total, q, k, v, blocks)
+            attend.add_backward(grads, AttentionResult(q, total.out, total.lse, grad), k, v, blocks)
         assert len(calls) <= 4 and sum(calls) >= length // 2
         assert operators.count <= 80
 
@@ -297,8 +303,8 @@ def test_parts_in_bf16_lose_no_more_than_the_kernel() -> None:
 def test_a_query_without_keys_stays_empty() -> None:
     q, k, v, _ = tensors(4, 2, 8)
     total = Accumulator(q)
-    bands = score_bands((TokenSpan(0, 8),), (TokenSpan(4, 12),), None)
-    TorchPartialAttention().add_forward(total, q, k, v, bands)
+    blocks = mask_blocks((TokenSpan(0, 8),), (TokenSpan(4, 12),), None)
+    TorchPartialAttention().add_forward(total, q, k, v, blocks)
     assert torch.isinf(total.lse[:, :, :4]).all()
     assert not total.out[:, :, :4].any()
     assert torch.isfinite(total.lse[:, :, 4:]).all()

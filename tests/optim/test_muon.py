@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascale.layout.owners import MatrixPlace
+from megascale.layout.owners import MatrixShard
 from megascale.ops.optimizer import UpdateInput
 from megascale.optim.muon import muon, newton_schulz
 from megascale.parallel.matrix_exchange import MatrixExchange
@@ -149,10 +149,10 @@ def test_a_skipped_step_changes_nothing(tmp_path: Path) -> None:
     assert difference(skipped, first) == 0
 
 
-def owners(config: Any) -> list[MatrixPlace]:
+def owners(config: Any) -> list[MatrixShard]:
     """Return the places of the matrices of a run's first rank, after no step."""
 
-    def body(mesh: Any) -> list[MatrixPlace]:
+    def body(mesh: Any) -> list[MatrixShard]:
         return [p for m in Trained(mesh, config, 0).optimizer._matrices.values() for p in m._places]
 
     from megascale.layout.topology import topology_of

@@ -24,7 +24,7 @@ def both(rank: Rank) -> list[float]:
     from megascale.comm.open_group import open_group
     from megascale.layout.sequence_shard import shard_sequence
     from megascale.ops.partial_attention import TorchPartialAttention
-    from megascale.parallel.key_exchange import RingOfKeys, VisibleScores, attend_to_all
+    from megascale.parallel.kv_exchange import RingKV, VisibleScores, attend_to_all
     from megascale.trace.recorder import Recorder
 
     aten, world = torch.ops.aten, rank.world_size
@@ -35,7 +35,7 @@ def both(rank: Rank) -> list[float]:
 
     group = open_group("cp.keys", range(world), rank.rank, Recorder(), messages=True)
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    ring = RingOfKeys(group, VisibleScores(shard.parts, rank.rank, shard.length, None, None), 0)
+    ring = RingKV(group, VisibleScores(shard.parts, rank.rank, shard.length, None, None), 0)
     out = attend_to_all(leaves[0], leaves[1], leaves[2], ring, TorchPartialAttention())
     ours = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascale.parallel.key_store import KeyStore
+from megascale.parallel.kv_store import KVStore
 from megascale.train.evaluate import evaluate
 from megascale.train.step import train_step
 from tests.parallel.test_context_parallel import CASES, check, configure, layout
@@ -109,8 +109,8 @@ def test_saved_activations_do_not_grow_with_the_sequence(tmp_path: Path) -> None
 def test_keys_are_freed_with_their_last_use(tmp_path: Path) -> None:
     config = configure(CASES["gpt"], tmp_path, data__chunk_tokens=8, parallel__pp=2)
 
-    def stores(run: Any) -> list[KeyStore]:
-        run_actions, found = run.pipeline.run_actions, list[KeyStore]()
+    def stores(run: Any) -> list[KVStore]:
+        run_actions, found = run.pipeline.run_actions, list[KVStore]()
 
         def collect(order: Any, batch: Any) -> Tensor:
             loss: Tensor = run_actions(order, batch)

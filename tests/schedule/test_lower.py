@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from megascale.catalog.schedules import SCHEDULES
 from megascale.schedule import ir
 from megascale.schedule.check import check_device_wait, check_messages
+from megascale.schedule.dependencies import ScheduleDependencies
 from megascale.schedule.ir import Kind, Schedule, forwards_only
 from megascale.schedule.lower import RECV_LOOKAHEAD, lower, place_receives
 from megascale.schedule.one_f_one_b import one_f_one_b
-from megascale.schedule.precedence import Precedence
 from tests.schedule.hosts import COMPUTE, any_order, ends, firsts, places
 
 FAR = st.integers(0, 3)
@@ -74,7 +74,7 @@ def test_without_lookahead_all_ranks_may_wait_before_any_action(p: int, m: int) 
 
 
 def test_most_receives_are_posted_two_actions_ahead_and_none_earlier() -> None:
-    precedence = Precedence(ir.build_schedule(one_f_one_b, 4, 1, 16), 1)
+    precedence = ScheduleDependencies(ir.build_schedule(one_f_one_b, 4, 1, 16), 1)
     for rank in range(4):
         ahead = [
             precedence.index(rank)[Kind.F if kind is Kind.RECV_F else Kind.B, chunk, i] - place
@@ -89,7 +89,7 @@ def test_most_receives_are_posted_two_actions_ahead_and_none_earlier() -> None:
 def test_all_but_a_few_receives_are_two_actions_ahead(name: str, p: int, v: int, m: int) -> None:
     """Exceptions: the end of warm-up, the drain, and groups hardly larger than the lookahead."""
     compute, v = schedule_of(name, p, v, m)
-    precedence = Precedence(compute, v)
+    precedence = ScheduleDependencies(compute, v)
     for rank in range(p):
         later = 0
         for place, post in enumerate(place_receives(precedence, rank, RECV_LOOKAHEAD)):

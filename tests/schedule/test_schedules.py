@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from megascale.catalog.schedules import SCHEDULES
 from megascale.schedule import ir
 from megascale.schedule.check import ScheduleError, check_complete, check_messages
+from megascale.schedule.dependencies import ScheduleDependencies
 from megascale.schedule.gpipe import gpipe
 from megascale.schedule.interleaved import interleaved_1f1b
 from megascale.schedule.ir import Kind, backward, forward, forwards_only
 from megascale.schedule.lower import lower, place_receives
 from megascale.schedule.one_f_one_b import one_f_one_b
-from megascale.schedule.precedence import Precedence
 from tests.schedule.units import simulate_schedule
 
 STAGES, CHUNKS, MICRO_BATCHES = st.integers(1, 8), st.integers(1, 6), st.integers(1, 40)
@@ -79,7 +79,7 @@ def test_receives_are_posted_for_the_actions_that_follow(name: str, p: int, v: i
     compute = ir.build_schedule(SCHEDULES[name].load(), p, v, m)
     kinds = {Kind.RECV_F: Kind.F, Kind.RECV_B: Kind.B}
     for rank, lowered in enumerate(lower(compute, v, lookahead=ahead)):
-        posts = place_receives(Precedence(compute, v), rank, ahead)
+        posts = place_receives(ScheduleDependencies(compute, v), rank, ahead)
         assert [a for a in lowered if a.kind in kinds] == [receive for post in posts for receive in post]
         for index, post in enumerate(posts if p != 2 else []):
             served = [receive._replace(kind=kinds[receive.kind]) for receive in post]

@@ -16,7 +16,7 @@ from megascale.core.rank import Rank
 from megascale.device import detect_device
 from megascale.layout.chunks import chunk_buckets
 from megascale.layout.tensors import padded_vocab
-from megascale.model.modules import Operators
+from megascale.model.modules import LayerOps
 from megascale.model.transformer import Stage
 from megascale.ops.select import OpContext
 from megascale.parallel.fp8_linear import Fp8State
@@ -45,7 +45,7 @@ def on_meta(config: RunConfig) -> tuple[Stage, ParamAndGradBuffers]:
     )
     context = OpContext(config.model, config.backends, torch.bfloat16, detect_device(allow_gpu=False))
     (stage,) = build_stages(
-        config, mesh, buffers, TensorParallel(mesh.tp), Operators.from_context(context), Fp8State(config, mesh, device)
+        config, mesh, buffers, TensorParallel(mesh.tp), LayerOps.from_context(context), Fp8State(config, mesh, device)
     )
     return stage, buffers
 

@@ -11,7 +11,7 @@ import pytest
 
 from megascale.core.errors import CheckpointError, Exit
 from megascale.core.rank import Rank
-from megascale.train.build import Origin
+from megascale.train.build import InitialState
 from megascale.train.finite_check import known_state
 from tests.jobs import Job, job_config
 from tests.runs import LLAMA, config_of, settings
@@ -99,15 +99,20 @@ def test_a_checkpoint_that_is_not_finite_is_named(kind: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("newest", "origin", "failed", "text"),
     [
-        (None, Origin(), 3, "this run has no checkpoint yet"),
-        (None, Origin("the weights of w"), 1, "first step from the weights of w, finite itself, but perhaps the cause"),
-        (None, Origin("the weights of w"), 2, "the weights of w and the step after it were finite"),
-        (4, Origin("x", 2), 5, "first step from the checkpoint of step 4, finite itself, but perhaps the cause"),
-        (4, Origin(), 8, "the checkpoint of step 4 and the 3 steps after it were finite"),
-        (None, Origin("the copies in memory", 6), 8, "the copies in memory and the step after it were finite"),
+        (None, InitialState(), 3, "this run has no checkpoint yet"),
+        (
+            None,
+            InitialState("the weights of w"),
+            1,
+            "first step from the weights of w, finite itself, but perhaps the cause",
+        ),
+        (None, InitialState("the weights of w"), 2, "the weights of w and the step after it were finite"),
+        (4, InitialState("x", 2), 5, "first step from the checkpoint of step 4, finite itself, but perhaps the cause"),
+        (4, InitialState(), 8, "the checkpoint of step 4 and the 3 steps after it were finite"),
+        (None, InitialState("the copies in memory", 6), 8, "the copies in memory and the step after it were finite"),
     ],
 )
-def test_a_hint_says_what_is_known(newest: int | None, origin: Origin, failed: int, text: str) -> None:
+def test_a_hint_says_what_is_known(newest: int | None, origin: InitialState, failed: int, text: str) -> None:
     run: Any = SimpleNamespace(checkpoints=SimpleNamespace(newest_step=newest), origin=origin)
     assert known_state(run, failed).endswith(text)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.fault_jobs import LIMIT_S, JobEnd, JobResult, injected_faults, run_job
-from lab.holdings import HoldingsWatch, growth
+from lab.resource_usage import HoldingsWatch, growth
 from megascale.core.errors import Exit
 from megascale.fault.incidents import Incident
 

@@ -13,8 +13,8 @@ import pytest
 
 from lab import holdings, soak
 from lab.__main__ import main
-from lab.holdings import Holdings, growth, look
 from lab.outside_faults import RUN_VARIABLE
+from lab.resource_usage import ResourceUsage, growth, look
 from megascale.fault.incidents import Action, Culprit, Incident
 
 
@@ -49,7 +49,7 @@ def test_a_wait_for_the_network_counts_until_the_restart_after_it() -> None:
 
 
 def test_growth_compares_both_ends() -> None:
-    looks = [Holdings(descriptors=count) for count in (10, 10, 11, 15, 20, 20, 21, 20, 30, 30)]
+    looks = [ResourceUsage(descriptors=count) for count in (10, 10, 11, 15, 20, 20, 21, 20, 30, 30)]
     assert growth(looks)["descriptors"] == (10, 30)
     assert growth([]) == {}
 

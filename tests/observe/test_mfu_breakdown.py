@@ -9,7 +9,7 @@ from lab.fleet import Fleet
 from lab.fleet_tables import FLOPS, PEAK_FLOPS, cube_of
 from lab.fleet_times import FleetFault, FleetLayout
 from megascale.layout.topology import Topology
-from megascale.observe.mfu_ledger import MfuLedger, mfu_ledger
+from megascale.observe.mfu_breakdown import MfuBreakdown, mfu_breakdown
 from megascale.observe.step_cube import StepCube
 
 LAYOUT = FleetLayout(Topology(tp=4, pp=4, dp=4), steps=40)
@@ -19,9 +19,9 @@ PLAN = {
 }  # fmt: skip
 
 
-def ledger(fleet: Fleet, **options: object) -> MfuLedger:
+def ledger(fleet: Fleet, **options: object) -> MfuBreakdown:
     peak = PEAK_FLOPS * fleet.layout.topology.world_size
-    return mfu_ledger(cube_of(fleet), fleet.tables["steps"], peak, **options)  # type: ignore[arg-type]
+    return mfu_breakdown(cube_of(fleet), fleet.tables["steps"], peak, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_restarts_and_lost_steps() -> None:
     steps = restarted(fleet)
     parts = fleet.tables["step_parts"] | {"attempt": np.ones_like(fleet.tables["step_parts"]["attempt"])}
     ranks = fleet.tables["ranks"] | {"attempt": np.ones_like(fleet.tables["ranks"]["attempt"])}
-    found = mfu_ledger(StepCube.from_tables(parts, steps, ranks), steps, 1.0)
+    found = mfu_breakdown(StepCube.from_tables(parts, steps, ranks), steps, 1.0)
     assert found.seconds["restarts"] == pytest.approx(100.0)
     assert found.seconds["lost steps"] == pytest.approx(fleet.seconds[:10].sum(), rel=1e-6)
     assert found.wall_s == pytest.approx(100 + fleet.seconds[:10].sum() + fleet.seconds.sum(), rel=1e-6)
@@ -116,7 +116,7 @@ def test_forward_and_backward_are_divided_by_a_profile() -> None:
 
 def test_without_plan_or_peak() -> None:
     fleet = Fleet(LAYOUT, 6)
-    found = mfu_ledger(cube_of(fleet), fleet.tables["steps"], 0.0, plan={"reason": "no profile of this machine"})
+    found = mfu_breakdown(cube_of(fleet), fleet.tables["steps"], 0.0, plan={"reason": "no profile of this machine"})
     assert found.mfu is None
     assert "no plan: no profile of this machine" in found.to_text()
     assert "MFU n/a" in found.to_text()

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megascale.parallel.key_exchange import AttendBackward, AttendForward, KeyExchange, VisibleScores
+from megascale.parallel.kv_exchange import AttendBackward, AttendForward, KVExchange, VisibleScores
 
 Place = tuple[int, int]
 """Layer and chunk."""
 
 
 @dataclass
-class KeyStore:
+class KVStore:
     """Keys and values of a sequence's chunks on this rank, and the gradients that later chunks have left for them."""
 
     blocks: dict[Place, Tensor] = field(default_factory=dict)
@@ -32,10 +32,10 @@ class KeyStore:
         self.blocks.clear()
 
 
-class StoredKeys(KeyExchange):
+class StoredKV(KVExchange):
     """The keys and values of the chunks up to that of number `visible.index`, from the store."""
 
-    def __init__(self, store: KeyStore, visible: VisibleScores, layer: int) -> None:
+    def __init__(self, store: KVStore, visible: VisibleScores, layer: int) -> None:
         self._store = store
         self._visible = visible
         self._layer = layer

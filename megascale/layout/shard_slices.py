@@ -16,7 +16,7 @@ from megascale.layout.tensors import ParamSpec
 from megascale.layout.topology import Coord, Topology
 
 
-class TensorBox(NamedTuple):
+class ShardSlice(NamedTuple):
     """A box of tensor `name`: global offset, size, and start in the flattened local parameter."""
 
     name: str
@@ -25,7 +25,7 @@ class TensorBox(NamedTuple):
     start: int
 
 
-def boxes(parameter: ParamSpec, topology: Topology, coord: Coord, start: int, stop: int) -> Iterator[TensorBox]:
+def boxes(parameter: ParamSpec, topology: Topology, coord: Coord, start: int, stop: int) -> Iterator[ShardSlice]:
     """Yield the boxes of elements [start, stop) of `parameter`, flattened on the rank at `coord`.
 
     Padding rows belong to no tensor and to no box.
@@ -37,7 +37,7 @@ def boxes(parameter: ParamSpec, topology: Topology, coord: Coord, start: int, st
         if low < high:
             for inner_offset, inner_size, at in _range_to_boxes(size, low - base, high - base):
                 global_offset = tuple(o + i for o, i in zip(offset, inner_offset, strict=True))
-                yield TensorBox(tensor.name, global_offset, inner_size, base + at)
+                yield ShardSlice(tensor.name, global_offset, inner_size, base + at)
         base += math.prod(tensor.local_shape(topology))
 
 

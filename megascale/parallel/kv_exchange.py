@@ -3,7 +3,7 @@
     forward     own [2, b, kv heads, n, d], keys and values of this rank's tokens, visit every rank
     backward    they visit every rank again, and return with the gradient that each of the ranks has added
 
-`RingOfKeys`, `AllGatheredKeys`: the two ways, as a `KeyExchange`. `attend_to_all`: the operation.
+`RingKV`, `AllGatherKV`: the two ways, as a `KVExchange`. `attend_to_all`: the operation.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from megascale.comm.collectives import all_gather, reduce_scatter, send_on
 from megascale.comm.group import Group
 from megascale.comm.work import COMPLETED, Work
 from megascale.core.label import Label
-from megascale.layout.score_bands import Bands, score_bands
+from megascale.layout.mask_blocks import MaskBlocks, mask_blocks
 from megascale.layout.sequence_shard import Spans, TokenSpan, count
 from megascale.ops.boundaries import Boundaries
-from megascale.ops.partial_attention import Accumulator, Attended, Gradients, PartialAttention
+from megascale.ops.partial_attention import Accumulator, AttentionResult, Gradients, PartialAttention
 
 
 @dataclass(frozen=True)
@@ -39,35 +39,35 @@ class VisibleScores:
     window: int | None
     boundaries: Boundaries | None
 
-    def to_rank(self, rank: int) -> Bands:
-        """The bands of scores with the keys of a rank."""
-        return self._bands(self.parts[rank])
+    def to_rank(self, rank: int) -> MaskBlocks:
+        """The blocks of scores with the keys of a rank."""
+        return self._blocks(self.parts[rank])
 
-    def to_all(self) -> Bands:
-        """The bands of scores with all keys, in the order of the sequence."""
-        return self._bands((TokenSpan(0, self.length),))
+    def to_all(self) -> MaskBlocks:
+        """The blocks of scores with all keys, in the order of the sequence."""
+        return self._blocks((TokenSpan(0, self.length),))
 
-    def _bands(self, keys: Spans) -> Bands:
+    def _blocks(self, keys: Spans) -> MaskBlocks:
         queries = self.parts[self.index]
         if self.boundaries is None:
-            return _bands_of_whole_rows(queries, keys, self.window)
-        starts, key = self.boundaries.starts, ("bands", queries, keys, self.window)
-        return self.boundaries.shared(key, lambda: score_bands(queries, keys, self.window, starts, self.length))
+            return _blocks_of_whole_rows(queries, keys, self.window)
+        starts, key = self.boundaries.starts, ("blocks", queries, keys, self.window)
+        return self.boundaries.shared(key, lambda: mask_blocks(queries, keys, self.window, starts, self.length))
 
 
 @lru_cache(256)
-def _bands_of_whole_rows(queries: Spans, keys: Spans, window: int | None) -> Bands:
-    return score_bands(queries, keys, window)
+def _blocks_of_whole_rows(queries: Spans, keys: Spans, window: int | None) -> MaskBlocks:
+    return mask_blocks(queries, keys, window)
 
 
-AttendForward = Callable[[Tensor, Bands], None]
-"""Attends to keys and values [2, b, kv heads, m, d] within bands."""
+AttendForward = Callable[[Tensor, MaskBlocks], None]
+"""Attends to keys and values [2, b, kv heads, m, d] within blocks."""
 
-AttendBackward = Callable[[Tensor, Bands, Tensor], None]
+AttendBackward = Callable[[Tensor, MaskBlocks, Tensor], None]
 """As in forward; adds to their gradient [2, b, kv heads, m, d], in fp32 or wider."""
 
 
-class KeyExchange(Protocol):
+class KVExchange(Protocol):
     """The way in which ranks see each other's keys and values. `own` [2, b, kv heads, n, d]: of this rank."""
 
     def forward(self, own: Tensor, attend: AttendForward) -> None:
@@ -77,7 +77,7 @@ class KeyExchange(Protocol):
         """Return the gradient of `own`, in fp32 or wider."""
 
 
-class RingOfKeys(KeyExchange):
+class RingKV(KVExchange):
     """Keys and values travel from neighbour to neighbour, under the attention to those that came before.
 
     In backward a gradient travels with them, and takes up what every rank adds: under the next rank's attention. The
@@ -138,7 +138,7 @@ class RingOfKeys(KeyExchange):
         return COMPLETED
 
 
-class AllGatheredKeys(KeyExchange):
+class AllGatherKV(KVExchange):
     """Keys and values of all ranks come at once, in forward and again in backward; gradients are reduce-scattered."""
 
     def __init__(self, group: Group, visible: VisibleScores, layer: int) -> None:
@@ -175,7 +175,7 @@ class AllGatheredKeys(KeyExchange):
         return ordered
 
 
-def attend_to_all(q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, partial: PartialAttention) -> Tensor:
+def attend_to_all(q: Tensor, k: Tensor, v: Tensor, exchange: KVExchange, partial: PartialAttention) -> Tensor:
     """Attend with this rank's q [b, heads, n, d] to the keys and values of all ranks; k and v [b, kv heads, n, d] are
     this rank's. The result is as q.
     """
@@ -188,9 +188,9 @@ class _AttentionInParts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, partial: PartialAttention) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: KVExchange, partial: PartialAttention) -> Tensor:
         own, total = torch.stack((k, v)), Accumulator(q)
-        exchange.forward(own, lambda block, bands: partial.add_forward(total, q, block[0], block[1], bands))
+        exchange.forward(own, lambda block, blocks: partial.add_forward(total, q, block[0], block[1], blocks))
         out = total.out.to(q.dtype)
         ctx.save_for_backward(q, own, out, total.lse)
         ctx.exchange, ctx.partial = exchange, partial
@@ -199,10 +199,10 @@ class _AttentionInParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, own, out, lse = ctx.saved_tensors
-        grad_q, queries = torch.zeros(q.shape, dtype=lse.dtype, device=q.device), Attended(q, out, lse, grads[0])
+        grad_q, queries = torch.zeros(q.shape, dtype=lse.dtype, device=q.device), AttentionResult(q, out, lse, grads[0])
 
-        def attend(block: Tensor, bands: Bands, grad: Tensor) -> None:
-            ctx.partial.add_backward(Gradients(grad_q, *grad), queries, block[0], block[1], bands)
+        def attend(block: Tensor, blocks: MaskBlocks, grad: Tensor) -> None:
+            ctx.partial.add_backward(Gradients(grad_q, *grad), queries, block[0], block[1], blocks)
 
         grad_k, grad_v = ctx.exchange.backward(own, attend).to(own.dtype)
         return grad_q.to(q.dtype), grad_k, grad_v, None, None

@@ -29,7 +29,7 @@ launch would grow with the square of its nodes.
 """
 
 
-class NodeGate:
+class NodeAdmission:
     """Checks nodes through `checks`, and remembers the results of good ones."""
 
     def __init__(self, checks: RemoteChecks, timeout_s: float, tolerance: float) -> None:

@@ -23,7 +23,7 @@ PART = 0.2
 
 
 @dataclass(frozen=True)
-class Holdings:
+class ResourceUsage:
     """Counts at one moment. Descriptors, sockets, threads and memory: of the long-lived processes; `processes` and
     `shared_files`, those of /dev/shm: of the job.
     """
@@ -36,7 +36,7 @@ class Holdings:
     shared_files: int = 0
 
 
-def look(run: Path) -> Holdings:
+def look(run: Path) -> ResourceUsage:
     """Return what the processes of a run's job hold now."""
     descriptors = sockets = threads = memory = 0
     for pid in (pid for command in LONG_LIVED for pid in job_processes(run, command=command)):
@@ -49,7 +49,7 @@ def look(run: Path) -> Holdings:
                 with contextlib.suppress(OSError):
                     sockets += str(entry.readlink()).startswith("socket:")
     shared = sum(run.name in file for file in os.listdir("/dev/shm"))
-    return Holdings(len(job_processes(run)), descriptors, sockets, threads, memory >> 10, shared)
+    return ResourceUsage(len(job_processes(run)), descriptors, sockets, threads, memory >> 10, shared)
 
 
 class HoldingsWatch(threading.Thread):
@@ -57,7 +57,7 @@ class HoldingsWatch(threading.Thread):
 
     def __init__(self, run: Path) -> None:
         super().__init__(daemon=True)
-        self.looks: list[Holdings] = []
+        self.looks: list[ResourceUsage] = []
         self._run = run
         self._ended = threading.Event()
 
@@ -71,12 +71,12 @@ class HoldingsWatch(threading.Thread):
         self.join()
 
 
-def growth(looks: Sequence[Holdings]) -> dict[str, tuple[float, float]]:
+def growth(looks: Sequence[ResourceUsage]) -> dict[str, tuple[float, float]]:
     """Return the median of every count in the first and in the last part of the looks."""
     count = max(1, round(len(looks) * PART))
     first, last = [asdict(one) for one in looks[:count]], [asdict(one) for one in looks[-count:]]
     return {
         name: (statistics.median(one[name] for one in first), statistics.median(one[name] for one in last))
-        for name in (field.name for field in fields(Holdings))
+        for name in (field.name for field in fields(ResourceUsage))
         if looks
     }

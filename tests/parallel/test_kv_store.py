@@ -9,8 +9,8 @@ from torch import Tensor
 from megascale.layout.sequence_shard import sequence_chunk
 from megascale.ops.boundaries import Boundaries
 from megascale.ops.partial_attention import TorchPartialAttention
-from megascale.parallel.key_exchange import VisibleScores, attend_to_all
-from megascale.parallel.key_store import KeyStore, StoredKeys
+from megascale.parallel.kv_exchange import VisibleScores, attend_to_all
+from megascale.parallel.kv_store import KVStore, StoredKV
 
 B, HEADS, KEYS, D, LENGTH, CHUNK = 2, 4, 2, 8, 24, 6
 
@@ -36,14 +36,14 @@ def test_chunks_attend_as_whole_sequences(window: int | None, packed: bool) -> N
     upstream = torch.randn_like(expected)
     grads = torch.autograd.grad(expected, (q, k, v), upstream)
 
-    store, outs = KeyStore(), []
+    store, outs = KVStore(), []
     parts = [
         tuple(t.detach()[..., at : at + CHUNK, :].requires_grad_() for t in (q, k, v)) for at in range(0, LENGTH, CHUNK)
     ]
     for index, own in enumerate(parts):
         shard = sequence_chunk(LENGTH, CHUNK, index)
         visible = VisibleScores(shard.parts, index, LENGTH, window, boundaries)
-        outs.append(attend_to_all(*own, StoredKeys(store, visible, 0), TorchPartialAttention()))
+        outs.append(attend_to_all(*own, StoredKV(store, visible, 0), TorchPartialAttention()))
     torch.testing.assert_close(torch.cat(outs, 2), expected, rtol=1e-12, atol=1e-12)
     for out, grad in reversed(list(zip(outs, upstream.split(CHUNK, 2), strict=True))):
         out.backward(grad)
@@ -55,12 +55,12 @@ def test_chunks_attend_as_whole_sequences(window: int | None, packed: bool) -> N
 
 def test_backwards_that_ascend_miss_gradients_of_later_chunks() -> None:
     torch.manual_seed(0)
-    store, parts = KeyStore(), []
+    store, parts = KVStore(), []
     for index in range(2):
         own = [torch.randn(1, n, CHUNK, D, dtype=torch.float64, requires_grad=True) for n in (HEADS, KEYS, KEYS)]
         shard = sequence_chunk(2 * CHUNK, CHUNK, index)
         visible = VisibleScores(shard.parts, index, 2 * CHUNK, None, None)
-        parts.append(attend_to_all(*own, StoredKeys(store, visible, 0), TorchPartialAttention()))
+        parts.append(attend_to_all(*own, StoredKV(store, visible, 0), TorchPartialAttention()))
     parts[0].sum().backward()
     with pytest.raises(KeyError):
         parts[1].sum().backward()

@@ -53,7 +53,7 @@ class Level(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MfuLedger:
+class MfuBreakdown:
     """The time of the steps `first_step` to `last_step`, as means over ranks: `wall_s`, and `seconds` by part.
 
     `mfu`: achieved, full-attention convention; None if the peak is unknown. `plan`: RUN/plan.json, what
@@ -154,10 +154,10 @@ def kernel_shares(purposes: Mapping[str, float]) -> dict[str, float]:
     return {name: seconds / whole for name, seconds in parts.items()} if whole else {}
 
 
-def mfu_ledger(
+def mfu_breakdown(
     cube: StepCube, steps: Columns, peak_flops: float, *, bubble_s: float = 0.0, plan: Mapping[str, Any] | None = None,
     purposes: Mapping[str, float] | None = None, profiled_step: int = 0,
-) -> MfuLedger:  # fmt: skip
+) -> MfuBreakdown:  # fmt: skip
     """Return the breakdown of a cube's steps. `steps`: the table, with all attempts. `peak_flops`: of all ranks.
     `bubble_s`: of a step, computed from the measured forwards and backwards. `purposes`: seconds of the kernels of
     `profiled_step` by purpose.
@@ -186,7 +186,7 @@ def mfu_ledger(
     flops, wall_s = float(cube.flops.sum()), wall.total_s
     mfu = flops / (wall_s * peak_flops) if peak_flops and wall_s else None
     lacks = f"{wall.left_out} steps are left out, {wall.left_out_s:.4g} s: the store lacks rows of some ranks or of all"
-    return MfuLedger(
+    return MfuBreakdown(
         first, last, len(cube.steps), wall_s, seconds, mfu, plan or {}, kernel_shares(purposes or {}),
         profiled_step, (lacks,) if wall.left_out else (),
     )  # fmt: skip

@@ -34,7 +34,7 @@ from megascale.fault.messages import (
     Stop,
     StoreOpened,
 )
-from megascale.fault.node_gate import MOST_COMPARED, NodeGate
+from megascale.fault.node_admission import MOST_COMPARED, NodeAdmission
 from megascale.fault.node_verdicts import judge
 from megascale.fault.rpc import AgentChannel, DriverServer
 from megascale.fault.scheduler.port import AgentEnd, Node
@@ -197,7 +197,7 @@ def test_a_launch_of_many_nodes_compares_each_with_some_and_leaves_the_event_loo
 
     async def play() -> list[str]:
         nonlocal turns, most_tasks
-        gate = NodeGate(SimpleNamespace(run=check), 5.0, 0.3)  # type: ignore[arg-type]
+        gate = NodeAdmission(SimpleNamespace(run=check), 5.0, 0.3)  # type: ignore[arg-type]
         hellos = [Hello(f"n{index}", f"host{index}", LOOPBACK, 2) for index in range(count)]
         tasks = [asyncio.ensure_future(gate.examine(hello)) for hello in hellos]
         while not all(task.done() for task in tasks):

@@ -43,7 +43,7 @@ class Call(NamedTuple):
         return f"{self.name}{tensor}{layer}{group}{micro_batch}"
 
 
-class Likeness(IntEnum):
+class CallMatch(IntEnum):
     """The number of last fields of `Call` in which two calls may differ."""
 
     SAME = 0
@@ -62,21 +62,21 @@ def role_of(record: FlightRecord) -> Role:
     return frozenset((state.name, state.kind, _distance(record.rank, state.peer)) for state in states)
 
 
-def follower(call: Call, following: Call, likeness: Likeness) -> Follower:
+def follower(call: Call, following: Call, likeness: CallMatch) -> Follower:
     """Return `following` relative to the `call` before it, equal for pairs of calls that are alike."""
     fixed = len(call) - likeness
     numbers: zip[tuple[Any, Any]] = zip(call[fixed:], following[fixed:], strict=True)
     return following[:fixed] + tuple(b - a if a >= 0 <= b else (b,) for a, b in numbers)
 
 
-def resolve(call: Call, relative: Follower, likeness: Likeness) -> Call:
+def resolve(call: Call, relative: Follower, likeness: CallMatch) -> Call:
     """Return the call that is `relative` to a call: the inverse of `follower`."""
     fixed = len(call) - likeness
     numbers: zip[tuple[Any, Any]] = zip(call[fixed:], relative[fixed:], strict=True)
     return Call(*relative[:fixed], *(b[0] if isinstance(b, tuple) else a + b for a, b in numbers))
 
 
-class Program:
+class CallSequence:
     """The newest `calls` of a rank, oldest first, with their sequence `numbers` (-1: an action).
 
     The optimizer's actions are left out, because their order may vary, and so are calls of an action that is older than
@@ -100,18 +100,18 @@ class Program:
                 Call(group, action, event.name, event.part, event.chunk, event.layer, event.microbatch, event.step)
             )
             self.numbers.append(event.sequence)
-        self._places: dict[Likeness, defaultdict[tuple[Any, ...], list[int]]] = {}
+        self._places: dict[CallMatch, defaultdict[tuple[Any, ...], list[int]]] = {}
 
-    def after(self, call: Call, likeness: Likeness = Likeness.SAME, until: int | None = None) -> Counter[Follower]:
+    def after(self, call: Call, likeness: CallMatch = CallMatch.SAME, until: int | None = None) -> Counter[Follower]:
         """Return the counts of calls after calls like `call`, before place `until`."""
         found = (at for at in self._find(call, likeness) if until is None or at < until)
         return Counter(follower(self.calls[at], self.calls[at + 1], likeness) for at in found)
 
     def place(self, call: Call) -> int | None:
         """Return the place of a call, the first of several; None for the last call of the record."""
-        return next(iter(self._find(call, Likeness.SAME)), None)
+        return next(iter(self._find(call, CallMatch.SAME)), None)
 
-    def _find(self, call: Call, likeness: Likeness) -> Sequence[int]:
+    def _find(self, call: Call, likeness: CallMatch) -> Sequence[int]:
         fixed = len(call) - likeness
         if likeness not in self._places:
             places = self._places[likeness] = defaultdict(list)

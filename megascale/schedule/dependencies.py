@@ -1,11 +1,11 @@
-"""Precedence of compute actions: dependencies by the order of a rank's actions and by messages between ranks."""
+"""The dependencies of compute actions: by the order of a rank's actions and by messages between ranks."""
 
 from __future__ import annotations
 
 from megascale.schedule.ir import Action, Kind, Schedule
 
 
-class Precedence:
+class ScheduleDependencies:
     """The happens-before relation of a compute schedule of p ranks with v chunks per rank, for any durations.
 
     An action depends on the earlier actions of its rank, on the action of another rank that produces its input, and on

@@ -9,7 +9,7 @@ import torch
 
 from megascale.layout.sequence_shard import TokenSpan
 from megascale.parallel import key_exchange
-from megascale.parallel.key_exchange import RingOfKeys, VisibleScores
+from megascale.parallel.kv_exchange import RingKV, VisibleScores
 
 PARTS = ((TokenSpan(0, 4),), (TokenSpan(4, 8),))
 
@@ -39,6 +39,6 @@ def test_keys_travel_during_attention_or_before_it(
 
     monkeypatch.setattr(key_exchange, "send_on", send_on)
     group: Any = None
-    ring = RingOfKeys(group, VisibleScores(PARTS, 0, 8, None, None), layer=0, overlap=overlap)
-    ring.forward(torch.zeros(2, 1, 1, 4, 2), lambda block, bands: moments.append("attend"))
+    ring = RingKV(group, VisibleScores(PARTS, 0, 8, None, None), layer=0, overlap=overlap)
+    ring.forward(torch.zeros(2, 1, 1, 4, 2), lambda block, blocks: moments.append("attend"))
     assert moments == expected

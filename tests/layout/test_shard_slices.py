@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.config.model import ModelConfig
-from megascale.layout.boxes import boxes
+from megascale.layout.shard_slices import boxes
 from megascale.layout.tensors import ParamSpec, TensorSpec, all_params, matrix_param
 from megascale.layout.topology import Coord, Topology
 from tests.runs import GPT, LLAMA

@@ -1,9 +1,9 @@
-"""The scores of attention between queries and keys at known positions, as rectangles in which a band is visible.
+"""The scores of attention between queries and keys at known positions, as blocks in which a band is visible.
 
 A query at position p of a document sees the keys of that document at positions j with p - window < j <= p. Queries and
 keys come as spans of positions (`layout.sequence_shard`), in tensors that hold the spans end to end. Between a run of
-queries and a run of keys the visible scores are a band, which `Band` cuts to the queries that see a key and the keys
-that a query sees: nothing else is computed.
+queries and a run of keys the visible scores are a band. A `MaskBlock` has the queries that see a key and the keys that
+a query sees: nothing else is computed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from megascale.layout.windows import QUERY_BLOCK
 T = TypeVar("T")
 
 
-class Band(NamedTuple):
-    """A rectangle of scores. `queries`, `keys`: places in the two tensors. Aligned at its last query and its last key,
-    query i sees the keys from `left` before its own place up to `right` after it; None: all keys on that side. These
-    are flash-attn's windows. `row`: of the micro-batch; None for all of its rows.
+class MaskBlock(NamedTuple):
+    """A rectangle of scores with its visible band. `queries`, `keys`: places in the two tensors. Aligned at its last
+    query and its last key, query i sees the keys from `left` before its own place up to `right` after it; None: all
+    keys on that side. These are flash-attn's windows. `row`: of the micro-batch; None for all of its rows.
     """
 
     queries: slice
@@ -32,7 +32,7 @@ class Band(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """The key of the first query's own place, from the first key of the band."""
+        """The key of the first query's own place, from the first key of the block."""
         return self.keys.stop - self.keys.start - (self.queries.stop - self.queries.start)
 
     @property
@@ -53,10 +53,10 @@ class Band(NamedTuple):
         return total
 
 
-class Bands(tuple[Band, ...]):
-    """Bands, with what backends compute of them, such as index tensors: once for all layers."""
+class MaskBlocks(tuple[MaskBlock, ...]):
+    """Blocks, with what backends compute of them, such as index tensors: once for all layers."""
 
-    def __init__(self, bands: Iterable[Band] = ()) -> None:
+    def __init__(self, blocks: Iterable[MaskBlock] = ()) -> None:
         self._derived: dict[Hashable, Any] = {}
 
     def derive(self, key: Hashable, compute: Callable[[], T]) -> T:
@@ -84,16 +84,16 @@ class Tile(NamedTuple):
         return (self.queries.stop - self.queries.start) * (self.keys.stop - self.keys.start)
 
 
-def tiles(band: Band) -> Iterator[Tile]:
-    """Cut a band to tiles. Without a window: a square on the diagonal, and what lies beside it, which is visible; with
+def tiles(block: MaskBlock) -> Iterator[Tile]:
+    """Cut a block to tiles. Without a window: a square on the diagonal, and what lies beside it, which is visible; with
     a window: blocks of queries.
     """
-    queries, keys = band.queries, band.keys
-    if band.left is None and band.right is None:
+    queries, keys = block.queries, block.keys
+    if block.left is None and block.right is None:
         yield Tile(queries, keys)
-    elif band.left is None:
-        assert band.right is not None
-        right = keys.start + band.offset + band.right  # of the keys that every query sees: there the square begins
+    elif block.left is None:
+        assert block.right is not None
+        right = keys.start + block.offset + block.right  # of the keys that every query sees: there the square begins
         side = min(queries.stop - queries.start, keys.stop - right)
         below = queries.start + side
         if right > keys.start:
@@ -103,7 +103,7 @@ def tiles(band: Band) -> Iterator[Tile]:
             yield Tile(slice(below, queries.stop), slice(right, keys.stop))
     else:
         own = keys.stop - queries.stop  # key - query of a query's own place
-        low, high = own - band.left, keys.stop - queries.start if band.right is None else own + band.right
+        low, high = own - block.left, keys.stop - queries.start if block.right is None else own + block.right
         for start in range(queries.start, queries.stop, QUERY_BLOCK):
             stop = min(start + QUERY_BLOCK, queries.stop)
             seen = slice(max(keys.start, start + low), min(keys.stop, stop + high))
@@ -127,41 +127,41 @@ class _Run(NamedTuple):
         return slice(self.place, self.place + self.stop - self.start)
 
 
-def score_bands(
+def mask_blocks(
     queries: Sequence[TokenSpan],
     keys: Sequence[TokenSpan],
     window: int | None,
     starts: Sequence[Sequence[int]] | None = None,
     length: int = 0,
-) -> Bands:
-    """List the bands of visible scores. `starts`: for each row of a micro-batch of rows of `length`, the positions at
+) -> MaskBlocks:
+    """List the blocks of visible scores. `starts`: for each row of a micro-batch of rows of `length`, the positions at
     which its documents begin; None: every row is a single document.
     """
     runs = _runs(queries), _runs(keys)
     if starts is None:
         if window is None and tuple(queries) == tuple(keys):  # ascending: a triangle also where they are held
             size = count(queries)
-            return Bands([Band(slice(0, size), slice(0, size), None, 0)])
-        return Bands(_merged(_bands(itertools.product(*runs), window, None)))
-    bands = list[Band]()
+            return MaskBlocks([MaskBlock(slice(0, size), slice(0, size), None, 0)])
+        return MaskBlocks(_merged(_blocks(itertools.product(*runs), window, None)))
+    blocks = list[MaskBlock]()
     for row, begins in enumerate(starts):
         for parts in zip(*(within_documents(side, begins, length) for side in runs), strict=True):
-            bands += _bands(itertools.product(*parts), window, row)
-    return Bands(bands)
+            blocks += _blocks(itertools.product(*parts), window, row)
+    return MaskBlocks(blocks)
 
 
-def _merged(bands: Iterable[Band]) -> list[Band]:
-    """Merge each band with the one before it, where both are visible as a whole and make a rectangle."""
-    merged = list[Band]()
-    for band in bands:
-        before = merged[-1] if merged else band
-        whole = (before.left, before.right, band.left, band.right) == (None, None, None, None)
-        if whole and before.queries == band.queries and before.keys.stop == band.keys.start:
-            merged[-1] = band._replace(keys=slice(before.keys.start, band.keys.stop))
-        elif whole and before.keys == band.keys and before.queries.stop == band.queries.start:
-            merged[-1] = band._replace(queries=slice(before.queries.start, band.queries.stop))
+def _merged(blocks: Iterable[MaskBlock]) -> list[MaskBlock]:
+    """Merge each block with the one before it, where both are visible as a whole and make a rectangle."""
+    merged = list[MaskBlock]()
+    for block in blocks:
+        before = merged[-1] if merged else block
+        whole = (before.left, before.right, block.left, block.right) == (None, None, None, None)
+        if whole and before.queries == block.queries and before.keys.stop == block.keys.start:
+            merged[-1] = block._replace(keys=slice(before.keys.start, block.keys.stop))
+        elif whole and before.keys == block.keys and before.queries.stop == block.queries.start:
+            merged[-1] = block._replace(queries=slice(before.queries.start, block.queries.stop))
         else:
-            merged.append(band)
+            merged.append(block)
     return merged
 
 
@@ -170,8 +170,8 @@ def _runs(spans: Sequence[TokenSpan]) -> list[_Run]:
     return [_Run(*span, end - span.size) for span, end in zip(spans, ends, strict=True)]
 
 
-def _bands(pairs: Iterable[tuple[_Run, _Run]], window: int | None, row: int | None) -> Iterator[Band]:
-    """Yield the bands of pairs of a run of queries and a run of keys."""
+def _blocks(pairs: Iterable[tuple[_Run, _Run]], window: int | None, row: int | None) -> Iterator[MaskBlock]:
+    """Yield the blocks of pairs of a run of queries and a run of keys."""
     for queries, keys in pairs:
         q = queries.cut(keys.start, queries.stop if window is None else keys.stop - 1 + window)  # that see a key
         k = keys.cut(keys.start if window is None else q.start - window + 1, q.stop)  # that a query sees
@@ -179,4 +179,4 @@ def _bands(pairs: Iterable[tuple[_Run, _Run]], window: int | None, row: int | No
             continue
         right: int | None = q.stop - k.stop
         left = None if window is None or q.stop - 1 - k.start < window else window - 1 - (q.stop - k.stop)
-        yield Band(q.places, k.places, left, None if k.stop - 1 <= q.start else right, row)
+        yield MaskBlock(q.places, k.places, left, None if k.stop - 1 <= q.start else right, row)

@@ -1,4 +1,4 @@
-"""`Precedence.last_predecessors`, computed along two paths, equals the definition."""
+"""`ScheduleDependencies.last_predecessors`, computed along two paths, equals the definition."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from megascale.schedule import ir
 from megascale.schedule.check import dependencies
+from megascale.schedule.dependencies import ScheduleDependencies
 from megascale.schedule.ir import Action, Kind, Schedule, backward, forward
 from megascale.schedule.one_f_one_b import one_f_one_b
-from megascale.schedule.precedence import Precedence
 from tests.schedule.hosts import any_order
 
 Place = tuple[int, int]
@@ -20,7 +20,7 @@ Place = tuple[int, int]
 @given(st.integers(2, 6), st.integers(1, 3), st.integers(1, 2), st.randoms(use_true_random=False))
 def test_last_predecessors_equal_the_definition(p: int, v: int, m: int, chance: random.Random) -> None:
     compute = any_order(p, v, m, chance)
-    precedence, before = Precedence(compute, v), predecessors(compute, v)
+    precedence, before = ScheduleDependencies(compute, v), predecessors(compute, v)
     for at, order in enumerate(compute):
         for of in {at - 1, at + 1} & {*range(p)} if v == 1 else {(at - 1) % p, (at + 1) % p}:
             expected = [
@@ -53,11 +53,11 @@ def predecessors(compute: Schedule, v: int) -> dict[Place, set[Place]]:
 
 
 def test_producer_and_consumer() -> None:
-    line, ring = Precedence(ir.build_schedule(one_f_one_b, 3, 1, 2), 1), Precedence([[], [], []], 2)
+    line, ring = ScheduleDependencies(ir.build_schedule(one_f_one_b, 3, 1, 2), 1), ScheduleDependencies([[], [], []], 2)
     assert (
         line.producer(forward(0, 1), 0) is line.consumer(backward(0, 1), 0) is line.producer(backward(0, 1), 2) is None
     )
     assert line.consumer(forward(0, 1), 0) == (1, Action(Kind.F, 0, 1))
     assert ring.consumer(forward(0, 1), 2) == (0, Action(Kind.F, 1, 1))
     assert ring.producer(backward(0, 1), 2) == (0, Action(Kind.B, 1, 1))
-    assert Precedence([[]], 2).consumer(forward(0, 0), 0) is None
+    assert ScheduleDependencies([[]], 2).consumer(forward(0, 0), 0) is None
