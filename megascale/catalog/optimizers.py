@@ -136,7 +136,7 @@ OPTIMIZERS = Registry(
         _card(
             "lion",
             "sign of an interpolated momentum (Chen et al. 2023)",
-            "lion:lion",
+            "contrib.lion:lion",
             "elements",
             {"momentum": "mn"},
             meaning="momentum",
@@ -145,7 +145,7 @@ OPTIMIZERS = Registry(
         _card(
             "spam",
             "Adam with clipped spikes and a reset of its moments (Huang et al. 2025)",
-            "spam:spam",
+            "contrib.spam:spam",
             "elements",
             _MOMENTS,
             options=_SPAM,
@@ -153,7 +153,7 @@ OPTIMIZERS = Registry(
         _card(
             "spam_sparse",
             "SPAM with moments for a random part of a matrix's elements, drawn at each reset (Huang et al. 2025)",
-            "spam:spam_sparse",
+            "contrib.spam:spam_sparse",
             "matrix",
             {"exp_avg": "d", "exp_avg_sq": "d", "resets": ""},
             options=_SPAM | {"density": 0.25},
@@ -161,7 +161,7 @@ OPTIMIZERS = Registry(
         _card(
             "adafactor",
             "second moment of rows and columns, without momentum (Shazeer and Stern 2018)",
-            "adafactor:adafactor",
+            "contrib.adafactor:adafactor",
             "rows_and_columns",
             {"row": "m", "column": "n"},
             options={"decay": 0.8, "eps1": 1e-30, "eps2": 1e-3, "clip_threshold": 1.0, "scale_parameter": True},
@@ -171,7 +171,7 @@ OPTIMIZERS = Registry(
         _card(
             "came",
             "Adafactor with momentum, divided by its instability (Luo et al. 2023)",
-            "came:came",
+            "contrib.came:came",
             "rows_and_columns",
             {"exp_avg": "mn", "row": "m", "column": "n", "residual_row": "m", "residual_column": "n"},
             options={
@@ -186,7 +186,7 @@ OPTIMIZERS = Registry(
         _card(
             "adam_mini",
             "Adam with a second moment for each row or head (Zhang et al. 2024)",
-            "adam_mini:adam_mini",
+            "contrib.adam_mini:adam_mini",
             "rows_and_columns",
             {"exp_avg": "mn", "exp_avg_sq": "m"},
             meaning="block moments",
@@ -195,7 +195,7 @@ OPTIMIZERS = Registry(
         _card(
             "sinkgd",
             "gradients with equal norms of rows and of columns, without state (Scetbon et al. 2025)",
-            "sinkgd:sinkgd",
+            "contrib.sinkgd:sinkgd",
             "rows_and_columns",
             {},
             options={"iterations": 5, "scale": 0.2},
@@ -203,7 +203,7 @@ OPTIMIZERS = Registry(
         _card(
             "swan",
             "normalized and whitened gradients, without state (Ma et al. 2024)",
-            "swan:swan",
+            "contrib.swan:swan",
             "matrix",
             {},
             options={"ns_steps": 10, "scale": 0.2},
@@ -213,7 +213,7 @@ OPTIMIZERS = Registry(
         _card(
             "conda",
             "second moment in a basis of the momentum's singular vectors (Wang et al. 2025)",
-            "conda:conda",
+            "contrib.conda:conda",
             "matrix",
             {"exp_avg": "mn", "exp_avg_sq": "sl", "basis": "ss"},
             options=_ADAM | {"update_gap": 2000, "scale": 1.0},
@@ -224,7 +224,7 @@ OPTIMIZERS = Registry(
         _card(
             "galore",
             "Adam in a subspace of the gradient (Zhao et al. 2024)",
-            "galore:galore",
+            "contrib.galore:galore",
             "low_rank",
             {"exp_avg": "rl", "exp_avg_sq": "rl"},
             meaning=("natural", {False: "galore", True: "natural galore"}),
@@ -233,7 +233,7 @@ OPTIMIZERS = Registry(
         _card(
             "grad_norm_lorp",
             "weight normalisation with gradients in a subspace, experimental (Huang et al. 2024)",
-            "grad_norm_lorp:grad_norm_lorp",
+            "contrib.grad_norm_lorp:grad_norm_lorp",
             "low_rank",
             {"exp_avg": "rl", "exp_avg_sq": "rl", "length": "m", "magnitude_avg": "m", "magnitude_avg_sq": "m"},
             weight=True,
@@ -243,7 +243,7 @@ OPTIMIZERS = Registry(
         _card(
             "poet",
             "rotations of the weight from both sides, experimental (Qiu et al. 2025)",
-            "poet:poet",
+            "contrib.poet:poet",
             "matrix",
             {side + moment: size for side, size in (("left", "xt"), ("right", "yu")) for moment in _OF_GENERATORS}
             | {"merges": ""},
@@ -258,7 +258,7 @@ OPTIMIZERS = Registry(
         _card(
             "soap",
             "Adam in the eigenbases of Shampoo's factors (Vyas et al. 2024)",
-            "soap:soap",
+            "contrib.soap:soap",
             "matrix",
             _MOMENTS | {"left": "MM", "right": "NN", "left_basis": "MM", "right_basis": "NN"},
             options=_ADAM | {"beta1": 0.95, "beta2": 0.95, "update_gap": 10, "max_size": 10_000},
@@ -270,7 +270,7 @@ OPTIMIZERS = Registry(
         _card(
             "shampoo",
             "inverse roots of the gradient's factors, with Adam's step size (Gupta et al. 2018, Shi et al. 2023)",
-            "shampoo:shampoo",
+            "contrib.shampoo:shampoo",
             "matrix",
             _MOMENTS | {"left": "MM", "right": "NN", "left_root": "MM", "right_root": "NN"},
             options=_ADAM | {"damping": 1e-6, "update_gap": 50, "max_size": 10_000},
@@ -281,7 +281,7 @@ OPTIMIZERS = Registry(
         _card(
             "reg",
             "momentum with equal norms of rows and of columns (Liu et al. 2025)",
-            "reg:reg",
+            "contrib.reg:reg",
             "rows_and_columns",
             {"momentum": "mn"},
             meaning="momentum",
@@ -290,7 +290,7 @@ OPTIMIZERS = Registry(
         _card(
             "ada_pm",
             "Adam-mini with momentum of low rank, or none, where that suffices (Zhang et al. 2025)",
-            "ada_pm:ada_pm",
+            "contrib.ada_pm:ada_pm",
             "low_rank",
             {"exp_avg_sq": "m"},
             meaning="block moments",
@@ -307,7 +307,7 @@ OPTIMIZERS = Registry(
         _card(
             "adamw_8bit",
             "AdamW with moments in 8 bits (Dettmers et al. 2021)",
-            "eight_bit:adamw_8bit",
+            "contrib.eight_bit:adamw_8bit",
             "matrix",
             _MOMENTS | {"exp_avg_scale": "/mn", "exp_avg_sq_scale": "/mn"},
             options=_ADAM,
@@ -316,7 +316,7 @@ OPTIMIZERS = Registry(
         _card(
             "galore_8bit",
             "GaLore with moments in 8 bits",
-            "eight_bit:galore_8bit",
+            "contrib.eight_bit:galore_8bit",
             "low_rank",
             {"exp_avg": "rl", "exp_avg_sq": "rl", "exp_avg_scale": "/rl", "exp_avg_sq_scale": "/rl"},
             uint8=("exp_avg", "exp_avg_sq"),

@@ -21,10 +21,10 @@ from megascale.core.registry import Card
 from megascale.core.seeds import seed_of
 from megascale.layout.param_groups import ParamGroup
 from megascale.ops.optimizer import Segment, UpdateInput
-from megascale.optim.counter_random import random_subset
+from megascale.optim.contrib.counter_random import random_subset
+from megascale.optim.contrib.spam import rewarmed, spam
+from megascale.optim.contrib.swan import whiten
 from megascale.optim.matrix_updates import MatrixUpdates
-from megascale.optim.spam import rewarmed, spam
-from megascale.optim.swan import whiten
 from tests.optim.layouts import LAYOUT_CASES, LAYOUTS, configuration, difference, state_after
 
 FUNCTIONS = [name for name in OPTIMIZERS.names() if not isinstance(OPTIMIZERS[name].load(), type)]

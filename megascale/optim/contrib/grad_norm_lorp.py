@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megascale.ops.optimizer import Update, UpdateInput
 from megascale.optim.adam import adam
-from megascale.optim.galore import galore
-from megascale.optim.weight_change import direction_of
+from megascale.optim.contrib.galore import galore
+from megascale.optim.contrib.weight_change import direction_of
 
 TINY = 1e-30
 """The least norm that divides."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megascale.ops.optimizer import Update, UpdateInput
-from megascale.optim.subspaces import SUBSPACES
+from megascale.optim.contrib.subspaces import SUBSPACES
 
 GROWTH, EPS = 1.01, 1e-8
 """The most growth of the residual's norm in a step, and a small addend of norms that divide; Fira's."""

@@ -12,8 +12,8 @@ passes are this project's choice.
 from __future__ import annotations
 
 from megascale.ops.optimizer import Update, UpdateInput
-from megascale.optim.adafactor import root_mean_square
-from megascale.optim.sinkgd import EPS, equalized
+from megascale.optim.contrib.adafactor import root_mean_square
+from megascale.optim.contrib.sinkgd import EPS, equalized
 
 
 def reg(given: UpdateInput) -> Update:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megascale.core.seeds import seed_of
 from megascale.ops.optimizer import UpdateInput
-from megascale.optim.counter_random import random_permutation
-from megascale.optim.grad_norm_lorp import grad_norm_lorp
-from megascale.optim.poet import poet
+from megascale.optim.contrib.counter_random import random_permutation
+from megascale.optim.contrib.grad_norm_lorp import grad_norm_lorp
+from megascale.optim.contrib.poet import poet
 from tests.optim.test_update_rules import SHAPES, close, gradient, walk
 
 EPS = 1e-6

@@ -24,8 +24,8 @@ from torch import Tensor
 from megascale.core.seeds import seed_of
 from megascale.ops.optimizer import Update, UpdateInput
 from megascale.optim.adam import adam
-from megascale.optim.counter_random import random_permutation
-from megascale.optim.weight_change import direction_of
+from megascale.optim.contrib.counter_random import random_permutation
+from megascale.optim.contrib.weight_change import direction_of
 
 
 def poet(given: UpdateInput) -> Update:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from megascale.ops.optimizer import Update, UpdateInput
-from megascale.optim.adam_mini import block_moment
-from megascale.optim.subspaces import FLOOR, completed
+from megascale.optim.contrib.adam_mini import block_moment
+from megascale.optim.contrib.subspaces import FLOOR, completed
 
 
 def ada_pm(given: UpdateInput) -> Update:

@@ -7,7 +7,7 @@ import torch
 
 from megascale.layout.param_groups import ParamGroup
 from megascale.ops.optimizer import UpdateInput
-from megascale.optim.eight_bit import adamw_8bit, dequantized, quantized, values_of
+from megascale.optim.contrib.eight_bit import adamw_8bit, dequantized, quantized, values_of
 from tests.optim.test_update_rules import adam, dtype_of, gradient, walk
 
 

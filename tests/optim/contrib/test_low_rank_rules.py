@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megascale.ops.optimizer import UpdateInput
-from megascale.optim.ada_pm import ada_pm
-from megascale.optim.galore import LAMBDA, natural_gradient
-from megascale.optim.subspaces import completed, drawn_rows, online_pca
+from megascale.optim.contrib.ada_pm import ada_pm
+from megascale.optim.contrib.galore import LAMBDA, natural_gradient
+from megascale.optim.contrib.subspaces import completed, drawn_rows, online_pca
 from tests.optim.test_update_rules import SHAPES, adam, close, gradient, walk
 
 

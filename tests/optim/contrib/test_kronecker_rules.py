@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megascale.ops.optimizer import UpdateInput
-from megascale.optim.shampoo import inverse_root
-from megascale.optim.soap import next_basis, soap
+from megascale.optim.contrib.shampoo import inverse_root
+from megascale.optim.contrib.soap import next_basis, soap
 from tests.optim.test_update_rules import SHAPES, adam, close, gradient, walk
 
 

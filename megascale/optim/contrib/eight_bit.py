@@ -17,7 +17,7 @@ from torch import Tensor
 from megascale.catalog.optimizers import QUANTIZED_BLOCK
 from megascale.ops.optimizer import Update, UpdateInput, UpdateRule
 from megascale.optim.adam import adam
-from megascale.optim.galore import galore
+from megascale.optim.contrib.galore import galore
 
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 """The tensors of state in 8 bits: with a sign or without."""

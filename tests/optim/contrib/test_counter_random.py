@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megascale.optim.counter_random import random_integers, random_permutation, random_subset
+from megascale.optim.contrib.counter_random import random_integers, random_permutation, random_subset
 
 CPU = torch.device("cpu")
 

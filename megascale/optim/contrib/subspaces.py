@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megascale.core.seeds import seed_of
 from megascale.ops.optimizer import UpdateInput
-from megascale.optim.counter_random import random_integers
+from megascale.optim.contrib.counter_random import random_integers
 
 State = dict[str, Tensor]
 

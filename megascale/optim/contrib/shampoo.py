@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megascale.ops.optimizer import Update, UpdateInput
 from megascale.optim.adam import adam
-from megascale.optim.soap import kronecker_factors, rotated
+from megascale.optim.contrib.soap import kronecker_factors, rotated
 
 TINY = 1e-30
 """The least norm that divides."""

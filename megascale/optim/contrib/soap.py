@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megascale.ops.optimizer import Update, UpdateInput
-from megascale.optim.subspaces import FLOOR, completed
+from megascale.optim.contrib.subspaces import FLOOR, completed
 
 
 def soap(given: UpdateInput) -> Update:

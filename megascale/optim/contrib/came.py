@@ -11,7 +11,7 @@ Without bias correction. The authors use 0.5 to 0.9 times AdamW's learning rate.
 from __future__ import annotations
 
 from megascale.ops.optimizer import Update, UpdateInput
-from megascale.optim.adafactor import clipped, inverse_root
+from megascale.optim.contrib.adafactor import clipped, inverse_root
 
 
 def came(given: UpdateInput) -> Update:

@@ -22,7 +22,7 @@ import torch
 
 from megascale.core.seeds import seed_of
 from megascale.ops.optimizer import Update, UpdateInput
-from megascale.optim.counter_random import random_subset
+from megascale.optim.contrib.counter_random import random_subset
 
 
 def spam(given: UpdateInput) -> Update:

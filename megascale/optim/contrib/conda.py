@@ -15,7 +15,7 @@ import math
 import torch
 
 from megascale.ops.optimizer import Update, UpdateInput
-from megascale.optim.subspaces import completed
+from megascale.optim.contrib.subspaces import completed
 
 
 def conda(given: UpdateInput) -> Update:
