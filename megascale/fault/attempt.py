@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -10,7 +10,6 @@ from megascale.core.flight_record import FlightRecord, FlightRecordError
 from megascale.fault.classify import (
     IS_STOPPED,
     Finding,
-    Verdict,
     add_culprits,
     classify_ends,
     classify_hang,
@@ -22,9 +21,7 @@ from megascale.fault.classify import (
 from megascale.fault.messages import RankEnd, RankStatus
 from megascale.fault.roster import Roster, node_by_rank
 from megascale.fault.watch import STOPPED_STATES, ProgressWatch
-
-HangVerdict = Callable[[Mapping[int, FlightRecord], Mapping[int, str]], Verdict]
-"""`observe.hang.hang_verdict`: flight records and states of processes, by rank, to a verdict."""
+from megascale.observe.hang import Verdict
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import signal
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from megascale.core.errors import Exit
 from megascale.core.rank import format_ranks
@@ -19,6 +18,7 @@ from megascale.fault.incidents import Culprit, IncidentClass
 from megascale.fault.messages import RankEnd
 from megascale.fault.roster import format_nodes
 from megascale.launch.failure import how_ended
+from megascale.observe.hang import Verdict
 
 CODE_ERRORS = frozenset({
     "ArithmeticError", "AssertionError", "AttributeError", "ImportError", "IndexError", "KeyError", "LookupError",
@@ -57,23 +57,6 @@ class Finding:
     followers: tuple[int, ...] = ()
     permanent: bool = False
     memory: bool = False
-
-
-class Verdict(Protocol):
-    """The verdict about a hang (`observe.hang`)."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def ranks(self) -> tuple[int, ...]: ...
-    @property
-    def group(self) -> str: ...
-    @property
-    def evidence(self) -> tuple[str, ...]: ...
-    @property
-    def confident(self) -> bool: ...
-    @property
-    def compare(self) -> tuple[int, ...]: ...
 
 
 def is_cascade(end: RankEnd) -> bool:

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megascale.config.fault import FaultConfig
+from megascale.core.flight_record import FlightRecord
 from megascale.fault import decisions, stages
-from megascale.fault.attempt import Attempt, HangVerdict, LostNode
-from megascale.fault.classify import Verdict
+from megascale.fault.attempt import Attempt, LostNode
 from megascale.fault.commands import Command, Exclude, Log, Request, Say, Send, StartAgent
 from megascale.fault.incidents import Incident, JobHistory
 from megascale.fault.messages import (
@@ -41,6 +41,7 @@ from megascale.fault.messages import (
 from megascale.fault.roster import Roster, format_nodes
 from megascale.fault.shrink import SmallerLayout
 from megascale.fault.stages import Stage
+from megascale.observe.hang import Verdict
 
 START_S = 5.0
 """Seconds after an order to start ranks in which a heartbeat without ranks may be older than the order."""
@@ -97,7 +98,12 @@ class Job:
     """
 
     def __init__(
-        self, plan: JobPlan, settings: FaultConfig, history: JobHistory, hang_verdict: HangVerdict, now: float
+        self,
+        plan: JobPlan,
+        settings: FaultConfig,
+        history: JobHistory,
+        hang_verdict: Callable[[Mapping[int, FlightRecord], Mapping[int, str]], Verdict],
+        now: float,
     ) -> None:
         self.plan = plan.resumed(history)
         self.settings = settings

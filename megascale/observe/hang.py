@@ -52,10 +52,10 @@ class Verdict:
     """
 
     kind: VerdictKind
-    ranks: tuple[int, ...]
-    group: str
-    evidence: tuple[str, ...]
-    confident: bool
+    ranks: tuple[int, ...] = ()
+    group: str = ""
+    evidence: tuple[str, ...] = ()
+    confident: bool = True
     compare: tuple[int, ...] = ()
 
 

@@ -165,7 +165,6 @@ SHARED = {
     "Action": "fault: what the driver does about an incident; schedule: an action of a pipeline schedule",
     "Device": "device.py: the device of this process; simulate: the section [device] of a hardware profile",
     "Stage": "fault: a stage of a job; model: a pipeline stage",
-    "Verdict": "observe: about a hang; fault: the protocol by which the driver reads it",
 }
 """Names of two modules or classes, and why nobody takes one for the other."""
 

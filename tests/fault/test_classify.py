@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from lab.simulation import HangVerdict
 from megascale.core.errors import Exit
 from megascale.fault.classify import classify_ends, classify_hang, classify_lost_nodes, innermost_frame
 from megascale.fault.messages import RankEnd
+from megascale.observe.hang import Verdict
 
 NODES = {0: "a", 1: "a", 2: "b", 3: "b", 4: "c", 5: "c"}
 
@@ -113,13 +113,13 @@ def test_a_lost_node() -> None:
 def test_a_hang_has_the_innermost_frame_as_evidence() -> None:
     stack = 'Thread 1 (idle): "MainThread"\n    sleep (inject.py:4)\n    step (step.py:9)\n'
     assert innermost_frame(stack) == "sleep (inject.py:4)"
-    found = classify_hang(HangVerdict("stopped", (3,), "dp", ("state T",)), 1.0, NODES, tuple(NODES), {3: stack})
+    found = classify_hang(Verdict("stopped", (3,), "dp", ("state T",)), 1.0, NODES, tuple(NODES), {3: stack})
     assert (found.class_, found.culprit.nodes) == ("hang", ("b",))
     assert found.evidence == ("state T", "rank 3 in sleep (inject.py:4)")
     assert found.followers == (0, 1, 2, 4, 5)
 
 
 def test_several_ranks_wait_for_data() -> None:
-    found = classify_hang(HangVerdict("network", (0, 2), "pp"), 1.0, NODES, (0, 1, 2), {})
+    found = classify_hang(Verdict("network", (0, 2), "pp"), 1.0, NODES, (0, 1, 2), {})
     assert found.what == "ranks 0, 2 on a, b wait for data that other ranks have sent"
     assert (found.class_, found.signature) == ("network", "network: waiting of ranks 0, 2")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lab.simulation import HangVerdict, Simulation
+from lab.simulation import Simulation
 from megascale.config.fault import FaultConfig
 from megascale.core.errors import Exit
 from megascale.core.flight_layout import EVENTS
@@ -38,6 +38,7 @@ from megascale.fault.messages import (
 from megascale.fault.shrink import SmallerLayout
 from megascale.fault.stages import SETTLE_S, Stage
 from megascale.fault.watch import ProgressWatch
+from megascale.observe.hang import Verdict
 
 PLAN = JobPlan("run", 4, 16, ("train",), "/logs")
 
@@ -119,7 +120,7 @@ def test_an_agent_that_ended_is_started_again_without_a_spare() -> None:
 
 def test_a_node_that_fails_its_checks_while_its_ranks_end_leaves_the_job() -> None:
     sim = simulation(plan=replace(PLAN, checks=True))
-    sim.hang(HangVerdict("collective", (5,)), 5.0)
+    sim.hang(Verdict("collective", (5,)), 5.0)
     while sim.job.stage is not Stage.STOP:
         sim.run(sim.now + 0.2)
     sim._perform(sim.job.checked("node1", "memory: slow", sim.now))
@@ -313,7 +314,7 @@ def test_a_node_that_is_checked_is_not_named_where_too_few_are_left() -> None:
 def test_a_node_that_an_earlier_launch_has_replaced_is_given_back_for_another() -> None:
     history = JobHistory(attempt=3, excluded={"b": 900.0, "c": 900.0, "d": 50.0})
     plan = JobPlan("run", 2, 2, ("train",), "/logs", requestable=True, revivable=False)
-    job = Job(plan, FaultConfig(), history, lambda records, states: HangVerdict(), 100.0)
+    job = Job(plan, FaultConfig(), history, lambda records, states: Verdict("collective"), 100.0)
     commands = [c for c in job.expect(["a", "b"], 100.0) if not isinstance(c, Say)]
     assert commands == [Exclude("b", "it was replaced before", 900.0), Request(1)]
     assert Request(1) in job.expect(["c"], 101.0), "it was replaced, too"
@@ -326,7 +327,7 @@ def test_a_node_that_an_earlier_launch_has_replaced_is_given_back_for_another() 
 def test_a_job_without_a_node_in_place_of_an_excluded_one_says_so() -> None:
     plan = JobPlan("run", 2, 2, ("train",), "/logs", requestable=True, revivable=False)
     history = JobHistory(attempt=3, excluded={"b": 900.0})
-    job = Job(plan, FaultConfig(), history, lambda records, states: HangVerdict(), 100.0)
+    job = Job(plan, FaultConfig(), history, lambda records, states: Verdict("collective"), 100.0)
     job.expect(["a", "b"], 100.0)
     job.refused(101.0)
     (incident,) = job.history.incidents.values()
@@ -364,7 +365,7 @@ def test_what_12_288_ranks_do_costs_no_look_at_all_of_them_each_time(monkeypatch
         call = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *all, name=name, call=call: looks.update([name]) or call(*all))
     everyone = tuple(range(8 * nodes))
-    sim.hang(HangVerdict("device", everyone, confident=False, compare=everyone), 31.0)
+    sim.hang(Verdict("device", everyone, confident=False, compare=everyone), 31.0)
     assert recovers(sim).class_ == "hang"
     assert looks["node_by_rank"] <= 2, "once an attempt"
     looks.clear()
@@ -375,14 +376,14 @@ def test_what_12_288_ranks_do_costs_no_look_at_all_of_them_each_time(monkeypatch
 
 def test_a_hang_names_its_rank() -> None:
     sim = simulation()
-    sim.hang(HangVerdict("stopped", (9,), "dp", ("state T",)), 31.0)
+    sim.hang(Verdict("stopped", (9,), "dp", ("state T",)), 31.0)
     incident = recovers(sim)
     assert (incident.class_, incident.culprit.ranks, incident.culprit.nodes) == ("hang", (9,), ("node2",))
 
 
 def test_a_network_in_doubt_gets_time_and_a_flap_restarts_nothing() -> None:
     sim = simulation(flap_s=20.0)
-    sim.hang(HangVerdict("network", (9,), "pp"), 31.0)
+    sim.hang(Verdict("network", (9,), "pp"), 31.0)
     sim.run(sim.now + 32.0)
     incident = list(sim.job.history.incidents.values())[-1]
     assert (incident.action.kind, incident.class_) == ("wait", "network")
@@ -396,7 +397,7 @@ def test_a_network_in_doubt_gets_time_and_a_flap_restarts_nothing() -> None:
 
 def test_a_network_that_does_not_recover_is_restarted() -> None:
     sim = simulation(flap_s=2.0)
-    sim.hang(HangVerdict("network", (9,), "pp"), 31.0)
+    sim.hang(Verdict("network", (9,), "pp"), 31.0)
     recovers(sim)
     kinds = [incident.action.kind for incident in sim.job.history.incidents.values()]
     assert kinds == ["wait", "restart"]
@@ -426,7 +427,7 @@ class Cluster:
 
     def __init__(self, history: JobHistory | None = None, *, takeover: bool = False, **more: Any) -> None:
         plan = JobPlan("run", 2, 2, ("train",), "/logs", takeover=takeover, **more)
-        self.job = Job(plan, FaultConfig(), history or JobHistory(), lambda records, states: HangVerdict(), 0.0)
+        self.job = Job(plan, FaultConfig(), history or JobHistory(), lambda records, states: Verdict("collective"), 0.0)
         self.now = 0.0
 
     def send(self, node: str, message: Any, after: float = 0.0) -> list[Any]:
@@ -540,9 +541,9 @@ def test_slow_phases_have_longer_bounds() -> None:
 def test_a_verdict_may_ask_once_for_longer_records_of_some_ranks() -> None:
     cluster, verdicts = Cluster().start(), []
 
-    def verdict(records: Any, states: Any) -> HangVerdict:
+    def verdict(records: Any, states: Any) -> Verdict:
         verdicts.append((sorted(records), states))
-        return HangVerdict("divergence", (0, 1), confident=False, compare=(1,))
+        return Verdict("divergence", (0, 1), confident=False, compare=(1,))
 
     cluster.job.hang_verdict = verdict
     cluster.beat("step", 2)
@@ -615,7 +616,7 @@ def test_a_save_that_fails_at_a_stop_is_the_status() -> None:
 
 def test_a_node_that_is_lost_while_the_job_gathers_is_replaced_at_once() -> None:
     plan = JobPlan("run", 2, 2, ("train",), "/logs", revivable=False)
-    job = Job(plan, FaultConfig(), JobHistory(), lambda records, states: HangVerdict(), 0.0)
+    job = Job(plan, FaultConfig(), JobHistory(), lambda records, states: Verdict("collective"), 0.0)
     job.expect(["a", "b"], 0.0)
     for node in "abc":
         job.receive(node, Hello(node, node, node, 1), 0.0)
@@ -842,7 +843,7 @@ def test_the_loss_of_an_idle_node_disturbs_nobody(spares: int) -> None:
 
 
 def test_a_job_that_is_stopped_without_ranks_says_so() -> None:
-    job = Job(PLAN, FaultConfig(), JobHistory(), lambda records, states: HangVerdict(), 0.0)
+    job = Job(PLAN, FaultConfig(), JobHistory(), lambda records, states: Verdict("collective"), 0.0)
     assert job.stage == Stage.GATHER
     assert [c.text for c in job.request_stop(1.0) if isinstance(c, Say)] == ["stopping: no ranks run"]
     assert job.request_stop(2.0) == []
@@ -858,7 +859,7 @@ def test_a_launch_without_incidents_of_its_own_names_none() -> None:
 
 def job_that_lost_b(plan: JobPlan) -> Job:
     """Return a job of three nodes that may shrink, after the verdict about the loss of node b."""
-    job = Job(plan, FaultConfig(shrink=True), JobHistory(), lambda records, states: HangVerdict(), 0.0)
+    job = Job(plan, FaultConfig(shrink=True), JobHistory(), lambda records, states: Verdict("collective"), 0.0)
     job.expect(["a", "b", "c"], 0.0)
     for node in "abc":
         job.receive(node, Hello(node, node, node, 1), 0.0)
@@ -878,7 +879,7 @@ def test_without_a_spare_the_layout_shrinks_and_a_new_driver_knows_it() -> None:
     started = [c.message for c in job.receive("a", StoreOpened(1, "a:2"), 3.0) if isinstance(c, Send)]
     assert [(order.ranks, order.world) for order in started] == [((0,), 2), ((1,), 2)]
     assert started[0].arguments == ("train", "parallel.dp=3", "parallel.dp=2")
-    new = Job(plan, FaultConfig(), job.history, lambda records, states: HangVerdict(), 4.0)
+    new = Job(plan, FaultConfig(), job.history, lambda records, states: Verdict("collective"), 4.0)
     assert (new.plan.nodes, new.plan.world, new.plan.overrides) == (2, 2, ("parallel.dp=2",))
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from lab.simulation import HangVerdict
 from megascale.cli.main import main
 from megascale.cli.observe import PORT, DriverEndpoint, _driver_endpoint, _reserve
 from megascale.config.fault import FaultConfig
@@ -28,6 +27,7 @@ from megascale.fault.live_job import live_state
 from megascale.fault.messages import Collect, Heartbeat, Hello, Leave, RankEnd, RanksEnded, RankStatus, Records, Welcome
 from megascale.fault.rpc import DriverServer
 from megascale.fault.stages import FIND_S, Stage
+from megascale.observe.hang import Verdict
 from tests.jobs import SECONDS, heed_signals, job_config
 from tests.launch.test_local import with_planted
 from tests.launch.test_torchrun import Torchrun, free_port
@@ -38,7 +38,7 @@ class Observed:
     """A job of two hosts with a rank each, by another launcher. `said`: lines for people."""
 
     def __init__(self) -> None:
-        verdict = HangVerdict("stopped", (1,))
+        verdict = Verdict("stopped", (1,))
         plan = JobPlan("run", 0, 0, (), "/logs", revivable=False, observed=True)
         self.job = Job(plan, FaultConfig(agent_grace_s=60.0), JobHistory(), lambda records, states: verdict, 0.0)
         self.sent: list[Send] = []

@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lab.failure_mixes import Cause, FailureMix
-from lab.simulation import HangVerdict, Simulation, Timing
+from lab.simulation import Simulation, Timing
 from megascale.config.fault import FaultConfig
 from megascale.fault.job import JobPlan
 from megascale.fault.messages import RankEnd
+from megascale.observe.hang import Verdict
 
 DAY_S = 86_400.0
 RANKS_PER_NODE = 8
@@ -216,7 +217,7 @@ class Replay:
             case "hang":
                 named = rank if self._random.random() < self._plan.named else self._random.randrange(self._plan.gpus)
                 bound = max(self._settings.hang_s, self._settings.hang_step_times * self._plan.step_s)
-                sim.hang(HangVerdict("collective", (named,), "dp", (name,)), bound + self._settings.heartbeat_s)
+                sim.hang(Verdict("collective", (named,), "dp", (name,)), bound + self._settings.heartbeat_s)
             case "network":
                 others = self._random.sample(list(sim.job.attempt.placement), min(4, self._nodes))
                 ranks = [sim.job.attempt.placement[other][0] for other in others if other != node]

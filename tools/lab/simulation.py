@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 from megascale.config.fault import FaultConfig
 from megascale.core.flight_record import FlightRecord
-from megascale.fault.classify import Verdict
 from megascale.fault.commands import Command, Exclude, Finish, Request, Say, Send, StartAgent
 from megascale.fault.incidents import JobHistory
 from megascale.fault.job import Job, JobPlan
@@ -33,6 +32,7 @@ from megascale.fault.messages import (
     Stop,
     StoreOpened,
 )
+from megascale.observe.hang import Verdict
 
 TICK_S = 0.5
 """Seconds between looks of the driver at deadlines, while a fault is dealt with."""
@@ -51,18 +51,6 @@ class Timing:
     message_s: float = 0.01
     end_s: float = 1.0
     refill_s: float | None = None
-
-
-@dataclass(frozen=True)
-class HangVerdict:
-    """The verdict that the simulation's flight records give."""
-
-    kind: str = "collective"
-    ranks: tuple[int, ...] = ()
-    group: str = ""
-    evidence: tuple[str, ...] = ()
-    confident: bool = True
-    compare: tuple[int, ...] = ()
 
 
 @dataclass
@@ -91,7 +79,7 @@ class Simulation:
         self.timing = timing
         self.steps = 0
         self.status: int | None = None
-        self.verdict: Verdict = HangVerdict()
+        self.verdict: Verdict = Verdict("collective")
         self.said: list[tuple[float, str]] = []
         self.excluded: dict[str, float] = {}
         self.broken: dict[str, str] = {}

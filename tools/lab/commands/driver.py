@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lab import LAB
-from lab.simulation import HangVerdict, Simulation
+from lab.simulation import Simulation
 from megascale.config.fault import FaultConfig
 from megascale.core.errors import Exit
 from megascale.core.secret import DESCRIPTOR_VARIABLE, job_secret, new_secret, secret_descriptor
@@ -40,6 +40,7 @@ from megascale.fault.messages import (
 )
 from megascale.fault.rpc import AgentChannel, DriverServer
 from megascale.fault.scheduler.none import NoScheduler
+from megascale.observe.hang import Verdict
 
 AGENTS_PER_PROCESS = 250
 JOIN_S = 120.0
@@ -99,7 +100,7 @@ async def measure(options: argparse.Namespace, processes: list[subprocess.Popen]
     count, settings = options.agents, FaultConfig(check_nodes=False)
     plan = JobPlan("bench", count, count * options.ranks, (), "/")
     clock = Clock()
-    job = Job(plan, settings, JobHistory(), lambda records, states: HangVerdict(), clock.now())
+    job = Job(plan, settings, JobHistory(), lambda records, states: Verdict("collective"), clock.now())
     text = new_secret()
     with secret_descriptor(text) as descriptor:
         os.environ[DESCRIPTOR_VARIABLE] = str(descriptor)
