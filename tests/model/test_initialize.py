@@ -68,7 +68,7 @@ def models(draw: st.DrawFn) -> tuple[ModelConfig, int]:
             "num_heads": heads,
             "num_kv_heads": kv_heads,
             "ffn_size": tp * draw(st.integers(1, 9)),
-            "vocab_size": draw(st.integers(1, 300)),
+            "vocab_size": draw(st.integers(1, 60)),
             "seq_length": draw(st.integers(1, 16)),
             "norm": "rmsnorm" if llama else "layernorm",
             "activation": "swiglu" if llama else "gelu",
