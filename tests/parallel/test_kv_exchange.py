@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megascale.layout.sequence_shard import TokenSpan
-from megascale.parallel import key_exchange
+from megascale.parallel import kv_exchange
 from megascale.parallel.kv_exchange import RingKV, VisibleScores
 
 PARTS = ((TokenSpan(0, 4),), (TokenSpan(4, 8),))
@@ -37,7 +37,7 @@ def test_keys_travel_during_attention_or_before_it(
         moments.append("send")
         return Message(moments)
 
-    monkeypatch.setattr(key_exchange, "send_on", send_on)
+    monkeypatch.setattr(kv_exchange, "send_on", send_on)
     group: Any = None
     ring = RingKV(group, VisibleScores(PARTS, 0, 8, None, None), layer=0, overlap=overlap)
     ring.forward(torch.zeros(2, 1, 1, 4, 2), lambda block, blocks: moments.append("attend"))

@@ -212,7 +212,8 @@ asyncio.run(main())
 def test_agents_die_with_a_killed_supervisor(tmp_path: Path) -> None:
     program = "import time; print('ready', flush=True); time.sleep(600)"
     command = [sys.executable, "-c", SUPERVISOR, str(tmp_path), program]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as supervisor:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # the tests', and the rigs'
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as supervisor:
         assert supervisor.stdout is not None
         name = supervisor.stdout.readline().strip()
         asyncio.run(until(lambda: ready(tmp_path, "node0")() and ready(tmp_path, "node1")()))

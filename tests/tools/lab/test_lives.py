@@ -25,4 +25,4 @@ def test_a_job_outlives_its_folder_or_ends_for_storage(seed: int, what: str, tmp
 
 def test_an_unknown_scenario_is_refused(tmp_path: Path) -> None:
     done = subprocess.run([*TOOL, "flood"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "no scenario flood: one of folder" in done.stderr
+    assert done.returncode == 2 and "no scenario flood  -> one of folder" in done.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lab import holdings, soak
+from lab import resource_usage, soak
 from lab.__main__ import main
 from lab.outside_faults import RUN_VARIABLE
 from lab.resource_usage import ResourceUsage, growth, look
@@ -55,7 +55,7 @@ def test_growth_compares_both_ends() -> None:
 
 
 def test_a_look_counts_what_a_process_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holdings, "LONG_LIVED", ("",))
+    monkeypatch.setattr(resource_usage, "LONG_LIVED", ("",))
     program = "import socket, sys; kept = [socket.socket() for _ in range(7)]; print(flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", program], env=os.environ | {RUN_VARIABLE: str(tmp_path)},
