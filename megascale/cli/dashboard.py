@@ -40,7 +40,7 @@ def _port(text: str) -> int:
 
 def _base_path(text: str) -> str:
     path = f"{text.rstrip('/')}/"
-    if not re.fullmatch(r"/([\w.~@%+-]+/)*", path, re.ASCII):
+    if not re.fullmatch(r"/([\w.~@%+-]+/)*", path, re.ASCII) or re.search(r"/\.\.?/", path):
         raise argparse.ArgumentTypeError(f"{text!r} is not the path of an address, such as /proxy/8050/")
     return path
 

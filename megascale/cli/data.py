@@ -24,7 +24,7 @@ from megascale.data.import_dataset import ImportRequest, import_dataset
 from megascale.data.prepare import Prepared, PrepareRequest, prepare_dataset, progress_file
 from megascale.data.tokenizer import Tokenizer, load_tokenizer
 
-SHOWN_TOKENS = 80
+SHOWN_TOKENS, MOST_IDS = 80, 5
 """Number of tokens that `inspect` shows of a document."""
 
 
@@ -194,8 +194,11 @@ def _preview_lines(options: argparse.Namespace, reader: indexed_dataset.IndexedD
         yield "the dataset names no tokenizer that can be loaded here: give --tokenizer to see text"
         return
     for index in range(min(options.documents, len(reader))):
-        start = tokenizer.decode(reader[index][:SHOWN_TOKENS].tolist())
-        yield f"document {index}, {len(reader[index])} tokens: {start!r}"
+        shown = reader[index][:SHOWN_TOKENS].tolist()
+        yield f"document {index}, {len(reader[index])} tokens: {tokenizer.decode(shown)!r}"
+        if outside := sorted({id for id in shown if not 0 <= id < tokenizer.vocab_size}):
+            ids = ", ".join(map(str, outside[:MOST_IDS])) + ", ..." * (len(outside) > MOST_IDS)
+            yield f"  not shown: ids {ids}, outside of the tokenizer's {tokenizer.vocab_size} tokens"
 
 
 def _load_requested(name: str, origin: indexed_dataset.TokenizerInfo | None) -> Tokenizer:

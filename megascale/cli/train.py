@@ -25,7 +25,7 @@ from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE, FlightRecord
 from megascale.core.limits import os_error_hint, raise_soft_limits
 from megascale.core.process import die_with_parent
 from megascale.core.rank import STORE_VARIABLE, Rank, local_world_size, on_one_host, rank_from_environment
-from megascale.core.run_folder import LOGS, read_token
+from megascale.core.run_folder import LOGS, TOKEN_VARIABLE, check_known, read_token
 from megascale.core.torch_import import torch_import_problem
 from megascale.eventstore.settings import open_ring_of_rank
 from megascale.launch import environment, flight
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
             raise_limits(config, local_world_size(1) if rank else config.world_size)
             # otherwise the launcher holds the lock
             if rank is None or (rank.rank == 0 and STORE_VARIABLE not in os.environ):
-                held.enter_context(lock_run_folder(config))
+                held.enter_context(_begin_run(config, rank))
         except MegascaleError as error:
             if rank is not None:
                 write_error(error, rank)
@@ -163,6 +163,24 @@ def raise_limits(config: RunConfig, ranks: int) -> None:
     if findings := list(limit_findings(config, ranks)):
         where = f"host {socket.gethostname()}"
         raise ConfigError([Problem(where, finding.key, finding.message, finding.hint) for finding in findings])
+
+
+def _begin_run(config: RunConfig, rank: Rank | None) -> contextlib.ExitStack:
+    """Lock the run's folder, and let the ranks of this start know its id: none goes on in an empty place, also if
+    torchrun starts them again.
+
+    Raises: as `lock_run_folder`; LostFolderError if torchrun has started ranks before, of a run that is not there
+    """
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and rank is not None:
+        from megascale.comm.rendezvous import run_of_torchrun
+
+        os.environ[TOKEN_VARIABLE] = run_of_torchrun(rank)
+        check_known(config.folder)
+    with contextlib.ExitStack() as held:
+        held.enter_context(lock_run_folder(config))
+        held.callback(os.environ.pop, TOKEN_VARIABLE, None)
+        os.environ[TOKEN_VARIABLE], _ = read_token(config.folder)
+        return held.pop_all()
 
 
 def lock_run_folder(config: RunConfig) -> contextlib.ExitStack:

@@ -25,6 +25,7 @@ from megascale.core.errors import ConfigError, LostPeerError, Problem
 from megascale.core.handshake import NotAPeerError
 from megascale.core.network import LOOPBACK, address_toward, is_loopback, listen, listen_as
 from megascale.core.rank import STORE_VARIABLE, Rank, launcher_store, on_one_host, rendezvous_endpoint
+from megascale.core.run_folder import TOKEN_VARIABLE
 from megascale.core.wait_notice import WaitNotice, wait_notices
 
 RETRY_S = 30.0
@@ -34,6 +35,9 @@ SERVER_START_S = 60.0
 """Seconds in which rank 0's server process starts, however short `launch.start_timeout_s` is."""
 
 SAME_SECRET_HINT = "the same MEGASCALE_JOB_SECRET on every host, or an observe.dir that all hosts share"
+
+RUN_KEY = "megascale/run"
+"""Key of a run's token in torchrun's store."""
 
 _PAUSE_S = 0.5
 
@@ -106,6 +110,27 @@ def _place(rank: Rank, timeout: datetime.timedelta) -> _Place:
             return _place_beside_torchrun(host, port, rank, one_host, timeout)
     listener = _listen(LOOPBACK if one_host else host, port, rank) if first else None
     return _Place((LOOPBACK if one_host else host, port), listener)
+
+
+def remember_run(rank: Rank) -> None:
+    """Let rank 0 tell torchrun, if its agent has a store, which run it has begun (`core.run_folder`)."""
+    token = os.environ.get(TOKEN_VARIABLE)
+    if token and rank.rank == 0 and (store := _torchruns_store(rank)) is not None:
+        store.set(RUN_KEY, token)
+
+
+def run_of_torchrun(rank: Rank) -> str:
+    """Return the token of the run that ranks which this torchrun has started before have begun, "" without one."""
+    store = _torchruns_store(rank)
+    return store.get(RUN_KEY).decode(errors="replace") if store is not None and store.check([RUN_KEY]) else ""
+
+
+def _torchruns_store(rank: Rank) -> dist.TCPStore | None:
+    """Connect to the store of torchrun's agents, which outlives their ranks. None if torchrun does not share it."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    host, port = _master_address(rank)
+    return dist.TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=RETRY_S))
 
 
 def _place_beside_torchrun(host: str, port: int, rank: Rank, one_host: bool, timeout: datetime.timedelta) -> _Place:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from megascale.config.train import Blend, DataConfig
 from megascale.core.errors import DataError
-from megascale.core.files import is_file
+from megascale.core.files import is_file, pointer_notice
 from megascale.core.limits import os_error_hint
 from megascale.core.readable import file_facts, is_url, open_readable, read_file
 
@@ -94,6 +94,7 @@ def read_dataset_files(prefix: str) -> DatasetFiles:
     Raises: DataError for files that cannot be read, are damaged, cut short, or of different datasets.
     """
     try:
+        _check_no_pointers(prefix)
         dataset = _read_index(prefix)
         tokens = file_facts(f"{prefix}.bin")
     except FileNotFoundError as error:
@@ -118,6 +119,15 @@ def read_dataset_files(prefix: str) -> DatasetFiles:
         )
         raise DataError(what, hint=PREPARE_AGAIN_HINT)
     return replace(dataset, versions=(dataset.versions[0], tokens.version), description=description)
+
+
+def _check_no_pointers(prefix: str) -> None:
+    """Raises: DataError for files of a dataset that git-lfs has not fetched; OSError"""
+    if is_url(prefix) or not is_file(Path(f"{prefix}.idx")):
+        return
+    for path in (f"{prefix}.idx", f"{prefix}.bin", f"{prefix}.json"):
+        if is_file(Path(path)) and (notice := pointer_notice(path)):
+            raise DataError(notice, hint="all files of the dataset")
 
 
 def read_all_dataset_files(prefixes: Sequence[str]) -> dict[str, DatasetFiles | DataError]:

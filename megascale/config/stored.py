@@ -181,7 +181,7 @@ def _why_unreadable(prefix: str) -> list[str]:
 def _missing_files(key: str, prefix: str, reasons: list[str]) -> Finding:
     """Tell files that are absent from files that this user may not read."""
     if any(not reason.startswith(NO_FILE) for reason in reasons):
-        hint = PERMISSIONS_HINT if "cannot be read" in reasons[-1] else "the prefix of a prepared dataset"
+        hint = PERMISSIONS_HINT if "cannot be read" in reasons[-1] else "all files of a prepared dataset"
         return Finding(key, " and ".join(reasons), hint)
     hint = (
         "`megascale data prepare` creates datasets" if why_unreadable(prefix) else "a prefix is the path without .bin"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core.errors import ConfigError, Problem
-from megascale.core.files import is_file, why_unreadable
+from megascale.core.files import is_file, pointer_notice, why_unreadable
 
 Tree = dict[str, Any]
 
@@ -94,6 +94,8 @@ def _read_file(path: Path, seen: tuple[Path, ...]) -> Source:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([Problem(str(path), "", f"cannot be read: {error}", "give a TOML file in UTF-8")]) from None
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, integers of 5,000 digits, 1,000 brackets
+        if notice := pointer_notice(path):
+            raise ConfigError([Problem(str(path), "", notice, "the file itself")]) from None
         line = re.search(r"line (\d+)", str(error))
         where = f"{path}:{line.group(1)}" if line else str(path)
         repeated = "Cannot overwrite" in str(error) or "twice" in str(error)

@@ -277,12 +277,16 @@ def why_unreadable(path: str | Path) -> str:
     try:
         if not is_file(path):
             return f"{path} is not a regular file" if exists(path) else f"{NO_FILE}{path}"
-        with open(path, "rb") as file:
-            if file.read(len(LFS_POINTER)) == LFS_POINTER:
-                return f"{path} is a git-lfs pointer, not the file itself: `git lfs pull` fetches it"
+        return pointer_notice(path)
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
-    return ""
+
+
+def pointer_notice(path: str | Path) -> str:
+    """Say that a file is a git-lfs pointer; "" for another one. Raises: OSError"""
+    with open(path, "rb") as file:
+        is_pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
+    return f"{path} is a git-lfs pointer, not the file itself: `git lfs pull` fetches it" if is_pointer else ""
 
 
 def fingerprint(path: Path) -> str:

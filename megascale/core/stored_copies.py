@@ -48,7 +48,7 @@ class StoredCopies:
         """Say whether they are in use, or could be."""
         if self.in_use:
             return "in use by the run"
-        return "its folder is gone" if self.lost else "a start of the run resumes from them"
+        return "its folder is gone, or not mounted" if self.lost else "a start of the run resumes from them"
 
     def remove(self) -> bool:
         """Free their memory, and return True, unless they are in use."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megascale.core.files import exists
+from megascale.core.run_folder import check_not_lost
 from megascale.core.storage import Location
 from megascale.eventstore.schema import TABLES
 from megascale.eventstore.settings import StoreSettings
@@ -118,6 +119,8 @@ class NodeStore:
 
     def _write(self, table: str, columns: Columns, start_ms: int, end_ms: int) -> None:
         place = self._store.local_path
+        if place is not None and self._settings.in_run:
+            check_not_lost(place)
         if any(self._files.values()) and place is not None and not exists(place):
             raise FileNotFoundError(errno.ENOENT, "the event store is lost", str(place))
         file = TableFile(table, self._node, self._attempt, start_ms, end_ms)

@@ -20,7 +20,7 @@ from megascale.core.rank import NODE_VARIABLE, Rank
 @dataclass(frozen=True)
 class StoreSettings:
     """`url`: of the store; `node`: of the rank. `interval_s`, `max_bytes`, `events_h`: as `observe.store_*`.
-    `tensorboard`: folder of the run's TensorBoard events, or "".
+    `tensorboard`: folder of the run's TensorBoard events, or "". `in_run`: the store is in the run's folder.
     """
 
     url: str
@@ -29,6 +29,7 @@ class StoreSettings:
     max_bytes: int = 2 << 30
     events_h: float = 24.0
     tensorboard: str = ""
+    in_run: bool = False
 
     @classmethod
     def from_config(cls, config: RunConfig, env: Mapping[str, str] = os.environ) -> StoreSettings:
@@ -41,6 +42,7 @@ class StoreSettings:
             observe.store_bytes,
             observe.store_events_h,
             str(config.folder / "tensorboard") if observe.tensorboard else "",
+            observe.store_dir is None,
         )
 
     @classmethod

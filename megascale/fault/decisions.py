@@ -216,7 +216,9 @@ def why_unsaved(job: Job, attempt: Attempt, now: float) -> str:
         return "stopped at once, without saving"
     if now >= job.deadline - stages.KILL_S:
         return f"stopped: the ranks had not saved within fault.stop_grace_s = {job.settings.stop_grace_s:g}"
-    return f"stopped: {format_ranks(sorted(attempt.failures))} failed before all had saved"
+    errors = [end.error for end in attempt.ends.values() if end.error and not end.peer_lost]
+    why = f": {errors[0]}" if errors else ""
+    return f"stopped: {format_ranks(sorted(attempt.failures))} failed before all had saved{why}"
 
 
 def status_of_stop(ends: Sequence[RankEnd]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from pathlib import Path
-from typing import IO
+from typing import IO, BinaryIO
 
 POLL_S = 0.2
 
@@ -15,18 +15,20 @@ LOG = "attempt-{attempt}/rank-0.log"
 
 async def follow_rank_0(logs: Path, attempt: int, stream: IO[str]) -> None:
     """Copy rank 0's output to a stream, of one attempt after another from `attempt` on; once more when cancelled."""
-    offset = 0
+    log = _Log(logs / LOG.format(attempt=attempt))
     try:
         while True:
-            offset = _copy(logs / LOG.format(attempt=attempt), offset, stream)
             later = _next_attempt(logs, attempt)
+            log.copy(stream)
             if later is not None:
-                _copy(logs / LOG.format(attempt=attempt), offset, stream)
-                attempt, offset = later, 0
+                attempt = later
+                log.close()
+                log = _Log(logs / LOG.format(attempt=attempt))
             else:
                 await asyncio.sleep(POLL_S)
     finally:
-        _copy(logs / LOG.format(attempt=attempt), offset, stream)
+        log.copy(stream)
+        log.close()
 
 
 def _next_attempt(logs: Path, attempt: int) -> int | None:
@@ -35,17 +37,24 @@ def _next_attempt(logs: Path, attempt: int) -> int | None:
     return min((int(name) for name in names if name.isdecimal() and int(name) > attempt), default=None)
 
 
-def _copy(log: Path, offset: int, stream: IO[str]) -> int:
-    """Copy a log from `offset` on, and return its end. An absent log is empty; a closed terminal is no error."""
-    try:
-        with open(log, "rb") as file:
-            file.seek(offset)
-            text = file.read()
-    except OSError:
-        return offset
-    end = text.rfind(b"\n") + 1  # whole lines: the driver prints in between
-    if end:
-        with contextlib.suppress(OSError, ValueError):
-            stream.write(text[:end].decode(errors="replace"))
-            stream.flush()
-    return offset + end
+class _Log:
+    """A log that may not be there yet. It stays open once it is: the run's folder may be renamed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+
+    def copy(self, stream: IO[str]) -> None:
+        """Copy what the log has more, whole lines: the driver prints in between. A closed terminal is no error."""
+        with contextlib.suppress(OSError):
+            self._file = self._file or open(self._path, "rb")  # noqa: SIM115  closed by `close`
+            start, text = self._file.tell(), self._file.read()
+            end = text.rfind(b"\n") + 1
+            self._file.seek(start + end)
+            with contextlib.suppress(OSError, ValueError):
+                stream.write(text[:end].decode(errors="replace"))
+                stream.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()

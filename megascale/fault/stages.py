@@ -464,6 +464,8 @@ def finish(job: Job, status: int, now: float) -> None:
     job.log({"event": "ended", "time": now, "status": int(status), "step": decisions.completed_step(job)})
     if job.history.incidents:
         job.do(Say(f"the job has ended with status {int(status)}: {decisions.summary(job)}"))
+    elif job.plan.observed:
+        job.do(Say(f"the job has ended with status {int(status)}, after step {decisions.completed_step(job)}"))
     job.do(*(Send(node, Leave("the job has ended")) for node in job.roster.members), Finish(int(status)))
     job.enter(Stage.DONE, math.inf)
 

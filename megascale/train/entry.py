@@ -18,6 +18,7 @@ from megascale.account.parameters import parameter_count
 from megascale.catalog.accelerators import Peak
 from megascale.comm import init
 from megascale.comm.control import announce_exit, describe_lost
+from megascale.comm.rendezvous import remember_run
 from megascale.comm.store import count_requests
 from megascale.config.run import RunConfig
 from megascale.config.toml_writer import to_toml
@@ -151,6 +152,7 @@ def _run(
     init.init_distributed(rank, device, config.launch, config.nccl, pp=config.parallel.pp, record=record, folder=folder)
     flight.start_parts.count = count_requests
     is_rank_0 = rank.rank == 0
+    remember_run(rank)
     injection = fault_injection(config, rank)
     flight.set_phase(Phase.GROUPS)
     mesh = build_mesh(config, rank, device, flight, ring)

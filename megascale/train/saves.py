@@ -115,7 +115,8 @@ class Saves(Hook):
                 text = f"WARNING: no copy in memory of step {saved.step}: {saved.error}; tried again at every copy"
                 reporter.write_message(text)
         elif missed := reporter.outages.ends(part):
-            reporter.write_message(f"copies in memory are made again from step {saved.step} on; {missed} are missing")
+            failed = f"{missed} attempt{'s' * (missed > 1)} failed"
+            reporter.write_message(f"copies in memory are made again from step {saved.step} on; {failed} before")
 
     def _warn_on_failure(self, action: Callable[[], None]) -> None:
         """Run `action`; turn a CheckpointError into a warning, the first time that it has this text."""

@@ -133,8 +133,8 @@ def writer_stops(rank: Rank, config: Any) -> list[str]:
 
 def test_a_stopped_writer_is_named_and_replaced(tmp_path: Path) -> None:
     memory = {"checkpoint__memory_every": 1, "checkpoint__memory_dir": str(tmp_path)}
-    stopped = "rank 1: the process that writes checkpoints has ended: "
-    stopped += "it was stopped by a signal, and did not answer for 0.3 s"
+    stopped = "rank 1: the process that writes checkpoints "
+    stopped += "was stopped by a signal, did not answer for 0.3 s, and was killed"
     for errors in run_world(2, writer_stops, config_in(tmp_path, parallel__tp=2, **memory)):
         assert errors == [stopped, stopped, "None"]
 
@@ -145,7 +145,7 @@ def test_a_stopped_writer_holds_up_no_large_request(monkeypatch: pytest.MonkeyPa
     writer = writer_process.WriterProcess([])
     os.kill(writer.pid, signal.SIGSTOP)
     writer.submit({"unknown": "x" * (1 << 20)})
-    with pytest.raises(CheckpointError, match="it was stopped by a signal"):
+    with pytest.raises(CheckpointError, match="was stopped by a signal"):
         writer.response()
     writer.submit({"unknown": "x" * (1 << 20)})
     assert writer.response(math.inf) == {}

@@ -144,6 +144,27 @@ def test_a_git_lfs_pointer_is_named_as_such(
     assert not list(folder.rglob("*set*"))
 
 
+@pytest.mark.parametrize("end", ["idx", "bin", "json"])
+def test_a_file_of_a_dataset_that_is_a_pointer_is_named(
+    end: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(prepare("good.jsonl", "--output", "set", "--tokenizer", "bytes")) == 0
+    Path(f"set.{end}").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    capsys.readouterr()
+    assert main(["data", "inspect", "set"]) == 3
+    assert f"set.{end} is a git-lfs pointer, not the file itself: `git lfs pull` fetches it" in capsys.readouterr().err
+
+
+def test_ids_outside_of_the_tokenizers_range_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(prepare("good.jsonl", "--output", "set", "--tokenizer", "bytes")) == 0
+    tokens = np.fromfile("set.bin", np.uint16)
+    tokens[1] = 60_000
+    tokens.tofile("set.bin")
+    capsys.readouterr()
+    assert main(["data", "inspect", "set"]) == 0
+    assert "not shown: ids 60000, outside of the tokenizer's 257 tokens" in capsys.readouterr().out
+
+
 def test_what_was_skipped_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("folder/picture.png").touch()
     Path("folder/good.jsonl").write_text(Path("good.jsonl").read_text() + '{"text": ""}\n')

@@ -51,7 +51,7 @@ def test_copies_of_vanished_runs_are_removed_and_no_others(
         make_copies(memory, tmp_path / name)
     shutil.rmtree(tmp_path / "gone")
     (tmp_path / "anew" / TOKEN).write_text("another id\n\n")
-    gone, resumes = "its folder is gone", "a start of the run resumes from them"
+    gone, resumes = "its folder is gone, or not mounted", "a start of the run resumes from them"
     states = [("anew", gone), ("gone", gone), ("kept", resumes), ("running", "in use by the run")]
     assert listed(memory, capsys) == states
     removed = [(name, "removed" if state == gone else state) for name, state in states]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megascale.core.run_folder import TOKEN
 from megascale.core.storage import Location
 from megascale.eventstore import node_store
 from megascale.eventstore.node_store import FAN_IN, NodeStore
@@ -44,6 +45,18 @@ def test_small_files_are_merged_and_every_row_is_there_once(tmp_path: Path, monk
     assert len(files(tmp_path, "steps")) == 1 + 3
     tags = fetch(open_store(tmp_path), "SELECT tags FROM steps ORDER BY step")["tags"].tolist()
     assert tags[:3] == ["gc", "evaluation", "gc"]
+
+
+def test_nothing_is_written_where_the_run_is_lost(tmp_path: Path) -> None:
+    """By a collector that begins while the run's folder is away, too."""
+    store = opened(tmp_path / "run", in_run=True)
+    with pytest.raises(FileNotFoundError, match="the run's folder is lost"):
+        store.write("steps", rows("steps", step=1), 1, 2)
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / TOKEN).touch()
+    store.write("steps", rows("steps", step=1), 1, 2)
+    assert steps(tmp_path / "run") == [1]
 
 
 def test_covered_files_stay_for_readers_that_have_listed_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -581,7 +581,7 @@ def test_a_stop_lets_ranks_save_and_a_second_kills_them() -> None:
     [
         (False, 1, 0.0, "stopped before the first step"),
         (True, 1, 60.0, "stopped: the ranks had not saved within fault.stop_grace_s = 60"),
-        (True, 1, 1.0, "stopped: ranks 0, 1 failed before all had saved"),
+        (True, 1, 1.0, "stopped: ranks 0, 1 failed before all had saved: the disk is full"),
         (True, 2, 0.0, "stopped at once, without saving"),
     ],
 )
@@ -595,7 +595,8 @@ def test_a_stop_without_a_save_says_so(trained: bool, requests: int, wait_s: flo
     cluster.now += wait_s
     commands = []
     for rank, node in enumerate("ab"):
-        commands = cluster.send(node, RanksEnded(0, (RankEnd(rank, -9, cluster.now, stopped=True),)))
+        end = RankEnd(rank, -9, cluster.now, error="the disk is full" * rank, stopped=True)
+        commands = cluster.send(node, RanksEnded(0, (end,)))
     assert said in [c.text for c in commands if isinstance(c, Say)]
 
 

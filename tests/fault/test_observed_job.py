@@ -384,5 +384,6 @@ def test_a_job_that_torchrun_has_stopped_has_the_status_of_its_ranks(tmp_path: P
         observed.job.signal(signal.SIGTERM)
         assert observed.job.end()[0]
         assert observed.observer.wait(SECONDS) == Exit.STOPPED
+    assert "the job has ended with status 143, after step " in (tmp_path / "observe.log").read_text()
     assert observed.incidents() == []
     assert read_history(observed.job.folder / LOG_FILE).ended == Exit.STOPPED

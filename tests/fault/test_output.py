@@ -28,7 +28,8 @@ async def follow(logs: Path, out: io.StringIO) -> None:
     write(logs, 5, "step 3\n")  # no rank of attempt 4 was started
     while "step 3" not in out.getvalue():
         await asyncio.sleep(0.01)
-    write(logs, 5, "saved\n")
+    renamed = logs.rename(logs.with_name("away"))
+    write(renamed, 5, "saved\n")
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
@@ -36,5 +37,5 @@ async def follow(logs: Path, out: io.StringIO) -> None:
 
 def test_output_of_all_attempts_of_a_launch_is_shown_whole(tmp_path: Path) -> None:
     out = io.StringIO()
-    asyncio.run(asyncio.wait_for(follow(tmp_path, out), 60))
+    asyncio.run(asyncio.wait_for(follow(tmp_path / "logs", out), 60))
     assert out.getvalue() == "step 1\nstep 2\nstep 3\nsaved\n"

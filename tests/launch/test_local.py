@@ -26,6 +26,22 @@ FOUR = {"parallel__tp": 2, "parallel__pp": 2, "train__steps": 1000, "train__prec
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nothing_is_saved_where_the_run_is_lost(ranks: int, tmp_path: Path) -> None:
+    """A renamed folder, as a file system that is no longer mounted."""
+    job = Job(job_config(tmp_path, GPT, parallel__dp=ranks, train__steps=100_000, checkpoint__every=2))
+    job.wait_for_step(4)
+    job.folder.rename(tmp_path / "away")
+    lines = iter(job.process.stdout or ())
+    lost = f"the run's folder {job.folder} is lost"
+    assert any("no checkpoint of step" in line and lost in line for line in lines)
+    job.signal(signal.SIGTERM)
+    status, out, err = job.end()
+    assert status not in (Exit.OK, Exit.STOPPED) and lost in err
+    assert "saved" not in out and not job.folder.exists()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1, 3])
 def test_a_killed_rank_is_named_and_the_others_end(victim: int, tmp_path: Path) -> None:
     job = Job(job_config(tmp_path, GPT, **FOUR))

@@ -149,6 +149,22 @@ def test_killed_ranks_are_restarted(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_restarted_ranks_do_not_begin_anew_where_the_run_is_lost(tmp_path: Path) -> None:
+    config = job_config(tmp_path, GPT, **TWO, train__steps=100_000, checkpoint__every=2)
+    job = Torchrun(config, env={"NPROC": "2", "PET_MAX_RESTARTS": "2"})
+    job.wait_for_step(4)
+    job.folder.rename(tmp_path / "away")
+    os.kill(job.ranks()[1], signal.SIGKILL)
+    status, out, err = job.end()
+    assert status != Exit.OK
+    assert f"the run's folder {job.folder} is lost" in err and "-> mount it or put it back" in err
+    assert out.count("step 1/") == 1 and not job.folder.exists()
+    (tmp_path / "away").rename(job.folder)
+    again = Torchrun(config, "train.steps=8", env={"NPROC": "2"})
+    assert again.end()[0] == Exit.OK and again.steps()[-1]["step"] == 8
+
+
+@pytest.mark.slow
 def test_ranks_die_with_torchrun(tmp_path: Path) -> None:
     job = Torchrun(job_config(tmp_path, GPT, **TWO, train__steps=100_000), env={"NPROC": "2"})
     job.wait_for_step(1)

@@ -244,5 +244,5 @@ def test_copies_in_memory_that_fail_for_a_while_have_one_warning(tmp_path: Path)
         Saves(reporter).report_copy(saved)
     assert listener.messages == [
         f"WARNING: no copy in memory of step 2: {lost}; tried again at every copy",
-        "copies in memory are made again from step 5 on; 3 are missing",
+        "copies in memory are made again from step 5 on; 3 attempts failed before",
     ]

@@ -138,10 +138,10 @@ class WriterProcess:
     def _end(self) -> str:
         """Say how the writer has ended."""
         status = self._process.wait()
-        how = f"signal {-status}" if status < 0 else f"status {status}"
+        how = f"has ended: signal {-status}" if status < 0 else f"has ended: status {status}"
         if self._was_stopped:
-            how = f"it was stopped by a signal, and did not answer for {STOPPED_S:g} s"
-        return f"the process that writes checkpoints has ended: {how}"
+            how = f"was stopped by a signal, did not answer for {STOPPED_S:g} s, and was killed"
+        return f"the process that writes checkpoints {how}"
 
 
 def _cannot_start(error: OSError) -> CheckpointError:
