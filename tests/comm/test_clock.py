@@ -10,8 +10,10 @@ import pytest
 from megascale.core.rank import Rank
 from tests.worlds import run_world
 
-WITHIN = 5e-3
-"""Largest error of a measurement in seconds; half of the shortest round trip is far less."""
+WITHIN = 0.05
+"""Largest error of a measurement in seconds: more than half of the shortest round trip on a busy machine, and less than
+a late rank would cause.
+"""
 
 Measured = tuple[float, float]
 """This rank's time, and seconds by which rank 0's clock is ahead."""
