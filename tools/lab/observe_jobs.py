@@ -10,6 +10,7 @@ import contextlib
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -171,6 +172,7 @@ def train(folder: Path, name: str, slowdown: JobSlowdown, saves: Sequence[str]) 
     """Train a job to its end, unless it is there, and return the run's folder. Raises: ObserveJobError"""
     if last_step(folder / name) == STEPS:
         return folder / name
+    shutil.rmtree(folder / name, ignore_errors=True)  # of a job that was ended early, which must not go on
     layout = ("parallel.tp=1", f"parallel.dp={slowdown.nodes}") if slowdown.nodes == 2 else ()
     settings = (f"train.steps={STEPS}", "observe.store_interval_s=5", *layout, *saves)
     with contextlib.ExitStack() as stack:
