@@ -34,7 +34,7 @@ def test_the_demonstration_names_all_three(tmp_path: Path) -> None:
     assert f"HANGS: rank {HUNG_RANK} " in out
     assert re.search(rf"^rank {SLOW_RANK}: computes slowly, since step", out, re.MULTILINE)
     assert re.search(rf"^link rank {LINK[0]} - rank {LINK[1]}: messages are slow", out, re.MULTILINE)
-    assert re.search(rf"^ +{SLOW_RANK}  \S+ +0 ", out, re.MULTILINE)  # slowest-ranks
+    assert re.search(rf"^ *0 +{SLOW_RANK} +\S+ +0 ", out, re.MULTILINE)  # slowest-ranks
     (run,) = tmp_path.glob("demo-observe-*/")
     assert f"rank {SLOW_RANK}: computes slowly" in (run / "report.html").read_text()
     assert (run / "waits.svg").read_text().startswith("<svg")
