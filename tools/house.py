@@ -15,7 +15,7 @@ from pathlib import Path
 PACKAGE = "megascale"
 
 ENTRY = "megascale.train.entry"
-"""What every rank imports first."""
+"""The module that every rank imports first."""
 
 MOST_LINES, MOST_FUNCTION_LINES, MOST_IMPORTS = 400, 50, 10
 

@@ -25,7 +25,7 @@ from megascale.data.prepare import Prepared, PrepareRequest, prepare_dataset, pr
 from megascale.data.tokenizer import Tokenizer, load_tokenizer
 
 SHOWN_TOKENS, MOST_IDS = 80, 5
-"""Number of tokens that `inspect` shows of a document."""
+"""Tokens of a document that `inspect` shows, and ids without a token that it names."""
 
 
 INSPECT_BYTES = 1 << 30

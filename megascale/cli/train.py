@@ -169,16 +169,17 @@ def _begin_run(config: RunConfig, rank: Rank | None) -> contextlib.ExitStack:
     """Lock the run's folder, and let the ranks of this start know its id: none goes on in an empty place, also if
     torchrun starts them again.
 
-    Raises: as `lock_run_folder`; LostFolderError if torchrun has started ranks before, of a run that is not there
+    Raises: as `lock_run_folder`; CheckpointError if the run's token cannot be used; LostFolderError if an earlier start
+    by this torchrun has begun a run that is not there
     """
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and rank is not None:
-        from megascale.comm.rendezvous import run_of_torchrun
-
-        os.environ[TOKEN_VARIABLE] = run_of_torchrun(rank)
-        check_known(config.folder)
     with contextlib.ExitStack() as held:
-        held.enter_context(lock_run_folder(config))
         held.callback(os.environ.pop, TOKEN_VARIABLE, None)
+        if rank is not None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+            from megascale.comm.rendezvous import run_of_torchrun
+
+            os.environ[TOKEN_VARIABLE] = run_of_torchrun(rank)
+            check_known(config.folder)
+        held.enter_context(lock_run_folder(config))
         os.environ[TOKEN_VARIABLE], _ = read_token(config.folder)
         return held.pop_all()
 
@@ -188,13 +189,12 @@ def lock_run_folder(config: RunConfig) -> contextlib.ExitStack:
     until the returned stack is closed.
 
     Raises: ConfigError if a folder cannot be written, is locked by another job, or holds a run that must not resume;
-    CheckpointError if the run's token cannot be used; PathError if the file system does not say what is there
+    PathError if the file system does not say what is there
     """
     with contextlib.ExitStack() as held:
         held.enter_context(_lock(config.folder, "observe.dir"))
         with _explain_os_error(config.folder / LOGS, "observe.dir"):
             (config.folder / LOGS).mkdir(exist_ok=True)
-        read_token(config.folder)
         if config.world_size > 1:
             with _explain_os_error(config.folder / flight.DUMP_FOLDER, "observe.dir"):
                 flight.make_dump_folder(config.folder)

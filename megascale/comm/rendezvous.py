@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch.distributed as dist
+from torch.distributed import Store
 
 from megascale.comm.store import JobStore
 from megascale.comm.store_server import start_server
@@ -36,8 +37,8 @@ SERVER_START_S = 60.0
 
 SAME_SECRET_HINT = "the same MEGASCALE_JOB_SECRET on every host, or an observe.dir that all hosts share"
 
-RUN_KEY = "megascale/run"
-"""Key of a run's token in torchrun's store."""
+RUN_KEY, RUN_TIMEOUT = "megascale/run", datetime.timedelta(seconds=RETRY_S)
+"""Key of a run's token in torchrun's store, and the time that the store has to answer."""
 
 _PAUSE_S = 0.5
 
@@ -105,9 +106,9 @@ def _place(rank: Rank, timeout: datetime.timedelta) -> _Place:
         return _Place((name, number), inherited)
     host, port = _master_address(rank)
     one_host = on_one_host(rank.world_size)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        with wait_notices(rank, f"rank 0 and torchrun's store at {host}:{port}"):
-            return _place_beside_torchrun(host, port, rank, one_host, timeout)
+    with wait_notices(rank, f"rank 0 and torchrun's store at {host}:{port}"):
+        if (agent := _torchruns_store(rank, timeout)) is not None:
+            return _place_beside_torchrun(agent, host, rank, one_host)
     listener = _listen(LOOPBACK if one_host else host, port, rank) if first else None
     return _Place((LOOPBACK if one_host else host, port), listener)
 
@@ -115,27 +116,33 @@ def _place(rank: Rank, timeout: datetime.timedelta) -> _Place:
 def remember_run(rank: Rank) -> None:
     """Let rank 0 tell torchrun, if its agent has a store, which run it has begun (`core.run_folder`)."""
     token = os.environ.get(TOKEN_VARIABLE)
-    if token and rank.rank == 0 and (store := _torchruns_store(rank)) is not None:
+    if token and rank.rank == 0 and (store := _torchruns_store(rank, RUN_TIMEOUT)) is not None:
         store.set(RUN_KEY, token)
 
 
 def run_of_torchrun(rank: Rank) -> str:
-    """Return the token of the run that ranks which this torchrun has started before have begun, "" without one."""
-    store = _torchruns_store(rank)
-    return store.get(RUN_KEY).decode(errors="replace") if store is not None and store.check([RUN_KEY]) else ""
+    """Return the token of the run that an earlier start by this torchrun has begun, "" without one.
+
+    Raises: ConfigError if what its store has is no token
+    """
+    store = _torchruns_store(rank, RUN_TIMEOUT)
+    token = store.get(RUN_KEY).decode(errors="replace") if store is not None and store.check([RUN_KEY]) else ""
+    if token and not token.isalnum():
+        message = f"{token[:100]!r} is no id of a run"
+        raise ConfigError([Problem("torchrun's store", RUN_KEY, message, "another process of this network wrote it")])
+    return token
 
 
-def _torchruns_store(rank: Rank) -> dist.TCPStore | None:
+def _torchruns_store(rank: Rank, timeout: datetime.timedelta) -> Store | None:
     """Connect to the store of torchrun's agents, which outlives their ranks. None if torchrun does not share it."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     host, port = _master_address(rank)
-    return dist.TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=RETRY_S))
+    return dist.TCPStore(host, port, is_master=False, timeout=timeout)
 
 
-def _place_beside_torchrun(host: str, port: int, rank: Rank, one_host: bool, timeout: datetime.timedelta) -> _Place:
+def _place_beside_torchrun(agent: Store, host: str, rank: Rank, one_host: bool) -> _Place:
     """Find a place where torchrun's own store has the port: rank 0 takes a free one and writes it there."""
-    agent = dist.TCPStore(host, port, is_master=False, timeout=timeout)
     key = f"megascale/store/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     listener = None
     if rank.rank == 0:

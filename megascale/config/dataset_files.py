@@ -91,10 +91,19 @@ class DatasetFiles:
 def read_dataset_files(prefix: str) -> DatasetFiles:
     """Read the header and the ends of the index, and compare them with the sizes of both files and with PREFIX.json.
 
-    Raises: DataError for files that cannot be read, are damaged, cut short, or of different datasets.
+    Raises: DataError for files that cannot be read, are damaged, cut short, of different datasets, or git-lfs pointers.
     """
     try:
-        _check_no_pointers(prefix)
+        return _read_dataset_files(prefix)
+    except DataError:
+        for path in map(Path, (f"{prefix}.idx", f"{prefix}.bin", f"{prefix}.json")):
+            if is_file(path) and (notice := pointer_notice(path)):
+                raise DataError(notice, hint="all files of the dataset") from None
+        raise
+
+
+def _read_dataset_files(prefix: str) -> DatasetFiles:
+    try:
         dataset = _read_index(prefix)
         tokens = file_facts(f"{prefix}.bin")
     except FileNotFoundError as error:
@@ -119,15 +128,6 @@ def read_dataset_files(prefix: str) -> DatasetFiles:
         )
         raise DataError(what, hint=PREPARE_AGAIN_HINT)
     return replace(dataset, versions=(dataset.versions[0], tokens.version), description=description)
-
-
-def _check_no_pointers(prefix: str) -> None:
-    """Raises: DataError for files of a dataset that git-lfs has not fetched; OSError"""
-    if is_url(prefix) or not is_file(Path(f"{prefix}.idx")):
-        return
-    for path in (f"{prefix}.idx", f"{prefix}.bin", f"{prefix}.json"):
-        if is_file(Path(path)) and (notice := pointer_notice(path)):
-            raise DataError(notice, hint="all files of the dataset")
 
 
 def read_all_dataset_files(prefixes: Sequence[str]) -> dict[str, DatasetFiles | DataError]:

@@ -25,7 +25,7 @@ class ShardSlice(NamedTuple):
     start: int
 
 
-def boxes(parameter: ParamSpec, topology: Topology, coord: Coord, start: int, stop: int) -> Iterator[ShardSlice]:
+def shard_slices(parameter: ParamSpec, topology: Topology, coord: Coord, start: int, stop: int) -> Iterator[ShardSlice]:
     """Yield the boxes of elements [start, stop) of `parameter`, flattened on the rank at `coord`.
 
     Padding rows belong to no tensor and to no box.

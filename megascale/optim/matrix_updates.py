@@ -87,11 +87,8 @@ class MatrixUpdates:
         decay = place.group.weight_decay if place.weight_decay else 0.0
         if number in self._first and not place.group.facts["first_moves"]:
             skip = torch.ones_like(skip)
-        weight, residual = (
-            self._shard.master[here],
-            None if self._shard.residual is None else self._shard.residual[here],
-        )
-        apply_direction(weight, residual, direction, lr * place.group.lr_mult, decay, skip)
+        residual = None if self._shard.residual is None else self._shard.residual[here]
+        apply_direction(self._shard.master[here], residual, direction, lr * place.group.lr_mult, decay, skip)
 
     def _begin(self, skip: Tensor) -> set[int]:
         """Return the matrices with state of zero: all begin in one step, unless it is skipped. The host waits for the

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megascale.comm.collectives import all_gather
 from megascale.comm.mesh import Mesh
-from megascale.layout.shard_slices import boxes
+from megascale.layout.shard_slices import shard_slices
 from megascale.parallel.param_and_grad_buffers import Bucket
 from megascale.parallel.stateful import WEIGHTS, GlobalTensor, TensorShard
 
@@ -109,7 +109,7 @@ def _tensor_shards(
     layout = optimizer_shard.bucket.layout
     for slot, low, high in layout.param_ranges(first, first + flat.numel()):
         shapes = {tensor.name: tensor.shape for tensor in slot.parameter.parts}
-        for box in boxes(slot.parameter, mesh.topology, mesh.coord, low - slot.start, high - slot.start):
+        for box in shard_slices(slot.parameter, mesh.topology, mesh.coord, low - slot.start, high - slot.start):
             start = slot.start + box.start - first
             data = flat[start : start + torch.Size(box.size).numel()].view(box.size)
             yield box.name, shapes[box.name], TensorShard(box.offset, box.size, data)

@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 from megascale.comm import gloo_interface, rendezvous
 from megascale.comm.agreement import check_agreement
@@ -23,6 +24,7 @@ from megascale.core.errors import ConfigError, LostPeerError
 from megascale.core.handshake import NotAPeerError
 from megascale.core.network import LOOPBACK, listen
 from megascale.core.rank import Rank
+from megascale.core.run_folder import TOKEN_VARIABLE
 from megascale.core.secret import job_secret
 
 SECRET = b"s" * 32
@@ -218,3 +220,23 @@ def test_the_store_of_an_agent_is_on_the_first_host(monkeypatch: pytest.MonkeyPa
     assert gloo_interface.first_host() == "n7"
     monkeypatch.setenv("MEGASCALE_STORE", "10.1.2.3:4000")
     assert gloo_interface.first_host() == "10.1.2.3"
+
+
+def test_the_run_that_torchrun_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of a start tells the store of torchrun's agent, and that of a later start asks it."""
+    agent = TCPStore(LOOPBACK, 0, is_master=True)
+    monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
+    monkeypatch.setenv("MASTER_PORT", str(agent.port))
+    monkeypatch.setenv(TOKEN_VARIABLE, "7f3a")
+    first = Rank(0, 2, 0, "localhost")
+    rendezvous.remember_run(first)
+    assert rendezvous.run_of_torchrun(first) == "", "without torchrun there is no such store"
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert rendezvous.run_of_torchrun(first) == "", "no start has begun a run"
+    rendezvous.remember_run(Rank(1, 2, 1, "localhost"))
+    assert rendezvous.run_of_torchrun(first) == ""
+    rendezvous.remember_run(first)
+    assert rendezvous.run_of_torchrun(first) == "7f3a"
+    agent.set(rendezvous.RUN_KEY, "\0../x")
+    with pytest.raises(ConfigError, match="another process of this network wrote it"):
+        rendezvous.run_of_torchrun(first)

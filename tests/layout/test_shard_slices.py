@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.config.model import ModelConfig
-from megascale.layout.shard_slices import boxes
+from megascale.layout.shard_slices import shard_slices
 from megascale.layout.tensors import ParamSpec, TensorSpec, all_params, matrix_param
 from megascale.layout.topology import Coord, Topology
 from tests.runs import GPT, LLAMA
@@ -24,7 +24,7 @@ def fill(
     parameter: ParamSpec, topology: Topology, coord: Coord, start: int, stop: int, count: dict[str, np.ndarray]
 ) -> None:
     """Add 1 to every element of the global tensors covered by the boxes of a range."""
-    for box in boxes(parameter, topology, coord, start, stop):
+    for box in shard_slices(parameter, topology, coord, start, stop):
         shape = next(tensor.shape for tensor in parameter.parts if tensor.name == box.name)
         place = tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))
         count.setdefault(box.name, np.zeros(shape, dtype=int))[place] += 1
@@ -51,7 +51,7 @@ def test_the_ranges_of_a_flat_parameter_cover_it_once(shape: list[int], edges: l
     cuts = sorted({0, size, *(int(edge * size) for edge in edges)})
     count: dict[str, np.ndarray] = {}
     for start, stop in itertools.pairwise(cuts):
-        range_boxes = list(boxes(parameter, ALONE, Coord(), start, stop))
+        range_boxes = list(shard_slices(parameter, ALONE, Coord(), start, stop))
         assert sum(math.prod(box.size) for box in range_boxes) == stop - start
         assert len(range_boxes) <= names * (2 * len(shape) - 1)
         assert [box.start for box in range_boxes] == sorted(box.start for box in range_boxes)
@@ -66,7 +66,7 @@ def test_a_box_holds_the_elements_of_its_range(shape: list[int], data: st.DataOb
     start = data.draw(st.integers(0, size - 1))
     stop = data.draw(st.integers(start + 1, size))
     elements = np.arange(size).reshape(shape)
-    for box in boxes(parameter, ALONE, Coord(), start, stop):
+    for box in shard_slices(parameter, ALONE, Coord(), start, stop):
         place = tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))
         assert elements[place].ravel().tolist() == list(range(box.start, box.start + math.prod(box.size)))
 

@@ -5,4 +5,4 @@ from __future__ import annotations
 from pathlib import Path
 
 LAB = str(Path(__file__).resolve().parent)
-"""What a Python runs to run a command of the lab."""
+"""The folder that Python runs: `python tools/lab COMMAND`."""

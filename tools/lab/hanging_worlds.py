@@ -63,7 +63,7 @@ class GroupFacts(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """What a job trains: `vpp` chunks a rank with `layers` in each, `micro_batches` a step. `sequence`: all-gathers and
+    """The work of a job: `vpp` chunks a rank with `layers` in each, `micro_batches` a step. `sequence`: all-gathers and
     reduce-scatters take turns, as in sequence parallelism, and a call of one kind does not pair with the other.
     `bucketed`: each layer's gradients are reduced within the last backward, as soon as they are complete.
     """
