@@ -30,7 +30,7 @@ from megascale.operate.node.inject import Injector, describe, stop_process, stri
 from megascale.trace.recorder import EventRecord
 
 if TYPE_CHECKING:
-    from megascale.train.build import Run
+    from megascale.train.run import Run
 
 ACTION_PHASES = {"F": "forward", "B": "backward", "update": "optimizer"}
 """Phases by the names of a step's actions."""
