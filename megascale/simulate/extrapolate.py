@@ -19,9 +19,10 @@ from functools import lru_cache
 from statistics import fmean
 
 from megascale.catalog.schedules import SCHEDULES
+from megascale.layout.stages import Place, placement_of
 from megascale.schedule.ir import Schedule, build_schedule
 from megascale.schedule.state_aware import build_state_aware
-from megascale.simulate.event_simulator import Place, Simulation, StageTimes, simulate
+from megascale.simulate.event_simulator import Simulation, StageTimes, simulate
 from megascale.simulate.profiles import Overlaps
 
 MAX_ACTIONS = 60_000  # most forwards and backwards of a full simulation
@@ -49,7 +50,8 @@ class Pipeline:
             compute = build_state_aware(self.p, [self.parts] * (self.m // self.parts), self.keep)
         else:
             compute = compute_order(self.schedule, self.p, self.v, self.m)
-        return simulate(compute, times, overlaps, reduce_each=self.reduces_each, spans=spans)
+        placement = placement_of(self.schedule, self.p, self.v)
+        return simulate(compute, placement, times, overlaps, reduce_each=self.reduces_each, spans=spans)
 
 
 @lru_cache(CACHED_ORDERS)

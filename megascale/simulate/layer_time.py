@@ -22,9 +22,9 @@ from megascale.layout import blocks
 from megascale.layout.chunks import fp8_layers, stages_of
 from megascale.layout.pieces import MAX_PIECES
 from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy
+from megascale.layout.stages import Place
 from megascale.layout.tensors import padded_vocab
 from megascale.simulate.context_time import ContextRoutes
-from megascale.simulate.event_simulator import Place
 from megascale.simulate.gemm_time import KernelTimes
 from megascale.simulate.link_time import Route, group_route
 from megascale.simulate.profiles import Hardware, Stack

@@ -16,7 +16,8 @@ from megascale.catalog.precisions import PRECISIONS
 from megascale.config.run import RunConfig
 from megascale.layout.chunks import bucket_sizes, stages_of
 from megascale.layout.param_groups import ParamGroup
-from megascale.simulate.event_simulator import Place, Simulation, StageTimes
+from megascale.layout.stages import Place
+from megascale.simulate.event_simulator import Simulation, StageTimes
 from megascale.simulate.extrapolate import Pipeline, pipeline_time
 from megascale.simulate.layer_time import LayerTimes, PassTimes, Seconds, chunk_times
 from megascale.simulate.link_time import Operation, Route, group_route, neighbour_route

@@ -20,6 +20,7 @@ from megascale.fault.incidents import Incident
 from megascale.fault.observations import read_tail
 from megascale.fault.stacks import stack_of
 from megascale.launch.failure import ERROR_FILE_NAME, read_record
+from megascale.layout.chunks import stages_of
 from megascale.view.neighbours import RankPlace, place_of
 from megascale.view.rank_states import local_records
 from megascale.view.run_view import RunView
@@ -48,9 +49,9 @@ class RankDetails:
 
 def read_rank_details(view: RunView, rank: int) -> RankDetails:
     """Return what is known about a rank. Raises: IndexError for a rank outside the world"""
-    vpp = view.config.parallel.vpp if view.config is not None else 1
+    placement = stages_of(view.config).placement if view.config is not None else None
     details = RankDetails(
-        place_of(view.topology, rank, vpp),
+        place_of(view.topology, rank, placement),
         incidents=tuple(each for each in view.incidents if rank in each.culprit.ranks),
     )
     record, source = _flight_record(view, rank)

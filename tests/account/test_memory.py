@@ -26,7 +26,6 @@ from megascale.config.run import RunConfig
 from megascale.core.registry import Card
 from megascale.schedule import ir
 from megascale.schedule.ir import Kind, RankSchedule, backward, forward
-from megascale.schedule.lower import RECV_LOOKAHEAD
 from tests.drawn import jobs
 
 STORAGES = st.builds(WeightStorage, st.booleans(), st.sampled_from(["beside", "instead"]))
@@ -121,7 +120,7 @@ def situations(order: RankSchedule, v: int) -> set[tuple[object, ...]]:
     live, seen = [0] * v, set()
     kinds = [(action.kind, action.chunk) for action in order]
     for index, action in enumerate(order):
-        seen.add((*live, *kinds[max(0, index - RECV_LOOKAHEAD) : index + 1 + RECV_LOOKAHEAD]))
+        seen.add((*live, *kinds[max(0, index - 2) : index + 3]))
         live[action.chunk] += 1 if action.kind is Kind.F else -1
     return seen
 
