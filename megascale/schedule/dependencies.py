@@ -16,8 +16,8 @@ from megascale.layout.stages import Placement
 from megascale.schedule.ir import Action, Kind
 
 Result = tuple[Kind, int, int]
-"""What an action leaves for others: kind, virtual stage, micro-batch. The kinds are F for the output of a stage, I for
-the gradient of its input, W for the gradients of its weights, and R for a recomputed forward.
+"""The result of an action: kind, virtual stage, micro-batch. The kinds are F for the output of a stage, I for the
+gradient of its input, W for the gradients of its weights, and R for a recomputed forward.
 """
 
 RESULTS = {Kind.F: (Kind.F,), Kind.R: (Kind.R,), Kind.B: (Kind.I, Kind.W), Kind.I: (Kind.I,), Kind.W: (Kind.W,)}

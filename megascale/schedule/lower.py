@@ -22,9 +22,9 @@ from megascale.schedule.dependencies import Result, dependencies, neighbours, re
 from megascale.schedule.ir import Action, Kind, RankSchedule, Schedule, ScheduleError
 
 ACTION, MESSAGE = 5, 1
-"""Ticks of an action and of a message on the clock of `global_order`. A rank that waits for a message falls behind its
-sender, and starts the action before the one that needs the next message after the sender has started: the receive is
-posted before that action and overlaps with it. Without time for messages it would be posted after it.
+"""Ticks of an action and of a message on the clock of `global_order`. As messages take time, ranks fall behind their
+senders: the action before a message's consumer starts after the sender's action, and the receive is posted before it,
+to overlap with it. Were messages to take no time, many receives would be posted directly before their consumers.
 """
 
 
@@ -69,7 +69,7 @@ def global_order(compute: Schedule, placement: Placement) -> list[tuple[int, Act
                 if not all(need in ends for need in needs):
                     break
                 arrivals = [ends[need] + MESSAGE * (placement.places[need[1]][0] != rank) for need in needs]
-                start, action = max(clock[rank], *arrivals, 0), order.pop()
+                start, action = max([clock[rank], *arrivals]), order.pop()
                 clock[rank] = start + ACTION
                 ends.update(dict.fromkeys(results(action, rank, placement), clock[rank]))
                 starts.append((start, rank, action))
