@@ -22,7 +22,7 @@ from megascale.core.units import format_bytes
 from megascale.device import Device
 from megascale.layout.stages import looped
 from megascale.layout.topology import Topology
-from megascale.simulate.link_time import Operation, Route
+from megascale.plan.simulate.link_time import Operation, Route
 from megascale.trace.recorder import Recorder
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.layout.stages import looped
+from megascale.plan.simulate.event_simulator import Simulation, simulate
+from megascale.plan.simulate.profiles import Overlaps
 from megascale.schedule.check import check_schedule
 from megascale.schedule.ir import Kind, RankSchedule, Schedule, build_schedule
 from megascale.schedule.one_f_one_b import one_f_one_b
 from megascale.schedule.state_aware import build_state_aware, state_aware_1f1b
-from megascale.simulate.event_simulator import Simulation, simulate
-from megascale.simulate.profiles import Overlaps
 from tests.schedule.units import unit_times
 
 P = 4

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megascale.layout.stages import Placement
+from megascale.plan.simulate.event_simulator import StageTimes, simulate
+from megascale.plan.simulate.profiles import Overlaps
 from megascale.schedule.ir import Action, Kind, Schedule
-from megascale.simulate.event_simulator import StageTimes, simulate
-from megascale.simulate.profiles import Overlaps
 
 
 @dataclass(frozen=True)
