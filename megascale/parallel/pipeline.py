@@ -32,14 +32,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megascale.comm.collectives import all_gather
 from megascale.comm.group import Group, TrackedWork
 from megascale.comm.mesh import Mesh
-from megascale.core.label import BACKWARD, FORWARD, Label
+from megascale.core.label import Label
 from megascale.layout.stages import Placement
 from megascale.parallel.backward import run_backward
 from megascale.parallel.input_offload import ActivationOffload, OffloadedInput
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
 from megascale.schedule.dependencies import Neighbours, neighbours
-from megascale.schedule.ir import Action, Kind, RankSchedule, ScheduleError
+from megascale.schedule.ir import COMPUTE_KINDS, SERVED, Action, Kind, RankSchedule, ScheduleError
 
 
 class Batch(Protocol):
@@ -181,10 +181,10 @@ class _Execution:
         self._p = pipeline
         self._batch = batch
         self._training = training
-        # By (F or B, chunk, micro-batch): the receive posted for the action, and its buffer.
-        self._receiving: dict[tuple[Kind, int, int], tuple[TrackedWork, Tensor]] = {}
-        # By (F or B, chunk, micro-batch): the action's output, until its SEND.
-        self._to_send: dict[tuple[Kind, int, int], Tensor] = {}
+        # By F or B: the receive posted for the action, and its buffer.
+        self._receiving: dict[Action, tuple[TrackedWork, Tensor]] = {}
+        # By F or B: the action's result, until its SEND.
+        self._to_send: dict[Action, Tensor] = {}
         # By (chunk, micro-batch), from F or R to B.
         self._saved: dict[tuple[int, int], _Saved] = {}
         # By (chunk, micro-batch), from F to R: the chunk's input.
@@ -224,10 +224,9 @@ class _Execution:
 
     def _forward(self, action: Action, *, dropped: bool) -> None:
         """Run a forward. `dropped`: it saves its input only, and is recomputed before its backward."""
-        key, micro_batch = (action.chunk, action.microbatch), self._batch.micro_batch(action.microbatch)
-        x = self._wait_received(action)
+        micro_batch, x = self._batch.micro_batch(action.microbatch), self._wait_received(action)
         if dropped:
-            self._dropped[key] = x
+            self._dropped[action.chunk, action.microbatch] = x
         with torch.set_grad_enabled(self._training and not dropped):
             out = self._run_stage(action, x)
         if self._is_last(action):  # its output is the loss
@@ -235,7 +234,7 @@ class _Execution:
             if self._training and self._p.on_loss is not None:
                 self._p.on_loss(action.microbatch, micro_batch, out)
         else:
-            self._to_send[Kind.F, *key] = out
+            self._to_send[action] = out
         if dropped or not self._training:
             micro_batch.release(forward_only=not self._training)
 
@@ -268,8 +267,7 @@ class _Execution:
 
     def _backward(self, action: Action, *, is_last: bool) -> None:
         """Run a backward. `is_last`: the chunk's last before a reduction of its gradients."""
-        key = (action.chunk, action.microbatch)
-        saved = self._saved.pop(key)
+        saved = self._saved.pop((action.chunk, action.microbatch))
         if self._p.offload is not None and saved.offloaded is not None:  # loaded while the gradient arrives
             self._p.offload.fetch(saved.offloaded)
         grad = self._wait_received(action)
@@ -282,38 +280,37 @@ class _Execution:
             self._batch.micro_batch(action.microbatch).release()
         if saved.received is not None:
             assert saved.received.grad is not None, "the chunk's output depends on its input"
-            self._to_send[Kind.B, *key] = saved.received.grad
+            self._to_send[action] = saved.received.grad
 
     def _send(self, action: Action) -> None:
-        forward, target = action.kind is Kind.SEND_F, self._neighbours(action).target
-        assert target is not None, f"no other rank needs the result of {action}"
-        tensor = self._to_send.pop((Kind.F if forward else Kind.B, action.chunk, action.microbatch))
+        made, target = action._replace(kind=SERVED[action.kind]), self._neighbours(action).target
+        assert target is not None, f"no other rank needs the result of {made}"
         rank, _ = self._p.placement.places[target]
-        self._p.send(self._p.p2p_spec.local_shard(tensor), rank, _label(forward, target))
+        self._p.send(self._p.p2p_spec.local_shard(self._to_send.pop(made)), rank, _label(made, target))
 
     def _receive(self, action: Action) -> None:
-        forward, source = action.kind is Kind.RECV_F, self._neighbours(action).source
-        assert source is not None, f"no other rank sends {action}"
+        served, source = action._replace(kind=SERVED[action.kind]), self._neighbours(action).source
+        assert source is not None, f"no other rank sends to {served}"
         rank, _ = self._p.placement.places[source]
         out = self._spec(action).receive_buffer()
-        receive = self._p.channels.receive(out, rank, label=_label(forward, self._stage(action)))
-        self._receiving[Kind.F if forward else Kind.B, action.chunk, action.microbatch] = (receive, out)
+        receive = self._p.channels.receive(out, rank, label=_label(served, self._stage(action)))
+        self._receiving[served] = (receive, out)
 
     def _wait_received(self, action: Action) -> Tensor | None:
         """Wait for the activation or gradient that another rank sends for an action; None at an end of the pipeline."""
-        key, stage = (action.kind, action.chunk, action.microbatch), self._stage(action)
-        if key not in self._receiving:
-            assert self._is_last(action) if action.kind is Kind.B else stage == 0, f"no RECV was posted for {action}"
+        if action not in self._receiving:
+            at_end = self._is_last(action) if action.kind is Kind.B else self._stage(action) == 0
+            assert at_end, f"no RECV was posted for {action}"
             return None
-        receive, shard = self._receiving.pop(key)
+        receive, shard = self._receiving.pop(action)
         receive.wait()
-        return self._spec(action).gather_full(shard, _label(action.kind is Kind.F, stage))
+        return self._spec(action).gather_full(shard, _label(action, self._stage(action)))
 
     def _spec(self, action: Action) -> P2PActivationSpec:
         """The format of the micro-batch's messages."""
         return self._p.p2p_spec.with_rows(self._batch.micro_batch(action.microbatch).planned_rows)
 
 
-def _label(forward: bool, stage: int) -> Label:
-    """Label a message by its direction and its receiving virtual `stage`: equal for sender and receiver."""
-    return Label(stage=stage, direction=FORWARD if forward else BACKWARD)
+def _label(action: Action, stage: int) -> Label:
+    """Label an action's message by its direction and its receiving virtual `stage`: equal for sender and receiver."""
+    return Label(stage=stage, direction=COMPUTE_KINDS[action.kind].runs)

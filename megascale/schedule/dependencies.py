@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megascale.layout.stages import Placement
-from megascale.schedule.ir import Action, Kind
+from megascale.schedule.ir import SERVED, Action, Kind
 
 Result = tuple[Kind, int, int]
 """The result of an action: kind, virtual stage, micro-batch. The kinds are F for the output of a stage, I for the
@@ -24,10 +24,8 @@ RESULTS = {Kind.F: (Kind.F,), Kind.R: (Kind.R,), Kind.B: (Kind.I, Kind.W), Kind.
 OWN = {Kind.R: Kind.F, Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}
 """The result of its own stage that an action needs."""
 
-TAKEN = dict.fromkeys((Kind.F, Kind.SEND_F, Kind.RECV_F), (Kind.F, -1)) | dict.fromkeys(
-    (Kind.B, Kind.I, Kind.SEND_B, Kind.RECV_B), (Kind.I, 1)
-)
-"""The result that an action takes from another stage, and that stage relative to its own; also of its messages."""
+TAKEN = {Kind.F: (Kind.F, -1), Kind.B: (Kind.I, 1), Kind.I: (Kind.I, 1)}
+"""The result that an action takes from another stage, and that stage relative to its own."""
 
 CACHED = 1 << 14
 
@@ -67,7 +65,7 @@ def neighbours(action: Action, rank: int, placement: Placement) -> Neighbours:
 
 @lru_cache(CACHED)
 def _neighbours(kind: Kind, rank: int, chunk: int, placement: Placement) -> Neighbours:
-    stage, (_, step) = placement.stage(rank, chunk), TAKEN.get(kind, (kind, 0))
+    stage, (_, step) = placement.stage(rank, chunk), TAKEN.get(SERVED.get(kind, kind), (kind, 0))
     source, target = (
         other if step and 0 <= other < placement.count and placement.places[other][0] != rank else None
         for other in (stage + step, stage - step)

@@ -56,6 +56,10 @@ COMPUTE_KINDS: Mapping[str, Compute] = {
 """The compute actions by kind, which is also the name of their events."""
 
 
+SERVED = {Kind.SEND_F: Kind.F, Kind.RECV_F: Kind.F, Kind.SEND_B: Kind.B, Kind.RECV_B: Kind.B}
+"""The compute action whose result a SEND sends, or that a RECV receives for."""
+
+
 class Action(NamedTuple):
     """An action of a rank on a model chunk and a micro-batch.
 

@@ -18,7 +18,7 @@ Mattern and Tel 1996). torch's pipelining places receives alike.
 from __future__ import annotations
 
 from megascale.layout.stages import Placement
-from megascale.schedule.dependencies import Result, dependencies, neighbours, results
+from megascale.schedule.dependencies import RESULTS, Result, dependencies, neighbours, results
 from megascale.schedule.ir import Action, Kind, RankSchedule, Schedule, ScheduleError
 
 ACTION, MESSAGE = 5, 1
@@ -35,7 +35,7 @@ def lower(compute: Schedule, placement: Placement, *, training: bool = True, red
     Raises: ScheduleError if the ranks wait for each other
     """
     lowered = [RankSchedule() for _ in compute]
-    last = [{a.chunk: a.microbatch for a in order if a.kind in (Kind.B, Kind.W)} for order in compute]
+    last = [{a.chunk: a.microbatch for a in order if Kind.W in RESULTS[a.kind]} for order in compute]
     gathered = set[tuple[int, int]]()
     for rank, action in global_order(compute, placement):
         order, (kind, chunk, microbatch) = lowered[rank], action
@@ -48,7 +48,7 @@ def lower(compute: Schedule, placement: Placement, *, training: bool = True, red
             receiver, its_chunk = placement.places[target]
             order.append(Action(send, chunk, microbatch))
             lowered[receiver].append(Action(receive, its_chunk, microbatch))
-        if training and kind in (Kind.B, Kind.W) and (reduce_each or last[rank][chunk] == microbatch):
+        if training and Kind.W in RESULTS[kind] and (reduce_each or last[rank][chunk] == microbatch):
             order.append(Action(Kind.REDUCE, chunk, microbatch))
     return lowered
 

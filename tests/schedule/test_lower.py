@@ -15,6 +15,7 @@ from megascale.catalog.schedules import SCHEDULES
 from megascale.layout.stages import looped
 from megascale.schedule.interleaved import interleaved_1f1b
 from megascale.schedule.ir import (
+    SERVED,
     Action,
     Kind,
     RankSchedule,
@@ -95,7 +96,7 @@ def test_simulated_hosts_that_wait_finish(name: str, p: int, v: int, m: int, cha
 
 def consumer(receive: Action) -> Action:
     """The action that needs a message."""
-    return receive._replace(kind=Kind.F if receive.kind is Kind.RECV_F else Kind.B)
+    return receive._replace(kind=SERVED[receive.kind])
 
 
 def posted_ahead(order: RankSchedule) -> RankSchedule:

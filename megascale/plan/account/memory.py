@@ -189,7 +189,8 @@ class _Job:
         """Account for a rank of a stage, with posted receives, tokens, and two all-gathered units in ZeRO-3."""
         config, p = self._config, self._config.parallel
         m, units = config.num_microbatches, self.units(stage)
-        head = bucket_sizes(config, stage)[-1][-1].numel if self._zero2 and stage == p.pp - 1 else 0
+        first, last = (self._layout.placement.places[end][0] for end in (0, -1))
+        head = bucket_sizes(config, stage)[-1][-1].numel if self._zero2 and stage == last else 0
         order = rank_order(config, stage)
         received = self._sizes.stream if stage else 0  # the input of a dropped chunk
         activations, transient = _peak(order, [*map(self._chunk, units)], self._sizes.wide * head, received)
@@ -198,7 +199,7 @@ class _Job:
             activations += key_store_bytes(config, layers, config.batch.micro * config.model.seq_length)
         if p.pp > 1:
             transient += posted_receives(p.pp, p.vpp, m, stage) * message_bytes(config)
-        if stage in (0, p.pp - 1):
+        if stage in (first, last):
             transient += TOKEN_IDS * self._sizes.tokens * m
         if self._storage.shards_weights:
             largest = sorted((unit.elements for unit in chain(*units)), reverse=True)[:2]

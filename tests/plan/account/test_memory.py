@@ -28,7 +28,7 @@ from megascale.plan.account.memory import (
     state_bytes,
 )
 from megascale.schedule import ir
-from megascale.schedule.ir import Action, Kind, RankSchedule, backward, forward
+from megascale.schedule.ir import SERVED, Action, Kind, RankSchedule, backward, forward
 from megascale.schedule.lower import lower
 from tests.drawn import jobs
 
@@ -61,7 +61,7 @@ def test_posted_receives_have_a_bound(name: str) -> None:
             posted, most = set[Action](), 0
             for action in order:
                 if action.kind in (Kind.RECV_F, Kind.RECV_B):
-                    posted.add(action._replace(kind=Kind.F if action.kind is Kind.RECV_F else Kind.B))
+                    posted.add(action._replace(kind=SERVED[action.kind]))
                 elif action.kind in (Kind.F, Kind.B):
                     posted.discard(action)
                     most = max(most, len(posted))
