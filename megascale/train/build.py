@@ -55,9 +55,8 @@ from megascale.parallel.pipeline import P2PActivationSpec, PipelineExecutor
 from megascale.parallel.stateful import Stateful
 from megascale.parallel.tp_overlap import TensorParallel
 from megascale.plan.account.flops import sequence_flops
-from megascale.schedule.dependencies import ScheduleDependencies
 from megascale.schedule.ir import RankSchedule, build_schedule, forwards_only
-from megascale.schedule.lower import RECV_LOOKAHEAD, lower_rank
+from megascale.schedule.lower import lower
 from megascale.schedule.one_f_one_b import one_f_one_b
 from megascale.schedule.state_aware import build_state_aware
 from megascale.trace.recorder import Recorder
@@ -82,19 +81,19 @@ def build_mesh(
     """Open and warm up this rank's process groups. Requires `comm.init.init_distributed`. `flight`, `ring`: this
     rank's flight record and event ring.
     """
-    p = config.parallel
+    placement = stages_of(config).placement
     recorder = Recorder(device.timer(), enabled=config.observe.record, flight=flight, ring=ring)
     mesh = open_mesh(
         topology_of(config),
         rank.rank,
         tied=config.model.tie_embeddings,
-        wrap_around=p.vpp > 1,
+        placement=placement,
         recorder=recorder,
         launch=config.launch,
         nccl=config.nccl,
     )
     recorder.flight.start_parts.begin("warm-up")
-    warm_up(mesh, device, wrap_around=p.vpp > 1)
+    warm_up(mesh, device, placement.links)
     return mesh
 
 
@@ -258,13 +257,8 @@ def build_order(config: RunConfig, pp_rank: int, count: int, training: bool) -> 
         compute = build_state_aware(p.pp, [config.num_chunks] * (count // config.num_chunks), config.data.keep_chunks)
     else:
         compute = build_schedule(SCHEDULES[p.schedule].load(), p.pp, p.vpp, count)
-    return lower_rank(
-        ScheduleDependencies(compute if training else forwards_only(compute), p.vpp),
-        pp_rank,
-        lookahead=RECV_LOOKAHEAD if config.overlap.pp else 0,
-        training=training,
-        reduce_each=p.zero == 2,
-    )
+    compute = compute if training else forwards_only(compute)
+    return lower(compute, stages_of(config).placement, training=training, reduce_each=p.zero == 2)[pp_rank]
 
 
 def build_pipeline(
@@ -281,7 +275,8 @@ def build_pipeline(
     rows = config.row_tokens // mesh.tp.size if config.parallel.sp else config.row_tokens
     tp = single_rank_group("tp") if config.parallel.sp else mesh.tp
     p2p_spec = P2PActivationSpec((rows, config.batch.micro, m.hidden_size), dtypes[0], device, tp)
-    return PipelineExecutor(stages, buffers, mesh, p2p_spec, dtypes[1], offload)
+    placement, overlap = stages_of(config).placement, config.overlap.pp
+    return PipelineExecutor(stages, placement, buffers, mesh, p2p_spec, dtypes[1], overlap=overlap, offload=offload)
 
 
 def build_loaders(config: RunConfig, mesh: Mesh, device: Device) -> tuple[Loader, Loader | None, int]:

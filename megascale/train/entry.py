@@ -150,7 +150,7 @@ def _run(
     affinity.bind_to_local_cores(device.pci_address)
     record = rank_record(config, rank, device) if rank.world_size > 1 else None
     folder = Path(config.observe.dir)
-    init.init_distributed(rank, device, config.launch, config.nccl, pp=config.parallel.pp, record=record, folder=folder)
+    init.init_distributed(rank, device, config.launch, config.nccl, record=record, folder=folder)
     flight.start_parts.count = count_requests
     remember_run(rank)
     injection = fault_injection(config, rank)
