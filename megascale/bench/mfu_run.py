@@ -150,7 +150,7 @@ class _Bench:
         self.free_memory()
         rows, precision = config.batch.micro * config.model.seq_length, config.train.precision
         best = attainable_peak(config.model, rows, precision, self.device)
-        if self.device.is_cpu and peak and best and precision != "fp8" and best.flops > peak.flops:
+        if self.device.is_cpu and peak and best and not config.train.quantizes and best.flops > peak.flops:
             peak = best  # both are measured: other load slowed the lower rate
         machine = DeviceSetup(self.device.name, torch.__version__, backends, peak, best)
         ends = losses[0], losses[-1]

@@ -57,7 +57,7 @@ class OpContext:
         """Return the context of a run's operations."""
         dtype = getattr(torch, PRECISIONS[config.train.precision].facts["compute_dtype"])
         tp, optimizer = config.parallel.tp, config.optimizer.name
-        recipe = config.fp8.recipe if config.train.precision == "fp8" else None
+        recipe = config.fp8.recipe if config.train.quantizes else None
         within, keys = config.data.mask == "document", config.attends_in_parts
         compiled, z_loss = config.train.compile, config.train.z_loss
         return cls(config.model, config.backends, dtype, device, tp, optimizer, compiled, recipe, within, keys, z_loss)

@@ -15,7 +15,7 @@ from torch import Tensor
 from megascale.catalog.backends import BACKENDS
 from megascale.catalog.layers import NORMS
 from megascale.catalog.optimizers import OPTIMIZERS
-from megascale.catalog.recipes import RECIPES
+from megascale.catalog.recipes import TENSOR
 from megascale.config.train import OptimizerConfig
 from megascale.device import detect_device
 from megascale.layout.mask_blocks import mask_blocks
@@ -23,9 +23,10 @@ from megascale.layout.param_groups import ParamGroup
 from megascale.layout.sequence_shard import TokenSpan, shard_sequence
 from megascale.ops.boundaries import Boundaries
 from megascale.ops.cross_entropy import Targets, no_reduce
-from megascale.ops.fp8 import Fp8Format, Quantized, ScaleGranularity, amax_to_scale, cast_to_fp8
 from megascale.ops.optimizer import Segment, UpdateInput, UpdateRule
 from megascale.ops.partial_attention import Accumulator, AttentionResult, Gradients
+from megascale.ops.quantized import Quantized
+from megascale.ops.recipe import Quantizer, build_recipe
 from megascale.ops.rope import layer_rope, rope_table
 from megascale.ops.select import BackendError, NotByDefault, OpContext, select_backend, unsupported_reason
 
@@ -259,30 +260,25 @@ def _matrices(context: OpContext) -> list[Tensor]:
 
 def _multiply(kernels: Any, context: OpContext, leaves: list[Tensor]) -> list[Tensor]:
     """Return the casts of a recipe's linear layers, with transposes, and under FP8 two GEMMs: output and wgrad."""
-    x, weight = leaves
-    facts = RECIPES[context.recipe or "tensorwise"].facts
-    granularity, grad_format = ScaleGranularity(facts["granularity"]), Fp8Format[facts["grad_format"].upper()]
-    weight_granularity = ScaleGranularity.BLOCK_2D if granularity is ScaleGranularity.BLOCK_1D else granularity
+    (x, weight), recipe = leaves, build_recipe(context.recipe or "tensorwise", kernels)
 
-    def quantize(x: Tensor, fp8_format: Fp8Format, granularity: ScaleGranularity) -> Quantized:
-        scale = amax_to_scale(kernels.amax(x, granularity), fp8_format)
-        return cast_to_fp8(x, scale, fp8_format, granularity, kernels, with_transpose=True)
+    def quantize(x: Tensor, quantizer: Quantizer) -> Quantized:
+        return quantizer.encode(x, quantizer.scale(quantizer.amax(x)), with_transpose=True)
 
     def matmul(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
         if context.dtype == torch.float64:
             return a.dequantize().double() @ b.dequantize().double().t()
-        return kernels.scaled_matmul(a, b, dtype)
+        return recipe.gemm(a, b, dtype)
 
-    e4m3 = Fp8Format.E4M3
-    forward = quantize(x, e4m3, granularity), quantize(weight, e4m3, weight_granularity)
-    backward = quantize(x, grad_format, granularity), quantize(weight, e4m3, granularity)
-    by_row = weight_granularity is ScaleGranularity.ROW
-    weight_t = quantize(kernels.transpose_for_cast(weight), e4m3, granularity) if by_row else forward[1].t()
-    x_t = quantize(kernels.transpose_for_cast(x), grad_format, granularity)
+    forward = quantize(x, recipe.input), quantize(weight, recipe.weight)
+    backward = quantize(x, recipe.gradient), quantize(weight, recipe.input)
+    both_ways = recipe.weight.block.serves_transpose
+    weight_t = forward[1].t() if both_ways else quantize(recipe.weight.turned(weight), recipe.weight)
+    x_t = quantize(recipe.gradient.turned(x), recipe.gradient)
     casts = [operand.dequantize() for operand in (*forward, *backward, weight_t, x_t)]
     if context.recipe is None:
         return casts
-    wide = torch.float32 if granularity is ScaleGranularity.TENSOR else context.dtype
+    wide = torch.float32 if recipe.gradient.block == TENSOR else context.dtype
     return [*casts, matmul(*forward, context.dtype), matmul(*backward, wide)]
 
 

@@ -31,7 +31,7 @@ from megascale.data.loader import Loader
 from megascale.data.mixture import Mixture, MockMixture, SplitName, build_mixture
 from megascale.data.reader_shape import reads_samples, reads_tokens
 from megascale.device import Device
-from megascale.layout.chunks import chunk_buckets, stages_of
+from megascale.layout.chunks import chunk_buckets, fp8_layers, stages_of
 from megascale.layout.document_shards import row_sharding
 from megascale.layout.param_groups import ParamGroups
 from megascale.layout.recompute_policy import recompute_policy
@@ -158,7 +158,8 @@ def build_rank_run(
     buffers = build_buffers(config, mesh, dtypes, device.torch_device, select.build_op("wgrad", context))
     if init_weights:
         initialize_weights(buffers, mesh, device, config.train.seed)
-    fp8_state = Fp8State(config, mesh, device.torch_device, select.build_op("linear", context))
+    kernels = select.build_op("linear", context)
+    fp8_state = Fp8State(config.model, config.fp8, fp8_layers(config), mesh, device.torch_device, kernels)
     offload = ActivationOffload(device.host_buffers()) if config.train.activation_offload else None
     stages = build_stages(config, mesh, buffers, tp, LayerOps.from_context(context), fp8_state, offload)
     names = ParamGroups(config.optimizer).rules

@@ -16,9 +16,10 @@ from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.recipes import RECIPES
 from megascale.config.loading import load_config
 from megascale.core.registry import Card, Registry
-from megascale.ops.fp8 import Fp8Kernels, Quantized, TorchFp8, scaled_matmul
+from megascale.ops.fp8 import Fp8Kernels, TorchFp8, scaled_matmul
 from megascale.ops.norm import rms_norm
 from megascale.ops.optimizer import TorchOptimizer, Update, UpdateInput
+from megascale.ops.quantized import Quantized
 from megascale.ops.select import NotByDefault, OpContext
 from megascale.ops.selftest import CASES, TOLERANCES, BackendReport, check_backends, difference, is_comparable
 from megascale.optim.adamw import AdamW
