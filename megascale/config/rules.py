@@ -377,10 +377,17 @@ def backends(c: Any) -> Iterator[Finding]:
     dtype = PRECISIONS[c.train.precision].facts["compute_dtype"]
     for operation, registry in BACKENDS.items():
         requested = getattr(c.backends, operation)
-        requirement = Requirement.for_operation(operation, c.model, dtype, c.optimizer.name, c.parallel.tp, recipe)
-        requirement = requirement.with_documents() if c.data.mask == "document" else requirement
-        if c.parallel.cp_keys > 1 or c.parallel.cp_mode == "hybrid" or c.data.chunk_tokens:
-            requirement = requirement.with_partial_attention(operation)
+        in_parts = bool(c.parallel.cp_keys > 1 or c.parallel.cp_mode == "hybrid" or c.data.chunk_tokens)
+        requirement = Requirement.for_operation(
+            operation,
+            c.model,
+            dtype,
+            c.optimizer.name,
+            c.parallel.tp,
+            recipe,
+            document_mask=c.data.mask == "document",
+            attends_in_parts=in_parts,
+        )
         if requested != AUTO and (reason := unmet_requirement(registry[requested], requirement)):
             yield Finding(f"backends.{operation}", f"{requested} {reason}", "auto, or another backend")
 

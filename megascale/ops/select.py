@@ -80,9 +80,9 @@ class OpContext:
     def requirement(self, operation: str) -> Requirement:
         """Return the demands that cards answer from their facts, without a device."""
         dtype = str(self.dtype).removeprefix("torch.")
-        requirement = Requirement.for_operation(operation, self.model, dtype, self.optimizer, self.tp, self.recipe)
-        requirement = requirement.with_documents() if self.document_mask else requirement
-        return requirement.with_partial_attention(operation) if self.attends_in_parts else requirement
+        given = operation, self.model, dtype, self.optimizer, self.tp, self.recipe
+        parts = self.attends_in_parts
+        return Requirement.for_operation(*given, document_mask=self.document_mask, attends_in_parts=parts)
 
 
 class OpBackend(Protocol):
