@@ -28,9 +28,10 @@ from megascale.core.errors import MegascaleError
 from megascale.core.rank import Rank
 from megascale.core.units import format_bytes
 from megascale.device import Device, detect_device, is_out_of_memory
-from megascale.ops.select import OpContext, selected_backends
+from megascale.ops.select import selected_backends
 from megascale.trace import kernels
 from megascale.train.build import Run, build_mesh, build_rank_run
+from megascale.train.op_context import op_context
 from megascale.train.peak_flops import find_peak_flops
 from megascale.train.scheduled_gc import without_automatic_gc
 from megascale.train.step import train_step
@@ -143,7 +144,7 @@ class _Bench:
             shares = profile_steps(run, self.steps.profiled, Quartiles.from_values(timed).median)
         memory, backends, peak = (
             self.device.peak_memory(),
-            selected_backends(OpContext.from_config(config, self.device)),
+            selected_backends(op_context(config, self.device)),
             find_peak_flops(run),
         )
         del run

@@ -13,10 +13,8 @@ from typing import Any, Protocol
 import torch
 
 from megascale.catalog.backends import AUTO, BACKENDS, FUSIBLE_OPERATIONS, Requirement, unmet_requirement
-from megascale.catalog.precisions import PRECISIONS
 from megascale.config.backends import BackendsConfig
 from megascale.config.model import ModelConfig
-from megascale.config.run import RunConfig
 from megascale.core.errors import Exit, MegascaleError
 from megascale.device import Device
 
@@ -51,16 +49,6 @@ class OpContext:
     document_mask: bool = False
     attends_in_parts: bool = False
     z_loss: float = 0.0
-
-    @classmethod
-    def from_config(cls, config: RunConfig, device: Device) -> OpContext:
-        """Return the context of a run's operations."""
-        dtype = getattr(torch, PRECISIONS[config.train.precision].facts["compute_dtype"])
-        tp, optimizer = config.parallel.tp, config.optimizer.name
-        recipe = config.fp8.recipe if config.train.quantizes else None
-        within, keys = config.data.mask == "document", config.attends_in_parts
-        compiled, z_loss = config.train.compile, config.train.z_loss
-        return cls(config.model, config.backends, dtype, device, tp, optimizer, compiled, recipe, within, keys, z_loss)
 
     def requested_backend(self, operation: str) -> str:
         """Return the backend in `[backends]`. In a compiled block, auto means `compile` for fusible operations."""

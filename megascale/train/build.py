@@ -41,7 +41,6 @@ from megascale.model.initialize import init_parameters
 from megascale.model.modules import LayerContext, LayerOps
 from megascale.model.transformer import Stage
 from megascale.ops import select
-from megascale.ops.select import OpContext
 from megascale.ops.wgrad import Wgrad
 from megascale.optim.first_gradient import FirstGradient
 from megascale.optim.lr import learning_rate, learning_rate_by_samples
@@ -62,6 +61,7 @@ from megascale.schedule.state_aware import build_state_aware
 from megascale.trace.recorder import Recorder
 from megascale.train.hooks import Hooks
 from megascale.train.noise_scale import NoiseScale
+from megascale.train.op_context import op_context
 from megascale.train.policy_updates import PolicyState
 from megascale.train.stop import StopRequest
 from megascale.train.weight_average import WeightAverage
@@ -154,7 +154,7 @@ def build_rank_run(
     dtypes = run_dtypes(config)
     maps_peers = config.overlap.tp and symmetric_memory.can_map_peers(mesh.tp, device)
     tp = TensorParallel(mesh.tp, config.parallel.sp, config.overlap.tp, maps_peers, gpu=not device.is_cpu)
-    context = OpContext.from_config(config, device)
+    context = op_context(config, device)
     buffers = build_buffers(config, mesh, dtypes, device.torch_device, select.build_op("wgrad", context))
     if init_weights:
         initialize_weights(buffers, mesh, device, config.train.seed)

@@ -23,6 +23,7 @@ from megascale.ops.quantized import Quantized
 from megascale.ops.select import NotByDefault, OpContext
 from megascale.ops.selftest import CASES, TOLERANCES, BackendReport, check_backends, difference, is_comparable
 from megascale.optim.adamw import AdamW
+from megascale.train.op_context import op_context
 from tests.ops.settings import CPU, setting
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs/bench").glob("*-*.toml"))
@@ -160,7 +161,7 @@ def test_torchs_attention_passes_in_other_models(dtype: torch.dtype, model: dict
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_torchs_attention_passes_in_large_models(path: Path) -> None:
-    given = replace(OpContext.from_config(load_config(str(path)), CPU), dtype=torch.bfloat16)
+    given = replace(op_context(load_config(str(path)), CPU), dtype=torch.bfloat16)
     assert difference("attention", "torch", given) < TOLERANCES[torch.bfloat16] / 2
 
 
