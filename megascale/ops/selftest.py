@@ -22,6 +22,7 @@ from megascale.layout.mask_blocks import mask_blocks
 from megascale.layout.param_groups import ParamGroup
 from megascale.layout.sequence_shard import TokenSpan, shard_sequence
 from megascale.ops.boundaries import Boundaries
+from megascale.ops.core_attention import AttentionMask
 from megascale.ops.cross_entropy import Targets, no_reduce
 from megascale.ops.optimizer import Segment, UpdateInput, UpdateRule
 from megascale.ops.partial_attention import Accumulator, AttentionResult, Gradients
@@ -180,7 +181,7 @@ def _attend(attend: Any, context: OpContext, leaves: list[Tensor]) -> Tensor:
     b, _, s, _ = leaves[0].shape
     window, starts = _mask(context, s)
     boundaries = None if starts is None else Boundaries((starts,) * b, s, leaves[0].device)
-    return attend(*leaves, window, None, 0.0, boundaries)
+    return attend(*leaves, AttentionMask(window, boundaries))
 
 
 def _attend_in_parts(partial: Any, context: OpContext, leaves: list[Tensor]) -> list[Tensor]:
@@ -191,7 +192,7 @@ def _attend_in_parts(partial: Any, context: OpContext, leaves: list[Tensor]) -> 
     results = []
     for rank in range(2):
         shard = shard_sequence(s, 2, 1, rank)
-        blocks = mask_blocks(shard.spans, (TokenSpan(0, s),), window, starts and [starts] * q.shape[0], s)
+        blocks = mask_blocks(shard.spans, (TokenSpan(0, s),), window, None if starts is None else [starts] * len(q), s)
         own, total = torch.cat([q[:, :, slice(*span)] for span in shard.spans], 2), Accumulator(q[:, :, : shard.size])
         partial.add_forward(total, own, k, v, blocks)
         out = total.out.to(q.dtype)

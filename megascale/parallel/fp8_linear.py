@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -184,22 +184,12 @@ class Fp8State:
 
 
 @dataclass
-class _QuantizedWeight:
-    """A weight in FP8 for forward (rowwise, [n, k]) and dgrad (columnwise, [k, n]). `version`: the state's
-    `weight_version` at the cast; -1 before the first.
-    """
-
-    version: int = -1
-    rowwise: Quantized | None = None
-    columnwise: Quantized | None = None
-
-
-@dataclass
 class Fp8Gemms:
     """The FP8 GEMMs of one layer, an implementation of `linear_gemms.LinearGemms`.
 
     `state`: of the whole model. `shard_dim`: the dimension of the weight that tp shards: 0 column-parallel, 1
     row-parallel. `static_scales`: by operand. The operands `input`, `weight` and `gradient` are X, W and dY.
+    `_weights`: W [n, k] for forward and W^T [k, n] for dgrad, cast at the state's `weight_version` `_version`.
     """
 
     name: str
@@ -208,7 +198,8 @@ class Fp8Gemms:
     shard_dim: int
     static_scales: Mapping[str, float]
     wgrad_in_pieces: bool = False  # a scale of a wgrad operand can cover all tokens
-    _weight: _QuantizedWeight = field(default_factory=_QuantizedWeight)
+    _version: int = -1
+    _weights: tuple[Quantized, ...] = ()
 
     def input_operand(self, x: Tensor) -> Operand:
         return self._cast_tokens("input", x, k_sharded=self.shard_dim == 1)
@@ -270,13 +261,10 @@ class Fp8Gemms:
         assert isinstance(x, Quantized) and isinstance(weight, Quantized), "both operands are FP8"
         return self.state.recipe.gemm(x, weight, dtype)
 
-    def _quantized_weights(self, weight: Tensor) -> tuple[Quantized, Quantized]:
-        cache = self._weight
-        if cache.version != self.state.weight_version:
-            cache.version = self.state.weight_version
-            cache.rowwise, cache.columnwise = self._quantize_weight(weight.detach())
-        assert cache.rowwise is not None and cache.columnwise is not None, "the weight is quantized"
-        return cache.rowwise, cache.columnwise
+    def _quantized_weights(self, weight: Tensor) -> tuple[Quantized, ...]:
+        if self._version != self.state.weight_version:
+            self._version, self._weights = self.state.weight_version, self._quantize_weight(weight.detach())
+        return self._weights
 
     def _quantize_weight(self, weight: Tensor) -> tuple[Quantized, Quantized]:
         """Quantize a weight [n, k] for forward, and its transpose [k, n] for dgrad."""

@@ -16,6 +16,7 @@ from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.recipes import RECIPES
 from megascale.config.loading import load_config
 from megascale.core.registry import Card, Registry
+from megascale.ops.core_attention import AttentionMask
 from megascale.ops.fp8 import Fp8Kernels, TorchFp8, scaled_matmul
 from megascale.ops.norm import rms_norm
 from megascale.ops.optimizer import TorchOptimizer, Update, UpdateInput
@@ -169,8 +170,8 @@ def test_torchs_attention_passes_in_large_models(path: Path) -> None:
 def test_attention_is_tested_in_a_window_shorter_than_the_sequence(window: int, seen: tuple[int, int | None]) -> None:
     context, calls = setting(seq_length=8192, window=window), []
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, *_: Any) -> Tensor:
-        calls.append((q.shape[2], window))
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+        calls.append((q.shape[2], mask.window))
         return q + k.sum() + v.sum()
 
     CASES["attention"].results(attend, context, CASES["attention"].inputs(context))
