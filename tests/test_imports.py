@@ -45,7 +45,7 @@ NOT_AT_A_START = (
     "sympy",  # which torch.autograd.backward would import
     "torch._dynamo",
     "tensorboard",
-    "megascale.operate.node.local",
+    "megascale.operate.driver.one_host",
     "megascale.operate.store.collector",
     "megascale.operate.diagnose.slow",
     "megascale.operate.show",

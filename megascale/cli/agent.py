@@ -48,8 +48,9 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     os.environ.update(GRPC_DEFAULTS | os.environ)
+    from megascale.operate.channel.rpc import AgentChannel  # imports gRPC, which reads these variables
     from megascale.operate.channel.streams import tls_from_environment
-    from megascale.operate.node.agent import Agent, leave_process  # imports gRPC, which reads these variables
+    from megascale.operate.node.agent import Agent, leave_process
     from megascale.operate.node.observed_ranks import ObservedRanks
 
     place = place_from_environment(os.environ)
@@ -61,7 +62,8 @@ def run(options: argparse.Namespace) -> int:
         secret, descriptor, observe = job_secret(folder.parent), NO_DESCRIPTOR, functools.partial(ObservedRanks, folder)
         place = replace(place, run=folder.name)
     try:
-        status = asyncio.run(Agent(place, secret, descriptor, tls_from_environment(), observe).run())
+        connect = functools.partial(AgentChannel, place.driver, secret, tls=tls_from_environment())
+        status = asyncio.run(Agent(place, connect, descriptor, observe).run())
     except MegascaleError as error:
         print(error, file=sys.stderr)
         status = int(error.exit_status)

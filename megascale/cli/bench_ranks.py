@@ -21,7 +21,7 @@ from megascale.core.errors import ConfigError, Problem
 from megascale.core.files import exists, is_folder, write_text
 from megascale.core.process import die_with_parent, usable_cores
 from megascale.core.rank import Rank, rank_from_environment
-from megascale.operate.node import local
+from megascale.operate.driver.one_host import OneHost, run_on_this_host
 from megascale.operate.node.failure import write_end, write_error
 
 if TYPE_CHECKING:
@@ -146,8 +146,8 @@ def _check_output(path: Path) -> None:
 
 def _start(words: list[str], processes: int) -> int:
     """Run a command with `processes` ranks on this host; return the exit status."""
-    with tempfile.TemporaryDirectory() as logs:
-        return local.run_local_ranks(words, processes, Path(logs))
+    with tempfile.TemporaryDirectory() as folder:
+        return run_on_this_host(OneHost(words, processes, Path(folder)))
 
 
 def _run_rank(work: RankWork, *, gpus: bool) -> int:

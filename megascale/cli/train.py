@@ -8,7 +8,7 @@ import dataclasses
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from megascale.config.train import ObserveConfig
 from megascale.core.errors import ConfigError, DataError, MegascaleError, Problem
 from megascale.core.files import exists, foreign_owner, lock_folder
 from megascale.core.flight_files import flight_record_of_rank
-from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE, FlightRecord
+from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE
 from megascale.core.limits import os_error_hint, raise_soft_limits
 from megascale.core.process import die_with_parent
 from megascale.core.rank import STORE_VARIABLE, Rank, local_world_size, on_one_host, rank_from_environment
@@ -99,30 +99,15 @@ def _announce_failed_start(error: MegascaleError, rank: Rank, options: argparse.
 
 def _launch_ranks(options: argparse.Namespace, config: RunConfig) -> int:
     """Launch the layout's ranks on this host. What only a launcher needs is imported here: a rank starts without."""
-    from megascale.operate.node import local
-    from megascale.operate.node.node_exporter import watching_host
-    from megascale.operate.print_line import print_line
-    from megascale.operate.store.exporter import MetricsEndpoint
+    from megascale.operate.driver.one_host import OneHost, run_on_this_host
 
     if warning := environment.warn_of_idle_hosts(config.world_size):
         print(warning, file=sys.stderr)
-    endpoint = MetricsEndpoint.of_run(config, socket.gethostname())
-    return local.run_local_ranks(
-        ["train", options.config, *options.overrides],
-        config.world_size,
-        config.folder / LOGS,
-        config.folder / flight.DUMP_FOLDER,
-        find_hung,
-        lambda collector: watching_host(collector, endpoint, print_line),
+    observe = config.observe
+    words = ["train", options.config, *options.overrides]
+    return run_on_this_host(
+        OneHost(words, config.world_size, config.folder, observe.metrics_address, observe.metrics_port)
     )
-
-
-def find_hung(records: Mapping[int, FlightRecord], states: Mapping[int, str]) -> tuple[int, str] | None:
-    """Return the rank that hangs and the evidence; None if the flight records name no single rank."""
-    from megascale.operate.diagnose.hang.hang import hang_verdict
-
-    verdict = hang_verdict(records, states)
-    return (verdict.ranks[0], f"{verdict.kind}: {'; '.join(verdict.evidence)}") if verdict.confident else None
 
 
 def _load_config(options: argparse.Namespace, rank: Rank | None) -> RunConfig:

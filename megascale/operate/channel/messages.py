@@ -66,7 +66,8 @@ class RankEnd(_Checked):
     `error`, `error_kind` (the name of the exception's class), `peer_lost` (it only lost another rank), `named` (ranks
     whose state the error calls wrong), `exit_status` and `in_order` (it left the job as it wrote). `last_lines`: of its
     output. `patterns`: names of the observations in its output (`health.observations`). `stopped`: the agent had sent a
-    signal before, by order.
+    signal before, by order. `unordered`: the signal at which the rank has stopped the job, and which nobody of the job
+    had sent, 0 for none. `started`: False if the process could not be started.
     """
 
     rank: int
@@ -83,6 +84,8 @@ class RankEnd(_Checked):
     patterns: tuple[str, ...] = ()
     stopped: bool = False
     step: int = 0
+    unordered: int = 0
+    started: bool = True
 
 
 @dataclass(frozen=True)

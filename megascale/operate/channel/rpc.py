@@ -13,7 +13,7 @@ import contextlib
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -23,6 +23,7 @@ import grpc.aio
 
 from megascale.core.errors import Exit
 from megascale.core.network import LOOPBACK, join_port
+from megascale.operate.channel.ends import Disconnected, Greeting
 from megascale.operate.channel.gate import ADMISSION_S, MOST_STRANGERS, raise_descriptor_limit
 from megascale.operate.channel.handshake import (
     HELLO_BYTES,
@@ -66,13 +67,6 @@ _LOST = (
 
 _METHOD = "/megascale.Driver/Connect"
 _HELLO_KEY = "megascale-hello-bin"
-
-
-@dataclass(frozen=True)
-class Disconnected:
-    """The server's own notice that the connection of a node was lost, or replaced by a new one."""
-
-    reason: str
 
 
 @dataclass(eq=False)
@@ -251,9 +245,7 @@ class AgentChannel:
     raises NotAPeerError if the driver refuses this process, or does not know the secret, at the first connection.
     """
 
-    def __init__(
-        self, address: str, secret: bytes, greeting: Callable[[], Sequence[AgentMessage]], tls: Tls | None = None
-    ) -> None:
+    def __init__(self, address: str, secret: bytes, greeting: Greeting, tls: Tls | None = None) -> None:
         self._address = address
         self._secret = secret
         self._greeting = greeting

@@ -44,7 +44,8 @@ _RAISED = {
 @dataclass(frozen=True)
 class Finding:
     """A fault before its verdict. `since`: its time in Unix seconds; `permanent`: a restart would fail in the same way;
-    `memory`: memory ran out; `group_ranks`: ranks of the culprit's group.
+    `memory`: memory ran out; `group_ranks`: ranks of the culprit's group. `end`: of the first culprit, or of the first
+    rank that lost another, None for a fault in which no rank ended.
     """
 
     class_: IncidentClass
@@ -57,6 +58,15 @@ class Finding:
     followers: tuple[int, ...] = ()
     permanent: bool = False
     memory: bool = False
+    end: RankEnd | None = None
+
+    @property
+    def status(self) -> int:
+        """The exit status of a job that this fault ends: the first culprit's own, if it has one."""
+        if self.end is None:
+            return Exit.UNCLASSIFIED
+        own = self.end.exit_status if self.end.error else self.end.status
+        return max(own or 0, 0) or Exit.UNCLASSIFIED
 
 
 def is_cascade(end: RankEnd) -> bool:
@@ -81,7 +91,7 @@ def classify_ends(ends: Mapping[int, RankEnd], node_of: Mapping[int, str]) -> Fi
     ranks = first.named or (same if first.error or is_killed(first) else (first.rank,))
     culprit = Culprit(ranks, _nodes(ranks, node_of))
     followers = tuple(sorted({end.rank for end in failed}.difference(ranks)))
-    return _classify_end(first, culprit, followers)
+    return replace(_classify_end(first, culprit, followers), end=ends[same[0]] if first.error else first)
 
 
 def add_culprits(finding: Finding, others: Mapping[int, str], node_of: Mapping[int, str]) -> Finding:
@@ -170,20 +180,17 @@ def _classify_lost_peers(ends: Sequence[RankEnd], node_of: Mapping[int, str]) ->
     most = [node for node, count in named.items() if count == max(named.values())]
     nodes = tuple(sorted(most if len(most) == 1 else named))
     ranks = tuple(sorted(end.rank for end in ends))
-    since = min((end.time for end in ends), default=0.0)
+    first = min(ends, key=lambda end: end.time, default=None)
+    since = first.time if first else 0.0
+    errors = (f"rank {first.rank}: {first.error.splitlines()[0]}",) if first and first.error else ()
     if not links:
         what = f"{format_ranks(ranks)} lost a peer, and no rank failed before" if ranks else "the ranks ended"
-        return Finding("unknown", what, Culprit(), since, "unknown: lost peers", _errors(ends), followers=ranks)
+        return Finding("unknown", what, Culprit(), since, "unknown: lost peers", errors, followers=ranks, end=first)
     pairs = "; ".join(" and ".join(sorted(link)) for link, _ in links.most_common(3))
     what = f"nodes {pairs} do not reach each other, and all reach the driver"
     hint = "see the links of these nodes: megascale doctor --nodes"
     signature = f"network: {' '.join(nodes)}"
-    return Finding("network", what, Culprit((), nodes), since, signature, _errors(ends), hint, followers=ranks)
-
-
-def _errors(ends: Sequence[RankEnd]) -> tuple[str, ...]:
-    first = min(ends, key=lambda end: end.time, default=None)
-    return (f"rank {first.rank}: {first.error.splitlines()[0]}",) if first and first.error else ()
+    return Finding("network", what, Culprit((), nodes), since, signature, errors, hint, followers=ranks, end=first)
 
 
 def classify_lost_nodes(

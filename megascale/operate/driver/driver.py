@@ -14,11 +14,11 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megascale.core.errors import CheckpointError
+from megascale.core.errors import CheckpointError, Exit
 from megascale.core.process import STOP_ORDER, stop_signals
 from megascale.core.run_folder import RunFolder
+from megascale.operate.channel.ends import Disconnected, DriverEnd
 from megascale.operate.channel.messages import CheckDone, Hello, Leave, Start
-from megascale.operate.channel.rpc import Disconnected, DriverServer
 from megascale.operate.driver.alerts import AlertReader
 from megascale.operate.driver.commands import CheckNodes, Command, Finish, Log, Say, Send
 from megascale.operate.driver.decisions import ends_to_replace
@@ -54,15 +54,15 @@ class Clock:
 
 class Driver:
     """The driver of `job`. `folder`: of the run, which every attempt must find, and whose copies in memory a node that
-    is replaced removes. `status`: of the job, once it has ended.
+    is replaced removes; `log`: None for a job whose driver is not restarted. `status`: of the job, once it has ended.
     """
 
     def __init__(
         self,
         job: Job,
-        server: DriverServer,
+        server: DriverEnd,
         scheduler: Scheduler,
-        log: IncidentLog,
+        log: IncidentLog | None,
         clock: Clock,
         alerts: AlertReader | None = None,
         live: LiveWriter | None = None,
@@ -89,8 +89,9 @@ class Driver:
         """Drive the job to its end, and return its exit status."""
         loop = asyncio.get_running_loop()
         stops = stop_signals() if self._job.plan.observed else [STOP_ORDER]  # of the supervisor
+        stops = [] if self._job.plan.alone else stops  # of whom the launcher tells
         for number in stops:
-            loop.add_signal_handler(number, lambda: self.perform(self._job.request_stop(self._clock.now())))
+            loop.add_signal_handler(number, self.request_stop)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)
         calls = self._calls
         parts: Sequence[Coroutine] = (self._receive(), self._tick(), calls.run(), calls.watch_agents())
@@ -113,6 +114,10 @@ class Driver:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    def request_stop(self, status: int = Exit.STOPPED) -> None:
+        """Take a request to stop the job. `status`: of a job that has not trained."""
+        self.perform(self._job.request_stop(self._clock.now(), status))
+
     async def _let_agents_leave(self) -> None:
         """Wait until the agents have taken their last message, and are gone."""
         with contextlib.suppress(TimeoutError):
@@ -129,7 +134,7 @@ class Driver:
                 case CheckNodes():
                     self._check_nodes(command)
                 case Say():
-                    print_line(command.text)
+                    self._say(command.text)
                 case Send(node, Start() as start):
                     self._server.send(node, replace(start, folder=self._folder))
                 case Send(node, Leave() as leave) if (
@@ -144,7 +149,13 @@ class Driver:
                 case _:
                     self._calls.put(command)
 
+    def _say(self, text: str) -> None:
+        if not self._job.plan.alone:  # its launcher reports the end
+            print_line(text)
+
     def _append(self, command: Log) -> None:
+        if self._log is None:
+            return
         try:
             self._log.append(command.event)
         except OSError as error:  # the job is more important than its log, which is written once it can be

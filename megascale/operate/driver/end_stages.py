@@ -175,9 +175,10 @@ def take_stop_request(job: JobState, now: float) -> None:
         return
     if job.stage in (Stage.GATHER, Stage.OPEN) or job.plan.observed:
         job.do(Say("stopping: the ranks are left alone" if job.plan.observed else "stopping: no ranks run"))
-        finish(job, Exit.STOPPED, now)
+        finish(job, job.stop_status, now)
     else:
-        grace = job.settings.stop_grace_s if job.stop_requests == 1 else 0.0
+        wait_s = math.inf if job.plan.alone else job.settings.stop_grace_s
+        grace = wait_s if job.stop_requests == 1 else 0.0
         job.do(Say("stopping: the ranks finish their step and save" if grace else "stopping at once"))
         stop_attempt(job, now, grace, save=job.stop_requests == 1)
 
@@ -189,5 +190,6 @@ def finish(job: JobState, status: int, now: float) -> None:
         job.do(Say(f"the job has ended with status {int(status)}: {summary(job)}"))
     elif job.plan.observed:
         job.do(Say(f"the job has ended with status {int(status)}, after step {completed_step(job)}"))
-    job.do(*(Send(node, Leave("the job has ended")) for node in job.roster.members), Finish(int(status)))
+    reason = "" if job.plan.alone else "the job has ended"
+    job.do(*(Send(node, Leave(reason)) for node in job.roster.members), Finish(int(status)))
     job.enter(Stage.DONE, math.inf)

@@ -9,6 +9,8 @@
 - collect: no rank makes progress, flight records and stacks are on their way; stop: the attempt's ranks are ended
 - observe: another launcher starts the ranks, and restarts them; incidents are reported, nothing is done about them
 
+A job on one host that its first fault ends has stages of its own after `run` (`driver.alone`).
+
 The machine has no clock and no connections, so the driver and a simulation of months run the same code. Whatever must
 outlive the process is in the history, each event of which is logged before it is acted upon.
 """
@@ -20,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from megascale.config.fault import FaultConfig
+from megascale.core.errors import Exit
 from megascale.core.flight_record import FlightRecord
 from megascale.operate.channel.messages import (
     AgentMessage,
@@ -34,7 +37,7 @@ from megascale.operate.channel.messages import (
     Welcome,
 )
 from megascale.operate.diagnose.hang.hang import Verdict
-from megascale.operate.driver import decisions, end_stages, start_stages, watch_stages
+from megascale.operate.driver import alone, decisions, end_stages, start_stages, watch_stages
 from megascale.operate.driver.attempt import Attempt, LostNode
 from megascale.operate.driver.commands import Command, Exclude, Request, Say, Send
 from megascale.operate.driver.incidents import JobHistory
@@ -44,7 +47,7 @@ from megascale.operate.driver.roster import format_nodes
 START_S = 5.0
 """Seconds after an order to start ranks in which a heartbeat without ranks may be older than the order."""
 
-ACT: Mapping[Stage, Callable[[JobState, float], None]] = {
+ACT: dict[Stage, Callable[[JobState, float], None]] = {
     Stage.TAKEOVER: start_stages.takeover,
     Stage.GATHER: start_stages.gather,
     Stage.OPEN: start_stages.open_store,
@@ -55,6 +58,8 @@ ACT: Mapping[Stage, Callable[[JobState, float], None]] = {
     Stage.OBSERVE: watch_stages.observe,
     Stage.DONE: lambda job, now: None,
 }
+
+ACT_ALONE = ACT | {Stage.SETTLE: alone.settle, Stage.COLLECT: alone.collect, Stage.STOP: alone.stop}
 
 
 class Job(JobState):
@@ -147,14 +152,16 @@ class Job(JobState):
         decisions.alert(self, metric, value, recent, now)
         return self._advance(now)
 
-    def request_stop(self, now: float) -> list[Command]:
+    def request_stop(self, now: float, status: int = Exit.STOPPED) -> list[Command]:
         """Stop the job: the first request lets the ranks finish their step and save, the second kills them. A signal to
-        all processes is one request, which agents may have told of before the supervisor passes it on.
+        all processes is one request, which agents may have told of before the supervisor passes it on. `status`: of a
+        job that has not trained.
         """
         if self.told_by_agents:
             self.told_by_agents = False
             return self._advance(now)
         self.stop_requests += 1
+        self.stop_status = status
         end_stages.take_stop_request(self, now)
         return self._advance(now)
 
@@ -221,9 +228,9 @@ class Job(JobState):
 
     def _advance(self, now: float) -> list[Command]:
         """Let the stages act until nothing changes, and return the commands since the last event."""
-        before = None
+        before, act = None, ACT_ALONE if self.plan.alone else ACT
         while before != (self.stage, self.deadline):
             before = (self.stage, self.deadline)
-            ACT[self.stage](self, now)
+            act[self.stage](self, now)
         commands, self.commands = self.commands, []
         return commands

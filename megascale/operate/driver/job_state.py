@@ -8,12 +8,14 @@ from enum import StrEnum
 from typing import Any
 
 from megascale.config.fault import FaultConfig
+from megascale.core.errors import Exit
 from megascale.core.flight_record import FlightRecord
 from megascale.operate.channel.messages import (
     Leave,
 )
 from megascale.operate.diagnose.hang.hang import Verdict
 from megascale.operate.driver.attempt import Attempt, LostNode
+from megascale.operate.driver.classify import Finding
 from megascale.operate.driver.commands import Command, Exclude, Log, Request, Say, Send, StartAgent
 from megascale.operate.driver.incidents import Incident, JobHistory
 from megascale.operate.driver.roster import Roster, format_nodes
@@ -42,9 +44,11 @@ class JobPlan:
     """The ranks of a job. `run`: its name; `arguments`: of its ranks; `resuming`: further ones once this launch has
     trained; `logs`: folder of the ranks' logs; `takeover`: an earlier driver of this launch may have left an attempt
     running; `requestable`, `revivable`: see `SparePool`; `checks`: nodes are checked before they join, and after a
-    fault; `observed`: another launcher runs the ranks.
+    fault; `observed`: another launcher runs the ranks; `alone`: of a job on one host that its first fault ends
+    (`driver.alone`), with its ranks' logs in `logs` itself.
     `overrides`: further arguments of a layout that has shrunk; `smaller`: the layout for a number of nodes.
     `folder`: of the run; `metrics_address`, `metrics_port`: where agents serve metrics, as in `[observe]`.
+    `missing_rank`: the rank that torch's flight recorder shows as missing, and what shows it; None without any.
     """
 
     run: str
@@ -57,12 +61,14 @@ class JobPlan:
     revivable: bool = True
     checks: bool = False
     observed: bool = False
+    alone: bool = False
     resuming: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
     smaller: Callable[[int], SmallerLayout | None] = lambda nodes: None
     folder: str = ""
     metrics_address: str = ""
     metrics_port: int = 0
+    missing_rank: Callable[[], tuple[int, str] | None] = lambda: None
 
     @property
     def layout(self) -> dict[str, Any]:
@@ -81,7 +87,8 @@ class JobState:
 
     `places`: the nodes that ranks fill, in order, None where a node is wanted; `pending`: the incident whose action
     follows the end of the attempt; `saves`: its ranks save before. `told_by_agents`: they have told of the request to
-    stop, which the supervisor may pass on, too. `begun`: start of this driver; `deadline`: of the stage; `next_look`:
+    stop, which the supervisor may pass on, too. `stop_status`: of a job that stops without a step. `fault`: that ends
+    a job on one host. `begun`: start of this driver; `deadline`: of the stage; `next_look`:
     time of the next look for a hang; `heartbeats`: a count of all. `unfit`: why nodes leave once their ranks have
     ended. `failed_checks`: why nodes have left. `first_steps`: by node, seconds of its longest first step of an
     attempt. `incomplete_at`: when to say that ranks of another launcher are not found, None while none is missing.
@@ -109,7 +116,9 @@ class JobState:
         self.verdict: Verdict | None = None
         self.waiting_since: float | None = None
         self.stop_requests = 0
+        self.stop_status: int = Exit.STOPPED
         self.told_by_agents = False
+        self.fault: Finding | None = None
         self.saves = False
         self.next_look = 0.0
         self.heartbeats = 0

@@ -31,7 +31,8 @@ def live_state(job: Job, now: float) -> LiveState:
     for number, end in attempt.ends.items() if attempt is not None else ():
         last = ranks[number]
         ranks[number] = last._replace(phase=str(Phase.DONE)) if end.in_order else last._replace(state="X")
-    return LiveState(now, job.history.attempt, ranks, str(job.stage), job.history.ended)
+    stage = "" if job.plan.alone else str(job.stage)
+    return LiveState(now, job.history.attempt, ranks, stage, job.history.ended)
 
 
 def _live_rank(status: RankStatus, age_s: float) -> LiveRank:

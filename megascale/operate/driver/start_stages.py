@@ -129,7 +129,8 @@ def start_ranks(job: JobState, store: str, now: float) -> None:
     attempt = job.present_attempt
     if job.stage != Stage.OPEN:
         return
-    plan, logs = job.plan, f"{job.plan.logs}/attempt-{attempt.number}"
+    plan = job.plan
+    logs = plan.logs if plan.alone else f"{plan.logs}/attempt-{attempt.number}"
     resuming = plan.resuming if job.history.attempts > 1 and job.history.step else ()
     arguments = (*plan.arguments, *plan.overrides, *resuming)
     for node, ranks in attempt.placement.items():
@@ -144,7 +145,7 @@ def start_ranks(job: JobState, store: str, now: float) -> None:
 def prepare(job: JobState) -> None:
     """Have processes in standby on the nodes that may run ranks of the next attempt, once this one trains."""
     attempt, standby = job.attempt, job.settings.standby
-    if job.stage != Stage.RUN or attempt is None or not attempt.noted or standby == "none":
+    if job.plan.alone or job.stage != Stage.RUN or attempt is None or not attempt.noted or standby == "none":
         return
     ranks = attempt.world // len(attempt.placement)
     for node in [*job.roster.spares(attempt.placement), *(attempt.placement if standby == "nodes" else ())]:

@@ -51,13 +51,19 @@ def run(job: JobState, now: float) -> None:
         finish(job, attempt.status, now)
     elif attempt.failed:
         job.enter(Stage.SETTLE, math.inf)
-    elif _hangs(job, now):
-        attempt.forget_answers()
-        job.verdict = None
-        job.do(*(Send(node, Collect(attempt.number)) for node in attempt.placement))
-        job.enter(Stage.COLLECT, now + job.settings.evidence_s)
+    elif not job.plan.alone and _hangs(job, now):
+        collect_records(job, now)
     elif not attempt.noted or job.waiting_since is not None:
         note_progress(job, now)
+
+
+def collect_records(job: JobState, now: float) -> None:
+    """Ask all nodes for the flight records of their ranks."""
+    attempt = job.present_attempt
+    attempt.forget_answers()
+    job.verdict = None
+    job.do(*(Send(node, Collect(attempt.number)) for node in attempt.placement))
+    job.enter(Stage.COLLECT, now + job.settings.evidence_s)
 
 
 def _hangs(job: JobState, now: float) -> bool:

@@ -13,14 +13,15 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from megascale.config.fault import FaultConfig
 from megascale.core.errors import Exit, MegascaleError
+from megascale.core.outages import Outages
 from megascale.core.process import ORDER_WAIT_S, StopRequests, stop_signals
+from megascale.operate.channel.ends import AgentEnd, Greeting
 from megascale.operate.channel.handshake import NotAPeerError
 from megascale.operate.channel.messages import (
     AgentMessage,
@@ -34,8 +35,6 @@ from megascale.operate.channel.messages import (
     Stop,
     Welcome,
 )
-from megascale.operate.channel.rpc import AgentChannel
-from megascale.operate.channel.streams import Tls
 from megascale.operate.health.host_metrics import HostMetrics
 from megascale.operate.node.agent_exporter import AgentExporter
 from megascale.operate.node.agent_ranks import AgentRanks, Observe
@@ -51,42 +50,49 @@ WAIT_NOTICE_S = 10.0
 """Seconds without a driver after which the agent says that it waits."""
 
 
-class Agent:
-    """The agent of a node. `secret`: the key of the job; `secret_descriptor`: from which ranks read the secret.
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # its log is in the run's folder
+        print(f"megascale agent: {text}", file=sys.stderr, flush=True)
 
-    `observe`: finds ranks of another launcher, which this agent only watches.
+
+class Agent:
+    """The agent of a node. `connect`: makes its end of the connection to the driver; `secret_descriptor`: from which
+    ranks read the secret.
+
+    `observe`: finds ranks of another launcher, which this agent only watches. `say`: prints a line for people.
     """
 
     def __init__(
         self,
         place: NodePlace,
-        secret: bytes,
+        connect: Callable[[Greeting], AgentEnd],
         secret_descriptor: int,
-        tls: Tls | None = None,
         observe: Observe | None = None,
+        say: Callable[[str], None] = _say,
     ) -> None:
         self._place = place
+        self._say = say
         self._settings = FaultConfig()
-        self._channel = AgentChannel(place.driver, secret, self._greeting, tls)
-        self._exporter = AgentExporter(place, lambda: self._channel.lost_s, _say)
-        self._metrics = HostMetrics(Path.cwd())
+        self._channel = connect(self._greeting)
+        self._exporter = AgentExporter(place, lambda: self._channel.lost_s, say)
+        self._metrics, self._outages = HostMetrics(place.folder), Outages()
         self._host: Mapping[str, float] = {}
         self._beat_now = asyncio.Event()
         self._ranks = AgentRanks(
-            place, secret_descriptor, self._exporter, self._channel.send, self._beat_now.set, _say, observe
+            place, secret_descriptor, self._exporter, self._channel.send, self._beat_now.set, say, observe
         )
         self._stop_requests = StopRequests()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def run(self) -> int:
+    async def run(self, *, heeds_signals: bool = True) -> int:
         """Serve until the driver lets the agent leave, a signal ends it, or the driver stays away; return the exit
-        status.
+        status. `heeds_signals`: False if this process has a driver, which does.
 
         Raises: MegascaleError if the driver has another secret
         """
         loop = asyncio.get_running_loop()
         self._leaving: asyncio.Future[int] = loop.create_future()
-        for number in stop_signals():
+        for number in stop_signals() if heeds_signals else ():
             loop.add_signal_handler(number, self._take_signal, number)
         try:
             async with self._channel:
@@ -145,9 +151,10 @@ class Agent:
                 self._spawn(self._check(message))
             case Leave():
                 self._ranks.copies = message.copies
-                self._spawn(self._leave(f"told to leave: {message.reason}", message.status, 0.0))
+                reason = f"told to leave: {message.reason}" if message.reason else ""
+                self._spawn(self._leave(reason, message.status, 0.0))
             case _:
-                _say(f"an observer takes no {type(message).__name__}")
+                self._say(f"an observer takes no {type(message).__name__}")
 
     async def _collect(self, order: Collect) -> None:
         if self._ranks.observes and self._ranks.present is not None:  # its count of attempts is this host's
@@ -177,7 +184,7 @@ class Agent:
             self._ranks.poll()
             lost_s = self._channel.lost_s
             if lost_s > WAIT_NOTICE_S and not waits:
-                _say(f"waiting for the driver at {self._place.driver}")
+                self._say(f"waiting for the driver at {self._place.driver}")
             waits = lost_s > WAIT_NOTICE_S
             if lost_s > self._settings.agent_grace_s:
                 lost = f"no driver at {self._place.driver} for {lost_s:.0f} s"
@@ -190,9 +197,11 @@ class Agent:
             try:
                 self._host = self._exporter.host = await call_in_thread(self._metrics.sample, METRICS_S)
                 self._ranks.add_host_metrics(self._host)
-            except (TimeoutError, RuntimeError, OSError) as error:
+                self._outages.ends("sample")
+            except (TimeoutError, RuntimeError, OSError, ValueError) as error:
                 self._exporter.host = {}  # a dead host must not look as it did before
-                _say(f"no metrics of the host: {str(error) or type(error).__name__}")
+                if self._outages.begins("sample"):
+                    self._say(f"WARNING: no metrics of the host: {error!r}; tried again every {METRICS_S:g} s")
             await asyncio.sleep(METRICS_S)
 
     def _take_signal(self, number: int) -> None:
@@ -214,15 +223,11 @@ class Agent:
         await self._leave("stopped by a signal", Exit.STOPPED, self._settings.stop_grace_s if saves else 0.0)
 
     async def _leave(self, reason: str, status: int, grace_s: float) -> None:
-        _say(reason)
+        if reason:
+            self._say(reason)
         await self._ranks.leave(grace_s)
         if not self._leaving.done():
             self._leaving.set_result(int(status))
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # its log is in the run's folder
-        print(f"megascale agent: {text}", file=sys.stderr, flush=True)
 
 
 def leave_process(status: int) -> None:

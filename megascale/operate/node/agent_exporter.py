@@ -46,4 +46,4 @@ class AgentExporter:
         assert self._endpoint is not None
         labels, text = self._endpoint.labels, "time without a driver; ranks train on meanwhile"
         lost = MetricFamily("agent_driver_lost_seconds", "gauge", text, [(labels, self._lost_s())])
-        return [*node_families(self.collector, self.host, labels), lost]
+        return [*node_families(self.collector, self.host, labels), *([] if self._place.alone else [lost])]

@@ -132,7 +132,7 @@ class AgentRanks:
             await self.present.stop(0)
             await self._end_collector(wait=False)
             self.present.close()
-        ranks = self.present = NodeRanks(order, self._place.node, self._secret_descriptor, self._report_end)
+        ranks = self.present = NodeRanks(order, self._place, self._secret_descriptor, self._report_end)
         if len(self._standby) != len(order.ranks):  # they share the cores among another number of ranks
             self._end_standby()
         return ranks

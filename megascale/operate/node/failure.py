@@ -1,10 +1,10 @@
-"""Failure reports: the file in which a rank says how it ended, and the root cause of several failures.
+"""Failure reports: the file in which a rank says how it ended, and the report of the first failure under srun.
 
 When a rank ends its peers fail next and blame their own peers. A rank therefore writes a file as it ends: the time, and
-an error, a stop or an end in order, with a flag for a lost peer. The root cause is the first error without the flag, or
-a rank that ended before without a file, whatever its status: a library may have called `os._exit(0)`. When a rank is
-stuck, NCCL's watchdog ends the waiting ranks by SIGABRT; the root cause is then the rank that NCCL's flight recorder
-shows as missing, or on CPUs the rank that all others name.
+an error, a stop or an end in order, with a flag for a lost peer. The first cause (`driver.classify`) is the first error
+without the flag, or a rank that ended before without a file, whatever its status: a library may have called
+`os._exit(0)`. When a rank is stuck, NCCL's watchdog ends the waiting ranks by SIGABRT; the cause is then the rank that
+NCCL's flight recorder shows as missing.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import signal
 import sys
 import time
 import traceback
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,21 +60,6 @@ _PEER_LOST = (
     "failed to recv",
     "wait timeout after",
 )
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The failure of a rank. `unexplained`: the rank did not say how it ended. `peer_was_lost`: all that is known is
-    that ranks lost another rank. `killed`: ranks that were killed beside it, which is the consequence of no failure.
-    """
-
-    rank: int
-    host: str
-    message: str
-    exit_status: int
-    unexplained: bool = False
-    peer_was_lost: bool = False
-    killed: tuple[int, ...] = ()
 
 
 def exit_status_of(error: BaseException) -> int:
@@ -182,70 +166,18 @@ def read_record(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def has_left_in_order(logs: Path, rank: int, end: ProcessEnd) -> bool:
-    """Return True if a rank has ended as it wrote before: in order, with this status."""
-    record = _read_known(logs / ERROR_FILE_NAME.format(rank))
-    return record is not None and not record["what"] and record["exit_status"] == end.status
-
-
-def root_cause(logs: Path, ends: Mapping[int, ProcessEnd], dump_folder: Path | None = None) -> Failure:
-    """Return the failure that caused the other failures; if all ranks raised the same error, the lowest rank's.
-
-    `ends`: the ends that the launcher has not caused, by rank. `dump_folder`: dumps of the flight recorder. A rank
-    killed by SIGABRT either waited for a stuck rank, or failed in C++.
-    """
-    first = _first_failure(logs, ends, dump_folder)
-    killed = [rank for rank, end in ends.items() if end.status == -signal.SIGKILL and rank != first.rank]
-    return replace(first, killed=tuple(sorted(killed)))
-
-
-def _first_failure(logs: Path, ends: Mapping[int, ProcessEnd], dump_folder: Path | None) -> Failure:
-    host = os.uname().nodename
-    records = read_records(logs)
-    errors = [record for record in records.values() if record["what"]]
-    causes = [error for error in errors if not error["peer_was_lost"]]
-    silent = sorted((rank for rank in ends if rank not in records), key=lambda rank: (ends[rank].time, rank))
-    aborted = [rank for rank in silent if ends[rank].status == -signal.SIGABRT]
-    first = next((rank for rank in silent if rank not in aborted), None)
-    if causes and (first is None or ends[first].time >= causes[0]["time"]):
-        error = min((error for error in causes if error["what"] == causes[0]["what"]), key=lambda error: error["rank"])
-        return _failure_of(error)
-    if first is None and dump_folder is not None and (suspect := _find_suspect(dump_folder)):
-        message = f"killed by SIGABRT; {suspect.reason}" if suspect.rank in aborted else suspect.reason
-        return Failure(suspect.rank, suspect.host or host, message, Exit.UNCLASSIFIED, unexplained=True)
-    for rank in [first] if first is not None else aborted:
-        status = max(ends[rank].status, 0) or Exit.UNCLASSIFIED
-        return Failure(rank, host, _describe_end(ends[rank].status), status, unexplained=True)
-    if (stuck := _stuck_rank(errors, records)) is not None:
-        message = f"does not answer: {errors[0]['what']}"
-        return Failure(stuck, host, message, Exit.UNCLASSIFIED, unexplained=True, peer_was_lost=True)
-    if errors:
-        return replace(_failure_of(errors[0]), peer_was_lost=True)
-    rank = next((rank for rank, end in ends.items() if end.status), min(ends))
-    return Failure(rank, host, _describe_end(ends[rank].status), Exit.UNCLASSIFIED, unexplained=True)
-
-
-def _failure_of(error: Mapping[str, Any]) -> Failure:
-    return Failure(error["rank"], error["host"], error["what"], error["exit_status"])
-
-
-def _describe_end(status: int) -> str:
-    if status < 0:
+def describe_status(status: int | None) -> str:
+    """Return how a rank ended that has not said so."""
+    if status is not None and status < 0:
         if status == -signal.SIGBUS:
             return "killed by SIGBUS: a file that it maps, such as a dataset, was cut short, or /dev/shm is full"
         return f"killed by {how_ended(status)}"
     if status in _REPORTED:  # its file could not be written, as on a full disk
         return f"ended with status {status}; its output says why"
-    return f"ended with status {status} and no error" + (", before the job's end" if status in _IN_ORDER else "")
+    return f"ended with {how_ended(status)} and no error" + (", before the job's end" if status in _IN_ORDER else "")
 
 
-def _stuck_rank(errors: Sequence[Mapping[str, Any]], records: Mapping[int, Any]) -> int | None:
-    """Return the rank without a record that most other ranks name as lost; None if they name none alone."""
-    named = Counter(rank for error in errors if len(error["peers"]) == 1 for rank in error["peers"])
-    return next((rank for rank, _ in named.most_common() if rank not in records), None)
-
-
-def _find_suspect(dumps: Path) -> flight.Suspect | None:
+def try_find_suspect(dumps: Path) -> flight.Suspect | None:
     """Return the rank that other ranks waited for, by the flight recorder; None, and a line on stderr, if its files
     cannot be analysed: the failure report must not fail.
     """
@@ -285,7 +217,7 @@ def main(logs: str, status: str, dump_folder: str = "", tasks: str = "0") -> Non
     for error in causes[:1]:
         print(f"megascale: rank {error['rank']} on {error['host']} failed: {error['what']}", file=sys.stderr)
         status = error["exit_status"]
-    if not causes and status != "0" and dump_folder and (suspect := _find_suspect(Path(dump_folder))):
+    if not causes and status != "0" and dump_folder and (suspect := try_find_suspect(Path(dump_folder))):
         print(f"megascale: {suspect}", file=sys.stderr)
     elif not causes and errors and silent:
         what = "ended, or was stuck, without an error" if len(silent) == 1 else "ended, or were stuck, without an error"

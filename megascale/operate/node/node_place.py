@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 DRIVER_LOST = 75
 """Exit status of an agent whose driver stayed away for `fault.agent_grace_s`; EX_TEMPFAIL of sysexits.h."""
@@ -11,7 +12,9 @@ DRIVER_LOST = 75
 @dataclass(frozen=True)
 class NodePlace:
     """The node of an agent. `address`: where other nodes reach it; `driver`: host:port of the driver; `slots`: ranks
-    that it can run. `run`: which an observer watches, "" for the agent of a launched job.
+    that it can run. `run`: which an observer watches, "" for the agent of a launched job. `folder`: on the file system
+    of the run, whose space is measured. `alone`: the only node of a job whose ranks are started once, in the driver's
+    process; rank 0 writes to its output, and to no log.
     """
 
     node: str
@@ -19,3 +22,5 @@ class NodePlace:
     driver: str
     slots: int
     run: str = ""
+    folder: Path = Path()
+    alone: bool = False

@@ -18,6 +18,7 @@ from megascale.core.flight_reader import read_flight_record
 from megascale.core.flight_record import (
     ATTEMPT_VARIABLE,
     FLIGHT_RECORD_VARIABLE,
+    UNORDERED_SIGNAL,
     FlightRecord,
     FlightRecordError,
     flight_record_path,
@@ -30,6 +31,7 @@ from megascale.core.wait_notice import WaitNotice
 from megascale.operate.channel.messages import RankEnd, RankStatus, Start
 from megascale.operate.health.observations import OomKills
 from megascale.operate.node.failure import ERROR_FILE_NAME, ProcessEnd
+from megascale.operate.node.node_place import NodePlace
 from megascale.operate.node.rank_ends import STORAGE_ERROR, check_space, describe_end, failed_start, unread_end
 from megascale.operate.node.ranks import call_at_end, rank_status
 from megascale.operate.node.standby_process import StandbyProcess
@@ -65,15 +67,16 @@ class _LocalRank:
 
 
 class NodeRanks:
-    """The ranks of `order` on node `node`. `secret`: descriptor of the job's secret. `on_end` is called in the event
-    loop with each end, as soon as the process has ended.
+    """The ranks of `order` on the node at `place`. `secret`: descriptor of the job's secret. `on_end` is called in the
+    event loop with each end, as soon as the process has ended.
     """
 
-    def __init__(self, order: Start, node: str, secret: int, on_end: Callable[[RankEnd], None]) -> None:
+    def __init__(self, order: Start, place: NodePlace, secret: int, on_end: Callable[[RankEnd], None]) -> None:
         self.attempt, self.world = order.attempt, order.world
         self.ends: dict[int, RankEnd] = {}
         self.order = order
-        self._node = node
+        self._node = place.node
+        self._alone = place.alone
         self._logs = Path(order.logs)
         self._secret = secret
         self._on_end = on_end
@@ -125,8 +128,9 @@ class NodeRanks:
     def _start_all(self, listener: socket.socket | None, standby: list[StandbyProcess]) -> None:
         order = self.order
         remove_left_records(records_name(order.run, self._node))
-        token = order.folder.token if order.folder else ""
-        env = {NODE_VARIABLE: self._node, ATTEMPT_VARIABLE: str(order.attempt), TOKEN_VARIABLE: token, **order.env}
+        token = {TOKEN_VARIABLE: order.folder.token} if order.folder else {}
+        restarts = {} if self._alone else {NODE_VARIABLE: self._node, ATTEMPT_VARIABLE: str(order.attempt)}
+        env = {**restarts, **token, **order.env}
         if is_loopback(order.store.rpartition(":")[0]):
             env.setdefault(GLOO_INTERFACE, os.environ.get(GLOO_INTERFACE, "lo"))
         launch = Launch(order.arguments, order.world, order.ranks, order.store, self._secret, self._logs, env)
@@ -144,8 +148,9 @@ class NodeRanks:
     def _start(
         self, launch: Launch, rank: int, record: Path, listener: socket.socket | None, standby: list[StandbyProcess]
     ) -> Worker:
-        env, log = {FLIGHT_RECORD_VARIABLE: str(record)}, self._logs / LOG_NAME.format(rank)
-        while standby:
+        env = {FLIGHT_RECORD_VARIABLE: str(record)}
+        log = None if self._alone and rank == 0 else self._logs / LOG_NAME.format(rank)
+        while standby and log is not None:
             process = standby.pop()
             try:
                 return launch.start_in(process, rank, listener=listener, log=log, env=env)
@@ -173,14 +178,12 @@ class NodeRanks:
         except Exception as error:  # whatever its files hold, the rank has ended
             why = str(error) or f"no answer within {FILES_S:g} s"
             found = unread_end(rank, end.status, end.time, why, oom_killed=oom_killed, stopped=stopped)
-        self._add_end(replace(found, step=self._step(rank)))
-
-    def _step(self, rank: int) -> int:
-        """Return the last step that a rank had begun, 0 before the first."""
         local = self._ranks[rank]
         with contextlib.suppress(FlightRecordError, OSError):
-            local.record = read_flight_record(local.record_path, head_only=True)
-        return local.record.step if local.record is not None else 0
+            local.record = read_flight_record(local.record_path)
+        if (record := local.record) is not None:
+            found = replace(found, step=record.step, unordered=int(record.totals.get(UNORDERED_SIGNAL, 0)))
+        self._add_end(found)
 
     def _add_end(self, end: RankEnd) -> None:
         self.ends[end.rank] = end

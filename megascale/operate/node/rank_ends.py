@@ -107,4 +107,6 @@ def failed_start(rank: int, error: MegascaleError, *patterns: str) -> RankEnd:
     """Return the end of a rank that could not be started. `patterns`: observations beside those in the error."""
     kind, seen = type(error).__name__, (*patterns, *observe([error.message]))
     status = int(error.exit_status)
-    return RankEnd(rank, Exit.UNCLASSIFIED, time.time(), str(error), kind, exit_status=status, patterns=seen)
+    return RankEnd(
+        rank, Exit.UNCLASSIFIED, time.time(), str(error), kind, exit_status=status, patterns=seen, started=False
+    )

@@ -23,9 +23,10 @@ from cryptography.x509.oid import NameOID
 from megascale.core.errors import ConfigError, Exit
 from megascale.core.network import LOOPBACK, reserve_port, reserve_port_as
 from megascale.operate.channel import rpc, streams
+from megascale.operate.channel.ends import Disconnected
 from megascale.operate.channel.handshake import CHALLENGE_BYTES, ClientHandshake, NotAPeerError, Session
 from megascale.operate.channel.messages import Check, Heartbeat, Hello, Leave, Stop, to_json
-from megascale.operate.channel.rpc import AgentChannel, Disconnected, DriverServer
+from megascale.operate.channel.rpc import AgentChannel, DriverServer
 from megascale.operate.channel.streams import TLS_VARIABLES, Tls, tls_from_environment
 
 SECRET = secrets.token_bytes(32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import functools
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ from megascale.core.network import LOOPBACK, listen, reserve_port
 from megascale.core.process import ORDER_WAIT_S
 from megascale.core.run_folder import write_token
 from megascale.core.stored_copies import stored_copies
+from megascale.operate.channel.ends import Disconnected
 from megascale.operate.channel.messages import (
     Check,
     CheckDone,
@@ -42,7 +44,7 @@ from megascale.operate.channel.messages import (
     StoreOpened,
     Welcome,
 )
-from megascale.operate.channel.rpc import Disconnected, DriverServer
+from megascale.operate.channel.rpc import AgentChannel, DriverServer
 from megascale.operate.channel.secret import new_secret
 from megascale.operate.driver.classify import classify_ends
 from megascale.operate.node import agent, store_listener
@@ -52,6 +54,11 @@ from megascale.operate.node.node_place import DRIVER_LOST, NodePlace
 from tests.core.test_run_folder import known
 from tests.jobs import lives, standby_processes
 from tests.operate.health.nodes import Node, driver, flight_records, gone, key_of, node, rank_environment, run, within
+
+
+def agent_at(place: NodePlace, secret: bytes) -> Agent:
+    """An agent in this process that starts no ranks, which would need the secret's descriptor."""
+    return Agent(place, functools.partial(AgentChannel, place.driver, secret), -1)
 
 
 def test_ranks_are_started_watched_and_a_killed_one_is_reported_at_once(tmp_path: Path) -> None:
@@ -321,7 +328,7 @@ def test_a_node_whose_name_is_not_found_for_a_moment_opens_the_store(
         secret = new_secret()
         async with driver(secret) as ours:
             place = NodePlace("n0", "node7", ours.server.address, 1)
-            agent = asyncio.ensure_future(Agent(place, key_of(secret), -1).run())
+            agent = asyncio.ensure_future(agent_at(place, key_of(secret)).run())
             await ours.until(Hello)
             ours.send(OpenStore(3))
             assert (await ours.until(StoreOpened)).attempt == 3
@@ -490,7 +497,7 @@ def test_an_agent_says_once_that_it_waits_for_the_driver(
     monkeypatch.setattr(agent, "WAIT_NOTICE_S", 0.1)
     with reserve_port(LOOPBACK) as silent:
         address = f"{LOOPBACK}:{silent.getsockname()[1]}"
-        waiting = Agent(NodePlace("n0", LOOPBACK, address, 1), new_secret().encode(), -1)
+        waiting = agent_at(NodePlace("n0", LOOPBACK, address, 1), new_secret().encode())
         waiting._settings = FaultConfig(poll_s=0.02, agent_grace_s=0.5)
         assert asyncio.run(waiting.run()) == DRIVER_LOST
     said = [line for line in capsys.readouterr().err.splitlines() if address in line]
@@ -503,7 +510,7 @@ def test_an_observer_of_another_run_than_the_driver_s_ends_with_an_error(capsys:
         secret = new_secret().encode()
         async with DriverServer(secret, run="two") as server:
             place = NodePlace("n0", LOOPBACK, server.address, 1, run="one")
-            assert await within(Agent(place, secret, -1).run()) == Exit.CONFIG
+            assert await within(agent_at(place, secret).run()) == Exit.CONFIG
 
     run(test)
     assert "told to leave: this driver watches run two, not one" in capsys.readouterr().err

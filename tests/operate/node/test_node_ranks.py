@@ -16,10 +16,12 @@ import pytest
 
 from lab.small_disk import fill_disk, small_disk
 from megascale.core.flight_record import flight_record_path
+from megascale.core.network import LOOPBACK
 from megascale.core.run_folder import read_token, write_token
 from megascale.operate.channel.messages import RankEnd, Start
 from megascale.operate.driver.classify import classify_ends
 from megascale.operate.node import node_ranks
+from megascale.operate.node.node_place import NodePlace
 from megascale.operate.node.node_ranks import NodeRanks, remove_lost_records
 from megascale.operate.node.rank_ends import describe_end
 from tests.core.test_run_folder import known
@@ -51,7 +53,7 @@ def ranks_of(folder: Path, ends: list[RankEnd]) -> NodeRanks:
     """The ranks of an attempt, each of which prints a version and ends."""
     order = replace(ORDER, logs=str(folder / "logs"))
     no_secret = sys.__stdin__.fileno()  # they read none
-    return NodeRanks(order, f"n{os.getpid()}", no_secret, ends.append)
+    return NodeRanks(order, NodePlace(f"n{os.getpid()}", LOOPBACK, "", 1), no_secret, ends.append)
 
 
 def test_a_file_system_that_does_not_answer_delays_only_the_end_of_its_rank(
@@ -152,7 +154,7 @@ async def until_ended(ranks: NodeRanks, ends: list[RankEnd]) -> None:
 def ranks_in(run: Path, ends: list[RankEnd], wait_s: float) -> NodeRanks:
     """The ranks of an attempt that must find the folder of a run."""
     order = replace(ORDER, logs=str(run / "logs" / "attempt-1"), folder=known(run, wait_s=wait_s))
-    return NodeRanks(order, f"n{os.getpid()}", sys.__stdin__.fileno(), ends.append)
+    return NodeRanks(order, NodePlace(f"n{os.getpid()}", LOOPBACK, "", 1), sys.__stdin__.fileno(), ends.append)
 
 
 @pytest.mark.parametrize("place", ["gone", "empty"])

@@ -1,0 +1,193 @@
+"""The launcher of a job on this host, without torchrun: driver and node in one process, the parent of all ranks.
+
+When a rank dies, torchrun prints its error among the errors of ranks that lost their peer; when torchrun is killed, its
+workers continue. Here all ranks die with the launcher. When a rank fails, the other ranks are ended and the root cause
+is shown, with its rank and host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from megascale.config.fault import FaultConfig
+from megascale.core.errors import ConfigError, Exit, MegascaleError, Problem
+from megascale.core.flight_record import FlightRecord
+from megascale.core.live_file import LIVE_FILE, LiveFile
+from megascale.core.network import LOOPBACK, has_loopback
+from megascale.core.process import StopRequests, handling_stops
+from megascale.core.rank import format_ranks
+from megascale.core.run_folder import LOGS
+from megascale.operate.channel.ends import LocalDriverEnd
+from megascale.operate.channel.messages import RankEnd
+from megascale.operate.channel.secret import new_secret, secret_descriptor
+from megascale.operate.diagnose.hang import flight
+from megascale.operate.diagnose.hang.hang import Verdict
+from megascale.operate.driver.alone import STOPS
+from megascale.operate.driver.classify import Finding, is_killed
+from megascale.operate.driver.driver import Clock, Driver
+from megascale.operate.driver.incidents import JobHistory
+from megascale.operate.driver.job import Job
+from megascale.operate.driver.job_state import JobPlan
+from megascale.operate.driver.live_job import LiveWriter
+from megascale.operate.driver.scheduler.none import NoScheduler
+from megascale.operate.node.agent import Agent
+from megascale.operate.node.failure import describe_status, try_find_suspect
+from megascale.operate.node.node_place import NodePlace
+from megascale.operate.node.node_ranks import LOG_NAME
+from megascale.operate.node.workers import remove_old_logs
+from megascale.operate.print_line import print_line
+
+LAST_LINES = 20
+"""Most lines of a rank's output in a report."""
+
+
+@dataclass(frozen=True)
+class OneHost:
+    """A job on this host: `python -m megascale ARGUMENTS` as `world` ranks. `folder`: of the run.
+
+    Rank 0 shares this terminal; the other ranks write to `folder`/logs/rank-N.log. `metrics_address`, `metrics_port`:
+    where metrics are served, as in `[observe]`.
+    """
+
+    arguments: Sequence[str]
+    world: int
+    folder: Path
+    metrics_address: str = ""
+    metrics_port: int = 0
+
+    @property
+    def plan(self) -> JobPlan:
+        """The job as its driver knows it."""
+        return JobPlan(
+            self.folder.name, 1, self.world, tuple(self.arguments), str(self.folder / LOGS), revivable=False,
+            alone=True, folder=str(self.folder), metrics_address=self.metrics_address, metrics_port=self.metrics_port,
+            missing_rank=functools.partial(_missing_rank, self.folder / flight.DUMP_FOLDER),
+        )  # fmt: skip
+
+
+def run_on_this_host(order: OneHost) -> int:
+    """Run a job on this host to its end, and return its exit status.
+
+    At the first request to stop the ranks are ordered to finish their step and save; the second kills them.
+
+    Raises: ConfigError on a host without a loopback interface; MegascaleError if a rank cannot be started.
+    """
+    if not has_loopback():
+        what = "the loopback interface is down, and the ranks need it"
+        raise ConfigError([Problem(f"host {socket.gethostname()}", "", what, "ip link set lo up")])
+    stops = _Stops()
+    with handling_stops(stops.receive), secret_descriptor(new_secret()) as secret:
+        remove_old_logs(order.folder / LOGS)
+        job = asyncio.run(_run(order, secret, stops))
+    if job.fault is not None and job.fault.end is not None and not job.fault.end.started:
+        raise MegascaleError(job.fault.end.error or "")
+    return Exit.UNCLASSIFIED if job.history.ended is None else job.history.ended
+
+
+class _Stops:
+    """Requests to stop, from the handlers of signals to the driver in its event loop."""
+
+    def __init__(self) -> None:
+        self._requests = StopRequests()
+        self._driver: Driver | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        if self._requests.add(number, time.monotonic()) and self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it is closed: the job has ended
+                self._loop.call_soon_threadsafe(self._pass_on)
+
+    def pass_to(self, driver: Driver) -> None:
+        """Pass requests on to `driver`, also those before."""
+        self._driver, self._loop = driver, asyncio.get_running_loop()
+        for _ in range(self._requests.count):
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        assert self._driver is not None
+        self._driver.request_stop(Exit.INTERRUPTED if self._requests.first == signal.SIGINT else Exit.STOPPED)
+
+
+async def _run(order: OneHost, secret: int, stops: _Stops) -> Job:
+    """Run driver and agent to the job's end, and print what has ended it, if that was not its last step."""
+    clock, end = Clock(), LocalDriverEnd()
+    job = Job(order.plan, FaultConfig(), JobHistory(), _hang_verdict, clock.now())
+    live = LiveWriter(LiveFile(order.folder / LIVE_FILE))
+    driver = Driver(job, end, NoScheduler(), None, clock, live=live)
+    place = NodePlace(socket.gethostname(), LOOPBACK, "", order.world, folder=order.folder, alone=True)
+    agent = Agent(place, end.connect, secret, say=print_line)
+
+    async def drive() -> None:
+        await driver.run()
+        _report(job, order.folder / LOGS)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(drive())
+        group.create_task(agent.run(heeds_signals=False))
+        stops.pass_to(driver)
+    return job
+
+
+def _hang_verdict(records: Mapping[int, FlightRecord], states: Mapping[int, str]) -> Verdict:
+    from megascale.operate.diagnose.hang.hang import hang_verdict  # few jobs ask
+
+    return hang_verdict(records, states)
+
+
+def _missing_rank(dumps: Path) -> tuple[int, str] | None:
+    """Return the rank that torch's flight recorder shows as missing, and what shows it."""
+    suspect = try_find_suspect(dumps)
+    return None if suspect is None else (suspect.rank, suspect.reason)
+
+
+def _report(job: Job, logs: Path) -> None:
+    """Print why the job has ended: a rank that failed, a stop without a step, or a signal that nobody of it sent."""
+    ends = sorted(job.attempt.ends.values(), key=lambda end: end.time) if job.attempt is not None else []
+    if job.fault is not None:
+        if job.fault.end is None or job.fault.end.started:
+            print_line("\n".join(_describe_fault(job.fault, ends, job.plan.world, logs)))
+        return
+    if job.stop_requests and not any(end.in_order for end in ends):
+        told = (end.error for end in ends if end.error and end.exit_status in STOPS)
+        stopped = next(told, "stopped before the first step")
+        print_line("stopped at once, without saving" if job.stop_requests > 1 else stopped)
+    for end in ends:
+        if end.unordered:
+            name = signal.Signals(end.unordered).name
+            print_line(f"the job has stopped because rank {end.rank} received {name}, which nobody of the job sent")
+
+
+def _describe_fault(fault: Finding, ends: Sequence[RankEnd], world: int, logs: Path) -> list[str]:
+    """Return the lines of a report: the culprit, with its last output if it has not said how it ended; the others."""
+    rank = fault.end.rank if fault.end is not None else next(iter(fault.culprit.ranks), None)
+    if rank is None or (fault.end is None and fault.class_ == "node"):
+        return [fault.what]
+    killed = [end.rank for end in ends if is_killed(end) and end.rank != rank]
+    explained = fault.end is not None and fault.end.error is not None
+    if fault.end is None:
+        message = "; ".join(fault.evidence) or fault.what
+    else:
+        message = fault.end.error or describe_status(fault.end.status)
+    said = f": {message}" if rank or not explained else ""  # rank 0 has printed its error on this terminal
+    also = f"; {format_ranks(killed)}: killed by SIGKILL" if killed else ""
+    lines = [f"rank {rank} of {world} on {socket.gethostname()} failed{said}{also}"]
+    if rank:
+        log = logs / LOG_NAME.format(rank)
+        if not explained:
+            with contextlib.suppress(OSError):  # the run's folder may be lost
+                text = log.read_text(encoding=sys.stderr.encoding, errors="replace")  # the launcher's is a rank's too
+                lines += [f"  | {line}" for line in text.splitlines()[-LAST_LINES:]]
+        lines.append(f"its output: {log}")
+    if others := world - 1 - len(killed):
+        lines.append(f"the other {others} rank{'s were' if others > 1 else ' was'} ended")
+    return lines
