@@ -21,7 +21,7 @@ from megascale.config.run import RunConfig
 from megascale.config.toml_writer import to_toml
 from megascale.core.errors import ConfigError, DataError, Exit
 from megascale.core.units import format_bytes, format_count
-from megascale.data.identity import replaced_datasets
+from megascale.data.read.identity import replaced_datasets
 from megascale.launch.host_limits import limit_findings, memory_findings
 from megascale.layout.topology import topology_of
 
@@ -87,7 +87,7 @@ def data_summary(config: RunConfig) -> str:
     most = " at most" if len(blend) > 1 else ""
     lines = [f"trains on {format_count(total)} tokens of {count}, {epochs:.3g} epochs{most}{packing_loss(config)}\n"]
     if config.data.packing == "decompose":
-        from megascale.data.bucket_summary import describe_buckets  # imports numpy
+        from megascale.data.mix.bucket_summary import describe_buckets  # imports numpy
 
         lines.append(f"{describe_buckets(config)}\n")
     return "".join(lines)
@@ -97,7 +97,7 @@ def _samples_of_pieces(config: RunConfig) -> list[int]:
     """The samples of an epoch of each dataset, if documents are decomposed, which leaves tokens out; else empty."""
     if config.data.packing != "decompose":
         return []
-    from megascale.data.mixture import Mixture  # imports numpy
+    from megascale.data.mix.mixture import Mixture  # imports numpy
 
     return [sum(samples) for samples in Mixture(config, "train").bucket_samples()]
 
@@ -108,7 +108,7 @@ def packing_loss(config: RunConfig) -> str:
     """
     if config.data.packing != "best_fit":
         return ""
-    from megascale.data.mixture import Mixture  # imports numpy
+    from megascale.data.mix.mixture import Mixture  # imports numpy
 
     mixture = Mixture(config, "train")
     padding, left_out = mixture.padding(), mixture.left_out()
@@ -120,7 +120,7 @@ def reader_bytes(config: RunConfig) -> int:
     """Host memory of the reader of the job's first host, on which are up to RANKS_OF_HOST ranks; 0 without one."""
     if config.data.reader != "host":
         return 0
-    from megascale.data.reader_shape import reader_shape  # imports numpy
+    from megascale.data.host_reader.reader_shape import reader_shape  # imports numpy
 
     ranks = range(min(config.world_size, RANKS_OF_HOST))
     return reader_shape(config, topology_of(config), ranks, 2 if config.train.eval_every else 1).bytes

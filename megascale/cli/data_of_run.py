@@ -14,10 +14,10 @@ from megascale.config.loading import load_config
 from megascale.core.errors import DataError, Exit
 from megascale.core.process import usable_cores
 from megascale.core.units import format_bytes
-from megascale.data.bucket_summary import describe_buckets
-from megascale.data.build_indices import BuiltIndices, build_indices
-from megascale.data.index_files import MEMORY_ENTRIES
-from megascale.data.which_samples import ReadSample, recorded_steps, samples_of_step
+from megascale.data.mix.bucket_summary import describe_buckets
+from megascale.data.mix.build_indices import BuiltIndices, build_indices
+from megascale.data.mix.which_samples import ReadSample, recorded_steps, samples_of_step
+from megascale.data.read.index_files import MEMORY_ENTRIES
 
 
 def add_index_arguments(sub: argparse.ArgumentParser) -> None:

@@ -1,6 +1,6 @@
 """The files of a token dataset, checked against one another without reading tokens or the index: a few bytes of each.
 
-The format is megatron-core's (`data/indexed_dataset.py`). No numpy here: `megascale check` answers at once.
+The format is megatron-core's (`data/read/indexed_dataset.py`). No numpy here: `megascale check` answers at once.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from megascale.convert.tokenizer_files import data_tokenizer, eos_ids
 from megascale.core.errors import CheckpointError, MegascaleError
 from megascale.core.files import fingerprint, is_file
 from megascale.core.storage import Location
-from megascale.data.indexed_dataset import TokenizerInfo
-from megascale.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
+from megascale.data.prepare.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
+from megascale.data.read.indexed_dataset import TokenizerInfo
 
 
 @dataclass(frozen=True)

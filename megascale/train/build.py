@@ -23,13 +23,13 @@ from megascale.core.errors import DataError
 from megascale.core.event_ring import EventRing
 from megascale.core.flight_writer import FlightRecordWriter
 from megascale.core.rank import Rank
-from megascale.data.batch_shape import BatchShape, StepOrder
-from megascale.data.host_reader import open_host_samples
-from megascale.data.host_samples import HostSamples
-from megascale.data.hybrid_batches import HybridPool
-from megascale.data.loader import Loader
-from megascale.data.mixture import Mixture, MockMixture, SplitName, build_mixture
-from megascale.data.reader_shape import reads_samples, reads_tokens
+from megascale.data.host_reader.host_reader import open_host_samples
+from megascale.data.host_reader.host_samples import HostSamples
+from megascale.data.host_reader.reader_shape import reads_samples, reads_tokens
+from megascale.data.mix.batch_shape import BatchShape, StepOrder
+from megascale.data.mix.hybrid_batches import HybridPool
+from megascale.data.mix.loader import Loader
+from megascale.data.mix.mixture import Mixture, MockMixture, SplitName, build_mixture
 from megascale.device import Device
 from megascale.layout.chunks import chunk_buckets, stages_of
 from megascale.layout.document_shards import row_sharding

@@ -32,8 +32,8 @@ from megascale.core.limits import PROCESSES_HINT, lacks_threads, os_error_hint
 from megascale.core.rank import NODE_VARIABLE, Rank
 from megascale.core.stored_copies import copies_notice
 from megascale.core.units import format_bytes, format_count, format_flops
-from megascale.data.bucket_summary import describe_buckets
-from megascale.data.identity import replaced_datasets, write_identities
+from megascale.data.mix.bucket_summary import describe_buckets
+from megascale.data.read.identity import replaced_datasets, write_identities
 from megascale.device import detect_device
 from megascale.launch import affinity
 from megascale.launch.failure import exit_status_of, is_peer_lost, write_error, write_stop

@@ -20,11 +20,11 @@ from megascale.comm.mesh import Mesh
 from megascale.config.policy_rules import policy_every
 from megascale.config.run import RunConfig, dataset_prefixes
 from megascale.core.errors import DataError
-from megascale.core.skipped_ranges import order_index
-from megascale.data.batch_shape import BatchShape
-from megascale.data.data_policy import DataPolicy, DataReport
-from megascale.data.loader import Loader
-from megascale.data.mixture_weights import MixtureWeights, next_place, numbers, shares
+from megascale.data.mix.batch_shape import BatchShape
+from megascale.data.mix.data_policy import DataPolicy, DataReport
+from megascale.data.mix.loader import Loader
+from megascale.data.mix.mixture_weights import MixtureWeights, next_place, numbers, shares
+from megascale.data.mix.skipped_ranges import order_index
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.pipeline import PipelineExecutor
 from megascale.parallel.replicated_state import ReplicatedState

@@ -18,7 +18,7 @@ import megascale
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.core.readable import is_url
-from megascale.data.identity import dataset_identity, order_file_identity, run_prefixes
+from megascale.data.read.identity import dataset_identity, order_file_identity, run_prefixes
 from megascale.device import Device, gpu_stack_versions
 from megascale.ops.library import LIBRARIES
 

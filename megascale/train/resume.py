@@ -15,10 +15,10 @@ from megascale.config.decomposition import CYCLE, MIN_PIECE
 from megascale.config.model import ModelConfig
 from megascale.config.run import HF_PREFIX, RunConfig
 from megascale.core.errors import CheckpointError, ConfigError, Problem
-from megascale.core.skipped_ranges import Ranges, below, read_before
 from megascale.core.units import format_count
-from megascale.data.changing_blend import blend_parts, same_order
-from megascale.data.order_changes import order_changes
+from megascale.data.mix.changing_blend import blend_parts, same_order
+from megascale.data.mix.order_changes import order_changes
+from megascale.data.mix.skipped_ranges import Ranges, below, read_before
 from megascale.parallel.stateful import WEIGHTS
 from megascale.train.build import InitialState, Run
 from megascale.train.finite_check import all_finite

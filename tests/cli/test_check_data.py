@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megascale.cli.main import main
-from megascale.data.identity import IDENTITY_FILE, replaced_datasets, run_identities, write_identities
+from megascale.data.read.identity import IDENTITY_FILE, replaced_datasets, run_identities, write_identities
 from tests.data.datasets import data_config, write_dataset
 from tests.runs import GPT, settings, write_config
 

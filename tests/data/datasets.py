@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from megascale.config.run import RunConfig
-from megascale.data import dataset_writer, indexed_dataset
+from megascale.data.prepare import dataset_writer
+from megascale.data.read import indexed_dataset
 from tests.runs import GPT, config_of, settings
 
 VOCABULARY = 60_000

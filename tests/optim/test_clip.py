@@ -55,8 +55,8 @@ def plain_gradients(config: Any) -> dict[str, Tensor]:
 
 def whole_batch(config: Any) -> Any:
     """Return the samples of the first step as one micro-batch."""
-    from megascale.data.loader import BatchShape, Loader
-    from megascale.data.mixture import build_mixture
+    from megascale.data.mix.loader import BatchShape, Loader
+    from megascale.data.mix.mixture import build_mixture
 
     total = config.batch.total
     samples = build_mixture(config, "train")

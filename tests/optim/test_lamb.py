@@ -156,8 +156,8 @@ def by_the_formula(config: Any) -> Reference:
     """Train without our buckets, micro-batches, groups and optimizer. The parts of a fused weight, such as q, k and v,
     have a trust ratio each.
     """
-    from megascale.data.loader import BatchShape, Loader
-    from megascale.data.mixture import build_mixture
+    from megascale.data.mix.loader import BatchShape, Loader
+    from megascale.data.mix.mixture import build_mixture
     from megascale.model.initialize import init_parameters
     from megascale.model.transformer import Stage
 

@@ -13,8 +13,8 @@ import torch
 
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
-from megascale.data.loader import BatchShape, Loader
-from megascale.data.mixture import Sample
+from megascale.data.mix.loader import BatchShape, Loader
+from megascale.data.mix.mixture import Sample
 from megascale.layout.tensors import ParamSpec, TensorSpec, all_params
 from megascale.train.build import Run
 from tests.runs import GPT, LLAMA, build_run, config_of, settings, total_of

@@ -13,7 +13,7 @@ import pytest
 from megascale.core.event_ring import RingIdentity, open_event_ring
 from megascale.core.event_ring_reader import EventRingReader
 from megascale.core.rank import Rank
-from megascale.data import dataset_writer
+from megascale.data.prepare import dataset_writer
 from megascale.eventstore.schema import TAGS
 from megascale.train.loop import train
 from megascale.train.reporter import Reporter

@@ -16,8 +16,8 @@ from torch import Tensor
 from megascale.account.flops import token_flops
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
-from megascale.data import dataset_writer
-from megascale.data.mixture import Sample, build_mixture
+from megascale.data.mix.mixture import Sample, build_mixture
+from megascale.data.prepare import dataset_writer
 from megascale.parallel.microbatch import MicroBatch, StepBatch
 from megascale.parallel.rng import Dropout
 from megascale.train.build import build_order

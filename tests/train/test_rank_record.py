@@ -20,7 +20,7 @@ import megascale
 from megascale.core.errors import Exit
 from megascale.core.flight_record import flight_record_path
 from megascale.core.rank import Rank
-from megascale.data import dataset_writer
+from megascale.data.prepare import dataset_writer
 from tests.data.datasets import ORIGIN
 from tests.jobs import heed_signals
 from tests.launch.test_torchrun import Torchrun, environment, free_port

@@ -14,8 +14,8 @@ from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
 from megascale.core.rank import Rank
 from megascale.core.registry import Card
-from megascale.data.label_weights import weighted_mask
-from megascale.data.mixture import Mixture
+from megascale.data.mix.label_weights import weighted_mask
+from megascale.data.mix.mixture import Mixture
 from tests.data.datasets import write_dataset
 from tests.docs.test_extending import install
 from tests.runs import GPT, build_run, config_of, settings

@@ -24,8 +24,8 @@ from megascale.comm import init
 from megascale.comm.totals import device_barrier
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank, rank_from_environment
-from megascale.data.loader import BatchShape, Loader
-from megascale.data.mixture import Sample
+from megascale.data.mix.loader import BatchShape, Loader
+from megascale.data.mix.mixture import Sample
 from megascale.device import detect_device
 from megascale.train.build import Run, build_mesh, build_rank_run
 from megascale.train.loop import train
