@@ -21,6 +21,8 @@ from megascale.config.run import RunConfig
 from megascale.config.toml_writer import to_toml
 from megascale.core.errors import ConfigError, DataError, Exit
 from megascale.core.units import format_bytes, format_count
+from megascale.data.mix.batch_shape import BatchShape
+from megascale.data.mix.mixture_spec import mixture_spec
 from megascale.data.read.identity import replaced_datasets
 from megascale.launch.host_limits import limit_findings, memory_findings
 from megascale.layout.topology import topology_of
@@ -89,7 +91,7 @@ def data_summary(config: RunConfig) -> str:
     if config.data.packing == "decompose":
         from megascale.data.mix.bucket_summary import describe_buckets  # imports numpy
 
-        lines.append(f"{describe_buckets(config)}\n")
+        lines.append(f"{describe_buckets(mixture_spec(config, 'train'))}\n")
     return "".join(lines)
 
 
@@ -99,7 +101,7 @@ def _samples_of_pieces(config: RunConfig) -> list[int]:
         return []
     from megascale.data.mix.mixture import Mixture  # imports numpy
 
-    return [sum(samples) for samples in Mixture(config, "train").bucket_samples()]
+    return [sum(samples) for samples in Mixture(mixture_spec(config, "train")).bucket_samples()]
 
 
 def packing_loss(config: RunConfig) -> str:
@@ -110,7 +112,7 @@ def packing_loss(config: RunConfig) -> str:
         return ""
     from megascale.data.mix.mixture import Mixture  # imports numpy
 
-    mixture = Mixture(config, "train")
+    mixture = Mixture(mixture_spec(config, "train"))
     padding, left_out = mixture.padding(), mixture.left_out()
     text = f"; {padding:.2%} of the tokens are padding" if padding else ""
     return text + (f"; {left_out} rests of one token, which have no label, are left out" if left_out else "")
@@ -123,7 +125,8 @@ def reader_bytes(config: RunConfig) -> int:
     from megascale.data.host_reader.reader_shape import reader_shape  # imports numpy
 
     ranks = range(min(config.world_size, RANKS_OF_HOST))
-    return reader_shape(config, topology_of(config), ranks, 2 if config.train.eval_every else 1).bytes
+    shape, splits = BatchShape(config.batch.total, config.batch.micro, config.dp), 2 if config.train.eval_every else 1
+    return reader_shape(config.data, shape, config.model.seq_length, topology_of(config), ranks, splits).bytes
 
 
 def offloaded_bytes(config: RunConfig) -> int:
@@ -143,7 +146,7 @@ def host_warnings(config: RunConfig) -> Iterator[str]:
     for finding in findings:
         yield f"this host  {finding.key}: {finding.message}  -> {finding.hint}"
     if config.checkpoint.resume != "never":
-        yield from replaced_datasets(config)
+        yield from replaced_datasets(config.data, config.folder)
 
 
 def summary(config: RunConfig) -> str:

@@ -32,7 +32,7 @@ from megascale.core.limits import PROCESSES_HINT, lacks_threads, os_error_hint
 from megascale.core.rank import NODE_VARIABLE, Rank
 from megascale.core.stored_copies import copies_notice
 from megascale.core.units import format_bytes, format_count, format_flops
-from megascale.data.mix.bucket_summary import describe_buckets
+from megascale.data.mix.mixture_spec import mixture_spec
 from megascale.data.read.identity import replaced_datasets, write_identities
 from megascale.device import detect_device
 from megascale.launch import affinity
@@ -166,7 +166,7 @@ def _run(
         injection.attach(run)
         injection.reach("load")
     resumed = load_initial_state(run, open_weights)
-    replaced = replaced_datasets(config) if is_rank_0 and run.progress.step else []
+    replaced = replaced_datasets(config.data, config.folder) if is_rank_0 and run.progress.step else []
     writers = _prepare_folder(config, run.progress.step) if is_rank_0 else []
     reporter = Reporter(config, device, peak, writers, run.mesh.recorder)
     try:
@@ -175,8 +175,10 @@ def _run(
         reporter.write_message(run_summary(run, peak))
         if injection is not None:
             reporter.write_message(f"WARNING: this run injects faults: {config.fault.inject}")
-        if is_rank_0 and (buckets := describe_buckets(config)):
-            reporter.write_message(buckets)
+        if is_rank_0 and config.data.packing == "decompose":
+            from megascale.data.mix.bucket_summary import describe_buckets
+
+            reporter.write_message(describe_buckets(mixture_spec(config, "train")))
         if resumed:
             reporter.write_message(resumed)
         for text in replaced:
@@ -206,7 +208,7 @@ def _prepare_folder(config: RunConfig, resumed_step: int) -> list[MetricsWriter]
         path = config.folder / "config.toml"
         if resumed_step < config.train.steps or not exists(path):
             write_text(path, to_toml(config))
-            write_identities(config)
+            write_identities(config.data, config.folder)
         return open_writers(config, resumed_step)
     except OSError as error:
         what = f"{error.filename or config.folder} cannot be written: {error.strerror or error}"

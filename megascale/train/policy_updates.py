@@ -1,7 +1,7 @@
 """Updates of the blend's weights by a data policy (`data.policy`), with its state.
 
 After every `data.policy_every` steps rank 0 asks the policy, with the losses by dataset since its last update, and all
-ranks get its answer. The weights begin `data.prefetch` + 2 steps later (`data.mixture_weights`), whatever reads the
+ranks get its answer. The weights begin `data.prefetch` + 2 steps later (`data.mix.data_policy`), whatever reads the
 samples, so that a resume goes on exactly, also in another layout. `metrics.jsonl` has every update.
 """
 
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from megascale.catalog.data_policies import DATA_POLICIES
 from megascale.comm.mesh import Mesh
+from megascale.config.batch_rampup import batch_sizes
 from megascale.config.policy_rules import policy_every
 from megascale.config.run import RunConfig, dataset_prefixes
 from megascale.core.errors import DataError
 from megascale.data.mix.batch_shape import BatchShape
-from megascale.data.mix.data_policy import DataPolicy, DataReport
+from megascale.data.mix.data_policy import DataPolicy, DataReport, MixtureWeights, next_place, numbers, shares
 from megascale.data.mix.loader import Loader
-from megascale.data.mix.mixture_weights import MixtureWeights, next_place, numbers, shares
 from megascale.data.mix.skipped_ranges import order_index
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.pipeline import PipelineExecutor
@@ -150,7 +150,8 @@ class PolicyUpdates(Hook):
             raise DataError(problem, hint="correct the policy, or data.policy = fixed")
         after, place = tuple(found), None
         if after != before:
-            place = next_place(run.config, run.progress.samples)
+            data = run.config.data
+            place = next_place(batch_sizes(run.config), data.prefetch, data.skip, run.progress.samples)
             state.weights = state.weights.changed(place, after)
             state.apply_weights()
         state.policy.state[:] = own

@@ -158,6 +158,7 @@ def by_the_formula(config: Any) -> Reference:
     """
     from megascale.data.mix.loader import BatchShape, Loader
     from megascale.data.mix.mixture import build_mixture
+    from megascale.data.mix.mixture_spec import mixture_spec
     from megascale.model.initialize import init_parameters
     from megascale.model.transformer import Stage
 
@@ -169,7 +170,7 @@ def by_the_formula(config: Any) -> Reference:
         parameters[parameter.name] = nn.Parameter(weight)
         parts[parameter.name] = {part.name: part.local_shape(Topology())[0] for part in parameter.parts}
     stage = Stage(given(config.model, parameters), range(config.model.num_layers), True, True)
-    samples = build_mixture(config, "train")
+    samples = build_mixture(mixture_spec(config, "train"))
     loader = Loader(
         samples, BatchShape(total, total, 1), 0, dropout=0.0, seed=config.train.seed, device=torch.device("cpu")
     )

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from megascale.catalog.data_policies import DATA_POLICIES
+from megascale.cli.which_samples import samples_of_step
 from megascale.config.run import RunConfig
 from megascale.core.errors import CheckpointError, ConfigError, DataError
 from megascale.core.rank import Rank
 from megascale.core.registry import Card
-from megascale.data.mix.which_samples import samples_of_step
 from megascale.trace.writers import JsonLinesWriter
 from tests.data.datasets import ORIGIN
 from tests.docs.test_extending import install

@@ -1,24 +1,33 @@
-"""A rank's view of the samples that the reader of its host has read. No torch."""
+"""A rank's view of the samples that the reader of its host has read (`open_host_samples`): which ranks read there, the
+memory that they share, and the process that fills it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-import numpy as np
-
+from megascale.comm.control import ControlChannel
+from megascale.comm.host_ranks import ranks_of_host
+from megascale.comm.mesh import Mesh
+from megascale.config.dataset_files import SplitName
+from megascale.config.run import RunConfig
 from megascale.core.errors import DataError, LostPeerError
+from megascale.core.limits import os_error_hint
 from megascale.core.process import process_exists
 from megascale.core.wait_notice import WaitNotice
-from megascale.data.host_reader.reader_memory import ReaderMemory
-from megascale.data.host_reader.reader_supervisor import WITHOUT_READER_HINT
+from megascale.data.host_reader.reader_memory import MemoryShape, ReaderMemory
+from megascale.data.host_reader.reader_process import ReaderWork
+from megascale.data.host_reader.reader_shape import reader_shape
+from megascale.data.host_reader.reader_supervisor import WITHOUT_READER_HINT, ReaderSupervisor
 from megascale.data.host_reader.sample_record import decode_sample
 from megascale.data.mix.batch_shape import StepOrder
-from megascale.data.mix.mixture import Sample
-from megascale.data.mix.mixture_weights import MixtureWeights
+from megascale.data.mix.data_policy import MixtureWeights
+from megascale.data.mix.sample import Sample, SampleSource
 
 FIRST_POLL_S, LAST_POLL_S = 0.0002, 0.005
 """Seconds between two looks at the ring, at first and in a long wait."""
@@ -27,7 +36,7 @@ LIVENESS_CHECK_S = 1.0
 """Seconds between checks by a waiting rank that a reader will come."""
 
 
-class HostSamples:
+class HostSamples(SampleSource):
     """The samples of a split, step by step, in the ring of this host's reader.
 
     `split`: number of the ring. `rows`: of a step, those that this host's ranks read. `reader`: this rank's number
@@ -42,7 +51,7 @@ class HostSamples:
         rows: list[int],
         reader: int,
         first: tuple[int, int],
-        close: Callable[[], None] = lambda: None,
+        end_reader: Callable[[], None] = lambda: None,
     ) -> None:
         self._memory = memory
         self._ring = memory.ring(split)
@@ -53,7 +62,7 @@ class HostSamples:
         self._generation = self._number = 0
         self._next: int | None = None
         self._consumed = 0
-        self.close = close
+        self._end_reader = end_reader
 
     @property
     def bytes_read(self) -> int:
@@ -61,14 +70,12 @@ class HostSamples:
         return self._memory.bytes_read
 
     def change_weights(self, weights: MixtureWeights) -> None:
-        """Let the reader follow the weights that a data policy has found; the first rank tells it."""
+        """Let the reader follow the weights; the first rank tells it."""
         if self._reader == 0:
             self._memory.write_weights(weights.to_numbers())
 
     def begin(self, consumed: int, end: int = 0) -> None:
-        """Let the reader work ahead, from the step that follows `consumed` samples. `end`: samples of the run, if they
-        are others than those of its configuration: a resumed run may have had other batches.
-        """
+        """Let the reader work ahead, from the step that follows `consumed` samples."""
         if end:
             self._order = replace(self._order, end=end)
             self._ring.set_end(end)
@@ -105,11 +112,9 @@ class HostSamples:
         """The sample `index` of the run, which is one of the present step's."""
         return decode_sample(self._ring.record(self._number, self._places[index - self._consumed]))
 
-    def positions(self, index: int) -> np.ndarray:
-        """The positions of a sample's tokens within their documents, with `data.mask = "document"`."""
-        positions = self[index].positions
-        assert positions is not None
-        return positions
+    def close(self) -> None:
+        """End the host's reader, if this rank keeps it."""
+        self._end_reader()
 
     def _is_filled(self) -> bool:
         generation, filled = self._ring.filled
@@ -130,3 +135,43 @@ class HostSamples:
                 raise LostPeerError(what, peers=(self._first[0],))
             if self._reader == 0:
                 notice.print_if_due(lambda: f"the host's reader, which reads the step after {self._next} samples")
+
+
+def open_host_samples(
+    config: RunConfig, mesh: Mesh, orders: Mapping[SplitName, StepOrder]
+) -> dict[SplitName, HostSamples]:
+    """Open the samples of this host's reader by split; the first rank that reads starts it. A collective of the ranks
+    of a host that read. Requires `comm.init.init_distributed`.
+
+    Raises: DataError on all of them without memory or process for it
+    """
+    shape, ranks = orders["train"].shape, ranks_of_host(mesh.rank)
+    found = reader_shape(config.data, shape, config.model.seq_length, mesh.topology, ranks, len(orders))
+    readers = found.ranks
+    control = ControlChannel("host", readers, readers.index(mesh.rank), mesh.recorder.flight)
+    close: Callable[[], None] = lambda: None  # noqa: E731
+    opened: tuple[int, int, str] = (0, 0, "")
+    if mesh.rank == readers[0]:
+        try:
+            memory = ReaderMemory.allocate(found.memory)
+            supervisor = ReaderSupervisor(ReaderWork(config, found.memory, orders, found.replicas), memory)
+            supervisor.start()
+            opened, close = (os.getpid(), memory.descriptor, ""), supervisor.close
+        except (OSError, DataError) as error:
+            opened = (0, 0, _explain(error, found.memory))
+    pid, descriptor, problem = control.broadcast(opened, "the host's reader")
+    if problem:
+        raise DataError(problem, hint='fewer data.prefetch, or data.reader = "rank"')
+    if mesh.rank != readers[0]:
+        memory = ReaderMemory(os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR), found.memory)
+    return {
+        split: HostSamples(memory, number, order, found.rows, readers.index(mesh.rank), (readers[0], pid), close)
+        for number, (split, order) in enumerate(orders.items())
+    }
+
+
+def _explain(error: OSError | DataError, shape: MemoryShape) -> str:
+    if isinstance(error, DataError):
+        return error.message
+    reason = os_error_hint(error, str(error.strerror))
+    return f"{shape.bytes} bytes of memory for the samples of this host cannot be had: {reason}"

@@ -27,8 +27,9 @@ from megascale.core.process import die_with_parent, stop_signals
 from megascale.data.host_reader.reader_memory import ERROR_BYTES, MemoryShape, ReaderMemory, Ring
 from megascale.data.host_reader.sample_record import encode_sample
 from megascale.data.mix.batch_shape import BatchShape, StepOrder
-from megascale.data.mix.mixture import Mixture, MockMixture, build_mixture
-from megascale.data.mix.mixture_weights import MixtureWeights
+from megascale.data.mix.data_policy import MixtureWeights
+from megascale.data.mix.mixture import build_mixture
+from megascale.data.mix.mixture_spec import mixture_spec
 
 IDLE_S = 0.002
 """Seconds between two looks at the ranks while there is nothing to read."""
@@ -81,9 +82,7 @@ class SplitReader:
         self._ring: Ring = memory.ring(list(work.splits).index(split))
         self._order = work.splits[split]
         self._ranks = work.ranks
-        self._samples: Mixture | MockMixture = build_mixture(
-            work.config, split, 0 if self._order.again else self._order.end
-        )
+        self._samples = build_mixture(mixture_spec(work.config, split), 0 if self._order.again else self._order.end)
         self._follow_end()
 
     def run(self) -> None:
@@ -117,14 +116,12 @@ class SplitReader:
         """Read up to the end that the ranks have said."""
         if end := self._ring.end:
             self._order = replace(self._order, end=end)
-            if isinstance(self._samples, Mixture):
-                self._samples.expected = end
+            self._samples.begin(0, end)
 
     def _follow_weights(self) -> None:
         """Use the weights that a data policy has found since the last step."""
         if self._order.again or (written := self._memory.weights_written) == self._weights:
             return
-        assert isinstance(self._samples, Mixture), "a data policy changes the weights of a blend"
         self._weights = written
         self._samples.change_weights(MixtureWeights.from_numbers(self._memory.weights()))
 
@@ -139,8 +136,7 @@ class SplitReader:
             found = _as_data_error(error)
             self._ring.fill(number, position, [], encode_error(found.message, found.hint))
             return
-        if isinstance(self._samples, Mixture):
-            self._ring.count_bytes(sum(map(self._samples.stored_bytes, indices)))
+        self._ring.count_bytes(sum(map(self._samples.stored_bytes, indices)))
         self._ring.fill(number, position, records)
 
     def _read(self, indices: Sequence[int]) -> Iterator[bytes]:
@@ -148,17 +144,16 @@ class SplitReader:
 
         What they are read from is opened first: an index may be built, or waited for, longer than any read takes.
         """
-        mixture = self._samples if isinstance(self._samples, Mixture) else None
-        if mixture is not None:
-            with self._ring.opening():
-                for index in indices:
-                    self._ring.beat(f"sample {index}, of {mixture.locate(index)[0].prefix}")
-                    mixture.open(index)
-            self._ring.beat(f"sample {indices[0]}, of {mixture.locate(indices[0])[0].prefix}")
-            mixture.fetch(indices, self._ring.beat)
+        samples = self._samples
+        with self._ring.opening():
+            for index in indices:
+                self._ring.beat(f"sample {index}, of {samples.source_of(index)}")
+                samples.open(index)
+        self._ring.beat(f"sample {indices[0]}, of {samples.source_of(indices[0])}")
+        samples.fetch(indices, self._ring.beat)
         for index in indices:
-            self._ring.beat(f"sample {index}, of {mixture.locate(index)[0].prefix}" if mixture is not None else "")
-            yield encode_sample(self._samples[index])
+            self._ring.beat(f"sample {index}, of {samples.source_of(index)}")
+            yield encode_sample(samples[index])
 
 
 def encode_error(message: str, hint: str) -> bytes:

@@ -5,25 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megascale.config.run import RunConfig, dataset_prefixes
+from megascale.config.run import dataset_prefixes
+from megascale.config.train import DataConfig
 from megascale.data.host_reader.reader_memory import MemoryShape
 from megascale.data.host_reader.sample_record import record_bytes
-from megascale.data.mix.batch_shape import BatchShape
-from megascale.data.mix.mixture_weights import numbers
+from megascale.data.mix.batch_shape import BatchShape, reads_samples
+from megascale.data.mix.data_policy import numbers
 from megascale.layout.topology import Topology
 
 PROCESS_BYTES = 64 << 20
 """Memory of the reader's process without samples; 51 MB are measured after its imports, 21 of them of files."""
-
-
-def reads_tokens(topology: Topology, rank: int) -> bool:
-    """Return True if a rank needs tokens: in the first and in the last pipeline stage."""
-    return topology.coord(rank).pp in (0, topology.pp - 1)
-
-
-def reads_samples(config: RunConfig, topology: Topology, rank: int) -> bool:
-    """Return True if a rank needs samples: their tokens, or with a document mask their positions."""
-    return reads_tokens(topology, rank) or config.data.mask == "document"
 
 
 @dataclass(frozen=True)
@@ -43,13 +34,15 @@ class ReaderShape:
         return self.memory.bytes + len(self.rows) * self.memory.record_bytes + PROCESS_BYTES
 
 
-def reader_shape(config: RunConfig, topology: Topology, ranks: Sequence[int], splits: int) -> ReaderShape:
-    """Describe the reader of a host with these `ranks` of a job, for training and perhaps evaluations (`splits`)."""
-    readers = [rank for rank in ranks if reads_samples(config, topology, rank)]
+def reader_shape(
+    data: DataConfig, shape: BatchShape, seq_length: int, topology: Topology, ranks: Sequence[int], splits: int
+) -> ReaderShape:
+    """Describe the reader of a host with these `ranks` of a job, for training and perhaps evaluations (`splits`), in
+    steps of `shape`.
+    """
+    readers = [rank for rank in ranks if reads_samples(data.mask, topology, rank)]
     replicas = sorted({topology.coord(rank).dp for rank in readers})
-    rows = BatchShape(config.batch.total, config.batch.micro, config.dp).rows_of(replicas)
-    weights = numbers(len(dataset_prefixes(config.data.train))) if config.data.policy else 0
-    size = record_bytes(config.model.seq_length)
-    return ReaderShape(
-        readers, replicas, rows, MemoryShape(splits, len(readers), config.data.prefetch, len(rows), size, weights)
-    )
+    rows = shape.rows_of(replicas)
+    weights = numbers(len(dataset_prefixes(data.train))) if data.policy else 0
+    memory = MemoryShape(splits, len(readers), data.prefetch, len(rows), record_bytes(seq_length), weights)
+    return ReaderShape(readers, replicas, rows, memory)

@@ -69,7 +69,7 @@ class ReaderSupervisor:
         self._memory = memory
         self._ended = threading.Event()
         self._stopped_s = 0.0
-        data, remote = work.config.data, any(map(is_url, run_prefixes(work.config)))
+        data, remote = work.config.data, any(map(is_url, run_prefixes(work.config.data)))
         self._timeout_s = data.reader_timeout_s + (data.retry_timeout_s if remote else 0.0)
         self._pulses: list[_Pulse] = []
         self._process = self._start()

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megascale.config.batch_rampup import BatchSizes
+from megascale.layout.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -66,3 +67,13 @@ class StepOrder:
         if following < self.end:
             return following
         return 0 if self.again else None
+
+
+def reads_tokens(topology: Topology, rank: int) -> bool:
+    """Return True if a rank needs tokens: in the first and in the last pipeline stage."""
+    return topology.coord(rank).pp in (0, topology.pp - 1)
+
+
+def reads_samples(mask: str, topology: Topology, rank: int) -> bool:
+    """Return True if a rank needs samples: their tokens, or where documents begin, with `mask` = "document"."""
+    return reads_tokens(topology, rank) or mask == "document"

@@ -12,22 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Protocol
 
 import numpy as np
 
 from megascale.core.seeds import seed_of
-from megascale.data.mix.changing_blend import ChangingBlend, Part
-
-
-class SampleOrder(Protocol):
-    """Numbered sources (datasets, or buckets of datasets), one for each place in an order."""
-
-    def locate(self, index: int) -> tuple[int, int]:
-        """The source of a place, and the number of earlier places of that source."""
-
-    def count(self, dataset: int, samples: int) -> int:
-        """Places of a source among the first `samples`."""
+from megascale.data.mix.blend import ChangingBlend, Part, SampleOrder
 
 
 class Curriculum:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megascale.config.run import RunConfig
 from megascale.data.mix.mixture import Mixture
+from megascale.data.mix.mixture_spec import MixtureSpec
 from megascale.data.read.decomposed_index import DecomposedShape
 
 
@@ -34,12 +34,11 @@ class BucketSummary:
         )
 
 
-def summarize_buckets(config: RunConfig) -> BucketSummary:
+def summarize_buckets(mixture: Mixture) -> BucketSummary:
     """Summarize the training data of a run with `data.packing = "decompose"`, from the lengths of the documents.
 
     Raises: DataError for unusable datasets, and one whose buckets are all empty
     """
-    mixture = Mixture(config, "train")
     samples = mixture.bucket_samples()
     count = len(samples[0])
     found: dict[int, float] = {}
@@ -55,6 +54,6 @@ def summarize_buckets(config: RunConfig) -> BucketSummary:
     return BucketSummary(sorted(found.items()), max(short, 0.0), left)
 
 
-def describe_buckets(config: RunConfig) -> str:
-    """Describe the buckets of a run's training data in a line; empty if documents are not decomposed."""
-    return str(summarize_buckets(config)) if config.data.packing == "decompose" else ""
+def describe_buckets(spec: MixtureSpec) -> str:
+    """Describe the buckets of decomposed training data in a line."""
+    return str(summarize_buckets(Mixture(spec)))

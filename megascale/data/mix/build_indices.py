@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
-from megascale.config.batch_rampup import samples_of_run
-from megascale.config.dataset_files import SplitName
-from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
 from megascale.core.files import exists
 from megascale.data.mix.mixture import Mixture
@@ -31,14 +28,14 @@ class BuiltIndices:
 
 
 def build_indices(
-    config: RunConfig, workers: int, progress: Callable[[int, int], None] = lambda done, total: None
+    mixtures: Iterable[Mixture], workers: int, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> BuiltIndices:
-    """Build the missing index files of a run, and check those that exist. `config`: resolved. `progress`: called with
-    the files that are done, and all that are missing.
+    """Build the missing index files of a run, and check those that exist. `mixtures`: of the splits that it reads, with
+    the samples that it expects of each. `progress`: called with the files that are done, and all that are missing.
 
     Raises: DataError for unusable datasets, damaged files, and a folder that cannot be written
     """
-    keys = [(folder, key) for split in splits(config) for folder, key in _keys(config, split)]
+    keys = [(folder, key) for mixture in mixtures for folder, key in _keys(mixture)]
     large = list(dict.fromkeys((folder, key.file_name) for folder, key in keys if not key.is_small))
     by_name = {(folder, key.file_name): key for folder, key in keys}
     missing = [(folder, by_name[folder, name]) for folder, name in large if not exists(folder / name)]
@@ -51,21 +48,10 @@ def build_indices(
     return BuiltIndices(len(missing), len(large) - len(missing), len(keys) - len(large), size)
 
 
-def splits(config: RunConfig) -> tuple[SplitName, ...]:
-    """The splits that a run reads."""
-    return ("train", "valid") if config.train.eval_every else ("train",)
-
-
-def expected_samples(config: RunConfig, split: SplitName) -> int:
-    """Samples of a split that a run reads, at most."""
-    return samples_of_run(config) if split == "train" else config.train.eval_steps * config.batch.total
-
-
-def _keys(config: RunConfig, split: SplitName) -> Iterator[tuple[Path, IndexKey]]:
-    mixture = Mixture(config, split, expected_samples(config, split))
+def _keys(mixture: Mixture) -> Iterator[tuple[Path, IndexKey]]:
     mixture.check()
     for dataset in mixture.datasets:
-        for epoch in range(dataset.epochs if split == "train" else 1):
+        for epoch in range(dataset.epochs if mixture.spec.is_train else 1):
             yield dataset.index_folder, dataset.index_key(epoch)
 
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import NamedTuple, Protocol
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from megascale.data.mix.mixture import Sample
+from megascale.data.mix.sample import SampleSource
 from megascale.device import copy_to_device
-from megascale.layout.hybrid.plan import Microbatch, Part, ring_parts
+from megascale.layout.hybrid.plan import PlannedBatch, ring_parts
 from megascale.layout.hybrid.planner import plan_hybrid
 from megascale.layout.hybrid.sequence_work import SequenceWork
 from megascale.layout.sequence_shard import SequenceShard, TokenSpan, join
@@ -26,17 +26,8 @@ from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.rng import Dropout
 
 
-class DocumentSource(Protocol):
-    """Samples by index, and their document boundaries."""
-
-    def __getitem__(self, index: int) -> Sample: ...
-
-    def positions(self, index: int) -> np.ndarray:
-        """The positions of a sample's tokens within their documents."""
-
-
-class Document(NamedTuple):
-    """Tokens [start, stop) of a sample."""
+class SamplePart(NamedTuple):
+    """Tokens [start, stop) of a sample: a document."""
 
     sample: int
     start: int
@@ -57,7 +48,7 @@ class HybridPool:
     reads_tokens: bool = True
 
     def micro_batches(
-        self, source: DocumentSource, samples: range, device: torch.device, dropout: Dropout
+        self, source: SampleSource, samples: range, device: torch.device, dropout: Dropout
     ) -> list[MicroBatch]:
         """Return this rank's micro-batches of a step: one at least, if need be without a label that counts."""
         documents = list(documents_of(source, samples))
@@ -68,46 +59,45 @@ class HybridPool:
         return [rows.read(batch, held, self.rank) for batch, held in planned] or [rows.read_nothing(documents[0])]
 
 
-def documents_of(source: DocumentSource, samples: range) -> Iterator[Document]:
+def documents_of(source: SampleSource, samples: range) -> Iterator[SamplePart]:
     """Yield the documents of samples, without padding."""
     for sample in samples:
-        found = Boundaries.from_positions([source.positions(sample)], torch.device("cpu"))
-        (starts,), (lengths,) = found.starts, found.lengths
-        real = len(starts) - (1 if found.padded else 0)
-        for start, length in zip(starts[:real], lengths[:real], strict=True):
-            yield Document(sample, start, start + length)
+        found = source.documents(sample)
+        ends = found.places if found.is_padded else [*found.places, found.length]
+        for start, stop in pairwise(ends):
+            yield SamplePart(sample, start, stop)
 
 
 @dataclass(frozen=True)
 class _Rows:
     """Reads micro-batches of one row [n, 1]."""
 
-    source: DocumentSource
+    source: SampleSource
     device: torch.device
     dropout: Dropout
     reads_tokens: bool
 
-    def read(self, batch: Microbatch, documents: Sequence[Document], rank: int) -> MicroBatch:
+    def read(self, batch: PlannedBatch, documents: Sequence[SamplePart], rank: int) -> MicroBatch:
         """Read a pack of documents, or this rank's tokens of a document in a ring."""
         lengths = [document.stop - document.start for document in documents]
         if batch.ranks == 1:
             starts = tuple(accumulate(lengths[:-1], initial=0))
-            whole = [(document, [(0, length)]) for document, length in zip(documents, lengths, strict=True)]
+            whole = [(document, [TokenSpan(0, length)]) for document, length in zip(documents, lengths, strict=True)]
             return self._read(whole, Boundaries((starts,), sum(lengths), self.device), None)
         parts, (length,) = ring_parts(lengths[0], batch.ranks), lengths
-        spans = tuple(join(TokenSpan(*part) for part in own if part[1] > part[0]) for own in parts)
+        spans = tuple(join(part for part in own if part.size) for own in parts)
         shard = SequenceShard(length, spans, rank - batch.first, batch.first)
         return self._read([(documents[0], shard.spans)], Boundaries(((0,),), length, self.device), shard)
 
-    def read_nothing(self, document: Document) -> MicroBatch:
+    def read_nothing(self, document: SamplePart) -> MicroBatch:
         """Read a token whose label does not count, for a rank without documents."""
-        batch = self._read([(document, [(0, 1)])], Boundaries(((0,),), 1, self.device, padded=(True,)), None)
+        batch = self._read([(document, [TokenSpan(0, 1)])], Boundaries(((0,),), 1, self.device, padded=(True,)), None)
         mask = None if batch.tokens is None else torch.zeros_like(batch.tokens)
         return replace(batch, mask=mask, loss_tokens=0)
 
     def _read(
         self,
-        pieces: Sequence[tuple[Document, Sequence[Part]]],
+        pieces: Sequence[tuple[SamplePart, Sequence[TokenSpan]]],
         boundaries: Boundaries,
         shard: SequenceShard | None,
     ) -> MicroBatch:

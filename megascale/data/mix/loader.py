@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megascale.config.batch_rampup import BatchSizes
-from megascale.data.host_reader.host_samples import HostSamples
 from megascale.data.mix.batch_shape import BatchShape as BatchShape
-from megascale.data.mix.hybrid_batches import HybridPool
-from megascale.data.mix.mixture import Mixture, MockMixture, Sample
-from megascale.data.mix.mixture_weights import MixtureWeights
+from megascale.data.mix.sample import DocumentStarts, SampleSource
 from megascale.device import copy_to_device
 from megascale.layout.document_shards import RowSharding
 from megascale.layout.sequence_shard import SequenceShard
@@ -25,24 +22,15 @@ from megascale.parallel.kv_store import KVStore
 from megascale.parallel.microbatch import MicroBatch, StepBatch
 from megascale.parallel.rng import Dropout
 
-
-class SampleSource(Protocol):
-    """Samples by index, as a loader reads them: a Mixture or a MockMixture in the rank, or HostSamples."""
-
-    def __getitem__(self, index: int) -> Sample: ...
-
-
-class BoundarySource(Protocol):
-    """Document boundaries of samples by index, for stages that read no tokens."""
-
-    def positions(self, index: int) -> np.ndarray:
-        """The positions of a sample's tokens within their documents, with `data.mask = "document"`."""
+if TYPE_CHECKING:
+    from megascale.data.mix.data_policy import MixtureWeights
+    from megascale.data.mix.hybrid_batches import HybridPool
 
 
 class Loader:
     """Loads the batches of a split on data-parallel rank `rank`. Between the first and the last pipeline stage
-    micro-batches carry no tokens: `samples` is None there. With a document mask `boundaries` is given instead: every
-    stage needs them. `sharding`: of sequences that several ranks share; `chunks`: of sequences, each a micro-batch;
+    micro-batches carry no tokens (`reads_tokens`): with a document mask they have the boundaries of documents, else
+    `samples` is None. `sharding`: of sequences that several ranks share; `chunks`: of sequences, each a micro-batch;
     `pool`: plans the micro-batches from the documents of all samples instead. `sizes`: of batches during a ramp-up.
     `fault_hook`: called before a batch is read.
     """
@@ -56,21 +44,19 @@ class Loader:
         dropout: float,
         seed: int,
         device: torch.device,
-        boundaries: BoundarySource | None = None,
+        reads_tokens: bool = True,
         sharding: RowSharding | None = None,
         chunks: Sequence[SequenceShard] = (),
         pool: HybridPool | None = None,
         sizes: BatchSizes | None = None,
     ) -> None:
         self._samples = samples
-        self._source = samples if samples is not None else boundaries
-        self._ahead = self._source if isinstance(self._source, HostSamples) else None
         self._shape = shape
         self._rank = rank
         self._dropout = dropout
         self._seed = seed
         self._device = device
-        self._boundaries = boundaries
+        self._reads_tokens = reads_tokens
         self._sharding = sharding
         self._chunks = chunks
         self._pool = pool
@@ -80,20 +66,18 @@ class Loader:
 
     def change_weights(self, weights: MixtureWeights) -> None:
         """Follow the weights that a data policy has found, for the steps from their last part on."""
-        if isinstance(self._source, (Mixture, HostSamples)):
-            self._source.change_weights(weights)
+        if self._samples is not None:
+            self._samples.change_weights(weights)
 
     def begin(self, consumed_samples: int, end: int = 0) -> None:
-        """Let the host's reader, if there is one, work ahead from here on. `end`: samples of the run, if known."""
-        if self._ahead is not None:
-            self._ahead.begin(consumed_samples, end)
-        elif isinstance(self._source, Mixture) and end:
-            self._source.expected = end
+        """Let the samples be read ahead from here on, where they are. `end`: samples of the run, if known."""
+        if self._samples is not None:
+            self._samples.begin(consumed_samples, end)
 
     def close(self) -> None:
-        """End the host's reader, if this rank keeps it."""
-        if self._ahead is not None:
-            self._ahead.close()
+        """End what reads ahead, if this rank keeps it."""
+        if self._samples is not None:
+            self._samples.close()
 
     def batch(self, consumed_samples: int) -> StepBatch:
         """The batch of the step that follows `consumed_samples` samples of the run."""
@@ -105,18 +89,17 @@ class Loader:
         shape = self._shape
         if self._sizes is not None:
             shape = replace(shape, global_batch=self._sizes.at(consumed_samples))
-        if self._pool is not None:
-            return StepBatch(self._planned(range(consumed_samples, consumed_samples + shape.global_batch), self._pool))
-        with self._ahead.step(consumed_samples) if self._ahead is not None else nullcontext():
-            indices = range(shape.num_microbatches)
-            return StepBatch([part for index in indices for part in self._micro_batches(consumed_samples, index)])
+        if self._samples is None:
+            return self._read(consumed_samples, shape)
+        with self._samples.step(consumed_samples):
+            return self._read(consumed_samples, shape)
 
     def prefetch(self, consumed_samples: int) -> None:
         """Load the result of the next `batch(consumed_samples)` while the device is busy. After an error the step that
         trains on the batch reads again, and raises. A batch for which the host's reader must be waited for is left to
         that step, where the wait shows.
         """
-        if self._ahead is not None and not self._ahead.is_ready(consumed_samples):
+        if self._samples is not None and not self._samples.is_ready(consumed_samples):
             return
         with suppress(Exception):
             self._prefetched = (consumed_samples, self.batch(consumed_samples))
@@ -125,25 +108,29 @@ class Loader:
         """The first `count` batches of the split."""
         return (self.batch(index * self._shape.global_batch) for index in range(count))
 
-    def _planned(self, samples: range, pool: HybridPool) -> list[MicroBatch]:
-        """The micro-batches of this rank of a pool."""
-        assert isinstance(self._source, Mixture | MockMixture), "a rank of a pool reads samples itself"
-        dropout = Dropout(0.0, self._seed, [samples.start], self._device)
-        return pool.micro_batches(self._source, samples, self._device, dropout)
+    def _read(self, consumed_samples: int, shape: BatchShape) -> StepBatch:
+        if self._pool is not None:
+            assert self._samples is not None, "a rank of a pool reads the documents of all samples"
+            samples = range(consumed_samples, consumed_samples + shape.global_batch)
+            dropout = Dropout(0.0, self._seed, [samples.start], self._device)
+            return StepBatch(self._pool.micro_batches(self._samples, samples, self._device, dropout))
+        indices = range(shape.num_microbatches)
+        return StepBatch([part for index in indices for part in self._micro_batches(consumed_samples, index)])
 
     def _micro_batches(self, consumed_samples: int, index: int) -> Iterator[MicroBatch]:
         """Read the samples of a micro-batch of whole sequences, and yield the parts of it that this rank trains on."""
         keys = KVStore() if self._chunks else None
         indices = [consumed_samples + row for row in self._shape.rows(index, self._rank)]
         dropout = Dropout(self._dropout, self._seed, indices, self._device)
-        if self._samples is None:
-            rows = [self._boundaries.positions(number) for number in indices] if self._boundaries else []
-            found = Boundaries.from_positions(rows, self._device) if rows else None
+        if self._samples is None or not self._reads_tokens:
+            found = (
+                None if self._samples is None else boundaries_of([*map(self._samples.documents, indices)], self._device)
+            )
             yield from (MicroBatch(None, None, None, dropout, found, shard, keys) for shard in self._shards(found))
             return
         samples = [self._samples[number] for number in indices]
-        placed = [sample.positions for sample in samples if sample.positions is not None]
-        boundaries = Boundaries.from_positions(placed, self._device) if placed else None
+        documents = [sample.documents for sample in samples if sample.documents is not None]
+        boundaries = boundaries_of(documents, self._device) if documents else None
         masks = [np.ones_like(s.labels) if s.mask is None else s.mask for s in samples]
         masked = any(sample.mask is not None for sample in samples)
         total = sum(mask.sum().item() for mask in masks)  # on the host: sums on the device would synchronize
@@ -167,3 +154,10 @@ class Loader:
     def _to_device(self, rows: list[np.ndarray]) -> Tensor:
         """Stack rows [s] to [s, b] on the device."""
         return copy_to_device(np.stack(rows, 1), self._device)
+
+
+def boundaries_of(rows: Sequence[DocumentStarts], device: torch.device) -> Boundaries:
+    """Return the boundaries of the documents in the rows of a micro-batch."""
+    padded = tuple(row.is_padded for row in rows)
+    starts = tuple(tuple(row.places) for row in rows)
+    return Boundaries(starts, rows[0].length, device, padded if any(padded) else ())

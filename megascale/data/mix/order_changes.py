@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megascale.config.run import RunConfig, dataset_prefixes
+from megascale.config.run import dataset_prefixes
 
 
-def order_changes(saved: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
-    """Yield a warning for each change between the configuration of a checkpoint and `config` that moves samples."""
-    if config.data.mock or saved.get("data", {}).get("mock"):
+def order_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a warning for each change between two configurations, of a checkpoint and of a run that resumes from it,
+    that moves samples.
+    """
+    if now["data"]["mock"] or saved.get("data", {}).get("mock"):
         return
-    now = config.model_dump(mode="json", by_alias=True)
     before, after = _order_keys(saved, now), _order_keys(now, saved)
     for key in before:
         if before[key] != after[key]:

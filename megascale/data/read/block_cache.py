@@ -23,6 +23,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO
 
+import numpy as np
+
 from megascale.core.errors import DataError
 from megascale.core.files import LEFTOVER_S, NO_LOCKS, build_once, exists, is_folder, temporary_path
 from megascale.core.limits import os_error_hint, with_os_error_hint
@@ -246,6 +248,29 @@ class Block:
     def build(self) -> None:
         """Fetch it into the cache, unless another process does. Raises: DataError"""
         self.file.build(self.number)
+
+
+class RemoteTokens:
+    """The tokens of a remote file; `tokens[start:stop]` reads a range."""
+
+    def __init__(self, file: CachedFile, dtype: np.dtype) -> None:
+        self._file = file
+        self.dtype = dtype
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self._file.size // self.itemsize
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        start, stop, _ = part.indices(len(self))
+        return np.frombuffer(self._file.read(start * self.itemsize, stop * self.itemsize), self.dtype)
+
+    def missing(self, ranges: Iterable[tuple[int, int]]) -> list[Block]:
+        """Return the blocks of ranges [start, stop) of tokens that are not in the cache."""
+        return self._file.missing((start * self.itemsize, stop * self.itemsize) for start, stop in ranges)
 
 
 def fetch(location: Location, start: int, count: int) -> bytes:

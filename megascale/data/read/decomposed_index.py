@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megascale.data.read.epoch_index import BLOCK_DOCUMENTS, EpochIndex, IndexShape
+from megascale.data.read.epoch_index import BLOCK_DOCUMENTS, EpochIndex, IndexShape, Piece
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,12 @@ class DecomposedShape(IndexShape):
     def fewest_tokens(self) -> int:
         return self.seq_length
 
+    def build(self, lengths: np.ndarray, seed: int) -> DecomposedIndex:
+        return build_decomposed_index(self, lengths, seed)
+
+    def index(self, documents: np.ndarray, starts: np.ndarray, order: np.ndarray) -> DecomposedIndex:
+        return DecomposedIndex(documents, starts, order, self.seq_length, self.piece)
+
 
 @dataclass(frozen=True)
 class DecomposedIndex(EpochIndex):
@@ -46,7 +52,7 @@ class DecomposedIndex(EpochIndex):
     seq_length: int
     piece: int
 
-    def pieces(self, index: int, lengths: np.ndarray) -> list[tuple[int, int, int]]:
+    def pieces(self, index: int, lengths: np.ndarray) -> list[Piece]:
         """The pieces of a sample, as of `EpochIndex`, without the label that follows the last token."""
         row, size = int(self.order[index]), self.piece
         place, start = self.starts[row].tolist()
@@ -57,9 +63,9 @@ class DecomposedIndex(EpochIndex):
         if min(documents) < 0:
             raise IndexError(f"document {min(documents)}")
         if size == self.seq_length:
-            return [(documents[0], start, start + size)]
+            return [Piece(documents[0], start, start + size)]
         firsts = (int(lengths[document]) // (2 * size) * (2 * size) for document in documents)
-        return [(document, first, first + size) for document, first in zip(documents, firsts, strict=True)]
+        return [Piece(document, first, first + size) for document, first in zip(documents, firsts, strict=True)]
 
 
 def decomposed_shapes(

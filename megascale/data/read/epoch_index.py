@@ -6,11 +6,20 @@ The arrays are those of megatron-core's GPTDataset for a single epoch and the sa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 BLOCK_DOCUMENTS = 1 << 20
 """Documents whose lengths are summed at a time: the sums of all would take twice the memory of the index."""
+
+
+class Piece(NamedTuple):
+    """Tokens [start, stop) of a document, which are a part of a sample."""
+
+    document: int
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,14 @@ class IndexShape:
     def order_dtype(self) -> type[np.generic]:
         return np.uint32 if self.samples < 2**32 - 2 else np.int64
 
+    def build(self, lengths: np.ndarray, seed: int) -> EpochIndex:
+        """Build the index of an epoch. `lengths`: of all documents of the dataset, in tokens. `seed`: u32."""
+        return build_epoch_index(self, lengths, seed)
+
+    def index(self, documents: np.ndarray, starts: np.ndarray, order: np.ndarray) -> EpochIndex:
+        """Return the index of these arrays."""
+        return EpochIndex(documents, starts, order)
+
 
 @dataclass(frozen=True)
 class EpochIndex:
@@ -53,8 +70,8 @@ class EpochIndex:
     starts: np.ndarray
     order: np.ndarray
 
-    def pieces(self, index: int, lengths: np.ndarray) -> list[tuple[int, int, int]]:
-        """The pieces of a sample: (document, first token, end). `lengths` [documents of the dataset], in tokens.
+    def pieces(self, index: int, lengths: np.ndarray) -> list[Piece]:
+        """The pieces of a sample, in their order. `lengths` [documents of the dataset], in tokens.
 
         Raises: IndexError for entries out of range
         """
@@ -67,7 +84,7 @@ class EpochIndex:
             raise IndexError(f"document {min(documents)}")
         ends = [*(int(lengths[document]) for document in documents[:-1]), end + 1]
         return [
-            (document, start if number == 0 else 0, stop)
+            Piece(document, start if number == 0 else 0, stop)
             for number, (document, stop) in enumerate(zip(documents, ends, strict=True))
         ]
 
@@ -77,19 +94,13 @@ def build_epoch_index(shape: IndexShape, lengths: np.ndarray, seed: int) -> Epoc
     random = np.random.RandomState(seed)
     documents = np.arange(shape.first, shape.last, dtype=np.int32)
     random.shuffle(documents)
-    starts = _sample_starts(shape, lengths, documents)
+    starts = sample_starts(shape, lengths, documents)
     order = np.arange(shape.samples, dtype=shape.order_dtype)
     random.shuffle(order)
     return EpochIndex(documents, starts, order)
 
 
-def build_ordered_index(shape: IndexShape, lengths: np.ndarray, documents: np.ndarray) -> EpochIndex:
-    """Build the index of an epoch with `documents` in their order, i32, and with the samples as they follow."""
-    order = np.arange(shape.samples, dtype=shape.order_dtype)
-    return EpochIndex(documents, _sample_starts(shape, lengths, documents), order)
-
-
-def _sample_starts(shape: IndexShape, lengths: np.ndarray, documents: np.ndarray) -> np.ndarray:
+def sample_starts(shape: IndexShape, lengths: np.ndarray, documents: np.ndarray) -> np.ndarray:
     """The place of token i * seq_length of the concatenated documents, for each sample i and the end of the last."""
     starts = np.empty((shape.samples + 1, 2), dtype=np.int32)
     in_memory = np.array(lengths)  # read once in order: the gather below is in random order

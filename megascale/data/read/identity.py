@@ -9,7 +9,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from megascale.config.run import RunConfig, dataset_prefixes
+from megascale.config.run import dataset_prefixes
+from megascale.config.train import DataConfig
 from megascale.core.files import write_text
 from megascale.core.readable import file_facts, is_url
 
@@ -59,41 +60,41 @@ def _remote_identity(prefix: str) -> str:
     return f"{tokens.size} bytes of tokens, version {version}"
 
 
-def run_prefixes(config: RunConfig) -> list[str]:
-    """The prefixes of a run's datasets, each once. `config`: resolved."""
-    sources = () if config.data.mock else (config.data.train, config.data.valid)
+def run_prefixes(data: DataConfig) -> list[str]:
+    """The prefixes of a run's datasets, each once."""
+    sources = () if data.mock else (data.train, data.valid)
     return list(dict.fromkeys(prefix for source in sources for prefix in dataset_prefixes(source)))
 
 
-def run_identities(config: RunConfig) -> dict[str, str]:
-    """The identities of a run's datasets by prefix, and of its `data.order` by path. `config`: resolved."""
-    return {prefix: dataset_identity(prefix) for prefix in run_prefixes(config)} | order_file_identity(config)
+def run_identities(data: DataConfig) -> dict[str, str]:
+    """The identities of a run's datasets by prefix, and of its `data.order` by path."""
+    return {prefix: dataset_identity(prefix) for prefix in run_prefixes(data)} | order_file_identity(data)
 
 
-def order_file_identity(config: RunConfig) -> dict[str, str]:
+def order_file_identity(data: DataConfig) -> dict[str, str]:
     """The identity of a run's `data.order` by path; empty without one."""
-    return {path: _local_identity(path)} if (path := config.data.order) else {}
+    return {path: _local_identity(path)} if (path := data.order) else {}
 
 
-def write_identities(config: RunConfig) -> None:
+def write_identities(data: DataConfig, folder: Path) -> None:
     """Write the identities of a run's datasets and `data.order` into its folder."""
-    write_text(config.folder / IDENTITY_FILE, json.dumps(run_identities(config), indent=1) + "\n")
+    write_text(folder / IDENTITY_FILE, json.dumps(run_identities(data), indent=1) + "\n")
 
 
-def replaced_datasets(config: RunConfig) -> list[str]:
-    """Describe datasets and a `data.order` with another identity than at the run's last start; none for a run that has
-    not started.
+def replaced_datasets(data: DataConfig, folder: Path) -> list[str]:
+    """Describe datasets and a `data.order` with another identity than at the last start of the run in `folder`; none
+    for a run that has not started.
     """
     try:
-        before = json.loads((config.folder / IDENTITY_FILE).read_text(encoding="utf-8"))
+        before = json.loads((folder / IDENTITY_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
     if not isinstance(before, Mapping):
         return []
     found = []
-    for name, now in run_identities(config).items():
+    for name, now in run_identities(data).items():
         if (then := before.get(name, now)) != now:
-            kind, consequence = ORDER_REPLACED if name == config.data.order else DATASET_REPLACED
+            kind, consequence = ORDER_REPLACED if name == data.order else DATASET_REPLACED
             what = f"{name} is another {kind} than at the run's last start: {then} then, {now} now"
             found.append(f"{what}; a run that resumes {consequence}")
     return found

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megascale.core.files import exists, lock_to_build
 from megascale.core.process import module_command
-from megascale.data.read.best_fit_index import BestFitShape
+from megascale.data.read.best_fit import BestFitShape
 from megascale.data.read.decomposed_index import DecomposedShape
 from megascale.data.read.epoch_index import IndexShape
 from megascale.data.read.index_files import IndexKey, open_dataset_of, write_index

@@ -24,13 +24,10 @@ from megascale.config.dataset_files import read_dataset_files
 from megascale.core.errors import DataError
 from megascale.core.files import build_once, remove_leftovers
 from megascale.core.limits import os_error_hint, with_os_error_hint
+from megascale.core.readable import is_url
 from megascale.core.units import format_bytes
-from megascale.data.read.best_fit_index import BestFitIndex, BestFitShape, build_best_fit_index
-from megascale.data.read.block_cache import BlockCache
 from megascale.data.read.checksum import CHECKSUM_BYTES, check_file, file_with_checksum, once_a_version
-from megascale.data.read.decomposed_index import DecomposedIndex, DecomposedShape, build_decomposed_index
-from megascale.data.read.document_order import read_order
-from megascale.data.read.epoch_index import EpochIndex, IndexShape, build_epoch_index, build_ordered_index
+from megascale.data.read.epoch_index import EpochIndex, IndexShape
 from megascale.data.read.indexed_dataset import IndexedDataset, map_dataset
 
 FORMAT = "megascale epoch index 2"
@@ -144,20 +141,22 @@ def write_index(path: Path, key: IndexKey, files: IndexedDataset) -> None:
 
 def open_dataset_of(key: IndexKey, folder: Path) -> IndexedDataset:
     """Open the dataset of an index, whose own index is in `folder` if it is remote."""
-    prefix = str(key.dataset["prefix"])
-    return map_dataset(prefix, read_dataset_files(prefix), BlockCache(folder, 0))
+    prefix, cache = str(key.dataset["prefix"]), None
+    if is_url(prefix):
+        from megascale.data.read.block_cache import BlockCache
+
+        cache = BlockCache(folder, 0)
+    return map_dataset(prefix, read_dataset_files(prefix), cache)
 
 
 def _build(key: IndexKey, files: IndexedDataset) -> EpochIndex:
     files.check_places(key.shape.first, key.shape.last, key.shape.tokens)
-    if isinstance(key.shape, BestFitShape):
-        return build_best_fit_index(key.shape, files.lengths, key.seed)
-    if isinstance(key.shape, DecomposedShape):
-        return build_decomposed_index(key.shape, files.lengths, key.seed)
-    if "order" in key.dataset:
-        documents = read_order(key.dataset["order"], key.shape.first, key.shape.last)
-        return build_ordered_index(key.shape, files.lengths, documents)
-    return build_epoch_index(key.shape, files.lengths, key.seed)
+    if "order" not in key.dataset:
+        return key.shape.build(files.lengths, key.seed)
+    from megascale.data.read.document_order import build_ordered_index, read_order
+
+    documents = read_order(key.dataset["order"], key.shape.first, key.shape.last)
+    return build_ordered_index(key.shape, files.lengths, documents)
 
 
 def _map(path: Path, key: IndexKey) -> EpochIndex:
@@ -175,11 +174,7 @@ def _map(path: Path, key: IndexKey) -> EpochIndex:
     documents, starts, order = (
         memory[start : start + count * np.dtype(dtype).itemsize].view(dtype) for start, count, dtype in places
     )
-    if isinstance(key.shape, BestFitShape):
-        return BestFitIndex(documents, starts.reshape(-1, 2), order, key.shape.seq_length)
-    if isinstance(key.shape, DecomposedShape):
-        return DecomposedIndex(documents, starts.reshape(-1, 2), order, key.shape.seq_length, key.shape.piece)
-    return EpochIndex(documents, starts.reshape(-1, 2), order)
+    return key.shape.index(documents, starts.reshape(-1, 2), order)
 
 
 def _layout(key: IndexKey) -> tuple[list[tuple[int, int, type[np.generic]]], int]:

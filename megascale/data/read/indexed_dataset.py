@@ -16,6 +16,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,8 +24,9 @@ from megascale.config.dataset_files import PREPARE_AGAIN_HINT, DatasetFiles, rea
 from megascale.core.errors import DataError
 from megascale.core.limits import os_error_hint
 from megascale.core.readable import is_url, read_file
-from megascale.data.read.block_cache import Block, BlockCache
-from megascale.data.read.remote_tokens import RemoteTokens
+
+if TYPE_CHECKING:
+    from megascale.data.read.block_cache import Block, BlockCache, RemoteTokens
 
 HEADER = np.dtype([("magic", "S9"), ("version", "<u8"), ("code", "u1"), ("sequences", "<u8"), ("bounds", "<u8")])
 DTYPE_CODES: dict[int, type[np.generic]] = {
@@ -96,7 +98,7 @@ class IndexedDataset:
 
     def missing(self, pieces: Iterable[tuple[int, int, int]]) -> list[Block]:
         """Return the blocks of pieces (document, start, stop) that are not in the cache; none of a local dataset."""
-        if not isinstance(self.tokens, RemoteTokens):
+        if isinstance(self.tokens, np.ndarray):
             return []
         item = self.tokens.itemsize
         places = ((int(self.offsets[document]) // item, start, stop) for document, start, stop in pieces)
@@ -161,6 +163,8 @@ def _open_tokens(files: DatasetFiles, dtype: np.dtype, cache: BlockCache | None)
         return np.empty(0, dtype)
     name = f"{files.prefix}.bin"
     if cache is not None and is_url(name):
+        from megascale.data.read.block_cache import RemoteTokens
+
         return RemoteTokens(cache.open(name, files.tokens * dtype.itemsize, files.versions[1]), dtype)
     return np.asarray(np.memmap(name, dtype, mode="r"))
 

@@ -30,10 +30,11 @@ from megascale.data.host_reader.reader_shape import PROCESS_BYTES
 from megascale.data.host_reader.reader_supervisor import MOST_ENDS, ReaderSupervisor
 from megascale.data.host_reader.sample_record import decode_sample, encode_sample, record_bytes
 from megascale.data.mix.batch_shape import BatchShape, StepOrder
-from megascale.data.mix.mixture import Mixture, Sample
+from megascale.data.mix.mixture import Mixture
+from megascale.data.mix.sample import DocumentStarts, Sample
 from megascale.data.prepare import dataset_writer
 from megascale.data.read.index_files import MEMORY_ENTRIES
-from tests.data.datasets import ORIGIN, SEQUENCE, VOCABULARY, data_config, write_dataset
+from tests.data.datasets import ORIGIN, SEQUENCE, VOCABULARY, data_config, mixture_of, write_dataset
 from tests.runs import build_run
 from tests.worlds import run_world
 
@@ -70,24 +71,29 @@ class Readers:
 
 
 def expected(config: RunConfig, rows: list[int], consumed: int) -> list[list[int]]:
-    samples = Mixture(config, "train")
+    samples = mixture_of(config)
     return [samples[consumed + row].tokens.tolist() for row in rows]
+
+
+def arrays_of(sample: Sample) -> list[np.ndarray | None]:
+    return [sample.ids, sample.mask, None if sample.documents is None else sample.documents.starts]
 
 
 @pytest.mark.parametrize("mask", [None, np.array([1, 0, 1]), np.array([1, 0, 1], np.float32)])
 def test_a_record_is_its_sample(mask: np.ndarray | None) -> None:
-    sample = Sample(np.array([1, 2, 2**31 - 1]), np.array([2, 3, 4]), mask)
+    documents = None if mask is None else DocumentStarts(np.array([0, 2, 3]), 4, 3)
+    sample = Sample(np.array([1, 2, 2**31 - 1, 4]), mask, documents)
     record = encode_sample(sample)
     assert len(record) <= record_bytes(3)
     found = decode_sample(record.ljust(record_bytes(3), b"\7"))
-    for name in ("tokens", "labels", "mask"):
-        before, after = getattr(sample, name), getattr(found, name)
+    for before, after in zip(arrays_of(sample), arrays_of(found), strict=True):
         assert (before is None and after is None) or (np.array_equal(before, after) and before.dtype == after.dtype)
+    assert documents is None or (found.documents is not None and found.documents[1:] == documents[1:])
 
 
 def test_a_number_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="2147483648"):
-        encode_sample(Sample(np.array([2**31]), np.array([0]), None))
+        encode_sample(Sample(np.array([2**31, 0])))
 
 
 def test_work_is_itself_after_its_way_to_the_process(tmp_path: Path) -> None:
@@ -336,7 +342,7 @@ def test_a_reader_that_waits_for_an_index_does_not_hang(tmp_path: Path, capfd: p
     """Another process builds it for longer than a sample may take to read; then this reader builds it."""
     dataset_writer.write_dataset(tmp_path / "a", [np.array([1, 2, 3])] * MEMORY_ENTRIES, ORIGIN, VOCABULARY)
     config = data_config(tmp_path, tmp_path / "a", train__steps=STEPS, data__reader_timeout_s=1.0)
-    dataset = Mixture(config, "train").datasets[0]
+    dataset = mixture_of(config).datasets[0]
     readers, path = Readers(config, 1, [0]), dataset.index_folder / dataset.index_key(0).file_name
     lock = lock_to_build(path)
     assert lock is not None

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.core.errors import ConfigError
-from megascale.data.mix.blend import MOST_AHEAD
+from megascale.data.mix.blend import MOST_AHEAD, ChangingBlend
 from megascale.data.mix.bucket_order import BucketOrder, Curriculum
-from megascale.data.mix.changing_blend import ChangingBlend
 from megascale.train.resume import _check_turns
 from tests.data.datasets import write_dataset
 from tests.data.read.test_decomposed_index import LENGTHS, decomposed

@@ -10,11 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.core.errors import ConfigError
-from megascale.data.mix.blend import MOST_AHEAD, Blend
-from megascale.data.mix.changing_blend import ChangingBlend, Part, blend_parts, same_order
-from megascale.data.mix.mixture import Mixture
+from megascale.data.mix.blend import MOST_AHEAD, Blend, ChangingBlend, Part, blend_parts, same_order
 from megascale.train.resume import _check_weights
-from tests.data.datasets import data_config, write_dataset
+from tests.data.datasets import data_config, mixture_of, write_dataset
 from tests.data.resumed_jobs import check_resumed
 from tests.jobs import Job, job_config
 from tests.runs import GPT
@@ -125,9 +123,9 @@ def test_a_mixture_reads_every_sample_of_a_dataset_in_its_order(tmp_path: Path) 
     blend = [(0.5, tmp_path / name) for name in "abc"]
     config = data_config(tmp_path, blend, data__mock=False, data__train=[[w, str(p)] for w, p in blend],
                          data__weights=[[0, [1, 1, 0]], [20, [0, 1, 3]], [50, [1, 1, 1]]])  # fmt: skip
-    found = [Mixture(config, "train")[index].tokens.tolist() for index in range(90)]
+    found = [mixture_of(config)[index].tokens.tolist() for index in range(90)]
     for number, name in enumerate("abc"):
-        alone = Mixture(data_config(tmp_path, tmp_path / name), "train")
+        alone = mixture_of(data_config(tmp_path, tmp_path / name))
         mine = [tokens for tokens in found if tokens[0] // 5000 == number]
         assert mine == [alone[index].tokens.tolist() for index in range(len(mine))] and len(mine) > 15
 

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from megascale.core.errors import DataError
 from megascale.data.mix.loader import BatchShape, Loader
-from megascale.data.mix.mixture import Sample
+from megascale.data.mix.sample import Sample, SampleSource
 from megascale.parallel.microbatch import MicroBatch, StepBatch
 
 CPU = torch.device("cpu")
 SEQUENCE = 5
 
 
-class NumberedSamples:
+class NumberedSamples(SampleSource):
     """A sample source whose tokens encode the sample index. If `masked`, the first i % 5 labels of every third sample i
     are masked. Sample `bad` cannot be read.
     """
@@ -33,7 +33,7 @@ class NumberedSamples:
             raise DataError(f"sample {index} is bad")
         tokens = index * 10 + np.arange(SEQUENCE + 1)
         mask = (np.arange(SEQUENCE) >= index % 5).astype(np.float32) if self._masked and index % 3 == 0 else None
-        return Sample(tokens[:-1], tokens[1:], mask)
+        return Sample(tokens, mask)
 
 
 def loader(shape: BatchShape, rank: int, *, masked: bool = False, empty: bool = False) -> Loader:

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, DataError
 from megascale.data.mix.mixture import Mixture, MockMixture, build_mixture
-from tests.data.datasets import SEQUENCE, VOCABULARY, data_config, write_dataset
+from megascale.data.mix.mixture_spec import mixture_spec
+from tests.data.datasets import SEQUENCE, VOCABULARY, data_config, mixture_of, write_dataset
 from tests.runs import GPT, config_of
 from tests.runs import settings as settings_of
 
@@ -61,7 +62,7 @@ def test_an_epoch_is_the_shuffled_documents_cut_to_size(lengths: list[int], sequ
         documents = write_dataset(Path(name) / "set", lengths)
         config = data_config(Path(name), Path(name) / "set", model__seq_length=sequence, train__seed=seed)
         per_epoch = (tokens - 1) // sequence
-        samples = Mixture(config, "train")
+        samples = mixture_of(config)
         for epoch in range(3):
             cut = rows(samples, range(epoch * per_epoch, (epoch + 1) * per_epoch))
             stream = stream_of(cut)
@@ -73,7 +74,7 @@ def test_an_epoch_is_the_shuffled_documents_cut_to_size(lengths: list[int], sequ
 
 def test_every_epoch_has_an_order_of_its_own(tmp_path: Path) -> None:
     write_dataset(tmp_path / "set", LENGTHS)
-    samples = Mixture(data_config(tmp_path, tmp_path / "set"), "train")
+    samples = mixture_of(data_config(tmp_path, tmp_path / "set"))
     epochs = [rows(samples, range(epoch * 24, (epoch + 1) * 24)) for epoch in range(5)]
     streams = [stream_of(epoch) for epoch in epochs]
     places = [[stream.index(row[0]) for row in epoch] for stream, epoch in zip(streams, epochs, strict=True)]
@@ -84,7 +85,7 @@ def test_every_epoch_has_an_order_of_its_own(tmp_path: Path) -> None:
 
 def test_the_order_follows_from_the_seed_alone(tmp_path: Path) -> None:
     def order(folder: Path, seed: int) -> list[list[int]]:
-        return rows(Mixture(data_config(folder, folder / "set", train__seed=seed), "train"), range(48))
+        return rows(mixture_of(data_config(folder, folder / "set", train__seed=seed)), range(48))
 
     write_dataset(tmp_path / "here" / "set", LENGTHS)
     write_dataset(tmp_path / "there" / "set", LENGTHS)
@@ -105,7 +106,7 @@ def blend(folder: Path, weights: Sequence[float], lengths: Sequence[int] = LENGT
 @pytest.mark.parametrize("weights", [[1], [0.6, 0.3, 0.1]])
 def test_a_longer_run_begins_with_the_same_samples(tmp_path: Path, weights: list[float]) -> None:
     config = data_config(tmp_path, blend(tmp_path, weights))
-    runs = [rows(Mixture(config, "train", length), range(length)) for length in (3, 24, 25, 131)]
+    runs = [rows(mixture_of(config, "train", length), range(length)) for length in (3, 24, 25, 131)]
     for run in runs:
         assert run == runs[-1][: len(run)]
 
@@ -114,7 +115,7 @@ def test_a_longer_run_begins_with_the_same_samples(tmp_path: Path, weights: list
 @settings(max_examples=15)
 def test_a_blend_keeps_to_its_shares(weights: list[float], length: int) -> None:
     with tempfile.TemporaryDirectory() as name:
-        samples = Mixture(data_config(Path(name), blend(Path(name), weights)), "train")
+        samples = mixture_of(data_config(Path(name), blend(Path(name), weights)))
         sources = [row[0] // 1000 for row in rows(samples, range(length))]
     for seen in range(1, length + 1):
         counts = Counter(sources[:seen])
@@ -125,9 +126,9 @@ def test_a_blend_keeps_to_its_shares(weights: list[float], length: int) -> None:
 
 def test_a_blend_takes_each_datasets_own_order(tmp_path: Path) -> None:
     sources = blend(tmp_path, [2, 1])
-    mixed = rows(Mixture(data_config(tmp_path, sources), "train"), range(90))
+    mixed = rows(mixture_of(data_config(tmp_path, sources)), range(90))
     for index, (_, prefix) in enumerate(sources):
-        alone = rows(Mixture(data_config(tmp_path, prefix), "train"), range(60))
+        alone = rows(mixture_of(data_config(tmp_path, prefix)), range(60))
         taken = [row for row in mixed if row[0] // 1000 == index]
         assert taken == alone[: len(taken)]
 
@@ -140,7 +141,7 @@ def test_train_and_valid_share_the_documents(count: int, share: float) -> None:
         config = data_config(Path(name), Path(name) / "set", data__split=[share, 1 - share])
         documents = []
         for split in ("train", "valid"):
-            samples = Mixture(config, split)
+            samples = mixture_of(config, split)
             seen = chain(*rows(samples, range(samples.samples_without_repetition())))
             documents.append({token // (2 * SEQUENCE) for token in seen})
     train, valid = documents
@@ -153,7 +154,7 @@ def test_separate_validation_data_leaves_all_of_train_for_training(tmp_path: Pat
     write_dataset(tmp_path / "train", LENGTHS)
     write_dataset(tmp_path / "valid", LENGTHS, first=1000)
     config = data_config(tmp_path, tmp_path / "train", tmp_path / "valid", data__split=[0.5, 0.5])
-    train, valid = (Mixture(config, split) for split in ("train", "valid"))
+    train, valid = (mixture_of(config, split) for split in ("train", "valid"))
     assert max(stream_of(rows(train, range(24)))) < 1000 <= min(stream_of(rows(valid, range(24))))
 
 
@@ -162,7 +163,7 @@ def test_separate_validation_data_leaves_all_of_train_for_training(tmp_path: Pat
 def test_validation_never_repeats(weights: list[int]) -> None:
     with tempfile.TemporaryDirectory() as name:
         sources = blend(Path(name), weights)
-        samples = Mixture(data_config(Path(name), sources, sources), "valid")
+        samples = mixture_of(data_config(Path(name), sources, sources), "valid")
         most = samples.samples_without_repetition()
         labels = [label for row in rows(samples, range(most + 1)) for label in row[1:]]
     assert len(set(labels[:-SEQUENCE])) == len(labels) - SEQUENCE > len(set(labels)) - SEQUENCE
@@ -172,9 +173,9 @@ def test_validation_never_repeats(weights: list[int]) -> None:
 def test_new_documents_under_an_old_prefix(tmp_path: Path) -> None:
     config = data_config(tmp_path, tmp_path / "set")
     write_dataset(tmp_path / "set", LENGTHS)
-    before = rows(Mixture(config, "train"), range(24))
+    before = rows(mixture_of(config), range(24))
     write_dataset(tmp_path / "set", LENGTHS[::-1])
-    after = rows(Mixture(config, "train"), range(24))
+    after = rows(mixture_of(config), range(24))
     assert sorted(label for row in after for label in row[1:]) != after and after != before
     assert stream_of(after) != stream_of(before)
 
@@ -184,7 +185,7 @@ def test_another_split_of_the_same_documents(tmp_path: Path) -> None:
     largest_token = {}
     for share in (0.9, 0.5):
         config = data_config(tmp_path, tmp_path / "set", data__split=[share, 1 - share])
-        samples = Mixture(config, "train")
+        samples = mixture_of(config)
         largest_token[share] = max(max(row) for row in rows(samples, range(10)))
     bound = sum(LENGTHS[:6])
     assert largest_token[0.5] < bound <= largest_token[0.9]
@@ -201,12 +202,12 @@ def test_too_little_data_is_refused(tmp_path: Path, lengths: list[int], split: l
     write_dataset(tmp_path / "set", lengths)
     config = data_config(tmp_path, tmp_path / "set", data__split=split)
     with pytest.raises(DataError, match=message):
-        Mixture(config, "train" if split[1] == 0 else "valid").check()
+        mixture_of(config, "train" if split[1] == 0 else "valid").check()
 
 
 def test_one_sample_is_enough(tmp_path: Path) -> None:
     write_dataset(tmp_path / "set", [9])
-    samples = Mixture(data_config(tmp_path, tmp_path / "set"), "train")
+    samples = mixture_of(data_config(tmp_path, tmp_path / "set"))
     assert rows(samples, range(3)) == [list(range(9))] * 3
 
 
@@ -215,12 +216,12 @@ def test_a_missing_dataset_is_refused(tmp_path: Path) -> None:
     config = data_config(tmp_path, tmp_path / "set")
     (tmp_path / "set.bin").unlink()
     with pytest.raises(DataError, match=r"there is no file .*set\.bin  -> `megascale data prepare` makes it"):
-        Mixture(config, "train").check()
+        mixture_of(config).check()
 
 
 def test_mock_samples_follow_from_seed_split_and_number(tmp_path: Path) -> None:
     def samples(seed: int, split: str) -> list[list[int]]:
-        made = build_mixture(data_config(tmp_path, train__seed=seed), split)
+        made = build_mixture(mixture_spec(data_config(tmp_path, train__seed=seed), split))
         assert isinstance(made, MockMixture)
         return rows(made, range(20))
 
@@ -234,8 +235,8 @@ def test_mock_samples_follow_from_seed_split_and_number(tmp_path: Path) -> None:
 def test_a_token_outside_the_model_s_vocabulary_is_refused(tmp_path: Path) -> None:
     """Datasets of other tools do not record their vocabulary. The last token is only ever a label."""
     write_dataset(tmp_path / "set", [17], first=100)
-    assert len(rows(Mixture(data_config(tmp_path, tmp_path / "set", model__vocab_size=117), "train"), [0, 1])) == 2
-    samples = Mixture(data_config(tmp_path, tmp_path / "set", model__vocab_size=116), "train")
+    assert len(rows(mixture_of(data_config(tmp_path, tmp_path / "set", model__vocab_size=117)), [0, 1])) == 2
+    samples = mixture_of(data_config(tmp_path, tmp_path / "set", model__vocab_size=116))
     with pytest.raises(DataError, match=r"has token 116; model\.vocab_size is 116"):
         rows(samples, [0, 1])
 
@@ -253,11 +254,11 @@ def test_a_negative_token_is_refused(token: int, place: int, tmp_path: Path) -> 
     index[17] = 4  # i32
     (tmp_path / "set.idx").write_bytes(index)
     with pytest.raises(DataError, match=rf"has token {token}; model\.vocab_size is {VOCABULARY}"):
-        rows(Mixture(config, "train"), [0, 1])
+        rows(mixture_of(config), [0, 1])
 
 
 def test_a_small_dataset_repeated_ten_thousand_times_writes_nothing(tmp_path: Path) -> None:
-    samples = Mixture(data_config(tmp_path, blend(tmp_path, [1, 3], [20, 13])), "train", 40_000)
+    samples = mixture_of(data_config(tmp_path, blend(tmp_path, [1, 3], [20, 13])), "train", 40_000)
     rows(samples, range(320))
     before = len(os.listdir("/proc/self/fd")), len(Path("/proc/self/maps").read_text().splitlines())
     rows(samples, range(39_680, 40_000))
@@ -269,7 +270,7 @@ def test_a_small_dataset_repeated_ten_thousand_times_writes_nothing(tmp_path: Pa
 def test_a_dataset_that_changes_under_a_run_is_named(tmp_path: Path) -> None:
     """It is mapped: a page that a cut has left reads as zeros."""
     write_dataset(tmp_path / "set", LENGTHS)
-    samples = Mixture(data_config(tmp_path, tmp_path / "set"), "train")
+    samples = mixture_of(data_config(tmp_path, tmp_path / "set"))
     rows(samples, [0])
     path = tmp_path / "set.idx"
     with open(path, "r+b") as file:
@@ -297,7 +298,7 @@ def test_the_tokens_that_occur_decide_not_those_that_could(tmp_path: Path) -> No
         model = GPT | {"vocab_size": vocab_size, "seq_length": SEQUENCE}
         return config_of(settings_of(model, tmp_path, **data), tmp_path)
 
-    assert Mixture(configured(64), "train")[0].tokens.max() < 64
+    assert mixture_of(configured(64))[0].tokens.max() < 64
     hint = "data that this model's own tokenizer has prepared, or, for a new model, model.vocab_size = "
     with pytest.raises(ConfigError, match=f"63 is too few for token 63 of {tmp_path}/set  -> {hint}64"):
         configured(63)

@@ -11,7 +11,7 @@ import pytest
 from megascale.config.run import RunConfig
 from megascale.core.errors import Exit
 from megascale.core.rank import Rank
-from tests.data.datasets import data_config, write_dataset
+from tests.data.datasets import data_config, mixture_of, write_dataset
 from tests.jobs import Job, curve, finish, job_config
 from tests.runs import GPT
 from tests.worlds import run_world
@@ -19,13 +19,12 @@ from tests.worlds import run_world
 
 def read_everywhere(rank: Rank, config: RunConfig) -> tuple[list[list[int]], int]:
     """Return the samples that a rank reads, and the number of indices that it builds, all of which are files."""
-    from megascale.data.mix.mixture import Mixture
-    from megascale.data.read import index_files
+    from megascale.data.read import epoch_index, index_files
 
-    build, built = index_files.build_epoch_index, []
-    index_files.build_epoch_index = lambda *arguments: built.append(arguments) or build(*arguments)
+    build, built = epoch_index.build_epoch_index, []
+    epoch_index.build_epoch_index = lambda *arguments: built.append(arguments) or build(*arguments)
     index_files.MEMORY_ENTRIES = 0
-    samples = Mixture(config, "train")
+    samples = mixture_of(config)
     read = [[*samples[i].tokens.tolist(), int(samples[i].labels[-1])] for i in range(40)]
     return read, len(built)
 

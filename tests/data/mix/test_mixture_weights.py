@@ -8,12 +8,13 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megascale.config.batch_rampup import batch_sizes
+from megascale.config.run import RunConfig
 from megascale.data.host_reader.reader_process import SplitReader
-from megascale.data.mix.changing_blend import ChangingBlend
-from megascale.data.mix.mixture import Mixture
-from megascale.data.mix.mixture_weights import MixtureWeights, next_place, numbers, shares
+from megascale.data.mix.blend import ChangingBlend
+from megascale.data.mix.data_policy import MixtureWeights, next_place, numbers, shares
 from megascale.data.mix.skipped_ranges import order_index
-from tests.data.datasets import data_config, write_dataset
+from tests.data.datasets import data_config, mixture_of, write_dataset
 from tests.data.host_reader.test_host_reader import BATCH, STEPS, Readers, blend
 
 WEIGHTS = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=3, max_size=3).filter(any)
@@ -52,12 +53,16 @@ def test_shares_do_not_depend_on_the_last_bits() -> None:
     assert shares([1, 2]) == shares([1 + 1e-12, 2 - 1e-12]) == (0.333333, 0.666667)
 
 
+def place_after(config: RunConfig, samples: int) -> int:
+    return next_place(batch_sizes(config), config.data.prefetch, config.data.skip, samples)
+
+
 def test_new_weights_begin_with_the_first_step_that_no_reader_has_read(tmp_path: Path) -> None:
     write_dataset(tmp_path / "a", [30, 40])
     keys = {"data__prefetch": 3, "data__skip": [[20, 30]], "batch__rampup": [2, 2, 12]}
     config = data_config(tmp_path, tmp_path / "a", **keys)
-    assert next_place(config, 0) == order_index(2 + 2 + 4 + 6, config.data.skip) == 14
-    assert next_place(config, 20) == 20 + 4 * 8 + 10
+    assert place_after(config, 0) == order_index(2 + 2 + 4 + 6, config.data.skip) == 14
+    assert place_after(config, 20) == 20 + 4 * 8 + 10
 
 
 def test_the_reader_follows_new_weights_from_their_place_on(tmp_path: Path) -> None:
@@ -67,7 +72,7 @@ def test_the_reader_follows_new_weights_from_their_place_on(tmp_path: Path) -> N
     readers = Readers(config, 1, [0], weights=numbers(2))
     reader = SplitReader(readers.work, "train", readers.memory)
     readers.views[0].begin(0)
-    place, expected = next_place(config, BATCH * 3), Mixture(config, "train")
+    place, expected = place_after(config, BATCH * 3), mixture_of(config)
     changed = MixtureWeights.first([0.7, 0.3]).changed(place, (0.1, 0.9))
     expected.change_weights(changed)
     for step in range(STEPS):

@@ -13,11 +13,10 @@ import pytest
 
 from megascale.core.errors import DataError
 from megascale.data.mix import mixture
-from megascale.data.mix.mixture import Mixture
-from megascale.data.mix.open_epochs import OpenEpochs
+from megascale.data.mix.epochs import OpenEpochs
 from megascale.data.read import index_files
 from megascale.launch import host_limits
-from tests.data.datasets import data_config, write_dataset
+from tests.data.datasets import data_config, mixture_of, write_dataset
 
 
 def test_the_epochs_used_last_stay_open() -> None:
@@ -50,7 +49,7 @@ def test_a_blend_of_many_datasets_has_few_files_open(
     for number, (_, prefix) in enumerate(blend):
         write_dataset(prefix, [5, 6, 6, 5, 6, 6], first=100 * number)
     config = data_config(tmp_path, blend, data__split=[1.0, 1.0], train__eval_every=1)
-    samples = Mixture(config, split)
+    samples = mixture_of(config, split)
     assert not open_files(tmp_path), "files are opened when they are read"
     seen, most = [], 0
     for number in range(40):
@@ -60,13 +59,13 @@ def test_a_blend_of_many_datasets_has_few_files_open(
     documents = {label // 100 for label in chain(*seen)}
     assert documents == set(range(20))
     monkeypatch.setattr(host_limits, "open_file_limits", lambda: (sys.maxsize, sys.maxsize))
-    unlimited = Mixture(config, split)
+    unlimited = mixture_of(config, split)
     assert seen == [unlimited[number].labels.tolist() for number in range(40)]
 
 
 def test_too_many_open_files_name_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_dataset(tmp_path / "set", [30, 30])
-    samples = Mixture(data_config(tmp_path, tmp_path / "set"), "train")
+    samples = mixture_of(data_config(tmp_path, tmp_path / "set"))
     samples.check()
 
     def fail(*arguments: object, **options: object) -> None:

@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 
-from megascale.data.mix.mixture import Mixture
+from megascale.config.run import RunConfig
 from megascale.data.mix.order_changes import order_changes
-from tests.data.datasets import data_config, write_dataset
+from tests.data.datasets import data_config, mixture_of, write_dataset
 
 LENGTHS = [13, 5, 1, 40, 8, 9, 30, 2, 21]
+
+
+def dumped(config: RunConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json", by_alias=True)
 
 
 def sources(folder: Path, *names: str) -> list[tuple[float, Path]]:
@@ -41,9 +45,9 @@ def test_a_change_that_moves_samples_is_said(change: dict[str, Any], key: str | 
     now = data_config(tmp_path, sources(tmp_path, *names), **change)
     update = {"model": now.model.model_copy(update=model), "data": now.data.model_copy(update=data)}
     now = now.model_copy(update=update)
-    said = list(order_changes(before.model_dump(mode="json", by_alias=True), now))
+    said = list(order_changes(dumped(before), dumped(now)))
     assert len(said) == (key is not None)
-    first, second = (Mixture(config, "train") for config in (before, now))
+    first, second = (mixture_of(config) for config in (before, now))
     assert any(first[n].tokens.tolist() != second[n].tokens.tolist() for n in range(20)) == bool(said)
     if key:
         assert said[0].startswith(f"{key} was ") and "reads samples again" in said[0]
@@ -52,16 +56,16 @@ def test_a_change_that_moves_samples_is_said(change: dict[str, Any], key: str | 
 def test_a_checkpoint_of_before_a_key_and_mock_data_are_silent(tmp_path: Path) -> None:
     write_dataset(tmp_path / "a", LENGTHS)
     config = data_config(tmp_path, tmp_path / "a")
-    saved = config.model_dump(mode="json", by_alias=True)
+    saved = dumped(config)
     for name in ("packing", "order", "split"):
         del saved["data"][name]
-    assert list(order_changes(saved, config)) == []
-    assert list(order_changes(saved, data_config(tmp_path, train__seed=7))) == []
+    assert list(order_changes(saved, dumped(config))) == []
+    assert list(order_changes(saved, dumped(data_config(tmp_path, train__seed=7)))) == []
 
 
 def test_another_file_of_the_order_is_said(tmp_path: Path) -> None:
     write_dataset(tmp_path / "a", LENGTHS)
     config = data_config(tmp_path, tmp_path / "a")
-    saved = config.model_dump(mode="json", by_alias=True)
+    saved = dumped(config)
     saved["data"]["order"] = "order.npy"
-    assert [text.split(" ")[0] for text in order_changes(saved, config)] == ["data.order"]
+    assert [text.split(" ")[0] for text in order_changes(saved, dumped(config))] == ["data.order"]

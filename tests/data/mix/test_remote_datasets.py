@@ -16,6 +16,7 @@ from megascale.cli.main import main
 from megascale.config.loading import load_config
 from megascale.core.storage import Location
 from megascale.data.mix.mixture import Mixture
+from megascale.data.mix.mixture_spec import mixture_spec
 from megascale.data.read import block_cache
 from tests.data.datasets import data_config, write_dataset
 from tests.runs import GPT, settings, write_config
@@ -27,7 +28,7 @@ from megascale.config.loading import load_config
 from megascale.data.read import block_cache
 from megascale.data.mix.mixture import Mixture
 block_cache.BLOCK_BYTES = 1000
-samples = Mixture(load_config(sys.argv[1], []), "train")
+samples = Mixture(mixture_spec(load_config(sys.argv[1], []), "train"))
 print([samples[index].tokens.tolist() for index in range(300)])
 """
 
@@ -71,7 +72,7 @@ def local_samples(folder: Path) -> list[list[int]]:
     write_dataset(folder / "b", lengths[:40], first=10_000)
     upload(folder, "a", "b")
     config = data_config(folder, [(0.7, folder / "a"), (0.3, folder / "b")], model__seq_length=16)
-    samples = Mixture(config, "train")
+    samples = Mixture(mixture_spec(config, "train"))
     return [samples[index].tokens.tolist() for index in range(300)]
 
 
@@ -87,7 +88,7 @@ def test_samples_are_those_of_the_disk_while_requests_fail(
     monkeypatch.setattr(block_cache, "BLOCK_BYTES", 1000)
     store.sent.clear()
     store.failing_share = 0.2
-    samples = Mixture(load_config(run_config(tmp_path), []), "train")
+    samples = Mixture(mixture_spec(load_config(run_config(tmp_path), []), "train"))
     assert [samples[index].tokens.tolist() for index in range(300)] == expected
     assert store.failed > 3
     assert_each_byte_was_sent_once(store, tmp_path)
@@ -98,7 +99,7 @@ def test_blocks_of_all_datasets_are_fetched_together(
 ) -> None:
     """One block of each of two files: at once, by the threads of one pool, with a call after each."""
     local_samples(tmp_path)
-    samples, fetch = Mixture(load_config(run_config(tmp_path), []), "train"), block_cache.fetch
+    samples, fetch = Mixture(mixture_spec(load_config(run_config(tmp_path), []), "train")), block_cache.fetch
     for index in range(16):
         samples.open(index)
     at_once, done, before = threading.Barrier(2, timeout=10), [], set(threading.enumerate())

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from megascale.core.errors import DataError
-from megascale.data.prepare import dataset_writer, input_chunks
+from megascale.data.prepare import dataset_writer, input_chunks, preparation
 from megascale.data.prepare.preparation import Prepared, PrepareRequest
 from megascale.data.read import indexed_dataset
 from tests.data.prepare.test_tokenizer import byte_level, words

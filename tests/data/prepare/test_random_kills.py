@@ -16,8 +16,7 @@ from megascale.data.host_reader.reader_process import ReaderWork, SplitReader
 from megascale.data.host_reader.reader_supervisor import ReaderSupervisor
 from megascale.data.host_reader.sample_record import record_bytes
 from megascale.data.mix.batch_shape import BatchShape, StepOrder
-from megascale.data.mix.mixture import Mixture
-from tests.data.datasets import SEQUENCE
+from tests.data.datasets import SEQUENCE, mixture_of
 from tests.data.host_reader.test_host_reader import blend
 
 SAMPLES = 600
@@ -99,5 +98,5 @@ def test_every_sample_is_read_once_and_in_order(kills: int, process: bool, tmp_p
             assert sorted(step) == list(range(len(read), len(read) + len(step))), "one step after another"
             read |= dict(sorted(step.items()))
     assert len(read) > SAMPLES // 3
-    expected = Mixture(config, "train")
+    expected = mixture_of(config)
     assert list(read.items()) == [(number, expected[number].tokens.tolist()) for number in range(len(read))]

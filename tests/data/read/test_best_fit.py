@@ -13,13 +13,18 @@ from hypothesis import strategies as st
 
 from megascale.cli.check import data_summary
 from megascale.config.run import RunConfig
-from megascale.data.mix.mixture import Mixture
-from megascale.data.mix.sample import PADDING
 from megascale.data.read import index_files
-from megascale.data.read.best_fit import best_fit, lengths_of, row_count
-from megascale.data.read.best_fit_index import BestFitIndex, BestFitShape, best_fit_shape, build_best_fit_index
+from megascale.data.read.best_fit import (
+    BestFitIndex,
+    BestFitShape,
+    best_fit,
+    best_fit_shape,
+    build_best_fit_index,
+    lengths_of,
+    row_count,
+)
 from megascale.data.read.epoch_index import IndexShape
-from tests.data.datasets import SEQUENCE, data_config, write_dataset
+from tests.data.datasets import PADDING, SEQUENCE, data_config, mixture_of, positions_of, write_dataset
 from tests.data.read.epochs_of_pieces import check_shuffling, next_index
 
 LENGTHS = [13, 5, 1, 40, 8, 9, 30, 2, 21, 17, 16, 33, 3, 3, 6]
@@ -126,19 +131,19 @@ def test_samples_are_whole_documents(tmp_path: Path) -> None:
     documents = write_dataset(tmp_path / "set", LENGTHS)
     owner = {int(token): (number, place) for number, d in enumerate(documents) for place, token in enumerate(d)}
     config = packed(tmp_path, data__mask="document")
-    samples = Mixture(config, "train")
+    samples = mixture_of(config)
     (dataset,) = samples.datasets
     count, read, labels, padding = dataset.shape.samples, Counter[int](), Counter[int](), 0
     for index in range(count):
         sample = samples[index]
-        assert sample.positions is not None and samples.positions(index).tolist() == sample.positions.tolist()
+        assert sample.documents is not None and samples.documents(index).places == sample.documents.places
         mask = np.ones(SEQUENCE) if sample.mask is None else sample.mask
-        real = sample.positions != PADDING
+        real = positions_of(sample) != PADDING
         padding += int((~real).sum())
         assert not mask[~real].any(), "padding is no label"
         read.update(sample.tokens[real].tolist())
         places = [owner[int(token)][1] % SEQUENCE for token in sample.tokens[real]]
-        assert sample.positions[real].tolist() == places, "a long document is cut at multiples of the sequence"
+        assert positions_of(sample)[real].tolist() == places, "a long document is cut at multiples of the sequence"
         labels.update(sample.labels[mask == 1].tolist())
         for token, label in zip(sample.tokens[mask == 1], sample.labels[mask == 1], strict=True):
             assert label == token + 1 and owner[int(label)][0] == owner[int(token)][0]
@@ -157,7 +162,7 @@ def test_samples_are_whole_documents(tmp_path: Path) -> None:
 def test_no_row_is_without_a_label(tmp_path: Path) -> None:
     """A rest of one token would fill a row alone, of documents of a sample and one token."""
     write_dataset(tmp_path / "set", [SEQUENCE + 1] * 8)
-    samples = Mixture(packed(tmp_path, data__mask="document"), "train")
+    samples = mixture_of(packed(tmp_path, data__mask="document"))
     (dataset,) = samples.datasets
     assert dataset.shape.samples == 8 and samples.left_out() == 8
     masks = [samples[index].mask for index in range(8)]
@@ -168,7 +173,7 @@ def test_no_row_is_without_a_label(tmp_path: Path) -> None:
 def test_padding_is_no_label_with_any_mask(tmp_path: Path) -> None:
     write_dataset(tmp_path / "set", [3, 3, 6, 6, 6, 8, 2])
     for more in ({}, {"data__mask": "document", "data__boundary_loss": True}):
-        samples = Mixture(packed(tmp_path, **more), "train")
+        samples = mixture_of(packed(tmp_path, **more))
         (dataset,) = samples.datasets
         counted = [samples[index].mask for index in range(dataset.shape.samples)]
         filled = [sum(piece.stop - piece.start for piece in dataset.pieces(i)) for i in range(len(counted))]
@@ -184,7 +189,7 @@ def test_an_index_in_a_file_is_the_one_in_memory(epoch: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_dataset(folder / "set", LENGTHS)
-        (dataset,) = Mixture(packed(folder), "train").datasets
+        (dataset,) = mixture_of(packed(folder)).datasets
         key = dataset.index_key(epoch)
         files = index_files.open_dataset_of(key, folder)
         index_files.write_index(folder / key.file_name, key, files)
@@ -192,14 +197,14 @@ def test_an_index_in_a_file_is_the_one_in_memory(epoch: int) -> None:
         assert isinstance(mapped, BestFitIndex) and isinstance(key.shape, BestFitShape)
         pieces = [[index.pieces(i, files.lengths) for i in range(key.shape.samples)] for index in (mapped, built)]
         assert pieces[0] == pieces[1]
-        plain = Mixture(data_config(folder, folder / "set"), "train").datasets[0].index_key(epoch)
+        plain = mixture_of(data_config(folder, folder / "set")).datasets[0].index_key(epoch)
         assert plain.file_name != key.file_name, "another packing is another index"
 
 
 def test_the_next_epoch_is_built_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_dataset(tmp_path / "set", LENGTHS)
     config = packed(tmp_path)
-    (dataset,) = Mixture(config, "train", expected=60).datasets
+    (dataset,) = mixture_of(config, expected=60).datasets
     assert isinstance(next_index(dataset, monkeypatch), BestFitIndex)
 
 

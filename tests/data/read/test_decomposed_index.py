@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
 from megascale.data.mix.build_indices import build_indices
-from megascale.data.mix.mixture import Mixture
 from megascale.data.read import index_files
 from megascale.data.read.decomposed_index import (
     DecomposedIndex,
@@ -24,7 +23,7 @@ from megascale.data.read.decomposed_index import (
     decomposed_shapes,
 )
 from megascale.data.read.epoch_index import IndexShape
-from tests.data.datasets import SEQUENCE, data_config, write_dataset
+from tests.data.datasets import SEQUENCE, data_config, mixture_of, positions_of, write_dataset
 from tests.data.read.epochs_of_pieces import check_shuffling, next_index
 
 LENGTHS = [13, 5, 1, 40, 8, 9, 30, 2, 21, 17, 16, 33, 3, 3, 6]
@@ -73,14 +72,14 @@ def test_epochs_shuffle_what_stands_together() -> None:
 def test_a_sample_has_pieces_of_one_length_and_no_label_across_them(tmp_path: Path) -> None:
     documents = write_dataset(tmp_path / "set", LENGTHS)
     owner = {int(token): (number, place) for number, d in enumerate(documents) for place, token in enumerate(d)}
-    samples = Mixture(decomposed(tmp_path), "train")
+    samples = mixture_of(decomposed(tmp_path))
     lengths = set()
     for index in range(240):
         sample = samples[index]
-        assert sample.positions is not None and samples.positions(index).tolist() == sample.positions.tolist()
+        assert sample.documents is not None and samples.documents(index).places == sample.documents.places
         dataset, _ = samples.locate(index)
         piece = dataset.piece
-        assert piece is not None and sample.positions.tolist() == list(range(piece)) * (SEQUENCE // piece)
+        assert piece is not None and positions_of(sample).tolist() == list(range(piece)) * (SEQUENCE // piece)
         assert sample.mask is not None and sample.mask.tolist() == ([1] * (piece - 1) + [0]) * (SEQUENCE // piece)
         for token, label in zip(sample.tokens[sample.mask == 1], sample.labels[sample.mask == 1], strict=True):
             assert label == token + 1 and owner[int(label)][0] == owner[int(token)][0]
@@ -91,7 +90,7 @@ def test_a_sample_has_pieces_of_one_length_and_no_label_across_them(tmp_path: Pa
 def test_an_epoch_reads_every_piece_once_and_steps_have_one_length(tmp_path: Path) -> None:
     write_dataset(tmp_path / "set", [11, 14] * 16)
     config = decomposed(tmp_path)
-    samples = Mixture(config, "train")
+    samples = mixture_of(config)
     sizes = [dataset.shape.samples for dataset in samples.datasets]
     assert sizes == [8, 8, 32], "in pieces of 2, of 4 and of 8 tokens"
     total, step = sum(sizes), config.batch.total
@@ -106,7 +105,7 @@ def test_an_epoch_reads_every_piece_once_and_steps_have_one_length(tmp_path: Pat
 def test_a_blend_reads_its_shares_in_every_bucket(tmp_path: Path) -> None:
     write_dataset(tmp_path / "short", [2, 6] * 40)
     write_dataset(tmp_path / "long", [16, 30] * 40, first=5000)
-    samples = Mixture(decomposed(tmp_path, "short", "long"), "train")
+    samples = mixture_of(decomposed(tmp_path, "short", "long"))
     found = Counter[tuple[str, int | None]]()
     for index in range(800):
         dataset, number = samples.locate(index)
@@ -121,7 +120,7 @@ def test_evaluations_read_concatenated_documents(tmp_path: Path) -> None:
     write_dataset(tmp_path / "set", LENGTHS)
     config = decomposed(tmp_path, data__split=[0.5, 0.5])
     plain = config.model_copy(update={"data": config.data.model_copy(update={"packing": "concat", "min_piece": None})})
-    found, expected = Mixture(config, "valid"), Mixture(plain, "valid")
+    found, expected = mixture_of(config, "valid"), mixture_of(plain, "valid")
     assert found.samples_without_repetition() == expected.samples_without_repetition() > 0
     assert found[1].tokens.tolist() == expected[1].tokens.tolist()
 
@@ -129,7 +128,7 @@ def test_evaluations_read_concatenated_documents(tmp_path: Path) -> None:
 def test_data_without_a_full_sample_is_refused(tmp_path: Path) -> None:
     write_dataset(tmp_path / "set", [1, 1, 3] * 3 + [2] * 1)
     with pytest.raises(DataError, match="no pieces of 4 tokens or more fill a sample of 8"):
-        _ = Mixture(decomposed(tmp_path, min_piece=4), "train")[0]
+        _ = mixture_of(decomposed(tmp_path, min_piece=4))[0]
 
 
 @settings(max_examples=5)
@@ -138,7 +137,7 @@ def test_an_index_in_a_file_is_the_one_in_memory(epoch: int, bucket: int) -> Non
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_dataset(folder / "set", LENGTHS)
-        datasets = Mixture(decomposed(folder), "train").datasets
+        datasets = mixture_of(decomposed(folder)).datasets
         key = datasets[bucket].index_key(epoch)
         files = index_files.open_dataset_of(key, folder)
         index_files.write_index(folder / key.file_name, key, files)
@@ -153,10 +152,11 @@ def test_an_index_in_a_file_is_the_one_in_memory(epoch: int, bucket: int) -> Non
 def test_indices_are_built_in_advance_and_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_dataset(tmp_path / "set", LENGTHS)
     config = decomposed(tmp_path, train__steps=5)
-    dataset = Mixture(config, "train", expected=600).datasets[1]
+    mixture = mixture_of(config, expected=config.train.steps * config.batch.total)
+    dataset = mixture_of(config, expected=600).datasets[1]
     assert isinstance(next_index(dataset, monkeypatch), DecomposedIndex)
-    assert build_indices(config, 1).found == 2, "epochs 0 and 1 of the bucket"
-    assert build_indices(config, 1).built == 0
+    assert build_indices([mixture], 1).found == 2, "epochs 0 and 1 of the bucket"
+    assert build_indices([mixture], 1).built == 0
 
 
 def test_damaged_entries_are_refused() -> None:

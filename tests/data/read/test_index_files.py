@@ -19,11 +19,11 @@ from megascale.core.errors import DataError, Exit
 from megascale.core.files import lock_to_build, temporary_path
 from megascale.data.mix.mixture import Mixture
 from megascale.data.prepare import dataset_writer
-from megascale.data.read import index_builder, index_files
+from megascale.data.read import epoch_index, index_builder, index_files
 from megascale.data.read.checksum import CHECKSUM_BYTES, with_checksum
 from megascale.data.read.epoch_index import EpochIndex
 from megascale.data.read.index_files import IndexKey
-from tests.data.datasets import ORIGIN, data_config, write_dataset
+from tests.data.datasets import ORIGIN, data_config, mixture_of, write_dataset
 from tests.runs import GPT, settings, write_config
 
 
@@ -37,7 +37,7 @@ def files_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
 def samples(tmp_path: Path) -> Mixture:
     """Three epochs of 37 samples."""
     write_dataset(tmp_path / "a", [30] * 10)
-    return Mixture(data_config(tmp_path, tmp_path / "a"), "train", 3 * 37)
+    return mixture_of(data_config(tmp_path, tmp_path / "a"), "train", 3 * 37)
 
 
 def index_file(folder: Path, epoch: int = 0) -> Path:
@@ -55,11 +55,11 @@ def test_a_file_is_built_once_and_read_as_it_was_built(
     before = read(samples)
     assert index_file(tmp_path).read_bytes()[:1] == b"{"
     assert not list((tmp_path / "cache").glob("*epoch2*")), "an epoch's index is built while the epoch before is read"
-    monkeypatch.setattr(index_files, "build_epoch_index", lambda *arguments: pytest.fail("the index was built again"))
+    monkeypatch.setattr(epoch_index, "build_epoch_index", lambda *arguments: pytest.fail("the index was built again"))
     config = data_config(tmp_path, tmp_path / "a")
-    assert read(Mixture(config, "train")) == before
+    assert read(mixture_of(config)) == before
     monkeypatch.undo()
-    assert read(Mixture(config, "train")) == before, "in memory"
+    assert read(mixture_of(config)) == before, "in memory"
 
 
 def test_what_a_killed_builder_has_left_is_removed(samples: Mixture, tmp_path: Path) -> None:
@@ -75,14 +75,14 @@ def test_what_a_killed_builder_has_left_is_removed(samples: Mixture, tmp_path: P
 @pytest.mark.parametrize("change", [{"train__seed": 5}, {"model__seq_length": 7}, {"data__split": [0.5, 0.5]}])
 def test_another_run_has_another_file(samples: Mixture, tmp_path: Path, change: dict[str, object]) -> None:
     read(samples)
-    Mixture(data_config(tmp_path, tmp_path / "a", **change), "train")[0]
+    mixture_of(data_config(tmp_path, tmp_path / "a", **change))[0]
     assert len(list((tmp_path / "cache").glob("a-epoch0-*.index"))) == 2
 
 
 def test_a_dataset_that_was_replaced_has_another_file(samples: Mixture, tmp_path: Path) -> None:
     read(samples)
     write_dataset(tmp_path / "a", [30] * 10, first=1000)
-    assert min(map(min, read(Mixture(data_config(tmp_path, tmp_path / "a"), "train")))) >= 1000
+    assert min(map(min, read(mixture_of(data_config(tmp_path, tmp_path / "a"))))) >= 1000
 
 
 class Poison:
@@ -128,7 +128,7 @@ def test_a_damaged_or_poisoned_index_is_one_line(attack: str, samples: Mixture, 
     path = index_file(tmp_path)
     path.write_bytes(change(path.read_bytes(), tmp_path))
     with pytest.raises(DataError, match=rf"sample indices are damaged: \S+\.index .*{message}") as raised:
-        read(Mixture(data_config(tmp_path, tmp_path / "a"), "train"))
+        read(mixture_of(data_config(tmp_path, tmp_path / "a")))
     assert "\n" not in str(raised.value) and raised.value.hint == "remove that file"
     assert not (tmp_path / "ran").exists(), "code of the file ran"
 
@@ -147,7 +147,7 @@ def test_an_entry_out_of_range_is_an_error_of_its_sample(
     index_file(tmp_path).write_bytes(with_checksum(data[:-CHECKSUM_BYTES].tobytes()))  # forged
     message = rf"sample \d+ of \S+/a is not as its index {index_file(tmp_path)} says: "
     with pytest.raises(DataError, match=message) as raised:
-        read(Mixture(data_config(tmp_path, tmp_path / "a"), "train"))
+        read(mixture_of(data_config(tmp_path, tmp_path / "a")))
     assert raised.value.hint.startswith("remove that file and start again; files of a dataset must stay as they are")
 
 
@@ -164,13 +164,13 @@ def test_an_index_is_checked_once_and_again_after_a_change(
     monkeypatch.setattr(index_files, "check_file", counted)
     before = read(samples)
     assert checked == [index_file(tmp_path)]
-    assert read(Mixture(data_config(tmp_path, tmp_path / "a"), "train")) == before and len(checked) == 1
+    assert read(mixture_of(data_config(tmp_path, tmp_path / "a"))) == before and len(checked) == 1
     index_file(tmp_path).write_bytes(index_file(tmp_path).read_bytes())
-    assert read(Mixture(data_config(tmp_path, tmp_path / "a"), "train")) == before and len(checked) == 2
+    assert read(mixture_of(data_config(tmp_path, tmp_path / "a"))) == before and len(checked) == 2
     monkeypatch.setattr("megascale.core.files.lock_to_build", lambda path: (_ for _ in ()).throw(OSError("read-only")))
     for marker in (tmp_path / "cache").glob(".*.checked"):
         marker.unlink()
-    assert read(Mixture(data_config(tmp_path, tmp_path / "a"), "train")) == before and len(checked) == 3
+    assert read(mixture_of(data_config(tmp_path, tmp_path / "a"))) == before and len(checked) == 3
 
 
 def test_a_pipe_in_place_of_an_index_does_not_block(samples: Mixture, tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_a_pipe_in_place_of_an_index_does_not_block(samples: Mixture, tmp_path: 
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(DataError, match="is not a regular file"):
-        read(Mixture(data_config(tmp_path, tmp_path / "a"), "train"))
+        read(mixture_of(data_config(tmp_path, tmp_path / "a")))
 
 
 def test_a_cache_that_cannot_be_written_is_refused(samples: Mixture, tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_folder_that_cannot_be_written_serves_what_is_in_it(
 ) -> None:
     before = read(samples)
     monkeypatch.setattr("megascale.core.files.lock_to_build", lambda path: pytest.fail("a lock is written"))
-    assert read(Mixture(data_config(tmp_path, tmp_path / "a"), "train")) == before
+    assert read(mixture_of(data_config(tmp_path, tmp_path / "a"))) == before
 
 
 BUILDER = """

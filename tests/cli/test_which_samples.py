@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from megascale.cli.main import main
+from megascale.cli.which_samples import samples_of_step, step_range
 from megascale.config.batch_rampup import BatchSizes
 from megascale.config.run import RunConfig
 from megascale.config.toml_writer import to_toml
 from megascale.core.errors import DataError
-from megascale.data.mix.mixture import Mixture
-from megascale.data.mix.which_samples import samples_of_step, step_range
-from tests.data.datasets import data_config, write_dataset
+from tests.data.datasets import data_config, mixture_of, write_dataset
 from tests.data.read.test_decomposed_index import decomposed
 from tests.jobs import Job, curve, finish, job_config
 from tests.runs import GPT
@@ -32,14 +31,14 @@ def blend_config(folder: Path, **overrides: object) -> RunConfig:
 
 
 def test_samples_in_skipped_ranges_are_left_out(tmp_path: Path) -> None:
-    every = Mixture(blend_config(tmp_path), "train")
+    every = mixture_of(blend_config(tmp_path))
     config = blend_config(tmp_path, data__skip=[[3, 5], [10, 30]])
-    rest = Mixture(config, "train")
+    rest = mixture_of(config)
     order = [index for index in range(100) if not (3 <= index < 5 or 10 <= index < 30)]
     for position, index in enumerate(order):
         assert (rest[position].tokens == every[index].tokens).all() and rest.order(position) == index
     valid = data_config(tmp_path, tmp_path / "0", tmp_path / "1", data__skip=[[0, 5]], train__eval_every=1)
-    assert Mixture(valid, "valid").order(0) == 0, "validation data is not in the order of training samples"
+    assert mixture_of(valid, "valid").order(0) == 0, "validation data is not in the order of training samples"
 
 
 @pytest.mark.parametrize("skip", ["[[5, 5]]", "[[5, 3]]", "[[5, 9], [8, 10]]", "[[5, 9], [1, 2]]", "[[-1, 2]]"])
@@ -51,7 +50,7 @@ def test_ranges_that_do_not_ascend_are_refused(skip: str, tmp_path: Path, capsys
 
 def test_the_documents_of_a_step_are_those_of_its_samples(tmp_path: Path) -> None:
     config = blend_config(tmp_path, data__skip=[[20, 100]])
-    samples = Mixture(config, "train")
+    samples = mixture_of(config)
     documents = {number: sum(LENGTHS[:number]) for number in range(len(LENGTHS))}
     for step in (1, 3, 7, 30):
         found = samples_of_step(config, step)
@@ -72,7 +71,7 @@ def test_the_documents_of_a_step_are_those_of_its_samples(tmp_path: Path) -> Non
 def test_the_pieces_of_a_step_of_decomposed_documents(tmp_path: Path) -> None:
     write_dataset(tmp_path / "set", LENGTHS * 4)
     config = decomposed(tmp_path, train__steps=40)
-    samples, firsts = Mixture(config, "train"), list(accumulate(LENGTHS * 4, initial=0))
+    samples, firsts = mixture_of(config), list(accumulate(LENGTHS * 4, initial=0))
     for step in range(1, 21):
         found = samples_of_step(config, step)
         assert len({piece.stop - piece.start for sample in found for piece in sample.pieces}) == 1, "one length a step"

@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 from megascale.config.batch_rampup import batch_sizes, samples_of_run
 from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
-from megascale.data.mix.changing_blend import ChangingBlend, Part, blend_parts
-from megascale.data.mix.epochs import Piece
+from megascale.data.mix.blend import ChangingBlend, Part, blend_parts
 from megascale.data.mix.mixture import Mixture
+from megascale.data.mix.mixture_spec import mixture_spec
+from megascale.data.read.epoch_index import Piece
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -44,10 +45,10 @@ def samples_of_step(config: RunConfig, step: int) -> list[ReadSample]:
         raise DataError(f"{config.folder} has no step {step}: train.steps is {last}", hint=f"--step 1 to {last}")
     first, count = step_range(config, step)
     unweighted = config.data.model_copy(update={"sample_weight": None})  # a plug-in that this host may lack
-    mixture = Mixture(config.model_copy(update={"data": unweighted}), "train", samples_of_run(config))
-    if config.data.policy and isinstance(config.data.train, list):
-        weights = [weight for weight, _ in config.data.train]
-        mixture.blend = ChangingBlend(blend_parts(weights, _policy_changes(config)))
+    spec = mixture_spec(config.model_copy(update={"data": unweighted}), "train")
+    mixture = Mixture(spec, samples_of_run(config))
+    if config.data.policy:
+        mixture.follow(ChangingBlend(blend_parts(spec.weights, _policy_changes(config))))
     found = []
     for sample in range(first, first + count):
         dataset, number = mixture.locate(sample)
