@@ -17,8 +17,7 @@ import numpy as np
 
 from megascale.core.errors import DataError
 from megascale.core.limits import PROCESSES_HINT, os_error_hint
-from megascale.data.prepare.documents import read_documents
-from megascale.data.prepare.input_chunks import Chunk, split_text
+from megascale.data.prepare.documents import Chunk, read_documents, split_text
 from megascale.data.prepare.tokenizer import Tokenizer, load_tokenizer
 
 EMPTY = "empty"

@@ -3,16 +3,15 @@
 raw tokens          nanoGPT's .bin, OLMo's .npy: no header; documents are divided by a token
 llm.c, modded-nanogpt  .bin with a header of 256 i32: magic, version, number of tokens; divided by a token
 NumPy               .npy with NumPy's own header; divided by a token
-TNTIDX              .bin and .idx of fairseq and the first Megatron-LM
-MMIDIDX 2, 3        .bin and .idx of Fast-LLM without spans; version 1, Megatron-LM's, needs no import
 LitData             a folder with index.json and chunks
 Parquet, Arrow      a column of lists of token ids, as of Hugging Face's datasets
+
+Megatron-LM's .bin and .idx need no import.
 """
 
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from megascale.config.dataset_files import read_dataset_files
 from megascale.core.errors import DataError
 from megascale.core.files import is_file, is_folder, why_unreadable
 from megascale.data.prepare.inputs import explained
-from megascale.data.read.indexed_dataset import DTYPE_CODES
 
 BLOCK_TOKENS = 16 << 20
 """Tokens that are read at once."""
@@ -42,8 +41,6 @@ LITDATA_DTYPES = {
 """dtype of the items of a LitData dataset of token arrays, by the number in its format."""
 
 ARRAY_HINT = "a one-dimensional array of token ids"
-
-TORCHNET_MAGIC, INDEX_MAGIC = b"TNTIDX\x00\x00", b"MMIDIDX\x00\x00"
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,9 @@ def open_foreign(path: Path, dtype: str | None, key: str) -> ForeignFile:
         if is_folder(path):
             return ForeignFile(path, "LitData", False, lambda: _litdata(path), list(path.iterdir()))
         if is_file(index) and (path.suffix != ".bin" or is_file(tokens)):
-            return _indexed(prefix, index)
+            read_dataset_files(str(prefix))
+            what = f"{prefix} is in Megatron-LM's format, which training reads as it is"
+            raise DataError(what, hint=f'data.train = "{prefix}"')
         if path.suffix in (".parquet", ".arrow"):
             return ForeignFile(path, path.suffix[1:].capitalize(), False, lambda: _lists(path, key), [path])
         return _stream(path, dtype)
@@ -120,81 +119,6 @@ def _numpy_array(path: Path) -> np.ndarray:
 
 def _blocks(tokens: np.ndarray) -> Iterator[Block]:
     return ((tokens[start : start + BLOCK_TOKENS], None) for start in range(0, len(tokens), BLOCK_TOKENS))
-
-
-def _indexed(prefix: Path, index: Path) -> ForeignFile:
-    with open(index, "rb") as file:
-        magic = file.read(9)
-        version = struct.unpack("<Q", file.read(8))[0] if magic == INDEX_MAGIC else 0
-    pair = [index, prefix.with_name(prefix.name + ".bin")]
-    if magic.startswith(TORCHNET_MAGIC):
-        return ForeignFile(prefix, "TNTIDX", False, lambda: _torchnet(prefix, index), pair)
-    if magic == INDEX_MAGIC and version in (2, 3):
-        return ForeignFile(prefix, f"MMIDIDX {version}", False, lambda: _fast_llm(prefix, index, version), pair)
-    if magic == INDEX_MAGIC and version == 1:
-        what = f"{prefix} is in Megatron-LM's format, which training reads as it is"
-        raise DataError(what, hint=f'data.train = "{prefix}"')
-    raise DataError(f"{index} is in no known format", hint="see the table of formats in docs/data.md")
-
-
-def _torchnet(prefix: Path, index: Path) -> Iterator[Block]:
-    """Read TNTIDX: i64 offsets of dimensions [n + 1] and of data [n + 1], sizes [s], in elements. Megatron-LM adds the
-    bounds of documents in sequences; without them the file is fairseq's, whose tokens are stored as token + 1.
-    """
-    raw = np.fromfile(index, np.uint8)
-    if len(raw) < 56 or len(raw) % 8:
-        raise DataError(f"{index} is cut short: {len(raw)} bytes", hint="copy all files of the dataset again")
-    _, code, _, n, s = np.frombuffer(raw, "<u8", 5, 8).tolist()
-    megatron = len(raw) > 48 + 8 * (2 * (n + 1) + s)
-    start = 56 if megatron else 48
-    entries = np.frombuffer(raw, "<i8", offset=start)
-    bounds = int(np.frombuffer(raw, "<u8", 1, 48)[0]) if megatron else 0
-    if len(entries) != 2 * (n + 1) + s + bounds or s != n:
-        what = f"{index} has {len(raw)} bytes, which are not {n} sequences of one dimension"
-        raise DataError(what, hint="copy all files of the dataset again")
-    sizes = entries[2 * (n + 1) : 2 * (n + 1) + s]
-    ends = entries[2 * (n + 1) + s :] if megatron else np.arange(n + 1)
-    tokens = _raw_array(prefix.with_name(prefix.name + ".bin"), _token_dtype(index, code), 0)
-    sums = np.concatenate(([0], np.cumsum(sizes)))
-    if sums[-1] != len(tokens) or len(ends) == 0 or ends[0] != 0 or ends[-1] != n or (np.diff(ends) < 0).any():
-        what = f"{index} is damaged: {sums[-1]} tokens in {n} sequences, but {len(tokens)} in the .bin"
-        raise DataError(what, hint="copy all files of the dataset again")
-    for part, lengths in _by_document(tokens, np.diff(sums[ends])):
-        yield (part if megatron else part.astype(np.int64) - 1), lengths
-
-
-def _fast_llm(prefix: Path, index: Path, version: int) -> Iterator[Block]:
-    """Read MMIDIDX 2 or 3: a byte that says if there are spans, one more in version 3, then as version 1."""
-    raw = np.fromfile(index, np.uint8)
-    flags = raw[17 : 16 + version]
-    if flags.any():
-        what = f"{index} has spans that are left out of the loss, which a dataset here cannot have"
-        raise DataError(what, hint="write the dataset without spans")
-    code = int(raw[16 + version])
-    n, _ = np.frombuffer(raw, "<u8", 2, 17 + version).tolist()
-    if len(raw) < 33 + version + 12 * n:
-        raise DataError(f"{index} is cut short: {len(raw)} bytes", hint="copy all files of the dataset again")
-    lengths = np.frombuffer(raw, "<i4", n, 33 + version).astype(np.int64)
-    tokens = _raw_array(prefix.with_name(prefix.name + ".bin"), _token_dtype(index, code), 0)
-    if lengths.sum() != len(tokens) or (n and lengths.min() < 0):
-        what = f"{index} is damaged: documents have {lengths.sum()} tokens, the .bin has {len(tokens)}"
-        raise DataError(what, hint="copy all files of the dataset again")
-    yield from _by_document(tokens, lengths)
-
-
-def _token_dtype(index: Path, code: int) -> np.dtype:
-    if code not in DTYPE_CODES:
-        raise DataError(f"{index} has values of dtype code {code}, which are no tokens", hint="a dataset of token ids")
-    return np.dtype(DTYPE_CODES[code]).newbyteorder("<")
-
-
-def _by_document(tokens: np.ndarray, lengths: np.ndarray) -> Iterator[Block]:
-    """Yield blocks of whole documents."""
-    ends, first, start = np.cumsum(lengths), 0, 0
-    while first < len(lengths):
-        last = max(int(np.searchsorted(ends, start + BLOCK_TOKENS, side="right")), first + 1)
-        yield tokens[start : int(ends[last - 1])], lengths[first:last]
-        first, start = last, int(ends[last - 1])
 
 
 def _litdata(folder: Path) -> Iterator[Block]:

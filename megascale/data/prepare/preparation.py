@@ -35,8 +35,7 @@ from megascale.data.prepare.dataset_writer import (
     explained_write,
     token_dtype,
 )
-from megascale.data.prepare.documents import BadDocumentError
-from megascale.data.prepare.input_chunks import CHUNK_BYTES, PIECE_BYTES, Chunk, read_chunks
+from megascale.data.prepare.documents import CHUNK_BYTES, PIECE_BYTES, BadDocumentError, Chunk, read_chunks
 from megascale.data.prepare.inputs import InputFile, find_inputs
 from megascale.data.prepare.read_ahead import read_ahead
 from megascale.data.prepare.tokenizer import Tokenizer, load_tokenizer
@@ -259,7 +258,7 @@ class Preparation:
         with closing(self._chunks()) as chunks:
             for file, number, chunk in chunks:
                 task.append(chunk)
-                read, held, end = read + chunk.size, held + len(chunk.data), (file, number + 1)
+                read, held, end = read + chunk.size, held + chunk.held_bytes, (file, number + 1)
                 if held >= CHUNK_BYTES:
                     self._ends.append((*end, read))
                     yield task

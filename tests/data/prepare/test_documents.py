@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.core.errors import DataError
-from megascale.data.prepare.documents import BadDocumentError, read_documents
-from megascale.data.prepare.input_chunks import read_chunks
+from megascale.data.prepare.documents import BadDocumentError, read_chunks, read_documents
 from megascale.data.prepare.inputs import JSON_LINES, InputFile
 
 

@@ -53,38 +53,6 @@ def numpy_file(folder: Path) -> Path:
     return folder / "part.npy"
 
 
-def torchnet(megatron: bool) -> Callable[[Path], Path]:
-    """Write as fairseq's IndexedDatasetBuilder does, or the first Megatron-LM's, which adds documents."""
-
-    def write(folder: Path) -> Path:
-        sequences = [part for document in DOCUMENTS for part in (document[:1], document[1:])] if megatron else DOCUMENTS
-        offsets = np.cumsum([0, *map(len, sequences)])
-        head = [b"TNTIDX\x00\x00", struct.pack("<QQQ", 1, 4, 4), struct.pack("<QQ", len(sequences), len(sequences))]
-        arrays = [range(len(sequences) + 1), offsets, [len(sequence) for sequence in sequences]]
-        if megatron:
-            head.append(struct.pack("<Q", len(DOCUMENTS) + 1))
-            arrays.append(range(0, len(sequences) + 1, 2))
-        data = b"".join([*head, *(np.array(list(array), np.int64).tobytes() for array in arrays)])
-        (folder / "old.idx").write_bytes(data)
-        (np.array(STREAM, np.int32) + (0 if megatron else 1)).astype(np.int32).tofile(folder / "old.bin")
-        return folder / "old"
-
-    return write
-
-
-def fast_llm(version: int) -> Callable[[Path], Path]:
-    def write(folder: Path) -> Path:
-        lengths = list(map(len, DOCUMENTS))
-        head = b"MMIDIDX\x00\x00" + struct.pack("<Q", version) + bytes(version - 1) + struct.pack("<B", 8)
-        head += struct.pack("<QQ", len(lengths), len(lengths) - 1)
-        arrays = np.array(lengths, np.int32).tobytes() + (np.cumsum([0, *lengths[:-1]]) * 2).astype(np.int64).tobytes()
-        (folder / "fast.idx").write_bytes(head + arrays + np.arange(len(lengths), dtype=np.int64).tobytes())
-        np.array(STREAM, np.uint16).tofile(folder / "fast.bin")
-        return folder / "fast.idx"
-
-    return write
-
-
 def litdata(kind: str, dtype: str) -> Callable[[Path], Path]:
     def write(folder: Path) -> Path:
         folder = folder / "lit"
@@ -125,10 +93,6 @@ FORMATS: dict[str, tuple[Callable[[Path], Path], str | None]] = {
     "llm.c": (llmc(20240520, 1, "<u2"), None),
     "llm.c, Llama 3": (llmc(20240801, 7, "<u4"), None),
     "NumPy": (numpy_file, None),
-    "TNTIDX of fairseq": (torchnet(False), None),
-    "TNTIDX of Megatron-LM": (torchnet(True), None),
-    "MMIDIDX 2": (fast_llm(2), None),
-    "MMIDIDX 3": (fast_llm(3), None),
     "LitData, torch": (litdata("no_header_tensor:15", "<i4"), None),
     "LitData, numpy": (litdata("no_header_numpy:5", "<u2"), None),
     "Parquet": (parquet, None),
@@ -191,12 +155,6 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "llm.c cut": (damaged(llmc(20240520, 1, "<u2"), "fineweb_train_000001.bin", lambda d: d[:-2]), "its header says"),
     "odd bytes": (damaged(llmc(20240520, 1, "<u2"), "fineweb_train_000001.bin", cut), "no whole number of uint16"),
     "npy cut": (damaged(numpy_file, "part.npy", cut), "is no array of numbers"),
-    "tntidx cut": (damaged(torchnet(True), "old.idx", cut), r"old\.idx"),
-    "tntidx bin cut": (damaged(torchnet(False), "old.bin", lambda data: data[:-4]), "is damaged"),
-    "floats": (damaged(torchnet(True), "old.idx", lambda data: data[:16] + b"\x07" + data[17:]), "dtype code 7"),
-    "fast-llm cut": (damaged(fast_llm(2), "fast.idx", lambda data: data[:40]), "is cut short"),
-    "fast-llm bin cut": (damaged(fast_llm(2), "fast.bin", lambda data: data[:-2]), "is damaged"),
-    "spans": (damaged(fast_llm(2), "fast.idx", lambda data: data[:17] + b"\x01" + data[18:]), "left out of the loss"),
     "litdata cut": (damaged(litdata("no_header_numpy:5", "<u2"), "lit/chunk-0-1.bin", cut), "is damaged"),
     "litdata of text": (litdata("str", "<u2"), "is no LitData dataset of token arrays"),
     "parquet cut": (damaged(parquet, "ids.parquet", cut), "cannot be read"),
@@ -219,7 +177,6 @@ def test_what_is_damaged_or_unknown_is_one_line(name: str, tmp_path: Path) -> No
     [
         ("raw uint16", "train.bin"),
         ("llm.c", "fineweb_train_000001.bin"),
-        ("TNTIDX of Megatron-LM", "old.bin"),
         ("LitData, numpy", "lit/index.json"),
         ("LitData, numpy", "lit/chunk-0-1.bin"),
         ("Parquet", "tokenizer.json"),
@@ -281,8 +238,12 @@ def test_megatron_s_own_format_needs_no_import_and_older_ones_say_so(tmp_path: P
     convert(raw("<u2")(tmp_path), dtype="uint16")
     with pytest.raises(DataError, match="is in Megatron-LM's format, which training reads as it is"):
         convert(tmp_path / "out" / "set", dtype="uint16")
-    with pytest.raises(DataError, match=r"old\.idx is an index of another version  -> `megascale data import`"):
-        open_dataset(torchnet(True)(tmp_path))
+    for magic in (b"TNTIDX\x00\x00" + struct.pack("<Q", 1), b"MMIDIDX\x00\x00" + struct.pack("<Q", 2)):
+        (tmp_path / "old.idx").write_bytes(magic.ljust(80, b"\0"))
+        (tmp_path / "old.bin").touch()
+        for read in (open_dataset, convert):
+            with pytest.raises(DataError, match=r"old\.idx is an index of another version  -> one of version 1"):
+                read(tmp_path / "old")
 
 
 def test_an_index_with_modes_is_read_if_all_are_text(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from megascale.core.errors import DataError
-from megascale.data.prepare import dataset_writer, input_chunks, preparation
+from megascale.data.prepare import dataset_writer, documents, preparation
 from megascale.data.prepare.preparation import Prepared, PrepareRequest
 from megascale.data.read import indexed_dataset
 from tests.data.prepare.test_tokenizer import byte_level, words
@@ -30,7 +30,7 @@ def lines(path: Path, texts: list[str]) -> Path:
 
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dozens of chunks and tasks."""
-    for module in (input_chunks, preparation):
+    for module in (documents, preparation):
         monkeypatch.setattr(module, "CHUNK_BYTES", 100)
 
 
@@ -249,7 +249,7 @@ def test_a_killed_preparation_continues_to_the_same_bytes(
     saves: int, appends: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_chunks(monkeypatch)
-    monkeypatch.setattr(input_chunks, "PIECE_BYTES", 128)
+    monkeypatch.setattr(documents, "PIECE_BYTES", 128)
     monkeypatch.setattr(preparation, "SAVE_EVERY_S", 0.0 if saves else 1000.0)
     inputs, output, said = sources(tmp_path), tmp_path / "out" / "set", list[str]()
     undisturbed = run(inputs, tmp_path / "whole")
@@ -386,7 +386,7 @@ def test_two_processes_do_not_write_the_same_dataset(tmp_path: Path) -> None:
 def test_a_long_text_is_tokenized_in_pieces_by_any_number_of_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(input_chunks, "PIECE_BYTES", 200)
+    monkeypatch.setattr(documents, "PIECE_BYTES", 200)
     text = "".join(f"line {number} é\n" for number in range(500))
     (tmp_path / "long.txt").write_text(text)
     lines(tmp_path / "long.jsonl", [text, "short", text])

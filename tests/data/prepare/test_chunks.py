@@ -16,9 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.core.errors import DataError
-from megascale.data.prepare import input_chunks
-from megascale.data.prepare.documents import read_documents
-from megascale.data.prepare.input_chunks import Chunk, read_chunks, split_text
+from megascale.data.prepare import documents
+from megascale.data.prepare.documents import Chunk, read_chunks, read_documents, split_text
 from megascale.data.prepare.inputs import InputFile, find_inputs
 
 TEXTS = [f"document {number}\n" + "é" * (number % 7) for number in range(300)]
@@ -28,8 +27,8 @@ LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dozens of chunks."""
-    monkeypatch.setattr(input_chunks, "CHUNK_BYTES", 500)
-    monkeypatch.setattr(input_chunks, "PIECE_BYTES", 64)
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 500)
+    monkeypatch.setattr(documents, "PIECE_BYTES", 64)
 
 
 def chunks_of(path: Path, column: str = "text") -> list[Chunk]:
@@ -81,7 +80,7 @@ def test_a_line_longer_than_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     texts = ["short", "x" * 5_000, "y" * 499, ""]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     assert list(texts_of(chunks_of(tmp_path / "a.jsonl"))) == texts
-    monkeypatch.setattr(input_chunks, "MAX_LINE_BYTES", 3_000)
+    monkeypatch.setattr(documents, "MAX_LINE_BYTES", 3_000)
     with pytest.raises(DataError, match=r"a\.jsonl:2 is longer than 3000 bytes"):
         chunks_of(tmp_path / "a.jsonl")
 
@@ -99,7 +98,7 @@ class Trickle(io.RawIOBase):
         return self._data.tell()
 
 
-@pytest.mark.parametrize("read", [input_chunks._lines, input_chunks._pieces])
+@pytest.mark.parametrize("read", [documents._read_lines, documents._read_pieces])
 def test_chunks_do_not_depend_on_the_reads_of_a_stream(read: Any) -> None:
     def cut(stream: IO[bytes]) -> list[bytes]:
         return [chunk.data for chunk in read("a", stream, stream)]
@@ -109,12 +108,12 @@ def test_chunks_do_not_depend_on_the_reads_of_a_stream(read: Any) -> None:
 
 @given(st.text(st.sampled_from("ab é𝄞\n 　"), max_size=400))
 def test_the_pieces_of_a_text_are_the_text(text: str) -> None:
-    before, input_chunks.PIECE_BYTES = input_chunks.PIECE_BYTES, 16
+    before, documents.PIECE_BYTES = documents.PIECE_BYTES, 16
     try:
         pieces = split_text(text)
-        found = list(input_chunks._pieces("a", io.BytesIO(text.encode()), io.BytesIO(text.encode())))
+        found = list(documents._read_pieces("a", io.BytesIO(text.encode()), io.BytesIO(text.encode())))
     finally:
-        input_chunks.PIECE_BYTES = before
+        documents.PIECE_BYTES = before
     assert "".join(pieces) == text
     assert b"".join(chunk.data for chunk in found).decode() == text
     assert all(len(chunk.data) <= 16 and chunk.data.decode() is not None for chunk in found)
