@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascale.account.flops import token_flops
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.data.mix.mixture import build_mixture
@@ -22,6 +21,7 @@ from megascale.data.mix.sample import Sample
 from megascale.data.prepare import dataset_writer
 from megascale.parallel.microbatch import MicroBatch, StepBatch
 from megascale.parallel.rng import Dropout
+from megascale.plan.account.flops import token_flops
 from megascale.train.build import build_order
 from megascale.train.evaluate import evaluate
 from megascale.train.score_totals import per_token, take_scores

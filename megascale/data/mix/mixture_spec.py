@@ -10,7 +10,7 @@ from megascale.config.dataset_files import SplitName, split_source
 from megascale.config.decomposition import Decomposition, decomposition, is_decomposed
 from megascale.config.run import RunConfig, dataset_prefixes
 from megascale.config.train import DataConfig, WeightChange
-from megascale.launch.host_limits import max_open_epochs
+from megascale.operate.node.host_limits import max_open_epochs
 
 
 @dataclass(frozen=True)

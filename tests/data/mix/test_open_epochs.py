@@ -15,7 +15,7 @@ from megascale.core.errors import DataError
 from megascale.data.mix import mixture
 from megascale.data.mix.epochs import OpenEpochs
 from megascale.data.read import index_files
-from megascale.launch import host_limits
+from megascale.operate.node import host_limits
 from tests.data.datasets import data_config, mixture_of, write_dataset
 
 
