@@ -122,11 +122,11 @@ def reader_bytes(config: RunConfig) -> int:
     """Host memory of the reader of the job's first host, on which are up to RANKS_OF_HOST ranks; 0 without one."""
     if config.data.reader != "host":
         return 0
-    from megascale.data.host_reader.reader_shape import reader_shape  # imports numpy
+    from megascale.data.host_reader.reader_memory import reader_shape  # imports numpy
 
     ranks = range(min(config.world_size, RANKS_OF_HOST))
     shape, splits = BatchShape(config.batch.total, config.batch.micro, config.dp), 2 if config.train.eval_every else 1
-    return reader_shape(config.data, shape, config.model.seq_length, topology_of(config), ranks, splits).bytes
+    return reader_shape(mixture_spec(config, "train"), shape, topology_of(config), ranks, splits).bytes
 
 
 def offloaded_bytes(config: RunConfig) -> int:

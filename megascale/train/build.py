@@ -401,14 +401,12 @@ def _open_sources(
     """Open the samples of each split; none on a rank that needs none."""
     if not reads_samples(config.data.mask, mesh.topology, mesh.rank):
         return {}
+    specs = {split: mixture_spec(config, split) for split in orders}
     if config.data.reader == "host":
         from megascale.data.host_reader.host_samples import open_host_samples
 
-        return open_host_samples(config, mesh, orders)
-    return {
-        split: build_mixture(mixture_spec(config, split), 0 if order.again else order.end)
-        for split, order in orders.items()
-    }
+        return open_host_samples(specs, mesh, orders)
+    return {split: build_mixture(specs[split], 0 if order.again else order.end) for split, order in orders.items()}
 
 
 def _evaluation_batches(config: RunConfig, mesh: Mesh) -> int:

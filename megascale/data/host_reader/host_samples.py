@@ -15,18 +15,17 @@ from megascale.comm.control import ControlChannel
 from megascale.comm.host_ranks import ranks_of_host
 from megascale.comm.mesh import Mesh
 from megascale.config.dataset_files import SplitName
-from megascale.config.run import RunConfig
 from megascale.core.errors import DataError, LostPeerError
 from megascale.core.limits import os_error_hint
 from megascale.core.process import process_exists
 from megascale.core.wait_notice import WaitNotice
-from megascale.data.host_reader.reader_memory import MemoryShape, ReaderMemory
+from megascale.data.host_reader.reader_memory import MemoryShape, ReaderMemory, reader_shape
 from megascale.data.host_reader.reader_process import ReaderWork
-from megascale.data.host_reader.reader_shape import reader_shape
 from megascale.data.host_reader.reader_supervisor import WITHOUT_READER_HINT, ReaderSupervisor
 from megascale.data.host_reader.sample_record import decode_sample
 from megascale.data.mix.batch_shape import StepOrder
 from megascale.data.mix.data_policy import MixtureWeights
+from megascale.data.mix.mixture_spec import MixtureSpec
 from megascale.data.mix.sample import Sample, SampleSource
 
 FIRST_POLL_S, LAST_POLL_S = 0.0002, 0.005
@@ -138,15 +137,15 @@ class HostSamples(SampleSource):
 
 
 def open_host_samples(
-    config: RunConfig, mesh: Mesh, orders: Mapping[SplitName, StepOrder]
+    specs: Mapping[SplitName, MixtureSpec], mesh: Mesh, orders: Mapping[SplitName, StepOrder]
 ) -> dict[SplitName, HostSamples]:
     """Open the samples of this host's reader by split; the first rank that reads starts it. A collective of the ranks
     of a host that read. Requires `comm.init.init_distributed`.
 
     Raises: DataError on all of them without memory or process for it
     """
-    shape, ranks = orders["train"].shape, ranks_of_host(mesh.rank)
-    found = reader_shape(config.data, shape, config.model.seq_length, mesh.topology, ranks, len(orders))
+    ranks = ranks_of_host(mesh.rank)
+    found = reader_shape(specs["train"], orders["train"].shape, mesh.topology, ranks, len(orders))
     readers = found.ranks
     control = ControlChannel("host", readers, readers.index(mesh.rank), mesh.recorder.flight)
     close: Callable[[], None] = lambda: None  # noqa: E731
@@ -154,7 +153,7 @@ def open_host_samples(
     if mesh.rank == readers[0]:
         try:
             memory = ReaderMemory.allocate(found.memory)
-            supervisor = ReaderSupervisor(ReaderWork(config, found.memory, orders, found.replicas), memory)
+            supervisor = ReaderSupervisor(ReaderWork(specs, found.memory, orders, found.replicas), memory)
             supervisor.start()
             opened, close = (os.getpid(), memory.descriptor, ""), supervisor.close
         except (OSError, DataError) as error:

@@ -1,5 +1,7 @@
 """The memory that the reader of a host shares with the ranks there: a ring of steps for each split. No torch.
 
+ReaderShape: which ranks of a host read, and how much memory that takes. ReaderMemory, Ring: the memory itself:
+
     head       numbers of 8 bytes: length of the failure's text; by split the bytes of samples read so far, the beats
                of the reader, by which it shows that it does not hang, and its thread while it opens datasets
     failure    text: why there is no reader any more
@@ -28,6 +30,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megascale.config.run import dataset_prefixes
+from megascale.data.host_reader.sample_record import record_bytes
+from megascale.data.mix.batch_shape import BatchShape, reads_samples
+from megascale.data.mix.data_policy import numbers
+from megascale.data.mix.mixture_spec import MixtureSpec
+from megascale.layout.topology import Topology
+
 WORD = 8
 FAILURE_LENGTH, BYTES_READ, BEATS, OPENERS, ENDS = 0, 1, 4, 7, 10
 """Places of the head's numbers; the bytes, beats, thread and end of each split have a place of their own."""
@@ -42,6 +51,9 @@ READ, ERROR = range(2)
 
 _SLOT_HEAD = struct.Struct("<qqq")
 """Position, status, bytes of the error."""
+
+PROCESS_BYTES = 64 << 20
+"""Memory of the reader's process without samples; 51 MB are measured after its imports, 21 of them of files."""
 
 _PAGE = 4096
 
@@ -109,6 +121,38 @@ class MemoryShape:
     @property
     def bytes(self) -> int:
         return self.slots_offset + self.splits * self.depth * self.slot_bytes
+
+
+@dataclass(frozen=True)
+class ReaderShape:
+    """The `ranks` of a host that read samples, their data-parallel `replicas`, and the `rows` of a step that they need;
+    `memory`: of their reader.
+    """
+
+    ranks: list[int]
+    replicas: list[int]
+    rows: list[int]
+    memory: MemoryShape
+
+    @property
+    def bytes(self) -> int:
+        """Host memory of the reader: it shares some with the ranks, and has samples of a step and its own beside."""
+        return self.memory.bytes + len(self.rows) * self.memory.record_bytes + PROCESS_BYTES
+
+
+def reader_shape(
+    spec: MixtureSpec, shape: BatchShape, topology: Topology, ranks: Sequence[int], splits: int
+) -> ReaderShape:
+    """Describe the reader of a host with these `ranks` of a job, for training (`spec`), in steps of `shape`, and
+    perhaps evaluations (`splits`).
+    """
+    data = spec.data
+    readers = [rank for rank in ranks if reads_samples(data.mask, topology, rank)]
+    replicas = sorted({topology.coord(rank).dp for rank in readers})
+    rows = shape.rows_of(replicas)
+    weights = numbers(len(dataset_prefixes(data.train))) if data.policy else 0
+    memory = MemoryShape(splits, len(readers), data.prefetch, len(rows), record_bytes(spec.seq_length), weights)
+    return ReaderShape(readers, replicas, rows, memory)
 
 
 class ReaderMemory:

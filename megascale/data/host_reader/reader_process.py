@@ -16,20 +16,19 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
-from megascale.config.batch_rampup import BatchSizes
+from pydantic import TypeAdapter
+
 from megascale.config.dataset_files import SplitName
-from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
 from megascale.core.process import die_with_parent, stop_signals
 from megascale.data.host_reader.reader_memory import ERROR_BYTES, MemoryShape, ReaderMemory, Ring
 from megascale.data.host_reader.sample_record import encode_sample
-from megascale.data.mix.batch_shape import BatchShape, StepOrder
+from megascale.data.mix.batch_shape import StepOrder
 from megascale.data.mix.data_policy import MixtureWeights
 from megascale.data.mix.mixture import build_mixture
-from megascale.data.mix.mixture_spec import mixture_spec
+from megascale.data.mix.mixture_spec import MixtureSpec
 
 IDLE_S = 0.002
 """Seconds between two looks at the ranks while there is nothing to read."""
@@ -42,34 +41,19 @@ FETCHED = 64
 class ReaderWork:
     """The work of a reader: the splits by name in the order of their rings, for data-parallel `ranks` of the job."""
 
-    config: RunConfig
+    specs: Mapping[SplitName, MixtureSpec]
     memory: MemoryShape
     splits: Mapping[SplitName, StepOrder]
     ranks: Sequence[int]
 
-    def to_json(self) -> str:
+    def to_json(self) -> bytes:
         """Return the work in one line."""
-        return json.dumps(
-            {
-                "config": self.config.model_dump(mode="json", by_alias=True),
-                "memory": asdict(self.memory),
-                "splits": {name: asdict(order) for name, order in self.splits.items()},
-                "ranks": list(self.ranks),
-            }
-        )
+        return TypeAdapter(ReaderWork).dump_json(self, by_alias=True)
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> ReaderWork:
+    def from_json(cls, text: bytes) -> ReaderWork:
         """Return the work of `to_json`."""
-        facts: dict[str, Any] = json.loads(text)
-        splits: dict[SplitName, StepOrder] = {name: _step_order(order) for name, order in facts["splits"].items()}
-        config = RunConfig.model_validate_json(json.dumps(facts["config"]))
-        return cls(config, MemoryShape(**facts["memory"]), splits, facts["ranks"])
-
-
-def _step_order(facts: dict[str, Any]) -> StepOrder:
-    sizes = BatchSizes(**facts["sizes"]) if facts["sizes"] is not None else None
-    return StepOrder(**(facts | {"shape": BatchShape(**facts["shape"]), "sizes": sizes}))
+        return TypeAdapter(ReaderWork).validate_json(text)
 
 
 class SplitReader:
@@ -82,7 +66,7 @@ class SplitReader:
         self._ring: Ring = memory.ring(list(work.splits).index(split))
         self._order = work.splits[split]
         self._ranks = work.ranks
-        self._samples = build_mixture(mixture_spec(work.config, split), 0 if self._order.again else self._order.end)
+        self._samples = build_mixture(work.specs[split], 0 if self._order.again else self._order.end)
         self._follow_end()
 
     def run(self) -> None:

@@ -69,7 +69,8 @@ class ReaderSupervisor:
         self._memory = memory
         self._ended = threading.Event()
         self._stopped_s = 0.0
-        data, remote = work.config.data, any(map(is_url, run_prefixes(work.config.data)))
+        data = next(iter(work.specs.values())).data
+        remote = any(map(is_url, run_prefixes(data)))
         self._timeout_s = data.reader_timeout_s + (data.retry_timeout_s if remote else 0.0)
         self._pulses: list[_Pulse] = []
         self._process = self._start()
@@ -104,7 +105,7 @@ class ReaderSupervisor:
             raise DataError(what, hint=os_error_hint(error, 'data.reader = "rank"')) from None
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already, which `_watch` notices
-            process.stdin.write(self._work.to_json().encode() + b"\n")
+            process.stdin.write(self._work.to_json() + b"\n")
             process.stdin.flush()
         return process
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -17,6 +16,7 @@ import numpy as np
 
 from megascale.core.errors import DataError
 from megascale.core.limits import PROCESSES_HINT, os_error_hint
+from megascale.core.process import die_with_parent
 from megascale.data.prepare.documents import Chunk, read_documents, split_text
 from megascale.data.prepare.tokenizer import Tokenizer, load_tokenizer
 
@@ -133,7 +133,7 @@ def encode_in_workers(encoding: Encoding, workers: int, tasks: Iterable[Sequence
         workers,
         mp_context=multiprocessing.get_context("spawn"),  # the progress bar's thread makes a fork unsafe
         initializer=_start_worker,
-        initargs=(encoding,),
+        initargs=(encoding, os.getpid()),
     )
     in_flight: deque[Future[EncodedChunks]] = deque()
     try:
@@ -171,19 +171,11 @@ def _submit(pool: ProcessPoolExecutor, chunks: Sequence[Chunk]) -> Future[Encode
 _worker_encoder: ChunkEncoder  # of a worker process, made once by `_start_worker`
 
 
-def _start_worker(encoding: Encoding) -> None:
+def _start_worker(encoding: Encoding, parent: int) -> None:
     global _worker_encoder  # an initializer can hand its result to a worker only through a global
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    die_with_parent(parent)  # else it would wait on its queue forever
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # --workers sets the parallelism, with a thread per worker
     _worker_encoder = ChunkEncoder(encoding, load_tokenizer(encoding.tokenizer, encoding.eod))
-
-
-def _exit_with_parent() -> None:
-    """End this worker when its parent process is killed; otherwise the worker would wait on its queue forever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "a worker has a parent"
-    parent.join()
-    os._exit(1)
 
 
 def _encode_in_worker(chunks: Sequence[Chunk]) -> EncodedChunks:

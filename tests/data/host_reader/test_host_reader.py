@@ -24,13 +24,13 @@ from megascale.core.rank import NODE_VARIABLE, Rank
 from megascale.core.units import format_bytes
 from megascale.data.host_reader import reader_supervisor
 from megascale.data.host_reader.host_samples import HostSamples
-from megascale.data.host_reader.reader_memory import MemoryShape, ReaderMemory
+from megascale.data.host_reader.reader_memory import PROCESS_BYTES, MemoryShape, ReaderMemory
 from megascale.data.host_reader.reader_process import ReaderWork, SplitReader
-from megascale.data.host_reader.reader_shape import PROCESS_BYTES
 from megascale.data.host_reader.reader_supervisor import MOST_ENDS, ReaderSupervisor
 from megascale.data.host_reader.sample_record import decode_sample, encode_sample, record_bytes
 from megascale.data.mix.batch_shape import BatchShape, StepOrder
 from megascale.data.mix.mixture import Mixture
+from megascale.data.mix.mixture_spec import mixture_spec
 from megascale.data.mix.sample import DocumentStarts, Sample
 from megascale.data.prepare import dataset_writer
 from megascale.data.read.index_files import MEMORY_ENTRIES
@@ -59,7 +59,8 @@ class Readers:
         rows = order.shape.rows_of(replicas)
         shape = MemoryShape(1, len(replicas), config.data.prefetch, len(rows), record_bytes(SEQUENCE), weights)
         self.memory = ReaderMemory.allocate(shape)
-        self.work = ReaderWork(config, shape, {"train": order}, sorted(set(replicas)))
+        self.config = config
+        self.work = ReaderWork({"train": mixture_spec(config, "train")}, shape, {"train": order}, sorted(set(replicas)))
         me = 0, os.getpid()
         self.views = [HostSamples(self.memory, 0, order, rows, number, me) for number in range(len(replicas))]
         self.rows = rows
@@ -97,7 +98,7 @@ def test_a_number_that_does_not_fit_is_refused() -> None:
 
 
 def test_work_is_itself_after_its_way_to_the_process(tmp_path: Path) -> None:
-    work = Readers(blend(tmp_path, data__skip=[[4, 6]]), 2, [0, 1]).work
+    work = Readers(blend(tmp_path, data__skip=[[4, 6]], batch__rampup=[4, 4, 12]), 2, [0, 1]).work
     assert ReaderWork.from_json(work.to_json()) == work
 
 
@@ -108,7 +109,7 @@ def test_the_reader_is_ahead_by_prefetch_and_no_more(tmp_path: Path) -> None:
     for view in readers.views:
         view.begin(16)
     assert [reader.fill_next() for _ in range(5)] == [True, True, True, False, False]
-    assert readers.read(0, 16) == expected(readers.work.config, readers.rows, 16)
+    assert readers.read(0, 16) == expected(readers.config, readers.rows, 16)
     assert not reader.fill_next(), "the other rank has not read the step"
     readers.read(1, 16)
     assert reader.fill_next() and not reader.fill_next()
@@ -131,8 +132,8 @@ def test_the_reader_works_ahead_beyond_the_samples_that_the_present_batches_woul
     readers.read(0, 40)
     reader = SplitReader(readers.work, "train", readers.memory)
     assert [reader.fill_next() for _ in range(2)] == [True, False]
-    assert readers.read(0, 48) == expected(readers.work.config, readers.rows, 48)
-    assert readers.read(0, 56) == expected(readers.work.config, readers.rows, 56)
+    assert readers.read(0, 48) == expected(readers.config, readers.rows, 48)
+    assert readers.read(0, 56) == expected(readers.config, readers.rows, 56)
     assert not reader.fill_next() and readers.memory.ring(0).filled == (1, 3), "three steps, in one generation"
 
 
@@ -145,7 +146,7 @@ def test_ranks_may_begin_anywhere_and_again(tmp_path: Path) -> None:
         while reader.fill_next():
             pass
         for view in range(2):
-            assert readers.read(view, consumed) == expected(readers.work.config, readers.rows, consumed)
+            assert readers.read(view, consumed) == expected(readers.config, readers.rows, consumed)
     readers.views[0].begin(0)
     assert reader.fill_next(), "the other rank still reads"
     assert readers.memory.ring(0).filled == (3, 3)
@@ -206,14 +207,14 @@ def test_check_tells_the_memory_of_the_reader(process: Any) -> None:
     """At least what it takes: its own memory, without files, and what it shares with the ranks."""
     readers, supervisor = process
     readers.read(0, 0)
-    config = readers.work.config
+    config = readers.config
     config = config.model_copy(update={"data": config.data.model_copy(update={"reader": "host"})})
     status = Path(f"/proc/{supervisor.pid}/status").read_text()
     own = int(status.split("RssAnon:")[1].split()[0]) << 10
     size = reader_bytes(config)
     assert readers.work.memory.bytes + own <= size <= readers.work.memory.bytes + PROCESS_BYTES + (1 << 20)
     assert f"memory of a host's reader {format_bytes(size)}" in summary(config)
-    assert reader_bytes(readers.work.config) == 0 and "host's reader" not in summary(readers.work.config)
+    assert reader_bytes(readers.config) == 0 and "host's reader" not in summary(readers.config)
 
 
 def test_only_the_samples_of_a_host_are_read(tmp_path: Path) -> None:
@@ -245,7 +246,7 @@ def test_a_killed_and_a_stopped_reader_are_replaced(process: Any, capfd: pytest.
     readers, supervisor = process
     pids = set()
     for step in range(STEPS):
-        assert readers.read(0, BATCH * step) == expected(readers.work.config, readers.rows, BATCH * step)
+        assert readers.read(0, BATCH * step) == expected(readers.config, readers.rows, BATCH * step)
         if step in (3, 9):
             assert "libtorch" not in maps_of(supervisor.pid) and "_multiarray" in maps_of(supervisor.pid)
             pids.add(supervisor.pid)
@@ -269,7 +270,7 @@ def test_a_killed_reader_is_replaced_when_nothing_can_be_printed(process: Any, m
     monkeypatch.setattr("sys.stderr", Broken())
     os.kill(supervisor.pid, signal.SIGKILL)
     for step in range(STEPS):
-        assert readers.read(0, BATCH * step) == expected(readers.work.config, readers.rows, BATCH * step)
+        assert readers.read(0, BATCH * step) == expected(readers.config, readers.rows, BATCH * step)
 
 
 def test_ranks_are_told_when_the_supervisor_fails(process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +317,7 @@ def test_a_reader_that_hangs_is_replaced_at_the_same_step(tmp_path: Path, capfd:
     supervisor.start()
     try:
         for step in range(3):
-            assert readers.read(0, BATCH * step) == expected(readers.work.config, readers.rows, BATCH * step)
+            assert readers.read(0, BATCH * step) == expected(readers.config, readers.rows, BATCH * step)
     finally:
         supervisor.close()
     assert supervisor.pid != first and not Path(f"/proc/{first}").exists()

@@ -16,6 +16,7 @@ from megascale.data.host_reader.reader_process import ReaderWork, SplitReader
 from megascale.data.host_reader.reader_supervisor import ReaderSupervisor
 from megascale.data.host_reader.sample_record import record_bytes
 from megascale.data.mix.batch_shape import BatchShape, StepOrder
+from megascale.data.mix.mixture_spec import mixture_spec
 from tests.data.datasets import SEQUENCE, mixture_of
 from tests.data.host_reader.test_host_reader import blend
 
@@ -32,7 +33,7 @@ class Host:
         rows = order.shape.rows_of(replicas)
         shape = MemoryShape(1, len(replicas), config.data.prefetch, len(rows), record_bytes(SEQUENCE))
         memory = ReaderMemory.allocate(shape)
-        work = ReaderWork(config, shape, {"train": order}, replicas)
+        work = ReaderWork({"train": mixture_spec(config, "train")}, shape, {"train": order}, replicas)
         self.ranks = [
             (replica, HostSamples(memory, 0, order, rows, number, (0, os.getpid())))
             for number, replica in enumerate(replicas)
