@@ -15,7 +15,6 @@ from megascale.config.batch_rampup import BatchSizes
 from megascale.data.mix.batch_shape import BatchShape as BatchShape
 from megascale.data.mix.sample import DocumentStarts, SampleSource
 from megascale.device import copy_to_device
-from megascale.layout.document_shards import RowSharding
 from megascale.layout.sequence_shard import SequenceShard
 from megascale.ops.boundaries import Boundaries
 from megascale.parallel.kv_store import KVStore
@@ -25,6 +24,7 @@ from megascale.parallel.rng import Dropout
 if TYPE_CHECKING:
     from megascale.data.mix.data_policy import MixtureWeights
     from megascale.data.mix.hybrid_batches import HybridPool
+    from megascale.layout.document_shards import RowSharding
 
 
 class Loader:

@@ -12,18 +12,17 @@ DatasetInfo: PREFIX.json.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megascale.config.dataset_files import PREPARE_AGAIN_HINT, DatasetFiles, read_dataset_files
+from megascale.config.dataset_files import PREPARE_AGAIN_HINT, DatasetFiles, read_dataset_files, read_description
 from megascale.core.errors import DataError
 from megascale.core.limits import os_error_hint
-from megascale.core.readable import is_url, read_file
+from megascale.core.readable import is_url
 
 if TYPE_CHECKING:
     from megascale.data.read.block_cache import Block, BlockCache, RemoteTokens
@@ -155,7 +154,7 @@ def map_dataset(prefix: str | Path, files: DatasetFiles, cache: BlockCache | Non
         hint = os_error_hint(error, "the files of a dataset must stay in place while a run reads them")
         raise DataError(f"{prefix} cannot be read: {error.strerror or error}", hint=hint) from None
     numbers = (lengths.view("<i4"), offsets.view("<i8"), ends.view("<i8"))
-    return IndexedDataset(str(prefix), tokens, *numbers, read_info(prefix))
+    return IndexedDataset(str(prefix), tokens, *numbers, _info_of(prefix, files.description))
 
 
 def _open_tokens(files: DatasetFiles, dtype: np.dtype, cache: BlockCache | None) -> np.ndarray | RemoteTokens:
@@ -174,11 +173,13 @@ def read_info(prefix: str | Path) -> DatasetInfo | None:
 
     Raises: DataError for a file that is unreadable or of another content
     """
-    path = f"{prefix}.json"
-    try:
-        facts = json.loads(read_file(path))
-        return DatasetInfo(**{**facts, "tokenizer": TokenizerInfo(**facts["tokenizer"])})
-    except FileNotFoundError:
+    return _info_of(prefix, read_description(f"{prefix}.json"))
+
+
+def _info_of(prefix: str | Path, description: Mapping[str, Any]) -> DatasetInfo | None:
+    if not description:
         return None
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{path} cannot be read: {error!r}", hint=PREPARE_AGAIN_HINT) from None
+    try:
+        return DatasetInfo(**{**description, "tokenizer": TokenizerInfo(**description["tokenizer"])})
+    except TypeError as error:
+        raise DataError(f"{prefix}.json cannot be read: {error!r}", hint=PREPARE_AGAIN_HINT) from None
