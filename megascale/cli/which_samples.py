@@ -113,11 +113,11 @@ def _policy_changes(config: RunConfig) -> list[Part]:
         what = f"{path} begins with step {first}: how {config.data.policy} has changed the weights before is not known"
         hint = "put the records of the run that it began from, up to that checkpoint's step, before those of this file"
         raise DataError(what, hint=hint)
-    return list(_records(path, lambda record: (int(record["place"]), _weights(record["mixture"]))))
 
+    def part(record: Any) -> Part:
+        return int(record["place"]), [float(numbers["weight"]) for numbers in record["mixture"].values()]
 
-def _weights(mixture: dict[str, dict[str, float]]) -> list[float]:
-    return [float(numbers["weight"]) for numbers in mixture.values()]
+    return list(_records(path, part))
 
 
 def _records(path: Path, facts: Callable[[Any], T]) -> Iterator[T]:

@@ -27,12 +27,9 @@ def _order_keys(config: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str
     found = {f"data.{key}": data.get(key, others.get(key)) for key in ("packing", "order")}
     for section, key in (("train", "seed"), ("model", "seq_length")):
         found[f"{section}.{key}"] = config.get(section, {}).get(key, other.get(section, {}).get(key))
-    found["data.split"] = None if data.get("valid") else _train_share(data.get("split") or others["split"])
+    train, valid = data.get("split") or others["split"]
+    found["data.split"] = None if data.get("valid") else train / (train + valid)
     prefixes = dataset_prefixes(data.get("train"))
     if sorted(prefixes) == sorted(dataset_prefixes(others.get("train"))):  # else a moved dataset, or a further one
         found["data.train"] = prefixes
     return found
-
-
-def _train_share(split: list[float]) -> float:
-    return split[0] / sum(split)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO
 
 from megascale.core.errors import DataError
 from megascale.core.files import exists, is_file, is_folder, why_unreadable
@@ -72,7 +72,8 @@ def find_inputs(names: Sequence[str]) -> tuple[list[InputFile], int]:
 def _find_local(name: str) -> tuple[list[InputFile], int]:
     path = Path(name)
     if is_folder(path):
-        inside = sorted(str(p) for p in path.rglob("*") if is_file(p) and not _hidden(p.relative_to(path)))
+        files = [p for p in path.rglob("*") if is_file(p)]
+        inside = sorted(str(p) for p in files if not any(part.startswith(".") for part in p.relative_to(path).parts))
         return _known(name, inside, [_local(found) for found in inside])
     if not exists(path) and any(character in name for character in MAGIC):
         matches = [found for found in sorted(glob.glob(name, recursive=True)) if is_file(found)]  # noqa: PTH207
@@ -89,10 +90,6 @@ def _local(name: str) -> InputFile:
     if facts.st_size < LFS_POINTER_BYTES and (reason := why_unreadable(name)):
         raise DataError(reason, hint=INPUT_HINT)
     return InputFile(name, facts.st_size, str(facts.st_mtime_ns))
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _find_remote(url: str) -> tuple[list[InputFile], int]:
@@ -123,7 +120,14 @@ def _known(folder: str, names: list[str], files: list[InputFile]) -> tuple[list[
 @contextmanager
 def open_input(file: InputFile) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """Open a file. Yields the file, and its decompressed content, which is the file itself without compression."""
-    with _open(file.name) as raw:
+    if "://" in file.name:
+        from fsspec.core import url_to_fs
+
+        fs, path = url_to_fs(file.name)
+        opened = fs.open(path, "rb")
+    else:
+        opened = open(file.name, "rb")  # noqa: SIM115  closed below
+    with opened as raw:
         if file.suffixes[1] == ".gz":
             with gzip.GzipFile(fileobj=raw) as content:
                 yield raw, content  # type: ignore[misc]
@@ -133,15 +137,6 @@ def open_input(file: InputFile) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
             yield raw, pyarrow.CompressedInputStream(raw, "zstd")
         else:
             yield raw, raw
-
-
-def _open(name: str) -> Any:
-    if "://" not in name:
-        return open(name, "rb")
-    from fsspec.core import url_to_fs
-
-    fs, path = url_to_fs(name)
-    return fs.open(path, "rb")
 
 
 @contextmanager

@@ -113,7 +113,10 @@ def prepare_dataset(
     files, ignored = find_inputs(request.inputs)
     local = [file.name for file in files if "://" not in file.name]
     check_output(request.output, map(Path, (*local, request.tokenizer)))
-    encoding = Encoding(request.tokenizer, tokenizer.eod, _bos(request, tokenizer), request.key, request.skip_bad)
+    if request.add_bos and tokenizer.bos is None:
+        raise DataError(f"{tokenizer.name} does not say which token begins a text", hint="leave out --add-bos")
+    bos = tokenizer.bos if request.add_bos else None
+    encoding = Encoding(request.tokenizer, tokenizer.eod, bos, request.key, request.skip_bad)
     origin = TokenizerInfo(tokenizer.name, tokenizer.fingerprint, tokenizer.eod, tokenizer.eod_origin, encoding.bos)
     dtype, total = token_dtype(tokenizer.vocab_size), sum(file.size for file in files)
     begun = _begin(request.output, dtype, _plan(files, encoding, tokenizer), request.skip_bad, say)
@@ -134,16 +137,6 @@ def prepare_dataset(
             preparation.discard()
         dataset = writer.commit(origin, tokenizer.vocab_size, progress_file(request.output))
     return Prepared(dataset, len(files), total, preparation.progress.skipped.by_reason, ignored, begun.documents)
-
-
-def _bos(request: PrepareRequest, tokenizer: Tokenizer) -> int | None:
-    """The id that begins each document, or None.
-
-    Raises: DataError if it is asked for and no file names one
-    """
-    if request.add_bos and tokenizer.bos is None:
-        raise DataError(f"{tokenizer.name} does not say which token begins a text", hint="leave out --add-bos")
-    return tokenizer.bos if request.add_bos else None
 
 
 def _plan(files: Sequence[InputFile], encoding: Encoding, tokenizer: Tokenizer) -> dict[str, str]:
