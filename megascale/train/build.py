@@ -28,7 +28,7 @@ from megascale.data.mix.batch_shape import BatchShape, StepOrder, reads_samples,
 from megascale.data.mix.loader import Loader
 from megascale.data.mix.mixture import Mixture, build_mixture
 from megascale.data.mix.mixture_spec import mixture_spec
-from megascale.data.mix.sample import SampleSource
+from megascale.data.mix.samples import SampleSource
 from megascale.device import Device
 from megascale.layout.chunks import chunk_buckets, stages_of
 from megascale.layout.document_shards import row_sharding

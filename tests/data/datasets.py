@@ -13,7 +13,7 @@ from megascale.config.dataset_files import SplitName
 from megascale.config.run import RunConfig
 from megascale.data.mix.mixture import Mixture
 from megascale.data.mix.mixture_spec import mixture_spec
-from megascale.data.mix.sample import Sample
+from megascale.data.mix.samples import Sample
 from megascale.data.prepare import dataset_writer
 from megascale.data.read import indexed_dataset
 from tests.runs import GPT, config_of, settings

@@ -17,7 +17,7 @@ from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.data.mix.mixture import build_mixture
 from megascale.data.mix.mixture_spec import mixture_spec
-from megascale.data.mix.sample import Sample
+from megascale.data.mix.samples import Sample
 from megascale.data.prepare import dataset_writer
 from megascale.parallel.microbatch import MicroBatch, StepBatch
 from megascale.parallel.rng import Dropout

@@ -25,7 +25,7 @@ from megascale.comm.totals import device_barrier
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank, rank_from_environment
 from megascale.data.mix.loader import BatchShape, Loader
-from megascale.data.mix.sample import Sample, SampleSource
+from megascale.data.mix.samples import Sample, SampleSource
 from megascale.device import detect_device
 from megascale.train.build import Run, build_mesh, build_rank_run
 from megascale.train.loop import train

@@ -1,5 +1,5 @@
-"""A rank's view of the samples that the reader of its host has read (`open_host_samples`): which ranks read there, the
-memory that they share, and the process that fills it.
+"""A rank's view of the samples read by the reader of its host (`open_host_samples`): the ranks with samples to read,
+the memory shared by them, and the process that fills the memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megascale.data.host_reader.sample_record import decode_sample
 from megascale.data.mix.batch_shape import StepOrder
 from megascale.data.mix.data_policy import MixtureWeights
 from megascale.data.mix.mixture_spec import MixtureSpec
-from megascale.data.mix.sample import Sample, SampleSource
+from megascale.data.mix.samples import Sample, SampleSource
 
 FIRST_POLL_S, LAST_POLL_S = 0.0002, 0.005
 """Seconds between two looks at the ring, at first and in a long wait."""

@@ -1,6 +1,6 @@
 """The memory that the reader of a host shares with the ranks there: a ring of steps for each split. No torch.
 
-ReaderShape: which ranks of a host read, and how much memory that takes. ReaderMemory, Ring: the memory itself:
+ReaderShape: the ranks of a host with samples to read, and the bytes of their memory. ReaderMemory, Ring: the memory:
 
     head       numbers of 8 bytes: length of the failure's text; by split the bytes of samples read so far, the beats
                of the reader, by which it shows that it does not hang, and its thread while it opens datasets
@@ -185,7 +185,7 @@ class ReaderMemory:
 
     @property
     def beats(self) -> tuple[int, ...]:
-        """The beats of the reader of each split, which go on as long as it does not hang."""
+        """The beats of the reader of each split, until a reader hangs."""
         return _numbers(self.descriptor, WORD * BEATS, self.shape.splits)
 
     @property
@@ -277,7 +277,7 @@ class Ring:
         _set(self._descriptor, self._bytes, total + size)
 
     def beat(self, reading: str = "") -> None:
-        """Show that the reader does not hang. `reading`: the sample that it begins to read."""
+        """Show that the reader does not hang. `reading`: the sample to be read next."""
         if reading:
             text = reading.encode()[:READING_BYTES].ljust(READING_BYTES, b"\0")
             os.pwrite(self._descriptor, text, READING_OFFSET + self._split * READING_BYTES)
@@ -286,7 +286,7 @@ class Ring:
 
     @contextlib.contextmanager
     def opening(self) -> Iterator[None]:
-        """Note that this thread opens datasets in the block: until its end it shows that it works by its times."""
+        """Note that this thread opens datasets in the block; its processor times tell the supervisor of its work."""
         _set(self._descriptor, WORD * (OPENERS + self._split), threading.get_native_id())
         try:
             yield

@@ -10,7 +10,7 @@ import struct
 
 import numpy as np
 
-from megascale.data.mix.sample import DocumentStarts, Sample
+from megascale.data.mix.samples import DocumentStarts, Sample
 
 _STORED = {"i8": "<i4", "i4": "<i4", "f4": "<f4", "u1": "<u1", "b1": "<u1"}
 """The dtype in a record, by the dtype of the field."""

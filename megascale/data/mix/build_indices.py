@@ -30,8 +30,8 @@ class BuiltIndices:
 def build_indices(
     mixtures: Iterable[Mixture], workers: int, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> BuiltIndices:
-    """Build the missing index files of a run, and check those that exist. `mixtures`: of the splits that it reads, with
-    the samples that it expects of each. `progress`: called with the files that are done, and all that are missing.
+    """Build the missing index files of a run, and check those that exist. `mixtures`: of the run's
+    splits, with the expected samples of each. `progress`: called with the numbers of files done and of missing files.
 
     Raises: DataError for unusable datasets, damaged files, and a folder that cannot be written
     """

@@ -1,7 +1,7 @@
 """Data policies: what changes the weights of a blend's datasets during training (`data.policy`). No torch.
 
-DataPolicy, DataReport: the interface of a policy. MixtureWeights: the weights where a run reads, which is all that a
-reader of samples has to know. The weights that a policy finds after a step begin `data.prefetch` + 2 steps later, with
+DataPolicy, DataReport: the interface of a policy. MixtureWeights: the weights where a run reads, all that a reader of
+samples has to know. The weights that a policy finds after a step begin `data.prefetch` + 2 steps later, with
 the first step that no reader can have begun to read by then: every host reads the same samples, whatever reads them.
 """
 
@@ -128,8 +128,8 @@ def shares(weights: Sequence[float]) -> tuple[float, ...]:
 
 
 def next_place(sizes: BatchSizes, prefetch: int, skipped: Ranges, samples: int) -> int:
-    """The place in the order of samples from which weights hold that are found after `samples` samples of the run.
-    `sizes`: of its batches; `prefetch`: steps that a reader is ahead; `skipped`: ranges that the run leaves out.
+    """The place in the order of samples where weights begin to hold that are found after `samples` samples of the run.
+    `sizes`: of its batches; `prefetch`: steps between a reader and the run; `skipped`: ranges not read by the run.
     """
     for _ in range(prefetch + 1):
         samples += sizes.at(samples)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megascale.data.mix.sample import SampleSource
+from megascale.data.mix.samples import SampleSource
 from megascale.device import copy_to_device
 from megascale.layout.hybrid.plan import PlannedBatch, ring_parts
 from megascale.layout.hybrid.planner import plan_hybrid

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megascale.config.batch_rampup import BatchSizes
 from megascale.data.mix.batch_shape import BatchShape as BatchShape
-from megascale.data.mix.sample import DocumentStarts, SampleSource
+from megascale.data.mix.samples import DocumentStarts, SampleSource
 from megascale.device import copy_to_device
 from megascale.layout.sequence_shard import SequenceShard
 from megascale.ops.boundaries import Boundaries

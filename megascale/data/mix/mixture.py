@@ -20,7 +20,7 @@ from megascale.core.readable import is_url
 from megascale.data.mix.blend import MOST_AHEAD, ChangingBlend, SampleOrder, blend_parts
 from megascale.data.mix.epochs import DatasetSource, EpochDataset, OpenEpochs, open_cache
 from megascale.data.mix.mixture_spec import MixtureSpec
-from megascale.data.mix.sample import DocumentStarts, Sample, SampleSource, document_starts, label_mask
+from megascale.data.mix.samples import DocumentStarts, Sample, SampleSource, document_starts, label_mask
 from megascale.data.mix.skipped_ranges import order_index
 from megascale.layout.document_lengths import equal_documents
 
@@ -227,7 +227,7 @@ class MockMixture(SampleSource):
         """Do nothing: no file is read."""
 
     def source_of(self, index: int) -> str:
-        """What a sample is from, for people."""
+        """The origin of a sample, for messages."""
         return "mock data"
 
     def open(self, index: int) -> None:

@@ -1,4 +1,4 @@
-"""What the samples of a split follow from: sections and values of a run's configuration. No torch."""
+"""The specification of a split's samples: sections and values of a run's configuration. No torch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class MixtureSpec:
 
 
 def mixture_spec(config: RunConfig, split: SplitName) -> MixtureSpec:
-    """Return what the samples of a split of a run follow from. `config`: resolved."""
+    """Return the specification of the samples of a run's split. `config`: resolved."""
     pieces = decomposition(config) if is_decomposed(config, split) else None
     datasets = len(dataset_prefixes(split_source(config.data, split)[0]))
     buckets = len(pieces.pieces) if pieces else 1

@@ -9,8 +9,8 @@ from megascale.config.run import dataset_prefixes
 
 
 def order_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a warning for each change between two configurations, of a checkpoint and of a run that resumes from it,
-    that moves samples.
+    """Yield a warning for each change that moves samples between the configurations of a checkpoint and of a run that
+    resumes from it.
     """
     if now["data"]["mock"] or saved.get("data", {}).get("mock"):
         return

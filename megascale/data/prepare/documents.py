@@ -36,7 +36,7 @@ KINDS = {str: "a text", bool: "true or false", int: "a number", float: "a number
 class Chunk:
     """A part of a file. `data`: lines of JSON, a piece of a text, or an Arrow array of texts, by `kind`. `first`: the
     number of the first line or row, from 1. `begins`, `ends`: whether a piece is the first, or the last, of its text.
-    `size`: bytes of the file that were read for it.
+    `size`: bytes of the file read for the chunk.
     """
 
     file: str

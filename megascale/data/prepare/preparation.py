@@ -47,7 +47,7 @@ SAVE_EVERY_S = 5.0
 SKIP_BAD = "--skip-bad"
 
 FILES_AHEAD, CHUNKS_AHEAD = 4, 8
-"""Files that are read at a time, and chunks of each that wait."""
+"""Files read at a time, and waiting chunks of each."""
 
 
 @dataclass(frozen=True)

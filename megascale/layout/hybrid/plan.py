@@ -16,7 +16,7 @@ from megascale.layout.sequence_shard import Spans, TokenSpan, count
 
 
 class PlannedBatch(NamedTuple):
-    """What ranks `first` to `first` + `ranks` - 1 train on at once: one sequence shared by a ring, or a pack of whole
+    """A micro-batch of ranks `first` to `first` + `ranks` - 1: one sequence shared by a ring, or a pack of whole
     sequences on one rank.
     """
 

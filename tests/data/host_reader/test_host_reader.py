@@ -31,7 +31,7 @@ from megascale.data.host_reader.sample_record import decode_sample, encode_sampl
 from megascale.data.mix.batch_shape import BatchShape, StepOrder
 from megascale.data.mix.mixture import Mixture
 from megascale.data.mix.mixture_spec import mixture_spec
-from megascale.data.mix.sample import DocumentStarts, Sample
+from megascale.data.mix.samples import DocumentStarts, Sample
 from megascale.data.prepare import dataset_writer
 from megascale.data.read.index_files import MEMORY_ENTRIES
 from tests.data.datasets import ORIGIN, SEQUENCE, VOCABULARY, data_config, mixture_of, write_dataset

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megascale.core.errors import DataError
 from megascale.data.mix.loader import BatchShape, Loader
-from megascale.data.mix.sample import Sample, SampleSource
+from megascale.data.mix.samples import Sample, SampleSource
 from megascale.parallel.microbatch import MicroBatch, StepBatch
 
 CPU = torch.device("cpu")

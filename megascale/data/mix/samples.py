@@ -1,4 +1,4 @@
-"""A training sample, where documents begin in it, and what can be read by the number of a sample (`SampleSource`).
+"""A training sample, the places of its documents, and the interface to read samples by number (`SampleSource`).
 
 With `data.mask = "document"` a token attends to the earlier tokens of its own document, as if each document of a sample
 were a sequence of its own. The first token of a document is then no label: nothing before it predicts it. Padding,
@@ -61,7 +61,7 @@ class Sample:
 
 
 class SampleSource(ABC):
-    """The samples of a split by their number in the run. Of its calls a source overrides those that concern it."""
+    """The samples of a split by their number in the run. By default a source has nothing to prepare, follow or end."""
 
     @abstractmethod
     def __getitem__(self, index: int) -> Sample:
@@ -74,8 +74,8 @@ class SampleSource(ABC):
         return documents
 
     def begin(self, consumed: int, end: int = 0) -> None:  # noqa: B027
-        """Prepare to read on after `consumed` samples. `end`: samples of the run, if they are others than those of its
-        configuration: a resumed run may have had other batches.
+        """Prepare to read on after `consumed` samples. `end`: samples of the run, if not as many as its configuration
+        tells: a resumed run may have had other batches.
         """
 
     def change_weights(self, weights: MixtureWeights) -> None:  # noqa: B027
