@@ -172,7 +172,7 @@ def _computed_scores(config: RunConfig, part: AttentionSpec, cp_rank: int) -> in
         return m.seq_length**2
     if p.cp_keys == 1:
         return count_document_scores(lengths, part.block_window(m.seq_length))
-    recipe = config.fp8.recipe if config.train.precision == "fp8" else None
+    recipe = config.fp8.recipe if config.train.quantizes else None
     sharding, starts = row_sharding(p, m, recipe, cp_rank), [[0, *itertools.accumulate(lengths[:-1])]]
     assert sharding is not None, "ranks that exchange keys share sequences"
     shard = sharding.shard(starts * config.batch.micro)
