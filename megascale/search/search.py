@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from megascale.account.memory import fullest_rank
-from megascale.config.rules import divisors
+from megascale.config.divisors import divisors
 from megascale.config.run import RunConfig
 from megascale.search.bounds import Bounds
 from megascale.search.plan import Plan

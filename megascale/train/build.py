@@ -17,7 +17,7 @@ from megascale.comm import symmetric_memory
 from megascale.comm.group import single_rank_group
 from megascale.comm.mesh import Mesh, open_mesh
 from megascale.comm.warm_up import warm_up
-from megascale.config.batch_rampup import batch_sizes, samples_of_run
+from megascale.config.batch_rampup import batch_sizes
 from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
 from megascale.core.event_ring import EventRing
@@ -218,7 +218,7 @@ def build_learning_rate(config: RunConfig) -> Callable[[int], float]:
     """Return the learning rate as a function of the step."""
     if config.batch.rampup is None:
         return learning_rate(config.optimizer, config.train.steps)
-    return learning_rate_by_samples(config.optimizer, config.train.steps, batch_sizes(config))
+    return learning_rate_by_samples(config.optimizer, config.train.steps, batch_sizes(config.batch))
 
 
 def with_batch(config: RunConfig, size: int) -> RunConfig:
@@ -340,8 +340,8 @@ def build_loaders(config: RunConfig, mesh: Mesh, device: Device) -> tuple[Loader
     Raises: DataError on rank 0 for unusable data, and without memory for a host's reader.
     """
     shape = BatchShape(config.batch.total, config.batch.micro, config.dp)
-    sizes = batch_sizes(config) if config.batch.rampup else None
-    orders: dict[SplitName, StepOrder] = {"train": StepOrder(shape, samples_of_run(config), sizes=sizes)}
+    sizes = batch_sizes(config.batch) if config.batch.rampup else None
+    orders: dict[SplitName, StepOrder] = {"train": StepOrder(shape, config.samples, sizes=sizes)}
     if mesh.rank == 0:
         for split in ("train", "valid") if config.train.eval_every else ("train",):
             _check_data(config, split)

@@ -63,7 +63,7 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
     Raises: DivergenceError on every rank and before any update, if the loss or a gradient is not finite
     """
     recorder, step = run.mesh.recorder, run.progress.step + 1
-    size = batch_sizes(run.config).at(run.progress.samples)
+    size = batch_sizes(run.config.batch).at(run.progress.samples)
     recorder.step = step
     run.buffers.begin_step()
     if run.noise_scale is not None:
@@ -139,7 +139,7 @@ def _work_before_read(run: Run, until: Mark) -> None:
     if step < run.config.train.steps:
         with recorder.activity(Phase.DATA, until=until):
             samples = run.progress.samples
-            run.train_loader.prefetch(samples + batch_sizes(run.config).at(samples))
+            run.train_loader.prefetch(samples + batch_sizes(run.config.batch).at(samples))
     while recorder.has_backlog(until):
         run.pipeline.release_sent()
         time.sleep(POLL_INTERVAL_S)

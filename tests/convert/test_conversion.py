@@ -20,8 +20,7 @@ from tokenizers.models import WordLevel
 from megascale.checkpoint import offline
 from megascale.checkpoint.companions import DATA_TOKENIZER
 from megascale.checkpoint.format import manifest
-from megascale.config.model import ModelConfig
-from megascale.config.same_model import model_differences
+from megascale.config.model import ModelConfig, model_differences
 from megascale.convert import huggingface
 from megascale.convert.config_file import CONFIG_FILE
 from megascale.convert.conversion import from_huggingface, read_model_section, to_huggingface

@@ -12,8 +12,7 @@ from megascale.checkpoint.format import manifest
 from megascale.checkpoint.format.state import Region
 from megascale.comm.mesh import Mesh
 from megascale.comm.totals import broadcast_bytes
-from megascale.config.model import ModelConfig
-from megascale.config.same_model import SAME_MODEL_HINT, model_differences
+from megascale.config.model import SAME_MODEL_HINT, ModelConfig, model_differences
 from megascale.core.errors import CheckpointError
 from megascale.core.storage import Location
 from megascale.device import Device

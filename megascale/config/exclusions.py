@@ -1,0 +1,168 @@
+"""Keys that exclude each other: what other keys may be beside a value of a key."""
+
+from __future__ import annotations
+
+from megascale.catalog.backends import AUTO
+from megascale.config.finding import Exclusions, Test, only, unless
+from megascale.config.train import OptimizerConfig
+
+NO_EFFECT, REMOVE = "has no effect with {name} = {given}", "remove the key"
+
+
+def _without_effect(key: str, when: Test, keys: dict[str, Test], hint: str = REMOVE) -> Exclusions:
+    """Return the exclusions of keys without an effect. `keys`: with a test of their values without a meaning."""
+    return Exclusions(key, when, tuple((other, unset, NO_EFFECT, hint) for other, unset in keys.items()))
+
+
+def _of_guard(switch: str, when: Test, *names: str) -> Exclusions:
+    """Return the exclusions of keys of a guard against spikes, which are those of a guard that is on."""
+    return Exclusions(
+        f"optimizer.{switch}",
+        when,
+        tuple(
+            (f"optimizer.{name}", only(OptimizerConfig.model_fields[name].default),
+             "has no effect without {name}", f"optimizer.{switch}, or no {name}")
+            for name in names
+        ),
+    )  # fmt: skip
+
+
+NO_LEARNED_POSITIONS = _without_effect("model.position", unless("learned"), {"model.positions": only(None)})
+
+NO_ROPE = _without_effect(
+    "model.position",
+    unless("rope"),
+    {"model.rope_scaling": only(None), "model.local_rope_theta": only(None), "model.rotary_fraction": only(1)},
+)
+
+TIED_HEAD = Exclusions("model.tie_embeddings", only(True), (
+    ("model.mup_base_width", only(0), "the head's scale and learning rate are not the token embedding's under muP",
+     "tie_embeddings = false, or remove the key"),
+))  # fmt: skip
+
+NOT_SELECTIVE = Exclusions("train.recompute", unless("selective"), (
+    ("train.recompute_ops", only(None),
+     "selects operations for selective recomputation, but recompute = {given}",
+     "train.recompute = selective, or remove the key"),
+))  # fmt: skip
+
+NO_RECOMPUTATION = Exclusions("train.recompute", only("none"), (
+    ("train.recompute_chunks", only(None), "selects chunks for recomputation, but recompute = none",
+     "train.recompute = selective or full, or remove the key"),
+))  # fmt: skip
+
+NOT_FULL = Exclusions("train.recompute", unless("full"), (
+    ("train.activation_offload", only(False),
+     "keeps the block inputs that full recomputation saves, but recompute = {given}",
+     "train.recompute = full, or false"),
+))  # fmt: skip
+
+MOCK_PACKING = Exclusions("data.mock", only(True), (
+    ("data.packing", only("concat"), "has no effect on mock data", REMOVE),
+))  # fmt: skip
+
+NO_DOCUMENTS = _without_effect(
+    "data.mask",
+    unless("document"),
+    {"data.boundary_loss": only(False), "data.eod": only(None), "data.document_length": only(None)},
+    "mask = document, or remove the key",
+)
+
+NOT_DECOMPOSED = _without_effect(
+    "data.packing",
+    unless("decompose"),
+    {
+        "data.min_piece": only(None),
+        "data.bucket_samples": only(None),
+        "data.curriculum": only(None, "mixed"),
+        "data.cycle": only(None),
+    },
+    "packing = decompose, or remove the key",
+)
+
+NO_POLICY = Exclusions("data.policy", only(None), (
+    ("data.policy_every", only(None), "has no effect without a policy", "data.policy, or remove the key"),
+))  # fmt: skip
+
+MOCK_WEIGHTS = Exclusions("data.mock", only(True), (
+    ("data.sample_weight", only(None), "has no effect on mock data", "data.train, or remove the key"),
+))  # fmt: skip
+
+SAMPLE_WEIGHTS = Exclusions("data.sample_weight", unless(None), (
+    ("train.noise_scale_every", only(0),
+     "the noise scale is in tokens, and data.sample_weight gives them unequal weights",
+     "0, or remove data.sample_weight"),
+))  # fmt: skip
+
+WHOLE_SEQUENCES = Exclusions("data.chunk_tokens", only(None), (
+    ("data.keep_chunks", only(1), "has no effect without data.chunk_tokens", REMOVE),
+))  # fmt: skip
+
+CHUNKS = Exclusions("data.chunk_tokens", unless(None), tuple(
+    (key, passes, f"{message} (data.chunk_tokens = {{given}})", f"{hint}, or no chunk_tokens")
+    for key, passes, message, hint in (
+        ("parallel.cp", only(1), "a rank has all chunks of a sequence, and cp = {value} splits it", "1"),
+        ("parallel.cp_mode", unless("hybrid"), "hybrid deals whole documents to ranks", "ring"),
+        ("model.dropout", only(0), "chunks have no dropout", "0"),
+        ("model.attention_softcap", only(None), "needs all keys at once", "whole sequences"),
+        ("train.precision", unless("fp8"), "chunks have no scales of fp8 that recomputation repeats", "bf16"),
+        ("train.noise_scale_every", only(0), "the gradient of a sequence is a sum over chunks", "0"),
+        ("data.policy", only(None), "the loss of a sequence is a sum over chunks", "no policy"),
+    )
+))  # fmt: skip
+"""Keys without an implementation for chunks of sequences."""
+
+NOT_HYBRID = _without_effect(
+    "parallel.cp_mode",
+    unless("hybrid"),
+    {"data.max_tokens_per_rank": only(None)},
+    "parallel.cp_mode = hybrid, or remove the key",
+)
+
+HYBRID_DOCUMENTS = Exclusions("parallel.cp_mode", only("hybrid"), (
+    ("data.mask", only("document"), "hybrid deals documents to ranks, each with its own attention", "document"),
+))  # fmt: skip
+
+HYBRID = Exclusions("parallel.cp_mode", only("hybrid"), tuple(
+    (key, passes, f"{message} (parallel.cp_mode = hybrid)", hint)
+    for key, passes, message, hint in (
+        ("parallel.vpp", only(1), "pipelines have any number of micro-batches", "1"),
+        ("parallel.schedule", only(None, "1f1b"), "rings meet on all stages in 1F1B", "1f1b"),
+        ("parallel.sp", only(False), "tokens of a rank need not divide over tp", "false"),
+        ("parallel.zero", only(0, 1), "ranks have different numbers of reductions of gradients", "0 or 1"),
+        ("batch.micro", only(1), "the planner packs documents", "1"),
+        ("batch.rampup", only(None), "steps have no fixed number of micro-batches", "no ramp-up"),
+        ("model.dropout", only(0), "has no dropout", "0"),
+        ("model.attention_softcap", only(None), "needs all keys at once", "no soft cap"),
+        ("train.precision", unless("fp8"), "has no scales of fp8 that ranks agree on", "bf16"),
+        ("train.compile", only(False), "micro-batches have any number of tokens", "false"),
+        ("train.noise_scale_every", only(0), "micro-batches are no samples", "0"),
+        ("data.policy", only(None), "micro-batches have documents of many datasets", "no policy"),
+        ("data.reader", unless("host"), "every rank reads the boundaries of all samples of a step", "rank"),
+    )
+))  # fmt: skip
+"""Keys without an implementation for planned micro-batches."""
+
+LAMB = Exclusions("optimizer.name", only("lamb"), (
+    ("optimizer.master", only("full"), "lamb needs master weights in fp32", "full, or another optimizer"),
+))  # fmt: skip
+
+COMPENSATED = Exclusions("optimizer.master", unless("full"), (
+    ("backends.optimizer", only(AUTO), "is for master weights in fp32", "auto, or optimizer.master = full"),
+))  # fmt: skip
+
+ZCLIP = _of_guard("zclip", only(False), "zclip_threshold", "zclip_alpha", "zclip_warmup")
+
+SKIPPED_STEPS = _of_guard("skip_sigma", only(0), "skip_window")
+
+NO_CHECKPOINTS = Exclusions("checkpoint.every", only(0), (
+    ("checkpoint.memory_every", only(0), "checkpoint.every is 0", "checkpoint.every above 0"),
+))  # fmt: skip
+
+NO_COPIES = Exclusions("checkpoint.memory_every", only(0), (
+    ("checkpoint.replicate", only(False), "checkpoint.memory_every is 0", "checkpoint.memory_every above 0"),
+))  # fmt: skip
+
+NO_PRUNING = Exclusions("checkpoint.keep", only(0), (
+    ("checkpoint.keep_every", only(0), "checkpoint.keep is 0: all checkpoints are kept", "checkpoint.keep above 0"),
+))  # fmt: skip
