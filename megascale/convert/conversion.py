@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from megascale.checkpoint import offline
+from megascale.checkpoint import folders, offline
 from megascale.checkpoint.companions import COMPANIONS, SOURCE_CONFIG, copy_companions, write_companion
 from megascale.checkpoint.format import manifest
 from megascale.config.model import ModelConfig
@@ -77,7 +77,7 @@ def read_model_section(source: Location) -> dict[str, Any]:
     if folder and is_file(folder / CONFIG_FILE) and not is_file(folder / manifest.NAME):
         model = PretrainedWeights(folder).model
     else:
-        checkpoint = offline.find_checkpoint(source)
+        checkpoint = folders.find_checkpoint(source)
         model = _saved_model(checkpoint, manifest.read(checkpoint))
     keys = model.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"preset"})
     return keys | ({"positions": model.position_rows} if model.position_rows else {})  # whatever seq_length becomes

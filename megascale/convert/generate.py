@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megascale.catalog.tokenizers import TOKENIZERS
-from megascale.checkpoint import offline
+from megascale.checkpoint import folders
 from megascale.checkpoint.format import manifest
 from megascale.convert.config_file import CONFIG_FILE
 from megascale.convert.conversion import to_huggingface
@@ -152,4 +152,4 @@ def find_weights(path: Location) -> Location:
 
     Raises: CheckpointError if the path has no weights
     """
-    return path if path.local_path and is_file(path.local_path / CONFIG_FILE) else offline.find_checkpoint(path)
+    return path if path.local_path and is_file(path.local_path / CONFIG_FILE) else folders.find_checkpoint(path)

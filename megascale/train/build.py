@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
@@ -198,10 +198,17 @@ def build_rank_run(
         valid_loader=valid,
         valid_batches=valid_batches,
         lr=build_learning_rate(config),
-        checkpoints=Checkpoints(config, mesh, parts, device),
+        checkpoints=build_checkpoints(config, mesh, parts, device),
         progress=Progress(),
         stop=stop,
     )
+
+
+def build_checkpoints(config: RunConfig, mesh: Mesh, parts: Sequence[Stateful], device: Device) -> Checkpoints:
+    """Build what saves and resumes the state of `parts`."""
+    saved = config.model_dump(by_alias=True, mode="json")
+    folders = config.folder, config.checkpoint_folder
+    return Checkpoints(config.checkpoint, config.model, saved, *folders, mesh, parts, device)
 
 
 def build_noise_scale(

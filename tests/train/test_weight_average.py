@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megascale.checkpoint.folders import find_checkpoint
 from megascale.checkpoint.format import manifest
-from megascale.checkpoint.offline import find_checkpoint, write_weights
+from megascale.checkpoint.offline import write_weights
 from megascale.cli.main import main
 from megascale.config.model import ModelConfig
 from megascale.convert.conversion import to_huggingface
