@@ -11,7 +11,6 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from megascale.catalog.layers import ACTIVATIONS, BLOCKS, NORMS
-from megascale.catalog.presets import PRESETS
 from megascale.catalog.rope_scalings import ROPE_SCALINGS
 from megascale.config.section import AUTO_AS_NONE, Float32, Section, Size, TableChoice, choice
 from megascale.core.registry import closest_name
@@ -24,6 +23,8 @@ Positive = Annotated[Float32, Field(gt=0)]
 
 
 def _known_preset(name: str) -> str:
+    from megascale.catalog.presets import PRESETS
+
     if name not in PRESETS:
         context = {"message": f"'{name}' is not one of {', '.join(PRESETS)}", "nearest": closest_name(name, PRESETS)}
         raise PydanticCustomError("choice", "{message}", context)
@@ -184,8 +185,11 @@ def fill_defaults(keys: dict[str, Any]) -> dict[str, Any]:
     """Add the keys of the preset and the derived sizes; drop head_dim, qkv_bias and positions if equal to their
     defaults. A slice of a preset has the windows of the preset's first layers.
     """
-    name = keys.get("preset")
-    full = PRESETS.get(name if isinstance(name, str) else "", {}) | keys
+    full = dict(keys)
+    if isinstance(name := keys.get("preset"), str):
+        from megascale.catalog.presets import PRESETS
+
+        full = PRESETS.get(name, {}) | keys
     hidden, heads, layers = full.get("hidden_size"), full.get("num_heads"), full.get("num_layers")
     if "window" not in keys and isinstance(full.get("window"), list) and isinstance(layers, int) and layers > 0:
         full["window"] = full["window"][:layers]

@@ -27,20 +27,15 @@ from megascale.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling parameters. `temperature`: 0 for greedy decoding. `top_k`: number of likeliest tokens to sample from; 0
-    for all.
+    for all. `tokenizer`, `eod`: a tokenizer's name or file, and its end-of-document token; None for those of the
+    weights.
     """
 
     max_new_tokens: int
     temperature: float
     top_k: int
     seed: int
-
-
-@dataclass(frozen=True)
-class WantedTokenizer:
-    """A tokenizer's name or file, and its end-of-document token; None for those of the weights."""
-
-    name: str | None = None
+    tokenizer: str | None = None
     eod: str | None = None
 
 
@@ -57,7 +52,6 @@ def generate_text(
     source: Location,
     prompts: Sequence[str],
     params: SamplingParams,
-    wanted: WantedTokenizer,
     device: torch.device,
     average: bool = False,
 ) -> Iterator[str]:
@@ -78,7 +72,7 @@ def generate_text(
             to_huggingface(source, folder, average=average)
         elif average:
             raise CheckpointError(f"{source} has no average of the weights", hint="leave out --average")
-        frame = _load_tokenizer(source, folder, wanted)
+        frame = _load_tokenizer(source, folder, params)
         pretrained = PretrainedWeights(folder)
         pretrained.check_tensors()  # transformers would initialize missing tensors randomly
         seq_length = pretrained.model.seq_length
@@ -113,20 +107,20 @@ def _generate_one(model: Any, frame: LoadedTokenizer, prompt: str, params: Sampl
     return tokenizer.decode(token_ids[len(before) : -1 if token_ids[-1] in frame.stop else None])
 
 
-def _load_tokenizer(source: Location, folder: Path, wanted: WantedTokenizer) -> LoadedTokenizer:
+def _load_tokenizer(source: Location, folder: Path, wanted: SamplingParams) -> LoadedTokenizer:
     """Load the tokenizer of `source`, whose Hugging Face files are in `folder`. The training data's description says
     which ids begin and end a text; for foreign weights their files do.
 
     Raises: DataError, CheckpointError
     """
     info, stop = data_tokenizer(source), eos_ids(folder)
-    name = wanted.name or _tokenizer_of(source, folder, info)
+    name = wanted.tokenizer or _tokenizer_of(source, folder, info)
     has_file = name not in TOKENIZERS.cards
     identity = fingerprint(Path(name)) if has_file and is_file(name) else name
     same = info is not None and info.fingerprint == identity
-    known: int | None = info.eod if info and same else (stop[0] if stop and not wanted.name else None)
+    known: int | None = info.eod if info and same else (stop[0] if stop and not wanted.tokenizer else None)
     tokenizer = load_tokenizer(name, wanted.eod or (known if has_file else None))
-    if wanted.name and not same:
+    if wanted.tokenizer and not same:
         stop = []  # ids of another tokenizer
     framed = isinstance(tokenizer, FileTokenizer) and tokenizer.frames_with_bos
     bos = info.bos if info and same else (tokenizer.bos if framed else None)

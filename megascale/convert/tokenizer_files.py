@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,34 +20,26 @@ ID_FILES = ("generation_config.json", "config.json")
 """Files that may have `eos_token_id`: an id, or a list of ids, each of which ends a text."""
 
 
-@dataclass(frozen=True)
-class TokenizerChoice:
-    """Choices of a user: a tokenizer.json, an end-of-document token, and the run's `data.tokenizer`."""
-
-    tokenizer: Path | None = None
-    eod: str | None = None
-    configured: str | None = None
-
-
 def add_tokenizer(
-    source: Location, folder: Path, model: ModelConfig, wanted: TokenizerChoice
+    source: Location, folder: Path, model: ModelConfig, given: Path | None, eod: str | None, configured: str | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Complete the tokenizer files in `folder`, which has the companions of the checkpoint `source`.
+    """Complete the tokenizer files in `folder`, which has the companions of the checkpoint `source`. `given`, `eod`: a
+    user's tokenizer.json and end-of-document token; `configured`: the run's `data.tokenizer`.
 
     Returns the keys that config.json gets beside the model's, and a line for each thing that is missing.
     Raises: DataError if a given tokenizer or token is unusable, CheckpointError for unreadable companions
     """
     keys, info = _read_object(source / SOURCE_CONFIG), data_tokenizer(source)
-    file, missing = _find_tokenizer(folder, wanted)
-    if keys and not wanted.tokenizer and not wanted.eod:  # the files of foreign weights stand as they are
+    file, missing = (given, list[str]()) if given else _find_tokenizer(folder, configured)
+    if keys and not given and not eod:  # the files of foreign weights stand as they are
         return keys | _add_eos(keys, folder, info.eod if info else None), missing
     if file is None:
         return keys | (_ids(info) if info else {}), missing
     known = info.eod if info and info.fingerprint == fingerprint(file) else None
     try:
-        tokenizer = _load(file, model.vocab_size if known is None else None, wanted.eod or known)
+        tokenizer = _load(file, model.vocab_size if known is None else None, eod or known)
     except DataError as error:
-        if wanted.tokenizer or wanted.eod:
+        if given or eod:
             raise
         return keys, [f"no tokenizer included: {error.message}; give another with --tokenizer FILE"]
     if file.parent != folder:
@@ -88,16 +79,11 @@ def eos_ids(folder: Path) -> list[int]:
     return []
 
 
-def _find_tokenizer(folder: Path, wanted: TokenizerChoice) -> tuple[Path | None, list[str]]:
-    """A given tokenizer.json, the one in `folder`, or that of the run's configuration; None and the reason if there is
-    none.
-    """
-    if wanted.tokenizer:
-        return wanted.tokenizer, []
-    if any(exists(folder / name) for name in TOKENIZER_FILES) or not wanted.configured:
+def _find_tokenizer(folder: Path, name: str | None) -> tuple[Path | None, list[str]]:
+    """The tokenizer.json in `folder`, or `name`, that of the run's configuration; None, and why, if there is none."""
+    if any(exists(folder / file) for file in TOKENIZER_FILES) or not name:
         placed = folder / "tokenizer.json"
         return (placed if is_file(placed) else None), []
-    name = wanted.configured
     if name in TOKENIZERS.cards:
         return None, [f"no tokenizer included: {name!r} has no file; use megascale sample --tokenizer {name}"]
     if reason := why_unreadable(name):
