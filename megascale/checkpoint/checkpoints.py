@@ -27,9 +27,9 @@ from megascale.config.train import CheckpointConfig
 from megascale.core.copies_folder import copies_folder, remove_copies
 from megascale.core.files import exists
 from megascale.core.run_folder import TOKEN, read_token, write_token
-from megascale.core.secret import job_secret
 from megascale.core.storage import Location
 from megascale.device import Device
+from megascale.operate.channel.secret import job_secret
 from megascale.parallel.stateful import Stateful
 
 if TYPE_CHECKING:
