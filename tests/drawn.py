@@ -12,9 +12,8 @@ from megascale.catalog.optimizers import MATRIX_UNITS, OPTIMIZERS
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import RECIPES
 from megascale.catalog.schedules import SCHEDULES
-from megascale.config.finding import run_rules
 from megascale.config.loading import load_config_tree
-from megascale.config.rules import RULES
+from megascale.config.rules import RULES, run_rules
 from megascale.config.run import RunConfig
 from megascale.layout.stages import split_layers
 from megascale.layout.topology import Coord, topology_of

@@ -2,9 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 from megascale.catalog.backends import AUTO
-from megascale.config.finding import Exclusions, Test, only, unless
+from megascale.config.finding import Finding
 from megascale.config.train import OptimizerConfig
+
+Test = Callable[[object], bool]
+
+
+def only(*values: object) -> Test:
+    """Return a test of a value that is one of `values`."""
+    return lambda value: value in values
+
+
+def unless(*values: object) -> Test:
+    """Return a test of a value that is none of `values`."""
+    return lambda value: value not in values
+
+
+@dataclass(frozen=True)
+class Exclusions:
+    """What other keys may be while the value of `key` passes the test `when`. `rows`: a key, the test that its value
+    must pass, and message and hint of the finding for one that fails. A message may name the `{value}` of its key, the
+    `{given}` value of `key`, and the last part of `key`, its `{name}`.
+    """
+
+    key: str
+    when: Test
+    rows: tuple[tuple[str, Test, str, str], ...]
+
+    @property
+    def sections(self) -> tuple[str, ...]:
+        """The sections with these keys."""
+        return tuple(dict.fromkeys(key.partition(".")[0] for key in (self.key, *(row[0] for row in self.rows))))
+
+    def __call__(self, **sections: Any) -> list[Finding]:
+        """Judge sections by name."""
+
+        def read(key: str) -> object:
+            section, _, name = key.partition(".")
+            return getattr(sections[section], name)
+
+        if not self.when(given := read(self.key)):
+            return []
+        name, values = self.key.rpartition(".")[2], [read(key) for key, _, _, _ in self.rows]
+        return [
+            Finding(key, message.format(value=value, given=given, name=name), hint)
+            for value, (key, passes, message, hint) in zip(values, self.rows, strict=True)
+            if not passes(value)
+        ]
+
 
 NO_EFFECT, REMOVE = "has no effect with {name} = {given}", "remove the key"
 

@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from megascale.config.finding import Finding, InvalidValueError, run_rules
+from megascale.config.finding import Finding
 from megascale.config.model import DERIVED_FROM, ModelConfig, fill_defaults
-from megascale.config.rules import RULES, world_findings
+from megascale.config.rules import RULES, InvalidValueError, run_rules, world_findings
 from megascale.config.run import NAME_PATTERN, RunConfig
 from megascale.config.section import AUTO, AUTO_AS_NONE, Section
 from megascale.config.toml_reader import Source, Tree, apply_overrides, read_toml

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any
 
 from megascale.config import data_rules, exclusions, file_rules, model_rules, parallel_rules, time_rules, train_rules
 from megascale.config.data import DataConfig
 from megascale.config.divisors import divisors
+from megascale.config.exclusions import Exclusions
 from megascale.config.fault import FaultConfig
-from megascale.config.finding import Finding, Rule, run_rules
+from megascale.config.finding import Finding
 from megascale.config.model import ModelConfig
 from megascale.config.parallel import ParallelConfig
 from megascale.config.train import BatchConfig
+
+Rule = Callable[..., Iterable[Finding]]
+"""A rule takes sections by their names, and yields a finding for everything that is wrong."""
 
 RULES: tuple[Rule, ...] = (
     model_rules.attention_heads,
@@ -53,6 +60,26 @@ RULES: tuple[Rule, ...] = (
     time_rules.injected_faults, time_rules.layout_ranks,
 )  # fmt: skip
 """In the order of their findings. A rule runs if its sections are tables, whatever else is wrong."""
+
+
+class InvalidValueError(Exception):
+    """A rule has read a key without a valid value, and judges nothing."""
+
+
+@cache
+def sections_of(rule: Rule) -> frozenset[str]:
+    """Return the names of the sections that a rule reads: of a function, its parameters."""
+    return frozenset(rule.sections if isinstance(rule, Exclusions) else inspect.signature(rule).parameters)
+
+
+def run_rules(rules: Iterable[Rule], sections: Mapping[str, Any]) -> Iterator[Finding]:
+    """Run the rules whose sections are all there."""
+    for rule in rules:
+        if sections_of(rule) <= sections.keys():
+            try:
+                yield from rule(**{name: sections[name] for name in sections_of(rule)})
+            except InvalidValueError:
+                continue
 
 
 def world_findings(

@@ -11,8 +11,8 @@ from megascale.config.data import DataConfig
 from megascale.config.data_rules import decomposed_documents
 from megascale.config.decomposition import Decomposition, decomposition, is_decomposed
 from megascale.config.exclusions import NOT_DECOMPOSED
-from megascale.config.finding import run_rules
 from megascale.config.model import ModelConfig
+from megascale.config.rules import run_rules
 from megascale.config.train import BatchConfig
 
 

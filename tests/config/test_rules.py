@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from megascale.config import exclusions
 from megascale.config.divisors import divisors
-from megascale.config.finding import Exclusions, Rule
+from megascale.config.exclusions import Exclusions
 from megascale.config.loading import check_rules, load_config, load_config_tree
-from megascale.config.rules import RULES
+from megascale.config.rules import RULES, Rule
 from megascale.config.time_rules import launch_findings
 from megascale.core.errors import ConfigError
 from megascale.core.files import fingerprint

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from megascale.catalog.schedules import SCHEDULES
-from megascale.config.finding import run_rules, sections_of
 from megascale.config.loading import load_config, load_config_tree
-from megascale.config.rules import RULES, world_findings
+from megascale.config.rules import RULES, run_rules, sections_of, world_findings
 from megascale.config.run import RunConfig
 from megascale.plan.search.space import LAYOUT_KEYS, MIN_SHARED_TOKENS, Layout, Space
 
