@@ -53,28 +53,16 @@ KINDS: Mapping[str, FaultKind] = {
         "rank", "the rank sleeps delay_s in the phase, in `steps` steps", "forward", PHASES, ("steps",), ("delay_s",)
     ),
     "slow_compute": FaultKind(
-        "rank",
-        "the rank's actions take `factor` times as long, in `steps` steps; on processors only",
-        "",
-        (),
-        ("steps",),
-        ("factor",),
+        "rank", "the rank's actions take `factor` times as long, in `steps` steps; on processors only", "", (),
+        ("steps",), ("factor",),
     ),
     "collect_garbage": FaultKind(
-        "rank",
-        "Python's garbage collector pauses the rank for delay_s in the phase, in `steps` steps",
-        "forward",
-        PHASES,
-        ("steps",),
-        ("delay_s",),
+        "rank", "Python's garbage collector pauses the rank for delay_s in the phase, in `steps` steps", "forward",
+        PHASES, ("steps",), ("delay_s",),
     ),
     "delay_message": FaultKind(
-        "rank",
-        "the rank's messages to other stages leave delay_s later, in `steps` steps; on processors only",
-        "send",
-        (),
-        ("steps",),
-        ("delay_s",),
+        "rank", "the rank's messages to other stages leave delay_s later, in `steps` steps; on processors only",
+        "send", (), ("steps",), ("delay_s",),
     ),
     "raise": FaultKind("rank", "the rank raises an error", "forward", PHASES),
     "exit": FaultKind("rank", "the rank ends with `status`, without a word", "forward", PHASES, ("status",)),
@@ -98,8 +86,7 @@ KINDS: Mapping[str, FaultKind] = {
     "kill_agent": FaultKind("node", "the agent of the node is killed"),
     "cut_link": FaultKind("node", "the node's link is cut, or the one to node `peer`", options=("for_s", "peer")),
     "mute_link": FaultKind(
-        "node",
-        "messages from the node are lost, to all or to node `peer`; messages to it arrive",
+        "node", "messages from the node are lost, to all or to node `peer`; messages to it arrive",
         options=("for_s", "peer"),
     ),
     "reset_link": FaultKind("node", "the node's connections are reset, or those to node `peer`", options=("peer",)),
@@ -112,7 +99,7 @@ KINDS: Mapping[str, FaultKind] = {
         "node", "the file system of the node's checkpoints is full, for `steps` steps", options=("steps",)
     ),
     "kill_driver": FaultKind("driver", "the driver is killed"),
-}
+}  # fmt: skip
 """Kinds of faults by name. Ranks inject their own; the program that runs the test injects the others."""
 
 
