@@ -44,9 +44,9 @@ def with_defaults(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts of a card with defaults for those that it leaves out."""
     kinds = ("matrix",) if facts["unit_of_work"] in MATRIX_UNITS else ALL_KINDS
     mappings = ("options", "choices", "options_of", "state_with", "gemms", "gemms_with")
-    no_more = dict[str, Any].fromkeys((*mappings, "decompositions", "decompositions_with"), {})
-    no_more |= {"meaning": "", "uint8": ()}
-    return {"kinds": kinds, "weight": False, "first_moves": True, "width_power": 1.0, **no_more, **facts}
+    no_more = dict.fromkeys((*mappings, "decompositions", "decompositions_with"), dict[str, Any]())
+    defaults = {"meaning": "", "uint8": (), "weight": False, "first_moves": True, "width_power": 1.0}
+    return {"kinds": kinds, **defaults, **no_more, **facts}
 
 
 def _card(name: str, help: str, target: str, unit_of_work: str, state: dict[str, str], **facts: Any) -> Card:

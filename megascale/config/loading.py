@@ -16,10 +16,11 @@ from pydantic_core import ErrorDetails
 
 from megascale.config.finding import Finding
 from megascale.config.model import DERIVED_FROM, ModelConfig, fill_defaults
-from megascale.config.rules import RULES, InvalidValueError, run_rules, world_findings
+from megascale.config.rules import RULES, InvalidValueError, run_rules
 from megascale.config.run import NAME_PATTERN, RunConfig
 from megascale.config.section import AUTO, AUTO_AS_NONE, Section
 from megascale.config.toml_reader import Source, Tree, apply_overrides, read_toml
+from megascale.config.world_rules import world_findings
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.registry import closest_name
 
@@ -107,8 +108,8 @@ def _find_problems(source: Source, world_size: int | None, skip_sections: Collec
     yield from (_to_problem(source, finding) for finding in run_rules(RULES, checked))
     yield from _shared_folders(source)
     if world_size is not None and all(isinstance(valid.get(name), Section) for name in types):
-        judged = {name: valid[name] for name in ("model", "parallel", "batch", "data", "fault")}
-        yield from (_to_problem(source, finding) for finding in world_findings(**judged, world_size=world_size))
+        config = RunConfig.model_construct(name="check", **valid)
+        yield from (_to_problem(source, finding) for finding in world_findings(config, world_size))
 
 
 def _shared_folders(source: Source) -> Iterator[Problem]:

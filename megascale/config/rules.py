@@ -1,4 +1,4 @@
-"""All rules between keys of a configuration, and rules for the number of processes."""
+"""All rules between keys of a configuration."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from megascale.config import data_rules, exclusions, file_rules, model_rules, parallel_rules, time_rules, train_rules
-from megascale.config.data import DataConfig
-from megascale.config.divisors import divisors
+from megascale.config import (
+    backend_rules,
+    data_rules,
+    exclusions,
+    file_rules,
+    model_rules,
+    parallel_rules,
+    time_rules,
+    train_rules,
+)
 from megascale.config.exclusions import Exclusions
-from megascale.config.fault import FaultConfig
 from megascale.config.finding import Finding
-from megascale.config.model import ModelConfig
-from megascale.config.parallel import ParallelConfig
-from megascale.config.train import BatchConfig
 
 Rule = Callable[..., Iterable[Finding]]
 """A rule takes sections by their names, and yields a finding for everything that is wrong."""
@@ -28,7 +31,7 @@ RULES: tuple[Rule, ...] = (
     model_rules.attention_window,
     parallel_rules.tensor_parallel,
     parallel_rules.pipeline,
-    train_rules.fp8_shapes,
+    backend_rules.fp8_shapes,
     parallel_rules.schedule,
     exclusions.NOT_SELECTIVE, train_rules.recomputed_operations,
     exclusions.NO_RECOMPUTATION, exclusions.NOT_FULL, train_rules.recompute_chunks,
@@ -43,13 +46,13 @@ RULES: tuple[Rule, ...] = (
     parallel_rules.cp_combinations, parallel_rules.cp_sharding,
     exclusions.WHOLE_SEQUENCES, data_rules.chunk_sizes, data_rules.chunk_schedule, exclusions.CHUNKS,
     exclusions.NOT_HYBRID, parallel_rules.hybrid_tokens, exclusions.HYBRID_DOCUMENTS, exclusions.HYBRID,
-    train_rules.tile_tokens, train_rules.tile_scales, train_rules.tile_recomputation,
+    backend_rules.tile_tokens, backend_rules.tile_scales, train_rules.tile_recomputation,
     train_rules.learning_rate,
     train_rules.optimizer_groups,
     exclusions.TIED_HEAD,
     train_rules.compensated_weights, exclusions.LAMB, exclusions.COMPENSATED,
     exclusions.ZCLIP, exclusions.SKIPPED_STEPS,
-    train_rules.supported_backends,
+    backend_rules.supported_backends,
     file_rules.data_source, file_rules.data_files, file_rules.data_samples,
     file_rules.resume,
     exclusions.NO_CHECKPOINTS, exclusions.NO_COPIES, file_rules.memory_folder,
@@ -80,39 +83,3 @@ def run_rules(rules: Iterable[Rule], sections: Mapping[str, Any]) -> Iterator[Fi
                 yield from rule(**{name: sections[name] for name in sections_of(rule)})
             except InvalidValueError:
                 continue
-
-
-def world_findings(
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    batch: BatchConfig,
-    data: DataConfig,
-    fault: FaultConfig,
-    world_size: int,
-) -> Iterator[Finding]:
-    """Check the layout, the batch and injected faults against the number of processes."""
-    dp, replica = parallel.dp, parallel.replica_size
-    shape = f"tp {parallel.tp} x cp {parallel.cp} x pp {parallel.pp}"
-    micro_batches, uneven = divmod(batch.total, batch.micro)
-    if isinstance(dp, int):
-        if replica * dp != world_size:
-            divides = world_size % replica == 0 and (uneven or micro_batches % (world_size // replica) == 0)
-            hint = f"dp = {world_size // replica}" if divides else f"start {replica * dp} processes"
-            message = f"{shape} x dp {dp} = {replica * dp}, but there are {world_size} processes"
-            yield Finding("parallel.dp", message, hint)
-        return
-    yield from time_rules.unknown_ranks(fault, world_size)  # else a rule has
-    if world_size % replica:
-        sizes = range(1, world_size + 1) if uneven else divisors(micro_batches)
-        below = [size for size in sizes if size * replica <= world_size][-1:]
-        above = [size for size in sizes if size * replica >= world_size][:1]
-        processes = f"{world_size} {'processes are' if world_size > 1 else 'process is'}"
-        message = f"{processes} not a multiple of {shape} = {replica}"
-        near = " or ".join(str(replica * size) for size in sorted({*below, *above}))
-        yield Finding("parallel.tp", message, f"start {near}")
-        return
-    again: tuple[Rule, ...] = (exclusions.NOT_HYBRID, parallel_rules.hybrid_tokens, exclusions.HYBRID_DOCUMENTS)
-    if not uneven:  # else the rule `batch_size` has reported
-        again += (train_rules.batch_size, train_rules.batch_rampup)
-    resolved = parallel.model_copy(update={"dp": world_size // replica})
-    yield from run_rules(again, {"model": model, "parallel": resolved, "batch": batch, "data": data})

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from megascale.config.injection import faults_of_ranks
 from megascale.config.loading import check_rules
-from megascale.config.rules import world_findings
 from megascale.config.run import RunConfig
+from megascale.config.world_rules import world_findings
 from megascale.core.errors import ConfigError
 
 
@@ -55,5 +55,4 @@ def _is_legal(config: RunConfig, dp: int, inject: str) -> bool:
         check_rules(smaller, "fault.shrink")
     except ConfigError:
         return False
-    sections = smaller.model, smaller.parallel, smaller.batch, smaller.data, smaller.fault
-    return not list(world_findings(*sections, smaller.world_size))
+    return not list(world_findings(smaller, smaller.world_size))
