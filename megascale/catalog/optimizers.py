@@ -44,7 +44,7 @@ def with_defaults(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts of a card with defaults for those that it leaves out."""
     kinds = ("matrix",) if facts["unit_of_work"] in MATRIX_UNITS else ALL_KINDS
     mappings = ("options", "choices", "options_of", "state_with", "gemms", "gemms_with")
-    no_more = dict.fromkeys((*mappings, "decompositions", "decompositions_with"), dict[str, Any]())
+    no_more = {key: dict[str, Any]() for key in (*mappings, "decompositions", "decompositions_with")}
     defaults = {"meaning": "", "uint8": (), "weight": False, "first_moves": True, "width_power": 1.0}
     return {"kinds": kinds, **defaults, **no_more, **facts}
 
