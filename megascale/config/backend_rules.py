@@ -1,4 +1,4 @@
-"""Rules of `[fp8]` and `[backends]`: shapes that a recipe's GEMMs take, and what a backend supports."""
+"""Rules of `[fp8]` and `[backends]`: shapes of a recipe's GEMMs, and demands on backends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of `[data]`: packing and masks, the order and weights of documents, the samples that are read, and chunks."""
+"""Rules of `[data]`: packing and masks, order and weights of documents, skipped samples, and chunks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def document_order(data: DataConfig) -> Iterator[Finding]:
 
 
 def end_of_document(model: ModelConfig, data: DataConfig) -> Iterator[Finding]:
-    """Check that the token that ends a document is in the vocabulary."""
+    """Check that the end-of-document token is in the vocabulary."""
     if data.eod is not None and data.eod >= model.vocab_size:
         message = f"{data.eod} is no token of a vocabulary of {model.vocab_size}"
         yield Finding("data.eod", message, "the id of the end-of-document token")

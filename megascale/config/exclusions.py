@@ -1,4 +1,4 @@
-"""Keys that exclude each other: what other keys may be beside a value of a key."""
+"""The table of exclusions: for values of a key, the values that other keys may have beside it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ Test = Callable[[object], bool]
 
 
 def only(*values: object) -> Test:
-    """Return a test of a value that is one of `values`."""
+    """Return a test for one of `values`."""
     return lambda value: value in values
 
 
 def unless(*values: object) -> Test:
-    """Return a test of a value that is none of `values`."""
+    """Return a test for none of `values`."""
     return lambda value: value not in values
 
 
 @dataclass(frozen=True)
 class Exclusions:
-    """What other keys may be while the value of `key` passes the test `when`. `rows`: a key, the test that its value
-    must pass, and message and hint of the finding for one that fails. A message may name the `{value}` of its key, the
-    `{given}` value of `key`, and the last part of `key`, its `{name}`.
+    """The limits of other keys while the value of `key` passes the test `when`. `rows`: key, test of its value, message
+    and hint of the finding after a failure. A message may name the `{value}` of its key, the `{given}` value of `key`,
+    and the last part of `key`, its `{name}`.
     """
 
     key: str
@@ -60,12 +60,12 @@ NO_EFFECT, REMOVE = "has no effect with {name} = {given}", "remove the key"
 
 
 def _without_effect(key: str, when: Test, keys: dict[str, Test], hint: str = REMOVE) -> Exclusions:
-    """Return the exclusions of keys without an effect. `keys`: with a test of their values without a meaning."""
+    """Return the exclusions of `keys` without an effect, each with the test of its default."""
     return Exclusions(key, when, tuple((other, unset, NO_EFFECT, hint) for other, unset in keys.items()))
 
 
 def _of_guard(switch: str, when: Test, *names: str) -> Exclusions:
-    """Return the exclusions of keys of a guard against spikes, which are those of a guard that is on."""
+    """Return the exclusions of a guard's keys without the guard, such as zclip, against spikes."""
     return Exclusions(
         f"optimizer.{switch}",
         when,

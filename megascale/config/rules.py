@@ -21,7 +21,7 @@ from megascale.config.exclusions import Exclusions
 from megascale.config.finding import Finding
 
 Rule = Callable[..., Iterable[Finding]]
-"""A rule takes sections by their names, and yields a finding for everything that is wrong."""
+"""A rule takes sections by their names, and yields a finding for every mistake."""
 
 RULES: tuple[Rule, ...] = (
     model_rules.attention_heads,

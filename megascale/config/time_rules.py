@@ -1,5 +1,5 @@
-"""Rules of times that must nest: those of `[launch]`, `[checkpoint]`, `[fault]` and NCCL's retries; and of injected
-faults (`fault.inject`): a test that injects nothing would look like one that was passed.
+"""Rules of nested times, in `[launch]`, `[checkpoint]`, `[fault]` and NCCL's retries; and of injected faults
+(`fault.inject`): a test without its faults would pass.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def optimizer_groups(model: ModelConfig, optimizer: OptimizerConfig) -> Iterable
 
 
 def compensated_weights(train: TrainConfig, optimizer: OptimizerConfig) -> Iterator[Finding]:
-    """Check that compensated weights are those of bf16 training."""
+    """Check that compensated weights are of bf16 training."""
     facts, precision = PRECISIONS[train.precision].facts, train.precision
     if optimizer.master != "full" and not (facts["master_weights"] and facts["compute_dtype"] == "bfloat16"):
         message = f"there are no bf16 weights with precision = {precision}"

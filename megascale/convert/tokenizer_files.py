@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megascale.catalog.tokenizers import TOKENIZERS
 from megascale.checkpoint.companions import DATA_TOKENIZER, SOURCE_CONFIG, TOKENIZER_FILES
+from megascale.checkpoint.format import manifest
 from megascale.config.model import ModelConfig
 from megascale.core.errors import CheckpointError, DataError
 from megascale.core.files import exists, fingerprint, is_file, why_unreadable, write_text
 from megascale.core.storage import Location
 from megascale.data.indexed_dataset import TokenizerInfo
-from megascale.data.tokenizer import FileTokenizer
+from megascale.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
 
 ID_FILES = ("generation_config.json", "config.json")
 """Files that may have `eos_token_id`: an id, or a list of ids, each of which ends a text."""
+
+
+@dataclass(frozen=True)
+class FramedTokenizer:
+    """A tokenizer, the id that begins a text, if any, and the ids that end one."""
+
+    tokenizer: Tokenizer
+    bos: int | None
+    stop: list[int]
 
 
 def add_tokenizer(
@@ -77,6 +88,41 @@ def eos_ids(folder: Path) -> list[int]:
         if ids := _id_list(_read_object(Location(str(folder / name)))):
             return ids
     return []
+
+
+def load_framed(source: Location, folder: Path, name: str | None, eod: str | None) -> FramedTokenizer:
+    """Load the tokenizer of `source`, whose Hugging Face files are in `folder`, or the one of a `name` or file and with
+    the token `eod`, if given. The training data's description says which ids begin and end a text; for foreign weights
+    their files do.
+
+    Raises: DataError, CheckpointError
+    """
+    info, stop = data_tokenizer(source), eos_ids(folder)
+    given, name = name, name or _tokenizer_of(source, folder, info)
+    has_file = name not in TOKENIZERS.cards
+    identity = fingerprint(Path(name)) if has_file and is_file(name) else name
+    same = info is not None and info.fingerprint == identity
+    known: int | None = info.eod if info and same else (stop[0] if stop and not given else None)
+    tokenizer = load_tokenizer(name, eod or (known if has_file else None))
+    if given and not same:
+        stop = []  # ids of another tokenizer
+    framed = isinstance(tokenizer, FileTokenizer) and tokenizer.frames_with_bos
+    bos = info.bos if info and same else (tokenizer.bos if framed else None)
+    return FramedTokenizer(tokenizer, bos, list(dict.fromkeys([tokenizer.eod, *stop])))
+
+
+def _tokenizer_of(source: Location, folder: Path, info: TokenizerInfo | None) -> str:
+    """The tokenizer.json beside the weights, or the tokenizer of the training data or the run's configuration."""
+    if is_file(folder / "tokenizer.json"):
+        return str(folder / "tokenizer.json")
+    if info and (info.name in TOKENIZERS.cards or is_file(info.name, optional=True)):
+        return info.name
+    tokenizer = None
+    if (source / manifest.NAME).exists():
+        tokenizer = (manifest.read(source).facts.config.get("data") or {}).get("tokenizer")
+    if not tokenizer:
+        raise CheckpointError(f"{source} does not name its tokenizer", hint="--tokenizer FILE")
+    return str(tokenizer)
 
 
 def _find_tokenizer(folder: Path, name: str | None) -> tuple[Path | None, list[str]]:

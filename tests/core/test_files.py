@@ -233,8 +233,7 @@ LOCATIONS = {
     "companions.py": ("source / manifest.NAME", "source / name"),
     "folders.py": ("folder / name / manifest.NAME", "path / manifest.NAME"),
     "ckpt.py": ("folder / manifest.NAME",),
-    "generate.py": ("source / manifest.NAME",),
-    "tokenizer_files.py": ("path",),
+    "tokenizer_files.py": ("path", "source / manifest.NAME"),
     "query.py": ("given",),
     "reading.py": ("file",),
 }
