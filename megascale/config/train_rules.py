@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.batch_rampup import full_batch_steps
+from megascale.config.data import DataConfig
 from megascale.config.divisors import join_values
 from megascale.config.finding import Finding
 from megascale.config.model import ModelConfig
@@ -57,8 +58,10 @@ def batch_rampup(parallel: ParallelConfig, batch: BatchConfig) -> Iterator[Findi
             yield Finding(key, f"{name} {size} is not divisible by micro x dp = {unit}", f"a multiple of {unit}")
 
 
-def counts(model: ModelConfig, parallel: ParallelConfig, batch: BatchConfig) -> Iterator[Finding]:
-    """Check that tokens of a micro-batch fit 31 bits, and micro-batches of a step in memory."""
+def counts(model: ModelConfig, parallel: ParallelConfig, batch: BatchConfig, data: DataConfig) -> Iterator[Finding]:
+    """Check that tokens of a micro-batch fit 31 bits, and micro-batches of a step in memory, before a run on `data`;
+    plans of batches, without data, may exceed both.
+    """
     if batch.micro * model.seq_length >= 2**31:
         message = f"{batch.micro} sequences of {model.seq_length} tokens are over 2^31 tokens in a micro-batch"
         yield Finding("batch.micro", message, "a smaller batch.micro or model.seq_length")
