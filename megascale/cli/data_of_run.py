@@ -11,7 +11,6 @@ from pathlib import Path
 from megascale.cli.argument_types import positive_int
 from megascale.cli.main import add_config_arguments
 from megascale.cli.which_samples import ReadSample, recorded_steps, samples_of_step
-from megascale.config.batch_rampup import samples_of_run
 from megascale.config.loading import load_config
 from megascale.core.errors import DataError, Exit
 from megascale.core.process import usable_cores
@@ -44,7 +43,7 @@ def index(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     if config.data.mock:
         raise DataError("mock data has no indices", hint="a configuration with data.train")
-    mixtures = [Mixture(mixture_spec(config, "train"), samples_of_run(config))]
+    mixtures = [Mixture(mixture_spec(config, "train"), config.samples)]
     if config.train.eval_every:
         mixtures.append(Mixture(mixture_spec(config, "valid"), config.train.eval_steps * config.batch.total))
     if options.json:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megascale.config.batch_rampup import batch_sizes, samples_of_run
+from megascale.config.batch_rampup import batch_sizes
 from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
 from megascale.data.mix.blend import ChangingBlend, Part, blend_parts
@@ -46,7 +46,7 @@ def samples_of_step(config: RunConfig, step: int) -> list[ReadSample]:
     first, count = step_range(config, step)
     unweighted = config.data.model_copy(update={"sample_weight": None})  # a plug-in that this host may lack
     spec = mixture_spec(config.model_copy(update={"data": unweighted}), "train")
-    mixture = Mixture(spec, samples_of_run(config))
+    mixture = Mixture(spec, config.samples)
     if config.data.policy:
         mixture.follow(ChangingBlend(blend_parts(spec.weights, _policy_changes(config))))
     found = []
@@ -71,7 +71,7 @@ def step_range(config: RunConfig, step: int) -> tuple[int, int]:
     recorded = {0: 0} | _recorded_samples(config.folder / METRICS_FILE)
     before = max(number for number in recorded if number < step)
     after = min((number for number in recorded if number >= step), default=None)
-    sizes, ends = batch_sizes(config), [recorded[before]]
+    sizes, ends = batch_sizes(config.batch), [recorded[before]]
     for _ in range(before, after or step):
         ends.append(ends[-1] + sizes.at(ends[-1]))
     if after is None or ends[-1] == recorded[after]:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megascale.config.batch_rampup import batch_sizes
-from megascale.config.policy_rules import policy_every
 from megascale.config.run import RunConfig, dataset_prefixes
 from megascale.core.errors import DataError
 from megascale.data.mix.data_policy import DataPolicy, DataReport, next_place, shares
@@ -45,7 +44,7 @@ class PolicyUpdates(Hook):
     def step_ends(self, run: Run, result: StepResult) -> None:
         self._state.end_step(result.totals)
         place = order_index(run.progress.samples, run.config.data.skip)
-        if run.progress.step % policy_every(run.config) == 0 and self._state.weights.are_read(place):
+        if run.progress.step % run.config.data.updates_every == 0 and self._state.weights.are_read(place):
             self._update(run)
         self._state.save_state()
 
@@ -64,7 +63,7 @@ class PolicyUpdates(Hook):
         after, place = tuple(found), None
         if after != before:
             data = run.config.data
-            place = next_place(batch_sizes(run.config), data.prefetch, data.skip, run.progress.samples)
+            place = next_place(batch_sizes(run.config.batch), data.prefetch, data.skip, run.progress.samples)
             state.weights = state.weights.changed(place, after)
             state.apply_weights()
         state.policy.state[:] = own

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megascale.config.data import DataConfig, WeightChange
 from megascale.config.dataset_files import SplitName, split_source
 from megascale.config.decomposition import Decomposition, decomposition, is_decomposed
 from megascale.config.run import RunConfig, dataset_prefixes
-from megascale.config.train import DataConfig, WeightChange
 from megascale.operate.node.host_limits import max_open_epochs
 
 
@@ -61,7 +61,8 @@ class MixtureSpec:
 
 def mixture_spec(config: RunConfig, split: SplitName) -> MixtureSpec:
     """Return the specification of the samples of a run's split. `config`: resolved."""
-    pieces = decomposition(config) if is_decomposed(config, split) else None
+    sections = config.model, config.batch, config.data
+    pieces = decomposition(*sections) if is_decomposed(config.data, split) else None
     datasets = len(dataset_prefixes(split_source(config.data, split)[0]))
     buckets = len(pieces.pieces) if pieces else 1
     open_epochs = max_open_epochs(config, datasets * buckets) if datasets else 0

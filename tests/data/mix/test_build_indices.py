@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from megascale.cli.main import main
-from megascale.config.batch_rampup import samples_of_run
 from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
 from megascale.data.mix.build_indices import build_indices
@@ -32,7 +31,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
 def mixtures(config: RunConfig) -> list[Mixture]:
     """The samples that the run reads, at most."""
     valid = config.train.eval_steps * config.batch.total
-    return [mixture_of(config, "train", samples_of_run(config)), mixture_of(config, "valid", valid)]
+    return [mixture_of(config, "train", config.samples), mixture_of(config, "valid", valid)]
 
 
 def test_a_run_finds_what_was_built(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ def test_shares_do_not_depend_on_the_last_bits() -> None:
 
 
 def place_after(config: RunConfig, samples: int) -> int:
-    return next_place(batch_sizes(config), config.data.prefetch, config.data.skip, samples)
+    return next_place(batch_sizes(config.batch), config.data.prefetch, config.data.skip, samples)
 
 
 def test_new_weights_begin_with_the_first_step_that_no_reader_has_read(tmp_path: Path) -> None:
