@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from megascale.catalog.precisions import PRECISIONS
 from megascale.config.run import RunConfig
-from megascale.layout.buckets import pack
+from megascale.layout.blocks import distinct_blocks
+from megascale.layout.buckets import pack, split_by_reduce_axes
 from megascale.layout.stages import Stages, split_layers
 from megascale.layout.tensors import TOKEN_EMBEDDING, ParamSpec, layer_params, stage_params
 from megascale.layout.topology import DATA_AXES, Topology, topology_of
@@ -51,9 +52,10 @@ def module_of(name: str) -> str:
 def chunk_buckets(config: RunConfig, pp_rank: int) -> list[list[list[ParamSpec]]]:
     """The parameters of every bucket of every chunk of a pipeline rank, in the order of the network.
 
-    A bucket consists of complete modules. A chunk is a single bucket unless its gradients exceed
-    `overlap.bucket_bytes`. A tied embedding that the first and the last stage share is a separate bucket: both stages
-    shard it in the same way, and sum its gradient.
+    A bucket consists of complete modules, as far as their gradients are reduced over the same ranks. A chunk is a
+    single bucket unless its gradients exceed `overlap.bucket_bytes`, or are reduced over different ranks. A tied
+    embedding that the first and the last stage share is a separate bucket: both stages shard it in the same way, and
+    sum its gradient.
     """
     return [_split_into_buckets(config, chunk) for chunk in chunk_parameters(config, pp_rank)]
 
@@ -102,7 +104,7 @@ def _split_into_buckets(config: RunConfig, parameters: list[ParamSpec]) -> list[
     untied = [p for p in parameters if not (shared and p.name == TOKEN_EMBEDDING)]
     modules = [list(group) for _, group in itertools.groupby(untied, key=lambda parameter: module_of(parameter.name))]
     ranges = _bucket_ranges(config, [_local_numel(params, topology) for params in modules])
-    buckets = [[parameter for params in modules[r.start : r.stop] for parameter in params] for r in ranges]
+    buckets = [bucket for r in ranges for bucket in split_by_reduce_axes(itertools.chain(*modules[r.start : r.stop]))]
     at_end = bool(tied) and parameters[0].name != TOKEN_EMBEDDING
     return [*buckets, *tied] if at_end else [*tied, *buckets]
 
@@ -133,28 +135,32 @@ class BucketSize(NamedTuple):
 def bucket_sizes(config: RunConfig, pp_rank: int, chunks: Iterable[int] | None = None) -> list[list[BucketSize]]:
     """The sizes of the buckets of every chunk of a pipeline rank, or of the given `chunks`.
 
-    The result equals the sizes of `pack` for `chunk_buckets`, computed faster, from a single layer. The bucket of a
-    tied embedding on the last stage has "head" as its first module.
+    The result equals the sizes of `pack` for `chunk_buckets`, computed faster, from a single layer of each kind. The
+    bucket of a tied embedding on the last stage has "head" as its first module.
     """
-    topology, stages = topology_of(config), stages_of(config)
-    block, cache = layer_params(config.model, 0), dict[tuple[str, ...], int]()
-    block_numel = _local_numel(block, topology)
+    topology, stages, cache = topology_of(config), stages_of(config), dict[tuple[str, ...], list[int]]()
+    kinds, layers = distinct_blocks(config.model)[1], dict[int, _Module]()
+    for number, kind in enumerate(kinds):
+        if kind not in layers:
+            params = layer_params(config.model, number)
+            layers[kind] = _Module(f"layers.{number}", params, _local_numel(params, topology))
 
-    def padded_numel(modules: list[_Module]) -> int:
+    def of_modules(modules: list[_Module]) -> list[BucketSize]:
         key = tuple(module.params[0].name for module in modules)
         if key not in cache:
-            cache[key] = pack([parameter for module in modules for parameter in module.params], topology).numel
-        return cache[key]
+            params = itertools.chain(*(module.params for module in modules))
+            cache[key] = [pack(bucket, topology).numel for bucket in split_by_reduce_axes(params)]
+        return [BucketSize(modules[0].name, numel) for numel in cache[key]]
 
     sizes = []
     for chunk in range(config.parallel.vpp) if chunks is None else chunks:
         index = stages.index(pp_rank, chunk)
         begin, end, tied = _edge_modules(config, first=index == 0, last=index == stages.count - 1)
-        layers = [_Module(f"layers.{number}", block, block_numel) for number in stages.layers(index)]
-        modules = [*begin, *layers, *end]
+        blocks = [layers[kinds[number]]._replace(name=f"layers.{number}") for number in stages.layers(index)]
+        modules = [*begin, *blocks, *end]
         ranges = _bucket_ranges(config, [module.numel for module in modules])
-        buckets = [BucketSize(modules[r.start].name, padded_numel(modules[r.start : r.stop])) for r in ranges]
-        tied_bucket = [BucketSize(module.name, padded_numel([module])) for module in tied]
+        buckets = [bucket for r in ranges for bucket in of_modules(modules[r.start : r.stop])]
+        tied_bucket = [bucket for module in tied for bucket in of_modules([module])]
         sizes.append([*buckets, *tied_bucket] if index else [*tied_bucket, *buckets])
     return sizes
 

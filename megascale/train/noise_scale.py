@@ -25,8 +25,8 @@ import torch
 from megascale.comm.mesh import Mesh
 from megascale.config.train import TrainConfig
 from megascale.optim.first_gradient import FirstGradient
+from megascale.optim.replicated_state import ReplicatedState
 from megascale.parallel.microbatch import StepBatch
-from megascale.parallel.replicated_state import ReplicatedState
 from megascale.train.step_totals import StepTotals
 
 STATE = "noise_scale"

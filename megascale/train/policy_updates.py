@@ -25,9 +25,9 @@ from megascale.data.batch_shape import BatchShape
 from megascale.data.data_policy import DataPolicy, DataReport
 from megascale.data.loader import Loader
 from megascale.data.mixture_weights import MixtureWeights, next_place, numbers, shares
+from megascale.optim.replicated_state import ReplicatedState
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.pipeline import PipelineExecutor
-from megascale.parallel.replicated_state import ReplicatedState
 from megascale.trace.metrics import MixtureUpdate
 from megascale.train.hooks import Hook
 from megascale.train.step_totals import StepTotals, vector_name

@@ -227,7 +227,7 @@ def decayed(rank: Rank, config: Any) -> tuple[set[str], set[str]]:
     run.buffers.begin_step()
     unclipped = run.optimizer.compute_clipping(*torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64))
     for index in range(len(run.buffers.buckets)):
-        run.optimizer.update_shard(index, unclipped, None, 0.1, 1)
+        run.optimizer.update_shard(index, unclipped, 0.1, 1)
     gather_weights(run)
     now = {n: p.detach() for bucket in run.buffers.buckets for n, p in bucket.parameters.items()}
     factor = 1 - 0.1 * config.optimizer.weight_decay

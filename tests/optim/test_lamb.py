@@ -238,7 +238,8 @@ def outcome(run: Any) -> Outcome:
     optimizer, norms_by_step = run.optimizer, []
     compute_updates = optimizer.compute_updates
     optimizer.compute_updates = lambda *arguments: (
-        norms_by_step.append(compute_updates(*arguments)) or norms_by_step[-1]
+        compute_updates(*arguments),
+        norms_by_step.append(optimizer.updates[0].norms),
     )
     curve = []
     for _ in range(STEPS):

@@ -23,17 +23,16 @@ def allocated(rank: Rank, config: Any) -> dict[str, int]:
 
     run = build_run(rank, config)
     peak = peak_with_shards = chunks = 0
-    prepare_loss, prepare_backward = run.buffers.prepare_loss, run.buffers.prepare_backward
+    acquire = run.buffers._acquire_gradients
 
     def watch() -> None:
         nonlocal peak, peak_with_shards, chunks
         chunks = max(chunks, len({bucket.chunk for bucket in run.buffers._in_reduction}))
-        full = sum(b._full_grad.nbytes for b in run.buffers.buckets if b._full_grad is not None)
-        shards = sum(b._reduction[1].nbytes for b in run.buffers.buckets if b._reduction[1] is not None)
+        full = sum(b.storage.full_grad.nbytes for b in run.buffers.buckets if b.storage.full_grad is not None)
+        shards = sum(x.nbytes for b in run.buffers.buckets if (x := getattr(b.storage, "arriving", None)) is not None)
         peak, peak_with_shards = max(peak, full), max(peak_with_shards, full + shards)
 
-    run.buffers.prepare_loss = lambda chunk: (prepare_loss(chunk), watch())
-    run.buffers.prepare_backward = lambda chunk, *, last: (prepare_backward(chunk, last=last), watch())
+    run.buffers._acquire_gradients = lambda buckets: (acquire(buckets), watch())
     train_step(run, run.train_loader.batch(0))
     run.buffers.finish_param_gather()
     buckets, shards = run.buffers.buckets, run.optimizer.shards

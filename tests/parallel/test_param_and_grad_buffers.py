@@ -45,12 +45,12 @@ def placed(rank: Rank, config: RunConfig) -> dict[str, Any]:
     names = list(bucket.parameters)
     mains = [bucket.parameters[name].main_grad for name in names]
     spans = sorted((g.data_ptr(), g.data_ptr() + g.nbytes) for g in mains)
-    base = bucket._full_grad.data_ptr()
+    base = bucket.storage.full_grad.data_ptr()
     return {
         "dtypes": {g.dtype for g in mains},
         "contiguous": all(g.is_contiguous() for g in mains),
         "apart": all(end <= start for (_, end), (start, _) in pairwise(spans)),
-        "inside": base <= spans[0][0] and spans[-1][1] <= base + bucket._full_grad.nbytes,
+        "inside": base <= spans[0][0] and spans[-1][1] <= base + bucket.storage.full_grad.nbytes,
         "autograd's": [name for name in names if bucket.parameters[name].grad is not None],
         "empty": [name for name, g in zip(names, mains, strict=True) if not g.any()],
         "shard": (bucket.grad.data_ptr() - base) // bucket.grad.element_size() == bucket.shard[0],
@@ -106,8 +106,8 @@ def repeated(rank: Rank, config: RunConfig) -> tuple[Numbers, Numbers]:
     for times in (1, 65):
         run.buffers.begin_step()
         for _ in range(times):
-            run.buffers.prepare_backward(0, last=False)
-            run.stages[0](None, micro_batch).backward()
+            with run.buffers.backward(0, last=False):
+                run.stages[0](None, micro_batch).backward()
         results.append(by_name(run))
     return results[0], results[1]
 
@@ -122,7 +122,7 @@ def bucket_states(rank: Rank, config: RunConfig) -> list[tuple[int, int, bool, i
         (
             bucket.layout.numel,
             bucket.grad.untyped_storage().nbytes() // bucket.grad.element_size(),
-            bucket._full_grad is None,
+            bucket.storage.full_grad is None,
             sum(getattr(p, "main_grad", torch.empty(0)).nbytes for p in bucket.parameters.values()),
         )
         for bucket in run.buffers.buckets
@@ -183,7 +183,7 @@ def stale(rank: Rank, configs: list[RunConfig]) -> list[tuple[list[str], float, 
         for bucket in run.buffers.buckets:
             for parameter in bucket.parameters.values():
                 getattr(parameter, "main_grad", torch.empty(0)).fill_(torch.nan)
-            if bucket.zero == 2:
+            if bucket.storage.full_grad is None:
                 bucket.grad.fill_(torch.nan)
         torch.use_deterministic_algorithms(True, warn_only=True)  # fills new allocations with NaN
         backward(run, run.train_loader.batch(0))

@@ -12,35 +12,28 @@ a rank owns a matrix, and which elements each message has, follows from the layo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megascale.comm.collectives import all_to_all_v
-from megascale.comm.group import Group, single_rank_group
+from megascale.comm.group import Group
 from megascale.comm.mesh import Mesh
 from megascale.comm.work import COMPLETED, Work
-from megascale.layout.owners import MatrixShard
+from megascale.layout.buckets import SlotRange
+from megascale.layout.owners import OwnedMatrix
 from megascale.parallel.param_and_grad_buffers import Bucket
 
-
-class _Piece(NamedTuple):
-    """Elements [start, stop) of the tp shard of matrix number `place`."""
-
-    place: int
-    start: int
-    stop: int
+Pieces = list[tuple[int, SlotRange]]
+"""Elements of this tp rank's shards of matrices, with the matrices' numbers."""
 
 
 class _Routes:
     """The ways of a bucket's matrices to their owners and back, which follow from the layout alone."""
 
-    def __init__(self, bucket: Bucket, places: Sequence[MatrixShard], mesh: Mesh) -> None:
+    def __init__(self, bucket: Bucket, places: Sequence[OwnedMatrix], mesh: Mesh) -> None:
         self.places = places
-        self.tp = mesh.tp
-        self.dp: Group = bucket.group if bucket.zero else single_rank_group("dp")
-        self.shard_start = bucket.shard[0]
+        self.tp, self.dp = mesh.tp, bucket.storage.shards
         self._layout, self._topology = bucket.layout, mesh.topology
 
     def on_dp_rank(self) -> list[int]:
@@ -52,23 +45,21 @@ class _Routes:
         """List the matrices whose only owner is the rank at `tp` and this rank's dp."""
         return [number for number in self.on_dp_rank() if self.places[number].tp_owner == tp]
 
-    def numel(self, number: int, tp: int) -> int:
-        """Count the elements of a tp rank's shard of a matrix."""
-        low, high = self.places[number].stored(self._topology, tp)
-        return high - low
+    def stored(self, number: int, tp: int) -> SlotRange:
+        """Return the elements of a tp rank's shard of a matrix."""
+        return self.places[number].stored(self._topology, tp)
 
-    def pieces(self, source: int, owner: int) -> list[_Piece]:
+    def pieces(self, source: int, owner: int) -> Pieces:
         """List the pieces that dp rank `source` stores of matrices on dp rank `owner`."""
-        low, high = self._layout.shard_range(source) if self.dp.size > 1 else (0, self._layout.numel)
-        found = []
-        for number, place in enumerate(self.places):
-            if place.dp_owner in (None, owner):
-                start, stop = place.stored(self._topology, self.tp.index)
-                piece = _Piece(number, max(start, low) - start, min(stop, high) - start)
-                found += [piece] if piece.start < piece.stop else []
-        return found
+        shard = self._layout.shard_range(source, self.dp.size)
+        found = (
+            (number, self.stored(number, self.tp.index).clipped(*shard))
+            for number, place in enumerate(self.places)
+            if place.dp_owner in (None, owner)
+        )
+        return [(number, piece) for number, piece in found if piece.numel > 0]
 
-    def message(self, source: int, owner: int) -> list[_Piece]:
+    def message(self, source: int, owner: int) -> Pieces:
         """List the pieces that dp rank `source` sends to dp rank `owner`: none to itself."""
         return self.pieces(source, owner) if source != owner else []
 
@@ -97,10 +88,10 @@ class _Routes:
 class MatrixExchange:
     """Gathers the matrices of a bucket on their owners and returns updates; one exchange at a time."""
 
-    def __init__(self, bucket: Bucket, places: Sequence[MatrixShard], mesh: Mesh) -> None:
+    def __init__(self, bucket: Bucket, places: Sequence[OwnedMatrix], mesh: Mesh) -> None:
         self._routes = routes = _Routes(bucket, places, mesh)
         self._tp, self._dp = routes.tp, routes.dp
-        self._label = bucket.label
+        self._label, self._first = bucket.label, bucket.shard[0]
         self._dtype, self._device = bucket.grad.dtype, bucket.grad.device
         self._work: Work = COMPLETED
         self._incoming: list[Tensor] = []
@@ -124,9 +115,9 @@ class MatrixExchange:
         """No matrix crosses a link."""
         return self._dp.size == 1 and not self._crosses_tp
 
-    def start_of(self, number: int) -> int:
-        """Return where this tp rank's shard of a matrix begins in this rank's shard of the bucket."""
-        return self._routes.places[number].start - self._routes.shard_start
+    def stored(self, number: int) -> SlotRange:
+        """Return the elements of this tp rank's shard of a matrix."""
+        return self._routes.stored(number, self._tp.index)
 
     def start_gather(self, flat: Tensor) -> None:
         """Start to send this rank's shard `flat` [elements of the shard] of the matrices to their dp owners. It may
@@ -134,7 +125,7 @@ class MatrixExchange:
         """
         me, self._flat = self._dp.index, flat
         self._outgoing = [
-            self._join([self._stored(piece) for piece in self._routes.message(me, owner)])
+            self._join([piece.view(flat, self._first) for _, piece in self._routes.message(me, owner)])
             for owner in range(self._dp.size)
         ]
         self._incoming = [self._empty(self._routes.message(source, me)) for source in range(self._dp.size)]
@@ -147,13 +138,16 @@ class MatrixExchange:
         ranks = range(self._tp.size)
         self._outgoing = [self._join([shards[number] for number in self._routes.others(owner)]) for owner in ranks]
         self._incoming = [
-            self._new(sum(self._routes.numel(n, source) for n in mine) if source != me else 0) for source in ranks
+            self._new(sum(self._routes.stored(n, source).numel for n in mine) if source != me else 0)
+            for source in ranks
         ]
         if self._crosses_tp:
             self._start(self._tp, "matrices")
             self._work.wait()
         by_source = [
-            [shards[n] for n in mine] if source == me else message.split([self._routes.numel(n, source) for n in mine])
+            [shards[n] for n in mine]
+            if source == me
+            else message.split([self._routes.stored(n, source).numel for n in mine])
             for source, message in enumerate(self._incoming)
         ]
         self.release()
@@ -166,18 +160,18 @@ class MatrixExchange:
     def _gathered_shards(self) -> dict[int, Tensor]:
         """Return this tp rank's shards of the matrices whose owner is on this dp rank, by number."""
         me, shards = self._dp.index, dict[int, Tensor]()
-        own = {piece.place: piece for piece in self._routes.pieces(me, me)}
+        own = dict(self._routes.pieces(me, me))
         for number in self._routes.on_dp_rank():
-            piece, numel = own.get(number), self._routes.numel(number, self._tp.index)
-            if piece is not None and piece.stop - piece.start == numel:
-                shards[number] = self._stored(piece)
+            piece, stored = own.get(number), self.stored(number)
+            if piece == stored:
+                shards[number] = stored.view(self._flat, self._first)
                 continue
-            shards[number] = self._new(numel)
+            shards[number] = self._new(stored.numel)
             if piece is not None:
-                shards[number][piece.start : piece.stop] = self._stored(piece)
+                piece.view(shards[number], stored.start)[:] = piece.view(self._flat, self._first)
         for source, message in enumerate(self._incoming):
-            for piece, part in self._split(message, self._routes.message(source, me)):
-                shards[piece.place][piece.start : piece.stop] = part
+            for (number, piece), part in self._split(message, self._routes.message(source, me)):
+                piece.view(shards[number], self.stored(number).start)[:] = part
         return shards
 
     def start_return(self, updates: dict[int, Tensor]) -> None:
@@ -189,39 +183,36 @@ class MatrixExchange:
         self._own |= {number: cut[number][me].clone() for number in mine}  # a view would keep the update
         self._outgoing = [self._join([cut[number][rank] for number in mine] if rank != me else []) for rank in ranks]
         numbers = [self._routes.others(owner) for owner in ranks]
-        self._incoming = [self._new(sum(self._routes.numel(number, me) for number in of_owner)) for of_owner in numbers]
+        self._incoming = [self._new(sum(self.stored(number).numel for number in of_owner)) for of_owner in numbers]
         if self._crosses_tp:
             self._start(self._tp, "updates")
 
-    def finish_return(self) -> list[tuple[int, int, Tensor]]:
-        """Return the updates of this rank's shard: (number of the matrix, start in the shard, flat range)."""
+    def finish_return(self) -> list[tuple[int, SlotRange, Tensor]]:
+        """Return the updates of this rank's shard: number of the matrix, elements, and values."""
         self._work.wait()
         me, shards = self._dp.index, self._own
         for owner, message in enumerate(self._incoming):
             numbers = self._routes.others(owner)
-            sizes = [self._routes.numel(number, self._tp.index) for number in numbers]
+            sizes = [self.stored(number).numel for number in numbers]
             shards |= dict(zip(numbers, message.split(sizes), strict=True)) if numbers else {}
         ranks = range(self._dp.size)
         self._outgoing = [
-            self._join([shards[p.place][p.start : p.stop] for p in self._routes.message(rank, me)]) for rank in ranks
+            self._join([p.view(shards[n], self.stored(n).start) for n, p in self._routes.message(rank, me)])
+            for rank in ranks
         ]
         self._incoming = [self._empty(self._routes.message(me, owner)) for owner in ranks]
         self._start(self._dp, "updates")
         self._work.wait()
-        received = [(piece, shards[piece.place][piece.start : piece.stop]) for piece in self._routes.pieces(me, me)]
+        own = self._routes.pieces(me, me)
+        received = [((n, piece), piece.view(shards[n], self.stored(n).start)) for n, piece in own]
         for owner, message in enumerate(self._incoming):
             received += self._split(message, self._routes.message(me, owner))
         self.release()
-        return [(piece.place, self.start_of(piece.place) + piece.start, part) for piece, part in received]
+        return [(number, piece, part) for (number, piece), part in received]
 
     def release(self) -> None:
         """Free the messages of a completed exchange."""
         self._incoming, self._outgoing, self._own, self._flat = [], [], {}, self._new(0)
-
-    def _stored(self, piece: _Piece) -> Tensor:
-        """Return a piece of this rank's shard of the bucket."""
-        start = self.start_of(piece.place)
-        return self._flat[start + piece.start : start + piece.stop]
 
     def _start(self, group: Group, what: str) -> None:
         self._work = all_to_all_v(group, self._incoming, self._outgoing, label=f"{self._label} {what}", wait=False)
@@ -229,12 +220,12 @@ class MatrixExchange:
     def _join(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(parts)) if parts else self._new(0)
 
-    def _split(self, message: Tensor, pieces: Sequence[_Piece]) -> list[tuple[_Piece, Tensor]]:
-        parts = message.split([piece.stop - piece.start for piece in pieces]) if pieces else ()
+    def _split(self, message: Tensor, pieces: Pieces) -> list[tuple[tuple[int, SlotRange], Tensor]]:
+        parts = message.split([piece.numel for _, piece in pieces]) if pieces else ()
         return list(zip(pieces, parts, strict=True))
 
-    def _empty(self, pieces: Sequence[_Piece]) -> Tensor:
-        return self._new(sum(piece.stop - piece.start for piece in pieces))
+    def _empty(self, pieces: Pieces) -> Tensor:
+        return self._new(sum(piece.numel for _, piece in pieces))
 
     def _new(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=self._dtype, device=self._device)
