@@ -16,7 +16,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megascale", "megascale.*"]),
-    package_data={"megascale": ["py.typed"], "megascale.dashboard": ["assets/*.css"]},
+    package_data={"megascale": ["py.typed"], "megascale.operate.show.web": ["assets/*.css"]},
     data_files=[
         (f"share/megascale/{folder}", sorted(f"{folder}/{path.name}" for path in (HERE / folder).glob("*.toml")))
         for folder in PROFILES

@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_leaves
 from megascale.comm import symmetric_memory
 from megascale.config.run import RunConfig
 from megascale.device import Timer
-from megascale.dryrun.dry_run import FakeDevice
-from megascale.dryrun.fake_mesh import fake_mesh
 from megascale.layout.topology import topology_of
 from megascale.ops.rope import rope_table
+from megascale.plan.dryrun.dry_run import FakeDevice
+from megascale.plan.dryrun.fake_mesh import fake_mesh
 from megascale.trace.recorder import Recorder
 from megascale.train.build import Run, build_rank_run
 from megascale.train.stop import StopRequest

@@ -14,7 +14,7 @@ from types import TracebackType
 
 from megascale.core.flight_reader import read_flight_record
 from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE, FlightRecord, FlightRecordError
-from megascale.core.secret import SECRET_VARIABLE, new_secret
+from megascale.operate.channel.secret import SECRET_VARIABLE, new_secret
 
 SECONDS = 180
 

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from megascale.core.rank import Rank
-from megascale.core.secret import SECRET_VARIABLE, new_secret
+from megascale.operate.channel.secret import SECRET_VARIABLE, new_secret
 
 _PRELOAD = [
     "numpy.random",

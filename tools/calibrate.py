@@ -19,10 +19,10 @@ from statistics import median
 from calibration import assumptions
 from calibration.fit import EFFICIENCIES, FIRST_YEAR, LOSS, RECENT, RECENT_YEAR, Fit, Profiles, Values, mean_error
 from calibration.rows import MANY, ROWS, Row, goals, read
-from megascale.account.flops import mfu
 from megascale.config import profile_files
 from megascale.core.files import write_text
-from megascale.simulate import profiles
+from megascale.plan.account.flops import mfu
+from megascale.plan.simulate import profiles
 
 PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
 BEGIN, END = "<!-- calibration: begin -->", "<!-- calibration: end -->"
@@ -84,7 +84,7 @@ def write_profiles(kind: str, values: Values) -> None:
 
 def error_file(rows: Sequence[Row], left_out: Mapping[int, float]) -> Iterator[str]:
     """Yield the lines of the error file that plans read: errors by accelerator, measured stacks by hardware."""
-    yield "# How far plans are off: written by tools/calibrate.py, read by megascale/simulate/profiles.py"
+    yield "# How far plans are off: written by tools/calibrate.py, read by megascale/plan/simulate/profiles.py"
     yield f"\n# Mean error of step time, each source planned by a fit of the others; A100, H100: {MANY}+ devices"
     yield "[error]"
     groups = grouped(rows, lambda row: str(profiles.hardware(row.hardware).device.accelerator))

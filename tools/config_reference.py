@@ -18,13 +18,13 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import AfterValidator
 from pydantic.fields import FieldInfo
 
-from megascale.account.parameters import parameter_count
 from megascale.catalog.presets import PRESETS
 from megascale.config.injection import KINDS, PHASES
 from megascale.config.loading import sections
 from megascale.config.model import DERIVED_FROM, ModelConfig
 from megascale.config.section import Choice, Section
 from megascale.core.units import format_count
+from megascale.plan.account.parameters import parameter_count
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 

@@ -19,12 +19,12 @@ from lab.fleet import Fleet
 from lab.fleet_tables import FLOPS, PEAK_FLOPS, cube_of, write_store
 from lab.paper_stories import mfu_decay, slow_machines
 from megascale.core.files import write_text
-from megascale.observe.heatmap import compare
-from megascale.view.charts.grid_chart import grid_chart
-from megascale.view.charts.line_chart import Mark, Series, line_chart
-from megascale.view.charts.shapes import GREEN, ORANGE, STYLE
-from megascale.view.html_report import SLOWNESS_LEVELS
-from megascale.view.rank_matrix import rank_matrix
+from megascale.operate.diagnose.slow.heatmap import compare
+from megascale.operate.show.charts.grid_chart import grid_chart
+from megascale.operate.show.charts.line_chart import Mark, Series, line_chart
+from megascale.operate.show.charts.shapes import GREEN, ORANGE, STYLE
+from megascale.operate.show.html_report import SLOWNESS_LEVELS
+from megascale.operate.show.rank_matrix import rank_matrix
 
 ROOT = Path(__file__).parents[1]
 

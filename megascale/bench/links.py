@@ -21,7 +21,7 @@ from megascale.comm.totals import device_barrier, max_over_job
 from megascale.core.units import format_bytes
 from megascale.device import Device
 from megascale.layout.topology import Topology
-from megascale.simulate.link_time import Operation, Route
+from megascale.plan.simulate.link_time import Operation, Route
 from megascale.trace.recorder import Recorder
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")

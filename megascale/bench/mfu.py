@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megascale.account.attended import expected_scores
-from megascale.account.flops import TokenFlops, hardware_flops, head_flops, mfu, token_flops
-from megascale.account.parameters import parameter_count
 from megascale.bench.quartiles import Quartiles
 from megascale.catalog.accelerators import Peak
 from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
 from megascale.core.units import format_bytes, format_count, format_flops
+from megascale.plan.account.attended import expected_scores
+from megascale.plan.account.flops import TokenFlops, hardware_flops, head_flops, mfu, token_flops
+from megascale.plan.account.parameters import parameter_count
 
 MIN_TIMED_STEPS = 20
 """Fewest timed steps for a median and quartiles."""
@@ -102,7 +102,7 @@ class DeviceSetup:
 @dataclass(frozen=True)
 class MfuResult:
     """Result of the benchmark. `full_model`: the model before slicing; `step`: seconds; `losses`: of the first and the
-    last timed step; `kernels`: share of a step by purpose (`trace.kernels`).
+    last timed step; `kernels`: share of a step by purpose (`train.kernels`).
     """
 
     config: RunConfig

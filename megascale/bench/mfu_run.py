@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.account.memory import fullest_rank, state_bytes
 from megascale.bench.gemm import attainable_peak
 from megascale.bench.mfu import ALL_LAYERS_FP8, DeviceSetup, LayerFit, MfuResult, StepCounts, config_with_layers
 from megascale.bench.quartiles import Quartiles, intervals
@@ -29,7 +28,8 @@ from megascale.core.rank import Rank
 from megascale.core.units import format_bytes
 from megascale.device import Device, detect_device, is_out_of_memory
 from megascale.ops.select import OpContext, selected_backends
-from megascale.trace import kernels
+from megascale.plan.account.memory import fullest_rank, state_bytes
+from megascale.train import kernels
 from megascale.train.build import Run, build_mesh, build_rank_run
 from megascale.train.peak_flops import find_peak_flops
 from megascale.train.scheduled_gc import without_automatic_gc

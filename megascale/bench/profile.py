@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megascale.account.traffic import mean_calls
 from megascale.bench import cpu_core, links
 from megascale.bench.cost_fit import Measurement, fit_costs, mean_relative_error, rate_of_cost
 from megascale.catalog.precisions import PRECISIONS
@@ -34,9 +33,10 @@ from megascale.core.process import usable_cores
 from megascale.core.rank import Rank
 from megascale.device import Device
 from megascale.layout.topology import Topology
-from megascale.simulate import profiles
-from megascale.simulate.profiles import Hardware
-from megascale.simulate.step_time import estimate
+from megascale.plan.account.traffic import mean_calls
+from megascale.plan.simulate import profiles
+from megascale.plan.simulate.profiles import Hardware
+from megascale.plan.simulate.step_time import estimate
 from megascale.train.build import Run, build_mesh, build_rank_run
 from megascale.train.scheduled_gc import without_automatic_gc
 from megascale.train.step import train_step

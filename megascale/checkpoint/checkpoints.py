@@ -22,9 +22,9 @@ from megascale.checkpoint.save.saver import CheckpointSaver
 from megascale.comm.mesh import Mesh
 from megascale.config.run import RunConfig
 from megascale.config.toml_writer import config_changes
-from megascale.core.secret import job_secret
 from megascale.core.storage import Location
 from megascale.device import Device
+from megascale.operate.channel.secret import job_secret
 from megascale.parallel.stateful import Stateful
 
 

@@ -19,9 +19,9 @@ from megascale.core.errors import ConfigError, MegascaleError, Problem
 from megascale.core.limits import raise_soft_limits
 from megascale.core.process import usable_cores
 from megascale.core.rank import NODE_VARIABLE
-from megascale.core.secret import inheritable_secret, job_secret
-from megascale.fault.node_place import NodePlace
-from megascale.fault.scheduler.port import ADDRESS_VARIABLE, DRIVER_VARIABLE, SLOTS_VARIABLE
+from megascale.operate.channel.secret import inheritable_secret, job_secret
+from megascale.operate.driver.scheduler.port import ADDRESS_VARIABLE, DRIVER_VARIABLE, SLOTS_VARIABLE
+from megascale.operate.node.node_place import NodePlace
 
 OPEN_FILES = 1 << 16
 
@@ -48,9 +48,9 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     os.environ.update(GRPC_DEFAULTS | os.environ)
-    from megascale.fault.agent import Agent, leave_process  # imports gRPC, which reads these variables
-    from megascale.fault.observed_ranks import ObservedRanks
-    from megascale.fault.streams import tls_from_environment
+    from megascale.operate.channel.streams import tls_from_environment
+    from megascale.operate.node.agent import Agent, leave_process  # imports gRPC, which reads these variables
+    from megascale.operate.node.observed_ranks import ObservedRanks
 
     place = place_from_environment(os.environ)
     raise_soft_limits(OPEN_FILES)

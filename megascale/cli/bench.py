@@ -16,7 +16,7 @@ from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Exit, MegascaleError, Problem
 from megascale.core.process import exit_on_stop_signals
-from megascale.launch import environment
+from megascale.operate.node import environment
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:

@@ -21,8 +21,8 @@ from megascale.core.errors import ConfigError, Problem
 from megascale.core.files import exists, is_folder, write_text
 from megascale.core.process import die_with_parent, usable_cores
 from megascale.core.rank import Rank, rank_from_environment
-from megascale.launch import local
-from megascale.launch.failure import write_end, write_error
+from megascale.operate.node import local
+from megascale.operate.node.failure import write_end, write_error
 
 if TYPE_CHECKING:
     from megascale.device import Device

@@ -7,10 +7,6 @@ import json
 import sys
 from collections.abc import Iterator
 
-from megascale.account.activation_offload import host_bytes
-from megascale.account.attended import describe_documents
-from megascale.account.memory import fullest_rank
-from megascale.account.parameters import parameter_count
 from megascale.cli.argument_types import positive_int
 from megascale.cli.initial_model import compare_initial_model
 from megascale.cli.main import add_config_arguments
@@ -22,8 +18,12 @@ from megascale.config.toml_writer import to_toml
 from megascale.core.errors import ConfigError, DataError, Exit
 from megascale.core.units import format_bytes, format_count
 from megascale.data.identity import replaced_datasets
-from megascale.launch.host_limits import limit_findings, memory_findings
 from megascale.layout.topology import topology_of
+from megascale.operate.node.host_limits import limit_findings, memory_findings
+from megascale.plan.account.activation_offload import host_bytes
+from megascale.plan.account.attended import describe_documents
+from megascale.plan.account.memory import fullest_rank
+from megascale.plan.account.parameters import parameter_count
 
 RANKS_OF_HOST = 8
 """Most ranks of a host here: a larger job usually has several hosts."""

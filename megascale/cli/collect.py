@@ -26,8 +26,8 @@ from megascale.core.files import lock_to_build
 from megascale.core.flight_reader import read_flight_record
 from megascale.core.flight_record import SHARED_MEMORY, FlightRecordError, flight_record_path, folder_key
 from megascale.core.process import module_command, process_exists
-from megascale.eventstore.collector import POLL_S, Collector, CollectorThread
-from megascale.fault.say import say
+from megascale.operate.print_line import print_line
+from megascale.operate.store.collector import POLL_S, Collector, CollectorThread
 
 LAST_ROWS_S = 5.0
 """Seconds that a rank that ends in order waits for its collector, which a container may end with it."""
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
             if _has_ended(first):
                 return Exit.OK
     except OSError as error:
-        say(f"WARNING: no event store, because {error.filename} cannot be opened: {error.strerror}")
+        print_line(f"WARNING: no event store, because {error.filename} cannot be opened: {error.strerror}")
         return Exit.UNCLASSIFIED
     with lock:
         _collect(options, first)
@@ -82,15 +82,15 @@ def run(options: argparse.Namespace) -> int:
 
 def _collect(options: argparse.Namespace, first: int) -> None:
     """Collect until all ranks have ended. `first`: the process of the rank that started this one."""
-    from megascale.export.exporter import MetricsEndpoint
-    from megascale.fault.node_exporter import watching_host
+    from megascale.operate.node.node_exporter import watching_host
+    from megascale.operate.store.exporter import MetricsEndpoint
 
     records: dict[int, Path] = {}
     pids: dict[int, int] = {}
-    thread = CollectorThread(Collector(records, say), say)
+    thread = CollectorThread(Collector(records, print_line), print_line)
     name, host = options.folder.name, socket.gethostname()
     endpoint = MetricsEndpoint(options.metrics_address, options.metrics_port, name, options.folder, host, host)
-    with watching_host(thread.collector, endpoint, say):
+    with watching_host(thread.collector, endpoint, print_line):
         while not _has_ended(first):
             _find_ranks(options.folder, records, pids)
     while any(process_exists(pid) for pid in pids.values() if pid != first):

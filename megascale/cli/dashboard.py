@@ -48,9 +48,9 @@ def _base_path(text: str) -> str:
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     try:
-        from megascale.dashboard.app import make_app
-        from megascale.dashboard.runs import watched_runs
-        from megascale.dashboard.server import DashboardServer
+        from megascale.operate.show.web.app import make_app
+        from megascale.operate.show.web.runs import watched_runs
+        from megascale.operate.show.web.server import DashboardServer
     except ModuleNotFoundError as error:
         if error.name not in ("dash", "plotly", "flask", "werkzeug"):
             raise

@@ -17,7 +17,7 @@ from megascale.core.process import exit_on_stop_signals
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
-    from megascale.view.charts.shapes import FILE_START
+    from megascale.operate.show.charts.shapes import FILE_START
 
     sub.add_argument("folder", metavar="RUN", type=Path, help="the run's folder")
     instead = sub.add_mutually_exclusive_group()
@@ -32,7 +32,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    from megascale.view.run_view import RunFolderError, RunReader
+    from megascale.operate.show.run_view import RunFolderError, RunReader
 
     if options.slow or options.hosts:
         if options.picture is not None:
@@ -41,9 +41,9 @@ def run(options: argparse.Namespace) -> int:
         with exit_on_stop_signals():
             (_print_slow if options.slow else _print_hosts)(options)
         return Exit.OK
-    from megascale.view.diagnosis import diagnose
-    from megascale.view.diagnosis_text import diagnosis_json, diagnosis_text
-    from megascale.view.last_states import read_last_states
+    from megascale.operate.show.diagnosis import diagnose
+    from megascale.operate.show.diagnosis_text import diagnosis_json, diagnosis_text
+    from megascale.operate.show.last_states import read_last_states
 
     with exit_on_stop_signals():
         view = RunReader(options.folder).read()
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(diagnosis_json(found)) if options.json else diagnosis_text(found))
         if options.picture is None:
             return Exit.OK
-        from megascale.view.charts.wait_picture import wait_picture
+        from megascale.operate.show.charts.wait_picture import wait_picture
 
         try:
             write_text(options.picture, wait_picture(found))
@@ -63,9 +63,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _print_slow(options: argparse.Namespace) -> None:
     """Print the findings about the run's event store, the costliest first, and then those that are over."""
-    from megascale.eventstore.reading import read_store
-    from megascale.observe.cube_queries import read_places
-    from megascale.observe.findings import crowd_note, findings
+    from megascale.operate.diagnose.slow.cube_queries import read_places
+    from megascale.operate.diagnose.slow.findings import crowd_note, findings
+    from megascale.operate.store.reading import read_store
 
     reading = read_store(options.folder, lambda store: (findings(store), crowd_note(read_places(store))))
     found, note = reading.value
@@ -81,9 +81,9 @@ def _print_slow(options: argparse.Namespace) -> None:
 
 def _print_hosts(options: argparse.Namespace) -> None:
     """Print the hosts whose newest metrics stay far from the others', the farthest first."""
-    from megascale.eventstore.query import StoreError
-    from megascale.eventstore.reading import read_store
-    from megascale.observe.host_outliers import recent_host_outliers
+    from megascale.operate.diagnose.slow.host_outliers import recent_host_outliers
+    from megascale.operate.store.query import StoreError
+    from megascale.operate.store.reading import read_store
 
     reading = read_store(options.folder, recent_host_outliers, tables=("host_metrics", "ranks"))
     warn(reading.notes)

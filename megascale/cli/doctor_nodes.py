@@ -18,13 +18,13 @@ from megascale.cli.argument_types import at_least
 from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.network import LOOPBACK
 from megascale.core.rank import NODE_VARIABLE, Rank, rank_from_environment
-from megascale.core.secret import SECRET_VARIABLE, new_secret
 from megascale.core.units import format_bytes, format_flops
-from megascale.fault.checks.result import CheckResult
-from megascale.fault.checks.runner import run_check
-from megascale.fault.diagnose import FULL, Diagnosis, DiagnosisPlan, diagnose
-from megascale.fault.node_runs import CheckedNode
-from megascale.fault.node_verdicts import NodeVerdict
+from megascale.operate.channel.secret import SECRET_VARIABLE, new_secret
+from megascale.operate.health.checks.result import CheckResult
+from megascale.operate.health.checks.runner import run_check
+from megascale.operate.health.diagnose import FULL, Diagnosis, DiagnosisPlan, diagnose
+from megascale.operate.health.node_runs import CheckedNode
+from megascale.operate.health.node_verdicts import NodeVerdict
 
 if TYPE_CHECKING:
     from megascale.comm.store import JobStore
@@ -89,7 +89,7 @@ def _diagnose_hosts(rank: Rank, plan: DiagnosisPlan) -> Diagnosis | None:
     import datetime
 
     from megascale.comm.rendezvous import open_store
-    from megascale.core.secret import job_secret
+    from megascale.operate.channel.secret import job_secret
 
     store = open_store(rank, job_secret(None), datetime.timedelta(seconds=START_S))
     store.set(f"rank/{rank.rank}", json.dumps([rank.host, _address(), rank.local_rank]))

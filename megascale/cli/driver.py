@@ -10,7 +10,7 @@ from megascale.cli.main import add_config_arguments
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.core.run_folder import LOGS, RunFolder
-from megascale.core.secret import job_secret
+from megascale.operate.channel.secret import job_secret
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
@@ -33,11 +33,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def _drive(options: argparse.Namespace, config: RunConfig) -> int:
-    from megascale.fault.drive_job import drive_job
-    from megascale.fault.job import JobPlan
-    from megascale.fault.scheduler.adapters import ADAPTERS
-    from megascale.fault.scheduler.remote import SchedulerClient
-    from megascale.fault.shrink import smaller_layout
+    from megascale.operate.driver.drive_job import drive_job
+    from megascale.operate.driver.job import JobPlan
+    from megascale.operate.driver.scheduler.adapters import ADAPTERS
+    from megascale.operate.driver.scheduler.remote import SchedulerClient
+    from megascale.operate.driver.shrink import smaller_layout
 
     host, _, port = options.listen.rpartition(":")
     adapter, per_node = ADAPTERS[options.scheduler], config.world_size // options.nodes

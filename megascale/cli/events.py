@@ -17,12 +17,12 @@ from megascale.cli.argument_types import positive_float, rank_ranges, step_range
 from megascale.cli.notes import warn
 from megascale.core.errors import Exit
 from megascale.core.process import exit_on_stop_signals
-from megascale.eventstore.query import Answer, StoreError, answer, open_store
-from megascale.eventstore.reading import read_store
-from megascale.eventstore.ready_queries import READY_QUERIES
-from megascale.eventstore.schema import schema_page
-from megascale.eventstore.table_files import STORE_FOLDER
-from megascale.export.spans import OTLP_STEPS, SPAN_GROUPS
+from megascale.operate.store.query import Answer, StoreError, answer, open_store
+from megascale.operate.store.reading import read_store
+from megascale.operate.store.ready_queries import READY_QUERIES
+from megascale.operate.store.schema import schema_page
+from megascale.operate.store.spans import OTLP_STEPS, SPAN_GROUPS
+from megascale.operate.store.table_files import STORE_FOLDER
 
 DEFAULT_SPANS = "per_step"
 """Preset of span groups that is exported."""
@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace) -> int:
     """Send spans to a receiver of OpenTelemetry."""
-    from megascale.export.otlp import choose, export_spans
+    from megascale.operate.store.otlp import choose, export_spans
 
     if options.query is not None:
         raise StoreError("--otlp stands in the place of a query", hint="leave out --otlp, or the query")

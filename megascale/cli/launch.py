@@ -19,7 +19,7 @@ from megascale.config.timeout_rules import launch_findings
 from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.files import atomic_file
 from megascale.core.run_folder import read_token
-from megascale.launch import environment
+from megascale.operate.node import environment
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    from megascale.fault.supervisor import LaunchPlan, supervise
+    from megascale.operate.driver.supervisor import LaunchPlan, supervise
 
     config = load_config(options.config, options.overrides)
     if found := list(problems(options, config)):
@@ -65,8 +65,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _write_manifest(options: argparse.Namespace, config: RunConfig) -> int:
-    from megascale.core.secret import new_secret
-    from megascale.fault.scheduler.jobset import JobSetPlan, manifest
+    from megascale.operate.channel.secret import new_secret
+    from megascale.operate.driver.scheduler.jobset import JobSetPlan, manifest
 
     claim, _, mount = options.claim.partition("=")
     arguments = [options.config, *options.overrides, "--nodes", str(options.nodes), "--spares", str(options.spares)]
@@ -84,7 +84,7 @@ def _write_manifest(options: argparse.Namespace, config: RunConfig) -> int:
 
 def problems(options: argparse.Namespace, config: RunConfig) -> Iterator[Problem]:
     """Find what is wrong between the options and the configuration, before anything starts."""
-    from megascale.fault.scheduler.adapters import ADAPTERS
+    from megascale.operate.driver.scheduler.adapters import ADAPTERS
 
     world, nodes = config.world_size, options.nodes
     if world % nodes:

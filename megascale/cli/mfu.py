@@ -14,8 +14,8 @@ from megascale.core.files import is_file
 if TYPE_CHECKING:
     import duckdb
 
-    from megascale.observe.drift import Drift
-    from megascale.observe.mfu_breakdown import MfuBreakdown
+    from megascale.operate.diagnose.slow.drift import Drift
+    from megascale.operate.diagnose.slow.mfu_breakdown import MfuBreakdown
 
 
 class MfuError(MegascaleError):
@@ -34,12 +34,12 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    from megascale.eventstore.reading import read_store
-    from megascale.eventstore.table_files import STORE_FOLDER
-    from megascale.observe.cube_queries import peak_flops, recent_cube, sampled_cube
-    from megascale.observe.drift import drift
-    from megascale.view.run_breakdown import BUBBLE_STEPS, run_breakdown
-    from megascale.view.run_view import CONFIG_FILE
+    from megascale.operate.diagnose.slow.cube_queries import peak_flops, recent_cube, sampled_cube
+    from megascale.operate.diagnose.slow.drift import drift
+    from megascale.operate.show.run_breakdown import BUBBLE_STEPS, run_breakdown
+    from megascale.operate.show.run_view import CONFIG_FILE
+    from megascale.operate.store.reading import read_store
+    from megascale.operate.store.table_files import STORE_FOLDER
 
     folder = Path(options.run)
     if folder.name == STORE_FOLDER and is_file(folder.resolve().parent.joinpath(CONFIG_FILE)):

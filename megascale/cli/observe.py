@@ -27,8 +27,8 @@ from megascale.core.network import LOOPBACK, address_for_others, address_toward,
 from megascale.core.process import die_with_parent, module_command
 from megascale.core.rank import NODE_VARIABLE
 from megascale.core.run_folder import LOGS
-from megascale.core.secret import job_secret
-from megascale.fault.scheduler.port import ADDRESS_VARIABLE, DRIVER_VARIABLE
+from megascale.operate.channel.secret import job_secret
+from megascale.operate.driver.scheduler.port import ADDRESS_VARIABLE, DRIVER_VARIABLE
 
 PORT = 29600
 """Port of the driver, unless --driver names another."""
@@ -141,10 +141,10 @@ def _observing(command: Sequence[str], env: Mapping[str, str]) -> Iterator[None]
 
 async def _drive(config: RunConfig, driver: DriverEndpoint) -> int:
     """Reach verdicts about the ranks of all hosts, until they have ended."""
-    from megascale.fault.drive_job import drive_job
-    from megascale.fault.job import JobPlan
-    from megascale.fault.say import say
-    from megascale.fault.scheduler.none import NoScheduler
+    from megascale.operate.driver.drive_job import drive_job
+    from megascale.operate.driver.job import JobPlan
+    from megascale.operate.driver.scheduler.none import NoScheduler
+    from megascale.operate.print_line import print_line
 
     config.folder.mkdir(parents=True, exist_ok=True)
     observe = config.observe
@@ -154,6 +154,6 @@ async def _drive(config: RunConfig, driver: DriverEndpoint) -> int:
     )  # fmt: skip
     size = {"nodes": 0, "world": 0, "scheduler": "none"}  # the observers find them
     where = join_port(driver.name, driver.port)
-    say(f"watching the ranks of {config.name}; observers of their hosts join at {where}")
+    print_line(f"watching the ranks of {config.name}; observers of their hosts join at {where}")
     endpoint = driver.listens_at, driver.port
     return await drive_job(config, plan, NoScheduler(), job_secret(Path(observe.dir)), endpoint, size)

@@ -28,14 +28,14 @@ from megascale.config.toml_writer import to_toml
 from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.files import exists, is_file, is_folder, write_text
 from megascale.core.process import without_gc
-from megascale.observe import chrome_trace
-from megascale.search import plot, report
-from megascale.search.plan import Plan
-from megascale.search.search import SearchResult, search
-from megascale.search.space import DEPENDENT_KEYS, LAYOUT_KEYS
-from megascale.search.timeline import events
-from megascale.simulate import failures, profiles
-from megascale.simulate.profiles import Hardware, Stack
+from megascale.operate.show import chrome_trace
+from megascale.plan.search import plot, report
+from megascale.plan.search.plan import Plan
+from megascale.plan.search.search import SearchResult, search
+from megascale.plan.search.space import DEPENDENT_KEYS, LAYOUT_KEYS
+from megascale.plan.search.timeline import events
+from megascale.plan.simulate import failures, profiles
+from megascale.plan.simulate.profiles import Hardware, Stack
 
 WIDTH = 200
 """Width of the tables in columns if stdout is not a terminal."""
@@ -244,7 +244,7 @@ def _fixed_keys(options: argparse.Namespace) -> list[str]:
 
 
 def _exact(config: RunConfig, expected: list[int]) -> dict[str, Any]:
-    from megascale.dryrun.exact_costs import exact_costs  # imports torch
+    from megascale.plan.dryrun.exact_costs import exact_costs  # imports torch
 
     return exact_costs(config, expected)
 

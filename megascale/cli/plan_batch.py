@@ -11,11 +11,11 @@ from megascale.cli.main import add_config_arguments
 from megascale.cli.plan import print_tables
 from megascale.config.loading import load_config
 from megascale.core.errors import Exit
-from megascale.search import batch_report
-from megascale.search.batch_laws import training_of
-from megascale.search.batch_plan import critical_by_law, read_measured
-from megascale.search.batch_report import BatchPlan, Reference
-from megascale.view.run_view import CONFIG_FILE, RunFolderError, read_run_config
+from megascale.operate.show.run_view import CONFIG_FILE, RunFolderError, read_run_config
+from megascale.plan.search import batch_report
+from megascale.plan.search.batch_laws import training_of
+from megascale.plan.search.batch_plan import critical_by_law, read_measured
+from megascale.plan.search.batch_report import BatchPlan, Reference
 
 TOKENS = (1.0, 1e15)
 """Fewest and most tokens of a training: the laws end far below the most, and steps and batches stay countable."""

@@ -17,9 +17,9 @@ from megascale.config.section import AUTO
 from megascale.core.errors import ConfigError, Problem
 from megascale.data.indexed_dataset import open_dataset
 from megascale.layout.length_distribution import KINDS, LengthDistribution, of_lengths, parse_lengths
-from megascale.search import length_report
-from megascale.search.length_plan import LengthPlan, choose_chunks, fitting_tokens
-from megascale.simulate.profiles import Hardware, Stack
+from megascale.plan.search import length_report
+from megascale.plan.search.length_plan import LengthPlan, choose_chunks, fitting_tokens
+from megascale.plan.simulate.profiles import Hardware, Stack
 
 
 def report(options: argparse.Namespace, config: RunConfig, hardware: Hardware, stack: Stack) -> Iterable[str | Table]:

@@ -19,7 +19,7 @@ class ReportError(MegascaleError):
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
-    from megascale.view.html_report import FILE_START
+    from megascale.operate.show.html_report import FILE_START
 
     sub.add_argument("folder", metavar="RUN", type=Path, help="the run's folder")
     output = "the report (default: RUN/report.html)"
@@ -28,12 +28,12 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    from megascale.eventstore.query import StoreError
-    from megascale.observe.svg import render_svg
-    from megascale.view.html_report import render_report
-    from megascale.view.run_view import RunReader
-    from megascale.view.step_events import pictured_events
-    from megascale.view.store_view import read_store_view
+    from megascale.operate.show.html_report import render_report
+    from megascale.operate.show.run_view import RunReader
+    from megascale.operate.show.step_events import pictured_events
+    from megascale.operate.show.store_view import read_store_view
+    from megascale.operate.show.svg import render_svg
+    from megascale.operate.store.query import StoreError
 
     view, notes = RunReader(options.folder).read(), []
     store = None

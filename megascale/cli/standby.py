@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megascale.launch import environment
-from megascale.launch.standby_process import take_task
+from megascale.operate.node import environment
+from megascale.operate.node.standby_process import take_task
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:

@@ -16,11 +16,11 @@ from megascale.core.errors import Exit, MegascaleError
 from megascale.core.events import COMPUTE, RankEvents, event_file_name, read_events
 from megascale.core.files import exists, is_folder
 from megascale.core.process import exit_on_stop_signals, without_gc
-from megascale.eventstore.query import StoreError
-from megascale.eventstore.rank_events import read_rank_events
-from megascale.observe import chrome_trace, svg
-from megascale.observe.chrome_trace import TraceStats
-from megascale.observe.summary import AxisCommunication, format_shares, mean_over_ranks, summarize
+from megascale.operate.show import chrome_trace, svg
+from megascale.operate.show.chrome_trace import TraceStats
+from megascale.operate.show.summary import AxisCommunication, format_shares, mean_over_ranks, summarize
+from megascale.operate.store.query import StoreError
+from megascale.operate.store.rank_events import read_rank_events
 
 MAX_TABLE_RANKS = 16
 """Number of ranks above which the table shows means over ranks instead of a row per rank."""

@@ -27,10 +27,11 @@ from megascale.core.process import die_with_parent
 from megascale.core.rank import STORE_VARIABLE, Rank, local_world_size, on_one_host, rank_from_environment
 from megascale.core.run_folder import LOGS, TOKEN_VARIABLE, check_known, read_token
 from megascale.core.torch_import import torch_import_problem
-from megascale.eventstore.settings import open_ring_of_rank
-from megascale.launch import environment, flight
-from megascale.launch.failure import write_end, write_error
-from megascale.launch.host_limits import limit_findings, wanted_open_files
+from megascale.operate.diagnose.hang import flight
+from megascale.operate.node import environment
+from megascale.operate.node.failure import write_end, write_error
+from megascale.operate.node.host_limits import limit_findings, wanted_open_files
+from megascale.operate.store.settings import open_ring_of_rank
 
 if TYPE_CHECKING:
     from megascale.train.resume import InitialWeights
@@ -98,10 +99,10 @@ def _announce_failed_start(error: MegascaleError, rank: Rank, options: argparse.
 
 def _launch_ranks(options: argparse.Namespace, config: RunConfig) -> int:
     """Launch the layout's ranks on this host. What only a launcher needs is imported here: a rank starts without."""
-    from megascale.export.exporter import MetricsEndpoint
-    from megascale.fault.node_exporter import watching_host
-    from megascale.fault.say import say
-    from megascale.launch import local
+    from megascale.operate.node import local
+    from megascale.operate.node.node_exporter import watching_host
+    from megascale.operate.print_line import print_line
+    from megascale.operate.store.exporter import MetricsEndpoint
 
     if warning := environment.warn_of_idle_hosts(config.world_size):
         print(warning, file=sys.stderr)
@@ -112,13 +113,13 @@ def _launch_ranks(options: argparse.Namespace, config: RunConfig) -> int:
         config.folder / LOGS,
         config.folder / flight.DUMP_FOLDER,
         find_hung,
-        lambda collector: watching_host(collector, endpoint, say),
+        lambda collector: watching_host(collector, endpoint, print_line),
     )
 
 
 def find_hung(records: Mapping[int, FlightRecord], states: Mapping[int, str]) -> tuple[int, str] | None:
     """Return the rank that hangs and the evidence; None if the flight records name no single rank."""
-    from megascale.observe.hang import hang_verdict
+    from megascale.operate.diagnose.hang.hang import hang_verdict
 
     verdict = hang_verdict(records, states)
     return (verdict.ranks[0], f"{verdict.kind}: {'; '.join(verdict.evidence)}") if verdict.confident else None

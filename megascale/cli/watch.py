@@ -15,8 +15,8 @@ from megascale.core.process import interrupt_on_stop_signals
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megascale.view.run_view import RunReader, RunView
-    from megascale.view.store_view import StoreFollower
+    from megascale.operate.show.run_view import RunReader, RunView
+    from megascale.operate.show.store_view import StoreFollower
 
 EVERY_S = 1.0
 """Seconds between two frames."""
@@ -35,8 +35,8 @@ def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     from rich.console import Console
 
-    from megascale.view.run_view import RunReader
-    from megascale.view.store_view import StoreFollower
+    from megascale.operate.show.run_view import RunReader
+    from megascale.operate.show.store_view import StoreFollower
 
     console, reader = Console(highlight=False), RunReader(options.folder)
     store = StoreFollower(options.folder)
@@ -83,7 +83,7 @@ def _print(console: Console, view: RunView, store: StoreFollower) -> None:
 
 
 def _lines(console: Console, view: RunView, store: StoreFollower, height: int, *, fill: bool = False) -> list:
-    from megascale.view.frame import FrameSize, frame
+    from megascale.operate.show.frame import FrameSize, frame
 
     size = FrameSize(console.width, height, has_blocks(console.encoding, os.environ), fill)
     analyses = store.latest

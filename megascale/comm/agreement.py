@@ -19,10 +19,10 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
-from megascale.comm.store_messages import REFUSED_KEY
 from megascale.core.errors import HostsDisagreeError, LostPeerError
 from megascale.core.rank import Rank, format_ranks, rendezvous_endpoint
 from megascale.core.wait_notice import WaitNotice
+from megascale.operate.channel.store_messages import REFUSED_KEY
 
 Record = Mapping[str, str]
 """Values by key, which must be equal on all ranks."""

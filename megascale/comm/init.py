@@ -23,8 +23,8 @@ from megascale.config.nccl import NcclConfig
 from megascale.core.errors import ConfigError, MegascaleError
 from megascale.core.network import has_loopback
 from megascale.core.rank import Rank, on_one_host
-from megascale.core.secret import job_secret
 from megascale.device import Device
+from megascale.operate.channel.secret import job_secret
 
 GLOO_STORE_VARIABLE = "GLOO_ENABLE_STORE_V2_API"
 """Environment variable: gloo reads the addresses of a group's ranks in one request, not in two for each rank."""
@@ -45,7 +45,7 @@ def init_distributed(
 ) -> None:
     """Join the job: rendezvous, and open the default process group. `pp`: pipeline stages of the job. `record`: what
     must be equal on all ranks, compared before any group opens. `folder`: where the job's secret is kept if the
-    environment has none (`core.secret`).
+    environment has none (`channel.secret`).
 
     The store is rank 0's (`comm.rendezvous`), at the socket of our launcher, at a port that torchrun's store names, or
     at MASTER_ADDR and MASTER_PORT, which a Slurm step need not set; a job of one rank has a store of its own. The

@@ -10,7 +10,7 @@ from torch.distributed import DistError
 from megascale.core.errors import LostPeerError
 from megascale.core.rank import format_ranks
 from megascale.core.wait_notice import wait_notices
-from megascale.launch.failure import is_peer_lost
+from megascale.operate.node.failure import is_peer_lost
 
 
 def lost_peer_error(

@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from megascale.comm.store import JobStore
-from megascale.comm.store_server import start_server
 from megascale.core.errors import ConfigError, LostPeerError, Problem
-from megascale.core.handshake import NotAPeerError
 from megascale.core.network import LOOPBACK, address_toward, is_loopback, listen, listen_as
 from megascale.core.rank import STORE_VARIABLE, Rank, launcher_store, on_one_host, rendezvous_endpoint
 from megascale.core.run_folder import TOKEN_VARIABLE
 from megascale.core.wait_notice import WaitNotice, wait_notices
+from megascale.operate.channel.handshake import NotAPeerError
+from megascale.operate.channel.store_server import start_server
 
 RETRY_S = 30.0
 """Seconds in which an unknown name or a taken port may recover."""

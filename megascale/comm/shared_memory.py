@@ -47,7 +47,7 @@ def is_available() -> bool:
 
 def host_key() -> str:
     """Return a key that is equal for processes of the same host. A network namespace counts as a host (a testbed), and
-    so does a namespace of process ids (a container): ids mean nothing elsewhere. A node of `fault.scheduler` does, too.
+    so does a namespace of process ids (a container): ids mean nothing elsewhere. So does a node of `driver.scheduler`.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     network, processes = (Path(f"/proc/self/ns/{kind}").stat().st_ino for kind in ("net", "pid"))

@@ -74,7 +74,7 @@ class RingIdentity:
 
 @dataclass(frozen=True)
 class StepRow:
-    """A step. Times in seconds of the host's monotonic clock; `tags`: a bit for each of `eventstore.schema.TAGS`."""
+    """A step. Times in seconds of the host's monotonic clock; `tags`: a bit for each of `store.schema.TAGS`."""
 
     step: int
     start: float

@@ -8,7 +8,7 @@ and after its end.
 - `flight_record_path`: the path of a rank's file
 - `folder_key`: a number that tells runs of one name apart
 
-The record of `torch.distributed`, which `launch.flight` reads, is another: a dump that a process writes at its end.
+The record of `torch.distributed`, which `hang.flight` reads, is another: a dump that a process writes at its end.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ STORE_VARIABLE = "MEGASCALE_STORE"
 """`host:port` of the store, set by megascale's launcher; on rank 0 `host:port:fd`, `fd` being the listening socket."""
 
 NODE_VARIABLE = "MEGASCALE_NODE"
-"""Environment variable: name of the node, set by `fault.scheduler`. Ranks of different nodes share no memory, even if
+"""Environment variable: name of the node, set by `driver.scheduler`. Ranks of different nodes share no memory, even if
 both nodes are processes of a single host.
 """
 

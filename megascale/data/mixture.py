@@ -32,8 +32,8 @@ from megascale.data.epochs import EpochDataset, SplitName
 from megascale.data.label_weights import Weigh, weigh_labels
 from megascale.data.mixture_weights import MixtureWeights
 from megascale.data.open_epochs import OpenEpochs
-from megascale.launch.host_limits import max_open_epochs
 from megascale.layout.document_lengths import equal_documents
+from megascale.operate.node.host_limits import max_open_epochs
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from functools import lru_cache, partial
 
 import torch
 
-from megascale.account.flops import sequence_flops
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.schedules import SCHEDULES
 from megascale.checkpoint.checkpoints import Checkpoints
@@ -54,6 +53,7 @@ from megascale.parallel.param_and_grad_buffers import Overlap, ParamAndGradBuffe
 from megascale.parallel.pipeline import P2PActivationSpec, PipelineExecutor
 from megascale.parallel.stateful import Stateful
 from megascale.parallel.tp_overlap import TensorParallel
+from megascale.plan.account.flops import sequence_flops
 from megascale.schedule.dependencies import ScheduleDependencies
 from megascale.schedule.ir import RankSchedule, build_schedule, forwards_only
 from megascale.schedule.lower import RECV_LOOKAHEAD, lower_rank

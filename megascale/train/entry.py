@@ -13,8 +13,6 @@ from typing import Never
 
 import torch
 
-from megascale.account.memory import rank_memory
-from megascale.account.parameters import parameter_count
 from megascale.catalog.accelerators import Peak
 from megascale.comm import init
 from megascale.comm.control import announce_exit, describe_lost
@@ -35,10 +33,12 @@ from megascale.core.units import format_bytes, format_count, format_flops
 from megascale.data.bucket_summary import describe_buckets
 from megascale.data.identity import replaced_datasets, write_identities
 from megascale.device import detect_device
-from megascale.launch import affinity
-from megascale.launch.failure import exit_status_of, is_peer_lost, write_error, write_stop
+from megascale.operate.node import affinity
+from megascale.operate.node.failure import exit_status_of, is_peer_lost, write_error, write_stop
 from megascale.ops.advice import slow_backend_hint
 from megascale.ops.select import OpContext, selected_backends
+from megascale.plan.account.memory import rank_memory
+from megascale.plan.account.parameters import parameter_count
 from megascale.trace.writers import MetricsWriter
 from megascale.train.build import Run, build_mesh, build_rank_run
 from megascale.train.event_file import EventFile, begin_ring

@@ -23,7 +23,7 @@ from megascale.core.flight_record import ATTEMPT_VARIABLE
 from megascale.core.rank import Rank
 from megascale.core.run_folder import check_known
 from megascale.core.storage import Location
-from megascale.eventstore.attempts import begin_attempt
+from megascale.operate.store.attempts import begin_attempt
 
 if TYPE_CHECKING:
     from megascale.train.build import Run

@@ -26,7 +26,7 @@ from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.label import Label, LabelLike
 from megascale.core.rank import Rank
-from megascale.fault.inject import Injector, describe, stop_process, strike
+from megascale.operate.node.inject import Injector, describe, stop_process, strike
 from megascale.trace.recorder import EventRecord
 
 if TYPE_CHECKING:

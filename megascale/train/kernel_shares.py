@@ -2,7 +2,7 @@
 rest, for `megascale mfu`.
 
 The first rank of each pipeline stage profiles, and writes RUN/kernels/stage-N.json: the `rank`, the `step`, and the
-`seconds` of its kernels, or of its operators on a CPU, by purpose (`trace.kernels`). All ranks wait for the profiler:
+`seconds` of its kernels, or of its operators on a CPU, by purpose (`train.kernels`). All ranks wait for the profiler:
 the step and the next have a tag. What a first profile imports and starts, it does before the first step.
 """
 
@@ -74,7 +74,7 @@ def _profiles(run: Run) -> bool:
 
 def _write(run: Run, profiler: torch.profiler.profile) -> None:
     """Write the seconds of the kernels of a step that has ended."""
-    from megascale.trace.kernels import kernels_of, purpose_seconds
+    from megascale.train.kernels import kernels_of, purpose_seconds
 
     try:
         seconds = purpose_seconds(kernels_of(profiler))

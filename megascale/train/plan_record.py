@@ -19,7 +19,7 @@ from megascale.catalog.accelerators import find_accelerator
 from megascale.config.profile_files import THIS_MACHINE, path_of, profile_names
 from megascale.core.files import is_file, write_text
 from megascale.core.process import module_command
-from megascale.simulate.profiles import hardware
+from megascale.plan.simulate.profiles import hardware
 from megascale.train.hooks import Hook
 
 if TYPE_CHECKING:

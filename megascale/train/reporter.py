@@ -9,14 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megascale.account.attended import Scores
-from megascale.account.flops import hardware_flops, mfu, token_flops
 from megascale.catalog.accelerators import Peak
 from megascale.config.run import RunConfig
 from megascale.core.files import exists
 from megascale.core.outages import Outages
 from megascale.device import Device
 from megascale.parallel.fp8_linear import CastStats
+from megascale.plan.account.attended import Scores
+from megascale.plan.account.flops import hardware_flops, mfu, token_flops
 from megascale.trace.metrics import MetricsRecord, StepMetrics
 from megascale.trace.recorder import Recorder
 from megascale.trace.writers import JsonLinesWriter, MetricsWriter, TensorBoardWriter, TerminalWriter

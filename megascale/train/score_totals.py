@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megascale.account.attended import Scores, count_scores_in, windows_of
 from megascale.config.model import ModelConfig
 from megascale.parallel.microbatch import StepBatch
+from megascale.plan.account.attended import Scores, count_scores_in, windows_of
 from megascale.train.step_totals import StepTotals
 
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from megascale.account.flops import token_flops
 from megascale.core.event_ring import StepRow
 from megascale.core.events import PAUSE
 from megascale.core.flight_layout import Phase
-from megascale.eventstore.schema import TAGS
+from megascale.operate.store.schema import TAGS
+from megascale.plan.account.flops import token_flops
 from megascale.train.score_totals import per_token, take_scores
 
 if TYPE_CHECKING:

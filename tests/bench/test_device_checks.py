@@ -13,11 +13,11 @@ from torch import Tensor
 from megascale.bench.checks import device_gemm, known_gemm, tiny_step
 from megascale.bench.checks.known_gemm import PRIME, wrong_elements
 from megascale.core.rank import Rank
-from megascale.core.secret import SECRET_VARIABLE, new_secret
 from megascale.device import Device
-from megascale.fault.checks.result import CheckResult
-from megascale.fault.checks.runner import run_check
 from megascale.layout.topology import topology_of
+from megascale.operate.channel.secret import SECRET_VARIABLE, new_secret
+from megascale.operate.health.checks.result import CheckResult
+from megascale.operate.health.checks.runner import run_check
 from tests.worlds import run_world
 
 CPU = torch.device("cpu")

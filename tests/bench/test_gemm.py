@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from megascale.account.flops import token_flops
 from megascale.bench import gemm
 from megascale.bench.gemm import GemmRate, GemmShape
 from megascale.bench.quartiles import Quartiles
 from megascale.cli.main import main
 from megascale.config.model import ModelConfig
 from megascale.device import Device
+from megascale.plan.account.flops import token_flops
 
 CPU = Device(torch.device("cpu"), "gloo")
 

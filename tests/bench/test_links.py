@@ -11,7 +11,7 @@ from megascale.bench.links import COLLECTIVES, OPERATIONS, LinkTiming, fit_link
 from megascale.bench.quartiles import Quartiles
 from megascale.cli.main import main
 from megascale.core.rank import Rank
-from megascale.simulate.link_time import Route
+from megascale.plan.simulate.link_time import Route
 from tests.worlds import run_world
 
 SIZES = [64, 4096]

@@ -1,4 +1,4 @@
-"""`megascale bench mfu`: its arithmetic, its table, and what it refuses. Runs of it: tests/train/test_speed.py."""
+"""`megascale bench mfu`: its arithmetic, its table, and what it refuses. Runs of it: tests/bench/test_mfu_run.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from megascale.account.flops import token_flops
 from megascale.bench.mfu import (
     CONVENTIONS,
     DeviceSetup,
@@ -27,6 +26,7 @@ from megascale.cli.bench import _mfu_config
 from megascale.cli.main import main
 from megascale.config.loading import load_config_tree
 from megascale.layout.chunks import fp8_layers
+from megascale.plan.account.flops import token_flops
 from tests.runs import GPT, settings, write_config
 
 GPU = "NVIDIA H100 80GB HBM3"

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from megascale.account.memory import state_bytes
 from megascale.bench import mfu_run
 from megascale.bench.mfu import LayerFit, StepCounts
 from megascale.catalog.optimizers import OPTIMIZERS
@@ -24,7 +23,8 @@ from megascale.layout.tensors import layer_params
 from megascale.layout.topology import Topology
 from megascale.model import modules
 from megascale.ops import select
-from megascale.trace import kernels
+from megascale.plan.account.memory import state_bytes
+from megascale.train import kernels
 from tests.marks import only_quick
 from tests.runs import LLAMA, build_run, config_of, settings
 from tests.worlds import run_world

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from megascale.account.traffic import mean_calls
 from megascale.bench import cpu_core, links, profile
 from megascale.bench.cost_fit import Measurement
 from megascale.bench.links import OPERATIONS, LinkTiming
@@ -25,9 +24,10 @@ from megascale.cli.main import main
 from megascale.core.errors import MegascaleError
 from megascale.core.rank import Rank
 from megascale.device import Device
-from megascale.simulate import profiles
-from megascale.simulate.link_time import group_route
-from megascale.simulate.step_time import estimate
+from megascale.plan.account.traffic import mean_calls
+from megascale.plan.simulate import profiles
+from megascale.plan.simulate.link_time import group_route
+from megascale.plan.simulate.step_time import estimate
 from tests.runs import LLAMA, settings, write_config
 from tests.worlds import run_world
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megascale.account.parameters import parameter_count
 from megascale.catalog.presets import PRESETS
 from megascale.config.model import ModelConfig
+from megascale.plan.account.parameters import parameter_count
 
 # Counts of papers and model cards, with their rounding.
 PUBLISHED = {

@@ -24,12 +24,12 @@ import pytest
 
 from megascale.checkpoint.memory import replication
 from megascale.checkpoint.memory.copies import CopyFolder
-from megascale.core import handshake
 from megascale.core.errors import CheckpointError
 from megascale.core.network import reserve_port
 from megascale.core.rank import Rank
 from megascale.core.run_folder import TOKEN_VARIABLE
 from megascale.core.stored_copies import RUN_FILE
+from megascale.operate.channel import handshake
 from tests.checkpoint.test_checkpoints import config_in, state_of
 from tests.runs import FAMILIES, build_run, config_of, settings, write_config
 from tests.worlds import RankFailed, run_world

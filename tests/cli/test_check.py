@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megascale.account.memory import fullest_rank
 from megascale.cli.main import main
 from megascale.config.loading import load_config
 from megascale.config.toml_writer import to_toml
 from megascale.core.units import format_bytes
+from megascale.plan.account.memory import fullest_rank
 from tests.runs import GPT, settings, write_config
 
 

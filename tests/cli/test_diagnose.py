@@ -17,13 +17,13 @@ from lab.fleet_times import FleetFault
 from megascale.cli.main import main
 from megascale.core.errors import Exit
 from megascale.core.storage import Location
-from megascale.eventstore.table_files import TableFile, write_rows
-from tests.eventstore.tables import rows
+from megascale.operate.store.table_files import TableFile, write_rows
 from tests.jobs import Job, job_config
+from tests.operate.show.folders import make_run
+from tests.operate.show.hung_runs import CULPRIT, make_hung_run
+from tests.operate.show.stores import make_stored_run, store_host_metrics
+from tests.operate.store.tables import rows
 from tests.runs import GPT
-from tests.view.folders import make_run
-from tests.view.hung_runs import CULPRIT, make_hung_run
-from tests.view.stores import make_stored_run, store_host_metrics
 
 SECONDS = 120
 

@@ -12,11 +12,11 @@ import pytest
 
 from megascale.cli.main import main
 from megascale.core.storage import Location
-from megascale.eventstore.query import open_store
-from megascale.eventstore.ready_queries import READY_QUERIES
-from megascale.eventstore.schema import TABLES, schema_page
-from megascale.eventstore.table_files import TableFile, write_rows
-from tests.eventstore.tables import rows
+from megascale.operate.store.query import open_store
+from megascale.operate.store.ready_queries import READY_QUERIES
+from megascale.operate.store.schema import TABLES, schema_page
+from megascale.operate.store.table_files import TableFile, write_rows
+from tests.operate.store.tables import rows
 
 MS = 1_000_000
 SLOW, STEPS = 2, 30

@@ -8,9 +8,9 @@ import pytest
 
 from megascale.cli.main import main
 from megascale.core.errors import Exit
-from megascale.view.html_report import FILE_START
-from tests.view.folders import make_run
-from tests.view.stores import make_stored_run
+from megascale.operate.show.html_report import FILE_START
+from tests.operate.show.folders import make_run
+from tests.operate.show.stores import make_stored_run
 
 
 def test_a_report_is_written_and_written_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,8 +14,8 @@ import pytest
 
 from megascale.cli.main import main
 from megascale.core.events import RankEvents, event_file_name, write_events
-from tests.eventstore.tables import store_run
-from tests.observe import STEPS, job, on_own_clock, write_run
+from tests.operate.show.event_files import STEPS, job, on_own_clock, write_run
+from tests.operate.store.tables import store_run
 
 HEAVY = {"torch", "numpy", "rich", "megatron", "transformers", "tensorboard"}
 

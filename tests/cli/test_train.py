@@ -13,9 +13,9 @@ from megascale.cli import train
 from megascale.core.errors import ConfigError, DataError, Exit, MegascaleError
 from megascale.core.rank import STORE_VARIABLE
 from megascale.core.run_folder import TOKEN
-from megascale.fault.classify import classify_ends
-from megascale.fault.rank_ends import describe_end
-from megascale.launch.failure import ERROR_FILE
+from megascale.operate.driver.classify import classify_ends
+from megascale.operate.node.failure import ERROR_FILE
+from megascale.operate.node.rank_ends import describe_end
 from tests.data.datasets import VOCABULARY, write_dataset
 from tests.jobs import job_config
 from tests.runs import GPT

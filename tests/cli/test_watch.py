@@ -21,8 +21,8 @@ from megascale.cli.main import main
 from megascale.core.errors import Exit
 from megascale.core.live_file import LiveRank
 from tests.jobs import Job, job_config
+from tests.operate.show.folders import RUNS, make_run, write_live
 from tests.runs import GPT
-from tests.view.folders import RUNS, make_run, write_live
 
 SECONDS = 60
 RUNNING = [RUNS] * 4

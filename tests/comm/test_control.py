@@ -15,7 +15,7 @@ import pytest
 
 import megascale
 from megascale.core.rank import Rank
-from megascale.launch.failure import is_peer_lost
+from megascale.operate.node.failure import is_peer_lost
 from tests.worlds import run_world
 
 

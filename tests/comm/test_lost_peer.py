@@ -11,7 +11,7 @@ from torch.distributed import DistBackendError, DistStoreError
 from megascale.comm.lost_peer import lost_peer_error
 from megascale.core.errors import LostPeerError
 from megascale.core.rank import Rank
-from megascale.launch.failure import is_peer_lost
+from megascale.operate.node.failure import is_peer_lost
 from tests.worlds import run_world
 
 RANKS = (4, 5, 6)

@@ -17,7 +17,7 @@ from megascale.config.nccl import NcclConfig
 from megascale.core.errors import ConfigError, Exit
 from megascale.core.rank import Rank
 from megascale.device import Device
-from megascale.launch import environment
+from megascale.operate.node import environment
 
 
 def names(pp: int, environ: Mapping[str, str], backend: str = "nccl") -> list[str]:

@@ -21,11 +21,11 @@ from megascale.comm.agreement import check_agreement
 from megascale.comm.store import JobStore
 from megascale.core import wait_notice
 from megascale.core.errors import ConfigError, LostPeerError
-from megascale.core.handshake import NotAPeerError
 from megascale.core.network import LOOPBACK, listen
 from megascale.core.rank import Rank
 from megascale.core.run_folder import TOKEN_VARIABLE
-from megascale.core.secret import job_secret
+from megascale.operate.channel.handshake import NotAPeerError
+from megascale.operate.channel.secret import job_secret
 
 SECRET = b"s" * 32
 

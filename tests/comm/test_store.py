@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from megascale.comm import rendezvous
 from megascale.comm.store import JobStore
-from megascale.comm.store_server import start_server
 from megascale.core.errors import ConfigError
-from megascale.core.handshake import NotAPeerError
 from megascale.core.network import LOOPBACK, listen
 from megascale.core.rank import Rank
-from megascale.launch.failure import is_peer_lost
+from megascale.operate.channel.handshake import NotAPeerError
+from megascale.operate.channel.store_server import start_server
+from megascale.operate.node.failure import is_peer_lost
 
 SECRET = secrets.token_bytes(32)
 TEN = datetime.timedelta(seconds=10)
@@ -182,4 +182,4 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_secret_is_not_on_a_command_line(server: Server) -> None:
     seen = subprocess.run(["ps", "-eww", "-o", "args"], capture_output=True, text=True, check=True).stdout
-    assert "megascale.comm.store_server" in seen and SECRET.hex() not in seen
+    assert "megascale.operate.channel.store_server" in seen and SECRET.hex() not in seen

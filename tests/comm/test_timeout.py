@@ -12,7 +12,7 @@ import pytest
 from megascale.config.launch import LaunchConfig
 from megascale.core.errors import Exit
 from megascale.core.rank import Rank
-from megascale.launch.failure import is_peer_lost
+from megascale.operate.node.failure import is_peer_lost
 from tests.jobs import Job, job_config
 from tests.runs import GPT, send_messages
 from tests.worlds import run_world

@@ -15,7 +15,7 @@ from megascale.core.errors import DataError
 from megascale.data import index_files, mixture
 from megascale.data.mixture import Mixture
 from megascale.data.open_epochs import OpenEpochs
-from megascale.launch import host_limits
+from megascale.operate.node import host_limits
 from tests.data.datasets import data_config, write_dataset
 
 

@@ -9,18 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megascale.account.memory import fullest_rank, state_bytes
-from megascale.account.parameters import parameter_count
 from megascale.catalog.presets import PRESETS
 from megascale.cli.main import main
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.data import dataset_writer, indexed_dataset
 from megascale.layout.chunks import fp8_layers
+from megascale.plan.account.memory import fullest_rank, state_bytes
+from megascale.plan.account.parameters import parameter_count
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
-PROFILES = ("hardware", "stacks")  # of the planner: tests/simulate/test_profiles.py
+PROFILES = ("hardware", "stacks")  # of the planner: tests/plan/simulate/test_profiles.py
 PATHS = [
     path for path in CONFIGS.rglob("*.toml") if path.parent.name not in PROFILES and path != CONFIGS / "errors.toml"
 ]

@@ -18,7 +18,16 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megascale"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 MODULES = sorted(PACKAGE.rglob("*.py"))
-ROOMS = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
+WINGS = ("operate", "plan")
+"""Folders of rooms."""
+
+ROOMS = sorted(
+    path.parent.relative_to(PACKAGE).as_posix()
+    for path in [
+        *PACKAGE.glob("*/__init__.py"),
+        *(file for wing in WINGS for file in PACKAGE.glob(f"{wing}/*/__init__.py")),
+    ]
+)
 
 PRONOUNS = frozenset(["it", "that", "those", "what", "which", "who", "one", "others", "each", "so"])
 MOST_PRONOUNS = 0.06
@@ -83,8 +92,8 @@ def sentences(page: Path) -> Iterator[str]:
 
 def room_of(path: Path) -> str:
     """The folder of the package that a module stands in."""
-    parts = path.relative_to(PACKAGE).parts
-    return parts[0] if len(parts) > 1 else ""
+    folders = path.relative_to(PACKAGE).parts[:-1]
+    return "/".join(folders[: 2 if folders[:1] and folders[0] in WINGS else 1])
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -143,28 +152,28 @@ def test_a_name_means_one_thing() -> None:
 
 
 SHARED = {
-    "agent.py": "cli: the command; fault: the agent that it runs",
+    "agent.py": "cli: the command; operate/node: the agent that it runs",
     "__init__.py": "every folder has one",
-    "attempt.py": "checkpoint: a save in progress; fault: one start of a job's ranks",
+    "attempt.py": "checkpoint: a save in progress; operate/driver: one start of a job's ranks",
     "backends.py": "catalog: the cards; config: the section that selects among them",
     "events.py": "cli: the command that queries the event store; core: the format of event files",
     "check.py": "cli: the command; schedule: the proofs",
-    "diagnose.py": "cli: the command that says whether a run hangs; fault: which node or link is bad",
-    "driver.py": "cli: the hidden command; fault: the driver of a job",
+    "diagnose.py": "cli: the command that says whether a run hangs; operate/health: which node or link is bad",
+    "driver.py": "cli: the hidden command; operate/driver: the driver of a job",
     "fp8.py": "config: the section; ops: quantization and GEMMs",
     "launch.py": "cli: the command; config: the section",
-    "local.py": "fault: nodes of this host; launch: ranks of this host",
+    "local.py": "operate/driver: nodes of this host; operate/node: ranks of this host",
     "mfu.py": "bench: of a model or a slice of it, measured; cli: of a run, from its event store",
-    "plan.py": "cli: the command; search: the plan that it prints",
-    "report.py": "cli: the command; search: the text of a plan",
-    "stages.py": "fault: stages of a job; layout: pipeline stages",
-    "watch.py": "cli: the command; fault: the progress of an attempt",
+    "plan.py": "cli: the command; plan/search: the plan that it prints",
+    "report.py": "cli: the command; plan/search: the text of a plan",
+    "stages.py": "operate/driver: stages of a job; layout: pipeline stages",
+    "watch.py": "cli: the command; operate/driver: the progress of an attempt",
     "train.py": "cli: the command; config: the section",
-    "Finding": "config: a broken rule; fault: a fault with its culprit; observe: a cause of lost time",
-    "Node": "fault: a node of a job; simulate: the section [node] of a hardware profile",
-    "Action": "fault: what the driver does about an incident; schedule: an action of a pipeline schedule",
-    "Device": "device.py: the device of this process; simulate: the section [device] of a hardware profile",
-    "Stage": "fault: a stage of a job; model: a pipeline stage",
+    "Finding": "config: a broken rule; operate/driver: a fault, its culprit; operate/diagnose: a cause of lost time",
+    "Node": "operate/driver: a node of a job; plan/simulate: the section [node] of a hardware profile",
+    "Action": "operate/driver: what the driver does about an incident; schedule: an action of a pipeline schedule",
+    "Device": "device.py: the device of this process; plan/simulate: the section [device] of a hardware profile",
+    "Stage": "operate/driver: a stage of a job; model: a pipeline stage",
 }
 """Names of two modules or classes, and why nobody takes one for the other."""
 

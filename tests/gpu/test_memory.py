@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megascale.account.memory import fullest_rank
 from megascale.core.errors import Exit
 from megascale.core.rank import Rank
+from megascale.plan.account.memory import fullest_rank
 from tests.gpu.conftest import Figure
 from tests.gpu.machine import rehearsing, run_of, world_of
 from tests.jobs import Job, job_config

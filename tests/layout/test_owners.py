@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from megascale.account.memory import state_bytes
-from megascale.account.traffic import step_traffic
 from megascale.config.run import RunConfig
 from megascale.layout.owners import sent_elements, stage_places, update_cost
 from megascale.layout.topology import Coord, topology_of
+from megascale.plan.account.memory import state_bytes
+from megascale.plan.account.traffic import step_traffic
 from tests.runs import config_of, settings
 
 

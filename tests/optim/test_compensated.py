@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megascale.account.memory import state_bytes
 from megascale.core.rank import Rank
 from megascale.optim.compensated import split, whole
 from megascale.optim.element_updates import apply_direction
+from megascale.plan.account.memory import state_bytes
 from megascale.train.resume import load_initial_state
 from tests.optim.layouts import SMALL, configuration
 from tests.runs import build_run, curve_of

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from megascale.account.traffic import step_traffic
 from megascale.config.run import RunConfig
 from megascale.layout.topology import Coord
+from megascale.plan.account.traffic import step_traffic
 from megascale.train.step import train_step
-from tests.account.test_against_dry_run import sent_by
 from tests.marks import only_quick
+from tests.plan.account.test_against_dry_run import sent_by
 from tests.runs import LLAMA, config_of, settings, traffic_of
 from tests.thread_world import run_threads
 
@@ -109,7 +109,7 @@ MODES = {"ring": (1, "ring"), "allgather": (1, "gather"), "ulysses": (1, "heads"
 @pytest.mark.parametrize("mode", only_quick(MODES, "ulysses", "usp"))
 def test_a_sequence_of_768_k_tokens_on_96_ranks(mode: str, tmp_path: Path) -> None:
     """As the rank in the middle of the ring, in a dry run."""
-    from megascale.dryrun.dry_run import dry_run
+    from megascale.plan.dryrun.dry_run import dry_run
 
     ulysses, kind = MODES[mode]
     sizes = {"num_layers": 2, "seq_length": TOKENS, "hidden_size": 96 * 8, "num_heads": 96, "num_kv_heads": 96}

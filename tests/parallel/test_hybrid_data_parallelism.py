@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from megascale.account.context_bytes import Heads, context_bytes
-from megascale.account.flops import sequence_flops
 from megascale.config.run import RunConfig
 from megascale.data import mixture
 from megascale.layout.hybrid.planner import plan_hybrid
+from megascale.plan.account.context_bytes import Heads, context_bytes
+from megascale.plan.account.flops import sequence_flops
 from megascale.train.step import train_step
 from tests.parallel.test_context_parallel import CASES, Case, check_equal, configure, layout, train
 from tests.thread_world import run_threads

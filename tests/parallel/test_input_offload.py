@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascale.account.activation_offload import host_bytes
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.device import PlainBuffers, Wait
 from megascale.parallel.input_offload import ActivationOffload
+from megascale.plan.account.activation_offload import host_bytes
 from tests.memory import held_bytes
 from tests.parallel.test_tp_overlap import Outcome, outcome
 from tests.runs import GEMMA2, GPT, LLAMA, builds, config_of, settings

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from megascale.account.memory import rank_memory, state_bytes
 from megascale.core.rank import Rank
 from megascale.layout.buckets import pack
 from megascale.layout.chunks import chunk_buckets
 from megascale.layout.topology import Topology
+from megascale.plan.account.memory import rank_memory, state_bytes
 from tests.runs import FAMILIES, build_run, config_of, settings
 from tests.worlds import run_world
 

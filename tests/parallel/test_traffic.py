@@ -91,8 +91,8 @@ def test_a_pipeline_sends_each_boundary_once_each_way(pp: int, vpp: int, schedul
 def test_data_parallelism_moves_gradients_and_weights_once(zero: int, bucket_bytes: int, tmp_path: Any) -> None:
     layout = {"parallel__dp": 2, "parallel__zero": zero, "overlap__bucket_bytes": bucket_bytes}
     config, counts = measure(tmp_path, "llama", **layout)
-    from megascale.account.memory import state_bytes
     from megascale.layout.chunks import chunk_buckets
+    from megascale.plan.account.memory import state_bytes
 
     weights, (cut,) = state_bytes(config, 0).parameters, chunk_buckets(config, 0)
     n, reductions = len(cut), config.num_microbatches if zero == 2 else 1

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megascale.plan.simulate.event_simulator import Simulation, StageTimes, simulate
+from megascale.plan.simulate.profiles import Overlaps
 from megascale.schedule.check import ScheduleError, check_chunks, check_complete, check_device_wait, check_messages
 from megascale.schedule.ir import Kind, RankSchedule, Schedule, build_schedule
 from megascale.schedule.lower import lower
 from megascale.schedule.one_f_one_b import one_f_one_b
 from megascale.schedule.state_aware import build_state_aware, state_aware_1f1b
-from megascale.simulate.event_simulator import Simulation, StageTimes, simulate
-from megascale.simulate.profiles import Overlaps
 
 P = 4
 FORWARD, BACKWARD = 1.0, 2.0

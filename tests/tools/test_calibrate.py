@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megascale.account.flops import mfu
-from megascale.account.memory import WeightStorage, fullest_rank
-from megascale.simulate import profiles
+from megascale.plan.account.flops import mfu
+from megascale.plan.account.memory import WeightStorage, fullest_rank
+from megascale.plan.simulate import profiles
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("fms-fsdp", "torchtitan", "nemo-2024")
@@ -126,7 +126,7 @@ def test_a_left_out_source_is_not_used(calibration: Any, rows: Sequence[Any]) ->
 
 
 def test_the_ablation_ends_where_megascale_is(calibration: Any) -> None:
-    from megascale.simulate import profiles
+    from megascale.plan.simulate import profiles
 
     baseline, megascale = profiles.stack("megatron-2023"), profiles.stack("megascale")
     last = calibration.ablation.stack(9, baseline, megascale)

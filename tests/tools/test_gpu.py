@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from megascale.account.flops import token_flops
-from megascale.account.parameters import parameter_count
 from megascale.core.errors import ConfigError
 from megascale.layout.chunks import fp8_layers
+from megascale.plan.account.flops import token_flops
+from megascale.plan.account.parameters import parameter_count
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools" / "bench"))  # the tool's files stand beside each other

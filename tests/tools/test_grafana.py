@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.export.every_metric import every_name
+from tests.operate.store.every_metric import every_name
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from megascale.account.parameters import parameter_count
 from megascale.comm.mesh import single_process_mesh
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
@@ -24,6 +23,7 @@ from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.param_and_grad_buffers import Overlap, ParamAndGradBuffers
 from megascale.parallel.rng import Dropout
 from megascale.parallel.tp_overlap import TensorParallel
+from megascale.plan.account.parameters import parameter_count
 from megascale.train.build import build_mesh, build_stages, run_dtypes
 from tests.runs import LLAMA, config_of, settings
 from tests.worlds import run_world

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from megascale.account.memory import state_bytes
 from megascale.catalog.accelerators import Peak
 from megascale.core.errors import Exit
 from megascale.core.rank import Rank
 from megascale.device import Device
+from megascale.plan.account.memory import state_bytes
 from megascale.train import entry
 from megascale.train.peak_flops import find_peak_flops
 from tests.jobs import Job, job_config

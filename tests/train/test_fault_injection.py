@@ -43,7 +43,7 @@ def trained(rank: Rank, config: Any) -> Any:
 
 def phases(rank: Rank, config: Any) -> set[tuple[str, int]]:
     """The moments that a run reaches, with their steps."""
-    from megascale.fault.inject import Injector
+    from megascale.operate.node.inject import Injector
 
     reached: set[tuple[str, int]] = set()
 

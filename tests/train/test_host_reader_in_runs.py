@@ -14,7 +14,7 @@ from megascale.core.event_ring import RingIdentity, open_event_ring
 from megascale.core.event_ring_reader import EventRingReader
 from megascale.core.rank import Rank
 from megascale.data import dataset_writer
-from megascale.eventstore.schema import TAGS
+from megascale.operate.store.schema import TAGS
 from megascale.train.loop import train
 from megascale.train.reporter import Reporter
 from tests.data.datasets import ORIGIN, write_dataset

@@ -14,8 +14,8 @@ from megascale.core.flight_layout import Phase
 from megascale.core.rank import Rank
 from megascale.train.kernel_shares import KernelShares
 from megascale.train.step import train_step
-from tests.fault.launched import LaunchedJob, launch_config
 from tests.jobs import Job, job_config
+from tests.operate.driver.launched import LaunchedJob, launch_config
 from tests.runs import GPT, build_run, config_of, settings
 
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascale.account.flops import token_flops
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.data import dataset_writer
 from megascale.data.mixture import Sample, build_mixture
 from megascale.parallel.microbatch import MicroBatch, StepBatch
 from megascale.parallel.rng import Dropout
+from megascale.plan.account.flops import token_flops
 from megascale.train.build import build_order
 from megascale.train.evaluate import evaluate
 from megascale.train.score_totals import per_token, take_scores

@@ -23,8 +23,8 @@ from megascale.core.rank import Rank
 from megascale.data import dataset_writer
 from tests.data.datasets import ORIGIN
 from tests.jobs import heed_signals
-from tests.launch.test_torchrun import Torchrun, environment, free_port
 from tests.marks import only_quick
+from tests.operate.node.test_torchrun import Torchrun, environment, free_port
 from tests.runs import GPT, settings, write_config
 
 HOST = socket.gethostname()

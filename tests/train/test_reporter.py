@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from megascale.account.attended import count_scores_in, scores_per_token
-from megascale.account.flops import hardware_flops, token_flops
 from megascale.catalog.accelerators import Peak
 from megascale.checkpoint.format.state import Progress
 from megascale.checkpoint.save.saver import SaveResult
 from megascale.core.errors import CheckpointError
 from megascale.device import Device
+from megascale.plan.account.attended import count_scores_in, scores_per_token
+from megascale.plan.account.flops import hardware_flops, token_flops
 from megascale.trace.metrics import EvaluationMetrics, MetricsRecord, StepMetrics, as_json
 from megascale.trace.recorder import Recorder
 from megascale.trace.writers import format_record

@@ -11,7 +11,7 @@ from megascale.core.event_ring import RingIdentity, open_event_ring
 from megascale.core.event_ring_reader import EventRingReader
 from megascale.core.flight_layout import Phase
 from megascale.core.rank import Rank
-from megascale.eventstore.schema import TAGS
+from megascale.operate.store.schema import TAGS
 from megascale.train.build import Run
 from megascale.train.step import StepResult
 from megascale.train.step_rows import StepRows

@@ -17,7 +17,7 @@ import pytest
 
 from megascale.core.errors import Exit
 from megascale.core.files import write_text
-from megascale.core.secret import job_secret, secret_file
+from megascale.operate.channel.secret import job_secret, secret_file
 from tests.jobs import Job, job_config
 from tests.runs import GPT
 from tests.train.stranger import attack_as, crowd_as

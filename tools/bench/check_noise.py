@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megascale.core.network import LOOPBACK
-from megascale.core.secret import SECRET_VARIABLE, new_secret
-from megascale.fault.checks.runner import run_check
-from megascale.fault.checks.table import CHECKS
-from megascale.fault.compare import compare_high
+from megascale.operate.channel.secret import SECRET_VARIABLE, new_secret
+from megascale.operate.health.checks.runner import run_check
+from megascale.operate.health.checks.table import CHECKS
+from megascale.operate.health.compare import compare_high
 
 DURATIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "memory": [{"bytes": 16 << 20}, {"bytes": 64 << 20}, {"bytes": 256 << 20}],

@@ -17,13 +17,13 @@ import peer_install
 from peer_run import Failure, output
 from peer_systems import HERE, OURS, ROOT
 
-from megascale.account.flops import token_flops
-from megascale.account.parameters import parameter_count
 from megascale.bench.mfu import CONVENTIONS
 from megascale.bench.quartiles import Quartiles
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.layout.tensors import padded_vocab
+from megascale.plan.account.flops import token_flops
+from megascale.plan.account.parameters import parameter_count
 
 CONFIGS = ROOT / "configs" / "bench"
 CASES = ("llama3-1b", "llama3-8b-slice", "gpt3-175b-slice", "megascale-175b-slice")

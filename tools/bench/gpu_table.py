@@ -10,9 +10,9 @@ from gpu_systems import Record
 from peer_systems import OURS
 from peer_table import pipes
 
-from megascale.account.flops import mfu
 from megascale.catalog.accelerators import Peak, stated_peak
 from megascale.core.units import GIB, format_flops
+from megascale.plan.account.flops import mfu
 
 MARKS = "<!-- gpu: begin -->", "<!-- gpu: end -->"
 

@@ -17,7 +17,7 @@ import host_fleet
 import numpy as np
 from host_fleet import Fleet, fleets, make_fleet
 
-from megascale.observe.host_outliers import (
+from megascale.operate.diagnose.slow.host_outliers import (
     HostOutlier,
     OutlierSettings,
     distances,
@@ -25,7 +25,7 @@ from megascale.observe.host_outliers import (
     outliers_in_series,
     window_means,
 )
-from megascale.observe.host_series import WATCHED, HostSeries, HostTable, read_series
+from megascale.operate.diagnose.slow.host_series import WATCHED, HostSeries, HostTable, read_series
 
 MARGINS = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0)
 JOINT_MARGINS = (-1.0, 0.0, 1.0, 2.0, 4.0)

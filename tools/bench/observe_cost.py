@@ -26,7 +26,7 @@ from megascale.comm import init
 from megascale.core.event_ring import RingIdentity, open_event_ring
 from megascale.core.flight_writer import FlightIdentity, open_flight_record
 from megascale.core.rank import Rank, rank_from_environment
-from megascale.eventstore.rank_spread import FOLDER
+from megascale.operate.store.rank_spread import FOLDER
 
 COLLECTED_S = 60
 """Seconds in which the CPU time of the collecting process is measured."""

@@ -7,7 +7,7 @@ differ in the configuration, not in the stack.
 
 from __future__ import annotations
 
-from megascale.simulate.profiles import Stack
+from megascale.plan.simulate.profiles import Stack
 
 COSTS = {"slowdown": 7, "step_s": 8}
 """First row with MegaScale's value, by efficiency."""

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from calibration.fit import FIRST_YEAR, Profiles, mean_error
 from calibration.rows import Row, goals
 from megascale.config.section import Section
-from megascale.simulate.profiles import Hardware, Overlaps, Stack
-from megascale.simulate.step_time import StepParts
+from megascale.plan.simulate.profiles import Hardware, Overlaps, Stack
+from megascale.plan.simulate.step_time import StepParts
 
 Profiled = TypeVar("Profiled", bound=Section)
 

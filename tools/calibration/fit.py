@@ -20,9 +20,9 @@ import numpy as np
 from calibration import ablation
 from calibration.rows import Row
 from megascale.config import profile_files
-from megascale.simulate import profiles
-from megascale.simulate.profiles import Hardware, Stack
-from megascale.simulate.step_time import StepParts
+from megascale.plan.simulate import profiles
+from megascale.plan.simulate.profiles import Hardware, Stack
+from megascale.plan.simulate.step_time import StepParts
 
 Key = tuple[str, str, str]
 """'hardware' or 'stacks', the profile's name, and the efficiency's."""

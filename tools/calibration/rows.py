@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megascale.account.flops import token_flops
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.run import RunConfig
+from megascale.plan.account.flops import token_flops
 
 ROWS = Path(__file__).with_name("rows.csv")
 ABLATION = "megascale-table3-"

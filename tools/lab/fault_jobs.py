@@ -21,8 +21,8 @@ from lab.testbed import Testbed, export_testbed
 from megascale.config.injection import faults_of_ranks
 from megascale.core.files import exists
 from megascale.core.process import die_with_parent
-from megascale.fault.incidents import LOG_FILE, Incident, JobHistory, read_history
-from megascale.fault.inject import INJECTED_FILE
+from megascale.operate.driver.incidents import LOG_FILE, Incident, JobHistory, read_history
+from megascale.operate.node.inject import INJECTED_FILE
 
 LIMIT_S = 600.0
 """Longest time of a job, in seconds."""

@@ -20,7 +20,7 @@ from lab.outside_faults import CHECKPOINTS
 from lab.small_disk import small_disk
 from lab.testbed import HostLink, Testbed, TestbedError
 from megascale.config.injection import parse_injection
-from megascale.fault.incidents import Incident
+from megascale.operate.driver.incidents import Incident
 
 STEPS = 14
 """Steps of a case's job."""

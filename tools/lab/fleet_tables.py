@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megascale.core.storage import Location
-from megascale.eventstore.schema import TABLES
-from megascale.eventstore.table_files import STORE_FOLDER, TableFile, write_rows
 from megascale.layout.topology import AXES
-from megascale.observe.step_cube import StepCube
+from megascale.operate.diagnose.slow.step_cube import StepCube
+from megascale.operate.store.schema import TABLES
+from megascale.operate.store.table_files import STORE_FOLDER, TableFile, write_rows
 
 if TYPE_CHECKING:
     from lab.fleet import Fleet

@@ -1,7 +1,7 @@
 """How often the findings about a run are right: `python tools/lab observe`.
 
 Slowdowns of known kind and culprit go into synthetic jobs (`bench.observe_cases`) or into real ones
-(`bench.observe_jobs`), and the findings of `observe.findings` are compared with them, and with what the steps lost.
+(`bench.observe_jobs`), and the findings of `slow.findings` are compared with them, and with what the steps lost.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from lab.fleet import Fleet
 from lab.fleet_tables import cube_of
 from lab.observe_cases import KINDS, SlowdownCase, draw_case, names_culprit
-from megascale.observe.findings import Finding, combine
+from megascale.operate.diagnose.slow.findings import Finding, combine
 
 GOAL = 0.95
 """Share of the slowdowns whose kind and culprit must be right."""

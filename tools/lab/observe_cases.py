@@ -15,8 +15,8 @@ import numpy as np
 from lab.fleet import Fleet
 from lab.fleet_times import FleetFault, FleetLayout
 from megascale.layout.topology import Topology
-from megascale.observe.findings import Finding
-from megascale.observe.job_cost import FindingKind
+from megascale.operate.diagnose.slow.findings import Finding
+from megascale.operate.diagnose.slow.job_cost import FindingKind
 
 STEPS = 100
 """Steps of a case."""

@@ -30,9 +30,9 @@ from lab.outside_faults import job_processes, last_step
 from lab.testbed import HostLink, Testbed
 from megascale.core.errors import MegascaleError
 from megascale.core.process import die_with_parent
-from megascale.eventstore.query import fetch, open_store
-from megascale.observe.cube_queries import recent_cube, sampled_cube
-from megascale.observe.findings import Finding, combine
+from megascale.operate.diagnose.slow.cube_queries import recent_cube, sampled_cube
+from megascale.operate.diagnose.slow.findings import Finding, combine
+from megascale.operate.store.query import fetch, open_store
 
 if TYPE_CHECKING:
     import duckdb

@@ -22,7 +22,7 @@ from lab.testbed import Testbed
 from megascale.config.injection import Fault, parse_injection
 from megascale.core.files import exists
 from megascale.core.rank import NODE_VARIABLE
-from megascale.fault.inject import InjectionLog, PlannedFault, describe, faults_of_target
+from megascale.operate.node.inject import InjectionLog, PlannedFault, describe, faults_of_target
 
 RUN_VARIABLE = "MEGASCALE_FAULTS_RUN"
 """Environment variable that marks the processes of a job: the folder of its run."""

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from lab.failure_mixes import Cause, FailureMix
 from lab.simulation import Simulation, Timing
 from megascale.config.fault import FaultConfig
-from megascale.fault.job import JobPlan
-from megascale.fault.messages import RankEnd
-from megascale.observe.hang import Verdict
+from megascale.operate.channel.messages import RankEnd
+from megascale.operate.diagnose.hang.hang import Verdict
+from megascale.operate.driver.job import JobPlan
 
 DAY_S = 86_400.0
 RANKS_PER_NODE = 8

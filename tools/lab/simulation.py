@@ -1,4 +1,4 @@
-"""A job in simulated time: the driver's state machine (`fault.job`), and nodes that answer its commands.
+"""A job in simulated time: the driver's state machine (`driver.job`), and nodes that answer its commands.
 
 The nodes are as simple as can be: agents join, open the store, start ranks, train steps of equal length, and end ranks
 by order. Faults are put in from outside, by `fail_rank`, `lose_node` and `hang`. Months pass in seconds, because only
@@ -15,10 +15,7 @@ from dataclasses import dataclass, field
 
 from megascale.config.fault import FaultConfig
 from megascale.core.flight_record import FlightRecord
-from megascale.fault.commands import Command, Exclude, Finish, Request, Say, Send, StartAgent
-from megascale.fault.incidents import JobHistory
-from megascale.fault.job import Job, JobPlan
-from megascale.fault.messages import (
+from megascale.operate.channel.messages import (
     AgentMessage,
     Collect,
     Heartbeat,
@@ -32,7 +29,10 @@ from megascale.fault.messages import (
     Stop,
     StoreOpened,
 )
-from megascale.observe.hang import Verdict
+from megascale.operate.diagnose.hang.hang import Verdict
+from megascale.operate.driver.commands import Command, Exclude, Finish, Request, Say, Send, StartAgent
+from megascale.operate.driver.incidents import JobHistory
+from megascale.operate.driver.job import Job, JobPlan
 
 TICK_S = 0.5
 """Seconds between looks of the driver at deadlines, while a fault is dealt with."""

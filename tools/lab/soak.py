@@ -15,7 +15,7 @@ from typing import Any
 from lab.fault_jobs import LIMIT_S, JobEnd, JobResult, injected_faults, run_job
 from lab.resource_usage import HoldingsWatch, growth
 from megascale.core.errors import Exit
-from megascale.fault.incidents import Incident
+from megascale.operate.driver.incidents import Incident
 
 KINDS = ("kill", "stop", "hang", "hold_gil", "raise", "exit", "skip_collective", "lose_message", "slow_storage")
 """Kinds of the faults of a soak."""

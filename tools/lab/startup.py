@@ -22,9 +22,9 @@ from megascale.comm.store import count_requests
 from megascale.core.network import LOOPBACK, listen
 from megascale.core.process import usable_cores
 from megascale.core.rank import STORE_VARIABLE, Rank
-from megascale.core.secret import SECRET_VARIABLE, new_secret
 from megascale.device import detect_device
 from megascale.layout.topology import Topology
+from megascale.operate.channel.secret import SECRET_VARIABLE, new_secret
 
 SIZES = (2_048, 12_288)
 """Ranks of the jobs of the paper's section 3.5."""

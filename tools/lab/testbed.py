@@ -29,7 +29,7 @@ from lab.namespaces import (
     new_namespace,
     start_reaper,
 )
-from megascale.fault.scheduler.local import TESTBED_VARIABLE, NodeHost
+from megascale.operate.driver.scheduler.local import TESTBED_VARIABLE, NodeHost
 
 INTERFACE = "eth0"
 """Name of the link inside a host."""

@@ -12,7 +12,7 @@ import torch
 from megascale.bench.quartiles import intervals
 from megascale.core.env_numbers import whole_number
 from megascale.device import Device, detect_device
-from megascale.fault.checks.result import CheckResult
+from megascale.operate.health.checks.result import CheckResult
 
 COPY_BYTES = 256 << 20
 COPIES = 10

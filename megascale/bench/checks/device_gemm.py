@@ -9,7 +9,7 @@ from typing import Any
 from megascale.bench.gemm import GemmShape, measure_rates
 from megascale.core.env_numbers import whole_number
 from megascale.device import detect_device
-from megascale.fault.checks.result import CheckResult
+from megascale.operate.health.checks.result import CheckResult
 
 CPU_SIZE, GPU_SIZE = 768, 8192
 

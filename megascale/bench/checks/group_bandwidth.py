@@ -21,8 +21,8 @@ from megascale.comm.progress import work_wrapper
 from megascale.comm.totals import device_barrier, max_over_job
 from megascale.core.rank import Rank
 from megascale.device import Device
-from megascale.fault.checks.result import CheckResult
 from megascale.layout.topology import Topology
+from megascale.operate.health.checks.result import CheckResult
 from megascale.trace.recorder import Recorder
 
 CPU_BYTES, GPU_BYTES = 4 << 20, 256 << 20

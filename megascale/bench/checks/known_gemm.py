@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megascale.core.env_numbers import whole_number
 from megascale.device import detect_device
-from megascale.fault.checks.result import CheckResult
+from megascale.operate.health.checks.result import CheckResult
 
 PRIME = 13
 """Period of the operands. With k = PRIME x CPU_BLOCKS or GPU_BLOCKS, sums stay below 2^24."""

@@ -13,7 +13,7 @@ from megascale.config.launch import LaunchConfig
 from megascale.core.network import listen_as
 from megascale.core.rank import STORE_VARIABLE, Rank, rank_from_environment
 from megascale.device import Device, detect_device
-from megascale.fault.checks.endpoint import EndpointClient, check_secret
+from megascale.operate.health.checks.endpoint import EndpointClient, check_secret
 
 START_S = 30.0
 """Seconds in which all ranks of the group must come."""

@@ -22,7 +22,7 @@ from megascale.config.loading import load_config_tree
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.device import Device
-from megascale.fault.checks.result import CheckResult
+from megascale.operate.health.checks.result import CheckResult
 from megascale.train.build import Run, build_mesh, build_rank_run
 from megascale.train.stop import StopRequest
 

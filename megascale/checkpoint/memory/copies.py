@@ -2,7 +2,7 @@
 
 rank-00000.a   rank-00000.a.json   rank-00000.b   ...
 
-Nodes of `fault.scheduler` have a folder each (`core.copies_folder`), even where several are processes of a single host.
+Nodes of `driver.scheduler` have a folder each (`core.copies_folder`), even where several are processes of one host.
 """
 
 from __future__ import annotations

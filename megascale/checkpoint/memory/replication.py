@@ -1,6 +1,6 @@
 """Replication of in-memory copies between the writer processes of a job, over TCP.
 
-Protocol for a copy, a file with a header beside it (`copies.py`), after the handshake of `core.handshake`:
+Protocol for a copy, a file with a header beside it (`copies.py`), after the handshake of `channel.handshake`:
 
     sender      a sealed message of JSON: name and size of the file, header; then the bytes of the file
     receiver    a sealed message: empty for success, or the error
@@ -21,11 +21,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from megascale.core import handshake
 from megascale.core.files import write_text
-from megascale.core.gate import Gate, raise_descriptor_limit
-from megascale.core.handshake import Session
 from megascale.core.network import join_port, listen
+from megascale.operate.channel import handshake
+from megascale.operate.channel.gate import Gate, raise_descriptor_limit
+from megascale.operate.channel.handshake import Session
 
 COPY_BLOCK_BYTES = 4 << 20
 """Bytes of a copy's checksum block, and of a read from the network."""

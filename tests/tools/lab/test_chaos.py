@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lab import LAB
-from megascale.fault.incidents import LOG_FILE, Incident, read_history
+from megascale.operate.driver.incidents import LOG_FILE, Incident, read_history
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from lab.faults import STEPS, judge, summary, table
 from megascale.config.injection import faults_of_ranks, parse_injection
 from megascale.config.loading import load_config_tree
 from megascale.core.errors import Exit
-from megascale.fault.incidents import Action, Culprit, Incident, JobHistory
+from megascale.operate.driver.incidents import Action, Culprit, Incident, JobHistory
 
 CASE = FaultCase("killed", "A1", "SIGKILL of a rank", "kill rank=2 step=6", Expected(("process",), (2,)))
 INCIDENT = Incident(

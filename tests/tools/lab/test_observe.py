@@ -16,8 +16,8 @@ from lab.observe_cases import HEALTHY, KINDS, draw_case, names_culprit
 from lab.observe_jobs import SINCE, SLOWDOWNS, STEPS, UNDISTURBED, UNTIL, judge_job
 from megascale.config.injection import faults_of_ranks, parse_injection
 from megascale.config.loading import load_config
-from megascale.observe.findings import Finding
-from megascale.observe.job_cost import FindingKind
+from megascale.operate.diagnose.slow.findings import Finding
+from megascale.operate.diagnose.slow.job_cost import FindingKind
 
 
 def finding(kind: FindingKind, culprit: str, *ranks: int) -> Finding:

@@ -12,10 +12,10 @@ import pytest
 from lab import LAB, overlap
 from lab.__main__ import main
 from lab.overlap import CASES, COMMON_SETTINGS, OverlapResult, settings_to_toml, table
-from megascale.account.memory import fullest_rank
 from megascale.config.loading import load_config
 from megascale.core.errors import Exit
 from megascale.core.units import GIB
+from megascale.plan.account.memory import fullest_rank
 from tests.tools.lab.test_testbed import missing
 
 

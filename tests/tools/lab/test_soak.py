@@ -15,7 +15,7 @@ from lab import resource_usage, soak
 from lab.__main__ import main
 from lab.outside_faults import RUN_VARIABLE
 from lab.resource_usage import ResourceUsage, growth, look
-from megascale.fault.incidents import Action, Culprit, Incident
+from megascale.operate.driver.incidents import Action, Culprit, Incident
 
 
 def fault(time: float, rank: int, kind: str = "stop") -> dict[str, object]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megascale.fault.incidents import LOG_FILE, Incident, read_history
+from megascale.operate.driver.incidents import LOG_FILE, Incident, read_history
 
 ROOT = Path(__file__).parents[3]
 

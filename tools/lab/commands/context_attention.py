@@ -29,9 +29,9 @@ from megascale.comm.group import Group, single_rank_group
 from megascale.comm.open_group import open_group
 from megascale.comm.work import COMPLETED, TransportWork
 from megascale.core.rank import Rank, rank_from_environment
-from megascale.core.secret import SECRET_VARIABLE, new_secret
 from megascale.device import detect_device
 from megascale.layout.sequence_shard import SequenceShard, shard_sequence
+from megascale.operate.channel.secret import SECRET_VARIABLE, new_secret
 from megascale.ops.core_attention import torch_attend
 from megascale.ops.partial_attention import TorchPartialAttention
 from megascale.parallel.context_parallel import ContextParallel

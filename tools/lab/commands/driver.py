@@ -22,11 +22,7 @@ from lab import LAB
 from lab.simulation import Simulation
 from megascale.config.fault import FaultConfig
 from megascale.core.errors import Exit
-from megascale.core.secret import DESCRIPTOR_VARIABLE, job_secret, new_secret, secret_descriptor
-from megascale.fault.driver import Clock, Driver
-from megascale.fault.incidents import IncidentLog, JobHistory
-from megascale.fault.job import Job, JobPlan
-from megascale.fault.messages import (
+from megascale.operate.channel.messages import (
     DriverMessage,
     Heartbeat,
     Hello,
@@ -38,9 +34,13 @@ from megascale.fault.messages import (
     from_json,
     to_json,
 )
-from megascale.fault.rpc import AgentChannel, DriverServer
-from megascale.fault.scheduler.none import NoScheduler
-from megascale.observe.hang import Verdict
+from megascale.operate.channel.rpc import AgentChannel, DriverServer
+from megascale.operate.channel.secret import DESCRIPTOR_VARIABLE, job_secret, new_secret, secret_descriptor
+from megascale.operate.diagnose.hang.hang import Verdict
+from megascale.operate.driver.driver import Clock, Driver
+from megascale.operate.driver.incidents import IncidentLog, JobHistory
+from megascale.operate.driver.job import Job, JobPlan
+from megascale.operate.driver.scheduler.none import NoScheduler
 
 AGENTS_PER_PROCESS = 250
 JOIN_S = 120.0

@@ -21,13 +21,13 @@ from lab.fleet import Fleet
 from lab.fleet_tables import write_store
 from lab.fleet_times import FleetFault
 from lab.observe_cases import LARGE
-from megascale.eventstore.query import answer, open_store
-from megascale.eventstore.ready_queries import READY_QUERIES
 from megascale.layout.topology import Topology
-from megascale.observe.cube_queries import recent_cube
-from megascale.observe.findings import findings
-from megascale.observe.hang import hang_verdict
-from megascale.observe.heatmap import heat_map
+from megascale.operate.diagnose.hang.hang import hang_verdict
+from megascale.operate.diagnose.slow.cube_queries import recent_cube
+from megascale.operate.diagnose.slow.findings import findings
+from megascale.operate.diagnose.slow.heatmap import heat_map
+from megascale.operate.store.query import answer, open_store
+from megascale.operate.store.ready_queries import READY_QUERIES
 
 SLOW_RANK, HUNG_RANK = 4321, 5000
 PAPER_STEP_S = 6.34

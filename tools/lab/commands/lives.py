@@ -24,7 +24,7 @@ from lab.outside_faults import CHECKPOINTS, RUN_VARIABLE, job_processes, last_st
 from lab.small_disk import small_disk
 from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.process import die_with_parent
-from megascale.fault.incidents import LOG_FILE, Incident, read_history
+from megascale.operate.driver.incidents import LOG_FILE, Incident, read_history
 
 LIMIT_S = 400.0
 """Longest time of a job, in seconds."""

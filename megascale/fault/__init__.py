@@ -1,1 +1,0 @@
-"""Fault tolerance: the agent of a node, the driver of a job, incidents, policy, diagnosis and injection. No torch."""

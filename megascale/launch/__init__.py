@@ -1,1 +1,0 @@
-"""Launching: from a configuration to running processes. Without torch: the launcher must outlive failing ranks."""

@@ -1,1 +1,0 @@
-"""Readers of a run's event log: timeline, summary and picture. Never imported by training."""

@@ -1,0 +1,1 @@
+"""How processes of a job reach each other: secret, sealed connections, RPC, the job's store. No torch."""

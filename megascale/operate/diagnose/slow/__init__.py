@@ -1,0 +1,1 @@
+"""Causes of a slow run, from its event store: causes, costs, heat map, breakdown of MFU."""

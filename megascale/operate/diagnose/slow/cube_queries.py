@@ -1,0 +1,172 @@
+"""Cubes of a run, read from its event store: the newest steps of all ranks, a sample of the whole run, and the means
+over ranks of every step.
+
+Steps beyond the newest of the last attempt are left out: the run has gone back to an earlier checkpoint, and earlier
+attempts' later steps were abandoned. A step of several attempts counts in the last of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from megascale.layout.topology import AXES
+from megascale.operate.diagnose.slow.step_cube import Columns, Part, Places, StepCube, first_alike
+from megascale.operate.store.query import NEWEST_STEP, fetch
+from megascale.operate.store.schema import STEP_AXIS
+
+if TYPE_CHECKING:
+    import duckdb
+
+MAX_ROWS = 12_000_000
+"""Most rows of `step_parts` that a cube is made of: 50 steps of 12,288 ranks with 20 parts."""
+
+RECENT_STEPS = 500
+"""Most steps of a cube of all ranks."""
+
+COUNTED_STEPS = 8
+"""Newest steps whose rows are counted; of the very last some are missing yet."""
+
+SAMPLED_RANKS, SAMPLED_STEPS = 64, 2000
+"""Most ranks and steps of a sample of the whole run: with 20 parts 2.6 million rows."""
+
+_RANKS_WITH_PARTS = (
+    "SELECT attempt, step, count(DISTINCT rank) AS with_parts FROM step_parts "
+    "WHERE axis = 'step' GROUP BY attempt, step"
+)
+_WHOLE = " AND ".join((
+    *(f"{ranks} = max({ranks}) OVER (PARTITION BY attempt)"
+      for ranks in ("count(DISTINCT rank)", "coalesce(any_value(with_parts), 0)")),
+    "attempt = max(attempt) OVER (PARTITION BY step)",
+))  # fmt: skip
+"""The condition, in SQL, that a step is of the last attempt that ran it, and has rows of all ranks."""
+
+STEP_COLUMNS = ("attempt", "rank", "step", "train_ns", "tags", "tokens", "flops")
+"""Columns of `steps` that a cube is made of."""
+
+_MEASURES = ("count", "total_ns", "exposed_ns", "bytes", "last_issue_ns")
+
+
+def recent_cube(store: duckdb.DuckDBPyConnection, steps: int = RECENT_STEPS) -> StepCube:
+    """Read the newest steps of all ranks."""
+    newest = _newest_step(store)
+    last = f"step > {newest - COUNTED_STEPS} AND step <= {newest}"
+    by_step = f"SELECT count(*) AS rows FROM step_parts WHERE {last} GROUP BY attempt, step"
+    rows = int(fetch(store, f"SELECT coalesce(max(rows), 1) AS rows FROM ({by_step})")["rows"][0])
+    count = max(1, min(steps, MAX_ROWS // rows))
+    return _read(store, _ranks(store), f"step > {newest - count} AND step <= {newest}")
+
+
+def sampled_cube(store: duckdb.DuckDBPyConnection) -> StepCube:
+    """Read steps and ranks at equal distances over the whole run."""
+    ranks, newest = _ranks(store), _newest_step(store)
+    present = Places.from_table(ranks).rank
+    sample = present[present % max(1, -(-len(present) // SAMPLED_RANKS)) == 0]
+    mine = np.isin(ranks["rank"], sample)
+    ranks = {name: column[mine] for name, column in ranks.items()}
+    alike = f"attempt >= {first_alike(ranks)}"
+    first = int(fetch(store, f"SELECT coalesce(min(step), 1) AS step FROM steps WHERE {alike}")["step"][0])
+    stride = max(1, -(-(newest - first + 1) // SAMPLED_STEPS))
+    numbers = ", ".join(map(str, [-1, *sample.tolist()]))  # a list, by which files of other nodes are passed over
+    return _read(store, ranks, f"step % {stride} = 0 AND step <= {newest} AND rank IN ({numbers})")
+
+
+def read_places(store: duckdb.DuckDBPyConnection) -> Places:
+    """Read the ranks of the last attempt."""
+    return Places.from_table(_ranks(store))
+
+
+def _newest_step(store: duckdb.DuckDBPyConnection) -> int:
+    """Return NEWEST_STEP: with the number, queries pass over the files of other steps."""
+    return int(fetch(store, f"SELECT {NEWEST_STEP} AS step")["step"][0])
+
+
+def _ranks(store: duckdb.DuckDBPyConnection) -> Columns:
+    """Return the table `ranks` up to the last attempt that came to a step."""
+    return fetch(store, "SELECT * FROM ranks WHERE attempt <= (SELECT max(attempt) FROM steps)")
+
+
+def _read(store: duckdb.DuckDBPyConnection, ranks: Columns, condition: str) -> StepCube:
+    """Read the rows that meet a condition, of the attempts in which `ranks` are where they are now."""
+    condition = f"step > 0 AND attempt >= {first_alike(ranks)} AND {condition}"
+    numbered = _NumberedParts.read(store, condition)
+    columns = ", ".join(("attempt", "rank", "step", "part", *_MEASURES))
+    step_parts = numbered.fetch(store, f"SELECT {columns} FROM {{}} WHERE {condition}")
+    steps = fetch(store, f"SELECT {', '.join(STEP_COLUMNS)} FROM steps WHERE {condition}")
+    return StepCube.from_tables(step_parts, steps, ranks, numbered.parts)
+
+
+class _NumberedParts(NamedTuple):
+    """The parts of a step in the rows of `step_parts` that meet a condition, without whole steps. Rows have their
+    numbers: a text for each row would fill memory, and take long to make.
+    """
+
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def read(cls, store: duckdb.DuckDBPyConnection, condition: str) -> _NumberedParts:
+        distinct = f"SELECT DISTINCT axis, name, chunk FROM step_parts WHERE {condition} AND axis <> '{STEP_AXIS}'"
+        found = fetch(store, f"{distinct} ORDER BY ALL")
+        return cls(tuple(map(Part, *(found[name].tolist() for name in Part._fields))))
+
+    def fetch(self, store: duckdb.DuckDBPyConnection, sql: str) -> Columns:
+        """Return the columns of a query of `step_parts`, which {} stands for, with the column `part`."""
+        texts = "unnest(?::VARCHAR[]) AS axis, unnest(?::VARCHAR[]) AS name"
+        numbers = "unnest(?::SMALLINT[]) AS chunk, unnest(?::SMALLINT[]) AS part"
+        joined = f"step_parts JOIN (SELECT {texts}, {numbers}) USING (axis, name, chunk)"
+        columns = [[part[at] for part in self.parts] for at in range(len(Part._fields))]
+        return fetch(store, sql.format(joined), [*columns, list(range(len(self.parts)))])
+
+
+def mean_cube(store: duckdb.DuckDBPyConnection) -> tuple[StepCube, Columns]:
+    """Read the means over ranks of all steps: a cube of one rank, and the table `steps` of the same form, also with
+    abandoned steps. The cube lacks steps of which rows of ranks are missing: their means are not those of all.
+    """
+    times = ", ".join(f"avg({name})::BIGINT AS {name}" for name in ("start_ns", "end_ns", "train_ns"))
+    others = ", ".join(f"max({name}) AS {name}" for name in ("tags", "tokens", "flops"))
+    steps = fetch(
+        store, f"SELECT attempt, 0 AS rank, step, {times}, {others}, {_WHOLE} AS whole "
+        f"FROM steps LEFT JOIN ({_RANKS_WITH_PARTS}) USING (attempt, step) GROUP BY attempt, step ORDER BY ALL"
+    )  # fmt: skip
+    sums = ", ".join(f"sum({name}) / ranks AS {name}" for name in _MEASURES)
+    keys = "attempt, step, part"
+    ranks = "(SELECT attempt, step, count(*) AS ranks FROM steps GROUP BY attempt, step)"
+    numbered = _NumberedParts.read(store, "true")
+    step_parts = numbered.fetch(
+        store, f"SELECT {keys}, 0 AS rank, {sums} FROM {{}} JOIN {ranks} USING (attempt, step) GROUP BY {keys}, ranks"
+    )
+    one = {"attempt": np.zeros(1, int), "rank": np.zeros(1, int), "node": np.array(["mean"], object)}
+    kept = steps.pop("whole") & (steps["step"] <= _newest_step(store))
+    of_steps = {name: column[kept] for name, column in steps.items()}
+    one |= dict.fromkeys(AXES, np.zeros(1, int))
+    return StepCube.from_tables(step_parts, of_steps, one, numbered.parts), steps
+
+
+def peak_flops(store: duckdb.DuckDBPyConnection) -> float:
+    """Return the peak FLOP/s of all ranks of the last attempt together; 0 if that of any rank is unknown. Ranks without
+    a row count with the mean of the others.
+    """
+    peaks = _peaks(store)
+    return peaks[max(peaks)] if peaks else 0.0
+
+
+def mean_peak_flops(store: duckdb.DuckDBPyConnection, steps: Columns) -> float:
+    """Return the peak FLOP/s of all ranks together, as the mean over the time of the attempts in the table `steps`: a
+    job that shrank has fewer devices. 0 if the peak of any rank is unknown.
+    """
+    attempt, peaks, peak_s, all_s = np.asarray(steps["attempt"]), _peaks(store), 0.0, 0.0
+    for number in peaks.keys() & set(attempt.tolist()):
+        mine = attempt == number
+        seconds = float(steps["end_ns"][mine].max() - steps["start_ns"][mine].min()) / 1e9
+        peak_s, all_s = peak_s + seconds * peaks[number], all_s + seconds
+        if not peaks[number]:
+            return 0.0
+    return peak_s / all_s if all_s else 0.0
+
+
+def _peaks(store: duckdb.DuckDBPyConnection) -> dict[int, float]:
+    ranks = "greatest(max(world), count(DISTINCT rank))"
+    known = f"CASE WHEN min(peak_flops) > 0 THEN avg(peak_flops) * {ranks} ELSE 0 END"
+    found = fetch(store, f"SELECT attempt, {known} AS peak FROM ranks GROUP BY attempt")
+    return dict(zip(found["attempt"].tolist(), found["peak"].tolist(), strict=True))

@@ -1,0 +1,238 @@
+"""Changes since the start of a run: the parts of a step that grew, since which step, and what it cost of the MFU.
+
+A part has grown if it is larger in most blocks of the newest steps, too: a disturbance that is over is no drift.
+`drift` compares the last segment of every part with the first. `entry_spread` measures how far apart ranks enter the
+last reduction of gradients: the paper's MFU decay (6.3) shows there, with no part of the compute any longer, and ranks
+that are late in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from megascale.core.events import COMPUTE
+from megascale.core.rank import format_ranks
+from megascale.operate.diagnose.slow.heatmap import BLOCKS, PERSISTENT_BLOCKS
+from megascale.operate.diagnose.slow.mfu_breakdown import ACTIONS
+from megascale.operate.diagnose.slow.step_cube import OTHER, Floats, StepCube, lower_median
+from megascale.operate.diagnose.slow.step_levels import change_points, relative_work
+
+POINTS = 400
+"""Most points of a series: longer runs are averaged over blocks of steps."""
+
+MIN_GROWTH = 0.02
+"""Smallest growth of a part, as a share of the step."""
+
+NEWEST = 50
+"""Newest steps in which a growth shows, but at most half of the run."""
+
+CORRELATED = 0.5
+"""Smallest correlation of the entries' spread with pauses that names them."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A part of a step that grew from `before_s` to `after_s`, means of the first and the last segment. `everywhere`:
+    on most ranks; else `ranks` are those on which it grew by more than half of the largest growth. `mfu_points`: the
+    MFU that this costs now, as a share of 1; None if the peak is unknown.
+    """
+
+    part: str
+    since: int
+    before_s: float
+    after_s: float
+    everywhere: bool
+    mfu_points: float | None
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class EntrySpread:
+    """How far apart the ranks of a data-parallel group enter the last reduction of gradients, mean over groups.
+
+    `same_rank`: share of the steps in which the most frequent last rank of a group is last, `last_ranks`: these ranks;
+    `by_chance`: the share if all ranks are last as often. `gc_correlation`: with the pauses for garbage collection,
+    None without any.
+    """
+
+    before_s: float
+    after_s: float
+    since: int
+    same_rank: float
+    last_ranks: tuple[int, ...]
+    by_chance: float
+    gc_correlation: float | None
+
+    @property
+    def cause(self) -> str:
+        """The cause in plain words."""
+        if (self.gc_correlation or 0.0) >= CORRELATED:
+            return "pauses for garbage collection, on ranks in turn"
+        if self.same_rank >= (1 + self.by_chance) / 2:
+            last = format_ranks(self.last_ranks)
+            return (
+                f"{last} {'is' if len(self.last_ranks) == 1 else 'are'} last in most steps: slow, or waiting for others"
+            )
+        return "ranks are late in turn: irregular work of their hosts"
+
+    def to_text(self) -> str:
+        """Return the change and its cause in a line."""
+        spread = f"from {self.before_s * 1e3:.3g} to {self.after_s * 1e3:.3g} ms since step {self.since}"
+        return f"entries into the last gradient reduction spread {spread}: {self.cause}"
+
+
+@dataclass(frozen=True)
+class Drift:
+    """`growths`: the largest first. `spread`: None if the entries do not spread. MFU and step time of the first and the
+    last segment of the step time.
+    """
+
+    growths: tuple[Growth, ...]
+    spread: EntrySpread | None
+    step_before_s: float
+    step_after_s: float
+    mfu_before: float | None
+    mfu_after: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields, and the cause of a spread."""
+        spread = asdict(self.spread) | {"cause": self.spread.cause} if self.spread else None
+        return asdict(self) | {"spread": spread}
+
+    def to_text(self) -> str:
+        """Return a line for each change."""
+        lines = [_growth_line(growth) for growth in self.growths]
+        if self.spread:
+            lines.append(self.spread.to_text())
+        if lines and self.mfu_before and self.mfu_after:
+            lines.insert(0, f"MFU went from {self.mfu_before:.1%} to {self.mfu_after:.1%}")
+        return "\n".join(lines) or "no part of a step has grown"
+
+
+def _growth_line(growth: Growth) -> str:
+    cost = "" if growth.mfu_points is None else f", {100 * growth.mfu_points:.1f} points of MFU"
+    where = f"on {format_ranks(growth.ranks)}" if growth.ranks else "on most ranks"
+    return (
+        f"{growth.part} grew from {growth.before_s * 1e3:.4g} to {growth.after_s * 1e3:.4g} ms a step since step "
+        f"{growth.since}, {where}{cost}"
+    )
+
+
+def drift(cube: StepCube, peak_flops: float = 0.0) -> Drift:
+    """Return what changed over a cube's warm steps. `peak_flops`: of all ranks together, 0 if unknown. Steps that lack
+    rows of ranks, whose times are 0, would look faster.
+    """
+    ranks = (cube.wall > 0).sum(0)
+    cube = cube.take(cube.warm & (ranks == ranks.max(initial=0)))
+    if not len(cube.steps):
+        return Drift((), None, 0.0, 0.0, None, None)
+    wall = cube.wall.mean(0, dtype=np.float64)
+    work = relative_work(cube.tokens, cube.flops, wall)
+    blocks = np.array_split(np.arange(len(wall)), min(POINTS, len(wall)))
+    walls = _blocks(wall / work, blocks)
+    step_before, step_after, cut_of_steps = _ends(walls)
+    growths, cuts = [], []
+    for name, values in _series(cube):
+        series = values.mean(0, dtype=np.float64) / work
+        before, after, since = _ends(_blocks(series, blocks))
+        if since is None or after - before < MIN_GROWTH * step_before or not _persists(series, before, after):
+            continue
+        cut, of_work = blocks[since][0], values / work
+        by_rank = of_work[:, cut:].mean(1) - of_work[:, :cut].mean(1)
+        everywhere = lower_median(by_rank) >= (after - before) / 2
+        ranks = () if everywhere else tuple(map(int, cube.places.rank[by_rank > by_rank.max() / 2]))
+        cuts.append((after - before, since))
+        growths.append(Growth(name, int(cube.steps[cut]), before, after, bool(everywhere), None, ranks))
+    if cut_of_steps is None and cuts:  # the steps vary too much to tell: before and after the largest growth
+        _, at = max(cuts)
+        step_before, step_after = float(walls[:at].mean()), float(walls[at:].mean())
+    mfus = [_mfu(cube, seconds, peak_flops) for seconds in (step_before, step_after)]
+    growths = [replace(each, mfu_points=_mfu_points(each, step_after, mfus[1])) for each in growths]
+    growths.sort(key=lambda growth: growth.before_s - growth.after_s)
+    return Drift(tuple(growths), entry_spread(cube, step_before), step_before, step_after, mfus[0], mfus[1])
+
+
+def _mfu(cube: StepCube, seconds: float, peak_flops: float) -> float | None:
+    return float(cube.flops.mean()) / (seconds * peak_flops) if peak_flops and seconds else None
+
+
+def _mfu_points(growth: Growth, step_s: float, mfu: float | None) -> float | None:
+    more = growth.after_s - growth.before_s
+    return None if mfu is None else mfu * more / max(step_s - more, 1e-12)
+
+
+def _series(cube: StepCube) -> Iterator[tuple[str, Floats]]:
+    """Yield the parts that are followed, with their times [R, S]."""
+    for group in dict.fromkeys(ACTIONS.values()):
+        names = [name for name, of in ACTIONS.items() if of == group]
+        yield group, cube.own_of(COMPUTE, *names)
+    for axis in cube.axes:
+        yield f"wait for {axis}", cube.wait_of(axis)
+    yield "data", cube.data
+    yield "gc", cube.gc
+    yield OTHER, cube.other
+
+
+def _blocks(values: Floats, blocks: list) -> Floats:
+    return np.array([values[block].mean() for block in blocks])
+
+
+def _ends(values: Floats) -> tuple[float, float, int | None]:
+    """Return the means of the first and the last segment, and where the second begins; None without a change."""
+    cuts = change_points(values)
+    if not cuts:
+        return float(values.mean()), float(values.mean()), None
+    return float(values[: cuts[0]].mean()), float(values[cuts[-1] :].mean()), cuts[0]
+
+
+def _persists(values: Floats, before: float, after: float) -> bool:
+    """Return True if a series has grown by half of its growth or more in most blocks of the newest steps."""
+    newest = np.array_split(values[-min(NEWEST, len(values) // 2) :], BLOCKS)
+    return sum(float(block.mean()) >= (before + after) / 2 for block in newest) >= PERSISTENT_BLOCKS
+
+
+def entry_spread(cube: StepCube, step_s: float) -> EntrySpread | None:
+    """Return how the entries into the last reduction of gradients spread, if they spread more than at the start by
+    MIN_GROWTH of the step.
+    """
+    known = (cube.entered_ns > 0).all(0)
+    entered, code = cube.entered_ns[:, known], cube.places.group_codes("dp")
+    order = np.argsort(code, kind="stable")
+    starts = np.flatnonzero(np.append(True, np.diff(code[order]) != 0))
+    sizes = np.diff(np.append(starts, len(order)))
+    if not known.any() or sizes.max() < 2:
+        return None
+    late = entered[order]
+    first, last = np.minimum.reduceat(late, starts), np.maximum.reduceat(late, starts)
+    spread = (last - first).mean(0) / 1e9
+    blocks = np.array_split(np.arange(len(spread)), min(POINTS, len(spread)))
+    before, after, since = _ends(_blocks(spread, blocks))
+    if since is None or after - before < MIN_GROWTH * step_s or not _persists(spread, before, after):
+        return None
+    is_last = late[:, blocks[since][0] :] == np.repeat(last, sizes, 0)[:, blocks[since][0] :]
+    often = is_last.mean(1)
+    most = np.maximum.reduceat(often, starts)
+    last_ranks = tuple(sorted(int(rank) for rank in cube.places.rank[order[often == np.repeat(most, sizes)]]))
+    correlation = _correlation(spread, _pause_spread(cube)[known])
+    since_step = int(cube.steps[known][blocks[since][0]])
+    same_rank, chance = float(most.mean()), 1 / float(sizes.mean())
+    return EntrySpread(before, after, since_step, same_rank, last_ranks, chance, correlation)
+
+
+def _pause_spread(cube: StepCube) -> Floats:
+    """Return by how much the pauses of replicas differ, [S]: the longest of each stage, added up."""
+    coords, shape = cube.places.coords, [int(cube.places.coords[axis].max()) + 1 for axis in ("cp", "dp", "pp")]
+    stages = np.zeros((*shape, len(cube.steps)))
+    np.maximum.at(stages, tuple(coords[axis] for axis in ("cp", "dp", "pp")), cube.gc)
+    pauses = stages.sum(2)
+    return np.asarray(pauses.max((0, 1)) - pauses.min((0, 1)))
+
+
+def _correlation(spread: Floats, pauses: Floats) -> float | None:
+    """Return the correlation of the changes of two series: two series that grow are correlated anyway."""
+    changes = np.diff(spread), np.diff(pauses)
+    return float(np.corrcoef(*changes)[0, 1]) if len(spread) > 2 and min(map(np.std, changes)) > 0 else None

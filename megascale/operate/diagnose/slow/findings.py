@@ -1,0 +1,300 @@
+"""The causes that slow a run down, in plain words: the findings of all analyses, each cause once.
+
+`findings` reads an event store, `combine` decides: what the steps lost is measured against the job's own steps before
+(`slow.step_levels`), the suspects of all analyses share it (`slow.job_cost`), and what none of them explains
+concerns all ranks. A cause that costs less than the run's steps vary is no finding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megascale.core.events import COMPUTE
+from megascale.core.rank import format_ranks
+from megascale.operate.diagnose.slow.cube_queries import recent_cube, sampled_cube
+from megascale.operate.diagnose.slow.drift import entry_spread
+from megascale.operate.diagnose.slow.job_cost import (
+    ALL,
+    MIN_COST_NOISE,
+    MIN_CROWDED_SHARE,
+    MIN_EXPLAINED,
+    MIN_LASTING,
+    MIN_REST_SHARE,
+    MIN_UNMEASURED_SHARE,
+    FindingKind,
+    Share,
+    SlowCause,
+    divide,
+    is_large,
+    lasting,
+    mean_cost,
+)
+from megascale.operate.diagnose.slow.link_cost import slow_links
+from megascale.operate.diagnose.slow.step_cube import Columns, Places, StepCube, lower_median
+from megascale.operate.diagnose.slow.step_levels import StepLevels, Stretch, shifts_of, step_levels
+from megascale.operate.diagnose.slow.step_work import MAX_EXCESS, predict_seconds, slow_steps
+from megascale.operate.diagnose.slow.stragglers import gc_pauses, slow_groups, stragglers
+from megascale.operate.store.query import NEWEST_STEP, fetch
+
+if TYPE_CHECKING:
+    import duckdb
+
+MESSAGE_ROWS = 2_000_000
+"""Most rows of `events` that the delays of messages are taken from: those of the newest steps."""
+
+MIN_DATA_SHARE = 0.05
+"""Smallest share of a step in which the ranks that read data do nothing else, to be named."""
+
+MIN_SLOW_STEPS_SHARE = 0.01
+"""Smallest share of the time that single slow steps cost to be named."""
+
+MAX_SLOW_STEPS = 0.2
+"""Largest share of slow steps: with more, steps vary for a reason that the prediction does not know."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A cause of lost time. `culprit`: 'rank 5', 'node n3', 'link n3 - n7', a group, or 'all ranks'; `ranks` are empty
+    for all ranks. `since`, `until`: steps; `until` is None if it goes on. `cost_s`: seconds that a step lost in the
+    mean, and their share of the step.
+    """
+
+    kind: FindingKind
+    culprit: str
+    ranks: tuple[int, ...]
+    since: int
+    until: int | None
+    cost_s: float
+    cost_share: float
+    evidence: tuple[str, ...]
+
+    def __str__(self) -> str:
+        goes_on = self.until is None
+        span = f"since step {self.since}" if goes_on else f"steps {self.since} to {self.until}, over"
+        costs = f"cost{'s' if goes_on else ''} {self.cost_s:.3g} s a step ({self.cost_share:.1%})"
+        return f"{self.culprit}: {WORDS[self.kind]}, {span}; {costs}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields, and the summary."""
+        return asdict(self) | {"summary": str(self)}
+
+
+WORDS: dict[FindingKind, str] = {
+    "pause": "stands still now and then", "compute": "computes slowly", "data": "waits for data",
+    "host": "loses time on the host",
+    "gc": "garbage collection pauses it", "link": "messages are slow", "communication": "collectives are slow",
+    "job": "the whole job became slower", "drift": "ranks wait longer for each other", "steps": "single steps are slow",
+}  # fmt: skip
+
+
+CAUSES: dict[FindingKind, tuple[FindingKind, ...]] = {
+    "compute": ("pause",), "data": ("pause",), "host": ("pause",), "link": ("pause", "compute", "host"),
+    "communication": ("link", "pause", "compute", "host"),
+}  # fmt: skip
+"""Kinds of causes by the kind of their effects on the same ranks."""
+
+
+def findings(store: duckdb.DuckDBPyConnection) -> list[Finding]:
+    """Return the findings about a run's store (`store.query.open_store`): those that go on first, and the
+    costliest of them.
+    """
+    cube = recent_cube(store)
+    first = cube.steps.min(initial=np.iinfo(np.int32).max)  # earlier ones are old, or ranks were on other nodes
+    last = f"(SELECT (max(attempt), step) FROM steps WHERE step >= {first} AND step <= {NEWEST_STEP} GROUP BY step)"
+    messages = f"events WHERE peer >= 0 AND step >= {first} AND (attempt, step) IN {last}"
+    counts = fetch(store, f"SELECT step, count(*) AS rows FROM {messages} GROUP BY step ORDER BY step DESC")
+    newest = counts["step"][np.cumsum(counts["rows"]) <= MESSAGE_ROWS]
+    events = fetch(store, f"SELECT * FROM {messages} AND step >= {newest.min(initial=np.iinfo(np.int32).max)}")
+    return combine(cube, sampled_cube(store), events)
+
+
+def crowd_note(places: Places) -> str:
+    """Return that ranks share cores, and what that hides; "" if they do not."""
+    hosts = [f"{ranks} ranks share {cores} core{'s' * (cores != 1)} of {host}" for host, ranks, cores in places.crowded]
+    if not hosts:
+        return ""
+    more = f" and {len(hosts) - 1} more hosts" if len(hosts) > 1 else ""
+    least = f"{MIN_CROWDED_SHARE:.0%} of the steps before it, or {MIN_UNMEASURED_SHARE:.0%} of a step since the first"
+    return f"{hosts[0]}{more}: they slow each other down, and none is named for a cost below {least}"
+
+
+def combine(cube: StepCube, sample: StepCube, events: Columns) -> list[Finding]:
+    """Return the findings about the newest steps of all ranks. `sample`: of the whole run; `events`: messages."""
+    levels = step_levels(cube, sample)
+    if not levels.stretches or not len(cube.places.rank):
+        return []
+    suspects = list(_large(cube, levels, _suspects(cube, levels, events), crowded=False))
+    if suspects:  # their onsets are cuts, too
+        like = np.flatnonzero(cube.ordinary_steps)
+        shifts = {at for suspect in suspects for at in shifts_of(suspect.seconds[like])}
+        levels = step_levels(cube, sample, cube.steps[like[sorted(shifts)]].tolist())
+    large = list(_large(cube, levels, _suspects(cube, levels, events), crowded=bool(cube.places.crowded)))
+    shares, rest = divide(cube, levels, large)
+    found = [_finding(levels, suspect, costs) for suspect, costs in zip(large, shares, strict=True)]
+    noise_s = levels.noise_s(cube.steps, sum((suspect.seconds for suspect in large), np.zeros(len(cube.steps))))
+    found += _rest(cube.places, sample, levels, rest, noise_s)
+    found += _data_of_all(cube, levels, found)
+    found += [] if found else _single_steps(cube, noise_s)
+    return sorted(found, key=lambda finding: (finding.until is not None, -finding.cost_s))
+
+
+def _large(cube: StepCube, levels: StepLevels, suspects: Sequence[SlowCause], *, crowded: bool) -> Iterator[SlowCause]:
+    """Yield the suspects that cost enough to be named, from the first to the last stretch with MIN_LASTING of their
+    mean cost. `crowded`: ranks share cores.
+    """
+    shares, _ = divide(cube, levels, suspects)
+    for suspect, costs in zip(suspects, shares, strict=True):
+        most = [at for at, share in enumerate(costs) if share.cost_s >= MIN_LASTING * mean_cost(costs)]
+        core, noise_s = slice(min(most), max(most) + 1), levels.noise_s(cube.steps, suspect.seconds)
+        if is_large(costs[core], noise_s, crowded=crowded and bool(suspect.ranks)):
+            yield replace(suspect, seen=frozenset(sorted(suspect.seen)[core]))
+
+
+def _finding(levels: StepLevels, cause: SlowCause, costs: Sequence[Share]) -> Finding:
+    last, step_s = costs[-1].stretch, float(np.mean([stretch.seconds for stretch, _ in costs]))
+    until = None if last == levels.stretches[-1] else last.last
+    cost_s, since = mean_cost(costs), costs[0].stretch.first
+    return Finding(cause.kind, cause.culprit, cause.ranks, since, until, cost_s, cost_s / step_s, cause.evidence)
+
+
+def _suspects(cube: StepCube, levels: StepLevels, events: Columns) -> list[SlowCause]:
+    """Return the suspects without those that another explains: what a slow rank sends is late, and a slow link makes
+    the collectives of its ranks slow.
+    """
+    kept: list[SlowCause] = []
+    for suspect in (
+        *stragglers(cube, levels), *slow_links(cube, levels, events), *slow_groups(cube, levels),
+        *gc_pauses(cube, levels),
+    ):  # fmt: skip
+        cause = next((at for at, other in enumerate(kept) if _explains(cube, levels, other, suspect)), None)
+        if cause is None:
+            kept.append(suspect)
+        elif suspect.kind == "communication" and kept[cause].kind == "link":
+            kept[cause] = _link_of_group(cube.places, kept[cause], suspect)
+    return [lasting(cube, levels, suspect) for suspect in kept]
+
+
+def _explains(cube: StepCube, levels: StepLevels, cause: SlowCause, suspect: SlowCause) -> bool:
+    """Return True if a suspect is the effect of another, in the stretches in which both show. A slow rank has an effect
+    of its own size; a slow link may show little itself.
+    """
+    kinds = CAUSES.get(suspect.kind, ())
+    both = suspect.seen & cause.seen
+    if cause.kind not in kinds or not both or set(suspect.ranks or cause.ranks).isdisjoint(cause.ranks):
+        return False
+    steps = np.logical_or.reduce([cube.within(levels.stretches[number][:2]) for number in both])
+    size, of_suspect = (float(each.seconds[steps].mean()) for each in (cause, suspect))
+    return cause.kind == "link" or size >= MIN_EXPLAINED * of_suspect
+
+
+def _link_of_group(places: Places, link: SlowCause, group: SlowCause) -> SlowCause:
+    """Return a slow link with the slow collectives of its ranks: of its ends, the only node that the group has."""
+    of_link, of_group = (set(places.node[places.index(np.array(each.ranks))].tolist()) for each in (link, group))
+    both = of_link & of_group
+    if group.ranks and len(both) == 1 < len(of_link):
+        node = both.pop()
+        ranks = tuple(rank for rank in link.ranks if places.node[places.index(np.array(rank))] == node)
+        link = replace(link, culprit=f"node {places.nodes[node]}", ranks=ranks)
+    evidence = (*link.evidence, f"{group.culprit}: {group.evidence[0]}")
+    return replace(link, seconds=link.seconds + group.seconds, seen=link.seen | group.seen, evidence=evidence)
+
+
+def _rest(
+    places: Places, sample: StepCube, levels: StepLevels, rest: Sequence[Share], noise_s: float
+) -> Iterator[Finding]:
+    """Yield what the newest steps lost that no suspect explains: by what grew, on which stages of `places`."""
+    went_on: list[Share] = []
+    for share in reversed(rest):
+        if share.cost_s < max(MIN_REST_SHARE * share.stretch.seconds, MIN_COST_NOISE * noise_s):
+            break
+        went_on.insert(0, share)
+    if went_on:
+        ends = went_on[0].stretch.first, went_on[-1].stretch.last
+        kind, stages, evidence = _what_grew(sample, ends, went_on[-1].stretch, mean_cost(went_on))
+        ranks = tuple(map(int, places.rank[np.isin(places.coords["pp"], stages)]))
+        cause = SlowCause(kind, _name(places, ranks), ranks, np.zeros(0), frozenset(), evidence)
+        crowded = bool(ranks and places.crowded)
+        if crowded and not is_large(went_on, noise_s, crowded=True, has_peers=False):
+            cause = replace(cause, kind="job", culprit=ALL, ranks=())
+        yield _finding(levels, cause, went_on)
+
+
+def _what_grew(
+    sample: StepCube, ends: tuple[int, int], newest: Stretch, cost_s: float
+) -> tuple[FindingKind, list[int], tuple[str, ...]]:
+    """Return what grew most in some steps beside the usual ones, on which stages, and the evidence. No stage is named
+    for a growth that explains little of `cost_s`, nor are most of them.
+
+    Stages are compared with their own past: ranks of one stage have peers, which did not differ.
+    """
+    now, before = sample.within(ends), sample.within(newest.usual)
+    parts: dict[FindingKind, np.ndarray] = {"job": sample.compute, "data": sample.data, "host": sample.other}
+    stage = sample.places.coords["pp"]
+    stages, growths = np.unique(stage), dict[FindingKind, np.ndarray]()
+    for kind, values in parts.items() if now.any() and before.any() else ():
+        of_stage = np.stack([lower_median(values[stage == at]) for at in stages])
+        growths[kind] = of_stage[:, now].mean(1) - of_stage[:, before].mean(1)
+    first, last = newest.usual
+    lines = [f"a step takes {newest.seconds:.3g} s, in steps {first} to {last} {newest.usual_s:.3g} s"]
+    spread = entry_spread(sample, newest.usual_s or 0.0)
+    lines += [spread.to_text()] if spread else []
+    kind = max(growths, key=lambda each: float(growths[each].max()), default="drift")
+    if not growths or growths[kind].max() < MIN_REST_SHARE * newest.seconds:
+        return "drift", [], tuple(lines)
+    most = growths[kind] >= growths[kind].max() / 2
+    names = {"job": COMPUTE, "data": "reading data", "host": "time outside of actions"}
+    lines += [f"{names[of]} grew by {float(growth.max()) * 1e3:.3g} ms a step" for of, growth in growths.items()
+              if growth.max() >= MIN_REST_SHARE * newest.seconds]  # fmt: skip
+    if most.mean() > 0.5 or growths[kind].max() < MIN_EXPLAINED * cost_s:
+        return kind, [], tuple(lines)
+    return "compute" if kind == "job" else kind, stages[most].tolist(), tuple(lines)
+
+
+def _name(places: Places, ranks: Sequence[int]) -> str:
+    """Return the name of whole stages: their node, the stage, or the ranks."""
+    if not ranks:
+        return ALL
+    at = places.index(np.array(ranks))
+    nodes, stages = np.unique(places.node[at]), np.unique(places.coords["pp"][at])
+    if len(nodes) == 1 and len(ranks) > 1:
+        return f"node {places.nodes[nodes[0]]}"
+    return f"stage {stages[0]}" if len(stages) == 1 and len(nodes) > 1 else format_ranks(ranks)
+
+
+def _data_of_all(cube: StepCube, levels: StepLevels, found: Sequence[Finding]) -> Iterator[Finding]:
+    """Yield the reading of data, if it takes long on the median of the ranks that read."""
+    newest = levels.stretches[-1]
+    seconds = cube.data[:, cube.within(newest[:2])]
+    reading = seconds[seconds.any(1)]
+    if reading.size and not any(finding.kind == "data" for finding in found):
+        typical = float(np.median(reading.mean(1)))
+        if typical >= MIN_DATA_SHARE * newest.seconds:
+            line = f"a rank reads its batch for {typical:.3g} s of a step of {newest.seconds:.3g} s, in the median"
+            share = typical / newest.seconds
+            yield Finding("data", ALL, (), int(cube.steps[0]), None, typical, share, (line,))
+
+
+def _single_steps(cube: StepCube, noise_s: float) -> Iterator[Finding]:
+    """Yield the steps that take longer than their work predicts, if they cost much."""
+    wall, ordinary = cube.wall.mean(0, dtype=np.float64), np.asarray(cube.ordinary.all(0))
+    slow = slow_steps(cube.tokens, cube.flops, wall, ordinary)
+    excess = np.where(slow, wall - predict_seconds(cube.tokens, cube.flops, wall, ordinary), 0.0)
+    cost_s, share = float(excess.mean()), float(excess.sum() / max(wall.sum(), 1e-12))
+    if share < MIN_SLOW_STEPS_SHARE or cost_s < MIN_COST_NOISE * noise_s or not 0 < slow.mean() <= MAX_SLOW_STEPS:
+        return
+    worst = int(np.argmax(excess))
+    grown = (cube.own - np.median(cube.own, 1, keepdims=True))[:, worst] * [not part.is_wait for part in cube.parts]
+    rank, part = np.unravel_index(int(np.argmax(grown)), grown.shape)
+    numbers = [str(number) for number in cube.steps[slow]]
+    where = "" if cube.places.crowded else f" on rank {cube.places.rank[rank]}"
+    evidence = (
+        f"{len(numbers)} of {len(wall)} steps take {MAX_EXCESS:.0%} longer than their tokens and FLOPs predict: "
+        f"{', '.join(numbers[:8])}{', ...' if len(numbers) > 8 else ''}",
+        f"step {cube.steps[worst]} takes {wall[worst]:.3g} s; what grew most is {cube.parts[part]}{where}, by "
+        f"{float(grown[rank, part]):.3g} s",
+    )
+    yield Finding("steps", ALL, (), int(cube.steps[slow][0]), None, cost_s, share, evidence)

@@ -1,0 +1,207 @@
+"""Metrics of hosts as series on one grid of times: the table `host_metrics` of an event store, aligned for comparison.
+
+Counters become rates per second. A bin without a sample gets the nearest one, if that is near enough, and otherwise
+NaN: a host without samples has no value, and is not compared.
+
+- `WATCHED`: metrics in which hosts of a job are alike while all are healthy
+- `HostTable`: columns of the table; `read_host_table`: from an event store
+- `HostSeries`: a metric of all hosts; `read_series`: those of a table
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megascale.operate.store.query import fetch
+
+if TYPE_CHECKING:
+    import duckdb
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A metric in which hosts are compared. `counter`: its samples are totals. `floor`: a difference that means
+    nothing, in the metric's unit, or in units per second of a counter.
+    """
+
+    counter: bool
+    floor: float
+
+
+_MEGABYTE = 1e6
+
+WATCHED: Mapping[str, Watched] = {
+    "network.pause": Watched(True, 10.0),
+    "infiniband.port_xmit_wait": Watched(True, 1e6),
+    "cpu.percent": Watched(False, 1.5),
+    "gpu.percent": Watched(False, 1.5),
+    "gpu.power_w": Watched(False, 5.0),
+    "gpu.clock_mhz": Watched(False, 15.0),
+    "gpu.temperature": Watched(False, 1.5),
+    "gpu.memory.used": Watched(False, 100 * _MEGABYTE),
+    "gpu.pcie_width": Watched(False, 0.5),
+    "infiniband.port_xmit_data": Watched(True, _MEGABYTE),
+    "infiniband.port_rcv_data": Watched(True, _MEGABYTE),
+    "network.sent": Watched(True, _MEGABYTE),
+    "network.received": Watched(True, _MEGABYTE),
+    "network.errors": Watched(True, 1.0),
+    "network.drops": Watched(True, 1.0),
+    "memory.available": Watched(False, 500 * _MEGABYTE),
+    "memory.swapped_in": Watched(True, _MEGABYTE),
+    "disk.read": Watched(True, _MEGABYTE),
+    "disk.written": Watched(True, _MEGABYTE),
+}
+"""Metrics by name, without the device, in the order in which an outlier's metrics are told."""
+
+_GPU = re.compile(r"gpu(\d+)\.(.+)")
+_PORT = re.compile(r"infiniband\.(.+)\.([^.]+)")
+
+
+def split_device(metric: str) -> tuple[str, str]:
+    """Return the name without the device, and the device: ("gpu.percent", "gpu3"), ("cpu.percent", "")."""
+    if match := _GPU.fullmatch(metric):
+        return f"gpu.{match[2]}", f"gpu{match[1]}"
+    if match := _PORT.fullmatch(metric):
+        return f"infiniband.{match[2]}", match[1]
+    return metric, ""
+
+
+@dataclass(frozen=True)
+class HostTable:
+    """Columns of `host_metrics`, text as indices into `nodes` and `metrics`."""
+
+    nodes: Sequence[str]
+    metrics: Sequence[str]
+    node: NDArray[np.integer]
+    metric: NDArray[np.integer]
+    time_ns: NDArray[np.int64]
+    value: NDArray[np.float64]
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, NDArray]) -> HostTable:
+        """Return the table of columns by name, as a query gives them."""
+        nodes, node = _encode(columns["node"])
+        metrics, metric = _encode(columns["metric"])
+        return cls(nodes, metrics, node, metric, columns["time_ns"], columns["value"])
+
+
+def read_host_table(store: duckdb.DuckDBPyConnection, minutes: float = 15.0) -> HostTable:
+    """Read the newest samples of the watched metrics from an event store."""
+    nodes = fetch(store, "SELECT DISTINCT node FROM host_metrics ORDER BY node")["node"].tolist()
+    names = fetch(store, "SELECT DISTINCT metric FROM host_metrics ORDER BY metric")["metric"].tolist()
+    metrics = [name for name in names if split_device(name)[0] in WATCHED]
+    numbered = "(SELECT unnest(?::VARCHAR[]) AS {0}, unnest(range({1})) AS {0}_index)"
+    rows = fetch(
+        store,
+        "SELECT node_index, metric_index, time_ns, value FROM host_metrics "
+        f"JOIN {numbered.format('node', len(nodes))} USING (node) "
+        f"JOIN {numbered.format('metric', len(metrics))} USING (metric) "
+        "WHERE time_ns > (SELECT max(time_ns) FROM host_metrics) - ?::BIGINT",
+        [nodes, metrics, round(minutes * 60e9)],
+    )
+    return HostTable(nodes, metrics, rows["node_index"], rows["metric_index"], rows["time_ns"], rows["value"])
+
+
+def _encode(texts: NDArray) -> tuple[list[str], NDArray[np.int32]]:
+    """Return the different texts, and the index of each; a dictionary is faster than a sort of objects."""
+    index: dict[str, int] = {}
+    codes = np.fromiter((index.setdefault(text, len(index)) for text in texts.tolist()), np.int32, len(texts))
+    return list(index), codes
+
+
+@dataclass(frozen=True)
+class HostSeries:
+    """A metric of all hosts and devices. `values`: [times, series], NaN where there is none; `times_ns`: of the grid.
+    `nodes`, `devices`: of each series, `nodes` as indices into the table's.
+    """
+
+    metric: str
+    nodes: NDArray[np.integer]
+    devices: Sequence[str]
+    times_ns: NDArray[np.int64]
+    values: NDArray[np.float32]
+
+    def only(self, chosen: NDArray[np.intp]) -> HostSeries:
+        """Return the chosen series."""
+        devices = [self.devices[index] for index in chosen]
+        return replace(self, nodes=self.nodes[chosen], devices=devices, values=self.values[:, chosen])
+
+
+def read_series(table: HostTable, sample_s: float, gap_s: float) -> list[HostSeries]:
+    """Return the series of each watched metric, on a grid of `sample_s` seconds. A sample fills bins up to `gap_s`
+    seconds away.
+    """
+    if not len(table.time_ns):
+        return []
+    period = round(sample_s * 1e9)
+    start = int(table.time_ns.min())
+    bins = (table.time_ns - start + period // 2) // period
+    times = start + np.arange(int(bins.max()) + 1) * period
+    reach = round(gap_s / sample_s)
+    order = np.argsort(table.metric.astype(np.int16), kind="stable")  # a radix sort
+    ends = np.searchsorted(table.metric[order], np.arange(len(table.metrics) + 1))
+    parts: dict[str, list[tuple[str, NDArray[np.integer]]]] = {name: [] for name in WATCHED}
+    for index, metric in enumerate(table.metrics):
+        name, device = split_device(metric)
+        if name in WATCHED:
+            parts[name].append((device, order[ends[index] : ends[index + 1]]))
+    return [_series(table, name, devices, times, bins, reach) for name, devices in parts.items() if devices]
+
+
+def _series(
+    table: HostTable,
+    name: str,
+    devices: Sequence[tuple[str, NDArray[np.integer]]],
+    times: NDArray[np.int64],
+    bins: NDArray[np.int64],
+    reach: int,
+) -> HostSeries:
+    nodes, names, columns = [], [], []
+    for device, rows in devices:
+        node = table.node[rows]
+        known = np.flatnonzero(np.bincount(node))
+        place = np.searchsorted(known, np.arange(len(table.nodes)))[node]
+        samples = np.full((len(times), len(known)), np.nan)
+        samples[bins[rows], place] = table.value[rows]
+        if WATCHED[name].counter:
+            when = np.zeros(samples.shape)
+            when[bins[rows], place] = (table.time_ns[rows] - times[0]) / 1e9
+            samples = _rates(samples, when, reach)
+        columns.append(_fill(samples, reach))
+        nodes.append(known)
+        names += [device] * len(known)
+    return HostSeries(name, np.concatenate(nodes), names, times, np.concatenate(columns, axis=1))
+
+
+def _rates(totals: NDArray[np.float64], seconds: NDArray[np.float64], reach: int) -> NDArray[np.float64]:
+    """Return increases per second since the sample before, up to `reach` bins ago; NaN where a total has begun anew."""
+    rates = np.full(totals.shape, np.nan)
+    with np.errstate(invalid="ignore"):
+        for distance in range(1, reach + 1):
+            later, earlier = slice(distance, None), slice(None, -distance)
+            if distance == 1:
+                rates[later] = (totals[later] - totals[earlier]) / (seconds[later] - seconds[earlier])
+                continue
+            row, column = np.nonzero(np.isnan(rates[later]) & ~np.isnan(totals[later]) & ~np.isnan(totals[earlier]))
+            increase = totals[row + distance, column] - totals[row, column]
+            rates[row + distance, column] = increase / (seconds[row + distance, column] - seconds[row, column])
+    return np.where(rates < 0, np.nan, rates)
+
+
+def _fill(samples: NDArray[np.float64], reach: int) -> NDArray[np.float32]:
+    """Return samples with gaps filled by the nearest sample, up to `reach` bins away. Half the bytes are enough now."""
+    filled, given = samples.astype(np.float32), ~np.isnan(samples)
+    row, column = np.nonzero(~given)
+    for offset in (sign * distance for distance in range(1, reach + 1) for sign in (-1, 1)):
+        source = row + offset
+        within = (source >= 0) & (source < len(samples))
+        found = within & given[np.where(within, source, 0), column]
+        filled[row[found], column[found]] = samples[source[found], column[found]]
+        row, column = row[~found], column[~found]
+    return filled

@@ -1,0 +1,192 @@
+"""Where each second of a run went, as a waterfall from the peak to the achieved MFU, beside what `plan` predicted.
+
+Times are measured, as means over ranks: own times of actions, waits for communication, activities of the host, and
+what lies outside of steps. They add up to the wall time, in which steps with missing rows have no part: they are left
+out with their FLOPs, and a remark counts them. Events do not tell GEMMs from attention: forward and backward
+are divided by the kernels of a step that ran under a profiler (`observe.profile_step`). The bubble of the schedule,
+computed from the measured forwards and backwards, is taken out of the waits in which ranks spend it: of pp, and at the
+end of the pipeline of the step's totals and of dp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megascale.core.events import COMPUTE, OPTIMIZER_ACTIONS, PAUSE
+from megascale.operate.diagnose.slow.step_cube import OTHER, Columns, StepCube
+from megascale.operate.diagnose.slow.wall_time import wall_time
+from megascale.operate.store.schema import HOST_AXIS
+
+FORWARD, BACKWARD, OPTIMIZER, BUBBLE = "forward", "backward", "optimizer", "bubble"
+ACTIONS = {"F": FORWARD, "B": BACKWARD, "R": BACKWARD} | dict.fromkeys(OPTIMIZER_ACTIONS, OPTIMIZER)
+
+PLANNED = {
+    OPTIMIZER: ("optimizer",), "tp": ("tp",), "cp": ("cp",), "pp": ("pp",), BUBBLE: ("bubble",), "dp": ("dp",),
+    OTHER: ("other", "scale", "cores"),
+}  # fmt: skip
+"""Causes of a plan (`simulate.step_time.Estimate`) by part of the breakdown."""
+
+GEMMS, ATTENTION, ELEMENTWISE = "GEMMs", "attention", "element-wise"
+KERNEL_PARTS = {GEMMS: "gemm", ATTENTION: "attention", ELEMENTWISE: "elementwise"}
+"""Parts of forward and backward by the purposes of kernels, and their causes in a plan."""
+
+PLANNED_COMPUTE = ("gemm", "attention", "elementwise", "recompute", "host", "offload")
+"""Causes of a plan that are measured as forward and backward together."""
+
+BUBBLE_AXES = ("pp", "world", "dp")
+"""Axes in whose waits ranks spend the bubble, in the order in which it is taken out of them."""
+
+MIN_SHOWN = 5e-4
+"""Smallest share of the time that the table shows."""
+
+
+class Level(NamedTuple):
+    """A bar of the waterfall: `points` of MFU, as a share of 1, and the MFU that is left after it."""
+
+    name: str
+    points: float
+    left: float
+
+
+@dataclass(frozen=True)
+class MfuBreakdown:
+    """The time of the steps `first_step` to `last_step`, as means over ranks: `wall_s`, and `seconds` by part.
+
+    `mfu`: achieved, full-attention convention; None if the peak is unknown. `plan`: RUN/plan.json, what
+    `megascale plan --json` said at the run's start, or the `reason` why there is none. `kernels`: share of the time of
+    forward and backward in each of KERNEL_PARTS, by a profile of `profiled_step`; empty without one.
+    `remarks`: what is missing, and why.
+    """
+
+    first_step: int
+    last_step: int
+    steps: int
+    wall_s: float
+    seconds: Mapping[str, float]
+    mfu: float | None
+    plan: Mapping[str, Any]
+    kernels: Mapping[str, float] = field(default_factory=dict)
+    profiled_step: int = 0
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def waterfall(self) -> tuple[Level, ...]:
+        """Bars from the peak to the achieved MFU: parts that do not compute, then what compute loses below the peak."""
+        computing = (FORWARD, BACKWARD)
+        left, levels = 1.0, [Level("peak", 1.0, 1.0)]
+        for name, seconds in self.seconds.items():
+            if name not in computing:
+                left -= seconds / self.wall_s
+                levels.append(Level(name, -seconds / self.wall_s, left))
+        if self.mfu is not None:
+            levels.append(Level("compute below the peak", self.mfu - left, self.mfu))
+            levels.append(Level("achieved", self.mfu, self.mfu))
+        return tuple(levels)
+
+    def planned(self, part: str) -> float | None:
+        """Return the seconds of a step that the plan gives a part; None if it has no such part."""
+        causes = self.plan.get("causes_s", {})
+        return sum(causes.get(cause, 0.0) for cause in PLANNED[part]) if causes and part in PLANNED else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields and the waterfall."""
+        return asdict(self) | {"waterfall": [level._asdict() for level in self.waterfall]}
+
+    def to_text(self) -> str:
+        """Return the table."""
+        rows = [("part of the time", "s/step", "share", "MFU points", "plan s/step"), *self._rows()]
+        first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        cells = [[name.ljust(first), *map(str.rjust, row, widths)] for name, *row in rows]
+        return "\n".join([*("  ".join(row).rstrip() for row in cells), *self._notes()])
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        per_step = self.wall_s / max(1, self.steps)
+        compute = sum(self.seconds.get(name, 0.0) for name in (FORWARD, BACKWARD))
+        causes = self.plan.get("causes_s", {})
+        modelled = sum(causes.get(cause, 0.0) for cause in PLANNED_COMPUTE) if causes else None
+        yield self._row("forward and backward", compute, modelled, "")
+        yield from (self._row(f"  {name}", self.seconds.get(name, 0.0), None, "") for name in (FORWARD, BACKWARD))
+        for name, share in self.kernels.items():
+            yield self._row(f"  {name}", share * compute, causes.get(KERNEL_PARTS[name]), "")
+        for level in self.waterfall[1:]:
+            seconds, planned = self.seconds.get(level.name), self.planned(level.name)
+            if seconds is not None and (abs(level.points) >= MIN_SHOWN or (planned or 0.0) >= MIN_SHOWN * per_step):
+                yield self._row(level.name, seconds, planned, f"{100 * level.points:.1f}")
+        step_s = self.plan.get("step_time_s")
+        yield "all", f"{per_step:.4g}", "100.0%", "", "" if step_s is None else f"{step_s:.4g}"
+        if self.mfu is not None:
+            (below, _), planned_mfu = self.waterfall[-2:], self.plan.get("mfu_full")
+            yield below.name, "", "", f"{100 * below.points:.1f}", ""
+            plan = "" if planned_mfu is None else f"{planned_mfu:.1%}"
+            yield "MFU achieved", "", "", f"{100 * self.mfu:.1f}", plan
+
+    def _row(self, name: str, seconds: float, planned: float | None, points: str) -> tuple[str, ...]:
+        plan = "" if planned is None else f"{planned:.4g}"
+        return name, f"{seconds / max(1, self.steps):.4g}", f"{seconds / self.wall_s:.1%}", points, plan
+
+    def _notes(self) -> Iterator[str]:
+        if reason := self.plan.get("reason"):
+            yield f"no plan: {reason}"
+        causes = {name: self.plan.get("causes_s", {}).get(name, 0.0) for name in PLANNED_COMPUTE}
+        if self.kernels:
+            yield f"GEMMs, attention and element-wise: shares of the kernels in step {self.profiled_step}, profiled"
+        elif total := sum(causes.values()):
+            shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in causes.items() if seconds)
+            yield f"forward and backward by the plan's model, not measured: {shares}"
+        if BUBBLE in self.seconds:
+            yield "the bubble is computed from measured forwards and backwards, and taken out of waits"
+        if self.mfu is None:
+            yield "MFU n/a: the peak of the devices is not known"
+        yield from self.remarks
+
+
+def kernel_shares(purposes: Mapping[str, float]) -> dict[str, float]:
+    """Return the share of each of KERNEL_PARTS. `purposes`: seconds of kernels by purpose; those of the optimizer and
+    of communication are no part of forward and backward.
+    """
+    inside = {name: seconds for name, seconds in purposes.items() if name not in ("optimizer", "communication")}
+    gemms, attention, whole = inside.get("gemm", 0.0), inside.get("attention", 0.0), sum(inside.values())
+    parts = {GEMMS: gemms, ATTENTION: attention, ELEMENTWISE: whole - gemms - attention}
+    return {name: seconds / whole for name, seconds in parts.items()} if whole else {}
+
+
+def mfu_breakdown(
+    cube: StepCube, steps: Columns, peak_flops: float, *, bubble_s: float = 0.0, plan: Mapping[str, Any] | None = None,
+    purposes: Mapping[str, float] | None = None, profiled_step: int = 0,
+) -> MfuBreakdown:  # fmt: skip
+    """Return the breakdown of a cube's steps. `steps`: the table, with all attempts. `peak_flops`: of all ranks.
+    `bubble_s`: of a step, computed from the measured forwards and backwards. `purposes`: seconds of the kernels of
+    `profiled_step` by purpose.
+    """
+    first, last = (int(cube.steps[0]), int(cube.steps[-1])) if len(cube.steps) else (0, -1)
+    tags = np.array(["profile" in tags.split(",") for tags in np.asarray(steps["tags"]).tolist()], bool)
+    wall = wall_time(cube, steps, tags)
+    cube = cube.take(~np.isin(cube.steps, np.asarray(steps["step"])[tags]))
+    seconds: dict[str, float] = dict.fromkeys((FORWARD, BACKWARD, OPTIMIZER), 0.0)
+    for at, part in enumerate(cube.parts):
+        if part.name == PAUSE:  # in the time of other parts
+            continue
+        if part.axis == COMPUTE:
+            name, values = ACTIONS.get(part.name, OTHER), cube.own[:, :, at]
+        else:
+            host = part.axis == HOST_AXIS
+            name, values = (part.name if host else part.axis), (cube.own if host else cube.wait)[:, :, at]
+        seconds[name] = seconds.get(name, 0.0) + float(values.sum(dtype=np.float64)) / max(1, len(cube.places.rank))
+    left = bubble_s * len(cube.steps)
+    for axis in BUBBLE_AXES if bubble_s else ():
+        taken = min(left, seconds.get(axis, 0.0))
+        seconds[axis], left = seconds.get(axis, 0.0) - taken, left - taken
+        seconds[BUBBLE] = seconds.get(BUBBLE, 0.0) + taken
+    seconds[OTHER] = wall.inside_s - sum(value for name, value in seconds.items() if name != OTHER)
+    seconds |= wall.outside
+    flops, wall_s = float(cube.flops.sum()), wall.total_s
+    mfu = flops / (wall_s * peak_flops) if peak_flops and wall_s else None
+    lacks = f"{wall.left_out} steps are left out, {wall.left_out_s:.4g} s: the store lacks rows of some ranks or of all"
+    return MfuBreakdown(
+        first, last, len(cube.steps), wall_s, seconds, mfu, plan or {}, kernel_shares(purposes or {}),
+        profiled_step, (lacks,) if wall.left_out else (),
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""The driver of a job: state machine, policy, incidents, schedulers. No torch."""

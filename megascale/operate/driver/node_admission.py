@@ -1,0 +1,104 @@
+"""Checks of a job's nodes by the driver: each before it joins, and the nodes of a fault before ranks start there again;
+after a fault of the network, the paths between all nodes.
+
+The set "join" takes about a second on a host without GPUs. A node fails by a wrong or impossible result, or by a value
+that is low beside those of the nodes that have joined before. Nodes that share a host with another are not compared:
+they take the host's cores from each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Mapping, Sequence
+
+from megascale.operate.channel.messages import Hello
+from megascale.operate.health.checks.result import CheckResult
+from megascale.operate.health.diagnose import DiagnosisPlan, check_joining, diagnose
+from megascale.operate.health.node_runs import CheckedNode
+from megascale.operate.health.remote_checks import RemoteChecks
+
+LATE_S = 2.0
+"""Seconds that a node, once measured, waits for others at most, beyond the time of its own checks."""
+
+MOST_COMPARED = 64
+"""Most hosts with whose values a joining node's are compared. More would hardly change the median, and the work of a
+launch would grow with the square of its nodes.
+"""
+
+
+class NodeAdmission:
+    """Checks nodes through `checks`, and remembers the results of good ones."""
+
+    def __init__(self, checks: RemoteChecks, timeout_s: float, tolerance: float) -> None:
+        self._checks = checks
+        self._plan = DiagnosisPlan(checks="join", timeout_s=timeout_s, tolerance=tolerance)
+        self._paths_plan = DiagnosisPlan(checks="", pairs=(), timeout_s=timeout_s)
+        self._results: dict[str, dict[str, Sequence[CheckResult]]] = {}  # by host, then by node
+        self._measuring: set[object] = set()
+        self._all_measured = asyncio.Event()
+        self._turn = asyncio.Lock()
+
+    async def examine(self, hello: Hello) -> str:
+        """Check a node; return why it must not run ranks, "" for a good node."""
+        start, examination = time.monotonic(), object()
+        self._measuring.add(examination)
+        self._all_measured.clear()
+
+        async def others(results: Sequence[CheckResult]) -> Mapping[str, Sequence[CheckResult]]:
+            self._remember(hello, results)
+            self._end_measuring(examination)
+            await self._wait_for_others(time.monotonic() - start + LATE_S)
+            return self._others(hello.host)
+
+        node = _checked_node(hello)
+        try:
+            results, bad = await check_joining(node, self._checks.run, others, self._plan)
+        finally:
+            self._end_measuring(examination)
+        if bad:
+            self._forget(hello)
+        else:
+            self._remember(hello, results)
+        return "; ".join(f"{verdict.check}: {verdict.reason}" for verdict in bad)
+
+    async def examine_paths(self, hellos: Sequence[Hello]) -> tuple[dict[str, str], Mapping[tuple[str, str], str]]:
+        """Check which nodes reach each other; return reasons by bad node, and by bad link between other nodes."""
+        found = await diagnose([_checked_node(hello) for hello in hellos], self._checks.run, self._paths_plan)
+        nodes = {verdict.node: verdict.reason for verdict in found.verdicts if verdict.check == "reach" and verdict.bad}
+        return nodes, found.bad_links
+
+    def _remember(self, hello: Hello, results: Sequence[CheckResult]) -> None:
+        self._results.setdefault(hello.host, {})[hello.node] = results
+
+    def _forget(self, hello: Hello) -> None:
+        on_host = self._results.get(hello.host, {})
+        on_host.pop(hello.node, None)  # absent if the node was examined twice at a time
+        if not on_host:
+            self._results.pop(hello.host, None)
+
+    def _end_measuring(self, examination: object) -> None:
+        self._measuring.discard(examination)
+        if not self._measuring:
+            self._all_measured.set()
+
+    async def _wait_for_others(self, timeout_s: float) -> None:
+        """Wait until the nodes that are being measured have results: the first nodes of a job join at the same time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._all_measured.wait()
+        async with self._turn:  # one comparison in each turn of the event loop, which has other work
+            await asyncio.sleep(0)
+
+    def _others(self, host: str) -> dict[str, Sequence[CheckResult]]:
+        """Return the results to compare the node of a host with: of many hosts some, evenly spread."""
+        if len(self._results.get(host, ())) > 1:
+            return {}
+        hosts = list(self._results)[:: max(1, math.ceil(len(self._results) / MOST_COMPARED))]
+        return {node: some for one in hosts if one != host for node, some in self._results[one].items()}
+
+
+def _checked_node(hello: Hello) -> CheckedNode:
+    return CheckedNode(hello.node, hello.address, hello.slots)

@@ -1,0 +1,158 @@
+"""The local scheduler: a node is an agent and its processes on this host, or on a host of a testbed.
+
+A node is lost when all its processes are gone; a replacement is a new node, with a new name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megascale.core.network import LOOPBACK
+from megascale.core.rank import NODE_VARIABLE
+from megascale.operate.channel.secret import DESCRIPTOR_VARIABLE, secret_descriptor
+from megascale.operate.driver.scheduler.port import (
+    LAUNCH_VARIABLE,
+    AgentEnd,
+    AgentLaunch,
+    Node,
+    SchedulerError,
+)
+from megascale.operate.driver.scheduler.processes import AgentProcesses
+
+_DEATH_S = 10.0  # limit for the end of killed processes
+
+
+TESTBED_VARIABLE = "MEGASCALE_TESTBED"
+"""Environment variable of `megascale launch --scheduler testbed`, which runs on the first host of an open testbed: the
+hosts, in JSON.
+"""
+
+
+@dataclass(frozen=True)
+class NodeHost:
+    """The host of a node. `prefix`: words before a command to run it there; `environment`: further variables."""
+
+    address: str
+    prefix: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def hosts_from_environment(env: Mapping[str, str] = os.environ) -> list[NodeHost]:
+    """Return the hosts of the open testbed. Raises: SchedulerError without one"""
+    if TESTBED_VARIABLE not in env:
+        raise SchedulerError(f"{TESTBED_VARIABLE} is not set", hint="--scheduler local, or open a testbed first")
+    return [NodeHost(**each) for each in json.loads(env[TESTBED_VARIABLE])]
+
+
+class LocalScheduler:
+    """`Scheduler` on this host: node0 to node{count-1} at first, and `extra` more on request (None: no limit).
+
+    `hosts`: of a testbed, host i for node i; their number limits the nodes.
+    """
+
+    def __init__(
+        self, count: int, agent: AgentLaunch, extra: int | None = None, hosts: Sequence[NodeHost] | None = None
+    ) -> None:
+        self._agent = agent
+        self._hosts = hosts
+        self._most = count + extra if extra is not None else None
+        if hosts is not None:
+            self._most = min(len(hosts), self._most or len(hosts))
+            if count > len(hosts):
+                raise SchedulerError(f"{count} nodes on a testbed of {len(hosts)} hosts")
+        self.launch = secrets.token_hex(8)
+        self._processes = AgentProcesses()
+        self._held = {node.name: node for node in map(self._node, range(count))}
+        self._given = count
+        self._released: list[Node] = []
+        self._excluded: dict[str, float] = {}
+
+    async def nodes(self) -> Sequence[Node]:
+        return tuple(self._held.values())
+
+    async def without_agent(self) -> Sequence[str]:
+        return [node for node in self._held if self._processes.pid(node) is None]
+
+    async def start_agent(self, node: str) -> None:
+        self._check_held(node)
+        await self._kill(node)
+        host = self._host(int(node.removeprefix("node")))
+        command = [*host.prefix, *self._agent.command]
+        env = dict(os.environ) | dict(host.environment) | self._agent.variables(self._held[node])
+        env[LAUNCH_VARIABLE] = self.launch
+        with secret_descriptor(self._agent.secret) as secret:
+            env[DESCRIPTOR_VARIABLE] = str(secret)
+            self._processes.start(node, command, env, self._agent.log(self._held[node]), [secret])
+
+    async def next_end(self) -> AgentEnd:
+        return await self._processes.next_end()
+
+    async def exclude(self, node: str, reason: str, until: float | None) -> None:
+        self._excluded[node] = float("inf") if until is None else until
+
+    async def request(self, count: int) -> Sequence[Node]:
+        allowed = [node for node in self._released if self._excluded.get(node.name, 0) <= time.time()][:count]
+        for node in allowed:
+            self._released.remove(node)
+        limit = count - len(allowed) if self._most is None else min(count - len(allowed), self._most - self._given)
+        if not allowed and not limit:
+            raise SchedulerError("there is no further node")
+        new = [*allowed, *map(self._node, range(self._given, self._given + limit))]
+        self._given += limit
+        self._held |= {node.name: node for node in new}
+        return tuple(new)
+
+    async def release(self, node: str) -> None:
+        self._check_held(node)
+        await self._kill(node)
+        self._released.append(self._held.pop(node))
+
+    async def stop(self, requeue: bool, grace_s: float) -> None:
+        await self._processes.end_all(grace_s)
+        for node in self._held:
+            await self._kill(node)
+
+    def processes(self, node: str) -> list[int]:
+        """Return the processes of a node: its agent, ranks and their children."""
+        return node_processes(self.launch, node)
+
+    async def _kill(self, node: str) -> None:
+        await self._processes.end([node], 0)
+        deadline = time.monotonic() + _DEATH_S
+        while pids := self.processes(node):
+            if time.monotonic() > deadline:
+                raise SchedulerError(f"processes {pids} of node {node} do not end", hint="see /proc/PID/stack")
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(0.01)
+
+    def _check_held(self, node: str) -> None:
+        if node not in self._held:
+            raise SchedulerError(f"the job does not hold node {node}")
+
+    def _node(self, number: int) -> Node:
+        return Node(f"node{number}", self._host(number).address)
+
+    def _host(self, number: int) -> NodeHost:
+        return NodeHost(LOOPBACK) if self._hosts is None else self._hosts[number]
+
+
+def node_processes(launch: str, node: str) -> list[int]:
+    """Return the processes of this host whose environment names the launch and the node."""
+    marks = {f"{LAUNCH_VARIABLE}={launch}".encode(), f"{NODE_VARIABLE}={node}".encode()}
+    found = []
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if marks <= set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")):
+                found.append(int(pid))
+    return sorted(found)

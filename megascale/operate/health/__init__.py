@@ -1,0 +1,1 @@
+"""Health of hosts, devices and links: checks, comparison of nodes, metrics of hosts. No torch."""

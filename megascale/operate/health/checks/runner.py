@@ -1,0 +1,264 @@
+"""The processes of a node's checks: a check that hangs, crashes or imports torch leaves the caller as it was.
+
+    caller: agent or doctor  --  stdin: a CheckRequest as JSON  -->   check_process, one per rank or device
+                             <-- stdout: a CheckResult a line   --
+
+Processes inherit the job's secret with the environment, and end with the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from megascale.core.network import LOOPBACK, listen
+from megascale.core.process import module_command
+from megascale.core.rank import STORE_VARIABLE
+from megascale.operate.channel.secret import DESCRIPTOR_VARIABLE, SECRET_VARIABLE, new_secret
+from megascale.operate.health.checks.endpoint import EndpointClient, check_secret
+from megascale.operate.health.checks.result import CheckError, CheckResult
+from megascale.operate.health.checks.table import checks_named
+
+RANK_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_USE_AGENT_STORE", STORE_VARIABLE,
+)  # fmt: skip
+"""Variables of a rank, which a check's process must not inherit."""
+
+LAST_LINES = 3
+"""Lines of a failed process's stderr that its result repeats."""
+
+END_S = 2.0
+"""Seconds in which a killed process must end; a process that waits for a dead disk does not, and is left behind."""
+
+
+@dataclass(frozen=True)
+class CheckRequest:
+    """The checks that a process runs, one after the other. `parent`: process id of the caller."""
+
+    names: tuple[str, ...]
+    arguments: Mapping[str, Any]
+    parent: int
+
+
+async def run_check(name: str, arguments: Mapping[str, Any], timeout_s: float) -> CheckResult:
+    """Run a check or a set of checks on this node; the result of a set has the checks' results as parts.
+
+    "open_endpoint" and "close_endpoint" start and end the node's server for other nodes' checks
+    (`checks.endpoint`); the result's details have its address.
+
+    Arguments of all checks: `slots`, the number of devices or ranks of the node (default: 1), `env`, variables of the
+    processes. Further arguments belong to the checks. A failure, and a check that takes longer than `timeout_s`, is a
+    result with a `problem`.
+
+    Raises: CheckError for an unknown check
+    """
+    if name in ENDPOINT_REQUESTS:
+        return await ENDPOINT_REQUESTS[name](arguments, timeout_s)
+    start, cards = time.monotonic(), checks_named(name)
+    results: list[CheckResult] = []
+    for runs_on, some in groupby(cards, lambda card: str(card.facts["runs_on"])):
+        names = [card.name for card in some]
+        rest_s = timeout_s - (time.monotonic() - start)
+        batches = [names] if runs_on != "group" else [[one] for one in names]  # a job of its own for every check
+        for batch in batches:
+            results += await _run_batch(batch, runs_on, arguments, max(0.1, rest_s))
+    if [card.name for card in cards] == [name]:
+        return results[0]
+    problems = [f"{result.name}: {result.problem}" for result in results if result.problem]
+    seconds = time.monotonic() - start
+    return CheckResult(name, duration_s=seconds, problem="; ".join(problems), parts=tuple(results))
+
+
+async def _run_batch(
+    names: Sequence[str], runs_on: str, arguments: Mapping[str, Any], timeout_s: float
+) -> list[CheckResult]:
+    """Run checks in as many processes as they need; return one result for each check."""
+    slots = int(arguments.get("slots", 1)) if runs_on != "host" else 1
+    world = int(arguments["group"]["world"]) if arguments.get("group") else slots
+    if any(card.facts["min_ranks"] > world for name in names for card in checks_named(name)):
+        return [CheckResult(name, skipped=f"{world} rank{'s' if world > 1 else ''}") for name in names]
+    with _rank_environments(runs_on, arguments, slots) as (environments, descriptors):
+        answers = await asyncio.gather(
+            *(_run_process(names, arguments, env, descriptors, timeout_s) for env in environments)
+        )
+    return [_combined(results) for results in zip(*answers, strict=True)]
+
+
+@contextlib.contextmanager
+def _rank_environments(
+    runs_on: str, arguments: Mapping[str, Any], slots: int
+) -> Iterator[tuple[list[dict[str, str]], list[int]]]:
+    """Yield the environment of every process, and the descriptors that they inherit."""
+    env = {key: value for key, value in os.environ.items() if key not in RANK_VARIABLES} | arguments.get("env", {})
+    env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    descriptors = secret_descriptors(env)
+    local = {"LOCAL_WORLD_SIZE": str(slots)}
+    if runs_on != "group" or arguments.get("group"):
+        ranks = arguments["group"]["ranks"] if runs_on == "group" else range(slots)
+        world = arguments["group"]["world"] if runs_on == "group" else slots
+        local["LOCAL_WORLD_SIZE"] = str(len(ranks))
+        rank_facts = [(rank, world) for rank in ranks]
+        yield [env | local | _place(index, *facts, runs_on) for index, facts in enumerate(rank_facts)], descriptors
+        return
+    if DESCRIPTOR_VARIABLE not in env:
+        env.setdefault(SECRET_VARIABLE, new_secret())
+    with listen(LOOPBACK) as listener:
+        store = ":".join(map(str, listener.getsockname()))
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        places = [_place(rank, rank, slots, runs_on) for rank in range(slots)]
+        stores = [{STORE_VARIABLE: store if rank else f"{store}:{listener.fileno()}"} for rank in range(slots)]
+        environments = [env | local | place | at for place, at in zip(places, stores, strict=True)]
+        yield environments, [*descriptors, listener.fileno()]
+
+
+def _place(local_rank: int, rank: int, world: int, runs_on: str) -> dict[str, str]:
+    place = {"LOCAL_RANK": str(local_rank)}
+    return place | {"RANK": str(rank), "WORLD_SIZE": str(world)} if runs_on == "group" else place
+
+
+async def _run_process(
+    names: Sequence[str],
+    arguments: Mapping[str, Any],
+    env: Mapping[str, str],
+    descriptors: Sequence[int],
+    timeout_s: float,
+) -> list[CheckResult]:
+    """Run checks in one process; a check without a result gets one that says why."""
+    start, lines = time.monotonic(), list[bytes]()
+    process = await start_process(env, descriptors)
+    request = CheckRequest(tuple(names), arguments, os.getpid())
+    try:
+        async with asyncio.timeout(timeout_s):
+            err = await _talk(process, json.dumps(asdict(request)).encode(), lines)
+        problem = _end_of(process.returncode or 0, err)
+    except TimeoutError:
+        await _kill(process)
+        problem = f"no result within {timeout_s:.0f} s"
+    except asyncio.CancelledError:
+        await _kill(process)
+        raise
+    results = [CheckResult.from_dict(json.loads(line)) for line in lines]
+    seconds = time.monotonic() - start
+    missing = [CheckResult(name, duration_s=seconds, problem=problem) for name in names[len(results) :]]
+    return [*results, *missing]
+
+
+async def open_endpoint(arguments: Mapping[str, Any], timeout_s: float) -> CheckResult:
+    """Start this node's endpoint, for at most `seconds` (default: ENDPOINT_S). The detail `address` is host:port.
+
+    `host`: the name by which other nodes reach this node (default: this host's name).
+    """
+    start, env = time.monotonic(), dict(os.environ) | arguments.get("env", {})
+    process = await start_process(env, secret_descriptors(env), "megascale.operate.health.checks.endpoint_process")
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None, "pipes"
+    process.stdin.write(json.dumps(asdict(CheckRequest(("open_endpoint",), arguments, os.getpid()))).encode())
+    process.stdin.close()
+    try:
+        async with asyncio.timeout(timeout_s):
+            line = await process.stdout.readline()
+            problem = "" if line else _end_of(await process.wait(), await process.stderr.read())
+    except TimeoutError:
+        await _kill(process)
+        line, problem = b"", f"no endpoint within {timeout_s:.0f} s"
+    details = json.loads(line) if line else {}
+    return CheckResult("open_endpoint", duration_s=time.monotonic() - start, problem=problem, details=details)
+
+
+async def close_endpoint(arguments: Mapping[str, Any], timeout_s: float) -> CheckResult:
+    """End the endpoint at `address`."""
+
+    def close() -> str:
+        try:
+            with EndpointClient(arguments["address"], check_secret(arguments), timeout_s) as endpoint:
+                endpoint.request("end")
+        except OSError as error:
+            return f"{arguments['address']}: {error.strerror or error}"
+        return ""
+
+    return CheckResult("close_endpoint", problem=await asyncio.to_thread(close))
+
+
+ENDPOINT_REQUESTS = {"open_endpoint": open_endpoint, "close_endpoint": close_endpoint}
+"""Requests about the endpoint of this node."""
+
+
+def secret_descriptors(env: Mapping[str, str]) -> list[int]:
+    """Return the descriptors that a process inherits with the job's secret."""
+    return [int(env[DESCRIPTOR_VARIABLE])] if DESCRIPTOR_VARIABLE in env else []
+
+
+async def start_process(
+    env: Mapping[str, str], descriptors: Sequence[int], module: str = "megascale.operate.health.checks.check_process"
+) -> asyncio.subprocess.Process:
+    """Start a process that reads a CheckRequest."""
+    return await asyncio.create_subprocess_exec(
+        *module_command(module),
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        env=dict(env), pass_fds=descriptors, start_new_session=True, limit=1 << 24,
+    )  # fmt: skip
+
+
+async def _talk(process: asyncio.subprocess.Process, request: bytes, lines: list[bytes]) -> bytes:
+    """Send the request, add the lines of stdout to `lines` as they come, and return stderr at the process's end."""
+    stdin, stdout, stderr = process.stdin, process.stdout, process.stderr
+    assert stdin is not None and stdout is not None and stderr is not None, "the process was started with pipes"
+
+    async def read_lines() -> None:
+        async for line in stdout:
+            lines.append(line)
+
+    stdin.write(request)
+    stdin.close()
+    _, err = await asyncio.gather(read_lines(), stderr.read())
+    await process.wait()
+    return err
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    """Kill a process and its children, and wait for its end."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(END_S):
+            await process.wait()
+
+
+def _end_of(status: int, err: bytes) -> str:
+    lines = [line.strip() for line in err.decode(errors="replace").splitlines() if line.strip()][-LAST_LINES:]
+    how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    return ": ".join([f"its process {how} without a result", *lines])
+
+
+def _combined(results: Sequence[CheckResult]) -> CheckResult:
+    """Combine the results of the same check in the processes of a node: the worst value, and all digests."""
+    if len(results) == 1:
+        return results[0]
+    values = [result.value for result in results if result.value is not None]
+    problems = [f"device {slot}: {result.problem}" for slot, result in enumerate(results) if result.problem]
+    card = checks_named(results[0].name)[0]
+    worst = (max if card.facts["better"] == "zero" else min)(values, default=None)
+    return replace(
+        results[0],
+        value=worst,
+        duration_s=max(result.duration_s for result in results),
+        problem="; ".join(problems),
+        digest=" ".join(result.digest for result in results).strip(),
+        details={"devices": [{"value": result.value, **result.details} for result in results]},
+    )
+
+
+def read_request(text: str) -> CheckRequest:
+    """Read the request of the caller. Raises: CheckError"""
+    try:
+        return CheckRequest(**json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise CheckError(f"not a request for checks: {error}", hint="megascale doctor --nodes runs checks") from None

@@ -1,0 +1,49 @@
+"""The exporter of an agent: metrics of its node and of its ranks for Prometheus, once the driver has said where."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from megascale.operate.channel.messages import Welcome
+from megascale.operate.node.node_exporter import node_families
+from megascale.operate.node.node_place import NodePlace
+from megascale.operate.store.collector import Collector
+from megascale.operate.store.exporter import MetricsEndpoint, exporting
+from megascale.operate.store.families import MetricFamily
+from megascale.operate.store.metrics_server import Say
+
+
+class AgentExporter:
+    """Serves metrics from the first Welcome on that asks for it, in threads of its own, which read what the agent sets:
+    `collector` of the present ranks, and `host`, the last sample of the host's metrics. `lost_s` returns the seconds
+    without a driver.
+    """
+
+    def __init__(self, place: NodePlace, lost_s: Callable[[], float], say: Say) -> None:
+        self.collector: Collector | None = None
+        self.host: Mapping[str, float] = {}
+        self._place = place
+        self._lost_s = lost_s
+        self._say = say
+        self._open = contextlib.ExitStack()
+        self._endpoint: MetricsEndpoint | None = None
+
+    def start(self, welcome: Welcome) -> None:
+        """Begin to serve, if it has not begun."""
+        if self._endpoint is not None or not welcome.metrics_port:
+            return
+        place, host, port = self._place, welcome.metrics_address, welcome.metrics_port
+        self._endpoint = MetricsEndpoint(host, port, welcome.run, Path(welcome.folder), place.node, place.address)
+        self._open.enter_context(exporting(self._families, self._endpoint, self._say))
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._open.close()
+
+    def _families(self) -> list[MetricFamily]:
+        assert self._endpoint is not None
+        labels, text = self._endpoint.labels, "time without a driver; ranks train on meanwhile"
+        lost = MetricFamily("agent_driver_lost_seconds", "gauge", text, [(labels, self._lost_s())])
+        return [*node_families(self.collector, self.host, labels), lost]

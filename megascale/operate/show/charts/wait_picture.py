@@ -1,0 +1,171 @@
+"""A picture of a hang: boxes of ranks that wait in the same place, arrows to those they wait for, the culprit in red.
+
+A column is one link of the chain to the culprit, which stands on the right. Where there are many places, those of the
+same column and group are one box, so that a job of any size has a picture of a few boxes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megascale.core.rank import format_ranks
+from megascale.operate.diagnose.hang.wait_chain import WaitingSet
+from megascale.operate.show.charts.shapes import BLUE, GREY, RED, STYLE, document, line, rect, text
+from megascale.operate.show.diagnosis import RunDiagnosis, nodes_of
+
+MOST_PLACES = 20
+"""Most places with a box each."""
+
+MOST_COLUMNS = 8
+"""Most columns of boxes that wait; what is farther from the culprit stands in the first."""
+
+BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y, MARGIN, TOP = 270, 54, 60, 16, 12, 44
+"""Pixels."""
+
+MOST_LETTERS = 46
+"""Most letters of a line in a box."""
+
+FEW = 5
+"""Most ranks that a box names."""
+
+_HEAD = (
+    f"<style>{STYLE}</style><defs><marker id='arrow' viewBox='0 0 8 8' refX='8' refY='4' markerWidth='8' "
+    f"markerHeight='8' orient='auto'><path d='M0 0L8 4L0 8z' fill='{GREY}'/></marker></defs>"
+)
+
+
+@dataclass
+class _Box:
+    """Ranks that wait, `links` from a culprit, 0 if none leads there; the culprits themselves have no `sets`."""
+
+    links: int
+    sets: list[WaitingSet] = field(default_factory=list)
+    x: float = 0.0
+    y: float = 0.0
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted(rank for each in self.sets for rank in each.ranks)
+
+    def lines(self) -> tuple[str, str, str]:
+        """Return who waits, where, and for whom."""
+        first, ranks = self.sets[0], self.ranks
+        verb = "wait" if len(ranks) > 1 else "waits"
+        awaited = sorted({rank for each in self.sets for rank in each.awaited})
+        for_whom = f"for {format_ranks(awaited, FEW)}" if awaited else "the data are missing" if first.group else ""
+        if any(each.mixed for each in self.sets):
+            for_whom = "members made different calls"
+        if len(self.sets) > 1:
+            where, group = f"{verb} in {len(self.sets):,} places", f"group {_role(first)}"
+        else:
+            what, _, name = first.what.partition(" of group ")
+            where, group = f"{verb} {what}", f"group {name}" if name else ""
+        return format_ranks(ranks, FEW), where, ", ".join(filter(None, (group, for_whom)))
+
+
+def wait_picture(found: RunDiagnosis) -> str:
+    """Draw the waits of a diagnosis as SVG; of a run that does not hang, only its title."""
+    if found.verdict is None:
+        return document(640, 40, f"{found.view.name}: the run {found.condition}", [_HEAD])
+    culprit = _Box(0)
+    boxes = _boxes(found)
+    columns = _columns(boxes, culprit)
+    _place(columns)
+    width = 2 * MARGIN + len(columns) * (BOX_WIDTH + GAP_X) - GAP_X
+    height = TOP + max(len(column) for column in columns) * (BOX_HEIGHT + GAP_Y) + MARGIN
+    arrows = [_arrow(box, other) for box, other in _waits(boxes, culprit, found.verdict.ranks)]
+    shapes = [shape for box in boxes for shape in _draw(box)]
+    title = f"{found.view.name}: {found.what}"
+    width = max(width, 7 * len(title))
+    return document(width, height, title, [_HEAD, *arrows, *shapes, *_draw_culprit(culprit, found)])
+
+
+def _boxes(found: RunDiagnosis) -> list[_Box]:
+    boxes: dict[object, _Box] = {}
+    for links, each in zip(found.links, found.waiting, strict=True):
+        column = min(links, MOST_COLUMNS)
+        key = (column, _role(each), each.awaited == ()) if len(found.waiting) > MOST_PLACES else each
+        boxes.setdefault(key, _Box(column)).sets.append(each)
+    return list(boxes.values())
+
+
+def _role(each: WaitingSet) -> str:
+    """Return the name of a wait's group without the peer: 'pp.down receive'."""
+    return " ".join(each.group.split()[:2]) if each.group else each.what
+
+
+def _columns(boxes: Sequence[_Box], culprit: _Box) -> list[list[_Box]]:
+    """Return the boxes by column: without a chain, the farthest, ..., the nearest, the culprit."""
+    by_links: defaultdict[int, list[_Box]] = defaultdict(list)
+    for box in boxes:
+        by_links[box.links].append(box)
+    order = [0, *sorted(by_links.keys() - {0}, reverse=True)]
+    columns = [sorted(by_links[links], key=lambda box: -len(box.ranks)) for links in order if by_links[links]]
+    return [*columns, [culprit]]
+
+
+def _place(columns: Sequence[Sequence[_Box]]) -> None:
+    most = max(len(column) for column in columns)
+    for index, column in enumerate(columns):
+        for row, box in enumerate(column):
+            box.x = MARGIN + index * (BOX_WIDTH + GAP_X)
+            box.y = TOP + (row + (most - len(column)) / 2) * (BOX_HEIGHT + GAP_Y)
+
+
+def _waits(boxes: Sequence[_Box], culprit: _Box, culprits: Sequence[int]) -> Iterator[tuple[_Box, _Box]]:
+    """Yield each pair of boxes of which the first waits for the second."""
+    box_of: Mapping[int, _Box] = {rank: box for box in boxes for each in box.sets for rank in each.ranks}
+    named = set(culprits)
+    for box in boxes:
+        awaited = {rank for each in box.sets for rank in each.awaited}
+        targets = {id(box_of[rank]): box_of[rank] for rank in awaited - named if rank in box_of}
+        yield from ((box, other) for other in targets.values() if other is not box)
+        if awaited & named:
+            yield box, culprit
+    for other in {id(box_of[rank]): box_of[rank] for rank in culprits if rank in box_of}.values():
+        yield culprit, other
+
+
+def _arrow(box: _Box, other: _Box) -> str:
+    """Draw an arrow to the right, or back below the boxes to one that is not on the right."""
+    if other.x > box.x:
+        x, y = box.x + BOX_WIDTH, box.y + BOX_HEIGHT / 2
+        dx, dy = other.x - x, other.y + BOX_HEIGHT / 2 - y
+        path = f"c{dx / 2:.1f} 0 {dx / 2:.1f} {dy:.1f} {dx:.1f} {dy:.1f}"
+    else:
+        x, y = box.x + BOX_WIDTH / 2, box.y + BOX_HEIGHT
+        dx, dy = other.x + BOX_WIDTH / 2 - x, other.y + BOX_HEIGHT - y
+        path = f"c0 30 {dx:.1f} 30 {dx:.1f} {dy:.1f}"
+    return line(x, y, path, GREY, " stroke-width='1.5' marker-end='url(#arrow)'")
+
+
+def _draw(box: _Box) -> Iterator[str]:
+    lines = box.lines()
+    yield _frame(box, BLUE if box.links else GREY, "; ".join(filter(None, lines)))
+    yield from _write(box, lines)
+
+
+def _draw_culprit(box: _Box, found: RunDiagnosis) -> Iterator[str]:
+    assert found.verdict is not None
+    verdict = found.verdict
+    nodes = nodes_of(verdict.ranks, found.states)
+    who = format_ranks(verdict.ranks, FEW) if verdict.ranks else "no rank is known to be at fault"
+    where = f" on {', '.join(nodes[:2])}{f' and {len(nodes) - 2} more' if len(nodes) > 2 else ''}" if nodes else ""
+    state = found.culprits[0].state if found.culprits else None
+    phase = f"phase {state.record.phase}, step {state.record.step}" if state else "no flight record"
+    sure = verdict.kind if verdict.confident else f"{verdict.kind}, not certain"
+    yield _frame(box, RED, "; ".join(verdict.evidence))
+    yield from _write(box, (who + where, sure, phase))
+
+
+def _frame(box: _Box, colour: str, note: str) -> str:
+    edge = rect(box.x, box.y, BOX_WIDTH, BOX_HEIGHT, colour)
+    return edge + rect(box.x + 2, box.y + 2, BOX_WIDTH - 4, BOX_HEIGHT - 4, "white", note)
+
+
+def _write(box: _Box, lines: Sequence[str]) -> Iterator[str]:
+    for row, words in enumerate(lines):
+        cut = words if len(words) <= MOST_LETTERS else f"{words[: MOST_LETTERS - 3]}..."
+        yield text(box.x + 8, box.y + 16 + 15 * row, cut, "" if row else "title")

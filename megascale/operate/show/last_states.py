@@ -1,0 +1,158 @@
+"""The last known state of every rank of a run: its flight record in shared memory while the rank lives on this host,
+else its newest row in the event store. Where neither is left: from the dumps of torch's flight recorder.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megascale.core.errors import Exit, MegascaleError
+from megascale.core.flight_files import process_states
+from megascale.core.flight_record import FlightRecord, FlightRecordError
+from megascale.core.rank import format_ranks
+from megascale.operate.diagnose.hang.dumped_records import read_dumped_records
+from megascale.operate.diagnose.hang.flight import DUMP_FOLDER, dump_hosts
+from megascale.operate.show.rank_states import local_records
+from megascale.operate.show.run_view import RunView
+from megascale.operate.store.query import StoreError, fetch
+from megascale.operate.store.reading import read_store
+
+SHARED, STORED, DUMPED = "shared memory of this host", "event store", "dumps of torch's flight recorder"
+"""Where a state was found."""
+
+_TABLES = ("states", "ranks")
+_NEWEST = "QUALIFY row_number() OVER (PARTITION BY rank ORDER BY {} DESC) = 1 ORDER BY rank"
+_STATES = f"""
+    SELECT rank, time_ns, record FROM states WHERE attempt = (SELECT max(attempt) FROM states)
+    {_NEWEST.format("time_ns")}"""
+_NODES = f"SELECT rank, node FROM ranks {_NEWEST.format('attempt')}"
+
+
+class StatesError(MegascaleError):
+    """A run of whose ranks no state can be read."""
+
+    exit_status = Exit.CONFIG
+
+
+@dataclass(frozen=True)
+class LastState:
+    """A rank's flight record, read `age_s` seconds ago from `source`. `letter`: the process's state in /proc, "" if
+    unknown; `node`: "" if unknown.
+    """
+
+    record: FlightRecord
+    source: str
+    age_s: float = 0.0
+    letter: str = ""
+    node: str = ""
+
+    @property
+    def is_local(self) -> bool:
+        """True if the rank's process lives on this host."""
+        return self.source == SHARED
+
+
+@dataclass(frozen=True)
+class LastStates:
+    """The last states of the ranks of a run, by rank. `notes`: what could not be read."""
+
+    by_rank: Mapping[int, LastState]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def records(self) -> dict[int, FlightRecord]:
+        """The flight records, by rank."""
+        return {rank: state.record for rank, state in self.by_rank.items()}
+
+    @property
+    def letters(self) -> dict[int, str]:
+        """The letters of the processes' states, as far as known, by rank."""
+        return {rank: state.letter for rank, state in self.by_rank.items() if state.letter}
+
+    @property
+    def nodes(self) -> dict[int, str]:
+        """The nodes, as far as known, by rank."""
+        return {rank: state.node for rank, state in self.by_rank.items() if state.node}
+
+    def sources(self) -> dict[str, list[int]]:
+        """Return the ranks by the source of their states."""
+        found: defaultdict[str, list[int]] = defaultdict(list)
+        for rank, state in self.by_rank.items():
+            found[state.source].append(rank)
+        return dict(found)
+
+
+def read_last_states(view: RunView, clock: Callable[[], float] = time.time) -> LastStates:
+    """Return the last states of a run's ranks. Raises: StatesError for a store with damaged files or rows only"""
+    live = local_records(view.folder) if view.is_live else {}
+    letters = process_states(live)
+    found = {rank: LastState(record, SHARED, 0.0, letters.get(rank, "")) for rank, record in live.items()}
+    notes: tuple[str, ...] = ()
+    nodes: dict[int, str] = {}
+    try:
+        rows, nodes, notes = _stored(view)
+    except StoreError as error:
+        rows = {}
+        notes = (f"without the event store: {error.message}",)
+    stored, damaged = _parse(rows, view, clock()) if len(found) < view.world else ({}, [])
+    if live:
+        attempt = max(record.attempt for record in live.values())
+        stored = {rank: state for rank, state in stored.items() if state.record.attempt == attempt}
+    if damaged:
+        what = f"the event store has no readable state of {format_ranks(damaged)}"
+        if not (stored or found):
+            raise StatesError(f"{view.folder}: {what}", hint="remove the damaged files from its folder states")
+        notes = (*notes, what)
+    host = socket.gethostname()
+    named = {
+        rank: replace(state, node=nodes.get(rank, host if state.is_local else ""))
+        for rank, state in sorted((stored | found).items())
+    }
+    return LastStates(named, notes)
+
+
+def read_dumped_states(view: RunView, clock: Callable[[], float] = time.time) -> LastStates:
+    """Return the last states of a run's ranks from the dumps of torch's flight recorder; without them none."""
+    folder = view.folder / DUMP_FOLDER
+    records = read_dumped_records(folder, view.name, view.world)
+    hosts = dump_hosts(folder)
+    return LastStates(
+        {
+            rank: LastState(record, DUMPED, max(0.0, clock() - record.read_ns / 1e9), "", hosts[rank])
+            for rank, record in records.items()
+        }
+    )
+
+
+def _stored(view: RunView) -> tuple[dict[int, tuple[int, str]], dict[int, str], tuple[str, ...]]:
+    """Return (time in ns, record as JSON) and the node of each rank in the event store, and what is told of damaged
+    files.
+
+    Raises: StoreError
+    """
+    read = read_store(view.folder, lambda store: (fetch(store, _STATES), fetch(store, _NODES)), tables=_TABLES)
+    states, ranks = read.value
+    rows = zip(*(states[name].tolist() for name in ("rank", "time_ns", "record")), strict=True)
+    nodes = zip(ranks["rank"].tolist(), ranks["node"].tolist(), strict=True)
+    return {rank: (at_ns, text) for rank, at_ns, text in rows}, dict(nodes), read.notes
+
+
+def _parse(rows: Mapping[int, tuple[int, Any]], view: RunView, now: float) -> tuple[dict[int, LastState], list[int]]:
+    """Return the states in rows of the event store, and the ranks whose rows are damaged."""
+    found, damaged = {}, []
+    known = view.states.ranks if view.is_live or view.states.stale else ()
+    for rank, (at_ns, text) in rows.items():
+        try:
+            record = FlightRecord.from_dict(json.loads(text))
+        except (FlightRecordError, ValueError, TypeError):
+            damaged.append(rank)
+            continue
+        letter = known[rank].state if rank < len(known) else ""
+        found[rank] = LastState(record, STORED, max(0.0, now - at_ns / 1e9), letter)
+    return found, damaged

@@ -1,0 +1,58 @@
+"""Incidents: what happened to the job, what was done, and how long it took."""
+
+from __future__ import annotations
+
+from dash import Dash, Input, Output, html
+from dash.exceptions import PreventUpdate
+
+from megascale.core.units import format_duration, format_time
+from megascale.operate.driver.incidents import Incident
+from megascale.operate.show.web.page import NEWS, RUN, TABS, Page, Runs, note, table
+
+KEY = "incidents"
+HEAD = (
+    "",
+    "time",
+    "step",
+    "class",
+    "what happened",
+    "culprit",
+    "what was done",
+    "recovered in",
+    "steps lost",
+    "evidence",
+)
+MOST = 500
+"""Most incidents that are listed: the newest."""
+
+
+def _layout() -> html.Div:
+    return html.Div(id="incident-list")
+
+
+def _register(app: Dash, runs: Runs) -> None:
+    @app.callback(Output("incident-list", "children"), [Input(NEWS, "data"), Input(RUN, "value"), Input(TABS, "value")])
+    def update(news: str | None, name: str, tab: str) -> object:
+        if tab != KEY:
+            raise PreventUpdate
+        view = runs[name].view()
+        incidents = view.incidents[::-1][:MOST]
+        spikes = [
+            f"step {spike.step}: {spike.metric} {spike.value:.4g}, recently {spike.recent:.4g}"
+            for spike in view.curves.spikes
+        ]
+        found = table(HEAD, map(_row, incidents), "incident-table") if incidents else note("No incident is recorded.")
+        more = [html.H2("Spikes"), html.Ul([html.Li(spike) for spike in spikes[-MOST:]])] if spikes else []
+        return [found, *more]
+
+
+def _row(incident: Incident) -> tuple[str, ...]:
+    recovery = format_duration(incident.recovery_s) if incident.recovery_s is not None else ""
+    return (
+        str(incident.id), format_time(incident.since), str(incident.step),
+        incident.class_, incident.what, str(incident.culprit), incident.action.reason, recovery,
+        "" if incident.steps_lost is None else str(incident.steps_lost), "; ".join(incident.evidence),
+    )  # fmt: skip
+
+
+PAGE = Page(KEY, "Incidents", _layout, _register)

@@ -1,0 +1,284 @@
+"""The collector of a node: drains the event rings of its ranks, and writes their rows into the run's event store.
+
+- `Collector`: one step of it at a time
+- `CollectorThread`: the steps, in a thread of an agent; `collecting`: of a launcher
+
+Ranks never wait for a collector. Whatever happens to the store, such as a full or dead disk, is said once, and the rows
+of a few intervals wait in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megascale.core.errors import MegascaleError
+from megascale.core.event_ring import event_ring_path
+from megascale.core.event_ring_reader import EventRingError, EventRingReader
+from megascale.core.flight_layout import Phase
+from megascale.core.flight_reader import read_flight_record
+from megascale.core.flight_record import FlightRecord, FlightRecordError
+from megascale.core.outages import Outages
+from megascale.core.process import process_exists, usable_cores
+from megascale.operate.store.node_store import NodeStore
+from megascale.operate.store.rank_spread import RankSpread
+from megascale.operate.store.settings import StoreSettings
+from megascale.operate.store.table_files import Columns
+
+if TYPE_CHECKING:  # numpy takes a while, and threads
+    from megascale.operate.store.node_rows import NodeRows, RankRows
+
+POLL_S = 0.5
+"""Seconds between drains of the rings."""
+
+DRAIN_S, FINISH_S = 2.0, 10.0
+"""Seconds in which all is read, and written, once the ranks have ended. Only a dead disk takes longer."""
+
+MAX_INTERVALS_WAITING = 12
+"""Most intervals whose rows wait for a store that cannot be written; then the oldest are dropped."""
+
+Say = Callable[[str], None]
+
+
+class Collector:
+    """Collects from ranks with flight records in `records` (paths by rank, which may grow). `say`: for messages."""
+
+    def __init__(self, records: Mapping[int, Path], say: Say) -> None:
+        self._records = records
+        self._say = say
+        self._ranks: dict[int, RankRows] = {}
+        self._states: dict[int, FlightRecord] = {}
+        self._known: set[int] = set()  # ranks in the table `ranks`
+        self._rows: NodeRows | None = None
+        self._host_metrics: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=1000)
+        self._settings: StoreSettings | None = None
+        self._store: NodeStore | None = None
+        self._stored_attempt = -1
+        self._spread: RankSpread | None = None
+        self._waiting: deque[tuple[int, int, dict[str, Columns]]] = deque()
+        self._last_ms = time.time_ns() // 1_000_000
+        self._outages = Outages()
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds between writes."""
+        return self._settings.interval_s if self._settings else StoreSettings.interval_s
+
+    @property
+    def records(self) -> dict[int, Path]:
+        """The paths of the flight records, by rank; for any thread."""
+        return dict(self._records)
+
+    @property
+    def ranks(self) -> dict[int, RankRows]:
+        """The ranks with a ring that was found; for any thread."""
+        return dict(self._ranks)
+
+    def add_host_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Take a sample of the host's metrics."""
+        self._host_metrics.append((time.time_ns(), metrics))
+
+    def poll(self) -> None:
+        """Find new rings, and drain all."""
+        for rank, path in dict(self._records).items():
+            if rank not in self._ranks:
+                with contextlib.suppress(OSError, EventRingError):
+                    self._add(rank, EventRingReader(event_ring_path(path)))
+        for rows in self._ranks.values():
+            rows.ended = not process_exists(rows.ring.pid)  # before the drain: nothing comes after
+            rows.drain()
+
+    def _add(self, rank: int, ring: EventRingReader) -> None:
+        from megascale.operate.store.node_rows import NodeRows, RankRows
+
+        self._rows = self._rows or NodeRows()
+        self._settings = self._settings or StoreSettings.from_note(ring.note)
+        self._ranks[rank] = RankRows(ring)
+
+    def write(self) -> None:
+        """Write what was drained and the states that were read. Says once that the store cannot be written."""
+        if self._settings is None or self._rows is None:
+            return
+        ready = {rank: rows for rank, rows in self._ranks.items() if rows.ring.head.ready}
+        if ready:
+            self._queue(self._rows.take(list(ready.values())) | self._host_columns())
+        try:
+            self._store_rows(ready)
+        except OSError as error:
+            if self._outages.begins("store"):
+                what = f"the event store {self._settings.url} cannot be written: {error.strerror or error}"
+                self._say(f"WARNING: {what}; tried again every {self.interval_s:g} s")
+            return
+        self._outages.ends("store")
+        if missing := self._outages.ends("dropped"):
+            self._say(f"the event store is written again; the rows of {missing} intervals are missing")
+        if 0 in ready and self._settings.tensorboard:
+            self._write_spread(self._settings, last=ready[0].ended)
+
+    def missing(self) -> int:
+        """Return the intervals whose rows have not reached the store, dropped or waiting; dropped ones count once."""
+        return self._outages.ends("dropped") + len(self._waiting)
+
+    def _write_spread(self, settings: StoreSettings, *, last: bool) -> None:
+        """Write how ranks differ, into TensorBoard; says once that this fails."""
+        self._spread = self._spread or RankSpread(settings, self._stored_attempt)
+        try:
+            self._spread.write_if_due(last=last)
+        except OSError as error:
+            if self._outages.begins("spread"):
+                self._say(f"WARNING: TensorBoard misses how ranks differ: {error.strerror or error}; tried again")
+            return
+        self._outages.ends("spread")
+
+    def _queue(self, tables: dict[str, Columns]) -> None:
+        assert self._settings is not None
+        if not self._settings.events_h:
+            del tables["events"]
+        start_ms, self._last_ms = self._last_ms, max(self._last_ms + 1, time.time_ns() // 1_000_000)
+        filled = {table: columns for table, columns in tables.items() if len(next(iter(columns.values())))}
+        self._waiting.append((start_ms, self._last_ms, filled))
+        if len(self._waiting) > MAX_INTERVALS_WAITING:
+            self._waiting.popleft()
+            self._outages.begins("dropped")
+
+    def _store_rows(self, ready: Mapping[int, RankRows]) -> None:
+        store = self._open_store(ready)
+        if ready.keys() - self._known:  # before their steps: readers know the ranks of all rows
+            store.replace("ranks", self._rank_columns(ready))
+            self._known |= ready.keys()
+        while self._waiting:
+            start_ms, end_ms, tables = self._waiting[0]
+            while tables:
+                table = next(iter(tables))
+                store.write(table, tables[table], start_ms, end_ms)
+                del tables[table]
+            self._waiting.popleft()
+        if self._states:
+            store.replace("states", self._state_columns())
+        store.prune()
+
+    def _open_store(self, ready: Mapping[int, RankRows]) -> NodeStore:
+        """Return the store of the present attempt, whose number a ring has once it is ready."""
+        assert self._settings is not None
+        attempt = next(iter((ready or self._ranks).values())).ring.head.attempt
+        if self._store is not None and attempt != self._stored_attempt:
+            self._store.discard("states")
+            self._store = self._spread = None
+        if self._store is None:
+            self._store, self._stored_attempt = NodeStore(self._settings, attempt, self._say), attempt
+        return self._store
+
+    def _epoch_ns(self) -> int:
+        """Ns since 1970 on rank 0's clock at the zero of this host's monotonic clock; on this host's clock, if no ring
+        is ready.
+        """
+        epochs = [rows.ring.head.epoch_ns for rows in self._ranks.values() if rows.ring.head.ready]
+        return epochs[0] if epochs else time.time_ns() - time.monotonic_ns()
+
+    def _rank_columns(self, ready: Mapping[int, RankRows]) -> Columns:
+        assert self._settings is not None
+        heads = [rows.ring.head for rows in ready.values()]
+        return {
+            **{
+                name: [getattr(head, name) for head in heads]
+                for name in ("attempt", "rank", "world", "pid", "start_ns")
+            },
+            **{axis: [head.coord[axis] for head in heads] for axis in ("tp", "cp", "dp", "pp")},
+            "node": [self._settings.node] * len(heads),
+            "host": [socket.gethostname()] * len(heads),
+            "peak_flops": [float(head.peak_flops) for head in heads],
+            "cores": [usable_cores(head.pid for head in heads)] * len(heads),
+        }
+
+    def read_states(self) -> None:
+        """Read the flight records. A rank that ends in order under torchrun removes its own."""
+        for rank in self._ranks:
+            try:
+                self._states[rank] = read_flight_record(self._records[rank])
+            except FileNotFoundError:
+                if rank in self._states:
+                    self._states[rank] = replace(self._states[rank], phase=Phase.DONE, wait=None)
+            except (OSError, FlightRecordError):
+                continue
+
+    def _state_columns(self) -> Columns:
+        epoch_ns = self._epoch_ns()
+        return {
+            "attempt": [self._stored_attempt] * len(self._states),
+            "rank": list(self._states),
+            "time_ns": [record.read_ns + epoch_ns for record in self._states.values()],
+            "record": [json.dumps(record.to_dict()) for record in self._states.values()],
+        }
+
+    def _host_columns(self) -> dict[str, Columns]:
+        """Return the samples of the host's metrics since the last call, by rank 0's clock."""
+        assert self._settings is not None
+        to_rank_0 = self._epoch_ns() - (time.time_ns() - time.monotonic_ns())
+        samples = [self._host_metrics.popleft() for _ in range(len(self._host_metrics))]
+        rows = [(at + to_rank_0, name, value) for at, metrics in samples for name, value in metrics.items()]
+        times, names, values = (list(column) for column in zip(*rows, strict=True)) if rows else ([], [], [])
+        node = [self._settings.node] * len(rows)
+        return {"host_metrics": {"node": node, "time_ns": times, "metric": names, "value": values}}
+
+
+class CollectorThread:
+    """Runs a collector until `finish`."""
+
+    def __init__(self, collector: Collector, say: Say) -> None:
+        self.collector = collector
+        self._say = say
+        self._stop, self._drained = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="event store", daemon=True)
+        with contextlib.suppress(RuntimeError):  # this process may have no thread left
+            self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            written = time.monotonic()
+            while not self._stop.wait(POLL_S):
+                self.collector.poll()
+                if time.monotonic() - written >= self.collector.interval_s:
+                    self.collector.read_states()
+                    self.collector.write()
+                    written = time.monotonic()
+            self.collector.poll()
+            self.collector.read_states()
+            self._drained.set()
+            self.collector.write()
+            if missing := self.collector.missing():
+                self._say(f"WARNING: the rows of {missing} intervals never reached the event store")
+        except (MegascaleError, ValueError, TypeError, ArithmeticError, LookupError, MemoryError) as error:
+            self._say(f"WARNING: no more events are stored: {error!r}")
+        finally:
+            self._drained.set()
+
+    def drain(self, timeout_s: float = DRAIN_S) -> None:
+        """Begin to finish, and return once all is read, at the latest after `timeout_s`: files may be removed."""
+        self._stop.set()
+        self._drained.wait(timeout_s)
+
+    def finish(self, timeout_s: float = FINISH_S) -> None:
+        """Drain the rings a last time and write; give up a store that takes longer than `timeout_s`."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._say(f"WARNING: the event store does not answer: its last rows were not written in {timeout_s:g} s")
+
+
+@contextlib.contextmanager
+def collecting(records: Mapping[int, Path], say: Say) -> Iterator[Collector]:
+    """Collect from the ranks with these flight records during a `with` block, at whose end they have ended."""
+    thread = CollectorThread(Collector(records, say), say)
+    try:
+        yield thread.collector
+    finally:
+        thread.finish()

@@ -1,0 +1,187 @@
+"""The rows of a node in an interval: the drained event rings of its ranks as columns of the store's tables.
+
+A rank's events wait here until their step has ended, so that a step's sums are written once. All arithmetic is on
+arrays, which have the fields of their table; texts are indices until columns are made of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megascale.core.event_ring_reader import EVENT_FIELDS, STEP_FIELDS, Drained, EventRingReader
+from megascale.operate.store.rank_totals import RankTotals
+from megascale.operate.store.schema import STEP_AXIS, TABLES, TAGS
+from megascale.operate.store.table_files import Columns
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+KEYS = ("attempt", "rank", "step", "axis", "name", "chunk")
+"""Columns of `step_parts` by which events are summed."""
+
+
+def row_type(table: str) -> np.dtype:
+    """Return the type of a table's rows. Texts are indices."""
+    return np.dtype([(column.name, "i4" if column.type == "text" else column.type) for column in TABLES[table]])
+
+
+def concatenate_rows(parts: Sequence[np.ndarray], dtype: np.dtype) -> np.ndarray:
+    """Concatenate arrays of rows of one dtype; np.concatenate would look for a common dtype, field by field."""
+    rows, end = np.empty(sum(map(len, parts)), dtype), 0
+    for part in parts:
+        rows[end : end + len(part)] = part
+        end += len(part)
+    return rows
+
+
+def columns_of(table: str, rows: np.ndarray, texts: Texts) -> Columns:
+    """Return rows as columns."""
+    return {
+        column.name: texts.column(rows[column.name]) if column.type == "text" else rows[column.name]
+        for column in TABLES[table]
+    }
+
+
+class Texts:
+    """The texts of a node's rows, each with an index."""
+
+    def __init__(self) -> None:
+        self._indices: dict[str, int] = {}
+
+    def indices(self, texts: Sequence[str]) -> np.ndarray:
+        """Return the indices of texts, which are added where they are new."""
+        return np.array([self._indices.setdefault(text, len(self._indices)) for text in texts], np.int32)
+
+    def column(self, indices: np.ndarray) -> pa.DictionaryArray:
+        """Return the texts at `indices`."""
+        import pyarrow as pa
+
+        return pa.DictionaryArray.from_arrays(pa.array(indices), pa.array(list(self._indices), pa.string()))
+
+
+@dataclass
+class RankRows:
+    """A rank's ring, and what was drained of it and has not been written. `waiting`: events of steps that go on;
+    `lost`: records that no step has counted yet; `ended`: the rank writes no more. `totals`: of all that was drained.
+    """
+
+    ring: EventRingReader
+    drained: list[Drained] = field(default_factory=list)
+    waiting: np.ndarray = field(default_factory=lambda: np.empty(0, row_type("events")))
+    last_step: int = 0
+    lost: int = 0
+    ended: bool = False
+    totals: RankTotals = field(default_factory=RankTotals)
+
+    def drain(self) -> None:
+        """Take the ring's new records."""
+        new = self.ring.drain()
+        if new.lost or len(new.events) or len(new.steps):
+            self.drained.append(new)
+            self.totals.add(new)
+
+    def take(self, texts: Texts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the new events, the new steps, and the events of steps that have ended."""
+        head, drained, self.drained = self.ring.head, self.drained, []
+        strings = texts.indices(self.ring.strings())
+        who = {"attempt": head.attempt, "rank": head.rank}
+        records = concatenate_rows([part.events for part in drained], np.dtype(list(EVENT_FIELDS)))
+        events = _rows("events", records, who, head.epoch_ns, strings)
+        records = concatenate_rows([part.steps for part in drained], np.dtype(list(STEP_FIELDS)))
+        steps = _rows("steps", records, who, head.epoch_ns, strings)
+        steps["tags"] = _tag_texts(records["tags"], texts)
+        self._count_lost(steps, drained)
+        self.last_step = max(self.last_step, int(steps["step"].max(initial=0)))
+        waiting = concatenate_rows([self.waiting, events], events.dtype)
+        # a step's last communication may end in the next step
+        closed = (waiting["step"] < max(1, self.last_step)) | self.ended
+        self.waiting = waiting[~closed]
+        return events, steps, waiting[closed]
+
+    def _count_lost(self, steps: np.ndarray, drained: Sequence[Drained]) -> None:
+        """Count lost records in the next step that has ended."""
+        first = 0
+        for part in drained:
+            self.lost += part.lost
+            if len(part.steps):
+                steps["events_lost"][first], self.lost = self.lost, 0
+                first += len(part.steps)
+
+
+_TIMES = {
+    "issue_ns": "issue", "start_ns": "start", "end_ns": "end", "exposed_ns": "exposed", "train_ns": "train",
+}  # fmt: skip
+_DURATIONS = ("exposed_ns", "train_ns")
+_RENAMED = {"peak_memory_bytes": "peak_memory"}
+
+
+def _rows(table: str, records: np.ndarray, who: Mapping[str, int], epoch_ns: int, strings: np.ndarray) -> np.ndarray:
+    """Return a ring's records as rows of a table."""
+    rows = np.zeros(len(records), row_type(table))
+    for column in TABLES[table]:
+        name = column.name
+        if name in who:
+            rows[name] = who[name]
+        elif name in _TIMES:
+            ns = np.rint(records[_TIMES[name]] * 1e9).astype(np.int64)
+            rows[name] = ns if name in _DURATIONS else ns + epoch_ns
+        elif column.type == "text" and name != "tags":
+            rows[name] = strings[np.minimum(records[name], len(strings) - 1)]
+        elif (source := _RENAMED.get(name, name)) in (records.dtype.names or ()):
+            rows[name] = records[source]
+    return rows
+
+
+def _tag_texts(tags: np.ndarray, texts: Texts) -> np.ndarray:
+    """Return indices of the texts of tags, which are bits."""
+    found, inverse = np.unique(tags, return_inverse=True)
+    joined = [",".join(tag for bit, tag in enumerate(TAGS) if int(bits) >> bit & 1) for bits in found]
+    return texts.indices(joined)[inverse] if joined else np.empty(0, np.int32)
+
+
+def step_parts(events: np.ndarray, steps: np.ndarray, texts: Texts) -> np.ndarray:
+    """Sum the events of steps by KEYS, and add a row for each step as a whole."""
+    order = np.lexsort([events[key] for key in reversed(KEYS)])
+    events = events[order]
+    new = np.zeros(len(events), bool)
+    new[:1] = True
+    for key in KEYS:
+        new[1:] |= events[key][1:] != events[key][:-1]
+    first = np.flatnonzero(new)
+    rows = np.zeros(len(first) + len(steps), row_type("step_parts"))
+    summed, whole = rows[: len(first)], rows[len(first) :]
+    for key in KEYS:
+        summed[key] = events[key][first]
+    if len(first):
+        duration = events["end_ns"] - events["start_ns"]
+        summed["count"] = np.diff(np.append(first, len(events)))
+        summed["total_ns"] = np.add.reduceat(duration, first)
+        summed["max_ns"] = np.maximum.reduceat(duration, first)
+        summed["exposed_ns"] = np.add.reduceat(events["exposed_ns"], first)
+        summed["bytes"] = np.add.reduceat(events["bytes"], first)
+        summed["last_issue_ns"] = np.maximum.reduceat(events["issue_ns"], first)
+    for key in ("attempt", "rank", "step"):
+        whole[key] = steps[key]
+    whole["axis"] = whole["name"] = texts.indices([STEP_AXIS])[0]
+    whole["chunk"], whole["count"] = -1, 1
+    whole["total_ns"] = whole["max_ns"] = steps["train_ns"]
+    whole["last_issue_ns"] = steps["start_ns"]
+    return rows
+
+
+class NodeRows:
+    """Makes the rows of a node's ranks."""
+
+    def __init__(self) -> None:
+        self._texts = Texts()
+
+    def take(self, ranks: Sequence[RankRows]) -> dict[str, Columns]:
+        """Return the new rows of `events`, `steps` and `step_parts`, of ranks whose rings are ready."""
+        taken = [rank.take(self._texts) for rank in ranks]
+        events, steps, closed = (concatenate_rows(parts, parts[0].dtype) for parts in zip(*taken, strict=True))
+        tables = {"events": events, "steps": steps, "step_parts": step_parts(closed, steps, self._texts)}
+        return {table: columns_of(table, rows, self._texts) for table, rows in tables.items()}

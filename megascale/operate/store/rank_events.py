@@ -1,0 +1,82 @@
+"""The events of ranks from an event store, in the form of a rank's event file: for runs that have not ended, and for
+those that were killed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megascale.core.events import COMPUTE, HOST_AXIS, Event, RankEvents
+from megascale.operate.store.reading import read_store
+
+if TYPE_CHECKING:
+    import duckdb
+
+NEWEST_STEPS = 20
+"""Steps that are read unless others are asked for: single events of a long run are many."""
+
+_SAME = (
+    "axis", "name", "part", "step", "chunk", "microbatch", "sequence", "bytes", "peer", "layer", "stage", "direction",
+)  # fmt: skip
+_OTHER = ("group_name", "start_ns", "end_ns", "issue_ns", "exposed_ns")
+
+
+@dataclass(frozen=True)
+class StoredRank:
+    """The events of a rank, in the order of issue, and the steps that its node has stored as a whole."""
+
+    events: RankEvents
+    complete_steps: frozenset[int]
+
+
+def read_rank_events(run: Path, wanted: Callable[[int], bool], steps: range | None) -> list[StoredRank]:
+    """Read the newest attempt's events of the wanted ranks in `steps`, by default in the newest. Times are seconds on
+    one clock. The store has only the sum of the waits for a communication: here it is one wait until its end.
+
+    Raises: StoreError
+    """
+    return read_store(run, lambda store: _read(store, wanted, steps), tables=("ranks", "steps", "events")).value
+
+
+def _read(store: duckdb.DuckDBPyConnection, wanted: Callable[[int], bool], steps: range | None) -> list[StoredRank]:
+    [(attempt,)] = store.execute("SELECT coalesce(max(attempt), -1) FROM ranks").fetchall()
+    [(newest,)] = store.execute("SELECT coalesce(max(step), 0) FROM steps WHERE attempt = ?", [attempt]).fetchall()
+    chosen = range(max(0, newest - NEWEST_STEPS) + 1, newest + 1) if steps is None else steps
+    known = "SELECT rank, world, host, tp, cp, dp, pp FROM ranks WHERE attempt = ? ORDER BY rank"
+    ranks = [row for row in store.execute(known, [attempt]).fetchall() if wanted(row[0])]
+    where = "WHERE attempt = ? AND step >= ? AND step < ? AND rank IN (SELECT unnest(?))"
+    given = [attempt, chosen.start, chosen.stop, [rank for rank, *_ in ranks]]
+    complete: defaultdict[int, set[int]] = defaultdict(set)
+    events: defaultdict[int, list[Event]] = defaultdict(list)
+    lost: defaultdict[int, int] = defaultdict(int)
+    for rank, step, count in store.execute(f"SELECT rank, step, events_lost FROM steps {where}", given).fetchall():
+        complete[rank].add(step)
+        lost[rank] += count
+    columns = ", ".join((*_SAME, *_OTHER))
+    rows = f"SELECT rank, {columns} FROM events {where} AND axis <> '{HOST_AXIS}' ORDER BY rank, issue_ns"
+    found = store.execute(rows, given).fetchall()
+    origin = min((row[-2] for row in found), default=0)
+    for rank, *fields in found:
+        events[rank].append(_event(dict(zip((*_SAME, *_OTHER), fields, strict=True)), origin))
+    return [
+        StoredRank(
+            RankEvents(
+                rank, world, {"tp": tp, "cp": cp, "dp": dp, "pp": pp}, host, (), lost[rank], tuple(events[rank])
+            ),
+            frozenset(complete[rank]),
+        )
+        for rank, world, host, tp, cp, dp, pp in ranks
+    ]
+
+
+def _event(row: Mapping[str, Any], origin_ns: int) -> Event:
+    start, end, issue = ((row[name] - origin_ns) / 1e9 for name in ("start_ns", "end_ns", "issue_ns"))
+    same = {name: row[name] for name in _SAME}
+    if row["axis"] == COMPUTE:
+        return Event(**same, start=start, end=end)
+    waits = ((end - row["exposed_ns"] / 1e9, end),) if row["exposed_ns"] else ()
+    return Event(**same, start=start, end=end, group=row["group_name"], issue=issue, waits=waits)

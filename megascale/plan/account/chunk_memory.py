@@ -1,0 +1,62 @@
+"""Memory of a rank that trains on chunks of sequences with state-aware 1F1B (`chunk_memory`).
+
+Activations: K + p - r - 1 chunks on rank r of p, whatever the longest sequence (`schedule.state_aware`). With the
+longest sequence grow only the store of keys and values, with their gradients, of one sequence,
+2 kv_heads head_dim (compute + accumulation bytes) per token and layer, and the inputs of dropped chunks, hidden_size
+compute bytes per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megascale.catalog.precisions import PRECISIONS
+from megascale.config.run import RunConfig
+from megascale.layout.chunks import stages_of
+from megascale.plan.account.activations import key_store_bytes
+from megascale.plan.account.memory import THIS_TRAINER, RankMemory, WeightStorage, rank_memory
+
+
+@dataclass(frozen=True)
+class ChunkMemory(RankMemory):
+    """Bytes on one rank at the peak. `store`: keys, values and their gradients of the longest sequence; `inputs`: of
+    its chunks that are recomputed.
+    """
+
+    store: int
+    inputs: int
+
+
+def with_context(config: RunConfig, tokens: int) -> RunConfig:
+    """Return a resolved configuration with micro-batches of one sequence of `tokens`, a document each, as many as
+    pipeline stages, without context parallelism.
+    """
+    whole = {"document_length": None, "chunk_tokens": None, "keep_chunks": 1, "max_tokens_per_rank": None}
+    data = config.data.model_copy(update=whole)
+    p = config.parallel  # a rank of the pool has all of its tokens
+    parallel = p.model_copy(update={"dp": config.dp * p.cp, "cp": 1, "cp_mode": "ring", "cp_ulysses": 1})
+    batch = config.batch.model_copy(update={"micro": 1, "total": config.dp * p.cp * p.pp, "rampup": None})
+    model = config.model.model_copy(update={"seq_length": tokens})
+    return config.model_copy(update={"model": model, "parallel": parallel, "batch": batch, "data": data})
+
+
+def chunk_memory(
+    config: RunConfig, stage: int, chunk_tokens: int, keep: int, longest: int, storage: WeightStorage = THIS_TRAINER
+) -> ChunkMemory:
+    """Account for a rank of a stage with one model chunk. `keep`: chunks of a sequence that keep their activations;
+    `longest`: tokens of the longest sequence.
+    """
+    p, m, facts = config.parallel, config.model, PRECISIONS[config.train.precision].facts
+    alone = with_context(config, chunk_tokens)
+    one = alone.batch.model_copy(update={"total": alone.dp})  # a single micro-batch
+    rank = rank_memory(alone.model_copy(update={"batch": one}), stage, storage)
+    layers = stages_of(config)
+    held = sum(len(layers.layers(layers.index(stage, chunk))) for chunk in range(p.vpp))
+    chunks = -(-longest // chunk_tokens)
+    kept = min(keep, chunks) + p.pp - stage - 1
+    store = key_store_bytes(config, held, longest) if chunks > 1 else 0
+    dropped = max(0, longest - keep * chunk_tokens)
+    inputs = dropped * m.hidden_size * int(facts["compute_bytes"]) // (p.tp if p.sp else 1)
+    return ChunkMemory(
+        rank.parameters, rank.gradients, rank.optimizer, kept * rank.activations, rank.transient, store, inputs
+    )

@@ -1,0 +1,158 @@
+"""A dry run: one training step as one rank of a job, on fake tensors and fake process groups."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megascale.config.run import RunConfig
+from megascale.device import Device, HostBuffers, PlainBuffers, Wait
+from megascale.layout.chunks import fp8_layers
+from megascale.layout.recompute_policy import recompute_policy
+from megascale.layout.sequence_shard import sequence_shard
+from megascale.layout.topology import Coord, topology_of
+from megascale.ops.rope import layer_rope, rope_table
+from megascale.plan.dryrun.fake_mesh import fake_mesh
+from megascale.plan.dryrun.replay import ModuleCostCache, ReplayModule
+from megascale.plan.dryrun.resource_counter import BytesByKind, CommCall, CountingRecorder, ResourceCounterMode
+from megascale.train.build import Run, build_rank_run
+from megascale.train.step import train_step
+from megascale.train.stop import StopRequest
+
+
+class FakeHostBuffers(PlainBuffers):
+    """Host memory without bytes, which are no bytes of the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def allocate(self, nbytes: int) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def save(self, x: Tensor, host: Tensor) -> Wait:
+        return lambda: None
+
+    def load(self, host: Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Wait]:
+        return torch.empty(shape, dtype=dtype, device=self._device), lambda: None
+
+
+class FakeDevice(Device):
+    """A device on which every value read by the host is 1, because fake tensors have no values."""
+
+    def host_buffers(self) -> HostBuffers:
+        return FakeHostBuffers(self.torch_device)
+
+    def copy_to_host(self, values: Tensor) -> Callable[[], list[float]]:
+        return lambda: [1.0] * values.numel()
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """The resources of a rank's step. `state`: bytes by kind before the step; `peak`: bytes by kind at the memory peak;
+    `flops` by operator; `calls`: communications in order of issue.
+    """
+
+    rank: int
+    coord: Coord
+    state: BytesByKind
+    peak: BytesByKind
+    flops: Counter[str]
+    calls: list[CommCall]
+
+
+def dry_run(config: RunConfig, rank: int, *, collectives_in_pieces: bool = True, replay_modules: bool = True) -> DryRun:
+    """Run one step (in the steady state, not the first) of a resolved configuration as `rank`.
+
+    Data are mock. Checkpoints, evaluation and torch.compile are off. `collectives_in_pieces`: overlapped collectives
+    are cut into pieces, as between GPUs; False for CPUs, which share memory. `replay_modules`: run one of several equal
+    modules and replay its costs for the rest, if micro-batches cost the same.
+    """
+    config = _single_step_config(config)
+    recorder = CountingRecorder()
+    rope_table.cache_clear()  # cached tables are real tensors
+    topology = topology_of(config)
+    mesh = fake_mesh(
+        topology, rank, recorder, tied=config.model.tie_embeddings, collectives_in_pieces=collectives_in_pieces
+    )
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), ResourceCounterMode(recorder) as counter_mode:
+            with recorder.memory_kind("buffers"):
+                device = FakeDevice(torch.device("cpu"), "gloo")
+                run = build_rank_run(config, mesh, device, StopRequest(), init_weights=False)
+            _set_state_kinds(run, counter_mode)
+            state = +recorder.counts.live_bytes
+            run.fp8_state.has_history = True
+            if replay_modules and has_equal_microbatches(config):
+                _install_replay_modules(run, ModuleCostCache(counter_mode, run.dtypes[1]))
+            with recorder.memory_kind("buffers"):
+                batch = run.train_loader.batch(0)
+            train_step(run, batch)
+            run.buffers.finish_param_gather()
+            run.pipeline.finish_sends()
+            counts = recorder.counts
+            return DryRun(rank, topology.coord(rank), state, +counts.at_peak, counts.flops, counts.calls)
+    finally:
+        rope_table.cache_clear()  # fake tables must not leak into other code
+
+
+def has_equal_microbatches(config: RunConfig) -> bool:
+    """Return False for chunks, each with more keys than the one before, and for planned micro-batches."""
+    return config.num_chunks == 1 and config.parallel.cp_mode != "hybrid"
+
+
+def _single_step_config(config: RunConfig) -> RunConfig:
+    """Return a configuration with mock data and the whole batch, and without checkpoints, evaluation, compilation and
+    the FP8 monitor.
+    """
+    return config.model_copy(
+        update={
+            "data": config.data.model_copy(update={"mock": True, "train": None, "valid": None, "reader": "rank"}),
+            "batch": config.batch.model_copy(update={"rampup": None}),
+            "checkpoint": config.checkpoint.model_copy(update={"every": 0, "memory_every": 0, "replicate": False}),
+            "train": config.train.model_copy(update={"eval_every": 0, "compile": False}),
+            "fp8": config.fp8.model_copy(update={"monitor": False}),
+        }
+    )
+
+
+def _set_state_kinds(run: Run, counter_mode: ResourceCounterMode) -> None:
+    for bucket, shard in zip(run.buffers.buckets, run.optimizer.shards, strict=True):
+        counter_mode.set_kind(bucket.grad, "gradients")
+        for tensor in (shard.master, *shard.state.values()):
+            counter_mode.set_kind(tensor, "optimizer")
+    for tensor in run.average.flat_tensors() if run.average is not None else []:
+        counter_mode.set_kind(tensor, "optimizer")
+    for _, _, _, values in run.optimizer.matrix_tensors():
+        counter_mode.set_kind(values, "optimizer")
+    for bucket in run.buffers.buckets:
+        counter_mode.set_kind(bucket.weights, "parameters")  # last, because fp32 weights are their own master copy
+
+
+def _install_replay_modules(run: Run, cost_cache: ModuleCostCache) -> None:
+    """Replace every module that a stage calls by a `ReplayModule`."""
+    m, quantized = run.config.model, fp8_layers(run.config)
+    if m.position == "rope":  # one table for all layers with equal angles
+        wide, shard = torch.promote_types(run.dtypes[0], torch.float32), sequence_shard(run.config, run.mesh.coord.cp)
+        spans = None if shard is None or run.config.data.mask == "document" else shard.spans
+        for rope in {layer_rope(m, layer) for layer in range(m.num_layers)}:
+            rope_table(m.seq_length, rope, wide, run.device.torch_device, spans)
+    anchor = torch.zeros((), requires_grad=True)
+
+    def replayed(module: nn.Module, key: Hashable, layer: int = -1, recompute: bool = False) -> ReplayModule:
+        return ReplayModule(module, key, layer, cost_cache, anchor, recompute)
+
+    for chunk, stage in enumerate(run.stages):
+        policy = recompute_policy(run.config.train, chunk)
+        for name, block in list(stage.layers.items()):
+            layer = int(name)
+            key = (m.windows[layer], layer in quantized, policy)
+            stage.layers[name] = replayed(block, key, layer, policy.full)
+        if stage.embedding is not None:
+            stage.embedding = replayed(stage.embedding, "embedding")  # type: ignore[assignment]
+        if stage.head is not None:
+            stage.head = replayed(stage.head, "head")  # type: ignore[assignment]

@@ -1,0 +1,230 @@
+"""Replay of module costs: of several equal modules one is run, and its costs are replayed for the rest.
+
+`ModuleCostCache` measures a module's forward and backward in separate `ResourceCounts`. A `ReplayModule` replaces a
+module: the same communications, FLOPs, memory peak, and bytes saved for backward are counted, without the operators.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from megascale.plan.dryrun.resource_counter import BytesByKind, CommCall, ResourceCounterMode, ResourceCounts
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """The cost of a forward or a backward pass. `peak_increase`: bytes by kind at the peak, less those at the start."""
+
+    peak_increase: BytesByKind
+    flops: Counter[str]
+    calls: list[CommCall]
+
+
+@dataclass(frozen=True)
+class ModuleCost:
+    """The cost of a module whose output has `shape` and `dtype`.
+
+    `saved_for_backward`: bytes live between forward and backward. `retained`: bytes live after the backward. Neither
+    counts the input, which is saved for backward if `saves_input`. `backward` is None without gradients.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    forward: PassCost
+    backward: PassCost | None
+    saved_for_backward: BytesByKind
+    retained: BytesByKind
+    saves_input: bool
+
+
+@dataclass
+class ModuleCostCache:
+    """Measures modules and caches their `costs`.
+
+    `representatives`: the module that is run for all modules of a key. Only the representative has the side effects of
+    a first call, such as quantized weights.
+    """
+
+    counter_mode: ResourceCounterMode
+    grad_dtype: torch.dtype
+    costs: dict[Hashable, ModuleCost] = field(default_factory=dict)
+    representatives: dict[Hashable, nn.Module] = field(default_factory=dict)
+
+    @property
+    def counts(self) -> ResourceCounts:
+        return self.counter_mode.recorder.counts
+
+    def measure(
+        self, module: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor], recompute: bool = False
+    ) -> ModuleCost:
+        """Run `call` on a tensor like x, and the backward if gradients are enabled. `recompute`: the module's
+        activations are recomputed, and checkpointing holds the output's gradient until the backward ends.
+        """
+        recorder, with_backward = self.counter_mode.recorder, torch.is_grad_enabled()
+        outer, recorder.counts = recorder.counts, ResourceCounts()
+        try:
+            with _temporary_main_grads(module, self.grad_dtype):
+                return self._measure(x, call, with_backward, recompute)
+        finally:
+            recorder.counts = outer
+
+    def _measure(self, x: Tensor, call: Callable[[Tensor], Tensor], with_backward: bool, recompute: bool) -> ModuleCost:
+        counts, counter_mode = self.counts, self.counter_mode
+        leaf = torch.empty_like(x).requires_grad_(x.requires_grad and with_backward)
+        baseline = Counter(counts.live_bytes)  # tensors that exist only for the measurement
+        module_input = leaf.clone()
+        key, start = counter_mode.storage_key(module_input), self._start()
+        out = call(module_input)
+        forward = self._cost(start)
+        shape, dtype = out.shape, out.dtype
+        backward: PassCost | None = None
+        edge, starts, held_grads = None, [start], list[Tensor]()
+
+        def on_backward_start(grad: Tensor) -> None:
+            starts.append(self._start())
+            held_grads.extend([grad] if recompute else [])
+
+        if with_backward:
+            edge = get_gradient_edge(_BackwardStart.apply(out, on_backward_start))
+        del out, module_input
+        saves_input = counter_mode.is_alive(key)
+        saved = counts.live_bytes - baseline
+        if saves_input:
+            saved -= Counter({"activations": x.nbytes})
+        if edge is not None:
+            torch.autograd.backward((edge,), (torch.ones((), dtype=self.grad_dtype),))
+            backward = self._cost(starts[-1])
+            leaf.grad = None
+        del edge
+        held_grads.clear()
+        return ModuleCost(shape, dtype, forward, backward, saved, counts.live_bytes - baseline, saves_input)
+
+    def _start(self) -> BytesByKind:
+        """Begin to count a forward or backward pass. Returns the live bytes."""
+        counts = self.counts
+        counts.peak, counts.at_peak = counts.total, Counter(counts.live_bytes)
+        counts.flops, counts.calls = Counter(), []
+        return Counter(counts.live_bytes)
+
+    def _cost(self, start: BytesByKind) -> PassCost:
+        """Return the cost of the pass that began with `start` live bytes."""
+        counts, peak_increase = self.counts, Counter(self.counts.at_peak)
+        peak_increase.subtract(start)
+        return PassCost(peak_increase, counts.flops, counts.calls)
+
+
+class ReplayModule(nn.Module):
+    """A module that replays the costs of `module`.
+
+    Modules of one `module_key` have equal costs, except in a first call: the forward quantizes weights, and the
+    backward writes the main gradients, to which later backwards add. With activation recomputation a module is called
+    without gradients and later with gradients, and both have a first call.
+
+    `layer`: transformer layer in labels of communications; `recompute`: the module's activations are recomputed.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        module_key: Hashable,
+        layer: int,
+        cost_cache: ModuleCostCache,
+        anchor: Tensor,
+        recompute: bool,
+    ) -> None:
+        super().__init__()
+        self._module = [module]  # in a list, so that the parameters are not registered here
+        self._module_key = module_key
+        self._layer = layer
+        self._cost_cache = cost_cache
+        self._anchor = anchor
+        self._recompute = recompute
+        self._called = set[bool]()  # with gradients enabled, without, or both
+
+    def forward(self, x: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        with_gradients = torch.is_grad_enabled()
+        first = with_gradients not in self._called
+        self._called.add(with_gradients)
+        key = (self._module_key, first, tuple(named.items()), x.shape, x.requires_grad, with_gradients)
+        if key not in self._cost_cache.costs:
+            module = self._cost_cache.representatives.setdefault(self._module_key, self._module[0])
+            cost = self._cost_cache.measure(module, x, lambda x: module(x, *arguments, **named), self._recompute)
+            self._cost_cache.costs[key] = cost
+        return _Replay.apply(x, self._anchor, self._cost_cache, self._cost_cache.costs[key], self._layer)
+
+
+class _Replay(torch.autograd.Function):
+    """Counts the forward and backward passes of `cost`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor, cost_cache: ModuleCostCache, cost: ModuleCost, layer: int
+    ) -> Tensor:
+        ctx.cost_cache, ctx.cost = cost_cache, cost
+        ctx.layer, ctx.input_meta = layer, (x.shape, x.dtype, x.requires_grad)
+        if cost.saves_input:
+            ctx.save_for_backward(x)
+        _replay(cost_cache, cost.forward, layer)
+        for kind, nbytes in cost.saved_for_backward.items():
+            cost_cache.counts.add_bytes(kind, nbytes)
+        return torch.empty(cost.shape, dtype=cost.dtype, device=x.device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cost_cache, cost = ctx.cost_cache, ctx.cost
+        assert cost.backward is not None, "the module was measured with gradients"
+        _replay(cost_cache, cost.backward, ctx.layer)
+        for kind, nbytes in (cost.saved_for_backward - cost.retained).items():
+            cost_cache.counts.add_bytes(kind, -nbytes)
+        shape, dtype, requires_grad = ctx.input_meta
+        grad = torch.empty(shape, dtype=dtype, device=grads[0].device) if requires_grad else None
+        return grad, None, None, None, None
+
+
+class _BackwardStart(torch.autograd.Function):
+    """Maps a tensor to a scalar; in the backward, creates the tensor's gradient and passes it to `on_start`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, on_start: Callable[[Tensor], object]) -> Tensor:
+        ctx.meta, ctx.on_start = (x.shape, x.dtype, x.device), on_start
+        return torch.empty((), device=x.device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        shape, dtype, device = ctx.meta
+        grad = torch.empty(shape, dtype=dtype, device=device)
+        ctx.on_start(grad)
+        return grad, None
+
+
+def _replay(cost_cache: ModuleCostCache, cost: PassCost, layer: int) -> None:
+    """Count a measured pass. `layer` replaces the representative's layer in labels of communications."""
+    recorder = cost_cache.counter_mode.recorder
+    recorder.counts.add_transient(cost.peak_increase)
+    recorder.counts.flops.update(cost.flops)
+    for call in cost.calls:
+        axis, label = call.group.partition(".")[0], call.label
+        if label.layer >= 0:
+            label = label._replace(layer=layer)
+        recorder.record_communication(axis, call.group, call.operation, label, call.bytes, call.peer)
+
+
+@contextmanager
+def _temporary_main_grads(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Allocate main gradients for parameters without them while the block runs."""
+    without_grad = [p for p in module.parameters() if not hasattr(p, "main_grad")]
+    for parameter in without_grad:
+        parameter.main_grad = torch.empty(parameter.shape, dtype=dtype)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for parameter in without_grad:
+            del parameter.main_grad  # type: ignore[attr-defined]

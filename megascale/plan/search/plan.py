@@ -1,0 +1,96 @@
+"""A plan: step time and memory of a configuration on some hardware with some stack."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from megascale.config.run import RunConfig
+from megascale.plan.account import memory
+from megascale.plan.account.memory import RankMemory
+from megascale.plan.search.space import Layout, layout_of
+from megascale.plan.simulate import step_time
+from megascale.plan.simulate.profiles import Hardware, Stack, expected_error, measured
+from megascale.plan.simulate.step_time import Estimate
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A resolved configuration on some hardware with some stack; time and memory are computed on first access.
+    `exact`: results of dry runs (`dryrun.exact_costs`), in place of the formulas of memory.
+    """
+
+    config: RunConfig
+    hardware: Hardware
+    stack: Stack
+    exact: Mapping[str, Any] | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the configuration, with zero = 3 for a stack with sharded weights."""
+        layout = layout_of(self.config)
+        return layout._replace(zero=3) if self.stack.shards_weights else layout
+
+    @cached_property
+    def estimate(self) -> Estimate:
+        """Step time and causes."""
+        return step_time.estimate(self.config, self.hardware, self.stack)
+
+    @cached_property
+    def ranks(self) -> list[RankMemory]:
+        """Memory of a rank of every pipeline stage, by formulas."""
+        return memory.memory_by_stage(self.config, self.stack.storage)
+
+    @property
+    def memory_by_stage(self) -> list[int]:
+        """Bytes of a rank of every stage."""
+        return self.exact["memory_bytes_by_stage"] if self.exact else [rank.total for rank in self.ranks]
+
+    @property
+    def fullest_stage(self) -> int:
+        """Pipeline stage with the highest memory."""
+        return self.memory_by_stage.index(max(self.memory_by_stage))
+
+    @cached_property
+    def memory(self) -> RankMemory:
+        """Memory of the fullest rank."""
+        if not self.exact:
+            return self.ranks[self.fullest_stage]
+        sizes = dict(self.exact["memory_bytes"])
+        transient = sizes.pop("logits") + sizes.pop("buffers")
+        sizes.pop("total")
+        return RankMemory(**sizes, transient=transient)
+
+    @property
+    def memory_limit(self) -> int:
+        """Bytes of a device for a rank's tensors."""
+        return self.hardware.memory_limit(self.config.world_size)
+
+    @property
+    def fits(self) -> bool:
+        """True if the fullest rank's memory is at most `memory_limit`."""
+        return self.memory.total <= self.memory_limit
+
+    @property
+    def expected_error(self) -> float | None:
+        """Mean relative error of step time for sources left out of the fit; None if unknown."""
+        return expected_error(self.hardware)
+
+    @property
+    def notes(self) -> list[str]:
+        """Warnings about the plan's accuracy and assumptions, in a line per warning."""
+        config, hardware, stack = self.config, self.hardware, self.stack
+        lines = []
+        if self.expected_error is None:
+            lines.append(f"no published step tells the error of plans for {hardware.name}")
+        elif not measured(hardware, stack):
+            lines.append(f"{stack.name} was never measured on {hardware.name}: the error may be larger than expected")
+        if config.train.precision == "bf16" and not hardware.device.multiplies("bf16"):
+            lines.append(f"{hardware.name} multiplies no bf16: planned as fp16")
+        if config.model.dropout:
+            lines.append("attention with dropout forms all scores, as this trainer does: planned so in time and memory")
+        elif stack.attention == "unfused":
+            lines.append(f"memory is this trainer's: the scores that {stack.name} saves for backward come on top")
+        return lines

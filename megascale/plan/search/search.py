@@ -1,0 +1,130 @@
+"""Search for the fastest layouts of a model on a number of devices (`search`), by branch and bound.
+
+Lower bounds (`search.bounds`) drop layouts over the memory limit and sort the rest by step time. Layouts that fit are
+simulated in this order, until the next bound exceeds the slowest step time in the result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from megascale.config.rules import divisors
+from megascale.config.run import RunConfig
+from megascale.plan.account.memory import fullest_rank
+from megascale.plan.search.bounds import Bounds
+from megascale.plan.search.plan import Plan
+from megascale.plan.search.space import RECOMPUTE, Layout, Space
+from megascale.plan.simulate.profiles import Hardware, Stack
+from megascale.plan.simulate.step_time import StepParts
+
+MEMORY_FRACTION = 0.98  # share of a device's memory to fill: formulas are within 2% of dry runs of large models
+MAX_DOUBLINGS = 6  # most doublings of the devices in the search for a job that fits
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The `best` layouts of a space, fastest first. `counts`: `legal` layouts are `too_large`, `pruned` by a bound of
+    time, or `simulated`. If none fits: the `smallest` legal plan, and a `larger` job that fits.
+    """
+
+    space: Space
+    counts: Mapping[str, int]
+    best: list[Plan]
+    smallest: Plan | None = None
+    larger: Plan | None = None
+
+
+def search(
+    config: RunConfig,
+    devices: int,
+    hardware: Hardware,
+    stack: Stack,
+    fixed: Collection[str] = (),
+    *,
+    memory_fraction: float = MEMORY_FRACTION,
+    results: int = 10,
+) -> SearchResult:
+    """Find the fastest layouts within `memory_fraction` of a device's memory, with distinct `row`s.
+
+    `config` is resolved; only its keys in `fixed`, such as `parallel.tp`, constrain the layouts. Groups of tp stay
+    inside a node if any such layout fits.
+    """
+    if stack.shards_weights:  # the stack sets the stage of ZeRO
+        fixed = [*fixed, "parallel.zero"]
+    space = Space(config, devices, frozenset(fixed))
+    counts = Counter[str]()
+    solver = _BranchAndBound(space, hardware, stack, memory_fraction)
+    for tps in (solver.tps_in_node, solver.tps_across_nodes):
+        if best := solver.fastest(tps, results, counts):
+            return SearchResult(space, counts, best)
+    smallest = solver.smallest([*solver.tps_in_node, *solver.tps_across_nodes])
+    for doubled in range(1, MAX_DOUBLINGS + 1) if smallest else ():
+        solver = _BranchAndBound(replace(space, devices=devices << doubled), hardware, stack, memory_fraction)
+        if larger := solver.smallest(solver.tps_in_node, below=solver.memory_limit + 1):
+            return SearchResult(space, counts, [], smallest, larger)
+    return SearchResult(space, counts, [], smallest)
+
+
+def row(layout: Layout) -> Layout:
+    """Reduce a layout to its table row: vpp, schedule, recomputation and zero trade memory for little time, and so does
+    what ranks exchange along cp.
+    """
+    return layout._replace(cp_mode="", cp_ulysses=1, vpp=1, schedule="", recompute="", zero=0)
+
+
+class _BranchAndBound:
+    """Branch and bound over a space's layouts, on some hardware with some stack."""
+
+    def __init__(self, space: Space, hardware: Hardware, stack: Stack, memory_fraction: float) -> None:
+        self._space, self._hardware, self._stack = space, hardware, stack
+        self._bounds = Bounds(space, hardware, stack)
+        self.memory_limit = int(memory_fraction * hardware.memory_limit(space.devices))
+        tps = divisors(space.devices, space.config.model.num_heads)
+        self.tps_in_node = [tp for tp in tps if hardware.node.devices % tp == 0]  # tp groups inside a node
+        self.tps_across_nodes = [] if "parallel.tp" in space.fixed else [tp for tp in tps if tp not in self.tps_in_node]
+
+    def fastest(self, tps: Collection[int], results: int, counts: Counter[str]) -> list[Plan]:
+        """Simulate layouts with these tp in the order of their bounds, and add to `counts`. Layouts with more
+        recomputation than a fitting one are skipped: they are slower.
+        """
+        sizes = {layout: self._bounds.memory(layout) for layout in self._space.layouts(tps)}
+        small = [(self._bounds.step_s(layout), layout) for layout, size in sizes.items() if size <= self.memory_limit]
+        best, fitting = dict[Layout, tuple[float, int, Layout]](), set[Layout]()
+        too_large, limit = len(sizes) - len(small), math.inf
+        for bound, layout in sorted(small):
+            if bound > limit:
+                break
+            in_row = best.get(row(layout))
+            less = RECOMPUTE[: RECOMPUTE.index(layout.recompute)]
+            if (in_row and bound > in_row[0]) or any(layout._replace(recompute=ops) in fitting for ops in less):
+                continue
+            config = self._space.with_layout(layout)
+            size = fullest_rank(config, self._stack.storage, self.memory_limit).total
+            if size > self.memory_limit:
+                too_large += 1
+                continue
+            fitting.add(layout)
+            timed = StepParts(config, self._hardware, self._stack).step_s, size, layout
+            best[row(layout)] = min(in_row or timed, timed)
+            limit = sorted(best.values())[results - 1][0] if len(best) >= results else math.inf
+        pruned = len(sizes) - too_large - len(fitting)
+        counts.update(legal=len(sizes), too_large=too_large, pruned=pruned, simulated=len(fitting))
+        return [self._plan(layout) for *_, layout in sorted(best.values())[:results]]
+
+    def smallest(self, tps: Collection[int], below: float = math.inf) -> Plan | None:
+        """Find the layout with these tp and the lowest memory; None without a layout `below` this number of bytes."""
+        best: Layout | None = None
+        lean = ((self._bounds.memory(layout), layout) for layout in self._space.layouts(tps, lean=True))
+        for bound, layout in sorted(lean):
+            if bound >= below:
+                break
+            size = fullest_rank(self._space.with_layout(layout), self._stack.storage, below).total
+            if size < below:
+                below, best = size, layout
+        return self._plan(best) if best else None
+
+    def _plan(self, layout: Layout) -> Plan:
+        return Plan(self._space.with_layout(layout), self._hardware, self._stack)

@@ -1,0 +1,47 @@
+"""Events of a simulated step, in the format of a training run's event log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megascale.config.run import RunConfig
+from megascale.core.events import COMPUTE, Event, RankEvents
+from megascale.layout.topology import Coord, Topology, topology_of
+from megascale.plan.account.traffic import message_bytes
+from megascale.plan.search.plan import Plan
+from megascale.plan.simulate.event_simulator import Span
+from megascale.plan.simulate.step_time import simulate_spans
+from megascale.schedule.ir import Kind
+
+NAMES = {Kind.SEND_F: "send", Kind.SEND_B: "send", Kind.WAIT_PARAMS: "all_gather", Kind.REDUCE: "reduce_scatter"}
+
+
+def events(plan: Plan) -> Iterator[RankEvents]:
+    """Simulate a plan's step and generate the events of the first rank of every pipeline stage."""
+    config, estimate = plan.config, plan.estimate
+    simulation = simulate_spans(config, plan.hardware, plan.stack)
+    updated = simulation.last + estimate.causes["optimizer"]
+    after = (
+        Event(COMPUTE, "update", "", 1, -1, -1, simulation.last, updated),
+        Event(COMPUTE, "rest", "", 1, -1, -1, updated, max(updated, estimate.step_s)),
+    )
+    topology = topology_of(config)
+    for stage in range(topology.pp):
+        spans = sorted((span for span in simulation.spans if span.rank == stage), key=lambda span: span.start)
+        coord, timed = Coord(pp=stage), tuple(_event(config, span, topology) for span in spans)
+        rank = topology.rank(coord)
+        yield RankEvents(rank, topology.world_size, coord._asdict(), plan.hardware.name, (), 0, timed + after)
+
+
+def _event(config: RunConfig, span: Span, topology: Topology) -> Event:
+    kind, chunk, microbatch = span.action
+    at, name = (1, chunk, microbatch, span.start, span.end), NAMES.get(kind, kind.value)
+    waits = (span.waited,) if span.waited and span.waited[1] > span.waited[0] else ()
+    if span.row == COMPUTE:
+        return Event(COMPUTE, name, "", *at)
+    if span.row == "dp":
+        return Event("dp", name, f"chunk {chunk}", *at, "dp", waits=waits)
+    forward = kind in (Kind.F, Kind.SEND_F)
+    target = chunk * topology.pp + span.rank + (1 if forward else -1)
+    label, peer = f"{'F' if forward else 'B'} {target}", topology.rank(Coord(pp=target % topology.pp))
+    return Event("pp", name, label, *at, "pp", -1, message_bytes(config), peer, span.start, waits)

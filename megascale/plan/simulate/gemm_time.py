@@ -1,0 +1,104 @@
+"""Kernel times of one device (`KernelTimes`): GEMMs by shape (`shape_share`), attention, and passes over memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megascale.plan.simulate.profiles import AttentionShares, Hardware, Measured, Stack
+
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.75), (64, 64, 0.55))
+"""Rows, columns and relative speed of a multiprocessor's tiles: small tiles read more operand bytes per FLOP."""
+
+DEFAULT_ATTENTION_SHARES = AttentionShares(forward=0.35, backward=0.35)  # for a device whose profile has no shares
+RAMP = 192  # elements of the inner dimension lost to a tile's prologue and epilogue: k takes as long as k + RAMP
+
+MASK = 1
+"""Bytes of a score's dropout mask, as in Megatron-LM. In forward softmax and dropout read and write the score; in
+backward both read and write the gradient, and softmax reads the score.
+"""
+
+FLASH_BACKWARD = 2.5
+"""GEMMs in the backward of fused attention over GEMMs in forward: five to two, with recomputed scores (Dao 2023)."""
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """Kernel times in seconds on one device with one stack. `dtype`: of GEMMs outside FP8; `bytes`: of an element."""
+
+    hardware: Hardware
+    stack: Stack
+    dtype: str
+    bytes: int
+
+    @property
+    def measured(self) -> Measured | None:
+        """The measured rates of a processor; None for an accelerator."""
+        return self.hardware.device.measured.get(self.dtype)
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s of passes over memory."""
+        return self.hardware.device.bandwidth * self.hardware.attained.memory
+
+    def gemm(self, m: int, n: int, k: int, *, count: int = 1, grain: str | None = None) -> float:
+        """Time `count` batched GEMMs [m, k] x [k, n]. `grain`: granularity of FP8 scales, None outside FP8."""
+        if not m * n * k:
+            return 0.0
+        device, attained = self.hardware.device, self.hardware.attained
+        flops, operands, result = 2 * count * m * n * k, count * (m * k + k * n), count * m * n
+        if core := self.measured:
+            return core.gemm_s + flops / core.rate + self.bytes * (operands + result) / core.bandwidth
+        rate = device.peak_of("fp8" if grain else self.dtype) * attained.gemm_share(self.stack.generation)
+        rate *= attained.fp8.get(grain or "", 1.0) * shape_share(count * m, n, k, device.units)
+        moved = operands * (1 if grain else self.bytes) + result * self.bytes
+        return max(flops / rate, moved / self.bandwidth) * self.stack.attained.slowdown
+
+    def attention(self, heads: int, keys: int, window: int | None, width: int) -> tuple[float, float]:
+        """Time attention of `heads` of `width` on sequences of `keys`: forward and backward."""
+        if self.stack.attention == "unfused":
+            return self._scores(heads, keys, width)
+        span = keys if window is None else window
+        seen = span - span * span / (2 * keys)  # the mean over queries
+        flops, back = 4 * heads * keys * seen * width, FLASH_BACKWARD
+        if core := self.measured:
+            costs = [
+                (1 + way.keys / seen + way.width / width) / way.rate
+                for way in (core.attention_forward, core.attention_backward)
+            ]
+            return flops * costs[0], back * flops * costs[1]
+        shares = self.hardware.device.attention_shares(self.stack.attention) or DEFAULT_ATTENTION_SHARES
+        seconds = flops / self.hardware.device.peak_of(self.dtype) * self.stack.attained.slowdown
+        return seconds / shares.forward, back * seconds / shares.backward
+
+    def _scores(self, heads: int, keys: int, width: int) -> tuple[float, float]:
+        """Time unfused attention: two GEMMs in forward, four in backward, and passes over the scores."""
+        scores = heads * keys**2
+        query_key, score_value = self.gemm(keys, keys, width, count=heads), self.gemm(keys, width, keys, count=heads)
+        forward = query_key + score_value + self.stream(scores * (4 * self.bytes + MASK))
+        return forward, query_key + 3 * score_value + self.stream(scores * (5 * self.bytes + MASK))
+
+    def elementwise(self, moved: float) -> float:
+        """Time element-wise operations that move `moved` bytes when fused."""
+        return self.stream(moved * (1.0 if self.measured else self.stack.attained.passes))
+
+    def stream(self, moved: float) -> float:
+        """Time one pass over memory with `moved` bytes read and written."""
+        core = self.measured
+        return moved / core.elementwise if core else moved / self.bandwidth * self.stack.attained.slowdown
+
+
+def shape_share(m: int, n: int, k: int, units: int) -> float:
+    """Return the share, in (0, 1], of a large GEMM's rate for [m, k] x [k, n] with the best tile on `units`
+    multiprocessors. Losses: an incomplete last wave, partial tiles, and a short k, split (split-K) if tiles are few.
+    """
+    return max(_tile_share(m, n, k, units, *tile) for tile in TILES)
+
+
+def _tile_share(m: int, n: int, k: int, units: int, rows: int, columns: int, speed: float) -> float:
+    tiles = math.ceil(m / rows) * math.ceil(n / columns)
+    splits = max(1, min(units // tiles, k // (4 * RAMP)))
+    waves = math.ceil(tiles * splits / units)
+    used = m * n * splits / (waves * units * rows * columns)
+    k_per_split = k / splits
+    return speed * used * k_per_split / (k_per_split + RAMP)

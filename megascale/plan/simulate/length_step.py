@@ -1,0 +1,137 @@
+"""Steps of sequences of unequal lengths: on a static cp mesh, by hybrid data parallelism, in chunks (`LengthStep`)."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+
+from megascale.layout.hybrid.plan import HybridPlan
+from megascale.layout.hybrid.planner import plan_hybrid
+from megascale.layout.hybrid.sequence_work import SequenceWork
+from megascale.layout.packs import pack_sequences
+from megascale.layout.sequence_chunks import SequenceChunk, cut_chunks
+from megascale.plan.simulate.event_simulator import StageTimes, simulate
+from megascale.plan.simulate.profiles import Overlaps
+from megascale.schedule.ir import Schedule, build_schedule
+from megascale.schedule.one_f_one_b import one_f_one_b
+from megascale.schedule.state_aware import build_state_aware
+
+SIMULATED = 4
+"""Slowest pipelines by their sums that are simulated."""
+
+
+@dataclass(frozen=True)
+class LengthStep:
+    """A step. `makespan`: seconds until the slowest pipeline is done; `rings`: tokens that ranks share, and the number
+    of ranks; `microbatches`: fewest and most of a pipeline.
+    """
+
+    makespan: float
+    rings: Sequence[tuple[int, int]]
+    microbatches: tuple[int, int]
+
+    @property
+    def sent_tokens(self) -> int:
+        """Tokens whose keys and values all ranks together send in a layer's forward."""
+        return sum((ranks - 1) * tokens for tokens, ranks in self.rings)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The dp x cp ranks of a job. `work`: of a stage, of `stages`; `forward`: the forward's share of time; `message`:
+    seconds of a message between stages, for `max_tokens`.
+    """
+
+    ranks: int
+    max_tokens: int
+    work: SequenceWork
+    stages: int = 1
+    forward: float = 1 / 3
+    message: float = 0.0
+
+    def pipeline(self, seconds: Sequence[float], tokens: Sequence[int]) -> float:
+        """Simulate 1F1B of micro-batches of unequal times and lengths."""
+        if self.stages == 1:
+            return sum(seconds)
+        order = build_schedule(one_f_one_b, self.stages, 1, len(seconds))
+        return self._simulate(order, seconds, tokens)
+
+    def chunked_pipeline(self, entries: Sequence[tuple[SequenceChunk, ...]], keep: int) -> float:
+        """Simulate state-aware 1F1B of chunks that depend on each other within an entry."""
+        chunks = [chunk for entry in entries for chunk in entry]
+        seconds = [sum(self.work.chunk(start, stop) for _, start, stop in chunk) for chunk in chunks]
+        tokens = [sum(stop - start for _, start, stop in chunk) for chunk in chunks]
+        order = build_state_aware(self.stages, [len(entry) for entry in entries], keep)
+        return self._simulate(order, seconds, tokens)
+
+    def _simulate(self, order: Schedule, seconds: Sequence[float], tokens: Sequence[int]) -> float:
+        places = [*product(range(self.stages), [0])]
+        scales = [(taken, n / self.max_tokens) for taken, n in zip(seconds, tokens, strict=True)]
+        forward, backward = dict.fromkeys(places, self.forward), dict.fromkeys(places, 1 - self.forward)
+        times = StageTimes(forward, backward, self.message, 0.0, {}, {}, scales=scales)
+        return simulate(order, times, Overlaps(tp="none", pp=True, dp=True)).last
+
+
+def hybrid_step(lengths: Sequence[int], pool: Pool) -> tuple[LengthStep, HybridPlan]:
+    """Plan a step by hybrid data parallelism, and simulate its pipelines."""
+    plan = plan_hybrid(lengths, pool.ranks, pool.max_tokens, pool.work, pool.stages)
+    counts = [len(batches) for batches in plan.microbatches]
+    makespan = plan.makespan
+
+    @cache
+    def seconds(sequences: tuple[int, ...], ranks: int) -> float:
+        return pool.work.shared([lengths[i] for i in sequences], ranks)
+
+    if pool.stages > 1:
+        times = [[seconds(batch.sequences, batch.ranks) for batch in own] for own in plan.microbatches]
+        ends = [sum(own) + (pool.stages - 1) * max(own, default=0.0) for own in times]
+        slowest = sorted(range(pool.ranks), key=ends.__getitem__)[-SIMULATED:]
+        # the plan counts the waits of rings, the simulation the order of 1F1B
+        makespan = max(plan.makespan, *(pool.pipeline(times[rank], plan.tokens(rank)) for rank in slowest))
+    rings = [(lengths[i], ring.ranks) for ring in plan.rings for i in ring.sequences]
+    return LengthStep(makespan, rings, (min(counts), max(counts))), plan
+
+
+def static_step(lengths: Sequence[int], pool: Pool, cp: int, *, balanced: bool = False) -> LengthStep:
+    """Time a step on a mesh of groups of `cp` ranks, which share every micro-batch; packs are dealt to the groups in
+    turn, as a loader deals samples, or `balanced` by time, from the longest.
+    """
+    ordered = sorted(enumerate(lengths), key=lambda sequence: -sequence[1]) if balanced else [*enumerate(lengths)]
+    packs = pack_sequences(ordered, cp * pool.max_tokens)
+    groups = max(1, pool.ranks // cp)
+    held: list[list[tuple[float, int]]] = [[] for _ in range(groups)]
+    heap = [(0.0, group) for group in range(groups)]
+    timed = [(pool.work.shared([lengths[i] for i in pack], cp), sum(lengths[i] for i in pack) // cp) for pack in packs]
+    if balanced:
+        for pack in sorted(timed, reverse=True):
+            ready, group = heap[0]
+            held[group].append(pack)
+            heapq.heapreplace(heap, (ready + pack[0], group))
+    else:
+        for number, pack in enumerate(timed):
+            held[number % groups].append(pack)
+    counts = [len(own) for own in held]
+    slowest = sorted(held, key=lambda own: -sum(seconds for seconds, _ in own))[:SIMULATED]
+    makespan = max(pool.pipeline([s for s, _ in own], [n for _, n in own]) for own in slowest)
+    return LengthStep(makespan, [(sum(lengths), cp)], (min(counts), max(counts)))
+
+
+def chunked_step(lengths: Sequence[int], pool: Pool, chunk_tokens: int, keep: int) -> LengthStep:
+    """Time a step in chunks, without context parallelism: a rank trains on all chunks of a sequence."""
+    entries = cut_chunks(lengths, chunk_tokens)
+    held: list[list[tuple[SequenceChunk, ...]]] = [[] for _ in range(pool.ranks)]
+    heap = [(0.0, rank) for rank in range(pool.ranks)]
+    for entry in entries:
+        ready, rank = heap[0]
+        held[rank].append(entry)
+        dropped = entry[: max(0, len(entry) - keep)]
+        taken = sum(pool.work.chunk(start, stop) for chunk in entry for _, start, stop in chunk)
+        taken += pool.forward * sum(pool.work.chunk(start, stop) for chunk in dropped for _, start, stop in chunk)
+        heapq.heapreplace(heap, (ready + taken, rank))
+    slowest = sorted(heap, reverse=True)[:SIMULATED]
+    makespan = max(pool.chunked_pipeline(held[rank], keep) for _, rank in slowest)
+    counts = [sum(map(len, own)) for own in held]
+    return LengthStep(makespan, (), (min(counts), max(counts)))

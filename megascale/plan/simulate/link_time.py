@@ -1,0 +1,87 @@
+"""Communication times in seconds, on the links of a collective's group (`group_route`) or of pipeline neighbours
+(`neighbour_route`).
+
+For S bytes on n ranks in k nodes, with bandwidth b, latency L between nodes and l inside a node:
+
+    ring, all-gather or reduce-scatter   (n - 1) / n S / b + (k - 1) L + (n - k) l;   all-reduce: twice
+    two trees of nodes, all-reduce       2 S / b + 2 log2(k) L + 2 (n / k - 1) l, for k = 2 with S / b
+
+An all-reduce between nodes takes the faster one, as in NCCL (src/graph/tuning.cc). A group's ranks are `stride` apart,
+and `stride` groups fill a run of ranks. Runs across nodes share a node's network among at most one group per device,
+including groups of another run in the node.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from megascale.plan.simulate.profiles import Hardware
+
+Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
+
+
+@dataclass(frozen=True)
+class Route:
+    """The link of a rank in a group: bytes/s per direction, seconds per message. `network`: across nodes; `ranks`: the
+    group's ranks in a node, with links `inside` (bytes/s, seconds).
+    """
+
+    bandwidth: float
+    latency: float
+    network: bool
+    ranks: int = 1
+    inside: tuple[float, float] = (math.inf, 0.0)
+
+    def collective(self, operation: Operation, size: float, ranks: int) -> float:
+        """Time a collective over `ranks`. `size`: bytes of the full tensor."""
+        if ranks == 1:
+            return 0.0
+        nodes, (inside, hop) = max(2, math.ceil(ranks / self.ranks)) if self.network else ranks, self.inside
+        ring = (ranks - 1) / ranks * size / self.bandwidth + (nodes - 1) * self.latency + (ranks - nodes) * hop
+        if operation != "all_reduce":
+            return ring
+        tree = (1 if nodes == 2 else 2) * size / self.bandwidth + 2 * math.ceil(math.log2(nodes)) * self.latency
+        tree = max(tree, 2 * size / inside) + 2 * (self.ranks - 1) * hop
+        return min(2 * ring, tree) if self.network else 2 * ring
+
+    def message(self, size: float) -> float:
+        """Time a point-to-point message of `size` bytes."""
+        return size / self.bandwidth + self.latency
+
+
+def group_route(hardware: Hardware, size: int, stride: int, world: int, *, together: int = 1) -> Route:
+    """Find the link of `size` ranks, `stride` apart in a job of `world`. `together`: ranks to place in one node."""
+    node, network, attained = hardware.node, hardware.network, hardware.attained
+    devices, run = _used(node.devices, world, together), size * stride
+    inside = node.bandwidth * attained.link
+    if devices % run == 0:
+        return Route(inside, node.latency, network=False)
+    groups = min(devices, stride if run % devices == 0 or run == world else 2 * stride)
+    outside = network.bandwidth * attained.network / groups
+    if run > devices * network.nodes:
+        outside /= network.taper
+    within = (devices // stride, (inside, node.latency)) if devices >= 2 * stride else ()
+    return Route(min(inside, outside), network.latency, True, *within)
+
+
+def neighbour_route(hardware: Hardware, stride: int, world: int, *, together: int = 1) -> Route:
+    """Find the link to the rank `stride` further while all ranks send. `together`: as in `group_route`."""
+    node, network, attained = hardware.node, hardware.network, hardware.attained
+    if world <= node.devices:
+        link = node.message or node
+        return Route(link.bandwidth * attained.link, link.latency, network=False)
+    devices = _used(node.devices, world, together)
+    outside, under = network.bandwidth * attained.network, devices * network.nodes  # under: ranks of one switch
+    domains = [(devices, outside), (under, network.nodes * outside / network.taper)]
+    share = min(shared / min(stride, ranks) for ranks, shared in domains if ranks < world)
+    return Route(min(node.bandwidth * attained.link, share), network.latency, network=True)
+
+
+def _used(devices: int, world: int, together: int) -> int:
+    """Count the used devices per node: equal shares of the fewest nodes, or full nodes if shares would cut groups."""
+    nodes = -(-world // devices)
+    even = world // nodes if world % nodes == 0 else devices
+    full_groups = devices - devices % together
+    return full_groups if even % together and full_groups * nodes >= world else even

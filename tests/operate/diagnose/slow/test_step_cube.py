@@ -1,0 +1,51 @@
+"""The cube of a store with late events, and of a run with several attempts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lab.fleet import Fleet
+from lab.fleet_tables import cube_of
+from lab.fleet_times import FleetLayout
+from megascale.layout.topology import Topology
+from megascale.operate.diagnose.slow.step_cube import Columns, StepCube
+
+LAYOUT = FleetLayout(Topology(dp=4), node_ranks=2, steps=20)
+
+
+def joined(*tables: Columns) -> Columns:
+    return {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
+
+
+def changed(table: Columns, rows: np.ndarray, **columns: object) -> Columns:
+    """The chosen rows, with other values in some columns."""
+    chosen = {name: column[rows] for name, column in table.items()}
+    return chosen | {name: np.full(int(rows.sum()), value, chosen[name].dtype) for name, value in columns.items()}
+
+
+def test_a_late_event_adds_to_its_part() -> None:
+    fleet = Fleet(LAYOUT)
+    whole, parts = cube_of(fleet), fleet.tables["step_parts"]
+    halves = dict(parts)
+    for name in ("total_ns", "exposed_ns", "bytes"):
+        halves[name] = parts[name] // 2
+    rest = halves | {name: parts[name] - halves[name] for name in ("total_ns", "exposed_ns", "bytes")}
+    cube = StepCube.from_tables(joined(halves, rest), fleet.tables["steps"], fleet.tables["ranks"])
+    np.testing.assert_allclose(cube.own, whole.own, rtol=1e-6)
+    np.testing.assert_allclose(cube.wait, whole.wait, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(cube.bytes, whole.bytes)
+
+
+def test_a_step_counts_in_the_last_attempt_that_ran_it() -> None:
+    fleet = Fleet(LAYOUT)
+    steps, parts, ranks = (fleet.tables[name] for name in ("steps", "step_parts", "ranks"))
+    every = np.ones(len(ranks["rank"]), bool)
+    again = changed(steps, steps["step"] > 10, attempt=1, train_ns=7_000_000_000)
+    parts_again = changed(parts, parts["step"] > 10, attempt=1, total_ns=5_000_000_000, exposed_ns=0)
+    cube = StepCube.from_tables(
+        joined(parts, parts_again), joined(steps, again), joined(ranks, changed(ranks, every, attempt=1))
+    )
+    np.testing.assert_allclose(cube.wall[:, 10:], 7.0)
+    assert (cube.wall[:, :10] < 1).all()
+    assert (cube.own[:, 10:, cube.select("compute", "F")] == 5.0).all()
+    np.testing.assert_allclose(cube.own[:, :10], cube_of(fleet).own[:, :10])

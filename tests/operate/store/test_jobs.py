@@ -1,0 +1,114 @@
+"""Event stores of real jobs, whoever starts their ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megascale.core.flight_record import SHARED_MEMORY, folder_key
+from megascale.operate.store.query import open_store
+from tests.jobs import Job, job_config
+from tests.runs import GPT
+
+STORED = {"observe__store": True, "observe__store_interval_s": 1.0, "train__eval_every": 3}
+
+
+def query(job: Job, sql: str) -> list[tuple[Any, ...]]:
+    return open_store(job.folder).execute(sql).fetchall()
+
+
+def left_rings() -> list[Path]:
+    return sorted(SHARED_MEMORY.glob(f"megascale-{os.geteuid()}-test-*.events"))
+
+
+def test_a_job_s_store_agrees_with_its_metrics(tmp_path: Path) -> None:
+    job = Job(job_config(tmp_path, GPT, parallel__tp=2, train__steps=7, **STORED))
+    status, _, err = job.end()
+    assert status == 0, err
+    logged = [(record["step"], record["loss"], record["grad_norm"]) for record in job.steps()]
+    for rank in range(2):
+        assert query(job, f"SELECT step, loss, grad_norm FROM steps WHERE rank = {rank} ORDER BY step") == logged
+    assert query(job, "SELECT DISTINCT step FROM steps WHERE tags LIKE '%evaluation%' ORDER BY step") == [
+        (3,), (6,), (7,),
+    ]  # fmt: skip
+    assert query(job, "SELECT rank, tp, world FROM ranks ORDER BY rank") == [(0, 0, 2), (1, 1, 2)]
+    # the same sums, from single events
+    sums = "sum(end_ns - start_ns)::BIGINT, sum(exposed_ns)::BIGINT, sum(bytes)::BIGINT"
+    events = query(
+        job, f"SELECT rank, step, axis, name, chunk, {sums} FROM events WHERE step > 0 GROUP BY ALL ORDER BY ALL"
+    )
+    sums = "sum(total_ns)::BIGINT, sum(exposed_ns)::BIGINT, sum(bytes)::BIGINT"
+    parts = f"SELECT rank, step, axis, name, chunk, {sums} FROM step_parts WHERE step > 0 AND axis <> 'step'"
+    assert query(job, f"{parts} GROUP BY ALL ORDER BY ALL") == events and len(events) > 7 * 2 * 5
+    # a step's actions and waits lie in its time
+    assert query(
+        job,
+        """
+        SELECT count(*) FROM events JOIN steps USING (rank, step)
+        WHERE axis = 'compute' AND NOT events.start_ns BETWEEN steps.start_ns AND steps.end_ns""",
+    ) == [(0,)]
+    [(records,)] = query(job, "SELECT list(record ORDER BY rank) FROM states")
+    assert [(json.loads(text)["step"], json.loads(text)["phase"]) for text in records] == [(7, "done"), (7, "done")]
+    assert query(job, "SELECT sum(events_lost) FROM steps") == [(0,)]
+
+
+def test_each_row_is_stored_once_however_many_launchers_share_the_host(tmp_path: Path) -> None:
+    config = job_config(tmp_path, GPT, parallel__tp=2, train__steps=4, observe__store=True)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    place = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    shared = dict(os.environ, OMP_NUM_THREADS="1", MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo", **place)
+    command = [sys.executable, "-m", "megascale", "train", str(config)]
+    launchers = [subprocess.Popen(command, env=shared | {"RANK": rank}) for rank in "01"]
+    assert [launcher.wait() for launcher in launchers] == [0, 0]
+    run = tmp_path / "runs" / "test"
+    while list(SHARED_MEMORY.glob(f".megascale-*-{folder_key(run):x}.lock")):
+        time.sleep(0.1)  # a collector still writes
+    store = open_store(run)
+    rows = store.execute("SELECT rank, count(*), count(DISTINCT step) FROM steps GROUP BY rank ORDER BY rank")
+    assert rows.fetchall() == [(0, 4, 4), (1, 4, 4)]
+    assert store.execute("SELECT rank FROM ranks ORDER BY rank").fetchall() == [(0,), (1,)]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_two_attempts(tmp_path: Path) -> None:
+    config = job_config(tmp_path, GPT, checkpoint__every=2, **STORED)
+    assert Job(config, "train.steps=3").end()[0] == 0
+    job = Job(config, "train.steps=5", "checkpoint.resume=auto")
+    assert job.end()[0] == 0
+    tagged = (
+        "SELECT DISTINCT attempt, step, tags LIKE '%restart%' FROM steps WHERE tags LIKE 'first step%' ORDER BY ALL"
+    )
+    assert query(job, tagged) == [(0, 1, False), (1, 4, True)]
+
+
+@pytest.mark.slow
+def test_a_run_without_checkpoints_begins_anew(tmp_path: Path) -> None:
+    config = job_config(tmp_path, GPT, **STORED)
+    assert Job(config, "train.steps=5").end()[0] == 0
+    job = Job(config, "train.steps=3")
+    assert job.end()[0] == 0
+    assert query(job, "SELECT DISTINCT attempt, max(step) FROM steps GROUP BY ALL") == [(0, 3)]
+
+
+@pytest.mark.slow
+def test_a_killed_rank_leaves_its_last_events(tmp_path: Path) -> None:
+    job = Job(job_config(tmp_path, GPT, parallel__tp=2, train__steps=5000, **STORED))
+    job.wait_for_step(20)
+    pid = job.ranks()[1]
+    os.kill(pid, signal.SIGKILL)
+    assert job.end()[0] != 0
+    [(step,)] = query(job, "SELECT max(step) FROM steps WHERE rank = 1")
+    assert step >= 19, "its end was not in a step that the store has"
+    [(text,)] = query(job, "SELECT record FROM states WHERE rank = 1")
+    assert json.loads(text)["step"] in (step, step + 1) and json.loads(text)["phase"] != "done"
+    assert left_rings() == []

@@ -1,0 +1,126 @@
+"""The rows of a node: times on rank 0's clock, sums of steps that have ended, lost events, tags."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megascale.core.event_ring import event_ring_path
+from megascale.core.event_ring_reader import EventRingReader
+from megascale.core.label import Label
+from megascale.operate.store.node_rows import NodeRows, RankRows, Texts, row_type, step_parts
+from megascale.operate.store.schema import TABLES, TAGS
+from megascale.operate.store.table_files import arrow_table
+from tests.operate.store.rings import EPOCH_NS, PlayedRank
+
+
+def drained(*ranks: PlayedRank) -> list[RankRows]:
+    found = [RankRows(EventRingReader(event_ring_path(rank.path))) for rank in ranks]
+    for rows in found:
+        rows.drain()
+    return found
+
+
+def take(rows: NodeRows, ranks: list[RankRows]) -> dict[str, list[dict[str, Any]]]:
+    """The rows by table, as dictionaries; columns are those of the schema."""
+    return {table: arrow_table(table, columns).to_pylist() for table, columns in rows.take(ranks).items()}
+
+
+def test_events_of_two_ranks_are_rows_on_rank_0_s_clock(tmp_path: Path) -> None:
+    ranks = [PlayedRank(tmp_path, rank, tmp_path) for rank in range(2)]
+    ranks[1].communicate(4, 7, 10.5, 12.0, 64)  # its strings have other indices than rank 0's
+    ranks[0].compute(4, "F", 10.0, 11.0, exposed=0.25)
+    events = {row["rank"]: row for row in take(NodeRows(), drained(*ranks))["events"]}
+    assert events[0] | {"axis": "compute", "name": "F", "part": "", "layer": -1, "group_name": ""} == events[0]
+    assert events[0] | {"step": 4, "chunk": 0, "microbatch": 1, "sequence": -1, "peer": -1} == events[0]
+    assert events[0]["start_ns"] == EPOCH_NS + 10 * 10**9 and events[0]["exposed_ns"] == 250_000_000
+    assert events[1] | {"axis": "tp", "name": "all_gather", "part": "qkv", "layer": 3, "group_name": "tp"} == events[1]
+    assert events[1] | {"sequence": 7, "bytes": 64, "direction": "forward", "attempt": 0} == events[1]
+    assert (events[1]["issue_ns"], events[1]["end_ns"]) == (EPOCH_NS + 10_500_000_000, EPOCH_NS + 12 * 10**9)
+
+
+def test_a_step_is_summed_once_it_has_ended_on_its_rank(tmp_path: Path) -> None:
+    """Its last communication may end during the next step."""
+    rank = PlayedRank(tmp_path, 0, tmp_path)
+    rank.compute(1, "F", 1.0, 2.0)
+    rank.compute(1, "F", 2.0, 5.0, exposed=0.5)
+    rank.end_step(1, 1.0, 5.0)
+    rows, [kept] = NodeRows(), drained(rank)
+    first = take(rows, [kept])
+    assert len(first["events"]) == 2
+    assert [(part["axis"], part["step"], part["total_ns"]) for part in first["step_parts"]] == [
+        ("step", 1, 3_750_000_000)
+    ]
+    rank.communicate(1, 0, 4.5, 5.5)
+    rank.compute(2, "F", 6.0, 7.0)
+    rank.end_step(2)
+    kept.drain()
+    second = {(p["step"], p["axis"], p["name"]): p for p in take(rows, [kept])["step_parts"]}
+    assert second.keys() == {(1, "compute", "F"), (1, "tp", "all_gather"), (2, "step", "step")}
+    part = second[1, "compute", "F"]
+    assert (part["count"], part["total_ns"], part["max_ns"], part["exposed_ns"]) == (2, 4 * 10**9, 3 * 10**9, 5 * 10**8)
+    assert part["last_issue_ns"] == EPOCH_NS + 2 * 10**9
+    kept.ended = True
+    assert [(p["step"], p["axis"]) for p in take(rows, [kept])["step_parts"]] == [(2, "compute")]
+    assert take(rows, [kept])["step_parts"] == []
+
+
+def test_steps_have_tags_and_count_lost_events(tmp_path: Path) -> None:
+    rank = PlayedRank(tmp_path, 0, tmp_path)
+    rank.end_step(1, tags=1 << TAGS.index("first step") | 1 << TAGS.index("gc"))
+    rows, [kept] = NodeRows(), drained(rank)
+    for sequence in range(5000):
+        rank.communicate(2, sequence, 1.0, 2.0)
+    kept.drain()
+    rank.communicate(2, 5000, 1.0, 2.0)
+    assert [row["tags"] for row in take(rows, [kept])["steps"]] == ["first step,gc"]
+    rank.end_step(2, loss=float("nan"))
+    rank.end_step(3)
+    kept.drain()
+    two, three = take(rows, [kept])["steps"]
+    assert (two["events_lost"], three["events_lost"]) == (5000 - 4095, 0)
+    assert two["tags"] == "" and np.isnan(two["loss"]) and two["peak_memory_bytes"] == 1 << 30
+
+
+EVENTS = st.lists(
+    st.tuples(st.integers(0, 1), st.integers(0, 2), st.integers(0, 1), st.integers(0, 1), st.integers(1, 50)),
+    max_size=30,
+)
+
+
+@given(EVENTS)
+def test_sums_by_rank_step_and_part(given_events: list[tuple[int, int, int, int, int]]) -> None:
+    events = np.zeros(len(given_events), row_type("events"))
+    expected: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+    for row, (rank, step, name, chunk, duration) in zip(events, given_events, strict=True):
+        row["rank"], row["step"], row["name"], row["chunk"] = rank, step, name, chunk
+        row["end_ns"], row["exposed_ns"], row["bytes"], row["issue_ns"] = duration, duration // 2, 3, duration
+        expected[rank, step, name, chunk].append(duration)
+    found = step_parts(events, np.zeros(0, row_type("steps")), Texts())
+    assert len(found) == len(expected)
+    for row in found:
+        durations = expected[tuple(int(row[key]) for key in ("rank", "step", "name", "chunk"))]
+        assert (row["count"], row["total_ns"], row["max_ns"]) == (len(durations), sum(durations), max(durations))
+        assert row["exposed_ns"] == sum(duration // 2 for duration in durations)
+        assert (row["bytes"], row["last_issue_ns"]) == (3 * len(durations), max(durations))
+
+
+def test_all_columns_are_filled(tmp_path: Path) -> None:
+    """Every column of the tables has a value that differs from zero in some row."""
+    rank = PlayedRank(tmp_path, 1, tmp_path, ready=False)
+    rank.begin(attempt=3)
+    rank.ring.write_event(
+        "tp", "send", Label("qkv", 3, 2, "forward"), (2, 1, 4), ("pp.up", 5, 7, 9), (1.0, 1.5, 2.0, 0.5)
+    )
+    rank.end_step(2, tags=1)
+    rank.end_step(3)
+    [kept] = drained(rank)
+    tables = take(NodeRows(), [kept])
+    for table, rows in tables.items():
+        empty = [column.name for column in TABLES[table] if not any(row[column.name] for row in rows)]
+        assert empty == (["events_lost"] if table == "steps" else [])

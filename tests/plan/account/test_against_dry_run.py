@@ -1,0 +1,168 @@
+"""Formulas equal dry runs of the training program, for models and layouts drawn by hypothesis: a rank's communication,
+FLOPs and state exactly, peak memory within a margin.
+"""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from megascale.config.run import RunConfig
+from megascale.plan.account.flops import rank_flops
+from megascale.plan.account.memory import rank_memory
+from megascale.plan.account.traffic import step_traffic
+from tests.drawn import jobs, ranks_of
+from tests.marks import only_quick
+from tests.runs import LLAMA, config_of
+from tests.runs import settings as settings_of
+
+LOW, HIGH = -0.03, 0.05
+"""Allowed relative error of the formula's total, for a rank of `LARGE` bytes or more."""
+
+LARGE = 4 << 30
+
+drawn = settings(
+    deadline=None, derandomize=True, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+)
+
+
+def compare(config: RunConfig, rank: int) -> tuple[int, float]:
+    """Compare a rank: peak bytes of the dry run, and the formula's relative error; all else is asserted equal."""
+    from megascale.plan.dryrun.dry_run import dry_run
+
+    dry = dry_run(config, rank)
+    assert step_traffic(config, dry.coord) == sent_by(dry)
+    assert rank_flops(config, dry.coord.pp, dry.coord.cp) == dry.flops.total()
+    planned, state, peak = rank_memory(config, dry.coord.pp), dry.state, dry.peak.total()
+    assert (planned.gradients, planned.optimizer) == (state["gradients"], state["optimizer"])
+    if config.train.precision != "fp8":  # FP8 weights are quantized in the step
+        assert planned.parameters == state["parameters"]
+    return peak, planned.total / peak - 1
+
+
+def sent_by(dry: Any) -> dict[tuple[str, str], tuple[int, int]]:
+    """Sum calls and bytes of a dry run by (group, operation)."""
+    sent: dict[tuple[str, str], tuple[int, int]] = {}
+    for call in dry.calls:
+        calls, nbytes = sent.get((call.group, call.operation), (0, 0))
+        sent[call.group, call.operation] = calls + 1, nbytes + call.bytes
+    return sent
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("count", only_quick([4, 500], 4))
+def test_communication_flops_and_state_of_ranks(count: int) -> None:
+    """With few jobs the last rank is compared, with the head; with many a rank of every stage."""
+
+    @settings(drawn, max_examples=count)
+    @given(jobs())
+    def check(config: RunConfig) -> None:
+        for rank in ranks_of(config)[-1 if count < 100 else 0 :]:
+            compare(config, rank)
+
+    check()
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.slow
+def test_communication_flops_and_state_of_ranks_that_share_sequences() -> None:
+    @settings(drawn, max_examples=25)
+    @given(jobs(shares=True))
+    def check(config: RunConfig) -> None:
+        for rank in ranks_of(config):
+            compare(config, rank)
+
+    check()
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.slow
+def test_ranks_with_an_mlp_in_tiles_or_offload() -> None:
+    """Communication, FLOPs and state; memory of the large ones."""
+
+    @settings(drawn, max_examples=100)
+    @given(jobs(large=True, saves=True))
+    def check(config: RunConfig) -> None:
+        if config.train.mlp_tiles > 1 or config.train.activation_offload:
+            peak, error = compare(config, ranks_of(config)[config.model.num_layers % config.parallel.pp])
+            assert peak < LARGE or LOW <= error <= HIGH, f"{error:+.1%} of {config!r}"
+
+    check()
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("count", only_quick([3, 300], 3))
+def test_memory_of_large_ranks(count: int) -> None:
+    """A rank per job is compared; docs/memory.md states the mean and the worst error of many."""
+    errors: list[tuple[float, str]] = []
+
+    @settings(drawn, max_examples=count)
+    @given(jobs(large=True, quick=count < 100))
+    def collect(config: RunConfig) -> None:
+        rank = ranks_of(config)[config.model.num_layers % config.parallel.pp]
+        peak, error = compare(config, rank)
+        if peak >= LARGE:
+            errors.append((error, f"{error:+.1%} on rank {rank} of {config!r}"))
+
+    collect()
+    sizes = [error for error, _ in errors]
+    print(f"{len(sizes)} ranks: mean {statistics.mean(map(abs, sizes)):.2%}, {min(sizes):+.2%} to {max(sizes):+.2%}")
+    assert len(sizes) >= count // 4
+    assert min(errors)[0] >= LOW, min(errors)[1]
+    assert max(errors)[0] <= HIGH, max(errors)[1]
+
+
+OTHERS = ("adafactor", "spam_sparse", "grad_norm_lorp", "poet")
+
+
+@pytest.mark.parametrize("optimizer", ["muon", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"parallel__tp": 2, "parallel__dp": 2},
+        pytest.param({"parallel__dp": 4, "overlap__bucket_bytes": 20_000}, marks=pytest.mark.slow),
+        pytest.param({"parallel__pp": 2, "parallel__tp": 2, "parallel__zero": 0}, marks=pytest.mark.slow),
+    ],
+    ids=lambda layout: " ".join(f"{key[10:]}{value}" for key, value in layout.items()),
+)
+def test_owners_of_matrices(layout: dict[str, Any], optimizer: str, tmp_path: Path) -> None:
+    """Every rank's messages, and the state of the fullest rank of a stage."""
+    from megascale.plan.dryrun.dry_run import dry_run
+
+    options = {"ns_steps": 1} if optimizer == "muon" else {}
+    keys = {"train__precision": "bf16", "optimizer__name": optimizer, "optimizer__options": options}
+    keys["optimizer__master"] = "compensated" if "parallel__tp" in layout else "full"
+    tree = settings_of(LLAMA | {"num_layers": 2}, tmp_path, **keys, **layout)
+    config = config_of(tree, tmp_path)
+    ranks = [dry_run(config, rank) for rank in range(config.world_size)]
+    assert any(operation == "all_to_all" for dry in ranks for _, operation in sent_by(dry))
+    for dry in ranks:
+        assert step_traffic(config, dry.coord) == sent_by(dry)
+    for stage in range(config.parallel.pp):
+        state = [dry.state["optimizer"] for dry in ranks if dry.coord.pp == stage]
+        assert rank_memory(config, stage).optimizer == max(state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["muon", *OTHERS])
+@pytest.mark.parametrize("layout", [{}, {"parallel__dp": 4}, {"parallel__tp": 2, "parallel__dp": 2}], ids=str)
+def test_peak_of_an_update_of_matrices(layout: dict[str, Any], optimizer: str, tmp_path: Path) -> None:
+    """With a small batch it is the step's peak."""
+    from megascale.plan.dryrun.dry_run import dry_run
+
+    wide = {
+        "num_layers": 4,
+        "hidden_size": 2048,
+        "ffn_size": 5632,
+        "num_heads": 16,
+        "num_kv_heads": 8,
+        "seq_length": 512,
+    }
+    keys = {"train__precision": "bf16", "batch__micro": 1, "batch__global": 4, "optimizer__name": optimizer}
+    config = config_of(settings_of(LLAMA | wide | {"vocab_size": 8000}, tmp_path, **keys, **layout), tmp_path)
+    peak = max(dry_run(config, rank).peak.total() for rank in range(config.world_size))
+    assert -0.05 < rank_memory(config, 0).total / peak - 1 < 0.15

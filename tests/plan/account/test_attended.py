@@ -1,0 +1,88 @@
+"""Scores within documents: counted as for each document alone, in estimates as in dry runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megascale.cli.check import summary
+from megascale.config.run import RunConfig
+from megascale.plan.account.attended import (
+    count_scores_in,
+    describe_documents,
+    expected_documents,
+    expected_scores,
+    scores_per_token,
+)
+from megascale.plan.account.flops import hardware_flops, rank_flops, token_flops
+from megascale.plan.account.memory import rank_memory
+from megascale.plan.simulate.profiles import hardware, stack
+from megascale.plan.simulate.step_time import estimate
+from tests.runs import GPT, LLAMA, config_of, settings
+
+SIZES = {"hidden_size": 256, "num_heads": 8, "seq_length": 700, "vocab_size": 512}
+WITHIN = {"data__mask": "document", "data__document_length": 150}
+
+
+def configure(model: dict[str, Any], folder: Path, **keys: Any) -> RunConfig:
+    return config_of(settings(model | SIZES, folder, **keys), folder)
+
+
+@given(st.lists(st.integers(1, 60), min_size=1), st.one_of(st.none(), st.integers(1, 60)))
+def test_scores_are_those_of_each_document(lengths: list[int], window: int | None) -> None:
+    """A causal mask leaves query i min(i + 1, window) keys, of which half of the diagonal is not counted."""
+    full, causal = count_scores_in(lengths, window)
+    keys = [min(length, window or length) for length in lengths]
+    assert full == sum(length * width for length, width in zip(lengths, keys, strict=True))
+    exact = sum(min(i + 1, width) for length, width in zip(lengths, keys, strict=True) for i in range(length))
+    assert causal == exact - sum(keys) / 2
+
+
+@pytest.mark.parametrize("window", [None, [100, 0]])
+def test_a_row_of_documents_has_the_flops_of_each(window: Any, tmp_path: Path) -> None:
+    model = configure(LLAMA | {"window": window or 0}, tmp_path).model
+    lengths = [300, 1, 99, 300]
+    each = [(n, token_flops(model.model_copy(update={"seq_length": n}))) for n in lengths]
+    packed = token_flops(model, scores_per_token(model, lengths))
+    assert packed.full * 700 == pytest.approx(sum(n * flops.full for n, flops in each), rel=1e-12)
+    assert packed.causal * 700 == pytest.approx(sum(n * flops.causal for n, flops in each), rel=1e-12)
+    assert packed.linear == token_flops(model).linear and packed.full < token_flops(model).full
+
+
+def test_without_an_expected_length_whole_rows_are_the_upper_bound(tmp_path: Path) -> None:
+    plain, open_ended = configure(GPT, tmp_path), configure(GPT, tmp_path, data__mask="document")
+    assert expected_documents(plain) == expected_documents(open_ended) == [700]
+    assert expected_scores(plain) == scores_per_token(plain.model)
+    assert expected_documents(configure(GPT, tmp_path, **WITHIN)) == [150, 150, 150, 150, 100]
+    assert describe_documents(plain) == "" and "upper bound" in describe_documents(open_ended)
+    assert "documents of 150 tokens" in summary(configure(GPT, tmp_path, **WITHIN))
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("model", [GPT, LLAMA | {"window": [100, 0]}], ids=["gpt", "llama with a window"])
+def test_flops_equal_a_dry_run_with_documents(model: dict[str, Any], recompute: str, tmp_path: Path) -> None:
+    from megascale.plan.dryrun.dry_run import dry_run
+
+    keys = {"parallel__tp": 2, "parallel__pp": 2, "train__precision": "bf16", "train__recompute": recompute}
+    config = configure(model, tmp_path, **keys, **WITHIN)
+    dry = dry_run(config, 3)
+    assert rank_flops(config, dry.coord.pp) == dry.flops.total()
+    assert rank_flops(config, 1) < rank_flops(configure(model, tmp_path, **keys), 1)
+    assert rank_memory(config, 1).total == pytest.approx(dry.peak.total(), rel=0.06)
+
+
+def test_estimates_follow_the_documents(tmp_path: Path) -> None:
+    """A simulated step is shorter by the attention that it leaves out, which is no utilisation either."""
+    long = {"model__seq_length": 16384, "train__precision": "bf16"}
+    plain = config_of(settings(LLAMA | SIZES, tmp_path, **long), tmp_path)
+    within = config_of(settings(LLAMA | SIZES, tmp_path, **long, **WITHIN), tmp_path)
+    estimates = [estimate(config, hardware("h100"), stack("megascale")) for config in (plain, within)]
+    assert estimates[1].step_s < estimates[0].step_s
+    shares = [found.mfu_full * found.step_s for found in estimates]
+    flops = [token_flops(config.model, expected_scores(config)).full for config in (plain, within)]
+    assert shares[1] / shares[0] == pytest.approx(flops[1] / flops[0], rel=1e-9)
+    assert hardware_flops(within).full == flops[1]

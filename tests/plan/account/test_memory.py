@@ -1,0 +1,145 @@
+"""Peak memory from few representative micro-batches and stages, and state by weight storage. tests/parallel compares
+allocations, test_against_dry_run compares dry runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from megascale.catalog.schedules import SCHEDULES
+from megascale.config.loading import load_config
+from megascale.config.run import RunConfig
+from megascale.core.registry import Card
+from megascale.plan.account import memory as memory_of
+from megascale.plan.account.memory import (
+    THIS_TRAINER,
+    WeightStorage,
+    fullest_rank,
+    memory_by_stage,
+    rank_memory,
+    representative_microbatches,
+    state_bytes,
+)
+from megascale.schedule import ir
+from megascale.schedule.ir import Kind, RankSchedule, backward, forward
+from megascale.schedule.lower import RECV_LOOKAHEAD
+from tests.drawn import jobs
+
+STORAGES = st.builds(WeightStorage, st.booleans(), st.sampled_from(["beside", "instead"]))
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES.names() if SCHEDULES[name].facts["multi_chunk"]])
+@given(p=st.integers(1, 8), v=st.integers(1, 4), m=st.integers(1, 150))
+@example(p=7, v=2, m=146)  # six large groups and fourteen small ones
+@example(p=8, v=3, m=71)  # all groups but one are large
+@settings(max_examples=40, deadline=None)
+def test_representative_micro_batches_show_all_situations(name: str, p: int, v: int, m: int) -> None:
+    few, many = (
+        ir.build_schedule(SCHEDULES[name].load(), p, v, count) for count in (representative_microbatches(p, m), m)
+    )
+    assert [situations(order, v) for order in few] == [situations(order, v) for order in many]
+
+
+def test_representative_micro_batches_are_few() -> None:
+    assert representative_microbatches(8, 6144 + 5) == 6 * 8 + 3
+
+
+def test_schedules_without_a_period_are_walked_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A breadth-first schedule: forwards of the first chunk, forwards of the second, all backwards."""
+
+    def breadth_first(p: int, v: int, m: int, rank: int) -> RankSchedule:
+        forwards = [forward(chunk, i) for chunk in range(v) for i in range(m)]
+        return [*forwards, *(backward(chunk, i) for chunk in reversed(range(v)) for i in range(m))]
+
+    monkeypatch.setitem(breadth_first.__globals__, "breadth_first", breadth_first)
+    card = Card("breadth_first", "", f"{__name__}:breadth_first", {"multi_chunk": True, "unbounded_in_flight": True})
+    monkeypatch.setitem(SCHEDULES.cards, card.name, card)
+    overrides = ["parallel.pp=4", "parallel.vpp=2", "parallel.schedule=breadth_first"]
+    few, many = (
+        load_config("configs/gpu/llama3-8b.toml", [*overrides, f"batch.global={n}"], world_size=32) for n in (120, 240)
+    )
+    for less, more in zip(memory_by_stage(few), memory_by_stage(many), strict=True):
+        assert more.activations == 2 * less.activations > 0
+
+
+@settings(max_examples=40, suppress_health_check=list(HealthCheck), deadline=None)
+@given(jobs(), STORAGES)
+def test_the_fullest_rank_is_the_maximum_over_stages(config: RunConfig, storage: WeightStorage) -> None:
+    ranks = memory_by_stage(config, storage)
+    totals = [rank.total for rank in ranks]
+    assert ranks[-1] == rank_memory(config, len(ranks) - 1, storage)
+    assert fullest_rank(config, storage).total == max(totals)
+    limit = sorted(totals)[len(totals) // 2] - 1
+    assert limit < fullest_rank(config, storage, limit).total <= max(totals)
+    for rank in ranks:
+        assert min(vars(rank).values()) >= 0 and sum(vars(rank).values()) == rank.total
+
+
+@pytest.mark.parametrize("p", [64, 512])
+def test_few_of_many_stages_are_walked(p: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = [f"model.num_layers={16 * p}", "parallel.layers_per_chunk=auto", f"parallel.pp={p}", "parallel.vpp=16"]
+    config = load_config("configs/gpu/megascale-175b.toml", [*overrides, "batch.global=10000"], world_size=8 * p)
+    played, rank = list[int](), memory_of._Job.rank
+
+    def counted(job: Any, stage: int) -> Any:
+        played.append(stage)
+        return rank(job, stage)
+
+    monkeypatch.setattr(memory_of._Job, "rank", counted)
+    assert fullest_rank(config).total > 0 and len(played) < 8
+
+
+@settings(max_examples=40, suppress_health_check=list(HealthCheck), deadline=None)
+@given(jobs())
+def test_sharded_weights_divide_the_state(config: RunConfig) -> None:
+    shards = config.dp * config.parallel.cp
+    unsharded = config.model_copy(update={"parallel": config.parallel.model_copy(update={"zero": 0})})
+    for rank, memory in enumerate(memory_by_stage(config, WeightStorage(shards_weights=True))):
+        full, shard = state_bytes(unsharded, rank), state_bytes(config, rank, WeightStorage(shards_weights=True))
+        assert [*vars(shard).values()] == [size // shards for size in vars(full).values()]
+        assert memory.transient > rank_memory(unsharded, rank).transient
+        assert memory.activations == rank_memory(unsharded, rank).activations
+
+
+def test_fp8_weights_beside_or_instead_of_bf16() -> None:
+    config = load_config("configs/gpu/llama3-8b.toml", ["train.precision=fp8"], world_size=64)
+    beside, instead = (
+        state_bytes(config, 0, storage) for storage in (THIS_TRAINER, WeightStorage(fp8_weights="instead"))
+    )
+    plain = state_bytes(load_config("configs/gpu/llama3-8b.toml", ["train.precision=bf16"], world_size=64), 0)
+    cast = (beside.parameters - plain.parameters) // 2
+    assert beside.parameters - instead.parameters == 2 * cast > plain.parameters // 4
+    assert (beside.gradients, beside.optimizer) == (instead.gradients, instead.optimizer)
+
+
+def situations(order: RankSchedule, v: int) -> set[tuple[object, ...]]:
+    """Collect the numbers of live micro-batches by chunk, with the actions around."""
+    live, seen = [0] * v, set()
+    kinds = [(action.kind, action.chunk) for action in order]
+    for index, action in enumerate(order):
+        seen.add((*live, *kinds[max(0, index - RECV_LOOKAHEAD) : index + 1 + RECV_LOOKAHEAD]))
+        live[action.chunk] += 1 if action.kind is Kind.F else -1
+    return seen
+
+
+@pytest.mark.parametrize(("pp", "vpp", "zero", "m"), [(16, 1, 1, 64), (16, 2, 0, 80), (32, 2, 2, 96), (16, 4, 2, 16)])
+def test_stages_of_long_pipelines_are_interpolated(
+    pp: int, vpp: int, zero: int, m: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = "interleaved_1f1b" if vpp > 1 else "1f1b"
+    layout = [f"parallel.pp={pp}", f"parallel.vpp={vpp}", f"parallel.schedule={schedule}", "parallel.dp=2"]
+    sizes = [f"model.num_layers={pp * vpp}", f"batch.global={2 * m}", f"parallel.zero={zero}"]
+    config = load_config("configs/gpu/megascale-175b.toml", [*layout, *sizes], skip_sections=["data"])
+    played = memory_by_stage(config)
+    plays, play = list[int](), memory_of._Job.rank
+    monkeypatch.setattr(memory_of, "MAX_ACTIONS", 0)
+    monkeypatch.setattr(memory_of._Job, "rank", lambda job, stage: plays.append(stage) or play(job, stage))
+    interpolated = memory_by_stage(config)
+    assert max(rank.total for rank in interpolated) == max(rank.total for rank in played)
+    assert len(plays) <= 4, "the first, the last, and the ends of the run between"
+    for near, true in zip(interpolated, played, strict=True):
+        assert near.total == pytest.approx(true.total, rel=0.04)

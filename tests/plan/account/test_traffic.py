@@ -1,0 +1,112 @@
+"""Collectives of a layer, with order and labels, and messages; test_against_dry_run compares sums over a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megascale.core.rank import Rank
+from megascale.layout.blocks import block_spec
+from megascale.layout.chunks import fp8_layers
+from megascale.layout.recompute_policy import recompute_policy
+from megascale.layout.topology import Coord
+from megascale.plan.account.traffic import block_traffic, message_bytes, step_traffic
+from tests.runs import FAMILIES, build_run, config_of, settings, traffic_of
+from tests.worlds import run_world
+
+WIDE = {"num_layers": 1, "hidden_size": 1024, "ffn_size": 2048, "seq_length": 1024, "num_kv_heads": 4}
+ALL_FP8 = {"train__precision": "fp8", "fp8__bf16_first": 0, "fp8__bf16_last": 0}
+NORMED_BLOCKS = ("sandwich", "post_norm", "parallel_two_norms")
+CASES: dict[str, dict[str, Any]] = {
+    "tp": {},
+    "sp": {"parallel__sp": True},
+    "sp, full recomputation": {"parallel__sp": True, "train__recompute": "full"},
+    "sp, parallel block": {"parallel__sp": True, "model__block": "parallel"},
+    **{f"sp, {name} block": {"parallel__sp": True, "model__block": name} for name in NORMED_BLOCKS},
+    "sp, sandwich block, full recomputation": {
+        "parallel__sp": True,
+        "model__block": "sandwich",
+        "train__recompute": "full",
+    },
+    "sp, no overlap": {"parallel__sp": True, "overlap__tp": False},
+    "tp, tiles": {"train__mlp_tiles": 4},
+    "sp, tiles, full recomputation": {"parallel__sp": True, "train__mlp_tiles": 3, "train__recompute": "full"},
+    **{
+        f"sp, tiles, {name} block": {
+            "parallel__sp": True, "train__mlp_tiles": 2, "train__recompute": "full", "model__block": name,
+        }
+        for name in ("parallel", "sandwich", "parallel_two_norms")
+    },
+    **{f"sp, {name}": {"parallel__sp": True, "fp8__recipe": name, **ALL_FP8} for name in ("tensorwise", "rowwise")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_collectives_of_a_layer_equal_the_event_log(case: str, tmp_path: Path) -> None:
+    from megascale.plan.dryrun.dry_run import dry_run
+
+    more = {"train__precision": "fp32", **CASES[case]}
+    tree = settings(FAMILIES["llama"] | WIDE, tmp_path, parallel__tp=2, batch__global=1, **more)
+    config = config_of(tree, tmp_path)
+    planned = block_traffic(
+        config, block_spec(config.model, 0), bool(fp8_layers(config)), recompute_policy(config.train, 0)
+    )
+    logged = [
+        (call.operation, call.bytes, call.text.split("/")[0].removesuffix(" 1"))
+        for call in dry_run(config, 0).calls
+        if call.group == "tp" and call.text.startswith("layer") and "weight" not in call.text
+    ]
+    expected = []
+    for sent in (sent for sent in planned if "weight" not in sent.label):
+        expected += [(sent.operation, sent.bytes // sent.calls, f"layer 0 {sent.label}")] * sent.calls
+    assert [(operation, size) for operation, size, _ in logged] == [(o, size) for o, size, _ in expected]
+    assert all(text.startswith(label) for (_, _, text), (_, _, label) in zip(logged, expected, strict=True))
+
+
+def test_one_rank_has_no_communication(tmp_path: Path) -> None:
+    config = config_of(settings(FAMILIES["gpt"], tmp_path), tmp_path)
+    assert step_traffic(config, Coord(0, 0, 0, 0)) == {}
+
+
+def test_messages_go_up_and_down_the_pipeline(tmp_path: Path) -> None:
+    """The last rank's first chunk sends down, to the first rank's second chunk."""
+    config = config_of(settings(FAMILIES["gpt"], tmp_path, parallel__pp=2, parallel__vpp=2), tmp_path)
+    count, size = config.num_microbatches, message_bytes(config)
+    traffic = step_traffic(config, Coord(0, 0, 0, 1))
+    assert traffic["pp.down", "send"] == (3 * count, 3 * count * size)  # two gradients, an activation
+    assert traffic["pp.up", "receive"] == (2 * count + count, 3 * count * size)
+    assert size == 8 * config.model.seq_length * config.model.hidden_size
+
+
+@pytest.mark.parametrize(
+    ("more", "count"),
+    [
+        ({}, 6),
+        ({"data__mask": "document", "data__document_length": 8}, 8),
+        ({"data__mask": "document", "data__document_length": 8, "model__window": [4, 0]}, 10),
+        ({"train__noise_scale_every": 1}, 9),
+        ({"batch__rampup": [4, 4, 16]}, 7),
+    ],
+    ids=str,
+)
+def test_the_totals_of_a_step_are_as_large_as_in_the_event_log(
+    more: dict[str, Any], count: int, tmp_path: Path
+) -> None:
+    tree = settings(FAMILIES["llama"], tmp_path, parallel__dp=2, optimizer__warmup_steps=0, **more)
+    config = config_of(tree, tmp_path)
+    (logged, _) = run_world(2, totals_of_a_step, config)
+    calls, size = step_traffic(config, Coord())["world", "all_reduce"]
+    assert logged == size == 8 * count and calls == 1
+
+
+def totals_of_a_step(rank: Rank, config: Any) -> int:
+    """Bytes of the totals in the event log of a step."""
+    from megascale.train.step import train_step
+
+    run = build_run(rank, config)
+    train_step(run, run.train_loader.batch(0))
+    run.buffers.finish_param_gather()
+    run.train_loader.close()
+    return traffic_of(run, 1)["world"]["all_reduce"][1]

@@ -1,0 +1,186 @@
+"""A space has all legal layouts and no others, and fixed keys keep their values."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megascale.catalog.schedules import SCHEDULES
+from megascale.config.loading import load_config, load_config_tree
+from megascale.config.rules import RULES, world_findings
+from megascale.config.run import RunConfig
+from megascale.plan.search.space import LAYOUT_KEYS, MIN_SHARED_TOKENS, Layout, Space
+
+DEVICES = 12
+TREE = {
+    "name": "small",
+    "model": {"num_layers": 5, "hidden_size": 96, "num_heads": 6, "num_kv_heads": 3, "ffn_size": 192,
+              "vocab_size": 100, "seq_length": 12},
+    "batch": {"micro": 2, "global": 12},
+    "train": {"steps": 10, "precision": "bf16"},
+    "optimizer": {"lr": 1e-3},
+    "data": {"mock": True},
+}  # fmt: skip
+
+
+def config_of(**sections: dict[str, Any]) -> RunConfig:
+    return load_config_tree(
+        {**TREE, **{name: {**TREE.get(name, {}), **keys} for name, keys in sections.items()}}, "test"
+    )
+
+
+def all_of(space: Space) -> list[Layout]:
+    return list(space.layouts(range(1, space.devices + 1)))
+
+
+def legal(space: Space, layout: Layout) -> bool:
+    config = space.with_layout(layout)
+    rules = [rule for reads, rule in RULES if {"parallel", "batch", "train"}.intersection(reads)]
+    return not any(any(rule(config)) for rule in rules) and not any(world_findings(config, space.devices))
+
+
+def all_legal(space: Space) -> set[Layout]:
+    """Enumerate all legal combinations without duplicates in effect."""
+    counts, parallel = range(1, space.devices + 1), space.config.parallel
+    schedules = ["1f1b", "interleaved_1f1b"]
+    axes = (
+        counts,
+        (False, True),
+        counts,
+        range(1, 8),
+        schedules,
+        counts,
+        counts,
+        ("none", "selective", "full"),
+        range(3),
+    )
+    layouts = set()
+    for tp, pp in itertools.product(counts, counts):
+        if space.devices % (tp * pp):
+            continue
+        dp = space.devices // tp // pp
+        for keys in itertools.product([tp], axes[1], [pp], *axes[3:5], [dp], *axes[6:]):
+            layout = Layout(*keys[:2], 1, "ring", 1, *keys[2:])
+            no_effect = (tp == 1 and layout.sp != parallel.sp) or (dp == 1 and layout.zero != parallel.zero)
+            duplicate = SCHEDULES[layout.schedule].facts["multi_chunk"] != (layout.vpp > 1)
+            if not no_effect and not duplicate and legal(space, layout):
+                layouts.add(layout)
+    return layouts
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"parallel": {"sp": True, "tp": 3, "zero": 2}},
+        {"parallel": {"pp": 2, "vpp": 3, "layers_per_chunk": [0, 1, 1, 1, 1, 1]}},
+        {"parallel": {"pp": 2, "vpp": 2}, "train": {"recompute": "full", "recompute_chunks": [1]}},
+        {"train": {"precision": "fp8", "recompute": "selective", "recompute_ops": ["norm"]},
+         "fp8": {"bf16_first": 0, "bf16_last": 0}, "model": {"seq_length": 24}},
+        {"batch": {"global": 24, "rampup": [12, 6, 60]}},
+    ],
+    ids=["plain", "sp", "cut", "chunks", "fp8", "ramp-up"],
+)  # fmt: skip
+def test_a_space_has_all_legal_layouts(sections: dict[str, Any]) -> None:
+    space = Space(config_of(**sections), DEVICES, frozenset())
+    layouts = all_of(space)
+    assert len(layouts) == len(set(layouts)) > 20
+    assert layouts == all_of(Space(space.config, DEVICES, frozenset()))
+    assert set(layouts) == all_legal(space)
+
+
+LONG = {"model": {"seq_length": 6 * MIN_SHARED_TOKENS}, "parallel": {"vpp": 1, "schedule": "1f1b"}}
+
+
+def contexts(space: Space) -> set[Layout]:
+    """Enumerate the legal layouts of one stage, without recomputation and with the configuration's ZeRO stage, that
+    differ in tp, sp, the keys of cp, dp and micro-batch, without duplicates in effect.
+    """
+    counts, modes = (1, 2, 3, 4, 6, 12), ("ring", "allgather", "ulysses", "usp")
+    layouts = set()
+    for tp, cp, mode, heads, micro in itertools.product(counts, counts, modes, counts, counts):
+        dp, rest = divmod(space.devices, tp * cp)
+        duplicate = (cp == 1 and mode != "ring") or (mode == "usp" and heads in (1, cp)) or math.gcd(cp, micro) > 1
+        if rest or duplicate or cp > 6:
+            continue
+        for sp in (False, True) if tp > 1 else (False,):
+            layout = Layout(tp, sp, cp, mode, heads, 1, 1, "1f1b", dp, micro, "none", 1)
+            if legal(space, layout):
+                layouts.add(layout)
+    return layouts
+
+
+def test_a_space_has_all_ways_of_sharing_sequences() -> None:
+    fixed = ("parallel.pp", "parallel.vpp", "parallel.schedule", "parallel.zero", "train.recompute")
+    space = Space(config_of(**LONG), DEVICES, frozenset(fixed))
+    layouts = all_of(space)
+    assert len(layouts) == len(set(layouts))
+    assert set(layouts) == contexts(space)
+    assert {layout.cp_mode for layout in layouts} == {"ring", "allgather", "ulysses", "usp"}
+    assert {layout.cp for layout in layouts} == {1, 2, 3, 4, 6}  # with 12, ranks would have fewer tokens
+
+
+def test_ways_of_sharing_sequences_can_be_fixed() -> None:
+    shared = {"cp": 6, "cp_mode": "usp", "cp_ulysses": 3}
+    config = config_of(model={"seq_length": 36}, parallel=shared)
+    layouts = all_of(Space(config, DEVICES, frozenset(f"parallel.{key}" for key in shared)))
+    assert {(layout.cp, layout.cp_mode, layout.cp_ulysses) for layout in layouts} == {(6, "usp", 3)}
+    assert {layout.micro for layout in layouts} > {2, 4}  # also where a smaller cp would do
+
+
+def test_a_layout_equals_its_keys_in_a_configuration() -> None:
+    path, devices = "configs/gpu/megascale-175b.toml", 512
+    space = Space(load_config(path, ["batch.global=512"]), devices, frozenset())
+    for layout in all_of(space)[::700]:
+        overrides = [f"{key}={str(value).lower()}" for key, value in zip(LAYOUT_KEYS, layout, strict=True)]
+        assert space.with_layout(layout) == load_config(path, ["batch.global=512", *overrides], world_size=devices)
+
+
+@pytest.mark.parametrize("key", LAYOUT_KEYS)
+def test_fixed_keys_keep_their_values(key: str) -> None:
+    parallel = {"tp": 3, "sp": True, "pp": 2, "vpp": 2, "dp": 2, "zero": 2, "schedule": "interleaved_1f1b"}
+    config = config_of(parallel=parallel, train={"recompute": "full"})
+    layouts = all_of(Space(config, DEVICES, frozenset([key])))
+    section, _, name = key.partition(".")
+    assert {getattr(layout, name) for layout in layouts} == {getattr(getattr(config, section), name)}
+    same = [
+        layout
+        for layout in all_of(Space(config, DEVICES, frozenset()))
+        if getattr(layout, name) == getattr(layouts[0], name)
+    ]
+    assert len(same) > 5
+    if key == "parallel.schedule":  # with one chunk interleaving has no effect
+        layouts = [layout for layout in layouts if layout.vpp > 1]
+    assert layouts == same
+
+
+def test_layers_per_chunk_can_be_fixed() -> None:
+    config = config_of(parallel={"pp": 3, "layers_per_chunk": [2, 2, 1]})
+    free, fixed = (Space(config, DEVICES, frozenset(keys)) for keys in ((), ("parallel.layers_per_chunk",)))
+    assert {layout.pp * layout.vpp for layout in all_of(fixed)} == {3}
+    assert {layout.pp * layout.vpp for layout in all_of(free)} > {1, 3}
+    cuts = {layout.pp * layout.vpp: free.with_layout(layout).parallel.layers_per_chunk for layout in all_of(free)}
+    assert cuts[3] == [2, 2, 1]
+    assert cuts[1] is None
+
+
+def test_any_schedule_can_be_fixed() -> None:
+    space = Space(config_of(parallel={"schedule": "gpipe"}), DEVICES, frozenset(["parallel.schedule"]))
+    assert {(layout.schedule, layout.vpp) for layout in all_of(space)} == {("gpipe", 1)}
+
+
+def test_no_layout() -> None:
+    assert all_of(Space(config_of(), 11, frozenset())) == []
+
+
+def test_the_nearest_legal_number_of_devices() -> None:
+    space = Space(config_of(), 11, frozenset())
+    near = space.nearest_legal()
+    assert near is not None and near != 11 and all_of(replace(space, devices=near))
+    closer = range(12 - abs(near - 11), 11 + abs(near - 11))
+    assert not any(all_of(replace(space, devices=count)) for count in closer)
+    assert Space(config_of(), 11, frozenset(["parallel.tp", "parallel.pp", "parallel.dp"])).nearest_legal() == 1

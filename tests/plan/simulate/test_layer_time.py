@@ -1,0 +1,162 @@
+"""Times of blocks follow from their descriptions, for any kind of block."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megascale.catalog.layers import BLOCKS
+from megascale.config.loading import load_config
+from megascale.config.model import ModelConfig
+from megascale.config.run import RunConfig
+from megascale.core.registry import Card
+from megascale.layout.blocks import (
+    BlockSpec,
+    ColumnParallel,
+    NormSpec,
+    ResidualAdd,
+    RowParallel,
+    block_spec,
+    parts_of_type,
+    serial_block,
+)
+from megascale.layout.recompute_policy import NO_RECOMPUTE, RecomputePolicy
+from megascale.plan.simulate import profiles
+from megascale.plan.simulate.layer_time import LayerTimes, PassTimes, chunk_times
+
+HARDWARE, STACK = profiles.hardware("h100"), profiles.stack("megascale")
+KEYS = ["model.num_layers=8", "parallel.pp=4", "parallel.vpp=1", "batch.global=16"]
+
+
+def ended(model: ModelConfig, layer: int) -> BlockSpec:
+    """A serial block with another norm after both branches."""
+    return tuple(
+        piece
+        for part in serial_block(model, layer)
+        for piece in ([NormSpec("after"), part] if part == ResidualAdd() else [part])
+    )
+
+
+@pytest.fixture
+def ended_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ended.__globals__, "ended", ended)
+    card = Card("ended", "", "nowhere:Block", {"description": f"{__name__}:ended", "operations": ()})
+    monkeypatch.setitem(BLOCKS.cards, card.name, card)
+
+
+def config_of(*keys: str) -> RunConfig:
+    return load_config("configs/gpu/megascale-175b.toml", [*KEYS, *keys], world_size=32)
+
+
+def layers_of(config: RunConfig) -> LayerTimes:
+    return LayerTimes.from_config(config, HARDWARE, STACK)
+
+
+def of(config: RunConfig, recompute: RecomputePolicy = NO_RECOMPUTE, fp8: bool = False) -> PassTimes:
+    return layers_of(config).block(block_spec(config.model, 0), fp8, recompute)
+
+
+def test_a_block_is_the_sum_of_its_parts() -> None:
+    for kind in BLOCKS.names():
+        config = config_of(f"model.block={kind}", "model.window=512")
+        layers, described = layers_of(config), block_spec(config.model, 0)
+        total = sum((layers.part(part, False) for part in described), PassTimes())
+        assert of(config) == total
+        assert total.forward.total > 0 and total.backward.gemm == pytest.approx(2 * total.forward.gemm, rel=0.1)
+
+
+def test_a_new_kind_of_block_needs_only_a_description(ended_card: None) -> None:
+    serial, third = config_of(), config_of("model.block=ended")
+    norm = layers_of(third).part(NormSpec("after"), False)
+    ours, theirs = of(serial), of(third)
+    assert theirs.forward.elementwise == pytest.approx(ours.forward.elementwise + 2 * norm.forward.elementwise)
+    assert theirs.backward.elementwise == pytest.approx(ours.backward.elementwise + 2 * norm.backward.elementwise)
+    assert (theirs.forward.gemm, theirs.forward.tp) == (ours.forward.gemm, ours.forward.tp)
+    for place, pair in chunk_times(third, HARDWARE, STACK).items():
+        assert pair.forward.elementwise > chunk_times(serial, HARDWARE, STACK)[place].forward.elementwise
+
+
+def test_only_norms_before_column_parallel_layers_are_recomputed(ended_card: None) -> None:
+    recompute = RecomputePolicy(norm=True)
+    recomputed = [of(config_of(f"model.block={kind}"), recompute).backward.recompute for kind in ("serial", "sandwich")]
+    norm = layers_of(config_of()).part(NormSpec("any"), False).forward.elementwise
+    assert recomputed == pytest.approx([2 * norm, 2 * norm])
+
+
+def test_full_recomputation_leaves_out_the_last_linear_layer(ended_card: None) -> None:
+    """A sandwich block recomputes also the last linear layer, for the norm after."""
+    for kind, left_out in (("serial", True), ("sandwich", False)):
+        config = config_of(f"model.block={kind}")
+        base, full = of(config), of(config, RecomputePolicy(full=True))
+        *_, last = parts_of_type(block_spec(config.model, 0), RowParallel)
+        part = layers_of(config).part(last, False).forward
+        expected = base.forward.total - base.forward.tp - (part.total - part.tp) * left_out
+        assert full.backward.recompute == pytest.approx(expected)
+        assert full.backward.tp == pytest.approx(base.backward.tp + base.forward.tp - part.tp * left_out)
+
+
+def test_tiles_repeat_all_but_the_last_gemm_of_the_mlp() -> None:
+    """Full recomputation skips the MLP of a serial block, and its tiles repeat no more."""
+    config = config_of("overlap.tp=false", "model.block=serial", "model.seq_length=32768")
+    tiles = RecomputePolicy(mlp_tiles=4)
+    whole, tiled, full = of(config), of(config, tiles), of(config, RecomputePolicy(full=True))
+    up, activation = block_spec(config.model, 0)[-4:-2]
+    first = sum((layers_of(config).part(part, False) for part in (up, activation)), PassTimes()).forward
+    assert tiled.backward.recompute == pytest.approx(first.total - first.tp, rel=0.05)
+    assert tiled.forward.total == pytest.approx(whole.forward.total, rel=0.05)
+    gather = layers_of(config).exchange.gather()  # tiles have more latencies
+    assert tiled.backward.tp - whole.backward.tp == pytest.approx(gather, rel=0.2)
+    both = of(config, RecomputePolicy(full=True, mlp_tiles=4))
+    assert both.backward.recompute == pytest.approx(full.backward.recompute, rel=0.05)
+
+
+def test_copies_to_host_memory_are_exposed_beyond_a_block() -> None:
+    config, full = config_of(), RecomputePolicy(full=True)
+    input_bytes = layers_of(config).stream * 2
+
+    def offloaded(bandwidth: float | None) -> PassTimes:
+        device = HARDWARE.device.model_copy(update={"host_bandwidth": bandwidth})
+        hardware = HARDWARE.model_copy(update={"device": device})
+        layers = LayerTimes.from_config(config, hardware, STACK)
+        return layers.block(block_spec(config.model, 0), False, replace(full, offload=True))
+
+    kept = of(config, full)
+    assert offloaded(64e9) == offloaded(None) == kept  # hidden, or unknown
+    slow = offloaded(1e9)
+    copied = input_bytes / (1e9 * HARDWARE.attained.link)
+    assert slow.forward.offload == pytest.approx(copied - kept.forward.total)
+    assert slow.backward.total == pytest.approx(max(copied, kept.backward.total))
+    assert copied > kept.forward.total
+
+
+def test_linear_layers_of_a_group_share_collectives() -> None:
+    config = config_of("model.block=parallel", "overlap.tp=false")
+    layers = layers_of(config)
+    (columns,), (rows,) = (
+        list(parts_of_type(block_spec(config.model, 0), kind)) for kind in (ColumnParallel, RowParallel)
+    )
+    gather = layers.exchange.gather()
+    for group, gathers in ((columns, 3), (rows, 2)):
+        pair = layers.part(group, False)
+        assert pair.forward.tp + pair.backward.tp == pytest.approx(gathers * gather)  # a reduce-scatter takes as long
+    assert of(config).forward.tp == pytest.approx(2 * gather)
+
+
+def test_fp8_times_apply_to_fp8_layers_only() -> None:
+    config = config_of("train.precision=fp8", "fp8.bf16_first=1", "fp8.bf16_last=0")
+    first, *others = (pair.forward.gemm for pair in chunk_times(config, HARDWARE, STACK).values())
+    bf16, fp8 = (of(config, fp8=is_fp8).forward for is_fp8 in (False, True))
+    assert first == pytest.approx(bf16.gemm + fp8.gemm)
+    assert others[0] == pytest.approx(2 * fp8.gemm)
+    assert 1.5 * fp8.gemm < bf16.gemm < 2.5 * fp8.gemm and fp8.elementwise > bf16.elementwise
+
+
+def test_norms_of_q_and_k_cost_passes_and_over_all_heads_sums() -> None:
+    """An element-wise pass each way; with tp the sums of squares are exposed in forward and in backward."""
+    keys = ["model.norm=rmsnorm", "parallel.tp=8"]
+    plain, head, full = (of(config_of(*keys, f"model.qk_norm={name}")) for name in ("none", "head", "full"))
+    assert plain.forward.elementwise < head.forward.elementwise == full.forward.elementwise
+    assert plain.backward.elementwise < head.backward.elementwise
+    assert plain.forward.tp == head.forward.tp < full.forward.tp
+    assert full.backward.tp - head.backward.tp == pytest.approx(full.forward.tp - head.forward.tp)

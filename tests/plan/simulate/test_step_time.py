@@ -1,0 +1,173 @@
+"""Estimates of steps: causes add up, and faster settings are faster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megascale.config.loading import load_config
+from megascale.layout.blocks import block_spec as description
+from megascale.layout.blocks import linears
+from megascale.plan.simulate import profiles
+from megascale.plan.simulate.step_time import StepParts, estimate, simulate_spans
+
+CONFIG = "configs/gpu/megascale-175b.toml"
+HARDWARE = profiles.hardware("a100-80g-roce")
+STACK = profiles.stack("megascale")
+
+
+def of(*overrides: str, gpus: int = 512, stack: Any = STACK, hardware: Any = HARDWARE) -> Any:
+    return estimate(load_config(CONFIG, ["batch.global=256", *overrides], world_size=gpus), hardware, stack)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["parallel.sp=false"],
+        ["parallel.zero=0"],
+        ["parallel.zero=2"],
+        ["parallel.vpp=1"],
+        ["parallel.pp=1", "parallel.vpp=1"],
+        ["train.recompute=full"],
+        ["train.recompute=selective", "model.window=512"],
+        ["model.block=parallel", "overlap.tp=false", "overlap.pp=false", "overlap.dp=false"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("stack", ["megascale", "megatron-2021", "llm-foundry"])
+def test_causes_add_up_to_the_step(overrides: list[str], stack: str) -> None:
+    step = of(*overrides, stack=profiles.stack(stack))
+    assert sum(step.causes.values()) == pytest.approx(step.step_s)
+    assert min(step.causes.values()) >= 0
+    assert 0 < step.mfu_causal < step.mfu_full < 1
+    assert step.tokens_per_s == pytest.approx(256 * 2048 / step.step_s)
+
+
+def test_settings_that_save_time() -> None:
+    base = of().step_s
+    for slower in (["overlap.tp=false"], ["overlap.dp=false"], ["train.recompute=full"], ["parallel.vpp=1"]):
+        assert of(*slower).step_s > base, slower
+    assert of("model.block=parallel").step_s < base
+    assert of("model.window=256").step_s < base
+    assert of(stack=profiles.stack("megatron-2023")).step_s > base
+
+
+def test_unfused_scores_pass_through_memory() -> None:
+    """Four passes of two bytes and a mask in forward, five in backward, beside six GEMMs."""
+    unfused = STACK.model_copy(update={"attention": "unfused"})
+    attention, config = of(stack=unfused).causes["attention"], load_config(CONFIG, ["batch.global=256"], world_size=512)
+    m, rate = config.model, HARDWARE.device.bandwidth * HARDWARE.attained.memory
+    scores = config.batch.micro * m.num_heads // 8 * m.seq_length**2 * m.num_layers // 8 * config.num_microbatches
+    moved = scores * (9 + 11) / rate * STACK.attained.slowdown
+    gemms = scores * 6 * 2 * m.head_dim / (312e12 * HARDWARE.attained.gemm)
+    assert moved + gemms < attention < moved + 4 * gemms  # k = 128 is short
+    passes = unfused.model_copy(update={"attained": STACK.attained.model_copy(update={"passes": 9.0})})
+    assert of(stack=passes).causes["attention"] == attention
+
+
+@pytest.mark.parametrize(("recompute", "passes"), [("none", 3), ("full", 4)])
+def test_the_device_waits_for_a_slow_host(recompute: str, passes: int) -> None:
+    """The host takes `host_s` for a layer's forward, as long for a recomputed one, and twice as long for backward."""
+    recomputed, layers = f"train.recompute={recompute}", 12 * 32  # layers of a rank x micro-batches
+    base = of(recomputed)
+    slow, quick = (STACK.model_copy(update={"host_s": seconds}) for seconds in (1.0, 1e-6))
+    assert of(recomputed, stack=quick).step_s == base.step_s
+    waiting = of(recomputed, stack=slow)
+    total = sum(waiting.causes[cause] for cause in ("gemm", "attention", "elementwise", "recompute", "tp", "host"))
+    assert total == pytest.approx(layers * passes, rel=0.01)
+
+
+@pytest.mark.parametrize("block", ["serial", "parallel"])
+def test_the_last_gemm_of_a_block_is_not_recomputed(block: str) -> None:
+    """This trainer leaves out the GEMMs of the block's result."""
+    keys = [f"model.block={block}", "train.recompute=full"]
+    early, full = of(*keys), of(*keys, stack=STACK.model_copy(update={"stops_early": False}))
+    model, none = load_config(CONFIG, keys[:1]).model, of(keys[0])
+    weights = {layer.name: layer.weight_numel for layer in linears(description(model, 0))}
+    last = sum(weights[name] for name in (("attention.out", "mlp.down") if block == "parallel" else ("mlp.down",)))
+    share = last / (sum(weights.values()) + model.hidden_size * model.vocab_size / model.num_layers)
+    assert early.causes["gemm"] == none.causes["gemm"] and none.causes["recompute"] == 0
+    saved = full.causes["recompute"] - early.causes["recompute"]
+    assert saved == pytest.approx(share * none.causes["gemm"] / 3, rel=0.05)
+    assert none.causes["tp"] < early.causes["tp"] < full.causes["tp"]
+
+
+def test_recomputed_operations_add_up() -> None:
+    def recomputed(*names: str) -> float:
+        ops = ",".join(f'"{name}"' for name in names)
+        return of("train.recompute=selective", f"train.recompute_ops=[{ops}]").causes["recompute"]
+
+    times = [recomputed(name) for name in ("attention", "norm", "activation")]
+    assert min(times) > 0
+    assert recomputed("attention", "norm", "activation") == pytest.approx(sum(times))
+
+
+def test_fp8_gemms_hide_less_of_tp() -> None:
+    slow = profiles.hardware("h100")
+    slow = slow.model_copy(update={"node": slow.node.model_copy(update={"bandwidth": 60e9})})
+    bf16, fp8 = (of(f"train.precision={precision}", hardware=slow).causes["tp"] for precision in ("bf16", "fp8"))
+    assert fp8 > 1.02 * bf16
+    keys = ["train.precision=fp8", "model.block=parallel", "parallel.sp=false"]
+    none, full = (of(*keys, f"train.recompute={mode}", hardware=slow).causes["tp"] for mode in ("none", "full"))
+    assert full == pytest.approx(none)  # the last reduction of a block is not repeated
+
+
+def test_fp8_is_faster_than_bf16() -> None:
+    h100, bf16 = profiles.hardware("h100"), ["train.precision=bf16"]
+    assert of("train.precision=fp8", hardware=h100).step_s < of(*bf16, hardware=h100).step_s < of().step_s
+
+
+def test_step_and_spans_agree_with_the_estimate() -> None:
+    for keys in ([], ["parallel.zero=2"], ["overlap.pp=false", "overlap.dp=false"]):
+        config = load_config(CONFIG, ["batch.global=256", *keys], world_size=512)
+        parts, simulate = StepParts(config, HARDWARE, STACK), simulate_spans(config, HARDWARE, STACK)
+        assert parts.step_s == estimate(config, HARDWARE, STACK).step_s
+        assert simulate.last == parts.pipeline_s(parts.times) == max(span.end for span in simulate.spans)
+
+
+def test_large_jobs_have_a_loss_with_scale() -> None:
+    """The loss is an equal share for every doubling beyond 256 devices, with a cause of its own."""
+    lossless, lossy = (
+        STACK.model_copy(update={"attained": STACK.attained.model_copy(update={"scale_loss": loss})})
+        for loss in (0.0, 0.02)
+    )
+    for gpus, doublings in ((64, 0), (256, 0), (512, 1), (2048, 3)):
+        base, lossy_step = (of("batch.global=1024", gpus=gpus, stack=stack) for stack in (lossless, lossy))
+        assert lossy_step.step_s == pytest.approx(base.step_s * (1 + 0.02 * doublings))
+        assert lossy_step.causes["scale"] == pytest.approx(lossy_step.step_s - base.step_s)
+        assert base.causes["scale"] == 0
+
+
+def test_zero_2_reduces_after_every_backward_if_the_stack_does() -> None:
+    """Stacks without `reduces_each` keep full gradients until the last micro-batch."""
+    once = STACK.model_copy(update={"reduces_each": False})
+    for zero in (1, 2):
+        every, last = (of(f"parallel.zero={zero}", stack=stack).step_s for stack in (STACK, once))
+        assert (every > last) == (zero == 2)
+    config = load_config(CONFIG, ["batch.global=256", "parallel.zero=2"], world_size=512)
+    assert StepParts(config, HARDWARE, STACK).pipeline.reduces_each
+
+
+def test_fp8_recipes_differ_in_quantization_and_rates() -> None:
+    h100 = profiles.hardware("h100")
+    tensor, delayed, row = (
+        of("train.precision=fp8", f"fp8.recipe={name}", hardware=h100) for name in ("tensorwise", "delayed", "rowwise")
+    )
+    assert tensor.causes["gemm"] == delayed.causes["gemm"] < row.causes["gemm"]
+    assert delayed.causes["elementwise"] < tensor.causes["elementwise"] == row.causes["elementwise"]
+
+
+def test_zero_3_exposes_the_collectives_of_a_layer() -> None:
+    """Without overlap all is exposed: weights in forward and backward, and gradients of 2 bytes."""
+    keys = ["parallel.tp=1", "parallel.sp=false", "parallel.pp=1", "parallel.vpp=1", "train.recompute=full"]
+    stack = profiles.stack("llm-foundry")
+    shown = stack.model_copy(update={"overlaps": STACK.overlaps.model_copy(update={"dp": False})})
+    config = load_config(CONFIG, ["batch.global=256", *keys], world_size=256)
+    parts = StepParts(config, HARDWARE, shown)
+    sent = 2 * parts.dp.gather(parts.buckets[0, 0]) + parts.dp.reduce(parts.buckets[0, 0])
+    assert parts.dp.gradient == parts.dp.weight == 2
+    assert of(*keys, gpus=256, stack=shown).causes["dp"] == pytest.approx(sent)
+    hidden = of(*keys, gpus=256, stack=stack).causes["dp"]
+    assert (1 - HARDWARE.attained.overlap) * sent == pytest.approx(hidden)
