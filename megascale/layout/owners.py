@@ -22,7 +22,7 @@ from megascale.layout.buckets import BucketLayout, SlotRange, pack
 from megascale.layout.chunks import chunk_buckets
 from megascale.layout.param_groups import ParamGroup, ParamGroups, group_ranges
 from megascale.layout.tensors import TensorSpec
-from megascale.layout.topology import DATA_AXES, Coord, Topology, topology_of
+from megascale.layout.topology import Coord, Topology, topology_of
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ def update_cost(group: ParamGroup, shape: tuple[int, int]) -> int:
 
 def assign_owners(layouts: Sequence[BucketLayout], groups: ParamGroups, topology: Topology) -> list[list[OwnedMatrix]]:
     """Assign the matrices of a stage's buckets to owners; by bucket, in the order of the buffer."""
-    is_sharded = any(layout.shard_axes.state for layout in layouts)
-    shards = topology.size(*DATA_AXES) if is_sharded else 1
+    axes = layouts[0].shard_axes.state if layouts else ()
+    shards = topology.size(*axes)
     loads = dict.fromkeys(itertools.product(range(topology.tp), range(shards)), 0)
     found = [
         (bucket, group, item)
@@ -96,7 +96,7 @@ def assign_owners(layouts: Sequence[BucketLayout], groups: ParamGroups, topology
         tp, dp = max(free, key=lambda rank: (_overlap(item, rank[1], size), -loads[rank], -rank[1], -rank[0]))
         for rank in loads if replicated else [(tp, dp)]:
             loads[rank] += cost if rank[1] == dp else 0
-        placed[bucket, item.start] = OwnedMatrix(item, group, None if replicated else tp, dp if is_sharded else None)
+        placed[bucket, item.start] = OwnedMatrix(item, group, None if replicated else tp, dp if axes else None)
     return [[placed[bucket, item.start] for b, _, item in found if b == bucket] for bucket in range(len(layouts))]
 
 

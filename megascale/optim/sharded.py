@@ -169,7 +169,7 @@ def counted_elements(bucket: Bucket, mesh: Mesh) -> int:
 
     Replicas count once: the dp replicas with zero = 0, a tied embedding, and parameters replicated over tp.
     """
-    if not bucket.counts_in_norm or bucket.replicas.index:
+    if bucket.tied_group.index or bucket.replicas.index:
         return 0
     start, stop = bucket.shard
     if mesh.tp.index:

@@ -46,7 +46,6 @@ class Bucket:
 
     - `storage`, and of it `weights`, `grad`, `shard`, `group` and `replicas` (`parallel.bucket_storage.Storage`)
     - `tied`: the bucket is the token embedding alone, which the first and last pipeline stages share if it is tied
-    - `counts_in_norm`: this rank's copy enters the global norm; False for the second copy of a tied embedding
     - `tied_group`: the ranks that share a tied embedding; of one rank otherwise
     - `grad_reader`: if set, is called once, with the bucket and its full gradient [size] after the next backward
 
@@ -62,7 +61,6 @@ class Bucket:
         self.first_module = module_of(parameters[0].name)
         layout = self.layout = pack(parameters, mesh.topology, zero)
         tied = self.tied = [p.name for p in parameters] == [TOKEN_EMBEDDING]
-        self.counts_in_norm = not tied or mesh.tied.index == 0
         self.tied_group = mesh.tied if tied else single_rank_group("tied")
         self._tp = mesh.tp
         storage = self.storage = build_storage(layout, mesh, dtypes, device, self.label)
@@ -81,12 +79,6 @@ class Bucket:
     def shard_weights(self) -> Tensor:
         """This rank's shard of the weights, a view."""
         return self.storage.shard_weights
-
-    @property
-    def bytes(self) -> dict[str, int]:
-        """Bytes of the weight and gradient buffers; with zero = 2 between steps, without full gradients."""
-        full = self.storage.full_grad
-        return {"weights": self.weights.nbytes, "gradients": (self.grad if full is None else full).nbytes}
 
     def begin_step(self) -> None:
         """Begin a step: its first contributions overwrite the gradients of the last step."""

@@ -37,8 +37,8 @@ def allocated(rank: Rank, config: Any) -> dict[str, int]:
     run.buffers.finish_param_gather()
     buckets, shards = run.buffers.buckets, run.optimizer.shards
     return {
-        "weights": sum(bucket.bytes["weights"] for bucket in buckets),
-        "gradients": sum(bucket.bytes["gradients"] for bucket in buckets),
+        "weights": sum(bucket.weights.nbytes for bucket in buckets),
+        "gradients": sum(bucket.grad.untyped_storage().nbytes() for bucket in buckets),
         "optimizer": sum(shard.bytes for shard in shards),
         "full gradients": peak,
         "full gradients and shards": peak_with_shards,

@@ -211,9 +211,8 @@ def _gradients(config: RunConfig, coord: Coord) -> Iterator[CommOp]:
     """List the collectives of gradient buckets: over dp, of norms over tp, and of a tied embedding."""
     p, m, ranks = config.parallel, config.num_microbatches, replicas(config)
     compute, wide = element_bytes(config)
-    index = topology_of(config).index_in_group(coord, *DATA_AXES)
     for bucket in _buckets(config, coord.pp):
-        sharded = bucket.shard_axes
+        sharded, index = bucket.shard_axes, topology_of(config).index_in_group(coord, *bucket.reduce_axes)
         operation, times = "reduce_scatter" if sharded.state else "all_reduce", m if sharded.gradient else 1
         low, high = bucket.shard_range(index) if sharded.state else (0, bucket.numel)
         if ranks > 1:
