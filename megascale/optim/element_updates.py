@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from megascale.catalog.optimizers import REST
-from megascale.comm.mesh import Mesh
 from megascale.config.train import OptimizerConfig
 from megascale.core.errors import ConfigError, Problem
-from megascale.layout.param_groups import ParamGroup, ParamGroups
+from megascale.layout.param_groups import ParamGroup
 from megascale.ops.optimizer import Elementwise, Segment, UpdateInput, UpdateRule, is_function
 from megascale.optim.adam import adam, adam_options
 from megascale.optim.compensated import split, whole
 from megascale.optim.optimizer_shard import OptimizerShard
-from megascale.optim.updates import Clipping, Rules, Updates
+from megascale.optim.updates import Clipping, Parts, Rules, Updates
 
 CHUNK = 1 << 22
 """Elements that are updated at a time, to bound temporary tensors."""
@@ -26,11 +25,10 @@ CHUNK = 1 << 22
 class ElementUpdates(Updates):
     """A rule for every group of elements in each shard, and its segments of the shard."""
 
-    def __init__(
-        self, shards: Sequence[OptimizerShard], mesh: Mesh, config: OptimizerConfig, groups: ParamGroups, rules: Rules
-    ) -> None:
+    def __init__(self, parts: Parts) -> None:
         self._rules = [
-            [(group, build_rule(shard, group, config, rules)) for group in _groups_of(shard)] for shard in shards
+            [(group, build_rule(shard, group, parts.config, parts.rules)) for group in _groups_of(shard)]
+            for shard in parts.shards
         ]
 
     def apply(self, index: int, lr: float, step: int, clipping: Clipping) -> None:

@@ -10,36 +10,29 @@ The state of a matrix is on its owner, in the shapes of the rule's card, and in 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from megascale.comm.collectives import all_reduce
-from megascale.comm.mesh import Mesh
-from megascale.config.train import OptimizerConfig
 from megascale.layout.buckets import SlotRange
 from megascale.layout.owners import OwnedMatrix, assign_owners
-from megascale.layout.param_groups import ParamGroups
 from megascale.ops.optimizer import UpdateInput, UpdateRule
 from megascale.optim.element_updates import apply_direction, copy_unless
 from megascale.optim.matrix_exchange import MatrixExchange
-from megascale.optim.optimizer_shard import OptimizerShard
-from megascale.optim.updates import Clipping, Rules, Updates
+from megascale.optim.updates import Clipping, Parts, Updates
 from megascale.parallel.param_and_grad_buffers import Bucket
 
 
 class MatrixUpdates(Updates):
     """The matrices of all buckets that rules of whole matrices update. The rules are functions."""
 
-    def __init__(
-        self, shards: Sequence[OptimizerShard], mesh: Mesh, config: OptimizerConfig, groups: ParamGroups, rules: Rules
-    ) -> None:
-        places = assign_owners([shard.bucket.layout for shard in shards], groups, mesh.topology)
-        self._recorder = mesh.recorder
+    def __init__(self, parts: Parts) -> None:
+        places = assign_owners([shard.bucket.layout for shard in parts.shards], parts.groups, parts.mesh.topology)
+        self._recorder = parts.mesh.recorder
         self.buckets = {
-            index: BucketMatrices(shard, of_bucket, mesh, rules)
-            for index, (shard, of_bucket) in enumerate(zip(shards, places, strict=True))
-            if of_bucket
+            index: BucketMatrices(parts, index, of_bucket) for index, of_bucket in enumerate(places) if of_bucket
         }
 
     def compute(self, lr: float, step: int, clipping: Clipping) -> None:
@@ -64,13 +57,12 @@ class MatrixUpdates(Updates):
 
 
 class BucketMatrices:
-    """The matrices of one bucket, `places`, on all ranks, and the state of those that this rank owns, by number."""
+    """The matrices of bucket `index`, `places`, on all ranks, and the state of those that this rank owns, by number."""
 
-    def __init__(self, shard: OptimizerShard, places: Sequence[OwnedMatrix], mesh: Mesh, rules: Rules) -> None:
+    def __init__(self, parts: Parts, index: int, places: Sequence[OwnedMatrix]) -> None:
         self.places = places
-        self._shard = shard
-        self._mesh = mesh
-        self._rules: Mapping[str, UpdateRule] = rules  # type: ignore[assignment]
+        shard, mesh = self._shard, self._mesh = parts.shards[index], parts.mesh
+        self._rules = cast(Mapping[str, UpdateRule], parts.rules)
         self._gradients = MatrixExchange(shard.bucket, places, mesh)
         self._with_weight = [number for number, place in enumerate(places) if place.group.facts["weight"]]
         self._weights = MatrixExchange(shard.bucket, [places[number] for number in self._with_weight], mesh)

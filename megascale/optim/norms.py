@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from megascale.comm.collectives import all_reduce
 from megascale.comm.mesh import Mesh
-from megascale.config.train import OptimizerConfig
 from megascale.layout.buckets import SlotRange
-from megascale.layout.param_groups import ParamGroups
-from megascale.ops.optimizer import Segment
+from megascale.ops.optimizer import NeedsParamNorms, Segment
 from megascale.optim.optimizer_shard import OptimizerShard
-from megascale.optim.updates import Clipping, Rules, Updates
+from megascale.optim.updates import Clipping, Parts, Updates
 
 ROW = 1 << 14
 """Elements whose squares are summed in the tensor's own dtype."""
@@ -46,12 +44,10 @@ class NormUpdates(Updates):
 
     norms: Tensor
 
-    def __init__(
-        self, shards: Sequence[OptimizerShard], mesh: Mesh, config: OptimizerConfig, groups: ParamGroups, rules: Rules
-    ) -> None:
-        self._shards, self._mesh = shards, mesh
-        rule: Any = rules[config.name]
-        self._rules = [rule(_segments(shard, mesh), config) for shard in shards]
+    def __init__(self, parts: Parts) -> None:
+        shards, mesh = self._shards, self._mesh = parts.shards, parts.mesh
+        rule = cast(type[NeedsParamNorms], parts.rules[parts.config.name])
+        self._rules = [rule(_segments(shard, mesh), parts.config) for shard in shards]
         self._shard_params: list[_ShardParams] = []
         self._tied = slice(0)  # position of a tied embedding, shared by the first and last stages
         self._count = 0

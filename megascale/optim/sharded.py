@@ -25,7 +25,7 @@ from megascale.optim.norms import NormUpdates, sum_of_squares
 from megascale.optim.optimizer_shard import LOW, gather_shares, global_tensors, new_shard
 from megascale.optim.saved_state import add_rests, begin_with_rests, fresh_state, saved_groups
 from megascale.optim.step_guard import StepGuard
-from megascale.optim.updates import Clipping, Rules, Updates
+from megascale.optim.updates import Clipping, Parts, Rules, Updates
 from megascale.parallel.param_and_grad_buffers import Bucket
 from megascale.parallel.stateful import GlobalTensor
 
@@ -67,7 +67,7 @@ class ShardedOptimizer:
         ]  # fmt: skip
         units = (group.facts["unit_of_work"] for group in (groups.default, groups.rest, *groups.listed))
         kinds = dict.fromkeys(UPDATES[unit] for unit in units)
-        self.updates = [kind(self.shards, mesh, config, groups, rules) for kind in kinds]
+        self.updates = [kind(Parts(self.shards, mesh, config, groups, rules)) for kind in kinds]
         self.fresh_state: set[str] = set()
         self._rests: dict[str, GlobalTensor] = {}
 

@@ -31,13 +31,22 @@ class Clipping:
     skip: Tensor
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What updates are built from: this rank's shards, and the groups of parameters with their rules by name."""
+
+    shards: Sequence[OptimizerShard]
+    mesh: Mesh
+    config: OptimizerConfig
+    groups: ParamGroups
+    rules: Rules
+
+
 class Updates(ABC):
     """The updates, in all shards, of the parameters whose rules have one unit of work."""
 
     @abstractmethod
-    def __init__(
-        self, shards: Sequence[OptimizerShard], mesh: Mesh, config: OptimizerConfig, groups: ParamGroups, rules: Rules
-    ) -> None: ...
+    def __init__(self, parts: Parts) -> None: ...
 
     def compute(self, lr: float, step: int, clipping: Clipping) -> None:  # noqa: B027  most rules need no more than a shard
         """Compute what takes more than a shard. A collective of all ranks. `step` counts from 1."""

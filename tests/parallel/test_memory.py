@@ -84,10 +84,9 @@ def test_the_heads_full_gradient_coexists_with_other_chunks(tmp_path: Any) -> No
 
 @pytest.mark.parametrize(("precision", "per_parameter"), [("fp32", 16), ("bf16", 18)])
 def test_the_formula_for_one_rank(precision: str, per_parameter: int, tmp_path: Any) -> None:
-    from megascale.layout.chunks import chunk_parameters
-
     config = config_of(settings(FAMILIES["llama"], tmp_path, train__precision=precision, parallel__zero=0), tmp_path)
-    numbers = pack(chunk_parameters(config, 0)[0], Topology()).numel
+    (bucket,) = chunk_buckets(config, 0)[0]
+    numbers = pack(bucket, Topology()).numel
     assert state_bytes(config, 0).total == per_parameter * numbers
 
 
