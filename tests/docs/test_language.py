@@ -166,7 +166,6 @@ SHARED = {
     "mfu.py": "bench: of a model or a slice of it, measured; cli: of a run, from its event store",
     "plan.py": "cli: the command; plan/search: the plan that it prints",
     "report.py": "cli: the command; plan/search: the text of a plan",
-    "stages.py": "operate/driver: stages of a job; layout: pipeline stages",
     "watch.py": "cli: the command; operate/driver: the progress of an attempt",
     "train.py": "cli: the command; config: the section",
     "Finding": "config: a broken rule; operate/driver: a fault, its culprit; operate/diagnose: a cause of lost time",
