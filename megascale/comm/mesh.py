@@ -17,6 +17,7 @@ from megascale.comm.timeout import Timeout
 from megascale.config.launch import LaunchConfig
 from megascale.config.nccl import NcclConfig
 from megascale.core.flight_layout import RECEIVE, SEND
+from megascale.layout.stages import Placement, looped
 from megascale.layout.topology import AXES, DATA_AXES, MAX_FLAT_REDUCE_RANKS, Coord, Topology
 from megascale.trace.recorder import Recorder
 
@@ -102,8 +103,8 @@ class Mesh:
 
 
 def open_mesh(
-    topology: Topology, rank: int, *, tied: bool, wrap_around: bool = False, recorder: Recorder | None = None,
-    launch: LaunchConfig = LaunchConfig(), nccl: NcclConfig = NcclConfig(),
+    topology: Topology, rank: int, *, tied: bool, placement: Placement | None = None,
+    recorder: Recorder | None = None, launch: LaunchConfig = LaunchConfig(), nccl: NcclConfig = NcclConfig(),
 ) -> Mesh:  # fmt: skip
     """Open the groups of `rank`. A collective of all ranks.
 
@@ -112,9 +113,10 @@ def open_mesh(
     needs the equal count: a group's name contains the number of groups in the process, and with a `device_id` NCCL
     splits every group from the group of all ranks, a collective.
 
-    `tied`: the first and last stage share the token embedding. `wrap_around`: the last stage sends to the first, which
-    holds the next model chunk.
+    `tied`: the first and last stage share the token embedding. `placement`: of the virtual stages; default one on each
+    rank.
     """
+    placement = placement or looped(topology.pp, 1)
     recorder, options = recorder or Recorder(), GroupOptions(Timeout(launch), nccl)
     channels: dict[Channel, dist.ProcessGroup] = {}
 
@@ -129,7 +131,7 @@ def open_mesh(
         return group
 
     def open_p2p() -> StartP2P:
-        channels.update(_open_channels(topology.group(rank, "pp"), rank, wrap_around, options))
+        channels.update(_open_channels(topology.group(rank, "pp"), rank, placement, options))
         return ProcessGroupP2P(channels, options.timeout)
 
     mesh = assemble_mesh(topology, rank, open_one, open_p2p, tied=tied, recorder=recorder, timeout=options.timeout)
@@ -194,11 +196,11 @@ def _warn_without_rings(mesh: Mesh) -> None:
 
 
 def _open_channels(
-    stages: Sequence[int], rank: int, wrap_around: bool, options: GroupOptions
+    stages: Sequence[int], rank: int, placement: Placement, options: GroupOptions
 ) -> dict[Channel, dist.ProcessGroup]:
     """Open a process group for every channel of this rank."""
     process_groups = {}
-    for pairs in channel_rounds(len(stages), wrap_around=wrap_around):
+    for pairs in channel_rounds(placement.links):
         channel = next(((stages[a], stages[b]) for a, b in pairs if rank in (stages[a], stages[b])), None)
         if channel is None:
             open_process_group(PLACEHOLDER_GROUP, [rank], options)

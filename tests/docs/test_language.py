@@ -165,6 +165,7 @@ SHARED = {
     "local.py": "operate/driver: nodes of this host; operate/node: ranks of this host",
     "mfu.py": "bench: of a model or a slice of it, measured; cli: of a run, from its event store",
     "plan.py": "cli: the command; plan/search: the plan that it prints",
+    "run.py": "config: the configuration; train: the objects of a run on a rank",
     "report.py": "cli: the command; plan/search: the text of a plan",
     "watch.py": "cli: the command; operate/driver: the progress of an attempt",
     "train.py": "cli: the command; config: the section",

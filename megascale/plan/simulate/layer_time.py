@@ -21,10 +21,10 @@ from megascale.layout import blocks
 from megascale.layout.chunks import fp8_layers, stages_of
 from megascale.layout.pieces import MAX_PIECES
 from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy
+from megascale.layout.stages import Place
 from megascale.layout.tensors import padded_vocab
 from megascale.plan.account.attended import expected_documents
 from megascale.plan.simulate.context_time import ContextRoutes
-from megascale.plan.simulate.event_simulator import Place
 from megascale.plan.simulate.gemm_time import KernelTimes
 from megascale.plan.simulate.link_time import Route, group_route
 from megascale.plan.simulate.profiles import Hardware, Stack
