@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from megascale.catalog.precisions import PRECISIONS
+from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
 from megascale.layout.blocks import distinct_blocks
 from megascale.layout.buckets import pack, split_by_reduce_axes
@@ -165,13 +166,13 @@ def _modules_of_buckets(
         yield [*buckets, *separate] if index else [*separate, *buckets]
 
 
-def fp8_weights(config: RunConfig) -> dict[str, ParamSpec]:
-    """The weights of FP8 GEMMs by name, in the order of the network: weights of `fp8_layers` with the `fp8` flag."""
-    return {p.name: p for index in fp8_layers(config) for p in layer_params(config.model, index) if p.fp8}
+def fp8_weights(model: ModelConfig, layers: range) -> dict[str, ParamSpec]:
+    """The weights of FP8 GEMMs by name, in the order of the network: weights of `layers` with the `fp8` flag."""
+    return {p.name: p for index in layers for p in layer_params(model, index) if p.fp8}
 
 
 def fp8_layers(config: RunConfig) -> range:
     """The layers with FP8 GEMMs: all but the first and last few, as `[fp8]` configures."""
-    if config.train.precision != "fp8":
+    if not config.train.quantizes:
         return range(0)
     return range(config.fp8.bf16_first, config.model.num_layers - config.fp8.bf16_last)

@@ -31,7 +31,7 @@ from megascale.data.loader import Loader
 from megascale.data.mixture import Mixture, MockMixture, SplitName, build_mixture
 from megascale.data.reader_shape import reads_samples, reads_tokens
 from megascale.device import Device
-from megascale.layout.chunks import chunk_buckets, stages_of
+from megascale.layout.chunks import chunk_buckets, fp8_layers, stages_of
 from megascale.layout.document_shards import row_sharding
 from megascale.layout.param_groups import ParamGroups
 from megascale.layout.recompute_policy import recompute_policy
@@ -61,6 +61,7 @@ from megascale.schedule.one_f_one_b import one_f_one_b
 from megascale.schedule.state_aware import build_state_aware
 from megascale.trace.recorder import Recorder
 from megascale.train.noise_scale import NoiseScale
+from megascale.train.op_context import op_context
 from megascale.train.policy_state import PolicyState
 from megascale.train.run import Dtypes, Run
 from megascale.train.step_hooks import build_step_hooks
@@ -106,11 +107,12 @@ def build_rank_run(
     """
     dtypes = run_dtypes(config)
     tp = build_tensor_parallel(config, mesh.tp, device)
-    context = OpContext.from_config(config, device)
+    context = op_context(config, device)
     buffers = build_buffers(config, mesh, dtypes, device.torch_device, select.build_op("wgrad", context))
     if init_weights:
         initialize_weights(buffers, mesh, device, config.train.seed)
-    fp8_state = Fp8State(config, mesh, device.torch_device, select.build_op("linear", context))
+    kernels = select.build_op("linear", context)
+    fp8_state = Fp8State(config.model, config.fp8, fp8_layers(config), mesh, device.torch_device, kernels)
     offload = ActivationOffload(device.host_buffers()) if config.train.activation_offload else None
     stages = build_stages(config, mesh, buffers, tp, LayerOps.from_context(context), fp8_state, offload)
     optimizer, guard = build_optimizer(config.optimizer, mesh, buffers, context, device.torch_device)

@@ -36,7 +36,7 @@ from megascale.device import detect_device
 from megascale.operate.node import affinity
 from megascale.operate.node.failure import exit_status_of, is_peer_lost, write_error, write_stop
 from megascale.ops.advice import slow_backend_hint
-from megascale.ops.select import OpContext, selected_backends
+from megascale.ops.select import selected_backends
 from megascale.plan.account.memory import rank_memory
 from megascale.plan.account.parameters import parameter_count
 from megascale.trace.writers import MetricsWriter
@@ -44,6 +44,7 @@ from megascale.train.build import build_mesh, build_rank_run
 from megascale.train.event_file import EventFile, begin_ring
 from megascale.train.fault_injection import fault_injection
 from megascale.train.loop import train
+from megascale.train.op_context import op_context
 from megascale.train.peak_flops import find_peak_flops
 from megascale.train.rank_record import rank_record
 from megascale.train.reporter import Reporter, open_writers
@@ -240,7 +241,7 @@ def run_summary(run: Run, peak: Peak | None) -> str:
         step += f", chunks of {config.row_tokens} tokens with K = {config.data.keep_chunks}"
     elif p.cp_mode == "hybrid":
         step += f" or more, planned of up to {config.row_tokens} tokens"
-    context = OpContext.from_config(config, run.device)
+    context = op_context(config, run.device)
     backends = ", ".join(f"{operation} {backend}" for operation, backend in selected_backends(context).items())
     peak_text = f"{format_flops(peak.flops)} a rank ({peak.source})" if peak else ""
     lines = [

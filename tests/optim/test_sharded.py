@@ -12,7 +12,7 @@ import pytest
 from numpy.linalg import norm
 
 from megascale.layout import tensors
-from megascale.layout.chunks import fp8_weights
+from megascale.layout.chunks import fp8_layers, fp8_weights
 from megascale.layout.tensors import TOKEN_EMBEDDING, ParamSpec
 from megascale.train.step import train_step
 from tests.runs import FAMILIES, config_of, settings
@@ -36,7 +36,7 @@ def updates(run: Any) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], list[st
     train_step(run, run.train_loader.batch(0))
     after = weights(run)
     fp8 = config.model_copy(update={"train": config.train.model_copy(update={"precision": "fp8"})})
-    return {name: (before[name], after[name]) for name in before}, list(fp8_weights(fp8))
+    return {name: (before[name], after[name]) for name in before}, list(fp8_weights(fp8.model, fp8_layers(fp8)))
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb"])
