@@ -15,9 +15,9 @@ from megascale.data.mix.batch_shape import BatchShape
 from megascale.data.mix.data_policy import DataPolicy, MixtureWeights, numbers, shares
 from megascale.data.mix.loader import Loader
 from megascale.data.mix.skipped_ranges import order_index
+from megascale.optim.replicated_state import ReplicatedState
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.pipeline import PipelineExecutor
-from megascale.parallel.replicated_state import ReplicatedState
 from megascale.train.step_totals import StepTotals, vector_name
 
 MIXTURE = "data_policy.mixture"
