@@ -13,7 +13,7 @@ from megascale.comm.mesh import Mesh
 from megascale.comm.p2p import P2PCommunicator
 from megascale.comm.work import COMPLETED, TransportWork
 from megascale.layout.topology import DATA_AXES, MAX_FLAT_REDUCE_RANKS, Topology
-from megascale.trace.recorder import Recorder
+from megascale.record.recorder import Recorder
 
 
 class FakeTransport:
