@@ -18,7 +18,7 @@ from megascale.config.run import RunConfig, dataset_prefixes
 from megascale.core.errors import DataError
 from megascale.data.mix.data_policy import DataPolicy, DataReport, next_place, shares
 from megascale.data.mix.skipped_ranges import order_index
-from megascale.trace.metrics import MixtureUpdate
+from megascale.record.metrics import MixtureUpdate
 from megascale.train.policy_state import PolicyState
 from megascale.train.run import Hook
 from megascale.train.step_totals import StepTotals
