@@ -12,6 +12,7 @@ from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
 from megascale.config.toml_writer import to_toml
 from megascale.core.rank import Rank
+from tests.recorded_events import recorded_events
 
 GPT = {
     "num_layers": 4, "hidden_size": 32, "num_heads": 4, "vocab_size": 101, "seq_length": 16,
@@ -120,7 +121,7 @@ def builds(rank: Rank, configs: Sequence[RunConfig]) -> Iterator[Any]:
 def traffic_of(run: Any, step: int) -> dict[str, dict[str, tuple[int, int]]]:
     """Return (calls, bytes) of a step by group and operation, from the event log."""
     traffic: dict[str, dict[str, tuple[int, int]]] = {group.name: {} for group in run.mesh.groups}
-    for event in run.mesh.recorder.events():
+    for event in recorded_events(run.mesh.recorder):
         if event.group and event.step == step:
             calls, size = traffic[event.group].get(event.name, (0, 0))
             traffic[event.group][event.name] = (calls + 1, size + event.bytes)
@@ -131,8 +132,8 @@ def send_messages(group: Any, *, backend: bool = False, timeout: Any = None) -> 
     """Let a group on a single host communicate as over several hosts: by short point-to-point messages, or with
     `backend` by the backend's collectives.
     """
+    from megascale.comm.open_group import ProcessGroupTransport
     from megascale.comm.p2p_collectives import P2PTransport
-    from megascale.comm.process_group import ProcessGroupTransport
     from megascale.comm.progress import work_wrapper
 
     if group.size > 1 and group.transport is not None:
@@ -157,7 +158,7 @@ def scale_and_clip(run: Any, tokens: float = 1.0) -> float:
     one = torch.ones((), dtype=torch.float64)
     clipping = run.optimizer.compute_clipping(square, tokens * one, loss=one)
     for index in range(len(run.buffers.buckets)):
-        run.optimizer.clip_grad(index, clipping)
+        run.optimizer.shards[index].scale_grad(clipping.grad_factor)
     return float(clipping.norm)
 
 

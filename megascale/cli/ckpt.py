@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascale.core.errors import CheckpointError, Exit
-from megascale.core.files import is_file, why_unreadable, write_text
-from megascale.core.flight_record import SHARED_MEMORY
+from megascale.core.files import SHARED_MEMORY, is_file, why_unreadable, write_text
 from megascale.core.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -130,11 +129,11 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from megascale.checkpoint import offline
+    from megascale.checkpoint import folders, offline
     from megascale.checkpoint.format import manifest
     from megascale.core.storage import Location
 
-    path = offline.find_checkpoint(Location(options.checkpoint))
+    path = folders.find_checkpoint(Location(options.checkpoint))
     try:
         saved = manifest.read(path)
         problems = list(offline.verify(path, saved))
@@ -224,7 +223,7 @@ def _model(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from megascale.checkpoint import offline
+    from megascale.checkpoint import folders
     from megascale.checkpoint.format import manifest
     from megascale.convert import conversion
     from megascale.convert.config_file import CONFIG_FILE
@@ -238,7 +237,7 @@ def _convert(options: argparse.Namespace) -> int:
                 raise CheckpointError(f"{folder} has no average of the weights", hint="leave out --average")
             conversion.from_huggingface(folder, options.output, dtype)
         else:
-            source = offline.find_checkpoint(Location(options.source))
+            source = folders.find_checkpoint(Location(options.source))
             warnings = conversion.to_huggingface(
                 source, options.output, dtype, options.tokenizer, options.eod, options.average
             )
@@ -265,11 +264,11 @@ def _file(text: str) -> Path:
 
 
 def _open_checkpoint(path: str) -> tuple[Location, manifest.Manifest]:
-    from megascale.checkpoint import offline
+    from megascale.checkpoint import folders
     from megascale.checkpoint.format import manifest
     from megascale.core.storage import Location
 
-    location = offline.find_checkpoint(Location(path))
+    location = folders.find_checkpoint(Location(path))
     return location, manifest.read(location)
 
 

@@ -1,7 +1,7 @@
 """Updates of the blend's weights by a data policy (`data.policy`), with its state.
 
 After every `data.policy_every` steps rank 0 asks the policy, with the losses by dataset since its last update, and all
-ranks get its answer. The weights begin `data.prefetch` + 2 steps later (`data.mixture_weights`), whatever reads the
+ranks get its answer. The weights begin `data.prefetch` + 2 steps later (`data.mix.data_policy`), whatever reads the
 samples, so that a resume goes on exactly, also in another layout. `metrics.jsonl` has every update.
 """
 
@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megascale.config.policy_rules import policy_every
+from megascale.config.batch_rampup import batch_sizes
 from megascale.config.run import RunConfig, dataset_prefixes
 from megascale.core.errors import DataError
-from megascale.core.skipped_ranges import order_index
-from megascale.data.data_policy import DataPolicy, DataReport
-from megascale.data.mixture_weights import next_place, shares
-from megascale.trace.metrics import MixtureUpdate
+from megascale.data.mix.data_policy import DataPolicy, DataReport, next_place, shares
+from megascale.data.mix.skipped_ranges import order_index
+from megascale.record.metrics import MixtureUpdate
 from megascale.train.policy_state import PolicyState
 from megascale.train.run import Hook
 from megascale.train.step_totals import StepTotals
@@ -45,7 +44,7 @@ class PolicyUpdates(Hook):
     def step_ends(self, run: Run, result: StepResult) -> None:
         self._state.end_step(result.totals)
         place = order_index(run.progress.samples, run.config.data.skip)
-        if run.progress.step % policy_every(run.config) == 0 and self._state.weights.are_read(place):
+        if run.progress.step % run.config.data.updates_every == 0 and self._state.weights.are_read(place):
             self._update(run)
         self._state.save_state()
 
@@ -63,7 +62,8 @@ class PolicyUpdates(Hook):
             raise DataError(problem, hint="correct the policy, or data.policy = fixed")
         after, place = tuple(found), None
         if after != before:
-            place = next_place(run.config, run.progress.samples)
+            data = run.config.data
+            place = next_place(batch_sizes(run.config.batch), data.prefetch, data.skip, run.progress.samples)
             state.weights = state.weights.changed(place, after)
             state.apply_weights()
         state.policy.state[:] = own

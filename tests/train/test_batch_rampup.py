@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from megascale.cli.which_samples import step_range
 from megascale.config.batch_rampup import batch_sizes
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
-from megascale.data.which_samples import step_range
 from tests.jobs import curve, finish, job_config
 from tests.runs import GPT, build_run, config_of, settings
 from tests.worlds import run_world
@@ -39,7 +39,7 @@ def configure(folder: Path, **keys: Any) -> RunConfig:
 
 def test_a_run_is_the_same_in_another_layout(tmp_path: Path) -> None:
     config = configure(tmp_path)
-    assert [batch_sizes(config).at(sum(SIZES[:step])) for step in range(7)] == SIZES
+    assert [batch_sizes(config.batch).at(sum(SIZES[:step])) for step in range(7)] == SIZES
     (alone,) = run_world(1, course, config)
     assert [samples for *_, samples, _ in alone] == SIZES
     assert [tokens for _, _, tokens, *_ in alone] == [16 * size for size in SIZES]

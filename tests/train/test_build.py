@@ -25,6 +25,7 @@ from megascale.parallel.rng import Dropout
 from megascale.parallel.tp_overlap import TensorParallel
 from megascale.plan.account.parameters import parameter_count
 from megascale.train.build import build_mesh, build_stages, run_dtypes
+from tests.recorded_events import recorded_events
 from tests.runs import LLAMA, config_of, settings
 from tests.worlds import run_world
 
@@ -58,7 +59,7 @@ def test_a_model_is_built_and_run_on_meta() -> None:
     assert all(parameter.is_meta for parameter in parameters)
     padding = (padded_vocab(model, 1) - model.vocab_size) * model.hidden_size
     assert sum(parameter.numel() for parameter in parameters) == parameter_count(model) + padding
-    assert sum(bucket.bytes["gradients"] for bucket in buffers.buckets) > 4 * parameter_count(model)
+    assert sum(bucket.grad.untyped_storage().nbytes() for bucket in buffers.buckets) > 4 * parameter_count(model)
 
     ids = torch.zeros(model.seq_length, 1, dtype=torch.int64, device="meta")
     loss = stage(None, MicroBatch(ids, ids, None, Dropout(0.0, 0, [0], torch.device("cpu"))))
@@ -69,7 +70,7 @@ def test_a_model_is_built_and_run_on_meta() -> None:
 def warm_up_messages(rank: Rank, config: Any) -> set[tuple[str, str, int]]:
     """Warm-up messages of a new mesh: group, operation and peer."""
     mesh = build_mesh(config, rank, detect_device(allow_gpu=False))
-    return {(event.group, event.name, event.peer) for event in mesh.recorder.events() if event.name in KINDS}
+    return {(event.group, event.name, event.peer) for event in recorded_events(mesh.recorder) if event.name in KINDS}
 
 
 KINDS = ("send", "receive")

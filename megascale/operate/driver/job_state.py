@@ -9,7 +9,6 @@ from typing import Any
 
 from megascale.config.fault import FaultConfig
 from megascale.core.errors import Exit
-from megascale.core.flight_record import FlightRecord
 from megascale.operate.channel.messages import (
     Leave,
 )
@@ -20,6 +19,7 @@ from megascale.operate.driver.commands import Command, Exclude, Log, Request, Sa
 from megascale.operate.driver.incidents import Incident, JobHistory
 from megascale.operate.driver.roster import Roster, format_nodes
 from megascale.operate.driver.shrink import SmallerLayout
+from megascale.record.rank_state import RankState
 
 SETTLE_S = 0.5
 """Seconds after a failure in which an earlier failure may become known."""
@@ -99,7 +99,7 @@ class JobState:
         plan: JobPlan,
         settings: FaultConfig,
         history: JobHistory,
-        hang_verdict: Callable[[Mapping[int, FlightRecord], Mapping[int, str]], Verdict],
+        hang_verdict: Callable[[Mapping[int, RankState], Mapping[int, str]], Verdict],
         now: float,
     ) -> None:
         self.plan = plan.resumed(history)

@@ -21,8 +21,6 @@ from types import FrameType
 
 from megascale.config.fault import FaultConfig
 from megascale.core.errors import ConfigError, Exit, MegascaleError, Problem
-from megascale.core.flight_record import FlightRecord
-from megascale.core.live_file import LIVE_FILE, LiveFile
 from megascale.core.network import LOOPBACK, has_loopback
 from megascale.core.process import StopRequests, handling_stops
 from megascale.core.rank import format_ranks
@@ -46,6 +44,8 @@ from megascale.operate.node.node_place import NodePlace
 from megascale.operate.node.node_ranks import LOG_NAME
 from megascale.operate.node.workers import remove_old_logs
 from megascale.operate.print_line import print_line
+from megascale.record.live_file import LIVE_FILE, LiveFile
+from megascale.record.rank_state import RankState
 
 LAST_LINES = 20
 """Most lines of a rank's output in a report."""
@@ -138,7 +138,7 @@ async def _run(order: OneHost, secret: int, stops: _Stops) -> Job:
     return job
 
 
-def _hang_verdict(records: Mapping[int, FlightRecord], states: Mapping[int, str]) -> Verdict:
+def _hang_verdict(records: Mapping[int, RankState], states: Mapping[int, str]) -> Verdict:
     from megascale.operate.diagnose.hang.hang import hang_verdict  # few jobs ask
 
     return hang_verdict(records, states)

@@ -40,7 +40,7 @@ from megascale.operate.driver.job_state import JobPlan, Stage
 from megascale.operate.driver.live_job import live_state
 from megascale.operate.driver.watch_stages import FIND_S
 from tests.jobs import SECONDS, heed_signals, job_config
-from tests.operate.node.test_local import with_planted
+from tests.operate.driver.test_one_host import with_planted
 from tests.operate.node.test_torchrun import Torchrun, free_port
 from tests.runs import GPT
 

@@ -15,7 +15,7 @@ import pytest
 
 from megascale.core.errors import Exit
 from tests.jobs import Job, curve, finish, job_config, lives
-from tests.operate.node.test_local import with_planted
+from tests.operate.driver.test_one_host import with_planted
 from tests.runs import GPT
 
 SCRIPT = Path(__file__).parents[3] / "launch" / "torchrun.sh"
