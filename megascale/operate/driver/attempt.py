@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from megascale.operate.channel.messages import RankEnd, RankStatus
-from megascale.operate.diagnose.hang.hang import Verdict
 from megascale.operate.driver.classify import (
     IS_STOPPED,
     Finding,
@@ -22,6 +22,9 @@ from megascale.operate.driver.classify import (
 from megascale.operate.driver.roster import Roster, node_by_rank
 from megascale.operate.driver.watch import STOPPED_STATES, ProgressWatch
 from megascale.record.rank_state import LogError, RankState
+
+if TYPE_CHECKING:
+    from megascale.operate.diagnose.hang.hang import Verdict
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,17 @@ import signal
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from megascale.core.errors import Exit
 from megascale.core.rank import format_ranks
 from megascale.operate.channel.messages import RankEnd
-from megascale.operate.diagnose.hang.hang import Verdict
 from megascale.operate.driver.incidents import Culprit, IncidentClass
 from megascale.operate.driver.roster import format_nodes
 from megascale.operate.node.failure import how_ended
+
+if TYPE_CHECKING:
+    from megascale.operate.diagnose.hang.hang import Verdict
 
 CODE_ERRORS = frozenset({
     "ArithmeticError", "AssertionError", "AttributeError", "ImportError", "IndexError", "KeyError", "LookupError",

@@ -12,24 +12,24 @@ import signal
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megascale.core.errors import CheckpointError, Exit
 from megascale.core.process import STOP_ORDER, stop_signals
 from megascale.core.run_folder import RunFolder
 from megascale.operate.channel.ends import Disconnected, DriverEnd
-from megascale.operate.channel.messages import CheckDone, Hello, Leave, Start
+from megascale.operate.channel.messages import Leave, Start
 from megascale.operate.driver.alerts import AlertReader
 from megascale.operate.driver.commands import CheckNodes, Command, Finish, Log, Say, Send
-from megascale.operate.driver.decisions import ends_to_replace
 from megascale.operate.driver.incidents import IncidentLog
 from megascale.operate.driver.job import Job
 from megascale.operate.driver.live_job import LiveWriter
-from megascale.operate.driver.node_admission import NodeAdmission
 from megascale.operate.driver.scheduler.port import Scheduler
 from megascale.operate.driver.scheduler_calls import SchedulerCalls
-from megascale.operate.health.remote_checks import RemoteChecks
 from megascale.operate.print_line import print_line
+
+if TYPE_CHECKING:
+    from megascale.operate.driver.node_admission import NodeGate
 
 TICK_S = 0.2
 """Seconds between looks at deadlines."""
@@ -78,11 +78,11 @@ class Driver:
         self._folder = folder
         self._attempt_of_token = -1
         self._log_fails = False
-        self._checks = RemoteChecks(server.send)
-        settings = job.settings
-        self._gate = NodeAdmission(self._checks, settings.check_timeout_s, settings.check_tolerance)
-        self._at_gate: dict[str, Hello] = {}
-        self._examinations: set[asyncio.Task[None]] = set()
+        self._gate: NodeGate | None = None
+        if job.plan.checks:
+            from megascale.operate.driver.node_admission import NodeGate
+
+            self._gate = NodeGate(job, server.send, self.perform, clock.now)
         self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> int:
@@ -109,7 +109,7 @@ class Driver:
                 await self._live.finish(self._job, self._clock.now())
             return status
         finally:
-            tasks += self._examinations
+            tasks += self._gate.examinations if self._gate is not None else ()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -131,8 +131,8 @@ class Driver:
             match command:
                 case Log():
                     self._append(command)
-                case CheckNodes():
-                    self._check_nodes(command)
+                case CheckNodes() if self._gate is not None:
+                    self._gate.check_nodes(command)
                 case Say():
                     self._say(command.text)
                 case Send(node, Start() as start):
@@ -172,64 +172,13 @@ class Driver:
 
     async def _receive(self) -> None:
         async for node, message in self._server:
+            if self._gate is not None and self._gate.takes(node, message):
+                continue
             now = self._clock.now()
             if isinstance(message, Disconnected):
-                self._at_gate.pop(node, None)
-                self._checks.lose(node)
                 self.perform(self._job.disconnected(node, now))
-            elif isinstance(message, CheckDone):
-                self._checks.receive(node, message)
-            elif isinstance(message, Hello) and self._must_check(message):
-                self._examine(message)
             else:
                 self.perform(self._job.receive(node, message, now))
-
-    def _must_check(self, hello: Hello) -> bool:
-        """Return True for a node that wants to join and runs no ranks."""
-        known = hello.node in self._job.roster.members or hello.node in self._job.roster.excluded
-        return self._job.plan.checks and hello.attempt is None and not hello.observer and not known
-
-    def _check_nodes(self, command: CheckNodes) -> None:
-        """Check nodes after an incident."""
-        members = self._job.roster.members
-        hellos = [members[node].hello for node in command.nodes if node in members]
-        if command.paths:
-            self._begin(self._examine_paths(hellos, command.report))
-        elif not command.report:
-            for hello in hellos:
-                self._examine(hello)
-
-    def _begin(self, examination: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(examination)
-        self._examinations.add(task)
-        task.add_done_callback(self._examinations.discard)
-
-    def _examine(self, hello: Hello) -> None:
-        """Check a node, whose agent joins or runs ranks again if the node is good."""
-        self._at_gate[hello.node] = hello
-        self._begin(self._finish_examination(hello))
-
-    async def _examine_paths(self, hellos: Sequence[Hello], report: bool) -> None:
-        """Check which nodes reach each other. Unless this is a `report`, a node that is not reached leaves the job, and
-        an end of a bad link if there is a spare.
-        """
-        nodes, links = await self._gate.examine_paths(hellos)
-        found = {f"link {a} - {b}": reason for (a, b), reason in links.items()}
-        found |= {f"node {node}": reason for node, reason in nodes.items()}
-        self.perform([Say(f"{what}: {reason}") for what, reason in found.items()])
-        reasons = nodes | ends_to_replace(self._job, list(links), len(nodes))
-        for hello in hellos if not report else ():
-            self.perform(self._job.checked(hello.node, reasons.get(hello.node, ""), self._clock.now()))
-
-    async def _finish_examination(self, hello: Hello) -> None:
-        reason = await self._gate.examine(hello)
-        if self._at_gate.get(hello.node) is not hello:
-            return  # the agent was lost, or has begun anew
-        del self._at_gate[hello.node]
-        now, joined = self._clock.now(), hello.node in self._job.roster.members
-        if not reason and not joined:
-            self.perform(self._job.receive(hello.node, hello, now))
-        self.perform(self._job.checked(hello.node, reason, now))
 
     async def _tick(self) -> None:
         last = self._clock.now()

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from megascale.config.fault import FaultConfig
 from megascale.core.errors import Exit
@@ -35,7 +36,6 @@ from megascale.operate.channel.messages import (
     StoreOpened,
     Welcome,
 )
-from megascale.operate.diagnose.hang.hang import Verdict
 from megascale.operate.driver import alone, decisions, end_stages, start_stages, watch_stages
 from megascale.operate.driver.attempt import Attempt, LostNode
 from megascale.operate.driver.commands import Command, Exclude, Request, Say, Send
@@ -43,6 +43,9 @@ from megascale.operate.driver.incidents import JobHistory
 from megascale.operate.driver.job_state import JobPlan, JobState, Stage
 from megascale.operate.driver.roster import format_nodes
 from megascale.record.rank_state import RankState
+
+if TYPE_CHECKING:
+    from megascale.operate.diagnose.hang.hang import Verdict
 
 START_S = 5.0
 """Seconds after an order to start ranks in which a heartbeat without ranks may be older than the order."""

@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megascale.config.fault import FaultConfig
 from megascale.core.errors import Exit
 from megascale.operate.channel.messages import (
     Leave,
 )
-from megascale.operate.diagnose.hang.hang import Verdict
 from megascale.operate.driver.attempt import Attempt, LostNode
 from megascale.operate.driver.classify import Finding
 from megascale.operate.driver.commands import Command, Exclude, Log, Request, Say, Send, StartAgent
 from megascale.operate.driver.incidents import Incident, JobHistory
 from megascale.operate.driver.roster import Roster, format_nodes
-from megascale.operate.driver.shrink import SmallerLayout
 from megascale.record.rank_state import RankState
+
+if TYPE_CHECKING:
+    from megascale.operate.diagnose.hang.hang import Verdict
+    from megascale.operate.driver.shrink import SmallerLayout
 
 SETTLE_S = 0.5
 """Seconds after a failure in which an earlier failure may become known."""

@@ -12,9 +12,13 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 
-from megascale.operate.channel.messages import Hello
+from megascale.operate.channel.ends import Disconnected
+from megascale.operate.channel.messages import AgentMessage, Check, CheckDone, Hello
+from megascale.operate.driver.commands import CheckNodes, Command, Say
+from megascale.operate.driver.decisions import ends_to_replace
+from megascale.operate.driver.job import Job
 from megascale.operate.health.checks.result import CheckResult
 from megascale.operate.health.diagnose import DiagnosisPlan, check_joining, diagnose
 from megascale.operate.health.node_runs import CheckedNode
@@ -98,6 +102,89 @@ class NodeAdmission:
             return {}
         hosts = list(self._results)[:: max(1, math.ceil(len(self._results) / MOST_COMPARED))]
         return {node: some for one in hosts if one != host for node, some in self._results[one].items()}
+
+
+class NodeGate:
+    """Lets nodes join `job` once they are checked, and takes out those that fail.
+
+    `send` sends a message to the agent of a node, `perform` carries out the job's commands, `now` is the driver's
+    clock. `examinations`: that are not done.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        send: Callable[[str, Check], object],
+        perform: Callable[[Sequence[Command]], None],
+        now: Callable[[], float],
+    ) -> None:
+        self._job = job
+        self._perform = perform
+        self._now = now
+        self._checks = RemoteChecks(send)
+        self._admission = NodeAdmission(self._checks, job.settings.check_timeout_s, job.settings.check_tolerance)
+        self._waiting: dict[str, Hello] = {}
+        self.examinations: set[asyncio.Task[None]] = set()
+
+    def takes(self, node: str, message: AgentMessage | Disconnected) -> bool:
+        """Take a message that concerns checks alone, and return True then: results, and a node that wants to join and
+        runs no ranks.
+        """
+        match message:
+            case Disconnected():
+                self._waiting.pop(node, None)
+                self._checks.lose(node)
+            case CheckDone():
+                self._checks.receive(node, message)
+                return True
+            case Hello(attempt=None, observer=False):
+                roster = self._job.roster
+                if node not in roster.members and node not in roster.excluded:
+                    self._examine(message)
+                    return True
+        return False
+
+    def check_nodes(self, command: CheckNodes) -> None:
+        """Check nodes after an incident."""
+        members = self._job.roster.members
+        hellos = [members[node].hello for node in command.nodes if node in members]
+        if command.paths:
+            self._begin(self._examine_paths(hellos, command.report))
+        elif not command.report:
+            for hello in hellos:
+                self._examine(hello)
+
+    def _begin(self, examination: Coroutine[object, object, None]) -> None:
+        task = asyncio.ensure_future(examination)
+        self.examinations.add(task)
+        task.add_done_callback(self.examinations.discard)
+
+    def _examine(self, hello: Hello) -> None:
+        """Check a node, whose agent joins or runs ranks again if the node is good."""
+        self._waiting[hello.node] = hello
+        self._begin(self._finish_examination(hello))
+
+    async def _examine_paths(self, hellos: Sequence[Hello], report: bool) -> None:
+        """Check which nodes reach each other. Unless this is a `report`, a node that is not reached leaves the job, and
+        an end of a bad link if there is a spare.
+        """
+        nodes, links = await self._admission.examine_paths(hellos)
+        found = {f"link {a} - {b}": reason for (a, b), reason in links.items()}
+        found |= {f"node {node}": reason for node, reason in nodes.items()}
+        self._perform([Say(f"{what}: {reason}") for what, reason in found.items()])
+        reasons = nodes | ends_to_replace(self._job, list(links), len(nodes))
+        for hello in hellos if not report else ():
+            self._perform(self._job.checked(hello.node, reasons.get(hello.node, ""), self._now()))
+
+    async def _finish_examination(self, hello: Hello) -> None:
+        reason = await self._admission.examine(hello)
+        if self._waiting.get(hello.node) is not hello:
+            return  # the agent was lost, or has begun anew
+        del self._waiting[hello.node]
+        now, joined = self._now(), hello.node in self._job.roster.members
+        if not reason and not joined:
+            self._perform(self._job.receive(hello.node, hello, now))
+        self._perform(self._job.checked(hello.node, reason, now))
 
 
 def _checked_node(hello: Hello) -> CheckedNode:

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from megascale.config.fault import FaultConfig
 from megascale.core.errors import ConfigError, Exit, MegascaleError, Problem
@@ -29,7 +30,6 @@ from megascale.operate.channel.ends import LocalDriverEnd
 from megascale.operate.channel.messages import RankEnd
 from megascale.operate.channel.secret import new_secret, secret_descriptor
 from megascale.operate.diagnose.hang import flight
-from megascale.operate.diagnose.hang.hang import Verdict
 from megascale.operate.driver.alone import STOPS
 from megascale.operate.driver.classify import Finding, is_killed
 from megascale.operate.driver.driver import Clock, Driver
@@ -46,6 +46,12 @@ from megascale.operate.node.workers import remove_old_logs
 from megascale.operate.print_line import print_line
 from megascale.record.live_file import LIVE_FILE, LiveFile
 from megascale.record.rank_state import RankState
+
+if TYPE_CHECKING:
+    from megascale.operate.diagnose.hang.hang import Verdict
+
+POLL_S = 1.0
+"""Seconds between looks at the states of the ranks; of their ends the kernel tells at once."""
 
 LAST_LINES = 20
 """Most lines of a rank's output in a report."""
@@ -121,7 +127,7 @@ class _Stops:
 async def _run(order: OneHost, secret: int, stops: _Stops) -> Job:
     """Run driver and agent to the job's end, and print what has ended it, if that was not its last step."""
     clock, end = Clock(), LocalDriverEnd()
-    job = Job(order.plan, FaultConfig(), JobHistory(), _hang_verdict, clock.now())
+    job = Job(order.plan, FaultConfig(poll_s=POLL_S), JobHistory(), _hang_verdict, clock.now())
     live = LiveWriter(LiveFile(order.folder / LIVE_FILE))
     driver = Driver(job, end, NoScheduler(), None, clock, live=live)
     place = NodePlace(socket.gethostname(), LOOPBACK, "", order.world, folder=order.folder, alone=True)

@@ -35,7 +35,6 @@ from megascale.operate.channel.messages import (
     Stop,
     Welcome,
 )
-from megascale.operate.health.host_metrics import HostMetrics
 from megascale.operate.node.agent_exporter import AgentExporter
 from megascale.operate.node.agent_ranks import AgentRanks, Observe
 from megascale.operate.node.answers import check_node, read_records, take_stacks
@@ -45,6 +44,9 @@ from megascale.operate.node.threads import call_in_thread
 
 LOST_DRIVER_GRACE_S = 60.0
 """Seconds that the ranks have to save when no driver has come back."""
+
+FIRST_SAMPLE_S = 0.5
+"""Seconds before the first sample of the host's metrics: ranks start first."""
 
 WAIT_NOTICE_S = 10.0
 """Seconds without a driver after which the agent says that it waits."""
@@ -75,7 +77,7 @@ class Agent:
         self._settings = FaultConfig()
         self._channel = connect(self._greeting)
         self._exporter = AgentExporter(place, lambda: self._channel.lost_s, say)
-        self._metrics, self._outages = HostMetrics(place.folder), Outages()
+        self._outages = Outages()
         self._host: Mapping[str, float] = {}
         self._beat_now = asyncio.Event()
         self._ranks = AgentRanks(
@@ -193,9 +195,13 @@ class Agent:
             await asyncio.sleep(self._settings.poll_s)
 
     async def _sample_metrics(self) -> None:
+        await asyncio.sleep(FIRST_SAMPLE_S)
+        from megascale.operate.health.host_metrics import HostMetrics
+
+        metrics = HostMetrics(self._place.folder)
         while True:
             try:
-                self._host = self._exporter.host = await call_in_thread(self._metrics.sample, METRICS_S)
+                self._host = self._exporter.host = await call_in_thread(metrics.sample, METRICS_S)
                 self._ranks.add_host_metrics(self._host)
                 self._outages.ends("sample")
             except (TimeoutError, RuntimeError, OSError, ValueError) as error:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megascale.operate.channel.messages import Welcome
 from megascale.operate.node.node_exporter import node_families
 from megascale.operate.node.node_place import NodePlace
-from megascale.operate.store.collector import Collector
-from megascale.operate.store.exporter import MetricsEndpoint, exporting
-from megascale.operate.store.families import MetricFamily
-from megascale.operate.store.metrics_server import Say
+
+if TYPE_CHECKING:
+    from megascale.operate.store.collector import Collector
+    from megascale.operate.store.exporter import MetricsEndpoint
+    from megascale.operate.store.families import MetricFamily
+    from megascale.operate.store.metrics_server import Say
 
 
 class AgentExporter:
@@ -34,6 +37,8 @@ class AgentExporter:
         """Begin to serve, if it has not begun."""
         if self._endpoint is not None or not welcome.metrics_port:
             return
+        from megascale.operate.store.exporter import MetricsEndpoint, exporting
+
         place, host, port = self._place, welcome.metrics_address, welcome.metrics_port
         self._endpoint = MetricsEndpoint(host, port, welcome.run, Path(welcome.folder), place.node, place.address)
         self._open.enter_context(exporting(self._families, self._endpoint, self._say))
@@ -43,6 +48,8 @@ class AgentExporter:
         self._open.close()
 
     def _families(self) -> list[MetricFamily]:
+        from megascale.operate.store.families import MetricFamily
+
         assert self._endpoint is not None
         labels, text = self._endpoint.labels, "time without a driver; ranks train on meanwhile"
         lost = MetricFamily("agent_driver_lost_seconds", "gauge", text, [(labels, self._lost_s())])

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megascale.core.copies_folder import remove_copies
 from megascale.core.errors import CheckpointError
@@ -34,9 +35,11 @@ from megascale.operate.node.ranks import Ranks
 from megascale.operate.node.standby_process import StandbyProcess
 from megascale.operate.node.store_listener import StoreListener
 from megascale.operate.node.threads import call_in_thread
-from megascale.operate.store.collector import FINISH_S, Collector, CollectorThread
 
-COLLECTOR_S = FINISH_S + 1
+if TYPE_CHECKING:
+    from megascale.operate.store.collector import CollectorThread
+
+COLLECTOR_S = 11.0
 """Seconds that the agent waits at most for the event store."""
 
 COPIES_S = 30.0
@@ -152,6 +155,8 @@ class AgentRanks:
         if self.present is not ranks:  # another attempt has begun meanwhile
             return
         self._end_standby()
+        from megascale.operate.store.collector import Collector, CollectorThread  # ranks do not wait for it
+
         self._collector = CollectorThread(Collector(ranks.record_paths, self._say), self._say)
         self._exporter.collector = self._collector.collector
         self._store.close()

@@ -1,7 +1,9 @@
 """Metrics of a host and of its ranks, sampled and served beside the ranks, whoever started them.
 
 - `node_families`: all that a node's process exports
-- `watching_host`: for a launcher or collector: samples the host for the event store, and exports
+- `watching_host`: for a collector: samples the host for the event store, and exports
+
+A node imports what it needs for that once its ranks have started.
 """
 
 from __future__ import annotations
@@ -11,15 +13,15 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megascale.core.outages import Outages
-from megascale.operate.health.host_metrics import HostMetrics
-from megascale.operate.store.collector import Collector
-from megascale.operate.store.exporter import MetricsEndpoint, exporting
-from megascale.operate.store.families import Labels, MetricFamily
-from megascale.operate.store.host_families import host_families
-from megascale.operate.store.metrics_server import Say
-from megascale.operate.store.rank_families import rank_families
+
+if TYPE_CHECKING:
+    from megascale.operate.store.collector import Collector
+    from megascale.operate.store.exporter import MetricsEndpoint
+    from megascale.operate.store.families import Labels, MetricFamily
+    from megascale.operate.store.metrics_server import Say
 
 METRICS_S = 5.0
 """Seconds between samples of the host's metrics, and seconds that a sample may take."""
@@ -30,6 +32,9 @@ STALE_S = 30.0
 
 def node_families(collector: Collector | None, host: Mapping[str, float], labels: Labels) -> list[MetricFamily]:
     """Return the families of a node. `host`: the last sample of its metrics."""
+    from megascale.operate.store.host_families import host_families
+    from megascale.operate.store.rank_families import rank_families
+
     ranks = [] if collector is None else rank_families(collector, labels)
     return [*ranks, *host_families(host, labels)]
 
@@ -37,6 +42,8 @@ def node_families(collector: Collector | None, host: Mapping[str, float], labels
 @contextlib.contextmanager
 def watching_host(collector: Collector, endpoint: MetricsEndpoint, say: Say) -> Iterator[None]:
     """Sample the host's metrics for the event store during a `with` block, and serve them with those of the ranks."""
+    from megascale.operate.store.exporter import exporting
+
     sampler = _Sampler(collector, endpoint.folder, say)
     with contextlib.suppress(RuntimeError):  # this process may have no thread left
         threading.Thread(target=sampler.run, name="host metrics", daemon=True).start()  # may wait for a dead disk
@@ -60,6 +67,8 @@ class _Sampler:
         self.ended = threading.Event()
 
     def run(self) -> None:
+        from megascale.operate.health.host_metrics import HostMetrics
+
         metrics, outages = HostMetrics(self._folder), Outages()
         while not self.ended.is_set():
             try:
