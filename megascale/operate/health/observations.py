@@ -23,15 +23,17 @@ _TAIL_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class Observation:
-    """A pattern of a line, and what it shows. `name`: for policies; `what`: for people."""
+    """A pattern of a line, a regular expression that is compiled as an output is read, and what it shows. `name`: for
+    policies; `what`: for people.
+    """
 
     name: str
     what: str
-    pattern: re.Pattern[str]
+    pattern: str
 
 
 def _seen(name: str, what: str, *patterns: str) -> Observation:
-    return Observation(name, what, re.compile("|".join(f"(?:{pattern})" for pattern in patterns)))
+    return Observation(name, what, "|".join(f"(?:{pattern})" for pattern in patterns))
 
 
 def _xid(*numbers: int) -> str:
@@ -103,7 +105,7 @@ def observe(lines: Iterable[str]) -> tuple[str, ...]:
     of Python is added as `python:CLASS`.
     """
     text = list(lines)
-    found = [seen.name for seen in OBSERVATIONS if any(seen.pattern.search(line) for line in text)]
+    found = [seen.name for seen in OBSERVATIONS if any(re.search(seen.pattern, line) for line in text)]
     errors = [match[1] for line in text if (match := _ERROR.match(line))]
     return tuple(found + [f"python:{error}" for error in errors[-1:]])
 
