@@ -19,9 +19,8 @@ from lab.fleet import Fleet
 from lab.fleet_tables import FLOPS, PEAK_FLOPS, cube_of, write_store
 from lab.paper_stories import mfu_decay, slow_machines
 from megascale.core.files import write_text
-from megascale.operate.diagnose.slow.heatmap import compare
-from megascale.operate.show.charts.grid_chart import grid_chart
-from megascale.operate.show.charts.line_chart import Mark, Series, line_chart
+from megascale.operate.diagnose.slow.peers import compare
+from megascale.operate.show.charts.report_charts import Mark, Series, grid_chart, line_chart
 from megascale.operate.show.charts.shapes import GREEN, ORANGE, STYLE
 from megascale.operate.show.html_report import SLOWNESS_LEVELS
 from megascale.operate.show.rank_matrix import rank_matrix

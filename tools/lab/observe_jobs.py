@@ -31,7 +31,8 @@ from lab.testbed import HostLink, Testbed
 from megascale.core.errors import MegascaleError
 from megascale.core.process import die_with_parent
 from megascale.operate.diagnose.slow.cube_queries import recent_cube, sampled_cube
-from megascale.operate.diagnose.slow.findings import Finding, combine
+from megascale.operate.diagnose.slow.finding import Finding
+from megascale.operate.diagnose.slow.findings import combine
 from megascale.operate.store.query import fetch, open_store
 
 if TYPE_CHECKING:
@@ -78,8 +79,8 @@ class JobSlowdown:
     def is_named_by(self, finding: Finding) -> bool:
         """Return True if a finding names the culprit: the rank, or the node or a link of it."""
         if self.node is None:
-            return bool(self.ranks) and finding.ranks == self.ranks
-        return f"node{self.node}" in finding.culprit.split() or finding.ranks == self.ranks
+            return bool(self.ranks) and finding.culprit.ranks == self.ranks
+        return f"node{self.node}" in finding.culprit.nodes or finding.culprit.ranks == self.ranks
 
 
 def _of_rank(phase: str, ranks: Sequence[int]) -> Callable[[random.Random], JobSlowdown]:

@@ -13,13 +13,19 @@ import megascale
 from megascale.core.rank import format_ranks
 from megascale.core.units import format_bytes, format_count, format_duration, format_time
 from megascale.layout.topology import Topology
-from megascale.operate.diagnose.slow.findings import Finding
+from megascale.operate.diagnose.slow.finding import Finding
 from megascale.operate.diagnose.slow.host_outliers import HostComparison
 from megascale.operate.diagnose.slow.mfu_breakdown import MfuBreakdown
 from megascale.operate.driver.incidents import Incident
-from megascale.operate.show.charts.bar_chart import Bar, bar_chart
-from megascale.operate.show.charts.grid_chart import CellLevel, grid_chart
-from megascale.operate.show.charts.line_chart import Mark, Series, line_chart
+from megascale.operate.show.charts.report_charts import (
+    Bar,
+    CellLevel,
+    Mark,
+    Series,
+    bar_chart,
+    grid_chart,
+    line_chart,
+)
 from megascale.operate.show.charts.shapes import BLUE, GREEN, ORANGE, RED, STYLE
 from megascale.operate.show.frame import is_ill, verdict_of
 from megascale.operate.show.rank_matrix import rank_matrix
@@ -146,7 +152,7 @@ def _heat_map(topology: Topology, store: StoreView) -> Iterator[str]:
     if heat.outliers:
         rows = [
             (
-                each.name, each.kind, format_ranks(each.ranks), f"{each.ratio - 1:+.1%}",
+                str(each.culprit), each.kind, format_ranks(each.culprit.ranks), f"{each.ratio - 1:+.1%}",
                 f"{1e3 * each.cost_s:.3g} ms a step ({each.cost_share:.1%})",
             )
             for each in heat.outliers

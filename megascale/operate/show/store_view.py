@@ -18,10 +18,12 @@ import numpy as np
 from megascale.core.errors import MegascaleError
 from megascale.core.units import format_duration
 from megascale.operate.diagnose.slow.cube_queries import recent_cube
-from megascale.operate.diagnose.slow.findings import Finding, crowd_note, findings
-from megascale.operate.diagnose.slow.heatmap import HeatMap, compare, heat_map
+from megascale.operate.diagnose.slow.finding import Finding
+from megascale.operate.diagnose.slow.findings import crowd_note, findings
+from megascale.operate.diagnose.slow.heatmap import HeatMap, heat_map
 from megascale.operate.diagnose.slow.host_outliers import HostComparison, recent_host_outliers
 from megascale.operate.diagnose.slow.mfu_breakdown import MfuBreakdown
+from megascale.operate.diagnose.slow.peers import compare
 from megascale.operate.diagnose.slow.step_cube import StepCube
 from megascale.operate.show.run_breakdown import BUBBLE_STEPS, run_breakdown
 from megascale.operate.store.query import StoreError, fetch, store_of

@@ -29,8 +29,8 @@ def test_a_slow_rank_is_slow_in_every_part_of_the_view(tmp_path: Path) -> None:
     assert view is not None
     assert view.slowness[5] == pytest.approx(0.2, abs=0.03)
     assert np.abs(np.delete(view.slowness, 5)).max() < 0.03
-    assert [finding.ranks for finding in view.findings] == [(5,)]
-    assert [outlier.ranks for outlier in view.heat.outliers] == [(5,)]
+    assert [finding.culprit.ranks for finding in view.findings] == [(5,)]
+    assert [outlier.culprit.ranks for outlier in view.heat.outliers] == [(5,)]
     assert view.nodes == ("n0000",) * 4 + ("n0001",) * 4
     assert view.memory.tolist() == [0.0] * 8
     assert view.breakdown is not None

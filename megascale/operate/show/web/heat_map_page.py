@@ -90,7 +90,8 @@ def _outliers(store: StoreView) -> html.Div:
         return html.Div(note("No rank and no node is slower than its peers for long."))
     rows = [
         (
-            each.name, each.kind, format_ranks(each.ranks), f"{each.ratio - 1:+.1%}" if each.peer_s else "peers: 0 s",
+            str(each.culprit), each.kind, format_ranks(each.culprit.ranks),
+            f"{each.ratio - 1:+.1%}" if each.peer_s else "peers: 0 s",
             ", ".join(f"{name} {1e3 * seconds:+.3g} ms" for name, seconds in each.parts), f"{1e3 * each.cost_s:.3g} ms",
         )
         for each in store.heat.outliers

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import plotly.graph_objects as go
 
 from megascale.core.events import COMPUTE, RankEvents
+from megascale.operate.show.charts.timeline import COLOURS, OTHER_COLOUR, merge_thin_spans, slice_kind
 from megascale.operate.show.chrome_trace import (
     TICKS_PER_SECOND,
     Row,
@@ -16,7 +17,6 @@ from megascale.operate.show.chrome_trace import (
     rank_rows,
     step_starts,
 )
-from megascale.operate.show.svg import COLOURS, OTHER_COLOUR, merge_thin_spans, slice_kind
 from megascale.operate.show.web.figures import blank_figure
 
 MOST_BARS = 12_000
