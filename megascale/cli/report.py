@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     from megascale.operate.show.charts.timeline import render_svg
     from megascale.operate.show.html_report import render_report
-    from megascale.operate.show.run_view import RunReader
+    from megascale.operate.show.run_reader import RunReader
     from megascale.operate.show.step_events import pictured_events
     from megascale.operate.show.store_view import read_store_view
     from megascale.operate.store.query import StoreError

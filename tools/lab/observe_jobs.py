@@ -150,7 +150,7 @@ def judge_job(kind: str, number: int, folder: Path) -> Judgement:
         return Judgement(kind, number, found, named, None)
     later = [one for one in findings_until(store, UNTIL - 1 + GONE_STEPS) if one.until is None]
     gone = not any(map(slowdown.is_named_by, later[:1]))
-    after = tuple(one for one in later if one.ranks and not slowdown.is_named_by(one))
+    after = tuple(one for one in later if one.culprit.ranks and not slowdown.is_named_by(one))
     return Judgement(kind, number, found, named, _truth(store), gone, after)
 
 

@@ -25,7 +25,8 @@ from megascale.operate.health.observations import read_tail
 from megascale.operate.node.failure import read_records
 from megascale.operate.node.stacks import stack_of
 from megascale.operate.show.last_states import LastState, LastStates, StatesError, read_dumped_states
-from megascale.operate.show.run_view import RunView, standstill_limit_s, step_limit_s
+from megascale.operate.show.run_view import RunView
+from megascale.operate.show.standstill import standstill_limit_s, step_limit_s
 from megascale.operate.store.settings import StoreSettings
 
 Condition = Literal["hangs", "makes progress", "has ended", "is out of sight", "unknown"]
@@ -108,8 +109,8 @@ def diagnose(view: RunView, states: LastStates, read_stack: Callable[[int], str]
         if dumped.by_rank:
             return _hang(replace(common, states=replace(dumped, notes=states.notes)), read_stack)
         return replace(common, condition="hangs", what=recorder) if suspected else common
-    step_s = step_limit_s(working, view.config, view.curves)
-    limit_s = standstill_limit_s({str(record.phase) for record in working}, view.config, step_s)
+    step_s = step_limit_s(working, view.fault, view.curves)
+    limit_s = standstill_limit_s({str(record.phase) for record in working}, view.fault, step_s)
     idle_s = min(record.idle_s for record in working)
     if view.is_live and not all(state.is_local for state in states.by_rank.values()):
         idle_s = float(view.states.idle_s)  # newer than the store

@@ -16,7 +16,7 @@ from megascale.core.events import COMPUTE
 from megascale.operate.diagnose.slow.cube_queries import mean_cube, mean_peak_flops
 from megascale.operate.diagnose.slow.mfu_breakdown import MfuBreakdown, mfu_breakdown
 from megascale.operate.diagnose.slow.step_cube import StepCube
-from megascale.operate.show.run_view import CONFIG_FILE, RunFolderError, read_run_config
+from megascale.operate.show.run_config import CONFIG_FILE, RunFolderError, read_run_config
 from megascale.operate.store.query import StoreError
 from megascale.plan.simulate.event_simulator import Place, StageTimes
 from megascale.plan.simulate.extrapolate import Pipeline, pipeline_time

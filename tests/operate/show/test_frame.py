@@ -13,7 +13,8 @@ from megascale.operate.show import rank_states
 from megascale.operate.show.curves import METRICS, Curves
 from megascale.operate.show.frame import FrameSize, frame
 from megascale.operate.show.rank_states import RankStates
-from megascale.operate.show.run_view import RunReader, RunView
+from megascale.operate.show.run_reader import RunReader
+from megascale.operate.show.run_view import RunView
 from megascale.operate.show.signs import SIGNS
 from tests.operate.show.folders import incident, make_run, write_incidents, write_live
 

@@ -17,7 +17,7 @@ from megascale.core.rank import Rank
 from megascale.core.storage import Location
 from megascale.operate.show import rank_states
 from megascale.operate.show.rank_details import MOST_LINES, read_rank_details, read_rank_stack
-from megascale.operate.show.run_view import RunReader
+from megascale.operate.show.run_reader import RunReader
 from megascale.operate.store import query
 from megascale.operate.store.table_files import TableFile, write_rows
 from tests.operate.show.folders import incident, make_run, write_incidents, write_live

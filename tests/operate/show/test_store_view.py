@@ -14,8 +14,9 @@ import pytest
 
 from lab.fleet_times import FleetFault
 from megascale.core.storage import Location
-from megascale.operate.show import store_view
-from megascale.operate.show.store_view import StoreFollower, read_store_view
+from megascale.operate.show import store_follower, store_view
+from megascale.operate.show.store_follower import StoreFollower
+from megascale.operate.show.store_view import read_store_view
 from megascale.operate.store.query import fetch
 from megascale.operate.store.table_files import TableFile, write_rows
 from tests.operate.show.folders import make_run
@@ -99,8 +100,8 @@ def test_a_bug_in_an_analysis_is_told_and_the_next_is_made(tmp_path: Path, monke
         told.append(follower.error)
         again.set()
 
-    monkeypatch.setattr(store_view, "read_store_view", fail_at_first)
-    monkeypatch.setattr(store_view, "LEAST_PAUSE_S", 0.01)
+    monkeypatch.setattr(store_follower, "read_store_view", fail_at_first)
+    monkeypatch.setattr(store_follower, "LEAST_PAUSE_S", 0.01)
     run, _ = make_stored_run(tmp_path, FleetFault(), steps=2)
     follower = StoreFollower(run).start()
     assert again.wait(60)
@@ -118,7 +119,7 @@ def test_the_end_waits_for_an_analysis(tmp_path: Path, monkeypatch: pytest.Monke
         time.sleep(0.2)
         ended.set()
 
-    monkeypatch.setattr(store_view, "read_store_view", analyse)
+    monkeypatch.setattr(store_follower, "read_store_view", analyse)
     follower = StoreFollower(make_run(tmp_path)).start()
     assert began.wait(60)
     follower.stop()
@@ -147,9 +148,9 @@ def test_the_end_interrupts_a_long_query(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_end_of_a_run_hastens_the_next_analysis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_view, "LEAST_PAUSE_S", 3600.0)
-    monkeypatch.setattr(store_view, "MOST_PAUSE_S", 3600.0)
-    monkeypatch.setattr(store_view, "read_store_view", lambda *arguments: None)
+    monkeypatch.setattr(store_follower, "LEAST_PAUSE_S", 3600.0)
+    monkeypatch.setattr(store_follower, "MOST_PAUSE_S", 3600.0)
+    monkeypatch.setattr(store_follower, "read_store_view", lambda *arguments: None)
     run, done = make_run(tmp_path), threading.Event()
     follower = StoreFollower(run)
     monkeypatch.setattr(follower, "refresh", done.set)

@@ -12,9 +12,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self
 
 from megascale.core.rank import format_ranks
-from megascale.operate.diagnose.slow.step_cube import Floats
+from megascale.operate.diagnose.slow.step_cube import Floats, Integers
 
 FindingKind = Literal["pause", "compute", "data", "host", "gc", "link", "communication", "job", "drift", "steps"]
+
+CulpritKind = Literal["ranks", "node", "link", "stage", "group", "job"]
 
 WORDS: dict[FindingKind, str] = {
     "pause": "stands still now and then", "compute": "computes slowly", "data": "waits for data",
@@ -30,7 +32,7 @@ class SlowCulprit:
     link between `ranks` has none. `stage`: of a stage. `axis`, `groups`: of groups, and their number.
     """
 
-    kind: Literal["ranks", "node", "link", "stage", "group", "job"]
+    kind: CulpritKind
     ranks: tuple[int, ...] = ()
     nodes: tuple[str, ...] = ()
     stage: int = -1
@@ -38,7 +40,7 @@ class SlowCulprit:
     groups: int = 0
 
     @classmethod
-    def of_ranks(cls, ranks: Sequence[int], node: str = "") -> Self:
+    def of_ranks(cls, ranks: Sequence[int] | Integers, node: str = "") -> Self:
         """Return some ranks, or the `node` that they are on."""
         return cls("node" if node else "ranks", tuple(map(int, ranks)), (node,) if node else ())
 

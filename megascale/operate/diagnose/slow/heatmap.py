@@ -115,6 +115,12 @@ def heat_map(
     return HeatMap(first, last, cube.step_s, cube.places.rank, names, shown.seconds, shown.peer_s, found)
 
 
+def slowness(cube: StepCube) -> Floats:
+    """Return each rank's excess over its peers' compute time, such as 0.1, [R]; NaN without ordinary steps."""
+    compared = compare(cube, cube.compute[:, :, None], cube.places.codes("pp"))
+    return (compared.seconds / np.maximum(compared.peer_s, 1e-12) - 1)[:, 0]
+
+
 def _columns(cube: StepCube) -> Iterator[tuple[str, Floats]]:
     settled = ("gc", "evaluation", "checkpoint")
     for at, part in enumerate(cube.parts):

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from megascale.layout.topology import DATA_AXES
-from megascale.operate.diagnose.slow.finding import SlowCause, SlowCulprit
+from megascale.operate.diagnose.slow.finding import CulpritKind, SlowCause, SlowCulprit
 from megascale.operate.diagnose.slow.peers import MAD_TO_DEVIATION, MIN_SCORE, lower_median
 from megascale.operate.diagnose.slow.step_cube import Booleans, Columns, Floats, Integers, Places, StepCube, dictionary
 from megascale.operate.diagnose.slow.step_levels import StepLevels
@@ -153,7 +153,7 @@ def _slow_paths(matrix: DelayMatrix, cells: _Cells, places: Places) -> Iterator[
             float(excess[mine][(stages == direction).all(1)].max()) for direction in np.unique(stages, axis=0)
         )
         nodes = tuple(places.nodes[end] for end in dict.fromkeys(ends)) if len(places.nodes) > 1 else ()
-        who = "link" if kind == "link" else "node" if nodes else "ranks"
+        who: CulpritKind = "link" if kind == "link" else "node" if nodes else "ranks"
         yield SlowPath(
             kind, SlowCulprit(who, tuple(map(int, places.rank[ranks])), nodes), float(matrix.delay_s[worst]),
             float(matrix.peer_s[worst]), per_step_s, tuple(map(int, np.unique(matrix.receiver[mine]))),

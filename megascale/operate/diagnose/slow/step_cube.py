@@ -24,9 +24,8 @@ from megascale.operate.store.schema import COLD_TAGS, COMMON, HOST_AXIS, STEP_AX
 Floats = npt.NDArray[Any]
 Integers = npt.NDArray[Any]
 Booleans = npt.NDArray[Any]
-Column = npt.NDArray[Any] | pa.DictionaryArray
-Columns = Mapping[str, Column]
-"""A table's columns by name: numbers as arrays, text as arrays of str or as the codes that the store's files have."""
+Columns = Mapping[str, npt.NDArray[Any]]
+"""A table's columns by name: arrays, of text also dictionary arrays of pyarrow, with the codes of the store's files."""
 
 OTHER = "other"
 """Name of the host's part of a step outside of all recorded actions, waits and activities."""
@@ -38,7 +37,7 @@ REDUCTIONS = frozenset({("dp", "reduce_scatter"), ("dp", "all_reduce")})
 """Axis and name of the collectives that reduce gradients."""
 
 
-def dictionary(column: Column) -> tuple[list[Any], Integers]:
+def dictionary(column: npt.NDArray[Any] | pa.DictionaryArray) -> tuple[list[Any], Integers]:
     """Return the distinct values of a column in the order in which they come, and each row's index among them."""
     coded = column if isinstance(column, pa.DictionaryArray) else pa.array(column).dictionary_encode()
     return coded.dictionary.to_pylist(), coded.indices.to_numpy(zero_copy_only=False)

@@ -11,15 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.operate.show.charts.report_charts import (
-    Bar,
-    CellLevel,
-    Mark,
-    Series,
-    bar_chart,
-    grid_chart,
-    line_chart,
-)
+from megascale.operate.show.charts.report_charts import Bar, CellLevel, Mark, Series, bar_chart, grid_chart, line_chart
 from megascale.operate.show.charts.shapes import nice_ticks
 
 LEVELS = (

@@ -19,7 +19,8 @@ from megascale.core.rank import Rank
 from megascale.operate.show import rank_states
 from megascale.operate.show.frame import letters_of
 from megascale.operate.show.rank_states import STALE_S, RankStatesReader
-from megascale.operate.show.run_view import RunFolderError, RunReader
+from megascale.operate.show.run_config import RunFolderError
+from megascale.operate.show.run_reader import RunReader
 from tests.operate.show.folders import RUNS, incident, make_run, write_incidents, write_live, write_metrics
 from tests.operate.show.stores import make_stored_run
 from tests.runs import toml
