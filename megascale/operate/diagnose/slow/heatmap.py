@@ -28,7 +28,7 @@ from megascale.operate.diagnose.slow.peers import (
     deviation_of,
     lower_median,
 )
-from megascale.operate.diagnose.slow.step_cube import OTHER, Booleans, Floats, Integers, Part, StepCube
+from megascale.operate.diagnose.slow.step_cube import OTHER, Floats, Integers, Part, StepCube
 from megascale.operate.diagnose.slow.step_levels import MIN_EXPLAINED
 from megascale.operate.store.schema import HOST_AXIS
 
@@ -97,18 +97,13 @@ class Loss(NamedTuple):
     seconds: float
 
 
-def heat_map(
-    cube: StepCube, *, roles: Integers | None = None, continuity: int = PERSISTENT_BLOCKS, loss: Loss | None = None
-) -> HeatMap:
-    """Compare all ranks over the ordinary steps of a window. `roles` [R]: equal codes for peers, by default the stage.
-    `continuity`: blocks in which an outlier shows. A rank whose excess grew by MIN_EXPLAINED of a `loss` is an outlier
-    as well, also if only some of its steps are long.
+def heat_map(cube: StepCube, loss: Loss | None = None) -> HeatMap:
+    """Compare all ranks over the ordinary steps of a window. A rank whose excess grew by MIN_EXPLAINED of a `loss` is
+    an outlier as well, also if only some of its steps are long.
     """
-    roles = cube.places.codes("pp") if roles is None else roles
     names, values = zip(*_columns(cube), strict=True)
-    shown = compare(cube, np.stack(values, 2), roles)
-    enough = len(cube.steps) >= MIN_STEPS
-    outliers = _find_outliers(cube, roles, continuity, loss) if enough else []
+    shown = compare(cube, np.stack(values, 2))
+    outliers = _find_outliers(cube, loss) if len(cube.steps) >= MIN_STEPS else []
     outliers = [replace(each, parts=_longer_parts(cube, each, names, shown)) for each in outliers]
     first, last = (int(cube.steps[0]), int(cube.steps[-1])) if len(cube.steps) else (0, 0)
     found = tuple(_with_costs(cube, outliers))
@@ -117,7 +112,7 @@ def heat_map(
 
 def slowness(cube: StepCube) -> Floats:
     """Return each rank's excess over its peers' compute time, such as 0.1, [R]; NaN without ordinary steps."""
-    compared = compare(cube, cube.compute[:, :, None], cube.places.codes("pp"))
+    compared = compare(cube, cube.compute[:, :, None])
     return (compared.seconds / np.maximum(compared.peer_s, 1e-12) - 1)[:, 0]
 
 
@@ -137,23 +132,28 @@ def _sums(cube: StepCube) -> Floats:
     return np.stack([cube.paused, *own, sum(own)], 2)
 
 
-def _find_outliers(cube: StepCube, roles: Integers, continuity: int, loss: Loss | None) -> list[Outlier]:
+def _find_outliers(cube: StepCube, loss: Loss | None) -> list[Outlier]:
     """Return outliers by KINDS, without their parts and costs; a slow node in place of its ranks."""
-    sums = _sums(cube)
-    whole = compare(cube, sums, roles)
-    least = _least_excess(whole, roles, cube.step_s)
+    sums, stage = _sums(cube), cube.places.coords["pp"]
+    whole, pair = compare(cube, sums), (np.bincount(stage)[stage] == 2)[:, None]  # ranks with a single peer
+    least = np.maximum(
+        (np.where(pair, MIN_RATIO_OF_PAIR, MIN_RATIO) - 1) * whole.peer_s,
+        np.where(pair, MIN_SHARE_OF_PAIR, MIN_SHARE) * cube.step_s,
+    )
     excess = whole.seconds - whole.peer_s
     shows = np.zeros(excess.shape, int)
     for block in np.array_split(np.arange(len(cube.steps)), BLOCKS):
         part = cube.take(block)
-        seconds, peer_s, _ = compare(part, sums[:, block], roles)
+        seconds, peer_s, _ = compare(part, sums[:, block])
         shows += seconds - peer_s >= least / 2
-    score = np.where(_is_pair(roles), MIN_SCORE_OF_PAIR, MIN_SCORE)
-    slow = ((whole.score >= score) & (excess >= least) & (shows >= continuity))[:, : len(KINDS)]
+    lasting = shows >= PERSISTENT_BLOCKS
+    slow = ((whole.score >= np.where(pair, MIN_SCORE_OF_PAIR, MIN_SCORE)) & (excess >= least) & lasting)[
+        :, : len(KINDS)
+    ]
     if loss is not None:
-        usual = compare(loss.usual, _sums(loss.usual), roles)
+        usual = compare(loss.usual, _sums(loss.usual))
         grown = excess - np.nan_to_num(usual.seconds - usual.peer_s)
-        lost = (grown >= np.maximum(MIN_EXPLAINED * loss.seconds, least)) & (shows >= continuity)
+        lost = (grown >= np.maximum(MIN_EXPLAINED * loss.seconds, least)) & lasting
         slow[lost[:, 0], 0] = True
         slow[lost[:, -1], 1 + grown[lost[:, -1], 1 : len(KINDS)].argmax(1)] = True
     found = []
@@ -163,24 +163,11 @@ def _find_outliers(cube: StepCube, roles: Integers, continuity: int, loss: Loss 
             cube, excess[:, at] / np.maximum(np.maximum(whole.peer_s, least)[:, at], 1e-12)
         ):
             middle = excess[members, at] >= least[members, at]
-            if middle.mean() > 0.5 and np.median(shows[members, at]) >= continuity:
+            if middle.mean() > 0.5 and np.median(shows[members, at]) >= PERSISTENT_BLOCKS:
                 found.append(_outlier(cube, kind, members, cube.places.nodes[node], column))
                 ranks = np.setdiff1d(ranks, members)
         found += [_outlier(cube, kind, np.array([rank]), "", column) for rank in ranks]
     return found
-
-
-def _least_excess(values: PeerComparison, roles: Integers, step_s: float) -> Floats:
-    """Return the smallest excess of an outlier over its peers, [R, C]."""
-    pair = _is_pair(roles)
-    ratio = np.where(pair, MIN_RATIO_OF_PAIR, MIN_RATIO)
-    return np.asarray(np.maximum((ratio - 1) * values.peer_s, np.where(pair, MIN_SHARE_OF_PAIR, MIN_SHARE) * step_s))
-
-
-def _is_pair(roles: Integers) -> Booleans:
-    """Return which ranks have a single peer, [R, 1]."""
-    _, role, ranks = np.unique(roles, return_inverse=True, return_counts=True)
-    return np.asarray(ranks[role.reshape(-1)] == 2)[:, None]
 
 
 def _slow_nodes(cube: StepCube, relative: Floats) -> Iterator[tuple[int, Integers]]:
@@ -227,7 +214,7 @@ def _longer_parts(
 
 def excess_of(cube: StepCube, outlier: Outlier) -> Excess:
     """Return by how much an outlier's ranks exceed their peers in each step: without its fault a rank is like them."""
-    ranks, stage = cube.places.index(np.array(outlier.culprit.ranks)), cube.places.codes("pp")
+    ranks, stage = cube.places.index(np.array(outlier.culprit.ranks)), cube.places.coords["pp"]
     times: dict[Model, Floats] = {"compute": cube.other} if outlier.kind == "host" else times_of(cube)
     of_kind: dict[Kind, tuple[Model, ...]] = {"pause": ("gc",), "data": ("data",)}
     more: dict[Model, Floats] = {}

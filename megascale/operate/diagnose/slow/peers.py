@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megascale.operate.diagnose.slow.step_cube import Floats, Integers, StepCube
+from megascale.operate.diagnose.slow.step_cube import Floats, StepCube
 
 MAD_TO_DEVIATION = 1.4826
 """Standard deviations of a normal distribution in a median absolute deviation."""
@@ -56,8 +56,8 @@ class PeerComparison(NamedTuple):
         return (self.seconds - self.peer_s) / self.deviation
 
 
-def compare(cube: StepCube, values: Floats, roles: Integers) -> PeerComparison:
-    """Compare the means of `values` [R, S, C] with the medians of peers.
+def compare(cube: StepCube, values: Floats) -> PeerComparison:
+    """Compare the means of `values` [R, S, C] with the medians of peers: ranks of the same pipeline stage.
 
     Of an even number of peers the lower median counts. The deviation is the largest of: the MAD of the peers' means;
     the standard error of a peer's difference to the others, from means of blocks of steps, which depend less on each
@@ -67,8 +67,9 @@ def compare(cube: StepCube, values: Floats, roles: Integers) -> PeerComparison:
     blocks = np.array_split(np.arange(len(cube.steps)), min(ERROR_BLOCKS, max(1, len(cube.steps))))
     means = np.stack([cube.take(block).mean(values[:, block]) for block in blocks], 1)  # [R, block, C]
     peer_s, mad, spread = np.empty_like(seconds), np.empty_like(seconds), np.zeros_like(seconds)
-    for role in np.unique(roles):
-        mine = roles == role
+    stage = cube.places.coords["pp"]
+    for at in np.unique(stage):
+        mine = stage == at
         peer_s[mine] = lower_median(seconds[mine])
         mad[mine] = MAD_TO_DEVIATION * lower_median(np.abs(seconds[mine] - peer_s[mine]))
         others = means[mine][::-1] if mine.sum() == 2 else lower_median(means[mine])

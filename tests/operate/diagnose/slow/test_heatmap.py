@@ -11,6 +11,7 @@ from lab.fleet import Fleet
 from lab.fleet_tables import cube_of
 from lab.fleet_times import FleetFault, FleetLayout
 from megascale.layout.topology import Topology
+from megascale.operate.diagnose.slow import heatmap
 from megascale.operate.diagnose.slow.heatmap import HeatMap, Loss, heat_map
 from megascale.operate.diagnose.slow.step_cube import Part, Places, StepCube
 
@@ -36,6 +37,11 @@ def machines(seed: int, stages: int = 8, ranks: int = 12_288, steps: int = 50, p
     return cube, {f"node n{number}" for number in slow}
 
 
+def of_one_stage(cube: StepCube) -> StepCube:
+    """The cube of a job that does not know its stages."""
+    return replace(cube, places=replace(cube.places, coords={**cube.places.coords, "pp": 0 * cube.places.rank}))
+
+
 def names(found: HeatMap) -> set[str]:
     return {str(outlier.culprit) for outlier in found.outliers}
 
@@ -47,7 +53,7 @@ def test_finds_half_a_percent_of_slow_machines() -> None:
 
 def test_needs_roles() -> None:
     cube, slow = machines(2)
-    blind = heat_map(cube, roles=np.zeros(len(cube.places.rank), int))
+    blind = heat_map(of_one_stage(cube))
     assert not names(blind) & slow
 
 
@@ -55,7 +61,7 @@ def test_needs_roles() -> None:
 def test_uneven_stages_are_no_outliers(layout: FleetLayout) -> None:
     cube = cube_of(Fleet(layout))
     assert not heat_map(cube).outliers
-    assert heat_map(cube, roles=np.zeros(len(cube.places.rank), int)).outliers  # the head's stage
+    assert heat_map(of_one_stage(cube)).outliers  # the head's stage
 
 
 @pytest.mark.parametrize("fault", [
@@ -85,14 +91,15 @@ def test_a_tensor_parallel_peer_waits_and_is_not_named() -> None:
     assert len(heat_map(blind).outliers) > 1  # with waits in its own time, the whole group looks slow
 
 
-def test_a_short_fault_needs_continuity() -> None:
+def test_a_short_fault_needs_continuity(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = Fleet(WIDE, 5)
     cube = cube_of(fleet)
     own = cube.own.copy()
     own[9, 30:36, cube.select("compute", "B")] *= 3.0  # a hiccup of six steps
     cube = replace(cube, own=own, wall=cube.wall)
     assert not heat_map(cube).outliers
-    assert names(heat_map(cube, continuity=0)) == {"rank 9"}
+    monkeypatch.setattr(heatmap, "PERSISTENT_BLOCKS", 0)
+    assert names(heat_map(cube)) == {"rank 9"}
 
 
 def test_a_rank_that_is_stopped_now_and_then_is_slow() -> None:
