@@ -49,7 +49,7 @@ def chunk_combinations(c: Any) -> Iterator[Finding]:
         (p.cp_mode == "hybrid", "parallel.cp_mode", "hybrid deals whole documents to ranks", "ring"),
         (m.dropout, "model.dropout", "chunks have no dropout", "0"),
         (m.attention_softcap is not None, "model.attention_softcap", "needs all keys at once", "whole sequences"),
-        (t.precision == "fp8", "train.precision", "chunks have no scales of fp8 that recomputation repeats", "bf16"),
+        (t.quantizes, "train.precision", "chunks have no scales of fp8 that recomputation repeats", "bf16"),
         (t.noise_scale_every, "train.noise_scale_every", "the gradient of a sequence is a sum over chunks", "0"),
         (d.policy is not None, "data.policy", "the loss of a sequence is a sum over chunks", "no policy"),
     ):

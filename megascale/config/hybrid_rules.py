@@ -39,7 +39,7 @@ def hybrid_combinations(c: Any) -> Iterator[Finding]:
         (b.rampup is not None, "batch.rampup", "steps have no fixed number of micro-batches", "no ramp-up"),
         (m.dropout, "model.dropout", "has no dropout", "0"),
         (m.attention_softcap is not None, "model.attention_softcap", "needs all keys at once", "no soft cap"),
-        (t.precision == "fp8", "train.precision", "has no scales of fp8 that ranks agree on", "bf16"),
+        (t.quantizes, "train.precision", "has no scales of fp8 that ranks agree on", "bf16"),
         (t.compile, "train.compile", "micro-batches have any number of tokens", "false"),
         (t.noise_scale_every, "train.noise_scale_every", "micro-batches are no samples", "0"),
         (d.policy is not None, "data.policy", "micro-batches have documents of many datasets", "no policy"),

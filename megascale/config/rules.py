@@ -189,7 +189,7 @@ def pipeline(c: Any) -> Iterator[Finding]:
 def fp8_shapes(c: Any) -> Iterator[Finding]:
     """Check that FP8 GEMM sizes are multiples of the recipe's alignment, and that some layer runs in FP8."""
     m, p = c.model, c.parallel
-    if c.train.precision != "fp8":
+    if not c.train.quantizes:
         return
     if c.fp8.bf16_first + c.fp8.bf16_last >= m.num_layers:
         message = f"the first {c.fp8.bf16_first} and last {c.fp8.bf16_last} of {m.num_layers} layers leave none in fp8"
@@ -373,14 +373,21 @@ def optimizer_groups(c: Any) -> Iterator[Finding]:
 
 def backends(c: Any) -> Iterator[Finding]:
     """Check that a selected backend supports the model, dtype, layout and FP8 recipe."""
-    recipe = c.fp8.recipe if c.train.precision == "fp8" else None
+    recipe = c.fp8.recipe if c.train.quantizes else None
     dtype = PRECISIONS[c.train.precision].facts["compute_dtype"]
     for operation, registry in BACKENDS.items():
         requested = getattr(c.backends, operation)
-        requirement = Requirement.for_operation(operation, c.model, dtype, c.optimizer.name, c.parallel.tp, recipe)
-        requirement = requirement.with_documents() if c.data.mask == "document" else requirement
-        if c.parallel.cp_keys > 1 or c.parallel.cp_mode == "hybrid" or c.data.chunk_tokens:
-            requirement = requirement.with_partial_attention(operation)
+        in_parts = bool(c.parallel.cp_keys > 1 or c.parallel.cp_mode == "hybrid" or c.data.chunk_tokens)
+        requirement = Requirement.for_operation(
+            operation,
+            c.model,
+            dtype,
+            c.optimizer.name,
+            c.parallel.tp,
+            recipe,
+            document_mask=c.data.mask == "document",
+            attends_in_parts=in_parts,
+        )
         if requested != AUTO and (reason := unmet_requirement(registry[requested], requirement)):
             yield Finding(f"backends.{operation}", f"{requested} {reason}", "auto, or another backend")
 

@@ -60,7 +60,7 @@ def cp_fp8(c: Any) -> Iterator[Finding]:
     recipe needs.
     """
     m, p, facts = c.model, c.parallel, RECIPES[c.fp8.recipe].facts
-    if c.train.precision != "fp8" or p.cp == 1 or p.cp % p.cp_heads:
+    if not c.train.quantizes or p.cp == 1 or p.cp % p.cp_heads:
         return
     blocks, runs = facts["granularity"] == "block", p.cp_keys * math.lcm(2, p.cp_heads) if p.cp_keys > 1 else p.cp
     tokens, alignment = m.seq_length * c.batch.micro // (runs if blocks else p.cp), facts["alignment"]
@@ -81,7 +81,7 @@ def cp_sharding(c: Any) -> Iterator[Finding]:
         message, hint = f"has no effect with cp_mode = {p.cp_mode}", "ring, allgather or usp"
     elif c.batch.micro > 1:
         message, hint = f"the {c.batch.micro} rows of a micro-batch have different documents", "batch.micro = 1"
-    elif c.train.precision == "fp8" and RECIPES[recipe].facts["granularity"] == "block":
+    elif c.train.quantizes and RECIPES[recipe].facts["granularity"] == "block":
         message, hint = f"the fp8 recipe {recipe} has scales of consecutive tokens", "another fp8.recipe"
     else:
         return

@@ -19,7 +19,7 @@ def tile_tokens(c: Any) -> Iterator[Finding]:
     if t.mlp_tiles > rows:
         message = f"a rank has {rows} tokens of a sequence for {t.mlp_tiles} tiles"
         yield Finding("train.mlp_tiles", message, f"at most {rows}")
-    elif t.precision == "fp8":
+    elif t.quantizes:
         alignment, tokens = RECIPES[c.fp8.recipe].facts["alignment"], rows * c.batch.micro
         if rows % t.mlp_tiles or tokens // t.mlp_tiles % alignment:
             message = f"{tokens} tokens on a rank in {t.mlp_tiles} tiles: the fp8 recipe {c.fp8.recipe} needs multiples"
@@ -29,7 +29,7 @@ def tile_tokens(c: Any) -> Iterator[Finding]:
 def tile_scales(c: Any) -> Iterator[Finding]:
     """Check that FP8 scales of a tile are those of all tokens."""
     t, facts = c.train, RECIPES[c.fp8.recipe].facts
-    if t.mlp_tiles == 1 or t.precision != "fp8":
+    if t.mlp_tiles == 1 or not t.quantizes:
         return
     if facts["scaling"] != "static" and facts["granularity"] != "block":
         message = f"with the fp8 recipe {c.fp8.recipe} a scale covers all tokens, and a tile would have its own"

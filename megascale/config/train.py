@@ -94,6 +94,11 @@ class TrainConfig(Section):
         0, description="steps between checks that replicas of a weight are equal bit for bit, over dp and tp; 0: never"
     )
 
+    @property
+    def quantizes(self) -> bool:
+        """True if linear layers run the GEMMs of a recipe, which `[fp8]` configures."""
+        return bool(PRECISIONS[self.precision].facts.get("quantizes"))
+
 
 GROUP_KEYS = {
     "params": 'a list of patterns such as "layers.*.attention.q.weight"',

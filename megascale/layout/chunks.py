@@ -9,9 +9,10 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from megascale.catalog.precisions import PRECISIONS
+from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
 from megascale.layout.buckets import pack
-from megascale.layout.stages import Stages, split_layers
+from megascale.layout.stages import Stages, placement_of, split_layers
 from megascale.layout.tensors import TOKEN_EMBEDDING, ParamSpec, layer_params, stage_params
 from megascale.layout.topology import DATA_AXES, Topology, topology_of
 
@@ -29,7 +30,7 @@ def stages_of(config: RunConfig) -> Stages:
     """The virtual pipeline stages of a run."""
     p = config.parallel
     layers_per_chunk = None if p.layers_per_chunk is None else tuple(p.layers_per_chunk)
-    return split_layers(config.model.num_layers, p.pp, p.vpp, layers_per_chunk)
+    return split_layers(config.model.num_layers, placement_of(p.schedule, p.pp, p.vpp), layers_per_chunk)
 
 
 def chunk_parameters(config: RunConfig, pp_rank: int) -> list[list[ParamSpec]]:
@@ -180,13 +181,13 @@ def _edge_modules(config: RunConfig, *, first: bool, last: bool) -> tuple[list[_
     return begin, modules[len(begin) :], separate
 
 
-def fp8_weights(config: RunConfig) -> dict[str, ParamSpec]:
-    """The weights of FP8 GEMMs by name, in the order of the network: weights of `fp8_layers` with the `fp8` flag."""
-    return {p.name: p for index in fp8_layers(config) for p in layer_params(config.model, index) if p.fp8}
+def fp8_weights(model: ModelConfig, layers: range) -> dict[str, ParamSpec]:
+    """The weights of FP8 GEMMs by name, in the order of the network: weights of `layers` with the `fp8` flag."""
+    return {p.name: p for index in layers for p in layer_params(model, index) if p.fp8}
 
 
 def fp8_layers(config: RunConfig) -> range:
     """The layers with FP8 GEMMs: all but the first and last few, as `[fp8]` configures."""
-    if config.train.precision != "fp8":
+    if not config.train.quantizes:
         return range(0)
     return range(config.fp8.bf16_first, config.model.num_layers - config.fp8.bf16_last)

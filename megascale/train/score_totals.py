@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megascale.config.model import ModelConfig
-from megascale.parallel.microbatch import StepBatch
 from megascale.plan.account.attended import Scores, count_scores_in, windows_of
 from megascale.train.step_totals import StepTotals
 
 
-def add_scores(totals: StepTotals, model: ModelConfig, batch: StepBatch) -> None:
+def add_scores(totals: StepTotals, model: ModelConfig) -> None:
     """Add the scores per head that this rank's documents have, in both conventions, by window."""
-    lengths = [length for part in batch.sequences if part.boundaries for length in part.boundaries.real_lengths]
+    lengths = [length for part in totals.batch.sequences if part.boundaries for length in part.boundaries.real_lengths]
     for window in windows_of(model):
         full, causal = count_scores_in(lengths, window)
         totals.add_per_microbatch(**{_name("full", window): full, _name("causal", window): causal})

@@ -13,7 +13,7 @@ from numpy.linalg import norm
 
 from megascale.core.rank import Rank
 from megascale.layout import tensors
-from megascale.layout.chunks import fp8_weights
+from megascale.layout.chunks import fp8_layers, fp8_weights
 from megascale.layout.tensors import TOKEN_EMBEDDING, ParamSpec
 from megascale.train.step import train_step
 from tests.runs import FAMILIES, build_run, config_of, settings
@@ -43,7 +43,9 @@ def updates(rank: Rank, config: Any) -> list[tuple[dict[str, tuple[np.ndarray, n
             train_step(run, run.train_loader.batch(0))
             after = weights(run)
             fp8 = config.model_copy(update={"train": config.train.model_copy(update={"precision": "fp8"})})
-            results.append(({name: (before[name], after[name]) for name in before}, list(fp8_weights(fp8))))
+            results.append(
+                ({name: (before[name], after[name]) for name in before}, list(fp8_weights(fp8.model, fp8_layers(fp8))))
+            )
     return results
 
 

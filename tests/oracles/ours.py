@@ -16,7 +16,7 @@ from megascale.core.rank import Rank
 from megascale.data.loader import BatchShape, Loader
 from megascale.data.mixture import Sample
 from megascale.layout.tensors import ParamSpec, TensorSpec, all_params
-from megascale.train.build import Run
+from megascale.train.run import Run
 from tests.runs import GPT, LLAMA, build_run, config_of, settings, total_of
 from tests.worlds import run_world
 

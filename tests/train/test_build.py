@@ -13,7 +13,7 @@ from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.device import detect_device
-from megascale.layout.chunks import chunk_buckets
+from megascale.layout.chunks import chunk_buckets, fp8_layers
 from megascale.layout.tensors import padded_vocab
 from megascale.model.modules import LayerOps
 from megascale.model.transformer import Stage
@@ -44,9 +44,8 @@ def on_meta(config: RunConfig) -> tuple[Stage, ParamAndGradBuffers]:
         device=device,
     )
     context = OpContext(config.model, config.backends, torch.bfloat16, detect_device(allow_gpu=False))
-    (stage,) = build_stages(
-        config, mesh, buffers, TensorParallel(mesh.tp), LayerOps.from_context(context), Fp8State(config, mesh, device)
-    )
+    fp8_state = Fp8State(config.model, config.fp8, fp8_layers(config), mesh, device)
+    (stage,) = build_stages(config, mesh, buffers, TensorParallel(mesh.tp), LayerOps.from_context(context), fp8_state)
     return stage, buffers
 
 

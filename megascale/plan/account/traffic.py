@@ -13,7 +13,6 @@ accumulation dtype and c in the compute dtype, data parallelism all-reduces a N 
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterator
 from copy import copy
@@ -36,6 +35,8 @@ from megascale.plan.account.attended import windows_of
 from megascale.plan.account.comm_op import FP32, CommOp, element_bytes
 from megascale.plan.account.context_traffic import context_parallel
 from megascale.plan.account.optimizer_state import is_mixed
+from megascale.schedule.dependencies import neighbours
+from megascale.schedule.ir import forward
 
 FP64 = 8  # bytes of an element of job-wide all-reduces
 SCALE_BLOCK = 128  # elements of a row with one FP8 scale in block-wise granularity (`ops.fp8`)
@@ -199,10 +200,12 @@ def _tensor_parallel(config: RunConfig, coord: Coord) -> Iterator[CommOp]:
 def _messages(config: RunConfig, coord: Coord) -> Iterator[CommOp]:
     """List the messages between stages: up to a higher pipeline rank, down to a lower one."""
     layout, size = stages_of(config), message_bytes(config)
-    for chunk, step in itertools.product(range(layout.vpp), (-1, 1)):
-        neighbour = layout.index(coord.pp, chunk) + step
-        if layout.pp > 1 and 0 <= neighbour < layout.count:
-            there, back = ("pp.up", "pp.down") if neighbour % layout.pp > coord.pp else ("pp.down", "pp.up")
+    for chunk in range(layout.vpp):
+        for stage in neighbours(forward(chunk, 0), coord.pp, layout.placement):
+            if stage is None:
+                continue
+            above = layout.placement.places[stage][0] > coord.pp
+            there, back = ("pp.up", "pp.down") if above else ("pp.down", "pp.up")
             yield CommOp(there, "send", size, "boundary", times=config.num_microbatches)
             yield CommOp(back, "receive", size, "boundary", times=config.num_microbatches)
 

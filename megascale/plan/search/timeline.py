@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 from megascale.config.run import RunConfig
 from megascale.core.events import COMPUTE, Event, RankEvents
+from megascale.layout.chunks import stages_of
 from megascale.layout.topology import Coord, Topology, topology_of
 from megascale.plan.account.traffic import message_bytes
 from megascale.plan.search.plan import Plan
 from megascale.plan.simulate.event_simulator import Span
 from megascale.plan.simulate.step_time import simulate_spans
+from megascale.schedule.dependencies import neighbours
 from megascale.schedule.ir import Kind
 
 NAMES = {Kind.SEND_F: "send", Kind.SEND_B: "send", Kind.WAIT_PARAMS: "all_gather", Kind.REDUCE: "reduce_scatter"}
@@ -41,7 +43,9 @@ def _event(config: RunConfig, span: Span, topology: Topology) -> Event:
         return Event(COMPUTE, name, "", *at)
     if span.row == "dp":
         return Event("dp", name, f"chunk {chunk}", *at, "dp", waits=waits)
-    forward = kind in (Kind.F, Kind.SEND_F)
-    target = chunk * topology.pp + span.rank + (1 if forward else -1)
-    label, peer = f"{'F' if forward else 'B'} {target}", topology.rank(Coord(pp=target % topology.pp))
+    placement, direction = stages_of(config).placement, Kind.F if kind in (Kind.F, Kind.SEND_F) else Kind.B
+    source, target = neighbours(span.action, span.rank, placement)
+    other, receiving = (target, target) if kind in NAMES else (source, placement.stage(span.rank, chunk))
+    assert other is not None, "a message has another end"
+    label, peer = f"{direction} {receiving}", topology.rank(Coord(pp=placement.places[other][0]))
     return Event("pp", name, label, *at, "pp", -1, message_bytes(config), peer, span.start, waits)

@@ -21,10 +21,10 @@ from megascale.layout import blocks
 from megascale.layout.chunks import fp8_layers, stages_of
 from megascale.layout.pieces import MAX_PIECES
 from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy
+from megascale.layout.stages import Place
 from megascale.layout.tensors import padded_vocab
 from megascale.plan.account.attended import expected_documents
 from megascale.plan.simulate.context_time import ContextRoutes
-from megascale.plan.simulate.event_simulator import Place
 from megascale.plan.simulate.gemm_time import KernelTimes
 from megascale.plan.simulate.link_time import Route, group_route
 from megascale.plan.simulate.profiles import Hardware, Stack
@@ -127,7 +127,7 @@ class LayerTimes:
         p, m, precision = config.parallel, config.model, config.train.precision
         stack = stack.model_copy(update={"attention": "unfused"}) if m.dropout else stack
         size = PRECISIONS[precision].facts["compute_bytes"]
-        kernels = KernelTimes(hardware, stack, "bf16" if precision == "fp8" else precision, size)
+        kernels = KernelTimes(hardware, stack, "bf16" if config.train.quantizes else precision, size)
         route = group_route(hardware, p.tp, 1, config.world_size, together=p.tp)
         overlaps = stack.overlaps.tp if config.overlap.tp else "none"
         activation = config.batch.micro * config.row_tokens * m.hidden_size * size

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from megascale.core.events import COMPUTE, RankEvents
 from megascale.operate.show.charts.shapes import FILE_START, rect, text
 from megascale.operate.show.chrome_trace import TICKS_PER_SECOND, Row, Slice, rank_label, rank_rows, step_starts
+from megascale.schedule.ir import COMPUTE_KINDS
 
 COLOURS = {
     "other compute": "#8c8c8c",
@@ -92,7 +93,8 @@ def slice_kind(slice: Slice) -> str:
         return "wait"
     if slice.event.axis != COMPUTE:
         return slice.event.axis
-    return {"F": "forward", "R": "forward", "B": "backward"}.get(slice.event.name, "other compute")
+    kind = COMPUTE_KINDS.get(slice.event.name)
+    return kind.runs if kind is not None else "other compute"
 
 
 def _order(kinds: Iterable[str]) -> list[str]:
