@@ -20,6 +20,9 @@ from megascale.core.live_file import LIVE_FILE, SHOWN_STATES, LiveRank, LiveStat
 from megascale.core.process import process_state
 from megascale.operate.driver.alerts import METRICS_FILE
 
+IDLE_S = 10.0
+"""Seconds without progress that are no news."""
+
 STALE_S = 10.0
 """Seconds after the time of the next write from which a live file is said to be stale."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from megascale.config.run import RunConfig
@@ -13,11 +12,10 @@ from megascale.core.live_file import LIVE_FILE
 from megascale.operate.driver.alerts import METRICS_FILE
 from megascale.operate.driver.incidents import LOG_FILE, JobHistory, read_history
 from megascale.operate.show.curves import MetricsFile
-from megascale.operate.show.rank_states import RankStatesReader, local_records
+from megascale.operate.show.rank_states import RankStatesReader
 from megascale.operate.show.run_config import CONFIG_FILE, RunFolderError, read_run_config
 from megascale.operate.show.run_view import RunView
-from megascale.operate.show.signs import IDLE_S
-from megascale.operate.show.standstill import standstill_of, step_limit_s
+from megascale.operate.show.standstill import with_standstill
 
 RUN_FILES = (CONFIG_FILE, METRICS_FILE, LOG_FILE, LIVE_FILE)
 """Files any of which makes a folder a run's."""
@@ -57,11 +55,7 @@ class RunReader:
             raise _unreadable(error, self.folder) from None
         except ValueError as error:
             raise RunFolderError(str(error), hint="remove the file, or give another folder") from None
-        idle = any(rank.idle_s >= IDLE_S for rank in states.ranks)  # else no limit is reached
-        records = local_records(self.folder) if idle and states.source else {}
-        view = RunView(self.folder, self._config, curves, self._history, states)
-        limit_s = step_limit_s(records.values(), view.fault, curves, restarted=bool(self._history.open))
-        return replace(view, standstill=standstill_of(states, records, view.fault, limit_s), step_limit_s=limit_s)
+        return with_standstill(RunView(self.folder, self._config, curves, self._history, states))
 
 
 def _unreadable(error: OSError, folder: Path) -> RunFolderError:

@@ -15,8 +15,7 @@ from megascale.core.units import format_count
 from megascale.layout.topology import Topology, topology_of
 from megascale.operate.driver.incidents import Incident, JobHistory
 from megascale.operate.show.curves import Curves
-from megascale.operate.show.rank_states import RankStates
-from megascale.operate.show.signs import IDLE_S
+from megascale.operate.show.rank_states import IDLE_S, RankStates
 from megascale.plan.account.parameters import parameter_count
 
 _STAGES = {

@@ -19,9 +19,7 @@ from dataclasses import dataclass
 
 from megascale.core.flight_layout import Phase
 from megascale.core.live_file import LiveRank
-
-IDLE_S = 10.0
-"""Seconds without progress that are no news."""
+from megascale.operate.show.rank_states import IDLE_S
 
 IDLE_STEPS = 3.0
 """Recent steps without progress that are no news."""

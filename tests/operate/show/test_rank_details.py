@@ -16,7 +16,7 @@ from megascale.core.live_file import LiveRank
 from megascale.core.rank import Rank
 from megascale.core.storage import Location
 from megascale.operate.show import rank_states
-from megascale.operate.show.rank_details import MOST_LINES, read_rank_details, read_rank_stack
+from megascale.operate.show.rank_details import MOST_LINES, place_in, read_rank_details, read_rank_stack
 from megascale.operate.show.run_reader import RunReader
 from megascale.operate.store import query
 from megascale.operate.store.table_files import TableFile, write_rows
@@ -42,15 +42,15 @@ def test_place_incidents_error_and_output(tmp_path: Path) -> None:
     (logs / "rank-1.error.json").write_text(json.dumps({"what": "out of memory", "exit_status": 1}))
     view = RunReader(folder).read()
     details = read_rank_details(view, 1)
-    assert details.place.groups == {"tp": (0, 1), "pp": (1, 3)}
+    assert place_in(view, 1).groups == {"tp": (0, 1), "pp": (1, 3)}
     assert [each.id for each in details.incidents] == [1, 2]
     assert details.error == "out of memory"
     assert (len(details.output), details.output[-1]) == (MOST_LINES, "line 199")
     assert details.log == logs / "rank-1.log"
-    assert (details.record, details.source) == (None, "")
+    assert details.state is None
     assert read_rank_details(view, 0).incidents == ()
     with pytest.raises(IndexError):
-        read_rank_details(view, 4)
+        place_in(view, 4)
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", '{"what": 3}'])
@@ -71,8 +71,8 @@ def test_the_record_of_a_rank_on_this_host(tmp_path: Path, shared_memory: Path) 
         details = read_rank_details(view, 2)
         assert read_rank_stack(view, 2, "stack of {}".format) == f"stack of {os.getpid()}"
         assert read_rank_stack(view, 1) == "rank 1 has no process on this host"
-    assert details.record is not None
-    assert (details.record.step, details.source) == (1, "shared memory of this host")
+    assert details.state is not None
+    assert (details.state.record.step, details.state.source) == (1, "shared memory of this host")
 
 
 def test_a_record_of_another_run_of_the_same_name_is_left_out(tmp_path: Path, shared_memory: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_record_of_another_run_of_the_same_name_is_left_out(tmp_path: Path, sh
     other = tmp_path / "elsewhere" / "test"
     with flight_record_of_rank(other, Rank(2, 4, 0, "h"), {FLIGHT_RECORD_VARIABLE: str(path)}) as record:
         record.begin_step(50)
-        assert read_rank_details(RunReader(folder).read(), 2).record is None
+        assert read_rank_details(RunReader(folder).read(), 2).state is None
 
 
 def test_the_last_record_in_the_store(tmp_path: Path) -> None:
@@ -97,9 +97,9 @@ def test_the_last_record_in_the_store(tmp_path: Path) -> None:
     write_rows(Location(f"{folder}/events"), TableFile("states", "n", 0, 0, 1), table)
     view = RunReader(folder).read()
     details = read_rank_details(view, 3)
-    assert details.record is not None
-    assert (details.record.step, details.source) == (8, "event store")
-    assert read_rank_details(view, 0).record is None
+    assert details.state is not None
+    assert (details.state.record.step, details.state.source) == (8, "event store")
+    assert read_rank_details(view, 0).state is None
 
 
 def test_only_the_table_of_states_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_a_rank_is_found_at_any_step_by_any_path_of_its_folder(tmp_path: Path, s
         for step in (1, 50, 90_000):
             record.begin_step(step)
             details = read_rank_details(RunReader(folder).read(), 0)
-            assert details.record is not None and details.record.step == step
+            assert details.state is not None and details.state.record.step == step
 
 
 def test_the_newest_of_two_records_of_a_rank(tmp_path: Path, shared_memory: Path) -> None:
@@ -140,4 +140,4 @@ def test_the_newest_of_two_records_of_a_rank(tmp_path: Path, shared_memory: Path
         with flight_record_of_rank(folder, Rank(0, 4, 0, "h"), env) as record:
             record.begin_step(5)
     details = read_rank_details(RunReader(folder).read(), 0)
-    assert details.record is not None and details.record.attempt == 0
+    assert details.state is not None and details.state.record.attempt == 0
