@@ -178,21 +178,20 @@ class ParamGroups:
         return group if tensor.width_ratio == 1 else group.for_width(tensor.width_ratio)
 
 
-def group_findings(c: Any) -> Iterator[Finding]:
+def group_findings(model: ModelConfig, config: OptimizerConfig) -> Iterator[Finding]:
     """Check options, and that every tensor of the model belongs to one group whose rule can update it."""
-    config: OptimizerConfig = c.optimizer
     groups = ParamGroups(config)
     yield from _option_findings("optimizer.options", groups.default, config.options)
     for group, table in zip(groups.listed, config.groups, strict=True):
         yield from _option_findings("optimizer.groups", group, table.get("options", {}))
-    if c.model.mup_base_width and "lamb" in groups.rules:
+    if model.mup_base_width and "lamb" in groups.rules:
         message = "has no effect with lamb, whose updates have the size of the weights"
         yield Finding("model.mup_base_width", message, "another rule, or remove the key")
     if config.groups and "lamb" in groups.rules:
         message = "lamb scales updates by norms of whole parameters, of all of them or of none"
         yield Finding("optimizer.groups", message, "another rule, or no groups")
         return
-    yield from _match_findings(c.model, groups, config.groups)
+    yield from _match_findings(model, groups, config.groups)
 
 
 def _match_findings(model: ModelConfig, groups: ParamGroups, tables: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:

@@ -29,7 +29,7 @@ from torch import Tensor
 from megascale.comm.collectives import all_reduce
 from megascale.comm.mesh import Mesh
 from megascale.comm.totals import max_over_job, sum_over_job
-from megascale.config.fp8 import Fp8Config
+from megascale.config.backends import Fp8Config
 from megascale.config.model import ModelConfig
 from megascale.core.label import Label
 from megascale.layout.blocks import block_spec, fp8_operands

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -16,7 +16,7 @@ from megascale.comm import symmetric_memory
 from megascale.comm.group import Group, single_rank_group
 from megascale.comm.mesh import Mesh, open_mesh
 from megascale.comm.warm_up import warm_up
-from megascale.config.batch_rampup import batch_sizes, samples_of_run
+from megascale.config.batch_rampup import batch_sizes
 from megascale.config.run import RunConfig
 from megascale.config.train import OptimizerConfig
 from megascale.core.errors import DataError
@@ -144,11 +144,18 @@ def build_rank_run(
         valid_loader=valid,
         valid_batches=valid_batches,
         lr=build_learning_rate(config),
-        checkpoints=Checkpoints(config, mesh, parts, device),
+        checkpoints=build_checkpoints(config, mesh, parts, device),
         progress=Progress(),
         stop=stop,
         step_hooks=build_step_hooks(config, noise_scale),
     )
+
+
+def build_checkpoints(config: RunConfig, mesh: Mesh, parts: Sequence[Stateful], device: Device) -> Checkpoints:
+    """Build what saves and resumes the state of `parts`."""
+    saved = config.model_dump(by_alias=True, mode="json")
+    folders = config.folder, config.checkpoint_folder
+    return Checkpoints(config.checkpoint, config.model, saved, *folders, mesh, parts, device)
 
 
 def build_tensor_parallel(config: RunConfig, group: Group, device: Device) -> TensorParallel:
@@ -181,7 +188,7 @@ def build_learning_rate(config: RunConfig) -> Callable[[int], float]:
     """Return the learning rate as a function of the step."""
     if config.batch.rampup is None:
         return learning_rate(config.optimizer, config.train.steps)
-    return learning_rate_by_samples(config.optimizer, config.train.steps, batch_sizes(config))
+    return learning_rate_by_samples(config.optimizer, config.train.steps, batch_sizes(config.batch))
 
 
 def run_dtypes(config: RunConfig) -> Dtypes:
@@ -287,8 +294,8 @@ def build_loaders(config: RunConfig, mesh: Mesh, device: Device) -> tuple[Loader
     Raises: DataError on rank 0 for unusable data, and without memory for a host's reader.
     """
     shape = BatchShape(config.batch.total, config.batch.micro, config.dp)
-    sizes = batch_sizes(config) if config.batch.rampup else None
-    orders: dict[SplitName, StepOrder] = {"train": StepOrder(shape, samples_of_run(config), sizes=sizes)}
+    sizes = batch_sizes(config.batch) if config.batch.rampup else None
+    orders: dict[SplitName, StepOrder] = {"train": StepOrder(shape, config.samples, sizes=sizes)}
     if mesh.rank == 0:
         for split in ("train", "valid") if config.train.eval_every else ("train",):
             _check_data(config, split)

@@ -9,7 +9,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Never
+from typing import TYPE_CHECKING, Never
 
 import torch
 
@@ -28,7 +28,6 @@ from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE
 from megascale.core.flight_writer import FlightRecordWriter
 from megascale.core.limits import PROCESSES_HINT, lacks_threads, os_error_hint
 from megascale.core.rank import NODE_VARIABLE, Rank
-from megascale.core.stored_copies import copies_notice
 from megascale.core.units import format_bytes, format_count, format_flops
 from megascale.data.bucket_summary import describe_buckets
 from megascale.data.identity import replaced_datasets, write_identities
@@ -42,7 +41,6 @@ from megascale.plan.account.parameters import parameter_count
 from megascale.trace.writers import MetricsWriter
 from megascale.train.build import build_mesh, build_rank_run
 from megascale.train.event_file import EventFile, begin_ring
-from megascale.train.fault_injection import fault_injection
 from megascale.train.loop import train
 from megascale.train.op_context import op_context
 from megascale.train.peak_flops import find_peak_flops
@@ -52,6 +50,9 @@ from megascale.train.resume import OpenWeights, load_initial_state
 from megascale.train.run import Run
 from megascale.train.saves import Saves
 from megascale.train.stop import StopRequest
+
+if TYPE_CHECKING:
+    from megascale.train.fault_injection import FaultInjection
 
 STORE_ANSWER_S = 2.0
 """Seconds that a failing rank waits for the job's store."""
@@ -83,9 +84,20 @@ def run_rank(
 
 
 def _say_copies(config: RunConfig) -> None:
+    from megascale.core.stored_copies import copies_notice
+
     with contextlib.suppress(OSError):
         if notice := copies_notice(Path(config.checkpoint.memory_dir), config.folder):
             print(notice, file=sys.stderr, flush=True)
+
+
+def _injection(config: RunConfig, rank: Rank) -> FaultInjection | None:
+    """Return the injection of `fault.inject`; None, as always in training proper, without."""
+    if not config.fault.inject:
+        return None
+    from megascale.train.fault_injection import fault_injection
+
+    return fault_injection(config, rank)
 
 
 def _report_stop(message: str, status: Exit, rank: Rank, flight: FlightRecordWriter) -> None:
@@ -154,7 +166,7 @@ def _run(
     init.init_distributed(rank, device, config.launch, config.nccl, record=record, folder=folder)
     flight.start_parts.count = count_requests
     remember_run(rank)
-    injection = fault_injection(config, rank)
+    injection = _injection(config, rank)
     flight.set_phase(Phase.GROUPS)
     mesh = build_mesh(config, rank, device, flight, ring)
     flight.set_phase(Phase.BUILD)

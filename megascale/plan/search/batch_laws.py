@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megascale.config.batch_rampup import samples_of_run
 from megascale.config.run import RunConfig
 from megascale.plan.account.flops import head_flops, token_flops
 from megascale.plan.account.parameters import parameter_count
@@ -69,7 +68,7 @@ def training_of(config: RunConfig, tokens: float | None = None, loss: float | No
     """Describe the training of a configuration. `tokens`: by default of its steps, with their batches."""
     model = config.model
     flops = token_flops(model).full - head_flops(model)
-    samples = samples_of_run(config)
+    samples = config.samples
     return Training(tokens or float(samples * model.seq_length), parameter_count(model), flops, loss)
 
 
