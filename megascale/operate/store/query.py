@@ -79,7 +79,7 @@ def _configured_store(run: Location) -> Location | None:
     return Location(f"{parent}/{config['name']}", retry_s=0) if parent and "name" in config else None
 
 
-BATCH_ROWS = 500_000
+BATCH_ROWS = 1_000_000
 """Rows of a batch of `fetch_coded`, whose texts are in memory."""
 
 TRIES = 5

@@ -273,7 +273,7 @@ class _Rows(NamedTuple):
 
     def parts(self) -> tuple[tuple[Part, ...], Integers]:
         """Return the parts of these rows in ascending order, and each row's index among them."""
-        columns, code = [self.codes(name) for name in Part._fields], np.zeros(len(self.rank), np.int64)
+        columns, code = [self.codes(name) for name in Part._fields], np.zeros(len(self.rank), np.int32)
         for values, index in columns:
             code = code * len(values) + index
         there = np.flatnonzero(np.bincount(code))
@@ -281,7 +281,7 @@ class _Rows(NamedTuple):
         named = [Part(*(values[at] for (values, _), at in zip(columns, each, strict=True)))
                  for each in zip(*indices, strict=True)]  # fmt: skip
         order = sorted(range(len(named)), key=named.__getitem__)
-        number = np.zeros(int(there.max(initial=-1)) + 1, np.int64)
+        number = np.zeros(int(there.max(initial=-1)) + 1, np.int32)
         number[there[order]] = np.arange(len(order))
         return tuple(named[at] for at in order), number[code]
 
@@ -319,8 +319,10 @@ def _part_arrays(rows: _Rows, shape: tuple[int, int]) -> dict[str, Any]:
         cells = np.bincount(cell, seconds, shape[0] * shape[1] * len(parts)).astype(np.float32)
         return cells.reshape(*shape, len(parts))
 
-    own = sums(np.where(compute, total - exposed, np.where(host & ~hidden, exposed, total)))
-    wait = sums(np.where(compute | host, 0.0, exposed))
+    own_s = np.where(host & ~hidden, exposed, total)
+    own = sums(np.subtract(total, exposed, out=own_s, where=compute))
+    exposed[compute | host] = 0.0
+    wait = sums(exposed)
     entered, reduces = np.zeros(shape, np.int64), np.array([key[:2] in REDUCTIONS for key in parts], bool)[part]
     issued = rows.take(reduces)
     np.maximum.at(entered, (issued.rank, issued.step), issued.column("last_issue_ns"))
