@@ -27,7 +27,7 @@ class Requirement:
     """The demands of a configuration on a backend of an operation.
 
     `variant`: name of the norm, activation, position embedding, optimizer, scale granularity (linear) or dtype (wgrad);
-    None for other operations. `dtype`: torch's name. `dropout`: on attention weights. `tp`: tensor-parallel size.
+    None for other operations. `dtype`: torch's name. `dropout`: on attention weights.
     `granularity`: of FP8 scales (`catalog.recipes`), None without FP8. `columns`: row length of a norm or activation.
     `has_window`: some layers have a sliding window. `logit_softcap`, `attention_softcap`: the logits, or the scores of
     attention, have a soft cap. `document_mask`: attention stays within documents, and positions restart. `used`: the
@@ -37,7 +37,6 @@ class Requirement:
     variant: str | None
     dtype: str
     dropout: bool
-    tp: int
     granularity: str | None
     head_dim: int
     columns: int
@@ -76,7 +75,6 @@ class Requirement:
             names.get(operation),
             dtype,
             model.dropout > 0,
-            tp,
             granularity,
             model.head_dim,
             model.ffn_size // tp if operation == "activation" else model.hidden_size,
@@ -100,8 +98,8 @@ UNSUPPORTED = {
 def unmet_requirement(card: Card, requirement: Requirement) -> str | None:
     """Say which demand a backend does not meet, by the facts of its card; None if all are met.
 
-    `variants`, `dtypes`, `granularities`: supported values, empty or absent for all. `dropout`, `tensor_parallel`,
-    `logit_softcap`, `attention_softcap`, `document_mask`: False if unsupported; the soft cap of scores also if absent.
+    `variants`, `dtypes`, `granularities`: supported values, empty or absent for all. `dropout`, `logit_softcap`,
+    `attention_softcap`, `document_mask`: False if unsupported; the soft cap of scores also if absent.
     `min_head_dim`, `max_head_dim`, `max_columns`: limits. `window_only`: requires windows, a soft cap or documents.
     """
     facts = card.facts
@@ -115,8 +113,6 @@ def unmet_requirement(card: Card, requirement: Requirement) -> str | None:
     for feature, reason in UNSUPPORTED.items():
         if getattr(requirement, feature) and not facts.get(feature, feature != "attention_softcap"):
             return reason
-    if requirement.tp > 1 and not facts.get("tensor_parallel", True):
-        return "communicates by itself, outside the event log, and supports only tp = 1"
     masked = requirement.has_window or requirement.attention_softcap or requirement.document_mask
     if facts.get("window_only") and not masked:
         return "is for layers with a window, and there is none"

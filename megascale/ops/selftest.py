@@ -24,7 +24,7 @@ from megascale.layout.sequence_shard import TokenSpan, shard_sequence
 from megascale.ops.boundaries import Boundaries
 from megascale.ops.core_attention import AttentionMask
 from megascale.ops.cross_entropy import Targets, no_reduce
-from megascale.ops.optimizer import Segment, UpdateInput, UpdateRule
+from megascale.ops.optimizer import Segment, UpdateInput, UpdateRule, is_function
 from megascale.ops.partial_attention import Accumulator, AttentionResult, Gradients
 from megascale.ops.quantized import Quantized
 from megascale.ops.recipe import Quantizer, build_recipe
@@ -317,7 +317,7 @@ def _update(rule: Any, context: OpContext, leaves: list[Tensor]) -> list[Tensor]
     the directions of a matrix.
     """
     before, grads = ([leaf.to(_wide(leaf)) for leaf in leaves[n::2]] for n in (0, 1))
-    if not hasattr(rule, "state_names"):
+    if is_function(rule):
         return _directions(rule, context, before[0].view(TOKENS, -1), grads[0].view(TOKENS, -1))
     segments = []
     for weight, grad, is_matrix in zip(before, grads, (True, False), strict=True):

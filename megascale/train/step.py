@@ -51,10 +51,10 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
     on_device = sums | {"grad_norm": clipping.norm, "local_loss": loss.double(), "skipped": clipping.skip.double()}
     lr, read_values = run.lr(step), run.device.copy_to_host(torch.stack([*on_device.values()]))
     read_mark = recorder.mark()
-    norms = run.optimizer.compute_updates(clipping, lr, step)  # parameter norms, for LAMB; None for AdamW
+    run.optimizer.compute_updates(clipping, lr, step)
     for index, bucket in enumerate(run.buffers.buckets):  # in the order of the next forward
         with recorder.action("update", bucket.chunk):  # skipped on the device if a sum is not finite
-            run.optimizer.update_shard(index, clipping, norms, lr, step)
+            run.optimizer.update_shard(index, clipping, lr, step)
         if index == 0:  # before the all-gather overwrites a bad weight; the device is busy meanwhile
             _work_before_read(run, read_mark)
             with recorder.flight.device_wait():

@@ -450,11 +450,6 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"backends__linear": "te", "train__precision": "fp8", "fp8__recipe": "rowwise"},
         {"backends.linear": "te has no scales by row"},
     ),
-    (
-        "supported_backends",
-        {"backends__cross_entropy": "te", "parallel__tp": 2, "train__precision": "fp32"},
-        {"backends.cross_entropy": "te communicates by itself"},
-    ),
     ("data_source", {"data__mock": False}, {"data.train": "no training data"}),
     ("data_source", {"data__train": "set"}, {"data.mock": "both mock data and datasets are given"}),
     ("data_source", {"data__split": [0.0, 1.0]}, {"data.split": "the share of training documents is 0"}),

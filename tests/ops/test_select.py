@@ -111,7 +111,6 @@ def test_a_backend_skipped_by_auto_is_selected_on_request(monkeypatch: pytest.Mo
         ("logit_softcap", {"model": {"logit_softcap": 30.0}}, "has no soft cap of logits"),
         ("document_mask", {"document_mask": True}, "has no positions that restart within a row"),
         ("dropout", {"model": {"dropout": 0.1}}, "draws dropout of its own, which would depend on the layout"),
-        ("tensor_parallel", {"tp": 2}, "communicates by itself, outside the event log, and supports only tp = 1"),
     ],
 )
 def test_a_card_says_what_its_backend_lacks(

@@ -212,15 +212,15 @@ def _messages(config: RunConfig, coord: Coord) -> Iterator[CommOp]:
 
 def _gradients(config: RunConfig, coord: Coord) -> Iterator[CommOp]:
     """List the collectives of gradient buckets: over dp, of norms over tp, and of a tied embedding."""
-    p, ranks = config.parallel, replicas(config)
+    p, m, ranks = config.parallel, config.num_microbatches, replicas(config)
     compute, wide = element_bytes(config)
-    index = topology_of(config).index_in_group(coord, *DATA_AXES)
-    operation, times = "reduce_scatter" if p.zero else "all_reduce", config.num_microbatches if p.zero == 2 else 1
     for bucket in _buckets(config, coord.pp):
-        low, high = bucket.shard_range(index) if p.zero else (0, bucket.numel)
+        sharded, index = bucket.shard_axes, topology_of(config).index_in_group(coord, *bucket.reduce_axes)
+        operation, times = "reduce_scatter" if sharded.state else "all_reduce", m if sharded.gradient else 1
+        low, high = bucket.shard_range(index) if sharded.state else (0, bucket.numel)
         if ranks > 1:
             yield CommOp("dp", operation, wide * bucket.numel, "gradients", times=times)
-        if ranks > 1 and p.zero:
+        if ranks > 1 and sharded.state:
             yield CommOp("dp", "all_gather", compute * bucket.numel, "weights")
         start, stop = bucket.summed_over_tp(p.sp)
         partial = min(stop, high) - max(start, low)
@@ -250,14 +250,14 @@ def _matrix_messages(config: RunConfig, coord: Coord) -> Iterator[CommOp]:
     """List the exchanges of whole matrices with their owners, by bucket: gradients there, updates back, and weights
     there for rules that read them. Bytes are those that this rank sends.
     """
-    topology, zero, (_, wide) = topology_of(config), config.parallel.zero, element_bytes(config)
+    topology, (_, wide) = topology_of(config), element_bytes(config)
     index = topology.index_in_group(coord, *DATA_AXES)
     stage = stage_places(config, coord.pp)
     for layout, places in zip(stage.layouts, stage.places, strict=True):
         with_weight = [place for place in places if place.group.facts["weight"]]
         for of_bucket, ways in ((places, 2), (with_weight, 1)):
-            there, back = sent_elements(of_bucket, layout, topology, zero, (coord.tp, index))
-            calls = exchange_axes(of_bucket, topology, zero, index)
+            there, back = sent_elements(of_bucket, layout, topology, (coord.tp, index))
+            calls = exchange_axes(of_bucket, layout, topology, index)
             for axis in calls:
                 elements = there[axis] + (back[axis] if ways == 2 else 0)
                 yield CommOp(axis, "all_to_all", wide * elements, "matrices", calls=ways)
@@ -296,4 +296,5 @@ def _totals(config: RunConfig, coord: Coord) -> Iterator[CommOp]:
 def _buckets(config: RunConfig, pp_rank: int) -> list[BucketLayout]:
     """Pack the gradient buckets of a pipeline rank; sizes are in elements."""
     topology = topology_of(config)
-    return [pack(bucket, topology) for chunk in chunk_buckets(config, pp_rank) for bucket in chunk]
+    zero = config.parallel.zero
+    return [pack(bucket, topology, zero) for chunk in chunk_buckets(config, pp_rank) for bucket in chunk]
