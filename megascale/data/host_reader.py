@@ -30,7 +30,7 @@ def open_host_samples(
     """
     found = reader_shape(config, mesh.topology, ranks_of_host(mesh.rank), len(orders))
     readers = found.ranks
-    control = ControlChannel("host", readers, readers.index(mesh.rank), mesh.recorder.flight)
+    control = ControlChannel("host", readers, readers.index(mesh.rank), mesh.recorder.log)
     close: Callable[[], None] = lambda: None  # noqa: E731
     opened: tuple[int, int, str] = (0, 0, "")
     if mesh.rank == readers[0]:

@@ -20,8 +20,6 @@ from megascale.config.batch_rampup import batch_sizes
 from megascale.config.run import RunConfig
 from megascale.config.train import OptimizerConfig
 from megascale.core.errors import DataError
-from megascale.core.event_ring import EventRing
-from megascale.core.flight_writer import FlightRecordWriter
 from megascale.core.rank import Rank
 from megascale.data.batch_shape import BatchShape, StepOrder
 from megascale.data.host_reader import open_host_samples
@@ -30,7 +28,7 @@ from megascale.data.hybrid_batches import HybridPool
 from megascale.data.loader import Loader
 from megascale.data.mixture import Mixture, MockMixture, SplitName, build_mixture
 from megascale.data.reader_shape import reads_samples, reads_tokens
-from megascale.device import Device
+from megascale.device import Device, profiler_range
 from megascale.layout.chunks import chunk_buckets, fp8_layers, stages_of
 from megascale.layout.document_shards import row_sharding
 from megascale.layout.param_groups import ParamGroups
@@ -55,11 +53,12 @@ from megascale.parallel.pipeline import P2PActivationSpec, PipelineExecutor
 from megascale.parallel.stateful import Stateful
 from megascale.parallel.tp_overlap import TensorParallel
 from megascale.plan.account.flops import sequence_flops
+from megascale.record.log import RankLog
+from megascale.record.recorder import Recorder
 from megascale.schedule.ir import RankSchedule, build_schedule, forwards_only
 from megascale.schedule.lower import lower
 from megascale.schedule.one_f_one_b import one_f_one_b
 from megascale.schedule.state_aware import build_state_aware
-from megascale.trace.recorder import Recorder
 from megascale.train.noise_scale import NoiseScale
 from megascale.train.op_context import op_context
 from megascale.train.policy_state import PolicyState
@@ -76,14 +75,13 @@ def build_mesh(
     config: RunConfig,
     rank: Rank,
     device: Device,
-    flight: FlightRecordWriter | None = None,
-    ring: EventRing | None = None,
+    log: RankLog | None = None,
 ) -> Mesh:
-    """Open and warm up this rank's process groups. Requires `comm.init.init_distributed`. `flight`, `ring`: this
-    rank's flight record and event ring.
+    """Open and warm up this rank's process groups. Requires `comm.init.init_distributed`. `log`: this
+    rank's.
     """
     placement = stages_of(config).placement
-    recorder = Recorder(device.timer(), enabled=config.observe.record, flight=flight, ring=ring)
+    recorder = Recorder(device.timer(), log, enabled=config.observe.record, named_range=profiler_range)
     mesh = open_mesh(
         topology_of(config),
         rank.rank,
@@ -93,7 +91,7 @@ def build_mesh(
         launch=config.launch,
         nccl=config.nccl,
     )
-    recorder.flight.start_parts.begin("warm-up")
+    recorder.log.start_parts.begin("warm-up")
     warm_up(mesh, device, placement.links)
     return mesh
 
@@ -116,7 +114,7 @@ def build_rank_run(
     offload = ActivationOffload(device.host_buffers()) if config.train.activation_offload else None
     stages = build_stages(config, mesh, buffers, tp, LayerOps.from_context(context), fp8_state, offload)
     optimizer, guard = build_optimizer(config.optimizer, mesh, buffers, context, device.torch_device)
-    mesh.recorder.flight.start_parts.begin("indices")
+    mesh.recorder.log.start_parts.begin("indices")
     noise_scale = build_noise_scale(config, mesh, buffers, device.torch_device)
     average = WeightAverage(config.train, optimizer.shards, mesh) if config.train.average != "none" else None
     train, valid, valid_batches = build_loaders(config, mesh, device)
@@ -125,7 +123,7 @@ def build_rank_run(
     optional: list[Stateful | None] = [guard, noise_scale, average, policy]
     parts: list[Stateful] = [optimizer, fp8_state, *(part for part in optional if part is not None)]
     order_of = lru_cache(KEPT_ORDERS)(partial(build_order, config, mesh.coord.pp))
-    mesh.recorder.flight.start_parts.begin("build")
+    mesh.recorder.log.start_parts.begin("build")
     return Run(
         config=config,
         device=device,

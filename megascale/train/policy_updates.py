@@ -18,7 +18,7 @@ from megascale.core.errors import DataError
 from megascale.core.skipped_ranges import order_index
 from megascale.data.data_policy import DataPolicy, DataReport
 from megascale.data.mixture_weights import next_place, shares
-from megascale.trace.metrics import MixtureUpdate
+from megascale.record.metrics import MixtureUpdate
 from megascale.train.policy_state import PolicyState
 from megascale.train.run import Hook
 from megascale.train.step_totals import StepTotals

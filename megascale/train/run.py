@@ -36,7 +36,7 @@ from megascale.train.weight_average import WeightAverage
 
 if TYPE_CHECKING:
     from megascale.checkpoint.save.attempt import SaveResult
-    from megascale.trace.metrics import EvaluationMetrics
+    from megascale.record.metrics import EvaluationMetrics
     from megascale.train.step_totals import StepTotals
 
 Dtypes = tuple[torch.dtype, torch.dtype]

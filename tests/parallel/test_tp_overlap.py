@@ -21,6 +21,7 @@ from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.layout.pieces import split_rows
 from tests.marks import only_quick
+from tests.recorded_events import recorded_events
 from tests.runs import FAMILIES, GPT, LLAMA, build_run, config_of, curve_of, send_messages, settings, traffic_of
 from tests.worlds import run_world
 
@@ -335,7 +336,9 @@ def gathers(rank: Rank, config: RunConfig) -> list[tuple[str, float]]:
     """Record weight all-gathers in issue order: the bucket, and when its first wait happened."""
     run = by_messages(rank, config)
     curve_of(run, 2)
-    events = [event for event in run.mesh.recorder.events() if event.axis == "dp" and event.name == "all_gather"]
+    events = [
+        event for event in recorded_events(run.mesh.recorder) if event.axis == "dp" and event.name == "all_gather"
+    ]
     return [(event.part, event.waits[-1][0]) for event in sorted(events, key=lambda event: event.sequence)]
 
 

@@ -17,7 +17,7 @@ from megascale.core.errors import CheckpointError, ConfigError, DataError
 from megascale.core.rank import Rank
 from megascale.core.registry import Card
 from megascale.data.which_samples import samples_of_step
-from megascale.trace.writers import JsonLinesWriter
+from megascale.record.metrics_writers import JsonLinesWriter
 from tests.data.datasets import ORIGIN
 from tests.docs.test_extending import install
 from tests.marks import only_quick

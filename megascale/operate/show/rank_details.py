@@ -16,10 +16,11 @@ from megascale.operate.driver.incidents import Incident
 from megascale.operate.health.observations import read_tail
 from megascale.operate.node.failure import ERROR_FILE_NAME, read_record
 from megascale.operate.node.stacks import stack_of
-from megascale.operate.show.last_states import LastState, read_last_state
+from megascale.operate.show.last_states import SHARED, read_last_state
 from megascale.operate.show.neighbours import RankPlace, place_of
-from megascale.operate.show.rank_states import local_records
 from megascale.operate.show.run_view import RunView
+from megascale.record.log_files import local_states
+from megascale.record.rank_state import RankState
 
 MOST_LINES = 60
 """Most lines of output that are shown."""
@@ -33,7 +34,7 @@ class RankDetails:
     """
 
     rank: int
-    state: LastState | None
+    state: RankState | None
     error: str = ""
     stack: str = ""
     log: Path | None = None
@@ -52,7 +53,7 @@ def place_in(view: RunView, rank: int) -> RankPlace:
 
 
 def details_of(
-    view: RunView, rank: int, state: LastState | None, read_stack: Callable[[int], str] = lambda pid: ""
+    view: RunView, rank: int, state: RankState | None, read_stack: Callable[[int], str] = lambda pid: ""
 ) -> RankDetails:
     """Return what is known about a rank beside its last state. `read_stack`: of a process on this host."""
     error, log, output = "", None, list[str]()
@@ -60,7 +61,7 @@ def details_of(
         error = error or _error(folder, rank)
         if not output and (lines := read_tail(folder / f"rank-{rank}.log")):
             log, output = folder / f"rank-{rank}.log", lines[-MOST_LINES:]
-    stack = read_stack(state.record.pid) if state is not None and state.is_local else ""
+    stack = read_stack(state.pid) if state is not None and state.source == SHARED else ""
     incidents = tuple(each for each in view.incidents if rank in each.culprit.ranks)
     return RankDetails(rank, state, error, stack, log, tuple(output), incidents)
 
@@ -72,8 +73,8 @@ def log_folders(view: RunView) -> tuple[Path, Path]:
 
 def read_rank_stack(view: RunView, rank: int, read_stack: Callable[[int], str] = stack_of) -> str:
     """Return the stack of a rank's process, or why there is none. `read_stack`: of a process on this host."""
-    record = local_records(view.folder).get(rank) if view.is_live else None
-    return f"rank {rank} has no process on this host" if record is None else read_stack(record.pid)
+    state = local_states(view.folder).get(rank) if view.is_live else None
+    return f"rank {rank} has no process on this host" if state is None else read_stack(state.pid)
 
 
 def _error(logs: Path, rank: int) -> str:

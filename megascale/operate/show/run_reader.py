@@ -8,7 +8,6 @@ from pathlib import Path
 
 from megascale.config.run import RunConfig
 from megascale.core.files import exists
-from megascale.core.live_file import LIVE_FILE
 from megascale.operate.driver.alerts import METRICS_FILE
 from megascale.operate.driver.incidents import LOG_FILE, JobHistory, read_history
 from megascale.operate.show.curves import MetricsFile
@@ -16,6 +15,7 @@ from megascale.operate.show.rank_states import RankStatesReader
 from megascale.operate.show.run_config import CONFIG_FILE, RunFolderError, read_run_config
 from megascale.operate.show.run_view import RunView
 from megascale.operate.show.standstill import with_standstill
+from megascale.record.live_file import LIVE_FILE
 
 RUN_FILES = (CONFIG_FILE, METRICS_FILE, LOG_FILE, LIVE_FILE)
 """Files any of which makes a folder a run's."""

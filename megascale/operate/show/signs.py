@@ -17,9 +17,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megascale.core.flight_layout import Phase
-from megascale.core.live_file import LiveRank
 from megascale.operate.show.rank_states import IDLE_S
+from megascale.record.layout import Phase
+from megascale.record.live_file import LiveRank
 
 IDLE_STEPS = 3.0
 """Recent steps without progress that are no news."""

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from megascale.core.flight_files import process_states
-from megascale.core.flight_layout import Phase
-from megascale.core.flight_record import FlightRecord
 from megascale.operate.diagnose.hang.hang import hang_verdict
 from megascale.operate.driver.classify import classify_hang
 from megascale.operate.driver.incidents import with_evidence
-from megascale.operate.show.rank_states import IDLE_S, local_records
+from megascale.operate.show.rank_states import IDLE_S
 from megascale.operate.show.run_view import RunView
 from megascale.operate.show.signs import STARTING, idle_limit_s
+from megascale.record.layout import Phase
+from megascale.record.log_files import local_states, process_states
+from megascale.record.rank_state import RankState
 
 
 def with_standstill(view: RunView) -> RunView:
     """Return a run's model with why no rank makes progress: with the culprit if all ranks are on this host."""
     states = view.states
     idle = any(rank.idle_s >= IDLE_S for rank in states.ranks)  # else no limit is reached
-    records = local_records(view.folder) if idle and states.source else {}
+    records = local_states(view.folder) if idle and states.source else {}
     view = replace(view, step_limit_s=step_limit_s(records.values(), view, restarted=bool(view.history.open)))
     limit_s = standstill_limit_s({rank.phase for rank in states.ranks}, view, view.step_limit_s)
     if not states.source or states.status is not None or states.stale or states.idle_s < limit_s:
@@ -32,7 +32,7 @@ def with_standstill(view: RunView) -> RunView:
     return replace(view, standstill=text)
 
 
-def step_limit_s(records: Collection[FlightRecord], view: RunView, *, restarted: bool = False) -> float:
+def step_limit_s(records: Collection[RankState], view: RunView, *, restarted: bool = False) -> float:
     """Return the seconds without progress from which a rank in a step makes none. `records`: of ranks, as far as known.
     `restarted`: no step is known since a restart.
 

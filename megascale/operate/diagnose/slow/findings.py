@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megascale.core.events import COMPUTE
 from megascale.operate.diagnose.slow.cube_queries import recent_cube, recent_messages, sampled_cube
 from megascale.operate.diagnose.slow.drift import entry_spread
 from megascale.operate.diagnose.slow.finding import JOB, Finding, FindingKind, SlowCause, SlowCulprit
@@ -43,6 +42,7 @@ from megascale.operate.diagnose.slow.step_levels import (
     step_levels,
 )
 from megascale.operate.diagnose.slow.stragglers import gc_pauses, slow_groups, stragglers
+from megascale.record.events import COMPUTE
 
 if TYPE_CHECKING:
     import duckdb

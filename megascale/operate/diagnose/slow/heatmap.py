@@ -15,7 +15,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from megascale.core.events import COMPUTE, PAUSE
 from megascale.operate.diagnose.slow.finding import SlowCulprit
 from megascale.operate.diagnose.slow.job_cost import Excess, Model, job_costs, times_of
 from megascale.operate.diagnose.slow.peers import (
@@ -30,7 +29,7 @@ from megascale.operate.diagnose.slow.peers import (
 )
 from megascale.operate.diagnose.slow.step_cube import OTHER, Floats, Integers, Part, StepCube
 from megascale.operate.diagnose.slow.step_levels import MIN_EXPLAINED
-from megascale.operate.store.schema import HOST_AXIS
+from megascale.record.events import COMPUTE, HOST_AXIS, PAUSE
 
 Kind = Literal["pause", "compute", "data", "host"]
 KINDS: tuple[Kind, ...] = ("pause", "compute", "data", "host")

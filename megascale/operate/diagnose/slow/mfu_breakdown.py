@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megascale.core.events import COMPUTE, OPTIMIZER_ACTIONS, PAUSE
 from megascale.core.label import BACKWARD, FORWARD
 from megascale.operate.diagnose.slow.step_cube import OTHER, Booleans, Columns, StepCube
-from megascale.operate.store.schema import HOST_AXIS
+from megascale.record.events import COMPUTE, HOST_AXIS, OPTIMIZER_ACTIONS, PAUSE
 from megascale.schedule.ir import COMPUTE_KINDS
 
 BETWEEN, RESTARTS, LOST, PROFILED = "between steps", "restarts", "lost steps", "profiled steps"

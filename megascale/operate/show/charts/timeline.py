@@ -9,9 +9,9 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from megascale.core.events import COMPUTE, RankEvents
 from megascale.operate.show.charts.shapes import FILE_START, rect, text
 from megascale.operate.show.chrome_trace import TICKS_PER_SECOND, Row, Slice, rank_label, rank_rows, step_starts
+from megascale.record.events import COMPUTE, RankEvents
 from megascale.schedule.ir import COMPUTE_KINDS
 
 COLOURS = {

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.core.events import COMPUTE, Event, RankEvents
 from megascale.operate.show.charts.timeline import (
     COLOURS,
     LEFT,
@@ -22,6 +21,7 @@ from megascale.operate.show.charts.timeline import (
     merge_thin_spans,
     render_svg,
 )
+from megascale.record.events import COMPUTE, Event, RankEvents
 from tests.operate.show.event_files import job, on_own_clock
 
 SVG = "{http://www.w3.org/2000/svg}"

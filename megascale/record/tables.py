@@ -1,5 +1,5 @@
-"""The tables of a flight record, in the writer's process: strings, totals, and the row of each group. Entries are
-written once, when first used.
+"""The tables of a log, in the writer's process: texts, totals, and the row of each group. Entries are written once,
+when first used.
 """
 
 from __future__ import annotations
@@ -7,43 +7,43 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 
-from megascale.core import flight_layout as layout
-from megascale.core.flight_layout import WORD
-from megascale.core.flight_record import RankRuns
+from megascale.record import layout
+from megascale.record.layout import WORD
+from megascale.record.rank_state import RankRuns
 
 
-class FlightTables:
+class LogTables:
     """The tables in `memory`, whose numbers of 8 bytes are `words`.
 
-    `strings`: index by string. `rows`: row by (group, kind, peer). `row_words`: by row, the place of its first number.
+    `texts`: index by text. `rows`: row by (group, kind, peer). `row_words`: by row, the place of its first number.
     """
 
     def __init__(self, memory: mmap.mmap, words: memoryview) -> None:
         self._memory = memory
         self._words = words
-        self.strings: dict[str, int] = {}
+        self.texts: dict[str, int] = {}
         self.rows: dict[tuple[str, str, int], int] = {}
         self.row_words: list[int] = []
         self._totals: dict[str, int] = {}
         self._ranks: dict[tuple[str, str], RankRuns] = {}  # by group, and kind "control" or ""
         for text in ("", "(other)"):
-            self.string(text)
+            self.text(text)
 
     def write_text(self, offset: int, size: int, text: str) -> None:
         """Write a text, cut to `size` - 1 bytes, over zero bytes."""
         data = text.encode()[: size - 1]
         self._memory[offset : offset + len(data)] = data
 
-    def string(self, text: str) -> int:
-        """Return the index of a string; OTHER_STRING if the table is full."""
-        if (index := self.strings.get(text)) is not None:
+    def text(self, text: str) -> int:
+        """Return the index of a text; OTHER_TEXT if the table is full."""
+        if (index := self.texts.get(text)) is not None:
             return index
-        index = len(self.strings)
-        if index >= layout.STRINGS:
-            return layout.OTHER_STRING
-        self.write_text(layout.STRINGS_OFFSET + index * layout.STRING_BYTES, layout.STRING_BYTES, text)
-        self.strings[text] = index
-        self._words[layout.STRING_COUNT] = index + 1
+        index = len(self.texts)
+        if index >= layout.TEXTS:
+            return layout.OTHER_TEXT
+        self.write_text(layout.TEXTS_OFFSET + index * layout.TEXT_BYTES, layout.TEXT_BYTES, text)
+        self.texts[text] = index
+        self._words[layout.TEXT_COUNT] = index + 1
         return index
 
     def set_total(self, name: str, value: float) -> None:
@@ -51,7 +51,7 @@ class FlightTables:
         index = self._totals.setdefault(name, len(self._totals))
         if index < layout.TOTALS:
             place = layout.TOTALS_OFFSET + index * layout.TOTAL.size
-            layout.TOTAL.pack_into(self._memory, place, self.string(name), value)
+            layout.TOTAL.pack_into(self._memory, place, self.text(name), value)
             self._words[layout.TOTAL_COUNT] = min(len(self._totals), layout.TOTALS)
 
     def open_group(self, name: str, ranks: Sequence[int], kind: str = "") -> None:

@@ -1,12 +1,11 @@
-"""The event log of a rank: every action of a step and every communication, with times and exposed waits.
+"""The recorder of a rank: writes every action of a step and every communication into its log, with times and exposed
+waits.
 
-- `Recorder` takes records; `EventRecord` is an open record, `core.events.Event` a complete one
+- `Recorder` takes events; `EventRecord`: one that has not ended
+- `Timer`, `HostTimer`: moments in a device's work
 - `Traffic`: totals of an axis for a step's metrics
-- `profiler_range`: a named range in torch's profiler
 
-Recording never waits for the device: moments are marks, resolved to seconds once the device has passed them. A ring
-holds the newest records. Other processes read, while the rank runs, the flight record that the recorder keeps
-(`core.flight_writer`), and the event ring (`core.event_ring`), into which it writes every complete record.
+Recording never waits for the device: moments are marks, resolved to seconds once the device has passed them.
 """
 
 from __future__ import annotations
@@ -16,35 +15,52 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-import torch
-
-from megascale.core.event_ring import NO_COMMUNICATION, EventRing
-from megascale.core.events import COMPUTE, HOST_AXIS, Event
-from megascale.core.flight_layout import COLLECTIVE, MESSAGE_KINDS, Phase
-from megascale.core.flight_writer import FlightRecordWriter, Handle
 from megascale.core.label import Label, LabelLike
-from megascale.device import HostTimer, Mark, Timer
+from megascale.record.events import COMPUTE
+from megascale.record.layout import COLLECTIVE, MESSAGE_KINDS, Phase
+from megascale.record.log import Handle, RankLog
 
 _NULL_CONTEXT = nullcontext()
 
-
-def profiler_range(name: str) -> AbstractContextManager[Any]:
-    """Name the work of a `with` block in torch's profiler, if the profiler runs."""
-    running = torch.autograd.profiler._is_profiler_enabled
-    return torch.autograd.profiler.record_function(name) if running else _NULL_CONTEXT
+Mark = Any
+"""A moment in a device's work: seconds on a CPU, an object of the device's library on a GPU."""
 
 
-RING_CAPACITY = 1 << 15
-"""Records in the ring: a hundred steps of a small job, a few of a large job; about 10 MB."""
+class Timer(Protocol):
+    """Marks moments in a device's work without waiting. Times are seconds of this process's monotonic clock.
+
+    `synchronous`: the issuing thread computes, and its waits are waits of compute.
+    """
+
+    synchronous: bool
+
+    def mark(self) -> Mark: ...
+
+    def seconds(self, mark: Mark) -> float | None:
+        """Return the time at which the device passed a mark; None if the mark is still ahead."""
+
+
+class HostTimer:
+    """The timer of a CPU, whose work is done when a call returns."""
+
+    synchronous = True
+
+    def mark(self) -> Mark:
+        return time.perf_counter()
+
+    def seconds(self, mark: Mark) -> float | None:
+        assert isinstance(mark, float)
+        return mark
+
 
 MAX_MARKS_AT_ONCE = 32
 """Most records that `resolve_oldest_marks` resolves while a step is issued: 0.1 ms."""
 
 
 MIN_ACTIVITY_S = 1e-4
-"""Shortest activity of the host that the event ring gets, in seconds."""
+"""Shortest activity of the host that is recorded, in seconds."""
 
 MemoryKind = Literal["parameters", "gradients", "optimizer", "activations", "logits", "buffers"]
 """The purpose of a tensor."""
@@ -64,62 +80,60 @@ class Traffic:
 
 
 class EventRecord:
-    """An action or communication in flight, with the fields of `core.events.Event`.
+    """An action or communication that has not ended, or whose times are not seconds yet.
 
-    `end` is None until known; a `closed` record is complete. `flight`: a communication in the flight record. `waits` of
-    an action: those inside it.
+    `number`: of its event in the log, -1 for none; `handle`: a communication in the log. `end` is None until known.
+    `waits` of an action: those inside it.
     """
 
     __slots__ = (
-        "axis", "bytes", "chunk", "closed", "end", "flight", "group", "issue", "label", "microbatch", "name", "peer",
-        "sequence", "step", "waits",
+        "axis", "end", "group", "handle", "issue", "label", "name", "number", "peer", "step", "waits",
     )  # fmt: skip
 
-    flight: Handle
+    handle: Handle
 
-    def __init__(self, axis: str, name: str, label: Label, issue: Mark) -> None:
+    def __init__(
+        self, axis: str, name: str, label: Label, issue: Mark, step: int = 0, group: str = "", peer: int = -1
+    ) -> None:
         self.axis = axis
         self.name = name
         self.label = label
         self.issue = issue
+        self.step = step
+        self.group = group
+        self.peer = peer
+        self.number = -1
         self.end: Mark | None = None
-        self.closed = False
-        self.group = ""
-        self.step = self.chunk = self.microbatch = self.sequence = self.peer = -1
-        self.bytes = 0
         self.waits: list[tuple[Mark, Mark]] = []
 
 
 class Recorder:
-    """The event log. Records are in the order of their issue.
+    """Records into `log`, by default in memory of its own.
 
-    `flight` is this rank's flight record, `ring` its event ring, if any. With `enabled` False no action and no
-    communication is recorded or marked, and the flight record has no actions. `window`: the step whose time an activity
-    of the host takes, from its batch to the next one's; 0 before the first. `on_action`: called with the name of an
-    action before it, `after_action` with its record just before its end, by injected faults.
+    With `enabled` False no action is recorded, and communications have no times: they are in the rank's state alone.
+    `window`: the step whose time an activity of the host takes, from its batch to the next one's; 0 before the first.
+    `named_range`: a context manager that names an action in the device's profiler. `on_action`: called with the name of
+    an action before it, `after_action` with its record just before its end, by injected faults.
     """
 
     def __init__(
         self,
         timer: Timer | None = None,
-        capacity: int = RING_CAPACITY,
+        log: RankLog | None = None,
         *,
         enabled: bool = True,
-        flight: FlightRecordWriter | None = None,
-        ring: EventRing | None = None,
+        named_range: Callable[[str], AbstractContextManager[Any]] = lambda name: _NULL_CONTEXT,
     ) -> None:
         self.timer = timer or HostTimer()
         self.mark: Callable[[], Mark] = self.timer.mark if enabled else lambda: 0.0
-        self.flight = flight or FlightRecordWriter()
-        self.ring = ring
+        self.log = log or RankLog()
         self._enabled = enabled
+        self._named_range = named_range
         self._step = self.window = 0
-        self.dropped = 0
         self.on_action: Callable[[str], None] | None = None
         self.after_action: Callable[[EventRecord], None] | None = None
         self._current_scope = (-1, -1)
         self._action: EventRecord | None = None  # the current one
-        self._ring: deque[EventRecord] = deque(maxlen=capacity)
         self._unresolved: deque[EventRecord] = deque()  # records with marks that are not seconds yet
         self._sequences: defaultdict[str, int] = defaultdict(int)
         self._traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
@@ -135,7 +149,7 @@ class Recorder:
     def step(self, step: int) -> None:
         self._step = step
         if step:
-            self.flight.begin_step(step)
+            self.log.begin_step(step)
 
     def action(self, name: str, chunk: int = -1, microbatch: int = -1) -> AbstractContextManager[None]:
         """Record a `with` block as a named action of compute, on a model chunk and micro-batch. Communication inside
@@ -154,7 +168,7 @@ class Recorder:
         """Record a `with` block as an activity of the host, and as a phase. `until`: the device works up to this mark,
         and hides the activity.
         """
-        with self.flight.phase(phase):
+        with self.log.phase(phase):
             start = time.perf_counter()
             yield
             self.record_activity(phase, start, time.perf_counter(), until=until)
@@ -162,19 +176,17 @@ class Recorder:
     def record_activity(
         self, name: str, start: float, end: float, *, until: Mark | None = None, exposed: bool = True
     ) -> None:
-        """Write an activity of the host into the event ring, unless it was short. `until`: as in `activity`; not
-        `exposed`: other actions and waits have its time.
+        """Record an activity of the host, unless it was short. `until`: as in `activity`; not `exposed`: other actions
+        and waits have its time.
         """
-        if self.ring is None or end - start < MIN_ACTIVITY_S:
+        if end - start < MIN_ACTIVITY_S:
             return
         exposed_s = end - start if exposed else 0.0
         if until is not None:
             passed = self.timer.seconds(until)
             exposed_s = 0.0 if passed is None else max(0.0, end - max(start, passed))
         self._activities[name] += exposed_s
-        self.ring.write_event(
-            HOST_AXIS, name, Label(), (self.window, -1, -1), NO_COMMUNICATION, (start, start, end, exposed_s)
-        )
+        self.log.write_activity(name, self.window, start, end, exposed_s)
 
     def take_activities(self) -> dict[str, float]:
         """Return the seconds that training waited for each activity of the host since the last call."""
@@ -182,7 +194,7 @@ class Recorder:
         return activities
 
     def memory_kind(self, kind: MemoryKind) -> AbstractContextManager[None]:
-        """Mark the tensors of a `with` block as of this kind, for `dryrun.resource_counter`."""
+        """Mark the tensors of a `with` block as of this kind, for `plan.dryrun.resource_counter`."""
         return _NULL_CONTEXT
 
     def record_communication(
@@ -190,17 +202,21 @@ class Recorder:
     ) -> EventRecord:
         """Record a communication, just before its issue."""
         label, kind = Label.from_part(label), name if name in MESSAGE_KINDS else COLLECTIVE
-        record = EventRecord(axis, name, label, self.mark())
-        record.flight = self.flight.enter(group, name, label, nbytes, peer, (self._step, *self._current_scope), kind)
-        record.group, record.bytes, record.peer = group, nbytes, peer
+        step, place = self._step, (self._step, *self._current_scope)
+        record = EventRecord(axis, name, label, self.mark(), step, group, peer)
         if not self._enabled:
+            record.handle = self.log.enter(group, name, label, nbytes, peer, place, kind)
             return record
-        self._add(record)
-        record.sequence = self._sequences[group]
-        self._sequences[group] += 1
-        if self._step:
-            self._traffic[axis].calls += 1
-            self._traffic[axis].bytes += nbytes
+        sequence = self._sequences[group]
+        self._sequences[group] = sequence + 1
+        record.handle = self.log.enter(group, name, label, nbytes, peer, place, kind, (axis, sequence))
+        record.number = record.handle[2]
+        if not self.timer.synchronous:
+            self._unresolved.append(record)
+        if step:
+            traffic = self._traffic[axis]
+            traffic.calls += 1
+            traffic.bytes += nbytes
         return record
 
     def record_wait(self, record: EventRecord, start: Mark) -> Mark:
@@ -212,7 +228,7 @@ class Recorder:
         if self._action is not None:
             self._action.waits.append((start, end))
         if self.timer.synchronous and record.step:
-            self._traffic[record.axis].exposed_s += end - start  # type: ignore[operator]
+            self._traffic[record.axis].exposed_s += end - start
         return end
 
     def interrupt_action(self, start: float, end: float) -> None:
@@ -222,36 +238,19 @@ class Recorder:
 
     def close(self, record: EventRecord, end: Mark, *, known: bool) -> None:
         """Close the record of a communication that ends at `end`. `known`: the device has passed this mark."""
-        record.end, record.closed = end, True
+        record.end = end
         if known or self.timer.synchronous or not self._enabled:
-            self.flight.complete(record.flight)
+            self.log.complete(record.handle)
         else:  # `_resolve` completes it
-            self.flight.end_wait()
-        if self.ring is not None and self._enabled and self.timer.synchronous:
-            self._write(record)
+            self.log.end_wait()
+        if self.timer.synchronous:
+            self._write_times(record)
 
     def take_traffic(self) -> dict[str, Traffic]:
         """Return the traffic by axis since the last call. On a GPU a wait counts once the device has passed its end."""
         self.resolve_marks()
         traffic, self._traffic = dict(self._traffic), defaultdict(Traffic)
         return traffic
-
-    def events(self) -> list[Event]:
-        """Return the complete events in the ring. A communication starts at its issue, or at the end of the previous
-        communication of its channel if later.
-        """
-        self.resolve_marks()
-        ends: dict[Channel, float] = {}
-        return [_to_event(record, ends) for record in self._ring if record.closed and isinstance(record.issue, float)]
-
-    def _add(self, record: EventRecord) -> EventRecord:
-        record.step = self._step
-        record.chunk, record.microbatch = self._current_scope
-        self.dropped += len(self._ring) == self._ring.maxlen
-        self._ring.append(record)
-        if not self.timer.synchronous:
-            self._unresolved.append(record)
-        return record
 
     def resolve_marks(self) -> None:
         """Resolve all marks that the device has passed to seconds, and release them."""
@@ -274,7 +273,7 @@ class Recorder:
 
     def _resolve(self, record: EventRecord) -> bool:
         """Resolve a record; return False if the record is incomplete or the device has not passed its marks."""
-        if not record.closed or record.end is None:
+        if record.end is None:
             return False
         times: list[float] = []
         for mark in (record.end, record.issue, *(mark for wait in record.waits for mark in wait)):
@@ -284,51 +283,34 @@ class Recorder:
         record.end, record.issue = times[:2]
         record.waits = list(zip(times[2::2], times[3::2], strict=True))
         if record.axis != COMPUTE:
-            self.flight.complete(record.flight)
-        if record.axis != COMPUTE and record.step:
-            self._traffic[record.axis].exposed_s += sum(b - a for a, b in zip(times[2::2], times[3::2], strict=True))
-        if self.ring is not None:
-            self._write(record)
+            self.log.complete(record.handle)
+            if record.step:
+                self._traffic[record.axis].exposed_s += sum(end - start for start, end in record.waits)
+        self._write_times(record)
         return True
 
-    def _write(self, record: EventRecord) -> None:
-        """Write a complete record, whose marks are seconds, into the event ring."""
-        assert self.ring is not None
-        issue: float = record.issue  # type: ignore[assignment]
+    def _write_times(self, record: EventRecord) -> None:
+        """Write the times of a record whose marks are seconds. A communication starts at its issue, or at the end of
+        the one before it in its channel, if later.
+        """
+        if record.number < 0:
+            return
+        issue: float = record.issue
         end: float = record.end  # type: ignore[assignment]
-        start, exposed = _start(record, issue, end, self._channel_ends), 0.0
+        exposed = 0.0
         for begin, until in record.waits:
-            exposed += until - begin  # type: ignore[operator]
-        self.ring.write_event(
-            record.axis, record.name, record.label, (record.step, record.chunk, record.microbatch),
-            (record.group, record.sequence, record.peer, record.bytes), (issue, start, end, exposed),
-        )  # fmt: skip
+            exposed += until - begin
+        start = issue
+        if record.axis != COMPUTE:
+            channel = (record.group, record.name if record.peer >= 0 else "", record.peer)
+            previous_end = self._channel_ends.get(channel, issue)
+            self._channel_ends[channel] = max(previous_end, end)  # background communication may be overtaken
+            start = min(max(issue, previous_end), end)
+        self.log.write_times(record.number, issue, start, end, exposed)
 
 
 Channel = tuple[str, str, int]
 """Communications in their order: the group, and the direction and the peer of messages."""
-
-
-def _start(record: EventRecord, issue: float, end: float, ends: dict[Channel, float]) -> float:
-    """Return when a record started: at its issue, or at the end of the previous communication of its channel."""
-    if record.axis == COMPUTE:
-        return issue
-    channel = (record.group, record.name if record.peer >= 0 else "", record.peer)
-    previous_end = ends.get(channel, issue)
-    ends[channel] = max(previous_end, end)  # a synchronous communication may overtake background communication
-    return min(max(issue, previous_end), end)
-
-
-def _to_event(record: EventRecord, ends: dict[Channel, float]) -> Event:
-    issue, end, waits = record.issue, record.end, () if record.axis == COMPUTE else tuple(record.waits)
-    assert isinstance(issue, float) and isinstance(end, float), "a closed record with unresolved marks"
-    start = _start(record, issue, end, ends)
-    label = record.label
-    return Event(
-        record.axis, record.name, label.part, record.step, record.chunk, record.microbatch, start, end, record.group,
-        record.sequence, record.bytes, record.peer, issue, waits,  # type: ignore[arg-type]
-        label.layer, label.stage, label.direction,
-    )  # fmt: skip
 
 
 class Scope(AbstractContextManager[None]):
@@ -348,9 +330,9 @@ class Scope(AbstractContextManager[None]):
 
 
 class ActionScope(Scope):
-    """A `with` block that is a named action of compute, in the event log and in torch's profiler."""
+    """A `with` block that is a named action of compute, in the log and in the device's profiler."""
 
-    __slots__ = ("_flight_event", "_name", "_outer_action", "_range", "_record")
+    __slots__ = ("_name", "_outer_action", "_range", "_record")
 
     def __init__(self, recorder: Recorder, name: str, chunk: int, microbatch: int) -> None:
         super().__init__(recorder, chunk, microbatch)
@@ -358,22 +340,23 @@ class ActionScope(Scope):
 
     def __enter__(self) -> None:
         super().__enter__()
-        self._range = profiler_range(self._name)
-        self._range.__enter__()
         recorder = self._recorder
+        self._range = recorder._named_range(self._name)
+        self._range.__enter__()
         self._outer_action = recorder._action
-        self._record = recorder._action = recorder._add(EventRecord(COMPUTE, self._name, Label(), recorder.mark()))
-        self._flight_event = recorder.flight.begin_action(self._name, (recorder._step, *self._scope))
+        record = self._record = recorder._action = EventRecord(COMPUTE, self._name, Label(), recorder.mark())
+        if not recorder.timer.synchronous:
+            recorder._unresolved.append(record)
+        record.number = recorder.log.begin_action(self._name, (recorder._step, *self._scope))
 
     def __exit__(self, *_: object) -> None:
-        recorder = self._recorder
+        recorder, record = self._recorder, self._record
         recorder._action = self._outer_action
         if recorder.after_action is not None:
-            recorder.after_action(self._record)
-        self._record.end = recorder.mark()
-        self._record.closed = True
-        recorder.flight.end_action(self._flight_event)
-        if recorder.ring is not None and recorder.timer.synchronous:
-            recorder._write(self._record)
+            recorder.after_action(record)
+        record.end = recorder.mark()
+        recorder.log.end_action(record.number)
+        if recorder.timer.synchronous:
+            recorder._write_times(record)
         self._range.__exit__(None, None, None)
         super().__exit__()

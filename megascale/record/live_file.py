@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megascale.core.run_folder import check_not_lost
+from megascale.record.rank_state import RankState
 
 LIVE_FILE = "live.json"
 """The file's name in the run's folder."""
@@ -41,7 +42,7 @@ MOST_RANKS = 1 << 20
 class LiveRank(NamedTuple):
     """The state of a rank.
 
-    `phase`: of `core.flight_layout.Phase`, "" before the rank has begun. `step`: the current step, -1 before the first.
+    `phase`: of `record.layout.Phase`, "" before the rank has begun. `step`: the current step, -1 before the first.
     `idle_s`: whole seconds without progress; `silent_s`: without a heartbeat. `state`: the process's letter in /proc
     if it is stopped (T), waits for a disk (D), or has failed (X); "" otherwise.
     """
@@ -55,6 +56,14 @@ class LiveRank(NamedTuple):
 
 SHOWN_STATES = ("T", "t", "D", "Z", "X")
 """Letters of processes that do not run; whether a process runs or sleeps changes all the time, and tells nothing."""
+
+
+def live_rank(state: RankState | None, letter: str) -> LiveRank:
+    """Return what the live file says of a rank with this state, or none yet, whose process has a letter in /proc."""
+    shown = letter if letter in SHOWN_STATES else ""
+    if state is None:
+        return LiveRank(state=shown)
+    return LiveRank(str(state.phase), state.step, int(state.idle_s), int(state.silent_s), shown)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
-"""The event log: its ring, order, exposed times, and the totals in a step's metrics."""
+"""What a recorder writes: order, exposed times, and the totals in a step's metrics."""
 
 from __future__ import annotations
 
 import itertools
+import mmap
 import re
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from megascale.comm.group import Group, TrackedWork
 from megascale.config.run import RunConfig
-from megascale.core.event_ring import RingIdentity, open_event_ring
-from megascale.core.event_ring_reader import EventRingReader
-from megascale.core.events import COMPUTE, Event
-from megascale.core.flight_layout import Phase
 from megascale.core.rank import Rank
-from megascale.trace.recorder import MAX_MARKS_AT_ONCE, Recorder, Traffic
+from megascale.record.events import COMPUTE, Event
+from megascale.record.layout import Phase, log_bytes
+from megascale.record.log import RankLog
+from megascale.record.log_reader import LogReader
+from megascale.record.recorder import MAX_MARKS_AT_ONCE, EventRecord, Recorder, Traffic
+from tests.recorded_events import drain, recorded_events
 from tests.runs import GPT, build_run, config_of, send_messages, settings
 from tests.worlds import run_world
 
@@ -117,37 +118,17 @@ def assert_same(found: dict[str, Traffic], expected: dict[str, Traffic]) -> None
         assert traffic.exposed_s == pytest.approx(expected[axis].exposed_s, abs=1e-9)
 
 
-def test_the_ring_keeps_the_newest_and_counts_what_it_dropped() -> None:
-    recorder = in_a_step(capacity=5)
-    for count in range(1, 13):
-        begin(recorder, wait=True)
-        assert recorder.dropped == max(0, count - 5)
-    assert [event.sequence for event in recorder.events()] == [7, 8, 9, 10, 11]
-    assert recorder.take_traffic()["tp"].calls == 12, "what is dropped has been counted"
-
-
-def test_an_action_takes_room_as_a_communication_does() -> None:
-    recorder = in_a_step(capacity=3)
-    for microbatch in range(2):
-        with recorder.action("F", 0, microbatch):
-            begin(recorder, wait=True)
-    assert [(event.name, event.microbatch) for event in recorder.events()] == [
-        ("all_reduce", 0), ("F", 1), ("all_reduce", 1),
-    ]  # fmt: skip
-    assert recorder.dropped == 1
-
-
 @given(st.lists(st.sampled_from(["tp", "dp", "pp.up"]), max_size=30))
 def test_each_group_counts_its_own_communications(groups: list[str]) -> None:
     recorder = in_a_step()
     for group in groups:
         begin(recorder, group, wait=True)
     for group in set(groups):
-        assert [e.sequence for e in recorder.events() if e.group == group] == list(range(groups.count(group)))
+        assert [e.sequence for e in recorded_events(recorder) if e.group == group] == list(range(groups.count(group)))
 
 
 def places(recorder: Recorder) -> list[tuple[str, int, int]]:
-    return [(event.name, event.chunk, event.microbatch) for event in recorder.events()]
+    return [(event.name, event.chunk, event.microbatch) for event in recorded_events(recorder)]
 
 
 def test_actions_give_their_place_to_the_communications_inside() -> None:
@@ -175,7 +156,7 @@ def test_a_communication_keeps_the_place_in_which_it_was_issued() -> None:
     recorder.step = 5
     with recorder.action("F", 0, 2):
         begun.wait()
-    assert [(e.step, e.microbatch) for e in recorder.events() if e.axis == "tp"] == [(1, 1)]
+    assert [(e.step, e.microbatch) for e in recorded_events(recorder) if e.axis == "tp"] == [(1, 1)]
 
 
 def test_an_action_that_fails_ends_all_the_same() -> None:
@@ -190,10 +171,10 @@ def test_what_is_under_way_is_no_event_yet() -> None:
     recorder = in_a_step()
     with recorder.action("F"):
         begun = begin(recorder)
-        assert recorder.events() == []
-    assert [event.name for event in recorder.events()] == ["F"]
+        assert recorded_events(recorder) == []
+    assert [event.name for event in recorded_events(recorder)] == ["F"]
     begun.wait()
-    assert [event.name for event in recorder.events()] == ["F", "all_reduce"], "in the order of their issue"
+    assert [event.name for event in recorded_events(recorder)] == ["F", "all_reduce"], "in the order of their issue"
 
 
 def spans(recorder: Recorder, *communications: tuple[float, float]) -> list[tuple[float, float]]:
@@ -201,8 +182,8 @@ def spans(recorder: Recorder, *communications: tuple[float, float]) -> list[tupl
     for issue, end in communications:
         recorder.timer.now = issue  # type: ignore[attr-defined]
         record = recorder.record_communication("tp", "tp", "all_reduce", "", 8)
-        record.end, record.closed = end, True
-    return [(event.start, event.end) for event in recorder.events()]
+        recorder.close(record, end, known=True)
+    return [(event.start, event.end) for event in recorded_events(recorder)]
 
 
 def test_a_communication_starts_when_the_one_before_it_is_done() -> None:
@@ -217,8 +198,8 @@ def test_messages_of_each_peer_and_direction_have_a_channel() -> None:
     recorder = in_a_step(Clock())
     for name, peer in (("send", 1), ("receive", 1), ("send", 2), ("send", 1)):
         record = recorder.record_communication("pp", "pp.up", name, "", 8, peer)
-        record.end, record.closed = 4.0 + recorder._sequences["pp.up"], True
-    assert [event.start for event in recorder.events()] == [0, 0, 0, 5]
+        recorder.close(record, 4.0 + recorder._sequences["pp.up"], known=True)
+    assert [event.start for event in recorded_events(recorder)] == [0, 0, 0, 5]
 
 
 @pytest.mark.parametrize("timer", [Clock, Device])
@@ -229,7 +210,7 @@ def test_a_recorder_that_is_off_keeps_nothing(timer: type) -> None:
         begin(recorder, wait=True)
         pending = begin(recorder, peer=1)
     pending.wait()
-    assert pending.is_completed() and recorder.take_traffic() == {} and recorder.events() == []
+    assert pending.is_completed() and recorder.take_traffic() == {} and recorded_events(recorder) == []
     assert not isinstance(clock, Device) or clock.marks == 1, "only what says when a message has gone is marked"
 
 
@@ -258,12 +239,12 @@ def test_a_wait_of_a_device_counts_once_and_only_when_it_is_past() -> None:
     issue, waited = 1, 2
     assert device.marks == waited
     for device.passed in (0, issue):
-        assert recorder.events() == []
+        assert recorded_events(recorder) == []
         assert recorder.take_traffic().get("tp", Traffic()).exposed_s == 0
     device.passed = waited
     assert recorder.take_traffic() == {"tp": Traffic(0, 0, 1.0)}, "its call was counted when it was issued"
     assert recorder.take_traffic() == {}
-    (event,) = recorder.events()
+    (event,) = recorded_events(recorder)
     assert (event.issue, event.start, event.end, event.waits) == (1, 1, 2, ((1, 2),))
 
 
@@ -272,10 +253,10 @@ def test_what_a_device_did_in_the_background_is_known_without_a_wait() -> None:
     recorder = in_a_step(device)
     begun = begin(recorder)
     device.passed = 1
-    assert not begun.is_completed() and recorder.events() == []
+    assert not begun.is_completed() and recorded_events(recorder) == []
     device.passed = 2
     assert begun.is_completed()
-    (event,) = recorder.events()
+    (event,) = recorded_events(recorder)
     assert (event.start, event.end, event.waits) == (1, 2, ())
     begun.wait()  # does nothing
     assert device.marks == 2 and recorder.take_traffic() == {"tp": Traffic(1, 8, 0.0)}
@@ -286,18 +267,18 @@ def test_asking_for_events_loses_no_exposed_time() -> None:
     recorder = in_a_step(device)
     begin(recorder, wait=True)
     device.passed = device.marks
-    assert len(recorder.events()) == len(recorder.events()) == 1
+    assert len(recorded_events(recorder)) == len(recorded_events(recorder)) == 1
     assert recorder.take_traffic() == {"tp": Traffic(1, 8, 1.0)}
 
 
-def test_what_was_dropped_before_the_device_came_to_it_is_counted() -> None:
+def test_what_was_overwritten_before_the_device_came_to_it_is_counted() -> None:
     device = Device()
-    recorder = in_a_step(device, capacity=2)
+    recorder = in_a_step(device, RankLog(memory=mmap.mmap(-1, log_bytes(3))))
     for _ in range(10):
         begin(recorder, wait=True)
     device.passed = device.marks
     assert recorder.take_traffic() == {"tp": Traffic(10, 80, 10.0)}
-    assert [event.sequence for event in recorder.events()] == [8, 9] and recorder.dropped == 8
+    assert [event.sequence for event in recorded_events(recorder)] == [8, 9]
 
 
 moves = st.one_of(
@@ -327,13 +308,13 @@ def test_on_a_device_nothing_is_lost_or_counted_twice(script: list[tuple[str, An
                 device.mark()
         elif begun:
             getattr(begun[value % len(begun)], move)()
-        for event in recorder.events():
+        for event in recorded_events(recorder):
             assert all(t <= device.passed for t in (event.issue, event.end, *itertools.chain(*event.waits)))
     for each in begun:
         each.wait()
     device.passed = device.marks
     taken.append(recorder.take_traffic())
-    events = recorder.events()
+    events = recorded_events(recorder)
     assert sum(event.axis != COMPUTE for event in events) == len(begun)
     assert_same(total(*taken), told_by(events))
     assert not recorder._unresolved and recorder.take_traffic() == {}
@@ -347,7 +328,7 @@ def acted(recorder: Recorder, actions: int) -> None:
 
 
 def resolved(recorder: Recorder) -> int:
-    return sum(isinstance(record.issue, float) for record in recorder._ring)
+    return len(LogReader(recorder.log.memory).drain().events)
 
 
 def test_a_host_that_is_ahead_resolves_what_the_device_has_passed() -> None:
@@ -444,15 +425,18 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class RankLog:
-    """The events of a rank, (start, end, traffic) of every step and of the time after, and the ranks of the groups."""
+class RankEvents:
+    """The events of a rank, its waits (axis, start, end), (start, end, traffic) of every step and of the time after,
+    and the ranks of the groups.
+    """
 
     events: list[Event]
+    waits: list[tuple[str, float, float]]
     steps: list[tuple[float, float, dict[str, Traffic]]]
     groups: dict[str, tuple[int, ...]]
 
 
-def record_steps(rank: Rank, config: RunConfig) -> RankLog:
+def record_steps(rank: Rank, config: RunConfig) -> RankEvents:
     """Train two steps with collectives by messages, in the background."""
     from megascale.train.step import train_step
 
@@ -462,6 +446,13 @@ def record_steps(rank: Rank, config: RunConfig) -> RankLog:
         if not group.name.startswith("pp"):
             send_messages(group)
     recorder.take_traffic()
+    waits, record_wait = list[tuple[str, float, float]](), recorder.record_wait
+
+    def wait(record: EventRecord, start: float) -> float:
+        waits.append((record.axis, start, end := record_wait(record, start)))
+        return end
+
+    recorder.record_wait = wait
     steps = []
     for step in range(3):
         start = time.perf_counter()
@@ -471,19 +462,18 @@ def record_steps(rank: Rank, config: RunConfig) -> RankLog:
             run.buffers.finish_param_gather()
             run.pipeline.finish_sends()
         steps.append((start, time.perf_counter(), recorder.take_traffic()))
-    assert recorder.dropped == 0
-    return RankLog(recorder.events(), steps, {group.name: group.ranks for group in run.mesh.groups})
+    return RankEvents(recorded_events(recorder), waits, steps, {group.name: group.ranks for group in run.mesh.groups})
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
-def rank_logs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[RankLog]:
+def rank_logs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[RankEvents]:
     """The event logs of four ranks, by layout."""
     folder = tmp_path_factory.mktemp("logs")
     config = config_of(settings(GPT, folder, train__precision="fp32", **LAYOUTS[request.param]), folder)
     return run_world(config.world_size, record_steps, config)
 
 
-def test_ranks_of_a_group_number_the_same_collectives(rank_logs: list[RankLog]) -> None:
+def test_ranks_of_a_group_number_the_same_collectives(rank_logs: list[RankEvents]) -> None:
     told: defaultdict[tuple[str, tuple[int, ...]], list[list[Any]]] = defaultdict(list)
     for rank in rank_logs:
         for name, ranks in rank.groups.items():
@@ -498,7 +488,7 @@ def test_ranks_of_a_group_number_the_same_collectives(rank_logs: list[RankLog]) 
     assert sum(len(lists[0]) for lists in told.values()) > 20
 
 
-def test_each_message_is_recorded_by_both_sides(rank_logs: list[RankLog]) -> None:
+def test_each_message_is_recorded_by_both_sides(rank_logs: list[RankEvents]) -> None:
     sides: dict[str, Counter[Any]] = {"send": Counter(), "receive": Counter()}
     for number, rank in enumerate(rank_logs):
         for event in rank.events:
@@ -510,7 +500,7 @@ def test_each_message_is_recorded_by_both_sides(rank_logs: list[RankLog]) -> Non
 
 
 def test_events_are_in_the_order_of_their_issue_and_those_of_a_channel_follow_each_other(
-    rank_logs: list[RankLog],
+    rank_logs: list[RankEvents],
 ) -> None:
     for rank in rank_logs:
         issues = [event.start if event.axis == COMPUTE else event.issue for event in rank.events]
@@ -527,7 +517,7 @@ def test_events_are_in_the_order_of_their_issue_and_those_of_a_channel_follow_ea
             ends[channel] = max(event.end, ends.get(channel, 0.0))
 
 
-def test_communications_belong_to_a_chunk_and_a_micro_batch(rank_logs: list[RankLog]) -> None:
+def test_communications_belong_to_a_chunk_and_a_micro_batch(rank_logs: list[RankEvents]) -> None:
     seen = Counter[str]()
     for rank in rank_logs:
         actions = [event for event in rank.events if event.axis == COMPUTE]
@@ -551,7 +541,7 @@ def test_communications_belong_to_a_chunk_and_a_micro_batch(rank_logs: list[Rank
     assert set(seen) == communicate
 
 
-def test_every_step_has_every_action(rank_logs: list[RankLog]) -> None:
+def test_every_step_has_every_action(rank_logs: list[RankEvents]) -> None:
     for rank in rank_logs:
         for step in (1, 2):
             found = Counter((e.name, e.chunk, e.microbatch) for e in rank.events if e.step == step and not e.group)
@@ -563,22 +553,21 @@ def test_every_step_has_every_action(rank_logs: list[RankLog]) -> None:
             assert all(count == 1 for (name, *_), count in found.items() if name in "FB")
 
 
-def test_the_traffic_of_a_step_is_the_sum_of_its_events(rank_logs: list[RankLog]) -> None:
+def test_the_traffic_of_a_step_is_the_sum_of_its_events(rank_logs: list[RankEvents]) -> None:
     for rank in rank_logs:
         for step, (start, end, traffic) in enumerate(rank.steps, 1):
             told = told_by([event for event in rank.events if event.step == step])
             for axis in {*told, *traffic}:
                 found, expected = traffic.get(axis, Traffic()), told.get(axis, Traffic())
                 assert (found.calls, found.bytes) == (expected.calls, expected.bytes)
-                waits = [wait for event in rank.events if event.axis == axis for wait in event.waits]
-                during = sum(high - low for low, high in waits if start <= low and high <= end)
+                during = sum(high - low for on, low, high in rank.waits if on == axis and start <= low and high <= end)
                 assert found.exposed_s == pytest.approx(during), "waits count in the step that waits"
         assert any(traffic.exposed_s > 0 for traffic in rank.steps[0][2].values())
 
 
 def communication(rank: Rank, configs: list[RunConfig]) -> list[tuple[list[dict[str, dict[str, float]]], int]]:
     """By configuration: `communication` of the step metrics, and the number of communications in the event log."""
-    from megascale.trace.metrics import MetricsRecord, StepMetrics
+    from megascale.record.metrics import MetricsRecord, StepMetrics
     from megascale.train.loop import train
     from megascale.train.reporter import Reporter
 
@@ -600,7 +589,7 @@ def communication(rank: Rank, configs: list[RunConfig]) -> list[tuple[list[dict[
     for config in configs:
         run, listener = build_run(rank, config), Listener()
         train(run, Reporter(config, run.device, None, [listener], run.mesh.recorder))
-        calls = sum(bool(event.group) for event in run.mesh.recorder.events())
+        calls = sum(bool(event.group) for event in recorded_events(run.mesh.recorder))
         found.append((listener.said, calls))
     return found
 
@@ -634,51 +623,9 @@ def test_a_record_of_several_steps_has_their_mean(said: list[Any]) -> None:
                 assert (numbers["calls"], numbers["bytes"]) == (plain[0][axis]["calls"], plain[0][axis]["bytes"])
 
 
-@pytest.fixture(params=[Clock, Device])
-def ringed(request: pytest.FixtureRequest, tmp_path: Path) -> Recorder:
-    """A recorder in the first step with an event ring, on a host or before a device."""
-    ring = open_event_ring(tmp_path / "rank.events", RingIdentity(0, 1, 0, {}))
-    return in_a_step(request.param(), ring=ring)
-
-
-def let_pass(timer: Any) -> None:
-    """Let time pass: on a host's clock a second, on a device all its marks."""
-    if timer.synchronous:
-        timer.now += 1.0
-    else:
-        timer.passed = timer.marks
-
-
-def test_the_event_ring_has_the_events_of_the_log(ringed: Recorder, tmp_path: Path) -> None:
-    """Actions, communication in order and out of order, and waits: the same times, whoever resolves them."""
-    timer: Any = ringed.timer
-    for microbatch in range(3):
-        with ringed.action("F", 0, microbatch):
-            let_pass(timer)
-            early = begin(ringed, "tp", 8)
-            let_pass(timer)
-            begin(ringed, "dp", 16, wait=True)
-            let_pass(timer)
-            early.wait()
-    sent = begin(ringed, "pp.up", 4, peer=1)
-    let_pass(timer)
-    assert sent.is_completed()
-    events = {(e.axis, e.sequence, e.microbatch): e for e in ringed.events()}
-    reader = EventRingReader(tmp_path / "rank.events")
-    drained, strings = reader.drain(), reader.strings()
-    found = {(strings[e["axis"]], e["sequence"], e["microbatch"]): e for e in drained.events}
-    assert found.keys() == events.keys() and len(found) == 10
-    for key, event in events.items():
-        row = found[key]
-        assert [row[name] for name in ("issue", "start", "end")] == [event.issue or event.start, event.start, event.end]
-        assert (row["bytes"], row["peer"], strings[row["group_name"]]) == (event.bytes, event.peer, event.group)
-        if event.axis != COMPUTE:
-            assert row["exposed"] == pytest.approx(event.exposed)
-
-
-def test_an_action_s_exposed_time_is_that_of_the_waits_inside(tmp_path: Path) -> None:
+def test_an_action_s_exposed_time_is_that_of_the_waits_inside() -> None:
     clock = Clock()
-    recorder = in_a_step(clock, ring=open_event_ring(tmp_path / "rank.events", RingIdentity(0, 1, 0, {})))
+    recorder = in_a_step(clock)
     with recorder.action("B"):
         clock.now = 2.0
         work = begin(recorder)
@@ -688,13 +635,13 @@ def test_an_action_s_exposed_time_is_that_of_the_waits_inside(tmp_path: Path) ->
         clock.now = 7.0
         work.wait(start)
     begin(recorder).wait(5.0)
-    drained = EventRingReader(tmp_path / "rank.events").drain()
+    drained, _ = drain(recorder)
     exposed = {round(float(e["start"])): float(e["exposed"]) for e in drained.events if e["sequence"] < 0}
     assert exposed == {0: 4.0, 2: 0.0}
 
 
-def test_activities_of_the_host_go_into_the_ring_and_wait_for_no_device(tmp_path: Path) -> None:
-    recorder = Recorder(ring=open_event_ring(tmp_path / "rank.events", RingIdentity(0, 1, 0, {})), enabled=False)
+def test_activities_of_the_host_are_recorded_and_wait_for_no_device() -> None:
+    recorder = Recorder(enabled=False)
     recorder.window = 7
     recorder.record_activity("gc", 1.0, 3.0)
     recorder.record_activity("data", 3.0, 3.5, until=4.0)  # the device works until then
@@ -702,9 +649,8 @@ def test_activities_of_the_host_go_into_the_ring_and_wait_for_no_device(tmp_path
     recorder.record_activity("gc", 4.0, 4.00001)  # too short
     with recorder.activity(Phase.EVALUATION):
         time.sleep(2e-4)
-    reader = EventRingReader(tmp_path / "rank.events")
-    drained, strings = reader.drain(), reader.strings()
-    assert [strings[e["name"]] for e in drained.events] == ["gc", "data", "data", "evaluation"]
+    drained, texts = drain(recorder)
+    assert [texts[e["name"]] for e in drained.events] == ["gc", "data", "data", "evaluation"]
     assert drained.events["exposed"][:3].tolist() == [2.0, 0.0, 0.125]
     assert set(drained.events["step"].tolist()) == {7}
     seconds = recorder.take_activities()

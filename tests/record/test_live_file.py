@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megascale.core import live_file
-from megascale.core.live_file import LIVE_FILE, LiveFile, LiveRank, LiveState, read_live_file
+from megascale.record import live_file
+from megascale.record.live_file import LIVE_FILE, LiveFile, LiveRank, LiveState, read_live_file
 
 RANKS = (LiveRank(), LiveRank("step", 41, 3, 0, "T"), LiveRank("data", 42), LiveRank("done", 42))
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megascale.trace.metrics import EvaluationMetrics, MetricsRecord, MixtureUpdate, StepMetrics, as_json
-from megascale.trace.writers import JsonLinesWriter, TensorBoardWriter, TerminalWriter, format_record
+from megascale.record.metrics import EvaluationMetrics, MetricsRecord, MixtureUpdate, StepMetrics, as_json
+from megascale.record.metrics_writers import JsonLinesWriter, TensorBoardWriter, TerminalWriter, format_record
 
 RECORD = StepMetrics(
     step=5,

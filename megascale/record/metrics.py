@@ -19,7 +19,7 @@ class StepMetrics:
       or the sum of their weights
     - times and throughputs: means over the steps since the last record, without evaluations and checkpoints
     - `tokens_per_s`: all processed tokens, the basis of FLOP/s, MFU and HFU; `loss_tokens_per_s`: loss tokens only
-    - `mfu_*`, `hfu_*`: by convention (`account.flops`); MFU and HFU differ under activation recomputation
+    - `mfu_*`, `hfu_*`: by convention (`plan.account.flops`); MFU and HFU differ under activation recomputation
     - `communication`: calls, bytes and exposed seconds per step, by axis, on rank 0
     - `noise_scale`: gradient noise scale in tokens, a moving average (`train.noise_scale`)
     - `fp8`: amax and shares of saturated and underflowing elements, by quantized operand

@@ -14,9 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from megascale.core.append_file import AppendFile
 from megascale.core.files import exists, write_text
-from megascale.core.tensorboard_file import TensorBoardFile
 from megascale.core.units import format_count, format_duration
-from megascale.trace.metrics import (
+from megascale.record.metrics import (
     Alert,
     EvaluationMetrics,
     MetricsRecord,
@@ -25,6 +24,7 @@ from megascale.trace.metrics import (
     as_json,
     scalars,
 )
+from megascale.record.tensorboard_file import TensorBoardFile
 
 
 class MetricsWriter(Protocol):

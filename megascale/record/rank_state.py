@@ -1,39 +1,28 @@
-"""The flight record of a rank: what the rank does now, and how far it is in each of its groups.
+"""The state of a rank: what it does now, and how far it is in each of its groups, read from the head of its log.
 
-Each rank writes its record into a small file in shared memory (`core.flight_writer`). Another process reads the file
-without the rank's help (`core.flight_reader`): while the rank is stopped, hangs in a collective or holds Python's lock,
-and after its end.
+Another process reads it (`record.log_reader`) without the rank's help: while the rank is stopped, hangs in a collective
+or holds Python's lock, and after its end.
 
-- `FlightRecord`, `GroupState`, `FlightEvent`, `Wait`: a record as values; `to_dict` and `from_dict` are its JSON form
-- `flight_record_path`: the path of a rank's file
-- `folder_key`: a number that tells runs of one name apart
+- `RankState`, `GroupState`, `FlightEvent`, `Wait`: a state as values; `to_dict` and `from_dict` are its JSON form
+- `RankRuns`: ranks in short
+- `LogError`: what is not a log
 
-The record of `torch.distributed`, which `hang.flight` reads, is another: a dump that a process writes at its end.
+The flight recorder of `torch.distributed`, which `hang.flight` reads, is another: a dump that a process writes at its
+end. `hang.dumped_records` makes states of its dumps.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-from megascale.core import flight_layout as layout
 from megascale.core.errors import MegascaleError
-from megascale.core.flight_layout import Phase
-
-FLIGHT_RECORD_VARIABLE = "MEGASCALE_FLIGHT_RECORD"
-"""Environment variable of a rank: the path of its flight record. The launcher or agent sets it and removes the file."""
-
-ATTEMPT_VARIABLE = "MEGASCALE_ATTEMPT"
-"""Environment variable of a rank: the number of the job's present attempt, from 0."""
+from megascale.record import layout
+from megascale.record.layout import Phase
 
 UNORDERED_SIGNAL = "unordered_signal"
 """Total of a rank: the number of the signal to it alone at which it has stopped the job."""
-
-SHARED_MEMORY = Path("/dev/shm")
 
 SILENT_S = 2.0
 """Seconds without a heartbeat, eight beats, after which a rank is stopped, or code holds Python's lock."""
@@ -45,8 +34,8 @@ MAX_OPEN_EVENTS = 32
 """Most events in flight in the JSON form of a record: the newest."""
 
 
-class FlightRecordError(MegascaleError):
-    """A file that is not, or not yet, a flight record."""
+class LogError(MegascaleError):
+    """A file that is not, or not yet, the log of a rank, or another form than a state's."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +91,7 @@ class GroupState:
 
     @property
     def key(self) -> str:
-        """The state's key in `FlightRecord.groups`: 'dp', 'pp.up send 3', 'world control'."""
+        """The state's key in `RankState.groups`: 'dp', 'pp.up send 3', 'world control'."""
         if self.kind == layout.COLLECTIVE:
             return self.name
         return f"{self.name} {self.kind}{f' {self.peer}' if self.peer >= 0 else ''}"
@@ -110,7 +99,7 @@ class GroupState:
 
 @dataclass(frozen=True, slots=True)
 class FlightEvent:
-    """An action of compute (`kind` "action") or a communication. `group` is a key of `FlightRecord.groups`, and "" for
+    """An action of compute (`kind` "action") or a communication. `group` is a key of `RankState.groups`, and "" for
     an action.
 
     Times are ns of the host's monotonic clock: `issued_ns`, or the start of an action; `waiting_ns`, since when compute
@@ -136,7 +125,7 @@ class FlightEvent:
 @dataclass(frozen=True, slots=True)
 class Wait:
     """The present wait of a rank. `kind`: "issuing" a communication, "waiting" for its end, or for the "device".
-    `group`: a key of `FlightRecord.groups`; "" for the device.
+    `group`: a key of `RankState.groups`; "" for the device.
     """
 
     kind: str
@@ -146,8 +135,8 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class FlightRecord:
-    """The state of a rank at a moment.
+class RankState:
+    """The state of a rank at a moment, its flight record.
 
     `start`: seconds since 1970. `progress`: writes so far; a rank that makes no progress writes nothing.
     `heartbeat_ns`: last beat of the rank's heartbeat thread, which stands still in a stopped rank and in one whose code
@@ -155,7 +144,12 @@ class FlightRecord:
     monotonic clock. `step`: the current step, or the last one; `first_step`: the first of this process, 0 before.
     `step_time_s`: median of recent steps, 0 before the first has ended. `open`: events in flight, `last`: the newest
     events; both oldest first. `folder`: key of the run's folder, `exit_status`: with which the rank has said that it
-    ends, None before; the JSON form has neither, they are of this host.
+    ends, None before. `stored_attempt`: in the event store, None until events are stored; with it are known `epoch_ns`,
+    the time since 1970 on rank 0's clock at the zero of this host's monotonic clock, the rank's coordinates, and its
+    device's FLOP/s, 0 if unknown.
+
+    What others know of the rank, as far as they do: `letter`, the process's state in /proc; `node`; `source`, where the
+    state was found, `age_s` seconds after it was read. The JSON form ends with `first_step`: the rest is of this host.
     """
 
     run: str
@@ -180,6 +174,14 @@ class FlightRecord:
     first_step: int = 0
     folder: int = 0
     exit_status: int | None = None
+    stored_attempt: int | None = None
+    epoch_ns: int = 0
+    coord: Mapping[str, int] = field(default_factory=dict)
+    peak_flops: int = 0
+    letter: str = ""
+    node: str = ""
+    source: str = ""
+    age_s: float = 0.0
 
     @property
     def idle_s(self) -> float:
@@ -206,8 +208,8 @@ class FlightRecord:
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> FlightRecord:
-        """Return the record of a JSON form. Raises: FlightRecordError for anything else."""
+    def from_dict(cls, data: Mapping[str, Any]) -> RankState:
+        """Return the state of a JSON form. Raises: LogError for anything else."""
         try:
             states = [_group_state(*fields) for fields in data["groups"]]
             return cls(
@@ -220,7 +222,7 @@ class FlightRecord:
                 last=tuple(FlightEvent(*fields) for fields in data["last"]),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise FlightRecordError(f"not the JSON form of a flight record: {error}") from None
+            raise LogError(f"not the JSON form of a flight record: {error}") from None
 
 
 _PLAIN = (
@@ -236,15 +238,3 @@ def _event_list(event: FlightEvent) -> list[Any]:
 def _group_state(name: str, kind: str, runs: Sequence[Sequence[int]] | None, *numbers: int) -> GroupState:
     ranks = None if runs is None else RankRuns(tuple((first, count, distance) for first, count, distance in runs))
     return GroupState(name, kind, ranks, *numbers)
-
-
-def folder_key(folder: Path) -> int:
-    """Return a number of 63 bits for a run's folder, which need not exist: the same for all its paths on a host."""
-    path = os.path.realpath(folder)
-    return int.from_bytes(hashlib.blake2b(os.fsencode(path), digest_size=8).digest(), "little") >> 1
-
-
-def flight_record_path(run: str, start_ns: int, rank: int) -> Path:
-    """Return the path of a rank's record in shared memory. `start_ns`: of the job's attempt, since 1970."""
-    name = "".join(char if char.isalnum() or char in "-_." else "_" for char in run)[:100]
-    return SHARED_MEMORY / f"megascale-{os.geteuid()}-{name}-{start_ns}-{rank:05d}.flight"
