@@ -11,16 +11,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from megascale.layout.topology import AXES, DATA_AXES
 from megascale.operate.store.schema import COLD_TAGS, COMMON, STEP_AXIS
 from megascale.record.events import COMPUTE, HOST_AXIS, PAUSE
 from megascale.schedule.ir import Kind
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 Floats = npt.NDArray[Any]
 Integers = npt.NDArray[Any]
@@ -40,6 +42,8 @@ REDUCTIONS = frozenset({("dp", "reduce_scatter"), ("dp", "all_reduce")})
 
 def dictionary(column: npt.NDArray[Any] | pa.DictionaryArray) -> tuple[list[Any], Integers]:
     """Return the distinct values of a column in the order in which they come, and each row's index among them."""
+    import pyarrow as pa
+
     coded = column if isinstance(column, pa.DictionaryArray) else pa.array(column).dictionary_encode()
     return coded.dictionary.to_pylist(), coded.indices.to_numpy(zero_copy_only=False)
 
