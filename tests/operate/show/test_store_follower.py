@@ -35,7 +35,7 @@ def test_a_bug_in_an_analysis_is_told_and_the_next_is_made(tmp_path: Path, monke
     monkeypatch.setattr(store_follower, "LEAST_PAUSE_S", 0.01)
     run, _ = make_stored_run(tmp_path, FleetFault(), steps=2)
     follower = StoreFollower(run).start()
-    assert again.wait(60)
+    assert again.wait(60), follower.error
     follower.stop()
     assert "an analysis has failed: ValueError('a bug')" in told[0]
     assert follower.error == ""
