@@ -25,8 +25,8 @@ from megascale.core.files import exists, write_text
 from megascale.core.limits import PROCESSES_HINT, lacks_threads, os_error_hint
 from megascale.core.rank import NODE_VARIABLE, Rank
 from megascale.core.units import format_bytes, format_count, format_flops
-from megascale.data.bucket_summary import describe_buckets
-from megascale.data.identity import replaced_datasets, write_identities
+from megascale.data.mix.mixture_spec import mixture_spec
+from megascale.data.read.identity import replaced_datasets, write_identities
 from megascale.device import detect_device
 from megascale.operate.node import affinity
 from megascale.operate.node.failure import exit_status_of, is_peer_lost, write_error, write_stop
@@ -190,14 +190,19 @@ def _open_reporter(run: Run, peak: Peak | None, resumed: str) -> Reporter:
     """Open what reports of the run, and say how it begins. `resumed`: what it was resumed from, "" for nothing."""
     config, step = run.config, run.progress.step
     writes = run.mesh.rank == 0
-    replaced = replaced_datasets(config) if writes and step else []
+    replaced = replaced_datasets(config.data, config.folder) if writes and step else []
     reporter = Reporter(config, run.device, peak, _prepare_folder(config, step) if writes else [], run.mesh.recorder)
     if writes and step:
         reporter.load_history(config.folder)
+    buckets = ""
+    if writes and config.data.packing == "decompose":
+        from megascale.data.mix.bucket_summary import describe_buckets
+
+        buckets = describe_buckets(mixture_spec(config, "train"))
     texts = [
         run_summary(run, peak),
         f"WARNING: this run injects faults: {config.fault.inject}" if config.fault.inject else "",
-        describe_buckets(config) if writes else "",
+        buckets,
         resumed,
         *(f"WARNING: {text}" for text in replaced),
     ]
@@ -226,7 +231,7 @@ def _prepare_folder(config: RunConfig, resumed_step: int) -> list[MetricsWriter]
         path = config.folder / "config.toml"
         if resumed_step < config.train.steps or not exists(path):
             write_text(path, to_toml(config))
-            write_identities(config)
+            write_identities(config.data, config.folder)
         return open_writers(config, resumed_step)
     except OSError as error:
         what = f"{error.filename or config.folder} cannot be written: {error.strerror or error}"

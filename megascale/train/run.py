@@ -21,7 +21,7 @@ from megascale.checkpoint.checkpoints import Checkpoints
 from megascale.checkpoint.format.state import Progress
 from megascale.comm.mesh import Mesh
 from megascale.config.run import RunConfig
-from megascale.data.loader import Loader
+from megascale.data.mix.loader import Loader
 from megascale.device import Device
 from megascale.model.transformer import Stage
 from megascale.optim.sharded import ShardedOptimizer

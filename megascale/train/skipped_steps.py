@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megascale.core.errors import NoLossTokensError
-from megascale.core.skipped_ranges import order_index, read_before
+from megascale.data.mix.skipped_ranges import order_index, read_before
 from megascale.train.run import Hook
 
 if TYPE_CHECKING:

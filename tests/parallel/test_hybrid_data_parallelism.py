@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megascale.config.run import RunConfig
-from megascale.data import mixture
+from megascale.data.mix import mixture
 from megascale.layout.hybrid.planner import plan_hybrid
 from megascale.plan.account.context_bytes import Heads, context_bytes
 from megascale.plan.account.flops import sequence_flops

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megascale.core.rank import Rank
-from megascale.data import dataset_writer
+from megascale.data.prepare import dataset_writer
 from megascale.operate.store.schema import TAGS
 from megascale.train.loop import train
 from megascale.train.reporter import Reporter

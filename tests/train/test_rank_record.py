@@ -19,7 +19,7 @@ import pytest
 import megascale
 from megascale.core.errors import Exit
 from megascale.core.rank import Rank
-from megascale.data import dataset_writer
+from megascale.data.prepare import dataset_writer
 from megascale.record.log_files import log_path
 from tests.data.datasets import ORIGIN
 from tests.jobs import heed_signals

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from megascale.data.indexed_dataset import HEADER
+from megascale.data.read.indexed_dataset import HEADER
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS, LENGTH, TOKEN_BYTES = 2000, 100_000, 2
