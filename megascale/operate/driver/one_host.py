@@ -105,6 +105,7 @@ class _Stops:
 
     def __init__(self) -> None:
         self._requests = StopRequests()
+        self._passed = 0
         self._driver: Driver | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -116,12 +117,13 @@ class _Stops:
     def pass_to(self, driver: Driver) -> None:
         """Pass requests on to `driver`, also those before."""
         self._driver, self._loop = driver, asyncio.get_running_loop()
-        for _ in range(self._requests.count):
-            self._pass_on()
+        self._pass_on()
 
     def _pass_on(self) -> None:
         assert self._driver is not None
-        self._driver.request_stop(Exit.INTERRUPTED if self._requests.first == signal.SIGINT else Exit.STOPPED)
+        while self._passed < self._requests.count:
+            self._passed += 1
+            self._driver.request_stop(Exit.INTERRUPTED if self._requests.first == signal.SIGINT else Exit.STOPPED)
 
 
 async def _run(order: OneHost, secret: int, stops: _Stops) -> Job:
