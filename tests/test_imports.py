@@ -117,6 +117,15 @@ def test_a_launcher_starts_without_numpy(name: str, tmp_path: Path) -> None:
         ("megascale.train.step", ("megascale.data",)),  # the dataset stack
         ("megascale.train.entry", ("megascale.convert", "megascale.bench")),  # Hugging Face's formats; measurements
         ("megascale.ops.selftest", ("megascale.comm",)),
+        (  # before its ranks start; gRPC never
+            "megascale.operate.driver.one_host",
+            (
+                "megascale.operate.channel.rpc",
+                "megascale.operate.store.collector",
+                "megascale.operate.health.checks",
+                "megascale.operate.diagnose.hang.hang",
+            ),
+        ),
     ],
 )
 def test_what_a_module_does_without(name: str, absent: tuple[str, ...], tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from megascale.core.process import STOP_ORDER, stop_signals
 from megascale.core.run_folder import RunFolder
 from megascale.operate.channel.ends import Disconnected, DriverEnd
 from megascale.operate.channel.messages import Leave, Start
-from megascale.operate.driver.alerts import AlertReader
 from megascale.operate.driver.commands import CheckNodes, Command, Finish, Log, Say, Send
 from megascale.operate.driver.incidents import IncidentLog
 from megascale.operate.driver.job import Job
@@ -29,6 +28,7 @@ from megascale.operate.driver.scheduler_calls import SchedulerCalls
 from megascale.operate.print_line import print_line
 
 if TYPE_CHECKING:
+    from megascale.operate.driver.alerts import AlertReader
     from megascale.operate.driver.node_admission import NodeGate
 
 TICK_S = 0.2

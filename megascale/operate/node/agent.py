@@ -37,7 +37,6 @@ from megascale.operate.channel.messages import (
 )
 from megascale.operate.node.agent_exporter import AgentExporter
 from megascale.operate.node.agent_ranks import AgentRanks, Observe
-from megascale.operate.node.answers import check_node, read_records, take_stacks
 from megascale.operate.node.node_exporter import METRICS_S
 from megascale.operate.node.node_place import DRIVER_LOST, NodePlace
 from megascale.operate.node.threads import call_in_thread
@@ -159,6 +158,8 @@ class Agent:
                 self._say(f"an observer takes no {type(message).__name__}")
 
     async def _collect(self, order: Collect) -> None:
+        from megascale.operate.node.answers import read_records, take_stacks
+
         if self._ranks.observes and self._ranks.present is not None:  # its count of attempts is this host's
             order = replace(order, attempt=self._ranks.present.attempt)
         self._channel.send(await read_records(self._ranks.present, order))
@@ -166,6 +167,8 @@ class Agent:
             self._channel.send(await take_stacks(self._ranks.present, order))
 
     async def _check(self, order: Check) -> None:
+        from megascale.operate.node.answers import check_node
+
         self._channel.send(await check_node(order, self._place.slots))
 
     async def _send_beats(self) -> None:

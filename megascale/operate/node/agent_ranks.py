@@ -14,9 +14,7 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megascale.core.copies_folder import remove_copies
 from megascale.core.errors import CheckpointError
-from megascale.core.stored_copies import hold_copies
 from megascale.operate.channel.messages import (
     AgentMessage,
     Heartbeat,
@@ -32,11 +30,11 @@ from megascale.operate.node.agent_exporter import AgentExporter
 from megascale.operate.node.node_place import NodePlace
 from megascale.operate.node.node_ranks import NodeRanks
 from megascale.operate.node.ranks import Ranks
-from megascale.operate.node.standby_process import StandbyProcess
 from megascale.operate.node.store_listener import StoreListener
 from megascale.operate.node.threads import call_in_thread
 
 if TYPE_CHECKING:
+    from megascale.operate.node.standby_process import StandbyProcess
     from megascale.operate.store.collector import CollectorThread
 
 COLLECTOR_S = 11.0
@@ -112,6 +110,8 @@ class AgentRanks:
 
     def prepare(self, order: Prepare) -> None:
         """Have processes in standby, for the ranks of the next attempt."""
+        from megascale.operate.node.standby_process import StandbyProcess
+
         if any(not process.waits for process in self._standby) or len(self._standby) not in (0, order.processes):
             self._end_standby()
         try:
@@ -145,6 +145,8 @@ class AgentRanks:
         long as the agent lives: the next attempt may resume from them.
         """
         if (folder := ranks.order.folder) and folder.memory:
+            from megascale.core.stored_copies import hold_copies
+
             before, held = self._in_use, folder.copies(self._place.node)
             with contextlib.suppress(TimeoutError, RuntimeError, CheckpointError):  # ranks say why they cannot
                 self._in_use = await call_in_thread(lambda: hold_copies(held, Path(folder.path)), COPIES_S)
@@ -207,6 +209,8 @@ class AgentRanks:
             self._in_use.close()
             self.copies = self.copies or ("" if any(self._held.glob("rank-*")) else str(self._held))
         if self.copies:
+            from megascale.core.copies_folder import remove_copies
+
             with contextlib.suppress(TimeoutError, RuntimeError):
                 await call_in_thread(lambda: remove_copies(Path(self.copies)), COPIES_S)
 

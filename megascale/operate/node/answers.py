@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from megascale.core.errors import MegascaleError
 from megascale.core.process import process_facts
 from megascale.operate.channel.messages import Check, CheckDone, Collect, Records, Stacks
+from megascale.operate.health.checks.runner import run_check
 from megascale.operate.node.ranks import Ranks
 from megascale.operate.node.stacks import STACK_S, stack_of
 from megascale.operate.node.threads import call_in_thread
@@ -53,8 +54,6 @@ async def _stacks(pids: Mapping[int, int]) -> dict[int, str]:
 
 async def check_node(order: Check, slots: int) -> CheckDone:
     """Run a check of this node. `slots`: ranks that the node can run."""
-    from megascale.operate.health.checks.runner import run_check
-
     try:
         result = await run_check(order.name, {"slots": slots, **order.arguments}, order.timeout_s)
     except (MegascaleError, OSError, RuntimeError) as error:

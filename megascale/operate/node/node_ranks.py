@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megascale.core.errors import MegascaleError
 from megascale.core.limits import os_error_hint
@@ -24,12 +25,14 @@ from megascale.operate.node.failure import ERROR_FILE_NAME, ProcessEnd
 from megascale.operate.node.node_place import NodePlace
 from megascale.operate.node.rank_ends import STORAGE_ERROR, check_space, describe_end, failed_start, unread_end
 from megascale.operate.node.ranks import call_at_end, rank_status
-from megascale.operate.node.standby_process import StandbyProcess
 from megascale.operate.node.threads import call_in_thread
 from megascale.operate.node.workers import Launch, Worker, ending
 from megascale.record.log_files import ATTEMPT_VARIABLE, FLIGHT_RECORD_VARIABLE, log_path, remove_left_logs, remove_log
 from megascale.record.log_reader import read_state
 from megascale.record.rank_state import UNORDERED_SIGNAL, LogError, RankState
+
+if TYPE_CHECKING:
+    from megascale.operate.node.standby_process import StandbyProcess
 
 LOG_NAME = "rank-{}.log"
 """Name of the file of a rank's output, in the attempt's folder of logs."""

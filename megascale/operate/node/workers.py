@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megascale.core.errors import MegascaleError
 from megascale.core.limits import os_error_hint
@@ -22,7 +23,9 @@ from megascale.core.process import STOP_ORDER, die_with_parent, module_command
 from megascale.core.rank import STORE_VARIABLE
 from megascale.operate.channel.secret import DESCRIPTOR_VARIABLE
 from megascale.operate.node.failure import ERROR_FILE, ERROR_FILE_NAME, ProcessEnd
-from megascale.operate.node.standby_process import StandbyProcess
+
+if TYPE_CHECKING:
+    from megascale.operate.node.standby_process import StandbyProcess
 
 KILL_S = 5.0
 """Seconds in which a killed process must end. One in uninterruptible sleep, on a dead disk or file server, does not."""
