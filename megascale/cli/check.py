@@ -18,12 +18,12 @@ from megascale.config.toml_writer import to_toml
 from megascale.core.errors import ConfigError, DataError, Exit
 from megascale.core.units import format_bytes, format_count
 from megascale.data.identity import replaced_datasets
+from megascale.layout.parameters import parameter_count
 from megascale.layout.topology import topology_of
 from megascale.operate.node.host_limits import limit_findings, memory_findings
 from megascale.plan.account.activation_offload import host_bytes
 from megascale.plan.account.attended import describe_documents
 from megascale.plan.account.memory import fullest_rank
-from megascale.plan.account.parameters import parameter_count
 
 RANKS_OF_HOST = 8
 """Most ranks of a host here: a larger job usually has several hosts."""
@@ -161,7 +161,7 @@ def summary(config: RunConfig) -> str:
     inputs = (
         f"\nblock inputs of a rank in host memory {format_bytes(size)}" if (size := offloaded_bytes(config)) else ""
     )
-    documents = f"{text}\n" if (text := describe_documents(config)) else ""
+    documents = f"{text}\n" if (text := describe_documents(config.data)) else ""
     memory = "\n".join(f"  {kind:<12}{format_bytes(size):>10}" for kind, size in kinds.items())
     return (
         f"{config.name}: {format_count(parameter_count(m))} parameters, {layout} = {config.world_size} processes, "

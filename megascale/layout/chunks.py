@@ -11,8 +11,9 @@ from typing import NamedTuple
 from megascale.catalog.precisions import PRECISIONS
 from megascale.config.run import RunConfig
 from megascale.layout.buckets import pack
+from megascale.layout.parameters import layer_params, stage_params
 from megascale.layout.stages import Stages, split_layers
-from megascale.layout.tensors import TOKEN_EMBEDDING, ParamSpec, layer_params, stage_params
+from megascale.layout.tensors import TOKEN_EMBEDDING, ParamSpec
 from megascale.layout.topology import DATA_AXES, Topology, topology_of
 
 AUTO_BUCKETS = 16

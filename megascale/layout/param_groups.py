@@ -17,7 +17,8 @@ from megascale.catalog.optimizers import MATRIX_UNITS, OPTIMIZERS, QUANTIZED_BLO
 from megascale.config.finding import Finding
 from megascale.config.model import ModelConfig
 from megascale.config.train import OptimizerConfig
-from megascale.layout.tensors import ParamSpec, TensorSpec, all_params
+from megascale.layout.parameters import all_params
+from megascale.layout.tensors import ParamSpec, TensorSpec
 
 MOST = 2**40
 """Numbers among a rule's options are less."""

@@ -33,12 +33,12 @@ from megascale.core.units import format_bytes, format_count, format_flops
 from megascale.data.bucket_summary import describe_buckets
 from megascale.data.identity import replaced_datasets, write_identities
 from megascale.device import detect_device
+from megascale.layout.parameters import parameter_count
 from megascale.operate.node import affinity
 from megascale.operate.node.failure import exit_status_of, is_peer_lost, write_error, write_stop
 from megascale.ops.advice import slow_backend_hint
 from megascale.ops.select import OpContext, selected_backends
 from megascale.plan.account.memory import rank_memory
-from megascale.plan.account.parameters import parameter_count
 from megascale.trace.writers import MetricsWriter
 from megascale.train.build import Run, build_mesh, build_rank_run
 from megascale.train.event_file import EventFile, begin_ring

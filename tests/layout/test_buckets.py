@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from megascale.config.model import ModelConfig
 from megascale.layout.buckets import ALIGNMENT, pack
-from megascale.layout.tensors import TOKEN_EMBEDDING, TensorSpec, all_params, matrix_param, stage_params
+from megascale.layout.parameters import all_params, stage_params
+from megascale.layout.tensors import TOKEN_EMBEDDING, TensorSpec, matrix_param
 from megascale.layout.topology import Topology
 from tests.runs import GPT, LLAMA
 

@@ -12,7 +12,7 @@ import pytest
 from numpy.linalg import norm
 
 from megascale.core.rank import Rank
-from megascale.layout import tensors
+from megascale.layout import parameters
 from megascale.layout.chunks import fp8_weights
 from megascale.layout.tensors import TOKEN_EMBEDDING, ParamSpec
 from megascale.train.step import train_step
@@ -35,9 +35,9 @@ def updates(rank: Rank, config: Any) -> list[tuple[dict[str, tuple[np.ndarray, n
     """Return weights before and after a step by parameter, and the FP8 weights, for the given specs, and for embeddings
     without decay.
     """
-    embedding, results = tensors.embedding_params, []
+    embedding, results = parameters.embedding_params, []
     for listed in (embedding, lambda model: without_decay(embedding(model))):
-        with patch.object(tensors, "embedding_params", listed):
+        with patch.object(parameters, "embedding_params", listed):
             run = build_run(rank, config)
             before = weights(run)
             train_step(run, run.train_loader.batch(0))

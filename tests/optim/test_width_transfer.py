@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megascale.core.rank import Rank
 from megascale.layout.param_groups import ParamGroups
-from megascale.layout.tensors import all_params
+from megascale.layout.parameters import all_params
 from megascale.train.step import train_step
 from tests.optim.layouts import SMALL, configuration
 from tests.runs import build_run

@@ -23,6 +23,7 @@ from megascale.core.flight_record import FlightRecord
 from megascale.core.live_file import LIVE_FILE
 from megascale.core.registry import MissingCardError
 from megascale.core.units import format_count
+from megascale.layout.parameters import parameter_count
 from megascale.layout.topology import Topology, topology_of
 from megascale.operate.diagnose.hang.hang import hang_verdict
 from megascale.operate.driver.alerts import METRICS_FILE
@@ -31,7 +32,6 @@ from megascale.operate.driver.incidents import LOG_FILE, Incident, JobHistory, r
 from megascale.operate.show.curves import Curves, MetricsFile
 from megascale.operate.show.rank_states import RankStates, RankStatesReader, local_records
 from megascale.operate.show.signs import IDLE_S, STARTING, idle_limit_s
-from megascale.plan.account.parameters import parameter_count
 
 CONFIG_FILE = "config.toml"
 

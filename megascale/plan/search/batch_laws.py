@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 
 from megascale.config.batch_rampup import samples_of_run
 from megascale.config.run import RunConfig
+from megascale.layout.parameters import parameter_count
 from megascale.plan.account.flops import head_flops, token_flops
-from megascale.plan.account.parameters import parameter_count
 
 CRITICAL_EXPONENT = 0.47
 """The critical batch grows with this power of the tokens of a run, whatever its parameters: 0.47 (Zhang et al. 2024),

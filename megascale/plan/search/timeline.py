@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megascale.config.run import RunConfig
 from megascale.core.events import COMPUTE, Event, RankEvents
 from megascale.layout.topology import Coord, Topology, topology_of
-from megascale.plan.account.traffic import message_bytes
+from megascale.plan.account.sizes import message_bytes
 from megascale.plan.search.plan import Plan
 from megascale.plan.simulate.event_simulator import Span
 from megascale.plan.simulate.step_time import simulate_spans

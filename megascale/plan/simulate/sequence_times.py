@@ -14,11 +14,11 @@ from megascale.catalog.precisions import PRECISIONS
 from megascale.config.run import RunConfig
 from megascale.layout.chunks import stages_of
 from megascale.layout.hybrid.sequence_work import SequenceWork
+from megascale.layout.parts.times import PassTimes
 from megascale.plan.account.activation_offload import offload_share
 from megascale.plan.account.chunk_memory import with_context
 from megascale.plan.account.context_bytes import ContextMode, Heads, context_bytes
 from megascale.plan.account.memory import rank_memory
-from megascale.plan.simulate.layer_time import PassTimes
 from megascale.plan.simulate.link_time import group_route, neighbour_route
 from megascale.plan.simulate.profiles import Hardware, Stack
 from megascale.plan.simulate.step_time import StepParts
