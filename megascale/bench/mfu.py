@@ -17,7 +17,7 @@ from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
 from megascale.core.units import format_bytes, format_count, format_flops
 from megascale.layout.parameters import parameter_count
-from megascale.layout.parts.flops import TokenFlops
+from megascale.layout.parts.part import TokenFlops
 from megascale.plan.account.attended import expected_scores
 from megascale.plan.account.flops import hardware_flops, head_flops, mfu, token_flops
 

@@ -15,8 +15,11 @@ from megascale.catalog.layers import BLOCKS
 from megascale.config.model import ModelConfig
 from megascale.layout.parts.attention import AttentionSpec
 from megascale.layout.parts.elementwise import ActivationSpec, NormSpec, ResidualAdd
-from megascale.layout.parts.linear import ColumnParallel, RowParallel
-from megascale.layout.parts.part import BlockSpec, LinearSpec, Part, Surroundings
+from megascale.layout.parts.linear import ColumnParallel, LinearGroup, RowParallel
+from megascale.layout.parts.part import LinearSpec, Part, Surroundings
+from megascale.layout.parts.tiled_mlp import TiledMLP
+
+BlockSpec = tuple[Part, ...]
 
 RECENT = 16
 """Models whose blocks are cached: the layouts of a search share a model."""
@@ -80,6 +83,31 @@ def is_skippable(block: BlockSpec, part: Part) -> bool:
     tiles is skipped as a whole.
     """
     return bool(part.results) and skipped_layers(block).issuperset(part.results)
+
+
+def tile_mlp(block: BlockSpec, tiles: int) -> BlockSpec:
+    """Return a block's parts with the MLP in `tiles`, if several: a part of its own, which shares no collective."""
+    groups = [part for part in block if isinstance(part, LinearGroup) and _mlp(part)]
+    if tiles == 1 or len(groups) != 2:
+        return block
+    up, down = ColumnParallel(_mlp(groups[0])), RowParallel(_mlp(groups[1]))
+    qkv, out = (tuple(layer for layer in group.layers if layer not in _mlp(group)) for group in groups)
+    (activation,) = (part for part in block if isinstance(part, ActivationSpec))
+    after_norm = block[block.index(groups[0]) - 1].normalizes
+    parts = list[Part]()
+    for part in block:
+        if part == groups[0]:
+            parts += [ColumnParallel(qkv)] if qkv else []
+        elif part == groups[1]:
+            parts.append(TiledMLP(up, activation, down, tiles, after_norm, shares_input=bool(qkv)))
+        elif part != activation:
+            parts += [part, RowParallel(out)] if out and part.core else [part]
+    return tuple(parts)
+
+
+def _mlp(group: LinearGroup) -> tuple[LinearSpec, ...]:
+    """The layers of the MLP in a group."""
+    return tuple(layer for layer in group.layers if layer.name.startswith("mlp."))
 
 
 def serial_block(model: ModelConfig, layer: int) -> BlockSpec:

@@ -14,7 +14,7 @@ from megascale.config.run import RunConfig
 from megascale.core.files import exists
 from megascale.core.outages import Outages
 from megascale.device import Device
-from megascale.layout.parts.flops import Scores
+from megascale.layout.parts.part import Scores
 from megascale.parallel.fp8_linear import CastStats
 from megascale.plan.account.flops import hardware_flops, mfu, token_flops
 from megascale.trace.metrics import MetricsRecord, StepMetrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megascale.config.model import ModelConfig
-from megascale.layout.parts.flops import Scores
+from megascale.layout.parts.part import Scores
 from megascale.parallel.microbatch import StepBatch
 from megascale.plan.account.attended import count_scores_in
 from megascale.plan.account.step_totals import score_totals

@@ -8,9 +8,8 @@ from typing import ClassVar
 
 from megascale.config.model import ModelConfig
 from megascale.layout.parts.elementwise import gain_init
-from megascale.layout.parts.flops import Scores, TokenFlops
 from megascale.layout.parts.memory import ActivationSizes, UnitBytes
-from megascale.layout.parts.part import AttentionCore, Part, Surroundings
+from megascale.layout.parts.part import AttentionCore, Part, Scores, Surroundings, TokenFlops
 from megascale.layout.parts.times import OperationTimes, PassTimes, Seconds
 from megascale.layout.parts.traffic import CommOp, TrafficSizes
 from megascale.layout.recompute_policy import RecomputePolicy

@@ -7,17 +7,43 @@ their kind, so that a new kind of part is one class. Sizes are before tensor par
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from megascale.config.model import ModelConfig
-from megascale.layout.parts.flops import Scores, TokenFlops
 from megascale.layout.parts.memory import ActivationSizes, UnitBytes
 from megascale.layout.parts.times import OperationTimes, PassTimes, Seconds
 from megascale.layout.parts.traffic import CommOp, TrafficSizes
 from megascale.layout.recompute_policy import RecomputePolicy
 from megascale.layout.tensors import ParamSpec
+
+Scores = Mapping[int | None, tuple[float, float]]
+"""Scores of a head in the two conventions, full and causal, by the layer's window; None for full attention."""
+
+
+@dataclass(frozen=True)
+class TokenFlops:
+    """FLOPs per token. `linear`: GEMMs with weights, including the head; `full_attention`, `causal_attention`: the two
+    GEMMs of attention, Q K^T and P V.
+    """
+
+    linear: float = 0.0
+    full_attention: float = 0.0
+    causal_attention: float = 0.0
+
+    @property
+    def full(self) -> float:
+        """FLOPs with the full attention matrix, or the full window of every query."""
+        return self.linear + self.full_attention
+
+    @property
+    def causal(self) -> float:
+        """FLOPs with the unmasked scores only."""
+        return self.linear + self.causal_attention
+
+    def __add__(self, other: TokenFlops) -> TokenFlops:
+        return TokenFlops(*map(sum, zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -155,6 +181,3 @@ class Part(ABC):
     def recomputed_seconds(self, forward: Seconds, recompute: RecomputePolicy, after: Part | None) -> Seconds:
         """Return the part of a `forward` that selective recomputation repeats. `after`: the next part."""
         return Seconds()
-
-
-BlockSpec = tuple[Part, ...]

@@ -1,4 +1,4 @@
-"""An MLP that runs on one tile of a micro-batch's tokens at a time (`TiledMLP`, `tile_mlp`)."""
+"""An MLP that runs on one tile of a micro-batch's tokens at a time (`TiledMLP`)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from megascale.layout.parts.elementwise import ActivationSpec
-from megascale.layout.parts.linear import ColumnParallel, LinearGroup, RowParallel, branch_gradient
+from megascale.layout.parts.linear import ColumnParallel, RowParallel, branch_gradient
 from megascale.layout.parts.memory import ActivationSizes, UnitBytes, walk
-from megascale.layout.parts.part import BlockSpec, LinearSpec, Part, Surroundings
+from megascale.layout.parts.part import LinearSpec, Part, Surroundings
 from megascale.layout.parts.times import OperationTimes, PassTimes, Seconds
 from megascale.layout.parts.traffic import CommOp, TrafficSizes
 from megascale.layout.pieces import split_rows
@@ -82,28 +82,3 @@ class TiledMLP(Part):
         again = first.forward + (Seconds() if times.stops_early else last.forward)
         repeated = Seconds(recompute=again.total - again.tp, tp=again.tp)
         return (first + last + PassTimes(Seconds(), repeated)) * self.tiles
-
-
-def tile_mlp(block: BlockSpec, tiles: int) -> BlockSpec:
-    """Return a block's parts with the MLP in `tiles`, if several: a part of its own, which shares no collective."""
-    groups = [part for part in block if isinstance(part, LinearGroup) and _mlp(part)]
-    if tiles == 1 or len(groups) != 2:
-        return block
-    up, down = ColumnParallel(_mlp(groups[0])), RowParallel(_mlp(groups[1]))
-    qkv, out = (tuple(layer for layer in group.layers if layer not in _mlp(group)) for group in groups)
-    (activation,) = (part for part in block if isinstance(part, ActivationSpec))
-    after_norm = block[block.index(groups[0]) - 1].normalizes
-    parts = list[Part]()
-    for part in block:
-        if part == groups[0]:
-            parts += [ColumnParallel(qkv)] if qkv else []
-        elif part == groups[1]:
-            parts.append(TiledMLP(up, activation, down, tiles, after_norm, shares_input=bool(qkv)))
-        elif part != activation:
-            parts += [part, RowParallel(out)] if out and part.core else [part]
-    return tuple(parts)
-
-
-def _mlp(group: LinearGroup) -> tuple[LinearSpec, ...]:
-    """The layers of the MLP in a group."""
-    return tuple(layer for layer in group.layers if layer.name.startswith("mlp."))

@@ -13,13 +13,10 @@ from dataclasses import replace
 
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import RECIPES
-from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
-from megascale.layout.blocks import linears, surroundings
+from megascale.layout.blocks import BlockSpec, linears, surroundings, tile_mlp
 from megascale.layout.loss import loss_chunks
 from megascale.layout.parts.memory import CAST, ActivationSizes, UnitBytes, walk
-from megascale.layout.parts.part import BlockSpec
-from megascale.layout.parts.tiled_mlp import tile_mlp
 from megascale.layout.recompute_policy import RecomputePolicy
 from megascale.layout.tensors import padded_vocab
 from megascale.plan.account.attended import expected_documents
@@ -95,8 +92,9 @@ def _vocabulary(sizes: ActivationSizes) -> int:
     return padded_vocab(sizes.model, sizes.tp) // sizes.tp * sizes.model.hidden_size
 
 
-def key_store_bytes(model: ModelConfig, precision: str, tp: int, layers: int, tokens: int) -> int:
+def key_store_bytes(sizes: ActivationSizes, layers: int, tokens: int) -> int:
     """Size the keys and values of chunks that share them, of `tokens` in `layers` layers, with their gradients in the
     accumulation dtype.
     """
-    return tokens * layers * 2 * model.num_kv_heads * model.head_dim * sum(element_bytes(precision)) // tp
+    m = sizes.model
+    return tokens * layers * 2 * m.num_kv_heads * m.head_dim * (sizes.compute + sizes.wide) // sizes.tp

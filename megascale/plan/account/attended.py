@@ -12,7 +12,7 @@ from megascale.config.model import ModelConfig
 from megascale.config.train import DataConfig
 from megascale.layout.blocks import distinct_blocks
 from megascale.layout.document_lengths import equal_documents
-from megascale.layout.parts.flops import Scores
+from megascale.layout.parts.part import Scores
 
 
 def windows_of(model: ModelConfig) -> list[int | None]:

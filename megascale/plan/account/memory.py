@@ -192,7 +192,7 @@ class _Job:
         if config.num_chunks > 1:
             layers = len(self._layout.layers(self._layout.index(stage, 0)))
             tokens = config.batch.micro * config.model.seq_length
-            saved += activations.key_store_bytes(config.model, config.train.precision, p.tp, layers, tokens)
+            saved += activations.key_store_bytes(self._sizes, layers, tokens)
         if p.pp > 1 and config.overlap.pp:
             transient += min(RECV_LOOKAHEAD if stage < p.pp - 1 else 1, m) * message_bytes(config)
         if stage in (0, p.pp - 1):

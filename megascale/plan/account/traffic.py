@@ -16,13 +16,11 @@ from functools import cached_property
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.recipes import RECIPES
 from megascale.config.run import RunConfig
-from megascale.layout.blocks import block_spec, fp8_operands, is_skippable, linears
+from megascale.layout.blocks import BlockSpec, block_spec, fp8_operands, is_skippable, linears, tile_mlp
 from megascale.layout.buckets import BucketLayout, pack
 from megascale.layout.chunks import chunk_buckets, fp8_layers, shares_embedding, stages_of
 from megascale.layout.loss import loss_chunks
 from megascale.layout.owners import exchange_axes, sent_elements, stage_places
-from megascale.layout.parts.part import BlockSpec
-from megascale.layout.parts.tiled_mlp import tile_mlp
 from megascale.layout.parts.traffic import FP32, CommOp, TrafficSizes
 from megascale.layout.pieces import MAX_PIECES, split_rows
 from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy

@@ -16,10 +16,8 @@ from functools import cache, cached_property
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import RECIPES
 from megascale.config.run import RunConfig
-from megascale.layout.blocks import distinct_blocks, is_skippable
+from megascale.layout.blocks import BlockSpec, distinct_blocks, is_skippable, tile_mlp
 from megascale.layout.chunks import fp8_layers, stages_of
-from megascale.layout.parts.part import BlockSpec
-from megascale.layout.parts.tiled_mlp import tile_mlp
 from megascale.layout.parts.times import PassTimes, Seconds
 from megascale.layout.parts.traffic import CommOp, TrafficSizes
 from megascale.layout.pieces import MAX_PIECES
@@ -27,10 +25,9 @@ from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy
 from megascale.layout.tensors import padded_vocab
 from megascale.plan.account.attended import expected_documents
 from megascale.plan.account.traffic import traffic_sizes
-from megascale.plan.simulate.context_time import ContextRoutes
 from megascale.plan.simulate.event_simulator import Place
 from megascale.plan.simulate.gemm_time import KernelTimes
-from megascale.plan.simulate.link_time import Route, group_route
+from megascale.plan.simulate.link_time import ContextRoutes, Route, group_route
 from megascale.plan.simulate.profiles import Hardware, Stack
 
 CASTS = {"current": 6, "delayed": 4, "static": 4, "row": 6, "block": 4}

@@ -18,10 +18,11 @@ from megascale.plan.account.attended import (
     expected_scores,
     scores_per_token,
 )
-from megascale.plan.account.flops import hardware_flops, rank_flops, token_flops
+from megascale.plan.account.flops import hardware_flops, token_flops
 from megascale.plan.account.memory import rank_memory
 from megascale.plan.simulate.profiles import hardware, stack
 from megascale.plan.simulate.step_time import estimate
+from tests.plan.account.executed_flops import rank_flops
 from tests.runs import GPT, LLAMA, config_of, settings
 
 SIZES = {"hidden_size": 256, "num_heads": 8, "seq_length": 700, "vocab_size": 512}

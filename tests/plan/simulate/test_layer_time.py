@@ -11,10 +11,9 @@ from megascale.config.loading import load_config
 from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
 from megascale.core.registry import Card
-from megascale.layout.blocks import block_spec, serial_block
+from megascale.layout.blocks import BlockSpec, block_spec, serial_block
 from megascale.layout.parts.elementwise import NormSpec, ResidualAdd
 from megascale.layout.parts.linear import RowParallel
-from megascale.layout.parts.part import BlockSpec
 from megascale.layout.parts.times import PassTimes
 from megascale.layout.recompute_policy import NO_RECOMPUTE, RecomputePolicy
 from megascale.plan.simulate import profiles
