@@ -264,16 +264,11 @@ def rank_order(config: RunConfig, stage: int) -> RankSchedule:
     """List a rank's actions, of as many micro-batches as its memory depends on."""
     p = config.parallel
     assert p.schedule is not None, "a resolved configuration names its schedule"
-    if config.num_chunks > 1:
-        return _chunk_order(config, stage)
+    if config.num_chunks > 1:  # of as many samples as the pipeline holds
+        samples = config.num_microbatches // config.num_chunks
+        enough = min(samples, 2 + p.pp // config.num_chunks)
+        return state_aware_1f1b(p.pp, [config.num_chunks] * enough, config.data.keep_chunks, stage)
     return _order(p.schedule, p.pp, p.vpp, config.num_microbatches, stage)
-
-
-def _chunk_order(config: RunConfig, stage: int) -> RankSchedule:
-    """List a rank's actions on chunks, of as many samples as the pipeline holds."""
-    samples = config.num_microbatches // config.num_chunks
-    enough = min(samples, 2 + config.parallel.pp // config.num_chunks)
-    return state_aware_1f1b(config.parallel.pp, [config.num_chunks] * enough, config.data.keep_chunks, stage)
 
 
 @lru_cache(CACHED_ORDERS)

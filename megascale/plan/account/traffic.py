@@ -94,7 +94,7 @@ class _RankTraffic:
         yield from self._ends()
         yield from self._messages()
         yield from self._gradients()
-        if is_mixed(self.config):
+        if is_mixed(self.config.optimizer):
             yield from self._matrix_messages()
         if OPTIMIZERS[self.config.optimizer.name].facts["unit_of_work"] == "param_norms":
             yield from self._parameter_norms()

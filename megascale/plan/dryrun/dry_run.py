@@ -87,7 +87,8 @@ def dry_run(config: RunConfig, rank: int, *, collectives_in_pieces: bool = True,
             _set_state_kinds(run, counter_mode)
             state = +recorder.counts.live_bytes
             run.fp8_state.has_history = True
-            if replay_modules and has_equal_microbatches(config):
+            # chunks have more keys than the one before, and planned micro-batches differ
+            if replay_modules and config.num_chunks == 1 and config.parallel.cp_mode != "hybrid":
                 _install_replay_modules(run, ModuleCostCache(counter_mode, run.dtypes[1]))
             with recorder.memory_kind("buffers"):
                 batch = run.train_loader.batch(0)
@@ -98,11 +99,6 @@ def dry_run(config: RunConfig, rank: int, *, collectives_in_pieces: bool = True,
             return DryRun(rank, topology.coord(rank), state, +counts.at_peak, counts.flops, counts.calls)
     finally:
         rope_table.cache_clear()  # fake tables must not leak into other code
-
-
-def has_equal_microbatches(config: RunConfig) -> bool:
-    """Return False for chunks, each with more keys than the one before, and for planned micro-batches."""
-    return config.num_chunks == 1 and config.parallel.cp_mode != "hybrid"
 
 
 def _single_step_config(config: RunConfig) -> RunConfig:

@@ -16,11 +16,11 @@ from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.units import format_bytes
 from megascale.layout.hybrid.planner import makespan_bound
-from megascale.layout.length_distribution import LengthDistribution
 from megascale.plan.account.activation_offload import ranks_with_offload
 from megascale.plan.account.chunk_memory import ChunkMemory, chunk_memory, with_context
 from megascale.plan.account.context_bytes import CONTEXT_MODES, ContextMode, context_bytes
 from megascale.plan.account.memory import fullest_rank
+from megascale.plan.search.length_distribution import LengthDistribution
 from megascale.plan.simulate.length_step import LengthStep, Pool, chunked_step, hybrid_step, static_step
 from megascale.plan.simulate.profiles import Hardware, Stack
 from megascale.plan.simulate.sequence_times import SequenceTimes

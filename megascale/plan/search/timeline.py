@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megascale.config.run import RunConfig
 from megascale.core.events import COMPUTE, Event, RankEvents
 from megascale.layout.topology import Coord, Topology, topology_of
 from megascale.plan.account.sizes import message_bytes
@@ -28,12 +27,12 @@ def events(plan: Plan) -> Iterator[RankEvents]:
     topology = topology_of(config)
     for stage in range(topology.pp):
         spans = sorted((span for span in simulation.spans if span.rank == stage), key=lambda span: span.start)
-        coord, timed = Coord(pp=stage), tuple(_event(config, span, topology) for span in spans)
+        coord, timed = Coord(pp=stage), tuple(_event(span, topology, message_bytes(config)) for span in spans)
         rank = topology.rank(coord)
         yield RankEvents(rank, topology.world_size, coord._asdict(), plan.hardware.name, (), 0, timed + after)
 
 
-def _event(config: RunConfig, span: Span, topology: Topology) -> Event:
+def _event(span: Span, topology: Topology, message: int) -> Event:
     kind, chunk, microbatch = span.action
     at, name = (1, chunk, microbatch, span.start, span.end), NAMES.get(kind, kind.value)
     waits = (span.waited,) if span.waited and span.waited[1] > span.waited[0] else ()
@@ -44,4 +43,4 @@ def _event(config: RunConfig, span: Span, topology: Topology) -> Event:
     forward = kind in (Kind.F, Kind.SEND_F)
     target = chunk * topology.pp + span.rank + (1 if forward else -1)
     label, peer = f"{'F' if forward else 'B'} {target}", topology.rank(Coord(pp=target % topology.pp))
-    return Event("pp", name, label, *at, "pp", -1, message_bytes(config), peer, span.start, waits)
+    return Event("pp", name, label, *at, "pp", -1, message, peer, span.start, waits)
