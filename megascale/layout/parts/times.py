@@ -47,6 +47,15 @@ class PassTimes(_Sum):
     forward: Seconds = Seconds()
     backward: Seconds = Seconds()
 
+    @property
+    def total(self) -> float:
+        return self.forward.total + self.backward.total
+
+    @property
+    def attention(self) -> float:
+        """The seconds of attention, forward and backward, and of all that is recomputed, which may have attention."""
+        return self.forward.attention + self.backward.attention + self.backward.recompute
+
 
 class OperationTimes(Protocol):
     """Times of the operations of a micro-batch on a tensor-parallel rank (`plan.simulate.layer_time`). `tokens` of the

@@ -10,7 +10,7 @@ from itertools import product
 from typing import TypeVar
 
 from megascale.layout.hybrid.plan import HybridPlan
-from megascale.layout.hybrid.planner import plan_hybrid
+from megascale.layout.hybrid.planner import makespan_bound, plan_hybrid
 from megascale.layout.hybrid.sequence_work import SequenceWork
 from megascale.layout.packs import pack_sequences
 from megascale.layout.sequence_chunks import SequenceChunk, cut_chunks
@@ -54,6 +54,10 @@ class Pool:
     stages: int = 1
     forward: float = 1 / 3
     message: float = 0.0
+
+    def bound(self, lengths: Sequence[int]) -> float:
+        """Bound the makespan of any plan: equal work on all ranks, without communication."""
+        return makespan_bound(lengths, self.ranks, self.max_tokens, self.work, self.stages)
 
     def pipeline(self, seconds: Sequence[float], tokens: Sequence[int]) -> float:
         """Simulate 1F1B of micro-batches of unequal times and lengths."""

@@ -135,6 +135,19 @@ class StepParts:
             return pairs
         return {place: self._with_gathers(pair, self.buckets[place]) for place, pair in pairs.items()}
 
+    @cached_property
+    def slowest_rank(self) -> PassTimes:
+        """Times of the slowest pipeline rank: the sum of its chunks."""
+        p = self.config.parallel
+        ranks = (sum((self.pairs[rank, c] for c in range(p.vpp)), PassTimes()) for rank in range(p.pp))
+        return max(ranks, key=lambda pair: pair.total)
+
+    @cached_property
+    def most_layers(self) -> int:
+        """Layers of the pipeline rank with most."""
+        layout, p = stages_of(self.config), self.config.parallel
+        return max(sum(len(layout.layers(layout.index(rank, chunk))) for chunk in range(p.vpp)) for rank in range(p.pp))
+
     def _with_gathers(self, pair: PassTimes, buckets: tuple[int, ...]) -> PassTimes:
         gather, reduce = self.dp.gather(buckets), self.dp.reduce(buckets)
         return pair + PassTimes(self._layerwise(pair.forward, gather), self._layerwise(pair.backward, gather + reduce))
