@@ -15,7 +15,7 @@ from megascale.catalog.schedules import SCHEDULES
 from megascale.config import sequence_sharing, tile_rules
 from megascale.config.loading import load_config_tree
 from megascale.config.run import RunConfig
-from megascale.layout.stages import split_layers
+from megascale.layout.stages import looped, split_layers
 from megascale.layout.topology import Coord, topology_of
 
 Draw = Any
@@ -55,7 +55,7 @@ def jobs(
     tree["train"] |= draw(recomputation(parallel["vpp"]))
     if parallel["pp"] > 2 and draw(booleans):  # ends of the network without layers
         chunks = parallel["pp"] * parallel["vpp"]
-        inner = split_layers(tree["model"]["num_layers"], chunks - 2, 1).starts
+        inner = split_layers(tree["model"]["num_layers"], looped(chunks - 2, 1)).starts
         parallel["layers_per_chunk"] = [0, *(b - a for a, b in itertools.pairwise(inner)), 0]
     config = load_config_tree(tree, "drawn")
     config = with_tiles(config, draw(st.sampled_from([1, 2, 3, 4, 8])), draw(booleans)) if saves else config

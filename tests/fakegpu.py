@@ -27,7 +27,8 @@ from megascale.ops.rope import rope_table
 from megascale.plan.dryrun.dry_run import FakeDevice
 from megascale.plan.dryrun.fake_mesh import fake_mesh
 from megascale.trace.recorder import Recorder
-from megascale.train.build import Run, build_rank_run
+from megascale.train.build import build_rank_run
+from megascale.train.run import Run
 from megascale.train.stop import StopRequest
 
 NAME = "gpu"

@@ -20,6 +20,7 @@ from megascale.comm.mesh import Mesh, open_mesh
 from megascale.comm.totals import device_barrier, max_over_job
 from megascale.core.units import format_bytes
 from megascale.device import Device
+from megascale.layout.stages import looped
 from megascale.layout.topology import Topology
 from megascale.plan.simulate.link_time import Operation, Route
 from megascale.trace.recorder import Recorder
@@ -73,7 +74,7 @@ class LinkCost:
 def measure_links(device: Device, rank: int, world: int, sizes: Sequence[int], repeats: int = 20) -> list[LinkTiming]:
     """Time every operation with every size among all ranks of an initialised job. A rank returns its own timings."""
     tensor, pipeline = (_mesh(device, topology, rank) for topology in (Topology(tp=world), Topology(pp=world)))
-    pipeline.p2p.connect(device.torch_device, wrap_around=False)
+    pipeline.p2p.connect(device.torch_device, looped(world, 1).links)
     timings = []
     for operation in OPERATIONS:
         for size in sizes:

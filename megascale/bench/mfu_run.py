@@ -30,8 +30,9 @@ from megascale.device import Device, detect_device, is_out_of_memory
 from megascale.ops.select import OpContext, selected_backends
 from megascale.plan.account.memory import fullest_rank, state_bytes
 from megascale.train import kernels
-from megascale.train.build import Run, build_mesh, build_rank_run
+from megascale.train.build import build_mesh, build_rank_run
 from megascale.train.peak_flops import find_peak_flops
+from megascale.train.run import Run
 from megascale.train.scheduled_gc import without_automatic_gc
 from megascale.train.step import train_step
 from megascale.train.stop import StopRequest

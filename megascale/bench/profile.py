@@ -37,7 +37,8 @@ from megascale.plan.account.traffic import mean_calls
 from megascale.plan.simulate import profiles
 from megascale.plan.simulate.profiles import Hardware
 from megascale.plan.simulate.step_time import estimate
-from megascale.train.build import Run, build_mesh, build_rank_run
+from megascale.train.build import build_mesh, build_rank_run
+from megascale.train.run import Run
 from megascale.train.scheduled_gc import without_automatic_gc
 from megascale.train.step import train_step
 from megascale.train.stop import StopRequest

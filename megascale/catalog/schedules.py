@@ -7,7 +7,8 @@ p pipeline ranks, v model chunks per rank, m micro-batches. 1F1B for p = 3, m = 
     rank 2  .. .. F0 B0 F1 B1 F2 B2 F3 B3
 
 Facts: `multi_chunk`: v > 1 is possible. `unbounded_in_flight`: micro-batches in flight grow with m. `periodic`: a few
-micro-batches, or groups of them (`schedule.interleaved`), predict all; planning otherwise simulates all.
+micro-batches, or groups of them (`schedule.interleaved`), predict all; planning otherwise simulates all. `placement`:
+where the virtual stages are, a name of `layout.stages.PLACEMENTS`.
 """
 
 from megascale.core.registry import Card, Registry
@@ -20,19 +21,19 @@ SCHEDULES = Registry(
             "gpipe",
             "all forwards, then all backwards (Huang et al. 2019)",
             "megascale.schedule.gpipe:gpipe",
-            {"multi_chunk": False, "unbounded_in_flight": True, "periodic": True},
+            {"multi_chunk": False, "unbounded_in_flight": True, "periodic": True, "placement": "loop"},
         ),
         Card(
             "1f1b",
             "one forward, one backward: p micro-batches in flight, not m (Narayanan et al. 2021)",
             "megascale.schedule.one_f_one_b:one_f_one_b",
-            {"multi_chunk": False, "unbounded_in_flight": False, "periodic": True},
+            {"multi_chunk": False, "unbounded_in_flight": False, "periodic": True, "placement": "loop"},
         ),
         Card(
             "interleaved_1f1b",
             "1f1b with v chunks per rank: a bubble of (p-1)/(v m) (Narayanan et al. 2021)",
             "megascale.schedule.interleaved:interleaved_1f1b",
-            {"multi_chunk": True, "unbounded_in_flight": False, "periodic": True},
+            {"multi_chunk": True, "unbounded_in_flight": False, "periodic": True, "placement": "loop"},
         ),
     ],
     synonyms={

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 
+from megascale.catalog.schedules import SCHEDULES
 from megascale.cli.argument_types import positive_int
 from megascale.cli.initial_model import compare_initial_model
 from megascale.cli.main import add_config_arguments
@@ -15,15 +16,18 @@ from megascale.config.dataset_files import document_range, read_all_dataset_file
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.config.toml_writer import to_toml
-from megascale.core.errors import ConfigError, DataError, Exit
+from megascale.core.errors import ConfigError, DataError, Exit, Problem
 from megascale.core.units import format_bytes, format_count
 from megascale.data.identity import replaced_datasets
+from megascale.layout.chunks import stages_of
 from megascale.layout.parameters import parameter_count
 from megascale.layout.topology import topology_of
 from megascale.operate.node.host_limits import limit_findings, memory_findings
 from megascale.plan.account.activation_offload import host_bytes
 from megascale.plan.account.attended import describe_documents
 from megascale.plan.account.memory import fullest_rank
+from megascale.schedule.check import check_schedule
+from megascale.schedule.ir import ScheduleError, build_schedule
 
 RANKS_OF_HOST = 8
 """Most ranks of a host here: a larger job usually has several hosts."""
@@ -41,6 +45,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     try:
         config = load_config(options.config, options.overrides, world_size=options.gpus)
+        check_plug_in_schedule(config)
         changes = compare_initial_model(config)
     except ConfigError as error:
         if not options.json:
@@ -65,6 +70,22 @@ def run(options: argparse.Namespace) -> int:
         for note in notes:
             print(f"WARNING: {note}", file=sys.stderr)
     return Exit.OK
+
+
+def check_plug_in_schedule(config: RunConfig) -> None:
+    """Check the schedule of another package at this run's size. Tests prove the others.
+
+    Raises: ConfigError
+    """
+    p = config.parallel
+    assert p.schedule is not None, "a resolved configuration names its schedule"
+    if (card := SCHEDULES[p.schedule]).target.startswith("megascale."):
+        return
+    m = config.num_microbatches
+    try:
+        check_schedule(build_schedule(card.load(), p.pp, p.vpp, m), stages_of(config).placement, m)
+    except ScheduleError as error:
+        raise ConfigError([Problem(card.target, "parallel.schedule", str(error))]) from error
 
 
 def data_summary(config: RunConfig) -> str:

@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
 
 async def _drive(options: argparse.Namespace, config: RunConfig) -> int:
     from megascale.operate.driver.drive_job import drive_job
-    from megascale.operate.driver.job import JobPlan
+    from megascale.operate.driver.job_state import JobPlan
     from megascale.operate.driver.scheduler.adapters import ADAPTERS
     from megascale.operate.driver.scheduler.remote import SchedulerClient
     from megascale.operate.driver.shrink import smaller_layout

@@ -142,7 +142,7 @@ def _observing(command: Sequence[str], env: Mapping[str, str]) -> Iterator[None]
 async def _drive(config: RunConfig, driver: DriverEndpoint) -> int:
     """Reach verdicts about the ranks of all hosts, until they have ended."""
     from megascale.operate.driver.drive_job import drive_job
-    from megascale.operate.driver.job import JobPlan
+    from megascale.operate.driver.job_state import JobPlan
     from megascale.operate.driver.scheduler.none import NoScheduler
     from megascale.operate.print_line import print_line
 

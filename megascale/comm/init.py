@@ -39,13 +39,11 @@ def init_distributed(
     launch: LaunchConfig = LaunchConfig(),
     nccl: NcclConfig = NcclConfig(),
     *,
-    pp: int = 1,
     record: Record | None = None,
     folder: Path | None = None,
 ) -> None:
-    """Join the job: rendezvous, and open the default process group. `pp`: pipeline stages of the job. `record`: what
-    must be equal on all ranks, compared before any group opens. `folder`: where the job's secret is kept if the
-    environment has none (`channel.secret`).
+    """Join the job: rendezvous, and open the default process group. `record`: what must be equal on all ranks, compared
+    before any group opens. `folder`: where the job's secret is kept if the environment has none (`channel.secret`).
 
     The store is rank 0's (`comm.rendezvous`), at the socket of our launcher, at a port that torchrun's store names, or
     at MASTER_ADDR and MASTER_PORT, which a Slurm step need not set; a job of one rank has a store of its own. The
@@ -59,7 +57,7 @@ def init_distributed(
     secret, or if an environment variable would make NCCL hang or names no interface; HostsDisagreeError if the ranks'
     records differ; LostPeerError for ranks that do not come.
     """
-    problems = list(environment_problems(device.backend, pp, os.environ))
+    problems = list(environment_problems(device.backend, os.environ))
     if device.backend == "gloo":
         problems += interface_problems()
     if problems:

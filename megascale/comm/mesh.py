@@ -16,6 +16,7 @@ from megascale.comm.timeout import Timeout
 from megascale.config.launch import LaunchConfig
 from megascale.config.nccl import NcclConfig
 from megascale.core.flight_layout import RECEIVE, SEND
+from megascale.layout.stages import Placement, looped
 from megascale.layout.topology import DATA_AXES, MAX_FLAT_REDUCE_RANKS, Coord, Topology
 from megascale.trace.recorder import Recorder
 
@@ -80,7 +81,7 @@ def open_mesh(
     rank: int,
     *,
     tied: bool,
-    wrap_around: bool = False,
+    placement: Placement | None = None,
     recorder: Recorder | None = None,
     launch: LaunchConfig = LaunchConfig(),
     nccl: NcclConfig = NcclConfig(),
@@ -92,9 +93,10 @@ def open_mesh(
     needs the equal count: a group's name contains the number of groups in the process, and with a `device_id` NCCL
     splits every group from the group of all ranks, a collective.
 
-    `tied`: the first and last stage share the token embedding. `wrap_around`: the last stage sends to the first, which
-    holds the next model chunk.
+    `tied`: the first and last stage share the token embedding. `placement`: of the virtual stages; default one on each
+    rank.
     """
+    placement = placement or looped(topology.pp, 1)
     recorder, options = recorder or Recorder(), GroupOptions(Timeout(launch), nccl)
     stages = topology.group(rank, "pp")
     world = Group("world", tuple(range(topology.world_size)), rank, recorder=recorder)  # the default process group
@@ -111,7 +113,7 @@ def open_mesh(
         reductions = replace(dp, name="world.dp"), replace(tp, name="world.tp"), pipeline
     stage_rank = list(stages).index(rank)
     up, down = (Group(way, tuple(stages), stage_rank, recorder=recorder) for way in ("pp.up", "pp.down"))
-    channels = _open_channels(stages, rank, wrap_around, options)
+    channels = _open_channels(stages, rank, placement, options)
     embedding = single_rank_group("tied", rank)
     if tied and topology.pp > 1:
         if rank in (stages[0], stages[-1]):
@@ -151,11 +153,11 @@ def _warn_without_rings(mesh: Mesh) -> None:
 
 
 def _open_channels(
-    stages: Sequence[int], rank: int, wrap_around: bool, options: GroupOptions
+    stages: Sequence[int], rank: int, placement: Placement, options: GroupOptions
 ) -> dict[Channel, dist.ProcessGroup]:
     """Open a process group for every channel of this rank."""
     process_groups = {}
-    for pairs in channel_rounds(len(stages), wrap_around=wrap_around):
+    for pairs in channel_rounds(placement.links):
         channel = next(((stages[a], stages[b]) for a, b in pairs if rank in (stages[a], stages[b])), None)
         if channel is None:
             open_process_group(PLACEHOLDER_GROUP, [rank], options)

@@ -37,15 +37,11 @@ def set_network_patience(backend: str, nccl: NcclConfig, environ: MutableMapping
 
 @dataclass(frozen=True)
 class ConflictingVariable:
-    """An environment variable that makes a run hang or fail if `conflicts` is true for the value; with `pipeline_only`
-    only if there are several pipeline stages. `names` are aliases, by precedence. `hint`: a fix besides unsetting.
-    """
+    """An environment variable that breaks a run if its value `conflicts`. `names`: aliases, by precedence."""
 
     names: tuple[str, ...]
     conflicts: Callable[[str], bool]
     reason: str
-    pipeline_only: bool = False
-    hint: str = ""
 
 
 def _torch_bool(value: str) -> bool:
@@ -64,34 +60,11 @@ def _number(value: str) -> int | None:
     return int(digits[1]) if digits else None
 
 
-def _few_queues(value: str) -> bool:
-    return (queues := _number(value)) is not None and queues < STREAMS
-
-
-STREAMS = 8
-"""Streams of a pipeline rank that have work while receives wait: compute, a send and a receive for each of two
-neighbours, tp, dp, and the tied embedding's gradient.
-"""
-
 CONFLICTING_VARIABLES = (
     ConflictingVariable(
         ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"),
         _torch_bool,
-        "the host would wait instead of the device: a receive that is posted ahead never ends, and nothing overlaps",
-    ),
-    ConflictingVariable(
-        ("CUDA_LAUNCH_BLOCKING",),
-        _is_nonzero,
-        "the host would wait for each receive that is posted ahead, before sending the message that the peer waits for",
-        pipeline_only=True,
-    ),
-    ConflictingVariable(
-        ("CUDA_DEVICE_MAX_CONNECTIONS",),
-        _few_queues,
-        f"fewer hardware queues than the {STREAMS} streams of a pipeline rank: GEMMs and sends would queue behind a "
-        "receive that is posted ahead, and ranks would deadlock",
-        pipeline_only=True,
-        hint="or set it to 32",
+        "the host would wait instead of the device, and nothing overlaps",
     ),
     ConflictingVariable(
         ("TORCH_DISTRIBUTED_USE_TORCHCOMMS",),
@@ -106,12 +79,11 @@ CONFLICTING_VARIABLES = (
 )
 
 
-def environment_problems(backend: str, pp: int, environ: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield the variables of `environ` that would make a run on `backend` with `pp` stages hang or fail."""
+def environment_problems(backend: str, environ: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield the variables of `environ` that would make a run on `backend` hang, fail or overlap nothing."""
     if backend != "nccl":
         return
     for variable in CONFLICTING_VARIABLES:
         name = next((name for name in variable.names if name in environ), "")  # the first name takes precedence
-        if name and variable.conflicts(environ[name]) and (pp > 1 or not variable.pipeline_only):
-            hint = ", ".join(filter(None, (f"unset {name}", variable.hint)))
-            yield Problem("environment", name, f"{environ[name]!r}: {variable.reason}", hint)
+        if name and variable.conflicts(environ[name]):
+            yield Problem("environment", name, f"{environ[name]!r}: {variable.reason}", f"unset {name}")

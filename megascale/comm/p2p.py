@@ -8,7 +8,7 @@ shapes; only data is sent.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from megascale.comm.progress import work_wrapper
 from megascale.comm.timeout import Timeout
 from megascale.comm.work import TransportWork, WrapWork
 from megascale.core.label import LabelLike
+from megascale.layout.stages import Link
 
 Channel = tuple[int, int]
 """Sender and receiver."""
@@ -27,20 +28,21 @@ StartP2P = Callable[[str, Group, Tensor, int], TransportWork]
 """Function (kind, group, tensor, peer): start to "send" a contiguous tensor to global rank `peer`, or to "receive"."""
 
 
-def channel_rounds(ranks: int, *, wrap_around: bool) -> list[list[Channel]]:
-    """Return the channels between neighbours of a pipeline of `ranks`, in rounds; with `wrap_around` also between the
-    last rank and the first.
+def channel_rounds(links: Iterable[Link]) -> list[list[Channel]]:
+    """Return the channels of linked ranks, both ways, in rounds.
 
     A rank has at most one channel in a round, so ranks that open or connect channels round by round cannot deadlock:
 
-        4 ranks, wrap_around:   (0,1) (2,3) | (1,0) (3,2) | (1,2) (0,3) | (2,1) (3,0)
+        4 ranks in a ring:   (0,1) (2,3) | (1,0) (3,2) | (0,3) (1,2) | (3,0) (2,1)
     """
-    last = ranks - 1
-    even, odd = ([(low, low + 1) for low in range(start, last, 2)] for start in (0, 1))
-    closing = [(0, last)] if wrap_around and last > 1 else []
-    rounds = [even, odd + closing] if last % 2 else [even, odd, closing]
-    both_ways = [channels for pairs in rounds for channels in (pairs, [(high, low) for low, high in pairs])]
-    return [channels for channels in both_ways if channels]
+    rounds = list[list[Link]]()
+    for link in sorted(links):
+        free = (pairs for pairs in rounds if not any(set(link) & set(pair) for pair in pairs))
+        pairs = next(free, None)
+        if pairs is None:
+            rounds.append(pairs := [])
+        pairs.append(link)
+    return [channels for pairs in rounds for channels in (pairs, [(high, low) for low, high in pairs])]
 
 
 class ProcessGroupP2P:
@@ -82,13 +84,12 @@ class P2PCommunicator:
         """Number of ranks of the pipeline."""
         return self._up.size
 
-    def connect(self, device: torch.device, *, wrap_around: bool) -> None:
+    def connect(self, device: torch.device, links: Iterable[Link]) -> None:
         """Send a byte through every channel of this rank, round by round (`channel_rounds`).
 
-        NCCL connects two ranks at their first message, and both wait. With receives posted ahead ranks could deadlock
-        there; in rounds they cannot.
+        NCCL connects two ranks at their first message, and both wait: in rounds, many pairs connect at a time.
         """
-        for channels in channel_rounds(self.size, wrap_around=wrap_around):
+        for channels in channel_rounds(links):
             for sender, receiver in channels:
                 if self.rank not in (sender, receiver):
                     continue

@@ -7,7 +7,7 @@ ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -15,17 +15,18 @@ from megascale.comm.collectives import all_gather, all_gather_pieces, all_reduce
 from megascale.comm.group import Group
 from megascale.comm.mesh import Mesh
 from megascale.device import Device
+from megascale.layout.stages import Link
 
 SIZES = (4, 64 << 20)
 """Bytes: NCCL takes different algorithms for a few elements and for a model's gradients."""
 
 
-def warm_up(mesh: Mesh, device: Device, *, wrap_around: bool, sizes: Sequence[int] | None = None) -> None:
+def warm_up(mesh: Mesh, device: Device, links: Iterable[Link], sizes: Sequence[int] | None = None) -> None:
     """Run every operation of every group once. A collective of all ranks, which warm up their groups in the same order
     of kinds and finish a kind before the next, so that they cannot deadlock.
 
-    `wrap_around`: as in `open_mesh`. `sizes`: bytes of the collectives; by default none on CPUs, because gloo connects
-    a group when it opens.
+    `links`: the pipeline ranks that exchange messages. `sizes`: bytes of the collectives; by default none on CPUs,
+    because gloo connects a group when it opens.
     """
     if sizes is None:
         sizes = () if device.is_cpu else SIZES
@@ -35,7 +36,7 @@ def warm_up(mesh: Mesh, device: Device, *, wrap_around: bool, sizes: Sequence[in
     for group in (mesh.tp, mesh.cp_heads, mesh.cp_keys):
         if sizes and group.p2p_transport is not None:
             _pieces(group, device)
-    mesh.p2p.connect(device.torch_device, wrap_around=wrap_around)
+    mesh.p2p.connect(device.torch_device, links)
     device.release_memory()
 
 

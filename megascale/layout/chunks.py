@@ -12,7 +12,7 @@ from megascale.catalog.precisions import PRECISIONS
 from megascale.config.run import RunConfig
 from megascale.layout.buckets import pack
 from megascale.layout.parameters import layer_params, stage_params
-from megascale.layout.stages import Stages, split_layers
+from megascale.layout.stages import Stages, placement_of, split_layers
 from megascale.layout.tensors import TOKEN_EMBEDDING, ParamSpec
 from megascale.layout.topology import DATA_AXES, Topology, topology_of
 
@@ -30,7 +30,7 @@ def stages_of(config: RunConfig) -> Stages:
     """The virtual pipeline stages of a run."""
     p = config.parallel
     layers_per_chunk = None if p.layers_per_chunk is None else tuple(p.layers_per_chunk)
-    return split_layers(config.model.num_layers, p.pp, p.vpp, layers_per_chunk)
+    return split_layers(config.model.num_layers, placement_of(p.schedule, p.pp, p.vpp), layers_per_chunk)
 
 
 def chunk_parameters(config: RunConfig, pp_rank: int) -> list[list[ParamSpec]]:

@@ -1,34 +1,109 @@
-"""Virtual pipeline stages: the assignment of layers to model chunks and pipeline ranks.
+"""Virtual pipeline stages: where they are (`Placement`), and which layers they have (`Stages`).
 
-With p pipeline ranks and v model chunks per rank the network is split in order into p v virtual stages; stage s is
-chunk s // p of rank s % p (Narayanan et al. 2021, 2.2): for p = v = 2, rank 0 has stages 0 and 2, rank 1 has 1 and 3.
+With p pipeline ranks and v model chunks per rank the network is split in order into p v virtual stages. A placement is
+the only map between stages and chunks of ranks:
+
+    looped    stage = chunk p + rank (Narayanan et al. 2021, 2.2): for p = v = 2, rank 0 has stages 0 and 2, rank 1 has
+              1 and 3
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import pairwise
+
+from megascale.catalog.schedules import SCHEDULES
 
 RECENT = 64
-"""Cached splits: queries about a configuration ask for its split repeatedly."""
+"""Cached splits and placements: queries about a configuration ask for its own repeatedly."""
+
+Place = tuple[int, int]
+"""A pipeline rank and one of its model chunks."""
+
+Link = tuple[int, int]
+"""Two pipeline ranks that exchange messages, the lower first."""
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """The places of virtual stages. `stages`: by rank and chunk, the stage."""
+
+    stages: tuple[tuple[int, ...], ...]
+
+    @property
+    def p(self) -> int:
+        """Number of pipeline ranks."""
+        return len(self.stages)
+
+    @property
+    def v(self) -> int:
+        """Number of model chunks per rank."""
+        return len(self.stages[0])
+
+    @property
+    def count(self) -> int:
+        """Number of virtual stages."""
+        return len(self.places)
+
+    def stage(self, rank: int, chunk: int) -> int:
+        """The virtual stage of a rank's model chunk."""
+        return self.stages[rank][chunk]
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """The (rank, chunk) of every virtual stage."""
+        at = {stage: (rank, chunk) for rank, own in enumerate(self.stages) for chunk, stage in enumerate(own)}
+        return tuple(at[stage] for stage in range(len(at)))
+
+    @cached_property
+    def links(self) -> tuple[Link, ...]:
+        """The pairs of ranks that have consecutive stages."""
+        pairs = {(min(one, other), max(one, other)) for (one, _), (other, _) in pairwise(self.places)}
+        return tuple(sorted(pair for pair in pairs if pair[0] != pair[1]))
+
+
+@lru_cache(RECENT)
+def looped(p: int, v: int) -> Placement:
+    """Place stage s as chunk s // p on rank s % p: the stages go around the ranks v times."""
+    return Placement(tuple(tuple(range(rank, p * v, p)) for rank in range(p)))
+
+
+PLACEMENTS = {"loop": looped}
+"""Functions (p, v) by the name in a schedule's facts."""
+
+
+def placement_of(schedule: str | None, p: int, v: int) -> Placement:
+    """Place the virtual stages as a schedule needs them; None: the default schedule of a configuration."""
+    card = SCHEDULES.cards.get(schedule or "")
+    return PLACEMENTS[card.facts.get("placement", "loop") if card is not None else "loop"](p, v)
 
 
 @dataclass(frozen=True)
 class Stages:
     """The layers of the virtual stages: stage s has layers [starts[s], starts[s + 1])."""
 
-    pp: int
-    vpp: int
+    placement: Placement
     starts: tuple[int, ...]
+
+    @property
+    def pp(self) -> int:
+        """Number of pipeline ranks."""
+        return self.placement.p
+
+    @property
+    def vpp(self) -> int:
+        """Number of model chunks per rank."""
+        return self.placement.v
 
     @property
     def count(self) -> int:
         """Number of virtual stages."""
-        return self.pp * self.vpp
+        return self.placement.count
 
     def index(self, rank: int, chunk: int) -> int:
         """The virtual stage of model chunk `chunk` on pipeline rank `rank`."""
-        return chunk * self.pp + rank
+        return self.placement.stage(rank, chunk)
 
     def layers(self, stage: int) -> range:
         """The layers of a virtual stage."""
@@ -36,13 +111,13 @@ class Stages:
 
 
 @lru_cache(RECENT)
-def split_layers(num_layers: int, pp: int, vpp: int, layers_per_chunk: tuple[int, ...] | None = None) -> Stages:
+def split_layers(num_layers: int, placement: Placement, layers_per_chunk: tuple[int, ...] | None = None) -> Stages:
     """Split the layers as evenly as possible, or by `layers_per_chunk`.
 
     Left-over layers go to the stages after the first, a layer per stage: the first and the last stage, with embedding
     and head, come last, and the layers of two ranks differ by at most 1.
     """
-    count = pp * vpp
+    count = placement.count
     quotient, extra = divmod(num_layers, count)
     even = tuple(quotient + (1 <= stage <= extra) for stage in range(count))
     sizes = even if layers_per_chunk is None else layers_per_chunk
@@ -51,4 +126,4 @@ def split_layers(num_layers: int, pp: int, vpp: int, layers_per_chunk: tuple[int
         starts.append(starts[-1] + layers)
     if len(starts) != count + 1 or starts[-1] != num_layers:
         raise ValueError(f"{list(sizes)} does not split {num_layers} layers into {count} chunks")
-    return Stages(pp, vpp, tuple(starts))
+    return Stages(placement, tuple(starts))

@@ -13,9 +13,9 @@ A bucket group is the buckets whose parameters begin in the same module. For the
 functions in F and B wait for the all-gathers and start the reductions (bucket boundaries,
 `parallel.param_and_grad_buffers`).
 
-Chunk c on rank r of p ranks is virtual stage c p + r. Sends never block: the executor releases completed sends after
-every action, and the caller waits for the rest with `finish_sends` after the last step. An exception leaves messages in
-flight: the executor cannot run again.
+Sends do not block, unless they are not to `overlap` with compute: the executor releases completed sends after every
+action, and the caller waits for the rest with `finish_sends` after the last step. An exception leaves messages in
+flight: the executor cannot run again. Split backwards (I, W) are refused: weights' gradients are made in B.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megascale.comm.collectives import all_gather
 from megascale.comm.group import Group, TrackedWork
 from megascale.comm.mesh import Mesh
-from megascale.core.label import BACKWARD, FORWARD, Label
+from megascale.core.label import Label
+from megascale.layout.stages import Placement
 from megascale.parallel.backward import run_backward
 from megascale.parallel.input_offload import ActivationOffload, OffloadedInput
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
-from megascale.schedule.ir import Action, Kind, RankSchedule
+from megascale.schedule.dependencies import Neighbours, neighbours
+from megascale.schedule.ir import COMPUTE_KINDS, SERVED, Action, Kind, RankSchedule, ScheduleError
 
 
 class Batch(Protocol):
@@ -116,15 +118,19 @@ class PipelineExecutor:
     """Runs schedules on this rank's stages, a stage per model chunk."""
 
     def __init__(
-        self, stages: Sequence[nn.Module], buffers: ParamAndGradBuffers, mesh: Mesh,
-        p2p_spec: P2PActivationSpec, loss_dtype: torch.dtype, offload: ActivationOffload | None = None,
+        self, stages: Sequence[nn.Module], placement: Placement, buffers: ParamAndGradBuffers, mesh: Mesh,
+        p2p_spec: P2PActivationSpec, loss_dtype: torch.dtype, *, overlap: bool = True,
+        offload: ActivationOffload | None = None,
     ) -> None:  # fmt: skip
+        """`overlap`: messages overlap with compute; otherwise the sender's compute waits for them."""
         self.stages = stages
+        self.placement = placement
         self.buffers = buffers
         self.channels = mesh.p2p  # messages between the pipeline's ranks
         self.recorder = mesh.recorder
         self.p2p_spec = p2p_spec
         self.loss_dtype = loss_dtype
+        self.overlap = overlap
         self.offload = offload
         self.on_loss: Callable[[int, MicroBatch, Tensor], None] | None = None
         """If set, is called with the number of each micro-batch in training, the micro-batch, and the sum of its loss,
@@ -134,7 +140,10 @@ class PipelineExecutor:
 
     def send(self, tensor: Tensor, target: int, label: Label) -> None:
         """Post an async send to pipeline rank `target`, and hold the tensor until the send completes."""
-        self._pending_sends.append((self.channels.send(tensor, target, label=label), tensor))
+        send = self.channels.send(tensor, target, label=label)
+        if not self.overlap:
+            send.wait()
+        self._pending_sends.append((send, tensor))
 
     def finish_sends(self) -> None:
         """Wait until all sends have completed."""
@@ -147,10 +156,6 @@ class PipelineExecutor:
         self._pending_sends = [(send, tensor) for send, tensor in self._pending_sends if not send.is_completed()]
         self.recorder.resolve_oldest_marks()
 
-    def virtual_stage(self, chunk: int) -> int:
-        """The virtual stage of this rank's chunk."""
-        return chunk * self.channels.size + self.channels.rank
-
     def loss_scalar(self, value: float) -> Tensor:
         """Create a scalar for a loss or its gradient."""
         return torch.full((), value, dtype=self.loss_dtype, device=self.p2p_spec.device)
@@ -159,8 +164,12 @@ class PipelineExecutor:
         """Run the actions of one training step, or of one evaluation: forward-only if no action is a B.
 
         Returns the summed loss of this rank's micro-batches, a scalar; zero on ranks without the last stage.
+        Raises: ScheduleError for split backwards
         """
-        training = any(action.kind is Kind.B for action in actions)
+        kinds = {action.kind for action in actions}
+        if split := kinds & {Kind.I, Kind.W}:
+            raise ScheduleError(f"the schedule has {' and '.join(sorted(split))}: the executor runs backwards whole, B")
+        training = Kind.B in kinds
         with torch.set_grad_enabled(training):
             return _Execution(self, batch, training).run_actions(actions)
 
@@ -172,11 +181,10 @@ class _Execution:
         self._p = pipeline
         self._batch = batch
         self._training = training
-        self._last_stage = pipeline.channels.size * len(pipeline.stages) - 1
-        # By (F or B, chunk, micro-batch): the receive posted for the action, and its buffer.
-        self._receiving: dict[tuple[Kind, int, int], tuple[TrackedWork, Tensor]] = {}
-        # By (F or B, chunk, micro-batch): the action's output, until its SEND.
-        self._to_send: dict[tuple[Kind, int, int], Tensor] = {}
+        # By F or B: the receive posted for the action, and its buffer.
+        self._receiving: dict[Action, tuple[TrackedWork, Tensor]] = {}
+        # By F or B: the action's result, until its SEND.
+        self._to_send: dict[Action, Tensor] = {}
         # By (chunk, micro-batch), from F or R to B.
         self._saved: dict[tuple[int, int], _Saved] = {}
         # By (chunk, micro-batch), from F to R: the chunk's input.
@@ -192,13 +200,13 @@ class _Execution:
             key = action[1:]  # chunk, micro-batch
             match action.kind:  # recorder.action logs an event; recorder.scope only tags the collectives inside
                 case Kind.F:
-                    with recorder.action("F", *key):
+                    with recorder.action(action.kind.value, *key):
                         self._forward(action, dropped=key in recomputed)
                 case Kind.R:
-                    with recorder.action("R", *key):
+                    with recorder.action(action.kind.value, *key):
                         self._run_stage(action, self._dropped.pop(key))
                 case Kind.B:
-                    with recorder.action("B", *key):
+                    with recorder.action(action.kind.value, *key):
                         self._backward(action, is_last=key in last_backwards)
                 case Kind.SEND_F | Kind.SEND_B:
                     with recorder.scope(*key):
@@ -216,10 +224,9 @@ class _Execution:
 
     def _forward(self, action: Action, *, dropped: bool) -> None:
         """Run a forward. `dropped`: it saves its input only, and is recomputed before its backward."""
-        key, micro_batch = (action.chunk, action.microbatch), self._batch.micro_batch(action.microbatch)
-        x = self._wait_received(Kind.F, action)
+        micro_batch, x = self._batch.micro_batch(action.microbatch), self._wait_received(action)
         if dropped:
-            self._dropped[key] = x
+            self._dropped[action.chunk, action.microbatch] = x
         with torch.set_grad_enabled(self._training and not dropped):
             out = self._run_stage(action, x)
         if self._is_last(action):  # its output is the loss
@@ -227,7 +234,7 @@ class _Execution:
             if self._training and self._p.on_loss is not None:
                 self._p.on_loss(action.microbatch, micro_batch, out)
         else:
-            self._to_send[Kind.F, *key] = out
+            self._to_send[action] = out
         if dropped or not self._training:
             micro_batch.release(forward_only=not self._training)
 
@@ -250,15 +257,20 @@ class _Execution:
 
     def _is_last(self, action: Action) -> bool:
         """Return True if the output of the action's forward is the loss."""
-        return self._p.virtual_stage(action.chunk) == self._last_stage
+        return self._stage(action) == self._p.placement.count - 1
+
+    def _stage(self, action: Action) -> int:
+        return self._p.placement.stage(self._p.channels.rank, action.chunk)
+
+    def _neighbours(self, action: Action) -> Neighbours:
+        return neighbours(action, self._p.channels.rank, self._p.placement)
 
     def _backward(self, action: Action, *, is_last: bool) -> None:
         """Run a backward. `is_last`: the chunk's last before a reduction of its gradients."""
-        key = (action.chunk, action.microbatch)
-        saved = self._saved.pop(key)
+        saved = self._saved.pop((action.chunk, action.microbatch))
         if self._p.offload is not None and saved.offloaded is not None:  # loaded while the gradient arrives
             self._p.offload.fetch(saved.offloaded)
-        grad = self._wait_received(Kind.B, action)
+        grad = self._wait_received(action)
         if grad is None:  # the last stage: its output is the loss
             grad = self._p.loss_scalar(1.0)
         self._p.buffers.prepare_backward(action.chunk, last=is_last)
@@ -268,37 +280,37 @@ class _Execution:
             self._batch.micro_batch(action.microbatch).release()
         if saved.received is not None:
             assert saved.received.grad is not None, "the chunk's output depends on its input"
-            self._to_send[Kind.B, *key] = saved.received.grad
+            self._to_send[action] = saved.received.grad
 
     def _send(self, action: Action) -> None:
-        forward = action.kind is Kind.SEND_F
-        tensor = self._to_send.pop((Kind.F if forward else Kind.B, action.chunk, action.microbatch))
-        stage = self._p.virtual_stage(action.chunk) + (1 if forward else -1)
-        self._p.send(self._p.p2p_spec.local_shard(tensor), stage % self._p.channels.size, _label(forward, stage))
+        made, target = action._replace(kind=SERVED[action.kind]), self._neighbours(action).target
+        assert target is not None, f"no other rank needs the result of {made}"
+        rank, _ = self._p.placement.places[target]
+        self._p.send(self._p.p2p_spec.local_shard(self._to_send.pop(made)), rank, _label(made, target))
 
     def _receive(self, action: Action) -> None:
-        forward = action.kind is Kind.RECV_F
-        stage = self._p.virtual_stage(action.chunk)
-        source = (stage - (1 if forward else -1)) % self._p.channels.size
+        served, source = action._replace(kind=SERVED[action.kind]), self._neighbours(action).source
+        assert source is not None, f"no other rank sends to {served}"
+        rank, _ = self._p.placement.places[source]
         out = self._spec(action).receive_buffer()
-        receive = self._p.channels.receive(out, source, label=_label(forward, stage))
-        self._receiving[Kind.F if forward else Kind.B, action.chunk, action.microbatch] = (receive, out)
+        receive = self._p.channels.receive(out, rank, label=_label(served, self._stage(action)))
+        self._receiving[served] = (receive, out)
 
-    def _wait_received(self, kind: Kind, action: Action) -> Tensor | None:
-        """Wait for the activation or gradient that another rank sends for an action; None without such a neighbour."""
-        key, stage = (kind, action.chunk, action.microbatch), self._p.virtual_stage(action.chunk)
-        if key not in self._receiving:
-            assert stage == (0 if kind is Kind.F else self._last_stage), f"no RECV was posted for {action}"
+    def _wait_received(self, action: Action) -> Tensor | None:
+        """Wait for the activation or gradient that another rank sends for an action; None at an end of the pipeline."""
+        if action not in self._receiving:
+            at_end = self._is_last(action) if action.kind is Kind.B else self._stage(action) == 0
+            assert at_end, f"no RECV was posted for {action}"
             return None
-        receive, shard = self._receiving.pop(key)
+        receive, shard = self._receiving.pop(action)
         receive.wait()
-        return self._spec(action).gather_full(shard, _label(kind is Kind.F, stage))
+        return self._spec(action).gather_full(shard, _label(action, self._stage(action)))
 
     def _spec(self, action: Action) -> P2PActivationSpec:
         """The format of the micro-batch's messages."""
         return self._p.p2p_spec.with_rows(self._batch.micro_batch(action.microbatch).planned_rows)
 
 
-def _label(forward: bool, stage: int) -> Label:
-    """Label a message by its direction and its receiving virtual `stage`: equal for sender and receiver."""
-    return Label(stage=stage, direction=FORWARD if forward else BACKWARD)
+def _label(action: Action, stage: int) -> Label:
+    """Label an action's message by its direction and its receiving virtual `stage`: equal for sender and receiver."""
+    return Label(stage=stage, direction=COMPUTE_KINDS[action.kind].runs)

@@ -1,71 +1,73 @@
-"""The dependencies of compute actions: by the order of a rank's actions and by messages between ranks."""
+"""Dependencies of compute actions: the one relation from which lowering, executor, simulator and checks derive order
+and messages. It is the same for every micro-batch.
+
+    F    the output of the stage before
+    R    the forward of its own stage
+    B, I    the forward of its own stage, and the gradient of the input of the stage after
+    W    the input gradient of its own stage
+"""
 
 from __future__ import annotations
 
-from megascale.schedule.ir import Action, Kind, Schedule
+from functools import lru_cache
+from typing import NamedTuple
+
+from megascale.layout.stages import Placement
+from megascale.schedule.ir import SERVED, Action, Kind
+
+Result = tuple[Kind, int, int]
+"""The result of an action: kind, virtual stage, micro-batch. The kinds are F for the output of a stage, I for the
+gradient of its input, W for the gradients of its weights, and R for a recomputed forward.
+"""
+
+RESULTS = {Kind.F: (Kind.F,), Kind.R: (Kind.R,), Kind.B: (Kind.I, Kind.W), Kind.I: (Kind.I,), Kind.W: (Kind.W,)}
+OWN = {Kind.R: Kind.F, Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}
+"""The result of its own stage that an action needs."""
+
+TAKEN = {Kind.F: (Kind.F, -1), Kind.B: (Kind.I, 1), Kind.I: (Kind.I, 1)}
+"""The result that an action takes from another stage, and that stage relative to its own."""
+
+CACHED = 1 << 14
 
 
-class ScheduleDependencies:
-    """The happens-before relation of a compute schedule of p ranks with v chunks per rank, for any durations.
+def results(action: Action, rank: int, placement: Placement) -> list[Result]:
+    """List what a compute action leaves."""
+    stage = placement.stage(rank, action.chunk)
+    return [(kind, stage, action.microbatch) for kind in RESULTS[action.kind]]
 
-    An action depends on the earlier actions of its rank, on the action of another rank that produces its input, and on
-    their predecessors in turn. The last predecessor on a rank, given by index, implies all earlier predecessors there.
-    Messages go between neighbours: on a line of ranks if v is 1, else on a ring.
+
+def dependencies(action: Action, rank: int, placement: Placement) -> list[Result]:
+    """List what a compute action needs."""
+    return [(kind, stage, action.microbatch) for kind, stage in _needs(action.kind, rank, action.chunk, placement)]
+
+
+@lru_cache(CACHED)
+def _needs(kind: Kind, rank: int, chunk: int, placement: Placement) -> list[tuple[Kind, int]]:
+    stage = placement.stage(rank, chunk)
+    taken, step = TAKEN.get(kind, (kind, 0))
+    needs = [(OWN[kind], stage)] if kind in OWN else []
+    return [*needs, (taken, stage + step)] if step and 0 <= stage + step < placement.count else needs
+
+
+class Neighbours(NamedTuple):
+    """Virtual stages on other ranks: the `source` of the message that an action waits for, and the `target` of the
+    message with its result; None without a message.
     """
 
-    def __init__(self, compute: Schedule, v: int) -> None:
-        self.compute, self.v = compute, v
-        self._indices: dict[int, dict[Action, int]] = {}
-        self._received: dict[tuple[int, int], list[int]] = {}
+    source: int | None
+    target: int | None
 
-    def index(self, rank: int) -> dict[Action, int]:
-        """Map the actions of a rank to their indices."""
-        if rank not in self._indices:
-            self._indices[rank] = {action: index for index, action in enumerate(self.compute[rank])}
-        return self._indices[rank]
 
-    def consumer(self, action: Action, rank: int) -> tuple[int, Action] | None:
-        """Return the (rank, action) that consumes an action's result; None at the pipeline's ends or if p is 1."""
-        return self._neighbour(action, rank, 1 if action.kind is Kind.F else -1)
+def neighbours(action: Action, rank: int, placement: Placement) -> Neighbours:
+    """Find the stages that exchange messages with a compute action of a rank, or with that of a SEND or RECV."""
+    return _neighbours(action.kind, rank, action.chunk, placement)
 
-    def producer(self, action: Action, rank: int) -> tuple[int, Action] | None:
-        """Return the (rank, action) that produces an action's input; None at the pipeline's ends or if p is 1."""
-        return self._neighbour(action, rank, -1 if action.kind is Kind.F else 1)
 
-    def _neighbour(self, action: Action, rank: int, offset: int) -> tuple[int, Action] | None:
-        p, (kind, chunk, microbatch) = len(self.compute), action
-        if kind is Kind.R:
-            return None  # its input is on the rank, and its result stays there
-        stage = chunk * p + rank + offset
-        return (stage % p, Action(kind, stage // p, microbatch)) if p > 1 and 0 <= stage < p * self.v else None
-
-    def last_predecessors(self, neighbour: int, own_rank: int) -> list[int]:
-        """For every action of `own_rank`, give the index of its last predecessor on `neighbour`; -1 if there is none.
-
-        Dependencies pass over the channel between the two ranks or, on a ring, through all other ranks. Two paths
-        suffice: a path that turns back enters a rank no later than it leaves, and never reaches a later action than the
-        straight path.
-        """
-        p = len(self.compute)
-        direct = self._last_received(neighbour, own_rank)
-        if self.v == 1 or p == 2:
-            return direct
-        step = 1 if (own_rank - neighbour) % p == 1 else -1  # away from `neighbour`, around the ring
-        around, rank = [*range(len(self.compute[own_rank]))], own_rank
-        while rank != neighbour:
-            sender = (rank + step) % p
-            received = [*self._last_received(sender, rank), -1]  # index -1 (no predecessor) gives -1
-            around, rank = [received[index] for index in around], sender
-        return [*map(max, direct, around)]
-
-    def _last_received(self, sender: int, rank: int) -> list[int]:
-        """For every action of a rank, give the sender's last action whose message has been consumed up to here."""
-        if (sender, rank) not in self._received:
-            received, last, index = list[int](), -1, self.index(sender)
-            for action in self.compute[rank]:
-                source = self.producer(action, rank)
-                if source is not None and source[0] == sender:
-                    last = max(last, index[source[1]])
-                received.append(last)
-            self._received[sender, rank] = received
-        return self._received[sender, rank]
+@lru_cache(CACHED)
+def _neighbours(kind: Kind, rank: int, chunk: int, placement: Placement) -> Neighbours:
+    stage, (_, step) = placement.stage(rank, chunk), TAKEN.get(SERVED.get(kind, kind), (kind, 0))
+    source, target = (
+        other if step and 0 <= other < placement.count and placement.places[other][0] != rank else None
+        for other in (stage + step, stage - step)
+    )
+    return Neighbours(source, target)

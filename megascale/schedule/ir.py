@@ -1,21 +1,32 @@
 """Intermediate representation of pipeline schedules: a list of actions per rank.
 
-A compute schedule has forwards, backwards and recomputations only. `megascale.schedule.lower` adds communication; the
-executor runs the lowered schedule, the simulator estimates its time, tests prove its properties.
+A compute schedule has compute actions only. `megascale.schedule.lower` adds communication; the executor runs the
+lowered schedule, the simulator estimates its time, tests prove its properties.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
+
+from megascale.core.errors import Exit, MegascaleError
+from megascale.core.label import BACKWARD, FORWARD
+
+
+class ScheduleError(MegascaleError):
+    """A schedule that deadlocks or is incomplete, or that the executor cannot run."""
+
+    exit_status = Exit.CONFIG
 
 
 class Kind(enum.StrEnum):
     """Kinds of actions. SEND and RECV move an activation between stages (F) or its gradient (B)."""
 
     F = "F"
-    B = "B"
+    B = "B"  # I, then W
+    I = "I"  # noqa: E741  the gradient of the stage's input
+    W = "W"  # the gradients of the stage's weights
     R = "R"  # recompute a forward whose activations were dropped, from its saved input
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
@@ -23,6 +34,30 @@ class Kind(enum.StrEnum):
     RECV_B = "RECV_B"
     WAIT_PARAMS = "WAIT_PARAMS"  # wait for the all-gather of the chunk's weights
     REDUCE = "REDUCE"  # start the data-parallel reduction of the chunk's accumulated gradients
+
+
+class Compute(NamedTuple):
+    """A kind of compute action: its `name` in words, the pass of the network that it `runs`, and the `phase` of a step
+    that its time belongs to, both FORWARD or BACKWARD.
+    """
+
+    name: str
+    runs: str
+    phase: str
+
+
+COMPUTE_KINDS: Mapping[str, Compute] = {
+    Kind.F: Compute("forward", FORWARD, FORWARD),
+    Kind.R: Compute("recompute", FORWARD, BACKWARD),
+    Kind.B: Compute("backward", BACKWARD, BACKWARD),
+    Kind.I: Compute("input_gradient", BACKWARD, BACKWARD),
+    Kind.W: Compute("weight_gradient", BACKWARD, BACKWARD),
+}
+"""The compute actions by kind, which is also the name of their events."""
+
+
+SERVED = {Kind.SEND_F: Kind.F, Kind.RECV_F: Kind.F, Kind.SEND_B: Kind.B, Kind.RECV_B: Kind.B}
+"""The compute action whose result a SEND sends, or that a RECV receives for."""
 
 
 class Action(NamedTuple):
@@ -59,11 +94,6 @@ def forward(chunk: int, microbatch: int) -> Action:
 def backward(chunk: int, microbatch: int) -> Action:
     """Create the backward of a micro-batch on a chunk."""
     return Action(Kind.B, chunk, microbatch)
-
-
-def recomputation(chunk: int, microbatch: int) -> Action:
-    """Create the recomputation of a micro-batch's forward on a chunk, before its backward."""
-    return Action(Kind.R, chunk, microbatch)
 
 
 def build_schedule(order: ScheduleFn, p: int, v: int, m: int) -> Schedule:

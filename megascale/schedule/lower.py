@@ -1,112 +1,80 @@
 """Lowering: adds sends, receives, weight all-gathers and gradient reductions to a compute schedule.
 
     1F1B, p = 2, m = 2, rank 0   F0 F1 B0 B1
-    lowered with lookahead 1     WAIT_PARAMS F0 SEND_F0 RECV_B0 F1 SEND_F1 RECV_B1 B0 B1 REDUCE
+    lowered                      WAIT_PARAMS F0 SEND_F0 F1 SEND_F1 RECV_B0 B0 RECV_B1 B1 REDUCE
 
-Messages between two ranks form a channel per direction and arrive in send order. Receives are posted in the order of
-the sender, known here for all ranks, without tags or handshakes.
+The sender of a message places its receive: `global_order` is one order of the actions of all ranks; each action is
+followed by the send of its result, and this send is followed by its receive. The list of a rank is its part of the
+global order. Receives of a channel, an ordered pair of ranks, therefore come in the order of its sends, and messages
+need no tags or handshakes.
 
 On a GPU a posted receive is a kernel that runs until its message arrives, and a send is a kernel that runs until its
 receive is posted. A host that waits for its device (to load a kernel, free cached memory, or tune a kernel) waits for
-both, and posts nothing meanwhile. Two rules place receives such that no rank waits for its own later actions
-(proved by `check.check_device_wait`). A receive is posted
-
-- after the last action of the receiving rank that the message depends on;
-- before the first action of the receiving rank that depends on an action of the sender after the send.
+both. Whatever ranks wait, and wherever, the earliest event of the global order that has not ended can end, as a send
+and its receive are one event: no waits deadlock, and neither do kernels that share a hardware queue (Charron-Bost,
+Mattern and Tel 1996). torch's pipelining places receives alike.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from megascale.layout.stages import Placement
+from megascale.schedule.dependencies import RESULTS, Result, dependencies, neighbours, results
+from megascale.schedule.ir import Action, Kind, RankSchedule, Schedule, ScheduleError
 
-from megascale.schedule.dependencies import ScheduleDependencies
-from megascale.schedule.ir import Action, Kind, RankSchedule, Schedule
-
-RECV_LOOKAHEAD = 2
-"""Compute actions between the posting of a receive and its consumer, if the rules permit. With 1, a message slower than
-a forward is exposed (docs/performance.md). Every further action costs memory for an activation.
+ACTION, MESSAGE = 5, 1
+"""Ticks of an action and of a message on the clock of `global_order`. As messages take time, ranks fall behind their
+senders: the action before a message's consumer starts after the sender's action, and the receive is posted before it,
+to overlap with it. Were messages to take no time, many receives would be posted directly before their consumers.
 """
 
 
-def lower(
-    compute: Schedule, v: int, *, lookahead: int = 1, training: bool = True, reduce_each: bool = False
-) -> Schedule:
-    """Add communication to a compute schedule of p ranks with v chunks per rank.
+def lower(compute: Schedule, placement: Placement, *, training: bool = True, reduce_each: bool = False) -> Schedule:
+    """Add communication to a compute schedule. `training`: add REDUCE after the last gradients of a chunk's weights, or
+    after all of them with `reduce_each`.
 
-    `lookahead`: post a receive at most this number of compute actions before its consumer's turn (0: directly before
-    the consumer). `training`: add REDUCE after a chunk's last backward, or after every backward
-    with `reduce_each`.
+    Raises: ScheduleError if the ranks wait for each other
     """
-    precedence = ScheduleDependencies(compute, v)
-    return [
-        lower_rank(precedence, rank, lookahead=lookahead, training=training, reduce_each=reduce_each)
-        for rank in range(len(compute))
-    ]
-
-
-def lower_rank(
-    precedence: ScheduleDependencies, rank: int, *, lookahead: int, training: bool = True, reduce_each: bool = False
-) -> RankSchedule:
-    """Add communication to the actions of one rank, as `lower` does."""
-    order, p = precedence.compute[rank], len(precedence.compute)
-    stages = p * precedence.v
-    posts = place_receives(precedence, rank, lookahead)
-    last_backward = {a.chunk: a.microbatch for a in order if a.kind is Kind.B}
-    gathered: set[int] = set()
-    lowered: RankSchedule = []
-    for index, action in enumerate(order):
-        lowered += posts[index]
-        if action.kind is Kind.F and action.chunk not in gathered:
-            gathered.add(action.chunk)
-            lowered.append(Action(Kind.WAIT_PARAMS, action.chunk, action.microbatch))
-        lowered.append(action)
-        kind, chunk, microbatch = action
-        target = chunk * p + rank + (1 if kind is Kind.F else -1)
-        if p > 1 and kind is not Kind.R and 0 <= target < stages:  # another stage needs the result
-            lowered.append(Action(Kind.SEND_F if kind is Kind.F else Kind.SEND_B, chunk, microbatch))
-        complete = reduce_each or last_backward.get(action.chunk) == action.microbatch
-        if training and action.kind is Kind.B and complete:
-            lowered.append(Action(Kind.REDUCE, action.chunk, action.microbatch))
+    lowered = [RankSchedule() for _ in compute]
+    last = [{a.chunk: a.microbatch for a in order if Kind.W in RESULTS[a.kind]} for order in compute]
+    gathered = set[tuple[int, int]]()
+    for rank, action in global_order(compute, placement):
+        order, (kind, chunk, microbatch) = lowered[rank], action
+        if kind is Kind.F and (rank, chunk) not in gathered:
+            gathered.add((rank, chunk))
+            order.append(Action(Kind.WAIT_PARAMS, chunk, microbatch))
+        order.append(action)
+        if (target := neighbours(action, rank, placement).target) is not None:
+            send, receive = (Kind.SEND_F, Kind.RECV_F) if kind is Kind.F else (Kind.SEND_B, Kind.RECV_B)
+            receiver, its_chunk = placement.places[target]
+            order.append(Action(send, chunk, microbatch))
+            lowered[receiver].append(Action(receive, its_chunk, microbatch))
+        if training and Kind.W in RESULTS[kind] and (reduce_each or last[rank][chunk] == microbatch):
+            order.append(Action(Kind.REDUCE, chunk, microbatch))
     return lowered
 
 
-def place_receives(precedence: ScheduleDependencies, rank: int, lookahead: int) -> list[RankSchedule]:
-    """List, for every compute action of a rank, the receives to post before the action.
+def global_order(compute: Schedule, placement: Placement) -> list[tuple[int, Action]]:
+    """Order the actions of all ranks, with their ranks, by their starts on a clock; at equal times by rank.
 
-    These are the receives of the action and the next `lookahead` actions, if the rules permit, and of messages sent
-    before on the same channel.
+    Raises: ScheduleError if the ranks wait for each other
     """
-    p = len(precedence.compute)
-    posts: list[RankSchedule] = [[] for _ in precedence.compute[rank]]
-    receives = [
-        post
-        for sender in sorted({(rank - 1) % p, (rank + 1) % p} - {rank})
-        for post in _channel_receives(precedence, sender, rank, lookahead)
-    ]
-    for place, _, receive in sorted(receives, key=lambda post: post[:2]):  # stable: keeps the order of a channel
-        posts[place].append(receive)
-    return posts
-
-
-def _channel_receives(
-    precedence: ScheduleDependencies, sender: int, rank: int, lookahead: int
-) -> list[tuple[int, int, Action]]:
-    """List a channel's receives in order, as (index to post before, index wanted without the rules, receive)."""
-    messages = [
-        (sent, target[1])
-        for sent, action in enumerate(precedence.compute[sender])
-        if (target := precedence.consumer(action, sender)) is not None and target[0] == rank
-    ]
-    if not messages:
-        return []
-    index = precedence.index(rank)
-    sender_needs = precedence.last_predecessors(rank, sender)  # by action of the sender
-    rank_needs = precedence.last_predecessors(sender, rank)  # by action of this rank
-    receives, wanted = [], len(rank_needs)
-    for sent, action in reversed(messages):
-        needed = index[action]
-        wanted = min(wanted, needed - lookahead)  # a later message of the channel may be wanted earlier
-        place = min(max(0, wanted, sender_needs[sent] + 1), bisect_left(rank_needs, sent + 1), needed)
-        receive = Kind.RECV_F if action.kind is Kind.F else Kind.RECV_B
-        receives.append((place, wanted, Action(receive, action.chunk, action.microbatch)))
-    return receives[::-1]
+    left, clock = [order[::-1] for order in compute], [0] * len(compute)
+    ends, starts = dict[Result, int](), list[tuple[int, int, Action]]()
+    progress = True
+    while progress:
+        progress = False
+        for rank, order in enumerate(left):
+            while order:
+                needs = dependencies(order[-1], rank, placement)
+                if not all(need in ends for need in needs):
+                    break
+                arrivals = [ends[need] + MESSAGE * (placement.places[need[1]][0] != rank) for need in needs]
+                start, action = max([clock[rank], *arrivals]), order.pop()
+                clock[rank] = start + ACTION
+                ends.update(dict.fromkeys(results(action, rank, placement), clock[rank]))
+                starts.append((start, rank, action))
+                progress = True
+    if any(left):
+        stuck = ", ".join(f"rank {rank} at {order[-1]}" for rank, order in enumerate(left) if order)
+        raise ScheduleError(f"the schedule deadlocks: {stuck}")
+    return [(rank, action) for _, rank, action in sorted(starts, key=lambda start: start[:2])]

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from megascale.schedule.ir import RankSchedule, Schedule, backward, forward, recomputation
+from megascale.schedule.ir import Action, Kind, RankSchedule, Schedule, backward, forward
 
 
 def state_aware_1f1b(p: int, sequences: Sequence[int], keep: int, rank: int) -> RankSchedule:
@@ -41,7 +41,7 @@ def state_aware_1f1b(p: int, sequences: Sequence[int], keep: int, rank: int) -> 
             until = min(total, end + p - rank - 1)
             order += [forward(0, ahead) for ahead in range(started, until)]
             started = max(started, until)
-            order += [recomputation(0, i)] if i < end - keep else []
+            order += [Action(Kind.R, 0, i)] if i < end - keep else []
             order.append(backward(0, i))
     return order
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 
 import torch
@@ -13,11 +13,12 @@ from megascale.catalog.schedules import SCHEDULES
 from megascale.checkpoint.checkpoints import Checkpoints
 from megascale.checkpoint.format.state import Progress
 from megascale.comm import symmetric_memory
-from megascale.comm.group import single_rank_group
+from megascale.comm.group import Group, single_rank_group
 from megascale.comm.mesh import Mesh, open_mesh
 from megascale.comm.warm_up import warm_up
 from megascale.config.batch_rampup import batch_sizes, samples_of_run
 from megascale.config.run import RunConfig
+from megascale.config.train import OptimizerConfig
 from megascale.core.errors import DataError
 from megascale.core.event_ring import EventRing
 from megascale.core.flight_writer import FlightRecordWriter
@@ -54,68 +55,20 @@ from megascale.parallel.pipeline import P2PActivationSpec, PipelineExecutor
 from megascale.parallel.stateful import Stateful
 from megascale.parallel.tp_overlap import TensorParallel
 from megascale.plan.account.flops import sequence_flops
-from megascale.schedule.dependencies import ScheduleDependencies
 from megascale.schedule.ir import RankSchedule, build_schedule, forwards_only
-from megascale.schedule.lower import RECV_LOOKAHEAD, lower_rank
+from megascale.schedule.lower import lower
 from megascale.schedule.one_f_one_b import one_f_one_b
 from megascale.schedule.state_aware import build_state_aware
 from megascale.trace.recorder import Recorder
-from megascale.train.hooks import Hooks
 from megascale.train.noise_scale import NoiseScale
-from megascale.train.policy_updates import PolicyState
+from megascale.train.policy_state import PolicyState
+from megascale.train.run import Dtypes, Run
+from megascale.train.step_hooks import build_step_hooks
 from megascale.train.stop import StopRequest
 from megascale.train.weight_average import WeightAverage
 
-PLANNED_ORDERS = 32
-"""Orders of planned micro-batches that are kept; steps have a few numbers of them."""
-
-Dtypes = tuple[torch.dtype, torch.dtype]
-"""The dtypes of compute and of accumulation."""
-
-
-@dataclass(frozen=True)
-class InitialState:
-    """The state that a run was begun or resumed with in this process, and its step; "" for fresh weights."""
-
-    name: str = ""
-    step: int = 0
-
-
-@dataclass
-class Run:
-    """All objects of a run on one rank. A resume replaces `progress` and `origin`; other state is loaded in place.
-
-    `train_order`: the actions of a step of the whole batch, `order_of` those of a step with fewer samples;
-    `planned_order`: those of a number of planned micro-batches, in training or not.
-    `hooks`: those of plug-ins before training, all hooks in training. `noise_scale`, `policy` (the data policy's
-    state), `average`: None if there is none.
-    """
-
-    config: RunConfig
-    device: Device
-    mesh: Mesh
-    dtypes: Dtypes
-    stages: list[Stage]
-    buffers: ParamAndGradBuffers
-    fp8_state: Fp8State
-    noise_scale: NoiseScale | None
-    policy: PolicyState | None
-    average: WeightAverage | None
-    optimizer: ShardedOptimizer
-    pipeline: PipelineExecutor
-    train_order: RankSchedule
-    order_of: Callable[[int], RankSchedule]
-    planned_order: Callable[[int, bool], RankSchedule]
-    valid_order: RankSchedule
-    train_loader: Loader
-    valid_loader: Loader | None
-    valid_batches: int
-    lr: Callable[[int], float]
-    checkpoints: Checkpoints
-    progress: Progress
-    stop: StopRequest
-    origin: InitialState = InitialState()
-    hooks: Hooks = field(default_factory=Hooks)
+KEPT_ORDERS = 32
+"""Orders of actions that are kept; steps have a few numbers of micro-batches."""
 
 
 def build_mesh(
@@ -128,19 +81,19 @@ def build_mesh(
     """Open and warm up this rank's process groups. Requires `comm.init.init_distributed`. `flight`, `ring`: this
     rank's flight record and event ring.
     """
-    p = config.parallel
+    placement = stages_of(config).placement
     recorder = Recorder(device.timer(), enabled=config.observe.record, flight=flight, ring=ring)
     mesh = open_mesh(
         topology_of(config),
         rank.rank,
         tied=config.model.tie_embeddings,
-        wrap_around=p.vpp > 1,
+        placement=placement,
         recorder=recorder,
         launch=config.launch,
         nccl=config.nccl,
     )
     recorder.flight.start_parts.begin("warm-up")
-    warm_up(mesh, device, wrap_around=p.vpp > 1)
+    warm_up(mesh, device, placement.links)
     return mesh
 
 
@@ -152,8 +105,7 @@ def build_rank_run(
     `init_weights`: draw the initial weights; otherwise they are zero.
     """
     dtypes = run_dtypes(config)
-    maps_peers = config.overlap.tp and symmetric_memory.can_map_peers(mesh.tp, device)
-    tp = TensorParallel(mesh.tp, config.parallel.sp, config.overlap.tp, maps_peers, gpu=not device.is_cpu)
+    tp = build_tensor_parallel(config, mesh.tp, device)
     context = OpContext.from_config(config, device)
     buffers = build_buffers(config, mesh, dtypes, device.torch_device, select.build_op("wgrad", context))
     if init_weights:
@@ -161,11 +113,7 @@ def build_rank_run(
     fp8_state = Fp8State(config, mesh, device.torch_device, select.build_op("linear", context))
     offload = ActivationOffload(device.host_buffers()) if config.train.activation_offload else None
     stages = build_stages(config, mesh, buffers, tp, LayerOps.from_context(context), fp8_state, offload)
-    names = ParamGroups(config.optimizer).rules
-    update_rules = {name: select.build_op("optimizer", replace(context, optimizer=name)) for name in names}
-    guarded = config.optimizer.zclip or config.optimizer.skip_sigma > 0
-    guard = StepGuard(config.optimizer, mesh, device.torch_device) if guarded else None
-    optimizer = ShardedOptimizer(buffers.buckets, mesh, config.optimizer, update_rules, guard)
+    optimizer, guard = build_optimizer(config.optimizer, mesh, buffers, context, device.torch_device)
     mesh.recorder.flight.start_parts.begin("indices")
     noise_scale = build_noise_scale(config, mesh, buffers, device.torch_device)
     average = WeightAverage(config.train, optimizer.shards, mesh) if config.train.average != "none" else None
@@ -174,6 +122,7 @@ def build_rank_run(
     policy = PolicyState(config, mesh, pipeline, train, device.torch_device) if config.data.policy else None
     optional: list[Stateful | None] = [guard, noise_scale, average, policy]
     parts: list[Stateful] = [optimizer, fp8_state, *(part for part in optional if part is not None)]
+    order_of = lru_cache(KEPT_ORDERS)(partial(build_order, config, mesh.coord.pp))
     mesh.recorder.flight.start_parts.begin("build")
     return Run(
         config=config,
@@ -188,12 +137,7 @@ def build_rank_run(
         average=average,
         optimizer=optimizer,
         pipeline=pipeline,
-        train_order=build_order(config, mesh.coord.pp),
-        order_of=lru_cache(1)(lambda size: build_order(with_batch(config, size), mesh.coord.pp)),
-        planned_order=lru_cache(PLANNED_ORDERS)(
-            lambda count, training: build_planned_order(config, mesh.coord.pp, count, training)
-        ),
-        valid_order=build_order(config, mesh.coord.pp, training=False),
+        order_of=order_of,
         train_loader=train,
         valid_loader=valid,
         valid_batches=valid_batches,
@@ -201,7 +145,24 @@ def build_rank_run(
         checkpoints=Checkpoints(config, mesh, parts, device),
         progress=Progress(),
         stop=stop,
+        step_hooks=build_step_hooks(config, noise_scale),
     )
+
+
+def build_tensor_parallel(config: RunConfig, group: Group, device: Device) -> TensorParallel:
+    """Return the tensor parallelism of this rank, whose peers' memory is mapped where communication overlaps."""
+    maps_peers = config.overlap.tp and symmetric_memory.can_map_peers(group, device)
+    return TensorParallel(group, config.parallel.sp, config.overlap.tp, maps_peers, gpu=not device.is_cpu)
+
+
+def build_optimizer(
+    settings: OptimizerConfig, mesh: Mesh, buffers: ParamAndGradBuffers, context: OpContext, device: torch.device
+) -> tuple[ShardedOptimizer, StepGuard | None]:
+    """Build the optimizer over this rank's shards, and the guard of its steps, if there is one."""
+    names = ParamGroups(settings).rules
+    update_rules = {name: select.build_op("optimizer", replace(context, optimizer=name)) for name in names}
+    guard = StepGuard(settings, mesh, device) if settings.zclip or settings.skip_sigma > 0 else None
+    return ShardedOptimizer(buffers.buckets, mesh, settings, update_rules, guard), guard
 
 
 def build_noise_scale(
@@ -219,11 +180,6 @@ def build_learning_rate(config: RunConfig) -> Callable[[int], float]:
     if config.batch.rampup is None:
         return learning_rate(config.optimizer, config.train.steps)
     return learning_rate_by_samples(config.optimizer, config.train.steps, batch_sizes(config))
-
-
-def with_batch(config: RunConfig, size: int) -> RunConfig:
-    """Return a configuration with a global batch of `size` sequences."""
-    return config.model_copy(update={"batch": config.batch.model_copy(update={"total": size})})
 
 
 def run_dtypes(config: RunConfig) -> Dtypes:
@@ -291,30 +247,18 @@ def context_parallel(config: RunConfig, mesh: Mesh, operators: LayerOps) -> Cont
     return ContextParallel(mesh.cp_heads, mesh.cp_keys, attend, part, gathers, config.overlap.cp)
 
 
-def build_order(config: RunConfig, pp_rank: int, training: bool = True) -> RankSchedule:
-    """Return a pipeline rank's actions in a training step, or in an evaluation of one global batch."""
+def build_order(config: RunConfig, pp_rank: int, count: int, training: bool) -> RankSchedule:
+    """Return a pipeline rank's actions in a training step, or an evaluation, of `count` micro-batches."""
     p = config.parallel
     assert p.schedule is not None, "a resolved configuration names its schedule"
-    if config.data.chunk_tokens is None:
-        compute = build_schedule(SCHEDULES[p.schedule].load(), p.pp, p.vpp, config.num_microbatches)
+    if p.cp_mode == "hybrid":
+        compute = build_schedule(one_f_one_b, p.pp, 1, count)
+    elif config.data.chunk_tokens is not None:
+        compute = build_state_aware(p.pp, [config.num_chunks] * (count // config.num_chunks), config.data.keep_chunks)
     else:
-        samples = config.num_microbatches // config.num_chunks
-        compute = build_state_aware(p.pp, [config.num_chunks] * samples, config.data.keep_chunks)
-    return lower_rank(
-        ScheduleDependencies(compute if training else forwards_only(compute), p.vpp),
-        pp_rank,
-        lookahead=RECV_LOOKAHEAD if config.overlap.pp else 0,
-        training=training,
-        reduce_each=p.zero == 2,
-    )
-
-
-def build_planned_order(config: RunConfig, pp_rank: int, count: int, training: bool) -> RankSchedule:
-    """Return the actions of a pipeline rank in hybrid data parallelism, for `count` micro-batches of its pipeline."""
-    compute = build_schedule(one_f_one_b, config.parallel.pp, 1, count)
-    precedence = ScheduleDependencies(compute if training else forwards_only(compute), 1)
-    lookahead = RECV_LOOKAHEAD if config.overlap.pp else 0
-    return lower_rank(precedence, pp_rank, lookahead=lookahead, training=training)
+        compute = build_schedule(SCHEDULES[p.schedule].load(), p.pp, p.vpp, count)
+    compute = compute if training else forwards_only(compute)
+    return lower(compute, stages_of(config).placement, training=training, reduce_each=p.zero == 2)[pp_rank]
 
 
 def build_pipeline(
@@ -331,7 +275,8 @@ def build_pipeline(
     rows = config.row_tokens // mesh.tp.size if config.parallel.sp else config.row_tokens
     tp = single_rank_group("tp") if config.parallel.sp else mesh.tp
     p2p_spec = P2PActivationSpec((rows, config.batch.micro, m.hidden_size), dtypes[0], device, tp)
-    return PipelineExecutor(stages, buffers, mesh, p2p_spec, dtypes[1], offload)
+    placement, overlap = stages_of(config).placement, config.overlap.pp
+    return PipelineExecutor(stages, placement, buffers, mesh, p2p_spec, dtypes[1], overlap=overlap, offload=offload)
 
 
 def build_loaders(config: RunConfig, mesh: Mesh, device: Device) -> tuple[Loader, Loader | None, int]:

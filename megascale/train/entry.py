@@ -40,7 +40,7 @@ from megascale.ops.advice import slow_backend_hint
 from megascale.ops.select import OpContext, selected_backends
 from megascale.plan.account.memory import rank_memory
 from megascale.trace.writers import MetricsWriter
-from megascale.train.build import Run, build_mesh, build_rank_run
+from megascale.train.build import build_mesh, build_rank_run
 from megascale.train.event_file import EventFile, begin_ring
 from megascale.train.fault_injection import fault_injection
 from megascale.train.loop import train
@@ -48,6 +48,7 @@ from megascale.train.peak_flops import find_peak_flops
 from megascale.train.rank_record import rank_record
 from megascale.train.reporter import Reporter, open_writers
 from megascale.train.resume import OpenWeights, load_initial_state
+from megascale.train.run import Run
 from megascale.train.saves import Saves
 from megascale.train.stop import StopRequest
 
@@ -149,9 +150,8 @@ def _run(
     affinity.bind_to_local_cores(device.pci_address)
     record = rank_record(config, rank, device) if rank.world_size > 1 else None
     folder = Path(config.observe.dir)
-    init.init_distributed(rank, device, config.launch, config.nccl, pp=config.parallel.pp, record=record, folder=folder)
+    init.init_distributed(rank, device, config.launch, config.nccl, record=record, folder=folder)
     flight.start_parts.count = count_requests
-    is_rank_0 = rank.rank == 0
     remember_run(rank)
     injection = fault_injection(config, rank)
     flight.set_phase(Phase.GROUPS)
@@ -166,34 +166,46 @@ def _run(
         injection.attach(run)
         injection.reach("load")
     resumed = load_initial_state(run, open_weights)
-    replaced = replaced_datasets(config) if is_rank_0 and run.progress.step else []
-    writers = _prepare_folder(config, run.progress.step) if is_rank_0 else []
-    reporter = Reporter(config, device, peak, writers, run.mesh.recorder)
+    reporter = _open_reporter(run, peak, resumed)
     try:
-        if is_rank_0 and run.progress.step:
-            reporter.load_history(config.folder)
-        reporter.write_message(run_summary(run, peak))
-        if injection is not None:
-            reporter.write_message(f"WARNING: this run injects faults: {config.fault.inject}")
-        if is_rank_0 and (buckets := describe_buckets(config)):
-            reporter.write_message(buckets)
-        if resumed:
-            reporter.write_message(resumed)
-        for text in replaced:
-            reporter.write_message(f"WARNING: {text}")
         if run.progress.step >= config.train.steps:
-            if run.checkpoints.resumed_from_memory:
-                with stop.deferred():
-                    Saves(reporter).save_final(run)
-            else:
-                run.checkpoints.drop_memory_copies()
-            reporter.write_message(f"all {config.train.steps} steps are done: raise train.steps to continue")
+            _save_finished(run, reporter)
             return Exit.OK
         with EventFile(run, rank) as events:
             begin_ring(run, events.clock_offset_s, peak)
             return train(run, reporter)
     finally:
         reporter.close()
+
+
+def _open_reporter(run: Run, peak: Peak | None, resumed: str) -> Reporter:
+    """Open what reports of the run, and say how it begins. `resumed`: what it was resumed from, "" for nothing."""
+    config, step = run.config, run.progress.step
+    writes = run.mesh.rank == 0
+    replaced = replaced_datasets(config) if writes and step else []
+    reporter = Reporter(config, run.device, peak, _prepare_folder(config, step) if writes else [], run.mesh.recorder)
+    if writes and step:
+        reporter.load_history(config.folder)
+    texts = [
+        run_summary(run, peak),
+        f"WARNING: this run injects faults: {config.fault.inject}" if config.fault.inject else "",
+        describe_buckets(config) if writes else "",
+        resumed,
+        *(f"WARNING: {text}" for text in replaced),
+    ]
+    for text in filter(None, texts):
+        reporter.write_message(text)
+    return reporter
+
+
+def _save_finished(run: Run, reporter: Reporter) -> None:
+    """Keep the last state of a run whose steps are all done: on storage, if it was in memory alone."""
+    if run.checkpoints.resumed_from_memory:
+        with run.stop.deferred():
+            Saves(reporter).save_final(run)
+    else:
+        run.checkpoints.drop_memory_copies()
+    reporter.write_message(f"all {run.config.train.steps} steps are done: raise train.steps to continue")
 
 
 def _prepare_folder(config: RunConfig, resumed_step: int) -> list[MetricsWriter]:

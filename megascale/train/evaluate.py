@@ -10,13 +10,12 @@ import torch
 from megascale.core.errors import NoLossTokensError
 from megascale.core.flight_layout import Phase
 from megascale.trace.metrics import EvaluationMetrics
-from megascale.train.hooks import Hook
+from megascale.train.run import Hook
 from megascale.train.step_totals import StepTotals
 
 if TYPE_CHECKING:
-    from megascale.train.build import Run
     from megascale.train.reporter import Reporter
-    from megascale.train.step import StepResult
+    from megascale.train.run import Run, StepResult
 
 
 def evaluate(run: Run) -> EvaluationMetrics:
@@ -26,10 +25,7 @@ def evaluate(run: Run) -> EvaluationMetrics:
     loss = torch.zeros((), dtype=run.dtypes[1], device=run.device.torch_device)
     tokens = 0.0
     for batch in run.valid_loader.batches(run.valid_batches):
-        order = run.valid_order
-        if run.config.parallel.cp_mode == "hybrid":
-            order = run.planned_order(len(batch.micro_batches), False)
-        loss += run.pipeline.run_actions(order, batch)
+        loss += run.pipeline.run_actions(run.order_of(len(batch.micro_batches), False), batch)
         tokens += batch.loss_tokens
         run.mesh.recorder.resolve_marks()  # bounds the number of open marks, which hold CUDA events
     totals = StepTotals(run.mesh, loss.device)
@@ -61,7 +57,7 @@ class Evaluations(Hook):
         with run.mesh.recorder.activity(Phase.EVALUATION):
             metrics = evaluate(run)
             if run.average is not None and run.average.has_begun:
-                with run.average.in_place_of_weights(run):
+                with run.average.in_place_of_weights(run.buffers, run.fp8_state):
                     metrics = replace(metrics, averaged_loss=evaluate(run).valid_loss)
             self._reporter.write(metrics)
         run.hooks.evaluation_ends(run, metrics)

@@ -26,7 +26,7 @@ from megascale.core.storage import Location
 from megascale.operate.store.attempts import begin_attempt
 
 if TYPE_CHECKING:
-    from megascale.train.build import Run
+    from megascale.train.run import Run
 
 
 class EventFile:

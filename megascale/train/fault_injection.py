@@ -27,12 +27,13 @@ from megascale.core.errors import ConfigError, Problem
 from megascale.core.label import Label, LabelLike
 from megascale.core.rank import Rank
 from megascale.operate.node.inject import Injector, describe, stop_process, strike
+from megascale.schedule.ir import COMPUTE_KINDS, Kind
 from megascale.trace.recorder import EventRecord
 
 if TYPE_CHECKING:
-    from megascale.train.build import Run
+    from megascale.train.run import Run
 
-ACTION_PHASES = {"F": "forward", "B": "backward", "update": "optimizer"}
+ACTION_PHASES = {kind.value: COMPUTE_KINDS[kind].phase for kind in (Kind.F, Kind.B, Kind.I)} | {"update": "optimizer"}
 """Phases by the names of a step's actions."""
 
 _INTEGERS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
@@ -82,7 +83,7 @@ class FaultInjection:
 
     def _before_action(self, name: str) -> None:
         assert self._run is not None
-        if name == "F" and not self._run.mesh.recorder.step:
+        if name == Kind.F and not self._run.mesh.recorder.step:
             self.reach("evaluation", self._run.progress.step)
         elif name in ACTION_PHASES and (step := self._run.mesh.recorder.step):
             self.reach(ACTION_PHASES[name], step)

@@ -19,7 +19,7 @@ from megascale.layout.parameters import all_params
 from megascale.parallel.param_and_grad_buffers import Bucket
 
 if TYPE_CHECKING:
-    from megascale.train.build import Run
+    from megascale.train.run import Run
 
 
 @dataclass(frozen=True)

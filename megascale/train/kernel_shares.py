@@ -19,11 +19,10 @@ from megascale.core.files import write_text
 from megascale.core.flight_layout import Phase
 from megascale.core.run_folder import check_known
 from megascale.layout.topology import DATA_AXES
-from megascale.train.hooks import Hook
+from megascale.train.run import Hook
 
 if TYPE_CHECKING:
-    from megascale.train.build import Run
-    from megascale.train.step import StepResult
+    from megascale.train.run import Run, StepResult
 
 KERNEL_FOLDER = "kernels"
 """Name of the folder in the run's folder."""

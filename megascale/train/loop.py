@@ -1,4 +1,4 @@
-"""The training loop: steps, with hooks at the moments between them (`train.hooks`)."""
+"""The training loop: steps, with hooks at the moments between them (`train.run`)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from megascale.config.batch_rampup import batch_sizes
 from megascale.core.errors import Exit
 from megascale.core.flight_layout import Phase
 from megascale.core.flight_record import UNORDERED_SIGNAL
-from megascale.train.build import Run
 from megascale.train.evaluate import Evaluations
-from megascale.train.hooks import Hooks
 from megascale.train.kernel_shares import KernelShares
 from megascale.train.plan_record import PlanRecord
 from megascale.train.policy_updates import PolicyUpdates
 from megascale.train.replica_check import ReplicaCheck
 from megascale.train.reporter import Reporter, StepRecords
+from megascale.train.run import Hook, Hooks, Run, StepResult
 from megascale.train.saves import Saves
 from megascale.train.scheduled_gc import ScheduledGC
 from megascale.train.skipped_steps import SkippedSteps
@@ -21,7 +20,6 @@ from megascale.train.spike import SpikeAlert
 from megascale.train.start_report import StartReport
 from megascale.train.step import train_step
 from megascale.train.step_rows import StepRows
-from megascale.train.weight_average import WeightAveraging
 
 
 def train(run: Run, reporter: Reporter) -> Exit:
@@ -71,6 +69,14 @@ def standard_hooks(run: Run, reporter: Reporter) -> Hooks:
             run.hooks,
         ]
     )
+
+
+class WeightAveraging(Hook):
+    """Updates the average of the weights after a step."""
+
+    def step_ends(self, run: Run, result: StepResult) -> None:
+        if run.average is not None:
+            run.average.update(run.progress.step)
 
 
 def _train_steps(run: Run, reporter: Reporter, rows: StepRows) -> bool:

@@ -25,7 +25,6 @@ import torch
 from megascale.comm.mesh import Mesh
 from megascale.config.train import TrainConfig
 from megascale.optim.first_gradient import FirstGradient
-from megascale.parallel.microbatch import StepBatch
 from megascale.parallel.replicated_state import ReplicatedState
 from megascale.train.step_totals import StepTotals
 
@@ -56,10 +55,10 @@ class NoiseScale(ReplicatedState):
         if self._measures:
             self._gradient.begin()
 
-    def add_totals(self, totals: StepTotals, batch: StepBatch) -> None:
+    def add_totals(self, totals: StepTotals) -> None:
         """Add this rank's parts of the totals, after all reductions. A collective of all ranks."""
         if self._measures:
-            tokens = float(batch.micro_batch(0).sequence_loss_tokens)
+            tokens = float(totals.batch.micro_batch(0).sequence_loss_tokens)
             totals.add(first_sq_norm=self._gradient.local_sq_norm())
             totals.add_per_sequence(first_tokens=tokens, first_sq_tokens=tokens**2)
 

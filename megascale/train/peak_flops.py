@@ -13,7 +13,7 @@ from megascale.device import Device
 from megascale.ops.gemm_rate import gemm_rate
 
 if TYPE_CHECKING:
-    from megascale.train.build import Run
+    from megascale.train.run import Run
 
 ROUNDS = 3
 """Rounds of measurement; all ranks measure at the same time."""

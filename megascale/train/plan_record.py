@@ -20,10 +20,10 @@ from megascale.config.profile_files import THIS_MACHINE, path_of, profile_names
 from megascale.core.files import is_file, write_text
 from megascale.core.process import module_command
 from megascale.plan.simulate.profiles import hardware
-from megascale.train.hooks import Hook
+from megascale.train.run import Hook
 
 if TYPE_CHECKING:
-    from megascale.train.build import Run
+    from megascale.train.run import Run
 
 PLAN_FILE = "plan.json"
 """Name of the file in the run's folder."""

@@ -22,11 +22,10 @@ from megascale.comm.mesh import Mesh
 from megascale.comm.totals import sum_over_job
 from megascale.core.errors import ReplicasDifferError
 from megascale.parallel.param_and_grad_buffers import Bucket
-from megascale.train.hooks import Hook
+from megascale.train.run import Hook
 
 if TYPE_CHECKING:
-    from megascale.train.build import Run
-    from megascale.train.step import StepResult
+    from megascale.train.run import Run, StepResult
 
 CHUNK = 1 << 22
 """Elements of a bucket whose weighted bits are in memory at a time, as int64."""

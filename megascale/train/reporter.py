@@ -21,14 +21,13 @@ from megascale.trace.metrics import MetricsRecord, StepMetrics
 from megascale.trace.recorder import Recorder
 from megascale.trace.writers import JsonLinesWriter, MetricsWriter, TensorBoardWriter, TerminalWriter
 from megascale.train.cast_monitor import CastMonitor
-from megascale.train.hooks import Hook
+from megascale.train.run import Hook
 from megascale.train.score_totals import per_token, take_scores
 from megascale.train.step import is_logged_step
 
 if TYPE_CHECKING:
     from megascale.checkpoint.format.state import Progress
-    from megascale.train.build import Run
-    from megascale.train.step import StepResult
+    from megascale.train.run import Run, StepResult
 
 METRICS_FILE = "metrics.jsonl"
 """Metrics file in the run's folder."""

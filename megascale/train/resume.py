@@ -20,8 +20,8 @@ from megascale.core.units import format_count
 from megascale.data.changing_blend import blend_parts, same_order
 from megascale.data.order_changes import order_changes
 from megascale.parallel.stateful import WEIGHTS
-from megascale.train.build import InitialState, Run
 from megascale.train.finite_check import all_finite
+from megascale.train.run import InitialState, Run
 from megascale.train.weight_companions import keep_companions
 
 

@@ -8,11 +8,9 @@ from collections.abc import Callable
 from megascale.checkpoint.save.attempt import SaveResult
 from megascale.core.errors import CheckpointError, DivergenceError, NoLossTokensError, ReplicasDifferError
 from megascale.core.flight_layout import Phase
-from megascale.train.build import Run
 from megascale.train.finite_check import check_state_finite
-from megascale.train.hooks import Hook
 from megascale.train.reporter import Reporter
-from megascale.train.step import StepResult
+from megascale.train.run import Hook, Run, StepResult
 
 MIN_REPORTED_WAIT_S = 0.005
 """Shortest wait for the previous save that is reported, in seconds."""

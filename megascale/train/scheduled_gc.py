@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megascale.core.flight_layout import Phase
-from megascale.train.hooks import Hook
+from megascale.train.run import Hook
 
 if TYPE_CHECKING:
-    from megascale.train.build import Run
-    from megascale.train.step import StepResult
+    from megascale.train.run import Run, StepResult
 
 COLLECT_EVERY = 100
 """Steps between collections."""

@@ -6,15 +6,14 @@ from collections.abc import Mapping
 
 from megascale.config.model import ModelConfig
 from megascale.layout.parts.part import Scores
-from megascale.parallel.microbatch import StepBatch
 from megascale.plan.account.attended import count_scores_in
 from megascale.plan.account.step_totals import score_totals
 from megascale.train.step_totals import StepTotals
 
 
-def add_scores(totals: StepTotals, model: ModelConfig, batch: StepBatch) -> None:
+def add_scores(totals: StepTotals, model: ModelConfig) -> None:
     """Add the scores per head that this rank's documents have, in both conventions, by window."""
-    lengths = [length for part in batch.sequences if part.boundaries for length in part.boundaries.real_lengths]
+    lengths = [length for part in totals.batch.sequences if part.boundaries for length in part.boundaries.real_lengths]
     for window, names in score_totals(model).items():
         totals.add_per_microbatch(**dict(zip(names, count_scores_in(lengths, window), strict=True)))
 

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 
 from megascale.core.errors import NoLossTokensError
 from megascale.core.skipped_ranges import order_index, read_before
-from megascale.train.hooks import Hook
+from megascale.train.run import Hook
 
 if TYPE_CHECKING:
-    from megascale.train.build import Run
     from megascale.train.reporter import Reporter
-    from megascale.train.step import StepResult
+    from megascale.train.run import Run, StepResult
 
 MOST_WITHOUT_LABELS = 16
 """Steps of a run after which it ends if no batch has had a label."""

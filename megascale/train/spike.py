@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 
 from megascale.config.fault import FaultConfig
 from megascale.trace.metrics import Alert
-from megascale.train.hooks import Hook
+from megascale.train.run import Hook
 
 if TYPE_CHECKING:
-    from megascale.train.build import Run
     from megascale.train.reporter import Reporter
-    from megascale.train.step import StepResult
+    from megascale.train.run import Run, StepResult
 
 WARM_UP_SHARE = 5
 """A median needs the window's steps divided by this number."""

@@ -9,12 +9,11 @@ from megascale.core.event_ring import NO_COMMUNICATION
 from megascale.core.events import HOST_AXIS
 from megascale.core.label import Label
 from megascale.core.start_parts import StartPart
-from megascale.train.hooks import Hook
+from megascale.train.run import Hook
 
 if TYPE_CHECKING:
-    from megascale.train.build import Run
     from megascale.train.reporter import Reporter
-    from megascale.train.step import StepResult
+    from megascale.train.run import Run, StepResult
 
 PREFIX = "start: "
 """Prefix of the names of the parts in the event store."""

@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,37 +21,11 @@ from megascale.core.flight_layout import Phase
 from megascale.device import Mark
 from megascale.parallel.microbatch import StepBatch
 from megascale.train.finite_check import check_step_finite
-from megascale.train.score_totals import add_scores
+from megascale.train.run import Run, StepResult
 from megascale.train.step_totals import StepTotals
-
-if TYPE_CHECKING:
-    from megascale.train.build import Run
 
 POLL_INTERVAL_S = 1e-4
 """Polling interval for a device with queued work, in seconds."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Results of a step, equal on all ranks.
-
-    `loss`: mean per token. `grad_norm`: norm of the mean gradient before clipping. `loss_tokens`: the labels that
-    count, or the sum of their weights; without any, the loss is NaN, the norm 0, and nothing is updated. `totals`: sums
-    over all ranks by name, such as "stops", the ranks with a stop request, "ranks_written" and "ranks_failed", the
-    ranks that have completed or failed their part of the save in progress, "samples" with a batch ramp-up, and the
-    totals of hooks; "skipped", 1 if the step was not applied.
-    """
-
-    loss: float
-    grad_norm: float
-    loss_tokens: float
-    lr: float
-    totals: Mapping[str, float]
-
-    @property
-    def stop(self) -> bool:
-        """True if a rank has a stop request."""
-        return self.totals["stops"] > 0
 
 
 def train_step(run: Run, batch: StepBatch) -> StepResult:
@@ -63,15 +34,11 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
     Raises: DivergenceError on every rank and before any update, if the loss or a gradient is not finite
     """
     recorder, step = run.mesh.recorder, run.progress.step + 1
-    size = batch_sizes(run.config).at(run.progress.samples)
     recorder.step = step
     run.buffers.begin_step()
-    if run.noise_scale is not None:
-        run.noise_scale.begin_step(step)
+    run.step_hooks.step_begins(run)
     run.fp8_state.begin_step(collect_stats=run.config.fp8.monitor and is_logged_step(run.config.train, step))
-    order = run.train_order if size == run.config.batch.total else run.order_of(size)
-    if run.config.parallel.cp_mode == "hybrid":
-        order = run.planned_order(len(batch.micro_batches), True)
+    order = run.order_of(len(batch.micro_batches), True)
     loss = run.pipeline.run_actions(order, batch)  # sum over this rank's tokens
     run.fp8_state.update_history()
     with recorder.action("grad_norm"):  # a bucket's norm overlaps the reductions of later buckets
@@ -99,13 +66,13 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
     recorder.step = 0  # events between steps belong to step 0
     tokens = totals["tokens"]
     tokens = tokens if tokens % 1 else int(tokens)  # a sum of weights is no whole number
-    if run.noise_scale is not None:
-        run.noise_scale.end_step(totals, totals["grad_norm"])
     run.progress.step = step
-    run.progress.samples += size
+    run.progress.samples += batch_sizes(run.config).at(run.progress.samples)
     run.progress.tokens += tokens
     mean = totals["loss"] / tokens if tokens else math.nan
-    return StepResult(mean, totals["grad_norm"], tokens, lr, totals)
+    result = StepResult(mean, totals["grad_norm"], tokens, lr, totals)
+    run.step_hooks.step_ends(run, result)
+    return result
 
 
 def is_logged_step(settings: TrainConfig, step: int) -> bool:
@@ -115,14 +82,9 @@ def is_logged_step(settings: TrainConfig, step: int) -> bool:
 
 def _local_totals(run: Run, batch: StepBatch, loss: Tensor, sq_norm: Tensor) -> StepTotals:
     """Return this rank's parts of the totals of a step."""
-    totals, (written, failed) = StepTotals(run.mesh, loss.device), run.checkpoints.poll_save()
+    totals, (written, failed) = StepTotals(run.mesh, loss.device, batch), run.checkpoints.poll_save()
     totals.add_per_microbatch(loss=loss, tokens=batch.loss_tokens)
-    if run.config.batch.rampup is not None:
-        totals.add_per_sequence(samples=len(batch.sequences) * run.config.batch.micro)
-    if run.config.data.mask == "document":
-        add_scores(totals, run.config.model, batch)
-    if run.noise_scale is not None:
-        run.noise_scale.add_totals(totals, batch)
+    run.step_hooks.add_totals(run, totals)
     totals.add(stops=float(run.stop.requested), ranks_written=written, ranks_failed=failed, sq_norm=sq_norm)
     run.hooks.add_totals(run, totals)
     return totals

@@ -17,8 +17,7 @@ from megascale.plan.account.flops import token_flops
 from megascale.train.score_totals import per_token, take_scores
 
 if TYPE_CHECKING:
-    from megascale.train.build import Run
-    from megascale.train.step import StepResult
+    from megascale.train.run import Run, StepResult
 
 TAG_SHARES = {Phase.GC: 0.02, Phase.EVALUATION: 0.0, Phase.CHECKPOINT: 0.02, Phase.DATA: 0.25}
 """Shares of a step's training time above which an activity of the host is a tag of the step."""

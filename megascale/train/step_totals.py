@@ -1,6 +1,6 @@
 """The totals of a step or of an evaluation: named sums over all ranks, in one all-reduce of a few fp64 values.
 
-totals = StepTotals(mesh, device)
+totals = StepTotals(mesh, device, batch)
 totals.add_per_microbatch(loss=loss, tokens=batch.loss_tokens)
 totals.add(stops=1.0)
 sums = totals.reduce()           # {"loss": ..., "tokens": ..., "stops": ...}, scalars on the device
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megascale.comm.mesh import Mesh
 from megascale.comm.totals import sum_over_job
+from megascale.parallel.microbatch import StepBatch
 from megascale.plan.account.step_totals import vector_name
 
 Total = float | Tensor
@@ -20,9 +21,10 @@ Total = float | Tensor
 
 
 class StepTotals:
-    """This rank's parts of the totals. All ranks add the same names in the same order."""
+    """This rank's parts of the totals of `batch`. All ranks add the same names in the same order."""
 
-    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, mesh: Mesh, device: torch.device, batch: StepBatch = StepBatch(())) -> None:
+        self.batch = batch
         self._mesh = mesh
         self._device = device
         self._parts: dict[str, Total] = {}

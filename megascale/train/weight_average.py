@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +20,10 @@ from torch import Tensor
 from megascale.comm.mesh import Mesh
 from megascale.comm.totals import sum_over_job
 from megascale.config.train import TrainConfig
+from megascale.parallel.fp8_linear import Fp8State
 from megascale.parallel.optimizer_shard import OptimizerShard, gather_shares, global_tensors
+from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
 from megascale.parallel.stateful import AVERAGE, AVERAGE_UPDATES, WEIGHTS, GlobalTensor, TensorShard
-from megascale.train.hooks import Hook
-
-if TYPE_CHECKING:
-    from megascale.train.build import Run
-    from megascale.train.step import StepResult
 
 
 class WeightAverage:
@@ -70,20 +67,20 @@ class WeightAverage:
         return torch.stack(snapshots).mean(0) if len(snapshots) > 1 else snapshots[0]
 
     @contextmanager
-    def in_place_of_weights(self, run: Run) -> Iterator[None]:
+    def in_place_of_weights(self, buffers: ParamAndGradBuffers, fp8_state: Fp8State) -> Iterator[None]:
         """Put the average in place of the weights on all ranks, and the weights back at the end, bit for bit."""
-        run.buffers.finish_param_gather()
+        buffers.finish_param_gather()
         kept = [None if shard.has_own_master else shard.master.clone() for shard in self._shards]
         for shard in self._shards:
             shard.bucket.shard_weights.copy_(self.mean(shard))
-        _gather(run)
+        _gather(buffers)
         yield
         for shard, master in zip(self._shards, kept, strict=True):
             if master is not None:
                 shard.master.copy_(master)
             shard.copy_to_params()
-        _gather(run)
-        run.fp8_state.invalidate_weights()
+        _gather(buffers)
+        fp8_state.invalidate_weights()
 
     def global_tensors(self) -> dict[str, GlobalTensor]:
         tensors = global_tensors(self._shards, self._mesh)
@@ -115,21 +112,13 @@ class WeightAverage:
         self._taken = int(self._saved.item())
 
 
-class WeightAveraging(Hook):
-    """Updates the average of the weights after a step."""
-
-    def step_ends(self, run: Run, result: StepResult) -> None:
-        if run.average is not None:
-            run.average.update(run.progress.step)
-
-
 def _kind(settings: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return what a saved average is of, from the keys of `[train]`."""
     kind = settings.get("average")
     return kind, settings.get("average_count") if kind == "lawa" else 1
 
 
-def _gather(run: Run) -> None:
-    for bucket in run.buffers.buckets:
-        run.buffers.start_param_gather(bucket)
-    run.buffers.finish_param_gather()
+def _gather(buffers: ParamAndGradBuffers) -> None:
+    for bucket in buffers.buckets:
+        buffers.start_param_gather(bucket)
+    buffers.finish_param_gather()

@@ -7,11 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from megascale.catalog.schedules import SCHEDULES
 from megascale.cli.main import main
 from megascale.config.loading import load_config
 from megascale.config.toml_writer import to_toml
+from megascale.core.registry import Card
 from megascale.core.units import format_bytes
 from megascale.plan.account.memory import fullest_rank
+from megascale.schedule.ir import RankSchedule, ScheduleFn, backward, forward
+from megascale.schedule.one_f_one_b import one_f_one_b
 from tests.runs import GPT, settings, write_config
 
 
@@ -40,6 +44,36 @@ def test_the_summary_describes_the_run(config: str, capsys: pytest.CaptureFixtur
 def test_show_is_the_resolved_configuration(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", config, "--show", "--gpus", "4"]) == 0
     assert capsys.readouterr().out == to_toml(load_config(config, world_size=4))
+
+
+def backwards_missing(p: int, v: int, m: int, rank: int) -> RankSchedule:
+    """A schedule that forgets the last backward of the last rank."""
+    order = one_f_one_b(p, v, m, rank)
+    return order[:-1] if rank == p - 1 else order
+
+
+def ranks_waiting(p: int, v: int, m: int, rank: int) -> RankSchedule:
+    """A schedule whose first rank runs all of a micro-batch before the next, which the others expect first."""
+    ends = range(m) if rank == 0 else range(m)[::-1]
+    return [action(0, i) for i in ends for action in (forward, backward)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mistake"),
+    [
+        (backwards_missing, "rank 1 runs F0.3 for chunk 0 and micro-batch 3, not F, then B"),
+        (ranks_waiting, "the schedule deadlocks: rank 0 at B0.0, rank 1 at F0.3"),
+    ],
+)
+def test_another_package_s_schedule_is_run_symbolically(
+    schedule: ScheduleFn, mistake: str, config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = schedule.__name__
+    card = Card(name, "", f"{__name__}:{name}", SCHEDULES["1f1b"].facts)
+    monkeypatch.setitem(SCHEDULES.cards, name, card)
+    keys = ["parallel.pp=2", f"parallel.schedule={name}", "batch.global=4"]
+    assert main(["check", config, "--gpus", "4", *keys]) == 2
+    assert f"{__name__}:{name}  parallel.schedule: {mistake}" in capsys.readouterr().err
 
 
 def test_json_is_one_object(config: str, capsys: pytest.CaptureFixture[str]) -> None:

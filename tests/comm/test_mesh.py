@@ -16,6 +16,7 @@ from megascale.comm.mesh import Mesh, open_mesh, single_process_mesh
 from megascale.core.flight_layout import CONTROL
 from megascale.core.flight_reader import parse_flight_record
 from megascale.core.rank import Rank
+from megascale.layout.stages import looped
 from megascale.layout.topology import Topology
 from tests.worlds import run_world
 
@@ -43,7 +44,7 @@ def opened(topology: Topology, *, tied: bool, around: bool) -> list[list[tuple[s
             patch.setattr(module, "open_transport", lambda *_: None)
         for rank in range(topology.world_size):
             found.append([])
-            open_mesh(topology, rank, tied=tied, wrap_around=around)
+            open_mesh(topology, rank, tied=tied, placement=looped(topology.pp, 2 if around else 1))
     return found
 
 
@@ -92,7 +93,7 @@ def talk(rank: Rank, shapes: list[tuple[Topology, bool, bool]]) -> list[float]:
 
     sums = []
     for topology, tied, around in shapes:
-        mesh = open_mesh(topology, rank.rank, tied=tied, wrap_around=around)
+        mesh = open_mesh(topology, rank.rank, tied=tied, placement=looped(topology.pp, 2 if around else 1))
         expected = rows(mesh)
         channels, own, p = mesh.p2p, mesh.coord.pp, topology.pp
         neighbours = sorted({n % p for n in (own - 1, own + 1) if around or 0 <= n < p})

@@ -28,6 +28,7 @@ def limits(rank: Rank) -> list[list[float]]:
 
     from megascale.comm.mesh import open_mesh
     from megascale.comm.shared_memory import SharedMemoryTransport
+    from megascale.layout.stages import looped
     from megascale.layout.topology import Topology
 
     dist.distributed_c10d._get_default_timeout = None  # a group without a timeout fails
@@ -35,7 +36,7 @@ def limits(rank: Rank) -> list[list[float]]:
         Topology(tp=2, pp=2),
         rank.rank,
         tied=True,
-        wrap_around=True,
+        placement=looped(2, 2),
         launch=LaunchConfig(timeout_s=7, start_timeout_s=70),
     )
     rings = [group.transport for group in mesh.groups if isinstance(group.transport, SharedMemoryTransport)]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megascale.core.rank import Rank
+from megascale.layout.stages import looped
 from megascale.layout.topology import Topology
 from tests.runs import send_messages
 from tests.worlds import run_world
@@ -40,11 +41,11 @@ def warmed(rank: Rank, shapes: list[Shape], transport: str) -> list[Any]:
 
     found = []
     for topology, tied, around in shapes:
-        mesh = open_mesh(topology, rank.rank, tied=tied, wrap_around=around)
+        mesh = open_mesh(topology, rank.rank, tied=tied, placement=looped(topology.pp, 2 if around else 1))
         for group in mesh.groups:
             send_messages(group, backend=transport == "gloo")
         opened = len(dist.distributed_c10d._world.pg_map)
-        warm_up(mesh, detect_device(allow_gpu=False), wrap_around=around, sizes=SIZES)
+        warm_up(mesh, detect_device(allow_gpu=False), looped(topology.pp, 2 if around else 1).links, SIZES)
         told = [(e.group, e.name, e.bytes, e.peer) for e in mesh.recorder.events()]
         wanted: list[Any] = []
         for group, sizes in (
@@ -95,7 +96,7 @@ def of_a_cpu(rank: Rank) -> list[tuple[str, str]]:
     from megascale.device import detect_device
 
     mesh = open_mesh(Topology(pp=2), rank.rank, tied=True)
-    warm_up(mesh, detect_device(allow_gpu=False), wrap_around=False)
+    warm_up(mesh, detect_device(allow_gpu=False), looped(2, 1).links)
     return sorted((event.group, event.name) for event in mesh.recorder.events())
 
 

@@ -23,10 +23,10 @@ from megascale.catalog.sample_weights import SAMPLE_WEIGHTS
 from megascale.catalog.schedules import SCHEDULES
 from megascale.core.rank import Rank
 from megascale.core.registry import Registry
+from megascale.layout.stages import looped
 from megascale.ops.select import OpContext, build_op
-from megascale.schedule.check import check_complete, check_device_wait, check_messages
+from megascale.schedule.check import check_schedule
 from megascale.schedule.ir import build_schedule
-from megascale.schedule.lower import lower
 from tests.runs import LLAMA, config_of, settings, train_curve
 from tests.worlds import run_world
 
@@ -80,10 +80,7 @@ def trained(rank: Rank, page: str, folder: Path, overrides: dict[str, object]) -
 @pytest.mark.parametrize("shape", [(2, 4), (4, 3), (4, 8)])
 def test_the_schedule_is_complete_and_does_not_deadlock(shape: tuple[int, int], example: Import) -> None:
     (p, m), module = shape, example("schedule")
-    compute = build_schedule(module.CARD.load(), p, 1, m)
-    check_complete(compute, 1, m)
-    check_messages(lower(compute, 1))
-    check_device_wait(lower(compute, 1), 1)
+    check_schedule(build_schedule(module.CARD.load(), p, 1, m), looped(p, 1), m)
 
 
 @pytest.mark.parametrize(("page", "overrides"), [

@@ -38,7 +38,7 @@ def test_a_cold_start(schedule: str, tmp_path: Path) -> None:
 
 
 def waiting(rank: Rank, config: Any, when: str) -> list[tuple[float, float]]:
-    """The curve of a run whose first stage, or last, waits for its device before each `when` of them."""
+    """The curve of a run whose stages wait for their devices before each `when` of them."""
     run = run_of(rank, config)
 
     def wait(*_: Any) -> None:

@@ -17,7 +17,7 @@ from megascale.data.loader import BatchShape, Loader
 from megascale.data.mixture import Sample
 from megascale.layout.parameters import all_params
 from megascale.layout.tensors import ParamSpec, TensorSpec
-from megascale.train.build import Run
+from megascale.train.run import Run
 from tests.runs import GPT, LLAMA, build_run, config_of, settings, total_of
 from tests.worlds import run_world
 

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.run import RunConfig
+from megascale.core.label import Label
 from megascale.core.rank import Rank
+from megascale.layout.stages import looped
 from megascale.parallel.pipeline import PipelineExecutor
-from megascale.schedule import ir
+from megascale.schedule.ir import Action, Kind, ScheduleError, build_schedule, forward
 from megascale.trace.recorder import Recorder
 from tests.runs import (
     GPT,
@@ -139,9 +141,8 @@ def test_live_micro_batches_are_those_of_the_schedule(ranks: Any) -> None:
     configs, results = ranks
     for index, config in enumerate(configs):
         p = config.parallel
-        claimed = simulate_schedule(
-            ir.build_schedule(SCHEDULES[p.schedule].load(), p.pp, p.vpp, config.num_microbatches), p.vpp
-        ).max_live
+        order = build_schedule(SCHEDULES[p.schedule].load(), p.pp, p.vpp, config.num_microbatches)
+        claimed = simulate_schedule(order, looped(p.pp, p.vpp)).max_live
         assert tuple(rank[index]["peak"] for rank in results) == claimed
         assert all(rank[index]["alive"] == 0 for rank in results), "a graph outlives the step"
 
@@ -176,24 +177,46 @@ def test_an_evaluation_saves_nothing_for_backward(alone: Any, tmp_path: Path) ->
 
 
 class Sending:
-    """A send that completes when the test says so."""
+    """A send that completes when the test says so, or when it is waited for."""
 
     completed = False
 
     def is_completed(self) -> bool:
         return self.completed
 
+    def wait(self) -> None:
+        self.completed = True
+
+
+def mesh_of(*sends: Sending) -> Any:
+    left = iter(sends)
+    p2p = SimpleNamespace(send=lambda tensor, target, label: next(left), size=2, rank=0)
+    return SimpleNamespace(p2p=p2p, recorder=Recorder())
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_sends_block_only_without_overlap(overlap: bool) -> None:
+    mesh = mesh_of(sending := Sending())
+    pipeline = PipelineExecutor([], looped(2, 1), mesh, mesh, mesh, torch.float32, overlap=overlap)
+    pipeline.send(torch.zeros(1), 1, Label())
+    assert sending.completed != overlap
+
+
+def test_split_backwards_are_refused_before_any_action() -> None:
+    mesh = mesh_of()
+    pipeline = PipelineExecutor([], looped(1, 1), mesh, mesh, mesh, torch.float32)
+    with pytest.raises(ScheduleError, match="has I and W: the executor runs backwards whole, B"):
+        pipeline.run_actions([forward(0, 0), Action(Kind.I, 0, 0), Action(Kind.W, 0, 0)], mesh)
+
 
 def test_completed_sends_are_released_in_any_order() -> None:
     upwards, downwards = Sending(), Sending()
-    sends = iter((upwards, downwards))
-    p2p = SimpleNamespace(send=lambda tensor, target, label: next(sends))
-    mesh: Any = SimpleNamespace(p2p=p2p, recorder=Recorder())
-    pipeline = PipelineExecutor([], mesh, mesh, mesh, torch.float32)
+    mesh = mesh_of(upwards, downwards)
+    pipeline = PipelineExecutor([], looped(2, 1), mesh, mesh, mesh, torch.float32)
     tensors = [torch.zeros(1), torch.zeros(1)]
     alive = [weakref.ref(tensor) for tensor in tensors]
     for target, tensor in enumerate(tensors):
-        pipeline.send(tensor, target, "")
+        pipeline.send(tensor, target, Label())
     del tensors, tensor
     downwards.completed = True
     pipeline.release_sent()

@@ -1,28 +1,92 @@
-"""Simulation of hosts and devices with NCCL semantics: does a step end if hosts wait for their devices?
+"""Two judges of the messages of a lowered schedule.
 
-A send and its receive are kernels that run until both have started, after the compute actions posted before and after
-earlier messages of the channel. A host that does not wait posts its full list at once.
+`check_messages` proves that no waits of any ranks deadlock: merge every send with its receive; if the graph of all
+actions, with the order of every rank, has no cycle, even complete serialisation ends (Charron-Bost, Mattern and Tel
+1996). `ends` simulates hosts and devices with NCCL semantics: a send and its receive are kernels that run until both
+have started, after the compute actions posted before and after earlier messages of the channel. A host that does not
+wait posts its full list at once.
 """
 
 from __future__ import annotations
 
-import random
 from collections import defaultdict
 from collections.abc import Set as AbstractSet
+from graphlib import TopologicalSorter
+from itertools import pairwise
 
-from megascale.schedule.check import dependencies
-from megascale.schedule.ir import Action, Kind, Schedule
+from megascale.layout.stages import Placement
+from megascale.schedule.dependencies import Result, dependencies, neighbours, results
+from megascale.schedule.ir import COMPUTE_KINDS, Action, Kind, RankSchedule, Schedule
 
-COMPUTE, RECEIVES = (Kind.F, Kind.B), (Kind.RECV_F, Kind.RECV_B)
-MESSAGE = {Kind.SEND_F: Kind.F, Kind.SEND_B: Kind.B, Kind.RECV_F: Kind.F, Kind.RECV_B: Kind.B}
-"""The kind of action that consumes a message."""
+SENDS, RECEIVES = (Kind.SEND_F, Kind.SEND_B), (Kind.RECV_F, Kind.RECV_B)
+
+Message = tuple[bool, int, int]
+"""An activation or a gradient, the stage that receives it, and the micro-batch."""
 
 
-def ends(schedule: Schedule, v: int, waits: AbstractSet[tuple[int, int]]) -> bool:
+def message_of(action: Action, rank: int, placement: Placement) -> Message | None:
+    """Return the message of a SEND or a RECV, equal at both ends; None for other actions."""
+    target = neighbours(action, rank, placement).target
+    stage = {**dict.fromkeys(SENDS, target), **dict.fromkeys(RECEIVES, placement.stage(rank, action.chunk))}
+    found = stage.get(action.kind)
+    return None if found is None else (action.kind in (Kind.SEND_F, Kind.RECV_F), found, action.microbatch)
+
+
+def check_messages(schedule: Schedule, placement: Placement) -> None:
+    """Check that every message has two ends, between the actions that make and need it; that receives of a channel come
+    in the order of its sends; and that no waits deadlock.
+
+    Raises: AssertionError; graphlib.CycleError for waits that deadlock
+    """
+    sent, received = (channels(schedule, placement, kinds) for kinds in (SENDS, RECEIVES))
+    assert sent == received, "receives of a channel are not in the order of its sends"
+    for rank, order in enumerate(schedule):
+        at = {action: index for index, action in enumerate(order)}
+        for action in (action for action in order if action.kind in COMPUTE_KINDS):
+            source, target = neighbours(action, rank, placement)
+            backward = action.kind is not Kind.F
+            assert source is None or at[action._replace(kind=RECEIVES[backward])] < at[action]
+            assert target is None or at[action._replace(kind=SENDS[backward])] > at[action]
+    TopologicalSorter(merged_graph(schedule, placement)).prepare()
+
+
+def channels(
+    schedule: Schedule, placement: Placement, kinds: tuple[Kind, Kind]
+) -> dict[tuple[int, int], list[Message | None]]:
+    """List the messages that SENDS or RECEIVES name, in order, by sending and receiving rank."""
+    found = defaultdict[tuple[int, int], list[Message | None]](list)
+    for rank, order in enumerate(schedule):
+        for action in (action for action in order if action.kind in kinds):
+            source, target = neighbours(action, rank, placement)
+            other = target if kinds is SENDS else source
+            assert other is not None, f"rank {rank}: {action} has no other end"
+            ends = rank, placement.places[other][0]
+            found[ends if kinds is SENDS else ends[::-1]].append(message_of(action, rank, placement))
+    return found
+
+
+def merged_graph(schedule: Schedule, placement: Placement) -> dict[object, set[object]]:
+    """Map every action, and every message as one node, to what comes before: by the orders of the ranks, and by the
+    dependencies of actions.
+    """
+    graph, made = defaultdict[object, set[object]](set), dict[Result, object]()
+    for rank, order in enumerate(schedule):
+        nodes = [message_of(action, rank, placement) or (rank, action) for action in order]
+        for before, after in pairwise(nodes):
+            graph[after].add(before)
+        work = (action for action in order if action.kind in COMPUTE_KINDS)
+        made |= {result: (rank, action) for action in work for result in results(action, rank, placement)}
+    for rank, order in enumerate(schedule):
+        for action in (action for action in order if action.kind in COMPUTE_KINDS):
+            graph[rank, action] |= {made[need] for need in dependencies(action, rank, placement)}
+    return graph
+
+
+def ends(schedule: Schedule, placement: Placement, waits: AbstractSet[tuple[int, int]]) -> bool:
     """Return True if a lowered schedule ends when hosts wait for their devices before the actions `waits`, given as
     (rank, index in the rank's list).
     """
-    ranks = [_Rank(number, order, len(schedule), v) for number, order in enumerate(schedule)]
+    ranks = [_Rank(number, order, placement) for number, order in enumerate(schedule)]
     moved = True
     while moved:
         moved = False
@@ -37,44 +101,41 @@ def ends(schedule: Schedule, v: int, waits: AbstractSet[tuple[int, int]]) -> boo
     return all(rank.posted == len(rank.order) and rank.idle() for rank in ranks)
 
 
+def places(schedule: Schedule) -> set[tuple[int, int]]:
+    """Return (rank, index) of all actions."""
+    return {(rank, at) for rank, order in enumerate(schedule) for at in range(len(order))}
+
+
 def _carry(sender: _Rank, receiver: _Rank) -> bool:
     """Complete all messages between two ranks that can complete; return True if there were any."""
     out, into = sender.sends[receiver.number], receiver.receives[sender.number]
     moved = False
     while out and into and sender.runs(out[0]) and receiver.runs(into[0]):
-        kind, chunk, microbatch = receiver.order[into[0]]
-        receiver.arrived.add(Action(MESSAGE[kind], chunk, microbatch))
+        receiver.arrived.add(receiver.order[into[0]])
         del out[0], into[0]
         moved = True
     return moved
 
 
 class _Rank:
-    """`posted`: number of actions the host has posted; `arrived`: actions whose message has arrived. `to_compute`:
+    """`posted`: number of actions the host has posted; `arrived`: receives whose message has arrived. `to_compute`:
     compute actions the device has not done; `sends` and `receives`: messages by channel; all as list indices.
     """
 
-    def __init__(self, number: int, order: list[Action], p: int, v: int) -> None:
+    def __init__(self, number: int, order: RankSchedule, placement: Placement) -> None:
         self.number, self.order, self.posted = number, order, 0
         self.arrived = set[Action]()
-        self.to_compute = [at for at, action in enumerate(order) if action.kind in COMPUTE]
+        self.to_compute = [at for at, action in enumerate(order) if action.kind in COMPUTE_KINDS]
         self.sends, self.receives = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
-        self._needs_message = set[Action]()
+        self._needs = dict[Action, Action]()
         for at, action in enumerate(order):
-            stage = action.chunk * p + number
-            if action.kind in COMPUTE:
-                if any(need % p != number for _, need, _ in dependencies(action, number, p, v)):
-                    self._needs_message.add(action)
-                continue
-            match action.kind:
-                case Kind.SEND_F:
-                    self.sends[(stage + 1) % p].append(at)
-                case Kind.SEND_B:
-                    self.sends[(stage - 1) % p].append(at)
-                case Kind.RECV_F:
-                    self.receives[(stage - 1) % p].append(at)
-                case Kind.RECV_B:
-                    self.receives[(stage + 1) % p].append(at)
+            source, target = neighbours(action, number, placement)
+            if action.kind in SENDS and target is not None:
+                self.sends[placement.places[target][0]].append(at)
+            elif action.kind in RECEIVES and source is not None:
+                self.receives[placement.places[source][0]].append(at)
+            elif source is not None:
+                self._needs[action] = action._replace(kind=RECEIVES[action.kind is not Kind.F])
 
     def idle(self) -> bool:
         """Return True if the device has done all posted actions."""
@@ -88,8 +149,8 @@ class _Rank:
         """Do all compute actions that can run; return True if there were any."""
         before = len(self.to_compute)
         while self.to_compute and self.to_compute[0] < self.posted:
-            action = self.order[self.to_compute[0]]
-            if action in self._needs_message and action not in self.arrived:
+            needed = self._needs.get(self.order[self.to_compute[0]])
+            if needed is not None and needed not in self.arrived:
                 break
             del self.to_compute[0]
         return len(self.to_compute) < before
@@ -97,37 +158,3 @@ class _Rank:
     def runs(self, at: int) -> bool:
         """Return True if the kernel of a message has started."""
         return at < self.posted and (not self.to_compute or self.to_compute[0] > at)
-
-
-def places(schedule: Schedule, kinds: tuple[Kind, ...] = tuple(Kind)) -> set[tuple[int, int]]:
-    """Return (rank, index) of all actions of some kinds."""
-    return {
-        (rank, at) for rank, order in enumerate(schedule) for at, action in enumerate(order) if action.kind in kinds
-    }
-
-
-def firsts(schedule: Schedule) -> set[tuple[int, int]]:
-    """Return (rank, index) of the first forward and backward per chunk, which load kernels."""
-    results: dict[tuple[int, Kind, int], int] = {}
-    for rank, at in sorted(places(schedule, COMPUTE)):
-        results.setdefault((rank, *schedule[rank][at][:2]), at)
-    return {(rank, at) for (rank, _, _), at in results.items()}
-
-
-def any_order(p: int, v: int, m: int, chance: random.Random) -> Schedule:
-    """Draw a random compute schedule: pick any action whose dependencies are done."""
-    schedule: Schedule = [[] for _ in range(p)]
-    done: set[tuple[Kind, int, int]] = set()
-    remaining = [[Action(kind, chunk, i) for kind in COMPUTE for chunk in range(v) for i in range(m)] for _ in range(p)]
-    while any(remaining):
-        ready = [
-            (rank, action)
-            for rank, actions in enumerate(remaining)
-            for action in actions
-            if done.issuperset(dependencies(action, rank, p, v))
-        ]
-        rank, action = chance.choice(ready)
-        remaining[rank].remove(action)
-        schedule[rank].append(action)
-        done.add((action.kind, action.chunk * p + rank, action.microbatch))
-    return schedule

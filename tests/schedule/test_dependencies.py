@@ -1,63 +1,52 @@
-"""`ScheduleDependencies.last_predecessors`, computed along two paths, equals the definition."""
+"""Dependencies of actions, and the messages that follow from them."""
 
 from __future__ import annotations
 
-import random
+import pytest
 
-from hypothesis import given
-from hypothesis import strategies as st
+from megascale.layout.stages import Placement, looped
+from megascale.schedule.dependencies import Neighbours, dependencies, neighbours, results
+from megascale.schedule.ir import Action, Kind, backward, forward
+from tests.schedule.orders import v_shaped
 
-from megascale.schedule import ir
-from megascale.schedule.check import dependencies
-from megascale.schedule.dependencies import ScheduleDependencies
-from megascale.schedule.ir import Action, Kind, Schedule, backward, forward
-from megascale.schedule.one_f_one_b import one_f_one_b
-from tests.schedule.hosts import any_order
-
-Place = tuple[int, int]
+PLACEMENTS = [looped(1, 1), looped(3, 1), looped(2, 3), looped(5, 2), v_shaped(1), v_shaped(3)]
 
 
-@given(st.integers(2, 6), st.integers(1, 3), st.integers(1, 2), st.randoms(use_true_random=False))
-def test_last_predecessors_equal_the_definition(p: int, v: int, m: int, chance: random.Random) -> None:
-    compute = any_order(p, v, m, chance)
-    precedence, before = ScheduleDependencies(compute, v), predecessors(compute, v)
-    for at, order in enumerate(compute):
-        for of in {at - 1, at + 1} & {*range(p)} if v == 1 else {(at - 1) % p, (at + 1) % p}:
-            expected = [
-                max([i for rank, i in before[at, index] if rank == of], default=-1) for index in range(len(order))
-            ]
-            assert precedence.last_predecessors(of, at) == expected
+def test_what_actions_need() -> None:
+    ring = looped(2, 2)  # rank 1: stages 1 and 3
+    assert dependencies(forward(0, 7), 0, ring) == []
+    assert dependencies(forward(1, 7), 1, ring) == [(Kind.F, 2, 7)]
+    assert dependencies(backward(1, 7), 1, ring) == [(Kind.F, 3, 7)]
+    assert dependencies(backward(0, 7), 1, ring) == [(Kind.F, 1, 7), (Kind.I, 2, 7)]
+    assert dependencies(Action(Kind.I, 0, 7), 1, ring) == [(Kind.F, 1, 7), (Kind.I, 2, 7)]
+    assert dependencies(Action(Kind.W, 0, 7), 1, ring) == [(Kind.I, 1, 7)]
+    assert dependencies(Action(Kind.R, 0, 7), 1, ring) == [(Kind.F, 1, 7)]
 
 
-def predecessors(compute: Schedule, v: int) -> dict[Place, set[Place]]:
-    """Return all predecessors of every action, by the definition."""
-    p = len(compute)
-    where = {
-        (kind, chunk * p + rank, i): (rank, index)
-        for rank, order in enumerate(compute)
-        for index, (kind, chunk, i) in enumerate(order)
-    }
-    results: dict[Place, set[Place]] = {}
-
-    def find(place: Place) -> set[Place]:
-        if place not in results:
-            rank, index = place
-            previous = [(rank, index - 1)] if index else []
-            needs = previous + [where[need] for need in dependencies(compute[rank][index], rank, p, v)]
-            results[place] = set(needs).union(*map(find, needs))
-        return results[place]
-
-    for place in where.values():
-        find(place)
-    return results
+def test_a_backward_leaves_what_its_halves_leave() -> None:
+    line = looped(3, 1)
+    halves = [result for kind in (Kind.I, Kind.W) for result in results(Action(kind, 0, 2), 1, line)]
+    assert results(backward(0, 2), 1, line) == halves
 
 
-def test_producer_and_consumer() -> None:
-    line, ring = ScheduleDependencies(ir.build_schedule(one_f_one_b, 3, 1, 2), 1), ScheduleDependencies([[], [], []], 2)
-    assert (
-        line.producer(forward(0, 1), 0) is line.consumer(backward(0, 1), 0) is line.producer(backward(0, 1), 2) is None
-    )
-    assert line.consumer(forward(0, 1), 0) == (1, Action(Kind.F, 0, 1))
-    assert ring.consumer(forward(0, 1), 2) == (0, Action(Kind.F, 1, 1))
-    assert ring.producer(backward(0, 1), 2) == (0, Action(Kind.B, 1, 1))
-    assert ScheduleDependencies([[]], 2).consumer(forward(0, 0), 0) is None
+def test_neighbours_on_a_ring_and_on_a_v() -> None:
+    ring, v = looped(3, 2), v_shaped(3)
+    assert neighbours(forward(0, 1), 2, ring) == neighbours(Action(Kind.SEND_F, 0, 1), 2, ring) == Neighbours(1, 3)
+    assert neighbours(backward(1, 1), 0, ring) == neighbours(Action(Kind.I, 1, 1), 0, ring) == Neighbours(4, 2)
+    assert neighbours(forward(0, 1), 2, v) == Neighbours(1, None)  # stage 3 is on rank 2, too
+    assert neighbours(forward(1, 1), 0, v) == Neighbours(4, None)
+    for kind in (Kind.W, Kind.R):
+        assert neighbours(Action(kind, 0, 1), 1, ring) == Neighbours(None, None)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_each_end_of_a_message_names_the_other(placement: Placement) -> None:
+    for kind in (Kind.F, Kind.B):
+        for stage, (rank, chunk) in enumerate(placement.places):
+            target = neighbours(Action(kind, chunk, 0), rank, placement).target
+            if target is not None:
+                receiver, its_chunk = placement.places[target]
+                action = Action(kind, its_chunk, 0)
+                assert receiver != rank and neighbours(action, receiver, placement).source == stage
+                left = results(Action(kind, chunk, 0), rank, placement)
+                assert {*left} & {*dependencies(action, receiver, placement)}

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, product
+from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.plan.simulate.event_simulator import Simulation, StageTimes, simulate
+from megascale.layout.stages import looped
+from megascale.plan.simulate.event_simulator import Simulation, simulate
 from megascale.plan.simulate.profiles import Overlaps
-from megascale.schedule.check import ScheduleError, check_chunks, check_complete, check_device_wait, check_messages
+from megascale.schedule.check import check_schedule
 from megascale.schedule.ir import Kind, RankSchedule, Schedule, build_schedule
-from megascale.schedule.lower import lower
 from megascale.schedule.one_f_one_b import one_f_one_b
 from megascale.schedule.state_aware import build_state_aware, state_aware_1f1b
+from tests.schedule.units import unit_times
 
 P = 4
-FORWARD, BACKWARD = 1.0, 2.0
 
 stages, kept = st.integers(1, 6), st.integers(1, 4)
 sequences_of_chunks = st.lists(st.integers(1, 7), min_size=1, max_size=8)
@@ -25,10 +26,9 @@ sequences_of_chunks = st.lists(st.integers(1, 7), min_size=1, max_size=8)
 
 def simulated(schedule: Schedule, lengths: list[float]) -> Simulation:
     """Simulate micro-batches of these lengths: a forward takes a length, a backward two, a message no time."""
-    places = [*product(range(len(schedule)), [0])]
-    forward, backward = dict.fromkeys(places, FORWARD), dict.fromkeys(places, BACKWARD)
-    times = StageTimes(forward, backward, 0.0, 0.0, {}, {}, scales=[(length, 1.0) for length in lengths])
-    return simulate(schedule, times, Overlaps(tp="none", pp=True, dp=True), spans=True)
+    placement = looped(len(schedule), 1)
+    times = replace(unit_times(placement), scales=[(length, 1.0) for length in lengths])
+    return simulate(schedule, placement, times, Overlaps(tp="none", pp=True, dp=True), spans=True)
 
 
 def idle(schedule: Schedule, lengths: list[float]) -> float:
@@ -80,13 +80,24 @@ def test_chunks_are_shorter_than_the_sequences() -> None:
 
 @given(p=stages, sequences=sequences_of_chunks, keep=kept)
 def test_orders_are_complete_and_free_of_deadlock(p: int, sequences: list[int], keep: int) -> None:
-    schedule = build_state_aware(p, sequences, keep)
-    check_complete(schedule, 1, sum(sequences))
-    check_chunks(schedule, sequences, keep)
-    for lookahead in (0, 2):
-        lowered = lower(schedule, 1, lookahead=lookahead)
-        check_messages(lowered)
-        check_device_wait(lowered, 1)
+    check_schedule(build_state_aware(p, sequences, keep), looped(p, 1), sum(sequences))
+
+
+@given(p=stages, sequences=sequences_of_chunks, keep=kept)
+def test_chunks_follow_those_that_they_depend_on(p: int, sequences: list[int], keep: int) -> None:
+    """A forward reads the keys and values of the chunks before, a backward the gradients that the chunks after leave
+    for them. All chunks but the last `keep` are recomputed directly before their backward.
+    """
+    ends = [*accumulate(sequences)]
+    dropped = {i for end, n in zip(ends, sequences, strict=True) for i in range(end - n, end - keep)}
+    for order in build_state_aware(p, sequences, keep):
+        forwards, backwards = ([a.microbatch for a in order if a.kind is kind] for kind in (Kind.F, Kind.B))
+        for end, chunks in zip(ends, sequences, strict=True):
+            own = [*range(end - chunks, end)]
+            assert [i for i in forwards if i in own] == own
+            assert [i for i in backwards if i in own] == own[::-1]
+        recomputed = [b.microbatch for a, b in pairwise(order) if b.kind is Kind.B and a == b._replace(kind=Kind.R)]
+        assert sorted(recomputed) == sorted(a.microbatch for a in order if a.kind is Kind.R) == sorted(dropped)
 
 
 @given(p=stages, sequences=sequences_of_chunks, keep=kept)
@@ -100,21 +111,6 @@ def test_kept_activations_do_not_grow_with_the_longest_sequence(p: int, sequence
 @given(p=stages, m=st.integers(1, 12))
 def test_chunks_of_short_sequences_are_1f1b(p: int, m: int) -> None:
     assert build_state_aware(p, [1] * m, 1) == build_schedule(one_f_one_b, p, 1, m)
-
-
-@given(sequences=sequences_of_chunks, keep=kept)
-def test_recomputations_are_the_chunks_not_kept(sequences: list[int], keep: int) -> None:
-    order = state_aware_1f1b(2, sequences, keep, 0)
-    assert sum(a.kind is Kind.R for a in order) == sum(max(0, chunks - keep) for chunks in sequences)
-
-
-@pytest.mark.parametrize("swapped", [(0, 1), (4, 5), (3, 4)])
-def test_a_wrong_order_of_dependent_chunks_is_found(swapped: tuple[int, int]) -> None:
-    order = state_aware_1f1b(1, [3], 1, 0)  # F0 F1 F2 B2 R1 B1 R0 B0
-    first, second = swapped
-    order[first], order[second] = order[second], order[first]
-    with pytest.raises(ScheduleError):
-        check_chunks([order], [3], 1)
 
 
 def test_a_chunk_or_more_is_kept() -> None:

@@ -11,7 +11,6 @@ from megascale.config.batch_rampup import batch_sizes
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.data.which_samples import step_range
-from megascale.train.build import build_order
 from tests.jobs import curve, finish, job_config
 from tests.runs import GPT, build_run, config_of, settings
 from tests.worlds import run_world
@@ -55,9 +54,10 @@ def test_a_run_is_the_same_in_another_layout(tmp_path: Path) -> None:
 def test_a_step_has_the_schedule_of_its_batch(tmp_path: Path) -> None:
     run = build_run(Rank(0, 1, 0, "host"), configure(tmp_path))
     for size in (2, 4):
-        assert run.order_of(size) == build_order(config_of(settings(GPT, tmp_path, batch__global=size), tmp_path), 0)
+        smaller = config_of(settings(GPT, tmp_path, batch__global=size), tmp_path)
+        assert run.order_of(size, True) == build_run(Rank(0, 1, 0, "host"), smaller).train_order
         assert len(run.train_loader.batch({2: 0, 4: 4}[size]).micro_batches) == size
-    assert len(run.train_order) > len(run.order_of(4))
+    assert len(run.train_order) > len(run.order_of(4, True))
 
 
 def test_the_samples_of_a_step_are_known(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from megascale.core.errors import CheckpointError, Exit
 from megascale.core.rank import Rank
-from megascale.train.build import InitialState
 from megascale.train.finite_check import known_state
+from megascale.train.run import InitialState
 from tests.jobs import Job, job_config
 from tests.runs import LLAMA, config_of, settings
 from tests.worlds import run_world

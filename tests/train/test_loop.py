@@ -15,7 +15,7 @@ from megascale.core.errors import CheckpointError, Exit
 from megascale.core.flight_reader import read_flight_record
 from megascale.core.flight_writer import FlightIdentity, FlightRecordWriter, open_flight_record
 from megascale.core.rank import Rank
-from megascale.train.hooks import Hook
+from megascale.train.run import Hook
 from megascale.train.saves import Saves
 from megascale.train.scheduled_gc import COLLECT_EVERY, ScheduledGC
 from tests.runs import LLAMA, build_run, config_of, settings, train_curve

@@ -20,7 +20,6 @@ from megascale.data.mixture import Sample, build_mixture
 from megascale.parallel.microbatch import MicroBatch, StepBatch
 from megascale.parallel.rng import Dropout
 from megascale.plan.account.flops import token_flops
-from megascale.train.build import build_order
 from megascale.train.evaluate import evaluate
 from megascale.train.score_totals import per_token, take_scores
 from megascale.train.step import train_step
@@ -115,9 +114,6 @@ def train_separate(rank: Rank, configs: list[RunConfig]) -> list[Outcome]:
             first = run.progress.samples if training else 0
             count = config.batch.total * (1 if training else run.valid_batches)
             parts = [part for index in range(first, first + count) for part in documents_of(mixture[index])]
-            batch = config.batch.model_copy(update={"total": len(parts), "micro": 1})
-            order = build_order(config.model_copy(update={"batch": batch}), 0, training=training)
-            run.train_order = run.valid_order = order
             return StepBatch(parts)
 
         class Alone:

@@ -23,8 +23,8 @@ from megascale.trace.recorder import Recorder
 from megascale.trace.writers import format_record
 from megascale.train import reporter
 from megascale.train.reporter import Reporter, open_writers
+from megascale.train.run import StepResult
 from megascale.train.saves import Saves
-from megascale.train.step import StepResult
 from tests.runs import GPT, LLAMA, config_of, settings
 
 CPU = Device(torch.device("cpu"), "gloo")

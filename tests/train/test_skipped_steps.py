@@ -54,9 +54,9 @@ def trained(rank: Rank, config: Any) -> tuple[list[tuple[float, ...]], list[str]
     """Train. Returns (step, loss, norm, lr, tokens so far) of the records, the warnings, and which steps left all
     weights as they were.
     """
-    from megascale.train.hooks import Hook
     from megascale.train.loop import train
     from megascale.train.reporter import Reporter
+    from megascale.train.run import Hook
 
     run, told, same = build_run(rank, config), Told(), list[bool]()
 

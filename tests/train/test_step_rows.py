@@ -12,8 +12,7 @@ from megascale.core.event_ring_reader import EventRingReader
 from megascale.core.flight_layout import Phase
 from megascale.core.rank import Rank
 from megascale.operate.store.schema import TAGS
-from megascale.train.build import Run
-from megascale.train.step import StepResult
+from megascale.train.run import Run, StepResult
 from megascale.train.step_rows import StepRows
 from tests.runs import GPT, build_run, config_of, settings
 

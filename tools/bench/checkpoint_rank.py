@@ -33,10 +33,11 @@ from megascale.config.run import RunConfig
 from megascale.core.rank import Rank, rank_from_environment
 from megascale.core.storage import Location
 from megascale.device import detect_device
-from megascale.train.build import Run, build_mesh, build_rank_run
+from megascale.train.build import build_mesh, build_rank_run
 from megascale.train.finite_check import check_state_finite
+from megascale.train.run import Run, StepResult
 from megascale.train.scheduled_gc import without_automatic_gc
-from megascale.train.step import StepResult, train_step
+from megascale.train.step import train_step
 from megascale.train.stop import StopRequest
 
 T = TypeVar("T")

@@ -73,9 +73,9 @@ def measure(url: str, reader: str, steps: int, batch: int) -> dict[str, float]:
     from megascale.core.rank import Rank
     from megascale.device import detect_device
     from megascale.train.build import build_mesh, build_rank_run
-    from megascale.train.hooks import Hook
     from megascale.train.loop import train
     from megascale.train.reporter import Reporter
+    from megascale.train.run import Hook
     from megascale.train.step_rows import TAG_SHARES
     from megascale.train.stop import StopRequest
 

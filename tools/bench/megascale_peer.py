@@ -27,11 +27,11 @@ from megascale.core.rank import Rank, rank_from_environment
 from megascale.data.loader import BatchShape, Loader
 from megascale.data.mixture import Sample
 from megascale.device import detect_device
-from megascale.train.build import Run, build_mesh, build_rank_run
+from megascale.train.build import build_mesh, build_rank_run
 from megascale.train.loop import train
 from megascale.train.peak_flops import find_peak_flops
 from megascale.train.reporter import Reporter, open_writers
-from megascale.train.step import StepResult
+from megascale.train.run import Run, StepResult
 from megascale.train.stop import StopRequest
 
 

@@ -14,6 +14,8 @@ import numpy as np
 
 from lab import fleet_tables
 from lab.fleet_times import FleetFault, FleetLayout, Floats, own_times
+from megascale.layout.stages import looped
+from megascale.schedule.dependencies import neighbours
 from megascale.schedule.interleaved import interleaved_1f1b
 from megascale.schedule.ir import Kind, build_schedule
 from megascale.schedule.one_f_one_b import one_f_one_b
@@ -82,24 +84,24 @@ class Fleet:
         p = self.shape[1]
         chunks, m, times = self.layout.chunks, self.layout.microbatches, self.times
         orders = build_schedule(one_f_one_b if chunks == 1 else interleaved_1f1b, p, chunks, m)
-        ready: dict[tuple[Kind, int, int], Floats] = {}
+        placement, ready = looped(p, chunks), dict[tuple[Kind, int, int], Floats]()
         host = times.data.copy()
         clock = [host[:, stage] for stage in range(p)]  # [S, dp, tp]
-        last, at = p * chunks - 1, [0] * p
+        at = [0] * p
         while any(at[stage] < len(orders[stage]) for stage in range(p)):
             for stage in range(p):
                 while at[stage] < len(orders[stage]):
-                    kind, chunk, microbatch = orders[stage][at[stage]]
-                    virtual = chunk * p + stage
-                    key = (kind, virtual, microbatch)
-                    first = virtual == (0 if kind is Kind.F else last)
-                    if not first and key not in ready:
+                    kind, chunk, microbatch = action = orders[stage][at[stage]]
+                    source, target = neighbours(action, stage, placement)
+                    key = (kind, placement.stage(stage, chunk), microbatch)
+                    if source is not None and key not in ready:
                         break
                     clock[stage] = self._act(stage, chunk, kind, microbatch, clock[stage], ready.pop(key, None))
-                    if virtual != (last if kind is Kind.F else 0):
-                        target = virtual + (1 if kind is Kind.F else -1)
-                        arrival = self._send(stage, target % p, kind, microbatch, target, clock[stage])
-                        ready[kind, target, microbatch] = arrival
+                    if target is not None:
+                        receiver, _ = placement.places[target]
+                        ready[kind, target, microbatch] = self._send(
+                            stage, receiver, kind, microbatch, target, clock[stage]
+                        )
                     at[stage] += 1
         ends = np.stack(clock, 1)
         self._finish(ends)

@@ -16,7 +16,9 @@ from typing import NamedTuple
 
 from megascale.core.flight_layout import COLLECTIVE, EVENTS, RECEIVE, SEND, Phase
 from megascale.core.flight_record import FlightEvent, FlightRecord, GroupState, RankRuns, Wait
+from megascale.layout.stages import looped
 from megascale.layout.topology import Coord, Topology
+from megascale.schedule.dependencies import neighbours
 from megascale.schedule.interleaved import interleaved_1f1b
 from megascale.schedule.ir import Action, Kind, build_schedule
 from megascale.schedule.lower import lower
@@ -104,7 +106,7 @@ def _group(topology: Topology, first: Coord, axis: str) -> RankRuns:
 @functools.lru_cache(maxsize=64)
 def _lowered(pp: int, work: Workload) -> list[list[Action]]:
     order = one_f_one_b if work.vpp == 1 else interleaved_1f1b
-    return lower(build_schedule(order, pp, work.vpp, work.micro_batches), work.vpp, lookahead=2)
+    return lower(build_schedule(order, pp, work.vpp, work.micro_batches), looped(pp, work.vpp))
 
 
 class _Program:
@@ -113,20 +115,20 @@ class _Program:
     def __init__(self, topology: Topology, rank: int, work: Workload) -> None:
         self._groups = topology_groups(topology, rank)
         self._stages = list(_group(topology, topology.coord(rank)._replace(pp=0), "pp"))
-        self._place = self._stages.index(rank)
+        self._place, self._placement = self._stages.index(rank), looped(len(self._stages), work.vpp)
         self._work = work
         self._dp = topology.coord(rank).dp
 
     def calls(self) -> Iterator[Call]:
         yield Call("data")
-        for kind, chunk, microbatch in _lowered(len(self._stages), self._work)[self._place]:
+        for action in _lowered(len(self._stages), self._work)[self._place]:
+            (kind, chunk, microbatch), (source, target) = action, neighbours(action, self._place, self._placement)
             match kind:
                 case Kind.RECV_F | Kind.RECV_B:
-                    forward = kind is Kind.RECV_F
-                    key = self._peer(chunk, -1 if forward else 1, RECEIVE)
-                    yield Call(RECEIVE, key, "", -1, chunk, microbatch, (forward, chunk, microbatch))
+                    key, token = self._peer(source, RECEIVE), (kind is Kind.RECV_F, chunk, microbatch)
+                    yield Call(RECEIVE, key, "", -1, chunk, microbatch, token)
                 case Kind.SEND_F | Kind.SEND_B:
-                    key = self._peer(chunk, 1 if kind is Kind.SEND_F else -1, SEND)
+                    key = self._peer(target, SEND)
                     yield Call(SEND, key, "", -1, chunk, microbatch)
                 case Kind.F | Kind.B:
                     yield Call(kind.value, "", "", -1, chunk, microbatch)
@@ -155,15 +157,15 @@ class _Program:
     def _in(self, key: str, *calls: Call) -> tuple[Call, ...]:
         return calls if key in self._groups else ()
 
-    def _peer(self, chunk: int, step: int, kind: str) -> str:
-        stages = self._stages
-        me, peer = stages[self._place], stages[(chunk * len(stages) + self._place + step) % len(stages)]
+    def _peer(self, stage: int | None, kind: str) -> str:
+        assert stage is not None, "a message has another end"
+        me, peer = (self._stages[place] for place in (self._place, self._placement.places[stage][0]))
         name = "pp.up" if (peer > me) == (kind == SEND) else "pp.down"
         return f"{name} {kind} {peer}"
 
     def _tensor_parallel(self, forward: bool, chunk: int, microbatch: int) -> Iterator[Call]:
-        stage = chunk * len(self._stages) + self._place
-        if stage != (0 if forward else self._work.vpp * len(self._stages) - 1):
+        stage = self._placement.stage(self._place, chunk)
+        if stage != (0 if forward else self._placement.count - 1):
             yield Call("wait", token=(forward, chunk, microbatch))
             yield from self._in("tp", Call("all_gather", "tp", "", -1, chunk, microbatch, bytes=16))
         layers = range(stage * self._work.layers, (stage + 1) * self._work.layers)

@@ -20,7 +20,7 @@ from lab.simulation import Simulation, Timing
 from megascale.config.fault import FaultConfig
 from megascale.operate.channel.messages import RankEnd
 from megascale.operate.diagnose.hang.hang import Verdict
-from megascale.operate.driver.job import JobPlan
+from megascale.operate.driver.job_state import JobPlan
 
 DAY_S = 86_400.0
 RANKS_PER_NODE = 8

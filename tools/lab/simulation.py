@@ -32,7 +32,8 @@ from megascale.operate.channel.messages import (
 from megascale.operate.diagnose.hang.hang import Verdict
 from megascale.operate.driver.commands import Command, Exclude, Finish, Request, Say, Send, StartAgent
 from megascale.operate.driver.incidents import JobHistory
-from megascale.operate.driver.job import Job, JobPlan
+from megascale.operate.driver.job import Job
+from megascale.operate.driver.job_state import JobPlan
 
 TICK_S = 0.5
 """Seconds between looks of the driver at deadlines, while a fault is dealt with."""

@@ -23,7 +23,8 @@ from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.device import Device
 from megascale.operate.health.checks.result import CheckResult
-from megascale.train.build import Run, build_mesh, build_rank_run
+from megascale.train.build import build_mesh, build_rank_run
+from megascale.train.run import Run
 from megascale.train.stop import StopRequest
 
 TINY = """

@@ -68,10 +68,9 @@ class CheckNodes:
 
 @dataclass(frozen=True)
 class Finish:
-    """End the job with an exit status. `requeue`: the scheduler may start it once more."""
+    """End the job with an exit status."""
 
     status: int
-    requeue: bool = False
 
 
 Command = Send | Log | Say | StartAgent | Exclude | Request | CheckNodes | Finish

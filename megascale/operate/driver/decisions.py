@@ -1,51 +1,22 @@
-"""Verdicts of a job (`driver.job`): from a finding to an incident with its action, and to the first step after it."""
+"""Decisions about a job (`driver.job`): incidents and their actions, nodes to check, the first step after a fault."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from megascale.core.errors import Exit
-from megascale.core.rank import format_ranks
-from megascale.operate.channel.messages import RankEnd
-from megascale.operate.driver import stages
-from megascale.operate.driver.attempt import Attempt, LostNode
 from megascale.operate.driver.classify import Finding, classify_lost_nodes
 from megascale.operate.driver.commands import CheckNodes, Say
 from megascale.operate.driver.incidents import Action, Culprit, Incident, JobHistory, describe, describe_recovery
-from megascale.operate.driver.policy import RESTARTS, SparePool, decide
+from megascale.operate.driver.job_state import JobState
+from megascale.operate.driver.policy import RESTARTS
 from megascale.operate.driver.roster import format_nodes
-
-if TYPE_CHECKING:
-    from megascale.operate.driver.job import Job
 
 SUSPECTED = ("hang", "network", "node", "storage", "unknown")
 """Classes of incidents that hardware causes: nodes are checked before ranks start on them again."""
 
 
-def conclude(job: Job, finding: Finding, now: float) -> None:
-    """Reach the verdict about a fault: log and print the incident, and end the attempt."""
-    if job.plan.observed:
-        job.waiting_since = None
-        record(job, finding, Action("alert", "nothing is done: another launcher runs the ranks"), now)
-        job.enter(stages.Stage.OBSERVE, now + job.settings.agent_grace_s)
-        return
-    kept = [node for node in job.places if node and node not in finding.culprit.nodes]
-    reserve = SparePool(
-        len(job.roster.spares(node for node in job.places if node)),
-        job.plan.requestable,
-        job.plan.revivable,
-        shrinkable=job.settings.shrink and job.plan.smaller(len(kept)) is not None,
-    )
-    step = completed_step(job)
-    action = decide(finding, step, now, job.history.recent, job.settings, reserve)
-    job.waiting_since = None
-    job.pending = record(job, finding, action, now)
-    stages.stop_attempt(job, now, job.settings.end_grace_s)
-
-
-def record(job: Job, finding: Finding, action: Action, now: float) -> Incident:
+def record(job: JobState, finding: Finding, action: Action, now: float) -> Incident:
     """Log and print an incident."""
     incident = Incident(
         job.history.next_id(),
@@ -69,7 +40,7 @@ def record(job: Job, finding: Finding, action: Action, now: float) -> Incident:
     return incident
 
 
-def check_nodes(job: Job, incident: Incident) -> None:
+def check_nodes(job: JobState, incident: Incident) -> None:
     """Order checks of the nodes that an incident puts in doubt; those that run ranks again are held meanwhile."""
     members, attempt = job.roster.members, job.attempt
     placement = attempt.placement if attempt is not None else ()
@@ -89,7 +60,7 @@ def nodes_in_doubt(incident: Incident, running: Sequence[str]) -> Sequence[str]:
     return [node for node in running if not culprits or node in culprits]
 
 
-def ends_to_replace(job: Job, links: Sequence[tuple[str, str]], others: int = 0) -> dict[str, str]:
+def ends_to_replace(job: JobState, links: Sequence[tuple[str, str]], others: int = 0) -> dict[str, str]:
     """Return nodes without which no link of `links` is used, and why they leave the job: for each link one of its ends,
     since nobody knows which is at fault. None if spares do not suffice, with `others` nodes that leave anyway.
     """
@@ -105,7 +76,7 @@ def ends_to_replace(job: Job, links: Sequence[tuple[str, str]], others: int = 0)
     return reasons if suffices else {}
 
 
-def alert(job: Job, metric: str, value: float, recent: float, now: float) -> None:
+def alert(job: JobState, metric: str, value: float, recent: float, now: float) -> None:
     """Log and print an alert about a metric."""
     what = f"{metric} {value:.4g} is {value / recent:.3g} times its recent median {recent:.4g}"
     hint = "a restart changes nothing; see the data of this step if it does not heal"
@@ -113,7 +84,7 @@ def alert(job: Job, metric: str, value: float, recent: float, now: float) -> Non
     record(job, finding, Action("alert", "nothing is done"), now)
 
 
-def summary(job: Job) -> str:
+def summary(job: JobState) -> str:
     """Describe the incidents of this launch."""
     mine = [incident for incident in job.history.incidents.values() if incident.since >= job.history.launched]
     kinds = Counter(incident.action.kind.replace("_", " ") for incident in mine)
@@ -122,14 +93,14 @@ def summary(job: Job) -> str:
     return f"{count}, the last attempt was {job.history.attempt}"
 
 
-def completed_step(job: Job) -> int:
+def completed_step(job: JobState) -> int:
     """Return the last completed step: in the present attempt, or before it if this one has not trained yet."""
     if job.attempt is None or not job.attempt.watch.step:
         return job.history.step
     return job.attempt.watch.step - (0 if job.attempt.has_left_in_order else 1)
 
 
-def note_progress(job: Job, now: float) -> None:
+def note_progress(job: JobState, now: float) -> None:
     """Log the recovery from incidents once the attempt has completed a step, and the end of a wait for the network."""
     assert job.attempt is not None
     watch = job.attempt.watch
@@ -163,7 +134,7 @@ def undone_decision(history: JobHistory) -> Incident | None:
     return last
 
 
-def has_silent_node(job: Job, now: float) -> bool:
+def has_silent_node(job: JobState, now: float) -> bool:
     """Return True if a node of the attempt has missed two heartbeats."""
     assert job.attempt is not None
     limit = 2 * job.settings.heartbeat_s
@@ -171,7 +142,7 @@ def has_silent_node(job: Job, now: float) -> bool:
     return any(member is None or not member.connected or now - member.heard > limit for member in members)
 
 
-def waits_for_network(job: Job, now: float) -> bool:
+def waits_for_network(job: JobState, now: float) -> bool:
     """Return True while a network in doubt has time to recover: links that flap heal without a restart."""
     assert job.attempt is not None
     verdict, wait = job.verdict, job.settings.flap_s
@@ -184,12 +155,7 @@ def waits_for_network(job: Job, now: float) -> bool:
     return now - job.waiting_since < wait
 
 
-def never_joined(node: str, now: float) -> LostNode:
-    """Return the loss of a node that has not joined a new driver."""
-    return LostNode(node, f"its agent has not joined the new driver within {stages.REJOIN_S:.0f} s", now)
-
-
-def missing_nodes(job: Job, nodes: Sequence[str], now: float) -> Finding:
+def missing_nodes(job: JobState, nodes: Sequence[str], now: float) -> Finding:
     """Return the finding about nodes that have not joined; none: no node came for a place of the job."""
     if nodes:
         late, failed = "its agent did not join in time", job.roster.failed
@@ -206,25 +172,3 @@ def missing_nodes(job: Job, nodes: Sequence[str], now: float) -> Finding:
     hint = "what the check names; for a slow host fault.check_timeout_s, or fault.check_nodes = false"
     what = "no node is left for a place of the job: nodes have failed their checks"
     return Finding("node", what, Culprit(), now, "node: missing", evidence, hint)
-
-
-def why_unsaved(job: Job, attempt: Attempt, now: float) -> str:
-    """Return why a job that was asked to stop may not have saved."""
-    if not attempt.watch.has_new_step:
-        return "stopped before the first step"
-    if job.stop_requests > 1:
-        return "stopped at once, without saving"
-    if now >= job.deadline - stages.KILL_S:
-        return f"stopped: the ranks had not saved within fault.stop_grace_s = {job.settings.stop_grace_s:g}"
-    errors = [end.error for end in attempt.ends.values() if end.error and not end.peer_lost]
-    why = f": {errors[0]}" if errors else ""
-    return f"stopped: {format_ranks(sorted(attempt.failures))} failed before all had saved{why}"
-
-
-def status_of_stop(ends: Sequence[RankEnd]) -> int:
-    """Return the status of a job that was asked to stop: an error of its own, such as a failed save, goes first."""
-    stops = (Exit.STOPPED, Exit.INTERRUPTED)
-    errors = [end.exit_status for end in ends if end.error and not end.peer_lost and end.exit_status not in stops]
-    if errors:
-        return max(status or Exit.UNCLASSIFIED for status in errors)
-    return Exit.OK if ends and all(end.in_order and end.status == 0 for end in ends) else Exit.STOPPED

@@ -19,8 +19,9 @@ from megascale.operate.driver.alerts import METRICS_FILE, AlertReader
 from megascale.operate.driver.commands import Log
 from megascale.operate.driver.driver import Clock, Driver
 from megascale.operate.driver.incidents import LOG_FILE, IncidentLog, read_history
-from megascale.operate.driver.job import Job, JobPlan
+from megascale.operate.driver.job import Job
 from megascale.operate.driver.job_families import job_metrics
+from megascale.operate.driver.job_state import JobPlan
 from megascale.operate.driver.live_job import LiveWriter
 from megascale.operate.driver.roster import format_nodes
 from megascale.operate.driver.scheduler.port import Scheduler

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megascale.layout.stages import Placement, looped
 from megascale.layout.topology import AXES, DATA_AXES, Topology
+from megascale.schedule.dependencies import neighbours
+from megascale.schedule.ir import forward
 
 
 @dataclass(frozen=True)
@@ -18,8 +22,8 @@ class Flow:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """`index`: (axis, index, size) of each axis. `groups`: of axes with more than one rank. `flows`: over the pipeline,
-    a ring if it has virtual stages.
+    """`index`: (axis, index, size) of each axis. `groups`: of axes with more than one rank. `flows`: over the
+    pipeline.
     """
 
     rank: int
@@ -28,24 +32,22 @@ class RankPlace:
     flows: tuple[Flow, ...]
 
 
-def place_of(topology: Topology, rank: int, vpp: int = 1) -> RankPlace:
-    """Return the place of a rank. Raises: IndexError for a rank outside the world"""
+def place_of(topology: Topology, rank: int, placement: Placement | None = None) -> RankPlace:
+    """Return the place of a rank. `placement`: of the virtual stages; default one on each pipeline rank.
+
+    Raises: IndexError for a rank outside the world
+    """
     coord = topology.coord(rank)
     index = tuple((axis, getattr(coord, axis), getattr(topology, axis)) for axis in AXES)
     axes = {"tp": ("tp",), "cp": ("cp",), "dp": DATA_AXES, "pp": ("pp",)}
     groups = {name: tuple(topology.group(rank, *along)) for name, along in axes.items() if topology.size(*along) > 1}
-    return RankPlace(rank, index, groups, tuple(_flows(topology, rank, vpp)))
+    return RankPlace(rank, index, groups, tuple(_flows(topology, rank, placement or looped(topology.pp, 1))))
 
 
-def _flows(topology: Topology, rank: int, vpp: int) -> list[Flow]:
-    if topology.pp == 1:
-        return []
+def _flows(topology: Topology, rank: int, placement: Placement) -> Iterator[Flow]:
     coord = topology.coord(rank)
-    before = topology.rank(coord._replace(pp=(coord.pp - 1) % topology.pp))
-    after = topology.rank(coord._replace(pp=(coord.pp + 1) % topology.pp))
-    flows = []
-    if coord.pp > 0 or vpp > 1:
-        flows += [Flow("from", before, "activations"), Flow("to", before, "gradients of activations")]
-    if coord.pp < topology.pp - 1 or vpp > 1:
-        flows += [Flow("to", after, "activations"), Flow("from", after, "gradients of activations")]
-    return flows
+    found = [neighbours(forward(chunk, 0), coord.pp, placement) for chunk in range(placement.v)]
+    for stages, ways in zip(zip(*found, strict=True), (("from", "to"), ("to", "from")), strict=True):
+        for pp in sorted({placement.places[stage][0] for stage in stages if stage is not None}):
+            for way, what in zip(ways, ("activations", "gradients of activations"), strict=True):
+                yield Flow(way, topology.rank(coord._replace(pp=pp)), what)

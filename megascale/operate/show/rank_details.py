@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from megascale.core.flight_record import FlightRecord, FlightRecordError
 from megascale.core.run_folder import LOGS
+from megascale.layout.chunks import stages_of
 from megascale.operate.driver.incidents import Incident
 from megascale.operate.health.observations import read_tail
 from megascale.operate.node.failure import ERROR_FILE_NAME, read_record
@@ -48,9 +49,9 @@ class RankDetails:
 
 def read_rank_details(view: RunView, rank: int) -> RankDetails:
     """Return what is known about a rank. Raises: IndexError for a rank outside the world"""
-    vpp = view.config.parallel.vpp if view.config is not None else 1
+    placement = stages_of(view.config).placement if view.config is not None else None
     details = RankDetails(
-        place_of(view.topology, rank, vpp),
+        place_of(view.topology, rank, placement),
         incidents=tuple(each for each in view.incidents if rank in each.culprit.ranks),
     )
     record, source = _flight_record(view, rank)

@@ -13,20 +13,25 @@ import numpy as np
 
 from megascale.core.errors import MegascaleError
 from megascale.core.events import COMPUTE
+from megascale.layout.stages import Place
 from megascale.operate.diagnose.slow.cube_queries import mean_cube, mean_peak_flops
 from megascale.operate.diagnose.slow.mfu_breakdown import MfuBreakdown, mfu_breakdown
 from megascale.operate.diagnose.slow.step_cube import StepCube
 from megascale.operate.show.run_view import CONFIG_FILE, RunFolderError, read_run_config
 from megascale.operate.store.query import StoreError
-from megascale.plan.simulate.event_simulator import Place, StageTimes
+from megascale.plan.simulate.event_simulator import StageTimes
 from megascale.plan.simulate.extrapolate import Pipeline, pipeline_time
 from megascale.plan.simulate.profiles import Overlaps
+from megascale.schedule.ir import Kind
 
 if TYPE_CHECKING:
     import duckdb
 
 BUBBLE_STEPS = 50
 """Steps whose forwards and backwards the bubble is computed from."""
+
+WORK = (Kind.F, Kind.B)
+"""The actions whose times make the bubble."""
 
 
 def run_breakdown(store: duckdb.DuckDBPyConnection, folder: Path, recent: StepCube) -> MfuBreakdown | None:
@@ -84,16 +89,16 @@ def _bubble(cube: StepCube, folder: Path) -> float:
         raise StoreError(f"the store has no ordinary step of pipeline stage {stages}")
     p, m, schedule = config.parallel, config.num_microbatches, config.parallel.schedule
     assert schedule, "a resolved configuration names its schedule"
-    stage, times = cube.places.coords["pp"], {name: dict[Place, float]() for name in "FB"}
+    stage, times = cube.places.coords["pp"], {kind: dict[Place, float]() for kind in WORK}
     for rank in range(p.pp):
         for chunk in range(p.vpp):
-            own = {name: np.nanmean(cube.mean(_chunk(cube, COMPUTE, chunk, name))[stage == rank]) / m for name in "FB"}
+            own = {name: np.nanmean(cube.mean(_chunk(cube, COMPUTE, chunk, name))[stage == rank]) / m for name in WORK}
             waits = sum(np.nanmean(cube.mean(_chunk(cube, axis, chunk))[stage == rank]) for axis in ("tp", "cp")) / m
             for name, seconds in own.items():
                 times[name][rank, chunk] = float(seconds * (1 + waits / max(sum(own.values()), 1e-12)))
-    chunks = StageTimes(times["F"], times["B"], 0.0, 0.0, {}, {})
+    chunks = StageTimes(times[Kind.F], times[Kind.B], 0.0, 0.0, {}, {})
     forwards = 1 + config.dropped_share
-    busy = m * (forwards * sum(times["F"].values()) + sum(times["B"].values())) / p.pp
+    busy = m * (forwards * sum(times[Kind.F].values()) + sum(times[Kind.B].values())) / p.pp
     pipeline = Pipeline(schedule, p.pp, p.vpp, m, parts=config.num_chunks, keep=config.data.keep_chunks)
     return pipeline_time(pipeline, chunks, Overlaps(tp="none", pp=True, dp=True)) - busy
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from megascale.core.events import COMPUTE, RankEvents
 from megascale.core.files import write_text
 from megascale.operate.show.chrome_trace import TICKS_PER_SECOND, Row, Slice, rank_label, rank_rows, step_starts
+from megascale.schedule.ir import COMPUTE_KINDS
 
 COLOURS = {
     "other compute": "#8c8c8c",
@@ -105,7 +106,8 @@ def slice_kind(slice: Slice) -> str:
         return "wait"
     if slice.event.axis != COMPUTE:
         return slice.event.axis
-    return {"F": "forward", "R": "forward", "B": "backward"}.get(slice.event.name, "other compute")
+    kind = COMPUTE_KINDS.get(slice.event.name)
+    return kind.runs if kind is not None else "other compute"
 
 
 def _order(kinds: Iterable[str]) -> list[str]:

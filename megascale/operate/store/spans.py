@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from megascale.core.events import COMPUTE, HOST_AXIS, OPTIMIZER_ACTIONS
 from megascale.operate.store.query import fetch
+from megascale.schedule.ir import COMPUTE_KINDS
 
 if TYPE_CHECKING:
     import duckdb
@@ -46,11 +47,7 @@ _HOST = {
 }
 """TraceSpan of an activity of the host, and the first of SPAN_GROUPS that has it."""
 
-_MICROBATCH = {
-    "F": "megatron.microbatch.forward",
-    "R": "megatron.microbatch.recompute",
-    "B": "megatron.microbatch.backward",
-}
+_MICROBATCH = {kind: f"megatron.microbatch.{compute.name}" for kind, compute in COMPUTE_KINDS.items()}
 """TraceSpan of an action on a micro-batch. A recomputation is a forward again, before its backward."""
 
 

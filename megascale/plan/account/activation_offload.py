@@ -30,9 +30,9 @@ def host_bytes(config: RunConfig, stage: int) -> int:
     dropped = {action[1:] for action in order if action.kind is Kind.R}
     held = most = 0
     for kind, chunk, microbatch in order:
-        if kind is Kind.B:
+        if kind in (Kind.B, Kind.W):
             held -= layers[chunk]
-        elif kind is Kind.R or (chunk, microbatch) not in dropped:
+        elif kind is Kind.R or (kind is Kind.F and (chunk, microbatch) not in dropped):
             held += layers[chunk]
         most = max(most, held)
     return most * activation_sizes(config).stream

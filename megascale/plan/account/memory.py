@@ -29,7 +29,6 @@ from megascale.plan.account.optimizer_state import optimizer_state_bytes, update
 from megascale.plan.account.sizes import message_bytes, replicas
 from megascale.schedule.interleaved import microbatch_groups
 from megascale.schedule.ir import Kind, RankSchedule
-from megascale.schedule.lower import RECV_LOOKAHEAD
 from megascale.schedule.state_aware import state_aware_1f1b
 
 GROUPS = 3  # groups of micro-batches until the memory of a periodic schedule repeats
@@ -185,7 +184,8 @@ class _Job:
         """Account for a rank of a stage, with posted receives, tokens, and two all-gathered units in ZeRO-3."""
         config, p = self._config, self._config.parallel
         m, units = config.num_microbatches, self.units(stage)
-        head = bucket_sizes(config, stage)[-1][-1].numel if self._zero2 and stage == p.pp - 1 else 0
+        first, last = (self._layout.placement.places[end][0] for end in (0, -1))
+        head = bucket_sizes(config, stage)[-1][-1].numel if self._zero2 and stage == last else 0
         order = rank_order(config, stage)
         received = self._sizes.stream if stage else 0  # the input of a dropped chunk
         saved, transient = _peak(order, [*map(self._chunk, units)], self._sizes.wide * head, received)
@@ -193,9 +193,9 @@ class _Job:
             layers = len(self._layout.layers(self._layout.index(stage, 0)))
             tokens = config.batch.micro * config.model.seq_length
             saved += activations.key_store_bytes(self._sizes, layers, tokens)
-        if p.pp > 1 and config.overlap.pp:
-            transient += min(RECV_LOOKAHEAD if stage < p.pp - 1 else 1, m) * message_bytes(config)
-        if stage in (0, p.pp - 1):
+        if p.pp > 1:
+            transient += posted_receives(p.pp, p.vpp, m, stage) * message_bytes(config)
+        if stage in (first, last):
             transient += TOKEN_IDS * self._sizes.tokens * m
         if self._storage.shards_weights:
             largest = sorted((unit.elements for unit in chain(*units)), reverse=True)[:2]
@@ -244,20 +244,30 @@ def _peak(order: RankSchedule, chunks: list[_Chunk], head: int, received: int) -
     before = -1
     for kind, chunk, microbatch in order:
         unit, follows, reducing = chunks[chunk]
-        if kind is not Kind.B:
+        if kind in (Kind.F, Kind.R):
             again = (chunk, microbatch) in dropped
             alive += (received if kind is Kind.F else unit.saved - received) if again else unit.saved
         if chunk == len(chunks) - 1:
-            loss = 0 if kind is Kind.B else head
+            loss = head if kind in (Kind.F, Kind.R) else 0
         beside = unit.forward + older
-        if kind is Kind.B:  # reductions of the same chunk finish bucket by bucket, before new gradients
+        if kind not in (Kind.F, Kind.R):  # reductions of a chunk finish bucket by bucket, before new gradients
             beside = unit.backward if newest and chunk == before else follows
         if alive + beside + newest + loss > peak:
             saved, peak = alive, alive + beside + newest + loss
-        if kind is Kind.B:
+        if kind in (Kind.B, Kind.W):  # W needs all that the stage has saved
             older, newest = 0 if chunk == before else newest, reducing
             alive, before = alive - unit.saved, chunk
     return saved, peak - saved
+
+
+def posted_receives(p: int, v: int, m: int, stage: int) -> int:
+    """Bound the receives that a rank has posted for later actions (`schedule.lower`): two, and where the stages of the
+    next chunk begin or end also those of micro-batches that wait for the rest of a group larger than p.
+    """
+    last, waiting = stage == p - 1, max(groups.size for groups in microbatch_groups(p, m) if groups.num_groups) - p
+    if v == 1:
+        return min(1 if last else 2, m)
+    return min((4 if last else 2) + (max(0, waiting) if last or stage == 0 else 0), m * v)
 
 
 def rank_order(config: RunConfig, stage: int) -> RankSchedule:

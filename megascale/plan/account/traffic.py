@@ -7,7 +7,6 @@ accumulation dtype and c in the compute dtype, data parallelism all-reduces a N 
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,6 +28,8 @@ from megascale.layout.topology import DATA_AXES, MAX_FLAT_REDUCE_RANKS, Coord, T
 from megascale.plan.account.optimizer_state import is_mixed
 from megascale.plan.account.sizes import element_bytes, message_bytes, replicas
 from megascale.plan.account.step_totals import step_totals
+from megascale.schedule.dependencies import neighbours
+from megascale.schedule.ir import forward
 
 FP64 = 8  # bytes of an element of job-wide all-reduces
 
@@ -156,10 +157,11 @@ class _RankTraffic:
     def _messages(self) -> Iterator[CommOp]:
         """List the messages between stages: up to a higher pipeline rank, down to a lower one."""
         layout, size, m = stages_of(self.config), message_bytes(self.config), self.config.num_microbatches
-        for chunk, step in itertools.product(range(layout.vpp), (-1, 1)):
-            neighbour = layout.index(self.coord.pp, chunk) + step
-            if layout.pp > 1 and 0 <= neighbour < layout.count:
-                above = neighbour % layout.pp > self.coord.pp
+        for chunk in range(layout.vpp):
+            for stage in neighbours(forward(chunk, 0), self.coord.pp, layout.placement):
+                if stage is None:
+                    continue
+                above = layout.placement.places[stage][0] > self.coord.pp
                 there, back = ("pp.up", "pp.down") if above else ("pp.down", "pp.up")
                 yield CommOp(there, "send", size, "boundary", times=m)
                 yield CommOp(back, "receive", size, "boundary", times=m)

@@ -17,7 +17,8 @@ from megascale.ops.rope import rope_table
 from megascale.plan.dryrun.fake_mesh import fake_mesh
 from megascale.plan.dryrun.replay import ModuleCostCache, replay_equal_modules
 from megascale.plan.dryrun.resource_counter import BytesByKind, CommCall, CountingRecorder, ResourceCounterMode
-from megascale.train.build import Run, build_rank_run
+from megascale.train.build import build_rank_run
+from megascale.train.run import Run
 from megascale.train.step import train_step
 from megascale.train.stop import StopRequest
 

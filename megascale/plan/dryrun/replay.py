@@ -21,7 +21,7 @@ from megascale.layout.recompute_policy import recompute_policy
 from megascale.layout.sequence_shard import sequence_shard
 from megascale.ops.rope import layer_rope, rope_table
 from megascale.plan.dryrun.resource_counter import BytesByKind, CommCall, ResourceCounterMode, ResourceCounts
-from megascale.train.build import Run
+from megascale.train.run import Run
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,11 @@ class Bounds:
         """
         stages = stages_of(self._space.with_layout(Layout(pp=pp, vpp=vpp)))
         sizes = [len(stages.layers(index)) for index in range(stages.count)]
-        ranks = [(stages.starts[rank], sum(sizes[rank::pp]), rank == pp - 1) for rank in range(pp)]
+        last, _ = stages.placement.places[-1]
+        ranks = [
+            (stages.starts[own[0]], sum(sizes[stage] for stage in own), rank == last)
+            for rank, own in enumerate(stages.placement.stages)
+        ]
         return ranks[0][1], list({rank[1:]: rank for rank in ranks}.values()), max(sizes)
 
     def _seconds_of(self, layout: Layout) -> tuple[float, float, float]:

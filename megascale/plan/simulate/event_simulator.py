@@ -1,9 +1,8 @@
 """A discrete-event simulator of a pipeline step, with streams for compute, messages and data-parallel collectives.
 
-`simulate` runs a compute schedule by the executor's rules, with the communication added by `schedule.lower`. A rank
-runs its actions in order; an action starts after its message and its weights have arrived. Weights of a chunk are
-gathered before the first forward, gradients reduced after the last backward. Communication without overlap blocks
-compute.
+`simulate` runs a compute schedule by the executor's rules. A rank runs its actions in order; an action starts after its
+message and its weights have arrived. Weights of a chunk are gathered before the first forward, gradients reduced after
+the last backward. Communication without overlap blocks compute.
 1F1B on two ranks, where a backward takes twice a forward and R reduces the last gradient bucket:
 
     rank 0  F0 F1 .. .. B0 B0 F2 B1 B1 .. B2 B2 R
@@ -19,16 +18,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from megascale.core.label import BACKWARD
+from megascale.layout.stages import Place, Placement
 from megascale.plan.simulate.profiles import Overlaps
-from megascale.schedule.ir import Action, Kind, RankSchedule, Schedule
-
-Place = tuple[int, int]
-"""A pipeline rank and one of its chunks."""
+from megascale.schedule.dependencies import RESULTS, neighbours
+from megascale.schedule.ir import COMPUTE_KINDS, Action, Kind, RankSchedule, Schedule, ScheduleError
 
 Message = int
 """2 x (micro-batch x stages + receiving stage), + 1 for a gradient."""
 
-FORWARD, BACKWARD, RECOMPUTATION = Kind.F, Kind.B, Kind.R
+FORWARD = Kind.F
 """Looking up a member of an enum takes 0.2 us, a fifth of an action's simulation."""
 
 
@@ -39,7 +38,8 @@ class StageTimes:
     `message`: between neighbours; `receive`: compute time of a receiver per message; `reduce`, `gather`: a chunk's
     collectives over dp, in `buckets` (default 1); `slowdown`: slowdown of compute, as a share of an overlapped
     collective's time; `share_link`: messages and collectives share a link. `scales`: by micro-batch, factors of compute
-    and of messages, for micro-batches of unequal lengths; empty: all equal.
+    and of messages, for micro-batches of unequal lengths; empty: all equal. `weight_gradient`: the part of a backward
+    that a schedule may run apart.
     """
 
     forward: Mapping[Place, float]
@@ -52,6 +52,16 @@ class StageTimes:
     slowdown: float = 0.0
     share_link: bool = False
     scales: Sequence[tuple[float, float]] = ()
+    weight_gradient: Mapping[Place, float] = field(default_factory=dict)
+
+    def seconds(self, kind: Kind, place: Place) -> float:
+        """Return the duration of a compute action."""
+        match kind:
+            case Kind.W:
+                return self.weight_gradient[place]
+            case Kind.I:
+                return self.backward[place] - self.weight_gradient[place]
+        return (self.backward if kind is Kind.B else self.forward)[place]
 
 
 class Span(NamedTuple):
@@ -73,18 +83,19 @@ class Simulation(NamedTuple):
 
 
 def simulate(
-    compute: Schedule, times: StageTimes, overlaps: Overlaps, *, reduce_each: bool = False, spans: bool = False
-) -> Simulation:
+    compute: Schedule, placement: Placement, times: StageTimes, overlaps: Overlaps, *, reduce_each: bool = False,
+    spans: bool = False,
+) -> Simulation:  # fmt: skip
     """Simulate a compute schedule. `reduce_each`: reduce gradients after every backward; `spans`: record all events,
-    several times as slow. Raises: RuntimeError for a deadlock.
+    several times as slow. Raises: ScheduleError for a deadlock.
     """
     messages = _Messages([*range(len(compute))], {}, {})
-    ranks = [_Rank(rank, order, times, overlaps) for rank, order in enumerate(compute)]
-    plays = [rank.play(len(compute), messages, reduce_each, spans) for rank in ranks]
+    ranks = [_Rank(rank, order, placement, times, overlaps) for rank, order in enumerate(compute)]
+    plays = [rank.play(messages, reduce_each, spans) for rank in ranks]
     while messages.ready:
         next(plays[messages.ready.pop()], None)
     if messages.waiting:
-        raise RuntimeError(f"the schedule does not end: ranks {sorted(messages.waiting.values())} wait for each other")
+        raise ScheduleError(f"the schedule does not end: ranks {sorted(messages.waiting.values())} wait for each other")
     events = [span for rank in ranks for span in rank.spans if span.end > span.start]
     return Simulation(max(max(rank.end, rank.until) for rank in ranks), events)
 
@@ -97,60 +108,82 @@ class _Messages(NamedTuple):
     waiting: dict[Message, int]
 
 
+class _Route(NamedTuple):
+    """The `seconds` of an action of a chunk, and its messages of micro-batch 0: received, and sent; None without.
+    `completes`: the gradients of the chunk's weights.
+    """
+
+    seconds: float
+    received: Message | None
+    sent: Message | None
+    backward: bool
+    completes: bool
+
+
 @dataclass
 class _Rank:
     """A pipeline rank. `end`, `until`: seconds at which compute and collectives over dp are done."""
 
     rank: int
     order: RankSchedule
+    placement: Placement
     times: StageTimes
     overlaps: Overlaps
     end: float = 0.0
     until: float = 0.0
     spans: list[Span] = field(default_factory=list)
 
-    def play(self, p: int, messages: _Messages, reduce_each: bool, record: bool) -> Iterator[None]:
-        """Run the actions of this rank, one of p ranks; yield to wait for a message."""
+    def play(self, messages: _Messages, reduce_each: bool, record: bool) -> Iterator[None]:
+        """Run the actions of this rank; yield to wait for a message."""
         rank, times, overlaps_pp, overlaps_dp = self.rank, self.times, self.overlaps.pp, self.overlaps.dp
-        (ready, arrival, waiting), stages = messages, len(times.forward)
-        seconds = [[taken[rank, c] for c in range(stages // p)] for taken in (times.forward, times.backward)]
-        last = {action.chunk: action for action in self.order if action.kind is BACKWARD}
+        (ready, arrival, waiting), stride = messages, 2 * self.placement.count
+        chunks, kinds = range(self.placement.v), {action.kind for action in self.order}
+        routes = {kind: [self._route(kind, chunk) for chunk in chunks] for kind in kinds}
+        last = {action.chunk: action for action in self.order if routes[action.kind][0].completes}
         gathered, reductions = self._gather(), list[Action]()
         now, free = 0.0 if overlaps_dp else self.until, [0.0, 0.0]  # free: when both directions can send
         for action in self.order:
             kind, chunk, microbatch = action
-            backward, stage, begin = kind is BACKWARD, chunk * p + rank, now
-            message = 2 * (microbatch * stages + stage) + backward
+            seconds, enters, leaves, backward, completes = routes[kind][chunk]
+            begin, first = now, stride * microbatch
             weights = received = now = max(now, gathered[chunk])
             work, size = times.scales[microbatch] if times.scales else (1.0, 1.0)
-            local = p == 1 or kind is RECOMPUTATION
-            if not local and stage != (stages - 1 if backward else 0):
+            if enters is not None:
+                message = enters + first
                 while message not in arrival:
                     waiting[message] = rank
                     yield
                 received = arrival.pop(message)
                 now = (received if received > now else now) + times.receive * size
             start = now
-            now = done = sent = arrives = start + seconds[backward][chunk] * work
-            if not local and stage != (0 if backward else stages - 1):
+            now = done = sent = arrives = start + seconds * work
+            if leaves is not None:
+                message = leaves + first
                 sent, taken = done if done > free[backward] else free[backward], times.message * size
                 arrives = sent + taken
                 if times.share_link and self.until > sent:  # message and collective have half of the link
                     shared = min(taken, self.until - sent)
                     self.until, arrives = self.until + shared, arrives + shared
-                message += -2 if backward else 2
                 free[backward] = arrival[message] = arrives
                 if message in waiting:
                     ready.append(waiting.pop(message))
                 now = done if overlaps_pp else arrives
             if record:
                 self._record(action, begin, weights, received, start, done, sent, arrives)
-            if backward and (reduce_each or action is last[chunk]):
+            if completes and (reduce_each or action is last[chunk]):
                 reductions.append(action)
                 now = self._reduce(action, now) if overlaps_dp else now
         for action in () if overlaps_dp else reductions:
             now = self._reduce(action, now)
         self.end = now
+
+    def _route(self, kind: Kind, chunk: int) -> _Route:
+        backward = COMPUTE_KINDS[kind].runs == BACKWARD
+        source, target = neighbours(Action(kind, chunk, 0), self.rank, self.placement)
+        received = None if source is None else 2 * self.placement.stage(self.rank, chunk) + backward
+        sent = None if target is None else 2 * target + backward
+        completes = Kind.W in RESULTS[kind]
+        return _Route(self.times.seconds(kind, (self.rank, chunk)), received, sent, backward, completes)
 
     def _gather(self) -> dict[int, float]:
         """All-gather weights in the order of first use; return the earliest start of forwards by chunk."""
@@ -168,7 +201,7 @@ class _Rank:
         """Reduce a chunk's gradients, the last bucket at the backward's end `now`; return when compute goes on."""
         place, overlap = (self.rank, action.chunk), self._overlap(action.chunk)
         taken = self.times.reduce.get(place, 0.0)
-        start = max(self.until, now - self.times.backward[place] * overlap)
+        start = max(self.until, now - self.times.seconds(action.kind, place) * overlap)
         self.until = max(start + taken, now + taken * (1 - overlap))
         then = now + taken * overlap * self.times.slowdown if self.overlaps.dp else self.until
         self.spans.append(Span(self.rank, "dp", action._replace(kind=Kind.REDUCE), start, self.until, (now, then)))

@@ -19,7 +19,8 @@ from functools import lru_cache
 from statistics import fmean
 
 from megascale.catalog.schedules import SCHEDULES
-from megascale.plan.simulate.event_simulator import Place, Simulation, StageTimes, simulate
+from megascale.layout.stages import Place, placement_of
+from megascale.plan.simulate.event_simulator import Simulation, StageTimes, simulate
 from megascale.plan.simulate.profiles import Overlaps
 from megascale.schedule.ir import Schedule, build_schedule
 from megascale.schedule.state_aware import build_state_aware
@@ -49,7 +50,8 @@ class Pipeline:
             compute = build_state_aware(self.p, [self.parts] * (self.m // self.parts), self.keep)
         else:
             compute = compute_order(self.schedule, self.p, self.v, self.m)
-        return simulate(compute, times, overlaps, reduce_each=self.reduces_each, spans=spans)
+        placement = placement_of(self.schedule, self.p, self.v)
+        return simulate(compute, placement, times, overlaps, reduce_each=self.reduces_each, spans=spans)
 
 
 @lru_cache(CACHED_ORDERS)

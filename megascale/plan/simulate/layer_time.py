@@ -22,10 +22,10 @@ from megascale.layout.parts.times import PassTimes, Seconds
 from megascale.layout.parts.traffic import CommOp, TrafficSizes
 from megascale.layout.pieces import MAX_PIECES
 from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy
+from megascale.layout.stages import Place
 from megascale.layout.tensors import padded_vocab
 from megascale.plan.account.attended import expected_documents
 from megascale.plan.account.traffic import traffic_sizes
-from megascale.plan.simulate.event_simulator import Place
 from megascale.plan.simulate.gemm_time import KernelTimes
 from megascale.plan.simulate.link_time import ContextRoutes, Route, group_route
 from megascale.plan.simulate.profiles import Hardware, Stack

@@ -14,6 +14,7 @@ from megascale.layout.hybrid.planner import makespan_bound, plan_hybrid
 from megascale.layout.hybrid.sequence_work import SequenceWork
 from megascale.layout.packs import pack_sequences
 from megascale.layout.sequence_chunks import SequenceChunk, cut_chunks
+from megascale.layout.stages import looped
 from megascale.plan.simulate.event_simulator import StageTimes, simulate
 from megascale.plan.simulate.profiles import Overlaps
 from megascale.schedule.ir import Schedule, build_schedule
@@ -79,7 +80,7 @@ class Pool:
         scales = [(taken, n / self.max_tokens) for taken, n in zip(seconds, tokens, strict=True)]
         forward, backward = dict.fromkeys(places, self.forward), dict.fromkeys(places, 1 - self.forward)
         times = StageTimes(forward, backward, self.message, 0.0, {}, {}, scales=scales)
-        return simulate(order, times, Overlaps(tp="none", pp=True, dp=True)).last
+        return simulate(order, looped(self.stages, 1), times, Overlaps(tp="none", pp=True, dp=True)).last
 
 
 def hybrid_step(lengths: Sequence[int], pool: Pool) -> tuple[LengthStep, HybridPlan]:

@@ -13,12 +13,13 @@ from megascale.config.run import RunConfig
 from megascale.layout.chunks import bucket_sizes, stages_of
 from megascale.layout.param_groups import ParamGroup
 from megascale.layout.parts.times import PassTimes, Seconds
+from megascale.layout.stages import Place
 from megascale.plan.account.attended import expected_scores
 from megascale.plan.account.flops import mfu, token_flops
 from megascale.plan.account.optimizer_state import fullest_owner, optimizer_state_bytes
 from megascale.plan.account.sizes import message_bytes, replicas
 from megascale.plan.account.traffic import mean_calls
-from megascale.plan.simulate.event_simulator import Place, Simulation, StageTimes
+from megascale.plan.simulate.event_simulator import Simulation, StageTimes
 from megascale.plan.simulate.extrapolate import Pipeline, pipeline_time
 from megascale.plan.simulate.layer_time import LayerTimes, chunk_times
 from megascale.plan.simulate.link_time import Operation, Route, group_route, neighbour_route

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from megascale.layout.hybrid.plan import HybridPlan, Microbatch, check_plan
 from megascale.layout.hybrid.planner import plan_hybrid
 from megascale.layout.hybrid.sequence_work import SequenceWork
-from megascale.schedule.check import dependencies
-from megascale.schedule.ir import Action, Kind, build_schedule
+from megascale.layout.stages import looped
+from megascale.schedule.dependencies import Result, dependencies, results
+from megascale.schedule.ir import Action, build_schedule
 from megascale.schedule.one_f_one_b import one_f_one_b
 
 
@@ -21,12 +22,12 @@ def stuck(plan: HybridPlan, stages: int) -> list[tuple[int, int, Action]]:
     """Run all actions; return (rank, stage, action) of those that wait for each other."""
     orders = [build_schedule(one_f_one_b, stages, 1, len(own)) for own in plan.microbatches]
     position = [[0] * stages for _ in orders]
-    done = [set[tuple[Kind, int, int]]() for _ in orders]
+    done, placement = [set[Result]() for _ in orders], looped(stages, 1)
 
     def ready(rank: int, stage: int) -> Action | None:
         order = orders[rank][stage]
         action = order[position[rank][stage]] if position[rank][stage] < len(order) else None
-        met = action is not None and all(need in done[rank] for need in dependencies(action, stage, stages, 1))
+        met = action is not None and done[rank].issuperset(dependencies(action, stage, placement))
         return action if met else None
 
     progress = True
@@ -40,7 +41,7 @@ def stuck(plan: HybridPlan, stages: int) -> list[tuple[int, int, Action]]:
                     if any(ready(member, stage) != action for member in members):
                         break
                     for member in members:
-                        done[member].add((action.kind, stage, action.microbatch))
+                        done[member].update(results(action, stage, placement))
                         position[member][stage] += 1
                     progress = True
     return [

@@ -35,9 +35,9 @@ from megascale.operate.driver import attempt
 from megascale.operate.driver.commands import Exclude, Finish, Request, Say, Send, StartAgent
 from megascale.operate.driver.decisions import ends_to_replace, summary
 from megascale.operate.driver.incidents import Action, Culprit, Incident, JobHistory
-from megascale.operate.driver.job import Job, JobPlan
+from megascale.operate.driver.job import Job
+from megascale.operate.driver.job_state import SETTLE_S, JobPlan, Stage
 from megascale.operate.driver.shrink import SmallerLayout
-from megascale.operate.driver.stages import SETTLE_S, Stage
 from megascale.operate.driver.watch import ProgressWatch
 
 PLAN = JobPlan("run", 4, 16, ("train",), "/logs")

@@ -31,11 +31,12 @@ from megascale.operate.channel.rpc import AgentChannel, DriverServer
 from megascale.operate.driver.classify import Finding
 from megascale.operate.driver.decisions import nodes_in_doubt, record
 from megascale.operate.driver.driver import Clock, Driver
+from megascale.operate.driver.end_stages import stop_attempt
 from megascale.operate.driver.incidents import Action, Culprit, Incident, IncidentLog, JobHistory, read_events
-from megascale.operate.driver.job import Job, JobPlan
+from megascale.operate.driver.job import Job
+from megascale.operate.driver.job_state import JobPlan
 from megascale.operate.driver.node_admission import MOST_COMPARED, NodeAdmission
 from megascale.operate.driver.scheduler.port import AgentEnd, Node
-from megascale.operate.driver.stages import stop_attempt
 from megascale.operate.health import diagnose
 from megascale.operate.health.checks.result import CheckResult
 from megascale.operate.health.node_verdicts import judge

@@ -35,9 +35,10 @@ from megascale.operate.channel.rpc import DriverServer
 from megascale.operate.diagnose.hang.hang import Verdict
 from megascale.operate.driver.commands import Finish, Log, Say, Send
 from megascale.operate.driver.incidents import LOG_FILE, JobHistory, read_history
-from megascale.operate.driver.job import Job, JobPlan
+from megascale.operate.driver.job import Job
+from megascale.operate.driver.job_state import JobPlan, Stage
 from megascale.operate.driver.live_job import live_state
-from megascale.operate.driver.stages import FIND_S, Stage
+from megascale.operate.driver.watch_stages import FIND_S
 from tests.jobs import SECONDS, heed_signals, job_config
 from tests.operate.node.test_local import with_planted
 from tests.operate.node.test_torchrun import Torchrun, free_port

@@ -24,7 +24,7 @@ from megascale.operate.channel.messages import Hello, Leave, Welcome
 from megascale.operate.channel.rpc import AgentChannel
 from megascale.operate.driver.drive_job import drive_job
 from megascale.operate.driver.incidents import LOG_FILE
-from megascale.operate.driver.job import JobPlan
+from megascale.operate.driver.job_state import JobPlan
 from megascale.operate.driver.scheduler.none import NoScheduler
 from tests.operate.driver.launched import launch_config
 from tests.operate.health.nodes import node, run, within

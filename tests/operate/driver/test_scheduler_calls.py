@@ -8,7 +8,8 @@ from megascale.config.fault import FaultConfig
 from megascale.operate.channel.messages import Hello
 from megascale.operate.driver.commands import StartAgent
 from megascale.operate.driver.incidents import JobHistory
-from megascale.operate.driver.job import Job, JobPlan
+from megascale.operate.driver.job import Job
+from megascale.operate.driver.job_state import JobPlan
 from megascale.operate.driver.scheduler.port import Node
 from megascale.operate.driver.scheduler_calls import SchedulerCalls
 

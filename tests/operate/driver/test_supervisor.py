@@ -22,7 +22,7 @@ from megascale.operate.channel.secret import SECRET_VARIABLE, new_secret
 from megascale.operate.driver import drive_job, supervisor
 from megascale.operate.driver.driver import Driver
 from megascale.operate.driver.incidents import JobHistory, read_history
-from megascale.operate.driver.job import JobPlan
+from megascale.operate.driver.job_state import JobPlan
 from megascale.operate.driver.scheduler.adapters import Adapter
 from megascale.operate.driver.scheduler.none import NoScheduler
 from megascale.operate.driver.scheduler.port import AgentLaunch

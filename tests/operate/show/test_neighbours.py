@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megascale.layout.stages import looped
 from megascale.layout.topology import Topology
 from megascale.operate.show.neighbours import Flow, place_of
 from megascale.operate.show.rank_matrix import rank_matrix
@@ -26,14 +27,15 @@ def test_a_rank_in_the_middle_of_a_pipeline() -> None:
 def test_the_ends_of_a_pipeline_meet_with_virtual_stages_only() -> None:
     topology = Topology(pp=3)
     assert place_of(topology, 0).flows == (Flow("to", 1, "activations"), Flow("from", 1, "gradients of activations"))
-    assert Flow("from", 2, "activations") in place_of(topology, 0, vpp=2).flows
+    assert Flow("from", 2, "activations") in place_of(topology, 0, looped(3, 2)).flows
     assert place_of(Topology(dp=4), 2).flows == ()
 
 
 @given(SIZES, SIZES, SIZES)
 def test_what_one_rank_sends_another_receives(tp: int, dp: int, pp: int) -> None:
     topology = Topology(tp=tp, dp=dp, pp=pp)
-    flows = {(rank, flow) for rank in range(topology.world_size) for flow in place_of(topology, rank, vpp=2).flows}
+    places = [place_of(topology, rank, looped(pp, 2)) for rank in range(topology.world_size)]
+    flows = {(place.rank, flow) for place in places for flow in place.flows}
     turned = {"from": "to", "to": "from"}
     assert flows == {(flow.rank, Flow(turned[flow.direction], rank, flow.what)) for rank, flow in flows}
 

@@ -8,8 +8,8 @@ from lab.simulation import Simulation
 from megascale.config.fault import FaultConfig
 from megascale.core.event_ring import NO_COMMUNICATION
 from megascale.core.label import Label
-from megascale.operate.driver.job import JobPlan
 from megascale.operate.driver.job_families import job_families
+from megascale.operate.driver.job_state import JobPlan
 from megascale.operate.health.host_metrics import HostMetrics
 from megascale.operate.store.collector import Collector
 from megascale.operate.store.families import PREFIX, MetricFamily

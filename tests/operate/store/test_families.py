@@ -11,8 +11,8 @@ from pathlib import Path
 from lab.simulation import Simulation
 from megascale.config.fault import FaultConfig
 from megascale.core.flight_writer import FlightIdentity, open_flight_record
-from megascale.operate.driver.job import JobPlan
 from megascale.operate.driver.job_families import job_families
+from megascale.operate.driver.job_state import JobPlan
 from megascale.operate.store.collector import Collector
 from megascale.operate.store.families import MetricFamily
 from megascale.operate.store.host_families import host_families

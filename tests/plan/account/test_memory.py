@@ -4,6 +4,7 @@ allocations, test_against_dry_run compares dry runs.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -14,19 +15,21 @@ from megascale.catalog.schedules import SCHEDULES
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.core.registry import Card
+from megascale.layout.stages import looped
 from megascale.plan.account import memory as memory_of
 from megascale.plan.account.memory import (
     THIS_TRAINER,
     WeightStorage,
     fullest_rank,
     memory_by_stage,
+    posted_receives,
     rank_memory,
     representative_microbatches,
     state_bytes,
 )
 from megascale.schedule import ir
-from megascale.schedule.ir import Kind, RankSchedule, backward, forward
-from megascale.schedule.lower import RECV_LOOKAHEAD
+from megascale.schedule.ir import SERVED, Action, Kind, RankSchedule, backward, forward
+from megascale.schedule.lower import lower
 from tests.drawn import jobs
 
 STORAGES = st.builds(WeightStorage, st.booleans(), st.sampled_from(["beside", "instead"]))
@@ -46,6 +49,23 @@ def test_representative_micro_batches_show_all_situations(name: str, p: int, v: 
 
 def test_representative_micro_batches_are_few() -> None:
     assert representative_microbatches(8, 6144 + 5) == 6 * 8 + 3
+
+
+@pytest.mark.parametrize("name", SCHEDULES.names())
+def test_posted_receives_have_a_bound(name: str) -> None:
+    for p, v, m in itertools.product(
+        range(2, 6), (1, 2, 4) if SCHEDULES[name].facts["multi_chunk"] else (1,), range(1, 14)
+    ):
+        placement = looped(p, v)
+        for rank, order in enumerate(lower(ir.build_schedule(SCHEDULES[name].load(), p, v, m), placement)):
+            posted, most = set[Action](), 0
+            for action in order:
+                if action.kind in (Kind.RECV_F, Kind.RECV_B):
+                    posted.add(action._replace(kind=SERVED[action.kind]))
+                elif action.kind in (Kind.F, Kind.B):
+                    posted.discard(action)
+                    most = max(most, len(posted))
+            assert most <= posted_receives(p, v, m, rank)
 
 
 def test_schedules_without_a_period_are_walked_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +141,7 @@ def situations(order: RankSchedule, v: int) -> set[tuple[object, ...]]:
     live, seen = [0] * v, set()
     kinds = [(action.kind, action.chunk) for action in order]
     for index, action in enumerate(order):
-        seen.add((*live, *kinds[max(0, index - RECV_LOOKAHEAD) : index + 1 + RECV_LOOKAHEAD]))
+        seen.add((*live, *kinds[max(0, index - 2) : index + 3]))
         live[action.chunk] += 1 if action.kind is Kind.F else -1
     return seen
 

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from megascale.catalog.schedules import SCHEDULES
 from megascale.core.events import COMPUTE
+from megascale.layout.stages import looped
 from megascale.plan.simulate.event_simulator import Simulation, StageTimes, simulate
 from megascale.plan.simulate.profiles import Overlaps
 from megascale.schedule import ir
-from megascale.schedule.ir import Action, Kind, backward, forward
+from megascale.schedule.ir import Action, Kind, ScheduleError, backward, forward
 from megascale.schedule.lower import lower
 
 ALL, NONE = Overlaps(tp="all", pp=True, dp=True), Overlaps()
@@ -30,8 +31,9 @@ def times(p: int, v: int, **changes: Any) -> StageTimes:
 
 def run(name: str, p: int, v: int, m: int, overlaps: Overlaps = ALL, **changes: Any) -> Simulation:
     compute = ir.build_schedule(SCHEDULES[name].load(), p, v, m)
-    recorded = simulate(compute, times(p, v, **changes), overlaps, spans=True)
-    assert recorded.last == simulate(compute, times(p, v, **changes), overlaps).last, "spans change nothing"
+    given = looped(p, v), times(p, v, **changes), overlaps
+    recorded = simulate(compute, *given, spans=True)
+    assert recorded.last == simulate(compute, *given).last, "spans change nothing"
     return recorded
 
 
@@ -96,7 +98,7 @@ def test_a_shared_link_is_halved_while_both_send(left: float, shared: float) -> 
     first = [forward(0, 0), forward(0, 1), backward(0, 0), backward(0, 1)]
     last = [forward(0, 0), backward(0, 0), forward(0, 1), backward(0, 1)]
     cost = {"message": 0.4, "reduce": {(1, 0): 3 + left}, "share_link": True}
-    recorded = simulate([first, last], times(2, 1, **cost), ALL, reduce_each=True, spans=True)
+    recorded = simulate([first, last], looped(2, 1), times(2, 1, **cost), ALL, reduce_each=True, spans=True)
     sent = next(span for span in recorded.spans if span.action == Action(Kind.SEND_B, 0, 1))
     assert sent.end - sent.start == pytest.approx(0.4 + shared)
     reduced = next(span for span in recorded.spans if span.action == Action(Kind.REDUCE, 0, 1) and span.rank == 1)
@@ -135,8 +137,9 @@ def test_a_step_communicates_as_its_lowered_schedule(name: str, p: int, v: int, 
     v = v if SCHEDULES[name].facts["multi_chunk"] else 1
     compute = ir.build_schedule(SCHEDULES[name].load(), p, v, m)
     dp = dict.fromkeys(itertools.product(range(p), range(v)), 0.1)
-    recorded = simulate(compute, times(p, v, message=0.1, reduce=dp, gather=dp), ALL, reduce_each=each, spans=True)
-    for rank, order in enumerate(lower(compute, v, reduce_each=each)):
+    taken, placement = times(p, v, message=0.1, reduce=dp, gather=dp), looped(p, v)
+    recorded = simulate(compute, placement, taken, ALL, reduce_each=each, spans=True)
+    for rank, order in enumerate(lower(compute, placement, reduce_each=each)):
         spans = [
             span
             for span in recorded.spans
@@ -153,5 +156,5 @@ def test_a_step_communicates_as_its_lowered_schedule(name: str, p: int, v: int, 
 
 def test_a_deadlock_is_an_error() -> None:
     stuck = [[backward(0, 0), forward(0, 0)], [forward(0, 0), backward(0, 0)]]
-    with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] wait for each other"):
-        simulate(stuck, times(2, 1), ALL)
+    with pytest.raises(ScheduleError, match=r"ranks \[0, 1\] wait for each other"):
+        simulate(stuck, looped(2, 1), times(2, 1), ALL)

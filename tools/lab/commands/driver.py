@@ -39,7 +39,8 @@ from megascale.operate.channel.secret import DESCRIPTOR_VARIABLE, job_secret, ne
 from megascale.operate.diagnose.hang.hang import Verdict
 from megascale.operate.driver.driver import Clock, Driver
 from megascale.operate.driver.incidents import IncidentLog, JobHistory
-from megascale.operate.driver.job import Job, JobPlan
+from megascale.operate.driver.job import Job
+from megascale.operate.driver.job_state import JobPlan
 from megascale.operate.driver.scheduler.none import NoScheduler
 
 AGENTS_PER_PROCESS = 250

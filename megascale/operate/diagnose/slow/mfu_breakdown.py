@@ -17,12 +17,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megascale.core.events import COMPUTE, OPTIMIZER_ACTIONS, PAUSE
+from megascale.core.label import BACKWARD, FORWARD
 from megascale.operate.diagnose.slow.step_cube import OTHER, Columns, StepCube
 from megascale.operate.diagnose.slow.wall_time import wall_time
 from megascale.operate.store.schema import HOST_AXIS
+from megascale.schedule.ir import COMPUTE_KINDS
 
-FORWARD, BACKWARD, OPTIMIZER, BUBBLE = "forward", "backward", "optimizer", "bubble"
-ACTIONS = {"F": FORWARD, "B": BACKWARD, "R": BACKWARD} | dict.fromkeys(OPTIMIZER_ACTIONS, OPTIMIZER)
+OPTIMIZER, BUBBLE = "optimizer", "bubble"
+ACTIONS = {kind: compute.phase for kind, compute in COMPUTE_KINDS.items()}
+ACTIONS |= dict.fromkeys(OPTIMIZER_ACTIONS, OPTIMIZER)
 
 PLANNED = {
     OPTIMIZER: ("optimizer",), "tp": ("tp",), "cp": ("cp",), "pp": ("pp",), BUBBLE: ("bubble",), "dp": ("dp",),

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from megascale.core.events import COMPUTE, PAUSE
 from megascale.layout.topology import AXES, DATA_AXES
 from megascale.operate.store.schema import COLD_TAGS, COMMON, HOST_AXIS, STEP_AXIS
+from megascale.schedule.ir import Kind
 
 Floats = npt.NDArray[Any]
 Integers = npt.NDArray[Any]
@@ -314,7 +315,7 @@ def _part_arrays(rows: _Rows, shape: tuple[int, int], known: Sequence[Part] | No
     issued = rows.take(reduces)
     np.maximum.at(entered, (issued.rank, issued.step), issued.column("last_issue_ns"))
     sizes = np.bincount(rows.rank * len(parts) + part, rows.column("bytes"), shape[0] * len(parts))
-    forwards = [rows.column("count")[part == at] for at, key in enumerate(parts) if key[:2] == (COMPUTE, "F")]
+    forwards = [rows.column("count")[part == at] for at, key in enumerate(parts) if key[:2] == (COMPUTE, Kind.F)]
     return {
         "parts": parts, "own": own, "wait": wait, "entered_ns": entered,
         "bytes": sizes.reshape(shape[0], len(parts)) / max(1, shape[1]),

@@ -1,0 +1,210 @@
+"""The state of a job (`driver.job`) and its primitive changes, on which stages and decisions act."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from megascale.config.fault import FaultConfig
+from megascale.core.flight_record import FlightRecord
+from megascale.operate.channel.messages import (
+    Leave,
+)
+from megascale.operate.diagnose.hang.hang import Verdict
+from megascale.operate.driver.attempt import Attempt, LostNode
+from megascale.operate.driver.commands import Command, Exclude, Log, Request, Say, Send, StartAgent
+from megascale.operate.driver.incidents import Incident, JobHistory
+from megascale.operate.driver.roster import Roster, format_nodes
+from megascale.operate.driver.shrink import SmallerLayout
+
+SETTLE_S = 0.5
+"""Seconds after a failure in which an earlier failure may become known."""
+
+
+class Stage(StrEnum):
+    """The present occupation of a job."""
+
+    TAKEOVER = "takeover"
+    GATHER = "gather"
+    OPEN = "open"
+    RUN = "run"
+    SETTLE = "settle"
+    COLLECT = "collect"
+    STOP = "stop"
+    OBSERVE = "observe"
+    DONE = "done"
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """The ranks of a job. `run`: its name; `arguments`: of its ranks; `resuming`: further ones once this launch has
+    trained; `logs`: folder of the ranks' logs; `takeover`: an earlier driver of this launch may have left an attempt
+    running; `requestable`, `revivable`: see `SparePool`; `checks`: nodes are checked before they join, and after a
+    fault; `observed`: another launcher runs the ranks.
+    `overrides`: further arguments of a layout that has shrunk; `smaller`: the layout for a number of nodes.
+    `folder`: of the run; `metrics_address`, `metrics_port`: where agents serve metrics, as in `[observe]`.
+    """
+
+    run: str
+    nodes: int
+    world: int
+    arguments: tuple[str, ...]
+    logs: str
+    takeover: bool = False
+    requestable: bool = False
+    revivable: bool = True
+    checks: bool = False
+    observed: bool = False
+    resuming: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    smaller: Callable[[int], SmallerLayout | None] = lambda nodes: None
+    folder: str = ""
+    metrics_address: str = ""
+    metrics_port: int = 0
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """The layout in the log."""
+        return {"world": self.world, "overrides": list(self.overrides)}
+
+    def resumed(self, history: JobHistory) -> JobPlan:
+        """Return the plan with the layout of an earlier driver of this launch."""
+        if not history.overrides:
+            return self
+        return replace(self, nodes=len(history.nodes), world=history.world, overrides=history.overrides)
+
+
+class JobState:
+    """The state of a job.
+
+    `places`: the nodes that ranks fill, in order, None where a node is wanted; `pending`: the incident whose action
+    follows the end of the attempt; `saves`: its ranks save before. `told_by_agents`: they have told of the request to
+    stop, which the supervisor may pass on, too. `begun`: start of this driver; `deadline`: of the stage; `next_look`:
+    time of the next look for a hang; `heartbeats`: a count of all. `unfit`: why nodes leave once their ranks have
+    ended. `failed_checks`: why nodes have left. `first_steps`: by node, seconds of its longest first step of an
+    attempt. `incomplete_at`: when to say that ranks of another launcher are not found, None while none is missing.
+    """
+
+    def __init__(
+        self,
+        plan: JobPlan,
+        settings: FaultConfig,
+        history: JobHistory,
+        hang_verdict: Callable[[Mapping[int, FlightRecord], Mapping[int, str]], Verdict],
+        now: float,
+    ) -> None:
+        self.plan = plan.resumed(history)
+        self.settings = settings
+        self.history = history
+        self.hang_verdict = hang_verdict
+        self.roster = Roster(node for node, until in history.excluded.items() if until > now)
+        self.places: list[str | None] = [None] * self.plan.nodes
+        self.attempt: Attempt | None = None
+        self.stage = Stage.GATHER
+        self.begun = now
+        self.deadline = now + settings.replacement_wait_s
+        self.pending: Incident | None = None
+        self.verdict: Verdict | None = None
+        self.waiting_since: float | None = None
+        self.stop_requests = 0
+        self.told_by_agents = False
+        self.saves = False
+        self.next_look = 0.0
+        self.heartbeats = 0
+        self.unfit: dict[str, str] = {}
+        self.failed_checks: dict[str, str] = {}
+        self.first_steps: dict[str, float] = {}
+        self.incomplete_at: float | None = None
+        self.commands: list[Command] = []
+
+    @property
+    def present_attempt(self) -> Attempt:
+        """The attempt, in every stage after `gather`."""
+        assert self.attempt is not None
+        return self.attempt
+
+    @property
+    def used(self) -> list[str]:
+        """The nodes that have a place."""
+        return [node for node in self.places if node]
+
+    def do(self, *commands: Command) -> None:
+        """Add commands."""
+        self.commands += commands
+
+    def log(self, event: Mapping[str, Any]) -> None:
+        """Apply an event to the history, and log it."""
+        self.history.apply(event)
+        self.do(Log(event))
+
+    def enter(self, stage: Stage, deadline: float) -> None:
+        """Enter a stage."""
+        self.stage, self.deadline = stage, deadline
+
+    def lose(self, node: str, reason: str, now: float, since: float | None = None) -> None:
+        """Take a node for lost, with the ranks on it. `since`: time of the loss, by default of the last message."""
+        member = self.roster.members.get(node)
+        self.roster.lose(node)
+        if self.runs_ranks(node):
+            assert self.attempt is not None
+            heard = now if member is None else min(member.heard, now)
+            self.attempt.lose(LostNode(node, reason, heard if since is None else since))
+        elif member is not None and self.stage != Stage.DONE and not self.stop_requests:
+            revived = self.plan.revivable and node not in self.roster.excluded
+            self.do(Say(f"idle node {node} was lost: {reason}{'; its agent is started again' if revived else ''}"))
+            if revived:
+                self.start_agents([node])
+            elif node in self.places and self.stage == Stage.GATHER:
+                self.places = [None if place == node else place for place in self.places]
+                self.do(*([Request(1)] if self.plan.requestable and not self.roster.spares(self.used) else []))
+
+    def start_agents(self, nodes: Sequence[str]) -> float:
+        """Order the agents of lost nodes; return the longest pause before a start."""
+        pauses = {node: self.roster.retry(node) for node in nodes}
+        self.do(*(StartAgent(node, after_s) for node, after_s in pauses.items()))
+        late = [node for node, after_s in pauses.items() if after_s]
+        longest = max(pauses.values(), default=0.0)
+        if late:
+            self.do(Say(f"the agent of {format_nodes(late)} is started again within {longest:g} s"))
+        return longest
+
+    def exclude(self, node: str, reason: str, now: float) -> None:
+        """Take a node out of the job."""
+        until = now + self.settings.exclude_s
+        if node in self.roster.members:
+            self.do(Send(node, Leave(f"node {node} is replaced: {reason}")))
+        self.roster.exclude(node)
+        self.places = [None if place == node else place for place in self.places]
+        self.log({"event": "excluded", "time": now, "node": node, "reason": reason, "until": until})
+        self.do(Exclude(node, reason, until))
+
+    def hold(self, nodes: Sequence[str]) -> None:
+        """These nodes start no ranks until their checks are done."""
+        for node in nodes:
+            self.roster.members[node].held = True
+
+    def leave_out(self, node: str, reason: str, now: float) -> None:
+        """Take out a node that failed its checks."""
+        self.do(Say(f"node {node} failed its checks: {reason}"))
+        self.failed_checks[node] = reason
+        if node not in self.roster.members:
+            self.do(Send(node, Leave(f"it failed its checks: {reason}")))
+        self.exclude(node, f"it failed its checks: {reason}", now)
+
+    def shrink(self, lost: Sequence[str]) -> None:
+        """Go on without nodes, in a smaller layout."""
+        kept = [node for node in self.places if node and node not in lost]
+        layout = self.plan.smaller(len(kept))
+        if layout is None:  # further nodes have left since `decide` has asked
+            self.places = [node if node in kept else None for node in self.places]
+            return
+        self.plan = replace(self.plan, nodes=layout.nodes, world=layout.world_size, overrides=layout.overrides)
+        self.places = [*kept[: layout.nodes]]
+
+    def runs_ranks(self, node: str) -> bool:
+        """Return True if ranks of the attempt should run on a node."""
+        attempt = self.attempt
+        started = self.stage not in (Stage.GATHER, Stage.DONE)
+        return started and attempt is not None and node in attempt.placement and not attempt.is_free(node)

@@ -1,0 +1,203 @@
+"""The life of an attempt (`driver.job`): ranks are watched, and a fault has time to show its first cause."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from megascale.core.errors import Exit
+from megascale.core.flight_layout import EVENTS
+from megascale.operate.channel.messages import (
+    Collect,
+    RankStatus,
+)
+from megascale.operate.driver.attempt import Attempt
+from megascale.operate.driver.commands import Say, Send
+from megascale.operate.driver.decisions import (
+    has_silent_node,
+    note_progress,
+    waits_for_network,
+)
+from megascale.operate.driver.end_stages import (
+    conclude,
+    finish,
+)
+from megascale.operate.driver.job_state import SETTLE_S, JobState, Stage
+from megascale.operate.driver.roster import format_nodes
+from megascale.operate.driver.watch import ProgressWatch
+
+RECONNECT_S = 2.0
+"""Seconds that an agent whose ranks other ranks have lost has to connect again."""
+
+
+LOOK_S = 0.2
+"""Least seconds between two looks at all nodes or ranks: for a hang, or for a node whose connection was lost."""
+
+
+FIND_S = 20.0
+"""Seconds after the first ranks of a job are found in which the others should be, by the observers of their hosts."""
+
+
+MOST_STACKS = 4
+"""Most culprits whose stacks are collected."""
+
+
+def run(job: JobState, now: float) -> None:
+    """Watch the ranks: their end, a failure, a hang, and the first step after an incident."""
+    attempt = job.present_attempt
+    if attempt.has_left_in_order:
+        note_progress(job, now)
+        finish(job, attempt.status, now)
+    elif attempt.failed:
+        job.enter(Stage.SETTLE, math.inf)
+    elif _hangs(job, now):
+        attempt.forget_answers()
+        job.verdict = None
+        job.do(*(Send(node, Collect(attempt.number)) for node in attempt.placement))
+        job.enter(Stage.COLLECT, now + job.settings.evidence_s)
+    elif not attempt.noted or job.waiting_since is not None:
+        note_progress(job, now)
+
+
+def _hangs(job: JobState, now: float) -> bool:
+    """Look at all ranks, at most every LOOK_S: heartbeats of 1,500 agents call this 1,500 times a second."""
+    attempt = job.present_attempt
+    if now < job.next_look or not attempt.watch.is_idle(now):
+        return False
+    job.next_look = now + LOOK_S
+    return attempt.watch.hangs(attempt.statuses(job.roster), now)
+
+
+def settle(job: JobState, now: float) -> None:
+    """Wait for the first cause of a failure: ranks that lost a peer may end before the lost peer is known."""
+    attempt, settings = job.present_attempt, job.settings
+    if attempt.has_cause or attempt.lost:
+        limit = now + SETTLE_S
+    else:
+        limit = now + settings.node_lost_s + settings.heartbeat_s
+        look = now >= job.next_look
+        job.next_look = now + LOOK_S if look else job.next_look
+        for node in attempt.placement if look else ():
+            member = job.roster.members.get(node)
+            if member and not member.connected and now - member.heard > RECONNECT_S:
+                job.lose(node, "its connection was lost, and its ranks were lost by others", now)
+                limit = now + SETTLE_S
+    job.deadline = min(job.deadline, limit)
+    if now >= job.deadline:
+        conclude(job, attempt.finding(job.roster), now)
+
+
+def collect(job: JobState, now: float) -> None:
+    """Wait for the flight records, reach a verdict, then wait for the culprits' stacks."""
+    attempt, settings = job.present_attempt, job.settings
+    if attempt.failed:
+        job.enter(Stage.SETTLE, math.inf)
+    elif attempt.watch.idle_s(now) < settings.hang_s:
+        job.enter(Stage.RUN, math.inf)
+    elif job.verdict is None:
+        if now < job.deadline and len(attempt.answered) < len(attempt.placement):
+            return
+        if has_silent_node(job, now):
+            return  # a lost node explains it all: `tick` decides
+        job.verdict = job.hang_verdict(attempt.records, attempt.states)
+        if job.verdict.compare and not attempt.compared:
+            _ask_longer_records(job, job.verdict.compare, now)
+            return
+        if waits_for_network(job, now):
+            job.next_look = now + settings.heartbeat_s
+            job.enter(Stage.RUN, math.inf)
+            return
+        culprits = [rank for rank in job.verdict.ranks if rank in attempt.node_of][:MOST_STACKS]
+        for node in {attempt.node_of[rank] for rank in culprits} if settings.stacks else ():
+            ranks = tuple(rank for rank in culprits if attempt.node_of[rank] == node)
+            job.do(Send(node, Collect(attempt.number, stacks=True, ranks=ranks)))
+        job.deadline = now + (settings.evidence_s / 2 if settings.stacks and culprits else 0.0)
+    elif now >= job.deadline or attempt.stacks.keys() >= set(job.verdict.ranks[:MOST_STACKS]):
+        conclude(job, attempt.hang_finding(job.verdict), now)
+
+
+def _ask_longer_records(job: JobState, ranks: Sequence[int], now: float) -> None:
+    """Ask for all events of ranks whose calls are to be compared, before a second verdict."""
+    attempt = job.present_attempt
+    by_node: dict[str, list[int]] = {}
+    for rank in ranks:
+        if (node := attempt.node_of.get(rank)) is not None:
+            by_node.setdefault(node, []).append(rank)
+    for node, asked in by_node.items():
+        attempt.answered.discard(node)
+        job.do(Send(node, Collect(attempt.number, ranks=tuple(asked), events=EVENTS)))
+    attempt.compared, job.verdict = True, None
+    job.deadline = now + job.settings.evidence_s
+
+
+def observe(job: JobState, now: float) -> None:
+    """Wait for ranks that another launcher starts, at first or again, for lost observers, and for progress after a
+    hang.
+    """
+    attempt = job.attempt
+    if attempt is not None and attempt.has_left_in_order:
+        finish(job, attempt.status, now)
+    if now < job.next_look or job.stage != Stage.OBSERVE:
+        return
+    job.next_look = now + LOOK_S
+    found = [(node, status) for node, member in job.roster.members.items() for status in member.statuses.values()]
+    processes = {status.rank: status.pid for _, status in found}
+    world = max((member.world for member in job.roster.members.values() if member.statuses), default=0)
+    is_known = attempt is not None and processes.items() <= attempt.processes.items()
+    _say_if_incomplete(job, found, 0 if is_known else world, now)
+    if found and len(processes) == world and (attempt is None or processes != attempt.processes):
+        _begin_observing(job, found, now)
+    elif attempt is not None and _take_back(job, attempt, processes):
+        job.enter(Stage.RUN, math.inf)
+    elif attempt is not None and not attempt.failed and attempt.watch.idle_s(now) < job.settings.hang_s:
+        job.do(Say("the ranks make progress again"))
+        job.enter(Stage.RUN, math.inf)
+    elif attempt is not None and found:
+        job.deadline = now + job.settings.agent_grace_s
+    elif now >= job.deadline:
+        job.do(Say(f"the launcher has not started the ranks again within {job.settings.agent_grace_s:g} s"))
+        finish(job, Exit.UNCLASSIFIED, now)
+
+
+def _say_if_incomplete(job: JobState, found: Sequence[tuple[str, RankStatus]], world: int, now: float) -> None:
+    """Say once that ranks of a job of `world` ranks are not found, which the driver waits for before it watches any."""
+    ranks = {status.rank for _, status in found}
+    if not ranks or not world or len(ranks) == world:
+        job.incomplete_at = None
+    elif job.incomplete_at is None:
+        job.incomplete_at = now + FIND_S
+    elif now >= job.incomplete_at:
+        job.incomplete_at = math.inf
+        nodes = format_nodes(sorted({node for node, _ in found}))
+        hint = "run `megascale observe` on every host of the job, with the same --driver HOST[:PORT]"
+        job.do(Say(f"found {len(ranks)} of {world} ranks, on {nodes}: none is watched before all are found  -> {hint}"))
+
+
+def _take_back(job: JobState, attempt: Attempt, processes: Mapping[int, int]) -> bool:
+    """Take back lost nodes whose ranks are seen again, and return True if that makes the attempt whole. `processes`: of
+    all ranks that were found.
+    """
+    seen = processes.items() & attempt.processes.items()
+    known = {rank for rank, _ in seen} | attempt.ends.keys()
+    back = [node for node in attempt.lost if known.issuperset(attempt.placement[node])]
+    for node in back:
+        attempt.regain(node)
+    if back:
+        job.do(Say(f"the ranks on {format_nodes(back)} are seen again: they have run on"))
+    return bool(back) and not attempt.failed
+
+
+def _begin_observing(job: JobState, found: Sequence[tuple[str, RankStatus]], now: float) -> None:
+    """Watch the ranks of a new attempt, all of which were found."""
+    placement: dict[str, tuple[int, ...]] = {}
+    for node, status in sorted(found, key=lambda each: each[1].rank):
+        placement[node] = (*placement.get(node, ()), status.rank)
+    job.plan = replace(job.plan, nodes=len(placement), world=len(found))
+    number, nodes = job.history.attempt + 1, list(placement)
+    job.log({"event": "attempt", "time": now, "attempt": number, "nodes": nodes, **job.plan.layout})
+    job.attempt = Attempt(number, placement, ProgressWatch(job.settings, now))
+    job.attempt.processes = {status.rank: status.pid for _, status in found}
+    job.attempt.watch.beat([status for _, status in found], now)
+    job.do(Say(f"attempt {number}: {job.plan.world} ranks on {format_nodes(nodes)}"))
+    job.enter(Stage.RUN, math.inf)

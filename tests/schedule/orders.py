@@ -1,0 +1,54 @@
+"""Compute schedules for tests: the catalog's, random orders, and split backwards on any placement."""
+
+from __future__ import annotations
+
+import random
+
+from megascale.catalog.schedules import SCHEDULES
+from megascale.layout.stages import Placement, placement_of
+from megascale.schedule.dependencies import Result, dependencies, results
+from megascale.schedule.ir import Action, Kind, RankSchedule, Schedule, build_schedule, forward
+
+
+def schedule_of(name: str, p: int, v: int, m: int) -> tuple[Schedule, Placement]:
+    """Build a compute schedule, with one chunk if the schedule has only one."""
+    placement = placement_of(name, p, v if SCHEDULES[name].facts["multi_chunk"] else 1)
+    return build_schedule(SCHEDULES[name].load(), p, placement.v, m), placement
+
+
+def v_shaped(p: int) -> Placement:
+    """Place two chunks per rank: the stages go down the ranks, and back up."""
+    return Placement(tuple((rank, 2 * p - 1 - rank) for rank in range(p)))
+
+
+def any_order(placement: Placement, m: int, chance: random.Random, *, split: bool = False) -> Schedule:
+    """Draw a random compute schedule: pick any action whose dependencies are done."""
+    kinds = (Kind.F, Kind.I, Kind.W) if split else (Kind.F, Kind.B)
+    schedule: Schedule = [[] for _ in range(placement.p)]
+    done = set[Result]()
+    remaining = [
+        (rank, Action(kind, chunk, i))
+        for rank, chunk in placement.places
+        for kind in kinds
+        for i in range(m)
+    ]  # fmt: skip
+    while remaining:
+        ready = [each for each in remaining if done.issuperset(dependencies(each[1], each[0], placement))]
+        rank, action = picked = chance.choice(ready)
+        remaining.remove(picked)
+        schedule[rank].append(action)
+        done.update(results(action, rank, placement))
+    return schedule
+
+
+def zero_bubble(p: int, m: int, rank: int) -> RankSchedule:
+    """List the actions of ZB-H1 (Qi et al. 2023): 1F1B, where rank r delays the weights' gradients r micro-batches."""
+    inputs = [Action(Kind.I, 0, i) for i in range(m)]
+    weights = [Action(Kind.W, 0, i) for i in range(m)]
+    warmup = min(m, p - rank - 1)
+    order = [forward(0, i) for i in range(warmup)]
+    for i in range(m):
+        order += [forward(0, warmup + i)] if warmup + i < m else []
+        order.append(inputs[i])
+        order += [weights[i - rank]] if i >= rank else []
+    return [*order, *weights[max(0, m - rank) :]]
