@@ -8,10 +8,9 @@ from typing import ClassVar
 
 from megascale.config.model import ModelConfig
 from megascale.layout.parts.elementwise import gain_init
-from megascale.layout.parts.memory import ActivationSizes, UnitBytes
 from megascale.layout.parts.part import AttentionCore, Part, Scores, Surroundings, TokenFlops
+from megascale.layout.parts.sizes import CommOp, MicroBatchSizes, UnitBytes
 from megascale.layout.parts.times import OperationTimes, PassTimes, Seconds
-from megascale.layout.parts.traffic import CommOp, TrafficSizes
 from megascale.layout.recompute_policy import RecomputePolicy
 from megascale.layout.tensors import ParamSpec, TensorSpec, vector_param
 from megascale.layout.windows import QUERY_BLOCK, count_scores
@@ -70,13 +69,13 @@ class AttentionSpec(Part):
         full, causal = scores[self.window]
         return TokenFlops(0, flops_per_key * full, flops_per_key * causal)
 
-    def traffic(self, sizes: TrafficSizes, backward: bool = False) -> Iterator[CommOp]:
+    def traffic(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
         """List the sums of squares of norms over all heads."""
         if self.qk_norm == "full":
             sums = len(self.qk_norms) * sizes.rows * sizes.batch
             yield CommOp("tp", "all_reduce", sums * sizes.wide, "qk norm gradient" if backward else "qk norm")
 
-    def context_traffic(self, sizes: TrafficSizes, backward: bool = False) -> Iterator[CommOp]:
+    def context_traffic(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
         """List the exchanges of heads before and after attention, in the compute dtype, and of keys and values. Their
         gradients are in the accumulation dtype.
         """
@@ -101,7 +100,7 @@ class AttentionSpec(Part):
             if backward:
                 yield CommOp("cp.keys", "send_on", ranks * gradient, "keys gradient", ranks)
 
-    def memory(self, sizes: ActivationSizes, at: Surroundings) -> UnitBytes:
+    def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
         """Account for attention: q, k, v, the result and a log-sum-exp per query; with a window, masks for blocks
         of queries; with dropout, where scores are formed, weights before and after dropout, and k, v of every head;
         with documents, a result for each and all of them together.
@@ -110,29 +109,29 @@ class AttentionSpec(Part):
         qkv, result = sizes.sharded(self.qkv_width), sizes.sharded(self.out_width)
         heads, weights = self.heads // sizes.tp, 0
         normed, forming = self._norm_bytes(sizes)
-        in_pieces = sizes.cp_keys == 1 and (sizes.documents or (self.window and not self.softcap))
+        in_pieces = sizes.key_parts == 1 and (sizes.documents or (self.window and not self.softcap))
         apart = sizes.cp_heads > 1 or sizes.tensorwise or in_pieces  # the result is not the next layer's saved input
         tensors = qkv + normed + sizes.tokens * heads * sizes.wide + (result if apart else 0)
         if sizes.model.dropout:
-            weights = sizes.micro * heads * s * s * sizes.compute
+            weights = sizes.batch * heads * s * s * sizes.compute
             capped = weights if self.softcap else 0
             tensors = qkv + normed + 2 * result + 2 * weights + capped + weights // sizes.compute + s * s
         elif self.softcap:
             longest = max(sizes.documents, default=s)
             keys = min(longest, (self.window or longest) + QUERY_BLOCK)
-            scores = QUERY_BLOCK * keys * sizes.micro * heads * sizes.wide
+            scores = QUERY_BLOCK * keys * sizes.batch * heads * sizes.wide
             forming = max(forming, 4 * scores + qkv // sizes.compute * sizes.wide)
-        elif self.window and sizes.cp_keys == 1:
+        elif self.window and sizes.key_parts == 1:
             masked = [length for length in sizes.documents or [s] if length > self.window]
             tensors += sum(count_scores(length, self.window) for length in masked) * sizes.compute
-        if sizes.cp_heads * sizes.cp_keys > 1:
+        if sizes.cp_heads * sizes.key_parts > 1:
             return self._shared_memory(sizes, tensors - qkv, forming)
         saved, recomputed = (qkv, tensors) if sizes.recompute.attention else (tensors, 0)
         forward = tensors - saved + 2 * weights + 2 * qkv  # before and after the rotation
         backward = recomputed + qkv + max((2 if recomputed else 1) * weights, forming)
         return UnitBytes(saved, forward, backward, qkv - result)
 
-    def _shared_memory(self, sizes: ActivationSizes, saved: int, forming: int) -> UnitBytes:
+    def _shared_memory(self, sizes: MicroBatchSizes, saved: int, forming: int) -> UnitBytes:
         """Account for attention of ranks that share sequences. `saved`: by attention without an exchange, besides q, k
         and v. Exchanges of heads need copies of what is sent and received, of which the received ones are saved. With
         exchanged keys and values the own ones are copied, others visit, and sums are in the accumulation dtype.
@@ -144,17 +143,17 @@ class AttentionSpec(Part):
         received = qkv + repeated
         tensors, sent = received + saved, received if sizes.cp_heads > 1 else 0
         visiting, sums, wide = 0, 0, sizes.wide / sizes.compute
-        if sizes.cp_keys > 1:
+        if sizes.key_parts > 1:
             tensors += pair
-            visiting = 2 * pair * (sizes.cp_keys if sizes.gathers else 1)  # as they came and in order, or now and next
-            sums = int(wide * (result + pair * (2 * sizes.cp_keys if sizes.gathers else 3)))
+            visiting = 2 * pair * (sizes.key_parts if sizes.gathers else 1)  # as they came and sorted, or now and next
+            sums = int(wide * (result + pair * (2 * sizes.key_parts if sizes.gathers else 3)))
             sums -= visiting // 2 if sizes.gathers else 0
         saved, recomputed = (qkv, tensors) if sizes.recompute.attention else (tensors, 0)
         forward = tensors - saved + 2 * max(qkv, sent) + visiting + (int(wide * result) if visiting else 0)
         backward = recomputed + received + max(forming, visiting + sums, sent)
         return UnitBytes(saved, forward, backward, qkv - result)
 
-    def _norm_bytes(self, sizes: ActivationSizes) -> tuple[int, int]:
+    def _norm_bytes(self, sizes: MicroBatchSizes) -> tuple[int, int]:
         """Size what norms of q and k save, their inputs and statistics, and what their backward allocates."""
         if not self.qk_norms:
             return 0, 0
@@ -167,7 +166,7 @@ class AttentionSpec(Part):
         """Time the core, q, k and v transposed to [b, heads, s, d] before it, and the norms of q and k, a read and a
         write each; over all heads with sums over tp.
         """
-        sizes = times.traffic
+        sizes = times.sizes
         total = times.passes(2 * times.tokens * self.qkv_width // sizes.tp)
         if self.qk_norms:
             passes = times.passes(2 * times.tokens * (self.heads + self.kv_heads) * self.head_dim // sizes.tp)

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from megascale.catalog.layers import NORMS
 from megascale.config.model import ModelConfig
-from megascale.layout.parts.memory import ActivationSizes, UnitBytes
 from megascale.layout.parts.part import Part, Surroundings
+from megascale.layout.parts.sizes import MicroBatchSizes, UnitBytes
 from megascale.layout.parts.times import OperationTimes, PassTimes, Seconds
 from megascale.layout.recompute_policy import RecomputePolicy
 from megascale.layout.tensors import Init, ParamSpec, TensorSpec, vector_param
@@ -28,7 +28,7 @@ class NormSpec(Part):
     def params(self, block: str, model: ModelConfig) -> list[ParamSpec]:
         return norm_params(f"{block}.{self.name}", model)
 
-    def memory(self, sizes: ActivationSizes, at: Surroundings) -> UnitBytes:
+    def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
         after_branch = at.before is not None and bool(at.before.results) and not self.shares_input
         gradient = sizes.stream - sizes.branch if after_branch else -sizes.stream
         saved = sizes.norm_saved - (sizes.stream if self.shares_input else 0)
@@ -50,7 +50,7 @@ class ActivationSpec(Part):
 
     feeds_rows: ClassVar[bool] = True
 
-    def memory(self, sizes: ActivationSizes, at: Surroundings) -> UnitBytes:
+    def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
         inputs, outputs = sizes.sharded(self.inputs), sizes.sharded(self.outputs)
         gate = 2 * outputs if inputs > outputs else 0  # two tensors in the backward of SwiGLU
         return UnitBytes(inputs, outputs, inputs + gate, inputs - outputs)
@@ -59,7 +59,7 @@ class ActivationSpec(Part):
         return recompute.activation
 
     def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
-        return times.passes(times.tokens * (self.inputs + self.outputs) // times.traffic.tp)
+        return times.passes(times.tokens * (self.inputs + self.outputs) // times.sizes.tp)
 
     def recomputed_seconds(self, forward: Seconds, recompute: RecomputePolicy, after: Part | None) -> Seconds:
         return forward if recompute.activation else Seconds()
@@ -69,11 +69,11 @@ class ActivationSpec(Part):
 class ResidualAdd(Part):
     """The addition of a branch to the residual stream, after dropout if the model has dropout."""
 
-    def memory(self, sizes: ActivationSizes, at: Surroundings) -> UnitBytes:
+    def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
         return UnitBytes(sizes.mask, 2 * sizes.stream, 2 * sizes.branch, sizes.branch)
 
     def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
-        return times.passes((7 if times.dropout else 3) * times.stream)
+        return times.passes((7 if times.sizes.model.dropout else 3) * times.stream)
 
 
 def norm_params(name: str, model: ModelConfig) -> list[ParamSpec]:

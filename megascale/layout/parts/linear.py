@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megascale.config.model import ModelConfig
-from megascale.layout.parts.memory import CAST, ActivationSizes, UnitBytes
 from megascale.layout.parts.part import LinearSpec, Part, Surroundings
+from megascale.layout.parts.sizes import CAST, FP32, SCALE_BLOCK, CommOp, MicroBatchSizes, UnitBytes
 from megascale.layout.parts.times import OperationTimes, PassTimes
-from megascale.layout.parts.traffic import FP32, SCALE_BLOCK, CommOp, TrafficSizes
 from megascale.layout.tensors import ParamSpec, TensorSpec, matrix_param, vector_param
 
 
@@ -64,7 +63,7 @@ class LinearGroup(Part):
             if index == 0 or self.sharded == 0:
                 yield f"{layer.name}.gradient"
 
-    def traffic(self, sizes: TrafficSizes, backward: bool = False) -> Iterator[CommOp]:
+    def traffic(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
         first, column = self.layers[0], self.sharded == 0
         operand, label = ("gradient", f"{self.label} gradient") if backward else ("input", self.label)
         width = 1 if sizes.grain == "tensor" or (sizes.grain and not backward) else sizes.compute
@@ -81,7 +80,7 @@ class LinearGroup(Part):
             yield from sizes.gather(f"{self.label} wgrad input", sizes.rows, size * width)
         yield sizes.reduce(label, sizes.rows, size * sizes.compute, overlap=not backward)
 
-    def token_amaxes(self, sizes: TrafficSizes, backward: bool = False) -> Iterator[CommOp]:
+    def token_amaxes(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
         """List the all-reduces over cp of amaxes; with scales per row they are those of the operands of wgrad."""
         column, tp = self.sharded == 0, sizes.tp
         inputs = [layer.inputs // (1 if column else tp) for layer in self.layers][: 1 if column else None]
@@ -89,7 +88,7 @@ class LinearGroup(Part):
         yield from sizes.token_amaxes(len(gradients if backward else inputs), inputs + gradients if backward else [])
 
     def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
-        rows, columns = (times.traffic.tp, 1) if self.sharded == 0 else (1, times.traffic.tp)
+        rows, columns = (times.sizes.tp, 1) if self.sharded == 0 else (1, times.sizes.tp)
         shapes = [(layer.outputs // rows, layer.inputs // columns) for layer in self.layers]
         return times.linears(shapes, fp8, enters=self.sharded == 0)
 
@@ -103,10 +102,10 @@ class ColumnParallel(LinearGroup):
     sharded: ClassVar[int] = 0
     enters: ClassVar[bool] = True
 
-    def memory(self, sizes: ActivationSizes, at: Surroundings) -> UnitBytes:
+    def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
         return self.layer_bytes(sizes, at.before is not None and at.before.normalizes, not at.adds_gradient)
 
-    def layer_bytes(self, sizes: ActivationSizes, after_norm: bool, holds_gradient: bool = True) -> UnitBytes:
+    def layer_bytes(self, sizes: MicroBatchSizes, after_norm: bool, holds_gradient: bool = True) -> UnitBytes:
         """Account for the layers. The input is all-gathered for wgrad while dgrad is reduce-scattered.
 
         Without a norm before, the input is the residual stream, and dgrad is added to the gradient of the stream.
@@ -134,15 +133,15 @@ class RowParallel(LinearGroup):
     def results(self) -> tuple[LinearSpec, ...]:
         return self.layers
 
-    def recomputed_traffic(self, sizes: TrafficSizes, skipped: bool) -> list[CommOp]:
+    def recomputed_traffic(self, sizes: MicroBatchSizes, skipped: bool) -> list[CommOp]:
         """List the collectives that full recomputation repeats: without the reduction of `skipped` layers."""
         sent = list(self.traffic(sizes))
         return sent[:-1] if skipped else sent
 
-    def memory(self, sizes: ActivationSizes, at: Surroundings) -> UnitBytes:
+    def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
         return self.layer_bytes(sizes, at.sources, branch_gradient(sizes, at.after))
 
-    def layer_bytes(self, sizes: ActivationSizes, sources: Sequence[Part], result: int) -> UnitBytes:
+    def layer_bytes(self, sizes: MicroBatchSizes, sources: Sequence[Part], result: int) -> UnitBytes:
         """Account for the layers. The output's gradient is all-gathered from `result` bytes per rank."""
         inputs = [sizes.sharded(layer.inputs) for layer in self.layers]
         again = [not sizes.tensorwise and source.recomputes_output(sizes.recompute) for source in sources]
@@ -154,7 +153,7 @@ class RowParallel(LinearGroup):
         return UnitBytes(saved, sizes.stream + recomputed + reduced, backward, sum(inputs) - result)
 
 
-def branch_gradient(sizes: ActivationSizes, after: Part | None) -> int:
+def branch_gradient(sizes: MicroBatchSizes, after: Part | None) -> int:
     """Size the gradient that a branch's result has of its own: before a norm, or with dropout."""
     return sizes.stream if after is not None and after.normalizes else sizes.branch
 

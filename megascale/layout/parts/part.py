@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from megascale.config.model import ModelConfig
-from megascale.layout.parts.memory import ActivationSizes, UnitBytes
+from megascale.layout.parts.sizes import CommOp, MicroBatchSizes, UnitBytes
 from megascale.layout.parts.times import OperationTimes, PassTimes, Seconds
-from megascale.layout.parts.traffic import CommOp, TrafficSizes
 from megascale.layout.recompute_policy import RecomputePolicy
 from megascale.layout.tensors import ParamSpec
 
@@ -150,24 +149,24 @@ class Part(ABC):
         """
         return sum(layer.weight_numel for layer in self.linears) if full and not skipped else 0
 
-    def traffic(self, sizes: TrafficSizes, backward: bool = False) -> Iterator[CommOp]:
+    def traffic(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
         """List the collectives over tp of a forward or a backward, for a micro-batch."""
         yield from ()
 
-    def recomputed_traffic(self, sizes: TrafficSizes, skipped: bool) -> list[CommOp]:
+    def recomputed_traffic(self, sizes: MicroBatchSizes, skipped: bool) -> list[CommOp]:
         """List the collectives over tp that full recomputation repeats. `skipped`: without the result of the part."""
         return list(self.traffic(sizes))
 
-    def context_traffic(self, sizes: TrafficSizes, backward: bool = False) -> Iterator[CommOp]:
+    def context_traffic(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
         """List the exchanges of context parallelism of a forward or a backward, for a micro-batch."""
         yield from ()
 
-    def token_amaxes(self, sizes: TrafficSizes, backward: bool = False) -> Iterator[CommOp]:
+    def token_amaxes(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
         """List the all-reduces over cp of FP8 amaxes whose scales cover the tokens of a micro-batch."""
         yield from ()
 
     @abstractmethod
-    def memory(self, sizes: ActivationSizes, at: Surroundings) -> UnitBytes:
+    def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
         """Account for the activations of a micro-batch."""
 
     def recomputes_output(self, recompute: RecomputePolicy) -> bool:

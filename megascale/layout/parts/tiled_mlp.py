@@ -8,10 +8,9 @@ from typing import ClassVar
 
 from megascale.layout.parts.elementwise import ActivationSpec
 from megascale.layout.parts.linear import ColumnParallel, RowParallel, branch_gradient
-from megascale.layout.parts.memory import ActivationSizes, UnitBytes, walk
 from megascale.layout.parts.part import LinearSpec, Part, Surroundings
+from megascale.layout.parts.sizes import CommOp, MicroBatchSizes, UnitBytes, walk
 from megascale.layout.parts.times import OperationTimes, PassTimes, Seconds
-from megascale.layout.parts.traffic import CommOp, TrafficSizes
 from megascale.layout.pieces import split_rows
 
 
@@ -49,7 +48,7 @@ class TiledMLP(Part):
         first = sum(layer.weight_numel for layer in self.columns.layers)
         return first + super().recomputed_weights(full, skipped)
 
-    def traffic(self, sizes: TrafficSizes, backward: bool = False) -> Iterator[CommOp]:
+    def traffic(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
         """List the collectives of the tiles; the backward of a tile repeats the first layers."""
         for tile in split_rows(sizes.rows // sizes.parts, self.tiles):
             of_tile = replace(sizes, rows=(tile.stop - tile.start) * sizes.parts)
@@ -57,10 +56,10 @@ class TiledMLP(Part):
             yield from self.rows.traffic(of_tile, backward)
             yield from self.columns.traffic(of_tile, backward) if backward else ()
 
-    def recomputed_traffic(self, sizes: TrafficSizes, skipped: bool) -> list[CommOp]:
+    def recomputed_traffic(self, sizes: MicroBatchSizes, skipped: bool) -> list[CommOp]:
         return [] if skipped else super().recomputed_traffic(sizes, skipped)
 
-    def memory(self, sizes: ActivationSizes, at: Surroundings) -> UnitBytes:
+    def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
         """Account for the tiles: the input is saved, unless a norm recomputes it, and the result and the input's
         gradient are whole. The backward of a tile begins with its recomputation.
         """

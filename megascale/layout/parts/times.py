@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
-from megascale.layout.parts.traffic import CommOp, TrafficSizes
+from megascale.layout.parts.sizes import CommOp, MicroBatchSizes
 
 
 class _Sum:
@@ -58,9 +58,9 @@ class PassTimes(_Sum):
 
 
 class OperationTimes(Protocol):
-    """Times of the operations of a micro-batch on a tensor-parallel rank (`plan.simulate.layer_time`). `tokens` of the
-    micro-batch; `stream`: elements of the residual stream on the rank; `stops_early`: recomputation ends before the
-    last GEMM, whose result has no use; `traffic`: sizes of what the ranks exchange.
+    """Times of the operations of a micro-batch of `sizes` on a tensor-parallel rank (`plan.simulate.layer_time`), or of
+    a tile of it, with `tokens`, and `stream` elements of the residual stream on the rank. `stops_early`: recomputation
+    ends before the last GEMM, whose result has no use.
     """
 
     @property
@@ -70,13 +70,10 @@ class OperationTimes(Protocol):
     def stream(self) -> int: ...
 
     @property
-    def dropout(self) -> float: ...
-
-    @property
     def stops_early(self) -> bool: ...
 
     @property
-    def traffic(self) -> TrafficSizes: ...
+    def sizes(self) -> MicroBatchSizes: ...
 
     def in_tiles(self, tiles: int) -> OperationTimes:
         """Return the times of one of `tiles` of the tokens."""

@@ -12,48 +12,24 @@ import math
 from dataclasses import replace
 
 from megascale.catalog.precisions import PRECISIONS
-from megascale.catalog.recipes import RECIPES
-from megascale.config.run import RunConfig
 from megascale.layout.blocks import BlockSpec, linears, surroundings, tile_mlp
 from megascale.layout.loss import loss_chunks
-from megascale.layout.parts.memory import CAST, ActivationSizes, UnitBytes, walk
+from megascale.layout.parts.sizes import CAST, MicroBatchSizes, UnitBytes, walk
 from megascale.layout.recompute_policy import RecomputePolicy
 from megascale.layout.tensors import padded_vocab
-from megascale.plan.account.attended import expected_documents
-from megascale.plan.account.sizes import element_bytes
 
 TOKEN = 8
 """Bytes of a token id."""
 
 
-def activation_sizes(config: RunConfig) -> ActivationSizes:
-    """Return the sizes of a micro-batch of a resolved configuration."""
-    p, tokens = config.parallel, config.batch.micro * config.row_tokens
-    cut, documents = p.sp and p.tp > 1, config.data.mask == "document"
-    return ActivationSizes(
-        config.model,
-        config.batch.micro,
-        tokens,
-        tokens // p.tp if cut else tokens,
-        p.tp,
-        cut,
-        p.cp_heads,
-        max(p.cp_keys, 1 + config.attends_in_parts),  # a chunk attends to its own keys and to others
-        p.cp_mode == "allgather",
-        *element_bytes(config.train.precision),
-        expected_documents(config.model, config.data) if documents else (),
-        RECIPES[config.fp8.recipe].facts["granularity"],
-    )
-
-
-def angle_bytes(sizes: ActivationSizes) -> UnitBytes:
+def angle_bytes(sizes: MicroBatchSizes) -> UnitBytes:
     """Account for the rotary angles of a micro-batch with documents, which all of its layers share."""
     m = sizes.model
     tables = (1 if m.local_rope_theta is None else 2) if sizes.documents and m.position == "rope" else 0
     return UnitBytes(tables * sizes.tokens * m.rotary_dim * sizes.wide, 0, 0)
 
 
-def block_bytes(sizes: ActivationSizes, block: BlockSpec, fp8: bool, recompute: RecomputePolicy) -> UnitBytes:
+def block_bytes(sizes: MicroBatchSizes, block: BlockSpec, fp8: bool, recompute: RecomputePolicy) -> UnitBytes:
     """Account for a block. `fp8`: the linear layers run FP8 GEMMs."""
     of_block = replace(sizes, fp8=fp8, recompute=recompute)
     parts = [part.memory(of_block, at) for part, at in surroundings(tile_mlp(block, recompute.mlp_tiles))]
@@ -63,12 +39,12 @@ def block_bytes(sizes: ActivationSizes, block: BlockSpec, fp8: bool, recompute: 
     if recompute.offload:  # on the device: the input, in forward the one before it, in backward two on their way
         released, forward, backward = 0, forward + 2 * sizes.stream, backward + 3 * sizes.stream
     elements = [layer.weight_numel // sizes.tp for layer in linears(block)]
-    cast = CAST - PRECISIONS["fp8"].facts["fp8_weight_bytes"] + (1 + sizes.compute if sizes.grain == "row" else 0)
+    cast = CAST - PRECISIONS["fp8"].facts["fp8_weight_bytes"] + (1 + sizes.compute if of_block.grain == "row" else 0)
     casting = cast * max(elements) if fp8 else 0
     return UnitBytes(released, forward, backward, elements=sum(elements), casting=casting)
 
 
-def embedding_bytes(sizes: ActivationSizes) -> UnitBytes:
+def embedding_bytes(sizes: MicroBatchSizes) -> UnitBytes:
     """Account for the embedding. Backward forms the gradient of all tokens, also in the accumulation dtype."""
     saved = sizes.tokens * (TOKEN + (1 if sizes.tp > 1 else 0)) + sizes.mask  # with tp a mask of other ranks' tokens
     backward = sizes.stream + sizes.full + sizes.full // sizes.compute * sizes.wide
@@ -76,9 +52,9 @@ def embedding_bytes(sizes: ActivationSizes) -> UnitBytes:
     return UnitBytes(saved, 2 * sizes.stream, backward, elements=_vocabulary(sizes) + positions)
 
 
-def head_bytes(sizes: ActivationSizes) -> UnitBytes:
+def head_bytes(sizes: MicroBatchSizes) -> UnitBytes:
     """Account for the final norm, head and loss. Forward computes the head's dgrad and wgrad by chunks of tokens."""
-    hidden, rows, vocabulary = sizes.model.hidden_size, sizes.local // sizes.micro, _vocabulary(sizes)
+    hidden, rows, vocabulary = sizes.model.hidden_size, sizes.local // sizes.batch, _vocabulary(sizes)
     chunks = loss_chunks(rows, sizes.tokens, vocabulary // hidden)
     chunk = math.ceil(rows / chunks) * (sizes.tokens // rows) * sizes.compute
     loss = chunk * (vocabulary // hidden + (3 if sizes.cut else 1) * hidden)  # logits, the gradient of the input
@@ -87,12 +63,12 @@ def head_bytes(sizes: ActivationSizes) -> UnitBytes:
     return UnitBytes(sizes.stream + sizes.norm_saved, loss, sizes.norm_backward, elements=vocabulary)
 
 
-def _vocabulary(sizes: ActivationSizes) -> int:
+def _vocabulary(sizes: MicroBatchSizes) -> int:
     """Count the elements of the embedding on a tp rank."""
     return padded_vocab(sizes.model, sizes.tp) // sizes.tp * sizes.model.hidden_size
 
 
-def key_store_bytes(sizes: ActivationSizes, layers: int, tokens: int) -> int:
+def key_store_bytes(sizes: MicroBatchSizes, layers: int, tokens: int) -> int:
     """Size the keys and values of chunks that share them, of `tokens` in `layers` layers, with their gradients in the
     accumulation dtype.
     """

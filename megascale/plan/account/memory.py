@@ -22,11 +22,11 @@ from megascale.config.run import RunConfig
 from megascale.config.train import TrainConfig
 from megascale.layout.blocks import distinct_blocks, weight_numel
 from megascale.layout.chunks import bucket_sizes, fp8_layers, stages_of
-from megascale.layout.parts.memory import UnitBytes
+from megascale.layout.parts.sizes import UnitBytes
 from megascale.layout.recompute_policy import recompute_policy
 from megascale.plan.account import activations
 from megascale.plan.account.optimizer_state import optimizer_state_bytes, update_bytes
-from megascale.plan.account.sizes import message_bytes, replicas
+from megascale.plan.account.sizes import message_bytes, micro_batch_sizes, replicas
 from megascale.schedule.interleaved import microbatch_groups
 from megascale.schedule.ir import Kind, RankSchedule
 from megascale.schedule.state_aware import state_aware_1f1b
@@ -153,7 +153,7 @@ class _Job:
     def __init__(self, config: RunConfig, storage: WeightStorage) -> None:
         self._config, self._storage = config, storage
         self._zero2 = config.parallel.zero == 2 and not storage.shards_weights
-        self._layout, self._sizes = stages_of(config), activations.activation_sizes(config)
+        self._layout, self._sizes = stages_of(config), micro_batch_sizes(config)
         self._fp8 = fp8_layers(config)
         blocks, self._numbers = distinct_blocks(config.model)
         self._block = cache(

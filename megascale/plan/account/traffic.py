@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megascale.catalog.optimizers import OPTIMIZERS
@@ -20,13 +20,13 @@ from megascale.layout.buckets import BucketLayout, pack
 from megascale.layout.chunks import chunk_buckets, fp8_layers, shares_embedding, stages_of
 from megascale.layout.loss import loss_chunks
 from megascale.layout.owners import exchange_axes, sent_elements, stage_places
-from megascale.layout.parts.traffic import FP32, CommOp, TrafficSizes
-from megascale.layout.pieces import MAX_PIECES, split_rows
+from megascale.layout.parts.sizes import FP32, CommOp, MicroBatchSizes
+from megascale.layout.pieces import split_rows
 from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy
 from megascale.layout.tensors import TOKEN_EMBEDDING, padded_vocab
 from megascale.layout.topology import DATA_AXES, MAX_FLAT_REDUCE_RANKS, Coord, Topology, topology_of
 from megascale.plan.account.optimizer_state import is_mixed
-from megascale.plan.account.sizes import element_bytes, message_bytes, replicas
+from megascale.plan.account.sizes import element_bytes, message_bytes, micro_batch_sizes, replicas
 from megascale.plan.account.step_totals import step_totals
 from megascale.schedule.dependencies import neighbours
 from megascale.schedule.ir import forward
@@ -52,17 +52,7 @@ def mean_calls(config: RunConfig) -> float:
     return sum(count for stage in range(pp) for count, _ in step_traffic(config, Coord(pp=stage)).values()) / pp
 
 
-def traffic_sizes(config: RunConfig, fp8: bool = False) -> TrafficSizes:
-    """Return the sizes of a micro-batch. `fp8`: for linear layers that run FP8 GEMMs."""
-    p, facts, (compute, wide) = config.parallel, RECIPES[config.fp8.recipe].facts, element_bytes(config.train.precision)
-    return TrafficSizes(
-        config.row_tokens, config.batch.micro, p.tp, p.sp, MAX_PIECES if config.overlap.tp else 1, compute, wide,
-        facts["granularity"] if fp8 else "", facts["scaling"] == "current",
-        p.cp_heads, p.cp_keys, p.cp_mode == "allgather",
-    )  # fmt: skip
-
-
-def block_traffic(sizes: TrafficSizes, block: BlockSpec, recompute: RecomputePolicy) -> list[CommOp]:
+def block_traffic(sizes: MicroBatchSizes, block: BlockSpec, recompute: RecomputePolicy) -> list[CommOp]:
     """List a block's collectives over tp for a micro-batch, in order."""
     parts = tile_mlp(block, recompute.mlp_tiles)
     sent = [each for part in parts for each in part.traffic(sizes)]
@@ -73,7 +63,7 @@ def block_traffic(sizes: TrafficSizes, block: BlockSpec, recompute: RecomputePol
     return sent + [each for part in reversed(parts) for each in part.traffic(sizes, backward=True)]
 
 
-def context_traffic(sizes: TrafficSizes, block: BlockSpec, recompute: RecomputePolicy) -> Iterator[CommOp]:
+def context_traffic(sizes: MicroBatchSizes, block: BlockSpec, recompute: RecomputePolicy) -> Iterator[CommOp]:
     """List a block's communication over cp for a micro-batch: exchanges of attention, and amaxes in FP8."""
     for part in block:
         for backward in (False, False, True) if recompute.full else (False, True):
@@ -119,7 +109,8 @@ class _RankTraffic:
     def _blocks(self) -> Iterator[CommOp]:
         """List the collectives of blocks over tp and cp: per micro-batch, and once for the amax of FP8 weights."""
         config, p, layout, fp8 = self.config, self.config.parallel, stages_of(self.config), fp8_layers(self.config)
-        sizes = {quantized: traffic_sizes(config, quantized) for quantized in (False, True)}
+        plain = micro_batch_sizes(config)
+        sizes = {quantized: replace(plain, fp8=quantized) for quantized in (False, True)}
         for chunk in range(p.vpp):
             layers, recompute = layout.layers(layout.index(self.coord.pp, chunk)), recompute_policy(config.train, chunk)
             kinds = Counter((block_spec(config.model, layer), layer in fp8) for layer in layers)
@@ -136,7 +127,7 @@ class _RankTraffic:
         computed by chunks of tokens.
         """
         config, p, layout = self.config, self.config.parallel, stages_of(self.config)
-        sizes, columns = traffic_sizes(config), padded_vocab(config.model, p.tp) // p.tp
+        sizes, columns = micro_batch_sizes(config), padded_vocab(config.model, p.tp) // p.tp
         width, local, sent = config.model.hidden_size * sizes.compute, sizes.rows // sizes.parts, list[CommOp]()
         for chunk in range(p.vpp if p.tp > 1 else 0):
             index = layout.index(self.coord.pp, chunk)

@@ -18,14 +18,14 @@ from megascale.catalog.recipes import RECIPES
 from megascale.config.run import RunConfig
 from megascale.layout.blocks import BlockSpec, distinct_blocks, is_skippable, tile_mlp
 from megascale.layout.chunks import fp8_layers, stages_of
+from megascale.layout.parts.sizes import CommOp, MicroBatchSizes
 from megascale.layout.parts.times import PassTimes, Seconds
-from megascale.layout.parts.traffic import CommOp, TrafficSizes
 from megascale.layout.pieces import MAX_PIECES
 from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy
 from megascale.layout.stages import Place
 from megascale.layout.tensors import padded_vocab
 from megascale.plan.account.attended import expected_documents
-from megascale.plan.account.traffic import traffic_sizes
+from megascale.plan.account.sizes import micro_batch_sizes
 from megascale.plan.simulate.gemm_time import KernelTimes
 from megascale.plan.simulate.link_time import ContextRoutes, Route, group_route
 from megascale.plan.simulate.profiles import Hardware, Stack
@@ -107,16 +107,12 @@ class LayerTimes:
         return (self.tokens // p.tp if p.sp else self.tokens) * self.config.model.hidden_size
 
     @property
-    def dropout(self) -> float:
-        return self.config.model.dropout
-
-    @property
     def stops_early(self) -> bool:
         return self.kernels.stack.stops_early
 
     @cached_property
-    def traffic(self) -> TrafficSizes:
-        return traffic_sizes(self.config)
+    def sizes(self) -> MicroBatchSizes:
+        return micro_batch_sizes(self.config)
 
     def in_tiles(self, tiles: int) -> LayerTimes:
         exchange = replace(self.exchange, size=self.exchange.size // tiles)

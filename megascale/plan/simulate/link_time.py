@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megascale.config.parallel import ParallelConfig
-from megascale.layout.parts.traffic import CommOp
+from megascale.layout.parts.sizes import CommOp
 from megascale.plan.simulate.profiles import Hardware
 
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ from megascale.layout.blocks import block_spec
 from megascale.layout.chunks import fp8_layers
 from megascale.layout.recompute_policy import recompute_policy
 from megascale.layout.topology import Coord
-from megascale.plan.account.sizes import message_bytes
+from megascale.plan.account.sizes import message_bytes, micro_batch_sizes
 from megascale.plan.account.step_totals import step_totals
-from megascale.plan.account.traffic import block_traffic, step_traffic, traffic_sizes
+from megascale.plan.account.traffic import block_traffic, step_traffic
 from tests.runs import FAMILIES, build_run, config_of, settings, traffic_of
 from tests.worlds import run_world
 
@@ -52,7 +53,7 @@ def test_collectives_of_a_layer_equal_the_event_log(case: str, tmp_path: Path) -
     more = {"train__precision": "fp32", **CASES[case]}
     tree = settings(FAMILIES["llama"] | WIDE, tmp_path, parallel__tp=2, batch__global=1, **more)
     config = config_of(tree, tmp_path)
-    sizes = traffic_sizes(config, bool(fp8_layers(config)))
+    sizes = replace(micro_batch_sizes(config), fp8=bool(fp8_layers(config)))
     planned = block_traffic(sizes, block_spec(config.model, 0), recompute_policy(config.train, 0))
     logged = [
         (call.operation, call.bytes, call.text.split("/")[0].removesuffix(" 1"))
