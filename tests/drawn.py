@@ -12,8 +12,8 @@ from megascale.catalog.optimizers import MATRIX_UNITS, OPTIMIZERS
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import RECIPES
 from megascale.catalog.schedules import SCHEDULES
-from megascale.config import sequence_sharing, tile_rules
 from megascale.config.loading import load_config_tree
+from megascale.config.rules import RULES, run_rules
 from megascale.config.run import RunConfig
 from megascale.layout.stages import looped, split_layers
 from megascale.layout.topology import Coord, topology_of
@@ -70,7 +70,7 @@ def with_shared_sequences(config: RunConfig, context: tuple[int, str, int]) -> R
     """Return the configuration with these keys of context parallelism, or itself if they are against the rules."""
     keys = dict(zip(("cp", "cp_mode", "cp_ulysses"), context, strict=True))
     shared = config.model_copy(update={"parallel": config.parallel.model_copy(update=keys)})
-    return config if any(any(rule(shared)) for _, rule in sequence_sharing.RULES) else shared
+    return config if any(run_rules(RULES, dict(shared))) else shared
 
 
 def with_tiles(config: RunConfig, tiles: int, offload: bool) -> RunConfig:
@@ -81,7 +81,7 @@ def with_tiles(config: RunConfig, tiles: int, offload: bool) -> RunConfig:
     train = config.train.model_copy(update=keys)
     tiled = config.model_copy(update={"train": train.model_copy(update={"mlp_tiles": tiles})})
     whole = config.model_copy(update={"train": train})
-    return whole if any(any(rule(tiled)) for _, rule in tile_rules.RULES) else tiled
+    return whole if any(run_rules(RULES, dict(tiled))) else tiled
 
 
 @st.composite

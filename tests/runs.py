@@ -131,8 +131,8 @@ def send_messages(group: Any, *, backend: bool = False, timeout: Any = None) -> 
     """Let a group on a single host communicate as over several hosts: by short point-to-point messages, or with
     `backend` by the backend's collectives.
     """
+    from megascale.comm.open_group import ProcessGroupTransport
     from megascale.comm.p2p_collectives import P2PTransport
-    from megascale.comm.process_group import ProcessGroupTransport
     from megascale.comm.progress import work_wrapper
 
     if group.size > 1 and group.transport is not None:
@@ -157,7 +157,7 @@ def scale_and_clip(run: Any, tokens: float = 1.0) -> float:
     one = torch.ones((), dtype=torch.float64)
     clipping = run.optimizer.compute_clipping(square, tokens * one, loss=one)
     for index in range(len(run.buffers.buckets)):
-        run.optimizer.clip_grad(index, clipping)
+        run.optimizer.shards[index].scale_grad(clipping.grad_factor)
     return float(clipping.norm)
 
 

@@ -136,12 +136,18 @@ def thread_mesh(topology: Topology, rank: int, mailbox: Mailbox, *, tied: bool) 
     from megascale.trace.recorder import Recorder
 
     mesh = fake_mesh(topology, rank, Recorder(), tied=tied, collectives_in_pieces=True)
-    for group in mesh.groups:
-        if group.transport is not None and group not in (mesh.up, mesh.down):
+
+    def connected(group: Group) -> Group:
+        if group.transport is not None:
             transport: Any = ThreadTransport(mailbox, group)
             group.transport = transport
             group.message_transport = transport
             group.p2p_transport = transport if group.p2p_transport is not None else None
+        return group
+
+    for group in mesh.groups:
+        if group not in (mesh.up, mesh.down):
+            connected(group)
     counts: dict[Hashable, Any] = defaultdict(itertools.count)
 
     def start(kind: str, group: Group, tensor: Tensor, peer: int) -> TransportWork:
@@ -152,7 +158,7 @@ def thread_mesh(topology: Topology, rank: int, mailbox: Mailbox, *, tied: bool) 
             return _Sent()
         return _Work(lambda: tensor.copy_(mailbox.take(key)))
 
-    return replace(mesh, p2p=P2PCommunicator(mesh.up, mesh.down, start))
+    return replace(mesh, p2p=P2PCommunicator(mesh.up, mesh.down, start), open=lambda spec: connected(mesh.open(spec)))
 
 
 def simulate(topology: Topology, body: Callable[[Mesh], T], *, tied: bool = False) -> list[T]:

@@ -27,10 +27,11 @@ from megascale.core.errors import MegascaleError
 from megascale.core.rank import Rank
 from megascale.core.units import format_bytes
 from megascale.device import Device, detect_device, is_out_of_memory
-from megascale.ops.select import OpContext, selected_backends
+from megascale.ops.select import selected_backends
 from megascale.plan.account.memory import fullest_rank, state_bytes
 from megascale.train import kernels
 from megascale.train.build import build_mesh, build_rank_run
+from megascale.train.op_context import op_context
 from megascale.train.peak_flops import find_peak_flops
 from megascale.train.run import Run
 from megascale.train.scheduled_gc import without_automatic_gc
@@ -144,14 +145,14 @@ class _Bench:
             shares = profile_steps(run, self.steps.profiled, Quartiles.from_values(timed).median)
         memory, backends, peak = (
             self.device.peak_memory(),
-            selected_backends(OpContext.from_config(config, self.device)),
+            selected_backends(op_context(config, self.device)),
             find_peak_flops(run),
         )
         del run
         self.free_memory()
         rows, precision = config.batch.micro * config.model.seq_length, config.train.precision
         best = attainable_peak(config.model, rows, precision, self.device)
-        if self.device.is_cpu and peak and best and precision != "fp8" and best.flops > peak.flops:
+        if self.device.is_cpu and peak and best and not config.train.quantizes and best.flops > peak.flops:
             peak = best  # both are measured: other load slowed the lower rate
         machine = DeviceSetup(self.device.name, torch.__version__, backends, peak, best)
         ends = losses[0], losses[-1]

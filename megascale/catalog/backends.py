@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megascale.catalog.layers import BLOCKS
@@ -27,31 +27,41 @@ class Requirement:
     """The demands of a configuration on a backend of an operation.
 
     `variant`: name of the norm, activation, position embedding, optimizer, scale granularity (linear) or dtype (wgrad);
-    None for other operations. `dtype`: torch's name. `dropout`: on attention weights. `tp`: tensor-parallel size.
+    None for other operations. `dtype`: torch's name. `dropout`: on attention weights.
     `granularity`: of FP8 scales (`catalog.recipes`), None without FP8. `columns`: row length of a norm or activation.
     `has_window`: some layers have a sliding window. `logit_softcap`, `attention_softcap`: the logits, or the scores of
-    attention, have a soft cap. `used`: the model contains the operation. `document_mask`: attention stays within
-    documents, and positions restart.
+    attention, have a soft cap. `document_mask`: attention stays within documents, and positions restart. `used`: the
+    model contains the operation.
     """
 
     variant: str | None
     dtype: str
     dropout: bool
-    tp: int
     granularity: str | None
     head_dim: int
     columns: int
     has_window: bool
-    logit_softcap: bool = False
-    attention_softcap: bool = False
-    used: bool = True
-    document_mask: bool = False
+    logit_softcap: bool
+    attention_softcap: bool
+    document_mask: bool
+    used: bool
 
     @classmethod
     def for_operation(
-        cls, operation: str, model: Any, dtype: str, optimizer: str, tp: int, recipe: str | None
+        cls,
+        operation: str,
+        model: Any,
+        dtype: str,
+        optimizer: str,
+        tp: int,
+        recipe: str | None,
+        *,
+        document_mask: bool = False,
+        attends_in_parts: bool = False,
     ) -> Requirement:
-        """Derive the demands from `[model]`, the optimizer's name, and the FP8 recipe's name or None."""
+        """Derive the demands from `[model]`, the optimizer's name, the FP8 recipe's name or None, and whether attention
+        stays within documents, and is to some of the keys at a time, which uses one more operation.
+        """
         granularity = RECIPES[recipe].facts["granularity"] if recipe else None
         names = {
             "norm": model.norm, "add_norm": model.norm, "activation": model.activation, "rope": model.position,
@@ -59,21 +69,21 @@ class Requirement:
         }  # fmt: skip
         used = {
             "rope": model.position == "rope", "add_norm": "add_norm" in BLOCKS[model.block].facts["operations"],
-            "partial_attention": False,
+            "partial_attention": attends_in_parts,
         }  # fmt: skip
-        columns = model.ffn_size // tp if operation == "activation" else model.hidden_size
-        sizes = model.head_dim, columns, any(model.windows), model.logit_softcap is not None
-        requirement = cls(names.get(operation), dtype, model.dropout > 0, tp, granularity, *sizes)
-        softcap = operation == "attention" and model.attention_softcap is not None
-        return replace(requirement, attention_softcap=softcap, used=used.get(operation, True))
-
-    def with_documents(self) -> Requirement:
-        """Return the demands with `document_mask`."""
-        return replace(self, document_mask=True)
-
-    def with_partial_attention(self, operation: str) -> Requirement:
-        """Return the demands of attention to some of the keys at a time, which uses one more operation."""
-        return replace(self, used=self.used or operation == "partial_attention")
+        return cls(
+            names.get(operation),
+            dtype,
+            model.dropout > 0,
+            granularity,
+            model.head_dim,
+            model.ffn_size // tp if operation == "activation" else model.hidden_size,
+            any(model.windows),
+            model.logit_softcap is not None,
+            operation == "attention" and model.attention_softcap is not None,
+            document_mask,
+            used.get(operation, True),
+        )
 
 
 UNSUPPORTED = {
@@ -88,8 +98,8 @@ UNSUPPORTED = {
 def unmet_requirement(card: Card, requirement: Requirement) -> str | None:
     """Say which demand a backend does not meet, by the facts of its card; None if all are met.
 
-    `variants`, `dtypes`, `granularities`: supported values, empty or absent for all. `dropout`, `tensor_parallel`,
-    `logit_softcap`, `attention_softcap`, `document_mask`: False if unsupported; the soft cap of scores also if absent.
+    `variants`, `dtypes`, `granularities`: supported values, empty or absent for all. `dropout`, `logit_softcap`,
+    `attention_softcap`, `document_mask`: False if unsupported; the soft cap of scores also if absent.
     `min_head_dim`, `max_head_dim`, `max_columns`: limits. `window_only`: requires windows, a soft cap or documents.
     """
     facts = card.facts
@@ -103,8 +113,6 @@ def unmet_requirement(card: Card, requirement: Requirement) -> str | None:
     for feature, reason in UNSUPPORTED.items():
         if getattr(requirement, feature) and not facts.get(feature, feature != "attention_softcap"):
             return reason
-    if requirement.tp > 1 and not facts.get("tensor_parallel", True):
-        return "communicates by itself, outside the event log, and supports only tp = 1"
     masked = requirement.has_window or requirement.attention_softcap or requirement.document_mask
     if facts.get("window_only") and not masked:
         return "is for layers with a window, and there is none"
@@ -182,13 +190,6 @@ _CARDS = {
     ],
     "rope": [
         _card("compile", "a formula, compiled by torch.compile", "rope:CompiledRope", ("rope",), dtypes=()),
-        _card(
-            "te",
-            "Transformer Engine's kernel, and a concatenation with the values",
-            "te:TERope",
-            ("rope",),
-            document_mask=False,
-        ),
         _card("torch", "torch's operators", "rope:TorchRope", multi_pass=("rope",)),
     ],
     "norm": [
@@ -200,7 +201,7 @@ _CARDS = {
             ("layernorm", "rmsnorm", "rmsnorm_1p"),
             max_columns=LIGER_MAX_COLUMNS,
         ),
-        _card("apex", "Apex's kernels", "apex_norm:ApexNorm", ("layernorm", "rmsnorm")),
+        _card("apex", "Apex's kernels", "apex:ApexNorm", ("layernorm", "rmsnorm")),
         _card("compile", "a formula, compiled by torch.compile", "compiled:CompiledNorm"),
         _card("torch", "torch's operators", "norm:TorchNorm", multi_pass=("rmsnorm", "rmsnorm_1p")),
     ],
@@ -222,21 +223,12 @@ _CARDS = {
         _card("torch", "torch's operators", "activation:TorchActivation", multi_pass=("swiglu", "geglu")),
     ],
     "cross_entropy": [
-        _card(
-            "te",
-            "Transformer Engine's kernels, from a release with overwrite_input (none up to 2.19)",
-            "cross_entropy:TECrossEntropy",
-            dtypes=KERNEL_DTYPES,
-            tensor_parallel=False,
-            logit_softcap=False,
-        ),
         _card("compile", "a kernel each for sums and gradient, by torch.compile", "cross_entropy:CompiledCrossEntropy"),
         _card("torch", "torch's operators, over blocks of tokens", "cross_entropy:TorchCrossEntropy", multi_pass=True),
     ],
     "wgrad": [
         _card("addmm", "torch's GEMM of bf16 operands into fp32", "wgrad:AddmmWgrad", dtypes=("bfloat16",)),
         _card("te", "Transformer Engine's GEMM", "wgrad:TEWgrad", dtypes=("bfloat16",)),
-        _card("apex", "NVIDIA Apex's GEMM", "apex:ApexWgrad", dtypes=("bfloat16",)),
         _card(
             "torch",
             "torch's operators: in bf16 a GEMM, then an addition",
@@ -245,7 +237,7 @@ _CARDS = {
         ),
     ],
     "optimizer": [
-        _card("apex", "NVIDIA Apex's multi-tensor kernels", "apex:ApexOptimizer", ("adamw", "lamb")),
+        _card("apex", "NVIDIA Apex's kernels of LAMB", "apex:ApexOptimizer", ("lamb",)),
         _card("torch", "torch's fused kernels", "optimizer:TorchOptimizer"),
     ],
 }

@@ -12,6 +12,7 @@ def _card(
         "compute_bytes": compute_bytes,
         "accumulate_bytes": accumulate_bytes,
         "fp8_weight_bytes": cast_bytes,  # FP8 copies of a weight, in both layouts
+        "quantizes": cast_bytes > 0,  # linear layers of blocks run the GEMMs of a recipe (`catalog.recipes`)
         "master_weights": compute != accumulate,  # the optimizer updates a separate copy of the weights
     }
     return Card(name, help, "torch:" + compute, facts)

@@ -6,58 +6,32 @@ import math
 from typing import Any
 
 _GPT = {"norm": "layernorm", "activation": "gelu", "position": "learned", "bias": True, "tie_embeddings": True}
-_LLAMA3 = {
-    "norm": "rmsnorm",
-    "activation": "swiglu",
-    "position": "rope",
-    "bias": False,
-    "tie_embeddings": False,
-    "rope_theta": 500_000.0,
-    "vocab_size": 128_256,
-    "seq_length": 8192,
-    "num_kv_heads": 8,
-}
-
-
 _MODERN = {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "num_kv_heads": 8}
+_LLAMA3 = _MODERN | {"tie_embeddings": False, "rope_theta": 500_000.0, "vocab_size": 128_256, "seq_length": 8192}
 _QWEN = _MODERN | {"rope_theta": 1_000_000.0, "norm_eps": 1e-6, "vocab_size": 151_936, "seq_length": 32_768}
 _QWEN2 = _QWEN | {"qkv_bias": True, "tie_embeddings": False}
 _QWEN3 = _QWEN | {"qk_norm": "head", "head_dim": 128, "tie_embeddings": False}
 _MISTRAL = _MODERN | {"tie_embeddings": False}
 _GEMMA = {
-    "block": "sandwich",
-    "norm": "rmsnorm_1p",
-    "norm_eps": 1e-6,
-    "activation": "geglu",
-    "position": "rope",
-    "bias": False,
-    "tie_embeddings": True,
-    "head_dim": 256,
-}
+    "block": "sandwich", "norm": "rmsnorm_1p", "norm_eps": 1e-6, "activation": "geglu", "position": "rope",
+    "bias": False, "tie_embeddings": True, "head_dim": 256,
+}  # fmt: skip
 _GEMMA2 = _GEMMA | {
     "vocab_size": 256_000, "seq_length": 8192, "window": [4096, 0], "attention_softcap": 50.0, "logit_softcap": 30.0,
 }  # fmt: skip
 _GEMMA3 = _GEMMA | {"qk_norm": "head", "rope_theta": 1_000_000.0, "local_rope_theta": 10_000.0}
 _GEMMA3_LARGE = _GEMMA3 | {
-    "vocab_size": 262_208,
-    "seq_length": 131_072,
-    "window": [1024] * 5 + [0],
+    "vocab_size": 262_208, "seq_length": 131_072, "window": [1024] * 5 + [0],
     "rope_scaling": {"type": "linear", "factor": 8.0},
-}
+}  # fmt: skip
 _OLMO2 = _MISTRAL | {
     "block": "post_norm", "norm_eps": 1e-6, "qk_norm": "full", "vocab_size": 100_352, "seq_length": 4096,
     "rope_theta": 500_000.0,
 }  # fmt: skip
 _NEOX = {
-    "block": "parallel_two_norms",
-    "norm": "layernorm",
-    "activation": "gelu",
-    "position": "rope",
-    "rotary_fraction": 0.25,
-    "bias": True,
-    "tie_embeddings": False,
-    "seq_length": 2048,
-}
+    "block": "parallel_two_norms", "norm": "layernorm", "activation": "gelu", "position": "rope",
+    "rotary_fraction": 0.25, "bias": True, "tie_embeddings": False, "seq_length": 2048,
+}  # fmt: skip
 
 
 def _gpt(layers: int, hidden: int, heads: int, vocab: int, seq: int, **keys: Any) -> dict[str, Any]:

@@ -3,10 +3,10 @@
 - save: `Checkpoints.save`, and in the background `start_save`, `poll_save`, `complete_save` (`checkpoints.py`); two
   stages, a copy to shared memory and a writer process (`save/`)
 - load: `Checkpoints.resume` and `load_weights` (`checkpoints.py`, `load/`); whole tensors: `read_tensor` (`offline.py`)
-- latest: `complete_checkpoints` of a folder, oldest first (`folders.py`); `find_checkpoint` of a path (`offline.py`)
+- latest: `complete_checkpoints` of a folder, oldest first; `find_checkpoint` of a path (`folders.py`)
 - prune: `Checkpoints.prune`, and `prune` of a folder (`folders.py`)
 - verify: `verify` (`offline.py`)
 
-`format/` defines the files, `memory/` the copies in host memory, `storage.py` any file system, `planners.py` torch's
-planners, and `collective_errors.py` errors that every rank raises together.
+`format/` defines the files, `memory/` the copies in host memory, which a run without them does not load, and
+`collective_errors.py` errors that every rank raises together.
 """

@@ -4,49 +4,71 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from megascale.checkpoint import companions
+from megascale.checkpoint.collective_errors import on_first_rank
 from megascale.checkpoint.folders import Pruner
 from megascale.checkpoint.format import manifest
 from megascale.checkpoint.format.state import Progress, Region
 from megascale.checkpoint.load.resumer import Resumer, ResumeResult, write_saved_marker
 from megascale.checkpoint.load.state_loader import StateLoader
-from megascale.checkpoint.memory.memory_checkpoints import MemoryCheckpoints, invalidate_copies
 from megascale.checkpoint.save.attempt import SaveResult
 from megascale.checkpoint.save.saver import CheckpointSaver
 from megascale.comm.mesh import Mesh
-from megascale.config.run import RunConfig
+from megascale.config.model import ModelConfig
 from megascale.config.toml_writer import config_changes
+from megascale.config.train import CheckpointConfig
+from megascale.core.copies_folder import copies_folder, remove_copies
+from megascale.core.files import exists
+from megascale.core.run_folder import TOKEN, read_token, write_token
 from megascale.core.storage import Location
 from megascale.device import Device
 from megascale.operate.channel.secret import job_secret
 from megascale.parallel.stateful import Stateful
 
+if TYPE_CHECKING:
+    from megascale.checkpoint.memory.memory_checkpoints import MemoryCheckpoints
+
 
 class Checkpoints:
     """The checkpoints of one run with the state of its `parts`. All ranks call all methods but `poll_save` together.
+
+    `config`: the run's configuration, as `RunConfig.model_dump(by_alias=True, mode="json")`. `run`: the run's folder;
+    `location`: of its checkpoints, a path or a URL.
 
     `warnings`: checkpoints that `resume` passed over, and why. `resumed_from_memory`: True if the state came from
     in-memory copies, so that storage may not have it.
     """
 
-    def __init__(self, config: RunConfig, mesh: Mesh, parts: Sequence[Stateful], device: Device) -> None:
+    def __init__(
+        self,
+        settings: CheckpointConfig,
+        model: ModelConfig,
+        config: dict[str, Any],
+        run: Path,
+        location: str,
+        mesh: Mesh,
+        parts: Sequence[Stateful],
+        device: Device,
+    ) -> None:
+        self._settings = settings
         self._config = config
-        self._config_json = config.model_dump(by_alias=True, mode="json")
+        self._run = run
         self._mesh = mesh
         self._memory_checkpoints: MemoryCheckpoints | None = None
         self.saver: CheckpointSaver | None = None
-        settings = config.checkpoint
         if settings.every and settings.memory_every:
-            secret = job_secret(Path(config.observe.dir)) if mesh.world.size > 1 else b""
-            self._memory_checkpoints = MemoryCheckpoints(
-                Path(settings.memory_dir), config.folder, settings.replicate, mesh, secret
-            )
+            from megascale.checkpoint.memory.memory_checkpoints import MemoryCheckpoints
+
+            secret = job_secret(run.parent) if mesh.world.size > 1 else b""
+            memory = Path(settings.memory_dir)
+            self._memory_checkpoints = MemoryCheckpoints(memory, run, settings.replicate, mesh, secret)
         if settings.every:
             flat_tensors = [tensor for part in parts for tensor in part.flat_tensors()]
             state = {name: tensor for part in parts for name, tensor in part.global_tensors().items()}
@@ -55,14 +77,14 @@ class Checkpoints:
                 flat_tensors,
                 settings.file_bytes,
                 self._memory_checkpoints,
-                config.folder / companions.FOLDER,
+                run / companions.FOLDER,
                 _meaning(config),
                 mesh,
                 device,
             )
-        self.folder = Location(config.checkpoint_folder, settings.retry_timeout_s)
-        self._loader = StateLoader(config.model, parts, mesh, device)
-        self._resumer = Resumer(config, self.folder, self._loader, self.saver, mesh)
+        self.folder = Location(location, settings.retry_timeout_s)
+        self._loader = StateLoader(model, parts, mesh, device)
+        self._resumer = Resumer(settings.resume, config, run, self.folder, self._loader, self.saver, mesh)
         self._pruner = Pruner(self.folder, settings.keep, settings.keep_every)
         self._saved_step: int | None = None
         self._waited_s = 0.0
@@ -157,8 +179,8 @@ class Checkpoints:
         self.resumed_from_memory = result is not None and result.path is None
         if result and result.path and result.path.url.startswith(f"{self.folder}/"):
             self._mark_saved(result.progress.step)
-        if not self._config.checkpoint.memory_every:
-            invalidate_copies(Path(self._config.checkpoint.memory_dir), self._config.folder, self._mesh)
+        if not self._settings.memory_every:
+            invalidate_copies(Path(self._settings.memory_dir), self._run, self._mesh)
         if self._memory_checkpoints:
             step = result.progress.step if result and self.resumed_from_memory else None
             self.warnings.extend(self._memory_checkpoints.keep_only_step(step))
@@ -178,7 +200,7 @@ class Checkpoints:
         return config_changes({"model": model}, self._config)
 
     def _facts(self, progress: Progress) -> manifest.Facts:
-        return manifest.Facts.for_run(progress, self._config_json, self._mesh.topology.sizes)
+        return manifest.Facts.for_run(progress, self._config, self._mesh.topology.sizes)
 
     def _record_save(self, saved: SaveResult | None) -> SaveResult | None:
         if saved is not None and saved.path is not None and saved.error is None:
@@ -187,11 +209,29 @@ class Checkpoints:
 
     def _mark_saved(self, step: int) -> None:
         if self._saved_step is None and self._mesh.rank == 0:
-            write_saved_marker(self._config, self.folder)
+            write_saved_marker(self._run, self.folder)
         self._saved_step = step
 
 
-def _meaning(config: RunConfig) -> str:
+def _meaning(config: Mapping[str, Any]) -> str:
     """Return what tells states of equal names and shapes apart: update rules and the kind of average."""
-    o = config.optimizer
-    return json.dumps([o.name, dict(o.options), list(map(dict, o.groups)), config.train.average], default=str)
+    rule = config["optimizer"]
+    return json.dumps([rule["name"], rule["options"], rule["groups"], config["train"]["average"]])
+
+
+def invalidate_copies(parent: Path, run: Path, mesh: Mesh) -> None:
+    """Invalidate and remove all copies of a run: a start without in-memory checkpoints may go back to earlier steps.
+
+    Raises: CheckpointError on every rank if the run's folder cannot be written
+    """
+    run = run.resolve()
+
+    def invalidate() -> str:
+        if not exists(run / TOKEN):
+            return ""
+        run_id, _ = read_token(run)
+        write_token(run, run_id, uuid.uuid4().hex)
+        return run_id
+
+    if run_id := on_first_rank(mesh.world, invalidate, "copies to invalidate"):
+        remove_copies(copies_folder(parent, run_id, run / TOKEN))

@@ -57,6 +57,35 @@ def _list(folder: Location, *, complete: bool) -> Iterator[StoredCheckpoint]:
         raise CheckpointError(what, hint=os_error_hint(error, "checkpoint.dir, permissions, the network")) from None
 
 
+def find_checkpoint(path: Location) -> Location:
+    """Return a checkpoint by its own folder, or the newest complete one of a run by the run's folder.
+
+    Raises: CheckpointError if there is none
+    """
+    return find_checkpoints(path)[0]
+
+
+def find_checkpoints(path: Location) -> list[Location]:
+    """Return a checkpoint by its own folder, or all complete ones of a run, newest first.
+
+    Raises: CheckpointError if there is none
+    """
+    try:
+        if (path / manifest.NAME).exists():
+            return [path]
+    except OSError as error:
+        what = f"cannot look into {path}: {error.strerror}"
+        raise CheckpointError(what, hint=os_error_hint(error, "its name, permissions, the network")) from None
+    of_run, own = (complete_checkpoints(folder) for folder in (path / "checkpoints", path))
+    if of_run and own:
+        what = f"{path} has checkpoints, such as {own[-1].path.name}, and a folder of checkpoints"
+        raise CheckpointError(what, hint=f"name one: {own[-1].path} or {path / 'checkpoints'}")
+    if complete := of_run or own:
+        return [stored.path for stored in reversed(complete)]
+    what = f"there is no complete checkpoint in {path}" if path.is_folder() else f"there is no folder {path}"
+    raise CheckpointError(what, hint="give a checkpoint's folder, or a run's")
+
+
 def name_warning(path: Location, step: int) -> str | None:
     """Return a warning if the name of a checkpoint's folder is of another step than `step`, its manifest's, by which a
     run resumes; pruning goes by the name.

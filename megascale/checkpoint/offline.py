@@ -1,4 +1,4 @@
-"""Checkpoints without ranks: find one, read whole tensors, verify all of it, and write one of weights alone."""
+"""Checkpoints without ranks: read whole tensors, verify all of one, and write one of weights alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from megascale.checkpoint.folders import complete_checkpoints
 from megascale.checkpoint.format import manifest
 from megascale.checkpoint.format.safetensors_file import (
     MAX_READ_BYTES,
@@ -19,8 +18,7 @@ from megascale.checkpoint.format.safetensors_file import (
     TensorEntry,
 )
 from megascale.checkpoint.format.state import SAFETENSORS_DTYPES, Progress, slices
-from megascale.core.errors import CheckpointError
-from megascale.core.limits import os_error_hint
+from megascale.checkpoint.load.reader import CheckpointReader, ReadRequest
 from megascale.core.storage import Location
 from megascale.parallel.stateful import WEIGHTS
 
@@ -28,49 +26,20 @@ FILE_BYTES = 2 << 30
 """Bytes of tensors in one file; a larger tensor has a file to itself."""
 
 
-def find_checkpoint(path: Location) -> Location:
-    """Return a checkpoint by its own folder, or the newest complete one of a run by the run's folder.
-
-    Raises: CheckpointError if there is none
-    """
-    return find_checkpoints(path)[0]
-
-
-def find_checkpoints(path: Location) -> list[Location]:
-    """Return a checkpoint by its own folder, or all complete ones of a run, newest first.
-
-    Raises: CheckpointError if there is none
-    """
-    try:
-        if (path / manifest.NAME).exists():
-            return [path]
-    except OSError as error:
-        what = f"cannot look into {path}: {error.strerror}"
-        raise CheckpointError(what, hint=os_error_hint(error, "its name, permissions, the network")) from None
-    of_run, own = (complete_checkpoints(folder) for folder in (path / "checkpoints", path))
-    if of_run and own:
-        what = f"{path} has checkpoints, such as {own[-1].path.name}, and a folder of checkpoints"
-        raise CheckpointError(what, hint=f"name one: {own[-1].path} or {path / 'checkpoints'}")
-    if complete := of_run or own:
-        return [stored.path for stored in reversed(complete)]
-    what = f"there is no complete checkpoint in {path}" if path.is_folder() else f"there is no folder {path}"
-    raise CheckpointError(what, hint="give a checkpoint's folder, or a run's")
-
-
 def read_tensor(folder: Location, saved: manifest.Manifest, name: str) -> torch.Tensor:
     """Read a tensor in its global shape.
 
     Raises: DamagedError if a part of it is missing or fails its checksum
     """
-    from megascale.checkpoint.load.reader import CheckpointReader, ReadRequest  # a rank finds checkpoints without it
-
     tensor = saved.tensors[name]
     if sum(math.prod(shard.size) for shard in tensor.shards) != math.prod(tensor.shape):
         raise manifest.DamagedError(f"{folder} holds only a part of {name}")
     data = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
-    requests = [ReadRequest(name, shard, [((0,) * len(shard.size), shard.size)]) for shard in tensor.shards]
-    for request, (part,) in CheckpointReader(folder, saved).read_parts(requests):
-        data[slices(request.shard.offset, request.shard.size)] = part
+    requests = []
+    for shard in tensor.shards:
+        whole = (0,) * len(shard.size), shard.size
+        requests.append(ReadRequest(name, shard, [(whole, data[slices(shard.offset, shard.size)])]))
+    CheckpointReader(folder, saved).read(requests)
     return data
 
 

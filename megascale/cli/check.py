@@ -11,7 +11,6 @@ from megascale.catalog.schedules import SCHEDULES
 from megascale.cli.argument_types import positive_int
 from megascale.cli.initial_model import compare_initial_model
 from megascale.cli.main import add_config_arguments
-from megascale.config.batch_rampup import samples_of_run
 from megascale.config.dataset_files import document_range, read_all_dataset_files, split_source
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
@@ -101,7 +100,7 @@ def data_summary(config: RunConfig) -> str:
         if isinstance(files, DataError):
             raise files
         tokens = files.tokens_in(*document_range(files.documents, fractions))
-        samples = samples_of_run(config) * weight / sum(weight for weight, _ in blend)
+        samples = config.samples * weight / sum(weight for weight, _ in blend)
         epoch = buckets[number] if buckets else (tokens - 1) // config.model.seq_length
         total, epochs = total + tokens, max(epochs, samples / epoch)
     count = f"{len(blend)} datasets" if len(blend) > 1 else "a dataset"
@@ -174,7 +173,7 @@ def summary(config: RunConfig) -> str:
     layout = (
         f"tp {p.tp}{' sp' if p.sp else ''}{cp} x pp {p.pp}{f' (vpp {p.vpp})' if p.vpp > 1 else ''} x dp {config.dp}"
     )
-    tokens, whole = config.batch.total * m.seq_length, samples_of_run(config) * m.seq_length
+    tokens, whole = config.batch.total * m.seq_length, config.samples * m.seq_length
     rank = fullest_rank(config)
     kinds = {**vars(rank), "total": rank.total}
     rampup = " after the ramp-up" if config.batch.rampup else ""

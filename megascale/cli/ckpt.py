@@ -130,11 +130,11 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from megascale.checkpoint import offline
+    from megascale.checkpoint import folders, offline
     from megascale.checkpoint.format import manifest
     from megascale.core.storage import Location
 
-    path = offline.find_checkpoint(Location(options.checkpoint))
+    path = folders.find_checkpoint(Location(options.checkpoint))
     try:
         saved = manifest.read(path)
         problems = list(offline.verify(path, saved))
@@ -224,7 +224,7 @@ def _model(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from megascale.checkpoint import offline
+    from megascale.checkpoint import folders
     from megascale.checkpoint.format import manifest
     from megascale.convert import conversion
     from megascale.convert.config_file import CONFIG_FILE
@@ -238,7 +238,7 @@ def _convert(options: argparse.Namespace) -> int:
                 raise CheckpointError(f"{folder} has no average of the weights", hint="leave out --average")
             conversion.from_huggingface(folder, options.output, dtype)
         else:
-            source = offline.find_checkpoint(Location(options.source))
+            source = folders.find_checkpoint(Location(options.source))
             warnings = conversion.to_huggingface(
                 source, options.output, dtype, options.tokenizer, options.eod, options.average
             )
@@ -265,11 +265,11 @@ def _file(text: str) -> Path:
 
 
 def _open_checkpoint(path: str) -> tuple[Location, manifest.Manifest]:
-    from megascale.checkpoint import offline
+    from megascale.checkpoint import folders
     from megascale.checkpoint.format import manifest
     from megascale.core.storage import Location
 
-    location = offline.find_checkpoint(Location(path))
+    location = folders.find_checkpoint(Location(path))
     return location, manifest.read(location)
 
 

@@ -119,10 +119,10 @@ def check_operations(
 ) -> list[OperationReport]:
     """Ask every backend of every operation in use if it can serve, and self-test the backends that can."""
     from megascale.catalog.backends import BACKENDS
-    from megascale.ops.select import OpContext
     from megascale.ops.selftest import check_backends
+    from megascale.train.op_context import op_context
 
-    setting, reports = OpContext.from_config(config, device), []
+    setting, reports = op_context(config, device), []
     for operation in filter(setting.uses, BACKENDS):
         progress(f"testing {operation} in {precision}")
         reports.append(check_backends(operation, setting))
@@ -134,12 +134,13 @@ def slow_operations(configs: Iterable[RunConfig], device: Device) -> list[str]:
     configuration without a backend is skipped.
     """
     from megascale.ops.advice import slow_backend_hint
-    from megascale.ops.select import BackendError, OpContext
+    from megascale.ops.select import BackendError
+    from megascale.train.op_context import op_context
 
     hints: dict[str, None] = {}
     for config in configs:
         with contextlib.suppress(BackendError):  # the operation's report names the problem
-            if text := slow_backend_hint(OpContext.from_config(config, device)):
+            if text := slow_backend_hint(op_context(config, device)):
                 hints[text] = None
     return list(hints)
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megascale.config.model import SAME_MODEL_HINT, model_differences
 from megascale.config.run import HF_PREFIX, RunConfig
-from megascale.config.same_model import SAME_MODEL_HINT, model_differences
 from megascale.config.toml_writer import config_changes
 from megascale.convert.config_file import check_small_files, read_model_config
 from megascale.core.errors import CheckpointError, ConfigError, Problem
@@ -43,7 +43,8 @@ def compare_initial_model(config: RunConfig) -> list[str]:
 def _compare(config: RunConfig, place: Path, saved: dict[str, Any]) -> list[str]:
     if different := model_differences(saved["model"], config.model):
         raise _problem(f"{place} is of another model: {different}", SAME_MODEL_HINT)
-    return [f"differs from {place}: {text}" for text in config_changes(saved, config)]
+    current = config.model_dump(by_alias=True, mode="json")
+    return [f"differs from {place}: {text}" for text in config_changes(saved, current)]
 
 
 def _problem(message: str, hint: str) -> ConfigError:

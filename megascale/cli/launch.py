@@ -15,7 +15,7 @@ from megascale.cli.main import add_config_arguments
 from megascale.cli.train import lock_run_folder, raise_limits
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
-from megascale.config.timeout_rules import launch_findings
+from megascale.config.time_rules import launch_findings
 from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.files import atomic_file
 from megascale.core.run_folder import read_token
@@ -91,7 +91,7 @@ def problems(options: argparse.Namespace, config: RunConfig) -> Iterator[Problem
         divisors = ", ".join(str(n) for n in range(1, world + 1) if not world % n)
         what = f"{world} ranks do not divide over {nodes} nodes"
         yield Problem("command line", "--nodes", what, f"one of {divisors}")
-    for finding in launch_findings(config):
+    for finding in launch_findings(world, config.fault, config.launch, config.checkpoint, config.nccl):
         yield Problem("configuration", finding.key, finding.message, finding.hint)
     if options.scheduler not in ADAPTERS:
         hint = f"one of {', '.join(ADAPTERS)}"

@@ -189,7 +189,7 @@ def _check_stack(options: argparse.Namespace, stack: Stack) -> None:
 
 def _check_fp8_weights(plan: Plan) -> None:
     """Raises: ConfigError for a dry run of a stack that has FP8 weights in place of bf16 ones."""
-    if plan.config.train.precision == "fp8" and plan.stack.fp8_weights == "instead":
+    if plan.config.train.quantizes and plan.stack.fp8_weights == "instead":
         message = f"{plan.stack.name} stores FP8 weights instead of bf16 ones, this trainer stores both"
         raise ConfigError([Problem("command line", "--exact", message, "leave it out: the formulas cover both")])
 

@@ -32,16 +32,16 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    from megascale.convert.generate import SamplingParams, WantedTokenizer, find_weights, generate_text
+    from megascale.convert.generate import SamplingParams, find_weights, generate_text
     from megascale.core.storage import Location
     from megascale.device import detect_device
 
-    params = SamplingParams(options.tokens, options.temperature, options.top_k, options.seed)
+    drawing = options.tokens, options.temperature, options.top_k, options.seed
+    params = SamplingParams(*drawing, options.tokenizer, options.eod)
     source = find_weights(Location(options.checkpoint))
-    wanted = WantedTokenizer(options.tokenizer, options.eod)
     prompts, device = options.prompt or [""], detect_device().torch_device
     try:
-        for text in generate_text(source, prompts, params, wanted, device, options.average):
+        for text in generate_text(source, prompts, params, device, options.average):
             print(text, flush=True)
     except OSError as error:
         message = f"cannot write the weights for transformers: {error.filename or ''} {error.strerror}"

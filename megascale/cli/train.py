@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from megascale.cli.main import add_config_arguments
-from megascale.config.injection_rules import unknown_ranks
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
+from megascale.config.time_rules import unknown_ranks
 from megascale.config.toml_reader import read_toml
 from megascale.config.train import ObserveConfig
 from megascale.core.errors import ConfigError, DataError, MegascaleError, Problem
@@ -131,7 +131,7 @@ def _load_config(options: argparse.Namespace, rank: Rank | None) -> RunConfig:
     """
     if rank is None:
         config = load_config(options.config, options.overrides)
-        findings = list(unknown_ranks(config, config.world_size))
+        findings = list(unknown_ranks(config.fault, config.world_size))
         if findings:
             raise ConfigError([Problem("configuration", one.key, one.message, one.hint) for one in findings])
         return config

@@ -64,18 +64,11 @@ def init_distributed(
         raise ConfigError(problems)
     set_network_patience(device.backend, nccl, os.environ)
     timeout = datetime.timedelta(seconds=launch.start_timeout_s)
-    backend = device.backend
-    if rank.world_size == 1:
-        store: Store = dist.HashStore()
-        if backend == "gloo" and not has_loopback():
-            import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers a backend that needs no network
+    backend, store = device.backend, _meet(rank, timeout, record or {}, folder)
+    if backend == "gloo" and rank.world_size == 1 and not has_loopback():
+        import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers a backend that needs no network
 
-            backend = "fake"  # a rank alone communicates with no one
-    else:
-        store = open_store(rank, job_secret(folder), timeout)
-        publish_address(store)
-        publish_rank(store, rank.rank)
-        check_agreement(store, rank, record or {})  # all ranks have come
+        backend = "fake"  # a rank alone communicates with no one
     if has_loopback():
         os.environ.setdefault(GLOO_STORE_VARIABLE, "1")
         choose_gloo_interface(store, one_host=rank.world_size == 1 or on_one_host(rank.world_size))
@@ -88,6 +81,17 @@ def init_distributed(
             timeout=timeout,
             pg_options=nccl_options(backend, "world", nccl),
         )
+
+
+def _meet(rank: Rank, timeout: datetime.timedelta, record: Record, folder: Path | None) -> Store:
+    """Return the job's store when all ranks have come and agree on `record`."""
+    if rank.world_size == 1:
+        return dist.HashStore()
+    store = open_store(rank, job_secret(folder), timeout)
+    publish_address(store)
+    publish_rank(store, rank.rank)
+    check_agreement(store, rank, record)
+    return store
 
 
 def announce_failed_start(rank: Rank, reason: str, folder: Path | None) -> None:

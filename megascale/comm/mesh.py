@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch.distributed as dist
 
-from megascale.comm.group import Group, single_rank_group
+from megascale.comm.group import Group
 from megascale.comm.open_group import GroupOptions, open_group, open_process_group, open_transport
-from megascale.comm.p2p import Channel, P2PCommunicator, ProcessGroupP2P, channel_rounds
+from megascale.comm.p2p import Channel, P2PCommunicator, ProcessGroupP2P, StartP2P, channel_rounds
 from megascale.comm.timeout import Timeout
 from megascale.config.launch import LaunchConfig
 from megascale.config.nccl import NcclConfig
 from megascale.core.flight_layout import RECEIVE, SEND
 from megascale.layout.stages import Placement, looped
-from megascale.layout.topology import DATA_AXES, MAX_FLAT_REDUCE_RANKS, Coord, Topology
+from megascale.layout.topology import AXES, DATA_AXES, MAX_FLAT_REDUCE_RANKS, Coord, Topology
 from megascale.trace.recorder import Recorder
 
 SLOT = 1 << 20
@@ -28,6 +29,18 @@ SCALAR_SLOT_BYTES = 1 << 12
 
 PLACEHOLDER_GROUP = "none"
 """Name of the single-rank group that a rank opens while other ranks open a group without this rank."""
+
+
+class GroupSpec(NamedTuple):
+    """A group to open: global `ranks`, ascending. `slot_bytes`, `messages`: as in `comm.open_group.open_group`.
+    `own`: with a communicator of its own; else it is the group of all ranks, or has no collectives.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    slot_bytes: int = 0
+    messages: bool = False
+    own: bool = True
 
 
 @dataclass(frozen=True)
@@ -42,6 +55,7 @@ class Mesh:
     - `reduction_groups`: job-wide reductions go over these groups in turn: `world` in a small job, else dp, tp and pp,
       under names of their own in the event log; `world` then serves control data only and has no communicator
     - `recorder` is the event log and `timeout` the timeout of all groups
+    - `open`, `by_axes`: how `group` opens a group, and the groups by their axes
     """
 
     topology: Topology
@@ -57,7 +71,9 @@ class Mesh:
     reduction_groups: tuple[Group, ...]
     recorder: Recorder
     p2p: P2PCommunicator
-    timeout: Timeout = field(default_factory=Timeout)
+    timeout: Timeout
+    open: Callable[[GroupSpec], Group]
+    by_axes: dict[tuple[str, ...], Group]
 
     @property
     def coord(self) -> Coord:
@@ -66,26 +82,30 @@ class Mesh:
     @property
     def groups(self) -> tuple[Group, ...]:
         axis_groups = (group for group in self.reduction_groups if group is not self.world)
-        return (self.tp, self.cp_heads, self.cp_keys, self.dp, self.up, self.down, self.tied, self.world, *axis_groups)
+        further = (group for group in self.by_axes.values() if group.size > 1 and group not in (self.tp, self.dp))
+        named = self.tp, self.cp_heads, self.cp_keys, self.dp, self.up, self.down, self.tied, self.world
+        return (*named, *axis_groups, *further)
 
-    def get_group(self, *axes: str) -> Group:
-        """Return the group over these `axes` of the topology.
+    def group(self, *axes: str) -> Group:
+        """Return this rank's group along `axes` of the topology; of this rank alone without axes.
 
-        Raises: KeyError for other axes.
+        The first call for some axes opens the group. It is a collective of all ranks of the job, which open groups in
+        the same order: torch names a group after its ranks and the number of groups that a process has.
         """
-        return {("tp",): self.tp, DATA_AXES: self.dp}[axes]
+        key = tuple(axis for axis in AXES if axis in axes)
+        if key not in self.by_axes:
+            name = f"{key[-1]}.{'+'.join(key)}" if key else "alone"  # "dp" alone is the name of `dp`
+            group = self.open(GroupSpec(name, tuple(self.topology.group(self.rank, *key)), SLOT))
+            if group.size > 1:
+                self.recorder.flight.expect(name)
+            self.by_axes[key] = group
+        return self.by_axes[key]
 
 
 def open_mesh(
-    topology: Topology,
-    rank: int,
-    *,
-    tied: bool,
-    placement: Placement | None = None,
-    recorder: Recorder | None = None,
-    launch: LaunchConfig = LaunchConfig(),
-    nccl: NcclConfig = NcclConfig(),
-) -> Mesh:
+    topology: Topology, rank: int, *, tied: bool, placement: Placement | None = None,
+    recorder: Recorder | None = None, launch: LaunchConfig = LaunchConfig(), nccl: NcclConfig = NcclConfig(),
+) -> Mesh:  # fmt: skip
     """Open the groups of `rank`. A collective of all ranks.
 
     Every rank opens the same kinds of groups in the same order, and a placeholder group of itself where a kind has no
@@ -98,36 +118,59 @@ def open_mesh(
     """
     placement = placement or looped(topology.pp, 1)
     recorder, options = recorder or Recorder(), GroupOptions(Timeout(launch), nccl)
-    stages = topology.group(rank, "pp")
-    world = Group("world", tuple(range(topology.world_size)), rank, recorder=recorder)  # the default process group
-    if 1 < topology.world_size <= MAX_FLAT_REDUCE_RANKS:
-        options.timeout.register_group(None)
-        open_transport(world, SCALAR_SLOT_BYTES, options.timeout)
-    tp = open_group("tp", topology.group(rank, "tp"), rank, recorder, options, slot_bytes=SLOT)
-    neighbours = zip(("cp.heads", "cp.keys"), topology.cp_groups(rank), strict=True)
-    heads, keys = (open_group(name, ranks, rank, recorder, options, messages=True) for name, ranks in neighbours)
-    dp = open_group("dp", topology.group(rank, *DATA_AXES), rank, recorder, options, slot_bytes=SLOT)
-    reductions: tuple[Group, ...] = (world,)
-    if topology.world_size > MAX_FLAT_REDUCE_RANKS:
-        pipeline = open_group("world.pp", stages, rank, recorder, options, slot_bytes=SCALAR_SLOT_BYTES)
-        reductions = replace(dp, name="world.dp"), replace(tp, name="world.tp"), pipeline
-    stage_rank = list(stages).index(rank)
-    up, down = (Group(way, tuple(stages), stage_rank, recorder=recorder) for way in ("pp.up", "pp.down"))
-    channels = _open_channels(stages, rank, placement, options)
-    embedding = single_rank_group("tied", rank)
-    if tied and topology.pp > 1:
-        if rank in (stages[0], stages[-1]):
-            embedding = open_group("tied", [stages[0], stages[-1]], rank, recorder, options, slot_bytes=SLOT)
-        else:
-            open_process_group(PLACEHOLDER_GROUP, [rank], options)
-    p2p = P2PCommunicator(up, down, ProcessGroupP2P(channels, options.timeout))
-    mesh = Mesh(
-        topology, rank, tp, heads, keys, dp, up, down, embedding, world, reductions, recorder, p2p, options.timeout
-    )
+    channels: dict[Channel, dist.ProcessGroup] = {}
+
+    def open_one(spec: GroupSpec) -> Group:
+        if spec.own:
+            slot_bytes, messages = spec.slot_bytes, spec.messages
+            return open_group(spec.name, spec.ranks, rank, recorder, options, slot_bytes=slot_bytes, messages=messages)
+        group = Group(spec.name, spec.ranks, spec.ranks.index(rank), recorder=recorder)
+        if spec.slot_bytes and group.size > 1:
+            options.timeout.register_group(None)
+            open_transport(group, spec.slot_bytes, options.timeout)
+        return group
+
+    def open_p2p() -> StartP2P:
+        channels.update(_open_channels(topology.group(rank, "pp"), rank, placement, options))
+        return ProcessGroupP2P(channels, options.timeout)
+
+    mesh = assemble_mesh(topology, rank, open_one, open_p2p, tied=tied, recorder=recorder, timeout=options.timeout)
+    if tied and topology.pp > 1 and mesh.tied.size == 1:
+        open_process_group(PLACEHOLDER_GROUP, [rank], options)
     _expect_communication(mesh, channels)
     if recorder.timer.synchronous:
         _warn_without_rings(mesh)
     return mesh
+
+
+def assemble_mesh(
+    topology: Topology, rank: int, open_one: Callable[[GroupSpec], Group], open_p2p: Callable[[], StartP2P], *,
+    tied: bool, recorder: Recorder, timeout: Timeout,
+) -> Mesh:  # fmt: skip
+    """Open the groups of `rank` by `open_one` and its messages by `open_p2p`, in the same order on all ranks."""
+
+    def along(name: str, *axes: str, slot_bytes: int = SLOT) -> Group:
+        return open_one(GroupSpec(name, tuple(topology.group(rank, *axes)), slot_bytes))
+
+    is_small, everyone = topology.world_size <= MAX_FLAT_REDUCE_RANKS, tuple(range(topology.world_size))
+    world = open_one(GroupSpec("world", everyone, SCALAR_SLOT_BYTES if is_small else 0, own=False))
+    tp = along("tp", "tp")
+    neighbours = zip(("cp.heads", "cp.keys"), topology.cp_groups(rank), strict=True)
+    heads, keys = (open_one(GroupSpec(name, tuple(ranks), messages=True)) for name, ranks in neighbours)
+    dp = along("dp", *DATA_AXES)
+    reductions: tuple[Group, ...] = (world,)
+    if not is_small:
+        pipeline = along("world.pp", "pp", slot_bytes=SCALAR_SLOT_BYTES)
+        reductions = replace(dp, name="world.dp"), replace(tp, name="world.tp"), pipeline
+    stages = tuple(topology.group(rank, "pp"))
+    up, down = (open_one(GroupSpec(way, stages, own=False)) for way in ("pp.up", "pp.down"))
+    p2p = P2PCommunicator(up, down, open_p2p())
+    ends = (stages[0], stages[-1])
+    embedding = open_one(GroupSpec("tied", ends if tied and len(stages) > 1 and rank in ends else (rank,), SLOT))
+    return Mesh(
+        topology, rank, tp, heads, keys, dp, up, down, embedding, world, reductions, recorder, p2p, timeout, open_one,
+        {("tp",): tp, DATA_AXES: dp},
+    )  # fmt: skip
 
 
 def _expect_communication(mesh: Mesh, channels: Iterable[Channel]) -> None:
@@ -170,9 +213,4 @@ def _open_channels(
 
 def single_process_mesh() -> Mesh:
     """Return the mesh of a job of one process."""
-    tp, heads, keys, dp, up, down, tied, world = (
-        single_rank_group(name) for name in ("tp", "cp.heads", "cp.keys", "dp", "pp.up", "pp.down", "tied", "world")
-    )
-    timeout = Timeout()
-    p2p = P2PCommunicator(up, down, ProcessGroupP2P({}, timeout))
-    return Mesh(Topology(), 0, tp, heads, keys, dp, up, down, tied, world, (world,), Recorder(), p2p, timeout)
+    return open_mesh(Topology(), 0, tied=False)

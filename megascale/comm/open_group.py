@@ -1,4 +1,6 @@
-"""Opening a group by its members, and choosing the transport of its collectives."""
+"""Opening a group by its members, and choosing the transport of its collectives: torch.distributed's (NCCL's, or gloo's
+for large groups), shared memory, or messages.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
+from torch import Tensor
 
 from megascale.comm import shared_memory
 from megascale.comm.group import Group, single_rank_group
 from megascale.comm.lost_peer import opening_group
 from megascale.comm.nccl_options import nccl_options
 from megascale.comm.p2p_collectives import MAX_MESSAGE_BYTES, P2PTransport
-from megascale.comm.process_group import ProcessGroupTransport
 from megascale.comm.progress import work_wrapper
 from megascale.comm.timeout import Timeout
+from megascale.comm.work import TransportWork, WrapWork
 from megascale.config.nccl import NcclConfig
 from megascale.core.process import usable_cores
 from megascale.core.rank import local_world_size
@@ -25,6 +28,27 @@ from megascale.trace.recorder import Recorder
 
 MAX_DIRECT_RANKS = 8
 """Most ranks of a CPU group with all-to-all messages; larger groups take gloo's ring, which only has neighbours."""
+
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+class ProcessGroupTransport:
+    """torch.distributed's collectives of a process group; None stands for the default group of all ranks."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None, wrap_work: WrapWork) -> None:
+        self._process_group = process_group
+        self._wrap_work = wrap_work
+
+    def all_reduce(self, tensor: Tensor, op: str) -> TransportWork:
+        return self._wrap_work([dist.all_reduce(tensor, _OPS[op], self._process_group, async_op=True)], None)
+
+    def all_gather(self, out: Tensor, part: Tensor) -> TransportWork:
+        return self._wrap_work([dist.all_gather_into_tensor(out, part, self._process_group, async_op=True)], None)
+
+    def reduce_scatter(self, out: Tensor, full: Tensor) -> TransportWork:
+        work = dist.reduce_scatter_tensor(out, full, group=self._process_group, async_op=True)
+        return self._wrap_work([work], None)
 
 
 @dataclass(frozen=True)

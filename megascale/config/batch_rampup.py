@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+
+from megascale.config.train import BatchConfig, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -52,20 +53,19 @@ class BatchSizes:
         return consumed + left * self.total
 
 
-def batch_sizes(config: Any) -> BatchSizes:
-    """The batches of a run with this section `batch`, all equal without a ramp-up."""
-    start, increment, samples = config.batch.rampup or (config.batch.total, config.batch.total, 0)
-    return BatchSizes(config.batch.total, start, increment, samples)
+def batch_sizes(batch: BatchConfig) -> BatchSizes:
+    """The batches of a run, all equal without a ramp-up."""
+    start, increment, samples = batch.rampup or (batch.total, batch.total, 0)
+    return BatchSizes(batch.total, start, increment, samples)
 
 
-def samples_of_run(config: Any) -> int:
-    """The samples of all steps of a run with these sections `batch` and `train`."""
-    samples: int = batch_sizes(config).before_step(config.train.steps + 1)
-    return samples
+def samples_of_run(batch: BatchConfig, train: TrainConfig) -> int:
+    """The samples of all steps of a run."""
+    return batch_sizes(batch).before_step(train.steps + 1)
 
 
-def full_batch_steps(config: Any) -> int:
+def full_batch_steps(batch: BatchConfig, train: TrainConfig) -> int:
     """The steps of `batch.global` that have the samples of a run, rounded down. The learning rate counts in these, so
     that it is the same function of the samples with and without a ramp-up.
     """
-    return samples_of_run(config) // int(config.batch.total)
+    return samples_of_run(batch, train) // batch.total

@@ -1,45 +1,22 @@
-"""Rules of `[data]`: packing and masks, the order of documents, and the samples that are read."""
+"""Rules of `[data]`: packing and masks, order and weights of documents, skipped samples, and chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from megascale.config.finding import Finding, Rule
-
-
-def document_mask(c: Any) -> Iterator[Finding]:
-    """Check that keys of packing and of the document mask have an effect."""
-    d = c.data
-    if d.mock and d.packing != "concat":
-        yield Finding("data.packing", "has no effect on mock data", "remove the key")
-    given = {"boundary_loss": d.boundary_loss, "eod": d.eod is not None, "document_length": d.document_length}
-    for key in (key for key, value in given.items() if value and d.mask != "document"):
-        yield Finding(f"data.{key}", f"has no effect with mask = {d.mask}", "mask = document, or remove the key")
-    if d.eod is not None and d.eod >= c.model.vocab_size:
-        message = f"{d.eod} is no token of a vocabulary of {c.model.vocab_size}"
-        yield Finding("data.eod", message, "the id of the end-of-document token")
+from megascale.catalog.data_policies import DATA_POLICIES
+from megascale.config.data import DataConfig
+from megascale.config.decomposition import Decomposition, decomposition, min_piece
+from megascale.config.finding import Finding
+from megascale.config.model import ModelConfig
+from megascale.config.parallel import ParallelConfig
+from megascale.config.train import BatchConfig
 
 
-def document_order(c: Any) -> Iterator[Finding]:
-    """Check that a file of the order of documents has one dataset, which is concatenated."""
-    d = c.data
-    if d.order is None:
-        return
-    for found, message, hint in (
-        (d.mock, "has no effect on mock data", "remove the key"),
-        (isinstance(d.train, list), "is the order of one dataset, and data.train is a blend", "a single dataset"),
-        (d.packing != "concat", f"has no effect with packing = {d.packing}", "packing = concat, or remove the key"),
-    ):
-        if found:
-            yield Finding("data.order", message, hint)
-            return
-
-
-def skipped_samples(c: Any) -> Iterator[Finding]:
+def skipped_samples(data: DataConfig) -> Iterator[Finding]:
     """Check that the ranges of data.skip ascend and do not overlap."""
     end = 0
-    for start, stop in c.data.skip:
+    for start, stop in data.skip:
         if start < end or stop <= start:
             message = f"[{start}, {stop}] is empty, or begins before the end of the range before it"
             yield Finding("data.skip", message, "ranges [start, stop] in ascending order, such as [[1000, 2000]]")
@@ -47,26 +24,127 @@ def skipped_samples(c: Any) -> Iterator[Finding]:
         end = stop
 
 
-def changed_weights(c: Any) -> Iterator[Finding]:
+def changed_weights(data: DataConfig) -> Iterator[Finding]:
     """Check that data.weights is for the datasets of data.train, and that its places ascend."""
-    source = c.data.train
-    count = len(source) if isinstance(source, list) else 1
+    count = len(data.train) if isinstance(data.train, list) else 1
     end, hint = -1, "[[place, [a weight for each dataset of data.train]], ...], with ascending places"
-    for place, weights in c.data.weights:
+    for place, weights in data.weights:
         if len(weights) != count or not sum(weights):
-            message = (
-                f"{weights} at {place}: data.train has {count} dataset{'s' * (count > 1)}; not all weights may be 0"
-            )
-            yield Finding("data.weights", message, hint)
+            datasets = f"data.train has {count} dataset{'s' * (count > 1)}; not all weights may be 0"
+            yield Finding("data.weights", f"{weights} at {place}: {datasets}", hint)
         if place <= end:
             yield Finding("data.weights", f"place {place} does not come after {end}", hint)
         end = place
 
 
-RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
-    (("data",), skipped_samples),
-    (("data",), changed_weights),
-    (("data",), document_order),
-    (("model", "data"), document_mask),
-)
-"""(sections that the rule reads, rule), as in `rules`."""
+def document_order(data: DataConfig) -> Iterator[Finding]:
+    """Check that a file of the order of documents has one dataset, which is concatenated."""
+    if data.order is None:
+        return
+    if data.mock:
+        message, hint = "has no effect on mock data", "remove the key"
+    elif isinstance(data.train, list):
+        message, hint = "is the order of one dataset, and data.train is a blend", "a single dataset"
+    elif data.packing != "concat":
+        message, hint = f"has no effect with packing = {data.packing}", "packing = concat, or remove the key"
+    else:
+        return
+    yield Finding("data.order", message, hint)
+
+
+def end_of_document(model: ModelConfig, data: DataConfig) -> Iterator[Finding]:
+    """Check that the end-of-document token is in the vocabulary."""
+    if data.eod is not None and data.eod >= model.vocab_size:
+        message = f"{data.eod} is no token of a vocabulary of {model.vocab_size}"
+        yield Finding("data.eod", message, "the id of the end-of-document token")
+
+
+def decomposed_documents(model: ModelConfig, batch: BatchConfig, data: DataConfig) -> Iterator[Finding]:
+    """Check that the lengths of pieces are powers of two, and that pieces do not attend to each other."""
+    if data.packing != "decompose":
+        return
+    length, least = model.seq_length, min_piece(model, data)
+    if data.mask != "document":
+        message = "decompose fills samples with unrelated pieces, which must not attend to each other"
+        yield Finding("data.packing", message, "data.mask = document")
+    if least == 1 and not data.boundary_loss:
+        yield Finding("data.min_piece", "pieces of one token have no label", "2 or more")
+    if not _is_power(length):
+        message = f"packing = decompose needs a power of two, not {length}"
+        yield Finding("model.seq_length", message, _near_powers(length))
+    elif not _is_power(least) or least > length:
+        message = f"{least} is no power of two up to seq_length = {length}"
+        yield Finding("data.min_piece", message, _near_powers(min(least, length)))
+    else:
+        yield from _turns(data, decomposition(model, batch, data))
+
+
+def _turns(data: DataConfig, found: Decomposition) -> Iterator[Finding]:
+    """Check the curriculum, and that weights of the blend change between turns."""
+    unit, of = found.turn, "bucket_samples"
+    if found.odds is not None:
+        unit, of = unit * found.cycle, "bucket_samples x cycle"
+        if len(found.odds) != len(found.pieces):
+            message = f"{len(found.odds)} odds for pieces of {', '.join(map(str, found.pieces))} tokens"
+            yield Finding("data.curriculum", message, f"{len(found.pieces)} odds")
+    elif data.cycle is not None:
+        yield Finding("data.cycle", "has no effect with curriculum = mixed", "a curriculum, or remove the key")
+    for place in (place for place, _ in data.weights if place % unit):
+        message = f"place {place} is no multiple of {of} = {unit}, as it must be with packing = decompose"
+        yield Finding("data.weights", message, f"{place // unit * unit + unit}")
+
+
+def _is_power(size: int) -> bool:
+    return not size & (size - 1)
+
+
+def _near_powers(size: int) -> str:
+    low = int(2 ** (size.bit_length() - 1))
+    return f"{low}" if low == size else f"{low} or {2 * low}"
+
+
+def data_policy(batch: BatchConfig, data: DataConfig) -> Iterator[Finding]:
+    """Check that there is a blend that a policy can change, and that its updates are far enough apart."""
+    key = "data.policy"
+    if data.policy is None:
+        return
+    if data.mock or not isinstance(data.train, list):
+        message = "changes the weights of a blend, and data.train is none"
+        yield Finding(key, message, "data.train = [[weight, prefix], ...]")
+    if data.weights:
+        yield Finding(key, "and data.weights both change the weights of the blend", "only one of them")
+    if data.packing == "decompose":
+        yield Finding(key, "cannot change the weights with packing = decompose", "data.packing = concat or best_fit")
+    if data.updates_every < data.prefetch + 2:
+        message = f"{data.updates_every} is below prefetch + 2, the steps after which new weights begin"
+        yield Finding("data.policy_every", message, f"{data.prefetch + 2} or more")
+    if DATA_POLICIES[data.policy].facts.get("uses_losses") and batch.micro != 1:
+        message = f"{data.policy} uses the losses by dataset, and a micro-batch of {batch.micro} samples"
+        yield Finding(key, f"{message} may have several", "batch.micro = 1")
+
+
+def chunk_sizes(model: ModelConfig, parallel: ParallelConfig, data: DataConfig) -> Iterator[Finding]:
+    """Check the division of a sequence by chunks, and with sp of a chunk by tp ranks."""
+    key, tokens, length = "data.chunk_tokens", data.chunk_tokens, model.seq_length
+    unit = parallel.tp if parallel.sp else 1
+    if tokens is None:
+        return
+    if length % tokens or length == tokens:
+        message = f"a sequence of {length} cannot be cut into chunks of {tokens}"
+        yield Finding(key, message, f"a divisor of {length}, smaller than it")
+    elif tokens % unit:
+        message = f"{tokens} tokens cannot be split over tp = {unit} ranks"
+        yield Finding(key, message, f"a multiple of {unit} that divides {length}")
+    elif data.keep_chunks > length // tokens:
+        yield Finding("data.keep_chunks", f"a sequence has {length // tokens} chunks", f"at most {length // tokens}")
+
+
+def chunk_schedule(parallel: ParallelConfig, data: DataConfig) -> Iterator[Finding]:
+    """Check for one model chunk per rank, for state-aware 1F1B."""
+    if data.chunk_tokens is None:
+        return
+    if parallel.vpp > 1:
+        yield Finding("parallel.vpp", f"chunks of sequences have no schedule with vpp = {parallel.vpp}", "1")
+    elif parallel.schedule not in (None, "1f1b"):
+        message = f"{parallel.schedule} has no order of chunks that depend on each other"
+        yield Finding("parallel.schedule", message, "1f1b, or remove the key")

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from megascale.config.train import Blend, DataConfig
+from megascale.config.data import Blend, DataConfig, SplitName
 from megascale.core.errors import DataError
 from megascale.core.files import is_file, pointer_notice
 from megascale.core.limits import os_error_hint
@@ -28,8 +28,6 @@ PREPARE_AGAIN_HINT = "copy all files of the dataset again, or prepare it again"
 
 READERS = 32
 """Remote datasets whose files are read at the same time."""
-
-SplitName = Literal["train", "valid"]
 
 
 @dataclass(frozen=True)

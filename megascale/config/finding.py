@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -14,7 +12,3 @@ class Finding:
     key: str
     message: str
     hint: str
-
-
-Rule = Callable[[Any], Iterator[Finding]]
-"""A function from a configuration's sections (attributes of the argument) to findings."""

@@ -9,8 +9,10 @@ that no slip of a key injects a fault.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -51,28 +53,16 @@ KINDS: Mapping[str, FaultKind] = {
         "rank", "the rank sleeps delay_s in the phase, in `steps` steps", "forward", PHASES, ("steps",), ("delay_s",)
     ),
     "slow_compute": FaultKind(
-        "rank",
-        "the rank's actions take `factor` times as long, in `steps` steps; on processors only",
-        "",
-        (),
-        ("steps",),
-        ("factor",),
+        "rank", "the rank's actions take `factor` times as long, in `steps` steps; on processors only", "", (),
+        ("steps",), ("factor",),
     ),
     "collect_garbage": FaultKind(
-        "rank",
-        "Python's garbage collector pauses the rank for delay_s in the phase, in `steps` steps",
-        "forward",
-        PHASES,
-        ("steps",),
-        ("delay_s",),
+        "rank", "Python's garbage collector pauses the rank for delay_s in the phase, in `steps` steps", "forward",
+        PHASES, ("steps",), ("delay_s",),
     ),
     "delay_message": FaultKind(
-        "rank",
-        "the rank's messages to other stages leave delay_s later, in `steps` steps; on processors only",
-        "send",
-        (),
-        ("steps",),
-        ("delay_s",),
+        "rank", "the rank's messages to other stages leave delay_s later, in `steps` steps; on processors only",
+        "send", (), ("steps",), ("delay_s",),
     ),
     "raise": FaultKind("rank", "the rank raises an error", "forward", PHASES),
     "exit": FaultKind("rank", "the rank ends with `status`, without a word", "forward", PHASES, ("status",)),
@@ -96,8 +86,7 @@ KINDS: Mapping[str, FaultKind] = {
     "kill_agent": FaultKind("node", "the agent of the node is killed"),
     "cut_link": FaultKind("node", "the node's link is cut, or the one to node `peer`", options=("for_s", "peer")),
     "mute_link": FaultKind(
-        "node",
-        "messages from the node are lost, to all or to node `peer`; messages to it arrive",
+        "node", "messages from the node are lost, to all or to node `peer`; messages to it arrive",
         options=("for_s", "peer"),
     ),
     "reset_link": FaultKind("node", "the node's connections are reset, or those to node `peer`", options=("peer",)),
@@ -110,7 +99,7 @@ KINDS: Mapping[str, FaultKind] = {
         "node", "the file system of the node's checkpoints is full, for `steps` steps", options=("steps",)
     ),
     "kill_driver": FaultKind("driver", "the driver is killed"),
-}
+}  # fmt: skip
 """Kinds of faults by name. Ranks inject their own; the program that runs the test injects the others."""
 
 
@@ -214,12 +203,14 @@ def _values(part: str, words: Sequence[str]) -> dict[str, Any]:
             raise InjectionError(f"{part!r}: {word!r} is not key=value")
         if key in values:
             raise InjectionError(f"{part!r}: {key} is given twice")
-        if (parse := _PARSERS.get(key)) is None:
-            raise InjectionError(f"{part!r}: no key {key!r}{_nearest(key, _PARSERS)}")
-        try:
-            values[key] = parse(value)
-        except ValueError:
-            raise InjectionError(f"{part!r}: {key}={value}: should be {_RANGES[parse]}") from None
+        if key not in _OPTIONS:
+            raise InjectionError(f"{part!r}: no key {key!r}{_nearest(key, _OPTIONS)}")
+        if number := _OPTIONS[key]:
+            values[key] = number.parse(value)
+            if values[key] is None:
+                raise InjectionError(f"{part!r}: {key}={value}: should be {number.words}")
+        else:
+            values[key] = tuple(value.split(",")) if key == "kinds" else value
     return values
 
 
@@ -260,64 +251,37 @@ def _random(part: str, values: dict[str, Any]) -> RandomFaults:
     return RandomFaults(**values)
 
 
-def _nearest(word: str, words: Mapping[str, Any]) -> str:
+def _nearest(word: str, words: Collection[str]) -> str:
     found = difflib.get_close_matches(word, words, n=1)
     return f"; did you mean {found[0]}?" if found else f", only {', '.join(words)}"
 
 
-def _whole(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or len(text) > 9:
-        raise ValueError(text)
-    return int(text)
+@dataclass(frozen=True)
+class _Number:
+    """Numbers of a kind from `low` to `high`, in `words`."""
+
+    words: str
+    kind: type[int] | type[float]
+    low: float
+    high: float = math.inf
+
+    def parse(self, text: str) -> float | None:
+        """Return the number; None for another text."""
+        if self.kind is int and not (text.isascii() and text.isdigit() and len(text) <= 9):
+            return None
+        with contextlib.suppress(ValueError):
+            if self.low <= (value := self.kind(text)) <= self.high:
+                return value
+        return None
 
 
-def _positive(text: str) -> int:
-    if not (value := _whole(text)):
-        raise ValueError(text)
-    return value
-
-
-def _seconds(text: str) -> float:
-    if not 1e-3 <= (value := float(text)) <= 1e6:
-        raise ValueError(text)
-    return value
-
-
-def _factor(text: str) -> float:
-    if not 1 <= (value := float(text)) <= 1000:
-        raise ValueError(text)
-    return value
-
-
-def _status(text: str) -> int:
-    if (value := _whole(text)) > 255:
-        raise ValueError(text)
-    return value
-
-
-def _bit(text: str) -> int:
-    if (value := _whole(text)) > 63:
-        raise ValueError(text)
-    return value
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
-
-
-_RANGES: Mapping[Callable[[str], Any], str] = {
-    _whole: "a whole number from 0 on",
-    _positive: "a whole number from 1 on",
-    _seconds: "a number from 0.001 to 1000000",
-    _factor: "a number from 1 to 1000",
-    _status: "an exit status from 0 to 255",
-    _bit: "a bit from 0 to 63",
-    _names: "names with commas",
-    str: "a phase",
-}
-_PARSERS: Mapping[str, Callable[[str], Any]] = {
-    "rank": _whole, "node": _whole, "peer": _whole, "step": _whole, "phase": str, "for_s": _seconds,
-    "delay_s": _seconds, "steps": _positive, "status": _status, "times": _positive, "mtbf_s": _seconds,
-    "mtbf_steps": _seconds, "apart": _seconds, "seed": _whole, "kinds": _names, "bit": _bit, "mbit": _seconds,
-    "cores": _seconds, "factor": _factor,
+_WHOLE = _Number("a whole number from 0 on", int, 0)
+_POSITIVE = _Number("a whole number from 1 on", int, 1)
+_SECONDS = _Number("a number from 0.001 to 1000000", float, 1e-3, 1e6)
+_OPTIONS: Mapping[str, _Number | None] = {
+    "rank": _WHOLE, "node": _WHOLE, "peer": _WHOLE, "step": _WHOLE, "phase": None, "for_s": _SECONDS,
+    "delay_s": _SECONDS, "steps": _POSITIVE, "status": _Number("an exit status from 0 to 255", int, 0, 255),
+    "times": _POSITIVE, "mtbf_s": _SECONDS, "mtbf_steps": _SECONDS, "apart": _SECONDS, "seed": _WHOLE, "kinds": None,
+    "bit": _Number("a bit from 0 to 63", int, 0, 63), "mbit": _SECONDS, "cores": _SECONDS,
+    "factor": _Number("a number from 1 to 1000", float, 1, 1000),
 }  # fmt: skip

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
 from collections.abc import Collection, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
@@ -17,12 +15,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from megascale.config.finding import Finding
-from megascale.config.foreign_names import FOREIGN_KEYS, FOREIGN_TABLES
 from megascale.config.model import DERIVED_FROM, ModelConfig, fill_defaults
-from megascale.config.rules import RULES, world_findings
+from megascale.config.rules import RULES, InvalidValueError, run_rules
 from megascale.config.run import NAME_PATTERN, RunConfig
 from megascale.config.section import AUTO, AUTO_AS_NONE, Section
 from megascale.config.toml_reader import Source, Tree, apply_overrides, read_toml
+from megascale.config.world_rules import world_findings
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.registry import closest_name
 
@@ -56,7 +54,7 @@ def check_rules(config: RunConfig, where: str) -> None:
 
     Raises: ConfigError with all problems.
     """
-    findings = list(_run_rules({name: getattr(config, name) for name in sections()}))
+    findings = list(run_rules(RULES, dict(config)))
     if findings:
         raise ConfigError([Problem(where, finding.key, finding.message, finding.hint) for finding in findings])
 
@@ -106,7 +104,8 @@ def _find_problems(source: Source, world_size: int | None, skip_sections: Collec
     name_value = source.tree.get("name")
     if not (isinstance(name_value, str) and NAME_PATTERN.fullmatch(name_value)):
         yield _name_problem(source, name_value)
-    yield from (_to_problem(source, finding) for finding in _run_rules(valid, skip_sections))
+    checked = {name: section for name, section in valid.items() if name not in skip_sections}
+    yield from (_to_problem(source, finding) for finding in run_rules(RULES, checked))
     yield from _shared_folders(source)
     if world_size is not None and all(isinstance(valid.get(name), Section) for name in types):
         config = RunConfig.model_construct(name="check", **valid)
@@ -124,20 +123,7 @@ def _shared_folders(source: Source) -> Iterator[Problem]:
             yield Problem(where, key, what, hint)
 
 
-def _run_rules(valid: dict[str, Section | _PartialSection], skip_sections: Collection[str] = ()) -> Iterator[Finding]:
-    """Run the rules whose sections are all tables and not skipped."""
-    config = SimpleNamespace(**valid)
-    for needs, rule in RULES:
-        if all(need in valid for need in needs) and not set(needs).intersection(skip_sections):
-            with contextlib.suppress(_InvalidValue):
-                yield from rule(config)
-
-
 _NAME_HINT = "letters, digits, '.', '_' and '-', at most 128"
-
-
-class _InvalidValue(Exception):
-    """A rule has read a key without a valid value."""
 
 
 class _PartialSection:
@@ -151,7 +137,7 @@ class _PartialSection:
         if isinstance(derived := getattr(self._section, name, None), property) and derived.fget:
             return derived.fget(self)
         if name not in self._values:
-            raise _InvalidValue(name)
+            raise InvalidValueError(name)
         return self._values[name]
 
 
@@ -205,6 +191,8 @@ RENAMED_KEYS = {"observe.ledger": "observe.record", "checkpoint.patience_s": "ch
 
 
 def _unknown_key(source: Source, key: str, known: list[str]) -> Problem:
+    from megascale.config.foreign_names import FOREIGN_KEYS, FOREIGN_TABLES  # for a mistake alone
+
     table, _, last = key.rpartition(".")
     same_key = [f"{name}.{last}" for name, section in sections().items() if last in _keys(section)]
     foreign = FOREIGN_KEYS.get(last) if table else FOREIGN_TABLES.get(last, FOREIGN_KEYS.get(last))

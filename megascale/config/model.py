@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
@@ -10,7 +11,6 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from megascale.catalog.layers import ACTIVATIONS, BLOCKS, NORMS
-from megascale.catalog.presets import PRESETS
 from megascale.catalog.rope_scalings import ROPE_SCALINGS
 from megascale.config.section import AUTO_AS_NONE, Float32, Section, Size, TableChoice, choice
 from megascale.core.registry import closest_name
@@ -23,6 +23,8 @@ Positive = Annotated[Float32, Field(gt=0)]
 
 
 def _known_preset(name: str) -> str:
+    from megascale.catalog.presets import PRESETS
+
     if name not in PRESETS:
         context = {"message": f"'{name}' is not one of {', '.join(PRESETS)}", "nearest": closest_name(name, PRESETS)}
         raise PydanticCustomError("choice", "{message}", context)
@@ -183,8 +185,11 @@ def fill_defaults(keys: dict[str, Any]) -> dict[str, Any]:
     """Add the keys of the preset and the derived sizes; drop head_dim, qkv_bias and positions if equal to their
     defaults. A slice of a preset has the windows of the preset's first layers.
     """
-    name = keys.get("preset")
-    full = PRESETS.get(name if isinstance(name, str) else "", {}) | keys
+    full = dict(keys)
+    if isinstance(name := keys.get("preset"), str):
+        from megascale.catalog.presets import PRESETS
+
+        full = PRESETS.get(name, {}) | keys
     hidden, heads, layers = full.get("hidden_size"), full.get("num_heads"), full.get("num_layers")
     if "window" not in keys and isinstance(full.get("window"), list) and isinstance(layers, int) and layers > 0:
         full["window"] = full["window"][:layers]
@@ -202,3 +207,27 @@ def fill_defaults(keys: dict[str, Any]) -> dict[str, Any]:
     if full.get("qkv_bias") is full.get("bias", True):
         full.pop("qkv_bias", None)
     return full
+
+
+SAME_MODEL_HINT = "[model] as there, or another name or checkpoint.resume for this run"
+
+MODEL_KEYS = (
+    "num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size", "norm", "activation",
+    "position", "bias", "qkv_bias", "tie_embeddings", "block", "head_dim", "qk_norm", "positions",
+)  # fmt: skip
+"""Keys of `[model]` that must be equal in a checkpoint and in the run that loads it."""
+
+
+def model_differences(saved: Mapping[str, Any], model: ModelConfig) -> str:
+    """List the `MODEL_KEYS` that differ between a saved `[model]` section and this run's; empty if none does."""
+    there = {key: saved.get(key) for key in MODEL_KEYS}
+    hidden, heads = there["hidden_size"], there["num_heads"]
+    if there["head_dim"] is None and isinstance(hidden, int) and isinstance(heads, int) and heads:
+        there["head_dim"] = hidden // heads
+    if there["qkv_bias"] is None:
+        there["qkv_bias"] = there["bias"]
+    there["qk_norm"] = there["qk_norm"] or "none"
+    if there["position"] == "learned":
+        there["positions"] = there["positions"] or saved.get("seq_length")
+    here = {key: getattr(model, key) for key in MODEL_KEYS} | {"positions": model.position_rows or None}
+    return "; ".join(f"{key} {there[key]} there, {here[key]} here" for key in MODEL_KEYS if there[key] != here[key])

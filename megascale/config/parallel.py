@@ -55,6 +55,11 @@ class ParallelConfig(Section):
     )
 
     @property
+    def replica_size(self) -> int:
+        """Number of processes in one model replica."""
+        return self.tp * self.cp * self.pp
+
+    @property
     def cp_heads(self) -> int:
         """Number of neighbouring cp ranks that exchange heads."""
         return {"ulysses": self.cp, "usp": self.cp_ulysses}.get(self.cp_mode, 1)

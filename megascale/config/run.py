@@ -9,24 +9,16 @@ from typing import Annotated
 from pydantic import Field
 
 from megascale.catalog.tokenizers import TOKENIZERS
-from megascale.config.backends import BackendsConfig
-from megascale.config.batch_rampup import full_batch_steps
+from megascale.config.backends import BackendsConfig, Fp8Config
+from megascale.config.batch_rampup import full_batch_steps, samples_of_run
+from megascale.config.data import Blend, DataConfig
 from megascale.config.fault import FaultConfig
-from megascale.config.fp8 import Fp8Config
 from megascale.config.launch import LaunchConfig
 from megascale.config.model import ModelConfig
 from megascale.config.nccl import NcclConfig
 from megascale.config.parallel import OverlapConfig, ParallelConfig
 from megascale.config.section import Section
-from megascale.config.train import (
-    BatchConfig,
-    Blend,
-    CheckpointConfig,
-    DataConfig,
-    ObserveConfig,
-    OptimizerConfig,
-    TrainConfig,
-)
+from megascale.config.train import BatchConfig, CheckpointConfig, ObserveConfig, OptimizerConfig, TrainConfig
 from megascale.core.files import absolute_path
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -85,7 +77,12 @@ class RunConfig(Section):
     @property
     def world_size(self) -> int:
         """Number of processes of a resolved configuration."""
-        return model_parallel_size(self.parallel) * self.dp
+        return self.parallel.replica_size * self.dp
+
+    @property
+    def samples(self) -> int:
+        """The samples of all steps."""
+        return samples_of_run(self.batch, self.train)
 
     @property
     def num_microbatches(self) -> int:
@@ -125,10 +122,10 @@ class RunConfig(Section):
         `world_size`: processes of the job, or None for the smallest number that the layout allows.
         """
         p = self.parallel
-        dp = p.dp if isinstance(p.dp, int) else (world_size or model_parallel_size(p)) // model_parallel_size(p)
+        dp = p.dp if isinstance(p.dp, int) else (world_size or p.replica_size) // p.replica_size
         schedule = p.schedule or ("interleaved_1f1b" if p.vpp > 1 else "1f1b")
         parallel = p.model_copy(update={"dp": dp, "schedule": schedule})
-        steps = full_batch_steps(self)
+        steps = full_batch_steps(self.batch, self.train)
         decay_steps = self.optimizer.decay_steps or max(min(steps // 10, steps - self.optimizer.warmup_steps), 1)
         optimizer = self.optimizer.model_copy(update={"decay_steps": decay_steps})
         resume = self.checkpoint.resume
@@ -149,35 +146,21 @@ class RunConfig(Section):
         )
 
 
-def model_parallel_size(parallel: ParallelConfig) -> int:
-    """Number of processes in one model replica."""
-    return parallel.tp * parallel.cp * parallel.pp
-
-
 def _absolute_or_url(text: str) -> str:
     """Make a path absolute; return a URL unchanged."""
     return text if "://" in text else str(absolute_path(text))
 
 
-def _absolute(path: str | None) -> str | None:
-    return path and _absolute_or_url(path)
-
-
 def _absolute_data(data: DataConfig) -> DataConfig:
     def absolute(source: str | Blend | None) -> str | Blend | None:
-        if source is None or isinstance(source, str):
-            return _absolute(source)
-        return [(weight, _absolute_or_url(prefix)) for weight, prefix in source]
+        if isinstance(source, list):
+            return [(weight, _absolute_or_url(prefix)) for weight, prefix in source]
+        return source and _absolute_or_url(source)
 
-    return data.model_copy(
-        update={
-            "train": absolute(data.train),
-            "valid": absolute(data.valid),
-            "tokenizer": data.tokenizer if data.tokenizer in TOKENIZERS.cards else _absolute(data.tokenizer),
-            "cache": _absolute(data.cache),
-            "order": _absolute(data.order),
-        }
-    )
+    paths = {key: absolute(getattr(data, key)) for key in ("train", "valid", "tokenizer", "cache", "order")}
+    if data.tokenizer in TOKENIZERS.cards:
+        paths["tokenizer"] = data.tokenizer
+    return data.model_copy(update=paths)
 
 
 def dataset_prefixes(source: str | Blend | None) -> list[str]:

@@ -14,6 +14,8 @@ from megascale.core.registry import Registry
 Count = Annotated[int, Field(gt=0, le=2**40)]
 """A positive count, up to 2^40."""
 
+NonNegativeInt = Annotated[int, Field(ge=0, lt=2**63)]
+
 Size = Annotated[int, Field(gt=0, le=2**26)]
 """A dimension of a matrix. The bytes of a matrix of two such dimensions, or of one and a vocabulary, fit 63 bits."""
 

@@ -26,9 +26,10 @@ LOSS_SECTIONS = ("model", "batch", "train", "fp8", "optimizer", "data")
 """Sections that determine the losses of a run; the other sections only affect execution."""
 
 
-def config_changes(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """List the changes in LOSS_SECTIONS against a configuration saved as `model_dump(by_alias=True, mode="json")`."""
-    current = config.model_dump(by_alias=True, mode="json")
+def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """List the changes in LOSS_SECTIONS from a saved to the current configuration, both as
+    `RunConfig.model_dump(by_alias=True, mode="json")`.
+    """
     return [
         f"{section}.{key} {_value(saved[section][key])} -> {_value(value)}"
         for section in LOSS_SECTIONS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,18 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from megascale.checkpoint import offline
+from megascale.checkpoint import folders, offline
 from megascale.checkpoint.companions import COMPANIONS, SOURCE_CONFIG, copy_companions, write_companion
 from megascale.checkpoint.format import manifest
 from megascale.config.model import ModelConfig
 from megascale.convert import tokenizer_files
 from megascale.convert.config_file import CONFIG_FILE
 from megascale.convert.huggingface import PretrainedWeights, export_model
-from megascale.convert.saved_weights import SavedWeights, average_of_weights
 from megascale.convert.tensor_map import model_tensors
 from megascale.core.errors import CheckpointError
 from megascale.core.files import atomic_folder, is_file
 from megascale.core.storage import Location
+from megascale.parallel.stateful import AVERAGE, AVERAGE_UPDATES, WEIGHTS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -77,7 +78,7 @@ def read_model_section(source: Location) -> dict[str, Any]:
     if folder and is_file(folder / CONFIG_FILE) and not is_file(folder / manifest.NAME):
         model = PretrainedWeights(folder).model
     else:
-        checkpoint = offline.find_checkpoint(source)
+        checkpoint = folders.find_checkpoint(source)
         model = _saved_model(checkpoint, manifest.read(checkpoint))
     keys = model.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"preset"})
     return keys | ({"positions": model.position_rows} if model.position_rows else {})  # whatever seq_length becomes
@@ -112,7 +113,6 @@ def to_huggingface(
     """
     saved = manifest.read(source)
     model = _saved_model(source, saved)
-
     weights = average_of_weights(source, saved) if average else SavedWeights(source, saved)
 
     def read(name: str) -> Tensor:
@@ -124,7 +124,46 @@ def to_huggingface(
     with atomic_folder(output) as folder:
         copy_companions(source, Location(str(folder)), COMPANIONS)
         configured = (saved.facts.config.get("data") or {}).get("tokenizer")
-        wanted = tokenizer_files.TokenizerChoice(tokenizer, eod, configured and str(configured))
-        extra_keys, missing = tokenizer_files.add_tokenizer(source, folder, model, wanted)
+        wanted = tokenizer, eod, configured and str(configured)
+        extra_keys, missing = tokenizer_files.add_tokenizer(source, folder, model, *wanted)
         export_model(model, read, folder, target, extra_keys)
     return missing
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """Tensors of a checkpoint in `source` that are weights: the means of those with the `prefixes`."""
+
+    source: Location
+    saved: manifest.Manifest
+    prefixes: tuple[str, ...] = (WEIGHTS,)
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """Return the stored dtype of a weight; None without one."""
+        stored = self.saved.tensors.get(self.prefixes[0] + name)
+        return None if stored is None else getattr(torch, stored.dtype)
+
+    def read(self, name: str) -> Tensor:
+        """Read a weight.
+
+        Raises: DamagedError if it is missing or damaged
+        """
+        found = []
+        for prefix in self.prefixes:
+            if prefix + name not in self.saved.tensors:
+                raise manifest.DamagedError(f"{self.source} has no tensor {prefix}{name}")
+            found.append(offline.read_tensor(self.source, self.saved, prefix + name))
+        return torch.stack(found).mean(0) if len(found) > 1 else found[0]
+
+
+def average_of_weights(source: Location, saved: manifest.Manifest) -> SavedWeights:
+    """Return the average: of `lawa` the mean of the snapshots so far.
+
+    Raises: CheckpointError without one
+    """
+    kept = {name.partition(".")[0] for name in saved.tensors if name.startswith(AVERAGE)} - {AVERAGE_UPDATES}
+    taken = int(offline.read_tensor(source, saved, AVERAGE_UPDATES)) if AVERAGE_UPDATES in saved.tensors else 0
+    if not taken:
+        hint = "train.average = ema or lawa keeps one, every train.average_every steps"
+        raise CheckpointError(f"{source} has no average of the weights", hint=hint)
+    return SavedWeights(source, saved, tuple(f"{AVERAGE}{index}." for index in range(min(taken, len(kept)))))

@@ -10,54 +10,35 @@ from typing import Any
 
 import torch
 
-from megascale.catalog.tokenizers import TOKENIZERS
-from megascale.checkpoint import offline
-from megascale.checkpoint.format import manifest
+from megascale.checkpoint import folders
 from megascale.convert.config_file import CONFIG_FILE
 from megascale.convert.conversion import to_huggingface
 from megascale.convert.huggingface import PretrainedWeights
-from megascale.convert.tokenizer_files import data_tokenizer, eos_ids
+from megascale.convert.tokenizer_files import FramedTokenizer, load_framed
 from megascale.core.errors import CheckpointError, MegascaleError
-from megascale.core.files import fingerprint, is_file
+from megascale.core.files import is_file
 from megascale.core.storage import Location
-from megascale.data.indexed_dataset import TokenizerInfo
-from megascale.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling parameters. `temperature`: 0 for greedy decoding. `top_k`: number of likeliest tokens to sample from; 0
-    for all.
+    for all. `tokenizer`, `eod`: a tokenizer's name or file, and its end-of-document token; None for those of the
+    weights.
     """
 
     max_new_tokens: int
     temperature: float
     top_k: int
     seed: int
-
-
-@dataclass(frozen=True)
-class WantedTokenizer:
-    """A tokenizer's name or file, and its end-of-document token; None for those of the weights."""
-
-    name: str | None = None
+    tokenizer: str | None = None
     eod: str | None = None
-
-
-@dataclass(frozen=True)
-class LoadedTokenizer:
-    """A tokenizer, the id that begins a text, if any, and the ids that end one."""
-
-    tokenizer: Tokenizer
-    bos: int | None
-    stop: list[int]
 
 
 def generate_text(
     source: Location,
     prompts: Sequence[str],
     params: SamplingParams,
-    wanted: WantedTokenizer,
     device: torch.device,
     average: bool = False,
 ) -> Iterator[str]:
@@ -78,7 +59,7 @@ def generate_text(
             to_huggingface(source, folder, average=average)
         elif average:
             raise CheckpointError(f"{source} has no average of the weights", hint="leave out --average")
-        frame = _load_tokenizer(source, folder, wanted)
+        frame = load_framed(source, folder, params.tokenizer, params.eod)
         pretrained = PretrainedWeights(folder)
         pretrained.check_tensors()  # transformers would initialize missing tensors randomly
         seq_length = pretrained.model.seq_length
@@ -90,7 +71,7 @@ def generate_text(
         yield _generate_one(model, frame, prompt, params, seq_length)
 
 
-def _generate_one(model: Any, frame: LoadedTokenizer, prompt: str, params: SamplingParams, seq_length: int) -> str:
+def _generate_one(model: Any, frame: FramedTokenizer, prompt: str, params: SamplingParams, seq_length: int) -> str:
     tokenizer = frame.tokenizer
     before = [] if frame.bos is None else [frame.bos]
     prompt_ids = before + tokenizer.encode([prompt])[0].tolist() or [tokenizer.eod]
@@ -113,43 +94,9 @@ def _generate_one(model: Any, frame: LoadedTokenizer, prompt: str, params: Sampl
     return tokenizer.decode(token_ids[len(before) : -1 if token_ids[-1] in frame.stop else None])
 
 
-def _load_tokenizer(source: Location, folder: Path, wanted: WantedTokenizer) -> LoadedTokenizer:
-    """Load the tokenizer of `source`, whose Hugging Face files are in `folder`. The training data's description says
-    which ids begin and end a text; for foreign weights their files do.
-
-    Raises: DataError, CheckpointError
-    """
-    info, stop = data_tokenizer(source), eos_ids(folder)
-    name = wanted.name or _tokenizer_of(source, folder, info)
-    has_file = name not in TOKENIZERS.cards
-    identity = fingerprint(Path(name)) if has_file and is_file(name) else name
-    same = info is not None and info.fingerprint == identity
-    known: int | None = info.eod if info and same else (stop[0] if stop and not wanted.name else None)
-    tokenizer = load_tokenizer(name, wanted.eod or (known if has_file else None))
-    if wanted.name and not same:
-        stop = []  # ids of another tokenizer
-    framed = isinstance(tokenizer, FileTokenizer) and tokenizer.frames_with_bos
-    bos = info.bos if info and same else (tokenizer.bos if framed else None)
-    return LoadedTokenizer(tokenizer, bos, list(dict.fromkeys([tokenizer.eod, *stop])))
-
-
-def _tokenizer_of(source: Location, folder: Path, info: TokenizerInfo | None) -> str:
-    """The tokenizer.json beside the weights, or the tokenizer of the training data or the run's configuration."""
-    if is_file(folder / "tokenizer.json"):
-        return str(folder / "tokenizer.json")
-    if info and (info.name in TOKENIZERS.cards or is_file(info.name, optional=True)):
-        return info.name
-    tokenizer = None
-    if (source / manifest.NAME).exists():
-        tokenizer = (manifest.read(source).facts.config.get("data") or {}).get("tokenizer")
-    if not tokenizer:
-        raise CheckpointError(f"{source} does not name its tokenizer", hint="--tokenizer FILE")
-    return str(tokenizer)
-
-
 def find_weights(path: Location) -> Location:
     """Resolve a path: a Hugging Face folder, a checkpoint, or a run, which stands for its newest checkpoint.
 
     Raises: CheckpointError if the path has no weights
     """
-    return path if path.local_path and is_file(path.local_path / CONFIG_FILE) else offline.find_checkpoint(path)
+    return path if path.local_path and is_file(path.local_path / CONFIG_FILE) else folders.find_checkpoint(path)

@@ -10,45 +10,47 @@ from typing import Any
 
 from megascale.catalog.tokenizers import TOKENIZERS
 from megascale.checkpoint.companions import DATA_TOKENIZER, SOURCE_CONFIG, TOKENIZER_FILES
+from megascale.checkpoint.format import manifest
 from megascale.config.model import ModelConfig
 from megascale.core.errors import CheckpointError, DataError
 from megascale.core.files import exists, fingerprint, is_file, why_unreadable, write_text
 from megascale.core.storage import Location
 from megascale.data.indexed_dataset import TokenizerInfo
-from megascale.data.tokenizer import FileTokenizer
+from megascale.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
 
 ID_FILES = ("generation_config.json", "config.json")
 """Files that may have `eos_token_id`: an id, or a list of ids, each of which ends a text."""
 
 
 @dataclass(frozen=True)
-class TokenizerChoice:
-    """Choices of a user: a tokenizer.json, an end-of-document token, and the run's `data.tokenizer`."""
+class FramedTokenizer:
+    """A tokenizer, the id that begins a text, if any, and the ids that end one."""
 
-    tokenizer: Path | None = None
-    eod: str | None = None
-    configured: str | None = None
+    tokenizer: Tokenizer
+    bos: int | None
+    stop: list[int]
 
 
 def add_tokenizer(
-    source: Location, folder: Path, model: ModelConfig, wanted: TokenizerChoice
+    source: Location, folder: Path, model: ModelConfig, given: Path | None, eod: str | None, configured: str | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Complete the tokenizer files in `folder`, which has the companions of the checkpoint `source`.
+    """Complete the tokenizer files in `folder`, which has the companions of the checkpoint `source`. `given`, `eod`: a
+    user's tokenizer.json and end-of-document token; `configured`: the run's `data.tokenizer`.
 
     Returns the keys that config.json gets beside the model's, and a line for each thing that is missing.
     Raises: DataError if a given tokenizer or token is unusable, CheckpointError for unreadable companions
     """
     keys, info = _read_object(source / SOURCE_CONFIG), data_tokenizer(source)
-    file, missing = _find_tokenizer(folder, wanted)
-    if keys and not wanted.tokenizer and not wanted.eod:  # the files of foreign weights stand as they are
+    file, missing = (given, list[str]()) if given else _find_tokenizer(folder, configured)
+    if keys and not given and not eod:  # the files of foreign weights stand as they are
         return keys | _add_eos(keys, folder, info.eod if info else None), missing
     if file is None:
         return keys | (_ids(info) if info else {}), missing
     known = info.eod if info and info.fingerprint == fingerprint(file) else None
     try:
-        tokenizer = _load(file, model.vocab_size if known is None else None, wanted.eod or known)
+        tokenizer = _load(file, model.vocab_size if known is None else None, eod or known)
     except DataError as error:
-        if wanted.tokenizer or wanted.eod:
+        if given or eod:
             raise
         return keys, [f"no tokenizer included: {error.message}; give another with --tokenizer FILE"]
     if file.parent != folder:
@@ -88,16 +90,46 @@ def eos_ids(folder: Path) -> list[int]:
     return []
 
 
-def _find_tokenizer(folder: Path, wanted: TokenizerChoice) -> tuple[Path | None, list[str]]:
-    """A given tokenizer.json, the one in `folder`, or that of the run's configuration; None and the reason if there is
-    none.
+def load_framed(source: Location, folder: Path, name: str | None, eod: str | None) -> FramedTokenizer:
+    """Load the tokenizer of `source`, whose Hugging Face files are in `folder`, or the one of a `name` or file and with
+    the token `eod`, if given. The training data's description says which ids begin and end a text; for foreign weights
+    their files do.
+
+    Raises: DataError, CheckpointError
     """
-    if wanted.tokenizer:
-        return wanted.tokenizer, []
-    if any(exists(folder / name) for name in TOKENIZER_FILES) or not wanted.configured:
+    info, stop = data_tokenizer(source), eos_ids(folder)
+    given, name = name, name or _tokenizer_of(source, folder, info)
+    has_file = name not in TOKENIZERS.cards
+    identity = fingerprint(Path(name)) if has_file and is_file(name) else name
+    same = info is not None and info.fingerprint == identity
+    known: int | None = info.eod if info and same else (stop[0] if stop and not given else None)
+    tokenizer = load_tokenizer(name, eod or (known if has_file else None))
+    if given and not same:
+        stop = []  # ids of another tokenizer
+    framed = isinstance(tokenizer, FileTokenizer) and tokenizer.frames_with_bos
+    bos = info.bos if info and same else (tokenizer.bos if framed else None)
+    return FramedTokenizer(tokenizer, bos, list(dict.fromkeys([tokenizer.eod, *stop])))
+
+
+def _tokenizer_of(source: Location, folder: Path, info: TokenizerInfo | None) -> str:
+    """The tokenizer.json beside the weights, or the tokenizer of the training data or the run's configuration."""
+    if is_file(folder / "tokenizer.json"):
+        return str(folder / "tokenizer.json")
+    if info and (info.name in TOKENIZERS.cards or is_file(info.name, optional=True)):
+        return info.name
+    tokenizer = None
+    if (source / manifest.NAME).exists():
+        tokenizer = (manifest.read(source).facts.config.get("data") or {}).get("tokenizer")
+    if not tokenizer:
+        raise CheckpointError(f"{source} does not name its tokenizer", hint="--tokenizer FILE")
+    return str(tokenizer)
+
+
+def _find_tokenizer(folder: Path, name: str | None) -> tuple[Path | None, list[str]]:
+    """The tokenizer.json in `folder`, or `name`, that of the run's configuration; None, and why, if there is none."""
+    if any(exists(folder / file) for file in TOKENIZER_FILES) or not name:
         placed = folder / "tokenizer.json"
         return (placed if is_file(placed) else None), []
-    name = wanted.configured
     if name in TOKENIZERS.cards:
         return None, [f"no tokenizer included: {name!r} has no file; use megascale sample --tokenizer {name}"]
     if reason := why_unreadable(name):

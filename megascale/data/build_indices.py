@@ -9,7 +9,6 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
-from megascale.config.batch_rampup import samples_of_run
 from megascale.config.dataset_files import SplitName
 from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
@@ -58,7 +57,7 @@ def splits(config: RunConfig) -> tuple[SplitName, ...]:
 
 def expected_samples(config: RunConfig, split: SplitName) -> int:
     """Samples of a split that a run reads, at most."""
-    return samples_of_run(config) if split == "train" else config.train.eval_steps * config.batch.total
+    return config.samples if split == "train" else config.train.eval_steps * config.batch.total
 
 
 def _keys(config: RunConfig, split: SplitName) -> Iterator[tuple[Path, IndexKey]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megascale.config.data import DataConfig
 from megascale.config.dataset_files import (
     NO_LABELS_HINT,
     PREPARE_AGAIN_HINT,
@@ -20,7 +21,6 @@ from megascale.config.dataset_files import (
 )
 from megascale.config.decomposition import piece_lengths
 from megascale.config.run import RunConfig, dataset_prefixes
-from megascale.config.train import DataConfig
 from megascale.core.errors import DataError
 from megascale.data.block_cache import BlockCache
 from megascale.data.decomposed_index import DecomposedShape, decomposed_shapes
@@ -78,7 +78,7 @@ class DatasetSource:
     @cached_property
     def buckets(self) -> dict[int, DecomposedShape]:
         """The shape of each bucket, by the tokens of its pieces. All are counted at once."""
-        return decomposed_shapes(self.shape, self.lengths(), piece_lengths(self._config))
+        return decomposed_shapes(self.shape, self.lengths(), piece_lengths(self._config.model, self._config.data))
 
     def open(self) -> IndexedDataset:
         """Memory-map the files."""

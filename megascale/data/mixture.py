@@ -60,7 +60,8 @@ class Mixture:
         source, fractions = split_source(config.data, split)
         prefixes = dataset_prefixes(source)
         weights = [1.0] if source is None or isinstance(source, str) else [weight for weight, _ in source]
-        self._decomposition = decomposition(config) if is_decomposed(config, split) else None
+        of_run = config.model, config.batch, config.data
+        self._decomposition = decomposition(*of_run) if is_decomposed(config.data, split) else None
         pieces = self._decomposition.pieces if self._decomposition else [None]
         self._cache = BlockCache(index_folder(config.data), config.data.cache_bytes, config.data.retry_timeout_s)
         found = [DatasetSource(config, split, prefix, fractions, self._cache) for prefix in prefixes]

@@ -89,7 +89,7 @@ def shares(weights: Sequence[float]) -> tuple[float, ...]:
 
 def next_place(config: RunConfig, samples: int) -> int:
     """The place in the order of samples from which weights hold that are found after `samples` samples of the run."""
-    sizes = batch_sizes(config)
+    sizes = batch_sizes(config.batch)
     for _ in range(config.data.prefetch + 1):
         samples += sizes.at(samples)
     return order_index(samples, config.data.skip)

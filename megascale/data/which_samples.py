@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megascale.config.batch_rampup import batch_sizes, samples_of_run
+from megascale.config.batch_rampup import batch_sizes
 from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
 from megascale.data.changing_blend import ChangingBlend, Part, blend_parts
@@ -44,7 +44,7 @@ def samples_of_step(config: RunConfig, step: int) -> list[ReadSample]:
         raise DataError(f"{config.folder} has no step {step}: train.steps is {last}", hint=f"--step 1 to {last}")
     first, count = step_range(config, step)
     unweighted = config.data.model_copy(update={"sample_weight": None})  # a plug-in that this host may lack
-    mixture = Mixture(config.model_copy(update={"data": unweighted}), "train", samples_of_run(config))
+    mixture = Mixture(config.model_copy(update={"data": unweighted}), "train", config.samples)
     if config.data.policy and isinstance(config.data.train, list):
         weights = [weight for weight, _ in config.data.train]
         mixture.blend = ChangingBlend(blend_parts(weights, _policy_changes(config)))
@@ -70,7 +70,7 @@ def step_range(config: RunConfig, step: int) -> tuple[int, int]:
     recorded = {0: 0} | _recorded_samples(config.folder / METRICS_FILE)
     before = max(number for number in recorded if number < step)
     after = min((number for number in recorded if number >= step), default=None)
-    sizes, ends = batch_sizes(config), [recorded[before]]
+    sizes, ends = batch_sizes(config.batch), [recorded[before]]
     for _ in range(before, after or step):
         ends.append(ends[-1] + sizes.at(ends[-1]))
     if after is None or ends[-1] == recorded[after]:

@@ -11,15 +11,43 @@ replicates, are contiguous ranges as well; replicas with partial gradients (`Par
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from megascale.layout.tensors import ParamSpec, TensorSpec
 from megascale.layout.topology import Topology
 
 ALIGNMENT = 64
 """Elements to which the starts of parameters and shards are aligned: 128 bytes or more in every dtype."""
+
+SHARDED: dict[int, tuple[str, ...]] = {
+    0: (),
+    1: ("state",),
+    2: ("gradient", "state"),
+    3: ("weight", "gradient", "state"),
+}
+"""What the ranks that reduce a bucket's gradient shard among them, by stage of ZeRO (Rajbhandari et al. 2020): weights;
+the gradient, in a step also between micro-batches; master weights and optimizer state. Each rank has all of the rest.
+"""
+
+
+class ShardAxes(NamedTuple):
+    """The axes of parallelism whose ranks shard what `SHARDED` lists; () where each rank has all."""
+
+    weight: tuple[str, ...] = ()
+    gradient: tuple[str, ...] = ()
+    state: tuple[str, ...] = ()
+
+
+class _Sliceable(Protocol):
+    def __getitem__(self, elements: slice, /) -> Any: ...
+
+
+Flat = TypeVar("Flat", bound=_Sliceable)
+"""A tensor or an array of one dimension."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +60,66 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class SlotRange:
+    """Elements [start, stop) of a bucket. `slot`: of the parameter, or of the first of several, that they belong to.
+    `part`: which of the parameter's tensors has the first element. Padding after parameters may be included.
+    """
+
+    slot: Slot
+    start: int
+    stop: int
+    part: int = 0
+
+    @property
+    def tensor(self) -> TensorSpec:
+        """The tensor of the first element, such as q, k or v."""
+        return self.slot.parameter.parts[self.part]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    def clipped(self, start: int, stop: int) -> SlotRange:
+        """The part inside [start, stop), of no elements or fewer where there is none."""
+        return replace(self, start=max(self.start, start), stop=min(self.stop, stop))
+
+    def view(self, flat: Flat, first: int = 0) -> Flat:
+        """These elements of `flat` [n], which begins at element `first` of the bucket."""
+        elements: Flat = flat[self.start - first : self.stop - first]
+        return elements
+
+
+def inside(ranges: Iterable[SlotRange], start: int, stop: int) -> list[SlotRange]:
+    """The parts of ranges inside [start, stop)."""
+    clipped = (item.clipped(start, stop) for item in ranges)
+    return [item for item in clipped if item.numel > 0]
+
+
+def joined(ranges: Iterable[SlotRange]) -> list[SlotRange]:
+    """Join ascending ranges that touch."""
+    found: list[SlotRange] = []
+    for item in ranges:
+        if found and found[-1].stop == item.start:
+            found[-1] = replace(found[-1], stop=item.stop)
+        else:
+            found.append(item)
+    return found
+
+
+@dataclass(frozen=True)
 class BucketLayout:
     """The slots of a bucket in order, and its size `numel`, a multiple of `num_shards`. All sizes are in elements.
 
-    `axes`: the axes of parallelism over which the bucket is reduced and sharded; `num_shards`: ranks of such a group.
-    `replicated`: the range of the parameters that tp replicates; `tp_partial`: those whose gradient is always partial.
+    `reduce_axes`: the axes of parallelism whose ranks' gradients are summed; `shard_axes`: those whose ranks shard the
+    bucket; `num_shards`: ranks along `reduce_axes`. `replicated`: the range of the parameters that tp replicates;
+    `tp_partial`: those whose gradient is always partial.
     """
 
     slots: tuple[Slot, ...]
     numel: int
-    axes: tuple[str, ...]
+    reduce_axes: tuple[str, ...]
+    shard_axes: ShardAxes
     num_shards: int
     replicated: tuple[int, int]
     tp_partial: tuple[int, int]
@@ -57,39 +135,38 @@ class BucketLayout:
         """The ranges (start, stop) after slots that belong to no parameter."""
         return [(slot.stop, end) for slot, end in self._slot_ends if slot.stop < end]
 
-    def shard_range(self, index: int) -> tuple[int, int]:
-        """The range of shard `index`."""
-        size = self.numel // self.num_shards
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The axes that reduce the bucket and do not shard its state: their ranks update the same elements."""
+        return tuple(axis for axis in self.reduce_axes if axis not in self.shard_axes.state)
+
+    def shard_range(self, index: int, count: int | None = None) -> tuple[int, int]:
+        """The range of shard `index` of `count`, by default of `num_shards`."""
+        size = self.numel // (self.num_shards if count is None else count)
         return index * size, (index + 1) * size
 
-    def param_ranges(self, start: int, stop: int) -> list[tuple[Slot, int, int]]:
-        """The parts (slot, start, stop) of the slots inside [start, stop)."""
-        clipped = [(slot, max(slot.start, start), min(slot.stop, stop)) for slot in self.slots]
-        return [part for part in clipped if part[1] < part[2]]
+    def param_ranges(self, start: int, stop: int) -> list[SlotRange]:
+        """The parts of the parameters inside [start, stop)."""
+        return inside((SlotRange(slot, slot.start, slot.stop) for slot in self.slots), start, stop)
 
-    def tensor_ranges(self, start: int, stop: int, topology: Topology) -> list[tuple[ParamSpec, TensorSpec, int, int]]:
-        """The parts (parameter, tensor, start, stop) of the tensors inside [start, stop), such as q, k and v."""
+    def tensor_ranges(self, start: int, stop: int, topology: Topology) -> list[SlotRange]:
+        """The parts of the tensors inside [start, stop), such as of q, k and v."""
         found = []
         for slot in self.slots:
             low = slot.start
-            for tensor in slot.parameter.parts:
+            for part, tensor in enumerate(slot.parameter.parts):
                 high = low + math.prod(tensor.local_shape(topology))
-                found.append((slot.parameter, tensor, max(low, start), min(high, stop)))
+                found.append(SlotRange(slot, low, high, part))
                 low = high
-        return [part for part in found if part[2] < part[3]]
+        return inside(found, start, stop)
 
-    def merged_ranges(self, start: int, stop: int) -> list[tuple[Slot, int, int]]:
-        """The ranges (first slot, start, stop) of parameters with equal optimizer flags inside [start, stop). A range
-        includes the padding after its slots.
+    def merged_ranges(self, start: int, stop: int) -> list[SlotRange]:
+        """The ranges of parameters with equal optimizer flags inside [start, stop). A range includes the padding after
+        its slots.
         """
-        runs: list[tuple[Slot, int, int]] = []
-        for slot, end in self._slot_ends:
-            if runs and _optimizer_flags(runs[-1][0].parameter) == _optimizer_flags(slot.parameter):
-                runs[-1] = (*runs[-1][:2], end)
-            else:
-                runs.append((slot, slot.start, end))
-        clipped = [(slot, max(low, start), min(high, stop)) for slot, low, high in runs]
-        return [run for run in clipped if run[1] < run[2]]
+        ranges = (SlotRange(slot, slot.start, end) for slot, end in self._slot_ends)
+        runs = itertools.groupby(ranges, key=lambda item: _optimizer_flags(item.slot.parameter))
+        return inside((item for _, run in runs for item in joined(run)), start, stop)
 
     @property
     def _slot_ends(self) -> Iterator[tuple[Slot, int]]:
@@ -97,8 +174,19 @@ class BucketLayout:
         return zip(self.slots, [*(slot.start for slot in self.slots[1:]), self.numel], strict=True)
 
 
-def pack(parameters: Sequence[ParamSpec], topology: Topology) -> BucketLayout:
-    """Lay out parameters with common reduction axes: sharded over tp before replicated, matrices before vectors."""
+def split_by_reduce_axes(parameters: Iterable[ParamSpec]) -> list[list[ParamSpec]]:
+    """Split parameters into those whose gradients are summed over the same ranks, which may share a bucket."""
+    by_axes: dict[tuple[str, ...], list[ParamSpec]] = {}
+    for parameter in parameters:
+        by_axes.setdefault(parameter.reduce_axes, []).append(parameter)
+    return list(by_axes.values())
+
+
+def pack(parameters: Sequence[ParamSpec], topology: Topology, zero: int = 0) -> BucketLayout:
+    """Lay out parameters with common reduction axes: sharded over tp before replicated, matrices before vectors.
+
+    `zero`: the stage of ZeRO, a row of `SHARDED`; the order and the size do not depend on it.
+    """
     axes = parameters[0].reduce_axes
     assert all(p.reduce_axes == axes for p in parameters), "the gradients of a bucket have a common reduction group"
     shards = topology.size(*axes)
@@ -116,7 +204,8 @@ def pack(parameters: Sequence[ParamSpec], topology: Topology) -> BucketLayout:
         if parameter.tp_partial or "tp" in parameter.sharding:
             partial_stop = at
     numel, replicated = _align(at, ALIGNMENT * shards), (replicated_start, at)
-    return BucketLayout(tuple(slots), numel, axes, shards, replicated, (replicated_start, partial_stop))
+    shard_axes = ShardAxes(**dict.fromkeys(SHARDED[zero], axes))
+    return BucketLayout(tuple(slots), numel, axes, shard_axes, shards, replicated, (replicated_start, partial_stop))
 
 
 def _optimizer_flags(parameter: ParamSpec) -> tuple[bool, bool]:

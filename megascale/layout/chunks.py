@@ -1,16 +1,18 @@
-"""The model chunks of a pipeline rank: parameters (chunk_parameters), buckets (chunk_buckets, bucket_sizes) and FP8
-weights (fp8_layers, fp8_weights).
+"""The model chunks of a pipeline rank: buckets of parameters (chunk_buckets, bucket_sizes) and FP8 weights (fp8_layers,
+fp8_weights).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from megascale.catalog.precisions import PRECISIONS
+from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
-from megascale.layout.buckets import pack
+from megascale.layout.blocks import distinct_blocks
+from megascale.layout.buckets import pack, split_by_reduce_axes
 from megascale.layout.parameters import layer_params, stage_params
 from megascale.layout.stages import Stages, placement_of, split_layers
 from megascale.layout.tensors import TOKEN_EMBEDDING, ParamSpec
@@ -33,16 +35,6 @@ def stages_of(config: RunConfig) -> Stages:
     return split_layers(config.model.num_layers, placement_of(p.schedule, p.pp, p.vpp), layers_per_chunk)
 
 
-def chunk_parameters(config: RunConfig, pp_rank: int) -> list[list[ParamSpec]]:
-    """The parameters of the model chunks of a pipeline rank."""
-    stages, chunks = stages_of(config), []
-    for chunk in range(config.parallel.vpp):
-        index = stages.index(pp_rank, chunk)
-        layers, first, last = stages.layers(index), index == 0, index == stages.count - 1
-        chunks.append(stage_params(config.model, layers, first, last))
-    return chunks
-
-
 def module_of(name: str) -> str:
     """The module of a parameter: 'embedding', 'layers.3' or 'head'."""
     first, second = name.split(".")[:2]
@@ -52,11 +44,17 @@ def module_of(name: str) -> str:
 def chunk_buckets(config: RunConfig, pp_rank: int) -> list[list[list[ParamSpec]]]:
     """The parameters of every bucket of every chunk of a pipeline rank, in the order of the network.
 
-    A bucket consists of complete modules. A chunk is a single bucket unless its gradients exceed
-    `overlap.bucket_bytes`. A tied embedding that the first and the last stage share is a separate bucket: both stages
-    shard it in the same way, and sum its gradient.
+    A bucket consists of complete modules, as far as their gradients are reduced over the same ranks. A chunk is a
+    single bucket unless its gradients exceed `overlap.bucket_bytes`, or are reduced over different ranks. A tied
+    embedding that the first and the last stage share is a separate bucket: both stages shard it in the same way, and
+    sum its gradient.
     """
-    return [_split_into_buckets(config, chunk) for chunk in chunk_parameters(config, pp_rank)]
+
+    def layer(number: int) -> _Module:
+        return _module(f"layers.{number}", layer_params(config.model, number), topology_of(config))
+
+    chunks = _modules_of_buckets(config, pp_rank, range(config.parallel.vpp), layer)
+    return [[bucket for modules in chunk for bucket in _params_of_buckets(modules)] for chunk in chunks]
 
 
 def shares_embedding(config: RunConfig) -> bool:
@@ -64,17 +62,9 @@ def shares_embedding(config: RunConfig) -> bool:
     return config.model.tie_embeddings and config.parallel.pp > 1
 
 
-class _Bounds(NamedTuple):
-    """Limits on the elements of a chunk's buckets: at least `min_numel`; in a bucket of several modules at most
-    `max_numel`, unless a split would leave a bucket with fewer than `min_numel`.
-    """
-
-    min_numel: int
-    max_numel: int
-
-
-def _bounds(config: RunConfig, numel: int) -> _Bounds:
-    """The limits on the buckets of a chunk of `numel` elements.
+def _bounds(config: RunConfig, numel: int) -> tuple[int, int]:
+    """The limits on the elements of a bucket, in a chunk of `numel` elements: the least, and in a bucket of several
+    modules the most, unless a split would leave a bucket with fewer than the least.
 
     `auto` balances two costs:
 
@@ -89,27 +79,12 @@ def _bounds(config: RunConfig, numel: int) -> _Bounds:
     """
     element_bytes: int = PRECISIONS[config.train.precision].facts["accumulate_bytes"]
     if config.overlap.bucket_bytes != "auto":
-        return _Bounds(0, config.overlap.bucket_bytes // element_bytes)
+        return 0, config.overlap.bucket_bytes // element_bytes
     shards = topology_of(config).size(*DATA_AXES)
     if shards == 1:
-        return _Bounds(0, MAX_BUCKET_BYTES // element_bytes)
+        return 0, MAX_BUCKET_BYTES // element_bytes
     min_numel = shards * MIN_SHARD_BYTES // element_bytes
-    return _Bounds(min_numel, max(min_numel, min(MAX_BUCKET_BYTES // element_bytes, numel // AUTO_BUCKETS)))
-
-
-def _split_into_buckets(config: RunConfig, parameters: list[ParamSpec]) -> list[list[ParamSpec]]:
-    shared, topology = shares_embedding(config), topology_of(config)
-    tied = [[p] for p in parameters if shared and p.name == TOKEN_EMBEDDING]
-    untied = [p for p in parameters if not (shared and p.name == TOKEN_EMBEDDING)]
-    modules = [list(group) for _, group in itertools.groupby(untied, key=lambda parameter: module_of(parameter.name))]
-    ranges = _bucket_ranges(config, [_local_numel(params, topology) for params in modules])
-    buckets = [[parameter for params in modules[r.start : r.stop] for parameter in params] for r in ranges]
-    at_end = bool(tied) and parameters[0].name != TOKEN_EMBEDDING
-    return [*buckets, *tied] if at_end else [*tied, *buckets]
-
-
-def _local_numel(parameters: list[ParamSpec], topology: Topology) -> int:
-    return sum(parameter.local_numel(topology) for parameter in parameters)
+    return min_numel, max(min_numel, min(MAX_BUCKET_BYTES // element_bytes, numel // AUTO_BUCKETS))
 
 
 def _bucket_ranges(config: RunConfig, numels: list[int]) -> list[range]:
@@ -134,60 +109,71 @@ class BucketSize(NamedTuple):
 def bucket_sizes(config: RunConfig, pp_rank: int, chunks: Iterable[int] | None = None) -> list[list[BucketSize]]:
     """The sizes of the buckets of every chunk of a pipeline rank, or of the given `chunks`.
 
-    The result equals the sizes of `pack` for `chunk_buckets`, computed faster, from a single layer. The bucket of a
-    tied embedding on the last stage has "head" as its first module.
+    The result equals the sizes of `pack` for `chunk_buckets`, computed faster, from a single layer of each kind. The
+    bucket of a tied embedding on the last stage has "head" as its first module.
     """
-    topology, stages = topology_of(config), stages_of(config)
-    block, cache = layer_params(config.model, 0), dict[tuple[str, ...], int]()
-    block_numel = _local_numel(block, topology)
+    topology, kinds = topology_of(config), distinct_blocks(config.model)[1]
+    layers, numels = dict[int, _Module](), dict[tuple[str, ...], list[int]]()
+    for number, kind in enumerate(kinds):
+        if kind not in layers:
+            layers[kind] = _module(f"layers.{number}", layer_params(config.model, number), topology)
 
-    def padded_numel(modules: list[_Module]) -> int:
+    def sizes(modules: list[_Module]) -> list[BucketSize]:
         key = tuple(module.params[0].name for module in modules)
-        if key not in cache:
-            cache[key] = pack([parameter for module in modules for parameter in module.params], topology).numel
-        return cache[key]
+        if key not in numels:
+            numels[key] = [pack(bucket, topology).numel for bucket in _params_of_buckets(modules)]
+        return [BucketSize(modules[0].name, numel) for numel in numels[key]]
 
-    sizes = []
-    for chunk in range(config.parallel.vpp) if chunks is None else chunks:
-        index = stages.index(pp_rank, chunk)
-        begin, end, tied = _edge_modules(config, first=index == 0, last=index == stages.count - 1)
-        layers = [_Module(f"layers.{number}", block, block_numel) for number in stages.layers(index)]
-        modules = [*begin, *layers, *end]
-        ranges = _bucket_ranges(config, [module.numel for module in modules])
-        buckets = [BucketSize(modules[r.start].name, padded_numel(modules[r.start : r.stop])) for r in ranges]
-        tied_bucket = [BucketSize(module.name, padded_numel([module])) for module in tied]
-        sizes.append([*buckets, *tied_bucket] if index else [*tied_bucket, *buckets])
-    return sizes
+    def layer(number: int) -> _Module:
+        return layers[kinds[number]]._replace(name=f"layers.{number}")
+
+    found = _modules_of_buckets(config, pp_rank, range(config.parallel.vpp) if chunks is None else chunks, layer)
+    return [[size for modules in chunk for size in sizes(modules)] for chunk in found]
 
 
 class _Module(NamedTuple):
-    """A module of the network, which is never split over buckets."""
+    """A module of the network, which is never split over buckets of equal reductions."""
 
     name: str
     params: list[ParamSpec]
     numel: int
 
 
-def _edge_modules(config: RunConfig, *, first: bool, last: bool) -> tuple[list[_Module], list[_Module], list[_Module]]:
-    """The modules of a stage before its layers, after its layers, and in a bucket of their own."""
-    topology, shared = topology_of(config), shares_embedding(config)
-    edge_params = stage_params(config.model, range(0), first, last)
-    tied = [[p] for p in edge_params if shared and p.name == TOKEN_EMBEDDING]
-    untied = [p for p in edge_params if not (shared and p.name == TOKEN_EMBEDDING)]
-    groups = [(name, list(params)) for name, params in itertools.groupby(untied, key=lambda p: module_of(p.name))]
-    modules = [_Module(name, params, _local_numel(params, topology)) for name, params in groups]
-    begin = [module for module in modules if first and module.name == "embedding"]
-    separate = [_Module("embedding" if first else "head", params, _local_numel(params, topology)) for params in tied]
-    return begin, modules[len(begin) :], separate
+def _module(name: str, params: list[ParamSpec], topology: Topology) -> _Module:
+    return _Module(name, params, sum(parameter.local_numel(topology) for parameter in params))
 
 
-def fp8_weights(config: RunConfig) -> dict[str, ParamSpec]:
-    """The weights of FP8 GEMMs by name, in the order of the network: weights of `fp8_layers` with the `fp8` flag."""
-    return {p.name: p for index in fp8_layers(config) for p in layer_params(config.model, index) if p.fp8}
+def _params_of_buckets(modules: list[_Module]) -> list[list[ParamSpec]]:
+    """The parameters of the buckets of modules: of one bucket for all parameters with equal reductions."""
+    return split_by_reduce_axes(itertools.chain(*(module.params for module in modules)))
+
+
+def _modules_of_buckets(
+    config: RunConfig, pp_rank: int, chunks: Iterable[int], layer: Callable[[int], _Module]
+) -> Iterator[list[list[_Module]]]:
+    """Yield the modules of each bucket of each of the chunks of a pipeline rank, in the order of the network."""
+    stages, topology, shared = stages_of(config), topology_of(config), shares_embedding(config)
+    for chunk in chunks:
+        index = stages.index(pp_rank, chunk)
+        edges = stage_params(config.model, range(0), index == 0, index == stages.count - 1)
+        tied = [p for p in edges if shared and p.name == TOKEN_EMBEDDING]
+        groups = itertools.groupby((p for p in edges if p not in tied), key=lambda p: module_of(p.name))
+        ends = [_module(name, list(params), topology) for name, params in groups]
+        begin = [module for module in ends if module.name == "embedding"]
+        modules = [*begin, *map(layer, stages.layers(index)), *ends[len(begin) :]]
+        ranges = _bucket_ranges(config, [module.numel for module in modules])
+        buckets = [modules[r.start : r.stop] for r in ranges]
+        separate = [[_module("head" if index else "embedding", tied, topology)]] if tied else []
+        yield [*buckets, *separate] if index else [*separate, *buckets]
+
+
+def fp8_weights(model: ModelConfig, layers: range) -> dict[str, ParamSpec]:
+    """The weights of FP8 GEMMs by name, in the order of the network: weights of `layers` with the `fp8` flag."""
+    return {p.name: p for index in layers for p in layer_params(model, index) if p.fp8}
 
 
 def fp8_layers(config: RunConfig) -> range:
     """The layers with FP8 GEMMs: all but the first and last few, as `[fp8]` configures."""
-    if config.train.precision != "fp8":
+    if not config.train.quantizes:
         return range(0)
     return range(config.fp8.bf16_first, config.model.num_layers - config.fp8.bf16_last)

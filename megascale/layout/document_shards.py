@@ -72,7 +72,7 @@ def row_sharding(config: RunConfig, cp_rank: int) -> RowSharding | None:
     row, p = sequence_shard(config, cp_rank), config.parallel
     if row is None:
         return None
-    blocks = config.train.precision == "fp8" and RECIPES[config.fp8.recipe].facts["granularity"] == "block"
+    blocks = config.train.quantizes and RECIPES[config.fp8.recipe].facts["granularity"] == "block"
     by = "sequence" if p.cp_keys == 1 or blocks else p.cp_sharding  # a block of FP8 has consecutive tokens
     return RowSharding(row, p.cp_heads, Counter(config.model.windows), by)
 

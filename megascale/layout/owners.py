@@ -14,69 +14,48 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megascale.config.run import RunConfig
-from megascale.layout.buckets import BucketLayout, pack
+from megascale.layout.buckets import BucketLayout, SlotRange, pack
 from megascale.layout.chunks import chunk_buckets
-from megascale.layout.param_groups import ParamGroup, ParamGroups
-from megascale.layout.tensors import ParamSpec, TensorSpec
-from megascale.layout.topology import DATA_AXES, Coord, Topology, topology_of
+from megascale.layout.param_groups import ParamGroup, ParamGroups, group_ranges
+from megascale.layout.tensors import TensorSpec
+from megascale.layout.topology import Coord, Topology, topology_of
 
 
 @dataclass(frozen=True)
-class GroupRange:
-    """The range [start, stop) of a tensor in its bucket, on any rank; with the padding after it, if it is the last of
-    its parameter.
-    """
-
-    parameter: ParamSpec
-    tensor: TensorSpec
-    group: ParamGroup
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class MatrixShard:
+class OwnedMatrix:
     """A matrix of a bucket, and where it is updated.
 
-    `tp_owner`, `dp_owner`: the owner's index in its tp and its data-parallel group; None if every index is an owner.
-    `start`: of each rank's shard of the matrix in its buffer. `weight_decay`: decay applies.
+    `range`: of each rank's shard of the matrix in the bucket, with padding. `tp_owner`, `dp_owner`: the owner's index
+    in its tp group and among the ranks that shard the bucket; None if every index is an owner.
     """
 
-    tensor: TensorSpec
+    range: SlotRange
     group: ParamGroup
-    start: int
-    weight_decay: bool
     tp_owner: int | None
     dp_owner: int | None
 
     @property
+    def tensor(self) -> TensorSpec:
+        """The whole matrix."""
+        return self.range.tensor
+
+    @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns of the whole matrix."""
-        rows, columns = self.tensor.shape
-        return rows, columns
+        return _shape(self.tensor)
 
     def local_shape(self, topology: Topology, tp: int) -> tuple[int, int]:
         """Rows and columns of the shard of a tp rank, without padding rows, which come last."""
         rows, columns = self.tensor.local_box(topology, Coord(tp=tp))[1]
         return rows, columns
 
-    def stored(self, topology: Topology, tp: int) -> tuple[int, int]:
-        """The range of a tp rank's shard in the bucket."""
-        return self.start, self.start + math.prod(self.local_shape(topology, tp))
-
-
-def group_ranges(layout: BucketLayout, groups: ParamGroups, topology: Topology) -> list[GroupRange]:
-    """List the tensors of a bucket in order, with their groups and ranges."""
-    found = layout.tensor_ranges(0, layout.numel, topology)
-    stops = [*(start for _, _, start, _ in found[1:]), layout.numel]
-    return [
-        GroupRange(parameter, tensor, groups.group_of(parameter, tensor), start, stop)
-        for (parameter, tensor, start, _), stop in zip(found, stops, strict=True)
-    ]
+    def stored(self, topology: Topology, tp: int) -> SlotRange:
+        """The range of a tp rank's shard in the bucket, without padding rows."""
+        return replace(self.range, stop=self.range.start + math.prod(self.local_shape(topology, tp)))
 
 
 SLACK = 1.02
@@ -94,22 +73,21 @@ def update_cost(group: ParamGroup, shape: tuple[int, int]) -> int:
     return int(gemms) + ELEMENTWISE * math.prod(shape)
 
 
-def assign_owners(
-    layouts: Sequence[BucketLayout], groups: ParamGroups, topology: Topology, zero: int
-) -> list[list[MatrixShard]]:
+def assign_owners(layouts: Sequence[BucketLayout], groups: ParamGroups, topology: Topology) -> list[list[OwnedMatrix]]:
     """Assign the matrices of a stage's buckets to owners; by bucket, in the order of the buffer."""
-    shards = topology.size(*DATA_AXES) if zero else 1
+    axes = layouts[0].shard_axes.state if layouts else ()
+    shards = topology.size(*axes)
     loads = dict.fromkeys(itertools.product(range(topology.tp), range(shards)), 0)
     found = [
-        (bucket, item)
+        (bucket, group, item)
         for bucket, layout in enumerate(layouts)
-        for item in group_ranges(layout, groups, topology)
-        if item.group.needs_matrix
+        for group, item in group_ranges(layout, groups, topology)
+        if group.needs_matrix
     ]
-    costs = {(bucket, item.start): update_cost(item.group, _shape(item.tensor)) for bucket, item in found}
+    costs = {(bucket, item.start): update_cost(group, _shape(item.tensor)) for bucket, group, item in found}
     share = SLACK * sum(costs.values()) / len(loads)
-    placed: dict[tuple[int, int], MatrixShard] = {}
-    for bucket, item in sorted(found, key=lambda pair: -costs[pair[0], pair[1].start]):
+    placed: dict[tuple[int, int], OwnedMatrix] = {}
+    for bucket, group, item in sorted(found, key=lambda found: -costs[found[0], found[2].start]):
         replicated, cost = "tp" not in item.tensor.sharding, costs[bucket, item.start]
         size = layouts[bucket].numel // shards
         ranks = [rank for rank in loads if not (replicated and rank[0])]
@@ -118,11 +96,8 @@ def assign_owners(
         tp, dp = max(free, key=lambda rank: (_overlap(item, rank[1], size), -loads[rank], -rank[1], -rank[0]))
         for rank in loads if replicated else [(tp, dp)]:
             loads[rank] += cost if rank[1] == dp else 0
-        owner = None if replicated else tp, dp if zero else None
-        placed[bucket, item.start] = MatrixShard(
-            item.tensor, item.group, item.start, item.parameter.weight_decay, *owner
-        )
-    return [[placed[bucket, item.start] for b, item in found if b == bucket] for bucket in range(len(layouts))]
+        placed[bucket, item.start] = OwnedMatrix(item, group, None if replicated else tp, dp if axes else None)
+    return [[placed[bucket, item.start] for b, _, item in found if b == bucket] for bucket in range(len(layouts))]
 
 
 def _shape(tensor: TensorSpec) -> tuple[int, int]:
@@ -130,18 +105,18 @@ def _shape(tensor: TensorSpec) -> tuple[int, int]:
     return rows, columns
 
 
-def _overlap(item: GroupRange, shard: int, size: int) -> int:
+def _overlap(item: SlotRange, shard: int, size: int) -> int:
     """Count the elements of a tensor in a shard of `size` elements."""
-    return max(0, min(item.stop, (shard + 1) * size) - max(item.start, shard * size))
+    return max(0, item.clipped(shard * size, (shard + 1) * size).numel)
 
 
 @dataclass(frozen=True)
 class StageMatrices:
-    """The buckets of a pipeline rank, and the places of their matrices."""
+    """The buckets of a pipeline rank, with the owners of their matrices, and the groups and ranges of their tensors."""
 
     layouts: tuple[BucketLayout, ...]
-    places: tuple[tuple[MatrixShard, ...], ...]
-    ranges: tuple[tuple[GroupRange, ...], ...]
+    places: tuple[tuple[OwnedMatrix, ...], ...]
+    ranges: tuple[tuple[tuple[ParamGroup, SlotRange], ...], ...]
 
 
 class _CacheKey:
@@ -166,37 +141,37 @@ def stage_places(config: RunConfig, pp_rank: int) -> StageMatrices:
 @lru_cache(64)
 def _stage_places(key: _CacheKey, pp_rank: int) -> StageMatrices:
     config, topology, groups = key.config, topology_of(key.config), ParamGroups(key.config.optimizer)
-    layouts = [pack(bucket, topology) for chunk in chunk_buckets(config, pp_rank) for bucket in chunk]
-    places = assign_owners(layouts, groups, topology, config.parallel.zero)
+    zero, chunks = config.parallel.zero, chunk_buckets(config, pp_rank)
+    layouts = [pack(bucket, topology, zero) for chunk in chunks for bucket in chunk]
+    places = assign_owners(layouts, groups, topology)
     ranges = (tuple(group_ranges(layout, groups, topology)) for layout in layouts)
     return StageMatrices(tuple(layouts), tuple(map(tuple, places)), tuple(ranges))
 
 
-def exchange_axes(places: Sequence[MatrixShard], topology: Topology, zero: int, dp: int) -> list[str]:
+def exchange_axes(places: Sequence[OwnedMatrix], layout: BucketLayout, topology: Topology, dp: int) -> list[str]:
     """Return the axes over which the ranks at data-parallel index `dp` exchange the matrices of a bucket."""
-    axes = ["dp"] if places and zero and topology.size(*DATA_AXES) > 1 else []
+    axes = ["dp"] if places and topology.size(*layout.shard_axes.state) > 1 else []
     crosses = any(place.tp_owner is not None and place.dp_owner in (None, dp) for place in places)
     return [*axes, "tp"] if topology.tp > 1 and crosses else axes
 
 
 def sent_elements(
-    places: Sequence[MatrixShard], layout: BucketLayout, topology: Topology, zero: int, rank: tuple[int, int]
+    places: Sequence[OwnedMatrix], layout: BucketLayout, topology: Topology, rank: tuple[int, int]
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Count the elements that the rank at (tp, dp) sends for a bucket by axis: there, to owners, and back."""
     tp, dp = rank
     there, back = {"dp": 0, "tp": 0}, {"dp": 0, "tp": 0}
     for place in places:
-        low, high = place.stored(topology, tp)
-        if zero:
-            start, stop = layout.shard_range(dp)
-            here = max(0, min(high, stop) - max(low, start))
+        stored = place.stored(topology, tp)
+        if layout.shard_axes.state:
+            here = max(0, stored.clipped(*layout.shard_range(dp)).numel)
             if place.dp_owner == dp:
-                back["dp"] += high - low - here
+                back["dp"] += stored.numel - here
             else:
                 there["dp"] += here
         if place.tp_owner is not None and place.dp_owner in (None, dp):
             if place.tp_owner == tp:
-                back["tp"] += math.prod(place.shape) - (high - low)
+                back["tp"] += math.prod(place.shape) - stored.numel
             else:
-                there["tp"] += high - low
+                there["tp"] += stored.numel
     return there, back

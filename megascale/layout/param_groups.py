@@ -7,6 +7,7 @@ and v; gate and up) are tensors, and may belong to different groups.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,8 +18,10 @@ from megascale.catalog.optimizers import MATRIX_UNITS, OPTIMIZERS, QUANTIZED_BLO
 from megascale.config.finding import Finding
 from megascale.config.model import ModelConfig
 from megascale.config.train import OptimizerConfig
+from megascale.layout.buckets import BucketLayout, SlotRange, inside, joined
 from megascale.layout.parameters import all_params
 from megascale.layout.tensors import ParamSpec, TensorSpec
+from megascale.layout.topology import Topology
 
 MOST = 2**40
 """Numbers among a rule's options are less."""
@@ -31,7 +34,7 @@ class ParamGroup:
     rule: str
     weight_decay: float
     lr_mult: float = 1.0
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -179,21 +182,51 @@ class ParamGroups:
         return group if tensor.width_ratio == 1 else group.for_width(tensor.width_ratio)
 
 
-def group_findings(c: Any) -> Iterator[Finding]:
+def group_ranges(layout: BucketLayout, groups: ParamGroups, topology: Topology) -> list[tuple[ParamGroup, SlotRange]]:
+    """List the tensors of a bucket in order, with their groups, on any rank; the padding after a parameter belongs to
+    its last tensor.
+    """
+    found = layout.tensor_ranges(0, layout.numel, topology)
+    stops = [*(item.start for item in found[1:]), layout.numel]
+    return [
+        (groups.group_of(item.slot.parameter, item.tensor), replace(item, stop=stop))
+        for item, stop in zip(found, stops, strict=True)
+    ]
+
+
+def element_ranges(
+    layout: BucketLayout, groups: ParamGroups, topology: Topology, shard: tuple[int, int]
+) -> list[tuple[ParamGroup, SlotRange]]:
+    """List the ranges inside a shard (start, stop) of groups that do not need whole matrices. A range is of one group
+    and has equal optimizer flags; the padding after its parameters is included.
+    """
+
+    def treatment(pair: tuple[ParamGroup, SlotRange]) -> tuple[ParamGroup, bool, bool]:
+        return pair[0], pair[1].slot.parameter.is_matrix, pair[1].slot.parameter.weight_decay
+
+    runs = itertools.groupby(group_ranges(layout, groups, topology), key=treatment)
+    return [
+        (group, item)
+        for (group, *_), pairs in runs
+        if not group.needs_matrix
+        for item in inside(joined(item for _, item in pairs), *shard)
+    ]
+
+
+def group_findings(model: ModelConfig, config: OptimizerConfig) -> Iterator[Finding]:
     """Check options, and that every tensor of the model belongs to one group whose rule can update it."""
-    config: OptimizerConfig = c.optimizer
     groups = ParamGroups(config)
     yield from _option_findings("optimizer.options", groups.default, config.options)
     for group, table in zip(groups.listed, config.groups, strict=True):
         yield from _option_findings("optimizer.groups", group, table.get("options", {}))
-    if c.model.mup_base_width and "lamb" in groups.rules:
+    if model.mup_base_width and "lamb" in groups.rules:
         message = "has no effect with lamb, whose updates have the size of the weights"
         yield Finding("model.mup_base_width", message, "another rule, or remove the key")
     if config.groups and "lamb" in groups.rules:
         message = "lamb scales updates by norms of whole parameters, of all of them or of none"
         yield Finding("optimizer.groups", message, "another rule, or no groups")
         return
-    yield from _match_findings(c.model, groups, config.groups)
+    yield from _match_findings(model, groups, config.groups)
 
 
 def _match_findings(model: ModelConfig, groups: ParamGroups, tables: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:

@@ -71,6 +71,7 @@ class ParamSpec:
     `is_matrix`: optimizers may treat the parameter as a matrix; LAMB, for example, applies its trust ratio to matrices.
     `weight_decay`: weight decay applies. `fp8`: the weight's GEMMs may run in FP8. `tp_partial`: a replica's gradient
     is of this tp rank's heads only, also without sequence parallelism, and is summed over tp. `kind`: of all parts.
+    `reduce_axes`: the axes whose ranks hold the parameter and have parts of its gradient, which are summed.
     """
 
     name: str
@@ -80,6 +81,7 @@ class ParamSpec:
     fp8: bool
     tp_partial: bool = False
     kind: Kind = "matrix"
+    reduce_axes: tuple[str, ...] = DATA_AXES
 
     def __post_init__(self) -> None:
         equal = all(part.sharding == self.sharding for part in self.parts)
@@ -89,11 +91,6 @@ class ParamSpec:
     def sharding(self) -> Mapping[str, int]:
         """The sharding of all parts: axis of parallelism -> sharded dimension."""
         return self.parts[0].sharding
-
-    @property
-    def reduce_axes(self) -> tuple[str, ...]:
-        """The axes over which the gradient is reduced: the data axes that do not shard the parameter."""
-        return tuple(axis for axis in DATA_AXES if axis not in self.sharding)
 
     def local_shape(self, topology: Topology) -> tuple[int, ...]:
         """Shape on one rank, with padding."""

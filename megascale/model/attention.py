@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megascale.catalog.layers import NORMS
 from megascale.core.label import Label
 from megascale.model.modules import LayerContext, Linear, Norm
+from megascale.ops.core_attention import AttentionMask
 from megascale.ops.rope import layer_rope, rope_at, rope_table
 from megascale.parallel.kv_exchange import VisibleScores, attend_to_all
 from megascale.parallel.kv_store import StoredKV
@@ -133,7 +134,8 @@ class Attention(nn.Module):
         if batch is not None and batch.keys is not None:
             out_bhsd = self._attend_to_chunks(q, k, v, batch)
         else:
-            out_bhsd = self._attend(q, k, v, self._window, keep, self._model.dropout, boundaries)
+            mask = AttentionMask(self._window, boundaries, keep, self._model.dropout)
+            out_bhsd = self._attend(q, k, v, mask)
         return out_bhsd.permute(2, 0, 1, 3).flatten(2)
 
     def _attend_to_chunks(self, q: Tensor, k: Tensor, v: Tensor, batch: MicroBatch) -> Tensor:

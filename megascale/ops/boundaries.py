@@ -1,4 +1,7 @@
-"""The document boundaries of a micro-batch: where positions restart, and what attention does not cross."""
+"""The document boundaries of a micro-batch: where positions restart, and what attention does not cross.
+
+The host knows where documents begin; what has an element for every token is made on the device, once.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +67,8 @@ class Boundaries:
     @cached_property
     def positions(self) -> Tensor:
         """The position of each token in its document [s, b], i64."""
-        firsts = [np.repeat(row, lengths) for row, lengths in zip(self.starts, self.lengths, strict=True)]
-        return copy_to_device(np.arange(self.length)[:, None] - np.stack(firsts, 1), self.device)
+        places = torch.arange(self.length * len(self.starts), device=self.device)
+        return (places - self._of_tokens(self.cu_seqlens[:-1])).view(len(self.starts), -1).t().contiguous()
 
     def positions_in(self, spans: Spans | None) -> Tensor:
         """The `positions` of the tokens in spans of the rows; None for all."""
@@ -76,14 +79,20 @@ class Boundaries:
     @cached_property
     def documents(self) -> Tensor:
         """The number of each token's document in its row [b, s], i32."""
-        rows = [np.repeat(np.arange(len(lengths), dtype=np.int32), lengths) for lengths in self.lengths]
-        return copy_to_device(np.stack(rows), self.device)
+        count = sum(map(len, self.starts))
+        numbers = self._of_tokens(torch.arange(count, dtype=torch.int32, device=self.device))
+        by_row = numbers.view(len(self.starts), -1)
+        return by_row - by_row[:, :1]
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
         """The first token of each document, and the end of the last, in rows laid end to end [documents + 1], i32."""
         lengths = [length for row in self.lengths for length in row]
         return copy_to_device(np.cumsum([0, *lengths], dtype=np.int32), self.device)
+
+    def _of_tokens(self, values: Tensor) -> Tensor:
+        """Repeat the value of each document [documents] for its tokens, in rows laid end to end [b s]."""
+        return values.repeat_interleave(self.cu_seqlens.diff(), output_size=self.length * len(self.starts))
 
     def shared(self, key: Hashable, compute: Callable[[], T]) -> T:
         """Return the result of `compute`, which is called once for all layers that ask with this `key`."""

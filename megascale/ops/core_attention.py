@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,24 +25,22 @@ from megascale.ops.select import NotByDefault, OpBackend, OpContext
 from megascale.ops.softcapped_attention import softcapped_attention
 
 
-class CoreAttention(Protocol):
-    """Core attention by a backend, which applies the scale and the soft cap of the model's scores."""
+class AttentionMask(NamedTuple):
+    """What attention does not see. `window`: keys up to a query's own, None for all; `boundaries`: of the documents
+    that attention stays in, None for whole rows; `keep`, bool [b, heads, s, s]: the attention weights that survive
+    dropout of probability `dropout`, None for all.
+    """
 
-    def __call__(
-        self,
-        q_bhsd: Tensor,
-        k_bhsd: Tensor,
-        v_bhsd: Tensor,
-        window: int | None,
-        keep: Tensor | None,
-        dropout: float,
-        boundaries: Boundaries | None = None,
-        /,
-    ) -> Tensor:
-        """Attend with q [b, heads, s, d] and k, v [b, kv heads, s, d]; result as q. `window`: None for full attention;
-        `keep`: bool mask of the attention weights surviving dropout, or None; `boundaries`: of the documents that
-        attention stays in, or None for whole rows.
-        """
+    window: int | None = None
+    boundaries: Boundaries | None = None
+    keep: Tensor | None = None
+    dropout: float = 0.0
+
+
+CoreAttention = Callable[[Tensor, Tensor, Tensor, AttentionMask], Tensor]
+"""Core attention by a backend, which applies the scale and the soft cap of the model's scores: from q [b, heads, s, d]
+and k, v [b, kv heads, s, d] to a result as q.
+"""
 
 
 class TorchAttention(OpBackend):
@@ -55,24 +53,16 @@ class TorchAttention(OpBackend):
 def torch_attend(scale: float | None = None, softcap: float | None = None) -> CoreAttention:
     """Attention by torch's kernels, in rows or within documents."""
 
-    def attend(
-        q_bhsd: Tensor,
-        k_bhsd: Tensor,
-        v_bhsd: Tensor,
-        window: int | None,
-        keep: Tensor | None,
-        dropout: float,
-        boundaries: Boundaries | None = None,
-    ) -> Tensor:
-        if boundaries is None:
-            return causal_attention(q_bhsd, k_bhsd, v_bhsd, window, keep, dropout, scale, softcap)
+    def attend(q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: AttentionMask) -> Tensor:
+        if mask.boundaries is None:
+            return causal_attention(q_bhsd, k_bhsd, v_bhsd, mask.window, mask.keep, mask.dropout, scale, softcap)
         factor = q_bhsd.shape[-1] ** -0.5 if scale is None else scale
-        if keep is not None:
-            documents = boundaries.documents
-            mask = _causal_mask(q_bhsd, window) & (documents[:, None, :, None] == documents[:, None, None])
-            return _dropped_attention(q_bhsd, k_bhsd, v_bhsd, mask, keep, dropout, factor, softcap)
-        alone = partial(causal_attention, window=window, keep=None, dropout=0.0, scale=factor, softcap=softcap)
-        return _document_attention(q_bhsd, k_bhsd, v_bhsd, boundaries, alone)
+        if mask.keep is not None:
+            documents = mask.boundaries.documents
+            seen = _causal_mask(q_bhsd, mask.window) & (documents[:, None, :, None] == documents[:, None, None])
+            return _dropped_attention(q_bhsd, k_bhsd, v_bhsd, seen, mask.keep, mask.dropout, factor, softcap)
+        alone = partial(causal_attention, window=mask.window, scale=factor, softcap=softcap)
+        return _document_attention(q_bhsd, k_bhsd, v_bhsd, mask.boundaries, alone)
 
     return attend
 
@@ -125,8 +115,8 @@ def causal_attention(
     k_bhsd: Tensor,
     v_bhsd: Tensor,
     window: int | None,
-    keep: Tensor | None,
-    dropout: float,
+    keep: Tensor | None = None,
+    dropout: float = 0.0,
     scale: float | None = None,
     softcap: float | None = None,
 ) -> Tensor:

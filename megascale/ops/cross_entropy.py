@@ -9,12 +9,11 @@ alone: the loss stays the cross-entropy. Its derivative is 2 a w_t Z softmax(z_t
 
 A backend computes on one device with a rank's columns of the logits z. The caller (`parallel.linear_cross_entropy`)
 provides the all-reduces between kernels as `Reduce`. `Targets`, `CrossEntropy`, `LogitsKernels`: the interface.
-`TorchCrossEntropy`, `CompiledCrossEntropy`, `TECrossEntropy`: the backends.
+`TorchCrossEntropy`, `CompiledCrossEntropy`: the backends.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from torch import Tensor
 
 from megascale.layout.loss import BLOCK_BYTES
 from megascale.ops import compiled
-from megascale.ops.library import TE
 from megascale.ops.select import NotByDefault, OpBackend, OpContext
 
 
@@ -210,45 +208,3 @@ def fused_gradient(
     grad = (scores - peak.unsqueeze(1)).exp() * scale.unsqueeze(1)
     grad = torch.where(is_label, grad - minus.unsqueeze(1), grad)
     logits.copy_(grad if cap is None else grad * soft_cap_derivative(scores, cap))
-
-
-class TECrossEntropy:
-    """Transformer Engine's kernels: a pass over the logits for the loss and a pass for the gradient, both in fp32."""
-
-    def unsupported_reason(self, context: OpContext) -> str | None:
-        if context.z_loss:
-            return "has no z-loss"
-        if context.device.is_cpu:
-            return "needs a GPU"
-        if reason := TE.missing_reason():
-            return reason
-        from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
-
-        if "overwrite_input" not in inspect.signature(parallel_cross_entropy).parameters:
-            return (
-                "needs a release with overwrite_input (none up to 2.19): the installed one allocates the logits twice"
-            )
-        return None
-
-    def build(self, context: OpContext) -> CrossEntropy:
-        return te_cross_entropy
-
-
-IGNORED = -100
-"""Transformer Engine's label for ignored tokens."""
-
-
-def te_cross_entropy(logits: Tensor, targets: Targets, reduce: Reduce, gradient: bool) -> tuple[Tensor, Tensor | None]:
-    """Implement `CrossEntropy` for an unsharded vocabulary, without all-reduces."""
-    from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
-
-    logits[:, targets.valid :] = -math.inf
-    labels = targets.columns.masked_fill(~targets.is_local, IGNORED).unsqueeze(1)
-    with torch.set_grad_enabled(gradient):
-        scores = logits.detach().unsqueeze(1).requires_grad_(gradient)
-        losses = parallel_cross_entropy(scores, labels, ignore_idx=IGNORED, overwrite_input=True).squeeze(1)
-        loss = (losses * targets.weights).sum()
-    if not gradient:
-        return loss, None
-    (grad,) = torch.autograd.grad(loss, scores)
-    return loss.detach(), grad.squeeze(1)

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.ops.boundaries import Boundaries
-from megascale.ops.core_attention import CoreAttention, half_precision_unsupported, not_by_default
+from megascale.ops.core_attention import AttentionMask, CoreAttention, half_precision_unsupported, not_by_default
 from megascale.ops.library import FLASH, FLASH3, Library
 from megascale.ops.select import OpContext
 
@@ -62,16 +61,9 @@ def flash(
 
     capped = {} if softcap is None else {"softcap": softcap}  # an argument that version 2 has from 2.6 on
 
-    def attend(
-        q_bhsd: Tensor,
-        k_bhsd: Tensor,
-        v_bhsd: Tensor,
-        window: int | None,
-        keep: Tensor | None,
-        dropout: float,
-        boundaries: Boundaries | None = None,
-    ) -> Tensor:
+    def attend(q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: AttentionMask) -> Tensor:
         qkv = [t.transpose(1, 2) for t in (q_bhsd, k_bhsd, v_bhsd)]
+        window, boundaries = mask.window, mask.boundaries
         options: dict[str, Any] = {
             "softmax_scale": scale,
             "causal": True,

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from megascale.ops import compiled
 from megascale.ops.boundaries import Boundaries
-from megascale.ops.core_attention import CoreAttention, causal_attention, not_by_default
+from megascale.ops.core_attention import AttentionMask, CoreAttention, causal_attention, not_by_default
 from megascale.ops.library import TRITON
 from megascale.ops.select import OpContext
 
@@ -44,24 +44,16 @@ def flex(attention: Callable[..., Any], scale: float | None = None, softcap: flo
 
     score_mod = None if softcap is None else capped
 
-    def attend(
-        q_bhsd: Tensor,
-        k_bhsd: Tensor,
-        v_bhsd: Tensor,
-        window: int | None,
-        keep: Tensor | None,
-        dropout: float,
-        boundaries: Boundaries | None = None,
-    ) -> Tensor:
-        s = q_bhsd.shape[2]
-        if boundaries is not None:
-            mask = document_block_mask(boundaries, min(window or s, s))
+    def attend(q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: AttentionMask) -> Tensor:
+        s, window = q_bhsd.shape[2], mask.window
+        if mask.boundaries is not None:
+            blocks = document_block_mask(mask.boundaries, min(window or s, s))
         elif (window is None or window >= s) and softcap is None:
-            return causal_attention(q_bhsd, k_bhsd, v_bhsd, None, keep, dropout, scale)
+            return causal_attention(q_bhsd, k_bhsd, v_bhsd, None, mask.keep, mask.dropout, scale)
         else:
-            mask = block_mask(s, min(window or s, s), q_bhsd.device)
+            blocks = block_mask(s, min(window or s, s), q_bhsd.device)
         shared = k_bhsd.shape[1] != q_bhsd.shape[1]
-        return attention(q_bhsd, k_bhsd, v_bhsd, score_mod=score_mod, block_mask=mask, scale=scale, enable_gqa=shared)
+        return attention(q_bhsd, k_bhsd, v_bhsd, score_mod=score_mod, block_mask=blocks, scale=scale, enable_gqa=shared)
 
     return attend
 

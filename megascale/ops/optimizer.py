@@ -2,7 +2,7 @@
 
 - `UpdateRule`: a function from `UpdateInput` to a direction and the new state, for elements and for whole matrices.
   The sharding layer (`optim.sharded`) clips, steps along the direction, decays weights and skips steps.
-- `Elementwise`, `NeedsParamNorms`: classes over `Segment`s of a shard, for fused kernels.
+- `Elementwise`, `NeedsParamNorms`: classes over `Segment`s of a shard, for fused kernels; they name their state.
 
 The card's `unit_of_work` (`catalog.optimizers`) tells the sharding layer what a rule sees at once.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -103,9 +103,19 @@ class NeedsParamNorms(Protocol):
         """
 
 
+Rule = UpdateRule | type[Elementwise] | type[NeedsParamNorms]
+"""A rule of any form."""
+
+
+def is_function(rule: Rule) -> TypeGuard[UpdateRule]:
+    """Return False for a class over segments, which names its state."""
+    return not hasattr(rule, "state_names")
+
+
 class TorchOptimizer(OpBackend):
     """Update rules from the catalog, including rules registered by other packages."""
 
-    def build(self, context: OpContext) -> Any:
-        """Return an `UpdateRule`, or an `Elementwise` or a `NeedsParamNorms` class."""
-        return OPTIMIZERS[context.optimizer].load()
+    def build(self, context: OpContext) -> Rule:
+        """Return the rule that the context names."""
+        rule: Rule = OPTIMIZERS[context.optimizer].load()
+        return rule

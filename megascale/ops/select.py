@@ -13,10 +13,8 @@ from typing import Any, Protocol
 import torch
 
 from megascale.catalog.backends import AUTO, BACKENDS, FUSIBLE_OPERATIONS, Requirement, unmet_requirement
-from megascale.catalog.precisions import PRECISIONS
 from megascale.config.backends import BackendsConfig
 from megascale.config.model import ModelConfig
-from megascale.config.run import RunConfig
 from megascale.core.errors import Exit, MegascaleError
 from megascale.device import Device
 
@@ -52,16 +50,6 @@ class OpContext:
     attends_in_parts: bool = False
     z_loss: float = 0.0
 
-    @classmethod
-    def from_config(cls, config: RunConfig, device: Device) -> OpContext:
-        """Return the context of a run's operations."""
-        dtype = getattr(torch, PRECISIONS[config.train.precision].facts["compute_dtype"])
-        tp, optimizer = config.parallel.tp, config.optimizer.name
-        recipe = config.fp8.recipe if config.train.precision == "fp8" else None
-        within, keys = config.data.mask == "document", config.attends_in_parts
-        compiled, z_loss = config.train.compile, config.train.z_loss
-        return cls(config.model, config.backends, dtype, device, tp, optimizer, compiled, recipe, within, keys, z_loss)
-
     def requested_backend(self, operation: str) -> str:
         """Return the backend in `[backends]`. In a compiled block, auto means `compile` for fusible operations."""
         requested: str = getattr(self.backends, operation)
@@ -80,9 +68,9 @@ class OpContext:
     def requirement(self, operation: str) -> Requirement:
         """Return the demands that cards answer from their facts, without a device."""
         dtype = str(self.dtype).removeprefix("torch.")
-        requirement = Requirement.for_operation(operation, self.model, dtype, self.optimizer, self.tp, self.recipe)
-        requirement = requirement.with_documents() if self.document_mask else requirement
-        return requirement.with_partial_attention(operation) if self.attends_in_parts else requirement
+        given = operation, self.model, dtype, self.optimizer, self.tp, self.recipe
+        parts = self.attends_in_parts
+        return Requirement.for_operation(*given, document_mask=self.document_mask, attends_in_parts=parts)
 
 
 class OpBackend(Protocol):

@@ -15,17 +15,19 @@ from torch import Tensor
 from megascale.catalog.backends import BACKENDS
 from megascale.catalog.layers import NORMS
 from megascale.catalog.optimizers import OPTIMIZERS
-from megascale.catalog.recipes import RECIPES
+from megascale.catalog.recipes import TENSOR
 from megascale.config.train import OptimizerConfig
 from megascale.device import detect_device
 from megascale.layout.mask_blocks import mask_blocks
 from megascale.layout.param_groups import ParamGroup
 from megascale.layout.sequence_shard import TokenSpan, shard_sequence
 from megascale.ops.boundaries import Boundaries
+from megascale.ops.core_attention import AttentionMask
 from megascale.ops.cross_entropy import Targets, no_reduce
-from megascale.ops.fp8 import Fp8Format, Quantized, ScaleGranularity, amax_to_scale, cast_to_fp8
-from megascale.ops.optimizer import Segment, UpdateInput, UpdateRule
+from megascale.ops.optimizer import Segment, UpdateInput, UpdateRule, is_function
 from megascale.ops.partial_attention import Accumulator, AttentionResult, Gradients
+from megascale.ops.quantized import Quantized
+from megascale.ops.recipe import Quantizer, build_recipe
 from megascale.ops.rope import layer_rope, rope_table
 from megascale.ops.select import BackendError, NotByDefault, OpContext, select_backend, unsupported_reason
 
@@ -81,26 +83,27 @@ class OperationReport:
 
 def check_backends(operation: str, context: OpContext) -> OperationReport:
     """Query every backend of an operation, and test the supported ones."""
-    chosen, problem = None, None
+    chosen, problem, verdicts = None, None, []
     try:
         chosen = select_backend(operation, context).backend
     except BackendError as error:
         problem = str(error)
-    verdicts = [_check_backend(operation, name, name == chosen, context) for name in BACKENDS[operation].names()]
+    testable = operation != "optimizer" or is_comparable(context.optimizer)
+    for name in BACKENDS[operation].names():
+        reason = unsupported_reason(operation, name, context)
+        supported = reason is None or isinstance(reason, NotByDefault)
+        tolerance = TOLERANCES[context.dtype]
+        verdict = BackendReport(operation, name, name == chosen, supported, reason, tolerance=tolerance)
+        if supported and testable:
+            try:
+                worst = difference(operation, name, context)
+            except Exception as error:  # a library may raise anything, and the report shows it
+                verdict = replace(verdict, error=f"{type(error).__name__}: {error}".splitlines()[0])
+            else:
+                nan = math.isnan(worst)
+                verdict = replace(verdict, error="gives NaN") if nan else replace(verdict, difference=worst)
+        verdicts.append(verdict)
     return OperationReport(operation, tuple(verdicts), problem)
-
-
-def _check_backend(operation: str, backend: str, chosen: bool, context: OpContext) -> BackendReport:
-    reason = unsupported_reason(operation, backend, context)
-    supported = reason is None or isinstance(reason, NotByDefault)
-    verdict = BackendReport(operation, backend, chosen, supported, reason, tolerance=TOLERANCES[context.dtype])
-    if not supported or (operation == "optimizer" and not is_comparable(context.optimizer)):
-        return verdict
-    try:
-        worst = difference(operation, backend, context)
-    except Exception as error:  # a library may raise anything, and the report shows it
-        return replace(verdict, error=f"{type(error).__name__}: {error}".splitlines()[0])
-    return replace(verdict, error="gives NaN") if math.isnan(worst) else replace(verdict, difference=worst)
 
 
 def is_comparable(optimizer: str) -> bool:
@@ -165,34 +168,36 @@ def _attention(context: OpContext) -> list[Tensor]:
     return _random(*((SAMPLES, n, tokens, m.head_dim) for n in heads))
 
 
-def _attend(attend: Any, context: OpContext, leaves: list[Tensor]) -> Tensor:
-    """Attend within the model's smallest window, or a third of the sequence if smaller; with a document mask within
-    three documents a row.
+def _mask(context: OpContext, s: int) -> tuple[int | None, tuple[int, ...] | None]:
+    """Return the model's smallest window, or a third of the sequence if smaller, and with a document mask the starts of
+    three documents in a row.
     """
-    windows, (b, _, s, _) = [window for window in context.model.windows if window], leaves[0].shape
-    window = min(*windows, max(1, s // 3)) if windows else None
-    if not context.document_mask:
-        return attend(*leaves, window, None, 0.0)
-    starts = tuple(sorted({0, s // 3, s // 2}))
-    return attend(*leaves, window, None, 0.0, Boundaries((starts,) * b, s, leaves[0].device))
+    windows = [window for window in context.model.windows if window]
+    starts = tuple(sorted({0, s // 3, s // 2})) if context.document_mask else None
+    return min(*windows, max(1, s // 3)) if windows else None, starts
+
+
+def _attend(attend: Any, context: OpContext, leaves: list[Tensor]) -> Tensor:
+    b, _, s, _ = leaves[0].shape
+    window, starts = _mask(context, s)
+    boundaries = None if starts is None else Boundaries((starts,) * b, s, leaves[0].device)
+    return attend(*leaves, AttentionMask(window, boundaries))
 
 
 def _attend_in_parts(partial: Any, context: OpContext, leaves: list[Tensor]) -> list[Tensor]:
     """Return the results of two parts of a sequence that two ranks share, and the gradients, as `_attend` attends."""
-    q, k, v = leaves
-    windows, s = [window for window in context.model.windows if window], q.shape[2] // 4 * 4
-    window = min(*windows, max(1, s // 3)) if windows else None
-    starts = [sorted({0, s // 3, s // 2})] * q.shape[0] if context.document_mask else None
+    s = leaves[0].shape[2] // 4 * 4
+    q, k, v = (t[:, :, :s] for t in leaves)
+    window, starts = _mask(context, s)
     results = []
     for rank in range(2):
         shard = shard_sequence(s, 2, 1, rank)
-        blocks = mask_blocks(shard.spans, (TokenSpan(0, s),), window, starts, s)
+        blocks = mask_blocks(shard.spans, (TokenSpan(0, s),), window, None if starts is None else [starts] * len(q), s)
         own, total = torch.cat([q[:, :, slice(*span)] for span in shard.spans], 2), Accumulator(q[:, :, : shard.size])
-        keys, values = k[:, :, :s], v[:, :, :s]
-        partial.add_forward(total, own, keys, values, blocks)
+        partial.add_forward(total, own, k, v, blocks)
         out = total.out.to(q.dtype)
-        grads = Gradients(*(torch.zeros(t.shape, dtype=total.lse.dtype, device=t.device) for t in (own, keys, values)))
-        partial.add_backward(grads, AttentionResult(own, out, total.lse, torch.ones_like(out)), keys, values, blocks)
+        grads = Gradients(*(torch.zeros(t.shape, dtype=total.lse.dtype, device=t.device) for t in (own, k, v)))
+        partial.add_backward(grads, AttentionResult(own, out, total.lse, torch.ones_like(out)), k, v, blocks)
         results += [total.out, *grads]
     return results
 
@@ -226,8 +231,7 @@ def _heads(context: OpContext) -> list[Tensor]:
 
 def _rotated(rotate: Any, context: OpContext, leaves: list[Tensor]) -> Tensor:
     (heads,), m = leaves, context.model
-    wide = torch.promote_types(heads.dtype, torch.float32)
-    table = rope_table(TOKENS, layer_rope(m, 0), wide, heads.device)
+    table = rope_table(TOKENS, layer_rope(m, 0), _wide(heads), heads.device)
     return rotate(heads, (m.num_heads + m.num_kv_heads) // context.tp, *table)
 
 
@@ -236,18 +240,17 @@ def _activation(context: OpContext) -> list[Tensor]:
     return _random((TOKENS, SAMPLES, m.ffn_size // context.tp * (2 if m.gated else 1)))
 
 
-def _logits(context: OpContext) -> list[Tensor]:
-    return _random((TOKENS, context.model.vocab_size))
-
-
 def _loss(cross_entropy: Any, context: OpContext, leaves: list[Tensor]) -> list[Tensor]:
     """Return an unsharded loss and its gradient, which the operation computes itself."""
-    (logits,) = leaves
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    columns = torch.arange(TOKENS, device=logits.device) % context.model.vocab_size
-    targets = Targets(columns, torch.ones(TOKENS, dtype=wide, device=logits.device), context.model.vocab_size)
+    (logits,), n = leaves, context.model.vocab_size
+    columns = torch.arange(TOKENS, device=logits.device) % n
+    targets = Targets(columns, torch.ones(TOKENS, dtype=_wide(logits), device=logits.device), n)
     loss, gradient = cross_entropy(logits, targets, no_reduce, True)
     return [loss.view(1), gradient]
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _matrices(context: OpContext) -> list[Tensor]:
@@ -259,43 +262,32 @@ def _matrices(context: OpContext) -> list[Tensor]:
 
 def _multiply(kernels: Any, context: OpContext, leaves: list[Tensor]) -> list[Tensor]:
     """Return the casts of a recipe's linear layers, with transposes, and under FP8 two GEMMs: output and wgrad."""
-    x, weight = leaves
-    facts = RECIPES[context.recipe or "tensorwise"].facts
-    granularity, grad_format = ScaleGranularity(facts["granularity"]), Fp8Format[facts["grad_format"].upper()]
-    weight_granularity = ScaleGranularity.BLOCK_2D if granularity is ScaleGranularity.BLOCK_1D else granularity
+    (x, weight), recipe = leaves, build_recipe(context.recipe or "tensorwise", kernels)
 
-    def quantize(x: Tensor, fp8_format: Fp8Format, granularity: ScaleGranularity) -> Quantized:
-        scale = amax_to_scale(kernels.amax(x, granularity), fp8_format)
-        return cast_to_fp8(x, scale, fp8_format, granularity, kernels, with_transpose=True)
+    def quantize(x: Tensor, quantizer: Quantizer) -> Quantized:
+        return quantizer.encode(x, quantizer.scale(quantizer.amax(x)), with_transpose=True)
 
     def matmul(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
         if context.dtype == torch.float64:
             return a.dequantize().double() @ b.dequantize().double().t()
-        return kernels.scaled_matmul(a, b, dtype)
+        return recipe.gemm(a, b, dtype)
 
-    e4m3 = Fp8Format.E4M3
-    forward = quantize(x, e4m3, granularity), quantize(weight, e4m3, weight_granularity)
-    backward = quantize(x, grad_format, granularity), quantize(weight, e4m3, granularity)
-    by_row = weight_granularity is ScaleGranularity.ROW
-    weight_t = quantize(kernels.transpose_for_cast(weight), e4m3, granularity) if by_row else forward[1].t()
-    x_t = quantize(kernels.transpose_for_cast(x), grad_format, granularity)
+    forward = quantize(x, recipe.input), quantize(weight, recipe.weight)
+    backward = quantize(x, recipe.gradient), quantize(weight, recipe.input)
+    both_ways = recipe.weight.block.serves_transpose
+    weight_t = forward[1].t() if both_ways else quantize(recipe.weight.turned(weight), recipe.weight)
+    x_t = quantize(recipe.gradient.turned(x), recipe.gradient)
     casts = [operand.dequantize() for operand in (*forward, *backward, weight_t, x_t)]
     if context.recipe is None:
         return casts
-    wide = torch.float32 if granularity is ScaleGranularity.TENSOR else context.dtype
+    wide = torch.float32 if recipe.gradient.block == TENSOR else context.dtype
     return [*casts, matmul(*forward, context.dtype), matmul(*backward, wide)]
 
 
-def _wgrad_operands(context: OpContext) -> list[Tensor]:
-    """Draw the operands of wgrad: output gradient and input."""
-    return _random((TOKENS, 2 * TOKENS), (TOKENS, context.model.hidden_size))
-
-
 def _accumulate(wgrad: Any, context: OpContext, leaves: list[Tensor]) -> list[Tensor]:
-    """Accumulate two micro-batches; the first must overwrite NaN."""
+    """Accumulate two micro-batches of output gradients and inputs; the first must overwrite NaN."""
     grad, x = leaves
-    wide = torch.promote_types(grad.dtype, torch.float32)
-    total = torch.full((grad.shape[1], x.shape[1]), math.nan, dtype=wide, device=x.device)
+    total = torch.full((grad.shape[1], x.shape[1]), math.nan, dtype=_wide(grad), device=x.device)
     wgrad(total, grad, x, False)
     first = total.clone()
     wgrad(total, 3 * grad, x, True)
@@ -310,18 +302,12 @@ def _weights(context: OpContext) -> list[Tensor]:
 
 def _directions(rule: UpdateRule, context: OpContext, weight: Tensor, grad: Tensor) -> list[Tensor]:
     """Return the directions of two updates of a matrix, with the default options."""
-    group, directions = ParamGroup(context.optimizer, weight_decay=0.0), []
-    state = {
-        name: torch.zeros(
-            shape, dtype=torch.uint8 if name in group.facts["uint8"] else grad.dtype, device=grad.device
-        )
-        for name, shape in group.state_shapes(tuple(grad.shape)).items()
-    }  # fmt: skip
+    group, directions, state = ParamGroup(context.optimizer, weight_decay=0.0), [], dict[str, Tensor]()
+    for name, shape in group.state_shapes(tuple(grad.shape)).items():
+        state[name] = grad.new_zeros(shape, dtype=torch.uint8 if name in group.facts["uint8"] else grad.dtype)
     for step in (1, 2):
-        given = UpdateInput(
-            grad * step, state, step, group.all_options, weight, name="weight", first=step == 1, lr=RATE
-        )
-        direction, state = rule(given)
+        first, options = step == 1, group.all_options
+        direction, state = rule(UpdateInput(grad * step, state, step, options, weight, None, "weight", first, RATE))
         directions.append(direction)
     return directions
 
@@ -330,8 +316,8 @@ def _update(rule: Any, context: OpContext, leaves: list[Tensor]) -> list[Tensor]
     """Return the weight changes and the state after two optimizer steps, in fp32 or wider; of a rule that is a function
     the directions of a matrix.
     """
-    before, grads = ([leaf.to(torch.promote_types(leaf.dtype, torch.float32)) for leaf in leaves[n::2]] for n in (0, 1))
-    if not hasattr(rule, "state_names"):
+    before, grads = ([leaf.to(_wide(leaf)) for leaf in leaves[n::2]] for n in (0, 1))
+    if is_function(rule):
         return _directions(rule, context, before[0].view(TOKENS, -1), grads[0].view(TOKENS, -1))
     segments = []
     for weight, grad, is_matrix in zip(before, grads, (True, False), strict=True):
@@ -361,8 +347,10 @@ CASES = {
     "norm": OperationCase(_norm, _differentiated(_normalize)),
     "add_norm": OperationCase(_add_norm, _differentiated(_add_normalize)),
     "activation": OperationCase(_activation, _differentiated(lambda activate, context, leaves: activate(*leaves))),
-    "cross_entropy": OperationCase(_logits, _loss),
-    "wgrad": OperationCase(_wgrad_operands, _accumulate),
+    "cross_entropy": OperationCase(lambda context: _random((TOKENS, context.model.vocab_size)), _loss),
+    "wgrad": OperationCase(
+        lambda context: _random((TOKENS, 2 * TOKENS), (TOKENS, context.model.hidden_size)), _accumulate
+    ),
     "optimizer": OperationCase(_weights, _update),
 }
 """Test cases by operation."""

@@ -1,4 +1,4 @@
-"""Transformer Engine's kernels for norms, activations and rotary embedding, called as by its own modules.
+"""Transformer Engine's kernels for norms and activations, called as by its own modules.
 
 Importing the library loads `transformer_engine_torch`, the extension with the kernels.
 """
@@ -6,7 +6,6 @@ Importing the library loads `transformer_engine_torch`, the extension with the k
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,11 +15,7 @@ from megascale.catalog.layers import NORMS
 from megascale.ops.activation import Activate
 from megascale.ops.library import TE
 from megascale.ops.norm import Normalize
-from megascale.ops.rope import Rotate
 from megascale.ops.select import OpContext
-
-ROPE = replace(TE, versions=">=2.3,<2.21")
-"""Versions with `apply_rotary_pos_emb` in its present module."""
 
 
 class TENorm:
@@ -50,29 +45,6 @@ class TEActivation:
         }  # fmt: skip
         forward, backward = names[context.model.activation]
         return lambda x: _Activation.apply(x, forward, backward)
-
-
-class TERope:
-    """FusedRoPEFunc on queries and keys, followed by a concatenation with the values."""
-
-    def unsupported_reason(self, context: OpContext) -> str | None:
-        model = context.model
-        if model.rotary_dim < model.head_dim:
-            return "rotates whole heads"
-        if model.rope_scaling and model.rope_scaling["type"] == "yarn":
-            return "rotates without a factor of q and k"
-        return ROPE.unsupported_reason(context)
-
-    def build(self, context: OpContext) -> Rotate:
-        from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
-
-        def rotate(qkv_sbnd: Tensor, turned: int, cos: Tensor, sin: Tensor) -> Tensor:
-            qk, v = qkv_sbnd.split([turned, qkv_sbnd.shape[2] - turned], 2)
-            angles = torch.atan2(sin, cos)  # within +-pi, where fp32 is accurate to 2e-7 at any position
-            angles = torch.cat([angles, angles], -1)
-            return torch.cat([apply_rotary_pos_emb(qk, angles, tensor_format="sbhd", fused=True), v], 2)
-
-        return rotate
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megascale.ops.boundaries import Boundaries
-from megascale.ops.core_attention import CoreAttention, half_precision_unsupported, not_by_default
+from megascale.ops.core_attention import AttentionMask, CoreAttention, half_precision_unsupported, not_by_default
 from megascale.ops.library import TE
 from megascale.ops.select import OpContext
 
@@ -42,16 +41,9 @@ def te_attend(core: Callable[..., Any]) -> CoreAttention:
     documents, of rows laid end to end: q [b s, heads, d], k and v [b s, kv heads, d], result [b s, heads x d].
     """
 
-    def attend(
-        q_bhsd: Tensor,
-        k_bhsd: Tensor,
-        v_bhsd: Tensor,
-        window: int | None,
-        keep: Tensor | None,
-        dropout: float,
-        boundaries: Boundaries | None = None,
-    ) -> Tensor:
+    def attend(q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: AttentionMask) -> Tensor:
         b, heads, s, d = q_bhsd.shape
+        window, boundaries = mask.window, mask.boundaries
         left = -1 if window is None else window - 1  # keys to the left of a query's own
         if boundaries is None:
             q, k, v = (t.permute(2, 0, 1, 3) for t in (q_bhsd, k_bhsd, v_bhsd))

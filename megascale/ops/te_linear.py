@@ -15,20 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megascale.catalog.recipes import RECIPES
+from megascale.catalog.recipes import RECIPES, ROW, TENSOR
 from megascale.ops import compiled
 from megascale.ops.fp8 import (
+    TORCH_KERNELS,
     CastTranspose,
     CompiledFp8,
     Fp8Kernels,
-    Quantized,
     ScaleAndCast,
     ScaledMatmul,
-    ScaleGranularity,
     cast_transpose,
     scaled_matmul,
 )
 from megascale.ops.library import TE
+from megascale.ops.quantized import Quantized
 from megascale.ops.select import OpContext
 
 TE_GEMM = replace(TE, versions=">=2.12,<2.21")
@@ -46,7 +46,7 @@ class TEFp8:
 
     def build(self, context: OpContext) -> Fp8Kernels:
         possible = compiled.compile_unsupported_reason(context.device) is None
-        fallback = CompiledFp8().build(context) if possible else Fp8Kernels()
+        fallback = CompiledFp8().build(context) if possible else TORCH_KERNELS
         cast = te_scale_and_cast(fallback.scale_and_cast, context.device.torch_device)
         cast_both = te_cast_transpose(fallback.cast_transpose, context.device.torch_device)
         return Fp8Kernels(fallback.amax, cast, te_scaled_matmul(), cast_both)
@@ -57,11 +57,10 @@ def _unsupported_reason(context: OpContext) -> str | None:
     from transformer_engine.pytorch import is_fp8_available, is_fp8_block_scaling_available
 
     assert context.recipe is not None
-    granularity = ScaleGranularity(RECIPES[context.recipe].facts["granularity"])
-    if granularity is ScaleGranularity.BLOCK_1D and context.device.capability[0] > 9:
+    in_blocks = RECIPES[context.recipe].facts["input"].block.k is not None
+    if in_blocks and context.device.capability[0] > 9:
         return "supports block scales as powers of two only on this GPU"  # it would convert to MXFP8
-    is_available = is_fp8_block_scaling_available if granularity is ScaleGranularity.BLOCK_1D else is_fp8_available
-    supported, reason = is_available(return_reason=True)
+    supported, reason = (is_fp8_block_scaling_available if in_blocks else is_fp8_available)(return_reason=True)
     return None if supported else reason
 
 
@@ -117,15 +116,14 @@ def te_scaled_matmul() -> ScaledMatmul:
 
     def multiply(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
         k = a.shape[-1]
-        if ScaleGranularity.ROW in (a.granularity, b.granularity) or a.data.numel() // k % ROWS:
+        if ROW in (a.block, b.block) or a.data.numel() // k % ROWS:
             return scaled_matmul(a, b, dtype)
         out, *_ = general_gemm(
             _te_tensor(b),
             _te_tensor(a),
             out_dtype=dtype,
             layout="TN",  # k is the last dimension of both
-            use_split_accumulator=not b.use_fast_accum
-            or b.granularity is not ScaleGranularity.TENSOR,  # fp32 accumulation
+            use_split_accumulator=not b.use_fast_accum or b.block != TENSOR,  # fp32 accumulation
         )
         return out.view(*a.shape[:-1], b.shape[0])
 
@@ -139,7 +137,7 @@ def _te_tensor(x: Quantized) -> Any:
 
     data = x.data.reshape(-1, x.shape[-1]).contiguous().view(torch.uint8)
     te_dtype = TE_DType[x.data.dtype]
-    if x.granularity is ScaleGranularity.TENSOR:
+    if x.block == TENSOR:
         return Float8TensorStorage(data=data, fp8_scale_inv=x.scale.view(1), fp8_dtype=te_dtype)
     return Float8BlockwiseQTensorStorage(
         rowwise_data=data,
@@ -148,14 +146,14 @@ def _te_tensor(x: Quantized) -> Any:
         columnwise_scale_inv=None,
         fp8_dtype=te_dtype,
         quantizer=None,
-        is_2D_scaled=x.granularity is ScaleGranularity.BLOCK_2D,
+        is_2D_scaled=x.block.rows != 1,
     )
 
 
 def _block_scales(x: Quantized) -> Tensor:
-    """Return block scales in cuBLAS' layout: 1D [k / BLOCK, m]; 2D [m / BLOCK, k / BLOCK], rows zero-padded to a
-    multiple of 4.
+    """Return block scales in cuBLAS' layout: of parts of rows [k / BLOCK, m]; of squares [m / BLOCK, k / BLOCK], whose
+    rows are zero-padded to a multiple of 4.
     """
-    if x.granularity is ScaleGranularity.BLOCK_2D:
+    if x.block.rows != 1:
         return F.pad(x.scale, (0, -x.scale.shape[1] % 4))
     return x.scale.reshape(-1, x.scale.shape[-1]).t().contiguous()

@@ -10,30 +10,59 @@ The state of a matrix is on its owner, in the shapes of the rule's card, and in 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from megascale.comm.collectives import all_reduce
-from megascale.comm.mesh import Mesh
-from megascale.layout.owners import MatrixShard
+from megascale.layout.buckets import SlotRange
+from megascale.layout.owners import OwnedMatrix, assign_owners
 from megascale.ops.optimizer import UpdateInput, UpdateRule
-from megascale.optim.function_rule import apply_direction, copy_unless
-from megascale.parallel.matrix_exchange import MatrixExchange
-from megascale.parallel.optimizer_shard import OptimizerShard
-from megascale.parallel.stateful import GlobalTensor, TensorShard
+from megascale.optim.element_updates import apply_direction, copy_unless
+from megascale.optim.matrix_exchange import MatrixExchange
+from megascale.optim.updates import Clipping, Parts, Updates
+from megascale.parallel.param_and_grad_buffers import Bucket
 
 
-class MatrixUpdates:
-    """The matrices of a bucket that rules of whole matrices update."""
+class MatrixUpdates(Updates):
+    """The matrices of all buckets that rules of whole matrices update. The rules are functions."""
 
-    def __init__(
-        self, shard: OptimizerShard, places: Sequence[MatrixShard], mesh: Mesh, rules: Mapping[str, UpdateRule]
-    ) -> None:
-        self._shard = shard
-        self._mesh = mesh
-        self._places = places
-        self._rules = rules
+    def __init__(self, parts: Parts) -> None:
+        places = assign_owners([shard.bucket.layout for shard in parts.shards], parts.groups, parts.mesh.topology)
+        self._recorder = parts.mesh.recorder
+        self.buckets = {
+            index: BucketMatrices(parts, index, of_bucket) for index, of_bucket in enumerate(places) if of_bucket
+        }
+
+    def compute(self, lr: float, step: int, clipping: Clipping) -> None:
+        if self.buckets:
+            with self._recorder.action("compute_updates"):
+                for matrices in self.buckets.values():
+                    matrices.start_gather()
+                for matrices in self.buckets.values():
+                    matrices.compute(lr, step, clipping)
+
+    def apply(self, index: int, lr: float, step: int, clipping: Clipping) -> None:
+        if index in self.buckets:
+            self.buckets[index].apply(lr, step, clipping)
+
+    def matrix_state(self) -> Iterator[tuple[Bucket, OwnedMatrix, str, Tensor]]:
+        for matrices in self.buckets.values():
+            yield from matrices.tensors()
+
+    def end_restore(self) -> None:
+        for matrices in self.buckets.values():
+            matrices.note_fresh_state()
+
+
+class BucketMatrices:
+    """The matrices of bucket `index`, `places`, on all ranks, and the state of those that this rank owns, by number."""
+
+    def __init__(self, parts: Parts, index: int, places: Sequence[OwnedMatrix]) -> None:
+        self.places = places
+        shard, mesh = self._shard, self._mesh = parts.shards[index], parts.mesh
+        self._rules = cast(Mapping[str, UpdateRule], parts.rules)
         self._gradients = MatrixExchange(shard.bucket, places, mesh)
         self._with_weight = [number for number, place in enumerate(places) if place.group.facts["weight"]]
         self._weights = MatrixExchange(shard.bucket, [places[number] for number in self._with_weight], mesh)
@@ -47,31 +76,32 @@ class MatrixUpdates:
         if self._with_weight:
             self._weights.start_gather(self._shard.master_fp32)
 
-    def compute(self, lr: float, step: int, grad_factor: Tensor, skip: Tensor) -> None:
-        """Update this rank's matrices, and start to send the directions back. Arguments are those of
-        `ops.optimizer.Elementwise.step`. Without other ranks `apply` does it, and needs no memory for all directions.
+    def compute(self, lr: float, step: int, clipping: Clipping) -> None:
+        """Update this rank's matrices, and start to send the directions back. Without other ranks `apply` does it, and
+        needs no memory for all directions.
         """
         if not self._gradients.is_local:
-            self._gradients.start_return(dict(self._directions(lr, step, grad_factor, skip)))
+            self._gradients.start_return(dict(self._directions(lr, step, clipping)))
 
-    def apply(self, lr: float, step: int, grad_factor: Tensor, skip: Tensor) -> None:
+    def apply(self, lr: float, step: int, clipping: Clipping) -> None:
         """Update this rank's shard of the master weights."""
         if self._gradients.is_local:
-            for number, direction in self._directions(lr, step, grad_factor, skip):
-                self._step(number, self._gradients.start_of(number), direction.reshape(-1), lr, skip)
+            for number, direction in self._directions(lr, step, clipping):
+                self._step(number, self._gradients.stored(number), direction.reshape(-1), lr, clipping.skip)
         else:
-            for number, start, direction in self._gradients.finish_return():
-                self._step(number, start, direction, lr, skip)
+            for number, elements, direction in self._gradients.finish_return():
+                self._step(number, elements, direction, lr, clipping.skip)
 
-    def _directions(self, lr: float, step: int, grad_factor: Tensor, skip: Tensor) -> Iterator[tuple[int, Tensor]]:
+    def _directions(self, lr: float, step: int, clipping: Clipping) -> Iterator[tuple[int, Tensor]]:
         """Update the state of this rank's matrices, and yield their numbers and directions."""
+        skip = clipping.skip
         gradients = self._gradients.finish_gather()
         weights = self._weights.finish_gather() if self._with_weight else {}
         by_number = {self._with_weight[index]: weights.pop(index) for index in list(weights)}
         first = self._begin(skip)
         for number in list(gradients):
-            place, state, grad = self._places[number], self.state[number], gradients.pop(number)
-            grad = (grad * grad_factor.to(grad.dtype)).masked_fill_(skip > 0, 0.0)  # no decomposition of NaN
+            place, state, grad = self.places[number], self.state[number], gradients.pop(number)
+            grad = (grad * clipping.grad_factor.to(grad.dtype)).masked_fill_(skip > 0, 0.0)  # no decomposition of NaN
             given = UpdateInput(
                 grad, state, step, place.group.all_options, by_number.pop(number, None), place.tensor.head_dim,
                 place.tensor.name, first=number in first, lr=lr * place.group.lr_mult,
@@ -81,14 +111,15 @@ class MatrixUpdates:
             copy_unless(skip, state, new_state)
             yield number, direction
 
-    def _step(self, number: int, start: int, direction: Tensor, lr: float, skip: Tensor) -> None:
-        """Step along a direction, in elements of the shard from `start` on."""
-        place, here = self._places[number], slice(start, start + direction.numel())
-        decay = place.group.weight_decay if place.weight_decay else 0.0
+    def _step(self, number: int, elements: SlotRange, direction: Tensor, lr: float, skip: Tensor) -> None:
+        """Step along a direction, in the master weights of `elements`."""
+        place, shard, first = self.places[number], self._shard, self._shard.bucket.shard[0]
+        decay = place.group.weight_decay if place.range.slot.parameter.weight_decay else 0.0
         if number in self._first and not place.group.facts["first_moves"]:
             skip = torch.ones_like(skip)
-        residual = None if self._shard.residual is None else self._shard.residual[here]
-        apply_direction(self._shard.master[here], residual, direction, lr * place.group.lr_mult, decay, skip)
+        residual = None if shard.residual is None else elements.view(shard.residual, first)
+        master = elements.view(shard.master, first)
+        apply_direction(master, residual, direction, lr * place.group.lr_mult, decay, skip)
 
     def _begin(self, skip: Tensor) -> set[int]:
         """Return the matrices with state of zero: all begin in one step, unless it is skipped. The host waits for the
@@ -101,7 +132,7 @@ class MatrixUpdates:
 
     def note_fresh_state(self) -> None:
         """Take note of the state that is zero, after a load or a restore."""
-        begun = self._shard.bucket.grad.new_zeros(len(self._places))
+        begun = self._shard.bucket.grad.new_zeros(len(self.places))
         for number, state in self.state.items():
             begun[number] = any(bool(values.any()) for values in state.values())
         for group in (self._mesh.tp, self._shard.bucket.group):
@@ -109,30 +140,14 @@ class MatrixUpdates:
         self._first = set((begun == 0).nonzero().view(-1).tolist())
         self._skip = None
 
-    def tensors(self) -> Iterator[tuple[MatrixShard, str, Tensor]]:
-        """Yield the state tensors that this rank owns: matrix, name and values."""
+    def tensors(self) -> Iterator[tuple[Bucket, OwnedMatrix, str, Tensor]]:
+        """Yield the state tensors that this rank owns, as `Updates.matrix_state`."""
         for number, state in self.state.items():
-            yield from ((self._places[number], name, values) for name, values in state.items())
+            yield from ((self._shard.bucket, self.places[number], name, values) for name, values in state.items())
 
-    def global_tensors(self) -> dict[str, GlobalTensor]:
-        """Return the state by global name."""
-        return {
-            _key(place, name): GlobalTensor(
-                tuple(values.shape),
-                values.dtype,
-                [TensorShard((0,) * values.dim(), tuple(values.shape), values)],
-            )
-            for place, name, values in self.tensors()
-        }
-
-    def _new_state(self, place: MatrixShard) -> dict[str, Tensor]:
+    def _new_state(self, place: OwnedMatrix) -> dict[str, Tensor]:
         grad, eight_bit = self._shard.bucket.grad, place.group.facts["uint8"]
         return {
             name: torch.zeros(shape, dtype=torch.uint8 if name in eight_bit else grad.dtype, device=grad.device)
             for name, shape in place.group.state_shapes(place.shape).items()
         }
-
-
-def _key(place: MatrixShard, state: str) -> str:
-    """Return the global name of a matrix's state."""
-    return f"{state}.{place.tensor.name}"

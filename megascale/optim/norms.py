@@ -1,4 +1,4 @@
-"""L2 norms of whole matrices from their shards, for trust ratios: q, k and v, and gate and up, each have their own.
+"""Updates with L2 norms of whole parameters, for trust ratios: q, k and v, and gate and up, each have their own.
 
 A matrix belongs to one pipeline stage. Within the stage it is sharded or replicated over tp, and with zero >= 1 sharded
 over dp. The sums of squares of all matrices of the stage are all-reduced over both axes at once.
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from megascale.comm.collectives import all_reduce
 from megascale.comm.mesh import Mesh
-from megascale.layout.tensors import TensorSpec
-from megascale.parallel.optimizer_shard import OptimizerShard
+from megascale.layout.buckets import SlotRange
+from megascale.ops.optimizer import NeedsParamNorms, Segment
+from megascale.optim.optimizer_shard import OptimizerShard
+from megascale.optim.updates import Clipping, Parts, Updates
 
 ROW = 1 << 14
 """Elements whose squares are summed in the tensor's own dtype."""
@@ -32,11 +35,19 @@ class _ShardParams:
     updates: list[Tensor]
 
 
-class ParameterNorms:
-    """L2 norms of the weights and updates of this stage's matrices; updates have overwritten the gradients."""
+class NormUpdates(Updates):
+    """The rule of all parameters, a `NeedsParamNorms` class, for every shard. It overwrites gradients with updates.
 
-    def __init__(self, shards: Sequence[OptimizerShard], mesh: Mesh) -> None:
-        self._mesh = mesh
+    `norms`: [2, matrices of the stage], f64, of weights and updates of the last step; equal on all ranks that hold a
+    matrix.
+    """
+
+    norms: Tensor
+
+    def __init__(self, parts: Parts) -> None:
+        shards, mesh = self._shards, self._mesh = parts.shards, parts.mesh
+        rule = cast(type[NeedsParamNorms], parts.rules[parts.config.name])
+        self._rules = [rule(_segments(shard, mesh), parts.config) for shard in shards]
         self._shard_params: list[_ShardParams] = []
         self._tied = slice(0)  # position of a tied embedding, shared by the first and last stages
         self._count = 0
@@ -47,51 +58,54 @@ class ParameterNorms:
             if shard.bucket.tied:
                 self._tied = slice(self._count, self._count + count)
             self._count += count
-        self._sharded = shards[0].bucket.zero > 0
-        self._device = shards[0].master.device
 
-    def compute(self) -> Tensor:
-        """Compute norms [2, matrices], f64, of weights and updates; equal on all ranks that hold a matrix."""
-        squares = torch.zeros(2, self._count, dtype=torch.float64, device=self._device)
+    def compute(self, lr: float, step: int, clipping: Clipping) -> None:
+        with self._mesh.recorder.action("compute_updates"):
+            for shard, rule in zip(self._shards, self._rules, strict=True):
+                shard.scale_grad(clipping.grad_factor)
+                rule.compute_updates(step, clipping.skip)
+            self.norms = self._compute_norms()
+
+    def apply(self, index: int, lr: float, step: int, clipping: Clipping) -> None:
+        norms = self.norms[:, self._shard_params[index].positions]
+        self._rules[index].apply_updates(lr, norms, clipping.skip)
+
+    def _compute_norms(self) -> Tensor:
+        squares = torch.zeros(2, self._count, dtype=torch.float64, device=self._shards[0].master.device)
         for shard in self._shard_params:
             if shard.weights:
                 counted = squares[:, shard.positions.start : shard.positions.start + len(shard.weights)]
                 counted[0] = sums_of_squares(shard.weights)
                 counted[1] = sums_of_squares(shard.updates)
-        all_reduce(self._mesh.tp, squares, label="parameter norms")
-        if self._sharded:
-            all_reduce(self._mesh.dp, squares, label="parameter norms")
+        for group in (self._mesh.tp, self._shards[0].bucket.storage.shards):
+            all_reduce(group, squares, label="parameter norms")
         if self._mesh.tied.size > 1:  # the stages may have summed in different orders: make them bit-equal
             tied = squares[:, self._tied].contiguous()
             all_reduce(self._mesh.tied, tied, "max", label="parameter norms")
             squares[:, self._tied] = tied
         return squares.sqrt_()
 
-    def for_shard(self, norms: Tensor, index: int) -> Tensor:
-        """Select the norms of the matrices in shard `index`, [2, matrices]."""
-        return norms[:, self._shard_params[index].positions]
+
+def _segments(shard: OptimizerShard, mesh: Mesh) -> list[Segment]:
+    """Return a segment for every tensor with elements in a shard, without padding after parameters."""
+    ranges = shard.bucket.layout.tensor_ranges(*shard.bucket.shard, mesh.topology)
+    return [shard.segment(item, tuple(shard.state)) for item in ranges]
 
 
-Matrices = list[tuple[TensorSpec, int, int]]
-"""Matrices with the elements (start, stop) of a bucket."""
-
-
-def _matrices(shard: OptimizerShard, elements: tuple[int, int], mesh: Mesh) -> Matrices:
+def _matrices(shard: OptimizerShard, elements: tuple[int, int], mesh: Mesh) -> list[SlotRange]:
     found = shard.bucket.layout.tensor_ranges(*elements, mesh.topology)
-    return [(tensor, low, high) for parameter, tensor, low, high in found if parameter.is_matrix]
+    return [item for item in found if item.slot.parameter.is_matrix]
 
 
-def _shard_params(shard: OptimizerShard, matrices: Matrices, first: int, mesh: Mesh) -> _ShardParams:
+def _shard_params(shard: OptimizerShard, matrices: Sequence[SlotRange], first: int, mesh: Mesh) -> _ShardParams:
     """`first`: the position of the first of the bucket's `matrices`. Those that tp replicates are counted by rank 0."""
-    bucket = shard.bucket
-    base = bucket.shard[0]
-    here = _matrices(shard, bucket.shard, mesh)
-    start = first + ([tensor for tensor, _, _ in matrices].index(here[0][0]) if here else 0)
-    counted = [slice(low - base, high - base) for t, low, high in here if mesh.tp.index == 0 or "tp" in t.sharding]
+    bucket, here = shard.bucket, _matrices(shard, shard.bucket.shard, mesh)
+    start = first + ([item.tensor for item in matrices].index(here[0].tensor) if here else 0)
+    counted = [item for item in here if mesh.tp.index == 0 or "tp" in item.tensor.sharding]
     return _ShardParams(
         slice(start, start + len(here)),
-        [shard.master[elements] for elements in counted],
-        [bucket.grad[elements] for elements in counted],
+        [item.view(shard.master, bucket.shard[0]) for item in counted],
+        [item.view(bucket.grad, bucket.shard[0]) for item in counted],
     )
 
 

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from megascale.config.train import OptimizerConfig
 from megascale.layout.param_groups import ParamGroups
 from megascale.layout.tensors import ParamSpec
-from megascale.parallel.optimizer_shard import LOW
+from megascale.optim.optimizer_shard import LOW
 from megascale.parallel.stateful import WEIGHTS, GlobalTensor
 
 

@@ -2,36 +2,39 @@
 
 reduced bucket -> local_sq_norm | all-reduce | compute_clipping | compute_updates | update_shard -> all-gather
 
-Each parameter group (`layout.param_groups`) has a rule. Rules of elements see the flat ranges of a shard that belong to
-their groups, rules with parameter norms the parts of parameters, and rules of whole matrices run on owners
-(`optim.matrix_updates`).
+Each parameter group (`layout.param_groups`) has a rule, whose card declares its unit of work (`UPDATES`). Rules of
+elements see the flat ranges of a shard that belong to their groups, rules with parameter norms the parts of parameters,
+and rules of whole matrices run on owners.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megascale.catalog.optimizers import REST
+from megascale.catalog.optimizers import MATRIX_UNITS
 from megascale.comm.mesh import Mesh
 from megascale.config.train import OptimizerConfig
-from megascale.core.errors import ConfigError, Problem
-from megascale.layout.owners import assign_owners
-from megascale.layout.param_groups import ParamGroup, ParamGroups
-from megascale.optim.adam import adam, adam_options
-from megascale.optim.function_rule import FunctionRule
+from megascale.layout.param_groups import ParamGroups, element_ranges
+from megascale.optim.element_updates import ElementUpdates
 from megascale.optim.matrix_updates import MatrixUpdates
-from megascale.optim.norms import ParameterNorms, sum_of_squares
+from megascale.optim.norms import NormUpdates, sum_of_squares
+from megascale.optim.optimizer_shard import LOW, gather_shares, global_tensors, new_shard
 from megascale.optim.saved_state import add_rests, begin_with_rests, fresh_state, saved_groups
-from megascale.optim.segments import FlatRange, flat_ranges, segments_of, state_ranges, tensor_segments
 from megascale.optim.step_guard import StepGuard
-from megascale.parallel.optimizer_shard import LOW, OptimizerShard, gather_shares, global_tensors
+from megascale.optim.updates import Clipping, Parts, Rules, Updates
 from megascale.parallel.param_and_grad_buffers import Bucket
 from megascale.parallel.stateful import GlobalTensor
+
+UPDATES: dict[str, type[Updates]] = {
+    "elements": ElementUpdates,
+    "param_norms": NormUpdates,
+    **dict.fromkeys(MATRIX_UNITS, MatrixUpdates),
+}
+"""Who runs the rules of a unit of work."""
 
 
 class ShardedOptimizer:
@@ -47,39 +50,24 @@ class ShardedOptimizer:
     """
 
     def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        mesh: Mesh,
-        config: OptimizerConfig,
-        rules: Mapping[str, Any],
+        self, buckets: Sequence[Bucket], mesh: Mesh, config: OptimizerConfig, rules: Rules,
         guard: StepGuard | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         groups = self._groups = ParamGroups(config)
         self._mesh = mesh
         self._clip = config.clip_norm
         self._zclip, self._skips = config.zclip, config.skip_sigma > 0
         self._guard = guard
-        flat = [flat_ranges(bucket.layout, groups, mesh.topology, bucket.shard) for bucket in buckets]
-        pairs = config.master == "compensated"
-        self.shards = [_optimizer_shard(bucket, ranges, pairs) for bucket, ranges in zip(buckets, flat, strict=True)]
-        self._norms: ParameterNorms | None = None
-        if groups.default.facts["unit_of_work"] == "param_norms":
-            self._norm_rules = [
-                rules[config.name](tensor_segments(shard, mesh.topology), config) for shard in self.shards
-            ]
-            self._norms = ParameterNorms(self.shards, mesh)
-            flat = [[] for _ in buckets]
-        self._rules = [
-            _build_rules(shard, ranges, config, rules) for shard, ranges in zip(self.shards, flat, strict=True)
-        ]
-        places = assign_owners(
-            [bucket.layout for bucket in buckets], groups, mesh.topology, buckets[0].zero if buckets else 0
-        )
-        self._matrices = {
-            index: MatrixUpdates(shard, of_bucket, mesh, rules)
-            for index, (shard, of_bucket) in enumerate(zip(self.shards, places, strict=True))
-            if of_bucket
-        }
+        self.shards = [
+            new_shard(
+                bucket, element_ranges(bucket.layout, groups, mesh.topology, bucket.shard),
+                compensated=config.master == "compensated",
+            )
+            for bucket in buckets
+        ]  # fmt: skip
+        units = (group.facts["unit_of_work"] for group in (groups.default, groups.rest, *groups.listed))
+        kinds = dict.fromkeys(UPDATES[unit] for unit in units)
+        self.updates = [kind(Parts(self.shards, mesh, config, groups, rules)) for kind in kinds]
         self.fresh_state: set[str] = set()
         self._rests: dict[str, GlobalTensor] = {}
 
@@ -88,10 +76,8 @@ class ShardedOptimizer:
 
         Over the job, every parameter of the model counts once.
         """
-        total = torch.zeros((), dtype=torch.float64, device=bucket.grad.device)
-        for low, high in counted_ranges(bucket, self._mesh):
-            total += sum_of_squares(bucket.grad[low:high])
-        return total
+        counted = bucket.grad[: counted_elements(bucket, self._mesh)]
+        return sum_of_squares(counted) if len(counted) else counted.new_zeros((), dtype=torch.float64)
 
     def compute_clipping(self, sq_norm: Tensor, tokens: Tensor, loss: Tensor) -> Clipping:
         """Compute the clipping of gradients summed over `tokens`, from the squared norm and loss sums over the job."""
@@ -106,44 +92,22 @@ class ShardedOptimizer:
         factor = torch.where(skip, torch.ones_like(norm), limit / tokens)
         return Clipping(norm, factor, skip.float())
 
-    def clip_grad(self, index: int, clipping: Clipping) -> None:
-        """Scale the gradient of bucket `index`, for a rule whose kernel does not scale."""
-        grad = self.shards[index].bucket.grad
-        grad *= clipping.grad_factor.to(grad.dtype)
-
-    def compute_updates(self, clipping: Clipping, lr: float, step: int) -> Tensor | None:
-        """Compute what takes more than a shard: directions of whole matrices, on their owners. For a rule that needs
-        parameter norms, overwrite all gradients with updates, and return the norms; else return None.
+    def compute_updates(self, clipping: Clipping, lr: float, step: int) -> None:
+        """Compute what takes more than a shard: directions of whole matrices, on their owners, and norms of parameters.
 
         `step` counts from 1.
         """
-        if self._matrices:
-            with self._mesh.recorder.action("compute_updates"):
-                for matrices in self._matrices.values():
-                    matrices.start_gather()
-                for matrices in self._matrices.values():
-                    matrices.compute(lr, step, clipping.grad_factor, clipping.skip)
-        if self._norms is None:
-            return None
-        with self._mesh.recorder.action("compute_updates"):
-            for index, rule in enumerate(self._norm_rules):
-                self.clip_grad(index, clipping)
-                rule.compute_updates(step, clipping.skip)
-            return self._norms.compute()
+        for updates in self.updates:
+            updates.compute(lr, step, clipping)
 
-    def update_shard(self, index: int, clipping: Clipping, norms: Tensor | None, lr: float, step: int) -> None:
-        """Update this rank's shard of bucket `index`, with the `norms` of `compute_updates`.
+    def update_shard(self, index: int, clipping: Clipping, lr: float, step: int) -> None:
+        """Update this rank's shard of bucket `index`, after `compute_updates`.
 
         The bucket's other shards are outdated until `start_param_gather`. If the loss or the gradient norm is not
         finite, nothing changes, not even the gradient: the guard reads the gradient to find the cause.
         """
-        if self._norms is not None:
-            assert norms is not None, "`compute_updates` comes first"
-            self._norm_rules[index].apply_updates(lr, self._norms.for_shard(norms, index), clipping.skip)
-        for group, rule in self._rules[index]:
-            rule.step(lr * group.lr_mult, step, clipping.grad_factor, clipping.skip)
-        if index in self._matrices:
-            self._matrices[index].apply(lr, step, clipping.grad_factor, clipping.skip)
+        for updates in self.updates:
+            updates.apply(index, lr, step, clipping)
         self.shards[index].copy_to_params()
 
     def state_tensors(self) -> Iterator[tuple[Bucket, str, int, Tensor]]:
@@ -153,16 +117,16 @@ class ShardedOptimizer:
 
     def matrix_tensors(self) -> Iterator[tuple[Bucket, str, str, Tensor]]:
         """Yield the state of the matrices that this rank owns: bucket, matrix, name, and values."""
-        for index, matrices in self._matrices.items():
-            bucket = self.shards[index].bucket
-            yield from ((bucket, place.tensor.name, name, values) for place, name, values in matrices.tensors())
+        for updates in self.updates:
+            for bucket, matrix, name, values in updates.matrix_state():
+                yield bucket, matrix.tensor.name, name, values
 
     def global_tensors(self) -> dict[str, GlobalTensor]:
         """Return master weights (`weights.NAME`) and state (`exp_avg.NAME`, ...); see `parallel.stateful.Stateful`."""
-        tensors = global_tensors(self.shards, self._mesh)
-        for matrices in self._matrices.values():
-            tensors |= matrices.global_tensors()
-        return tensors
+        matrices = self.matrix_tensors()
+        return global_tensors(self.shards, self._mesh) | {
+            f"{name}.{matrix}": GlobalTensor.whole(values) for _, matrix, name, values in matrices
+        }
 
     def flat_tensors(self) -> list[Tensor]:
         flat = [tensor for shard in self.shards for tensor in (shard.master, *shard.state.values())]
@@ -184,15 +148,15 @@ class ShardedOptimizer:
         return tensors | self._rests
 
     def end_load(self) -> None:
-        """All-gather replicated buckets (`zero = 0`), which their data-parallel replicas have read in shares."""
+        """All-gather replicated shards (`zero = 0`), which their data-parallel replicas have read in shares."""
         add_rests(self.global_tensors(), self._rests)
         self._rests = {}
         gather_shares(self.shards)
         self.end_restore()
 
     def end_restore(self) -> None:
-        for matrices in self._matrices.values():
-            matrices.note_fresh_state()
+        for updates in self.updates:
+            updates.end_restore()
 
     def copy_masters_to_weights(self) -> None:
         """Round master weights into this rank's shards of the weights, after a checkpoint was loaded."""
@@ -200,60 +164,14 @@ class ShardedOptimizer:
             shard.copy_to_params()
 
 
-@dataclass(frozen=True)
-class Clipping:
-    """Device scalars of a step: `norm`, f64, of the mean gradient before clipping; `grad_factor`, f64, to scale all
-    gradients by; `skip`, f32, 1 to skip the update (then `grad_factor` is 1).
-    """
-
-    norm: Tensor
-    grad_factor: Tensor
-    skip: Tensor
-
-
-def counted_ranges(bucket: Bucket, mesh: Mesh) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of a bucket's shard, relative to its start, that this rank contributes to sums over the job.
+def counted_elements(bucket: Bucket, mesh: Mesh) -> int:
+    """Count the elements at the beginning of a bucket's shard that this rank contributes to sums over the job.
 
     Replicas count once: the dp replicas with zero = 0, a tied embedding, and parameters replicated over tp.
     """
-    if not bucket.counts_in_norm or (bucket.zero == 0 and bucket.group.index):
-        return
+    if bucket.tied_group.index or bucket.replicas.index:
+        return 0
     start, stop = bucket.shard
     if mesh.tp.index:
         stop = min(stop, bucket.layout.replicated[0])  # tp rank 0 counts the replicated parameters
-    if start < stop:
-        yield 0, stop - start
-
-
-def _optimizer_shard(bucket: Bucket, ranges: Sequence[FlatRange], compensated: bool) -> OptimizerShard:
-    weights, grad = bucket.shard_weights, bucket.grad
-    master = weights if compensated or weights.dtype == grad.dtype else weights.to(grad.dtype)
-    by_name = state_ranges(ranges)
-    state = {name: grad.new_zeros(sum(stop - start for start, stop in found)) for name, found in by_name.items()}
-    if compensated:
-        state[LOW] = torch.zeros_like(weights)
-    return OptimizerShard(bucket, master, state, by_name)
-
-
-def _build_rules(
-    shard: OptimizerShard, ranges: Sequence[FlatRange], config: OptimizerConfig, rules: Mapping[str, Any]
-) -> list[tuple[ParamGroup, Any]]:
-    """Build an `Elementwise` rule for every group with elements in a shard."""
-    built = []
-    groups = [item.group for index, item in enumerate(ranges) if item.group not in [r.group for r in ranges[:index]]]
-    for group in groups:
-        segments = segments_of(shard, [item for item in ranges if item.group == group])
-        rule, options = rules[group.rule], group.all_options
-        own = {"name": group.rule, "weight_decay": group.weight_decay, "options": dict(options)}
-        settings = config.model_copy(update=own)
-        if group.rule == REST and shard.residual is not None:
-            rule, options = adam, adam_options(config)
-        if isinstance(rule, type):
-            if shard.residual is not None:
-                problem = f"{group.rule} is a class, which needs master weights in fp32"
-                hint = "optimizer.master = full, or a rule that is a function"
-                raise ConfigError([Problem("optimizer.name", group.rule, problem, hint)])
-            built.append((group, rule(segments, settings)))
-        else:
-            built.append((group, FunctionRule(segments, settings, rule, options)))
-    return built
+    return max(0, stop - start)

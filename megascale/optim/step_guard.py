@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megascale.comm.mesh import Mesh
 from megascale.config.train import OptimizerConfig
-from megascale.parallel.replicated_state import ReplicatedState
+from megascale.optim.replicated_state import ReplicatedState
 from megascale.parallel.stateful import GlobalTensor
 
 EPS = 1e-6

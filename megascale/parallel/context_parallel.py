@@ -27,7 +27,7 @@ from megascale.comm.group import Group
 from megascale.core.label import Label
 from megascale.layout.sequence_shard import SequenceShard
 from megascale.ops.boundaries import Boundaries
-from megascale.ops.core_attention import CoreAttention
+from megascale.ops.core_attention import AttentionMask, CoreAttention
 from megascale.ops.partial_attention import PartialAttention
 from megascale.parallel.kv_exchange import AllGatherKV, RingKV, VisibleScores, attend_to_all
 
@@ -62,7 +62,7 @@ class ContextParallel:
             q_sbnd, k_sbnd, v_sbnd = _exchange_tokens(q_sbnd, k_sbnd, v_sbnd, self.heads, label)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q_sbnd, k_sbnd, v_sbnd))
         if self.keys.size == 1:
-            out = self.attend(q, k, v, window, None, 0.0, boundaries)
+            out = self.attend(q, k, v, AttentionMask(window, boundaries))
         else:
             assert self.partial is not None, "ranks that exchange keys attend to some keys at a time"
             firsts = range(0, len(shard.parts), self.heads.size)

@@ -1,71 +1,48 @@
 """FP8 linear layers. amax is max-reduced over tp and cp: scales are the same for any tp, sp and cp.
 
-All three GEMMs of a layer take FP8 operands (`ops.fp8`); scales of rows or blocks lie along the contracted dimension:
+All three GEMMs of a layer take operands of a `Recipe`; scales of rows or blocks lie along the contracted dimension:
 
     forward  Y  = X W^T    contracts k       X [t, k], W [n, k]          t: tokens
     dgrad    dX = dY W     contracts n       dY [t, n], W^T [k, n]
     wgrad    dW = dY^T X   contracts t       dY^T [n, t], X^T [k, t]
 
 A scale is computed from the amax of the elements that share the scale; if tp shards them, from the amax over the tp
-ranks, and if it covers all tokens of a micro-batch, over the ranks along cp that share its sequences. With a scale per
-tensor the same FP8 bytes serve rowwise and columnwise: they are all-gathered and saved for backward, and transposed for
-wgrad. With finer scales the high-precision tensor is saved, and quantized a second time for wgrad. Weights are
+ranks, and if it covers all tokens of a micro-batch, over the ranks along cp that share its sequences. Where scales
+serve the transpose too, the same codes serve rowwise and columnwise: they are all-gathered and saved for backward, and
+transposed for wgrad. Otherwise the high-precision tensor is saved, and quantized a second time for wgrad. Weights are
 quantized once per step, not once per micro-batch.
 
-`Recipe` names the choices of a recipe, `Fp8State` holds amax statistics and history of the whole model, `Fp8Gemms` are
-the GEMMs of one layer, and `build_linear_gemms` returns them, or high-precision GEMMs for a layer that is not FP8.
+`Fp8State` holds amax statistics and history of the whole model, `Fp8Gemms` are the GEMMs of one layer, and
+`build_linear_gemms` returns them, or high-precision GEMMs for a layer that is not FP8.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megascale.catalog.recipes import RECIPES
 from megascale.comm.collectives import all_reduce
 from megascale.comm.mesh import Mesh
 from megascale.comm.totals import max_over_job, sum_over_job
-from megascale.config.run import RunConfig
+from megascale.config.backends import Fp8Config
+from megascale.config.model import ModelConfig
 from megascale.core.label import Label
 from megascale.layout.blocks import block_spec, fp8_operands
-from megascale.layout.chunks import fp8_layers, fp8_weights
+from megascale.layout.chunks import fp8_weights
 from megascale.layout.tensors import ParamSpec
-from megascale.ops.fp8 import (
-    Fp8Format,
-    Fp8Kernels,
-    Quantized,
-    ScaleGranularity,
-    TransposedOnly,
-    amax_to_scale,
-    cast_stats,
-    cast_to_fp8,
-)
+from megascale.ops.fp8 import TORCH_KERNELS, Fp8Kernels
+from megascale.ops.quantized import Quantized
+from megascale.ops.recipe import Quantizer, build_recipe
 from megascale.parallel.grad_accumulation import accumulate_grad
 from megascale.parallel.linear_gemms import HIGH_PRECISION_GEMMS, LinearGemms, Operand, OperandName
 from megascale.parallel.stateful import GlobalTensor, TensorShard
 from megascale.parallel.tp_overlap import TensorParallel
 from megascale.trace.recorder import profiler_range
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """An FP8 recipe of `catalog.recipes`: granularity of scales, `scaling` ("current", "delayed" or "static"), and the
-    format of gradients.
-    """
-
-    granularity: ScaleGranularity
-    scaling: str
-    grad_format: Fp8Format
-
-    @classmethod
-    def from_name(cls, name: str) -> Recipe:
-        facts = RECIPES[name].facts
-        return cls(ScaleGranularity(facts["granularity"]), facts["scaling"], Fp8Format[facts["grad_format"].upper()])
 
 
 @dataclass(frozen=True)
@@ -82,38 +59,45 @@ class CastStats:
 class Fp8State:
     """Amax of every FP8 operand of the whole model in this step, and with delayed scaling the amax history.
 
-    Every rank has entries for all operands. `weights`: specs of the FP8 weights by name. `names`: the operands.
-    `labels`: their event labels. `history` [operands, steps]: newest first, zero where missing. `has_history`: the
-    history has an entry. `token_groups`: the groups over which micro-batches have their tokens.
+    Every rank has entries for all operands. `layers`: those with FP8 GEMMs. `weights`: specs of the FP8 weights by
+    name. `names`: the operands. `labels`: their event labels. `history` [operands, steps]: newest first, zero where
+    missing. `has_history`: the history has an entry. `token_groups`: the groups over which micro-batches have their
+    tokens.
     """
 
-    def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, kernels: Fp8Kernels = Fp8Kernels()) -> None:
-        self.kernels = kernels
-        self.recipe = Recipe.from_name(config.fp8.recipe)
-        self.weights = fp8_weights(config)
+    def __init__(
+        self,
+        model: ModelConfig,
+        fp8: Fp8Config,
+        layers: range,
+        mesh: Mesh,
+        device: torch.device,
+        kernels: Fp8Kernels = TORCH_KERNELS,
+    ) -> None:
+        self.recipe = build_recipe(fp8.recipe, kernels)
+        self.weights = fp8_weights(model, layers)
         self.labels = {
             f"layers.{index}.{operand}": Label.for_layer(index, operand)
-            for index in fp8_layers(config)
-            for operand in fp8_operands(block_spec(config.model, index))
+            for index in layers
+            for operand in fp8_operands(block_spec(model, index))
         }
         self.names = list(self.labels)
         self._mesh = mesh
         self.token_groups = [group for group in (mesh.cp_heads, mesh.cp_keys) if group.size > 1]
-        self._init_std = config.model.init_std
+        self._init_std = model.init_std
         self._index = {name: index for index, name in enumerate(self.names)}
         self._amax = torch.zeros(len(self.names), dtype=torch.float32, device=device)
         shape = len(self.names), 3  # saturated, underflowed, all elements
         self._cast_counts = torch.zeros(shape, dtype=torch.float32, device=device)
-        steps = config.fp8.history if self.recipe.scaling == "delayed" else 0
+        steps = fp8.history if self.recipe.uses_history else 0
         self.history = torch.zeros(len(self.names), steps, dtype=torch.float32, device=device)
         self.has_history = False
         self.weight_version = 0
         self.collects_stats = False
 
-    @property
-    def current_scaling(self) -> bool:
+    def uses_own_amax(self, quantizer: Quantizer) -> bool:
         """True if scales come from the tensor being quantized; with delayed scaling only until there is a history."""
-        return self.recipe.scaling == "current" or (self.recipe.scaling == "delayed" and not self.has_history)
+        return quantizer.scaling == "current" or (quantizer.scaling == "delayed" and not self.has_history)
 
     def static_scales(self, parameter: ParamSpec) -> dict[str, float]:
         """Return static scales that bring the operands of a layer to unit size.
@@ -200,22 +184,12 @@ class Fp8State:
 
 
 @dataclass
-class _QuantizedWeight:
-    """A weight in FP8 for forward (rowwise, [n, k]) and dgrad (columnwise, [k, n]). `version`: the state's
-    `weight_version` at the cast; -1 before the first.
-    """
-
-    version: int = -1
-    rowwise: Quantized | None = None
-    columnwise: Quantized | None = None
-
-
-@dataclass
 class Fp8Gemms:
     """The FP8 GEMMs of one layer, an implementation of `linear_gemms.LinearGemms`.
 
     `state`: of the whole model. `shard_dim`: the dimension of the weight that tp shards: 0 column-parallel, 1
     row-parallel. `static_scales`: by operand. The operands `input`, `weight` and `gradient` are X, W and dY.
+    `_weights`: W [n, k] for forward and W^T [k, n] for dgrad, cast at the state's `weight_version` `_version`.
     """
 
     name: str
@@ -224,28 +198,26 @@ class Fp8Gemms:
     shard_dim: int
     static_scales: Mapping[str, float]
     wgrad_in_pieces: bool = False  # a scale of a wgrad operand can cover all tokens
-    _weight: _QuantizedWeight = field(default_factory=_QuantizedWeight)
+    _version: int = -1
+    _weights: tuple[Quantized, ...] = ()
 
     def input_operand(self, x: Tensor) -> Operand:
-        return self._cast_tokens("input", x, contracted_dim_sharded=self.shard_dim == 1)
+        return self._cast_tokens("input", x, k_sharded=self.shard_dim == 1)
 
     def grad_operand(self, grad: Tensor) -> Operand:
-        return self._cast_tokens("gradient", grad, contracted_dim_sharded=self.shard_dim == 0)
+        return self._cast_tokens("gradient", grad, k_sharded=self.shard_dim == 0)
 
-    def _cast_tokens(self, name: OperandName, x: Tensor, *, contracted_dim_sharded: bool) -> Quantized:
+    def _cast_tokens(self, name: OperandName, x: Tensor, *, k_sharded: bool) -> Quantized:
         """Quantize X [s, b, k] or dY [s, b, n]. tp shards k or n; or s with sequence parallelism; or nothing.
 
         An operand sharded along s is cast without transpose: wgrad transposes the all-gathered operand.
         """
-        s_sharded = self.tp.activations_sharded and not contracted_dim_sharded
-        return self._cast(
-            name, x, sharded=contracted_dim_sharded or s_sharded, contracted_dim_sharded=contracted_dim_sharded,
-            with_transpose=not s_sharded,
-        )  # fmt: skip
+        rows_sharded = self.tp.activations_sharded and not k_sharded
+        return self._cast(name, x, rows_sharded=rows_sharded, k_sharded=k_sharded, with_transpose=not rows_sharded)
 
     def before_all_gather(self, grad: Tensor) -> Operand:
-        # With finer scales wgrad quantizes the gathered gradient a second time, along the tokens.
-        return self.grad_operand(grad) if self._granularity is ScaleGranularity.TENSOR else grad
+        # Where scales serve one direction, wgrad quantizes the gathered gradient a second time, along the tokens.
+        return self.grad_operand(grad) if self.state.recipe.gradient.block.serves_transpose else grad
 
     def after_all_gather(self, grad: Operand) -> Operand:
         return grad if isinstance(grad, Quantized) else self._cast("gradient", grad)
@@ -257,12 +229,8 @@ class Fp8Gemms:
         return self._quantized_weights(weight)[1]
 
     def wgrad_source(self, x: Tensor, operand: Operand) -> Operand:
-        if self._granularity is not ScaleGranularity.TENSOR:
-            return x
         assert isinstance(operand, Quantized), "the operand comes from `input_operand` or `grad_operand`"
-        if operand.transposed is None:
-            return operand
-        return TransposedOnly(operand.transposed, operand.scale, operand.granularity)
+        return operand.without_rows() if operand.block.serves_transpose else x
 
     def gemm(self, x: Operand, weight: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         out = self._gemm(x, weight, dtype)
@@ -280,100 +248,73 @@ class Fp8Gemms:
             torch.add(result, bias, out=out)
 
     def operand_for_wgrad(self, name: OperandName, x: Operand) -> Operand:
-        if isinstance(x, TransposedOnly):
-            return x.t()
+        quantizer = self.state.recipe.quantizer(name)
         if isinstance(x, Quantized):
-            return self.state.kernels.transpose(x)
-        transposed = self.state.kernels.transpose_for_cast(x.reshape(-1, x.shape[-1]))  # for scales along the tokens
-        return self._cast(name, transposed, skip_stats=True, contracts_tokens=True)
+            return quantizer.transpose(x)
+        turned = quantizer.turned(x.reshape(-1, x.shape[-1]))  # for scales along the tokens
+        return self._cast(name, turned, skip_stats=True, contracts_tokens=True)
 
     def accumulate_wgrad(self, weight: Tensor, grad: Operand, x: Operand) -> Tensor | None:
-        assert isinstance(grad, Quantized) and isinstance(x, Quantized), "both come from `operand_for_wgrad`"
-        # torch's FP8 GEMM with row scales returns fp32 on some GPUs only: bf16 on all of them, and wgrad is rounded to
-        # bf16 before the addition to main_grad.
-        fp32 = self._granularity is not ScaleGranularity.ROW or weight.is_cpu
-        return accumulate_grad(weight, self._gemm(grad, x, torch.float32 if fp32 else torch.bfloat16))
-
-    @property
-    def _granularity(self) -> ScaleGranularity:
-        return self.state.recipe.granularity
+        return accumulate_grad(weight, self._gemm(grad, x, self.state.recipe.wgrad_dtype(weight.device)))
 
     def _gemm(self, x: Operand, weight: Operand, dtype: torch.dtype) -> Tensor:
         assert isinstance(x, Quantized) and isinstance(weight, Quantized), "both operands are FP8"
-        return self.state.kernels.scaled_matmul(x, weight, dtype)
+        return self.state.recipe.gemm(x, weight, dtype)
 
-    def _quantized_weights(self, weight: Tensor) -> tuple[Quantized, Quantized]:
-        cache = self._weight
-        if cache.version != self.state.weight_version:
-            cache.version = self.state.weight_version
-            cache.rowwise, cache.columnwise = self._quantize_weight(weight.detach())
-        assert cache.rowwise is not None and cache.columnwise is not None, "the weight is quantized"
-        return cache.rowwise, cache.columnwise
+    def _quantized_weights(self, weight: Tensor) -> tuple[Quantized, ...]:
+        if self._version != self.state.weight_version:
+            self._version, self._weights = self.state.weight_version, self._quantize_weight(weight.detach())
+        return self._weights
 
     def _quantize_weight(self, weight: Tensor) -> tuple[Quantized, Quantized]:
         """Quantize a weight [n, k] for forward, and its transpose [k, n] for dgrad."""
+        quantizer, sharded = self.state.recipe.weight, self.tp.size > 1
+        by_row, by_column = sharded and self.shard_dim == 0, sharded and self.shard_dim == 1
         with self.tp.group.recorder.memory_kind("parameters"):
-            granularity = self._granularity
-            if granularity is ScaleGranularity.BLOCK_1D:
-                granularity = ScaleGranularity.BLOCK_2D  # serves rowwise and columnwise
-            sharded = self.tp.size > 1
-            rowwise = self._cast(
-                "weight", weight, sharded=sharded, contracted_dim_sharded=sharded and self.shard_dim == 1,
-                granularity=granularity, with_transpose=True,
-            )  # fmt: skip
+            rowwise = self._cast("weight", weight, rows_sharded=by_row, k_sharded=by_column, with_transpose=True)
             # Transformer Engine's default: fast accumulation in forward; dgrad and wgrad, which are more sensitive,
             # accumulate in fp32.
             rowwise = replace(rowwise, use_fast_accum=True)
-            if granularity is ScaleGranularity.ROW:
-                transposed = self.state.kernels.transpose_for_cast(weight)
-                columnwise = self._cast(
-                    "weight", transposed, sharded=sharded, contracted_dim_sharded=sharded and self.shard_dim == 0,
-                    skip_stats=True,
-                )  # fmt: skip
-            else:
-                columnwise = rowwise.t()
-            return rowwise, columnwise
+            if quantizer.block.serves_transpose:
+                return rowwise, rowwise.t()
+            turned = quantizer.turned(weight)
+            return rowwise, self._cast("weight", turned, rows_sharded=by_column, k_sharded=by_row, skip_stats=True)
 
     def _cast(
-        self, operand: str, x: Tensor, *, sharded: bool = False, contracted_dim_sharded: bool = False,
-        contracts_tokens: bool = False, granularity: ScaleGranularity | None = None, skip_stats: bool = False,
-        with_transpose: bool = False,
+        self, operand: str, x: Tensor, *, rows_sharded: bool = False, k_sharded: bool = False,
+        contracts_tokens: bool = False, skip_stats: bool = False, with_transpose: bool = False,
     ) -> Quantized:  # fmt: skip
-        """Quantize x to FP8.
+        """Quantize x [rows, k] to FP8, where k is contracted.
 
-        `sharded`: x is a tp shard of the operand; `contracted_dim_sharded`: a shard along the contracted dimension;
-        `contracts_tokens`: that dimension are the tokens.
-        `skip_stats`: the operand is already in this step's statistics, from the cast of its transpose.
+        `rows_sharded`, `k_sharded`: x is a tp shard of the operand along that dimension. `contracts_tokens`: k are the
+        tokens. `skip_stats`: the operand is already in this step's statistics, from the cast of its transpose.
         `with_transpose`: this rank needs the transpose too.
         """
-        state, granularity, name = self.state, granularity or self._granularity, f"{self.name}.{operand}"
-        fp8_format = state.recipe.grad_format if operand == "gradient" else Fp8Format.E4M3
+        state, name, quantizer = self.state, f"{self.name}.{operand}", self.state.recipe.quantizer(operand)
         with profiler_range("quantize"):
-            amax = state.kernels.amax(x, granularity)
-        if state.current_scaling:  # an amax history is already over all ranks
-            operand_label = state.labels[name]
+            amax = quantizer.amax(x)
+        if state.uses_own_amax(quantizer):  # an amax history is already over all ranks
+            operand_label, block = state.labels[name], quantizer.block
             label = operand_label.for_backward("amax") if operand == "gradient" else operand_label.with_suffix("amax")
-            spans_tp, spans_tokens = (
-                (sharded, operand != "weight") if granularity is ScaleGranularity.TENSOR
-                else (contracted_dim_sharded, contracts_tokens) if granularity is ScaleGranularity.ROW
-                else (False, False)  # blocks never span ranks: shards have multiples of 128, the recipe's alignment
-            )  # fmt: skip
+            # smaller blocks never span ranks: shards have multiples of their sides, the recipe's alignment
+            spans_tp = (rows_sharded and block.rows is None) or (k_sharded and block.k is None)
+            spans_tokens = operand != "weight" and (block.k if contracts_tokens else block.rows) is None
             for group in [*([self.tp.group] if spans_tp else ()), *(state.token_groups if spans_tokens else ())]:
                 all_reduce(group, amax, "max", label=label)
         if not skip_stats:
             state.record_amax(name, amax)
         with profiler_range("quantize"):
-            scale = self._scale(name, operand, amax, fp8_format)
-            quantized = cast_to_fp8(x, scale, fp8_format, granularity, state.kernels, with_transpose)
+            quantized = quantizer.encode(x, self._scale(operand, amax), with_transpose=with_transpose)
         if state.collects_stats and not skip_stats:
-            state.record_cast_stats(name, cast_stats(x, quantized, fp8_format))
+            state.record_cast_stats(name, quantizer.cast_stats(x, quantized))
         return quantized
 
-    def _scale(self, name: str, operand: str, amax: Tensor, fp8_format: Fp8Format) -> Tensor:
-        if self.state.current_scaling:
-            return amax_to_scale(amax, fp8_format)
-        if self.state.recipe.scaling == "delayed":
-            scale = amax_to_scale(self.state.history_amax(name), fp8_format)
+    def _scale(self, operand: str, amax: Tensor) -> Tensor:
+        state, quantizer = self.state, self.state.recipe.quantizer(operand)
+        if state.uses_own_amax(quantizer):
+            return quantizer.scale(amax)
+        if quantizer.scaling == "delayed":
+            scale = quantizer.scale(state.history_amax(f"{self.name}.{operand}"))
         else:
             scale = torch.full_like(amax, self.static_scales[operand])
         return torch.where(amax.isfinite(), scale, math.nan)  # NaN propagates; an infinity would saturate

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megascale.ops.fp8 import Quantized
+from megascale.ops.quantized import Quantized
 from megascale.parallel.grad_accumulation import accumulate_wgrad
 
 Operand = Tensor | Quantized

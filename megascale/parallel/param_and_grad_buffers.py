@@ -1,25 +1,16 @@
 """Parameter and gradient buffers: contiguous buckets, reduced, sharded and all-gathered over the data-parallel group.
 
 A model chunk has one bucket, or several if the chunk is large (MegaScale 3.2). Gradients are reduced once per step,
-after the last micro-batch's backward; with zero = 2 after every micro-batch's. ZeRO (Rajbhandari et al. 2020):
-
-    zero  after the last backward      updated by a rank    before the next forward   gradient memory
-    0     all-reduce of gradients      all parameters       -                         full
-    1     reduce-scatter of gradients  its shard            all-gather of parameters  full
-    2     as 1, after every backward   its shard            all-gather of parameters  shard; full for the chunks in
-                                                                                      backward and being reduced
+after the last micro-batch's backward; with zero = 2 after every micro-batch's (`parallel.bucket_storage`).
 
 Calls in a step: caller, call, when. A "last" backward is the last of a chunk before a reduction:
 
-    train_step        begin_step             before the first action
-    executor          wait_params            before a chunk's first forward
-    executor          prepare_loss           before a forward that ends in the loss
-    executor          prepare_backward       before every backward
-    bucket boundary   grads_ready            in a last backward, when it leaves the modules of a bucket group
-    executor          end_backward           after every backward
-    executor          start_chunk_reduction  after a last backward
-    train_step        finish_reductions      after the last action
-    train_step        start_param_gather     after the update of a bucket
+    train_step  begin_step             before the first action
+    executor    wait_params            before a chunk's first forward
+    executor    backward               around every backward
+    executor    start_chunk_reduction  after a last backward
+    train_step  finish_reductions      after the last action
+    train_step  start_param_gather     after the update of a bucket
 
 Reductions and all-gathers run in the background with `overlap`.
 
@@ -32,33 +23,31 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megascale.comm.collectives import all_gather, all_reduce, reduce_scatter
+from megascale.comm.collectives import all_reduce
 from megascale.comm.group import single_rank_group
 from megascale.comm.mesh import Mesh
-from megascale.comm.work import COMPLETED, Work
-from megascale.layout import buckets as layouts
+from megascale.layout.buckets import pack
 from megascale.layout.chunks import module_of
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, ParamSpec
 from megascale.ops.wgrad import Wgrad, torch_wgrad
+from megascale.parallel.bucket_storage import build_storage
 from megascale.parallel.grad_accumulation import Accumulation, accumulate_grad
 
 
 class Bucket:
     """Parameters of a chunk in one contiguous buffer, and their gradients in another.
 
-    - `weights` [size], in the compute dtype.
-    - `shard`: the range that this rank updates; everything with zero = 0.
-    - `grad` [size of the shard], in the accumulation dtype: the reduced gradient.
-    - `tied`: the bucket is the token embedding alone, which the first and last pipeline stages share if it is tied.
-    - `counts_in_norm`: this rank's copy enters the global norm; False for the second copy of a tied embedding.
-    - `tied_group`: the ranks that share a tied embedding; of one rank otherwise.
-    - `grad_reader`: if set, is called once, with the bucket and its full gradient [size] after the next backward.
+    - `storage`, and of it `weights`, `grad`, `shard`, `group` and `replicas` (`parallel.bucket_storage.Storage`)
+    - `tied`: the bucket is the token embedding alone, which the first and last pipeline stages share if it is tied
+    - `tied_group`: the ranks that share a tied embedding; of one rank otherwise
+    - `grad_reader`: if set, is called once, with the bucket and its full gradient [size] after the next backward
 
     `dtypes`: (compute, accumulation). `place`: (chunk, suffix of the bucket's name in the chunk).
     """
@@ -70,16 +59,13 @@ class Bucket:
         self.chunk = place[0]
         self.label = "chunk {}{}".format(*place)  # its name in the event log
         self.first_module = module_of(parameters[0].name)
-        compute, self._accumulate = dtypes
-        layout = self.layout = layouts.pack(parameters, mesh.topology)
+        layout = self.layout = pack(parameters, mesh.topology, zero)
         tied = self.tied = [p.name for p in parameters] == [TOKEN_EMBEDDING]
-        self.zero = zero
-        self.counts_in_norm = not tied or mesh.tied.index == 0
-        self.group = mesh.get_group(*layout.axes)  # the data-parallel group: dp, and cp
-        self._tp = mesh.tp
         self.tied_group = mesh.tied if tied else single_rank_group("tied")
-        self.weights = torch.zeros(layout.numel, dtype=compute, device=device)
-        self.shard = layout.shard_range(self.group.index) if zero else (0, layout.numel)
+        self._tp = mesh.tp
+        storage = self.storage = build_storage(layout, mesh, dtypes, device, self.label)
+        self.weights, self.grad, self.shard = storage.weights, storage.grad, storage.shard
+        self.group, self.replicas = storage.group, storage.replicas
         self.parameters: dict[str, nn.Parameter] = {}
         for slot in layout.slots:
             view = self.weights[slot.start : slot.stop].view(slot.parameter.local_shape(mesh.topology))
@@ -87,84 +73,38 @@ class Bucket:
             parameter.accumulation = Accumulation(wgrad)  # type: ignore[attr-defined]
             parameter.register_post_accumulate_grad_hook(_accumulate_into_bucket)
         self.grad_reader: Callable[[Bucket, Tensor], None] | None = None
-        self._full_grad: Tensor | None = None
-        self._has_reduced_grad = False  # with zero = 2: `grad` holds a reduction of this step
-        self._reduction: tuple[Work, Tensor | None] = (COMPLETED, None)  # in flight, and with zero = 2 its result
-        self._gathering: Work = COMPLETED
-        self._finite = torch.ones((), dtype=torch.bool, device=device)  # the result of `_check_local_grad`
-        if zero == 2:
-            self.grad = torch.zeros(self.shard[1] - self.shard[0], dtype=self._accumulate, device=device)
-        else:
-            full = torch.zeros(layout.numel, dtype=self._accumulate, device=device)
-            self._bind(full)
-            self.grad = full[slice(*self.shard)]
+        self._bind_gradient()
 
     @property
     def shard_weights(self) -> Tensor:
         """This rank's shard of the weights, a view."""
-        return self.weights[slice(*self.shard)]
-
-    @property
-    def bytes(self) -> dict[str, int]:
-        """Bytes of the weight and gradient buffers; with zero = 2 between steps, without full gradients."""
-        return {
-            "weights": self.weights.nbytes,
-            "gradients": (self.grad if self._full_grad is None else self._full_grad).nbytes,
-        }
+        return self.storage.shard_weights
 
     def begin_step(self) -> None:
         """Begin a step: its first contributions overwrite the gradients of the last step."""
         self._restart_accumulation()
-        self._has_reduced_grad = False
-        if self._must_check_local_grad:
-            self._finite.fill_(True)
+        self.storage.begin_step()
 
-    def allocate_full_grad(self) -> None:
-        """With zero = 2, allocate the full gradient buffer unless it exists; the next reduction frees it."""
-        if self._full_grad is None:
-            with self.group.recorder.memory_kind("gradients"):
-                full = torch.empty(self.layout.numel, dtype=self._accumulate, device=self.weights.device)
-            for low, high in self.layout.padding:
-                full[low:high].zero_()
-            self._bind(full)
+    def acquire_gradient(self) -> None:
+        """Have a full gradient to add to, until the next reduction."""
+        if self.storage.acquire_gradient():
+            self._bind_gradient()
             self._restart_accumulation()
 
     def start_reduction(self) -> None:
         """Start the data-parallel reduction of the gradients accumulated since the last reduction."""
-        full = self._full_grad
-        assert full is not None, "a backward comes before a reduction"
         self._zero_missing_grads()
         self.read_full_grad()  # a reduction may begin within a backward
-        if self._must_check_local_grad:
-            self._check_local_grad(full)
-        self.finish_reduction()  # at most one reduction in flight
-        if self.zero == 0:
-            self._reduction = (all_reduce(self.group, full, label=self.label, wait=False), None)
-        elif self.zero == 1:  # in place: `grad` is a view of `full`
-            self._reduction = (reduce_scatter(self.group, self.grad, full, label=self.label, wait=False), None)
-        else:
-            self._unbind()  # from here only the work in flight holds `full`, and frees it at its end
-            with self.group.recorder.memory_kind("gradients"):
-                shard = torch.empty_like(self.grad)
-            self._reduction = (reduce_scatter(self.group, shard, full, label=self.label, wait=False), shard)
+        self.storage.release_gradient()
+        if self.storage.full_grad is None:
+            self._bind_gradient()
 
     def read_full_grad(self) -> None:
         """Call `grad_reader`, if one is set, with the gradients accumulated so far; not after their reduction."""
-        if self.grad_reader is not None and self._full_grad is not None:
+        if self.grad_reader is not None and self.storage.full_grad is not None:
             self._zero_missing_grads()
-            self.grad_reader(self, self._full_grad)
+            self.grad_reader(self, self.storage.full_grad)
             self.grad_reader = None
-
-    def finish_reduction(self) -> None:
-        """Wait for a reduction in flight (on a GPU the stream waits, not the host). With zero = 2, add it to `grad`."""
-        pending, shard = self._reduction
-        self._reduction = (COMPLETED, None)
-        pending.wait()
-        if shard is not None and self._has_reduced_grad:
-            self.grad += shard
-        elif shard is not None:
-            self.grad.copy_(shard)
-            self._has_reduced_grad = True
 
     def reduce_partial_grads(self, *, sequence: bool) -> None:
         """All-reduce gradients that are still partial after the data-parallel reduction.
@@ -182,56 +122,13 @@ class Bucket:
         all_reduce(self.tied_group, self.grad, label=self.label)  # no-op for an untied bucket: a single-rank group
 
     def start_param_gather(self) -> None:
-        """Start the all-gather of the updated weights, with zero >= 1."""
-        if self.zero:
-            with self.group.recorder.scope(self.chunk):
-                self._gathering = all_gather(self.group, self.weights, self.shard_weights, label=self.label, wait=False)
+        """Start the all-gather of the updated weights, where ranks update shards."""
+        with self.group.recorder.scope(self.chunk):
+            self.storage.start_gather()
 
     def finish_param_gather(self) -> None:
         """Wait for the all-gather of the weights in flight, if any: on a GPU the stream waits, not the host."""
-        self._gathering.wait()
-        self._gathering = COMPLETED
-
-    def local_grad_finite(self) -> bool:
-        """False if this rank's gradient before the reduction has a non-finite element, or a sum that overflows.
-
-        The host waits for the device. True proves nothing where the local gradient was not read: matrices with
-        `checks_vectors_only`; with zero = 1 this rank's shard, in which the sum over ranks has replaced the local
-        gradient. A non-finite sum in the shard, while no other rank reports a non-finite gradient, is therefore caused
-        by this rank.
-        """
-        if self.zero == 1:
-            assert self._full_grad is not None, "with zero = 1 the full gradient is always allocated"
-            low, high = self.shard
-            return all(bool(grad.isfinite().all()) for grad in (self._full_grad[:low], self._full_grad[high:]))
-        return bool(self._finite)
-
-    @property
-    def checks_vectors_only(self) -> bool:
-        """True if `local_grad_finite` covers vectors (norms and biases) only."""
-        return self.zero == 2 and self._must_check_local_grad and bool(self._vectors)
-
-    @property
-    def _must_check_local_grad(self) -> bool:
-        """True if the reduction overwrites or frees the local gradient: it must be checked before the reduction."""
-        return self.zero != 1 and self.group.size > 1
-
-    @property
-    def _vectors(self) -> list[tuple[int, int]]:
-        """The ranges of vectors: norms and biases."""
-        ranges = self.layout.merged_ranges(0, self.layout.numel)
-        return [(low, high) for slot, low, high in ranges if not slot.parameter.is_matrix]
-
-    def _check_local_grad(self, full: Tensor) -> None:
-        """Check the local gradient for non-finite elements before its reduction.
-
-        With zero = 0 the full gradient is read, once per step. With zero = 2 a full pass per micro-batch would be slow:
-        only vectors (norms and biases) are read, or the full gradient of a bucket without vectors. A non-finite output
-        gradient reaches the vectors in backward; an overflow in a wgrad GEMM or its accumulation does not, and shows in
-        the reduced gradient only. Finite elements whose sum overflows count as non-finite.
-        """
-        for low, high in self._vectors if self.checks_vectors_only else [(0, self.layout.numel)]:
-            self._finite &= full[low:high].sum().isfinite()
+        self.storage.acquire_weights()
 
     def _zero_missing_grads(self) -> None:
         """Zero the gradients without contributions since the last reduction."""
@@ -243,17 +140,15 @@ class Bucket:
         for parameter in self.parameters.values():
             parameter.accumulation.begun = False  # type: ignore[attr-defined]
 
-    def _bind(self, full: Tensor) -> None:
-        """Make the `main_grad` of every parameter a view of `full` [size]."""
-        self._full_grad = full
+    def _bind_gradient(self) -> None:
+        """Make the `main_grad` of every parameter a view of the full gradient; without one, remove it."""
+        full = self.storage.full_grad
         for slot in self.layout.slots:
             parameter = self.parameters[slot.parameter.name]
-            parameter.main_grad = full[slot.start : slot.stop].view(parameter.shape)  # type: ignore[attr-defined]
-
-    def _unbind(self) -> None:
-        self._full_grad = None
-        for parameter in self.parameters.values():
-            del parameter.main_grad  # type: ignore[attr-defined]
+            if full is not None:
+                parameter.main_grad = full[slot.start : slot.stop].view(parameter.shape)  # type: ignore[attr-defined]
+            elif hasattr(parameter, "main_grad"):
+                del parameter.main_grad
 
 
 def _accumulate_into_bucket(parameter: Tensor) -> None:
@@ -291,7 +186,6 @@ class ParamAndGradBuffers:
         self, chunks: Sequence[Sequence[Sequence[ParamSpec]]], mesh: Mesh, *, zero: int, sequence: bool,
         overlap: Overlap, dtypes: tuple[torch.dtype, torch.dtype], device: torch.device, wgrad: Wgrad = torch_wgrad,
     ) -> None:  # fmt: skip
-        self._zero = zero
         self._sequence = sequence
         self._overlap = overlap
         self._last_backward = False  # the current backward is its chunk's last before a reduction
@@ -327,39 +221,38 @@ class ParamAndGradBuffers:
     def make_bucket_boundary(self, chunk: int) -> Callable[[str, Tensor], Tensor]:
         """Return boundary(module, x) -> x, for the chunk's forward to call with the name and the input of a module.
 
-        At the first module of a bucket group the boundary waits for the group's weights, and its backward calls
-        `grads_ready`. Elsewhere, and for the first group of the chunk, it does nothing.
+        At the first module of a bucket group the boundary waits for the group's weights, and in a last backward starts
+        its reduction; for the first group of the chunk the executor does so. The first boundary of a forward that ends
+        in the loss acquires the gradient of the head, to which the fused loss adds in forward
+        (`parallel.linear_cross_entropy`).
         """
-        boundaries = dict(list(self._by_first_module[chunk].items())[1:])  # the executor handles the first group
+        boundaries = dict(list(self._by_first_module[chunk].items())[1:])
+        by_name = {name: bucket for bucket in self.chunks[chunk] for name in bucket.parameters}
+        ends_in_loss = any(module_of(name) == module_of(HEAD) for name in by_name)
+        head = (by_name.get(HEAD) or by_name[TOKEN_EMBEDDING]) if ends_in_loss else None
 
         def boundary(module: str, x: Tensor) -> Tensor:
+            if head is not None and head.storage.full_grad is None and torch.is_grad_enabled():
+                self._acquire_gradients([head])
             return _BucketBoundary.apply(x, self, boundaries[module]) if module in boundaries else x
 
         return boundary
 
-    def prepare_loss(self, chunk: int) -> None:
-        """With zero = 2, allocate the full gradient of the head's bucket, before a forward that ends in the loss: the
-        fused loss accumulates the head's wgrad in forward (`parallel.linear_cross_entropy`).
+    @contextmanager
+    def backward(self, chunk: int, *, last: bool) -> Iterator[None]:
+        """Have full gradients in a backward of a chunk, and let readers read them before the next micro-batch adds.
+        `last`: the chunk's last backward before a reduction.
         """
-        if self._zero == 2:
-            names = {name: bucket for bucket in self.chunks[chunk] for name in bucket.parameters}
-            self._allocate_full_grads([names.get(HEAD) or names[TOKEN_EMBEDDING]])
-
-    def prepare_backward(self, chunk: int, *, last: bool) -> None:
-        """With zero = 2, allocate the chunk's full gradients. `last`: the chunk's last backward before a reduction."""
         self._last_backward = last
-        if self._zero == 2:
-            self._allocate_full_grads(self.chunks[chunk])
+        self._acquire_gradients(self.chunks[chunk])
+        yield
+        for bucket in self.chunks[chunk]:
+            bucket.read_full_grad()
 
-    def grads_ready(self, buckets: Sequence[Bucket]) -> None:
+    def leave_modules(self, buckets: Sequence[Bucket]) -> None:
         """Launch the reduction of buckets whose modules the current backward has left, if it is a last backward."""
         if self._last_backward and self._overlap.in_backward:
             self._start_reductions(buckets)
-
-    def end_backward(self, chunk: int) -> None:
-        """Let readers of gradients read the chunk's, before the next micro-batch adds to them."""
-        for bucket in self.chunks[chunk]:
-            bucket.read_full_grad()
 
     def start_chunk_reduction(self, chunk: int) -> None:
         """Launch the reduction of a chunk's first bucket group after a last backward, or of all that it left."""
@@ -376,7 +269,7 @@ class ParamAndGradBuffers:
         order = sorted([*self._in_reduction, *finished], key=lambda bucket: bucket.tied)
         self._in_reduction.clear()
         for bucket in order:
-            bucket.finish_reduction()
+            bucket.storage.finish_reduction()
             with bucket.group.recorder.scope(bucket.chunk):
                 bucket.reduce_partial_grads(sequence=self._sequence)
             yield bucket
@@ -392,12 +285,15 @@ class ParamAndGradBuffers:
         for bucket in self.buckets:
             bucket.finish_param_gather()
 
-    def _allocate_full_grads(self, buckets: Sequence[Bucket]) -> None:
-        """Allocate full gradients, after waiting until at most one chunk's reduction is in flight, to bound memory."""
-        while self._in_reduction and self._in_reduction[0].chunk != self._in_reduction[-1].chunk:
-            self._in_reduction.popleft().finish_reduction()
+    def _acquire_gradients(self, buckets: Sequence[Bucket]) -> None:
+        """Have full gradients. Before an allocation wait until at most one chunk's reduction is in flight, to bound
+        memory.
+        """
+        frees = any(bucket.layout.shard_axes.gradient for bucket in buckets)
+        while frees and self._in_reduction and self._in_reduction[0].chunk != self._in_reduction[-1].chunk:
+            self._in_reduction.popleft().storage.finish_reduction()
         for bucket in buckets:
-            bucket.allocate_full_grad()
+            bucket.acquire_gradient()
 
     def _start_reductions(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:
@@ -406,7 +302,7 @@ class ParamAndGradBuffers:
                 self._in_reduction.remove(bucket)
             self._in_reduction.append(bucket)
         while self._in_reduction and not self._overlap.on:
-            self._in_reduction.popleft().finish_reduction()
+            self._in_reduction.popleft().storage.finish_reduction()
 
 
 class _BucketBoundary(torch.autograd.Function):
@@ -416,13 +312,13 @@ class _BucketBoundary(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, buffers: ParamAndGradBuffers, buckets: Sequence[Bucket]) -> Tensor:
         for bucket in buckets:
             bucket.finish_param_gather()
-        ctx.grads_ready = lambda: buffers.grads_ready(buckets)
+        ctx.buffers, ctx.buckets = buffers, buckets
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # Later modules' gradients are complete: autograd accumulates gradients before it runs other nodes.
-        ctx.grads_ready()
+        ctx.buffers.leave_modules(ctx.buckets)
         return grads[0], None, None
 
 

@@ -247,8 +247,6 @@ class _Execution:
         if saves and x is not None:
             received = _ReceivedGrad()
             x = _Received.apply(x, self._p.loss_scalar(0.0).requires_grad_(), received)
-        if saves and self._is_last(action):
-            self._p.buffers.prepare_loss(action.chunk)
         out: Tensor = self._p.stages[action.chunk](x, self._batch.micro_batch(action.microbatch))
         if saves:
             offloaded = self._p.offload.end_forward() if self._p.offload is not None else None
@@ -273,9 +271,8 @@ class _Execution:
         grad = self._wait_received(action)
         if grad is None:  # the last stage: its output is the loss
             grad = self._p.loss_scalar(1.0)
-        self._p.buffers.prepare_backward(action.chunk, last=is_last)
-        run_backward(saved.edge, grad)
-        self._p.buffers.end_backward(action.chunk)
+        with self._p.buffers.backward(action.chunk, last=is_last):
+            run_backward(saved.edge, grad)
         if not any(microbatch == action.microbatch for _, microbatch in self._saved):
             self._batch.micro_batch(action.microbatch).release()
         if saved.received is not None:

@@ -39,6 +39,12 @@ class GlobalTensor:
     dtype: torch.dtype
     shards: list[TensorShard]
 
+    @classmethod
+    def whole(cls, values: Tensor) -> GlobalTensor:
+        """Return a tensor that this rank has all of."""
+        shape = tuple(values.shape)
+        return cls(shape, values.dtype, [TensorShard((0,) * len(shape), shape, values)])
+
 
 class Stateful(Protocol):
     """A part of a run with state. The shards of all ranks together cover each global tensor; ranks may have copies."""

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from megascale.core.label import Label, LabelLike
-from megascale.ops.fp8 import Quantized
+from megascale.ops.quantized import Quantized
 from megascale.parallel.grad_accumulation import accumulate_bias_grad
 from megascale.parallel.linear_gemms import LinearGemms, Operand, WeightOperand, flatten_tokens
 from megascale.parallel.recompute import Recomputation
@@ -211,37 +211,33 @@ def _save_for_wgrad(
 ) -> None:  # fmt: skip
     """Save the inputs' wgrad sources (`LinearGemms.wgrad_source`) and the parameters for backward.
 
-    For a source with a `Recomputation`, the tensor from which backward recomputes the source is saved instead. FP8
-    sources are always saved: recomputation would include another cast.
+    For a source with a `Recomputation`, the tensor from which backward recomputes the source is saved instead.
+    Quantized sources are always saved: recomputation would include another cast.
     """
-    saved: list[Tensor | None] = []
-    ctx.restore = []  # (constructor of an FP8 source, recompute function), both None for a plain tensor
+    saved: list[Tensor] = []
+    ctx.restore = []  # number of tensors, and the function from them to a source
     for x, recompute in zip(sources, recompute_inputs, strict=True):
         if isinstance(x, Quantized):
-            saved += [x.data, x.scale]
-            ctx.restore.append((partial(type(x), granularity=x.granularity), None))
+            saved += x.tensors
+            ctx.restore.append((len(x.tensors), x.constructor()))
         else:
-            saved += [x if recompute is None else recompute.x, None]
-            ctx.restore.append((None, recompute and recompute.function))
+            saved.append(x if recompute is None else recompute.x)
+            ctx.restore.append((1, _itself if recompute is None else recompute.function))
     ctx.save_for_backward(*saved, *params)
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
 def _saved_sources(ctx: Any) -> tuple[list[Callable[[], Operand]], Sequence[Tensor | None]]:
     """Return a function per source that restores or recomputes the source, and the saved parameters."""
-    saved, count = ctx.saved_tensors, 2 * len(ctx.restore)
+    saved = ctx.saved_tensors
     restore: list[Callable[[], Operand]] = []
-    for i, (construct, recompute) in enumerate(ctx.restore):
-        restore.append(partial(_restore_source, saved[2 * i], saved[2 * i + 1], construct, recompute))
-    return restore, saved[count:]
-
-
-def _restore_source(
-    data: Tensor, scale: Tensor | None, construct: Callable[..., Quantized] | None,
-    recompute: Callable[[Tensor], Tensor] | None,
-) -> Operand:  # fmt: skip
-    if recompute is not None:
-        return recompute(data)
-    return data if construct is None or scale is None else construct(data, scale)
+    for count, function in ctx.restore:
+        restore.append(partial(function, *saved[:count]))
+        saved = saved[count:]
+    return restore, saved
 
 
 def _weights_and_biases(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megascale.catalog.recipes import ROW, TENSOR
 from megascale.comm import symmetric_memory
 from megascale.comm.collectives import (
     ReduceScatterPieces,
@@ -39,7 +40,7 @@ from megascale.comm.group import Group
 from megascale.comm.work import COMPLETED, Work
 from megascale.core.label import Label
 from megascale.layout.pieces import MAX_GPU_P2P_RANKS, MAX_PIECES, MIN_GPU_GEMM_ROWS, MIN_PIECE_BYTES, max_pieces
-from megascale.ops.fp8 import Quantized, ScaleGranularity
+from megascale.ops.quantized import Quantized
 from megascale.parallel.linear_gemms import HIGH_PRECISION_GEMMS, LinearGemms, Operand, WeightOperand
 
 SCALE_ALIGNMENT = 4
@@ -98,38 +99,33 @@ class TensorParallel:
         return shard, reduce_scatter(self.group, shard, x, label=label, wait=wait)
 
     def gather_operand(self, x: Operand, label: Label, *, wait: bool = True) -> tuple[Operand, Work]:
-        """`gather` for a GEMM operand. FP8 data is gathered as bytes, after its scales unless these are per tensor."""
+        """`gather` for a GEMM operand. Codes are gathered as bytes, after their scales."""
         if isinstance(x, Tensor):
             return self.gather(x, label, wait=wait)
         if not self.activations_sharded:
             return x, COMPLETED
         scale = self.gather_scale(x, label)
-        data, gathering = self.gather(x.data.view(torch.uint8), label, wait=wait)
-        return Quantized(data.view(x.data.dtype), scale, x.granularity), gathering
+        codes, gathering = self.gather(x.codes, label, wait=wait)
+        return x.gathered(codes, scale), gathering
 
     def gather_scale(self, x: Quantized, label: Label) -> Tensor:
-        """Return the scales of the gathered x: a per-tensor scale is equal on all ranks, others are all-gathered."""
-        if x.granularity is ScaleGranularity.TENSOR:
-            return x.scale
-        return self.gather(x.scale, label.with_suffix("scales"))[0]
+        """Return the scales of the gathered x: all-gathered, unless one holds for the rows of all ranks."""
+        return self.gather(x.scale, label.with_suffix("scales"))[0] if x.scales_differ_by_row else x.scale
 
     def can_use_symmetric_memory(self, inputs: Sequence[Operand], weights: Iterable[Operand], rows: int) -> bool:
         """True if torch's fused operators can run these GEMMs, with `rows` rows per rank.
 
-        The operators take a single input, and operands without scales or with scales of equal granularity, per tensor
-        or per row.
+        The operators take a single input, and operands without scales, or all with a scale per tensor, or per row.
         """
         if not (self.symmetric_memory and self.activations_sharded and self.overlap):
             return False
         if len(inputs) > 1 or rows < MIN_GPU_GEMM_ROWS:
             return False
-        granularities = {x.granularity if isinstance(x, Quantized) else None for x in (*inputs, *weights)}
-        if granularities == {None}:
+        blocks = {x.block if isinstance(x, Quantized) else None for x in (*inputs, *weights)}
+        if blocks == {None}:
             return True
         aligned = rows % SCALE_ALIGNMENT == 0
-        return symmetric_memory.has_scaled_matmul() and (
-            granularities == {ScaleGranularity.TENSOR} or (granularities == {ScaleGranularity.ROW} and aligned)
-        )
+        return symmetric_memory.has_scaled_matmul() and (blocks == {TENSOR} or (blocks == {ROW} and aligned))
 
     def num_pieces(self, shard: Operand) -> int:
         """Return the number of pieces into which the communication of `shard` [s, b, k] is split; 0: one collective."""
@@ -181,7 +177,7 @@ def _symmetric_all_gather_matmul(
     scale = tp.gather_scale(shard, label)
     scaled = [_scaled_matrix(weight) for weight in weights if isinstance(weight, Quantized)]
     data, outputs = symmetric_memory.all_gather_scaled_matmul(tp.group, shard.data, scale, scaled, dtype, label=label)
-    return Quantized(data, scale, shard.granularity), outputs
+    return shard.gathered(data, scale), outputs
 
 
 def _scaled_matrix(weight: Quantized) -> symmetric_memory.ScaledMatrix:
@@ -194,11 +190,11 @@ def _all_gather_matmul_pieces(
     on_rows: Callable[[Operand, slice], None], after_all_gather: Callable[[Operand], Operand],
 ) -> tuple[Operand, list[Tensor]]:  # fmt: skip
     n = shard.shape[0]
-    sent = shard.data.view(torch.uint8) if isinstance(shard, Quantized) else shard.contiguous()
+    sent = shard.codes if isinstance(shard, Quantized) else shard.contiguous()
     received = sent.new_empty(n * tp.size, *sent.shape[1:])
     full: Operand = received
     if isinstance(shard, Quantized):
-        full = Quantized(received.view(shard.data.dtype), tp.gather_scale(shard, label), shard.granularity)
+        full = shard.gathered(received, tp.gather_scale(shard, label))
     outputs = [received.new_empty(*full.shape[:-1], operand.shape[0], dtype=dtype) for operand, _, _ in weights]
     for number, (row_ranges, work) in enumerate(all_gather_pieces(tp.group, received, sent, pieces, label=label)):
         work.wait()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -16,7 +16,7 @@ from megascale.comm import symmetric_memory
 from megascale.comm.group import Group, single_rank_group
 from megascale.comm.mesh import Mesh, open_mesh
 from megascale.comm.warm_up import warm_up
-from megascale.config.batch_rampup import batch_sizes, samples_of_run
+from megascale.config.batch_rampup import batch_sizes
 from megascale.config.run import RunConfig
 from megascale.config.train import OptimizerConfig
 from megascale.core.errors import DataError
@@ -31,7 +31,7 @@ from megascale.data.loader import Loader
 from megascale.data.mixture import Mixture, MockMixture, SplitName, build_mixture
 from megascale.data.reader_shape import reads_samples, reads_tokens
 from megascale.device import Device
-from megascale.layout.chunks import chunk_buckets, stages_of
+from megascale.layout.chunks import chunk_buckets, fp8_layers, stages_of
 from megascale.layout.document_shards import row_sharding
 from megascale.layout.param_groups import ParamGroups
 from megascale.layout.recompute_policy import recompute_policy
@@ -61,6 +61,7 @@ from megascale.schedule.one_f_one_b import one_f_one_b
 from megascale.schedule.state_aware import build_state_aware
 from megascale.trace.recorder import Recorder
 from megascale.train.noise_scale import NoiseScale
+from megascale.train.op_context import op_context
 from megascale.train.policy_state import PolicyState
 from megascale.train.run import Dtypes, Run
 from megascale.train.step_hooks import build_step_hooks
@@ -106,11 +107,12 @@ def build_rank_run(
     """
     dtypes = run_dtypes(config)
     tp = build_tensor_parallel(config, mesh.tp, device)
-    context = OpContext.from_config(config, device)
+    context = op_context(config, device)
     buffers = build_buffers(config, mesh, dtypes, device.torch_device, select.build_op("wgrad", context))
     if init_weights:
         initialize_weights(buffers, mesh, device, config.train.seed)
-    fp8_state = Fp8State(config, mesh, device.torch_device, select.build_op("linear", context))
+    kernels = select.build_op("linear", context)
+    fp8_state = Fp8State(config.model, config.fp8, fp8_layers(config), mesh, device.torch_device, kernels)
     offload = ActivationOffload(device.host_buffers()) if config.train.activation_offload else None
     stages = build_stages(config, mesh, buffers, tp, LayerOps.from_context(context), fp8_state, offload)
     optimizer, guard = build_optimizer(config.optimizer, mesh, buffers, context, device.torch_device)
@@ -142,11 +144,18 @@ def build_rank_run(
         valid_loader=valid,
         valid_batches=valid_batches,
         lr=build_learning_rate(config),
-        checkpoints=Checkpoints(config, mesh, parts, device),
+        checkpoints=build_checkpoints(config, mesh, parts, device),
         progress=Progress(),
         stop=stop,
         step_hooks=build_step_hooks(config, noise_scale),
     )
+
+
+def build_checkpoints(config: RunConfig, mesh: Mesh, parts: Sequence[Stateful], device: Device) -> Checkpoints:
+    """Build what saves and resumes the state of `parts`."""
+    saved = config.model_dump(by_alias=True, mode="json")
+    folders = config.folder, config.checkpoint_folder
+    return Checkpoints(config.checkpoint, config.model, saved, *folders, mesh, parts, device)
 
 
 def build_tensor_parallel(config: RunConfig, group: Group, device: Device) -> TensorParallel:
@@ -179,7 +188,7 @@ def build_learning_rate(config: RunConfig) -> Callable[[int], float]:
     """Return the learning rate as a function of the step."""
     if config.batch.rampup is None:
         return learning_rate(config.optimizer, config.train.steps)
-    return learning_rate_by_samples(config.optimizer, config.train.steps, batch_sizes(config))
+    return learning_rate_by_samples(config.optimizer, config.train.steps, batch_sizes(config.batch))
 
 
 def run_dtypes(config: RunConfig) -> Dtypes:
@@ -285,8 +294,8 @@ def build_loaders(config: RunConfig, mesh: Mesh, device: Device) -> tuple[Loader
     Raises: DataError on rank 0 for unusable data, and without memory for a host's reader.
     """
     shape = BatchShape(config.batch.total, config.batch.micro, config.dp)
-    sizes = batch_sizes(config) if config.batch.rampup else None
-    orders: dict[SplitName, StepOrder] = {"train": StepOrder(shape, samples_of_run(config), sizes=sizes)}
+    sizes = batch_sizes(config.batch) if config.batch.rampup else None
+    orders: dict[SplitName, StepOrder] = {"train": StepOrder(shape, config.samples, sizes=sizes)}
     if mesh.rank == 0:
         for split in ("train", "valid") if config.train.eval_every else ("train",):
             _check_data(config, split)

@@ -9,7 +9,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Never
+from typing import TYPE_CHECKING, Never
 
 import torch
 
@@ -28,7 +28,6 @@ from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE
 from megascale.core.flight_writer import FlightRecordWriter
 from megascale.core.limits import PROCESSES_HINT, lacks_threads, os_error_hint
 from megascale.core.rank import NODE_VARIABLE, Rank
-from megascale.core.stored_copies import copies_notice
 from megascale.core.units import format_bytes, format_count, format_flops
 from megascale.data.bucket_summary import describe_buckets
 from megascale.data.identity import replaced_datasets, write_identities
@@ -37,13 +36,13 @@ from megascale.layout.parameters import parameter_count
 from megascale.operate.node import affinity
 from megascale.operate.node.failure import exit_status_of, is_peer_lost, write_error, write_stop
 from megascale.ops.advice import slow_backend_hint
-from megascale.ops.select import OpContext, selected_backends
+from megascale.ops.select import selected_backends
 from megascale.plan.account.memory import rank_memory
 from megascale.trace.writers import MetricsWriter
 from megascale.train.build import build_mesh, build_rank_run
 from megascale.train.event_file import EventFile, begin_ring
-from megascale.train.fault_injection import fault_injection
 from megascale.train.loop import train
+from megascale.train.op_context import op_context
 from megascale.train.peak_flops import find_peak_flops
 from megascale.train.rank_record import rank_record
 from megascale.train.reporter import Reporter, open_writers
@@ -51,6 +50,9 @@ from megascale.train.resume import OpenWeights, load_initial_state
 from megascale.train.run import Run
 from megascale.train.saves import Saves
 from megascale.train.stop import StopRequest
+
+if TYPE_CHECKING:
+    from megascale.train.fault_injection import FaultInjection
 
 STORE_ANSWER_S = 2.0
 """Seconds that a failing rank waits for the job's store."""
@@ -82,9 +84,20 @@ def run_rank(
 
 
 def _say_copies(config: RunConfig) -> None:
+    from megascale.core.stored_copies import copies_notice
+
     with contextlib.suppress(OSError):
         if notice := copies_notice(Path(config.checkpoint.memory_dir), config.folder):
             print(notice, file=sys.stderr, flush=True)
+
+
+def _injection(config: RunConfig, rank: Rank) -> FaultInjection | None:
+    """Return the injection of `fault.inject`; None, as always in training proper, without."""
+    if not config.fault.inject:
+        return None
+    from megascale.train.fault_injection import fault_injection
+
+    return fault_injection(config, rank)
 
 
 def _report_stop(message: str, status: Exit, rank: Rank, flight: FlightRecordWriter) -> None:
@@ -153,7 +166,7 @@ def _run(
     init.init_distributed(rank, device, config.launch, config.nccl, record=record, folder=folder)
     flight.start_parts.count = count_requests
     remember_run(rank)
-    injection = fault_injection(config, rank)
+    injection = _injection(config, rank)
     flight.set_phase(Phase.GROUPS)
     mesh = build_mesh(config, rank, device, flight, ring)
     flight.set_phase(Phase.BUILD)
@@ -240,7 +253,7 @@ def run_summary(run: Run, peak: Peak | None) -> str:
         step += f", chunks of {config.row_tokens} tokens with K = {config.data.keep_chunks}"
     elif p.cp_mode == "hybrid":
         step += f" or more, planned of up to {config.row_tokens} tokens"
-    context = OpContext.from_config(config, run.device)
+    context = op_context(config, run.device)
     backends = ", ".join(f"{operation} {backend}" for operation, backend in selected_backends(context).items())
     peak_text = f"{format_flops(peak.flops)} a rank ({peak.source})" if peak else ""
     lines = [

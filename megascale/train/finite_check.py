@@ -123,9 +123,9 @@ def _report(run: Run, local_loss: float) -> NonFiniteReport:
             name: index for index, b in enumerate(buckets) for name in _nonfinite_params(b, b.grad, b.shard[0])
         },
         nonfinite_buckets=[
-            i for i, bucket in enumerate(buckets) if bucket.group.size == 1 or not bucket.local_grad_finite()
+            i for i, bucket in enumerate(buckets) if bucket.group.size == 1 or not bucket.storage.local_grad_finite()
         ],
-        incomplete=any(bucket.checks_vectors_only for bucket in buckets),
+        incomplete=any(bucket.storage.checks_vectors_only for bucket in buckets),
     )
 
 

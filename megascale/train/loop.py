@@ -27,7 +27,7 @@ def train(run: Run, reporter: Reporter) -> Exit:
     flight = run.mesh.recorder.flight
     run.hooks = standard_hooks(run, reporter)
     steps = run.config.train.steps - run.progress.step
-    run.train_loader.begin(run.progress.samples, batch_sizes(run.config).after_steps(run.progress.samples, steps))
+    run.train_loader.begin(run.progress.samples, batch_sizes(run.config.batch).after_steps(run.progress.samples, steps))
     if run.valid_loader is not None:
         run.valid_loader.begin(0)
     try:

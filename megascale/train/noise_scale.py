@@ -25,7 +25,7 @@ import torch
 from megascale.comm.mesh import Mesh
 from megascale.config.train import TrainConfig
 from megascale.optim.first_gradient import FirstGradient
-from megascale.parallel.replicated_state import ReplicatedState
+from megascale.optim.replicated_state import ReplicatedState
 from megascale.train.step_totals import StepTotals
 
 STATE = "noise_scale"

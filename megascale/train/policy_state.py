@@ -16,9 +16,9 @@ from megascale.data.batch_shape import BatchShape
 from megascale.data.data_policy import DataPolicy
 from megascale.data.loader import Loader
 from megascale.data.mixture_weights import MixtureWeights, numbers, shares
+from megascale.optim.replicated_state import ReplicatedState
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.pipeline import PipelineExecutor
-from megascale.parallel.replicated_state import ReplicatedState
 from megascale.plan.account.step_totals import DATASET_LOSSES, DATASET_TOKENS, vector_name
 from megascale.train.step_totals import StepTotals
 

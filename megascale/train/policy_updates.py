@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megascale.config.policy_rules import policy_every
 from megascale.config.run import RunConfig, dataset_prefixes
 from megascale.core.errors import DataError
 from megascale.core.skipped_ranges import order_index
@@ -45,7 +44,7 @@ class PolicyUpdates(Hook):
     def step_ends(self, run: Run, result: StepResult) -> None:
         self._state.end_step(result.totals)
         place = order_index(run.progress.samples, run.config.data.skip)
-        if run.progress.step % policy_every(run.config) == 0 and self._state.weights.are_read(place):
+        if run.progress.step % run.config.data.updates_every == 0 and self._state.weights.are_read(place):
             self._update(run)
         self._state.save_state()
 

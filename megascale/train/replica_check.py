@@ -93,8 +93,8 @@ def replicated_values(run: Run) -> Iterator[Copy]:
             if name or shard.has_own_master:
                 yield from _copies(run.mesh, shard.bucket, f" ({name or 'master weight'})", start, values)
     for bucket, matrix, name, state in run.optimizer.matrix_tensors():
-        if bucket.zero == 0 and bucket.group.size > 1:  # every data-parallel rank is an owner
-            yield Copy(bucket.group, state.view(-1), ((f"{matrix} ({name})", 0, state.numel()),))
+        if bucket.replicas.size > 1:  # every replica is an owner
+            yield Copy(bucket.replicas, state.view(-1), ((f"{matrix} ({name})", 0, state.numel()),))
 
 
 def _copies(mesh: Mesh, bucket: Bucket, suffix: str, first: int, values: Tensor) -> Iterator[Copy]:
@@ -102,14 +102,13 @@ def _copies(mesh: Mesh, bucket: Bucket, suffix: str, first: int, values: Tensor)
     low, high = bucket.layout.replicated
     whole = (first, first + values.numel())
     spans = [(mesh.tp, max(low, whole[0]), min(high, whole[1]))]
-    if not suffix or bucket.zero == 0:
-        spans.append((bucket.group, *whole))
+    spans.append((bucket.replicas if suffix else bucket.group, *whole))
     if bucket.tied:
         spans.append((mesh.tied, *whole))
     for group, begin, end in spans:
         if group.size > 1 and begin < end:
             ranges = bucket.layout.param_ranges(begin, end)
-            parts = [(slot.parameter.name + suffix, a - begin, b - begin) for slot, a, b in ranges]
+            parts = [(item.slot.parameter.name + suffix, item.start - begin, item.stop - begin) for item in ranges]
             yield Copy(group, values[begin - first : end - first], tuple(parts))
 
 

@@ -51,10 +51,10 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
     on_device = sums | {"grad_norm": clipping.norm, "local_loss": loss.double(), "skipped": clipping.skip.double()}
     lr, read_values = run.lr(step), run.device.copy_to_host(torch.stack([*on_device.values()]))
     read_mark = recorder.mark()
-    norms = run.optimizer.compute_updates(clipping, lr, step)  # parameter norms, for LAMB; None for AdamW
+    run.optimizer.compute_updates(clipping, lr, step)
     for index, bucket in enumerate(run.buffers.buckets):  # in the order of the next forward
         with recorder.action("update", bucket.chunk):  # skipped on the device if a sum is not finite
-            run.optimizer.update_shard(index, clipping, norms, lr, step)
+            run.optimizer.update_shard(index, clipping, lr, step)
         if index == 0:  # before the all-gather overwrites a bad weight; the device is busy meanwhile
             _work_before_read(run, read_mark)
             with recorder.flight.device_wait():
@@ -67,7 +67,7 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
     tokens = totals["tokens"]
     tokens = tokens if tokens % 1 else int(tokens)  # a sum of weights is no whole number
     run.progress.step = step
-    run.progress.samples += batch_sizes(run.config).at(run.progress.samples)
+    run.progress.samples += batch_sizes(run.config.batch).at(run.progress.samples)
     run.progress.tokens += tokens
     mean = totals["loss"] / tokens if tokens else math.nan
     result = StepResult(mean, totals["grad_norm"], tokens, lr, totals)
@@ -101,7 +101,7 @@ def _work_before_read(run: Run, until: Mark) -> None:
     if step < run.config.train.steps:
         with recorder.activity(Phase.DATA, until=until):
             samples = run.progress.samples
-            run.train_loader.prefetch(samples + batch_sizes(run.config).at(samples))
+            run.train_loader.prefetch(samples + batch_sizes(run.config.batch).at(samples))
     while recorder.has_backlog(until):
         run.pipeline.release_sent()
         time.sleep(POLL_INTERVAL_S)

@@ -20,10 +20,10 @@ from torch import Tensor
 from megascale.comm.mesh import Mesh
 from megascale.comm.totals import sum_over_job
 from megascale.config.train import TrainConfig
+from megascale.optim.optimizer_shard import OptimizerShard, gather_shares, global_tensors
 from megascale.parallel.fp8_linear import Fp8State
-from megascale.parallel.optimizer_shard import OptimizerShard, gather_shares, global_tensors
 from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
-from megascale.parallel.stateful import AVERAGE, AVERAGE_UPDATES, WEIGHTS, GlobalTensor, TensorShard
+from megascale.parallel.stateful import AVERAGE, AVERAGE_UPDATES, WEIGHTS, GlobalTensor
 
 
 class WeightAverage:
@@ -85,9 +85,7 @@ class WeightAverage:
     def global_tensors(self) -> dict[str, GlobalTensor]:
         tensors = global_tensors(self._shards, self._mesh)
         averages = {name: tensor for name, tensor in tensors.items() if not name.startswith(WEIGHTS)}
-        return averages | {
-            AVERAGE_UPDATES: GlobalTensor((1,), self._saved.dtype, [TensorShard((0,), (1,), self._saved)])
-        }
+        return averages | {AVERAGE_UPDATES: GlobalTensor.whole(self._saved)}
 
     def flat_tensors(self) -> list[Tensor]:
         return [*(values for shard in self._shards for values in shard.state.values()), self._saved]

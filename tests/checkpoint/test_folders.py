@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megascale.checkpoint import offline
-from megascale.checkpoint.folders import name_warning
+from megascale.checkpoint.folders import find_checkpoints, name_warning
 from megascale.checkpoint.format import manifest
 from megascale.core.errors import CheckpointError
 from megascale.core.storage import Location
@@ -31,10 +30,10 @@ def test_two_sets_of_checkpoints_are_refused(tmp_path: Path) -> None:
         (tmp_path / folder / manifest.NAME).touch()
 
     save("checkpoints/step-00000002")
-    [found] = offline.find_checkpoints(Location(str(tmp_path)))
+    [found] = find_checkpoints(Location(str(tmp_path)))
     assert found.url == str(tmp_path / "checkpoints/step-00000002")
     save("step-00000009")
     with pytest.raises(
         CheckpointError, match=r"has checkpoints, such as step-00000009, and a folder of checkpoints  -> name"
     ):
-        offline.find_checkpoints(Location(str(tmp_path)))
+        find_checkpoints(Location(str(tmp_path)))

@@ -244,9 +244,9 @@ def test_a_rank_reads_only_the_chunks_that_it_needs(tmp_path: Path) -> None:
     saved = manifest.read(folder)
     (shard,) = saved.tensors["weights.wide"].shards
 
-    def read(*parts: Any) -> tuple[list[Any], int]:
-        reader = CheckpointReader(folder, saved)
-        ((_, found),) = reader.read_parts([ReadRequest("weights.wide", shard, parts)])
+    def read(*regions: Any) -> tuple[list[Any], int]:
+        reader, found = CheckpointReader(folder, saved), [torch.empty(size) for _, size in regions]
+        reader.read([ReadRequest("weights.wide", shard, list(zip(regions, found, strict=True)))])
         return found, reader.bytes_read
 
     for first, count, size in ((0, 1, 4 << 20), (1, 2, 8 << 20), (2, 1, 4 << 20)):

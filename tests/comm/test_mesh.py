@@ -7,17 +7,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.comm import mesh as mesh_module
 from megascale.comm import open_group as open_module
+from megascale.comm.collectives import all_reduce
 from megascale.comm.mesh import Mesh, open_mesh, single_process_mesh
 from megascale.core.flight_layout import CONTROL
 from megascale.core.flight_reader import parse_flight_record
 from megascale.core.rank import Rank
 from megascale.layout.stages import looped
 from megascale.layout.topology import Topology
+from tests.thread_world import simulate
 from tests.worlds import run_world
 
 shared = st.sampled_from([(1, 1), (1, 1), (2, 1), (2, 2), (4, 2)])  # cp, and how many of them exchange heads
@@ -87,10 +90,6 @@ def talk(rank: Rank, shapes: list[tuple[Topology, bool, bool]]) -> list[float]:
     """In one mesh after the other: each stage hears its neighbours' numbers, twice on each channel, all of which is
     posted before anything is waited for. Returns what the ends of each pipeline sum.
     """
-    import torch
-
-    from megascale.comm.collectives import all_reduce
-
     sums = []
     for topology, tied, around in shapes:
         mesh = open_mesh(topology, rank.rank, tied=tied, placement=looped(topology.pp, 2 if around else 1))
@@ -127,7 +126,22 @@ def test_messages_travel_in_a_group_for_each_channel() -> None:
 
 
 def test_a_group_by_its_axes() -> None:
-    mesh = single_process_mesh()
-    assert mesh.get_group("tp") is mesh.tp and mesh.get_group("cp", "dp") is mesh.dp
-    with pytest.raises(KeyError, match="cp"):
-        mesh.get_group("cp")
+    """A group opens at its first use, on all ranks at once; the order of the axes does not matter."""
+    alone = single_process_mesh()
+    assert alone.group("tp") is alone.tp and alone.group("cp", "dp") is alone.dp
+    assert alone.group().ranks == (0,)
+
+    def body(mesh: Mesh) -> tuple[float, float]:
+        assert mesh.group("tp") is mesh.tp and mesh.group("dp", "cp") is mesh.dp
+        sums = torch.zeros(2)
+        for group, total in zip((mesh.group("cp"), mesh.group("dp", "tp")), sums.unbind(), strict=True):
+            total += mesh.rank
+            all_reduce(group, total)
+            assert group is mesh.group(*group.name.split(".")[1].split("+")) and group in mesh.groups
+        return float(sums[0]), float(sums[1])
+
+    topology = Topology(tp=2, cp=2, dp=2)
+    expected = [
+        (sum(topology.group(rank, "cp")), sum(topology.group(rank, "tp", "dp"))) for rank in range(topology.world_size)
+    ]
+    assert simulate(topology, body) == expected

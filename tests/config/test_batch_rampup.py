@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from megascale.cli.check import summary
 from megascale.config.batch_rampup import BatchSizes, batch_sizes, full_batch_steps, samples_of_run
+from megascale.config.run import RunConfig
 from tests.runs import GPT, config_of, settings
 
 
@@ -43,10 +44,15 @@ def test_samples_before_a_step_are_the_sum_of_the_batches(sizes: BatchSizes, ste
 
 def test_without_a_rampup_all_batches_are_equal(tmp_path: Path) -> None:
     plain = config_of(settings(GPT, tmp_path), tmp_path)
-    assert [batch_sizes(plain).at(consumed) for consumed in (0, 5, 80)] == [8, 8, 8]
-    assert (samples_of_run(plain), full_batch_steps(plain), batch_sizes(plain).common) == (80, 10, 8)
+    assert [batch_sizes(plain.batch).at(consumed) for consumed in (0, 5, 80)] == [8, 8, 8]
+    assert _counts(plain) == (80, 10, 8)
     ramped = config_of(settings(GPT, tmp_path, batch__rampup=[2, 2, 12]), tmp_path)
-    assert samples_of_run(ramped) == 2 + 2 + 4 + 6 + 6 * 8 - 6 + 6  # 2 2 4 6 and six of 8
-    assert batch_sizes(ramped).common == 2
-    assert full_batch_steps(ramped) == samples_of_run(ramped) // 8
+    samples = 2 + 2 + 4 + 6 + 6 * 8 - 6 + 6  # 2 2 4 6 and six of 8
+    assert _counts(ramped) == (samples, samples // 8, 2)
     assert "128 tokens per step after the ramp-up" in summary(ramped)
+
+
+def _counts(config: RunConfig) -> tuple[int, int, int]:
+    """Samples of a run, as steps of a full batch, and what divides every batch."""
+    of_run = config.batch, config.train
+    return samples_of_run(*of_run), full_batch_steps(*of_run), batch_sizes(config.batch).common

@@ -3,39 +3,40 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megascale.config.decomposition import RULES, Decomposition, decomposition, is_decomposed
+from megascale.config.data import DataConfig
+from megascale.config.data_rules import decomposed_documents
+from megascale.config.decomposition import Decomposition, decomposition, is_decomposed
+from megascale.config.exclusions import NOT_DECOMPOSED
+from megascale.config.model import ModelConfig
+from megascale.config.rules import run_rules
+from megascale.config.train import BatchConfig
 
-DEFAULTS = {"packing": "decompose", "mask": "document", "min_piece": None, "bucket_samples": None,
-            "curriculum": "mixed", "cycle": None, "weights": []}  # fmt: skip
 
-
-def sections(seq_length: int = 2048, **data: Any) -> SimpleNamespace:
+def sections(seq_length: int = 2048, **data: Any) -> tuple[ModelConfig, BatchConfig, DataConfig]:
     """The sections that decomposition reads, with a global batch of 8."""
-    return SimpleNamespace(
-        model=SimpleNamespace(seq_length=seq_length),
-        batch=SimpleNamespace(total=8),
-        data=SimpleNamespace(**(DEFAULTS | data)),
-    )
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "vocab_size": 8, "seq_length": seq_length}
+    keys = {"packing": "decompose", "mask": "document", **data}
+    return ModelConfig(**sizes), BatchConfig(**{"global": 8}), DataConfig(**keys)
 
 
 def findings(**keys: Any) -> dict[str, str]:
-    ((_, rule),) = RULES
-    return {finding.key: f"{finding.message} -> {finding.hint}" for finding in rule(sections(**keys))}
+    given = dict(zip(("model", "batch", "data"), sections(**keys), strict=True))
+    found = run_rules((NOT_DECOMPOSED, decomposed_documents), given)
+    return {finding.key: f"{finding.message} -> {finding.hint}" for finding in found}
 
 
 def test_pieces_turns_and_odds() -> None:
-    assert decomposition(sections()) == Decomposition([256, 512, 1024, 2048], 8, None, 128)
-    assert decomposition(sections(64)).pieces == [64], "shorter samples are one bucket"
-    found = decomposition(sections(curriculum="grow_p2", min_piece=512, bucket_samples=24, cycle=10))
+    assert decomposition(*sections()) == Decomposition([256, 512, 1024, 2048], 8, None, 128)
+    assert decomposition(*sections(64)).pieces == [64], "shorter samples are one bucket"
+    found = decomposition(*sections(curriculum="grow_p2", min_piece=512, bucket_samples=24, cycle=10))
     assert found == Decomposition([512, 1024, 2048], 24, [4, 2, 1], 10)
-    assert decomposition(sections(curriculum="grow_linear")).odds == [4, 3, 2, 1]
-    assert decomposition(sections(curriculum=[1, 1, 0.5, 2])).odds == [1, 1, 0.5, 2]
-    assert is_decomposed(sections(), "train") and not is_decomposed(sections(), "valid")
+    assert decomposition(*sections(curriculum="grow_linear")).odds == [4, 3, 2, 1]
+    assert decomposition(*sections(curriculum=[1, 1, 0.5, 2])).odds == [1, 1, 0.5, 2]
+    assert is_decomposed(sections()[2], "train") and not is_decomposed(sections()[2], "valid")
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_the_keys_of_a_file(tmp_path: Path) -> None:
 
     keys = {"data__packing": "decompose", "data__min_piece": 2, "data__mask": "document", "data__curriculum": [4, 2, 1]}
     config = data_config(tmp_path, data__mock=False, data__train=_dataset(tmp_path), **keys)
-    assert decomposition(config) == Decomposition([2, 4, 8], 8, [4, 2, 1], 128)
+    assert decomposition(config.model, config.batch, config.data) == Decomposition([2, 4, 8], 8, [4, 2, 1], 128)
 
 
 def _dataset(folder: Path) -> str:

@@ -16,7 +16,7 @@ from megascale.config.injection import (
     parse_injection,
 )
 from megascale.config.loading import load_config_tree
-from megascale.config.timeout_rules import launch_findings
+from megascale.config.time_rules import launch_findings
 from megascale.core.errors import ConfigError
 from tests.runs import GPT, settings
 
@@ -107,7 +107,9 @@ def test_ranks_that_do_not_exist_are_refused_once_their_number_is_known(dp: str,
     assert len(refused.value.problems) == 1
     if dp == "auto":  # any number of processes may follow; a launcher starts one
         config = load_config_tree(tree, "test", overrides)
-        assert [one.message for one in launch_findings(config)] == ["there is no rank 2 for kill"]
+        sections = config.fault, config.launch, config.checkpoint, config.nccl
+        found_later = launch_findings(config.world_size, *sections)
+        assert [one.message for one in found_later] == ["there is no rank 2 for kill"]
     else:
         with pytest.raises(ConfigError, match=found):
             load_config_tree(tree, "test", overrides)

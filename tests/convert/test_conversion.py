@@ -17,11 +17,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from megascale.checkpoint import offline
+from megascale.checkpoint import folders, offline
 from megascale.checkpoint.companions import DATA_TOKENIZER
 from megascale.checkpoint.format import manifest
-from megascale.config.model import ModelConfig
-from megascale.config.same_model import model_differences
+from megascale.config.model import ModelConfig, model_differences
 from megascale.convert import huggingface
 from megascale.convert.config_file import CONFIG_FILE
 from megascale.convert.conversion import from_huggingface, read_model_section, to_huggingface
@@ -109,7 +108,7 @@ def test_transformers_loads_what_was_trained(tmp_path: Path, model: dict[str, An
 
     given = config_of(settings(model, tmp_path, train__precision="fp32", checkpoint__every=1), tmp_path)
     ((weights, tokens, logits),) = run_world(1, trained, given)
-    to_huggingface(offline.find_checkpoint(Location(str(given.folder))), tmp_path / "theirs")
+    to_huggingface(folders.find_checkpoint(Location(str(given.folder))), tmp_path / "theirs")
     net = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", attn_implementation="eager")
     assert net.dtype == torch.float32
     with torch.no_grad():

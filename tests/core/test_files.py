@@ -231,11 +231,9 @@ def test_the_package_asks_the_file_system_here_alone() -> None:
 LOCATIONS = {
     "storage.py": ("self",),
     "companions.py": ("source / manifest.NAME", "source / name"),
-    "folders.py": ("folder / name / manifest.NAME",),
-    "offline.py": ("path / manifest.NAME",),
+    "folders.py": ("folder / name / manifest.NAME", "path / manifest.NAME"),
     "ckpt.py": ("folder / manifest.NAME",),
-    "generate.py": ("source / manifest.NAME",),
-    "tokenizer_files.py": ("path",),
+    "tokenizer_files.py": ("path", "source / manifest.NAME"),
     "query.py": ("given",),
     "reading.py": ("file",),
 }

@@ -24,9 +24,10 @@ from megascale.catalog.schedules import SCHEDULES
 from megascale.core.rank import Rank
 from megascale.core.registry import Registry
 from megascale.layout.stages import looped
-from megascale.ops.select import OpContext, build_op
+from megascale.ops.select import build_op
 from megascale.schedule.check import check_schedule
 from megascale.schedule.ir import build_schedule
+from megascale.train.op_context import op_context
 from tests.runs import LLAMA, config_of, settings, train_curve
 from tests.worlds import run_world
 
@@ -101,9 +102,7 @@ def test_the_backend_computes_the_norm(example: Import, tmp_path: Path) -> None:
 
     example("backend")
     contexts = [
-        OpContext.from_config(
-            config_of(settings(LLAMA, tmp_path, backends__norm=name), tmp_path), detect_device(allow_gpu=False)
-        )
+        op_context(config_of(settings(LLAMA, tmp_path, backends__norm=name), tmp_path), detect_device(allow_gpu=False))
         for name in ("rsqrt", "torch")
     ]
     x, weight = torch.randn(4, 32, dtype=torch.float64), torch.randn(32, dtype=torch.float64)

@@ -78,10 +78,10 @@ def verdicts(rank: Rank, config: Any) -> list[tuple[str, str, bool, float | None
 
     import torch
 
-    from megascale.ops.select import OpContext
     from megascale.ops.selftest import check_backends
+    from megascale.train.op_context import op_context
 
-    setting = OpContext.from_config(config, device_of(rank))
+    setting = op_context(config, device_of(rank))
     setting = replace(setting, attends_in_parts=setting.dtype == torch.bfloat16)
     found = []
     for operation in filter(setting.uses, BACKENDS):

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.config.model import ModelConfig
-from megascale.layout.buckets import ALIGNMENT, pack
+from megascale.layout.buckets import ALIGNMENT, ShardAxes, pack, split_by_reduce_axes
 from megascale.layout.parameters import all_params, stage_params
-from megascale.layout.tensors import TOKEN_EMBEDDING, TensorSpec, matrix_param
+from megascale.layout.tensors import TOKEN_EMBEDDING, ParamSpec, TensorSpec
 from megascale.layout.topology import Topology
 from tests.runs import GPT, LLAMA
 
@@ -27,7 +27,7 @@ def test_a_bucket_holds_all_parameters_and_has_equal_shards(family: str, tp: int
     parameters, topology = stage_params(MODELS[family], range(2), first=True, last=False), Topology(tp, cp, dp)
     bucket = pack(parameters, topology)
     assert {slot.parameter.name for slot in bucket.slots} == {parameter.name for parameter in parameters}
-    assert bucket.axes == ("cp", "dp") and bucket.num_shards == cp * dp
+    assert bucket.reduce_axes == ("cp", "dp") and bucket.num_shards == cp * dp
     assert bucket.numel % bucket.num_shards == 0
     at = 0
     for slot in bucket.slots:
@@ -64,7 +64,8 @@ def test_merged_ranges_cover_a_shard(family: str, excluded: str, shards: int) ->
     bucket = pack(parameters, Topology(dp=shards))
     flags = np.full((bucket.numel, 2), -1)
     for index in range(shards):
-        runs = [(slot.parameter, start, stop) for slot, start, stop in bucket.merged_ranges(*bucket.shard_range(index))]
+        ranges = bucket.merged_ranges(*bucket.shard_range(index))
+        runs = [(item.slot.parameter, item.start, item.stop) for item in ranges]
         for parameter, start, stop in runs:
             assert (flags[start:stop] == -1).all()
             flags[start:stop] = parameter.is_matrix, parameter.weight_decay
@@ -75,10 +76,30 @@ def test_merged_ranges_cover_a_shard(family: str, excluded: str, shards: int) ->
         assert (flags[slot.start : slot.stop] == [slot.parameter.is_matrix, slot.parameter.weight_decay]).all()
 
 
+EXPERTS = ParamSpec(
+    "layers.0.experts", (TensorSpec("layers.0.experts", (8, 64, 32), {"dp": 0, "tp": 1}),), is_matrix=True,
+    weight_decay=True, fp8=False, reduce_axes=("cp",),
+)  # fmt: skip
+
+
 def test_parameters_sharded_over_dp_are_reduced_over_cp() -> None:
     """The gradients of experts sharded over dp are reduced over cp alone, in separate buckets."""
-    experts = matrix_param("experts", TensorSpec("experts", (8, 64, 32), {"dp": 0, "tp": 1}))
-    bucket = pack([experts], Topology(tp=2, cp=2, dp=4))
-    assert (bucket.axes, bucket.num_shards, bucket.numel) == (("cp",), 2, 2 * 32 * 32)
+    bucket = pack([EXPERTS], Topology(tp=2, cp=2, dp=4))
+    assert (bucket.reduce_axes, bucket.num_shards, bucket.numel) == (("cp",), 2, 2 * 32 * 32)
+    dense = all_params(MODELS["gpt"])
     with pytest.raises(AssertionError, match="the gradients of a bucket have a common reduction group"):
-        pack([experts, *all_params(MODELS["gpt"])], Topology())
+        pack([EXPERTS, *dense], Topology())
+    assert split_by_reduce_axes([*dense[:3], EXPERTS, *dense[3:]]) == [dense, [EXPERTS]]
+
+
+def test_placements_by_stage_of_zero() -> None:
+    """The axes that reduce a bucket shard what a row of the table lists, and replicate the rest."""
+    data, both = (
+        ("cp", "dp"),
+        [pack([parameter], Topology(), 1) for parameter in (EXPERTS, all_params(MODELS["gpt"])[0])],
+    )
+    assert [bucket.shard_axes.state for bucket in both] == [("cp",), data]
+    layouts = [pack(all_params(MODELS["gpt"]), Topology(), zero) for zero in range(3)]
+    assert [layout.shard_axes for layout in layouts] == [((), (), ()), ((), (), data), ((), data, data)]
+    assert [layout.replica_axes for layout in layouts] == [data, (), ()]
+    assert [replace(layout, shard_axes=ShardAxes()) for layout in layouts] == layouts[:1] * 3

@@ -15,7 +15,7 @@ from megascale.config.run import RunConfig
 from megascale.layout import blocks
 from megascale.layout.blocks import BlockSpec, block_spec, fp8_operands
 from megascale.layout.buckets import pack
-from megascale.layout.chunks import bucket_sizes, chunk_buckets, fp8_weights, module_of
+from megascale.layout.chunks import bucket_sizes, chunk_buckets, fp8_layers, fp8_weights, module_of
 from megascale.layout.parameters import all_params
 from megascale.layout.parts.linear import ColumnParallel
 from megascale.layout.parts.part import LinearSpec
@@ -119,10 +119,12 @@ def test_a_router_is_no_fp8_gemm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     tree = run_settings(FAMILIES["gpt"], tmp_path, train__precision="fp8", fp8__bf16_first=0, fp8__bf16_last=1)
     config = config_of(tree, tmp_path)
-    cast, cast_operands = list(fp8_weights(config)), list(fp8_operands(block_spec(config.model, 0)))
+    cast = list(fp8_weights(config.model, fp8_layers(config)))
+    cast_operands = list(fp8_operands(block_spec(config.model, 0)))
     monkeypatch.setattr(blocks, "serial_block", routed)
     matrices = {parameter.name for parameter in all_params(config.model) if parameter.is_matrix}
     assert f"layers.0.{router.name}.weight" in matrices
     parts = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
-    assert list(fp8_weights(config)) == cast == [f"layers.{i}.{part}.weight" for i in range(3) for part in parts]
+    expected = [f"layers.{i}.{part}.weight" for i in range(3) for part in parts]
+    assert list(fp8_weights(config.model, fp8_layers(config))) == cast == expected
     assert list(fp8_operands(block_spec(config.model, 0))) == cast_operands

@@ -31,7 +31,7 @@ def test_muon_sends_little_more_than_adamw(tp: int, dp: int, tmp_path: Path) -> 
     sent = []
     for rank in ((t, d) for t in range(tp) for d in range(dp)):
         both = [
-            sent_elements(places, layout, topology, 1, rank)
+            sent_elements(places, layout, topology, rank)
             for layout, places in zip(stage.layouts, stage.places, strict=True)
         ]
         sent.append(4 * sum(there["dp"] + back["dp"] for there, back in both))

@@ -15,17 +15,15 @@ from megascale.config.model import ModelConfig
 from megascale.config.train import OptimizerConfig
 from megascale.core.errors import MegascaleError
 from megascale.device import Device, detect_device
-from megascale.ops.apex import ApexAdamW, ApexLamb
+from megascale.ops.apex import ApexLamb
 from megascale.ops.library import error_of_import
 from megascale.ops.optimizer import Segment
 from megascale.ops.select import OpContext, build_op, select_backend
-from megascale.optim.adamw import AdamW
 from megascale.optim.lamb import Lamb
 from tests.runs import GPT
 
 Lists = list[list[Tensor]]
 GO, SKIP = torch.zeros(()), torch.ones(())
-CLIP_COEFFICIENT = torch.tensor(0.3, dtype=torch.float64)
 
 
 def scalar(tensor: Tensor, dtype: torch.dtype) -> float:
@@ -40,22 +38,6 @@ def checked(noop: Tensor, lists: Lists, depth: int) -> bool:
     for tensors in zip(*lists, strict=True):
         assert all(t.is_contiguous() and t.dtype == torch.float32 and t.shape == tensors[0].shape for t in tensors)
     return scalar(noop, torch.int32) != 1
-
-
-def multi_tensor_adam_capturable(  # csrc/multi_tensor_adam.cu
-    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, lr: Tensor, beta1: float, beta2: float, epsilon: float,
-    step: Tensor, mode: int, bias_correction: int, weight_decay: float, inv_scale: Tensor,
-) -> None:  # fmt: skip
-    assert chunk_size == 2048 * 32 and mode == 1
-    t, rate, scale = scalar(step, torch.int32), scalar(lr, torch.float32), scalar(inv_scale, torch.float32)
-    if not checked(noop_flag, tensor_lists, 4):
-        return
-    low, high = (1 - beta1**t, 1 - beta2**t) if bias_correction == 1 else (1.0, 1.0)
-    for g, p, m, v in zip(*tensor_lists, strict=True):
-        g *= scale
-        m.copy_(beta1 * m + (1 - beta1) * g)
-        v.copy_(beta2 * v + (1 - beta2) * g * g)
-        p -= rate * ((m / low) / ((v / high).sqrt() + epsilon) + weight_decay * p)
 
 
 def multi_tensor_lamb_compute_update_term(  # apex/contrib/csrc/optimizers/multi_tensor_distopt_lamb_kernel.cu
@@ -103,12 +85,10 @@ def multi_tensor_lamb_update_weights(  # the same file
 @pytest.fixture(params=["", "apex._extensions."], ids=["before", "since 2026"])
 def apex(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Install the stand-ins under the old or the new names of Apex's modules."""
-    adam = SimpleNamespace(multi_tensor_adam_capturable=multi_tensor_adam_capturable)
     lamb = SimpleNamespace(
         multi_tensor_lamb_compute_update_term=multi_tensor_lamb_compute_update_term,
         multi_tensor_lamb_update_weights=multi_tensor_lamb_update_weights,
     )
-    monkeypatch.setitem(sys.modules, f"{request.param}amp_C", adam)
     monkeypatch.setitem(sys.modules, f"{request.param}distributed_lamb_cuda", lamb)
     error_of_import.cache_clear()
     yield
@@ -121,7 +101,7 @@ def segments() -> list[Segment]:
     sizes, scales = (200, 50, 64, 77, 3, 60, 40), (2.0, 1.0, 0.5, 0.0, 0.0, 1.0, 1.0)
     matrices, decays = (1, 0, 1, 1, 0, 1, 0), (1, 0, 1, 1, 0, 0, 1)
     for size, scale, *flags in zip(sizes, scales, matrices, decays, strict=True):
-        state = {name: torch.zeros(size) for name in AdamW.state_names}
+        state = {name: torch.zeros(size) for name in Lamb.state_names}
         segments.append(Segment(scale * torch.randn(size, generator=draw), torch.zeros(size), state, *map(bool, flags)))
     return segments
 
@@ -134,23 +114,21 @@ def matrix_norms(parts: list[Segment]) -> Tensor:
 @pytest.mark.usefixtures("apex")
 @pytest.mark.parametrize("weight_decay", [0.2, 0.0])
 @pytest.mark.parametrize("bias_correction", [True, False])
-@pytest.mark.parametrize("name", ["adamw", "lamb"])
-def test_rules_equal_torchs(name: str, bias_correction: bool, weight_decay: float) -> None:
+def test_lamb_equals_torchs(bias_correction: bool, weight_decay: float) -> None:
     config = OptimizerConfig(lr=1e-2, weight_decay=weight_decay, eps=1e-6, bias_correction=bias_correction)
     theirs, ours = segments(), segments()
-    reference, body = {"adamw": (AdamW, ApexAdamW), "lamb": (Lamb, ApexLamb)}[name]
-    rules = [(reference(theirs, config), theirs), (body(ours, config), ours)]
+    rules: list[tuple[Lamb | ApexLamb, list[Segment]]] = [
+        (Lamb(theirs, config), theirs),
+        (ApexLamb(ours, config), ours),
+    ]
     before = [part.weight.clone() for part in ours]
     for step, (lr, skip) in enumerate([(1e-2, GO), (2e-2, SKIP), (2e-2, GO), (1e-3, GO)], 1):
         for rule, parts in rules:
             for part in parts:
                 noise = torch.randn(len(part.grad), generator=torch.Generator().manual_seed(step))
                 part.grad.copy_(noise)
-            if name == "adamw":
-                rule.step(lr, step, CLIP_COEFFICIENT, skip)
-            else:
-                rule.compute_updates(step, skip)
-                rule.apply_updates(lr, matrix_norms(parts), skip)
+            rule.compute_updates(step, skip)
+            rule.apply_updates(lr, matrix_norms(parts), skip)
         for expected, actual in zip(theirs, ours, strict=True):
             torch.testing.assert_close(expected.weight, actual.weight, rtol=1e-5, atol=1e-6)
             for key in expected.state:
@@ -161,7 +139,6 @@ def test_rules_equal_torchs(name: str, bias_correction: bool, weight_decay: floa
 @pytest.mark.usefixtures("apex")
 def test_a_shard_may_be_empty() -> None:
     config = OptimizerConfig(lr=1e-2)
-    ApexAdamW([], config).step(1e-2, 1, CLIP_COEFFICIENT, GO)
     rule = ApexLamb([], config)
     rule.compute_updates(1, GO)
     rule.apply_updates(1e-2, torch.zeros(2, 0, dtype=torch.float64), GO)
@@ -175,30 +152,27 @@ def setting(name: str, requested: str = "auto", dtype: torch.dtype = torch.bfloa
 
 
 @pytest.mark.usefixtures("apex")
-@pytest.mark.parametrize(("name", "body"), [("adamw", ApexAdamW), ("lamb", ApexLamb)])
-def test_apex_is_selected_where_supported(name: str, body: type) -> None:
-    assert build_op("optimizer", setting(name)) is body
-    assert build_op("optimizer", setting(name, "torch")) is {"adamw": AdamW, "lamb": Lamb}[name]
-    assert select_backend("optimizer", setting(name, gpu=False)).rejected == {"apex": "needs an NVIDIA GPU"}
-    assert select_backend("optimizer", setting(name, dtype=torch.float64)).rejected == {"apex": "has no float64"}
+def test_apex_is_selected_where_supported() -> None:
+    assert build_op("optimizer", setting("lamb")) is ApexLamb
+    assert build_op("optimizer", setting("lamb", "torch")) is Lamb
+    assert select_backend("optimizer", setting("lamb", gpu=False)).rejected == {"apex": "needs an NVIDIA GPU"}
+    assert select_backend("optimizer", setting("lamb", dtype=torch.float64)).rejected == {"apex": "has no float64"}
 
 
-@pytest.mark.parametrize(("name", "flag"), [("adamw", "--cuda_ext"), ("lamb", "--distributed_lamb")])
-def test_the_reason_names_the_missing_build_flag(name: str, flag: str) -> None:
-    choice = select_backend("optimizer", setting(name))
-    assert choice.backend == "torch" and f"built with {flag} is not installed" in choice.rejected["apex"]
-    with pytest.raises(MegascaleError, match=rf"backends\.optimizer = 'apex' cannot serve: apex: .*{flag}"):
-        select_backend("optimizer", setting(name, "apex"))
+def test_the_reason_names_the_missing_build_flag() -> None:
+    choice = select_backend("optimizer", setting("lamb"))
+    assert choice.backend == "torch" and "built with --distributed_lamb is not installed" in choice.rejected["apex"]
+    with pytest.raises(MegascaleError, match=r"backends\.optimizer = 'apex' cannot serve: apex: .*--distributed_lamb"):
+        select_backend("optimizer", setting("lamb", "apex"))
 
 
-def test_optimizers_of_other_packages_use_torch() -> None:
-    assert select_backend("optimizer", setting("muon")).rejected == {"apex": "has no muon"}
+def test_other_optimizers_use_torch() -> None:
+    assert select_backend("optimizer", setting("adamw")).rejected == {"apex": "has no adamw"}
 
 
 @pytest.mark.usefixtures("apex")
 def test_more_elements_than_the_kernels_index_are_refused() -> None:
     huge = torch.empty(2**31, device="meta")
-    part = Segment(huge, huge, dict.fromkeys(AdamW.state_names, huge), True, True)
-    for body in (ApexAdamW, ApexLamb):
-        with pytest.raises(MegascaleError, match="cannot index 2147483648 elements"):
-            body([part], OptimizerConfig(lr=1e-2))
+    part = Segment(huge, huge, dict.fromkeys(Lamb.state_names, huge), True, True)
+    with pytest.raises(MegascaleError, match="cannot index 2147483648 elements"):
+        ApexLamb([part], OptimizerConfig(lr=1e-2))

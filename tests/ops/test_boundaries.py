@@ -22,10 +22,10 @@ from megascale.layout.document_lengths import count_document_scores, equal_docum
 from megascale.layout.windows import QUERY_BLOCK
 from megascale.ops import compiled
 from megascale.ops.boundaries import Boundaries
-from megascale.ops.core_attention import CoreAttention, causal_attention, torch_attend
+from megascale.ops.core_attention import AttentionMask, CoreAttention, causal_attention, torch_attend
 from megascale.ops.flash import flash
 from megascale.ops.flex import BLOCK, document_block_mask, flex
-from megascale.ops.select import select_backend, unsupported_reason
+from megascale.ops.select import unsupported_reason
 from megascale.ops.te_attention import te_attend
 from tests.ops.settings import GPU, setting
 
@@ -85,10 +85,10 @@ def test_torch_attends_within_documents(window: int | None, scale: float | None,
     attend = torch_attend(scale, softcap)
     every = torch.ones(2, 4, S, S, dtype=torch.bool)
     for keep in (None, every):  # with a mask of dropout all weights are computed in memory
-        ours = with_gradients(attend(*given, window, keep, 0.0, boundaries), given)
+        ours = with_gradients(attend(*given, AttentionMask(window, boundaries, keep)), given)
         for actual, wanted in zip(ours, expected, strict=True):
             torch.testing.assert_close(actual, wanted, **EXACT)
-    whole = attend(*given, window, None, 0.0)
+    whole = attend(*given, AttentionMask(window))
     if window != 1:
         assert not torch.allclose(whole, expected[0]), "a document would see the one before it"
 
@@ -99,7 +99,7 @@ def test_long_and_short_documents(window: int | None) -> None:
     starts = tuple(np.cumsum([0, *lengths[:-1]]).tolist())
     given = qkv(sum(lengths), 1)
     boundaries = Boundaries((starts,), sum(lengths), CPU)
-    ours = with_gradients(torch_attend()(*given, window, None, 0.0, boundaries), given)
+    ours = with_gradients(torch_attend()(*given, AttentionMask(window, boundaries)), given)
     for actual, wanted in zip(ours, with_gradients(alone(given, boundaries, window), given), strict=True):
         torch.testing.assert_close(actual, wanted, **EXACT)
 
@@ -110,7 +110,7 @@ def test_scores_between_documents_are_not_computed(window: int | None) -> None:
     starts = tuple(np.cumsum([0, *lengths[:-1]]).tolist())
     given = qkv(sum(lengths), 1, heads=2, kv_heads=2)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        out = torch_attend()(*given, window, None, 0.0, Boundaries((starts,), sum(lengths), CPU))
+        out = torch_attend()(*given, AttentionMask(window, Boundaries((starts,), sum(lengths), CPU)))
         torch.autograd.grad(out.sum(), given)
     scores = count_document_scores(lengths, window)
     assert counter.get_total_flops() == 3 * 4 * 2 * 8 * scores
@@ -183,7 +183,7 @@ def test_backends_attend_within_documents(backend: str, window: int | None) -> N
     heads = torch.randn(S, 2, 8, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     given = list(heads.permute(1, 2, 0, 3).split([4, 2, 2], 1))  # [s, b, heads, d] in memory
     boundaries = Boundaries(ROWS, S, CPU)
-    ours = BACKENDS[backend]()(*given, window, None, 0.0, boundaries)
+    ours = BACKENDS[backend]()(*given, AttentionMask(window, boundaries))
     torch.testing.assert_close(ours, alone(given, boundaries, window), **EXACT)
 
 
@@ -216,17 +216,12 @@ def test_other_documents_need_no_other_graph(monkeypatch: pytest.MonkeyPatch) ->
         for inner in (3, 70, BLOCK):
             boundaries = Boundaries(((0, inner),), BLOCK + 5, CPU)
             torch.testing.assert_close(
-                attend(*given, None, None, 0.0, boundaries), torch_attend()(*given, None, None, 0.0, boundaries)
+                attend(*given, AttentionMask(None, boundaries)), torch_attend()(*given, AttentionMask(None, boundaries))
             )
     assert counter.frame_count == 1
 
 
-def test_kernels_that_cannot_restart_positions_are_not_selected() -> None:
-    plain = setting(torch.bfloat16)
-    within = replace(plain, document_mask=True)
-    assert unsupported_reason("rope", "te", within) == "has no positions that restart within a row"
-    assert unsupported_reason("rope", "te", plain) != "has no positions that restart within a row"
-    assert select_backend("rope", within).backend == "torch"
+def test_documents_need_no_window() -> None:
     on_gpu = replace(setting(torch.bfloat16, GPU, head_dim=16), document_mask=True)
     reason = unsupported_reason("attention", "compile", on_gpu)
-    assert reason is None or "not installed" in reason, "documents need no window"
+    assert reason is None or "not installed" in reason

@@ -15,8 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megascale.catalog.recipes import BLOCK, TENSOR
 from megascale.ops import fp8
-from megascale.ops.fp8 import BLOCK, Fp8Format, Fp8Kernels, Quantized, ScaleGranularity
+from megascale.ops.fp8 import Fp8Kernels
+from megascale.ops.quantized import Fp8Format, Quantized
+from megascale.ops.recipe import Quantizer
 
 pytest.importorskip("triton", reason="triton comes with torch's builds for GPUs")
 
@@ -79,7 +82,8 @@ def test_both_layouts_equal_torchs_cast(kernel: Any, fp8_format: Fp8Format, part
 @pytest.mark.parametrize("fp8_format", list(Fp8Format))
 def test_fp8_data_is_transposed_unchanged(kernel: Any, fp8_format: Fp8Format) -> None:
     x = numbers(130, 64, torch.float32).to(fp8_format.dtype)
-    transposed = Fp8Kernels(cast_transpose=kernel).transpose(Quantized(x, torch.tensor(3.0), ScaleGranularity.TENSOR))
+    quantizer = Quantizer(fp8_format, TENSOR, kernels=Fp8Kernels(cast_transpose=kernel))
+    transposed = quantizer.transpose(Quantized(x, torch.tensor(3.0), TENSOR))
     assert torch.equal(transposed.data.view(torch.uint8), x.t().contiguous().view(torch.uint8))
     assert transposed.scale == 3
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from megascale.catalog.backends import BACKENDS
+from megascale.catalog.recipes import ROW
 from megascale.config.backends import BackendsConfig
 from megascale.ops import compiled
 from megascale.ops.compiled import block_compile_fn, compile_unsupported_reason
-from megascale.ops.fp8 import ScaleGranularity
 from megascale.ops.select import BackendError, NotByDefault, build_op, select_backend
 from megascale.ops.selftest import TOLERANCES, difference
 from tests.ops.settings import CPU, GPU, setting
@@ -72,7 +72,7 @@ def test_every_shape_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = BACKENDS["linear"]["compile"].load()().build(setting())
     shapes = [(rows, 128) for rows in range(1, 21)]
     for shape in shapes:
-        kernels.amax(torch.ones(shape), ScaleGranularity.ROW)
+        kernels.amax(torch.ones(shape), ROW)
     assert compiled_shapes == shapes
 
 

@@ -18,7 +18,7 @@ from megascale.core.rank import Rank
 from megascale.device import detect_device
 from megascale.ops import cross_entropy as module
 from megascale.ops.cross_entropy import CrossEntropy, LogitsKernels, Targets
-from megascale.ops.select import OpContext, build_op, select_backend, unsupported_reason
+from megascale.ops.select import OpContext, build_op, select_backend
 from tests.model.test_vocabulary import SPLITS, VOCABULARY, B, S, axis_of, columns, drawn, range_of
 from tests.runs import GPT
 from tests.worlds import run_world
@@ -165,16 +165,9 @@ def test_blocks_change_nothing() -> None:
                 assert (blocks[name][3] == unblocked[name][3]).all()
 
 
-def test_transformer_engine_refuses_a_soft_cap() -> None:
-    model = ModelConfig.model_validate(GPT | {"logit_softcap": 30.0})
-    context = OpContext(model, BackendsConfig(), torch.float32, detect_device(allow_gpu=False))
-    assert unsupported_reason("cross_entropy", "te", context) == "has no soft cap of logits"
-    assert unsupported_reason("cross_entropy", "torch", context) is None
-
-
 def test_a_cpu_selects_torch() -> None:
     context = OpContext(
         ModelConfig.model_validate(GPT), BackendsConfig(), torch.float32, detect_device(allow_gpu=False)
     )
     choice = select_backend("cross_entropy", context)
-    assert (choice.backend, list(choice.rejected)) == ("torch", ["te", "compile"])
+    assert (choice.backend, list(choice.rejected)) == ("torch", ["compile"])

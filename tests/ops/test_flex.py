@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from megascale.ops import compiled
-from megascale.ops.core_attention import causal_attention
+from megascale.ops.core_attention import AttentionMask, causal_attention
 from megascale.ops.flex import BLOCK, block_mask, flex
 
 CPU = torch.device("cpu")
@@ -64,7 +64,7 @@ def test_attention_equals_torchs(heads: int, kv_heads: int, window: int | None) 
     given = qkv(3 * BLOCK + 5, heads, kv_heads, torch.float64)
     for scale, softcap in ((None, None), (0.1, None), (0.4, 1.5)):
         expected = causal_attention(*given, window, None, 0.0, scale, softcap)
-        ours = flex(flex_attention, scale, softcap)(*given, window, None, 0.0)
+        ours = flex(flex_attention, scale, softcap)(*given, AttentionMask(window))
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -73,7 +73,7 @@ def test_compiled_attention_equals_torchs() -> None:
     given, window = qkv(4 * BLOCK + 5, 4, 2, torch.float32), 2 * BLOCK + 3
     attend = flex(compiled.compile_function(flex_attention))
     with torch.no_grad():
-        torch.testing.assert_close(attend(*given, window, None, 0.0), causal_attention(*given, window, None, 0.0))
+        torch.testing.assert_close(attend(*given, AttentionMask(window)), causal_attention(*given, window))
 
 
 def test_every_window_has_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,4 +84,4 @@ def test_every_window_has_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = flex(compiled.compile_function(flex_attention))
     with torch.no_grad():
         for window in range(1, 11):
-            torch.testing.assert_close(attend(*given, window, None, 0.0), causal_attention(*given, window, None, 0.0))
+            torch.testing.assert_close(attend(*given, AttentionMask(window)), causal_attention(*given, window))

@@ -11,20 +11,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megascale.catalog.recipes import BLOCK, BLOCK_1D, BLOCK_2D, ROW, TENSOR, ScaleBlock
 from megascale.device import Device
 from megascale.ops import fp8
-from megascale.ops.fp8 import (
-    BLOCK,
-    Fp8Format,
-    Quantized,
-    ScaleGranularity,
-    TorchFp8,
-    amax,
-    amax_to_scale,
-    cast_stats,
-    cast_to_fp8,
-    scaled_matmul,
-)
+from megascale.ops.fp8 import Fp8Kernels, TorchFp8, scaled_matmul
+from megascale.ops.quantized import Fp8Format, Quantized
+from megascale.ops.recipe import Quantizer
 from tests.ops.settings import GPU, setting
 
 M, K, N = 256, 384, 128
@@ -34,8 +26,9 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def quantize(x: Tensor, grain: ScaleGranularity, fp8_format: Fp8Format = Fp8Format.E4M3) -> Quantized:
-    return cast_to_fp8(x, amax_to_scale(amax(x, grain), fp8_format), fp8_format, grain)
+def quantize(x: Tensor, grain: ScaleBlock, fp8_format: Fp8Format = Fp8Format.E4M3) -> Quantized:
+    quantizer = Quantizer(fp8_format, grain)
+    return quantizer.encode(x, quantizer.scale(quantizer.amax(x)))
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
@@ -43,16 +36,16 @@ def error(actual: Tensor, expected: Tensor) -> float:
 
 
 PAIRS = [
-    (ScaleGranularity.TENSOR, ScaleGranularity.TENSOR), (ScaleGranularity.ROW, ScaleGranularity.ROW),
-    (ScaleGranularity.TENSOR, ScaleGranularity.ROW), (ScaleGranularity.BLOCK_1D, ScaleGranularity.BLOCK_2D),
-    (ScaleGranularity.BLOCK_1D, ScaleGranularity.BLOCK_1D),
+    (TENSOR, TENSOR), (ROW, ROW),
+    (TENSOR, ROW), (BLOCK_1D, BLOCK_2D),
+    (BLOCK_1D, BLOCK_1D),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("grain_a", "grain_b"), PAIRS)
 @pytest.mark.parametrize(("fp8_format", "budget"), [(Fp8Format.E4M3, 0.04), (Fp8Format.E5M2, 0.065)])
 def test_gemms_of_unit_normals_stay_within_their_error_budget(
-    grain_a: ScaleGranularity, grain_b: ScaleGranularity, fp8_format: Fp8Format, budget: float
+    grain_a: ScaleBlock, grain_b: ScaleBlock, fp8_format: Fp8Format, budget: float
 ) -> None:
     a, b = normal(M, K), normal(N, K, seed=1)
     actual = scaled_matmul(quantize(a, grain_a, fp8_format), quantize(b, grain_b), torch.float32)
@@ -62,7 +55,7 @@ def test_gemms_of_unit_normals_stay_within_their_error_budget(
 @pytest.mark.parametrize(("grain_a", "grain_b"), PAIRS)
 @pytest.mark.parametrize("fp8_format", list(Fp8Format))
 def test_a_gemm_equals_that_of_the_dequantized_operands(
-    grain_a: ScaleGranularity, grain_b: ScaleGranularity, fp8_format: Fp8Format
+    grain_a: ScaleBlock, grain_b: ScaleBlock, fp8_format: Fp8Format
 ) -> None:
     a, b = quantize(normal(M, K), grain_a, fp8_format), quantize(normal(N, K, seed=1), grain_b)
     exact = a.dequantize().double() @ b.dequantize().double().t()
@@ -71,18 +64,18 @@ def test_a_gemm_equals_that_of_the_dequantized_operands(
     assert error(scaled_matmul(a, b, torch.bfloat16), exact) < 2**-8
 
 
-@pytest.mark.parametrize("grain", [ScaleGranularity.TENSOR, ScaleGranularity.ROW, ScaleGranularity.BLOCK_1D])
-def test_a_slice_of_a_quantized_matrix_equals_the_quantized_slice(grain: ScaleGranularity) -> None:
+@pytest.mark.parametrize("grain", [TENSOR, ROW, BLOCK_1D])
+def test_a_slice_of_a_quantized_matrix_equals_the_quantized_slice(grain: ScaleBlock) -> None:
     x = quantize(normal(8, 4, K), grain)
     torch.testing.assert_close(x[2:5].dequantize(), x.dequantize()[2:5], rtol=0, atol=0)
-    weight = quantize(normal(N, K, seed=1), ScaleGranularity.BLOCK_2D if grain is ScaleGranularity.BLOCK_1D else grain)
+    weight = quantize(normal(N, K, seed=1), BLOCK_2D if grain == BLOCK_1D else grain)
     full = scaled_matmul(x, weight, torch.float32)
     assert full.shape == (8, 4, N)
     torch.testing.assert_close(scaled_matmul(x[2:5], weight, torch.float32), full[2:5], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("grain", [ScaleGranularity.TENSOR, ScaleGranularity.BLOCK_2D])
-def test_a_transpose_equals_the_quantized_transpose(grain: ScaleGranularity) -> None:
+@pytest.mark.parametrize("grain", [TENSOR, BLOCK_2D])
+def test_a_transpose_equals_the_quantized_transpose(grain: ScaleBlock) -> None:
     x = normal(M, K)
     actual, expected = quantize(x, grain).t(), quantize(x.t().contiguous(), grain)
     assert torch.equal(actual.data.view(torch.uint8), expected.data.view(torch.uint8))
@@ -92,7 +85,7 @@ def test_a_transpose_equals_the_quantized_transpose(grain: ScaleGranularity) -> 
 def test_strided_inputs_are_transposed_too() -> None:
     """Attention outputs of several samples have such strides."""
     x = normal(3, 16, 32).transpose(0, 1)
-    actual, expected = quantize(x, ScaleGranularity.TENSOR).t(), quantize(x.contiguous(), ScaleGranularity.TENSOR).t()
+    actual, expected = quantize(x, TENSOR).t(), quantize(x.contiguous(), TENSOR).t()
     assert torch.equal(actual.dequantize(), expected.dequantize())
 
 
@@ -100,35 +93,35 @@ def test_an_outlier_degrades_only_elements_with_its_scale() -> None:
     x = normal(M, K)
     x[3, 5] = 1e6
     for grain, degraded in (
-        (ScaleGranularity.TENSOR, M * K),
-        (ScaleGranularity.ROW, K),
-        (ScaleGranularity.BLOCK_1D, BLOCK),
+        (TENSOR, M * K),
+        (ROW, K),
+        (BLOCK_1D, BLOCK),
     ):
         bad = (quantize(x, grain).dequantize() - x).abs() > 0.1 * x.abs() + 1e-3
         assert degraded * 0.9 < int(bad.sum()) < degraded, grain
 
 
-@pytest.mark.parametrize("grain", [ScaleGranularity.TENSOR, ScaleGranularity.ROW, ScaleGranularity.BLOCK_1D])
+@pytest.mark.parametrize("grain", [TENSOR, ROW, BLOCK_1D])
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("fp8_format", list(Fp8Format))
-def test_nan_and_infinity_propagate(grain: ScaleGranularity, value: float, fp8_format: Fp8Format) -> None:
+def test_nan_and_infinity_propagate(grain: ScaleBlock, value: float, fp8_format: Fp8Format) -> None:
     """The cast alone turns infinity into 448."""
     x = normal(M, K)
     x[3, 5] = value
-    square = ScaleGranularity.BLOCK_2D if grain is ScaleGranularity.BLOCK_1D else grain
+    square = BLOCK_2D if grain == BLOCK_1D else grain
     out = scaled_matmul(quantize(x, grain, fp8_format), quantize(normal(N, K, seed=1), square), torch.bfloat16)
     assert not bool(out[3].isfinite().any())
-    assert grain is ScaleGranularity.TENSOR or bool(out[:3].isfinite().all())
+    assert grain == TENSOR or bool(out[:3].isfinite().all())
 
 
 @given(
     st.floats(0, 1e-30),
-    st.sampled_from([ScaleGranularity.TENSOR, ScaleGranularity.ROW, ScaleGranularity.BLOCK_1D]),
+    st.sampled_from([TENSOR, ROW, BLOCK_1D]),
     st.sampled_from(list(Fp8Format)),
 )
-@example(1e-36, ScaleGranularity.ROW, Fp8Format.E4M3)
-@example(1e-45, ScaleGranularity.BLOCK_1D, Fp8Format.E5M2)
-def test_tiny_values_stay_tiny(size: float, grain: ScaleGranularity, fp8_format: Fp8Format) -> None:
+@example(1e-36, ROW, Fp8Format.E4M3)
+@example(1e-45, BLOCK_1D, Fp8Format.E5M2)
+def test_tiny_values_stay_tiny(size: float, grain: ScaleBlock, fp8_format: Fp8Format) -> None:
     x = torch.zeros(2, BLOCK)
     x[0, 5] = size
     actual = quantize(x, grain, fp8_format).dequantize()
@@ -138,15 +131,15 @@ def test_tiny_values_stay_tiny(size: float, grain: ScaleGranularity, fp8_format:
 @given(st.floats(1e-30, 1e30), st.sampled_from(list(Fp8Format)))
 def test_the_amax_is_exact_at_any_magnitude(size: float, fp8_format: Fp8Format) -> None:
     x = torch.tensor([[size, -size / 2, 0.0, size / 4]], dtype=torch.float32)
-    torch.testing.assert_close(quantize(x, ScaleGranularity.TENSOR, fp8_format).dequantize(), x, rtol=1e-6, atol=0)
+    torch.testing.assert_close(quantize(x, TENSOR, fp8_format).dequantize(), x, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("grain", [ScaleGranularity.BLOCK_2D, ScaleGranularity.BLOCK_1D])
-def test_a_gpu_multiplies_all_blocks_in_one_call(grain: ScaleGranularity, monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = quantize(normal(M, 4 * BLOCK), ScaleGranularity.BLOCK_1D), quantize(normal(N, 4 * BLOCK, seed=1), grain)
+@pytest.mark.parametrize("grain", [BLOCK_2D, BLOCK_1D])
+def test_a_gpu_multiplies_all_blocks_in_one_call(grain: ScaleBlock, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = quantize(normal(M, 4 * BLOCK), BLOCK_1D), quantize(normal(N, 4 * BLOCK, seed=1), grain)
     expected = scaled_matmul(a, b, torch.float32)
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
-    actual = fp8._blockwise_mm_cublas(a.data, b, a.scale, torch.float32)
+    actual = fp8._blockwise_mm_cublas(a, b, torch.float32)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
 
 
@@ -155,11 +148,11 @@ def scaled_mm(
 ) -> Tensor:
     """Stand in for torch's operator, which infers granularities from shapes and strides of scales (ScaledBlas.cpp)."""
 
-    def granularity(scale: Tensor, rows: int, blocks: int) -> ScaleGranularity:
+    def granularity(scale: Tensor, rows: int, blocks: int) -> ScaleBlock:
         if scale.shape == (rows, blocks) and scale.stride() == (1, rows):
-            return ScaleGranularity.BLOCK_1D
+            return BLOCK_1D
         assert scale.shape == (rows / BLOCK, blocks) and scale.is_contiguous()
-        return ScaleGranularity.BLOCK_2D
+        return BLOCK_2D
 
     assert not use_fast_accum, "block scales have no fast accumulation"
     assert a.is_contiguous() and b.t().is_contiguous()
@@ -191,13 +184,14 @@ def test_support_by_gpu_cuda_and_recipe(
 
 
 def test_zeros_stay_zeros() -> None:
-    assert torch.equal(quantize(torch.zeros(4, 16), ScaleGranularity.ROW).dequantize(), torch.zeros(4, 16))
+    assert torch.equal(quantize(torch.zeros(4, 16), ROW).dequantize(), torch.zeros(4, 16))
 
 
 def test_saturated_and_flushed_elements_are_counted() -> None:
     x = torch.tensor([[1.0, 500.0, -500.0, 449.0, 1e-5, 0.0, 2.0, 3.0]])
-    actual = cast_to_fp8(x, torch.tensor(1.0), Fp8Format.E4M3, ScaleGranularity.TENSOR)
-    assert cast_stats(x, actual, Fp8Format.E4M3).tolist() == [2, 1, 8]  # 449 rounds to 448; a zero is not flushed
+    quantizer = Quantizer(Fp8Format.E4M3, TENSOR)
+    actual = quantizer.encode(x, torch.tensor(1.0))
+    assert quantizer.cast_stats(x, actual).tolist() == [2, 1, 8]  # 449 rounds to 448; a zero is not flushed
     assert actual.data.float().abs().max() == 448
 
 
@@ -205,7 +199,6 @@ def test_saturated_and_flushed_elements_are_counted() -> None:
 def test_a_transpose_by_the_cast_kernel_changes_no_fp8_value(fp8_format: Fp8Format) -> None:
     all_values = torch.arange(256, dtype=torch.uint8).view(16, 16).view(fp8_format.dtype)
     finite = torch.where(all_values.float().isfinite(), all_values.float(), 0.0).to(fp8_format.dtype)
-    actual = fp8.Fp8Kernels(cast_transpose=fp8.cast_transpose).transpose(
-        Quantized(finite, torch.ones(()), ScaleGranularity.TENSOR)
-    )
+    quantizer = Quantizer(fp8_format, TENSOR, kernels=Fp8Kernels(cast_transpose=fp8.cast_transpose))
+    actual = quantizer.transpose(Quantized(finite, torch.ones(()), TENSOR))
     assert torch.equal(actual.data.view(torch.uint8), finite.t().contiguous().view(torch.uint8))

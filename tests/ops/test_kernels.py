@@ -18,7 +18,7 @@ from megascale.config.backends import BackendsConfig
 from megascale.config.model import ModelConfig
 from megascale.core.errors import MegascaleError
 from megascale.device import Device, detect_device
-from megascale.ops.core_attention import CoreAttention, causal_attention, is_outdated_kernel
+from megascale.ops.core_attention import AttentionMask, CoreAttention, causal_attention, is_outdated_kernel
 from megascale.ops.flash import flash
 from megascale.ops.library import Library
 from megascale.ops.select import NotByDefault, OpContext, build_op, select_backend, unsupported_reason
@@ -135,14 +135,14 @@ def test_attention_equals_torchs(
     heads = torch.randn(7, 2, 8, 8, generator=generator, dtype=torch.float64)  # [s, b, heads of q, k and v, d]
     given = heads.permute(1, 2, 0, 3).split([4, 2, 2], 1)
     expected = causal_attention(*given, window, None, 0.0, scale)
-    torch.testing.assert_close(function(scale)(*given, window, None, 0.0), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(function(scale)(*given, AttentionMask(window)), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("function", [flash_attn_2, flash_attn_3], ids=["flash-attn 2", "flash-attn 3"])
 def test_flash_attention_caps_scores(function: Callable[..., Tensor]) -> None:
     generator = torch.Generator().manual_seed(0)
     given = [torch.randn(2, heads, 7, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
-    ours = flash(function, 0.8, 1.5)(*given, 3, None, 0.0)
+    ours = flash(function, 0.8, 1.5)(*given, AttentionMask(3))
     torch.testing.assert_close(ours, causal_attention(*given, 3, None, 0.0, 0.8, 1.5), rtol=1e-12, atol=1e-12)
 
 
@@ -295,7 +295,7 @@ def test_version_3_is_for_hopper(
         module: Any = sys.modules[name]
         module.flash_attn_func = lambda *args, name=name, **kwargs: called.append(name) or args[0]
     q = torch.zeros(1, 4, 7, 8)
-    build_op("attention", setting())(q, q, q, 3, None, 0.0)
+    build_op("attention", setting())(q, q, q, AttentionMask(3))
     assert called == [used]
 
 
@@ -314,7 +314,7 @@ def test_version_3_needs_a_head_dim_divisible_by_8(installed: Callable[..., None
     installed("flash_attn", "flash_attn_interface")
     q = torch.zeros(1, 4, 7, 36)
     sys.modules["flash_attn"].flash_attn_func = lambda *args, **kwargs: args[0]  # type: ignore[attr-defined]
-    assert build_op("attention", setting(hidden_size=144))(q, q, q, 3, None, 0.0).shape == q.shape
+    assert build_op("attention", setting(hidden_size=144))(q, q, q, AttentionMask(3)).shape == q.shape
 
 
 def test_deterministic_algorithms_select_version_2(installed: Callable[..., None]) -> None:
@@ -322,10 +322,10 @@ def test_deterministic_algorithms_select_version_2(installed: Callable[..., None
     q = torch.zeros(1, 4, 7, 32)
     for name, result in (("flash_attn", q + 2), ("flash_attn_interface", q + 3)):
         sys.modules[name].flash_attn_func = lambda *_, result=result, **__: result.transpose(1, 2)  # type: ignore[attr-defined]
-    assert build_op("attention", setting())(q, q, q, 3, None, 0.0).mean() == 3
+    assert build_op("attention", setting())(q, q, q, AttentionMask(3)).mean() == 3
     torch.use_deterministic_algorithms(True)
     try:
-        assert build_op("attention", setting())(q, q, q, 3, None, 0.0).mean() == 2
+        assert build_op("attention", setting())(q, q, q, AttentionMask(3)).mean() == 2
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -333,4 +333,4 @@ def test_deterministic_algorithms_select_version_2(installed: Callable[..., None
 def test_transformer_engine_gets_this_ranks_heads(installed: Callable[..., None]) -> None:
     installed("transformer_engine")
     q, k = torch.zeros(1, 2, 7, 32), torch.zeros(1, 1, 7, 32)  # of 4 and 2 heads, over two ranks
-    assert build_op("attention", setting(tp=2))(q, k, k, 3, None, 0.0).shape == q.shape
+    assert build_op("attention", setting(tp=2))(q, k, k, AttentionMask(3)).shape == q.shape

@@ -19,7 +19,7 @@ from megascale.layout.sequence_shard import Spans, TokenSpan, shard_sequence
 from megascale.layout.windows import QUERY_BLOCK
 from megascale.ops import flash_partial
 from megascale.ops.boundaries import Boundaries
-from megascale.ops.core_attention import torch_attend
+from megascale.ops.core_attention import AttentionMask, torch_attend
 from megascale.ops.flash_partial import FlashPartialAttention
 from megascale.ops.partial_attention import (
     Accumulator,
@@ -167,7 +167,7 @@ def at_once(given: list[Tensor], window: int | None, starts: Starts, scale: floa
     grad = given[3]
     q, k, v = leaves = [t.clone().requires_grad_() for t in given[:3]]
     boundaries = None if starts is None else Boundaries(starts, grad.shape[2], CPU)
-    out = torch_attend(scale)(q, k, v, window, None, 0.0, boundaries)
+    out = torch_attend(scale)(q, k, v, AttentionMask(window, boundaries))
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 

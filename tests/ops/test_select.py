@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -102,6 +103,28 @@ def test_a_backend_skipped_by_auto_is_selected_on_request(monkeypatch: pytest.Mo
     register_cards(monkeypatch, slow=Slow, last=Last)
     assert select_backend("norm", setting()) == BackendChoice("norm", "last", {"slow": "is slower"})
     assert select_backend("norm", setting("slow")) == BackendChoice("norm", "slow", {})
+
+
+@pytest.mark.parametrize(
+    ("fact", "needs", "reason"),
+    [
+        ("logit_softcap", {"model": {"logit_softcap": 30.0}}, "has no soft cap of logits"),
+        ("document_mask", {"document_mask": True}, "has no positions that restart within a row"),
+        ("dropout", {"model": {"dropout": 0.1}}, "draws dropout of its own, which would depend on the layout"),
+    ],
+)
+def test_a_card_says_what_its_backend_lacks(
+    fact: str, needs: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cards = [
+        Card("lacking", "", "tests.ops.test_select:Last", {fact: False}),
+        Card("last", "", "tests.ops.test_select:Last"),
+    ]
+    monkeypatch.setitem(BACKENDS, "norm", Registry("norm backend", "none", cards))
+    model = ModelConfig.model_validate(GPT | needs.get("model", {}))
+    needing = replace(setting(), **needs | {"model": model})
+    assert select_backend("norm", setting()).backend == "lacking"
+    assert select_backend("norm", needing).rejected == {"lacking": reason}
 
 
 def test_in_a_compiled_block_auto_means_compile(monkeypatch: pytest.MonkeyPatch) -> None:

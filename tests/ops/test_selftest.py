@@ -16,12 +16,15 @@ from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.catalog.recipes import RECIPES
 from megascale.config.loading import load_config
 from megascale.core.registry import Card, Registry
-from megascale.ops.fp8 import Fp8Kernels, Quantized, TorchFp8, scaled_matmul
+from megascale.ops.core_attention import AttentionMask
+from megascale.ops.fp8 import Fp8Kernels, TorchFp8, scaled_matmul
 from megascale.ops.norm import rms_norm
 from megascale.ops.optimizer import TorchOptimizer, Update, UpdateInput
+from megascale.ops.quantized import Quantized
 from megascale.ops.select import NotByDefault, OpContext
 from megascale.ops.selftest import CASES, TOLERANCES, BackendReport, check_backends, difference, is_comparable
 from megascale.optim.adamw import AdamW
+from megascale.train.op_context import op_context
 from tests.ops.settings import CPU, setting
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs/bench").glob("*-*.toml"))
@@ -159,7 +162,7 @@ def test_torchs_attention_passes_in_other_models(dtype: torch.dtype, model: dict
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_torchs_attention_passes_in_large_models(path: Path) -> None:
-    given = replace(OpContext.from_config(load_config(str(path)), CPU), dtype=torch.bfloat16)
+    given = replace(op_context(load_config(str(path)), CPU), dtype=torch.bfloat16)
     assert difference("attention", "torch", given) < TOLERANCES[torch.bfloat16] / 2
 
 
@@ -167,8 +170,8 @@ def test_torchs_attention_passes_in_large_models(path: Path) -> None:
 def test_attention_is_tested_in_a_window_shorter_than_the_sequence(window: int, seen: tuple[int, int | None]) -> None:
     context, calls = setting(seq_length=8192, window=window), []
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, *_: Any) -> Tensor:
-        calls.append((q.shape[2], window))
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+        calls.append((q.shape[2], mask.window))
         return q + k.sum() + v.sum()
 
     CASES["attention"].results(attend, context, CASES["attention"].inputs(context))

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megascale.catalog.backends import BACKENDS
-from megascale.ops.select import unsupported_reason
 from megascale.ops.selftest import difference
-from tests.ops.settings import GPU, setting
+from tests.ops.settings import setting
 
 
 def norm_forward(input: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centre: bool) -> tuple[Tensor, ...]:
@@ -94,32 +93,11 @@ class Kernels(ModuleType):
         return torch.func.vjp(lambda x: self.gelu(x, None), fwd_input)[1](grad)[0]
 
 
-def apply_rotary_pos_emb(
-    t: Tensor,
-    freqs: Tensor,
-    tensor_format: str = "sbhd",
-    start_positions: Tensor | None = None,
-    interleaved: bool = False,
-    fused: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cp_size: int = 1,
-    cp_rank: int = 0,
-) -> Tensor:
-    assert (tensor_format, start_positions, interleaved, fused, cu_seqlens) == ("sbhd", None, False, True, None)
-    assert freqs.dtype == torch.float32 and freqs.shape == (t.shape[0], 1, 1, t.shape[3])
-    first, second = t.chunk(2, -1)
-    return t * freqs.cos() + torch.cat([-second, first], -1) * freqs.sin()
-
-
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> None:
     constants = ModuleType("transformer_engine.pytorch.constants")
     constants.TE_DType = {torch.float32: "fp32"}
-    rope: Any = ModuleType("transformer_engine.pytorch.attention.rope")
-    rope.apply_rotary_pos_emb = apply_rotary_pos_emb
     modules = {
-        rope.__name__: rope,
-        "transformer_engine.pytorch.attention": ModuleType("transformer_engine.pytorch.attention"),
         "transformer_engine": ModuleType("transformer_engine"),
         "transformer_engine.pytorch": ModuleType("transformer_engine.pytorch"),
         "transformer_engine.pytorch.constants": constants,
@@ -143,21 +121,6 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_results_and_gradients_equal_the_fp64_reference(operation: str, name: str) -> None:
     assert difference(operation, "te", setting(**{operation: name})) < 1e-5
-
-
-def test_rope_refuses_parts_of_heads_and_factors() -> None:
-    def refusal(**keys: Any) -> str | None:
-        return unsupported_reason("rope", "te", setting(device=GPU, **keys))
-
-    yarn, linear = {"type": "yarn", "factor": 2.0, "original_seq_length": 8}, {"type": "linear", "factor": 2.0}
-    assert refusal(rotary_fraction=0.5) == "rotates whole heads"
-    assert refusal(rope_scaling=yarn) == "rotates without a factor of q and k"
-    assert refusal(rope_scaling=linear) == refusal()
-
-
-@pytest.mark.usefixtures("engine")
-def test_rope_equals_the_fp64_reference() -> None:
-    assert difference("rope", "te", setting()) < 1e-6
 
 
 def test_every_supported_variant_is_tested() -> None:

@@ -16,10 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascale.catalog.recipes import RECIPES
+from megascale.catalog.recipes import BLOCK, BLOCK_1D, BLOCK_2D, RECIPES, ROW, TENSOR, ScaleBlock
 from megascale.device import Device
 from megascale.ops import fp8, library
-from megascale.ops.fp8 import BLOCK, Fp8Format, Fp8Kernels, Quantized, ScaleGranularity, amax_to_scale, cast_to_fp8
+from megascale.ops.fp8 import Fp8Kernels
+from megascale.ops.quantized import Fp8Format, Quantized
+from megascale.ops.recipe import Quantizer
 from megascale.ops.select import OpContext, select_backend, unsupported_reason
 from megascale.ops.selftest import TOLERANCES, difference
 from megascale.ops.te_linear import TE_GEMM, TEFp8, te_scaled_matmul
@@ -177,9 +179,10 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def quantized(
-    x: Tensor, grain: ScaleGranularity, fp8_format: Fp8Format = Fp8Format.E4M3, by: Fp8Kernels = Fp8Kernels()
+    x: Tensor, grain: ScaleBlock, fp8_format: Fp8Format = Fp8Format.E4M3, by: Fp8Kernels = Fp8Kernels()
 ) -> Quantized:
-    return cast_to_fp8(x, amax_to_scale(by.amax(x, grain), fp8_format), fp8_format, grain, by)
+    quantizer = Quantizer(fp8_format, grain, kernels=by)
+    return quantizer.encode(x, quantizer.scale(quantizer.amax(x)))
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
@@ -207,15 +210,14 @@ def test_a_cast_with_a_tensor_scale_equals_torchs(
     x.view(-1)[:4] = torch.tensor([math.inf, -math.inf, math.nan, 0.0])
     for scale in (0.003, 0.7, 1e5):  # most saturate; none; most underflow
         actual, expected = (
-            cast_to_fp8(x, torch.tensor(scale), fp8_format, ScaleGranularity.TENSOR, by)
-            for by in (kernels(), Fp8Kernels())
+            Quantizer(fp8_format, TENSOR, kernels=by).encode(x, torch.tensor(scale)) for by in (kernels(), Fp8Kernels())
         )
         assert actual.data.dtype == fp8_format.dtype and actual.shape == x.shape
         assert torch.equal(actual.data.view(torch.uint8), expected.data.view(torch.uint8))
 
 
-@pytest.mark.parametrize("grain", [ScaleGranularity.ROW, ScaleGranularity.BLOCK_1D, ScaleGranularity.BLOCK_2D])
-def test_casts_with_other_scales_are_torchs(grain: ScaleGranularity) -> None:
+@pytest.mark.parametrize("grain", [ROW, BLOCK_1D, BLOCK_2D])
+def test_casts_with_other_scales_are_torchs(grain: ScaleBlock) -> None:
     actual, expected = (quantized(normal(M, K), grain, by=by).data for by in (kernels(), Fp8Kernels()))
     assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
 
@@ -225,7 +227,7 @@ def test_one_cast_with_a_tensor_scale_writes_both_layouts(blackwell: bool, monke
     monkeypatch.setattr(quantize, "blackwell", blackwell)
     x = normal(8, 4, K).bfloat16()
     actual, expected = (
-        cast_to_fp8(x, torch.tensor(0.7), Fp8Format.E4M3, ScaleGranularity.TENSOR, by, True)
+        Quantizer(Fp8Format.E4M3, TENSOR, kernels=by).encode(x, torch.tensor(0.7), with_transpose=True)
         for by in (kernels(), Fp8Kernels())
     )
     assert actual.transposed is not None and expected.transposed is None
@@ -234,23 +236,23 @@ def test_one_cast_with_a_tensor_scale_writes_both_layouts(blackwell: bool, monke
     assert quantize.transposes == (not blackwell)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("grain", [ScaleGranularity.ROW, ScaleGranularity.BLOCK_1D, ScaleGranularity.BLOCK_2D])
-def test_transposes_with_other_scales_are_torchs(grain: ScaleGranularity) -> None:
-    x = normal(M, K)
-    if grain is ScaleGranularity.BLOCK_2D:
-        scale = amax_to_scale(fp8.amax(x, grain), Fp8Format.E4M3)
-        actual, expected = (cast_to_fp8(x, scale, Fp8Format.E4M3, grain, by, True).t()
-                           for by in (kernels(), Fp8Kernels()))  # fmt: skip
-    else:
-        actual, expected = (quantized(by.transpose_for_cast(x), grain, by=by) for by in (kernels(), Fp8Kernels()))
+@pytest.mark.parametrize("grain", [ROW, BLOCK_1D, BLOCK_2D])
+def test_transposes_with_other_scales_are_torchs(grain: ScaleBlock) -> None:
+    x, results = normal(M, K), []
+    for by in (kernels(), Fp8Kernels()):
+        quantizer = Quantizer(Fp8Format.E4M3, grain, kernels=by)
+        given = x if grain == BLOCK_2D else quantizer.turned(x)
+        cast = quantizer.encode(given, quantizer.scale(quantizer.amax(given)), with_transpose=grain == BLOCK_2D)
+        results.append(cast.t() if grain == BLOCK_2D else cast)
+    actual, expected = results
     assert torch.equal(actual.data.view(torch.uint8), expected.data.view(torch.uint8))
     assert torch.equal(actual.scale, expected.scale) and actual.data.is_contiguous()
 
 
 GEMMS = [
-    (ScaleGranularity.TENSOR, ScaleGranularity.TENSOR),
-    (ScaleGranularity.BLOCK_1D, ScaleGranularity.BLOCK_2D),
-    (ScaleGranularity.BLOCK_1D, ScaleGranularity.BLOCK_1D),
+    (TENSOR, TENSOR),
+    (BLOCK_1D, BLOCK_2D),
+    (BLOCK_1D, BLOCK_1D),
 ]
 
 
@@ -259,8 +261,8 @@ GEMMS = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(M, K), (16, 8, K), (24, K)])
 def test_a_gemm_equals_that_of_the_dequantized_operands(
-    grain_a: ScaleGranularity,
-    grain_b: ScaleGranularity,
+    grain_a: ScaleBlock,
+    grain_b: ScaleBlock,
     fp8_format: Fp8Format,
     dtype: torch.dtype,
     shape: tuple[int, ...],
@@ -274,11 +276,9 @@ def test_a_gemm_equals_that_of_the_dequantized_operands(
 
 
 @pytest.mark.parametrize(("grain_a", "grain_b"), GEMMS)
-def test_sliced_and_transposed_operands_have_valid_layouts(
-    grain_a: ScaleGranularity, grain_b: ScaleGranularity
-) -> None:
+def test_sliced_and_transposed_operands_have_valid_layouts(grain_a: ScaleBlock, grain_b: ScaleBlock) -> None:
     a, b = quantized(normal(32, 4, K), grain_a), quantized(normal(N, K, seed=1), grain_b)
-    if grain_b is not ScaleGranularity.BLOCK_1D:
+    if grain_b != BLOCK_1D:
         b = quantized(normal(K, N, seed=1), grain_b).t()
     full = te_scaled_matmul()(a, b, torch.float32)
     assert error(full, fp8.scaled_matmul(a, b, torch.float32)) < 1e-6
@@ -291,11 +291,11 @@ def test_sliced_and_transposed_operands_have_valid_layouts(
     [
         (20, *GEMMS[0]),
         (20, *GEMMS[1]),
-        (M, ScaleGranularity.ROW, ScaleGranularity.ROW),
-        (M, ScaleGranularity.TENSOR, ScaleGranularity.ROW),
+        (M, ROW, ROW),
+        (M, TENSOR, ROW),
     ],
 )
-def test_gemms_unsupported_by_te_are_torchs(rows: int, grain_a: ScaleGranularity, grain_b: ScaleGranularity) -> None:
+def test_gemms_unsupported_by_te_are_torchs(rows: int, grain_a: ScaleBlock, grain_b: ScaleBlock) -> None:
     a, b = quantized(normal(rows, K), grain_a), quantized(normal(N, K, seed=1), grain_b)
     assert torch.equal(te_scaled_matmul()(a, b, torch.float32), fp8.scaled_matmul(a, b, torch.float32))
     assert general_gemm.calls == 0  # type: ignore[attr-defined]
@@ -303,7 +303,7 @@ def test_gemms_unsupported_by_te_are_torchs(rows: int, grain_a: ScaleGranularity
 
 @pytest.mark.parametrize(("grain_a", "grain_b"), GEMMS)
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_nan_and_infinity_propagate(grain_a: ScaleGranularity, grain_b: ScaleGranularity, value: float) -> None:
+def test_nan_and_infinity_propagate(grain_a: ScaleBlock, grain_b: ScaleBlock, value: float) -> None:
     x = normal(M, K)
     x[3, 5] = value
     a, b = quantized(x, grain_a, by=kernels()), quantized(normal(N, K, seed=1), grain_b, by=kernels())

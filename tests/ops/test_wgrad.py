@@ -1,13 +1,12 @@
 """wgrad GEMMs with accumulation. GPU calls are checked without a GPU: torch's on the meta device, Transformer Engine's
-and Apex's with stand-ins of the same arguments.
+with a stand-in of the same arguments.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,8 +15,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megascale.device import Device
-from megascale.ops.apex import ApexWgrad
-from megascale.ops.library import error_of_import
 from megascale.ops.select import NotByDefault, select_backend
 from megascale.ops.wgrad import AddmmWgrad, TEWgrad, addmm_wgrad, torch_wgrad
 from tests.ops.settings import CPU, setting
@@ -90,7 +87,7 @@ def test_a_torch_without_the_gemm_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     suffix = "cannot add a bf16 GEMM to fp32: self and mat2 must have the same dtype, but got Float and BFloat16"
     assert reason.endswith(suffix)
     choice = select_backend("wgrad", setting(torch.bfloat16, META))
-    assert choice.backend == "torch" and "apex" in choice.rejected
+    assert choice.backend == "torch" and "te" in choice.rejected
 
 
 def general_gemm(
@@ -105,33 +102,10 @@ def general_gemm(
     return out, None, None, None
 
 
-def wgrad_gemm_accum_fp32(input: Tensor, d_output: Tensor, d_weight: Tensor) -> None:
-    """Stand in for Apex's csrc/megatron/fused_weight_gradient_dense_cuda.cu, which reads through pointers."""
-    assert all(t.is_contiguous() for t in (input, d_output, d_weight)) and d_weight.dtype == torch.float32
-    d_weight += d_output.float().t() @ input.float()
-
-
-@pytest.fixture(params=["", "apex._extensions."], ids=["before", "since 2026"])
-def libraries(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def test_transformer_engine_accumulates_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = ModuleType("transformer_engine.pytorch.cpp_extensions")
     engine.general_gemm = general_gemm  # type: ignore[attr-defined]
     for name in ("transformer_engine", "transformer_engine.pytorch"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, engine.__name__, engine)
-    kernels = SimpleNamespace(wgrad_gemm_accum_fp32=wgrad_gemm_accum_fp32)
-    monkeypatch.setitem(sys.modules, f"{request.param}fused_weight_gradient_mlp_cuda", kernels)
-    error_of_import.cache_clear()
-    yield
-    error_of_import.cache_clear()
-
-
-@pytest.mark.usefixtures("libraries")
-@pytest.mark.parametrize("backend", [TEWgrad, ApexWgrad])
-def test_libraries_accumulate_in_fp32(backend: Any) -> None:
-    assert accumulation_error(backend().build(setting(torch.bfloat16, META)), torch.bfloat16) < 1e-6
-
-
-@pytest.mark.usefixtures("libraries")
-def test_apex_is_supported_where_installed() -> None:
-    assert ApexWgrad().unsupported_reason(setting(torch.bfloat16, META)) is None
-    assert ApexWgrad().unsupported_reason(setting(torch.bfloat16, CPU)) == "needs an NVIDIA GPU"
+    assert accumulation_error(TEWgrad().build(setting(torch.bfloat16, META)), torch.bfloat16) < 1e-6

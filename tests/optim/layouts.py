@@ -99,9 +99,9 @@ class Trained:
             bucket.grad.copy_(full[slice(*bucket.shard)] * (math.nan if skip else 1.0))
         one = torch.ones((), dtype=torch.float64)
         clipping = self.optimizer.compute_clipping(one * (math.nan if skip else 0.04), one, one)
-        norms = self.optimizer.compute_updates(clipping, LR, step)
+        self.optimizer.compute_updates(clipping, LR, step)
         for index, bucket in enumerate(self.buffers.buckets):
-            self.optimizer.update_shard(index, clipping, norms, LR, step)
+            self.optimizer.update_shard(index, clipping, LR, step)
             self.buffers.start_param_gather(bucket)
         self.buffers.finish_param_gather()
 

@@ -17,6 +17,7 @@ from megascale.core.rank import Rank
 from megascale.ops.optimizer import Segment
 from megascale.train.step import train_step
 from tests.runs import FAMILIES, GPT, LLAMA, build_run, config_of, gather_weights, settings
+from tests.thread_world import run_threads
 from tests.worlds import run_world
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.2, betas=[0.8, 0.9], eps=1e-6)
@@ -139,14 +140,14 @@ def test_cards_declare_the_optimizers_state() -> None:
             assert tuple(card.facts["state"]) == rule.state_names
 
 
-def trained_beside_torch(rank: Rank, config: Any) -> list[tuple[float, bool]]:
+def trained_beside_torch(run: Any) -> list[tuple[float, bool]]:
     """Compare master weights with torch's AdamW on the same gradients, step by step.
 
     Returns the largest difference relative to the largest update, and whether the weights are the rounded masters.
     """
     from megascale.train.step import train_step
 
-    run = build_run(rank, config)
+    config = run.config
     (bucket,) = run.buffers.buckets
     (shard,) = run.optimizer.shards
     slots = {slot.parameter.name: slice(slot.start, slot.stop) for slot in bucket.layout.slots}
@@ -181,13 +182,12 @@ def test_a_model_trains_as_with_torch_adamw(family: str, precision: str, tmp_pat
     more = {"train__precision": precision, "train__steps": 5, "optimizer__weight_decay": 0.5, "optimizer__lr": 5e-2}
     more["optimizer__min_lr"] = 1e-2
     config = config_of(settings(model, tmp_path, **more), tmp_path)
-    (results,) = run_world(1, trained_beside_torch, config)
+    (results,) = run_threads(config, trained_beside_torch)
     assert len(results) == 5 and all(difference < 1e-4 and rounded for difference, rounded in results)
 
 
-def masters(rank: Rank, config: Any) -> list[tuple[torch.dtype, torch.dtype, bool]]:
+def masters(run: Any) -> list[tuple[torch.dtype, torch.dtype, bool]]:
     """Return the dtypes of weights and masters, and whether masters are separate tensors."""
-    run = build_run(rank, config)
     return [
         (s.bucket.weights.dtype, s.master.dtype, s.master.data_ptr() != s.bucket.shard_weights.data_ptr())
         for s in run.optimizer.shards
@@ -203,7 +203,7 @@ def test_masters_are_copies_only_if_the_dtypes_differ(precision: str, tmp_path: 
         getattr(torch, facts["accumulate_dtype"]),
         facts["master_weights"],
     )
-    assert run_world(1, masters, config) == [[expected]]
+    assert run_threads(config, masters) == [[expected]]
 
 
 DECAYED = {
@@ -216,9 +216,8 @@ DECAYED_IN_A_LAYER = {
 }
 
 
-def decayed(rank: Rank, config: Any) -> tuple[set[str], set[str]]:
+def decayed(run: Any) -> tuple[set[str], set[str]]:
     """Return the parameters that shrink, and those that stay, in a step without gradient."""
-    run = build_run(rank, config)
     before = {}
     for bucket in run.buffers.buckets:
         for name, parameter in bucket.parameters.items():
@@ -227,10 +226,10 @@ def decayed(rank: Rank, config: Any) -> tuple[set[str], set[str]]:
     run.buffers.begin_step()
     unclipped = run.optimizer.compute_clipping(*torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64))
     for index in range(len(run.buffers.buckets)):
-        run.optimizer.update_shard(index, unclipped, None, 0.1, 1)
+        run.optimizer.update_shard(index, unclipped, 0.1, 1)
     gather_weights(run)
     now = {n: p.detach() for bucket in run.buffers.buckets for n, p in bucket.parameters.items()}
-    factor = 1 - 0.1 * config.optimizer.weight_decay
+    factor = 1 - 0.1 * run.config.optimizer.weight_decay
     shrunk = {n for n in before if torch.allclose(now[n], before[n] * factor, rtol=1e-12)}
     stayed = {n for n in before if torch.equal(now[n], before[n])}
     assert shrunk | stayed == set(before)
@@ -243,7 +242,7 @@ def test_only_matrices_decay(family: str, tmp_path: Path) -> None:
     layout = {"parallel__dp": 2, "parallel__zero": 1}
     config = config_of(settings(FAMILIES[family], tmp_path, **layout), tmp_path)
     layers = {f"layers.{i}.{name}" for i in range(GPT["num_layers"]) for name in DECAYED_IN_A_LAYER[family]}
-    for shrunk, stayed in run_world(2, decayed, config):
+    for shrunk, stayed in run_threads(config, decayed):
         assert shrunk == DECAYED[family] | layers
         assert all("norm" in name or name.endswith(".bias") for name in stayed) and stayed
 

@@ -10,13 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megascale.comm.mesh import open_mesh
 from megascale.comm.totals import max_over_job
-from megascale.core.rank import Rank
-from megascale.layout.topology import Coord, Topology, topology_of
+from megascale.layout.topology import Coord, Topology
 from megascale.optim.norms import ROW, sum_of_squares
-from tests.runs import FAMILIES, GPT, LLAMA, build_run, config_of, given, scale_and_clip, settings, total_of
-from tests.worlds import run_world
+from tests.runs import FAMILIES, GPT, LLAMA, config_of, curve_of, given, scale_and_clip, settings, total_of
+from tests.thread_world import run_threads
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp4 zero0": {"parallel__dp": 4, "parallel__zero": 0},
@@ -27,9 +25,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 sp dp2 zero2": {"parallel__tp": 2, "parallel__sp": True, "parallel__dp": 2, "parallel__zero": 2},
     "tp2 sp pp2 vpp2": {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__vpp": 2},
     "pp2 dp2 zero1": {"parallel__pp": 2, "parallel__dp": 2},
-    "pp4": {
-        "parallel__pp": 4
-    },  # last, because only some ranks open a group for the tied embedding (`comm.mesh.open_mesh`)
+    "pp4": {"parallel__pp": 4},
 }
 WIDE = {"num_kv_heads": 4}  # for tp = 4
 
@@ -65,22 +61,10 @@ def whole_batch(config: Any) -> Any:
     return loader.batch(0).micro_batch(0)
 
 
-def norms(rank: Rank, configs: list[Any]) -> list[tuple[float, float, float, float]]:
-    """Measure, by run, the norm of the first step without clipping, and with clipping to half of the norm: the reported
-    norm, the norm of the clipped shards, and the largest difference to the unclipped gradient times the factor.
-    """
-    measured, meshes = [], {}
-    for config in configs:
-        topology = topology_of(config)
-        if topology not in meshes:
-            meshes[topology] = open_mesh(topology, rank.rank, tied=topology.pp > 1)
-        run = build_run(rank, config, meshes[topology])
-        measured.append(clipped(run))
-    return measured
-
-
 def clipped(run: Any) -> tuple[float, float, float, float]:
-
+    """Measure the norm of the first step without clipping, and with clipping to half of the norm: the reported norm,
+    the norm of the clipped shards, and the largest difference to the unclipped gradient times the factor.
+    """
     batch = run.train_loader.batch(0)
     run.buffers.begin_step()
     run.pipeline.run_actions(run.train_order, batch)
@@ -104,12 +88,11 @@ def clipped(run: Any) -> tuple[float, float, float, float]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[tuple[float, ...]]]:
-    """Results by (family, layout) and rank, from one world of four ranks."""
+    """Results by (family, layout) and rank."""
     folder = tmp_path_factory.mktemp("clip")
     keys = [(family, name) for name in LAYOUTS for family in FAMILIES]
     configs = [config_of(settings(FAMILIES[f] | WIDE, folder, **LAYOUTS[name]), folder) for f, name in keys]
-    ranks = run_world(4, norms, configs)
-    return {key: [rank[index] for rank in ranks] for index, key in enumerate(keys)}
+    return {key: run_threads(config, clipped) for key, config in zip(keys, configs, strict=True)}
 
 
 @pytest.fixture(scope="module")
@@ -141,9 +124,8 @@ def test_clipping_scales_all_gradients_equally(family: str, layout: str, results
     assert difference < 1e-12 * norm
 
 
-def edges(rank: Rank, config: Any) -> dict[str, tuple[float, bool]]:
+def edges(run: Any) -> dict[str, tuple[float, bool]]:
     """Return, by limit, the reported norm of gradients of norm 2.0, and whether the gradients are unchanged."""
-    run = build_run(rank, config)
     measured = {}
     for limit in (0.0, 1.0, 1.99, 2.01, 100.0):
         (shard,) = run.optimizer.shards
@@ -161,7 +143,7 @@ def edges(rank: Rank, config: Any) -> dict[str, tuple[float, bool]]:
 
 
 def test_only_a_larger_norm_is_clipped_and_zero_disables_clipping(tmp_path: Path) -> None:
-    (measured,) = run_world(1, edges, config_of(settings(LLAMA, tmp_path), tmp_path))
+    (measured,) = run_threads(config_of(settings(LLAMA, tmp_path), tmp_path), edges)
     nan, unchanged = measured.pop("nan")
     assert math.isnan(nan) and unchanged, "non-finite gradients must stay for the guard"
     assert {norm for norm, _ in measured.values()} == {2.0}
@@ -170,12 +152,10 @@ def test_only_a_larger_norm_is_clipped_and_zero_disables_clipping(tmp_path: Path
     }  # fmt: skip
 
 
-def first_update(rank: Rank, configs: list[Any]) -> list[tuple[float, float]]:
-    """Return the loss of the second step, and the norm of the first, by run."""
-    from tests.runs import curve_of
-
-    curves = [curve_of(build_run(rank, config), 2) for config in configs]
-    return [(curve[1][0], curve[0][1]) for curve in curves]
+def first_update(run: Any) -> tuple[float, float]:
+    """Return the loss of the second step, and the norm of the first."""
+    curve = curve_of(run, 2)
+    return curve[1][0], curve[0][1]
 
 
 def test_the_configured_limit_is_used(tmp_path: Path) -> None:
@@ -183,7 +163,7 @@ def test_the_configured_limit_is_used(tmp_path: Path) -> None:
     limits = (0.0, 1e3, 1e-3)
     more = {"optimizer__eps": 1e3, "optimizer__lr": 3e2, "optimizer__warmup_steps": 0, "optimizer__weight_decay": 0.0}
     configs = [config_of(settings(GPT, tmp_path, optimizer__clip_norm=limit, **more), tmp_path) for limit in limits]
-    ((off, far, near),) = run_world(1, first_update, configs)
+    off, far, near = (run_threads(config, first_update)[0] for config in configs)
     assert off == far
     assert near[1] == off[1] and near[0] > off[0]
 

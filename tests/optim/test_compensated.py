@@ -10,7 +10,7 @@ import torch
 
 from megascale.core.rank import Rank
 from megascale.optim.compensated import split, whole
-from megascale.optim.function_rule import apply_direction
+from megascale.optim.element_updates import apply_direction
 from megascale.plan.account.memory import state_bytes
 from megascale.train.resume import load_initial_state
 from tests.optim.layouts import SMALL, configuration

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from megascale.comm.mesh import open_mesh
 from megascale.config.train import OptimizerConfig
 from megascale.core.rank import Rank
 from megascale.layout.parameters import all_params
-from megascale.layout.topology import Coord, Topology, topology_of
+from megascale.layout.topology import Coord, Topology
 from megascale.ops.optimizer import Segment
+from megascale.optim import norms
 from megascale.optim.lamb import Lamb
 from megascale.optim.lr import learning_rate
 from tests.runs import FAMILIES, build_run, config_of, curve_of, gather_weights, given, settings
+from tests.thread_world import run_threads
 from tests.worlds import run_world
 
 GO, SKIP = torch.zeros(()), torch.ones(())
@@ -137,7 +139,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp4": {"parallel__pp": 4},
 }  # fmt: skip
 CASES = [("llama", name) for name in ("dp4 zero1", "tp4", "pp2 dp2", "pp4")] + [("gpt", name) for name in LAYOUTS]
-"""Last is gpt in pp4, because only some ranks open a group for the tied embedding (`comm.mesh.open_mesh`)."""
 LARGEST: dict[str, dict[str, Any]] = {
     "tp2 sp pp2 vpp2 dp2 zero1": {
         "parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2,
@@ -212,33 +213,14 @@ class Outcome:
     norms: dict[str, tuple[float, float]]
 
 
-def outcomes(rank: Rank, configs: list[Any], unplugged: Sequence[str] = (), nudged: bool = False) -> list[Outcome]:
-    """Train every configuration. `unplugged`: the axes over which norms are not reduced; `nudged`: the last rank's sums
-    of squares are off by the last bit.
-    """
-    from megascale.optim import norms
-
-    plugged, exact = norms.all_reduce, norms.sums_of_squares
-    norms.all_reduce = lambda group, *a, **k: None if group.axis in unplugged else plugged(group, *a, **k)
-    if nudged and rank.rank == rank.world_size - 1:
-        norms.sums_of_squares = lambda tensors: exact(tensors) * (1 + 2**-52)
-    meshes: dict[tuple[Topology, bool], Any] = {}
-    measured = []
-    for config in configs:
-        key = topology_of(config), config.model.tie_embeddings
-        if key not in meshes:
-            meshes[key] = open_mesh(key[0], rank.rank, tied=key[1])
-        measured.append(outcome(build_run(rank, config, meshes[key])))
-    return measured
-
-
 def outcome(run: Any) -> Outcome:
     from megascale.train.step import train_step
 
     optimizer, norms_by_step = run.optimizer, []
     compute_updates = optimizer.compute_updates
     optimizer.compute_updates = lambda *arguments: (
-        norms_by_step.append(compute_updates(*arguments)) or norms_by_step[-1]
+        compute_updates(*arguments),
+        norms_by_step.append(optimizer.updates[0].norms),
     )
     curve = []
     for _ in range(STEPS):
@@ -247,14 +229,14 @@ def outcome(run: Any) -> Outcome:
     run.buffers.finish_param_gather()
     slots = [slot for bucket in run.buffers.buckets for slot in bucket.layout.slots if slot.parameter.is_matrix]
     names = [part.name for slot in slots for part in slot.parameter.parts]
-    norms = dict(zip(names, norms_by_step[-1].T.tolist(), strict=True))
+    last_norms = dict(zip(names, norms_by_step[-1].T.tolist(), strict=True))
     tensors = optimizer.global_tensors().items()
     pieces = {
         name.removeprefix("weights."): (tuple(t.shape), [(p.offset, p.data.clone().numpy()) for p in t.shards])
         for name, t in tensors
         if name.startswith("weights.")
     }
-    return Outcome(curve, pieces, norms)
+    return Outcome(curve, pieces, last_norms)
 
 
 def assemble(config: Any, ranks: list[Outcome]) -> dict[str, Tensor]:
@@ -296,25 +278,40 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[Any, list[Outcome]]]:
-    """Configuration and results of every rank by (family, layout), from one world of four ranks."""
+    """Configuration and results of every rank by (family, layout)."""
     return trained(tmp_path_factory.mktemp("lamb"), {case: LAYOUTS[case[1]] for case in CASES})
 
 
 def trained(
-    folder: Path, cases: dict[tuple[str, str], dict[str, Any]], **how: Any
+    folder: Path, cases: dict[tuple[str, str], dict[str, Any]], unplugged: Sequence[str] = (), nudged: bool = False
 ) -> dict[tuple[str, str], tuple[Any, list[Outcome]]]:
+    """Train every configuration. `unplugged`: the axes over which norms are not reduced; `nudged`: the last rank's sums
+    of squares are off by the last bit.
+    """
+    plugged, exact, here = norms.all_reduce, norms.sums_of_squares, threading.local()
+
+    def body(run: Any) -> Outcome:
+        here.factor = 1 + 2**-52 if nudged and run.mesh.rank == run.mesh.world.size - 1 else 1.0
+        return outcome(run)
+
+    def partly(group: Any, *tensors: Any, **how: Any) -> None:
+        if group.axis not in unplugged:
+            plugged(group, *tensors, **how)
+
     configs = {case: configuration(folder, case[0], **layout) for case, layout in cases.items()}
-    world = next(iter(configs.values())).world_size
-    ranks = run_world(world, partial(outcomes, **how), list(configs.values()))
-    return {key: (configs[key], [rank[index] for rank in ranks]) for index, key in enumerate(configs)}
+    with (
+        patch.object(norms, "all_reduce", partly),
+        patch.object(norms, "sums_of_squares", lambda tensors: exact(tensors) * here.factor),
+    ):
+        return {case: (config, run_threads(config, body)) for case, config in configs.items()}
 
 
 def compare(config: Any, ranks: list[Outcome], expected: Reference) -> None:
     assert difference(config, ranks, expected) < 1e-10
     for rank in ranks:
         assert sum(rank.curve, ()) == pytest.approx(sum(expected.curve, ()), rel=1e-10)
-        for name, norms in rank.norms.items():
-            assert norms == pytest.approx(expected.norms[name], rel=1e-10), name
+        for name, both in rank.norms.items():
+            assert both == pytest.approx(expected.norms[name], rel=1e-10), name
     assert {name for rank in ranks for name in rank.norms} == expected.norms.keys()
     for name in expected.norms:
         assert len({rank.norms[name][0] for rank in ranks if name in rank.norms}) == 1, "norms differ between ranks"

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascale.layout.owners import MatrixShard
+from megascale.layout.owners import OwnedMatrix
 from megascale.ops.optimizer import UpdateInput
+from megascale.optim.matrix_exchange import MatrixExchange
 from megascale.optim.muon import muon, newton_schulz
-from megascale.parallel.matrix_exchange import MatrixExchange
 from tests.optim.layouts import LAYOUT_CASES, LAYOUTS, SMALL, Trained, configuration, difference, state_after
 from tests.thread_world import simulate
 
@@ -149,11 +149,11 @@ def test_a_skipped_step_changes_nothing(tmp_path: Path) -> None:
     assert difference(skipped, first) == 0
 
 
-def owners(config: Any) -> list[MatrixShard]:
+def owners(config: Any) -> list[OwnedMatrix]:
     """Return the places of the matrices of a run's first rank, after no step."""
 
-    def body(mesh: Any) -> list[MatrixShard]:
-        return [p for m in Trained(mesh, config, 0).optimizer._matrices.values() for p in m._places]
+    def body(mesh: Any) -> list[OwnedMatrix]:
+        return [p for m in Trained(mesh, config, 0).optimizer.updates[0].buckets.values() for p in m.places]
 
     from megascale.layout.topology import topology_of
 

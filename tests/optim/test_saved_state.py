@@ -19,7 +19,7 @@ from megascale.train.resume import load_initial_state
 from tests.optim.layouts import LAYOUTS, LR, SMALL, Trained, assembled, configuration
 from tests.optim.test_update_rules import ALL_RULES, MORE_GROUPS, MORE_RULES
 from tests.runs import build_run, curve_of
-from tests.thread_world import simulate
+from tests.thread_world import run_threads, simulate
 from tests.worlds import run_world
 
 STEPS = 2
@@ -289,8 +289,8 @@ def test_all_state_is_bit_equal_in_another_layout(tmp_path: Path) -> None:
         assert bool(after[f"{name}.weight torch.float32"].any()), name
 
 
-def curve(rank: Rank, config: Any) -> Any:
-    return curve_of(build_run(rank, config), 2 * STEPS)
+def curve(run: Any) -> Any:
+    return curve_of(run, 2 * STEPS)
 
 
 @pytest.mark.slow
@@ -306,7 +306,7 @@ def curve(rank: Rank, config: Any) -> Any:
 )
 @pytest.mark.parametrize("rules", [ALL_RULES, DRAWN_OR_REPARAMETERISED], ids=["most", "drawn or reparameterised"])
 def test_a_model_trains_alike_in_every_layout(layout: dict[str, Any], rules: dict[str, Any], tmp_path: Path) -> None:
-    """Forward, backward, reductions and rules, in processes that communicate."""
-    (alone,) = run_world(1, curve, configuration(tmp_path, rules, SMALL))
-    for trained in run_world(4, curve, configuration(tmp_path, rules, SMALL, **layout)):
+    """Forward, backward, reductions and rules."""
+    (alone,) = run_threads(configuration(tmp_path, rules, SMALL), curve)
+    for trained in run_threads(configuration(tmp_path, rules, SMALL, **layout), curve):
         assert sum(trained, ()) == pytest.approx(sum(alone, ()), rel=1e-10)

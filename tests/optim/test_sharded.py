@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 from numpy.linalg import norm
 
-from megascale.core.rank import Rank
 from megascale.layout import parameters
-from megascale.layout.chunks import fp8_weights
+from megascale.layout.chunks import fp8_layers, fp8_weights
 from megascale.layout.tensors import TOKEN_EMBEDDING, ParamSpec
 from megascale.train.step import train_step
-from tests.runs import FAMILIES, build_run, config_of, settings
-from tests.worlds import run_world
+from tests.runs import FAMILIES, config_of, settings
+from tests.thread_world import run_threads
 
 LR = 1e-2
 DECAY = 0.1
@@ -31,20 +30,13 @@ def weights(run: Any) -> dict[str, np.ndarray]:
     return {name: p.detach().clone().numpy() for b in run.buffers.buckets for name, p in b.parameters.items()}
 
 
-def updates(rank: Rank, config: Any) -> list[tuple[dict[str, tuple[np.ndarray, np.ndarray]], list[str]]]:
-    """Return weights before and after a step by parameter, and the FP8 weights, for the given specs, and for embeddings
-    without decay.
-    """
-    embedding, results = parameters.embedding_params, []
-    for listed in (embedding, lambda model: without_decay(embedding(model))):
-        with patch.object(parameters, "embedding_params", listed):
-            run = build_run(rank, config)
-            before = weights(run)
-            train_step(run, run.train_loader.batch(0))
-            after = weights(run)
-            fp8 = config.model_copy(update={"train": config.train.model_copy(update={"precision": "fp8"})})
-            results.append(({name: (before[name], after[name]) for name in before}, list(fp8_weights(fp8))))
-    return results
+def updates(run: Any) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], list[str]]:
+    """Return weights before and after a step by parameter, and the FP8 weights."""
+    before, config = weights(run), run.config
+    train_step(run, run.train_loader.batch(0))
+    after = weights(run)
+    fp8 = config.model_copy(update={"train": config.train.model_copy(update={"precision": "fp8"})})
+    return {name: (before[name], after[name]) for name in before}, list(fp8_weights(fp8.model, fp8_layers(fp8)))
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb"])
@@ -53,7 +45,10 @@ def test_an_embedding_without_weight_decay(name: str, tmp_path: Path) -> None:
     rule = {"name": name, "lr": LR, "weight_decay": DECAY, "warmup_steps": 0, "decay": "constant"}
     tree = settings(FAMILIES["gpt"], tmp_path, **{f"optimizer__{key}": value for key, value in rule.items()})
     config = config_of(tree, tmp_path)
-    (((listed, cast), (excluded, cast_then)),) = run_world(1, updates, config)
+    embedding = parameters.embedding_params
+    ((listed, cast),) = run_threads(config, updates)
+    with patch.object(parameters, "embedding_params", lambda model: without_decay(embedding(model))):
+        ((excluded, cast_then),) = run_threads(config, updates)
     assert cast == cast_then and not any("embedding" in weight for weight in cast)
     for parameter, (before, after) in excluded.items():
         decayed = listed[parameter][1]

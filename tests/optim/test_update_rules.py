@@ -24,7 +24,7 @@ from megascale.ops.optimizer import Segment, UpdateInput
 from megascale.optim.contrib.counter_random import random_subset
 from megascale.optim.contrib.spam import rewarmed, spam
 from megascale.optim.contrib.swan import whiten
-from megascale.optim.matrix_updates import MatrixUpdates
+from megascale.optim.matrix_updates import BucketMatrices
 from tests.optim.layouts import LAYOUT_CASES, LAYOUTS, configuration, difference, state_after
 
 FUNCTIONS = [name for name in OPTIMIZERS.names() if not isinstance(OPTIMIZERS[name].load(), type)]
@@ -343,9 +343,9 @@ def test_every_layout_equals_one_process(layout: str, alone: Any, tmp_path: Path
 
 def test_statistics_of_a_shard_are_wrong(alone: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With row means of a tp shard alone, as techniques.md measured, CAME's second step is another."""
-    compute = MatrixUpdates.compute
+    compute = BucketMatrices.compute
 
-    def with_shards(updates: MatrixUpdates, *arguments: Any) -> None:
+    def with_shards(updates: BucketMatrices, *arguments: Any) -> None:
         gather = updates._gradients.finish_gather
         updates._gradients.finish_gather = (
             lambda: {  # type: ignore[method-assign]
@@ -355,7 +355,7 @@ def test_statistics_of_a_shard_are_wrong(alone: Any, tmp_path: Path, monkeypatch
         compute(updates, *arguments)
         updates._gradients.finish_gather = gather  # type: ignore[method-assign]
 
-    monkeypatch.setattr(MatrixUpdates, "compute", with_shards)
+    monkeypatch.setattr(BucketMatrices, "compute", with_shards)
     wrong = state_after(configuration(tmp_path, ALL_RULES, parallel__tp=2))
     key = "row.layers.0.attention.q.weight"
     assert float((wrong[key] - alone[2][key]).abs().max() / alone[2][key].abs().max()) > 0.05

@@ -10,13 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascale.core.rank import Rank
 from megascale.layout.param_groups import ParamGroups
 from megascale.layout.parameters import all_params
 from megascale.train.step import train_step
 from tests.optim.layouts import SMALL, configuration
-from tests.runs import build_run
-from tests.worlds import run_world
+from tests.thread_world import run_threads
 
 MODEL = SMALL | {"tie_embeddings": False, "num_heads": 4, "num_kv_heads": 4}
 
@@ -58,19 +56,14 @@ def _plain(config: Any) -> Any:
     return config.model_copy(update={"model": config.model.model_copy(update={"mup_base_width": 0})})
 
 
-def change_of_logits(rank: Rank, configs: list[Any]) -> list[float]:
-    """Return the root mean square change of the logits of a fixed batch by a few steps, for each configuration."""
-    found, mesh = [], None
-    for config in configs:
-        run = build_run(rank, config, mesh)
-        mesh = run.mesh
-        (stage,), batch = run.pipeline.stages, run.train_loader.batch(0).micro_batch(0)
-        before = _logits(stage, batch)
-        for _ in range(4):
-            train_step(run, run.train_loader.batch(run.progress.samples))
-        run.buffers.finish_param_gather()
-        found.append(float((_logits(stage, batch) - before).square().mean().sqrt()))
-    return found
+def change_of_logits(run: Any) -> float:
+    """Return the root mean square change of the logits of a fixed batch by a few steps."""
+    (stage,), batch = run.pipeline.stages, run.train_loader.batch(0).micro_batch(0)
+    before = _logits(stage, batch)
+    for _ in range(4):
+        train_step(run, run.train_loader.batch(run.progress.samples))
+    run.buffers.finish_param_gather()
+    return float((_logits(stage, batch) - before).square().mean().sqrt())
 
 
 @torch.no_grad()
@@ -93,7 +86,7 @@ def moved(folder: Path, optimizer: dict[str, Any], width: int, base: int, seeds:
         for seed in seeds
         for size, of in ((32, 32), (width, base))
     ]
-    (found,) = run_world(1, change_of_logits, configs)
+    found = [run_threads(config, change_of_logits)[0] for config in configs]
     return math.prod(wide / narrow for narrow, wide in zip(found[::2], found[1::2], strict=True)) ** (1 / len(seeds))
 
 

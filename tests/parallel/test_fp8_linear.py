@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascale.catalog.recipes import RECIPES
+from megascale.catalog.recipes import RECIPES, ROW
 from megascale.comm.mesh import Mesh, open_mesh
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
-from megascale.layout.chunks import fp8_weights
+from megascale.layout.chunks import fp8_layers, fp8_weights
 from megascale.layout.sequence_shard import shard_sequence
 from megascale.layout.topology import Topology
 from megascale.model.modules import Linear
 from megascale.ops import fp8
-from megascale.ops.fp8 import Fp8Kernels, Quantized, ScaleGranularity, scaled_matmul
+from megascale.ops.fp8 import Fp8Kernels, scaled_matmul
+from megascale.ops.quantized import Quantized
 from megascale.parallel import tp_overlap
 from megascale.parallel.fp8_linear import Fp8Gemms, Fp8State, build_linear_gemms
 from megascale.parallel.tensor import column_parallel_linear, row_parallel_linear
@@ -41,6 +43,10 @@ recipes = pytest.mark.parametrize("recipe", RECIPES.names())
 def configured(folder: Path, recipe: str, model: dict[str, Any] = MODEL, **more: Any) -> RunConfig:
     more = {"train__precision": "fp8", "batch__global": 2, "train__steps": 6, "optimizer__lr": 1e-3} | more
     return config_of(settings(model, folder, fp8__recipe=recipe, **more), folder).resolve(None)
+
+
+def state_of(config: RunConfig, mesh: Mesh) -> Fp8State:
+    return Fp8State(config.model, config.fp8, fp8_layers(config), mesh, torch.device("cpu"))
 
 
 # Quantized operands of two ranks equal those of one process.
@@ -65,7 +71,7 @@ def casts(rank: Rank, config: RunConfig, layer: str, sequence: bool) -> list[Arr
     tp = rank.world_size
     group = open_mesh(Topology(tp=tp), rank.rank, tied=False)
     axis = TensorParallel(group.tp, sequence)
-    scaling = Fp8State(config, group, torch.device("cpu"))
+    scaling = state_of(config, group)
     gemms = build_linear_gemms(f"layers.1.{layer}", scaling, axis)
     assert isinstance(gemms, Fp8Gemms)
     x, weight, grad = operands(layer)
@@ -132,7 +138,7 @@ def casts_of_shared_tokens(rank: Rank, configs: list[RunConfig], reduces: bool =
     x, _, grad = (t[places] if t.dim() == 3 else t for t in operands("attention.out", TOKENS))
     results = {}
     for config in configs:
-        scaling = Fp8State(config, mesh, torch.device("cpu"))
+        scaling = state_of(config, mesh)
         gemms = build_linear_gemms("layers.1.attention.out", scaling, TensorParallel(mesh.tp, False))
         assert isinstance(gemms, Fp8Gemms)
         found: dict[str, Any] = {"X": gemms.input_operand(x), "dY": gemms.grad_operand(grad)}
@@ -213,10 +219,13 @@ def first_gradients(rank: Rank, config: RunConfig) -> dict[str, Array]:
 
 
 def test_the_first_and_last_layers_and_the_head_stay_in_bf16(tmp_path: Path) -> None:
-    names = list(fp8_weights(configured(tmp_path, "tensorwise")))
+    default, all_layers = (
+        configured(tmp_path, "tensorwise", **keys) for keys in ({}, {"fp8__bf16_first": 0, "fp8__bf16_last": 0})
+    )
+    names = list(fp8_weights(default.model, fp8_layers(default)))
     parts = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
     assert names == [f"layers.{index}.{part}.weight" for index in (1, 2) for part in parts]
-    every = fp8_weights(configured(tmp_path, "tensorwise", fp8__bf16_first=0, fp8__bf16_last=0))
+    every = fp8_weights(all_layers.model, fp8_layers(all_layers))
     assert len(every) == 16 and not any("head" in name or "embedding" in name for name in every)
 
 
@@ -257,7 +266,7 @@ def count_gemms(rank: Rank, config: RunConfig) -> int:
         formats.append(dtype)
         return scaled_matmul(a, b, dtype)
 
-    run.fp8_state.kernels = Fp8Kernels(scaled_matmul=counting)
+    run.fp8_state.recipe = replace(run.fp8_state.recipe, gemm=counting)
     train_step(run, run.train_loader.batch(run.progress.samples))
     return len(formats)
 
@@ -291,7 +300,7 @@ def gradients_by_both(rank: Rank, config: RunConfig) -> tuple[dict[str, Array], 
 
     def counting(self: Quantized) -> Quantized:
         nonlocal copies
-        copies += self.transposed is None
+        copies += self.transposed is None and not self.columnwise
         return transpose(self)
 
     def kernel(
@@ -301,8 +310,8 @@ def gradients_by_both(rank: Rank, config: RunConfig) -> tuple[dict[str, Array], 
         turned += not rows
         return fp8.cast_transpose(x, factor, largest, dtype, rows)
 
-    def with_kernel(self: Fp8State, config: RunConfig, world: Any, device: torch.device, kernels: Fp8Kernels) -> None:
-        make(self, config, world, device, Fp8Kernels(cast_transpose=kernel))
+    def with_kernel(self: Fp8State, *given: Any) -> None:
+        make(self, *given[:-1], Fp8Kernels(cast_transpose=kernel))
 
     Quantized.t, fp8_linear.Fp8State.__init__ = counting, with_kernel  # type: ignore[method-assign]
     return plain, first_gradients(rank, config), copies, turned
@@ -320,8 +329,8 @@ def cast_bytes(rank: Rank, config: RunConfig) -> int:
     run = build_run(rank, config)
     curve_of(run, 1)
     layers = [module for stage in run.stages for module in stage.modules() if isinstance(module, Linear)]
-    made = [layer.params.gemms._weight for layer in layers if isinstance(layer.params.gemms, Fp8Gemms)]
-    return sum(cast.data.nbytes for weight in made for cast in (weight.rowwise, weight.columnwise) if cast is not None)
+    made = [layer.params.gemms._weights for layer in layers if isinstance(layer.params.gemms, Fp8Gemms)]
+    return sum(cast.nbytes for weights in made for cast in weights)
 
 
 @pytest.mark.parametrize("recipe", only_quick(["delayed", "tensorwise"], "delayed"))
@@ -482,7 +491,7 @@ def with_fused_operators(rank: Rank, config: RunConfig) -> tuple[list[str], dict
 
 def two_layers(rank: Rank, config: RunConfig, mesh: Mesh, axis: TensorParallel) -> dict[str, Array]:
     """Compute outputs and gradients of a narrow column-parallel and a narrow row-parallel layer."""
-    scaling, results = Fp8State(config, mesh, torch.device("cpu")), dict[str, Array]()
+    scaling, results = state_of(config, mesh), dict[str, Array]()
     for name, linear, cuts, n in (
         ("attention.qkv", column_parallel_linear, (0, 0, 2), 256),
         ("attention.out", row_parallel_linear, (2, 1, 0), 128),
@@ -512,7 +521,7 @@ def cast_stats_of_a_step(rank: Rank, config: RunConfig) -> Any:
 
 def test_row_scales_have_no_transpose() -> None:
     with pytest.raises(AssertionError):
-        Quantized(torch.zeros(2, 2), torch.ones(2, 1), ScaleGranularity.ROW).t()
+        Quantized(torch.zeros(2, 2), torch.ones(2, 1), ROW).t()
 
 
 @pytest.mark.slow

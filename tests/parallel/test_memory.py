@@ -6,40 +6,37 @@ from typing import Any
 
 import pytest
 
-from megascale.core.rank import Rank
 from megascale.layout.buckets import pack
 from megascale.layout.chunks import chunk_buckets
 from megascale.layout.topology import Topology
 from megascale.plan.account.memory import rank_memory, state_bytes
-from tests.runs import FAMILIES, build_run, config_of, settings
-from tests.worlds import run_world
+from tests.runs import FAMILIES, config_of, settings
+from tests.thread_world import run_threads
 
 
-def allocated(rank: Rank, config: Any) -> dict[str, int]:
+def allocated(run: Any) -> dict[str, int]:
     """Measure a rank's bytes of weights, gradients and optimizer after a step, and the step's peak of full gradients,
     without and with the shards that are being reduced.
     """
     from megascale.train.step import train_step
 
-    run = build_run(rank, config)
     peak = peak_with_shards = chunks = 0
-    prepare_loss, prepare_backward = run.buffers.prepare_loss, run.buffers.prepare_backward
+    acquire = run.buffers._acquire_gradients
 
     def watch() -> None:
         nonlocal peak, peak_with_shards, chunks
         chunks = max(chunks, len({bucket.chunk for bucket in run.buffers._in_reduction}))
-        full = sum(b._full_grad.nbytes for b in run.buffers.buckets if b._full_grad is not None)
-        shards = sum(b._reduction[1].nbytes for b in run.buffers.buckets if b._reduction[1] is not None)
+        full = sum(b.storage.full_grad.nbytes for b in run.buffers.buckets if b.storage.full_grad is not None)
+        shards = sum(x.nbytes for b in run.buffers.buckets if (x := getattr(b.storage, "arriving", None)) is not None)
         peak, peak_with_shards = max(peak, full), max(peak_with_shards, full + shards)
 
-    run.buffers.prepare_loss = lambda chunk: (prepare_loss(chunk), watch())
-    run.buffers.prepare_backward = lambda chunk, *, last: (prepare_backward(chunk, last=last), watch())
+    run.buffers._acquire_gradients = lambda buckets: (acquire(buckets), watch())
     train_step(run, run.train_loader.batch(0))
     run.buffers.finish_param_gather()
     buckets, shards = run.buffers.buckets, run.optimizer.shards
     return {
-        "weights": sum(bucket.bytes["weights"] for bucket in buckets),
-        "gradients": sum(bucket.bytes["gradients"] for bucket in buckets),
+        "weights": sum(bucket.weights.nbytes for bucket in buckets),
+        "gradients": sum(bucket.grad.untyped_storage().nbytes() for bucket in buckets),
         "optimizer": sum(shard.bytes for shard in shards),
         "full gradients": peak,
         "full gradients and shards": peak_with_shards,
@@ -54,7 +51,7 @@ def test_allocated_bytes_equal_the_plan(family: str, precision: str, zero: int, 
     layout = {"parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2, "parallel__zero": zero}
     tree = settings(FAMILIES[family], tmp_path, train__precision=precision, **layout)
     config = config_of(tree, tmp_path)
-    for rank, measured in enumerate(run_world(4, allocated, config)):
+    for rank, measured in enumerate(run_threads(config, allocated)):
         planned = state_bytes(config, rank // 2)
         assert measured["weights"] == planned.parameters
         assert measured["gradients"] == planned.gradients
@@ -72,14 +69,14 @@ def test_a_full_gradient_is_allocated_during_the_reduction_of_another(tmp_path: 
     tree = settings(FAMILIES["gpt"], tmp_path, train__precision="fp32", overlap__bucket_bytes=60_000, **layout)
     config = config_of(tree, tmp_path)
     assert [len(buckets) for buckets in chunk_buckets(config, 0)] == [2, 1], "chunk 0 needs two buckets"
-    assert [measured["chunks being reduced"] for measured in run_world(4, allocated, config)] == [1, 1, 1, 1]
+    assert [measured["chunks being reduced"] for measured in run_threads(config, allocated)] == [1, 1, 1, 1]
 
 
 def test_the_heads_full_gradient_coexists_with_other_chunks(tmp_path: Any) -> None:
     """Groups of three and two micro-batches: another chunk's backward comes between a loss and its backward."""
     layout = {"parallel__pp": 2, "parallel__vpp": 2, "parallel__zero": 2, "batch__global": 5}
     config = config_of(settings(FAMILIES["llama"], tmp_path, train__precision="fp32", **layout), tmp_path)
-    measured, planned = run_world(2, allocated, config)[1]["full gradients"], rank_memory(config, 1)
+    measured, planned = run_threads(config, allocated)[1]["full gradients"], rank_memory(config, 1)
     chunks = [sum(4 * pack(bucket, Topology()).numel for bucket in chunk) for chunk in chunk_buckets(config, 1)]
     assert measured == sum(chunks)  # the last chunk is one bucket
     assert measured + max(chunks) <= planned.transient, "another bucket is being reduced"
@@ -87,10 +84,9 @@ def test_the_heads_full_gradient_coexists_with_other_chunks(tmp_path: Any) -> No
 
 @pytest.mark.parametrize(("precision", "per_parameter"), [("fp32", 16), ("bf16", 18)])
 def test_the_formula_for_one_rank(precision: str, per_parameter: int, tmp_path: Any) -> None:
-    from megascale.layout.chunks import chunk_parameters
-
     config = config_of(settings(FAMILIES["llama"], tmp_path, train__precision=precision, parallel__zero=0), tmp_path)
-    numbers = pack(chunk_parameters(config, 0)[0], Topology()).numel
+    (bucket,) = chunk_buckets(config, 0)[0]
+    numbers = pack(bucket, Topology()).numel
     assert state_bytes(config, 0).total == per_parameter * numbers
 
 

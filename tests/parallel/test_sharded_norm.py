@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from megascale.comm.mesh import Mesh
 from megascale.core.label import Label
-from megascale.core.rank import Rank
 from megascale.layout.topology import Topology
 from megascale.ops.norm import rms_norm, rms_norm_1p
 from megascale.parallel.sharded_norm import sharded_rms_norms
 from megascale.parallel.tp_overlap import TensorParallel
-from tests.worlds import run_world
+from tests.thread_world import simulate
 
 TOKENS, SAMPLES, WIDTHS, EPS = 5, 2, (24, 8), 1e-3
 
@@ -34,12 +34,9 @@ def results(outputs: Any, leaves: list[Tensor], upstream: list[Tensor]) -> list[
     return [tensor.detach().double().numpy() for tensor in found]
 
 
-def on_rank(rank: Rank, tp: int, dtype: torch.dtype, offset: float) -> list[Any]:
+def on_rank(mesh: Mesh, dtype: torch.dtype, offset: float) -> list[Any]:
     """Normalize this rank's columns; the second input is a view of a wider tensor, as keys are."""
-    from megascale.comm.mesh import open_mesh
-
-    mesh = open_mesh(Topology(tp=tp), rank.rank, tied=False)
-    *leaves, first, second = [t.chunk(tp, -1)[rank.rank].clone() for t in tensors(dtype)]
+    *leaves, first, second = [t.chunk(mesh.tp.size, -1)[mesh.rank].clone() for t in tensors(dtype)]
     leaves = [leaf.requires_grad_() for leaf in leaves]
     inputs = [leaves[0], torch.cat([leaves[1], leaves[1]], -1)[..., : leaves[1].shape[-1]]]
     label = Label.for_layer(0, "qk norm")
@@ -55,7 +52,7 @@ def test_columns_of_ranks_equal_one_norm(offset: float, dtype: torch.dtype, tole
     norm = rms_norm_1p if offset else rms_norm
     outputs = [norm(x, gain, None, EPS) for x, gain in zip(leaves[:2], leaves[2:], strict=True)]
     expected = results(outputs, leaves, [first, second])
-    ranks = run_world(2, on_rank, 2, dtype, offset)
+    ranks = simulate(Topology(tp=2), lambda mesh: on_rank(mesh, dtype, offset))
     for index, exact in enumerate(expected):
         ours = np.concatenate([rank[index] for rank in ranks], -1)
         assert np.abs(ours - exact).max() < tolerance * np.abs(exact).max()

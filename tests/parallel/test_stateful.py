@@ -49,14 +49,14 @@ def with_averages(rank: Rank, config: Any, first: float | None) -> tuple[list[fl
     """Save values from `first` on, or resume. Returns the values and the calls of the part."""
     import torch
 
-    from megascale.checkpoint.checkpoints import Checkpoints
     from megascale.checkpoint.format.state import Progress
+    from megascale.train.build import build_checkpoints
 
     unsaved = config.checkpoint.model_copy(update={"every": 0, "memory_every": 0})
     run = build_run(rank, config.model_copy(update={"checkpoint": unsaved}))
     part = averages(run.mesh)
     parts = [run.optimizer, run.fp8_state, *([] if first == -1.0 else [part])]
-    checkpoints = Checkpoints(config, run.mesh, parts, run.device)
+    checkpoints = build_checkpoints(config, run.mesh, parts, run.device)
     if first is None:
         assert checkpoints.resume() is not None
     else:

@@ -230,16 +230,14 @@ def test_fused_operators_need_many_rows() -> None:
     import torch
     import torch.distributed._symmetric_memory  # registers the fused operators
 
+    from megascale.catalog.recipes import BLOCK_1D, ROW, TENSOR
     from megascale.comm.group import Group
-    from megascale.ops.fp8 import Quantized, ScaleGranularity
+    from megascale.ops.quantized import Quantized
     from megascale.parallel.tp_overlap import TensorParallel
 
     axis = TensorParallel(Group("tp", (0, 1), 0), sequence_parallel=True, symmetric_memory=True)
     plain = torch.empty(1, 1, 8, device="meta")
-    one, each, blocks = (
-        Quantized(plain, plain, granularity)
-        for granularity in (ScaleGranularity.TENSOR, ScaleGranularity.ROW, ScaleGranularity.BLOCK_1D)
-    )
+    one, each, blocks = (Quantized(plain, plain, block) for block in (TENSOR, ROW, BLOCK_1D))
     for x, weight, rows in ((plain, plain, 512), (plain, plain, 513), (one, one, 513), (each, each, 516)):
         assert axis.can_use_symmetric_memory([x], [weight, weight], rows)
     for x, weight, rows in (

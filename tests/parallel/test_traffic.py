@@ -126,14 +126,14 @@ def test_a_tied_embedding_is_all_reduced_once(tmp_path: Any) -> None:
 @pytest.mark.slow
 def test_lamb_all_reduces_two_norms_per_matrix(layout: dict[str, int], tmp_path: Any) -> None:
     """Over tp, over dp if ZeRO shards parameters, and between the first and last stages for a tied embedding."""
-    from megascale.layout.chunks import chunk_parameters
+    from megascale.layout.chunks import chunk_buckets
 
     tree = settings(GPT, tmp_path, train__precision="fp32", overlap__bucket_bytes=20_000, **layout)
     adamw, lamb = (config_of(tree, tmp_path, [f"optimizer.name={name}"]) for name in ("adamw", "lamb"))
     p = lamb.parallel
     for rank, (before, after) in enumerate(run_world(lamb.world_size, traffic_of_a_step, [adamw, lamb])):
-        (chunk,) = chunk_parameters(lamb, rank if p.pp > 1 else 0)
-        sums = (1, 8 * 2 * sum(parameter.is_matrix for parameter in chunk))
+        (buckets,) = chunk_buckets(lamb, rank if p.pp > 1 else 0)
+        sums = (1, 8 * 2 * sum(parameter.is_matrix for bucket in buckets for parameter in bucket))
         more = {"tp": sums if p.tp > 1 else (0, 0), "dp": sums if p.zero and lamb.dp > 1 else (0, 0)}
         more["tied"] = (1, 8 * 2) if p.pp > 1 else (0, 0)
         for group, operations in after.items():

@@ -39,7 +39,7 @@ def configure(folder: Path, **keys: Any) -> RunConfig:
 
 def test_a_run_is_the_same_in_another_layout(tmp_path: Path) -> None:
     config = configure(tmp_path)
-    assert [batch_sizes(config).at(sum(SIZES[:step])) for step in range(7)] == SIZES
+    assert [batch_sizes(config.batch).at(sum(SIZES[:step])) for step in range(7)] == SIZES
     (alone,) = run_world(1, course, config)
     assert [samples for *_, samples, _ in alone] == SIZES
     assert [tokens for _, _, tokens, *_ in alone] == [16 * size for size in SIZES]

@@ -13,7 +13,7 @@ from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.device import detect_device
-from megascale.layout.chunks import chunk_buckets
+from megascale.layout.chunks import chunk_buckets, fp8_layers
 from megascale.layout.parameters import parameter_count
 from megascale.layout.tensors import padded_vocab
 from megascale.model.modules import LayerOps
@@ -44,9 +44,8 @@ def on_meta(config: RunConfig) -> tuple[Stage, ParamAndGradBuffers]:
         device=device,
     )
     context = OpContext(config.model, config.backends, torch.bfloat16, detect_device(allow_gpu=False))
-    (stage,) = build_stages(
-        config, mesh, buffers, TensorParallel(mesh.tp), LayerOps.from_context(context), Fp8State(config, mesh, device)
-    )
+    fp8_state = Fp8State(config.model, config.fp8, fp8_layers(config), mesh, device)
+    (stage,) = build_stages(config, mesh, buffers, TensorParallel(mesh.tp), LayerOps.from_context(context), fp8_state)
     return stage, buffers
 
 
@@ -59,7 +58,7 @@ def test_a_model_is_built_and_run_on_meta() -> None:
     assert all(parameter.is_meta for parameter in parameters)
     padding = (padded_vocab(model, 1) - model.vocab_size) * model.hidden_size
     assert sum(parameter.numel() for parameter in parameters) == parameter_count(model) + padding
-    assert sum(bucket.bytes["gradients"] for bucket in buffers.buckets) > 4 * parameter_count(model)
+    assert sum(bucket.grad.untyped_storage().nbytes() for bucket in buffers.buckets) > 4 * parameter_count(model)
 
     ids = torch.zeros(model.seq_length, 1, dtype=torch.int64, device="meta")
     loss = stage(None, MicroBatch(ids, ids, None, Dropout(0.0, 0, [0], torch.device("cpu"))))

@@ -79,7 +79,7 @@ def plan(config: str, folder: Path, keys: Mapping[str, Sequence[str]]) -> dict[s
             with contextlib.chdir(ROOT):
                 wanted = load_config(config, words)
                 made = load_config(str(run / "config.toml")) if (run / "config.toml").exists() else wanted
-            if changes := config_changes(made.model_dump(by_alias=True, mode="json"), wanted):
+            if changes := config_changes(*(one.model_dump(by_alias=True, mode="json") for one in (made, wanted))):
                 problems.append(f"{run} was made with other keys: {', '.join(changes)}  -> give another --output")
         except ConfigError as error:
             problems += [str(problem) for problem in error.problems]

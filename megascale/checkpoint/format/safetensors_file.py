@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from megascale.checkpoint.format import crc
-
 MIN_CHECKSUM_BLOCK_BYTES = 256 << 10
 """Smallest checksum block. A reader of a part of a tensor reads and checks whole blocks."""
-
-HEADER_BYTES = 4 << 10
-"""Upper bound of the header of a file with one shard."""
-
-MAX_SHARD_BYTES = 64 << 20
-"""Largest stored shard, except for a larger row: the memory that a reader needs beside its state."""
 
 MAX_READ_BYTES = 64 << 20
 """Largest read, except for a larger shard."""
@@ -65,7 +58,7 @@ class SafetensorsFile:
             for at in range(0, len(entry.data), self.checksum_block_bytes):
                 part = entry.data[at : at + self.checksum_block_bytes]
                 sums.append(zlib.crc32(part))
-                self.crc32 = crc.crc32_combine(self.crc32, sums[-1], len(part))
+                self.crc32 = crc32_combine(self.crc32, sums[-1], len(part))
                 self.size += len(part)
                 yield part
 
@@ -79,3 +72,34 @@ class SafetensorsFile:
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
+
+
+GENERATOR = 0xEDB88320
+"""The polynomial of CRC-32 over GF(2), with the highest power in bit 0."""
+
+
+def crc32_combine(first: int, second: int, length: int) -> int:
+    """Return the CRC-32 of A + B from crc(A), crc(B) and the length of B in bytes: crc(A) x^(8 length) + crc(B)."""
+    return _multiply(_power(8 * length), first) ^ second
+
+
+def _multiply(a: int, b: int) -> int:
+    """Multiply two polynomials modulo the generator."""
+    result = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            result ^= b
+        b = b >> 1 ^ (GENERATOR if b & 1 else 0)
+    return result
+
+
+@functools.cache
+def _power(exponent: int) -> int:
+    """Return x^exponent, by squaring."""
+    result, square = 1 << 31, 1 << 30
+    while exponent:
+        if exponent & 1:
+            result = _multiply(result, square)
+        square = _multiply(square, square)
+        exponent >>= 1
+    return result

@@ -19,6 +19,12 @@ SAFETENSORS_FLOATS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16
 SAFETENSORS_DTYPES = SAFETENSORS_FLOATS | {torch.uint8: "U8"}
 """Names of the dtypes of saved state."""
 
+HEADER_BYTES = 4 << 10
+"""Upper bound of the header of a file with one shard."""
+
+MAX_SHARD_BYTES = 64 << 20
+"""Largest stored shard, except for a larger row: the memory that a reader needs beside its state."""
+
 Region = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and size of a part of a tensor."""
 
@@ -37,9 +43,16 @@ class Progress:
     tokens: int | float = 0  # of a saved number, pydantic keeps the type
 
 
-def split_shards(state: Mapping[str, GlobalTensor], max_bytes: int) -> dict[str, GlobalTensor]:
-    """Split shards along dimension 0 into at most `max_bytes` each; a larger row stays in one shard."""
-    split = {}
+def shard_key(name: str, offset: Sequence[int]) -> str:
+    """Return the key of a shard in its safetensors file."""
+    return f"{name}@{','.join(map(str, offset))}"
+
+
+def split_shards(state: Mapping[str, GlobalTensor], file_bytes: int) -> dict[str, GlobalTensor]:
+    """Split shards along dimension 0, so that each fits a file of `file_bytes` and MAX_SHARD_BYTES; a larger row stays
+    in one shard.
+    """
+    split, max_bytes = {}, min(MAX_SHARD_BYTES, file_bytes - HEADER_BYTES)
     for name, tensor in state.items():
         shards = [part for shard in tensor.shards for part in _split_rows(shard, max_bytes)]
         split[name] = GlobalTensor(tensor.shape, tensor.dtype, shards)

@@ -4,71 +4,86 @@ from __future__ import annotations
 
 import math
 import operator
-import os
 import zlib
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
-from torch.distributed.checkpoint import StorageReader
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.futures import Future
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megascale.checkpoint.collective_errors import OtherRankError
 from megascale.checkpoint.format import manifest
 from megascale.checkpoint.format.safetensors_file import MAX_READ_BYTES
-from megascale.checkpoint.format.state import Region
-from megascale.checkpoint.planners import shard_key
+from megascale.checkpoint.format.state import Region, shard_key, slices
 from megascale.comm.collectives import all_gather
 from megascale.comm.group import Group, single_rank_group
+from megascale.core.errors import CheckpointError
 from megascale.core.storage import Location
+from megascale.parallel.stateful import GlobalTensor, TensorShard
 
 
 class ReadRequest(NamedTuple):
-    """Parts of a stored shard of tensor `name`, as regions of the shard."""
+    """Parts of a stored shard of tensor `name`: regions of the shard, each with the tensor that it fills."""
 
     name: str
     shard: manifest.StoredShard
-    parts: Sequence[Region]
+    parts: list[tuple[Region, Tensor]]
 
 
-@dataclass(frozen=True)
-class _ReadSpan:
-    """Bytes [start, stop) of a file, in whole checksum blocks, that cover the parts of a request.
+class _Span(NamedTuple):
+    """Bytes [start, stop) of a file, in whole checksum blocks, that cover the parts of a request."""
 
-    `sums`: CRC-32 of the blocks. `dtype` and `strides` are the shard's, `part_starts` the first element of the parts
-    within the shard.
-    """
-
-    request: ReadRequest
+    file: str
     start: int
     stop: int
-    sums: tuple[int, ...]
-    dtype: torch.dtype
-    strides: list[int]
-    part_starts: list[int]
+    request: ReadRequest
 
     @property
     def byte_range(self) -> tuple[str, int, int]:
         """File, start and stop."""
-        return self.request.shard.file, self.start, self.stop
+        return self[:3]
 
 
-class CheckpointReader(StorageReader):
+def plan_reads(path: Location, saved: manifest.Manifest, tensors: Mapping[str, GlobalTensor]) -> list[ReadRequest]:
+    """Find the parts of the checkpoint at `path` that fill this rank's shards. torch finds the stored shards that a
+    shard intersects.
+
+    Raises: CheckpointError for a missing tensor or another shape, DamagedError for a tensor stored in part
+    """
+    requests: dict[tuple[str, int], ReadRequest] = {}
+    for name, tensor in tensors.items():
+        if (stored := saved.tensors.get(name)) is None:
+            raise CheckpointError(f"{path} has no tensor {name}", hint="it is of another model or optimizer")
+        if stored.shape != tensor.shape:
+            raise CheckpointError(
+                f"{path}: {name} has shape {list(stored.shape)} there, {list(tensor.shape)} in this run",
+                hint="resume with the [model] section of the run that saved it",
+            )
+        properties = TensorProperties(dtype=tensor.dtype)
+        described = TensorStorageMetadata(properties, torch.Size(stored.shape), [*map(_chunk, stored.shards)])
+        items = create_read_items_for_chunk_list(name, described, [*map(_chunk, tensor.shards)])
+        for item in items:
+            source, target = item.storage_index.index, item.dest_index.index
+            assert source is not None and target is not None, "torch gives the place of a shard in its list"
+            request = requests.setdefault((name, source), ReadRequest(name, stored.shards[source], []))
+            part = tensor.shards[target].data[slices(item.dest_offsets, item.lengths)]
+            request.parts.append(((tuple(item.storage_offsets), tuple(item.lengths)), part))
+        if sum(math.prod(item.lengths) for item in items) != sum(math.prod(shard.size) for shard in tensor.shards):
+            raise manifest.DamagedError(f"{path} holds only a part of {name}")
+    return list(requests.values())
+
+
+def _chunk(shard: manifest.StoredShard | TensorShard) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(shard.offset), sizes=torch.Size(shard.size))
+
+
+class CheckpointReader:
     """Reads a complete checkpoint, for any layout; `bytes_read` counts the bytes of this rank.
 
     A byte range requested by all ranks of `group` is read once: every rank reads a share, then all-gathers. All ranks
-    of the group call `read_data` together.
+    of the group call `read` together.
     """
 
     def __init__(
@@ -80,47 +95,8 @@ class CheckpointReader(StorageReader):
         self._device = device
         self.bytes_read = 0
 
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        return None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        storage = {}
-        for name, tensor in self._saved.tensors.items():
-            chunks = []
-            for index, shard in enumerate(tensor.shards):
-                chunks.append(ChunkStorageMetadata(torch.Size(shard.offset), torch.Size(shard.size)))
-                storage[MetadataIndex(name, shard.offset, index)] = shard
-            properties = TensorProperties(dtype=getattr(torch, tensor.dtype))
-            tensors[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
-        return Metadata(tensors, storage_data=storage)
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._storage: dict[MetadataIndex, manifest.StoredShard] = metadata.storage_data
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        items = defaultdict(list)
-        for item in plan.items:
-            items[item.storage_index.fqn, self._storage[item.storage_index]].append(item)
-        requests = [
-            ReadRequest(name, shard, [(tuple(item.storage_offsets), tuple(item.lengths)) for item in shard_items])
-            for (name, shard), shard_items in items.items()
-        ]
-        for request, parts in self.read_parts(requests):
-            for item, part in zip(items[request.name, request.shard], parts, strict=True):
-                planner.resolve_tensor(item).copy_(part)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    def read_parts(self, requests: Iterable[ReadRequest]) -> Iterator[tuple[ReadRequest, list[torch.Tensor]]]:
-        """Read the requested parts, in file order. Adjacent byte ranges are merged into one read.
+    def read(self, requests: Iterable[ReadRequest]) -> None:
+        """Fill the requested parts, in file order. Adjacent byte ranges are merged into one read.
 
         Raises: DamagedError for a failed checksum or a missing byte, CheckpointError for unreadable storage
         """
@@ -132,24 +108,26 @@ class CheckpointReader(StorageReader):
         for read, group_spans in ((self._read_range_shared, shared), (self._read_range, local)):
             for run in _adjacent(group_spans):
                 first = run[0].start
-                data = read(self._path / run[0].request.shard.file, first, run[-1].stop)
+                data = read(self._path / run[0].file, first, run[-1].stop)
                 for span in run:
-                    yield span.request, self._parts(span, data[span.start - first : span.stop - first])
+                    self._fill(span, data[span.start - first : span.stop - first])
 
-    def _span(self, request: ReadRequest) -> _ReadSpan:
+    def _dtype(self, request: ReadRequest) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self._saved.tensors[request.name].dtype)
+        return dtype
+
+    def _span(self, request: ReadRequest) -> _Span:
         """Return the checksum blocks from the first to the last requested element."""
-        shard, block = request.shard, self._saved.checksum_block_bytes
-        dtype = getattr(torch, self._saved.tensors[request.name].dtype)
-        strides = [math.prod(shard.size[dim + 1 :]) for dim in range(len(shard.size))]
-        starts = [_element(offset, strides) for offset, _ in request.parts]
-        last = max(_element([o + n - 1 for o, n in zip(*part, strict=True)], strides) for part in request.parts)
-        low, high = min(starts) * dtype.itemsize // block, last * dtype.itemsize // block + 1
-        end = min(high * block, math.prod(shard.size) * dtype.itemsize)
-        return _ReadSpan(
-            request, shard.start + low * block, shard.start + end, shard.sums[low:high], dtype, strides, starts
+        shard, block, itemsize = request.shard, self._saved.checksum_block_bytes, self._dtype(request).itemsize
+        strides = _strides(shard.size)
+        first = min(_element(offset, strides) for (offset, _), _ in request.parts)
+        last = max(_element([o + n - 1 for o, n in zip(*part, strict=True)], strides) for part, _ in request.parts)
+        start, stop = first * itemsize // block * block, (last * itemsize // block + 1) * block
+        return _Span(
+            shard.file, shard.start + start, shard.start + min(stop, math.prod(shard.size) * itemsize), request
         )
 
-    def _read_range(self, path: Location, start: int, stop: int) -> torch.Tensor:
+    def _read_range(self, path: Location, start: int, stop: int) -> Tensor:
         data = torch.empty(stop - start, dtype=torch.uint8)
         try:
             count = path.read_into(data.numpy().data, start)
@@ -160,7 +138,7 @@ class CheckpointReader(StorageReader):
             raise manifest.DamagedError(f"{path}: it ends too early")
         return data
 
-    def _read_range_shared(self, path: Location, start: int, stop: int) -> torch.Tensor:
+    def _read_range_shared(self, path: Location, start: int, stop: int) -> Tensor:
         """Read a share of the range and all-gather the shares.
 
         A share ends in a flag byte, 1 after any error: then every rank raises, and no rank waits in the all-gather.
@@ -181,31 +159,27 @@ class CheckpointReader(StorageReader):
             raise problem or OtherRankError(f"{path} cannot be read by another rank")
         return parts[:, :share].reshape(-1)[: stop - start]
 
-    def _parts(self, span: _ReadSpan, data: torch.Tensor) -> list[torch.Tensor]:
-        """Check the CRC-32s of a span and return views of the requested parts."""
-        shard = span.request.shard
-        if tuple(zlib.crc32(block.numpy()) for block in data.split(self._saved.checksum_block_bytes)) != span.sums:
+    def _fill(self, span: _Span, data: Tensor) -> None:
+        """Check the CRC-32s of a span, and copy the requested parts."""
+        shard, block, dtype = span.request.shard, self._saved.checksum_block_bytes, self._dtype(span.request)
+        first = (span.start - shard.start) // block
+        sums = tuple(zlib.crc32(part.numpy()) for part in data.split(block))
+        if sums != shard.sums[first : first + len(sums)]:
             key = shard_key(span.request.name, shard.offset)
             raise manifest.DamagedError(f"{self._path / shard.file}: the CRC-32 of {key} does not match")
-        if data.storage_offset() % span.dtype.itemsize:
+        if data.storage_offset() % dtype.itemsize:
             data = data.clone()
-        elements = data.view(span.dtype)
-        base = elements.storage_offset() - (span.start - shard.start) // span.dtype.itemsize
-        return [
-            elements.as_strided(size, span.strides, base + start)
-            for start, (_, size) in zip(span.part_starts, span.request.parts, strict=True)
-        ]
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        return True
+        elements, strides = data.view(dtype), _strides(shard.size)
+        base = elements.storage_offset() - (span.start - shard.start) // dtype.itemsize
+        for (offset, size), part in span.request.parts:
+            part.copy_(elements.as_strided(size, strides, base + _element(offset, strides)))
 
 
-def _adjacent(spans: Iterable[_ReadSpan]) -> Iterator[list[_ReadSpan]]:
+def _adjacent(spans: Iterable[_Span]) -> Iterator[list[_Span]]:
     """Group adjacent spans into reads of at most `MAX_READ_BYTES`."""
-    run: list[_ReadSpan] = []
+    run: list[_Span] = []
     for span in spans:
-        adjacent = run and run[-1].byte_range[::2] == (span.request.shard.file, span.start)
+        adjacent = run and (run[-1].file, run[-1].stop) == (span.file, span.start)
         if run and not (adjacent and span.stop - run[0].start <= MAX_READ_BYTES):
             yield run
             run = []
@@ -217,3 +191,8 @@ def _adjacent(spans: Iterable[_ReadSpan]) -> Iterator[list[_ReadSpan]]:
 def _element(offset: Sequence[int], strides: Sequence[int]) -> int:
     """Return the index of the element at `offset` in row-major order."""
     return sum(map(operator.mul, offset, strides))
+
+
+def _strides(size: Sequence[int]) -> list[int]:
+    """Return the strides of a contiguous tensor, in elements."""
+    return [math.prod(size[dim + 1 :]) for dim in range(len(size))]

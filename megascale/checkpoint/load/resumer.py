@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from megascale.checkpoint import folders, offline
+from megascale.checkpoint import folders
 from megascale.checkpoint.collective_errors import on_first_rank
 from megascale.checkpoint.format import manifest
 from megascale.checkpoint.format.state import Progress
 from megascale.checkpoint.load.state_loader import StateLoader
 from megascale.checkpoint.save.saver import CheckpointSaver
 from megascale.comm.mesh import Mesh
-from megascale.config.run import HF_PREFIX, RunConfig
+from megascale.config.run import HF_PREFIX
 from megascale.config.toml_writer import config_changes
 from megascale.core.errors import CheckpointError
 from megascale.core.files import write_text
@@ -41,13 +42,23 @@ class ResumeResult:
 class Resumer:
     """Loads the newest intact checkpoint, from memory or from storage; all ranks call `resume` together.
 
+    `source`: `checkpoint.resume`. `config`: the run's, in JSON. `run`: the run's folder; `folder`: of its checkpoints.
     `warnings`: checkpoints passed over, and why. `damaged`: the damaged ones, with their error.
     """
 
     def __init__(
-        self, config: RunConfig, folder: Location, loader: StateLoader, saver: CheckpointSaver | None, mesh: Mesh
+        self,
+        source: str,
+        config: Mapping[str, Any],
+        run: Path,
+        folder: Location,
+        loader: StateLoader,
+        saver: CheckpointSaver | None,
+        mesh: Mesh,
     ) -> None:
+        self._source = source
         self._config = config
+        self._run = run
         self._folder = folder
         self._loader = loader
         self._saver = saver
@@ -72,12 +83,12 @@ class Resumer:
         if self.damaged:
             what = "no checkpoint is intact: " + "; ".join(self.damaged.values())
             raise manifest.DamagedError(what, hint="restore one, or start afresh under another name")
-        if not stored and self._config.checkpoint.resume != "never":
+        if not stored and self._source != "never":
             on_first_rank(self._mesh.world, self._check_not_lost, "a start from scratch")
         return None
 
     def _load_from_memory(self, min_step: int) -> ResumeResult | None:
-        if self._saver is None or self._config.checkpoint.resume == "never":
+        if self._saver is None or self._source == "never":
             return None
         facts, problems = self._saver.load_from_memory(min_step)
         self.warnings += [problem for problem in problems if problem not in self.warnings]
@@ -110,8 +121,8 @@ class Resumer:
 
     def _find(self) -> tuple[list[tuple[int, str]], list[str]]:
         """Look for the run's own checkpoints, or else those `checkpoint.resume` names; remove unfinished attempts."""
-        check_known(self._config.folder)
-        source, complete = self._config.checkpoint.resume, folders.complete_checkpoints(self._folder)
+        check_known(self._run)
+        source, complete = self._source, folders.complete_checkpoints(self._folder)
         if source == "never" and complete:  # `keep` would take their later steps for the newest
             what = f"{complete[-1].path} is there, and checkpoint.resume is never"
             raise CheckpointError(what, hint="another name or checkpoint.dir, or checkpoint.resume=auto")
@@ -124,7 +135,7 @@ class Resumer:
             self._check_writable()
         if complete or source in ("auto", "never") or source.startswith(HF_PREFIX):
             return [(stored.step, stored.path.url) for stored in reversed(complete)], problems
-        return [(0, path.url) for path in offline.find_checkpoints(Location(source, self._folder.retry_s))], problems
+        return [(0, path.url) for path in folders.find_checkpoints(Location(source, self._folder.retry_s))], problems
 
     def _check_not_lost(self) -> None:
         """Raise CheckpointError if the run has saved before (`SAVED_MARKER`) and no checkpoint is there."""
@@ -135,7 +146,7 @@ class Resumer:
     def _last_folder(self) -> str | None:
         """The folder of checkpoints at the run's last save, from `SAVED_MARKER`; None without a save."""
         try:
-            return (self._config.folder / SAVED_MARKER).read_text(encoding="utf-8").strip()
+            return (self._run / SAVED_MARKER).read_text(encoding="utf-8").strip()
         except OSError:
             return None
 
@@ -147,8 +158,8 @@ class Resumer:
             raise CheckpointError(what, hint=os_error_hint(error, "checkpoint.dir, permissions, the network")) from None
 
 
-def write_saved_marker(config: RunConfig, folder: Location) -> None:
-    """Write `SAVED_MARKER`. A failure is ignored: only the check for lost checkpoints is lost with the file."""
+def write_saved_marker(run: Path, folder: Location) -> None:
+    """Write `SAVED_MARKER` into a run's folder. A failure is ignored: only the check for lost checkpoints is lost."""
     with contextlib.suppress(OSError, CheckpointError):
-        check_known(config.folder)
-        write_text(config.folder / SAVED_MARKER, f"{folder}\n")
+        check_known(run)
+        write_text(run / SAVED_MARKER, f"{folder}\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -12,15 +12,11 @@ from megascale.checkpoint.format import manifest
 from megascale.checkpoint.format.state import Region
 from megascale.comm.mesh import Mesh
 from megascale.comm.totals import broadcast_bytes
-from megascale.config.model import ModelConfig
-from megascale.config.same_model import SAME_MODEL_HINT, model_differences
+from megascale.config.model import SAME_MODEL_HINT, ModelConfig, model_differences
 from megascale.core.errors import CheckpointError
 from megascale.core.storage import Location
 from megascale.device import Device
 from megascale.parallel.stateful import WEIGHTS, GlobalTensor, Stateful
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import LoadPlan
 
 
 class StateLoader:
@@ -37,24 +33,17 @@ class StateLoader:
 
         Raises: on every rank the same DamagedError if it is damaged, CheckpointError if it holds another model
         """
-        from megascale.checkpoint.load.reader import CheckpointReader  # here: torch's planners take a second to
-        from megascale.checkpoint.planners import LoadPlanner  # import, and a start from copies in memory needs none
+        # here: torch's planners take a second to import, and a start from copies in memory needs none
+        from megascale.checkpoint.load.reader import CheckpointReader, plan_reads
 
         saved = self._read_manifest(path)
         self.check_same_model(path, saved.facts.config.get("model", {}))
         reader = CheckpointReader(path, saved, self._mesh.tp, self._device.torch_device)
-        tensors, planner = self._tensors_to_load(saved), LoadPlanner(path)
-
-        def make_plan() -> LoadPlan:
-            metadata = reader.read_metadata()
-            planner.set_up_planner(tensors, metadata)
-            reader.set_up_storage_reader(metadata, is_coordinator=False)
-            return planner.create_local_plan()
-
-        plan = on_all_ranks(self._mesh.world, make_plan, f"the plan of {path}")
-        on_all_ranks(self._mesh.world, lambda: reader.read_data(plan, planner), f"reading {path}")
+        tensors, world = self._tensors_to_load(saved), self._mesh.world
+        requests = on_all_ranks(world, lambda: plan_reads(path, saved, tensors), f"the plan of {path}")
+        on_all_ranks(world, lambda: reader.read(requests), f"reading {path}")
         self._end_load()
-        return saved, sum(self._mesh.world.control.all_gather(reader.bytes_read, f"bytes of {path}"))
+        return saved, sum(world.control.all_gather(reader.bytes_read, f"bytes of {path}"))
 
     def load_weights(self, name: str, model: Mapping[str, Any], read: Callable[[str, Region], Tensor]) -> None:
         """Load weights only: `read` returns a region of a tensor of `model`, in any dtype.

@@ -8,25 +8,43 @@ that another rank finds on its host and sends.
 from __future__ import annotations
 
 import math
+import socket
 import uuid
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from megascale.checkpoint.collective_errors import on_first_rank
+from torch import Tensor
+
+from megascale.checkpoint.collective_errors import on_all_ranks, on_first_rank
 from megascale.checkpoint.format import manifest
-from megascale.checkpoint.memory.common_steps import SlotsByHost, find_common_steps
-from megascale.checkpoint.memory.copies import CopyFolder, Header
+from megascale.checkpoint.memory.copies import SLOTS, CopyFolder, CopySlot, Header
 from megascale.checkpoint.memory.placement import replica_ranks
-from megascale.checkpoint.memory.receivers import open_receivers
-from megascale.checkpoint.memory.replication import COPY_BLOCK_BYTES, TIMEOUT_S
+from megascale.checkpoint.memory.replication import COPY_BLOCK_BYTES, SAVE_TIMEOUT_S, TIMEOUT_S
 from megascale.checkpoint.save.snapshot import Snapshot
 from megascale.checkpoint.save.writer_process import WriterProcess
+from megascale.comm.gloo_interface import first_host, own_address
 from megascale.comm.mesh import Mesh
 from megascale.core.errors import CheckpointError
-from megascale.core.files import exists
+from megascale.core.network import LOOPBACK, is_loopback, reserve_port
 from megascale.core.run_folder import TOKEN, read_token, write_token
+from megascale.device import Device
+
+SlotsByHost = Sequence[Mapping[int, Mapping[int, int]]]
+"""Slot of a copy by holding rank, rank and step."""
+
+
+HostMemory = tuple[str, int, int]
+"""Host name, and device and inode of the folder of copies: equal for ranks that share memory."""
+
+
+class Receiver(NamedTuple):
+    """Address and port at which a rank receives copies, and its host's memory."""
+
+    address: str
+    port: int
+    memory: HostMemory
 
 
 class MemoryCheckpoints:
@@ -52,7 +70,7 @@ class MemoryCheckpoints:
         self._secret = secret.hex()
         self._folder = CopyFolder(parent, self._id, self._run / TOKEN)
         self._folder.create()
-        self._receivers, self._reserved = open_receivers(mesh, self._folder.path)
+        self._receivers, self._reserved = _open_receivers(mesh, self._folder.path)
         hosts = [receiver.memory for receiver in self._receivers]
         self.replica_rank = replica_ranks(mesh.topology, hosts)[mesh.rank] if replicate else None
         unreplicated = replicate and self.replica_rank is None
@@ -73,16 +91,33 @@ class MemoryCheckpoints:
         address = self._receivers[self._mesh.rank][:2]
         return {"address": address, "folder": str(self._folder.path), "secret": self._secret}
 
-    def sender_args(self, path: Path, rank: int, timeout_s: float) -> dict[str, Any]:
-        """Return the arguments of `send_replica` to the host of `rank`."""
+    def replica_args(self, slot: int) -> dict[str, Any] | None:
+        """Return the arguments of `send_replica` for this rank's copy in a slot; None without a replica."""
+        if self.replica_rank is None:
+            return None
+        return self._sender_args(self._folder.copy_path(self._mesh.rank, slot), self.replica_rank, SAVE_TIMEOUT_S)
+
+    def _sender_args(self, path: Path, rank: int, timeout_s: float) -> dict[str, Any]:
         receiver = self._receivers[rank]
         peer = f"rank {rank} on {receiver.memory[0]}"
         to = {"peer": peer, "address": receiver[:2], "secret": self._secret, "timeout_s": timeout_s}
         return {"path": str(path), **to}
 
-    def copy_path(self, slot: int) -> Path:
-        """Return the file of a slot of this rank."""
-        return self._folder.copy_path(self._mesh.rank, slot)
+    def allocate_slots(self, tensors: Sequence[Tensor], device: Device) -> list[Snapshot]:
+        """Allocate this rank's slots.
+
+        Raises: CheckpointError on every rank if a rank has no memory; the memory of all ranks is freed
+        """
+
+        def allocate() -> list[Snapshot]:
+            paths = (self._folder.copy_path(self._mesh.rank, slot) for slot in range(len(SLOTS)))
+            return [Snapshot(tensors, device, path) for path in paths]
+
+        try:
+            return on_all_ranks(self._mesh.world, allocate, "memory for copies")
+        except CheckpointError:
+            self._folder.remove_unused(self._mesh.rank)
+            raise
 
     def header_path(self, slot: int) -> Path:
         """Return the header of a slot of this rank."""
@@ -146,10 +181,6 @@ class MemoryCheckpoints:
         """Write the ids of starts whose copies count."""
         on_first_rank(self._mesh.world, lambda: write_token(self._run, self._id, *starts), "the id of this start")
 
-    def remove_unused(self) -> None:
-        """Free the memory of slots without a complete copy."""
-        self._folder.remove_unused(self._mesh.rank)
-
     def remove_copies(self) -> None:
         """Free the memory of this run's copies on this host."""
         self._folder.remove()
@@ -164,7 +195,7 @@ class MemoryCheckpoints:
             if holder == self._mesh.rank:
                 copy = self._folder.copy_path(rank, holders[holder][rank][step])
                 try:
-                    writer.submit({"send_replica": self.sender_args(copy, rank, TIMEOUT_S)})
+                    writer.submit({"send_replica": self._sender_args(copy, rank, TIMEOUT_S)})
                     writer.response(math.inf)
                 except CheckpointError as error:
                     problem = error.message
@@ -176,23 +207,51 @@ class MemoryCheckpoints:
         if header is None:
             return "it has not arrived"
         sums = tuple(zlib.crc32(block.numpy()) for block in snapshot.buffer.split(COPY_BLOCK_BYTES))
-        return "" if sums == header.sums else f"the CRC-32 of {self.copy_path(slot)} does not match"
+        path = self._folder.copy_path(self._mesh.rank, slot)
+        return "" if sums == header.sums else f"the CRC-32 of {path} does not match"
 
 
-def invalidate_copies(parent: Path, run: Path, mesh: Mesh) -> None:
-    """Invalidate and remove all copies of a run: a start without in-memory checkpoints may go back to earlier steps.
+def _open_receivers(mesh: Mesh, folder: Path) -> tuple[list[Receiver], socket.socket | None]:
+    """Gather the receivers of all ranks, and keep a port for this rank's writers, at the address that other hosts
+    reach. None is kept on a job's only host.
 
-    Raises: CheckpointError on every rank if the run's folder cannot be written
+    `folder`: this host's folder of copies. The socket takes no connection: while no writer listens, peers are refused,
+    and try again until their timeout (`replication.send_replica`).
     """
-    run = run.resolve()
+    control, facts = mesh.world.control, folder.stat()
+    memory = socket.gethostname(), facts.st_dev, facts.st_ino
+    memories = [tuple(each) for each in control.all_gather(memory, "hosts")]
+    if len(set(memories)) == 1:
+        return [Receiver(LOOPBACK, 0, memory)] * len(memories), None
+    here = own_address(first_host())
+    hosts = control.all_gather(here, "addresses")
+    if is_loopback(here):  # rank 0's host sees itself under another address than the rest
+        here = own_address(next((host for host in hosts if not is_loopback(host)), here))
+    reserved = reserve_port(here)
+    addresses = control.all_gather((here, reserved.getsockname()[1]), "ports")
+    each = zip(addresses, memories, strict=True)
+    return [Receiver(address, port, memory) for (address, port), memory in each], reserved
 
-    def invalidate() -> str:
-        if not exists(run / TOKEN):
-            return ""
-        run_id, _ = read_token(run)
-        write_token(run, run_id, uuid.uuid4().hex)
-        return run_id
 
-    run_id = on_first_rank(mesh.world, invalidate, "copies to invalidate")
-    if run_id:
-        CopyFolder(parent, run_id, run / TOKEN).remove()
+def find_common_steps(
+    copies: Sequence[tuple[Sequence[CopySlot], Sequence[int]]], min_step: int
+) -> tuple[list[int], SlotsByHost, list[str]]:
+    """Find steps of `min_step` or later with a copy of every rank on any host, newest first. `copies`: usable copies on
+    every rank's host, and steps of unusable ones. Returns also the slots of all copies, and why steps newer than these
+    are not used.
+    """
+    slots: list[dict[int, dict[int, int]]] = [{} for _ in copies]
+    steps: list[set[int]] = [set() for _ in copies]
+    for host, (usable, _) in zip(slots, copies, strict=True):
+        for rank, step, slot in usable:
+            host.setdefault(rank, {})[step] = slot
+            steps[rank].add(step)
+    common = {step for step in set.intersection(*steps) if step >= min_step}
+    unusable = {step: "they are of another layout, model or optimizer" for _, found in copies for step in found}
+    unusable |= dict.fromkeys(set.union(*steps), "not every rank has one")
+    problems = [
+        f"the copies of step {step} in memory are not used: {why}"
+        for step, why in sorted(unusable.items())
+        if step > max(common, default=min_step)
+    ]
+    return sorted(common, reverse=True), slots, problems

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -85,29 +85,28 @@ class SaveAttempt:
         return f"its writer, process {pid}, which has been writing {written}: is the storage responsive?"
 
     def _commit(self) -> CheckpointError | None:
-        """Gather the shard locations and write the manifest on rank 0. Returns its error on every rank."""
-        if self.path is None:
+        """Gather the shard locations and write the manifest on rank 0, which removes the files if it cannot. Returns
+        its error on every rank.
+        """
+        path, plan = self.path, self.plan
+        if path is None:
             return None
-        assert self.plan is not None and self.response is not None
-        local_files = self.plan.shard_locations(self.response["locations"]), self.response["files"]
+        assert plan is not None and self.response is not None
+        local_files = plan.shard_locations(self.response["locations"]), self.response["files"]
         ranks = self.mesh.world.control.gather(local_files, "the written shards")
+
+        def write_manifest() -> None:
+            try:
+                manifest.write(path, plan.build_manifest(self.facts, ranks or [], self.companions))
+            except CheckpointError:
+                _remove_files(path)
+                raise
+
         try:
-            on_first_rank(self.mesh.world, lambda: self._write_manifest(ranks or []), "the manifest")
+            on_first_rank(self.mesh.world, write_manifest, "the manifest")
         except CheckpointError as error:
             return error
         return None
-
-    def _write_manifest(self, ranks: Sequence[Any]) -> None:
-        """Write the manifest, or remove the files.
-
-        Raises: CheckpointError
-        """
-        assert self.path is not None and self.plan is not None
-        try:
-            manifest.write(self.path, self.plan.build_manifest(self.facts, ranks, self.companions))
-        except CheckpointError:
-            _remove_files(self.path)
-            raise
 
     def _abort(self) -> CheckpointError:
         """Remove the files. Returns the error of the lowest rank that knows the cause."""

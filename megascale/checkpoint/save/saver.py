@@ -20,14 +20,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from megascale.checkpoint import folders
-from megascale.checkpoint.collective_errors import on_all_ranks, on_first_rank
+from megascale.checkpoint.collective_errors import on_first_rank
 from megascale.checkpoint.companions import copy_companions
 from megascale.checkpoint.format import manifest
-from megascale.checkpoint.format.safetensors_file import HEADER_BYTES, MAX_SHARD_BYTES
 from megascale.checkpoint.format.state import split_shards
-from megascale.checkpoint.memory import replication
-from megascale.checkpoint.memory.copies import SLOTS
-from megascale.checkpoint.memory.memory_checkpoints import MemoryCheckpoints
 from megascale.checkpoint.save.attempt import SaveAttempt, SaveResult
 from megascale.checkpoint.save.snapshot import Snapshot
 from megascale.checkpoint.save.writer_process import WriterProcess
@@ -40,6 +36,7 @@ from megascale.device import Device
 from megascale.parallel.stateful import GlobalTensor
 
 if TYPE_CHECKING:
+    from megascale.checkpoint.memory.memory_checkpoints import MemoryCheckpoints
     from megascale.checkpoint.save.write_plan import WritePlan
 
 _NewFolder = tuple[Location, dict[str, manifest.StoredFile]]
@@ -69,16 +66,16 @@ class CheckpointSaver:
     ) -> None:
         self._mesh = mesh
         self._companions = companions
-        self._state = split_shards(state, min(MAX_SHARD_BYTES, file_bytes - HEADER_BYTES))
+        self._state = split_shards(state, file_bytes)
         self._file_bytes = file_bytes
         self._memory_checkpoints = memory_checkpoints
+        receiver_args = None
         if memory_checkpoints is None:
             self._slots = [Snapshot(flat_tensors, device)]
-            self._writer = WriterProcess([self._slots[0].descriptor])
         else:
-            self._slots = _allocate_slots(flat_tensors, memory_checkpoints, mesh, device)
-            # The writer also receives replicas of other ranks' copies.
-            self._writer = WriterProcess([slot.descriptor for slot in self._slots], memory_checkpoints.receiver_args)
+            self._slots = memory_checkpoints.allocate_slots(flat_tensors, device)
+            receiver_args = memory_checkpoints.receiver_args  # the writer also receives replicas of others' copies
+        self._writer = WriterProcess([slot.descriptor for slot in self._slots], receiver_args)
         self._mkdir_thread = ThreadPoolExecutor(1, "checkpoint-mkdir")
         self._layout_hash = _hash_layout(self._state, self._slots[0], meaning)
         self._plan: WritePlan | None = None
@@ -119,8 +116,10 @@ class CheckpointSaver:
         self._slots[slot].copy_from_tensors()
         path = self._share_folder(folder, new_folder) if folder is not None else None
         companions = new_folder.result()[1] if new_folder else {}
-        if path is not None:
-            self._plan = self._plan or self._make_write_plan()
+        if path is not None and self._plan is None:
+            from megascale.checkpoint.save.write_plan import make_write_plan  # torch's planners take a second to import
+
+            self._plan = make_write_plan(self._state, self._slots[0], self._file_bytes, self._mesh)  # of all slots
         plan = None if path is None else self._plan
         self._attempt = attempt = SaveAttempt(self._mesh, facts, slot, path, plan, waited_s, companions)
         self.fault_hook("write")
@@ -142,14 +141,6 @@ class CheckpointSaver:
                 raise CheckpointError(what, hint=os_error_hint(error, WRITE_HINT)) from None
 
         return folder / on_first_rank(self._mesh.world, name, "the folder of a checkpoint")
-
-    def _make_write_plan(self) -> WritePlan:
-        """Plan the writes of every save and slot: all slots have the same offsets."""
-        from megascale.checkpoint.save.write_plan import (
-            make_write_plan,
-        )  # here: torch's planners take a second to import
-
-        return make_write_plan(self._state, self._slots[0], self._file_bytes, self._mesh)
 
     def _writer_request(self, attempt: SaveAttempt) -> dict[str, dict[str, Any]]:
         """Return the request to the writer (`writer.execute`).
@@ -173,9 +164,8 @@ class CheckpointSaver:
                 "checksum_block_bytes": attempt.plan.checksum_block_bytes,
                 "files": attempt.plan.files,
             }
-        elif memory and memory.replica_rank is not None:
-            copy, timeout_s = memory.copy_path(attempt.slot), replication.SAVE_TIMEOUT_S
-            request["send_replica"] = memory.sender_args(copy, memory.replica_rank, timeout_s)
+        elif memory and (sender_args := memory.replica_args(attempt.slot)):
+            request["send_replica"] = sender_args
         return request
 
     def load_from_memory(self, min_step: int) -> tuple[manifest.Facts | None, list[str]]:
@@ -213,22 +203,6 @@ class CheckpointSaver:
             return None
         failed = sum(self._mesh.world.control.all_gather(self.poll(wait=True)[1], "the end of a checkpoint"))
         return self.complete(self._mesh.world.size - failed, failed)
-
-
-def _allocate_slots(tensors: Sequence[Tensor], memory: MemoryCheckpoints, mesh: Mesh, device: Device) -> list[Snapshot]:
-    """Allocate the slots of in-memory checkpoints.
-
-    Raises: CheckpointError on every rank if a rank has no memory; the memory of all ranks is freed
-    """
-
-    def allocate() -> list[Snapshot]:
-        return [Snapshot(tensors, device, memory.copy_path(slot)) for slot in range(len(SLOTS))]
-
-    try:
-        return on_all_ranks(mesh.world, allocate, "memory for copies")
-    except CheckpointError:
-        memory.remove_unused()
-        raise
 
 
 def _hash_layout(state: Mapping[str, GlobalTensor], snapshot: Snapshot, meaning: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megascale.config.model import ModelConfig
-from megascale.convert.families import gemma, gpt2, gpt_neox, llama, olmo2, phi3, qwen
+from megascale.convert.families import gemma, gpt2, gpt_neox, llama, qwen
 from megascale.convert.families.family import ConfigKeys, Family, SizeError
 from megascale.convert.families.rotary_keys import ROPE_KEYS
 from megascale.convert.families.window_keys import WINDOW_KEYS
@@ -27,9 +27,9 @@ FAMILIES = {
         qwen.QWEN3,
         gemma.GEMMA2,
         gemma.GEMMA3,
-        olmo2.FAMILY,
+        llama.OLMO2,
         gpt_neox.FAMILY,
-        phi3.FAMILY,
+        llama.PHI3,
     )
 }
 """Families by the `model_type` of config.json. The first that computes a model is the one it is exported as."""

@@ -6,7 +6,7 @@ description. `require`, `value`: reading of config.json.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,17 +48,13 @@ class Fused:
     per_head: bool = False
 
 
-def _nothing(_: Any) -> ConfigKeys:
-    return {}
-
-
 @dataclass(frozen=True)
 class Family:
     """A Hugging Face architecture. `name`: its `model_type`.
 
     `fixed`: `[model]` keys with one value in all models of the family. `keys`: `[model]` key -> key of config.json.
-    `required`: key of config.json -> supported values, of which the first is the default. `read` computes further
-    `[model]` keys of a config.json; `write` further keys of a config.json.
+    `required`: key of config.json -> supported values, of which the first is the default. `read`: functions to further
+    `[model]` keys of a config.json; `write`: to further keys of a config.json.
     `outer`: megascale tensor -> Hugging Face tensor. `layer`: module of `layer_prefix`.N in Hugging Face -> module of
     `layers.N`, or several (`Fused`). `ignored_suffixes`: of tensors in files that are no weights.
     """
@@ -71,8 +67,8 @@ class Family:
     layer_prefix: str
     layer: Mapping[str, str | Fused]
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    read: Callable[[ConfigKeys], ConfigKeys] = _nothing
-    write: Callable[[ModelConfig], ConfigKeys] = _nothing
+    read: Sequence[Callable[[ConfigKeys], ConfigKeys]] = ()
+    write: Sequence[Callable[[ModelConfig], ConfigKeys]] = ()
     ignored_suffixes: tuple[str, ...] = ()
 
     def model_keys(self, config: ConfigKeys) -> ConfigKeys:
@@ -82,13 +78,18 @@ class Family:
         """
         for key, allowed in self.required.items():
             require(config, key, *allowed)
-        keys = {name: value(config, key) for name, key in self.keys.items()}
-        return dict(self.fixed) | keys | self.read(config)
+        keys = dict(self.fixed) | {name: value(config, key) for name, key in self.keys.items()}
+        for read in self.read:
+            keys |= read(config)
+        return keys
 
     def config_keys(self, model: ModelConfig) -> ConfigKeys:
         """The keys of config.json for a model. What the family cannot express is lost."""
         config = {key: allowed[0] for key, allowed in self.required.items()}
-        return config | {key.name: getattr(model, name) for name, key in self.keys.items()} | self.write(model)
+        config |= {key.name: getattr(model, name) for name, key in self.keys.items()}
+        for write in self.write:
+            config |= write(model)
+        return config
 
 
 def value(config: ConfigKeys, key: Key) -> Any:

@@ -5,6 +5,7 @@ sqrt(hidden_size), alternating windows; soft caps (2), norms of q and k, and a r
 from __future__ import annotations
 
 import math
+from functools import partial
 
 from megascale.config.model import ModelConfig
 from megascale.convert.families.family import ConfigKeys, Family, Key
@@ -53,15 +54,14 @@ def _write_attention(model: ModelConfig) -> ConfigKeys:
     return write_head_dim(model) | write_layer_types(model) | {"query_pre_attn_scalar": scalar}
 
 
-def _read_gemma2(config: ConfigKeys) -> ConfigKeys:
+def _read_caps(config: ConfigKeys) -> ConfigKeys:
     defaults = {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}
     caps = {ours: (defaults | config)[theirs] for ours, theirs in CAPS.items()}
-    return read_rope(config) | _read_attention(config, 2) | {ours: cap for ours, cap in caps.items() if cap is not None}
+    return {ours: cap for ours, cap in caps.items() if cap is not None}
 
 
-def _write_gemma2(model: ModelConfig) -> ConfigKeys:
-    caps = {theirs: getattr(model, ours) for ours, theirs in CAPS.items()}
-    return write_rope(model) | _write_attention(model) | caps
+def _write_caps(model: ModelConfig) -> ConfigKeys:
+    return {theirs: getattr(model, ours) for ours, theirs in CAPS.items()}
 
 
 def _read_gemma3(config: ConfigKeys) -> ConfigKeys:
@@ -79,17 +79,17 @@ def _read_gemma3(config: ConfigKeys) -> ConfigKeys:
     )
 
 
-def _write_gemma3(model: ModelConfig) -> ConfigKeys:
-    local = {} if model.local_rope_theta is None else {"rope_local_base_freq": model.local_rope_theta}
-    return write_rope(model) | _write_attention(model) | local
+def _write_local_rope(model: ModelConfig) -> ConfigKeys:
+    return {} if model.local_rope_theta is None else {"rope_local_base_freq": model.local_rope_theta}
 
 
 GEMMA2 = Family(
     "gemma2", "Gemma2ForCausalLM", GEMMA, GEMMA_KEYS, OUTER, "model.layers", GEMMA_LAYER, REQUIRED,
-    _read_gemma2, _write_gemma2, ROTARY_BUFFERS,
+    (read_rope, partial(_read_attention, pattern=2), _read_caps), (write_rope, _write_attention, _write_caps),
+    ROTARY_BUFFERS,
 )  # fmt: skip
 GEMMA3 = Family(
     "gemma3_text", "Gemma3ForCausalLM", GEMMA | {"qk_norm": "head"}, GEMMA3_KEYS, OUTER, "model.layers", GEMMA3_LAYER,
     REQUIRED | {"final_logit_softcapping": (None,), "attn_logit_softcapping": (None,)},
-    _read_gemma3, _write_gemma3, ROTARY_BUFFERS,
+    (_read_gemma3,), (write_rope, _write_attention, _write_local_rope), ROTARY_BUFFERS,
 )  # fmt: skip

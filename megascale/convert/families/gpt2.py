@@ -64,5 +64,5 @@ FAMILY = Family(
     KEYS, OUTER, "transformer.h", LAYER,
     {"activation_function": tuple(GELUS), "scale_attn_weights": (True,),
      "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)},
-    _read, _write, (".attn.bias", ".attn.masked_bias"),
+    (_read,), (_write,), (".attn.bias", ".attn.masked_bias"),
 )  # fmt: skip

@@ -59,5 +59,5 @@ FAMILY = Family(
     "gpt_neox", "GPTNeoXForCausalLM", {"norm": "layernorm", "position": "rope", "bias": True},
     KEYS, OUTER, "gpt_neox.layers", LAYER,
     {"hidden_act": tuple(dict.fromkeys(("gelu", *GELUS))), "attention_bias": (True,)},
-    _read, _write, (".attention.bias", ".attention.masked_bias", ".attention.rotary_emb.inv_freq"),
+    (_read,), (_write,), (".attention.bias", ".attention.masked_bias", ".attention.rotary_emb.inv_freq"),
 )  # fmt: skip

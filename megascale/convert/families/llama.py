@@ -1,11 +1,15 @@
-"""Llama: model_type llama (Llama 2 and 3, SmolLM) and mistral (Mistral, Mistral-Nemo), Llama with a sliding window."""
+"""Llama and its variants: model_type llama (Llama 2 and 3, SmolLM); mistral (Mistral, Mistral-Nemo), with a sliding
+window; phi3, with q, k and v in one tensor, gate and up in another, and one window or none; olmo2, with norms after
+attention and MLP, none before, and norms of all of q and of k.
+"""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from megascale.config.model import ModelConfig
-from megascale.convert.families.family import ConfigKeys, Family, Key, Same
+from megascale.convert.families.family import ConfigKeys, Family, Fused, Key, Same
 from megascale.convert.families.rotary_keys import read_rope, write_rope
 from megascale.convert.families.window_keys import read_one_window, write_one_window
 
@@ -64,32 +68,77 @@ def write_head_dim(model: ModelConfig) -> ConfigKeys:
     return {"head_dim": model.head_dim}
 
 
-def _read_llama(config: ConfigKeys) -> ConfigKeys:
+def check_heads(config: ConfigKeys) -> ConfigKeys:
+    """Check, for a family without head_dim, that the heads divide hidden_size. Raises: ValueError"""
+    return read_head_dim(config | {"head_dim": None})
+
+
+def _read_biases(config: ConfigKeys) -> ConfigKeys:
     biases = config.get("attention_bias", False), config.get("mlp_bias", False)
     if biases[0] != biases[1]:
         raise ValueError(f"mlp_bias is {biases[1]!r}, not {biases[0]!r}, as attention_bias")
-    return read_rope(config) | read_head_dim(config) | {"bias": biases[0]}
+    return {"bias": biases[0]}
 
 
-def _write_llama(model: ModelConfig) -> ConfigKeys:
-    return write_rope(model) | write_head_dim(model) | {"attention_bias": model.bias, "mlp_bias": model.bias}
-
-
-def _read_mistral(config: ConfigKeys) -> ConfigKeys:
-    return read_rope(config) | read_head_dim(config) | read_one_window(config, 4096)
-
-
-def _write_mistral(model: ModelConfig) -> ConfigKeys:
-    return write_rope(model) | write_head_dim(model) | write_one_window(model)
+def _write_biases(model: ModelConfig) -> ConfigKeys:
+    return {"attention_bias": model.bias, "mlp_bias": model.bias}
 
 
 FAMILY = Family(
-    "llama", "LlamaForCausalLM", LLAMA, KEYS, OUTER, "model.layers", LAYER,
-    {"hidden_act": ("silu",)}, _read_llama, _write_llama, ROTARY_BUFFERS,
+    "llama", "LlamaForCausalLM", LLAMA, KEYS, OUTER, "model.layers", LAYER, {"hidden_act": ("silu",)},
+    (_read_biases, read_rope, read_head_dim), (write_rope, write_head_dim, _write_biases), ROTARY_BUFFERS,
 )  # fmt: skip
+
 MISTRAL = Family(
     "mistral", "MistralForCausalLM", LLAMA | {"bias": False},
     KEYS | {"num_kv_heads": kv_heads(8)}, OUTER, "model.layers", LAYER,
     {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
-    _read_mistral, _write_mistral, ROTARY_BUFFERS,
+    (read_rope, read_head_dim, partial(read_one_window, default=4096)), (write_rope, write_head_dim, write_one_window),
+    ROTARY_BUFFERS,
+)  # fmt: skip
+
+PHI3_KEYS = KEYS | {
+    "seq_length": Key("max_position_embeddings", 4096, size=True),
+    "norm_eps": Key("rms_norm_eps", 1e-5),
+}
+PHI3_LAYER: dict[str, str | Fused] = {
+    "input_layernorm": "attention_norm",
+    "self_attn.qkv_proj": Fused(("attention.q", "attention.k", "attention.v")),
+    "self_attn.o_proj": "attention.out",
+    "post_attention_layernorm": "mlp_norm",
+    "mlp.gate_up_proj": Fused(("mlp.gate", "mlp.up")),
+    "mlp.down_proj": "mlp.down",
+}
+
+
+def _read_phi3_rope(config: ConfigKeys) -> ConfigKeys:
+    rope = read_rope(config, fraction=("partial_rotary_factor", 1.0))
+    if "rope_scaling" in rope:
+        raise ValueError(f"rope_type is {rope['rope_scaling']['type']!r}, not default")
+    return rope
+
+
+def _write_phi3(model: ModelConfig) -> ConfigKeys:
+    keys = {"partial_rotary_factor": model.rotary_fraction}
+    return keys | {"original_max_position_embeddings": model.seq_length}
+
+
+PHI3 = Family(
+    "phi3", "Phi3ForCausalLM", LLAMA | {"bias": False},
+    PHI3_KEYS, OUTER, "model.layers", PHI3_LAYER, {"hidden_act": ("silu",)},
+    (_read_phi3_rope, check_heads, partial(read_one_window, default=None)), (write_rope, write_one_window, _write_phi3),
+    ROTARY_BUFFERS,
+)  # fmt: skip
+
+OLMO2_LAYER = {theirs: ours for theirs, ours in LAYER.items() if theirs != "input_layernorm"} | {
+    "self_attn.q_norm": "attention.q_norm",
+    "self_attn.k_norm": "attention.k_norm",
+    "post_attention_layernorm": "attention_post_norm",
+    "post_feedforward_layernorm": "mlp_post_norm",
+}
+
+OLMO2 = Family(
+    "olmo2", "Olmo2ForCausalLM", LLAMA | {"block": "post_norm", "bias": False, "qk_norm": "full"},
+    KEYS | {"norm_eps": Key("rms_norm_eps", 1e-5)}, OUTER, "model.layers", OLMO2_LAYER,
+    {"hidden_act": ("silu",), "attention_bias": (False,)}, (read_rope, check_heads), (write_rope,), ROTARY_BUFFERS,
 )  # fmt: skip

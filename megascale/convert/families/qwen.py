@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from megascale.config.model import ModelConfig
 from megascale.convert.families.family import ConfigKeys, Family, Key
 from megascale.convert.families.llama import (
@@ -10,6 +12,7 @@ from megascale.convert.families.llama import (
     LLAMA,
     OUTER,
     ROTARY_BUFFERS,
+    check_heads,
     kv_heads,
     read_head_dim,
     write_head_dim,
@@ -39,29 +42,14 @@ def _write_windows(model: ModelConfig) -> ConfigKeys:
     return keys | {"use_sliding_window": SLIDING in types, "max_window_layers": full}
 
 
-def _read_qwen2(config: ConfigKeys) -> ConfigKeys:
-    return read_rope(config) | read_head_dim(config | {"head_dim": None}) | _read_windows(config)
-
-
-def _write_qwen2(model: ModelConfig) -> ConfigKeys:
-    return write_rope(model) | _write_windows(model)
-
-
-def _read_qwen3(config: ConfigKeys) -> ConfigKeys:
-    return read_rope(config) | read_head_dim(config, QWEN3_HEAD_DIM) | _read_windows(config)
-
-
-def _write_qwen3(model: ModelConfig) -> ConfigKeys:
-    return write_rope(model) | write_head_dim(model) | _write_windows(model)
-
-
 QWEN2 = Family(
     "qwen2", "Qwen2ForCausalLM", LLAMA | {"bias": False, "qkv_bias": True},
     QWEN_KEYS, OUTER, "model.layers", LAYER, {"hidden_act": ("silu",)},
-    _read_qwen2, _write_qwen2, ROTARY_BUFFERS,
+    (read_rope, check_heads, _read_windows), (write_rope, _write_windows), ROTARY_BUFFERS,
 )  # fmt: skip
 QWEN3 = Family(
     "qwen3", "Qwen3ForCausalLM", LLAMA | {"bias": False, "qk_norm": "head"},
     QWEN_KEYS, OUTER, "model.layers", QWEN3_LAYER, {"hidden_act": ("silu",), "attention_bias": (False,)},
-    _read_qwen3, _write_qwen3, ROTARY_BUFFERS,
+    (read_rope, partial(read_head_dim, default=QWEN3_HEAD_DIM), _read_windows),
+    (write_rope, write_head_dim, _write_windows), ROTARY_BUFFERS,
 )  # fmt: skip

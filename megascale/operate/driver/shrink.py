@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from megascale.config.injection import faults_of_ranks
 from megascale.config.loading import check_rules
-from megascale.config.rules import world_findings
-from megascale.config.run import RunConfig, model_parallel_size
+from megascale.config.run import RunConfig
+from megascale.config.world_rules import world_findings
 from megascale.core.errors import ConfigError
 
 
@@ -37,7 +37,7 @@ def smaller_layout(config: RunConfig, ranks_per_node: int, nodes: int) -> Smalle
     `config`: resolved, with the dp of the last attempt. Nodes are filled with `ranks_per_node` ranks; a job smaller
     than a node runs on one. The rest of the layout is unchanged, and dp must be legal with the global batch.
     """
-    replica = model_parallel_size(config.parallel)
+    replica = config.parallel.replica_size
     for dp in range(min(config.dp - 1, nodes * ranks_per_node // replica), 0, -1):
         world_size = replica * dp
         fills_nodes = world_size % ranks_per_node == 0 or world_size < ranks_per_node

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megascale.config.data import DataConfig
 from megascale.config.model import ModelConfig
-from megascale.config.train import DataConfig
 from megascale.layout.blocks import distinct_blocks
 from megascale.layout.document_lengths import equal_documents
 from megascale.layout.parts.part import Scores

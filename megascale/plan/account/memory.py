@@ -21,6 +21,7 @@ from megascale.catalog.schedules import SCHEDULES
 from megascale.config.run import RunConfig
 from megascale.config.train import TrainConfig
 from megascale.layout.blocks import distinct_blocks, weight_numel
+from megascale.layout.buckets import SHARDED
 from megascale.layout.chunks import bucket_sizes, fp8_layers, stages_of
 from megascale.layout.parts.sizes import UnitBytes
 from megascale.layout.recompute_policy import recompute_policy
@@ -79,18 +80,19 @@ def state_bytes(config: RunConfig, stage: int, storage: WeightStorage = THIS_TRA
     facts, ranks = PRECISIONS[config.train.precision].facts, replicas(config)
     compute, accumulate = facts["compute_bytes"], facts["accumulate_bytes"]
     zero = 3 if storage.shards_weights else config.parallel.zero
+    sharded = SHARDED[zero]
     layout, fp8 = stages_of(config), fp8_layers(config)
     blocks, numbers = distinct_blocks(config.model)
     layers = chain(*(layout.layers(layout.index(stage, chunk)) for chunk in range(layout.vpp)))
     cast = sum(weight_numel(blocks[numbers[layer]]) for layer in layers if layer in fp8) // config.parallel.tp
     cast_bytes = facts["fp8_weight_bytes"] - (compute if storage.fp8_weights == "instead" else 0)
     elements = sum(bucket.numel for chunk in bucket_sizes(config, stage) for bucket in chunk)
-    shard = elements // ranks if zero else elements
+    shard = elements // ranks if "state" in sharded else elements
     master = compute if config.optimizer.master == "compensated" else accumulate
     masters = shard * ((master if facts["master_weights"] else 0) + accumulate * averages(config.train))
     return StateBytes(
-        parameters=(compute * elements + cast_bytes * cast) // (ranks if zero == 3 else 1),
-        gradients=accumulate * (elements // ranks if zero >= 2 else elements),
+        parameters=(compute * elements + cast_bytes * cast) // (ranks if "weight" in sharded else 1),
+        gradients=accumulate * (elements // ranks if "gradient" in sharded else elements),
         optimizer=optimizer_state_bytes(config, stage, zero) + masters,
     )
 
@@ -152,7 +154,7 @@ class _Job:
 
     def __init__(self, config: RunConfig, storage: WeightStorage) -> None:
         self._config, self._storage = config, storage
-        self._zero2 = config.parallel.zero == 2 and not storage.shards_weights
+        self._zero2 = "gradient" in SHARDED[config.parallel.zero] and not storage.shards_weights
         self._layout, self._sizes = stages_of(config), micro_batch_sizes(config)
         self._fp8 = fp8_layers(config)
         blocks, self._numbers = distinct_blocks(config.model)

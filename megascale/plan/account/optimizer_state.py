@@ -15,7 +15,7 @@ from megascale.catalog.precisions import PRECISIONS
 from megascale.config.run import RunConfig
 from megascale.config.train import OptimizerConfig
 from megascale.layout.chunks import bucket_sizes
-from megascale.layout.owners import MatrixShard, StageMatrices, stage_places, update_cost
+from megascale.layout.owners import OwnedMatrix, StageMatrices, stage_places, update_cost
 from megascale.layout.param_groups import ParamGroup, ParamGroups
 from megascale.layout.topology import DATA_AXES, topology_of
 
@@ -50,8 +50,8 @@ def _flat_elements(places: StageMatrices, sharded: bool) -> Counter[int]:
     found = Counter[int]()
     for layout, ranges in zip(places.layouts, places.ranges, strict=True):
         size = layout.numel // layout.num_shards if sharded else layout.numel
-        for item in ranges:
-            tensors = 0 if item.group.needs_matrix else len(item.group.state)
+        for group, item in ranges:
+            tensors = 0 if group.needs_matrix else len(group.state)
             for shard in range(item.start // size, (item.stop - 1) // size + 1) if tensors else ():
                 found[shard] += tensors * (min(item.stop, (shard + 1) * size) - max(item.start, shard * size))
     return found
@@ -99,7 +99,7 @@ def fullest_owner(config: RunConfig, stage: int) -> list[tuple[ParamGroup, tuple
     return owned[work.most_common(1)[0][0]] if work else []
 
 
-def all_places(places: StageMatrices) -> Iterator[MatrixShard]:
+def all_places(places: StageMatrices) -> Iterator[OwnedMatrix]:
     """Yield the matrices of all buckets."""
     for of_bucket in places.places:
         yield from of_bucket

@@ -104,7 +104,7 @@ class _RankTraffic:
     def buckets(self) -> list[BucketLayout]:
         """The gradient buckets of the pipeline rank; sizes are in elements."""
         chunks = chunk_buckets(self.config, self.coord.pp)
-        return [pack(bucket, self.topology) for chunk in chunks for bucket in chunk]
+        return [pack(bucket, self.topology, self.config.parallel.zero) for chunk in chunks for bucket in chunk]
 
     def _blocks(self) -> Iterator[CommOp]:
         """List the collectives of blocks over tp and cp: per micro-batch, and once for the amax of FP8 weights."""
@@ -159,16 +159,15 @@ class _RankTraffic:
 
     def _gradients(self) -> Iterator[CommOp]:
         """List the collectives of gradient buckets: over dp, of norms over tp, and of a tied embedding."""
-        p, ranks = self.config.parallel, replicas(self.config)
+        p, m, ranks = self.config.parallel, self.config.num_microbatches, replicas(self.config)
         compute, wide = element_bytes(self.config.train.precision)
-        index = self.topology.index_in_group(self.coord, *DATA_AXES)
-        operation = "reduce_scatter" if p.zero else "all_reduce"
-        times = self.config.num_microbatches if p.zero == 2 else 1
         for bucket in self.buckets:
-            low, high = bucket.shard_range(index) if p.zero else (0, bucket.numel)
+            sharded, index = bucket.shard_axes, self.topology.index_in_group(self.coord, *bucket.reduce_axes)
+            operation, times = "reduce_scatter" if sharded.state else "all_reduce", m if sharded.gradient else 1
+            low, high = bucket.shard_range(index) if sharded.state else (0, bucket.numel)
             if ranks > 1:
                 yield CommOp("dp", operation, wide * bucket.numel, "gradients", times=times)
-            if ranks > 1 and p.zero:
+            if ranks > 1 and sharded.state:
                 yield CommOp("dp", "all_gather", compute * bucket.numel, "weights")
             start, stop = bucket.summed_over_tp(p.sp)
             partial = min(stop, high) - max(start, low)
@@ -191,14 +190,14 @@ class _RankTraffic:
         """List the exchanges of whole matrices with their owners, by bucket: gradients there, updates back, and weights
         there for rules that read them. Bytes are those that this rank sends.
         """
-        topology, zero = self.topology, self.config.parallel.zero
+        topology = self.topology
         index = topology.index_in_group(self.coord, *DATA_AXES)
         stage = stage_places(self.config, self.coord.pp)
         for layout, places in zip(stage.layouts, stage.places, strict=True):
             with_weight = [place for place in places if place.group.facts["weight"]]
             for of_bucket, ways in ((places, 2), (with_weight, 1)):
-                there, back = sent_elements(of_bucket, layout, topology, zero, (self.coord.tp, index))
-                calls = exchange_axes(of_bucket, topology, zero, index)
+                there, back = sent_elements(of_bucket, layout, topology, (self.coord.tp, index))
+                calls = exchange_axes(of_bucket, layout, topology, index)
                 for axis in calls:
                     elements = there[axis] + (back[axis] if ways == 2 else 0)
                     yield CommOp(axis, "all_to_all", self.wide * elements, "matrices", calls=ways)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from megascale.comm.group import Group
-from megascale.comm.mesh import Mesh
-from megascale.comm.p2p import P2PCommunicator
+from megascale.comm.mesh import GroupSpec, Mesh, assemble_mesh
+from megascale.comm.timeout import Timeout
 from megascale.comm.work import COMPLETED, TransportWork
-from megascale.layout.topology import DATA_AXES, MAX_FLAT_REDUCE_RANKS, Topology
+from megascale.layout.topology import Topology
 from megascale.trace.recorder import Recorder
 
 
@@ -57,39 +56,13 @@ def fake_mesh(topology: Topology, rank: int, recorder: Recorder, *, tied: bool, 
 
     `collectives_in_pieces`: overlapped collectives are cut into pieces, as between GPUs.
     """
-    stages = topology.group(rank, "pp")
-    holds_tied_weight = tied and topology.pp > 1 and topology.coord(rank).pp in (0, topology.pp - 1)
 
-    def group(name: str, ranks: Sequence[int], pieces: bool = collectives_in_pieces) -> Group:
-        if len(ranks) == 1:
-            return Group(name, (rank,), 0, recorder=recorder)
+    def fake(spec: GroupSpec) -> Group:
+        index = spec.ranks.index(rank)
+        if len(spec.ranks) == 1:
+            return Group(spec.name, spec.ranks, index, recorder=recorder)
         messages: Any = FakeP2PTransport()
-        index = list(ranks).index(rank)
-        in_pieces = messages if pieces else None
-        return Group(name, tuple(ranks), index, None, recorder, FakeTransport(), in_pieces, messages)
+        in_pieces = messages if spec.messages or collectives_in_pieces else None
+        return Group(spec.name, spec.ranks, index, None, recorder, FakeTransport(), in_pieces, messages)
 
-    up, down = group("pp.up", stages), group("pp.down", stages)
-    tp, dp = group("tp", topology.group(rank, "tp")), group("dp", topology.group(rank, *DATA_AXES))
-    heads, keys = (
-        group(f"cp.{name}", ranks, True)
-        for name, ranks in zip(("heads", "keys"), topology.cp_groups(rank), strict=True)
-    )
-    world = group("world", range(topology.world_size))
-    reduction_groups: tuple[Group, ...] = (world,)
-    if topology.world_size > MAX_FLAT_REDUCE_RANKS:
-        reduction_groups = replace(dp, name="world.dp"), replace(tp, name="world.tp"), group("world.pp", stages)
-    return Mesh(
-        topology,
-        rank,
-        tp=tp,
-        cp_heads=heads,
-        cp_keys=keys,
-        dp=dp,
-        up=up,
-        down=down,
-        tied=group("tied", [stages[0], stages[-1]]) if holds_tied_weight else group("tied", [rank]),
-        world=world,
-        reduction_groups=reduction_groups,
-        recorder=recorder,
-        p2p=P2PCommunicator(up, down, _post),
-    )
+    return assemble_mesh(topology, rank, fake, lambda: _post, tied=tied, recorder=recorder, timeout=Timeout())

@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megascale.config.batch_rampup import BatchSizes, samples_of_run
+from megascale.config.batch_rampup import BatchSizes
 from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
 from megascale.layout.parameters import parameter_count
@@ -67,8 +67,7 @@ def training_of(config: RunConfig, tokens: float | None = None, loss: float | No
     """Describe the training of a configuration. `tokens`: by default of its steps, with their batches."""
     model = config.model
     flops = token_flops(model).full - head_flops(model)
-    samples = samples_of_run(config)
-    return Training(tokens or float(samples * model.seq_length), parameter_count(model), flops, loss)
+    return Training(tokens or float(config.samples * model.seq_length), parameter_count(model), flops, loss)
 
 
 def predicted_loss(training: Training) -> float:

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.batch_rampup import batch_sizes
-from megascale.config.rules import RULES, divisors
+from megascale.config.divisors import divisors
+from megascale.config.rules import RULES, run_rules, sections_of
 from megascale.config.run import RunConfig
 
 
@@ -64,7 +65,7 @@ class Space:
         """Generate the legal layouts with these tp, in a fixed order. `lean`: only candidates for the lowest memory,
         with the smallest micro-batch and the most recomputation.
         """
-        total, pipelines = batch_sizes(self.config).common, self._pipelines
+        total, pipelines = batch_sizes(self.config.batch).common, self._pipelines
         if lean:  # for every pp, vpp and schedule the last pipeline, with the most recomputation
             pipelines = list({pipeline[:-1]: pipeline for pipeline in pipelines}.values())
         for tensors, (pp, vpp, schedule, recompute) in itertools.product(self._tensors(tps), pipelines):
@@ -185,4 +186,5 @@ def _with_layout(config: RunConfig, layout: Layout, fixed: Collection[str] = ())
 def _legal(config: RunConfig) -> bool:
     """Check all rules that read a section of `LAYOUT_KEYS`."""
     sections = {key.partition(".")[0] for key in LAYOUT_KEYS}
-    return not any(any(rule(config)) for reads, rule in RULES if sections.intersection(reads))
+    rules = (rule for rule in RULES if sections & sections_of(rule))
+    return not any(run_rules(rules, dict(config)))

@@ -89,7 +89,7 @@ class LayerTimes:
         p, m, precision = config.parallel, config.model, config.train.precision
         stack = stack.model_copy(update={"attention": "unfused"}) if m.dropout else stack
         size = PRECISIONS[precision].facts["compute_bytes"]
-        kernels = KernelTimes(hardware, stack, "bf16" if precision == "fp8" else precision, size)
+        kernels = KernelTimes(hardware, stack, "bf16" if config.train.quantizes else precision, size)
         route = group_route(hardware, p.tp, 1, config.world_size, together=p.tp)
         overlaps = stack.overlaps.tp if config.overlap.tp else "none"
         activation = config.batch.micro * config.row_tokens * m.hidden_size * size

@@ -47,7 +47,7 @@ def estimate(config: RunConfig, hardware: Hardware, stack: Stack) -> Estimate:
     causes = parts.causes(ended, min(ended, without_pp), min(ended, without_pp, without_dp))
     tokens = config.batch.total * config.model.seq_length / step
     flops = token_flops(config.model, expected_scores(config.model, config.data))
-    peak = hardware.device.peak_of("fp8" if config.train.precision == "fp8" else parts.layers.kernels.dtype)
+    peak = hardware.device.peak_of("fp8" if config.train.quantizes else parts.layers.kernels.dtype)
     peak *= config.world_size / hardware.node.ranks_per_core(config.world_size)  # as training reports MFU
     return Estimate(step, tokens, mfu(flops.full, tokens, peak), mfu(flops.causal, tokens, peak), causes)
 

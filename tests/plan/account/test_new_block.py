@@ -129,7 +129,7 @@ def test_fp8_selects_the_linear_layers(tmp_path: Path) -> None:
     config = small(tmp_path, train__precision="fp8", fp8__bf16_first=0, fp8__bf16_last=0, **sizes)
     names = {"attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"}
     expected = {f"layers.{layer}.{name}.weight" for layer in fp8_layers(config) for name in names}
-    assert set(fp8_weights(config)) == expected and len(expected) == 16
+    assert set(fp8_weights(config.model, fp8_layers(config))) == expected and len(expected) == 16
 
 
 def test_check_and_plan_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,8 +41,8 @@ def real_costs(rank: Rank, config: Any) -> StepCosts:
     peak = peak_bytes(lambda: step(run, train_step))
     buckets, shards = run.buffers.buckets, run.optimizer.shards
     state = {
-        "parameters": sum(bucket.bytes["weights"] for bucket in buckets),
-        "gradients": sum(bucket.bytes["gradients"] for bucket in buckets),
+        "parameters": sum(bucket.weights.nbytes for bucket in buckets),
+        "gradients": sum(bucket.grad.untyped_storage().nbytes() for bucket in buckets),
         "optimizer": sum(shard.bytes for shard in shards),
     }
     return StepCosts(calls, dict(recorder.counts.flops), state, peak)

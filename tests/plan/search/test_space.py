@@ -11,8 +11,9 @@ import pytest
 
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.loading import load_config, load_config_tree
-from megascale.config.rules import RULES, world_findings
+from megascale.config.rules import RULES, run_rules, sections_of
 from megascale.config.run import RunConfig
+from megascale.config.world_rules import world_findings
 from megascale.plan.search.space import LAYOUT_KEYS, MIN_SHARED_TOKENS, Layout, Space
 
 DEVICES = 12
@@ -39,8 +40,8 @@ def all_of(space: Space) -> list[Layout]:
 
 def legal(space: Space, layout: Layout) -> bool:
     config = space.with_layout(layout)
-    rules = [rule for reads, rule in RULES if {"parallel", "batch", "train"}.intersection(reads)]
-    return not any(any(rule(config)) for rule in rules) and not any(world_findings(config, space.devices))
+    rules = [rule for rule in RULES if {"parallel", "batch", "train"} & sections_of(rule)]
+    return not any(run_rules(rules, dict(config))) and not any(world_findings(config, space.devices))
 
 
 def all_legal(space: Space) -> set[Layout]:

@@ -1,4 +1,4 @@
-"""Rules for files on disk: datasets, tokenizers, checkpoints."""
+"""Rules for files on disk and in remote storage: datasets, tokenizers, checkpoints."""
 
 from __future__ import annotations
 
@@ -7,57 +7,49 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import fsspec
 
 from megascale.catalog.tokenizers import TOKENIZERS
+from megascale.config.data import Blend, DataConfig, SplitName
 from megascale.config.dataset_files import (
     NO_LABELS_HINT,
-    SplitName,
+    DatasetFiles,
     document_range,
     other_tokens_hint,
     read_all_dataset_files,
     split_source,
     without_labels,
 )
-from megascale.config.finding import Finding, Rule
+from megascale.config.finding import Finding
+from megascale.config.model import ModelConfig
 from megascale.config.run import HF_PREFIX, dataset_prefixes
-from megascale.config.train import Blend
+from megascale.config.train import BatchConfig, CheckpointConfig, ObserveConfig, TrainConfig
 from megascale.core.errors import DataError
 from megascale.core.files import NO_FILE, absolute_path, fingerprint, why_unreadable
 from megascale.core.limits import PERMISSIONS_HINT
 from megascale.core.readable import is_url
 
 
-def data_source(c: Any) -> Iterator[Finding]:
+def data_source(data: DataConfig, train: TrainConfig) -> Iterator[Finding]:
     """Check that training data are given, and validation data if evaluations are on."""
-    d = c.data
-    if d.mock and (d.train or d.valid):
-        yield Finding(
-            "data.mock", "both mock data and datasets are given", "remove data.mock or data.train and data.valid"
-        )
-    if not d.mock and d.train is None:
-        yield Finding(
-            "data.train",
-            "no training data",
-            'data.train = "prefix" (see `megascale data prepare`), or data.mock = true',
-        )
-    if c.train.eval_every and not d.mock and d.valid is None and d.split[1] == 0:
-        yield Finding(
-            "data.split",
-            "evaluation needs validation data, but its share is 0",
-            "data.valid, or a second share above 0",
-        )
-    if d.split[0] == 0:
+    if data.mock and (data.train or data.valid):
+        hint = "remove data.mock or data.train and data.valid"
+        yield Finding("data.mock", "both mock data and datasets are given", hint)
+    if not data.mock and data.train is None:
+        hint = 'data.train = "prefix" (see `megascale data prepare`), or data.mock = true'
+        yield Finding("data.train", "no training data", hint)
+    if train.eval_every and not data.mock and data.valid is None and data.split[1] == 0:
+        message = "evaluation needs validation data, but its share is 0"
+        yield Finding("data.split", message, "data.valid, or a second share above 0")
+    if data.split[0] == 0:
         yield Finding("data.split", "the share of training documents is 0", "for example [0.99, 0.01]")
 
 
 @dataclass(frozen=True)
 class PreparedDataset:
     """The description file of a dataset by `megascale data prepare`: vocabulary size of the tokenizer, highest token
-    in the dataset (-1 if unknown), tokenizer, and `frame`, the ids that begin (or None) and end each
-    document.
+    in the dataset (-1 if unknown), tokenizer, and `frame`, how its documents begin and end.
     """
 
     prefix: str
@@ -65,17 +57,24 @@ class PreparedDataset:
     highest_token: int
     tokenizer: str
     fingerprint: str
-    frame: tuple[int | None, int | None]
+    frame: str
+
+    @classmethod
+    def of(cls, files: DatasetFiles) -> PreparedDataset:
+        facts, tokenizer = files.description, files.description["tokenizer"]
+        bos, eod = tokenizer.get("bos"), tokenizer.get("eod")
+        frame = f"end with token {eod}" if bos is None else f"begin with token {bos} and end with token {eod}"
+        sizes = facts["vocab_size"], facts["highest_token"]
+        return cls(files.prefix, *sizes, tokenizer["name"], tokenizer["fingerprint"], frame)
 
 
-def data_files(c: Any) -> Iterator[Finding]:
+def data_files(model: ModelConfig, data: DataConfig) -> Iterator[Finding]:
     """Check that datasets exist, are whole, share one tokenizer, fit the run's vocabulary, and are named once."""
-    d = c.data
     first: PreparedDataset | None = None
-    if unusable := list(_remote_datasets(d)):
+    if unusable := list(_remote_datasets(data)):
         yield from unusable
         return
-    for key, source in (("data.train", d.train), ("data.valid", d.valid)):
+    for key, source in (("data.train", data.train), ("data.valid", data.valid)):
         yield from _repeated(key, source)
         prefixes = dict.fromkeys(dataset_prefixes(source))
         absent = {prefix: reasons for prefix in prefixes if (reasons := _why_unreadable(prefix))}
@@ -83,52 +82,35 @@ def data_files(c: Any) -> Iterator[Finding]:
         for prefix in prefixes:
             if prefix in absent:
                 yield _missing_files(key, prefix, absent[prefix])
-                continue
-            files = found[prefix]
-            if isinstance(files, DataError):
+            elif isinstance(files := found[prefix], DataError):
                 yield Finding(key, files.message, files.hint)
-                continue
-            facts = files.description
-            if facts:
-                tokenizer = facts["tokenizer"]
-                frame = tokenizer.get("bos"), tokenizer.get("eod")
-                prepared = PreparedDataset(
-                    prefix,
-                    facts["vocab_size"],
-                    facts["highest_token"],
-                    tokenizer["name"],
-                    tokenizer["fingerprint"],
-                    frame,
-                )
-                yield from _mismatches(key, prepared, first or prepared, d.tokenizer, c.model.vocab_size)
+            elif files.description:
+                prepared = PreparedDataset.of(files)
                 first = first or prepared
-    if d.tokenizer and d.tokenizer not in TOKENIZERS.cards and (reason := why_unreadable(d.tokenizer)):
+                yield from _mismatches(key, prepared, first, data.tokenizer, model.vocab_size)
+    if data.tokenizer and data.tokenizer not in TOKENIZERS.cards and (reason := why_unreadable(data.tokenizer)):
         yield Finding("data.tokenizer", reason, "remove the key, or give the tokenizer of the data")
-    if d.order and not d.mock and (reason := why_unreadable(d.order)):
+    if data.order and not data.mock and (reason := why_unreadable(data.order)):
         yield Finding("data.order", reason, "check the path, or remove the key")
 
 
-def data_samples(c: Any) -> Iterator[Finding]:
+def data_samples(model: ModelConfig, batch: BatchConfig, train: TrainConfig, data: DataConfig) -> Iterator[Finding]:
     """Check that every dataset has a sample to train on, and that validation data fill a global batch."""
-    if list(_remote_datasets(c.data)):
-        return  # `data_files` reports it: no storage is asked in vain
-    for split in ("train", "valid") if c.train.eval_every else ("train",):
-        if sum(c.data.split) == 0:
-            return  # `data_source` reports it, and a missing share
-        source, fractions = split_source(c.data, split)
-        if fractions[0] == fractions[1]:
-            continue
-        key = f"data.{split}" if split == "train" or c.data.valid is not None else "data.split"
-        yield from _too_few(key, split, source, fractions, c)
+    if sum(data.split) == 0 or list(_remote_datasets(data)):
+        return  # `data_source` and `data_files` report them: no storage is asked in vain
+    splits: tuple[SplitName, ...] = ("train", "valid") if train.eval_every else ("train",)
+    for split in splits:
+        yield from _too_few(split, data, model.seq_length, batch.total)
 
 
-def _too_few(
-    key: str, split: SplitName, source: str | Blend | None, fractions: tuple[float, float], c: Any
-) -> Iterator[Finding]:
+def _too_few(split: SplitName, data: DataConfig, length: int, batch: int) -> Iterator[Finding]:
     """Compare the tokens of a split with a sample, its documents with the shortest with a label, and the samples of
     validation data with a global batch.
     """
-    verb, length, batch = "train" if split == "train" else "validate", c.model.seq_length, c.batch.total
+    source, fractions = split_source(data, split)
+    if fractions[0] == fractions[1]:
+        return
+    key = f"data.{split}" if split == "train" or data.valid is not None else "data.split"
     weights = [1.0] if source is None or isinstance(source, str) else [weight for weight, _ in source]
     samples = []
     found = read_all_dataset_files(dataset_prefixes(source))
@@ -138,10 +120,11 @@ def _too_few(
             if isinstance(files, DataError):
                 raise files
             documents = document_range(files.documents, fractions)
-            tokens, unlabelled = files.tokens_in(*documents), without_labels(c.data, files, *documents)
+            tokens, unlabelled = files.tokens_in(*documents), without_labels(data, files, *documents)
         except DataError:
             return  # `data_files` reports it
         if tokens <= length:
+            verb = "train" if split == "train" else "validate"
             message = f"{prefix}: {tokens} tokens to {verb} on, fewer than one sample of {length} + 1"
             hint = "more data, another data.split, or a shorter model.seq_length"
             if files.documents == 1:
@@ -157,19 +140,23 @@ def _too_few(
         yield Finding(key, message, "more data, another data.split, or a smaller batch.global")
 
 
-def _remote_datasets(d: Any) -> Iterator[Finding]:
+def _remote_datasets(data: DataConfig) -> Iterator[Finding]:
     """Check that the file systems of remote datasets are installed, and that data.cache is a folder of this host."""
-    for key, source in (("data.train", d.train), ("data.valid", d.valid)):
+    for key, source in (("data.train", data.train), ("data.valid", data.valid)):
         for protocol in dict.fromkeys(p.partition("://")[0] for p in dataset_prefixes(source) if is_url(p)):
-            try:
-                fsspec.get_filesystem_class(protocol)
-            except (ImportError, ValueError) as error:
-                yield Finding(key, f"{protocol}: {error}", "install the package that fsspec names, or give a path")
-            if d.cache is None:
+            yield from _not_installed(key, protocol)
+            if data.cache is None:
                 message = "datasets in remote storage need a folder for their indices and blocks"
                 yield Finding("data.cache", message, "a folder on a disk of each host, or that hosts share")
-    if d.cache is not None and is_url(d.cache):
-        yield Finding("data.cache", f"{d.cache} is a URL", "a folder on a disk of each host, or that hosts share")
+    if data.cache is not None and is_url(data.cache):
+        yield Finding("data.cache", f"{data.cache} is a URL", "a folder on a disk of each host, or that hosts share")
+
+
+def _not_installed(key: str, protocol: str) -> Iterator[Finding]:
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except (ImportError, ValueError) as error:
+        yield Finding(key, f"{protocol}: {error}", "install the package that fsspec names, or give a path")
 
 
 def _why_unreadable(prefix: str) -> list[str]:
@@ -183,9 +170,8 @@ def _missing_files(key: str, prefix: str, reasons: list[str]) -> Finding:
     if any(not reason.startswith(NO_FILE) for reason in reasons):
         hint = PERMISSIONS_HINT if "cannot be read" in reasons[-1] else "all files of a prepared dataset"
         return Finding(key, " and ".join(reasons), hint)
-    hint = (
-        "`megascale data prepare` creates datasets" if why_unreadable(prefix) else "a prefix is the path without .bin"
-    )
+    whole = not why_unreadable(prefix)
+    hint = "a prefix is the path without .bin" if whole else "`megascale data prepare` creates datasets"
     return Finding(key, NO_FILE + " nor ".join(reason.removeprefix(NO_FILE) for reason in reasons), hint)
 
 
@@ -217,13 +203,8 @@ def _mismatches(
         message = f"{first.prefix} and {prepared.prefix} have different tokenizers"
         yield Finding(key, message, "prepare one dataset again")
     elif prepared.frame != first.frame:
-        message = f"documents of {first.prefix} {_frame(first)}, those of {prepared.prefix} {_frame(prepared)}"
+        message = f"documents of {first.prefix} {first.frame}, those of {prepared.prefix} {prepared.frame}"
         yield Finding(key, message, "prepare one dataset again, with the same --eod and --add-bos")
-
-
-def _frame(prepared: PreparedDataset) -> str:
-    bos, eod = prepared.frame
-    return f"end with token {eod}" if bos is None else f"begin with token {bos} and end with token {eod}"
 
 
 def _fingerprint(tokenizer: str) -> str | None:
@@ -233,9 +214,9 @@ def _fingerprint(tokenizer: str) -> str | None:
     return None if why_unreadable(tokenizer) else fingerprint(Path(tokenizer))
 
 
-def resume(c: Any) -> Iterator[Finding]:
+def resume(checkpoint: CheckpointConfig) -> Iterator[Finding]:
     """Check that a given checkpoint or folder of Hugging Face weights exists."""
-    value = c.checkpoint.resume
+    value = checkpoint.resume
     if value.startswith(HF_PREFIX):
         folder = value.removeprefix(HF_PREFIX)
         if reason := why_unreadable(absolute_path(folder) / "config.json"):
@@ -255,56 +236,28 @@ def _is_checkpoint(folder: Path) -> bool:
         return False
 
 
-def memory(c: Any) -> Iterator[Finding]:
-    """Check the keys of copies in memory, which need checkpoints on storage."""
-    if c.checkpoint.memory_every and not c.checkpoint.every:
-        yield Finding("checkpoint.memory_every", "checkpoint.every is 0", "checkpoint.every above 0")
-    if c.checkpoint.replicate and not c.checkpoint.memory_every:
-        yield Finding("checkpoint.replicate", "checkpoint.memory_every is 0", "checkpoint.memory_every above 0")
-    folder = c.checkpoint.memory_dir
-    if c.checkpoint.memory_every and not (Path(folder).is_absolute() and os.access(folder, os.W_OK | os.X_OK)):
+def memory_folder(checkpoint: CheckpointConfig) -> Iterator[Finding]:
+    """Check that the folder of copies in memory can be written."""
+    folder = checkpoint.memory_dir
+    if checkpoint.memory_every and not (Path(folder).is_absolute() and os.access(folder, os.W_OK | os.X_OK)):
         message = f"{folder!r} is not the absolute path of a writable folder"
         yield Finding("checkpoint.memory_dir", message, "/dev/shm, or another folder on a memory file system")
 
 
-def file_system(c: Any) -> Iterator[Finding]:
+def file_system(checkpoint: CheckpointConfig, observe: ObserveConfig) -> Iterator[Finding]:
     """Check that a URL is complete, and that its file system is installed and visible to all processes."""
-    places = [("checkpoint.dir", c.checkpoint.dir), ("observe.store_dir", c.observe.store_dir)]
-    if not c.checkpoint.resume.startswith(HF_PREFIX):  # else a path
-        places.append(("checkpoint.resume", c.checkpoint.resume))
+    places = [("checkpoint.dir", checkpoint.dir), ("observe.store_dir", observe.store_dir)]
+    if not checkpoint.resume.startswith(HF_PREFIX):  # else a path
+        places.append(("checkpoint.resume", checkpoint.resume))
     for key, text in places:
         protocol, separator, place = (text or "").partition("://")
         if separator and "::" in protocol:
-            yield Finding(
-                key, f"{text} is a chain of file systems, which ranks do not share", "the last URL of the chain"
-            )
+            message = f"{text} is a chain of file systems, which ranks do not share"
+            yield Finding(key, message, "the last URL of the chain")
         elif separator and place and protocol != "memory":
-            try:
-                fsspec.get_filesystem_class(protocol)
-            except (ImportError, ValueError) as error:
-                yield Finding(key, f"{protocol}: {error}", "install the package that fsspec names, or give a path")
+            yield from _not_installed(key, protocol)
         elif separator and place:
             memory = ", or checkpoint.memory_every for copies in memory" if key.startswith("checkpoint") else ""
             yield Finding(key, f"{text} is visible to one process only", f"a path{memory}")
         elif separator or (key.endswith("dir") and (text == "" or re.match(r"[a-z0-9]+:/", text or ""))):
             yield Finding(key, f"{text!r} is neither a path nor a URL", "such as /data/runs or s3://bucket/runs")
-
-
-def retention(c: Any) -> Iterator[Finding]:
-    """Check that keep_every has an effect, which requires pruning."""
-    if c.checkpoint.keep_every and not c.checkpoint.keep:
-        yield Finding(
-            "checkpoint.keep_every", "checkpoint.keep is 0: all checkpoints are kept", "checkpoint.keep above 0"
-        )
-
-
-RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
-    (("data", "train"), data_source),
-    (("data", "model"), data_files),
-    (("data", "model", "train", "batch"), data_samples),
-    (("checkpoint",), resume),
-    (("checkpoint",), memory),
-    (("checkpoint", "observe"), file_system),
-    (("checkpoint",), retention),
-)
-"""(sections that the rule reads, rule), as in `config.rules`."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from megascale.comm.mesh import Mesh
 from megascale.comm.totals import sum_over_job
 from megascale.core.errors import CheckpointError
-from megascale.parallel.stateful import GlobalTensor, TensorShard
+from megascale.parallel.stateful import GlobalTensor
 
 
 class ReplicatedState:
@@ -32,7 +32,7 @@ class ReplicatedState:
         return found
 
     def global_tensors(self) -> dict[str, GlobalTensor]:
-        return {name: _whole(vector) for name, vector in self._vectors.items() if vector.numel()}
+        return {name: GlobalTensor.whole(vector) for name, vector in self._vectors.items() if vector.numel()}
 
     def flat_tensors(self) -> list[Tensor]:
         return [vector for vector in self._vectors.values() if vector.numel()]
@@ -58,8 +58,3 @@ class ReplicatedState:
 
     def end_restore(self) -> None:
         """Take note that the vectors have been loaded."""
-
-
-def _whole(vector: Tensor) -> GlobalTensor:
-    size = (vector.numel(),)
-    return GlobalTensor(size, vector.dtype, [TensorShard((0,), size, vector)])

@@ -1,0 +1,107 @@
+"""Rules of `[fp8]` and `[backends]`: shapes of a recipe's GEMMs, and demands on backends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megascale.catalog.backends import AUTO, BACKENDS, Requirement, unmet_requirement
+from megascale.catalog.layers import BLOCKS
+from megascale.catalog.precisions import PRECISIONS
+from megascale.catalog.recipes import RECIPES
+from megascale.config.backends import BackendsConfig, Fp8Config
+from megascale.config.data import DataConfig
+from megascale.config.finding import Finding
+from megascale.config.model import ModelConfig
+from megascale.config.parallel import ParallelConfig
+from megascale.config.train import BatchConfig, OptimizerConfig, TrainConfig
+
+
+def fp8_shapes(
+    model: ModelConfig, parallel: ParallelConfig, batch: BatchConfig, train: TrainConfig, fp8: Fp8Config
+) -> Iterator[Finding]:
+    """Check that FP8 GEMM sizes are multiples of the recipe's alignment, and that some layer runs in FP8."""
+    if not train.quantizes:
+        return
+    first, last, layers = fp8.bf16_first, fp8.bf16_last, model.num_layers
+    if first + last >= layers:
+        message = f"the first {first} and last {last} of {layers} layers leave none in fp8"
+        yield Finding("fp8.bf16_first", message, "bf16_first = 0 and bf16_last = 0, or train.precision = bf16")
+    facts, head, tp = RECIPES[fp8.recipe].facts, model.head_dim, parallel.tp
+    fused_columns, columns = (model.num_heads + 2 * model.num_kv_heads) * head, "columns of q, k and v on a rank"
+    if facts["granularity"] == "block":  # a block must not span k and v
+        fused_columns, columns = model.num_kv_heads * head, "columns of k on a rank"
+    for key, size, ranks, noun in (
+        ("model.hidden_size", model.hidden_size, 1, "hidden_size"),
+        ("model.num_heads", model.num_heads * head, tp, "columns of the heads on a rank"),
+        ("model.num_kv_heads", fused_columns, tp, columns),
+        ("model.ffn_size", model.ffn_size, tp, "columns of the MLP on a rank"),
+        ("model.seq_length", model.seq_length * batch.micro, 1, "tokens in a micro-batch"),
+    ):
+        if size // ranks % facts["alignment"]:
+            needs = f"the fp8 recipe {fp8.recipe} needs multiples of {facts['alignment']}"
+            to_change, hint = (key, "another size") if size % facts["alignment"] else ("parallel.tp", "fewer ranks")
+            yield Finding(to_change, f"{size // ranks} {noun}: {needs}", f"{hint}, or another fp8.recipe")
+
+
+def tile_tokens(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    batch: BatchConfig,
+    train: TrainConfig,
+    data: DataConfig,
+    fp8: Fp8Config,
+) -> Iterator[Finding]:
+    """Check that a rank's sequences have tokens for every tile, and with FP8 whole blocks of tokens."""
+    tiles = train.mlp_tiles
+    rows = (data.chunk_tokens or model.seq_length // parallel.cp) // (parallel.tp if parallel.sp else 1)
+    if tiles == 1:
+        return
+    if tiles > rows:
+        message = f"a rank has {rows} tokens of a sequence for {tiles} tiles"
+        yield Finding("train.mlp_tiles", message, f"at most {rows}")
+    elif train.quantizes:
+        alignment, tokens = RECIPES[fp8.recipe].facts["alignment"], rows * batch.micro
+        if rows % tiles or tokens // tiles % alignment:
+            message = f"{tokens} tokens on a rank in {tiles} tiles: the fp8 recipe {fp8.recipe} needs multiples"
+            yield Finding("train.mlp_tiles", f"{message} of {alignment} in a tile", "fewer tiles")
+
+
+def tile_scales(model: ModelConfig, train: TrainConfig, fp8: Fp8Config) -> Iterator[Finding]:
+    """Check that FP8 scales of a tile are those of all tokens."""
+    facts = RECIPES[fp8.recipe].facts
+    if train.mlp_tiles == 1 or not train.quantizes:
+        return
+    if facts["scaling"] != "static" and facts["granularity"] != "block":
+        message = f"with the fp8 recipe {fp8.recipe} a scale covers all tokens, and a tile would have its own"
+        yield Finding("train.mlp_tiles", message, "1, or fp8.recipe = blockwise or mu_unit")
+    elif BLOCKS[model.block].facts.get("shares_casts"):
+        message = f"attention and MLP of a {model.block} block share an fp8 operand, and tiles have their own"
+        yield Finding("train.mlp_tiles", message, "1, or train.precision = bf16")
+
+
+def supported_backends(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    train: TrainConfig,
+    fp8: Fp8Config,
+    optimizer: OptimizerConfig,
+    backends: BackendsConfig,
+    data: DataConfig,
+) -> Iterator[Finding]:
+    """Check that a selected backend supports the model, dtype, layout and FP8 recipe."""
+    recipe = fp8.recipe if train.quantizes else None
+    dtype = PRECISIONS[train.precision].facts["compute_dtype"]
+    for operation, registry in BACKENDS.items():
+        requested = getattr(backends, operation)
+        requirement = Requirement.for_operation(
+            operation,
+            model,
+            dtype,
+            optimizer.name,
+            parallel.tp,
+            recipe,
+            document_mask=data.mask == "document",
+            attends_in_parts=bool(parallel.cp_keys > 1 or parallel.cp_mode == "hybrid" or data.chunk_tokens),
+        )
+        if requested != AUTO and (reason := unmet_requirement(registry[requested], requirement)):
+            yield Finding(f"backends.{operation}", f"{requested} {reason}", "auto, or another backend")

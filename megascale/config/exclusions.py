@@ -1,0 +1,224 @@
+"""The table of exclusions: for values of a key, the values that other keys may have beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megascale.catalog.backends import AUTO
+from megascale.catalog.precisions import PRECISIONS
+from megascale.config.finding import Finding
+from megascale.config.train import OptimizerConfig
+
+Test = Callable[[object], bool]
+
+
+def only(*values: object) -> Test:
+    """Return a test for one of `values`."""
+    return lambda value: value in values
+
+
+def unless(*values: object) -> Test:
+    """Return a test for none of `values`."""
+    return lambda value: value not in values
+
+
+def is_full_precision(precision: object) -> bool:
+    """Return True for a value of `train.precision` without GEMMs of a recipe."""
+    return not PRECISIONS[str(precision)].facts.get("quantizes")
+
+
+@dataclass(frozen=True)
+class Exclusions:
+    """The limits of other keys while the value of `key` passes the test `when`. `rows`: key, test of its value, message
+    and hint of the finding after a failure. A message may name the `{value}` of its key, the `{given}` value of `key`,
+    and the last part of `key`, its `{name}`.
+    """
+
+    key: str
+    when: Test
+    rows: tuple[tuple[str, Test, str, str], ...]
+
+    @property
+    def sections(self) -> tuple[str, ...]:
+        """The sections with these keys."""
+        return tuple(dict.fromkeys(key.partition(".")[0] for key in (self.key, *(row[0] for row in self.rows))))
+
+    def __call__(self, **sections: Any) -> list[Finding]:
+        """Judge sections by name."""
+
+        def read(key: str) -> object:
+            section, _, name = key.partition(".")
+            return getattr(sections[section], name)
+
+        if not self.when(given := read(self.key)):
+            return []
+        name, values = self.key.rpartition(".")[2], [read(key) for key, _, _, _ in self.rows]
+        return [
+            Finding(key, message.format(value=value, given=given, name=name), hint)
+            for value, (key, passes, message, hint) in zip(values, self.rows, strict=True)
+            if not passes(value)
+        ]
+
+
+NO_EFFECT, REMOVE = "has no effect with {name} = {given}", "remove the key"
+
+
+def _without_effect(key: str, when: Test, keys: dict[str, Test], hint: str = REMOVE) -> Exclusions:
+    """Return the exclusions of `keys` without an effect, each with the test of its default."""
+    return Exclusions(key, when, tuple((other, unset, NO_EFFECT, hint) for other, unset in keys.items()))
+
+
+def _of_guard(switch: str, when: Test, *names: str) -> Exclusions:
+    """Return the exclusions of a guard's keys without the guard, such as zclip, against spikes."""
+    return Exclusions(
+        f"optimizer.{switch}",
+        when,
+        tuple(
+            (f"optimizer.{name}", only(OptimizerConfig.model_fields[name].default),
+             "has no effect without {name}", f"optimizer.{switch}, or no {name}")
+            for name in names
+        ),
+    )  # fmt: skip
+
+
+NO_LEARNED_POSITIONS = _without_effect("model.position", unless("learned"), {"model.positions": only(None)})
+
+NO_ROPE = _without_effect(
+    "model.position",
+    unless("rope"),
+    {"model.rope_scaling": only(None), "model.local_rope_theta": only(None), "model.rotary_fraction": only(1)},
+)
+
+TIED_HEAD = Exclusions("model.tie_embeddings", only(True), (
+    ("model.mup_base_width", only(0), "the head's scale and learning rate are not the token embedding's under muP",
+     "tie_embeddings = false, or remove the key"),
+))  # fmt: skip
+
+NOT_SELECTIVE = Exclusions("train.recompute", unless("selective"), (
+    ("train.recompute_ops", only(None),
+     "selects operations for selective recomputation, but recompute = {given}",
+     "train.recompute = selective, or remove the key"),
+))  # fmt: skip
+
+NO_RECOMPUTATION = Exclusions("train.recompute", only("none"), (
+    ("train.recompute_chunks", only(None), "selects chunks for recomputation, but recompute = none",
+     "train.recompute = selective or full, or remove the key"),
+))  # fmt: skip
+
+NOT_FULL = Exclusions("train.recompute", unless("full"), (
+    ("train.activation_offload", only(False),
+     "keeps the block inputs that full recomputation saves, but recompute = {given}",
+     "train.recompute = full, or false"),
+))  # fmt: skip
+
+MOCK_PACKING = Exclusions("data.mock", only(True), (
+    ("data.packing", only("concat"), "has no effect on mock data", REMOVE),
+))  # fmt: skip
+
+NO_DOCUMENTS = _without_effect(
+    "data.mask",
+    unless("document"),
+    {"data.boundary_loss": only(False), "data.eod": only(None), "data.document_length": only(None)},
+    "mask = document, or remove the key",
+)
+
+NOT_DECOMPOSED = _without_effect(
+    "data.packing",
+    unless("decompose"),
+    {
+        "data.min_piece": only(None),
+        "data.bucket_samples": only(None),
+        "data.curriculum": only(None, "mixed"),
+        "data.cycle": only(None),
+    },
+    "packing = decompose, or remove the key",
+)
+
+NO_POLICY = Exclusions("data.policy", only(None), (
+    ("data.policy_every", only(None), "has no effect without a policy", "data.policy, or remove the key"),
+))  # fmt: skip
+
+MOCK_WEIGHTS = Exclusions("data.mock", only(True), (
+    ("data.sample_weight", only(None), "has no effect on mock data", "data.train, or remove the key"),
+))  # fmt: skip
+
+SAMPLE_WEIGHTS = Exclusions("data.sample_weight", unless(None), (
+    ("train.noise_scale_every", only(0),
+     "the noise scale is in tokens, and data.sample_weight gives them unequal weights",
+     "0, or remove data.sample_weight"),
+))  # fmt: skip
+
+WHOLE_SEQUENCES = Exclusions("data.chunk_tokens", only(None), (
+    ("data.keep_chunks", only(1), "has no effect without data.chunk_tokens", REMOVE),
+))  # fmt: skip
+
+CHUNKS = Exclusions("data.chunk_tokens", unless(None), tuple(
+    (key, passes, f"{message} (data.chunk_tokens = {{given}})", f"{hint}, or no chunk_tokens")
+    for key, passes, message, hint in (
+        ("parallel.cp", only(1), "a rank has all chunks of a sequence, and cp = {value} splits it", "1"),
+        ("parallel.cp_mode", unless("hybrid"), "hybrid deals whole documents to ranks", "ring"),
+        ("model.dropout", only(0), "chunks have no dropout", "0"),
+        ("model.attention_softcap", only(None), "needs all keys at once", "whole sequences"),
+        ("train.precision", is_full_precision, "chunks have no scales of fp8 that recomputation repeats", "bf16"),
+        ("train.noise_scale_every", only(0), "the gradient of a sequence is a sum over chunks", "0"),
+        ("data.policy", only(None), "the loss of a sequence is a sum over chunks", "no policy"),
+    )
+))  # fmt: skip
+"""Keys without an implementation for chunks of sequences."""
+
+NOT_HYBRID = _without_effect(
+    "parallel.cp_mode",
+    unless("hybrid"),
+    {"data.max_tokens_per_rank": only(None)},
+    "parallel.cp_mode = hybrid, or remove the key",
+)
+
+HYBRID_DOCUMENTS = Exclusions("parallel.cp_mode", only("hybrid"), (
+    ("data.mask", only("document"), "hybrid deals documents to ranks, each with its own attention", "document"),
+))  # fmt: skip
+
+HYBRID = Exclusions("parallel.cp_mode", only("hybrid"), tuple(
+    (key, passes, f"{message} (parallel.cp_mode = hybrid)", hint)
+    for key, passes, message, hint in (
+        ("parallel.vpp", only(1), "pipelines have any number of micro-batches", "1"),
+        ("parallel.schedule", only(None, "1f1b"), "rings meet on all stages in 1F1B", "1f1b"),
+        ("parallel.sp", only(False), "tokens of a rank need not divide over tp", "false"),
+        ("parallel.zero", only(0, 1), "ranks have different numbers of reductions of gradients", "0 or 1"),
+        ("batch.micro", only(1), "the planner packs documents", "1"),
+        ("batch.rampup", only(None), "steps have no fixed number of micro-batches", "no ramp-up"),
+        ("model.dropout", only(0), "has no dropout", "0"),
+        ("model.attention_softcap", only(None), "needs all keys at once", "no soft cap"),
+        ("train.precision", is_full_precision, "has no scales of fp8 that ranks agree on", "bf16"),
+        ("train.compile", only(False), "micro-batches have any number of tokens", "false"),
+        ("train.noise_scale_every", only(0), "micro-batches are no samples", "0"),
+        ("data.policy", only(None), "micro-batches have documents of many datasets", "no policy"),
+        ("data.reader", unless("host"), "every rank reads the boundaries of all samples of a step", "rank"),
+    )
+))  # fmt: skip
+"""Keys without an implementation for planned micro-batches."""
+
+LAMB = Exclusions("optimizer.name", only("lamb"), (
+    ("optimizer.master", only("full"), "lamb needs master weights in fp32", "full, or another optimizer"),
+))  # fmt: skip
+
+COMPENSATED = Exclusions("optimizer.master", unless("full"), (
+    ("backends.optimizer", only(AUTO), "is for master weights in fp32", "auto, or optimizer.master = full"),
+))  # fmt: skip
+
+ZCLIP = _of_guard("zclip", only(False), "zclip_threshold", "zclip_alpha", "zclip_warmup")
+
+SKIPPED_STEPS = _of_guard("skip_sigma", only(0), "skip_window")
+
+NO_CHECKPOINTS = Exclusions("checkpoint.every", only(0), (
+    ("checkpoint.memory_every", only(0), "checkpoint.every is 0", "checkpoint.every above 0"),
+))  # fmt: skip
+
+NO_COPIES = Exclusions("checkpoint.memory_every", only(0), (
+    ("checkpoint.replicate", only(False), "checkpoint.memory_every is 0", "checkpoint.memory_every above 0"),
+))  # fmt: skip
+
+NO_PRUNING = Exclusions("checkpoint.keep", only(0), (
+    ("checkpoint.keep_every", only(0), "checkpoint.keep is 0: all checkpoints are kept", "checkpoint.keep above 0"),
+))  # fmt: skip

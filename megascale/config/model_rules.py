@@ -1,0 +1,72 @@
+"""Rules of `[model]`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megascale.catalog.layers import NORMS
+from megascale.config.divisors import divisors, join_values
+from megascale.config.finding import Finding
+from megascale.config.model import ModelConfig
+
+
+def attention_heads(model: ModelConfig) -> Iterator[Finding]:
+    """Check that heads without a head_dim of their own divide hidden_size, and that key-value heads divide heads."""
+    if model.explicit_head_dim is None and model.hidden_size % model.num_heads:
+        message = f"hidden_size {model.hidden_size} is not divisible by {model.num_heads} heads"
+        hint = f"one of {join_values(divisors(model.hidden_size, 512))}, or a head_dim"
+        yield Finding("model.num_heads", message, hint)
+    if model.num_heads % model.num_kv_heads:
+        message = f"{model.num_heads} heads cannot share {model.num_kv_heads} key-value heads"
+        yield Finding("model.num_kv_heads", message, f"one of {join_values(divisors(model.num_heads))}")
+
+
+def positions(model: ModelConfig) -> Iterator[Finding]:
+    """Check that learned positions reach to the end of a sequence."""
+    if model.position == "learned" and model.positions is not None and model.positions < model.seq_length:
+        message = f"{model.positions} learned positions are fewer than the {model.seq_length} of a sequence"
+        yield Finding("model.positions", message, f"seq_length of at most {model.positions}, or remove the key")
+
+
+def rope(model: ModelConfig) -> Iterator[Finding]:
+    """Check that rope rotates pairs of elements, and that a base for layers with a window has such layers."""
+    if model.position != "rope" or (model.explicit_head_dim is None and model.hidden_size % model.num_heads):
+        return  # `attention_heads` reports the latter
+    scaling = model.rope_scaling or {}
+    least = 4 if scaling.get("type") == "dynamic" else 2  # the exponent of dynamic scaling is d / (d - 2)
+    if model.rotary_dim % 2 or model.rotary_dim < least:
+        key = "num_heads" if model.rotary_fraction == 1 else "rotary_fraction"
+        of = f"{model.rotary_dim} of {model.head_dim}"
+        message = f"rope rotates an even number of elements of a head, at least {least}, not {of}"
+        yield Finding(f"model.{key}", message, "another head_dim or rotary_fraction")
+    if model.local_rope_theta is not None and not any(map(model.is_local, range(model.num_layers))):
+        yield Finding("model.local_rope_theta", "is for layers with a window, and there is none", "remove the key")
+
+
+def rope_scaling(model: ModelConfig) -> Iterator[Finding]:
+    """Check that the ends of a scaling's ramp are in order."""
+    scaling = model.rope_scaling or {}
+    ends = {"llama3": ("high_freq_factor", 4.0, "low_freq_factor", 1.0), "yarn": ("beta_fast", 32.0, "beta_slow", 1.0)}
+    if scaling.get("type") in ends:
+        upper, default_upper, lower, default_lower = ends[scaling["type"]]
+        if scaling.get(upper, default_upper) <= scaling.get(lower, default_lower):
+            hint = f"for example {default_upper:g} and {default_lower:g}"
+            yield Finding("model.rope_scaling", f"{upper} is not above {lower}", hint)
+    if scaling.get("type") == "yarn" and model.rope_theta <= 1:
+        message = f"yarn divides by its logarithm, and {model.rope_theta} is not above 1"
+        yield Finding("model.rope_theta", message, "for example 10000")
+
+
+def qk_norm(model: ModelConfig) -> Iterator[Finding]:
+    """Check that queries and keys have an RMS norm: their norms have a gain alone."""
+    if model.qk_norm != "none" and NORMS[model.norm].facts["mean"]:
+        names = [card.name for card in NORMS.cards.values() if not card.facts["mean"]]
+        message = f"{model.norm} subtracts a mean, and q and k need an RMS norm"
+        yield Finding("model.qk_norm", message, f"norm = {' or '.join(names)}")
+
+
+def attention_window(model: ModelConfig) -> Iterator[Finding]:
+    """Check that a list of windows is no longer than the layers."""
+    if isinstance(model.window, list) and len(model.window) > model.num_layers:
+        message = f"{len(model.window)} numbers for {model.num_layers} layers"
+        yield Finding("model.window", message, f"at most {model.num_layers}: fewer repeat over the layers")

@@ -1,0 +1,172 @@
+"""Rules of `[parallel]` and `[nccl]`: what the axes of parallelism divide, and what ranks share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megascale.catalog.recipes import RECIPES
+from megascale.catalog.schedules import SCHEDULES
+from megascale.config.backends import Fp8Config
+from megascale.config.data import DataConfig
+from megascale.config.divisors import divisors, join_values
+from megascale.config.finding import Finding
+from megascale.config.model import ModelConfig
+from megascale.config.nccl import NcclConfig
+from megascale.config.parallel import ParallelConfig
+from megascale.config.train import BatchConfig, TrainConfig
+
+
+def tensor_parallel(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Finding]:
+    """Check that tp divides heads and MLP columns, and with sp the sequence."""
+    tp, heads, kv_heads = parallel.tp, model.num_heads, model.num_kv_heads
+    valid = [t for t in divisors(kv_heads) if model.ffn_size % t == 0 and heads % t == 0]
+    for count, noun in ((heads, "heads"), (kv_heads, "key-value heads"), (model.ffn_size, "columns of the MLP")):
+        if count % tp:
+            message = f"{count} {noun} cannot be split over tp = {tp}"
+            yield Finding("parallel.tp", message, f"tp in {join_values(valid)}")
+            break
+    if parallel.sp and model.seq_length % tp:
+        message = f"with sp a sequence of {model.seq_length} cannot be split over tp = {tp}"
+        yield Finding("model.seq_length", message, f"seq_length a multiple of {tp}, or sp = false")
+
+
+def pipeline(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Finding]:
+    """Check that every chunk has layers; the first may have only the embedding, the last only the head."""
+    pp, vpp, layers_per_chunk = parallel.pp, parallel.vpp, parallel.layers_per_chunk
+    if vpp > 1 and pp == 1:
+        yield Finding("parallel.vpp", f"vpp = {vpp} splits pipeline stages, but pp = 1", "vpp = 1, or pp > 1")
+    if layers_per_chunk is None:
+        max_chunks = model.num_layers + 2
+        if pp * vpp > max_chunks:
+            message = f"{model.num_layers} layers are too few for pp x vpp = {pp} x {vpp} chunks"
+            hint = f"vpp at most {max_chunks // pp}" if pp <= max_chunks else f"pp at most {max_chunks}"
+            yield Finding("parallel.pp", message, f"{hint}: only the first and the last chunk may have no layer")
+        return
+    message = ""
+    if len(layers_per_chunk) != pp * vpp:
+        message, hint = f"{len(layers_per_chunk)} numbers for pp x vpp = {pp * vpp} chunks", f"{pp * vpp} numbers"
+    elif sum(layers_per_chunk) != model.num_layers:
+        message = f"adds up to {sum(layers_per_chunk)}, but num_layers = {model.num_layers}"
+        hint = f"numbers that add up to {model.num_layers}"
+    elif 0 in layers_per_chunk[1:-1]:
+        message, hint = "a chunk between first and last has no layer", "0 only for the first and last chunk"
+    if message:
+        yield Finding("parallel.layers_per_chunk", message, f"{hint}, or auto, which splits evenly")
+
+
+def schedule(parallel: ParallelConfig) -> Iterator[Finding]:
+    """Check that the schedule supports several model chunks per stage."""
+    if parallel.schedule and parallel.vpp > 1 and not SCHEDULES[parallel.schedule].facts["multi_chunk"]:
+        multi_chunk = [card.name for card in SCHEDULES.cards.values() if card.facts["multi_chunk"]]
+        message = f"{parallel.schedule} runs one chunk a stage, but vpp = {parallel.vpp}"
+        yield Finding("parallel.schedule", message, f"{' or '.join(multi_chunk)}, or vpp = 1")
+
+
+def cp_modes(parallel: ParallelConfig) -> Iterator[Finding]:
+    """Check that the keys of context parallelism have an effect, and that usp says how many ranks exchange heads."""
+    cp, mode, ranks, key = parallel.cp, parallel.cp_mode, parallel.cp_ulysses, "parallel.cp_ulysses"
+    if ranks > 1 and mode != "usp":
+        yield Finding(key, f"has no effect with cp_mode = {mode}", "cp_mode = usp, or remove the key")
+    elif ranks == 1 and mode == "usp" and cp > 1:
+        yield Finding(key, "usp needs the number of neighbouring ranks that exchange heads", "2 or more")
+    elif cp % ranks:
+        yield Finding(key, f"{ranks} ranks that exchange heads do not divide cp = {cp}", f"a divisor of {cp}")
+
+
+def cp_sequence(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Finding]:
+    """Check that ranks, and with sp their tp ranks, share a sequence in equal parts."""
+    cp, keys = parallel.cp, parallel.cp_keys
+    if cp == 1 or cp % parallel.cp_heads or parallel.cp_mode == "hybrid":
+        return
+    unit = cp * (parallel.tp if parallel.sp else 1)
+    halves = 2 * keys if keys > 1 else 1  # a chunk near the head and one near the tail
+    ranks = f"cp x tp = {unit} ranks" if parallel.sp else f"cp = {cp}"
+    for divisor, what in ((halves, f"2 x {keys} chunks"), (unit, ranks)):
+        if model.seq_length % divisor:
+            message = f"a sequence of {model.seq_length} cannot be split into {what}"
+            yield Finding("model.seq_length", message, f"a multiple of {math.lcm(halves, unit)}")
+            return
+
+
+def cp_heads(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Finding]:
+    """Check that ranks that exchange heads get equal numbers of them, and whole groups of key-value heads or one."""
+    ranks, tp = parallel.cp_heads, parallel.tp
+    if ranks == 1 or model.num_heads % tp or model.num_kv_heads % tp:
+        return
+    key = "parallel.cp_ulysses" if parallel.cp_mode == "usp" else "parallel.cp"
+    queries, keys = model.num_heads // tp, model.num_kv_heads // tp
+    if queries % ranks:
+        message = f"{queries} heads of a tp rank cannot be split over {ranks} ranks that exchange heads"
+        yield Finding(key, message, "fewer ranks, cp_mode = ring or allgather, or usp with fewer neighbours")
+    elif keys % ranks and ranks % keys:
+        message = f"{keys} key-value heads of a tp rank can neither be split over {ranks} ranks nor repeated for them"
+        yield Finding(key, message, "ranks that divide the key-value heads, or a multiple of them")
+
+
+def cp_fp8(
+    model: ModelConfig, parallel: ParallelConfig, batch: BatchConfig, train: TrainConfig, fp8: Fp8Config
+) -> Iterator[Finding]:
+    """Check that the tokens of a rank, and with scales of blocks its consecutive ones, are multiples of what the FP8
+    recipe needs.
+    """
+    facts, cp, keys = RECIPES[fp8.recipe].facts, parallel.cp, parallel.cp_keys
+    if not train.quantizes or cp == 1 or cp % parallel.cp_heads:
+        return
+    blocks, runs = facts["granularity"] == "block", keys * math.lcm(2, parallel.cp_heads) if keys > 1 else cp
+    tokens, alignment = model.seq_length * batch.micro // (runs if blocks else cp), facts["alignment"]
+    if tokens % alignment:
+        message = f"{tokens} {'consecutive ' if blocks else ''}tokens of a micro-batch on a rank along cp"
+        needs = f"the fp8 recipe {fp8.recipe} needs multiples of {alignment}"
+        yield Finding("parallel.cp", f"{message}: {needs}", "fewer ranks, a longer sequence, or another fp8.recipe")
+
+
+def cp_combinations(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Finding]:
+    """Check that no key is set that has no implementation for ranks that share sequences."""
+    cp, mode = parallel.cp, parallel.cp_mode
+    if cp == 1 or mode == "hybrid":
+        return
+    if model.dropout:
+        yield Finding("model.dropout", f"context parallelism (cp = {cp}) has no dropout", "dropout = 0, or cp = 1")
+    if model.attention_softcap is not None and parallel.cp_keys > 1:
+        message = f"attention with a soft cap needs all keys at once, and cp_mode = {mode} has some at a time"
+        yield Finding("parallel.cp_mode", message, "ulysses")
+
+
+def cp_sharding(
+    parallel: ParallelConfig, batch: BatchConfig, train: TrainConfig, fp8: Fp8Config, data: DataConfig
+) -> Iterator[Finding]:
+    """Check that a run whose ranks shall hold chunks of documents can cut them."""
+    if parallel.cp_sharding != "document":
+        return
+    if data.mask != "document":
+        message, hint = "chunks of documents need data.mask = document", "data.mask = document"
+    elif parallel.cp > 1 and parallel.cp_keys == 1:
+        message, hint = f"has no effect with cp_mode = {parallel.cp_mode}", "ring, allgather or usp"
+    elif batch.micro > 1:
+        message, hint = f"the {batch.micro} rows of a micro-batch have different documents", "batch.micro = 1"
+    elif train.quantizes and RECIPES[fp8.recipe].facts["granularity"] == "block":
+        message, hint = f"the fp8 recipe {fp8.recipe} has scales of consecutive tokens", "another fp8.recipe"
+    else:
+        return
+    yield Finding("parallel.cp_sharding", message, f"{hint}; or cp_sharding = auto")
+
+
+def hybrid_tokens(model: ModelConfig, parallel: ParallelConfig, data: DataConfig) -> Iterator[Finding]:
+    """Check that the pool of hybrid data parallelism has room for the longest document."""
+    if parallel.cp_mode != "hybrid":
+        return
+    key, tokens = "data.max_tokens_per_rank", data.max_tokens_per_rank
+    if tokens is None:
+        yield Finding(key, "hybrid needs the most tokens of a rank in a micro-batch", "a number")
+    elif isinstance(parallel.dp, int) and (ranks := parallel.dp * parallel.cp) * tokens < model.seq_length:
+        message = f"{ranks} ranks hold {ranks * tokens} tokens, and a document may have {model.seq_length}"
+        yield Finding(key, message, f"{-(-model.seq_length // ranks)} or more")
+
+
+def nccl_ctas(nccl: NcclConfig) -> Iterator[Finding]:
+    """Check that minima do not exceed maxima."""
+    for key in ("tp_ctas", "cp_ctas", "dp_ctas", "pp_ctas", "world_ctas"):
+        ctas = getattr(nccl, key)
+        if isinstance(ctas, list) and ctas[0] > ctas[1]:
+            yield Finding(f"nccl.{key}", f"at least {ctas[0]} and at most {ctas[1]}", f"[{ctas[1]}, {ctas[0]}]")

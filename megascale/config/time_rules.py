@@ -1,0 +1,91 @@
+"""Rules of nested times, in `[launch]`, `[checkpoint]`, `[fault]` and NCCL's retries; and of injected faults
+(`fault.inject`): a test without its faults would pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megascale.config.fault import FaultConfig
+from megascale.config.finding import Finding
+from megascale.config.injection import parse_injection
+from megascale.config.launch import LaunchConfig
+from megascale.config.nccl import NcclConfig
+from megascale.config.parallel import ParallelConfig
+from megascale.config.train import CheckpointConfig, TrainConfig
+
+
+def timeouts(launch: LaunchConfig, checkpoint: CheckpointConfig) -> Iterator[Finding]:
+    """Check that start_timeout_s covers the other timeouts."""
+    key, start, retry = "launch.start_timeout_s", launch.start_timeout_s, checkpoint.retry_timeout_s
+    if start < launch.timeout_s:
+        message = f"{start} s is less than launch.timeout_s = {launch.timeout_s}"
+        yield Finding(key, message, f"{launch.timeout_s} or more")
+    if checkpoint.every and start <= retry:
+        message = f"{start} s is no more than checkpoint.retry_timeout_s = {retry}, which a rank may spend on a save"
+        yield Finding(key, message, f"more than {retry}")
+
+
+def fault_times(fault: FaultConfig) -> Iterator[Finding]:
+    """Check that the times of `[fault]` nest: heartbeat < flap < lost node, and no verdict before a heartbeat."""
+    for short, long in (("poll_s", "hang_s"), ("heartbeat_s", "node_lost_s"), ("flap_s", "node_lost_s")):
+        low, high = getattr(fault, short), getattr(fault, long)
+        if low >= high:
+            yield Finding(f"fault.{long}", f"{high} s is no more than fault.{short} = {low}", f"more than {low}")
+    for key in ("start_hang_s", "evaluation_hang_s", "checkpoint_hang_s"):
+        if (bound := getattr(fault, key)) < fault.hang_s:
+            message = f"{bound} s is less than fault.hang_s = {fault.hang_s}"
+            yield Finding(f"fault.{key}", message, f"{fault.hang_s} or more")
+
+
+def injected_faults(fault: FaultConfig, train: TrainConfig) -> Iterator[Finding]:
+    """Check that the faults are those of ranks, which alone a run injects, and strike in steps that it has."""
+    for injected in parse_injection(fault.inject).faults:
+        if injected.target != "rank":
+            message = f"{injected.kind} is a fault of the {injected.target}, and a run injects only faults of its ranks"
+            hint = "a fault of a rank; `python tools/lab faults` injects others from outside"
+            yield Finding("fault.inject", message, hint)
+        elif injected.step > train.steps:
+            message = f"there is no step {injected.step} for {injected.kind}"
+            yield Finding("fault.inject", message, f"a step from 1 to {train.steps}")
+
+
+def layout_ranks(fault: FaultConfig, parallel: ParallelConfig) -> Iterator[Finding]:
+    """Check the ranks of faults in a layout that gives the number of processes."""
+    if isinstance(parallel.dp, int):
+        yield from unknown_ranks(fault, parallel.replica_size * parallel.dp)
+
+
+def unknown_ranks(fault: FaultConfig, world_size: int) -> Iterator[Finding]:
+    """Check that a job of `world_size` processes has the ranks of its faults."""
+    for injected in parse_injection(fault.inject).faults:
+        if injected.rank is not None and injected.rank >= world_size:
+            ranks = f"a rank from 0 to {world_size - 1}" if world_size > 1 else "rank 0, the only one"
+            yield Finding("fault.inject", f"there is no rank {injected.rank} for {injected.kind}", ranks)
+
+
+def launch_findings(
+    world_size: int, fault: FaultConfig, launch: LaunchConfig, checkpoint: CheckpointConfig, nccl: NcclConfig
+) -> Iterator[Finding]:
+    """Check, for a job of `world_size` processes with a driver, that a rank's own timeouts are longer than what the
+    driver needs for a verdict, that an adapter retries for longer than a flap, and that ranks with injected faults
+    exist.
+    """
+    yield from unknown_ranks(fault, world_size)
+    for key, limit in (
+        ("hang_s", "timeout_s"), ("node_lost_s", "timeout_s"), ("evaluation_hang_s", "timeout_s"),
+        ("start_hang_s", "start_timeout_s"), ("checkpoint_hang_s", "start_timeout_s"),
+    ):  # fmt: skip
+        needed, timeout = getattr(fault, key) + fault.evidence_s, getattr(launch, limit)
+        if needed >= timeout:
+            message = f"{timeout} s: ranks would give up before the verdict, fault.{key} + fault.evidence_s"
+            yield Finding(f"launch.{limit}", message, f"more than {needed:g}")
+    if checkpoint.every and fault.checkpoint_hang_s <= (retry := checkpoint.retry_timeout_s):
+        message = f"{fault.checkpoint_hang_s} s is no more than checkpoint.retry_timeout_s = {retry}"
+        yield Finding("fault.checkpoint_hang_s", message, f"more than {retry}")
+    if (patience := nccl.ib_patience_s) <= fault.flap_s:
+        message = f"adapters give up after {patience:.3g} s, within a flap of fault.flap_s = {fault.flap_s}"
+        yield Finding("nccl.ib_timeout", message, "a larger exponent")
+    elif patience >= launch.timeout_s:
+        message = f"adapters retry for {patience:.3g} s, longer than launch.timeout_s = {launch.timeout_s}"
+        yield Finding("nccl.ib_timeout", message, "a smaller exponent, or a longer launch.timeout_s")

@@ -1,0 +1,104 @@
+"""Updates of elements: rules that may be called with any range of a shard, as functions and as fused kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from megascale.catalog.optimizers import REST
+from megascale.config.train import OptimizerConfig
+from megascale.core.errors import ConfigError, Problem
+from megascale.layout.param_groups import ParamGroup
+from megascale.ops.optimizer import Elementwise, Segment, UpdateInput, UpdateRule, is_function
+from megascale.optim.adam import adam, adam_options
+from megascale.optim.compensated import split, whole
+from megascale.optim.optimizer_shard import OptimizerShard
+from megascale.optim.updates import Clipping, Parts, Rules, Updates
+
+CHUNK = 1 << 22
+"""Elements that are updated at a time, to bound temporary tensors."""
+
+
+class ElementUpdates(Updates):
+    """A rule for every group of elements in each shard, and its segments of the shard."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._rules = [
+            [(group, build_rule(shard, group, parts.config, parts.rules)) for group in _groups_of(shard)]
+            for shard in parts.shards
+        ]
+
+    def apply(self, index: int, lr: float, step: int, clipping: Clipping) -> None:
+        for group, rule in self._rules[index]:
+            rule.step(lr * group.lr_mult, step, clipping.grad_factor, clipping.skip)
+
+
+def _groups_of(shard: OptimizerShard) -> list[ParamGroup]:
+    """List the groups of elements in a shard."""
+    return list(dict.fromkeys(group for group, _ in shard.ranges if group.facts["unit_of_work"] == "elements"))
+
+
+def build_rule(shard: OptimizerShard, group: ParamGroup, config: OptimizerConfig, rules: Rules) -> Elementwise:
+    """Build the rule of a group over its segments of a shard.
+
+    Raises: ConfigError for a class and compensated weights, which only functions add to.
+    """
+    segments = [shard.segment(item, tuple(group.state)) for other, item in shard.ranges if other == group]
+    rule, options = rules[group.rule], group.all_options
+    own = {"name": group.rule, "weight_decay": group.weight_decay, "options": dict(options)}
+    settings = config.model_copy(update=own)
+    if group.rule == REST and shard.residual is not None:
+        rule, options = adam, adam_options(config)
+    if is_function(rule):
+        return FunctionRule(segments, settings, rule, options)
+    if shard.residual is not None:
+        problem = f"{group.rule} is a class, which needs master weights in fp32"
+        hint = "optimizer.master = full, or a rule that is a function"
+        raise ConfigError([Problem("optimizer.name", group.rule, problem, hint)])
+    return cast(type[Elementwise], rule)(segments, settings)
+
+
+class FunctionRule:
+    """An `Elementwise` rule by a function: w = w - lr (direction + weight_decay w), chunk by chunk."""
+
+    state_names: tuple[str, ...] = ()  # the card has them
+
+    def __init__(
+        self, segments: Sequence[Segment], config: OptimizerConfig, rule: UpdateRule, options: Mapping[str, Any]
+    ) -> None:
+        self._segments = segments
+        self._decay = config.weight_decay
+        self._rule = rule
+        self._options = options
+
+    def step(self, lr: float, step: int, grad_factor: Tensor, skip: Tensor) -> None:
+        for segment in self._segments:
+            for start in range(0, segment.weight.numel(), CHUNK):
+                part = slice(start, start + CHUNK)
+                state = {name: values[part] for name, values in segment.state.items()}
+                weight, grad = segment.weight[part], segment.grad[part] * grad_factor.to(segment.grad.dtype)
+                residual = None if segment.residual is None else segment.residual[part]
+                given = UpdateInput(grad, state, step, self._options, weight=whole(weight, residual), lr=lr)
+                direction, new_state = self._rule(given)
+                apply_direction(weight, residual, direction, lr, self._decay if segment.weight_decay else 0.0, skip)
+                copy_unless(skip, state, new_state)
+
+
+def apply_direction(
+    weight: Tensor, residual: Tensor | None, direction: Tensor, lr: float, decay: float, skip: Tensor
+) -> None:
+    """Step along a direction with decoupled weight decay, unless `skip` is 1. `residual`: as in `optim.compensated`."""
+    moved = torch.add(whole(weight, residual) * (1 - lr * decay), direction, alpha=-lr)
+    if residual is not None:
+        moved, rest = split(moved, weight.dtype)
+        residual.copy_(torch.where(skip > 0, residual, rest))
+    weight.copy_(torch.where(skip > 0, weight, moved))
+
+
+def copy_unless(skip: Tensor, state: Mapping[str, Tensor], new_state: Mapping[str, Tensor]) -> None:
+    """Copy the new state into the old, unless `skip` is 1."""
+    for name, values in state.items():
+        values.copy_(torch.where(skip > 0, values, new_state[name]))

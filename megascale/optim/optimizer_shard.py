@@ -1,0 +1,161 @@
+"""This rank's shard of a bucket's master weights and optimizer state: its segments, and its parts as global tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megascale.comm.collectives import all_gather
+from megascale.comm.mesh import Mesh
+from megascale.layout.buckets import SlotRange, joined
+from megascale.layout.param_groups import ParamGroup
+from megascale.layout.shard_slices import shard_slices
+from megascale.ops.optimizer import Segment
+from megascale.parallel.param_and_grad_buffers import Bucket
+from megascale.parallel.stateful import WEIGHTS, GlobalTensor, TensorShard
+
+LOW = "low"
+"""State of compensated weights (`optim.compensated`)."""
+
+GroupedRanges = Sequence[tuple[ParamGroup, SlotRange]]
+"""Ascending ranges of a bucket, with the groups whose rules update them."""
+
+
+@dataclass(frozen=True)
+class OptimizerShard:
+    """Master weights and optimizer state of one bucket on this rank.
+
+    `master` [size of the shard] is a view of the bucket's weights if the weights have the optimizer's dtype, or if they
+    are compensated: then state `LOW` has what rounding left over. `state`: tensors by name, for the elements of those
+    `ranges` whose group has that state, end to end; of names that no group has [size of the shard].
+    """
+
+    bucket: Bucket
+    master: Tensor
+    state: dict[str, Tensor]
+    ranges: GroupedRanges = ()
+
+    @property
+    def has_own_master(self) -> bool:
+        """True if `master` is a separate tensor, to be rounded into the bucket's weights after an update."""
+        return self.master.dtype != self.bucket.weights.dtype
+
+    @property
+    def residual(self) -> Tensor | None:
+        """The rest that is to be added to compensated weights; None if they are not."""
+        return self.state.get(LOW)
+
+    @property
+    def master_fp32(self) -> Tensor:
+        """The master weights, a sum in fp32 if they are compensated."""
+        return self.master if self.residual is None else self.master.float() + self.residual.float()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of optimizer state and separate master weights."""
+        return sum(t.nbytes for t in self.state.values()) + (self.master.nbytes if self.has_own_master else 0)
+
+    def scale_grad(self, factor: Tensor) -> None:
+        """Multiply the gradient by a device scalar, for a rule whose kernel does not."""
+        self.bucket.grad.mul_(factor.to(self.bucket.grad.dtype))
+
+    def copy_to_params(self) -> None:
+        """Round a separate `master` into this rank's shard of the bucket's weights."""
+        if self.has_own_master:
+            self.bucket.shard_weights.copy_(self.master)
+
+    def segment(self, item: SlotRange, names: Sequence[str]) -> Segment:
+        """Return what a rule sees of a range inside the shard, with the state of these names."""
+        parameter, first = item.slot.parameter, self.bucket.shard[0]
+        state = {name: self._state_of(name, item) for name in names}
+        residual = None if self.residual is None else item.view(self.residual, first)
+        weight, grad = item.view(self.master, first), item.view(self.bucket.grad, first)
+        return Segment(weight, grad, state, parameter.is_matrix, parameter.weight_decay, residual)
+
+    def tensors(self) -> Iterator[tuple[str, int, Tensor]]:
+        """Yield master weights ("") and state by name, with their start in the bucket."""
+        yield "", self.bucket.shard[0], self.master
+        for name in self.state:
+            yield from ((name, item.start, values) for item, values in self._state_parts(name))
+
+    def _state_parts(self, name: str) -> Iterator[tuple[SlotRange, Tensor]]:
+        ranges = self._ranges_of.get(name) or [SlotRange(self.bucket.layout.slots[0], *self.bucket.shard)]
+        return zip(ranges, self.state[name].split([item.numel for item in ranges]), strict=True)
+
+    def _state_of(self, name: str, item: SlotRange) -> Tensor:
+        return next(
+            item.view(values, whole.start)
+            for whole, values in self._state_parts(name)
+            if whole.start <= item.start and item.stop <= whole.stop
+        )
+
+    @cached_property
+    def _ranges_of(self) -> dict[str, list[SlotRange]]:
+        return state_ranges(self.ranges)
+
+
+def state_ranges(ranges: GroupedRanges) -> dict[str, list[SlotRange]]:
+    """Return the ranges that have a state tensor, by its name."""
+    names = dict.fromkeys(name for group, _ in ranges for name in group.state)
+    return {name: joined(item for group, item in ranges if name in group.state) for name in names}
+
+
+def new_shard(bucket: Bucket, ranges: GroupedRanges, *, compensated: bool) -> OptimizerShard:
+    """Copy the weights of a bucket's shard as master weights, and allocate state of zero for `ranges`."""
+    weights, grad = bucket.shard_weights, bucket.grad
+    master = weights if compensated or weights.dtype == grad.dtype else weights.to(grad.dtype)
+    sizes = {name: sum(item.numel for item in found) for name, found in state_ranges(ranges).items()}
+    state = {name: grad.new_zeros(size) for name, size in sizes.items()}
+    if compensated:
+        state[LOW] = torch.zeros_like(weights)
+    return OptimizerShard(bucket, master, state, ranges)
+
+
+def global_tensors(optimizer_shards: Sequence[OptimizerShard], mesh: Mesh) -> dict[str, GlobalTensor]:
+    """Return views of the tensors that this rank saves and loads, by global name.
+
+    Where data parallelism replicates a shard, every replica has a share of it, or all of a state tensor that is not of
+    the whole shard.
+    """
+    tensors: dict[str, GlobalTensor] = {}
+    for optimizer_shard in optimizer_shards:
+        bucket = optimizer_shard.bucket
+        for state, start, flat in optimizer_shard.tensors():
+            elements = (start, start + flat.numel())
+            low, high = bucket.storage.share if elements == bucket.shard else elements
+            for name, shape, shard in _tensor_shards(optimizer_shard, flat[low - start : high - start], low, mesh):
+                key = (f"{state}." if state else WEIGHTS) + name
+                tensor = tensors.setdefault(key, GlobalTensor(shape, flat.dtype, []))
+                tensor.shards.append(shard)
+    return tensors
+
+
+def _tensor_shards(
+    optimizer_shard: OptimizerShard, flat: Tensor, first: int, mesh: Mesh
+) -> Iterator[tuple[str, tuple[int, ...], TensorShard]]:
+    """Yield name, global shape and shard of every tensor with elements in `flat`, which begins at `first` in the
+    bucket.
+    """
+    for item in optimizer_shard.bucket.layout.param_ranges(first, first + flat.numel()):
+        slot = item.slot
+        shapes = {tensor.name: tensor.shape for tensor in slot.parameter.parts}
+        for box in shard_slices(
+            slot.parameter, mesh.topology, mesh.coord, item.start - slot.start, item.stop - slot.start
+        ):
+            start = slot.start + box.start - first
+            data = flat[start : start + torch.Size(box.size).numel()].view(box.size)
+            yield box.name, shapes[box.name], TensorShard(box.offset, box.size, data)
+
+
+def gather_shares(optimizer_shards: Sequence[OptimizerShard]) -> None:
+    """All-gather what the replicas of a shard have read in shares (`global_tensors`)."""
+    for shard in optimizer_shards:
+        bucket = shard.bucket
+        share = SlotRange(bucket.layout.slots[0], *bucket.storage.share)
+        for _, start, flat in shard.tensors() if bucket.replicas.size > 1 else ():
+            if (start, start + flat.numel()) == bucket.shard:
+                all_gather(bucket.replicas, flat, share.view(flat, start))

@@ -1,0 +1,63 @@
+"""What the updates of all units of work have in common: `Updates`, and the clipping of a step's gradients."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megascale.comm.mesh import Mesh
+from megascale.config.train import OptimizerConfig
+from megascale.layout.owners import OwnedMatrix
+from megascale.layout.param_groups import ParamGroups
+from megascale.ops.optimizer import Rule
+from megascale.optim.optimizer_shard import OptimizerShard
+from megascale.parallel.param_and_grad_buffers import Bucket
+
+Rules = Mapping[str, Rule]
+"""The rules of all groups by name."""
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """Device scalars of a step: `norm`, f64, of the mean gradient before clipping; `grad_factor`, f64, to scale all
+    gradients by; `skip`, f32, 1 to skip the update (then `grad_factor` is 1).
+    """
+
+    norm: Tensor
+    grad_factor: Tensor
+    skip: Tensor
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What updates are built from: this rank's shards, and the groups of parameters with their rules by name."""
+
+    shards: Sequence[OptimizerShard]
+    mesh: Mesh
+    config: OptimizerConfig
+    groups: ParamGroups
+    rules: Rules
+
+
+class Updates(ABC):
+    """The updates, in all shards, of the parameters whose rules have one unit of work."""
+
+    @abstractmethod
+    def __init__(self, parts: Parts) -> None: ...
+
+    def compute(self, lr: float, step: int, clipping: Clipping) -> None:  # noqa: B027  most rules need no more than a shard
+        """Compute what takes more than a shard. A collective of all ranks. `step` counts from 1."""
+
+    @abstractmethod
+    def apply(self, index: int, lr: float, step: int, clipping: Clipping) -> None:
+        """Update the master weights and state in shard `index`, unless the step is skipped; after `compute`."""
+
+    def matrix_state(self) -> Iterator[tuple[Bucket, OwnedMatrix, str, Tensor]]:
+        """Yield the state of whole matrices that this rank owns: bucket, matrix, name and values."""
+        return iter(())
+
+    def end_restore(self) -> None:  # noqa: B027
+        """Take note that the state has been loaded."""

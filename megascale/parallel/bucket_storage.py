@@ -1,0 +1,221 @@
+"""Storage of a bucket's weights and gradients: what a rank keeps of them, and the collectives that reduce and gather.
+
+    zero  storage      after the last backward      updated by a rank  before the next forward   gradient memory
+    0     Replicated   all-reduce of gradients      all parameters     -                         full
+    1     Sharded      reduce-scatter of gradients  its shard          all-gather of parameters  full
+    2     ShardedEach  as 1, after every backward   its shard          all-gather of parameters  shard; full for the
+                                                                       chunks in backward and being reduced
+
+Who reduces and who shards are declared by the bucket's layout (`layout.buckets.ShardAxes`). Users acquire what they
+need whole, and release it: a storage decides what that takes. Between `start_gather` and `acquire_weights` weights of
+other ranks' shards are outdated; a full gradient exists from `acquire_gradient` to the end of the reduction that
+`release_gradient` starts, or always.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from megascale.comm.collectives import all_gather, all_reduce, reduce_scatter
+from megascale.comm.mesh import Mesh
+from megascale.comm.work import COMPLETED, Work
+from megascale.layout.buckets import BucketLayout
+
+Dtypes = tuple[torch.dtype, torch.dtype]
+"""Of weights, and of gradients."""
+
+
+class Storage(ABC):
+    """The weights and gradients of a bucket on this rank. `label`: of its collectives in the event log.
+
+    - `weights` [size], in the compute dtype
+    - `group`: the ranks whose gradients are summed; `shards`: those that shard the bucket, this rank alone if none do;
+      `replicas`: those of `group` that update the same elements
+    - `shard`: the range that this rank updates
+    - `grad` [size of the shard], in the accumulation dtype: the reduced gradient
+    - `full_grad` [size]: the gradient of this rank's micro-batches; None while there is none
+    """
+
+    full_grad: Tensor | None
+    grad: Tensor
+
+    def __init__(self, layout: BucketLayout, mesh: Mesh, dtypes: Dtypes, device: torch.device, label: str) -> None:
+        self.layout, self.label = layout, label
+        self.group = mesh.group(*layout.reduce_axes)
+        self.shards = mesh.group(*layout.shard_axes.state)
+        self.replicas = mesh.group(*layout.replica_axes)
+        self.shard = layout.shard_range(self.shards.index, self.shards.size)
+        self.weights = torch.zeros(layout.numel, dtype=dtypes[0], device=device)
+        self._gathering: Work = COMPLETED
+        self._reducing: Work = COMPLETED
+        self._finite = torch.ones((), dtype=torch.bool, device=device)  # the gradients before their reductions
+        self._allocate_grad(dtypes[1])
+
+    @property
+    def shard_weights(self) -> Tensor:
+        """This rank's shard of the weights, a view."""
+        return self.weights[slice(*self.shard)]
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """The range of `shard` that this rank reads and writes for all replicas."""
+        start, size = self.shard[0], (self.shard[1] - self.shard[0]) // self.replicas.size
+        return start + self.replicas.index * size, start + (self.replicas.index + 1) * size
+
+    @property
+    def checks_vectors_only(self) -> bool:
+        """True if `local_grad_finite` covers vectors (norms and biases) only."""
+        return False
+
+    def begin_step(self) -> None:
+        """Forget the gradients of the last step."""
+        if self.group.size > 1:
+            self._finite.fill_(True)
+
+    @abstractmethod
+    def start_gather(self) -> None:
+        """Start to send the updated weights of this rank's shard to the ranks that need them."""
+
+    def acquire_weights(self) -> None:
+        """Wait until all weights are up to date: on a GPU the stream waits, not the host."""
+        self._gathering.wait()
+        self._gathering = COMPLETED
+
+    def acquire_gradient(self) -> bool:
+        """Provide a full gradient to add to; return True if it is a new one, of any values but for zeros as padding."""
+        return False
+
+    @abstractmethod
+    def release_gradient(self) -> None:
+        """Start the reduction of the full gradient, after the end of one in flight."""
+
+    def finish_reduction(self) -> None:
+        """Wait for a reduction in flight (on a GPU the stream waits, not the host)."""
+        self._reducing.wait()
+        self._reducing = COMPLETED
+
+    def local_grad_finite(self) -> bool:
+        """False if this rank's gradient before the reduction has a non-finite element, or a sum that overflows.
+
+        The host waits for the device. True proves nothing where the local gradient was not read: matrices with
+        `checks_vectors_only`; with zero = 1 this rank's shard, in which the sum over ranks has replaced the local
+        gradient. A non-finite sum in the shard, while no other rank reports a non-finite gradient, is therefore caused
+        by this rank.
+        """
+        return bool(self._finite)
+
+    def _allocate_grad(self, dtype: torch.dtype) -> None:
+        self.full_grad = torch.zeros(self.layout.numel, dtype=dtype, device=self.weights.device)
+        self.grad = self.full_grad[slice(*self.shard)]
+
+    def _full(self) -> Tensor:
+        assert self.full_grad is not None, "a backward comes before a reduction"
+        return self.full_grad
+
+    def _check(self, ranges: list[tuple[int, int]]) -> None:
+        """Note if the local gradient has non-finite elements, or a sum that overflows, where a reduction overwrites or
+        frees it.
+        """
+        for low, high in ranges if self.group.size > 1 else ():
+            self._finite &= self._full()[low:high].sum().isfinite()
+
+
+class Replicated(Storage):
+    """Every rank has and updates all of a bucket. The local gradient is read once more, before the all-reduce."""
+
+    def start_gather(self) -> None:
+        """Send nothing: every rank has updated all weights."""
+
+    def release_gradient(self) -> None:
+        full = self._full()
+        self._check([(0, self.layout.numel)])
+        self.finish_reduction()
+        self._reducing = all_reduce(self.group, full, label=self.label, wait=False)
+
+
+class Sharded(Storage):
+    """A rank updates its shard of the weights, for which it has the reduced gradient, in place of its own."""
+
+    def start_gather(self) -> None:
+        self._gathering = all_gather(self.shards, self.weights, self.shard_weights, label=self.label, wait=False)
+
+    def release_gradient(self) -> None:
+        full = self._full()
+        self.finish_reduction()
+        self._reducing = reduce_scatter(self.shards, self.grad, full, label=self.label, wait=False)
+
+    def local_grad_finite(self) -> bool:
+        low, high = self.shard
+        return all(bool(grad.isfinite().all()) for grad in (self._full()[:low], self._full()[high:]))
+
+
+class ShardedEach(Sharded):
+    """As `Sharded`, with a full gradient only from a backward to the end of its reduction: shards are added up.
+
+    A full pass over each micro-batch's gradient for non-finite elements would be slow: only vectors (norms and biases)
+    are read, or the full gradient of a bucket without vectors. A non-finite output gradient reaches the vectors in
+    backward; an overflow in a wgrad GEMM or its accumulation does not, and shows in the reduced gradient only.
+    """
+
+    arriving: Tensor | None = None
+    """The result of the reduction in flight [size of the shard]."""
+
+    _has_reduced = False  # `grad` holds a reduction of this step
+
+    @property
+    def checks_vectors_only(self) -> bool:
+        return self.group.size > 1 and bool(self._vectors)
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        self._has_reduced = False
+
+    def acquire_gradient(self) -> bool:
+        if self.full_grad is not None:
+            return False
+        with self.group.recorder.memory_kind("gradients"):
+            self.full_grad = torch.empty(self.layout.numel, dtype=self.grad.dtype, device=self.grad.device)
+        for low, high in self.layout.padding:
+            self.full_grad[low:high].zero_()
+        return True
+
+    def release_gradient(self) -> None:
+        full = self._full()
+        self._check(self._vectors or [(0, self.layout.numel)])
+        self.finish_reduction()
+        self.full_grad = None  # the caller drops its views: then only the work in flight holds it, and frees it
+        with self.group.recorder.memory_kind("gradients"):
+            self.arriving = torch.empty_like(self.grad)
+        self._reducing = reduce_scatter(self.shards, self.arriving, full, label=self.label, wait=False)
+
+    def finish_reduction(self) -> None:
+        super().finish_reduction()
+        shard, self.arriving = self.arriving, None
+        if shard is not None and self._has_reduced:
+            self.grad += shard
+        elif shard is not None:
+            self.grad.copy_(shard)
+            self._has_reduced = True
+
+    def local_grad_finite(self) -> bool:
+        return bool(self._finite)
+
+    def _allocate_grad(self, dtype: torch.dtype) -> None:
+        self.full_grad = None
+        self.grad = torch.zeros(self.shard[1] - self.shard[0], dtype=dtype, device=self.weights.device)
+
+    @property
+    def _vectors(self) -> list[tuple[int, int]]:
+        """The ranges of vectors: norms and biases."""
+        ranges = self.layout.merged_ranges(0, self.layout.numel)
+        return [(item.start, item.stop) for item in ranges if not item.slot.parameter.is_matrix]
+
+
+def build_storage(layout: BucketLayout, mesh: Mesh, dtypes: Dtypes, device: torch.device, label: str) -> Storage:
+    """Allocate a bucket as its layout places it. Weights and gradients are zero."""
+    axes = layout.shard_axes
+    kind = ShardedEach if axes.gradient else Sharded if axes.state else Replicated
+    return kind(layout, mesh, dtypes, device, label)

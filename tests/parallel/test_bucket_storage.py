@@ -1,0 +1,90 @@
+"""Storages of buckets: sums over the declared ranks, in every placement, and what a rank keeps of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megascale.comm.mesh import Mesh
+from megascale.layout.buckets import SHARDED
+from megascale.layout.tensors import ParamSpec, TensorSpec
+from megascale.layout.topology import DATA_AXES, Topology
+from megascale.parallel.bucket_storage import Replicated, Sharded, ShardedEach
+from megascale.parallel.grad_accumulation import accumulate_grad
+from megascale.parallel.param_and_grad_buffers import Overlap, ParamAndGradBuffers
+from tests.thread_world import simulate
+
+TOPOLOGY = Topology(cp=2, dp=2, tp=2)
+STORAGES = {0: Replicated, 1: Sharded, 2: ShardedEach}
+ROUNDS = 2
+
+
+def parameter(name: str, sharding: dict[str, int], reduce_axes: tuple[str, ...]) -> ParamSpec:
+    part = TensorSpec(name, (8, 64), sharding)
+    return ParamSpec(name, (part,), is_matrix=True, weight_decay=True, fp8=False, reduce_axes=reduce_axes)
+
+
+DENSE = parameter("layers.0.mlp.up.weight", {"tp": 0}, DATA_AXES)
+EXPERTS = parameter("layers.0.experts.weight", {"dp": 0, "tp": 1}, ("cp",))
+"""A parameter of which the ranks along dp hold different parts."""
+
+
+def buffers_of(mesh: Mesh, zero: int) -> ParamAndGradBuffers:
+    dtypes = (torch.float64, torch.float64)
+    return ParamAndGradBuffers(
+        [[[DENSE], [EXPERTS]]], mesh, zero=zero, sequence=False, overlap=Overlap(True), dtypes=dtypes,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+
+
+def gradient(rank: int, step: int, parameter: Tensor) -> Tensor:
+    """Return a rank's gradient in a backward, of distinct elements."""
+    return torch.arange(parameter.numel(), dtype=parameter.dtype).view_as(parameter) + 1000 * rank + 10 * step
+
+
+@pytest.mark.parametrize("zero", STORAGES)
+def test_each_bucket_sums_over_its_own_ranks(zero: int) -> None:
+    def body(mesh: Mesh) -> None:
+        buffers = buffers_of(mesh, zero)
+        buffers.begin_step()
+        for step in range(ROUNDS):
+            last = zero == 2 or step == ROUNDS - 1
+            with buffers.backward(0, last=last):
+                for bucket in buffers.buckets:
+                    (weight,) = bucket.parameters.values()
+                    accumulate_grad(weight, gradient(mesh.rank, step, weight))
+            if last:
+                buffers.start_chunk_reduction(0)
+        for bucket in buffers.finish_reductions():
+            (weight,) = bucket.parameters.values()
+            ranks = mesh.topology.group(mesh.rank, *bucket.layout.reduce_axes)
+            full = torch.zeros(bucket.layout.numel, dtype=torch.float64)
+            full[: weight.numel()] = sum(gradient(r, s, weight) for r in ranks for s in range(ROUNDS)).view(-1)
+            assert torch.equal(bucket.grad, full[slice(*bucket.shard)])
+            assert isinstance(bucket.storage, STORAGES[zero])
+            assert (bucket.storage.full_grad is None) == ("gradient" in SHARDED[zero])
+            assert len(bucket.grad) * (len(ranks) if "state" in SHARDED[zero] else 1) == len(full)
+
+    simulate(TOPOLOGY, body)
+
+
+@pytest.mark.parametrize("zero", STORAGES)
+def test_updated_weights_reach_the_ranks_that_hold_them(zero: int) -> None:
+    def body(mesh: Mesh) -> list[Any]:
+        buffers = buffers_of(mesh, zero)
+        for bucket in buffers.buckets:
+            start, stop = bucket.shard
+            bucket.storage.shard_weights.copy_(torch.arange(start, stop))
+            buffers.start_param_gather(bucket)
+        buffers.finish_param_gather()
+        return [(bucket.weights, bucket.storage.share, len(bucket.weights)) for bucket in buffers.buckets]
+
+    ranks = simulate(TOPOLOGY, body)
+    for bucket in range(2):
+        assert all(torch.equal(held[bucket][0], torch.arange(held[bucket][2]).double()) for held in ranks)
+    shares = [{held[bucket][1] for held in ranks} for bucket in range(2)]
+    assert [len(found) for found in shares] == [4, 2], "the ranks that reduce a bucket share its reads and writes"
+    assert all(sum(b - a for a, b in found) == ranks[0][index][2] for index, found in enumerate(shares))
