@@ -77,7 +77,7 @@ def read_lengths(text: str, longest: int) -> LengthDistribution:
 
     Raises: ConfigError, DataError
     """
-    from megascale.data.indexed_dataset import open_dataset
+    from megascale.data.read.indexed_dataset import open_dataset
     from megascale.plan.search.length_distribution import KINDS, of_lengths, parse_lengths
 
     if (":" in text or text in KINDS) and "://" not in text:

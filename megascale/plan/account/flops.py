@@ -10,14 +10,18 @@ With a document mask only scores within documents count, in both conventions (`a
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
 from megascale.layout.blocks import BlockSpec, block_spec, is_skippable, tile_mlp
 from megascale.layout.chunks import stages_of
-from megascale.layout.hybrid.sequence_work import SequenceWork
 from megascale.layout.parts.part import Scores, TokenFlops
 from megascale.layout.recompute_policy import NO_RECOMPUTE, RecomputePolicy, recompute_policy
 from megascale.plan.account.attended import expected_scores, scores_per_token
+
+if TYPE_CHECKING:
+    from megascale.layout.hybrid.sequence_work import SequenceWork
 
 
 def token_flops(model: ModelConfig, scores: Scores | None = None) -> TokenFlops:
@@ -33,6 +37,8 @@ def sequence_flops(model: ModelConfig) -> SequenceWork:
     """Count the FLOPs of training on a sequence, by its length: per token, and of causal attention per square token in
     layers without a window.
     """
+    from megascale.layout.hybrid.sequence_work import SequenceWork
+
     quadratic = 3 * 2 * model.num_heads * model.head_dim * model.windows.count(None)
     return SequenceWork(token_flops(model).linear, float(quadratic))
 

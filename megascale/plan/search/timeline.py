@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megascale.core.events import COMPUTE, Event, RankEvents
 from megascale.layout.chunks import stages_of
 from megascale.layout.stages import Placement
 from megascale.layout.topology import Coord, Topology, topology_of
@@ -12,6 +11,7 @@ from megascale.plan.account.sizes import message_bytes
 from megascale.plan.search.plan import Plan
 from megascale.plan.simulate.event_simulator import Span
 from megascale.plan.simulate.step_time import simulate_spans
+from megascale.record.events import COMPUTE, Event, RankEvents
 from megascale.schedule.dependencies import neighbours
 from megascale.schedule.ir import Kind
 

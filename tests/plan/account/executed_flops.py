@@ -64,7 +64,8 @@ def _computed_scores(config: RunConfig, core: AttentionCore, cp_rank: int) -> It
     elif p.cp_keys == 1:
         yield count_document_scores(lengths, core.block_window(s))
     else:
-        sharding = row_sharding(config, cp_rank)
+        recipe = config.fp8.recipe if config.train.quantizes else None
+        sharding = row_sharding(p, m, recipe, cp_rank)
         assert sharding is not None, "ranks that exchange keys share sequences"
         shard, firsts = sharding.shard(starts * config.batch.micro), range(0, p.cp, p.cp_heads)
         everything: list[Spans] = [(TokenSpan(0, s),)]
