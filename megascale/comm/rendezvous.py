@@ -27,7 +27,6 @@ from megascale.core.rank import STORE_VARIABLE, Rank, launcher_store, on_one_hos
 from megascale.core.run_folder import TOKEN_VARIABLE
 from megascale.core.wait_notice import WaitNotice, wait_notices
 from megascale.operate.channel.handshake import NotAPeerError
-from megascale.operate.channel.store_server import start_server
 
 RETRY_S = 30.0
 """Seconds in which an unknown name or a taken port may recover."""
@@ -66,6 +65,8 @@ def open_store(rank: Rank, secret: bytes, timeout: datetime.timedelta) -> JobSto
     place = _place(rank, timeout)
     server, connect_s = None, timeout.total_seconds()
     if place.listener is not None:
+        from megascale.operate.channel.store_server import start_server  # of rank 0 alone
+
         server = start_server(place.listener, secret)
         place.listener.close()
         connect_s = max(connect_s, SERVER_START_S)
