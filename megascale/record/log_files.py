@@ -1,7 +1,7 @@
 """The files of ranks' logs on a host: who makes them, and who removes them.
 
-- `log_files`: for the ranks that a launcher starts; `log_of_rank`: for this process
-- `read_states`, `process_states`: from outside
+- `log_of_rank`: for this process; `remove_log`, `remove_left_logs`: of ranks that have ended
+- `local_states`, `process_states`: from outside
 - `log_path`, `find_logs`: where they are; `folder_key`: a number that tells runs of one name apart
 """
 
@@ -12,7 +12,7 @@ import hashlib
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,21 +53,6 @@ def find_logs(run: str, nodes: str = "") -> Iterator[Path]:
     """
     pattern = log_path(run, 0, 0)
     return pattern.parent.glob(pattern.name.replace("-0-00000.", f"{nodes}-*-*."))
-
-
-@contextlib.contextmanager
-def log_files(run: str, ranks: Iterable[int]) -> Iterator[dict[int, Path]]:
-    """Yield paths for the logs of ranks, and remove the files after the block. Files that ended ranks of a run of this
-    name have left are removed first.
-    """
-    remove_left_logs(run)
-    start_ns = time.time_ns()
-    paths = {rank: log_path(run, start_ns, rank) for rank in ranks}
-    try:
-        yield paths
-    finally:
-        for path in paths.values():
-            remove_log(path)
 
 
 @contextlib.contextmanager
@@ -137,15 +122,6 @@ def process_states(states: Mapping[int, RankState]) -> dict[int, str]:
         if cpu_seconds(states[rank].pid) - before[rank] > LOOK_S / 10:
             letters[rank] = "R"
     return letters
-
-
-def read_states(paths: Mapping[int, Path]) -> dict[int, RankState]:
-    """Read the states of ranks, as far as they can be read."""
-    states = {}
-    for rank, path in paths.items():
-        with contextlib.suppress(OSError, LogError):
-            states[rank] = read_state(path)
-    return states
 
 
 def local_states(folder: Path) -> dict[int, RankState]:

@@ -20,10 +20,10 @@ from megascale.record.log_files import (
     ATTEMPT_VARIABLE,
     FLIGHT_RECORD_VARIABLE,
     LOOK_S,
-    log_files,
     log_of_rank,
+    log_path,
     process_states,
-    read_states,
+    remove_left_logs,
 )
 from megascale.record.log_reader import read_state
 from megascale.record.rank_state import SILENT_S, RankState
@@ -33,14 +33,6 @@ from megascale.record.rank_state import SILENT_S, RankState
 def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(files, "SHARED_MEMORY", tmp_path)
     return tmp_path
-
-
-def test_files_are_removed_after_the_block_also_on_an_error(shared_memory: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), log_files("a run", range(2)) as paths:
-        open_log(LogIdentity("a run", 0, 2), paths[0])
-        assert {rank: record.rank for rank, record in read_states(paths).items()} == {0: 0}
-        raise KeyboardInterrupt
-    assert not list(shared_memory.iterdir())
 
 
 LEFT = """
@@ -57,9 +49,9 @@ def test_files_of_ended_ranks_are_removed_first(shared_memory: Path) -> None:
         path = shared_memory / f"megascale-{os.geteuid()}-{name}.flight"
         subprocess.run([sys.executable, "-c", LEFT, str(path)], check=True)
     assert len(list(shared_memory.iterdir())) == 3
-    with log_files("a run", ()):
-        [left] = shared_memory.iterdir()
-        assert left.name.endswith("-another-7-00000.flight")
+    remove_left_logs("a run")
+    [left] = shared_memory.iterdir()
+    assert left.name.endswith("-another-7-00000.flight")
 
 
 def test_children_of_a_rank_that_died_with_its_launcher_are_killed(shared_memory: Path) -> None:
@@ -70,8 +62,8 @@ def test_children_of_a_rank_that_died_with_its_launcher_are_killed(shared_memory
         subprocess.run([sys.executable, "-c", LEFT, str(path)], check=True)
         env = os.environ | {FLIGHT_RECORD_VARIABLE: str(path)}
         children.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=env))
-    with log_files("a run", ()):
-        assert children[0].wait(30) == -signal.SIGKILL
+    remove_left_logs("a run")
+    assert children[0].wait(30) == -signal.SIGKILL
     assert children[1].poll() is None
     children[1].kill()
     children[1].wait()
@@ -79,10 +71,10 @@ def test_children_of_a_rank_that_died_with_its_launcher_are_killed(shared_memory
 
 def test_files_of_running_ranks_stay(shared_memory: Path) -> None:
     """Two jobs of the same run's name, in two folders."""
-    with log_files("a run", [0]) as paths:
-        open_log(LogIdentity("a run"), paths[0])
-        with log_files("a run", [0]):
-            assert paths[0].exists()
+    path = log_path("a run", 1, 0)
+    open_log(LogIdentity("a run"), path)
+    remove_left_logs("a run")
+    assert path.exists()
 
 
 @pytest.mark.parametrize("collected", [True, False])

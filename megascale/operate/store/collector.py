@@ -1,7 +1,7 @@
 """The collector of a node: drains the logs of its ranks, and writes their rows into the run's event store.
 
 - `Collector`: one step of it at a time
-- `CollectorThread`: the steps, in a thread of an agent; `collecting`: of a launcher
+- `CollectorThread`: the steps, in a thread
 
 Ranks never wait for a collector. Whatever happens to the store, such as a full or dead disk, is said once, and the rows
 of a few intervals wait in memory.
@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -263,13 +263,3 @@ class CollectorThread:
             self._thread.join(timeout_s)
         if self._thread.is_alive():
             self._say(f"WARNING: the event store does not answer: its last rows were not written in {timeout_s:g} s")
-
-
-@contextlib.contextmanager
-def collecting(paths: Mapping[int, Path], say: Say) -> Iterator[Collector]:
-    """Collect from the ranks with these logs during a `with` block, at whose end they have ended."""
-    thread = CollectorThread(Collector(paths, say), say)
-    try:
-        yield thread.collector
-    finally:
-        thread.finish()

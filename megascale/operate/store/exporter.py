@@ -22,8 +22,8 @@ from megascale.operate.store.metrics_server import MetricsServer, Say
 TARGETS = "prometheus"
 """Folder of the targets' files, in the run's folder."""
 
-DRIVER, LAUNCHER = "driver", "launcher"
-"""Names of processes without a node in the label `node`."""
+DRIVER = "driver"
+"""Name of the driver, which has no node, in the label `node`."""
 
 CLOSE_S = 1.0
 """Seconds that the end of a process waits for a file server."""

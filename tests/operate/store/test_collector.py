@@ -14,7 +14,7 @@ from megascale.core.storage import Location
 from megascale.operate.store import collector as collector_module
 from megascale.operate.store import node_store
 from megascale.operate.store.attempts import begin_attempt
-from megascale.operate.store.collector import Collector, CollectorThread, collecting
+from megascale.operate.store.collector import Collector, CollectorThread
 from megascale.operate.store.node_store import NodeStore
 from megascale.operate.store.query import StoreError, open_store
 from megascale.record.layout import Phase
@@ -92,8 +92,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_the_last_events_of_a_killed_rank_are_stored(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), str(tmp_path / "run/events")], check=False)
-    with collecting({1: tmp_path / "rank-1.flight"}, print):
-        pass
+    CollectorThread(Collector({1: tmp_path / "rank-1.flight"}, print), print).finish()
     assert query(tmp_path, "SELECT step, name FROM step_parts ORDER BY step") == [(5, "step"), (6, "B")]
     assert query(tmp_path, "SELECT rank FROM states") == [(1,)]
 
