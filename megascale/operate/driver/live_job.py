@@ -30,6 +30,7 @@ def live_state(job: Job, now: float) -> LiveState:
                 ranks[rank] = _live_rank(status, now - member.heard)
     for number, end in attempt.ends.items() if attempt is not None else ():
         last = ranks[number]
+        last = last._replace(step=max(last.step, end.step or -1))  # its last status may be gone
         ranks[number] = last._replace(phase=str(Phase.DONE)) if end.in_order else last._replace(state="X")
     stage = "" if job.plan.alone else str(job.stage)
     return LiveState(now, job.history.attempt, ranks, stage, job.history.ended)
