@@ -6,8 +6,8 @@ import asyncio
 import statistics
 from collections.abc import Mapping
 
+from megascale.catalog.checks import CHECKS
 from megascale.core.units import format_bytes
-from megascale.operate.health.checks.table import CHECKS
 from megascale.operate.health.compare import compare_links
 from megascale.operate.health.node_runs import NodeRuns
 from megascale.operate.health.pair_search import Culprits, Pair, Round, search_pairs
