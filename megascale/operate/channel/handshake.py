@@ -154,7 +154,11 @@ def _shake_hands(
         handshake = ClientHandshake(secret, purpose)
         connection.settimeout(max(0.01, deadline - time.monotonic()))
         connection.sendall(handshake.hello)
-        proof, session = handshake.answer(_receive_challenge(connection))
+        try:
+            challenge = receive_exactly(connection, CHALLENGE_BYTES)
+        except (EOFError, ConnectionResetError):
+            raise HungUpError("it hung up: it has another secret than this process") from None
+        proof, session = handshake.answer(challenge)
         connection.sendall(proof)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except BaseException:
@@ -171,13 +175,6 @@ def _connect(address: tuple[str, int], deadline: float) -> socket.socket:
             if error.errno not in _FOR_A_MOMENT or time.monotonic() + RETRY_S > deadline:
                 raise
             time.sleep(RETRY_S)
-
-
-def _receive_challenge(connection: socket.socket) -> bytes:
-    try:
-        return receive_exactly(connection, CHALLENGE_BYTES)
-    except (EOFError, ConnectionResetError):
-        raise HungUpError("it hung up: it has another secret than this process") from None
 
 
 def receive_exactly(connection: socket.socket, size: int) -> bytes:

@@ -1,7 +1,10 @@
 """The process that keeps the job's store: keys and values in memory, for ranks that know the job's secret.
 
 Rank 0 starts it (`start_server`), and it ends with rank 0. It imports no torch. Protocol: the listening socket is
-inherited, the secret comes on the standard input; then `channel.handshake`, and sealed `store_messages`.
+inherited, the secret comes on the standard input; then `channel.handshake`, and sealed messages.
+
+A message is fields of bytes, each with its length before it (`pack`). A request is its name and its arguments, such as
+[b"set", key, value]. An answer is OK or TIMED_OUT, and the results.
 """
 
 from __future__ import annotations
@@ -16,23 +19,27 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from megascale.core.errors import MegascaleError
-from megascale.core.limits import os_error_hint
+from megascale.core.limits import os_error_hint, raise_soft_limits
 from megascale.core.process import die_with_parent, module_command, stop_signals
-from megascale.operate.channel.gate import Gate, raise_descriptor_limit
+from megascale.operate.channel.gate import Gate
 from megascale.operate.channel.handshake import HEAD, NotAPeerError, Session
-from megascale.operate.channel.store_messages import (
-    MAX_MESSAGE_BYTES,
-    OK,
-    PURPOSE,
-    REFUSED_KEY,
-    TIMED_OUT,
-    pack,
-    unpack,
-)
+
+OK, TIMED_OUT = b"ok", b"timed out"
+
+PURPOSE = "job's store"
+"""The purpose of the handshake."""
+
+REFUSED_KEY = "refused strangers"
+"""Key of the store: a text of connections that were refused; absent without any."""
+
+MAX_MESSAGE_BYTES = 64 << 20
+"""Longest message in bytes."""
+
+_LENGTH = struct.Struct("<I")
 
 READ_BYTES = 1 << 16
 """Most bytes that are read from a connection at a time; Python allocates them for each read."""
@@ -243,6 +250,22 @@ _OPERATIONS: dict[bytes, Callable[..., list[bytes]]] = {
 }
 
 
+def pack(fields: Iterable[bytes]) -> bytes:
+    """Join fields to a message."""
+    return b"".join([part for field in fields for part in (_LENGTH.pack(len(field)), field)])
+
+
+def unpack(message: bytes) -> list[bytes]:
+    """Split a message into its fields."""
+    fields, at = [], 0
+    while at < len(message):
+        (size,) = _LENGTH.unpack_from(message, at)
+        at += _LENGTH.size
+        fields.append(message[at : at + size])
+        at += size
+    return fields
+
+
 def start_server(listener: socket.socket, secret: bytes) -> subprocess.Popen[bytes]:
     """Start the process that serves the store at `listener`. It ends with this process, or with its standard input.
 
@@ -266,7 +289,7 @@ def main(descriptor: int, parent: int) -> None:
     die_with_parent(parent)
     for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)  # the ranks need the store to save and to leave
-    raise_descriptor_limit()
+    raise_soft_limits()
     stop = sys.stdin.fileno()
     secret = bytes.fromhex(os.read(stop, 1 << 10).decode())
     StoreServer(socket.socket(fileno=descriptor), secret).run(stop)

@@ -12,7 +12,7 @@ from megascale.core.errors import Exit, MegascaleError
 from megascale.core.live_file import LIVE_FILE, LiveFile
 from megascale.core.run_folder import RunFolder
 from megascale.core.stored_copies import copies_notice
-from megascale.operate.channel.rpc import DriverServer
+from megascale.operate.channel.driver_server import DriverServer
 from megascale.operate.channel.streams import tls_from_environment
 from megascale.operate.diagnose.hang.hang import hang_verdict
 from megascale.operate.driver.alerts import METRICS_FILE, AlertReader

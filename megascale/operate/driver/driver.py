@@ -17,8 +17,8 @@ from typing import Any
 from megascale.core.errors import CheckpointError
 from megascale.core.process import STOP_ORDER, stop_signals
 from megascale.core.run_folder import RunFolder
+from megascale.operate.channel.driver_server import Disconnected, DriverServer
 from megascale.operate.channel.messages import CheckDone, Hello, Leave, Start
-from megascale.operate.channel.rpc import Disconnected, DriverServer
 from megascale.operate.driver.alerts import AlertReader
 from megascale.operate.driver.commands import CheckNodes, Command, Finish, Log, Say, Send
 from megascale.operate.driver.decisions import ends_to_replace

@@ -21,6 +21,7 @@ from typing import Any
 from megascale.config.fault import FaultConfig
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.process import ORDER_WAIT_S, StopRequests, stop_signals
+from megascale.operate.channel.agent_channel import AgentChannel
 from megascale.operate.channel.handshake import NotAPeerError
 from megascale.operate.channel.messages import (
     AgentMessage,
@@ -34,7 +35,6 @@ from megascale.operate.channel.messages import (
     Stop,
     Welcome,
 )
-from megascale.operate.channel.rpc import AgentChannel
 from megascale.operate.channel.streams import Tls
 from megascale.operate.health.host_metrics import HostMetrics
 from megascale.operate.node.agent_exporter import AgentExporter

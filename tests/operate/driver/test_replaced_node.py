@@ -20,8 +20,8 @@ from megascale.core.network import LOOPBACK, reserve_port
 from megascale.core.rank import NODE_VARIABLE
 from megascale.core.run_folder import RunFolder
 from megascale.core.stored_copies import RUN_FILE
+from megascale.operate.channel.agent_channel import AgentChannel
 from megascale.operate.channel.messages import Hello, Leave, Welcome
-from megascale.operate.channel.rpc import AgentChannel
 from megascale.operate.driver.drive_job import drive_job
 from megascale.operate.driver.incidents import LOG_FILE
 from megascale.operate.driver.job_state import JobPlan

@@ -17,6 +17,7 @@ from megascale.core.flight_files import remove_left_records
 from megascale.core.flight_record import flight_record_path
 from megascale.core.network import LOOPBACK
 from megascale.core.run_folder import RunFolder
+from megascale.operate.channel.driver_server import Disconnected, DriverServer
 from megascale.operate.channel.messages import (
     AgentMessage,
     Heartbeat,
@@ -27,7 +28,6 @@ from megascale.operate.channel.messages import (
     Start,
     StoreOpened,
 )
-from megascale.operate.channel.rpc import Disconnected, DriverServer
 from megascale.operate.channel.secret import (
     DESCRIPTOR_VARIABLE,
     SECRET_VARIABLE,

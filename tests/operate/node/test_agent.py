@@ -24,6 +24,7 @@ from megascale.core.network import LOOPBACK, listen, reserve_port
 from megascale.core.process import ORDER_WAIT_S
 from megascale.core.run_folder import write_token
 from megascale.core.stored_copies import stored_copies
+from megascale.operate.channel.driver_server import Disconnected, DriverServer
 from megascale.operate.channel.messages import (
     Check,
     CheckDone,
@@ -42,7 +43,6 @@ from megascale.operate.channel.messages import (
     StoreOpened,
     Welcome,
 )
-from megascale.operate.channel.rpc import Disconnected, DriverServer
 from megascale.operate.channel.secret import new_secret
 from megascale.operate.driver.classify import classify_ends
 from megascale.operate.node import agent, store_listener
