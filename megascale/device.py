@@ -1,7 +1,8 @@
 """The compute device: the only file that names CUDA. All other code takes a `Device` as an argument.
 
 - `Device`, `detect_device`: this process's GPU or CPU
-- `Mark`, `Timer`, `HostTimer`, `StreamTimer`: moments in the device's work, and their times
+- `Mark`, `StreamTimer`: moments in a GPU's work, and their times (of a CPU's: `record.recorder.HostTimer`)
+- `profiler_range`: a named range in torch's profiler
 - `Wait`, `HostBuffers`, `PlainBuffers`, `PinnedBuffers`: copies of tensors in host memory, made beside compute
 - `copy_to_device`: a copy that does not block the host
 - `gpu_count`, `no_gpu_reason`, `gpu_stack_versions`, `is_out_of_memory`: facts about GPUs and errors
@@ -9,10 +10,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import time
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,6 +30,7 @@ from megascale.core.errors import Exit, MegascaleError
 from megascale.core.limits import memory_limits
 from megascale.core.process import usable_cores
 from megascale.core.rank import local_world_size
+from megascale.record.recorder import HostTimer, Timer
 
 Mark = float | torch.cuda.Event
 """A moment in a device's work: seconds on a CPU, an event in a stream on a GPU."""
@@ -38,31 +42,13 @@ class DeviceError(MegascaleError):
     exit_status = Exit.CONFIG
 
 
-class Timer(Protocol):
-    """Marks moments in a device's work without waiting. Times are seconds of this process's monotonic clock.
-
-    `synchronous`: the issuing thread computes, and its waits are waits of compute.
-    """
-
-    synchronous: bool
-
-    def mark(self) -> Mark: ...
-
-    def seconds(self, mark: Mark) -> float | None:
-        """Return the time at which the device passed a mark; None if the mark is still ahead."""
+_NULL_CONTEXT = contextlib.nullcontext()
 
 
-class HostTimer:
-    """The timer of a CPU, whose work is done when a call returns."""
-
-    synchronous = True
-
-    def mark(self) -> Mark:
-        return time.perf_counter()
-
-    def seconds(self, mark: Mark) -> float | None:
-        assert isinstance(mark, float)
-        return mark
+def profiler_range(name: str) -> AbstractContextManager[Any]:
+    """Name the work of a `with` block in torch's profiler, if the profiler runs."""
+    running = torch.autograd.profiler._is_profiler_enabled
+    return torch.autograd.profiler.record_function(name) if running else _NULL_CONTEXT
 
 
 class StreamTimer:

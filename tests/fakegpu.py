@@ -21,12 +21,11 @@ from torch.utils._pytree import tree_leaves
 
 from megascale.comm import symmetric_memory
 from megascale.config.run import RunConfig
-from megascale.device import Timer
 from megascale.layout.topology import topology_of
 from megascale.ops.rope import rope_table
 from megascale.plan.dryrun.dry_run import FakeDevice
 from megascale.plan.dryrun.fake_mesh import fake_mesh
-from megascale.trace.recorder import Recorder
+from megascale.record.recorder import Recorder, Timer
 from megascale.train.build import build_rank_run
 from megascale.train.run import Run
 from megascale.train.stop import StopRequest

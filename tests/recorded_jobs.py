@@ -12,9 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from megascale.core.flight_reader import read_flight_record
-from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE, FlightRecord, FlightRecordError
 from megascale.operate.channel.secret import SECRET_VARIABLE, new_secret
+from megascale.record.log_files import FLIGHT_RECORD_VARIABLE
+from megascale.record.log_reader import read_state
+from megascale.record.rank_state import LogError, RankState
 
 SECONDS = 180
 
@@ -58,13 +59,13 @@ class RecordedJob:
             rank.kill()
             rank.wait()
 
-    def records(self) -> dict[int, FlightRecord]:
+    def records(self) -> dict[int, RankState]:
         """The records that can be read, by rank."""
         found = {}
         for rank, path in enumerate(self.paths):
             try:
-                found[rank] = read_flight_record(path)
-            except (FlightRecordError, OSError):
+                found[rank] = read_state(path)
+            except (LogError, OSError):
                 continue
         return found
 
@@ -73,7 +74,7 @@ class RecordedJob:
         stats = {rank: Path(f"/proc/{process.pid}/stat") for rank, process in enumerate(self.ranks)}
         return {rank: path.read_text().rpartition(")")[2].split()[0] for rank, path in stats.items()}
 
-    def wait_for(self, condition: Callable[[dict[int, FlightRecord]], bool]) -> dict[int, FlightRecord]:
+    def wait_for(self, condition: Callable[[dict[int, RankState]], bool]) -> dict[int, RankState]:
         """Return the records once all ranks have one and the condition is true."""
         deadline = time.monotonic() + SECONDS
         while time.monotonic() < deadline:
@@ -85,6 +86,6 @@ class RecordedJob:
             signal.sigtimedwait([], 0.1)
         raise AssertionError(f"no such records: {self.records()}")
 
-    def wait_for_hang(self, after_step: int = 1, seconds: float = 3.0) -> dict[int, FlightRecord]:
+    def wait_for_hang(self, after_step: int = 1, seconds: float = 3.0) -> dict[int, RankState]:
         """Return the records once all ranks are in a step or beyond it, and none has made progress for `seconds`."""
         return self.wait_for(lambda records: all(r.step >= after_step and r.idle_s > seconds for r in records.values()))

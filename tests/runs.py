@@ -12,6 +12,7 @@ from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
 from megascale.config.toml_writer import to_toml
 from megascale.core.rank import Rank
+from tests.recorded_events import recorded_events
 
 GPT = {
     "num_layers": 4, "hidden_size": 32, "num_heads": 4, "vocab_size": 101, "seq_length": 16,
@@ -120,7 +121,7 @@ def builds(rank: Rank, configs: Sequence[RunConfig]) -> Iterator[Any]:
 def traffic_of(run: Any, step: int) -> dict[str, dict[str, tuple[int, int]]]:
     """Return (calls, bytes) of a step by group and operation, from the event log."""
     traffic: dict[str, dict[str, tuple[int, int]]] = {group.name: {} for group in run.mesh.groups}
-    for event in run.mesh.recorder.events():
+    for event in recorded_events(run.mesh.recorder):
         if event.group and event.step == step:
             calls, size = traffic[event.group].get(event.name, (0, 0))
             traffic[event.group][event.name] = (calls + 1, size + event.bytes)

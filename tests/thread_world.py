@@ -133,7 +133,7 @@ class ThreadTransport:
 def thread_mesh(topology: Topology, rank: int, mailbox: Mailbox, *, tied: bool) -> Mesh:
     """Return the mesh of a rank whose peers are threads."""
     from megascale.plan.dryrun.fake_mesh import fake_mesh
-    from megascale.trace.recorder import Recorder
+    from megascale.record.recorder import Recorder
 
     mesh = fake_mesh(topology, rank, Recorder(), tied=tied, collectives_in_pieces=True)
 

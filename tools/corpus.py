@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megascale.core.errors import DataError, Exit
 from megascale.core.files import atomic_file, write_text
-from megascale.data.special_tokens import USUAL_NAMES
+from megascale.data.prepare.special_tokens import USUAL_NAMES
 
 LEFT_OUT = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3")
 HELD_OUT = 20  # one module in HELD_OUT is validation data

@@ -23,7 +23,7 @@ from megascale.device import Device
 from megascale.layout.stages import looped
 from megascale.layout.topology import Topology
 from megascale.plan.simulate.link_time import Operation, Route
-from megascale.trace.recorder import Recorder
+from megascale.record.recorder import Recorder
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 OPERATIONS = (*COLLECTIVES, "message")

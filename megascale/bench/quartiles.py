@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megascale.device import Mark, Timer
+    from megascale.device import Mark
+    from megascale.record.recorder import Timer
 
 
 @dataclass(frozen=True)

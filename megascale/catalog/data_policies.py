@@ -9,7 +9,7 @@ DATA_POLICIES = Registry(
         Card(
             "fixed",
             "leaves the weights as they are, such as those that another policy has found",
-            "megascale.data.data_policy:Fixed",
+            "megascale.data.mix.data_policy:Fixed",
             {"uses_losses": False},
         ),
     ],

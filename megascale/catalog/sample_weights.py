@@ -5,6 +5,6 @@ from megascale.core.registry import Card, Registry
 SAMPLE_WEIGHTS = Registry(
     "sample weight",
     "megascale.sample_weights",
-    [Card("equal", "all samples alike", "megascale.data.label_weights:equal")],
+    [Card("equal", "all samples alike", "megascale.data.mix.label_weights:equal")],
     synonyms={"none": "equal", "uniform": "equal"},
 )

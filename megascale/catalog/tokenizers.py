@@ -9,7 +9,7 @@ TOKENIZERS = Registry(
         Card(
             "bytes",
             "a token per byte of UTF-8, and an end-of-document token",
-            "megascale.data.tokenizer:ByteTokenizer",
+            "megascale.data.prepare.tokenizer:ByteTokenizer",
         )
     ],
 )

@@ -20,7 +20,7 @@ SOURCE_CONFIG = "huggingface.json"
 """The config.json of foreign weights, with keys that `[model]` lacks."""
 
 DATA_TOKENIZER = "data_tokenizer.json"
-"""The tokenizer of the training data: the fields of `data.indexed_dataset.TokenizerInfo`."""
+"""The tokenizer of the training data: the fields of `data.read.indexed_dataset.TokenizerInfo`."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
                    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "tekken.json",

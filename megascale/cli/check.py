@@ -17,7 +17,9 @@ from megascale.config.run import RunConfig
 from megascale.config.toml_writer import to_toml
 from megascale.core.errors import ConfigError, DataError, Exit, Problem
 from megascale.core.units import format_bytes, format_count
-from megascale.data.identity import replaced_datasets
+from megascale.data.mix.batch_shape import BatchShape
+from megascale.data.mix.mixture_spec import mixture_spec
+from megascale.data.read.identity import replaced_datasets
 from megascale.layout.chunks import stages_of
 from megascale.layout.topology import topology_of
 from megascale.operate.node.host_limits import limit_findings, memory_findings
@@ -107,9 +109,9 @@ def data_summary(config: RunConfig) -> str:
     most = " at most" if len(blend) > 1 else ""
     lines = [f"trains on {format_count(total)} tokens of {count}, {epochs:.3g} epochs{most}{packing_loss(config)}\n"]
     if config.data.packing == "decompose":
-        from megascale.data.bucket_summary import describe_buckets  # imports numpy
+        from megascale.data.mix.bucket_summary import describe_buckets  # imports numpy
 
-        lines.append(f"{describe_buckets(config)}\n")
+        lines.append(f"{describe_buckets(mixture_spec(config, 'train'))}\n")
     return "".join(lines)
 
 
@@ -117,9 +119,9 @@ def _samples_of_pieces(config: RunConfig) -> list[int]:
     """The samples of an epoch of each dataset, if documents are decomposed, which leaves tokens out; else empty."""
     if config.data.packing != "decompose":
         return []
-    from megascale.data.mixture import Mixture  # imports numpy
+    from megascale.data.mix.mixture import Mixture  # imports numpy
 
-    return [sum(samples) for samples in Mixture(config, "train").bucket_samples()]
+    return [sum(samples) for samples in Mixture(mixture_spec(config, "train")).bucket_samples()]
 
 
 def packing_loss(config: RunConfig) -> str:
@@ -128,9 +130,9 @@ def packing_loss(config: RunConfig) -> str:
     """
     if config.data.packing != "best_fit":
         return ""
-    from megascale.data.mixture import Mixture  # imports numpy
+    from megascale.data.mix.mixture import Mixture  # imports numpy
 
-    mixture = Mixture(config, "train")
+    mixture = Mixture(mixture_spec(config, "train"))
     padding, left_out = mixture.padding(), mixture.left_out()
     text = f"; {padding:.2%} of the tokens are padding" if padding else ""
     return text + (f"; {left_out} rests of one token, which have no label, are left out" if left_out else "")
@@ -140,10 +142,11 @@ def reader_bytes(config: RunConfig) -> int:
     """Host memory of the reader of the job's first host, on which are up to RANKS_OF_HOST ranks; 0 without one."""
     if config.data.reader != "host":
         return 0
-    from megascale.data.reader_shape import reader_shape  # imports numpy
+    from megascale.data.host_reader.reader_memory import reader_shape  # imports numpy
 
     ranks = range(min(config.world_size, RANKS_OF_HOST))
-    return reader_shape(config, topology_of(config), ranks, 2 if config.train.eval_every else 1).bytes
+    shape, splits = BatchShape(config.batch.total, config.batch.micro, config.dp), 2 if config.train.eval_every else 1
+    return reader_shape(mixture_spec(config, "train"), shape, topology_of(config), ranks, splits).bytes
 
 
 def offloaded_bytes(config: RunConfig) -> int:
@@ -163,7 +166,7 @@ def host_warnings(config: RunConfig) -> Iterator[str]:
     for finding in findings:
         yield f"this host  {finding.key}: {finding.message}  -> {finding.hint}"
     if config.checkpoint.resume != "never":
-        yield from replaced_datasets(config)
+        yield from replaced_datasets(config.data, config.folder)
 
 
 def summary(config: RunConfig) -> str:

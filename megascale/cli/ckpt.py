@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascale.core.errors import CheckpointError, Exit
-from megascale.core.files import is_file, why_unreadable, write_text
-from megascale.core.flight_record import SHARED_MEMORY
+from megascale.core.files import SHARED_MEMORY, is_file, why_unreadable, write_text
 from megascale.core.units import format_bytes, format_count
 
 if TYPE_CHECKING:

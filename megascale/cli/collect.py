@@ -20,14 +20,13 @@ from pathlib import Path
 
 from megascale.config.run import RunConfig
 from megascale.core.errors import Exit
-from megascale.core.event_ring import event_ring_path
-from megascale.core.event_ring_reader import EventRingError
-from megascale.core.files import lock_to_build
-from megascale.core.flight_reader import read_flight_record
-from megascale.core.flight_record import SHARED_MEMORY, FlightRecordError, flight_record_path, folder_key
+from megascale.core.files import SHARED_MEMORY, lock_to_build
 from megascale.core.process import module_command, process_exists
 from megascale.operate.print_line import print_line
 from megascale.operate.store.collector import POLL_S, Collector, CollectorThread
+from megascale.record.log_files import find_logs, folder_key, remove_log
+from megascale.record.log_reader import read_state
+from megascale.record.rank_state import LogError
 
 LAST_ROWS_S = 5.0
 """Seconds that a rank that ends in order waits for its collector, which a container may end with it."""
@@ -85,19 +84,19 @@ def _collect(options: argparse.Namespace, first: int) -> None:
     from megascale.operate.node.node_exporter import watching_host
     from megascale.operate.store.exporter import MetricsEndpoint
 
-    records: dict[int, Path] = {}
+    paths: dict[int, Path] = {}
     pids: dict[int, int] = {}
-    thread = CollectorThread(Collector(records, print_line), print_line)
+    thread = CollectorThread(Collector(paths, print_line), print_line)
     name, host = options.folder.name, socket.gethostname()
     endpoint = MetricsEndpoint(options.metrics_address, options.metrics_port, name, options.folder, host, host)
     with watching_host(thread.collector, endpoint, print_line):
         while not _has_ended(first):
-            _find_ranks(options.folder, records, pids)
+            _find_ranks(options.folder, paths, pids)
     while any(process_exists(pid) for pid in pids.values() if pid != first):
         time.sleep(POLL_S / 5)
     thread.finish()
-    for path in records.values():
-        event_ring_path(path).unlink(missing_ok=True)
+    for path in paths.values():
+        remove_log(path)
 
 
 def _has_ended(parent: int) -> bool:
@@ -106,11 +105,11 @@ def _has_ended(parent: int) -> bool:
     return bool(readable) or os.getppid() != parent
 
 
-def _find_ranks(folder: Path, records: dict[int, Path], pids: dict[int, int]) -> None:
-    """Add the flight records of the run's ranks that have begun on this host, and their processes."""
-    pattern, key = flight_record_path(folder.name, 0, 0), folder_key(folder)
-    for path in set(pattern.parent.glob(pattern.name.replace("-0-00000.", "-*-*."))) - set(records.values()):
-        with contextlib.suppress(OSError, FlightRecordError, EventRingError):
-            record = read_flight_record(path, head_only=True)
-            if record.folder == key and process_exists(record.pid):  # the pattern of "a" holds for "a-b"
-                records[record.rank], pids[record.rank] = path, record.pid
+def _find_ranks(folder: Path, paths: dict[int, Path], pids: dict[int, int]) -> None:
+    """Add the logs of the run's ranks that have begun on this host, and their processes."""
+    key = folder_key(folder)
+    for path in set(find_logs(folder.name)) - set(paths.values()):
+        with contextlib.suppress(OSError, LogError):
+            state = read_state(path, head_only=True)
+            if state.folder == key and process_exists(state.pid):  # the pattern of "a" holds for "a-b"
+                paths[state.rank], pids[state.rank] = path, state.pid

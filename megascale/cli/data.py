@@ -18,11 +18,11 @@ from megascale.core.errors import DataError, Exit
 from megascale.core.files import exists, fingerprint, is_file
 from megascale.core.process import usable_cores
 from megascale.core.units import format_bytes, format_count
-from megascale.data import indexed_dataset
-from megascale.data.block_cache import BlockCache
-from megascale.data.import_dataset import ImportRequest, import_dataset
-from megascale.data.prepare import Prepared, PrepareRequest, prepare_dataset, progress_file
-from megascale.data.tokenizer import Tokenizer, load_tokenizer
+from megascale.data.prepare.import_dataset import ImportRequest, import_dataset
+from megascale.data.prepare.preparation import Prepared, PrepareRequest, prepare_dataset, progress_file
+from megascale.data.prepare.tokenizer import Tokenizer, load_tokenizer
+from megascale.data.read import indexed_dataset
+from megascale.data.read.block_cache import BlockCache
 
 SHOWN_TOKENS, MOST_IDS = 80, 5
 """Tokens of a document that `inspect` shows, and ids without a token that it names."""

@@ -10,14 +10,16 @@ from pathlib import Path
 
 from megascale.cli.argument_types import positive_int
 from megascale.cli.main import add_config_arguments
+from megascale.cli.which_samples import ReadSample, recorded_steps, samples_of_step
 from megascale.config.loading import load_config
 from megascale.core.errors import DataError, Exit
 from megascale.core.process import usable_cores
 from megascale.core.units import format_bytes
-from megascale.data.bucket_summary import describe_buckets
-from megascale.data.build_indices import BuiltIndices, build_indices
-from megascale.data.index_files import MEMORY_ENTRIES
-from megascale.data.which_samples import ReadSample, recorded_steps, samples_of_step
+from megascale.data.mix.bucket_summary import describe_buckets
+from megascale.data.mix.build_indices import BuiltIndices, build_indices
+from megascale.data.mix.mixture import Mixture
+from megascale.data.mix.mixture_spec import mixture_spec
+from megascale.data.read.index_files import MEMORY_ENTRIES
 
 
 def add_index_arguments(sub: argparse.ArgumentParser) -> None:
@@ -41,8 +43,11 @@ def index(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     if config.data.mock:
         raise DataError("mock data has no indices", hint="a configuration with data.train")
+    mixtures = [Mixture(mixture_spec(config, "train"), config.samples)]
+    if config.train.eval_every:
+        mixtures.append(Mixture(mixture_spec(config, "valid"), config.train.eval_steps * config.batch.total))
     if options.json:
-        print(json.dumps(asdict(build_indices(config, options.workers))))
+        print(json.dumps(asdict(build_indices(mixtures, options.workers))))
         return Exit.OK
     from rich.console import Console
     from rich.progress import Progress
@@ -51,11 +56,11 @@ def index(options: argparse.Namespace) -> int:
     with Progress(console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("building indices")
         built = build_indices(
-            config, options.workers, lambda done, total: bar.update(task, completed=done, total=total)
+            mixtures, options.workers, lambda done, total: bar.update(task, completed=done, total=total)
         )
     print(_index_line(built))
-    if buckets := describe_buckets(config):
-        print(buckets)
+    if config.data.packing == "decompose":
+        print(describe_buckets(mixture_spec(config, "train")))
     return Exit.OK
 
 
@@ -75,7 +80,8 @@ def which(options: argparse.Namespace) -> int:
     samples, recorded = samples_of_step(config, options.step), recorded_steps(config)
     if options.json:
         facts = {"step": options.step, "recorded": options.step <= recorded}
-        print(json.dumps(facts | {"samples": [asdict(sample) for sample in samples]}))
+        parts = [asdict(sample) | {"pieces": [piece._asdict() for piece in sample.pieces]} for sample in samples]
+        print(json.dumps(facts | {"samples": parts}))
         return Exit.OK
     if options.step > recorded:
         print(f"the records of the run end at step {recorded}: by its configuration, step {options.step} reads")

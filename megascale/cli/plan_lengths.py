@@ -15,7 +15,7 @@ from rich.table import Table
 from megascale.config.run import RunConfig
 from megascale.config.section import AUTO
 from megascale.core.errors import ConfigError, Problem
-from megascale.data.indexed_dataset import open_dataset
+from megascale.data.read.indexed_dataset import open_dataset
 from megascale.layout.length_distribution import KINDS, LengthDistribution, of_lengths, parse_lengths
 from megascale.plan.search import length_report
 from megascale.plan.search.length_plan import LengthPlan, choose_chunks, fitting_tokens

@@ -1,26 +1,25 @@
-"""`megascale trace`: merge the event logs of a run's ranks into one timeline and a summary, without torch."""
+"""`megascale trace`: the events of a run's ranks as one timeline and a summary, without torch."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import json
-from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megascale.cli.argument_types import own_file, rank_ranges, step_range
 from megascale.core.errors import Exit, MegascaleError
-from megascale.core.events import COMPUTE, RankEvents, event_file_name, read_events
 from megascale.core.files import exists, is_folder
 from megascale.core.process import exit_on_stop_signals, without_gc
 from megascale.operate.show import chrome_trace, svg
 from megascale.operate.show.chrome_trace import TraceStats
 from megascale.operate.show.summary import AxisCommunication, format_shares, mean_over_ranks, summarize
 from megascale.operate.store.query import StoreError
-from megascale.operate.store.rank_events import read_rank_events
+from megascale.operate.store.rank_events import StoredRank, read_rank_events
+from megascale.record.events import RankEvents
 
 MAX_TABLE_RANKS = 16
 """Number of ranks above which the table shows means over ranks instead of a row per rank."""
@@ -33,18 +32,9 @@ OUTSIDE_STEPS = 0
 
 
 class TraceError(MegascaleError):
-    """An event file is missing or unreadable, or lacks the requested ranks or steps."""
+    """The run has no events of the requested ranks or steps, or a file cannot be written."""
 
     exit_status = Exit.CONFIG
-
-
-@dataclass(frozen=True)
-class RankFile:
-    """The event file of a rank: the requested `events`, the `steps` with any events, and the `complete_steps`."""
-
-    events: RankEvents
-    steps: frozenset[int]
-    complete_steps: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -79,9 +69,8 @@ def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     path = options.output or options.folder / "timeline.json"
     with exit_on_stop_signals(), without_gc():
-        records = read_records(options.folder, options.ranks, options.steps)
-        check_one_job(records, options.folder)
-        steps = select_steps(records, options.steps)
+        records = read_ranks(options.folder, options.ranks, options.steps)
+        steps = select_steps(records, options.steps, lambda: read_ranks(options.folder, options.ranks, None))
         ranks = [filter_steps(record.events, steps) for record in records]
         origin = min(time for events in ranks for time in chrome_trace.step_starts(events).values())
         with _writing(path):
@@ -112,93 +101,35 @@ def _writing(path: Path) -> Iterator[None]:
         raise TraceError(f"{path}: cannot be written: {error.strerror}", hint="give another file") from None
 
 
-def read_records(folder: Path, ranks: list[range] | None, steps: range | None) -> list[RankFile]:
-    """Read the events of the requested ranks and steps: from the event files, which ranks write at the end of a run,
-    and without any from the event store, which they fill meanwhile.
+def read_ranks(folder: Path, ranks: list[range] | None, steps: range | None) -> list[StoredRank]:
+    """Read the events of the requested ranks and steps from the event store: without steps, of the newest.
 
-    Raises: TraceError
-    """
-    files = rank_files(folder)
-    if files:
-        return [read_rank_file(file, steps) for file in select_files(files, ranks)]
-    try:
-        stored = read_rank_events(folder, lambda rank: ranks is None or any(rank in span for span in ranks), steps)
-    except StoreError:
-        stored = []
-    if not stored:
-        hint = "ranks write events when a run ends (observe.events), and into its event store before (observe.store)"
-        raise TraceError(f"{folder}: no events of {'the' if ranks else 'any'} chosen rank", hint=hint)
-    return [
-        RankFile(rank.events, frozenset(event.step for event in rank.events.events), rank.complete_steps)
-        for rank in stored
-    ]
-
-
-def rank_files(folder: Path) -> dict[int, Path]:
-    """List the event files of a run's folder by rank, in ascending order.
-
-    Raises: TraceError if there is no such folder.
+    Raises: TraceError, also if a requested rank has no events
     """
     if not is_folder(folder):
         problem = "not a folder" if exists(folder) else "no such folder"
         raise TraceError(f"{folder}: {problem}", hint="give a run's folder: observe.dir/name of its configuration")
-    records = folder / "events"
-    numbers = ((path, path.stem.removeprefix("rank-")) for path in records.glob(event_file_name("*")))
-    files = {int(number): path for path, number in numbers if number.isdecimal()}
-    return dict(sorted(files.items()))
-
-
-def select_files(files: dict[int, Path], requested: list[range] | None) -> list[Path]:
-    """Select the files of the requested ranks, or all.
-
-    Raises: TraceError if a requested rank has no file.
-    """
-    if requested is None:
-        return list(files.values())
-    absent = next((rank for span in requested for rank in span if rank not in files), None)
-    if absent is not None:
-        message = f"--ranks: rank {absent} has no file in {next(iter(files.values())).parent}"
-        raise TraceError(message, hint=f"choose among {_format_spans('rank', files)}")
-    return [path for rank, path in files.items() if any(rank in span for span in requested)]
-
-
-def read_rank_file(path: Path, requested: range | None) -> RankFile:
-    """Read a rank's event file; keep the events of the requested steps, or all.
-
-    Raises: TraceError if the file cannot be read.
-    """
     try:
-        events = read_events(path)
-    except OSError as error:
-        hint = "check its permissions" if isinstance(error, PermissionError) else "a run rewrites it when it ends"
-        raise TraceError(f"{path}: cannot be read: {error.strerror}", hint=hint) from None
-    except ValueError as error:
-        raise TraceError(f"{path}: {error}", hint="the file is damaged: leave its rank out with --ranks") from None
-    if event_file_name(events.rank) != path.name:
-        raise TraceError(
-            f"{path}: has the events of rank {events.rank}", hint=f"rename it to {event_file_name(events.rank)}"
-        )
-    steps = sorted({event.step for event in events.events})
-    updates = Counter(event.step for event in events.events if event.axis == COMPUTE and event.name == "update")
-    buckets = max(updates.values(), default=0)  # one update per bucket; a step with non-finite gradients stops early
-    complete = {step for step, count in updates.items() if count == buckets}
-    if events.dropped and events.events:
-        complete.discard(events.events[0].step)  # the ring buffer dropped the first events of the oldest step
-    selected = events if requested is None else filter_steps(events, requested)
-    return RankFile(selected, frozenset(steps), frozenset(complete - {OUTSIDE_STEPS}))
+        stored = read_rank_events(folder, lambda rank: ranks is None or any(rank in span for span in ranks), steps)
+        known = [rank.events.rank for rank in stored]
+        absent = next((rank for span in ranks or () for rank in span if rank not in known), None)
+        if absent is not None:
+            known = [rank.events.rank for rank in read_rank_events(folder, lambda rank: True, range(0))]
+    except StoreError:
+        stored, absent, known = [], None, []
+    if not known:
+        hint = "ranks write events into the run's event store, unless observe.events or observe.store is off"
+        raise TraceError(f"{folder}: no events of any rank", hint=hint)
+    if absent is not None:
+        raise TraceError(f"--ranks: rank {absent} has no events", hint=f"choose among {_format_spans('rank', known)}")
+    return stored
 
 
-def check_one_job(records: Sequence[RankFile], folder: Path) -> None:
-    """Raises: TraceError if the files are from jobs with different world sizes."""
-    first, *rest = (record.events for record in records)
-    for events in rest:
-        if events.world != first.world:
-            ranks = f"rank {first.rank} of {first.world}, rank {events.rank} of {events.world}"
-            raise TraceError(f"{folder}: files of two jobs: {ranks}", hint="choose the ranks of one job with --ranks")
-
-
-def select_steps(records: Sequence[RankFile], requested: range | None) -> list[int]:
-    """List the requested steps with events on any rank; without a request, the steps complete on every rank.
+def select_steps(
+    records: Sequence[StoredRank], requested: range | None, newest: Callable[[], Sequence[StoredRank]]
+) -> list[int]:
+    """List the requested steps with events on any rank; without a request, the steps complete on every rank. `newest`:
+    reads the newest steps, to offer them.
 
     Raises: TraceError if there is no such step.
     """
@@ -210,6 +141,7 @@ def select_steps(records: Sequence[RankFile], requested: range | None) -> list[i
         steps = frozenset(step for step in recorded if step in requested)
         message = f"--steps {requested[0]}:{requested[-1]}: no chosen rank has events of these steps"
     if not steps:
+        recorded = frozenset[int]().union(*(record.steps for record in (records if requested is None else newest())))
         hint = f"choose --steps among {_format_spans('step', recorded)}" if recorded else "the run took no steps"
         raise TraceError(message, hint=hint)
     return sorted(steps)
@@ -230,19 +162,19 @@ def select_for_svg(ranks: Sequence[RankEvents], options: argparse.Namespace) -> 
     return list(ranks)
 
 
-def _missing(records: Sequence[RankFile], requested: list[range] | None) -> Iterator[str]:
+def _missing(records: Sequence[StoredRank], requested: list[range] | None) -> Iterator[str]:
     world = records[0].events.world
     absent = set(range(world)) - {record.events.rank for record in records}
     if absent and requested is None:
-        yield f"{_format_spans('rank', absent)} of {world} wrote no file"
+        yield f"{_format_spans('rank', absent)} of {world} have no events"
 
 
-def _skipped(records: Sequence[RankFile], steps: Sequence[int], requested: range | None) -> Iterator[str]:
+def _skipped(records: Sequence[StoredRank], steps: Sequence[int], requested: range | None) -> Iterator[str]:
     lossy = [record.events for record in records if record.events.dropped]
     if lossy:
         count = sum(events.dropped for events in lossy)
         ranks = _format_spans("rank", (events.rank for events in lossy))
-        yield f"{count:,} events were dropped on {ranks}: the ring buffer was full"
+        yield f"{count:,} events were dropped on {ranks}: overwritten before they were stored"
     recorded = frozenset[int]().union(*(record.steps for record in records))
     complete = recorded.intersection(*(record.complete_steps for record in records))
     if requested is None and (partial := recorded - complete - {OUTSIDE_STEPS}):

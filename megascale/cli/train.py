@@ -20,8 +20,6 @@ from megascale.config.toml_reader import read_toml
 from megascale.config.train import ObserveConfig
 from megascale.core.errors import ConfigError, DataError, MegascaleError, Problem
 from megascale.core.files import exists, foreign_owner, lock_folder
-from megascale.core.flight_files import flight_record_of_rank
-from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE, FlightRecord
 from megascale.core.limits import os_error_hint, raise_soft_limits
 from megascale.core.process import die_with_parent
 from megascale.core.rank import STORE_VARIABLE, Rank, local_world_size, on_one_host, rank_from_environment
@@ -31,7 +29,9 @@ from megascale.operate.diagnose.hang import flight
 from megascale.operate.node import environment
 from megascale.operate.node.failure import write_end, write_error
 from megascale.operate.node.host_limits import limit_findings, wanted_open_files
-from megascale.operate.store.settings import open_ring_of_rank
+from megascale.operate.store.settings import StoreSettings
+from megascale.record.log_files import FLIGHT_RECORD_VARIABLE, log_of_rank
+from megascale.record.rank_state import RankState
 
 if TYPE_CHECKING:
     from megascale.train.resume import InitialWeights
@@ -64,10 +64,10 @@ def run(options: argparse.Namespace) -> int:
             die_with_parent(os.getppid())  # a killed torchrun leaves its workers training
         place = rank or Rank(0, 1, 0, socket.gethostname())
         # before torch, whose import takes seconds
-        flight_record = held.enter_context(flight_record_of_rank(config.folder, place))
-        ring = open_ring_of_rank(config, place, flight_record)
-        collects = config.observe.store or config.observe.metrics_port
-        if place.local_rank == 0 and collects and FLIGHT_RECORD_VARIABLE not in os.environ:
+        collected = bool(config.observe.store or config.observe.metrics_port)
+        note = dataclasses.asdict(StoreSettings.from_config(config)) if config.observe.store else None
+        log = held.enter_context(log_of_rank(config.folder, place, note=note, collected=collected))
+        if place.local_rank == 0 and collected and FLIGHT_RECORD_VARIABLE not in os.environ:
             from megascale.cli.collect import collector_process
 
             held.enter_context(collector_process(config))  # else the launcher or agent collects
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
             if rank is not None and (problem := torch_import_problem(error)) is not None:
                 write_error(problem, rank)
             raise
-        status = run_rank(config, place, open_weights, flight_record, ring)
+        status = run_rank(config, place, open_weights, log)
         write_end(place, status)
         return status
 
@@ -117,7 +117,7 @@ def _launch_ranks(options: argparse.Namespace, config: RunConfig) -> int:
     )
 
 
-def find_hung(records: Mapping[int, FlightRecord], states: Mapping[int, str]) -> tuple[int, str] | None:
+def find_hung(records: Mapping[int, RankState], states: Mapping[int, str]) -> tuple[int, str] | None:
     """Return the rank that hangs and the evidence; None if the flight records name no single rank."""
     from megascale.operate.diagnose.hang.hang import hang_verdict
 

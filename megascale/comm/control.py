@@ -33,12 +33,12 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megascale.comm.shared_memory import host_key
 from megascale.core.errors import LostPeerError
-from megascale.core.flight_layout import CONTROL
-from megascale.core.flight_writer import FlightRecordWriter
 from megascale.core.label import Label
 from megascale.core.process import process_exists
 from megascale.core.rank import MAX_RANKS_NAMED, format_ranks
 from megascale.core.wait_notice import WaitNotice
+from megascale.record.layout import CONTROL
+from megascale.record.log import RankLog
 
 MAX_REQUEST_BYTES = 4 << 20
 """Most bytes of a request; longer values would delay the requests of other ranks."""
@@ -66,16 +66,16 @@ class ControlChannel:
     """The control channel of a group, on rank `index` of its `ranks` (global ranks).
 
     All ranks make the same calls in the same order. Values are JSON: tuples come back as lists. `label` names a call in
-    errors and in the `flight` record.
+    errors and in the `log`.
 
     Raises: LostPeerError on all waiting ranks, if the process of a missing rank on the same host has ended, if a rank
     has announced its exit (`announce_exit`), or after the store's timeout; the message names the missing ranks.
     """
 
-    def __init__(self, name: str, ranks: Sequence[int], index: int, flight: FlightRecordWriter | None = None) -> None:
+    def __init__(self, name: str, ranks: Sequence[int], index: int, log: RankLog | None = None) -> None:
         self._name = name
-        self._flight = flight or FlightRecordWriter()
-        self._flight.open_group(name, ranks, CONTROL)
+        self._log = log or RankLog()
+        self._log.open_group(name, ranks, CONTROL)
         self._ranks = ranks
         self._index = index
         self._size = len(ranks)
@@ -102,7 +102,7 @@ class ControlChannel:
             _append(self._store, values, data, _HEAD.pack(self._index, len(data)))
             if self._store.add(count, 1) == self._size - 1:
                 self._store.set(full, "")
-            self._flight.complete(self._call)
+            self._log.complete(self._call)
             return None
         self._wait(full, label, functools.partial(self._missing, values))
         by_index = _split_values(self._store.get(values)) | {0: data}
@@ -118,7 +118,7 @@ class ControlChannel:
         call = self._next("broadcast", label)
         if self._index == 0:
             _publish(self._store, f"{call}/value", data)
-            self._flight.complete(self._call)
+            self._log.complete(self._call)
             return _decode(data)
         self._wait(f"{call}/value", label, self._first)
         data, keys = _read(self._store, f"{call}/value")
@@ -134,7 +134,7 @@ class ControlChannel:
             assert values is not None, "scatter: the first rank passes a value for every rank, not None"
             for index in range(1, self._size):
                 _publish(self._store, f"{call}/{index}", _encode(values[index]))
-            self._flight.complete(self._call)
+            self._log.complete(self._call)
             return _decode(_encode(values[0]))
         self._wait(f"{call}/{self._index}", label, self._first)
         data, keys = _read(self._store, f"{call}/{self._index}")
@@ -155,14 +155,14 @@ class ControlChannel:
     def _next(self, operation: str, label: str) -> int:
         """Begin a call; return its number."""
         self._calls += 1
-        self._call = self._flight.enter(self._name, operation, Label(label), kind=CONTROL)
-        self._flight.issued(self._call)
+        self._call = self._log.enter(self._name, operation, Label(label), kind=CONTROL)
+        self._log.issued(self._call)
         return self._calls
 
     def _wait(self, key: str, label: str, missing: Callable[[], list[int]]) -> None:
         """Wait until the store has `key`. `missing` returns the ranks that are waited for."""
         notice, checked = WaitNotice(f"rank {self._ranks[self._index]}"), 0.0
-        self._flight.begin_wait(self._call)
+        self._log.begin_wait(self._call)
         while not self._store.check([key]):  # the store's own wait prints a warning at every timeout
             time.sleep(min(max(POLL_S_PER_RANK * self._size, notice.waited_s / 8), self._liveness_check_s))
             if notice.waited_s - checked > self._liveness_check_s:
@@ -172,7 +172,7 @@ class ControlChannel:
                 if awaited and self._index < 2:
                     notice.print_if_due(lambda ranks=awaited: f"{format_ranks(ranks)} at {label!r}")  # type: ignore[misc]
                 checked = notice.waited_s
-        self._flight.complete(self._call)
+        self._log.complete(self._call)
 
     def _check(self, label: str, missing: Sequence[int], waited: float, look: Callable[[], list[int]]) -> None:
         """Raise if the wait cannot succeed. The other ranks wait twice as long as the first, because only the first

@@ -20,7 +20,7 @@ from megascale.comm.work import LostWork, TransportWork
 from megascale.core.errors import LostPeerError
 from megascale.core.label import Label, LabelLike
 from megascale.device import Mark
-from megascale.trace.recorder import EventRecord, Recorder
+from megascale.record.recorder import EventRecord, Recorder
 
 
 class Transport(Protocol):
@@ -71,7 +71,7 @@ class Group:
 
     def __post_init__(self) -> None:
         if self.size > 1:
-            self.recorder.flight.open_group(self.name, self.ranks)
+            self.recorder.log.open_group(self.name, self.ranks)
 
     @property
     def size(self) -> int:
@@ -84,7 +84,7 @@ class Group:
     @cached_property
     def control(self) -> ControlChannel:
         """The channel for control data among the group's ranks, outside of steps."""
-        return ControlChannel(self.name, self.ranks, self.index, self.recorder.flight)
+        return ControlChannel(self.name, self.ranks, self.index, self.recorder.log)
 
     def issue(
         self,
@@ -111,7 +111,7 @@ class Group:
             if (lost := self.lost_peer_error(error, operation, label, peer)) is None:
                 raise
             raise lost from error
-        self.recorder.flight.issued(record.flight)
+        self.recorder.log.issued(record.handle)
         work = TrackedWork(self, started if wait else started.in_background(), record, start)
         if wait:
             work.wait(record.issue)
@@ -150,7 +150,7 @@ class TrackedWork:
         start = recorder.mark() if since is None else since
         if self._group.fault_hook is not None:
             self._group.fault_hook("wait", self._record.label)
-        recorder.flight.begin_wait(self._record.flight)
+        recorder.log.begin_wait(self._record.handle)
         try:
             self._pending.wait()
         except RuntimeError as error:

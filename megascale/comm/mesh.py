@@ -16,10 +16,10 @@ from megascale.comm.p2p import Channel, P2PCommunicator, ProcessGroupP2P, StartP
 from megascale.comm.timeout import Timeout
 from megascale.config.launch import LaunchConfig
 from megascale.config.nccl import NcclConfig
-from megascale.core.flight_layout import RECEIVE, SEND
 from megascale.layout.stages import Placement, looped
 from megascale.layout.topology import AXES, DATA_AXES, MAX_FLAT_REDUCE_RANKS, Coord, Topology
-from megascale.trace.recorder import Recorder
+from megascale.record.layout import RECEIVE, SEND
+from megascale.record.recorder import Recorder
 
 SLOT = 1 << 20
 """Bytes of a rank's slot in the shared-memory ring of a small CPU group."""
@@ -97,7 +97,7 @@ class Mesh:
             name = f"{key[-1]}.{'+'.join(key)}" if key else "alone"  # "dp" alone is the name of `dp`
             group = self.open(GroupSpec(name, tuple(self.topology.group(self.rank, *key)), SLOT))
             if group.size > 1:
-                self.recorder.flight.expect(name)
+                self.recorder.log.expect(name)
             self.by_axes[key] = group
         return self.by_axes[key]
 
@@ -174,14 +174,14 @@ def assemble_mesh(
 
 
 def _expect_communication(mesh: Mesh, channels: Iterable[Channel]) -> None:
-    """Note in the flight record what this rank will take part in."""
-    flight = mesh.recorder.flight
+    """Note in the log what this rank will take part in."""
+    log = mesh.recorder.log
     for group in (mesh.tp, mesh.cp_heads, mesh.cp_keys, mesh.dp, mesh.tied, *mesh.reduction_groups):
         if group.size > 1:
-            flight.expect(group.name)
+            log.expect(group.name)
     for sender, receiver in channels:
         kind, peer = (SEND, receiver) if sender == mesh.rank else (RECEIVE, sender)
-        flight.expect((mesh.up if sender < receiver else mesh.down).name, kind, peer)
+        log.expect((mesh.up if sender < receiver else mesh.down).name, kind, peer)
 
 
 def _warn_without_rings(mesh: Mesh) -> None:

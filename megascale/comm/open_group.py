@@ -24,7 +24,7 @@ from megascale.comm.work import TransportWork, WrapWork
 from megascale.config.nccl import NcclConfig
 from megascale.core.process import usable_cores
 from megascale.core.rank import local_world_size
-from megascale.trace.recorder import Recorder
+from megascale.record.recorder import Recorder
 
 MAX_DIRECT_RANKS = 8
 """Most ranks of a CPU group with all-to-all messages; larger groups take gloo's ring, which only has neighbours."""

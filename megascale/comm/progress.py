@@ -18,7 +18,8 @@ import torch.distributed as dist
 from megascale.comm.timeout import Timeout
 from megascale.comm.work import TransportWork, WrapWork
 from megascale.core.errors import LostPeerError
-from megascale.device import Mark, StreamTimer, Timer
+from megascale.device import Mark, StreamTimer
+from megascale.record.recorder import Timer
 
 
 def work_wrapper(channel: str, timer: Timer, timeout: Timeout | None = None) -> WrapWork:

@@ -131,7 +131,7 @@ def _record_fused(group: Group, operation: str, label: LabelLike, nbytes: int) -
         group.axis, group.name, operation, Label.from_part(label).with_suffix("fused"), nbytes
     )
     yield
-    group.recorder.flight.issued(record.flight)
+    group.recorder.log.issued(record.handle)
     group.recorder.close(record, group.recorder.mark(), known=False)
 
 

@@ -1,6 +1,6 @@
 """The files of a token dataset, checked against one another without reading tokens or the index: a few bytes of each.
 
-The format is megatron-core's (`data/indexed_dataset.py`). No numpy here: `megascale check` answers at once.
+The format is megatron-core's (`data/read/indexed_dataset.py`). No numpy here: `megascale check` answers at once.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def _read_index(prefix: str) -> DatasetFiles:
             raise DataError(f"{path} is cut short: {size} bytes", hint=PREPARE_AGAIN_HINT)
         magic, version, code, n, bounds = HEADER.unpack(head)
         if magic.startswith(b"TNTIDX") or (magic == MAGIC and version != 1):
-            raise DataError(f"{path} is an index of another version", hint="`megascale data import` converts it")
+            raise DataError(f"{path} is an index of another version", hint="one of version 1, as Megatron-LM writes")
         if magic != MAGIC or code not in TOKEN_BYTES:
             raise DataError(f"{path} is not an index of megatron-core's format", hint=PREPARE_AGAIN_HINT)
         needed = HEADER.size + 12 * n + 8 * bounds

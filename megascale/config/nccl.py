@@ -42,7 +42,7 @@ class NcclConfig(Section):
         return float((1 + self.ib_retry_count) * IB_TIMEOUT_UNIT_S * 2**self.ib_timeout)
 
     def ctas(self, axis: str) -> tuple[int, int] | None:
-        """Minimum and maximum for an axis (`core.events.Event.axis`); None for NCCL's choice."""
+        """Minimum and maximum for an axis (`record.events.Event.axis`); None for NCCL's choice."""
         ctas_of_axis = {
             "tp": self.tp_ctas,
             "cp": self.cp_ctas,

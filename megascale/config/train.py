@@ -240,7 +240,7 @@ class ObserveConfig(Section):
     record: bool = Field(
         True, description="record every action and communication with exposed time, for events and metrics"
     )
-    events: bool = Field(True, description="write every rank's event file at the end of the run (`megascale trace`)")
+    events: bool = Field(True, description="keep single events in the event store (`megascale trace`)")
     store: bool = Field(True, description="keep every rank's events and steps in an event store (`megascale events`)")
     store_dir: FilePath | None = Field(
         None,

@@ -15,8 +15,8 @@ from megascale.config.model import ModelConfig
 from megascale.core.errors import CheckpointError, DataError
 from megascale.core.files import exists, fingerprint, is_file, why_unreadable, write_text
 from megascale.core.storage import Location
-from megascale.data.indexed_dataset import TokenizerInfo
-from megascale.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
+from megascale.data.prepare.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
+from megascale.data.read.indexed_dataset import TokenizerInfo
 
 ID_FILES = ("generation_config.json", "config.json")
 """Files that may have `eos_token_id`: an id, or a list of ids, each of which ends a text."""

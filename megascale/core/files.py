@@ -25,6 +25,8 @@ from megascale.core.errors import Exit, MegascaleError
 from megascale.core.limits import os_error_hint
 from megascale.core.wait_notice import WaitNotice
 
+SHARED_MEMORY = Path("/dev/shm")
+
 LEFTOVER_S = 3600.0
 """Seconds without a write after which a temporary file is taken for one of a killed process."""
 

@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from megascale.core.copies_folder import copies_folder, remove_copies
 from megascale.core.errors import CheckpointError
-from megascale.core.flight_record import SHARED_MEMORY
+from megascale.core.files import SHARED_MEMORY
 from megascale.core.limits import os_error_hint
 from megascale.core.run_folder import TOKEN
 from megascale.core.units import format_bytes

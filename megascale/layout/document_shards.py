@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from megascale.catalog.recipes import RECIPES
-from megascale.config.run import RunConfig
+from megascale.config.model import ModelConfig
+from megascale.config.parallel import ParallelConfig
 from megascale.layout.sequence_shard import (
     SequenceShard,
     Spans,
@@ -67,14 +68,16 @@ class RowSharding:
         return [count_all(shard.joined(first, self.heads)) for first in range(0, len(shard.parts), self.heads)]
 
 
-def row_sharding(config: RunConfig, cp_rank: int) -> RowSharding | None:
-    """Return the sharding of a context-parallel rank of a run; None without context parallelism."""
-    row, p = sequence_shard(config, cp_rank), config.parallel
+def row_sharding(
+    parallel: ParallelConfig, model: ModelConfig, fp8_recipe: str | None, cp_rank: int
+) -> RowSharding | None:
+    """Return the sharding of a context-parallel rank; None without context parallelism. `fp8_recipe`: of FP8 GEMMs."""
+    row = sequence_shard(parallel, model.seq_length, cp_rank)
     if row is None:
         return None
-    blocks = config.train.quantizes and RECIPES[config.fp8.recipe].facts["granularity"] == "block"
-    by = "sequence" if p.cp_keys == 1 or blocks else p.cp_sharding  # a block of FP8 has consecutive tokens
-    return RowSharding(row, p.cp_heads, Counter(config.model.windows), by)
+    blocks = fp8_recipe is not None and RECIPES[fp8_recipe].facts["granularity"] == "block"
+    by = "sequence" if parallel.cp_keys == 1 or blocks else parallel.cp_sharding  # a block has consecutive tokens
+    return RowSharding(row, parallel.cp_heads, Counter(model.windows), by)
 
 
 def shard_documents(starts: Sequence[int], length: int, keys: int, heads: int, index: int) -> SequenceShard:

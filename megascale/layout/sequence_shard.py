@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Self, TypeVar
 
-from megascale.config.run import RunConfig
+from megascale.config.parallel import ParallelConfig
 
 
 class TokenSpan(NamedTuple):
@@ -101,14 +101,13 @@ def split_over_heads(wholes: Sequence[Spans], heads: int) -> tuple[Spans, ...]:
     )
 
 
-def sequence_shard(config: RunConfig, cp_rank: int) -> SequenceShard | None:
-    """Return the shard of a context-parallel rank of a run; None without context parallelism, and where a planner says
-    who shares which sequence.
+def sequence_shard(parallel: ParallelConfig, length: int, cp_rank: int) -> SequenceShard | None:
+    """Return the shard of a context-parallel rank in sequences of `length` tokens; None without context parallelism,
+    and where a planner says who shares which sequence.
     """
-    p = config.parallel
-    if p.cp == 1 or p.cp_mode == "hybrid":
+    if parallel.cp == 1 or parallel.cp_mode == "hybrid":
         return None
-    return shard_sequence(config.model.seq_length, p.cp_keys, p.cp_heads, cp_rank)
+    return shard_sequence(length, parallel.cp_keys, parallel.cp_heads, cp_rank)
 
 
 def sequence_chunk(length: int, tokens: int, index: int) -> SequenceShard:
@@ -116,10 +115,9 @@ def sequence_chunk(length: int, tokens: int, index: int) -> SequenceShard:
     return SequenceShard(length, tuple((TokenSpan(at, at + tokens),) for at in range(0, length, tokens)), index)
 
 
-def sequence_chunks(config: RunConfig) -> list[SequenceShard]:
-    """List the chunks of a run's sequences, in order; none for whole sequences."""
-    length, tokens = config.model.seq_length, config.data.chunk_tokens
-    return [] if tokens is None else [sequence_chunk(length, tokens, index) for index in range(config.num_chunks)]
+def sequence_chunks(length: int, tokens: int | None) -> list[SequenceShard]:
+    """List the chunks of `tokens` of sequences of `length` tokens, in order; none for whole sequences."""
+    return [] if tokens is None else [sequence_chunk(length, tokens, index) for index in range(length // tokens)]
 
 
 def divides_evenly(length: int, keys: int, heads: int) -> bool:

@@ -5,7 +5,7 @@ The host knows where documents begin; what has an element for every token is mad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -34,18 +34,6 @@ class Boundaries:
     device: torch.device
     padded: tuple[bool, ...] = ()
     _shared: dict[Hashable, object] = field(default_factory=dict, compare=False, repr=False)
-
-    @classmethod
-    def from_positions(cls, rows: Sequence[np.ndarray], device: torch.device) -> Boundaries:
-        """Find the boundaries in rows of positions [s] within a document: a document begins where they are 0, and
-        padding where they are negative.
-        """
-        padded = tuple(bool(row[-1] < 0) for row in rows)
-        begins = [row == 0 for row in rows]
-        for row, begin in zip(rows, begins, strict=True):
-            begin[1:] |= (row[1:] < 0) & (row[:-1] >= 0)
-        starts = tuple(tuple(np.flatnonzero(begin).tolist()) for begin in begins)
-        return cls(starts, len(rows[0]), device, padded if any(padded) else ())
 
     @cached_property
     def lengths(self) -> tuple[tuple[int, ...], ...]:

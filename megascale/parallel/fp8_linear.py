@@ -32,6 +32,7 @@ from megascale.comm.totals import max_over_job, sum_over_job
 from megascale.config.backends import Fp8Config
 from megascale.config.model import ModelConfig
 from megascale.core.label import Label
+from megascale.device import profiler_range
 from megascale.layout.blocks import block_spec, fp8_operands
 from megascale.layout.chunks import fp8_weights
 from megascale.layout.tensors import ParamSpec
@@ -42,7 +43,6 @@ from megascale.parallel.grad_accumulation import accumulate_grad
 from megascale.parallel.linear_gemms import HIGH_PRECISION_GEMMS, LinearGemms, Operand, OperandName
 from megascale.parallel.stateful import GlobalTensor, TensorShard
 from megascale.parallel.tp_overlap import TensorParallel
-from megascale.trace.recorder import profiler_range
 
 
 @dataclass(frozen=True)

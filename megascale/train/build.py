@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,20 +18,17 @@ from megascale.comm.group import Group, single_rank_group
 from megascale.comm.mesh import Mesh, open_mesh
 from megascale.comm.warm_up import warm_up
 from megascale.config.batch_rampup import batch_sizes
+from megascale.config.dataset_files import SplitName
 from megascale.config.run import RunConfig
 from megascale.config.train import OptimizerConfig
 from megascale.core.errors import DataError
-from megascale.core.event_ring import EventRing
-from megascale.core.flight_writer import FlightRecordWriter
 from megascale.core.rank import Rank
-from megascale.data.batch_shape import BatchShape, StepOrder
-from megascale.data.host_reader import open_host_samples
-from megascale.data.host_samples import HostSamples
-from megascale.data.hybrid_batches import HybridPool
-from megascale.data.loader import Loader
-from megascale.data.mixture import Mixture, MockMixture, SplitName, build_mixture
-from megascale.data.reader_shape import reads_samples, reads_tokens
-from megascale.device import Device
+from megascale.data.mix.batch_shape import BatchShape, StepOrder, reads_samples, reads_tokens
+from megascale.data.mix.loader import Loader
+from megascale.data.mix.mixture import Mixture, build_mixture
+from megascale.data.mix.mixture_spec import mixture_spec
+from megascale.data.mix.samples import SampleSource
+from megascale.device import Device, profiler_range
 from megascale.layout.chunks import chunk_buckets, fp8_layers, stages_of
 from megascale.layout.document_shards import row_sharding
 from megascale.layout.param_groups import ParamGroups
@@ -55,11 +53,12 @@ from megascale.parallel.pipeline import P2PActivationSpec, PipelineExecutor
 from megascale.parallel.stateful import Stateful
 from megascale.parallel.tp_overlap import TensorParallel
 from megascale.plan.account.flops import sequence_flops
+from megascale.record.log import RankLog
+from megascale.record.recorder import Recorder
 from megascale.schedule.ir import RankSchedule, build_schedule, forwards_only
 from megascale.schedule.lower import lower
 from megascale.schedule.one_f_one_b import one_f_one_b
 from megascale.schedule.state_aware import build_state_aware
-from megascale.trace.recorder import Recorder
 from megascale.train.noise_scale import NoiseScale
 from megascale.train.op_context import op_context
 from megascale.train.policy_state import PolicyState
@@ -67,6 +66,9 @@ from megascale.train.run import Dtypes, Run
 from megascale.train.step_hooks import build_step_hooks
 from megascale.train.stop import StopRequest
 from megascale.train.weight_average import WeightAverage
+
+if TYPE_CHECKING:
+    from megascale.data.mix.hybrid_batches import HybridPool
 
 KEPT_ORDERS = 32
 """Orders of actions that are kept; steps have a few numbers of micro-batches."""
@@ -76,14 +78,13 @@ def build_mesh(
     config: RunConfig,
     rank: Rank,
     device: Device,
-    flight: FlightRecordWriter | None = None,
-    ring: EventRing | None = None,
+    log: RankLog | None = None,
 ) -> Mesh:
-    """Open and warm up this rank's process groups. Requires `comm.init.init_distributed`. `flight`, `ring`: this
-    rank's flight record and event ring.
+    """Open and warm up this rank's process groups. Requires `comm.init.init_distributed`. `log`: this
+    rank's.
     """
     placement = stages_of(config).placement
-    recorder = Recorder(device.timer(), enabled=config.observe.record, flight=flight, ring=ring)
+    recorder = Recorder(device.timer(), log, enabled=config.observe.record, named_range=profiler_range)
     mesh = open_mesh(
         topology_of(config),
         rank.rank,
@@ -93,7 +94,7 @@ def build_mesh(
         launch=config.launch,
         nccl=config.nccl,
     )
-    recorder.flight.start_parts.begin("warm-up")
+    recorder.log.start_parts.begin("warm-up")
     warm_up(mesh, device, placement.links)
     return mesh
 
@@ -116,7 +117,7 @@ def build_rank_run(
     offload = ActivationOffload(device.host_buffers()) if config.train.activation_offload else None
     stages = build_stages(config, mesh, buffers, tp, LayerOps.from_context(context), fp8_state, offload)
     optimizer, guard = build_optimizer(config.optimizer, mesh, buffers, context, device.torch_device)
-    mesh.recorder.flight.start_parts.begin("indices")
+    mesh.recorder.log.start_parts.begin("indices")
     noise_scale = build_noise_scale(config, mesh, buffers, device.torch_device)
     average = WeightAverage(config.train, optimizer.shards, mesh) if config.train.average != "none" else None
     train, valid, valid_batches = build_loaders(config, mesh, device)
@@ -125,7 +126,7 @@ def build_rank_run(
     optional: list[Stateful | None] = [guard, noise_scale, average, policy]
     parts: list[Stateful] = [optimizer, fp8_state, *(part for part in optional if part is not None)]
     order_of = lru_cache(KEPT_ORDERS)(partial(build_order, config, mesh.coord.pp))
-    mesh.recorder.flight.start_parts.begin("build")
+    mesh.recorder.log.start_parts.begin("build")
     return Run(
         config=config,
         device=device,
@@ -302,18 +303,22 @@ def build_loaders(config: RunConfig, mesh: Mesh, device: Device) -> tuple[Loader
     valid_batches = _evaluation_batches(config, mesh) if config.train.eval_every else 0
     if valid_batches:
         orders["valid"] = StepOrder(shape, valid_batches * config.batch.total, again=True)
-    sources, sharding = _open_sources(config, mesh, orders), row_sharding(config, mesh.coord.cp)
+    recipe = config.fp8.recipe if config.train.quantizes else None
+    sources, sharding = (
+        _open_sources(config, mesh, orders),
+        row_sharding(config.parallel, config.model, recipe, mesh.coord.cp),
+    )
     train, *valid = (
         Loader(
-            sources.get(split) if reads_tokens(mesh.topology, mesh.rank) else None,
+            sources.get(split),
             shape,
             mesh.coord.dp,
             dropout=config.model.dropout if split == "train" else 0.0,
             seed=config.train.seed,
             device=device.torch_device,
-            boundaries=sources.get(split) if config.data.mask == "document" else None,
+            reads_tokens=reads_tokens(mesh.topology, mesh.rank),
             sharding=sharding,
-            chunks=sequence_chunks(config),
+            chunks=sequence_chunks(config.model.seq_length, config.data.chunk_tokens),
             pool=hybrid_pool(config, mesh),
             sizes=order.sizes,
         )
@@ -326,6 +331,8 @@ def hybrid_pool(config: RunConfig, mesh: Mesh) -> HybridPool | None:
     """Return this rank of the pool of hybrid data parallelism; None in other modes."""
     if config.parallel.cp_mode != "hybrid":
         return None
+    from megascale.data.mix.hybrid_batches import HybridPool
+
     assert config.data.max_tokens_per_rank is not None, "the rules of hybrid data parallelism demand it"
     pool, most = (mesh.dp.index, mesh.dp.size), config.data.max_tokens_per_rank
     reads = reads_tokens(mesh.topology, mesh.rank)
@@ -337,20 +344,21 @@ def _check_data(config: RunConfig, split: SplitName) -> None:
 
     Raises: DataError for unusable data.
     """
-    samples = build_mixture(config, split)
-    if isinstance(samples, Mixture):
-        samples.check()
+    build_mixture(mixture_spec(config, split)).check()
 
 
 def _open_sources(
     config: RunConfig, mesh: Mesh, orders: Mapping[SplitName, StepOrder]
-) -> Mapping[SplitName, Mixture | MockMixture | HostSamples]:
+) -> Mapping[SplitName, SampleSource]:
     """Open the samples of each split; none on a rank that needs none."""
-    if not reads_samples(config, mesh.topology, mesh.rank):
+    if not reads_samples(config.data.mask, mesh.topology, mesh.rank):
         return {}
+    specs = {split: mixture_spec(config, split) for split in orders}
     if config.data.reader == "host":
-        return open_host_samples(config, mesh, orders)
-    return {split: build_mixture(config, split, 0 if order.again else order.end) for split, order in orders.items()}
+        from megascale.data.host_reader.host_samples import open_host_samples
+
+        return open_host_samples(specs, mesh, orders)
+    return {split: build_mixture(specs[split], 0 if order.again else order.end) for split, order in orders.items()}
 
 
 def _evaluation_batches(config: RunConfig, mesh: Mesh) -> int:
@@ -359,7 +367,7 @@ def _evaluation_batches(config: RunConfig, mesh: Mesh) -> int:
         return config.train.eval_steps
     batches = 0
     if mesh.rank == 0:
-        samples = Mixture(config, "valid").samples_without_repetition()
+        samples = Mixture(mixture_spec(config, "valid")).samples_without_repetition()
         batches = min(config.train.eval_steps, samples // config.batch.total)
         if batches == 0:
             what = f"{samples} samples to validate on are fewer than one global batch of {config.batch.total}"

@@ -21,16 +21,12 @@ from megascale.comm.store import count_requests
 from megascale.config.run import RunConfig
 from megascale.config.toml_writer import to_toml
 from megascale.core.errors import CheckpointError, Exit, LostPeerError, MegascaleError
-from megascale.core.event_ring import EventRing
 from megascale.core.files import exists, write_text
-from megascale.core.flight_layout import Phase
-from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE
-from megascale.core.flight_writer import FlightRecordWriter
 from megascale.core.limits import PROCESSES_HINT, lacks_threads, os_error_hint
 from megascale.core.rank import NODE_VARIABLE, Rank
 from megascale.core.units import format_bytes, format_count, format_flops
-from megascale.data.bucket_summary import describe_buckets
-from megascale.data.identity import replaced_datasets, write_identities
+from megascale.data.mix.mixture_spec import mixture_spec
+from megascale.data.read.identity import replaced_datasets, write_identities
 from megascale.device import detect_device
 from megascale.operate.node import affinity
 from megascale.operate.node.failure import exit_status_of, is_peer_lost, write_error, write_stop
@@ -38,9 +34,11 @@ from megascale.ops.advice import slow_backend_hint
 from megascale.ops.select import selected_backends
 from megascale.plan.account.memory import rank_memory
 from megascale.plan.account.parameters import parameter_count
-from megascale.trace.writers import MetricsWriter
+from megascale.record.layout import Phase
+from megascale.record.log import RankLog
+from megascale.record.log_files import FLIGHT_RECORD_VARIABLE
+from megascale.record.metrics_writers import MetricsWriter
 from megascale.train.build import build_mesh, build_rank_run
-from megascale.train.event_file import EventFile, begin_ring
 from megascale.train.loop import train
 from megascale.train.op_context import op_context
 from megascale.train.peak_flops import find_peak_flops
@@ -50,6 +48,7 @@ from megascale.train.resume import OpenWeights, load_initial_state
 from megascale.train.run import Run
 from megascale.train.saves import Saves
 from megascale.train.stop import StopRequest
+from megascale.train.stored_attempt import begin_stored_attempt
 
 if TYPE_CHECKING:
     from megascale.train.fault_injection import FaultInjection
@@ -58,27 +57,25 @@ STORE_ANSWER_S = 2.0
 """Seconds that a failing rank waits for the job's store."""
 
 
-def run_rank(
-    config: RunConfig, rank: Rank, open_weights: OpenWeights, flight: FlightRecordWriter, ring: EventRing | None
-) -> int:
-    """Run this rank to the end and return the exit status. `flight`, `ring`: this rank's flight record and event ring.
+def run_rank(config: RunConfig, rank: Rank, open_weights: OpenWeights, log: RankLog) -> int:
+    """Run this rank to the end and return the exit status. `log`: this rank's.
 
     `open_weights` opens the folder of `checkpoint.resume = "hf:..."`. On an error the process exits at once, because an
     orderly shutdown of process groups would wait for ranks that wait for this rank.
     """
-    stop = StopRequest().install_handlers(lambda message, status: _report_stop(message, status, rank, flight))
+    stop = StopRequest().install_handlers(lambda message, status: _report_stop(message, status, rank, log))
     try:
-        status = _run(config, rank, stop, open_weights, flight, ring)
-        flight.end(status)
-        flight.set_phase(Phase.DONE)
+        status = _run(config, rank, stop, open_weights, log)
+        log.end(status)
+        log.set_phase(Phase.DONE)
         init.shutdown_distributed()
     except (Exception, KeyboardInterrupt, SystemExit) as error:  # a library may call sys.exit
         with stop.deferred():  # launchers end the other ranks by a signal, which is not the cause
-            if exit_status_of(error) == Exit.CONFIG and flight.path and FLIGHT_RECORD_VARIABLE not in os.environ:
-                flight.path.unlink(missing_ok=True)  # nothing to diagnose, and no launcher removes it
+            if exit_status_of(error) == Exit.CONFIG and log.path and FLIGHT_RECORD_VARIABLE not in os.environ:
+                log.path.unlink(missing_ok=True)  # nothing to diagnose, and no launcher removes it
             if exit_status_of(error) == Exit.DO_NOT_REQUEUE and not rank.local_rank and NODE_VARIABLE not in os.environ:
                 _say_copies(config)  # else the driver does
-            flight.end(exit_status_of(error))
+            log.end(exit_status_of(error))
             _exit_with_error(_explain(error), rank)
     return status
 
@@ -100,9 +97,9 @@ def _injection(config: RunConfig, rank: Rank) -> FaultInjection | None:
     return fault_injection(config, rank)
 
 
-def _report_stop(message: str, status: Exit, rank: Rank, flight: FlightRecordWriter) -> None:
+def _report_stop(message: str, status: Exit, rank: Rank, log: RankLog) -> None:
     """Report a signal that ends this rank at once. The store may be in use by the main thread: peers are not told."""
-    flight.end(status)
+    log.end(status)
     with contextlib.suppress(OSError):
         if not write_stop(message, status, rank):
             print(f"{rank}: {message}", file=sys.stderr, flush=True)
@@ -155,26 +152,25 @@ def _run(
     rank: Rank,
     stop: StopRequest,
     open_weights: OpenWeights,
-    flight: FlightRecordWriter,
-    ring: EventRing | None,
+    log: RankLog,
 ) -> Exit:
-    flight.set_phase(Phase.RENDEZVOUS)
+    log.set_phase(Phase.RENDEZVOUS)
     device = detect_device(rank.local_rank)
     affinity.bind_to_local_cores(device.pci_address)
     record = rank_record(config, rank, device) if rank.world_size > 1 else None
     folder = Path(config.observe.dir)
     init.init_distributed(rank, device, config.launch, config.nccl, record=record, folder=folder)
-    flight.start_parts.count = count_requests
+    log.start_parts.count = count_requests
     remember_run(rank)
     injection = _injection(config, rank)
-    flight.set_phase(Phase.GROUPS)
-    mesh = build_mesh(config, rank, device, flight, ring)
-    flight.set_phase(Phase.BUILD)
+    log.set_phase(Phase.GROUPS)
+    mesh = build_mesh(config, rank, device, log)
+    log.set_phase(Phase.BUILD)
     if injection is not None:
         injection.reach("build")
     run = build_rank_run(config, mesh, device, stop)
     peak = find_peak_flops(run)
-    flight.set_phase(Phase.LOAD)
+    log.set_phase(Phase.LOAD)
     if injection is not None:
         injection.attach(run)
         injection.reach("load")
@@ -184,9 +180,8 @@ def _run(
         if run.progress.step >= config.train.steps:
             _save_finished(run, reporter)
             return Exit.OK
-        with EventFile(run, rank) as events:
-            begin_ring(run, events.clock_offset_s, peak)
-            return train(run, reporter)
+        begin_stored_attempt(run, peak)
+        return train(run, reporter)
     finally:
         reporter.close()
 
@@ -195,14 +190,19 @@ def _open_reporter(run: Run, peak: Peak | None, resumed: str) -> Reporter:
     """Open what reports of the run, and say how it begins. `resumed`: what it was resumed from, "" for nothing."""
     config, step = run.config, run.progress.step
     writes = run.mesh.rank == 0
-    replaced = replaced_datasets(config) if writes and step else []
+    replaced = replaced_datasets(config.data, config.folder) if writes and step else []
     reporter = Reporter(config, run.device, peak, _prepare_folder(config, step) if writes else [], run.mesh.recorder)
     if writes and step:
         reporter.load_history(config.folder)
+    buckets = ""
+    if writes and config.data.packing == "decompose":
+        from megascale.data.mix.bucket_summary import describe_buckets
+
+        buckets = describe_buckets(mixture_spec(config, "train"))
     texts = [
         run_summary(run, peak),
         f"WARNING: this run injects faults: {config.fault.inject}" if config.fault.inject else "",
-        describe_buckets(config) if writes else "",
+        buckets,
         resumed,
         *(f"WARNING: {text}" for text in replaced),
     ]
@@ -231,7 +231,7 @@ def _prepare_folder(config: RunConfig, resumed_step: int) -> list[MetricsWriter]
         path = config.folder / "config.toml"
         if resumed_step < config.train.steps or not exists(path):
             write_text(path, to_toml(config))
-            write_identities(config)
+            write_identities(config.data, config.folder)
         return open_writers(config, resumed_step)
     except OSError as error:
         what = f"{error.filename or config.folder} cannot be written: {error.strerror or error}"

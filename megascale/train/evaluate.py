@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from megascale.core.errors import NoLossTokensError
-from megascale.core.flight_layout import Phase
-from megascale.trace.metrics import EvaluationMetrics
+from megascale.record.layout import Phase
+from megascale.record.metrics import EvaluationMetrics
 from megascale.train.run import Hook
 from megascale.train.step_totals import StepTotals
 

@@ -27,8 +27,8 @@ from megascale.core.errors import ConfigError, Problem
 from megascale.core.label import Label, LabelLike
 from megascale.core.rank import Rank
 from megascale.operate.node.inject import Injector, describe, stop_process, strike
+from megascale.record.recorder import EventRecord
 from megascale.schedule.ir import COMPUTE_KINDS, Kind
-from megascale.trace.recorder import EventRecord
 
 if TYPE_CHECKING:
     from megascale.train.run import Run
@@ -92,9 +92,9 @@ class FaultInjection:
         """Let an action take longer, by a share of its own time: as much of it as it has computed."""
         assert self._run is not None
         if (step := self._run.mesh.recorder.step) and (fault := self._injector.strikes("", step)):
-            own = time.perf_counter() - action.issue  # type: ignore[operator]
+            own = time.perf_counter() - action.issue
             for start, end in action.waits:
-                own -= end - start  # type: ignore[operator]
+                own -= end - start
             time.sleep(max(0.0, own * (fault.factor - 1)))
 
     def _reach_in_save(self, moment: str) -> None:

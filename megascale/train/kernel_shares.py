@@ -16,9 +16,9 @@ import torch
 
 from megascale.core.errors import CheckpointError
 from megascale.core.files import write_text
-from megascale.core.flight_layout import Phase
 from megascale.core.run_folder import check_known
 from megascale.layout.topology import DATA_AXES
+from megascale.record.layout import Phase
 from megascale.train.run import Hook
 
 if TYPE_CHECKING:

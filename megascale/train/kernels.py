@@ -2,7 +2,7 @@
 
 The trace has the GPU's kernels and copies with their launches, or the operators of a CPU. GEMMs, attention and
 communication are recognised by the kernel's name, other kernels also by the operators and named ranges around the
-launch (`trace.recorder` names the actions of a step under a profiler).
+launch (`record.recorder` names the actions of a step under a profiler).
 
 - `profile_kernels`: run a function under the profiler
 - `classify`: the purpose of a kernel
@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from megascale.core.events import OPTIMIZER_ACTIONS
 from megascale.device import Device
 from megascale.operate.show.summary import union_length
+from megascale.record.events import OPTIMIZER_ACTIONS
 
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 """Trace categories of GPU work."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megascale.config.batch_rampup import batch_sizes
 from megascale.core.errors import Exit
-from megascale.core.flight_layout import Phase
-from megascale.core.flight_record import UNORDERED_SIGNAL
+from megascale.record.layout import Phase
+from megascale.record.rank_state import UNORDERED_SIGNAL
 from megascale.train.evaluate import Evaluations
 from megascale.train.kernel_shares import KernelShares
 from megascale.train.plan_record import PlanRecord
@@ -24,7 +24,7 @@ from megascale.train.step_rows import StepRows
 
 def train(run: Run, reporter: Reporter) -> Exit:
     """Train until the last step or a stop request on any rank. Returns the exit status."""
-    flight = run.mesh.recorder.flight
+    log = run.mesh.recorder.log
     run.hooks = standard_hooks(run, reporter)
     steps = run.config.train.steps - run.progress.step
     run.train_loader.begin(run.progress.samples, batch_sizes(run.config.batch).after_steps(run.progress.samples, steps))
@@ -32,7 +32,7 @@ def train(run: Run, reporter: Reporter) -> Exit:
         run.valid_loader.begin(0)
     try:
         run.hooks.run_begins(run)
-        flight.set_phase(Phase.STEP)
+        log.set_phase(Phase.STEP)
         with run.stop.deferred(), StepRows(run) as rows:
             stopped = _train_steps(run, reporter, rows)
             run.hooks.run_ends(run)
@@ -44,7 +44,7 @@ def train(run: Run, reporter: Reporter) -> Exit:
     if not stopped or run.progress.step == run.config.train.steps:
         return Exit.OK
     if run.stop.unordered:
-        flight.set_total(UNORDERED_SIGNAL, run.stop.unordered)
+        log.set_total(UNORDERED_SIGNAL, run.stop.unordered)
     saved = ", which is saved" if run.config.checkpoint.every else "; nothing was saved: checkpoint.every = 0"
     reporter.write_message(f"stopped by a signal after step {run.progress.step}{saved}")
     return Exit.STOPPED

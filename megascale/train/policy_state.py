@@ -11,11 +11,10 @@ from torch import Tensor
 from megascale.catalog.data_policies import DATA_POLICIES
 from megascale.comm.mesh import Mesh
 from megascale.config.run import RunConfig
-from megascale.core.skipped_ranges import order_index
-from megascale.data.batch_shape import BatchShape
-from megascale.data.data_policy import DataPolicy
-from megascale.data.loader import Loader
-from megascale.data.mixture_weights import MixtureWeights, numbers, shares
+from megascale.data.mix.batch_shape import BatchShape
+from megascale.data.mix.data_policy import DataPolicy, MixtureWeights, numbers, shares
+from megascale.data.mix.loader import Loader
+from megascale.data.mix.skipped_ranges import order_index
 from megascale.optim.replicated_state import ReplicatedState
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.pipeline import PipelineExecutor

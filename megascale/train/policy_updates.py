@@ -1,7 +1,7 @@
 """Updates of the blend's weights by a data policy (`data.policy`), with its state.
 
 After every `data.policy_every` steps rank 0 asks the policy, with the losses by dataset since its last update, and all
-ranks get its answer. The weights begin `data.prefetch` + 2 steps later (`data.mixture_weights`), whatever reads the
+ranks get its answer. The weights begin `data.prefetch` + 2 steps later (`data.mix.data_policy`), whatever reads the
 samples, so that a resume goes on exactly, also in another layout. `metrics.jsonl` has every update.
 """
 
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megascale.config.batch_rampup import batch_sizes
 from megascale.config.run import RunConfig, dataset_prefixes
 from megascale.core.errors import DataError
-from megascale.core.skipped_ranges import order_index
-from megascale.data.data_policy import DataPolicy, DataReport
-from megascale.data.mixture_weights import next_place, shares
-from megascale.trace.metrics import MixtureUpdate
+from megascale.data.mix.data_policy import DataPolicy, DataReport, next_place, shares
+from megascale.data.mix.skipped_ranges import order_index
+from megascale.record.metrics import MixtureUpdate
 from megascale.train.policy_state import PolicyState
 from megascale.train.run import Hook
 from megascale.train.step_totals import StepTotals
@@ -62,7 +62,8 @@ class PolicyUpdates(Hook):
             raise DataError(problem, hint="correct the policy, or data.policy = fixed")
         after, place = tuple(found), None
         if after != before:
-            place = next_place(run.config, run.progress.samples)
+            data = run.config.data
+            place = next_place(batch_sizes(run.config.batch), data.prefetch, data.skip, run.progress.samples)
             state.weights = state.weights.changed(place, after)
             state.apply_weights()
         state.policy.state[:] = own

@@ -18,7 +18,7 @@ import megascale
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.core.readable import is_url
-from megascale.data.identity import dataset_identity, order_file_identity, run_prefixes
+from megascale.data.read.identity import dataset_identity, order_file_identity, run_prefixes
 from megascale.device import Device, gpu_stack_versions
 from megascale.ops.library import LIBRARIES
 
@@ -53,11 +53,11 @@ def rank_record(config: RunConfig, rank: Rank, device: Device, env: Mapping[str,
         "environment": variables,
         "data": {
             name: value
-            for prefix in run_prefixes(config)
+            for prefix in run_prefixes(config.data)
             if not is_url(prefix)
             for name, value in ((prefix, dataset_identity(prefix)), (f"{prefix}.json", _description_digest(prefix)))
         }
-        | order_file_identity(config),
+        | order_file_identity(config.data),
         "job": {"world size": str(rank.world_size), "backend": device.backend},
         "device": {} if device.is_cpu else {"name": device.name},
     }

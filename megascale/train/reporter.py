@@ -17,9 +17,9 @@ from megascale.device import Device
 from megascale.parallel.fp8_linear import CastStats
 from megascale.plan.account.attended import Scores
 from megascale.plan.account.flops import hardware_flops, mfu, token_flops
-from megascale.trace.metrics import MetricsRecord, StepMetrics
-from megascale.trace.recorder import Recorder
-from megascale.trace.writers import JsonLinesWriter, MetricsWriter, TensorBoardWriter, TerminalWriter
+from megascale.record.metrics import MetricsRecord, StepMetrics
+from megascale.record.metrics_writers import JsonLinesWriter, MetricsWriter, TensorBoardWriter, TerminalWriter
+from megascale.record.recorder import Recorder
 from megascale.train.cast_monitor import CastMonitor
 from megascale.train.run import Hook
 from megascale.train.score_totals import per_token, take_scores
@@ -71,7 +71,7 @@ class Reporter:
         totals = {"loss_tokens": result.loss_tokens}
         if result.loss_tokens:
             totals |= {"loss": result.loss, "grad_norm": result.grad_norm}
-        self._recorder.flight.end_step(seconds, totals)
+        self._recorder.log.end_step(seconds, totals)
         self._seconds += seconds
         self._steps += 1
         self._loss_tokens += result.loss_tokens

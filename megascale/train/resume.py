@@ -15,10 +15,9 @@ from megascale.config.decomposition import CYCLE, MIN_PIECE
 from megascale.config.model import ModelConfig
 from megascale.config.run import HF_PREFIX, RunConfig
 from megascale.core.errors import CheckpointError, ConfigError, Problem
-from megascale.core.skipped_ranges import Ranges, below, read_before
 from megascale.core.units import format_count
-from megascale.data.changing_blend import blend_parts, same_order
-from megascale.data.order_changes import order_changes
+from megascale.data.mix.blend import blend_parts, same_order
+from megascale.data.mix.skipped_ranges import Ranges, below, read_before
 from megascale.parallel.stateful import WEIGHTS
 from megascale.train.finite_check import all_finite
 from megascale.train.run import InitialState, Run
@@ -76,7 +75,10 @@ def load_initial_state(run: Run, open_weights: OpenWeights) -> str:
     tokens = format_count(run.progress.tokens)
     lines.append(f"resumed from {source}: step {run.progress.step}, {tokens} loss tokens")
     if run.config.checkpoint.resume == "auto" and run.progress.samples:
-        lines += [f"WARNING: {text}" for text in order_changes(resumed.config, run.config)]
+        from megascale.data.mix.order_changes import order_changes
+
+        now = run.config.model_dump(mode="json", by_alias=True)
+        lines += [f"WARNING: {text}" for text in order_changes(resumed.config, now)]
     return "\n".join(lines + [f"changed since the checkpoint: {change}" for change in resumed.changes])
 
 

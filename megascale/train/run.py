@@ -21,7 +21,7 @@ from megascale.checkpoint.checkpoints import Checkpoints
 from megascale.checkpoint.format.state import Progress
 from megascale.comm.mesh import Mesh
 from megascale.config.run import RunConfig
-from megascale.data.loader import Loader
+from megascale.data.mix.loader import Loader
 from megascale.device import Device
 from megascale.model.transformer import Stage
 from megascale.optim.sharded import ShardedOptimizer
@@ -36,7 +36,7 @@ from megascale.train.weight_average import WeightAverage
 
 if TYPE_CHECKING:
     from megascale.checkpoint.save.attempt import SaveResult
-    from megascale.trace.metrics import EvaluationMetrics
+    from megascale.record.metrics import EvaluationMetrics
     from megascale.train.step_totals import StepTotals
 
 Dtypes = tuple[torch.dtype, torch.dtype]

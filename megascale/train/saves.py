@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from megascale.checkpoint.save.attempt import SaveResult
 from megascale.core.errors import CheckpointError, DivergenceError, NoLossTokensError, ReplicasDifferError
-from megascale.core.flight_layout import Phase
+from megascale.record.layout import Phase
 from megascale.train.finite_check import check_state_finite
 from megascale.train.reporter import Reporter
 from megascale.train.run import Hook, Run, StepResult
@@ -24,7 +24,7 @@ class Saves(Hook):
 
     def run_begins(self, run: Run) -> None:
         if run.config.checkpoint.every:  # the metric also says that this run saves
-            run.mesh.recorder.flight.count("checkpoint_failures", 0)
+            run.mesh.recorder.log.count("checkpoint_failures", 0)
 
     def step_ends(self, run: Run, result: StepResult) -> None:
         with run.mesh.recorder.activity(Phase.CHECKPOINT):
@@ -48,7 +48,7 @@ class Saves(Hook):
 
         Raises: CheckpointError if the save fails, DivergenceError if the state is not finite.
         """
-        run.mesh.recorder.flight.set_phase(Phase.CHECKPOINT)
+        run.mesh.recorder.log.set_phase(Phase.CHECKPOINT)
         self._report(run, run.checkpoints.wait_for_save())
         check_state_finite(run)
         run.hooks.save_starts(run, run.progress.step)
@@ -89,8 +89,8 @@ class Saves(Hook):
         if saved.error is not None:
             self._warn_of_failed_save(run, saved.step, saved.error)
             return
-        run.mesh.recorder.flight.set_total("checkpoint_step", saved.step)
-        run.mesh.recorder.flight.set_total("checkpoint_time", time.time())
+        run.mesh.recorder.log.set_total("checkpoint_step", saved.step)
+        run.mesh.recorder.log.set_total("checkpoint_time", time.time())
         waited = (
             f" after waiting {saved.waited_s:.2f} s for the previous save"
             if saved.waited_s > MIN_REPORTED_WAIT_S
@@ -102,7 +102,7 @@ class Saves(Hook):
         self._warn_on_failure(run.checkpoints.prune)
 
     def _warn_of_failed_save(self, run: Run, step: int, error: CheckpointError) -> None:
-        run.mesh.recorder.flight.count("checkpoint_failures")
+        run.mesh.recorder.log.count("checkpoint_failures")
         self._reporter.write_message(f"WARNING: no checkpoint of step {step}: {error}")
 
     def report_copy(self, saved: SaveResult) -> None:

@@ -11,7 +11,7 @@ import gc
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megascale.core.flight_layout import Phase
+from megascale.record.layout import Phase
 from megascale.train.run import Hook
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class ScheduledGC(Hook):
 
     def step_ends(self, run: Run, result: StepResult) -> None:
         if run.progress.step % COLLECT_EVERY == 0:
-            with run.mesh.recorder.flight.phase(Phase.GC):
+            with run.mesh.recorder.log.phase(Phase.GC):
                 gc.collect()
 
     def run_ends(self, run: Run) -> None:

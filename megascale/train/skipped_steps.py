@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megascale.core.errors import NoLossTokensError
-from megascale.core.skipped_ranges import order_index, read_before
+from megascale.data.mix.skipped_ranges import order_index, read_before
 from megascale.train.run import Hook
 
 if TYPE_CHECKING:
@@ -24,12 +24,12 @@ class SkippedSteps(Hook):
 
     def run_begins(self, run: Run) -> None:
         if run.config.optimizer.skip_sigma:
-            run.mesh.recorder.flight.count("skipped_steps", 0)
+            run.mesh.recorder.log.count("skipped_steps", 0)
 
     def step_ends(self, run: Run, result: StepResult) -> None:
         """Raises: NoLossTokensError on every rank, if no step of the run so far has had a label"""
         if result.totals.get("skipped"):
-            run.mesh.recorder.flight.count("skipped_steps")
+            run.mesh.recorder.log.count("skipped_steps")
             reason = _spike(run, result) if result.loss_tokens else _no_label(run, result)
             self._reporter.write_message(f"WARNING: step {run.progress.step} was not applied: {reason}")
         if not run.progress.tokens and run.progress.step >= MOST_WITHOUT_LABELS:

@@ -10,7 +10,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from megascale.config.fault import FaultConfig
-from megascale.trace.metrics import Alert
+from megascale.record.metrics import Alert
 from megascale.train.run import Hook
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class SpikeAlert(Hook):
         self._grad_norm = SpikeMonitor("grad_norm", factor, window)
 
     def run_begins(self, run: Run) -> None:
-        run.mesh.recorder.flight.count("spikes", 0)
+        run.mesh.recorder.log.count("spikes", 0)
 
     def step_ends(self, run: Run, result: StepResult) -> None:
         if not result.loss_tokens:
@@ -64,4 +64,4 @@ class SpikeAlert(Hook):
         for monitor, value in ((self._loss, result.loss), (self._grad_norm, result.grad_norm)):
             if alert := monitor.add(run.progress.step, value):
                 self._reporter.write(alert)
-                run.mesh.recorder.flight.count("spikes")
+                run.mesh.recorder.log.count("spikes")

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from megascale.core.event_ring import NO_COMMUNICATION
-from megascale.core.events import HOST_AXIS
-from megascale.core.label import Label
 from megascale.core.start_parts import StartPart
 from megascale.train.run import Hook
 
@@ -38,7 +35,7 @@ class StartReport(Hook):
         if self._done:
             return
         self._done = True
-        parts = run.mesh.recorder.flight.start_parts.end()
+        parts = run.mesh.recorder.log.start_parts.end()
         _write_events(run, parts)
         by_rank = run.mesh.world.control.gather(sum_parts(parts), "start")
         if by_rank is not None:
@@ -76,9 +73,7 @@ def describe_start(by_rank: Sequence[PartTotals]) -> str:
 
 
 def _write_events(run: Run, parts: Sequence[StartPart]) -> None:
-    """Write the parts into the event ring, as activities of the host outside of steps."""
-    if (ring := run.mesh.recorder.ring) is None:
-        return
+    """Write the parts into the log, as activities of the host outside of steps."""
     for part in parts:
-        name, times = PREFIX + NAMES.get(part.name, part.name), (part.begun, part.begun, part.ended, 0.0)
-        ring.write_event(HOST_AXIS, name, Label(), (0, -1, -1), NO_COMMUNICATION, times)
+        name = PREFIX + NAMES.get(part.name, part.name)
+        run.mesh.recorder.log.write_activity(name, 0, part.begun, part.ended, 0.0)

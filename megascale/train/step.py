@@ -17,9 +17,9 @@ from torch import Tensor
 
 from megascale.config.batch_rampup import batch_sizes
 from megascale.config.train import TrainConfig
-from megascale.core.flight_layout import Phase
 from megascale.device import Mark
 from megascale.parallel.microbatch import StepBatch
+from megascale.record.layout import Phase
 from megascale.train.finite_check import check_step_finite
 from megascale.train.run import Run, StepResult
 from megascale.train.step_totals import StepTotals
@@ -57,7 +57,7 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
             run.optimizer.update_shard(index, clipping, lr, step)
         if index == 0:  # before the all-gather overwrites a bad weight; the device is busy meanwhile
             _work_before_read(run, read_mark)
-            with recorder.flight.device_wait():
+            with recorder.log.device_wait():
                 totals = dict(zip(on_device, read_values(), strict=True))
             if not totals["tokens"]:  # the mean gradient is 0 / 0, and the updates are skipped on the device
                 totals["grad_norm"] = 0.0

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from megascale.core.event_ring import StepRow
-from megascale.core.events import PAUSE
-from megascale.core.flight_layout import Phase
 from megascale.operate.store.schema import TAGS
 from megascale.plan.account.flops import token_flops
+from megascale.record.events import PAUSE
+from megascale.record.layout import Phase
+from megascale.record.log import StepRow
 from megascale.train.score_totals import per_token, take_scores
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ class _Trained:
 
 
 class StepRows:
-    """A context manager for training that writes a row for each step into the rank's event ring, when the next step
-    begins or training ends. Also records as activities of the host Python's garbage collections, automatic ones
+    """A context manager for training that writes a row for each step into the rank's log, when the next step begins or
+    training ends. Also records as activities of the host Python's garbage collections, automatic ones
     too, and pauses of the process.
     """
 
@@ -48,7 +48,7 @@ class StepRows:
         self._first = run.progress.step + 1
         self._start = self._gc_start = 0.0
         self._trained: _Trained | None = None
-        self._collections: list[tuple[float, float]] = []  # a collection may interrupt a write into the ring
+        self._collections: list[tuple[float, float]] = []  # a collection may interrupt a write into the log
 
     def __enter__(self) -> StepRows:
         gc.callbacks.append(self._take_collection)
@@ -76,7 +76,7 @@ class StepRows:
         now = time.perf_counter()
         if phase == "start":
             self._gc_start = now
-        elif self._recorder.ring is not None:
+        else:
             self._collections.append((self._gc_start, now))
             self._recorder.interrupt_action(self._gc_start, now)
 
@@ -85,10 +85,10 @@ class StepRows:
         collections, self._collections = self._collections, []
         for start, end in collections:
             self._recorder.record_activity(Phase.GC, start, end)
-        while self._recorder.flight.pauses:
-            self._recorder.record_activity(PAUSE, *self._recorder.flight.pauses.popleft(), exposed=False)
+        while self._recorder.log.pauses:
+            self._recorder.record_activity(PAUSE, *self._recorder.log.pauses.popleft(), exposed=False)
         activities, trained, self._trained = self._recorder.take_activities(), self._trained, None
-        if self._recorder.ring is None or trained is None:
+        if trained is None:
             return
         step, train = self._recorder.window, trained.end - trained.start
         row = StepRow(
@@ -101,9 +101,9 @@ class StepRows:
             grad_norm=trained.result.grad_norm,
             tokens=self._tokens_of(trained.result),
             flops=self._flops_of(trained.result),
-            peak_memory=self._run.device.peak_memory(),
+            peak_memory_bytes=self._run.device.peak_memory(),
         )
-        self._recorder.ring.write_step(row)
+        self._recorder.log.write_step(row)
 
     def _flops_of(self, result: StepResult) -> float:
         """Return the model FLOPs of a step, by the documents that it has attended to."""

@@ -23,9 +23,9 @@ import time
 from collections.abc import Callable, Iterator
 
 from megascale.core.errors import Exit
-from megascale.core.flight_record import ATTEMPT_VARIABLE
 from megascale.core.process import ORDER_WAIT_S, STOP_ORDER, StopRequests, end_by_signal, stop_signals
 from megascale.core.rank import STORE_VARIABLE
+from megascale.record.log_files import ATTEMPT_VARIABLE
 
 
 class StopRequest:

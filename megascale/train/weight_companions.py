@@ -12,7 +12,7 @@ from megascale.config.run import HF_PREFIX, RunConfig, dataset_prefixes
 from megascale.core.errors import CheckpointError
 from megascale.core.files import fingerprint, is_file, is_folder, why_unreadable
 from megascale.core.storage import WRITE_HINT, Location
-from megascale.data.indexed_dataset import TokenizerInfo, read_info
+from megascale.data.read.indexed_dataset import TokenizerInfo, read_info
 
 
 def keep_companions(config: RunConfig, resumed_from: Location | None) -> list[str]:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from megascale.bench.quartiles import Quartiles, intervals
-from megascale.device import HostTimer, Mark
+from megascale.device import Mark
+from megascale.record.recorder import HostTimer
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 20, 21])

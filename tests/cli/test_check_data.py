@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megascale.cli.main import main
-from megascale.data.identity import IDENTITY_FILE, replaced_datasets, run_identities, write_identities
+from megascale.data.read.identity import IDENTITY_FILE, replaced_datasets, run_identities, write_identities
 from tests.data.datasets import data_config, write_dataset
 from tests.runs import GPT, settings, write_config
 
@@ -53,11 +53,11 @@ def test_check_warns_of_a_replaced_dataset(path: str, tmp_path: Path, capsys: py
 def test_identities_are_kept_and_compared(tmp_path: Path) -> None:
     write_dataset(tmp_path / "set", [20])
     config = data_config(tmp_path, tmp_path / "set")
-    assert replaced_datasets(config) == []
+    assert replaced_datasets(config.data, config.folder) == []
     config.folder.mkdir(parents=True)
-    write_identities(config)
-    assert list(run_identities(config)) == [str(tmp_path / "set")]
-    assert replaced_datasets(config) == []
+    write_identities(config.data, config.folder)
+    assert list(run_identities(config.data)) == [str(tmp_path / "set")]
+    assert replaced_datasets(config.data, config.folder) == []
     write_dataset(tmp_path / "set", [20], first=1)
-    [text] = replaced_datasets(config)
+    [text] = replaced_datasets(config.data, config.folder)
     assert "40 bytes of tokens, digest " in text

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from megascale.cli.main import main
-from megascale.data import dataset_writer
+from megascale.data.prepare import dataset_writer
 from tests.data.datasets import ORIGIN
-from tests.data.test_tokenizer import byte_level
+from tests.data.prepare.test_tokenizer import byte_level
 from tests.jobs import heed_signals
 
 REPOSITORY = Path(__file__).parents[2]

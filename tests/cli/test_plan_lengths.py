@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from megascale.cli.main import main
-from megascale.data import dataset_writer
-from megascale.data.indexed_dataset import TokenizerInfo
+from megascale.data.prepare import dataset_writer
+from megascale.data.read.indexed_dataset import TokenizerInfo
 
 JOB = ["plan", "configs/gpu/llama3-8b.toml", "--gpus", "64", "--hardware", "h100", "--length-steps", "2"]
 SIZES = ["model.seq_length=131072", "batch.global=32"]

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from megascale.cli.main import main
-from megascale.core.events import RankEvents, event_file_name, write_events
-from tests.operate.show.event_files import STEPS, job, on_own_clock, write_run
+from megascale.operate.store import rank_events
+from tests.operate.show.event_files import STEPS, job, on_own_clock
 from tests.operate.store.tables import store_run
 
 HEAVY = {"torch", "numpy", "rich", "megatron", "transformers", "tensorboard"}
@@ -22,8 +22,8 @@ HEAVY = {"torch", "numpy", "rich", "megatron", "transformers", "tensorboard"}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Write a run of four ranks and three steps, with different clocks."""
-    return write_run(tmp_path / "run", [on_own_clock(events, 0.5 * events.rank) for events in job()])
+    """Write a run of four ranks and three steps."""
+    return store_run(tmp_path / "run", job())
 
 
 def steps_in(path: Path) -> set[int]:
@@ -42,21 +42,17 @@ def answer(capsys: pytest.CaptureFixture[str], *words: object) -> dict:
     return json.loads(out)
 
 
-def with_first_events_dropped(events: RankEvents, count: int) -> RankEvents:
-    return dataclasses.replace(events, events=events.events[count:], dropped=count)
-
-
 def test_the_output_names_the_file_and_a_viewer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", str(folder)]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     lines = out.splitlines()
-    assert lines[0] == f"{folder}/timeline.json: steps 1-3 of ranks 0-3, 168 slices, 12 arrows"
+    assert lines[0] == f"{folder}/timeline.json: steps 1-3 of ranks 0-3, 156 slices, 12 arrows"
     assert "https://ui.perfetto.dev" in lines[1]
     assert lines[3] == "means per step:"
     assert lines[4].split() == ["rank", "axis", "calls", "bytes", "communication", "exposed", "hidden"]
     assert [line.split()[:2] for line in lines[5:]] == [[str(rank), axis] for rank in range(4) for axis in AXES]
-    assert lines[5].split()[2:] == ["2", "8.00", "KiB", "8.000", "ms", "4.000", "ms", "50.0%"]
+    assert lines[5].split()[2:] == ["2", "8.00", "KiB", "9.000", "ms", "4.000", "ms", "55.6%"]
     assert steps_in(folder / "timeline.json") == {1, 2, 3}
     assert ranks_in(folder / "timeline.json") == {0, 1, 2, 3}
 
@@ -88,11 +84,6 @@ def test_steps(folder: Path, capsys: pytest.CaptureFixture[str], given: str, ste
     ("given", "ranks"), [("2", [2]), ("3,0", [0, 3]), ("0-1,3", [0, 1, 3]), ("1-2,2-3", [1, 2, 3])]
 )
 def test_ranks(folder: Path, capsys: pytest.CaptureFixture[str], given: str, ranks: list[int]) -> None:
-    (folder / "events" / event_file_name(0)).rename(folder / "kept")
-    if 0 in ranks:
-        (folder / "kept").rename(folder / "events" / event_file_name(0))
-    else:
-        (folder / "events" / event_file_name(0)).write_text("spoilt, but nobody asks for it")
     report = answer(capsys, folder, "--ranks", given)
     assert report["ranks"] == ranks
     assert ranks_in(folder / "timeline.json") == set(ranks)
@@ -118,57 +109,53 @@ def test_a_picture_is_of_the_last_step_unless_others_are_chosen(folder: Path, tm
     assert len(set(pictures)) == 3
 
 
-def test_a_step_that_lost_its_first_events_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ranks = [*job()[:3], with_first_events_dropped(job()[3], 2)]
-    folder = write_run(tmp_path / "run", ranks)
-    report = answer(capsys, folder)
-    assert report["steps"] == [2, 3] and report["dropped"] == 2
-    assert report["notes"] == [
-        "2 events were dropped on rank 3: the ring buffer was full",
-        "step 1 left out: not complete on every chosen rank",
-    ]
-    assert answer(capsys, folder, "--ranks", "0-2")["steps"] == [1, 2, 3]
-    assert main(["trace", str(folder)]) == 0
-    assert capsys.readouterr().out.endswith("\n\n" + "\n".join(report["notes"]) + "\n")
-
-
-def test_an_evaluation_in_the_ring_does_not_hide_what_was_lost(
+def test_a_step_that_has_not_ended_is_left_out_unless_it_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Evaluation has step number 0, the lowest, but happens in the middle of a run."""
-    folder = write_run(tmp_path / "run", [with_first_events_dropped(events, 2) for events in job(steps=(1, 2, 0, 3))])
-    assert answer(capsys, folder)["steps"] == [2, 3]
-    folder = write_run(tmp_path / "later", [with_first_events_dropped(events, 2) for events in job(steps=(0, 2, 3))])
-    assert answer(capsys, folder)["steps"] == [2, 3]
+    folder = store_run(tmp_path / "run", job(), incomplete=(3,))
+    assert answer(capsys, folder)["steps"] == [1, 2]
+    report = answer(capsys, folder, "--steps", "2:3")
+    assert report["steps"] == [2, 3]
+    assert report["notes"] == ["step 3 shown, but not complete on every chosen rank"]
 
 
-def test_a_requested_step_is_shown_even_if_incomplete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write_run(tmp_path / "run", [*job()[:3], with_first_events_dropped(job()[3], 2)])
-    report = answer(capsys, folder, "--steps", "1:2")
-    assert report["steps"] == [1, 2]
-    assert report["notes"][1] == "step 1 shown, but not complete on every chosen rank"
+def test_lost_events_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = store_run(tmp_path / "run", [*job()[:3], dataclasses.replace(job()[3], dropped=2)])
+    report = answer(capsys, folder)
+    assert report["dropped"] == 2
+    assert report["notes"] == ["2 events were dropped on rank 3: overwritten before they were stored"]
+    assert main(["trace", str(folder)]) == 0
+    assert capsys.readouterr().out.endswith("\n\n" + report["notes"][0] + "\n")
+
+
+def test_only_the_newest_steps_are_shown_unless_others_are_asked_for(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_events, "NEWEST_EVENTS", 2 * len(job((1,))[0].events) + 1)
+    assert answer(capsys, folder)["steps"] == [2, 3]
+    assert answer(capsys, folder, "--steps", "1")["steps"] == [1]
 
 
 def test_events_before_the_first_step_are_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write_run(tmp_path / "run", job(steps=(0, 1)))
+    folder = store_run(tmp_path / "run", job(steps=(0, 1)))
     report = answer(capsys, folder)
     assert (report["steps"], report["notes"]) == ([1], [])
     report = answer(capsys, folder, "--steps", "0")
     assert (report["steps"], report["notes"]) == ([0], [])
 
 
-def test_ranks_without_a_file_and_unmatched_messages_are_noted(
+def test_ranks_without_events_and_unmatched_messages_are_noted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks = job()
     deaf = dataclasses.replace(ranks[2], events=tuple(e for e in ranks[2].events if e.name != "receive"))
-    late = dataclasses.replace(ranks[3], clock=((0.0, -9.0),))
-    folder = write_run(tmp_path / "run", [ranks[0], deaf])
+    late = on_own_clock(ranks[3], 9.0)
+    folder = store_run(tmp_path / "run", [ranks[0], deaf])
     assert answer(capsys, folder)["notes"] == [
-        "ranks 1, 3 of 4 wrote no file",
+        "ranks 1, 3 of 4 have no events",
         "6 messages without an arrow: only one side was recorded",
     ]
-    folder = write_run(tmp_path / "late", [ranks[1], late])
+    folder = store_run(tmp_path / "late", [ranks[1], late])
     assert answer(capsys, folder, "--ranks", "1,3")["notes"] == [
         "6 messages without an arrow: the clocks say that they arrived before they were sent"
     ]
@@ -176,7 +163,7 @@ def test_ranks_without_a_file_and_unmatched_messages_are_noted(
 
 def test_many_ranks_have_one_row_for_each_axis(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ranks = [dataclasses.replace(job((1,))[0], rank=rank, world=17) for rank in range(17)]
-    folder = write_run(tmp_path / "run", ranks)
+    folder = store_run(tmp_path / "run", ranks)
     assert main(["trace", str(folder)]) == 0
     out = capsys.readouterr().out
     assert [line.split()[:2] for line in out.split("\n\n")[1].splitlines()[2:]] == [["all", axis] for axis in AXES]
@@ -201,54 +188,14 @@ def test_folders_without_records(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert refusal(capsys, run).startswith(f"{run}: not a folder")
     run.unlink()
     run.mkdir()
-    hint = "ranks write events when a run ends (observe.events), and into its event store before (observe.store)\n"
+    hint = "ranks write events into the run's event store, unless observe.events or observe.store is off\n"
     err = refusal(capsys, run)
     assert err.startswith(f"{run}: no events") and err.endswith(hint)
     (run / "events").mkdir()
-    for name in ("rank-x.jsonl", ".rank-00000.jsonl.12.tmp"):
-        (run / "events" / name).touch()
+    (run / "events" / "rank-00000.jsonl").touch()
     err = refusal(capsys, run)
     assert err.startswith(f"{run}: no events") and err.endswith(hint)
     assert list(run.iterdir()) == [run / "events"]
-
-
-def test_a_run_without_event_files_is_read_from_its_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same timeline and means as of the files: the waits, of which the store has the sum, end with their event."""
-    from_files = answer(capsys, write_run(tmp_path / "run", job()))
-    stored = tmp_path / "stored"
-    store_run(stored, job())
-    from_store = answer(capsys, stored)
-    assert from_store["timeline"] == str(stored / "timeline.json")
-    for key in ("ranks", "steps", "arrows", "single", "reversed", "dropped"):
-        assert from_store[key] == from_files[key], key
-    for ours, theirs in zip(from_store["per_step"], from_files["per_step"], strict=True):
-        assert ours == {k: pytest.approx(v, abs=1e-8) if isinstance(v, float) else v for k, v in theirs.items()}
-    assert answer(capsys, stored, "--ranks", "2", "--steps", "2:3")["ranks"] == [2]
-    assert steps_in(stored / "timeline.json") == {2, 3}
-    assert refusal(capsys, stored, "--ranks", "7").startswith(f"{stored}: no events of the chosen rank")
-
-
-def test_a_damaged_file_is_named_with_its_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = folder / "events" / event_file_name(2)
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join([*lines[:4], lines[4][:40]]))
-    assert refusal(capsys, folder).startswith(f"{path}: line 5 is not an event: ")
-    assert not (folder / "timeline.json").exists()
-    path.write_text("")
-    assert refusal(capsys, folder).startswith(f"{path}: not a file of events")
-    assert answer(capsys, folder, "--ranks", "0,1,3")["ranks"] == [0, 1, 3]
-
-
-def test_a_file_under_the_name_of_another_rank(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = folder / "events" / event_file_name(7)
-    write_events(path, job()[0])
-    assert refusal(capsys, folder).startswith(f"{path}: has the events of rank 0")
-
-
-def test_files_of_two_jobs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_events(folder / "events" / event_file_name(7), dataclasses.replace(job()[0], rank=7, world=8))
-    assert f"{folder}: files of two jobs: rank 0 of 4, rank 7 of 8" in refusal(capsys, folder)
-    assert answer(capsys, folder, "--ranks", "0-3")["ranks"] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("steps", ["7:9", "4", "0:0", "5:99999999999"])
@@ -258,7 +205,7 @@ def test_steps_that_no_rank_has(folder: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_steps_that_ranks_do_not_have_in_common(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write_run(tmp_path / "run", [job(steps=(1, 2))[0], job(steps=(5,))[1]])
+    folder = store_run(tmp_path / "run", [job(steps=(1, 2))[0], job(steps=(5,))[1]])
     assert refusal(capsys, folder) == (
         "no step is complete on every chosen rank  -> choose --steps among steps 1-2, 5\n"
     )
@@ -266,13 +213,13 @@ def test_steps_that_ranks_do_not_have_in_common(tmp_path: Path, capsys: pytest.C
 
 
 def test_records_without_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write_run(tmp_path / "run", [dataclasses.replace(events, events=()) for events in job()])
+    folder = store_run(tmp_path / "run", [dataclasses.replace(events, events=()) for events in job()])
     for words in ([], ["--steps", "1"]):
         assert refusal(capsys, folder, *words).endswith("the run took no steps\n")
 
 
 @pytest.mark.parametrize("given", ["4", "0,9", "2-5", "0-99999999999"])
-def test_ranks_that_have_no_file(folder: Path, capsys: pytest.CaptureFixture[str], given: str) -> None:
+def test_ranks_that_have_no_events(folder: Path, capsys: pytest.CaptureFixture[str], given: str) -> None:
     err = refusal(capsys, folder, "--ranks", given)
     assert err.startswith("--ranks: rank ") and err.endswith("choose among ranks 0-3\n")
 
@@ -301,7 +248,7 @@ def test_a_file_that_cannot_be_written(folder: Path, capsys: pytest.CaptureFixtu
     [
         ("--output", "/dev/null"),
         ("--output", "metrics.jsonl"),
-        ("--output", "events/rank-00000.jsonl"),
+        ("--output", "events/steps/a.parquet"),
         ("--output", "a.svg"),
         ("--svg", "timeline.json"),
     ],
@@ -316,23 +263,6 @@ def test_no_other_file_of_a_run_is_replaced(
         main(["trace", str(folder), option, str(path)])
     assert "does not end in ." in capsys.readouterr().err
     assert path.read_bytes() == before and (path.is_file() or path == Path("/dev/null"))
-
-
-def test_a_step_that_a_failure_cut_is_incomplete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cut = [dataclasses.replace(events, events=events.events[:-1]) for events in job()]
-    assert cut[0].events != job()[0].events and job()[0].events[-1].name == "update"
-    report = answer(capsys, write_run(tmp_path / "run", cut))
-    assert report["steps"] == [1, 2] and report["notes"] == ["step 3 left out: not complete on every chosen rank"]
-
-
-def test_a_step_that_diverges_after_its_first_update_is_incomplete(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def twice(events: RankEvents) -> RankEvents:
-        report = [e for event in events.events for e in ([event] * 2 if event.name == "update" else [event])]
-        return dataclasses.replace(events, events=tuple(report[:-1]))
-
-    assert answer(capsys, write_run(tmp_path / "run", [twice(events) for events in job()]))["steps"] == [1, 2]
 
 
 @pytest.mark.parametrize(("option", "name"), [("--output", "manifest.json"), ("--svg", "plot.svg")])

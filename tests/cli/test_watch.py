@@ -19,7 +19,7 @@ import pytest
 
 from megascale.cli.main import main
 from megascale.core.errors import Exit
-from megascale.core.live_file import LiveRank
+from megascale.record.live_file import LiveRank
 from tests.jobs import Job, job_config
 from tests.operate.show.folders import RUNS, make_run, write_live
 from tests.runs import GPT

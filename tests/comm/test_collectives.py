@@ -25,7 +25,7 @@ def open_by(transport: str, rank: Rank, name: str = "test") -> Any:
     """Open a group of all ranks with a given transport."""
     from megascale.comm import shared_memory
     from megascale.comm.open_group import open_group
-    from megascale.trace.recorder import Recorder
+    from megascale.record.recorder import Recorder
 
     group = open_group(name, range(rank.world_size), rank.rank, Recorder(), slot_bytes=SLOT)
     assert isinstance(group.transport, shared_memory.SharedMemoryTransport)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megascale.core.rank import Rank
+from tests.recorded_events import recorded_events
 from tests.worlds import run_world
 
 
@@ -18,7 +19,7 @@ def exchange(rank: Rank) -> dict[str, tuple[int, int]]:
     from megascale.comm.collectives import all_to_all, send_on
     from megascale.comm.open_group import open_group
     from megascale.comm.p2p_collectives import MAX_MESSAGE_BYTES
-    from megascale.trace.recorder import Recorder
+    from megascale.record.recorder import Recorder
 
     world, recorder = rank.world_size, Recorder()
     recorder.step = 1
@@ -38,7 +39,7 @@ def exchange(rank: Rank) -> dict[str, tuple[int, int]]:
         assert torch.equal(out, torch.stack([full(sender, count, dtype)[rank.rank] for sender in range(world)]))
         assert torch.equal(before, full((rank.rank - 1) % world, count, dtype)[0])
     totals: dict[str, tuple[int, int]] = {}
-    for event in recorder.events():
+    for event in recorded_events(recorder):
         calls, size = totals.get(event.name, (0, 0))
         totals[event.name] = calls + 1, size + event.bytes
     return totals
@@ -57,7 +58,7 @@ def ring_of_two(rank: Rank) -> float:
 
     from megascale.comm.collectives import send_on
     from megascale.comm.open_group import open_group
-    from megascale.trace.recorder import Recorder
+    from megascale.record.recorder import Recorder
 
     group = open_group("cp.keys", range(3), rank.rank, Recorder(), messages=True)
     mine, first, second = torch.full((5,), float(rank.rank)), torch.zeros(5), torch.zeros(5)

@@ -15,11 +15,11 @@ from megascale.comm import mesh as mesh_module
 from megascale.comm import open_group as open_module
 from megascale.comm.collectives import all_reduce
 from megascale.comm.mesh import Mesh, open_mesh, single_process_mesh
-from megascale.core.flight_layout import CONTROL
-from megascale.core.flight_reader import parse_flight_record
 from megascale.core.rank import Rank
 from megascale.layout.stages import looped
 from megascale.layout.topology import Topology
+from megascale.record.layout import CONTROL
+from megascale.record.log_reader import LogReader
 from tests.thread_world import simulate
 from tests.worlds import run_world
 
@@ -82,7 +82,7 @@ def test_each_channel_has_a_group_of_its_two_ranks(topology: Topology, around: b
 
 def rows(mesh: Mesh) -> set[str]:
     """The groups and directions of messages in the flight record of a mesh's rank."""
-    record = parse_flight_record(bytes(mesh.recorder.flight._memory), 0, "test")
+    record = LogReader(mesh.recorder.log.memory).state()
     return {key for key, state in record.groups.items() if state.kind != CONTROL}
 
 

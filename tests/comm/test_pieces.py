@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megascale.core.rank import Rank
+from tests.recorded_events import recorded_events
 from tests.runs import send_messages
 from tests.worlds import run_world
 
@@ -21,7 +22,7 @@ WIDTH = 6
 def open_group(rank: Rank, seed: int) -> Any:
     """Open a group that sends messages, with random delays."""
     from megascale.comm.open_group import open_group
-    from megascale.trace.recorder import Recorder
+    from megascale.record.recorder import Recorder
 
     group = open_group("tp", range(rank.world_size), rank.rank, Recorder(), slot_bytes=1 << 12)
     group.recorder.step = 1  # outside of steps nothing is counted
@@ -47,7 +48,7 @@ def assert_recorded(group: Any, name: str, calls: int, nbytes: int) -> None:
     """The event log has the numbered pieces of a single collective since the last call."""
     traffic = group.recorder.take_traffic()["tp"]
     assert (traffic.calls, traffic.bytes) == (calls, nbytes)
-    events = group.recorder.events()[-calls:]
+    events = recorded_events(group.recorder)[-calls:]
     numbers = [f" {i + 1}/{calls}" for i in range(calls)] if calls > 1 else [""]
     assert [(event.name, event.label) for event in events] == [(name, f"layer 3{number}") for number in numbers]
 

@@ -9,6 +9,7 @@ import pytest
 from megascale.core.rank import Rank
 from megascale.layout.stages import looped
 from megascale.layout.topology import Topology
+from tests.recorded_events import recorded_events
 from tests.runs import send_messages
 from tests.worlds import run_world
 
@@ -46,7 +47,7 @@ def warmed(rank: Rank, shapes: list[Shape], transport: str) -> list[Any]:
             send_messages(group, backend=transport == "gloo")
         opened = len(dist.distributed_c10d._world.pg_map)
         warm_up(mesh, detect_device(allow_gpu=False), looped(topology.pp, 2 if around else 1).links, SIZES)
-        told = [(e.group, e.name, e.bytes, e.peer) for e in mesh.recorder.events()]
+        told = [(e.group, e.name, e.bytes, e.peer) for e in recorded_events(mesh.recorder)]
         wanted: list[Any] = []
         for group, sizes in (
             (mesh.tp, SIZES),
@@ -97,7 +98,7 @@ def of_a_cpu(rank: Rank) -> list[tuple[str, str]]:
 
     mesh = open_mesh(Topology(pp=2), rank.rank, tied=True)
     warm_up(mesh, detect_device(allow_gpu=False), looped(2, 1).links)
-    return sorted((event.group, event.name) for event in mesh.recorder.events())
+    return sorted((event.group, event.name) for event in recorded_events(mesh.recorder))
 
 
 def test_on_cpus_channels_alone_are_warmed_up() -> None:

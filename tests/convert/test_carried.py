@@ -11,8 +11,8 @@ import torch
 
 from megascale.cli.main import main
 from megascale.convert import generate
-from megascale.data.indexed_dataset import read_info
-from tests.data.test_tokenizer import byte_level
+from megascale.data.read.indexed_dataset import read_info
+from tests.data.prepare.test_tokenizer import byte_level
 from tests.jobs import finish, job_config
 from tests.runs import LLAMA
 

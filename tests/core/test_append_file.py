@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from megascale.core import append_file
 from megascale.core.append_file import AppendFile
 from megascale.core.outages import Outages
-from megascale.trace.metrics import EvaluationMetrics
-from megascale.trace.writers import JsonLinesWriter, TensorBoardWriter
-from tests.trace.test_writers import scalars, step, steps_of
+from megascale.record.metrics import EvaluationMetrics
+from megascale.record.metrics_writers import JsonLinesWriter, TensorBoardWriter
+from tests.record.test_metrics_writers import scalars, step, steps_of
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from megascale.core.append_file import AppendFile
-from megascale.core.live_file import LIVE_FILE, LiveFile, LiveState
 from megascale.core.run_folder import (
     SAVED_MARKER,
     TOKEN,
@@ -20,6 +19,7 @@ from megascale.core.run_folder import (
     read_token,
     write_token,
 )
+from megascale.record.live_file import LIVE_FILE, LiveFile, LiveState
 
 
 @pytest.fixture

@@ -9,13 +9,19 @@ from typing import Any
 
 import numpy as np
 
+from megascale.config.dataset_files import SplitName
 from megascale.config.run import RunConfig
-from megascale.data import dataset_writer, indexed_dataset
+from megascale.data.mix.mixture import Mixture
+from megascale.data.mix.mixture_spec import mixture_spec
+from megascale.data.mix.samples import Sample
+from megascale.data.prepare import dataset_writer
+from megascale.data.read import indexed_dataset
 from tests.runs import GPT, config_of, settings
 
 VOCABULARY = 60_000
 ORIGIN = indexed_dataset.TokenizerInfo("bytes", "bytes", 256, "fixed")
 SEQUENCE = 8
+PADDING = -1
 
 Source = Path | Sequence[tuple[float, Path]] | None
 
@@ -43,3 +49,18 @@ def _plain(source: Source) -> Any:
     if source is None or isinstance(source, Path):
         return source and str(source)
     return [(weight, str(prefix)) for weight, prefix in source]
+
+
+def mixture_of(config: RunConfig, split: SplitName = "train", expected: int = 0) -> Mixture:
+    """The samples of datasets that a split of a run reads."""
+    return Mixture(mixture_spec(config, split), expected)
+
+
+def positions_of(sample: Sample) -> np.ndarray:
+    """The position of each token within its document [s], i64; `PADDING` for padding."""
+    assert sample.documents is not None
+    found, count = sample.documents, len(sample.tokens)
+    inside = found.starts[found.starts < count]
+    positions = np.arange(count) - np.repeat(inside, np.diff([*inside, count]))
+    positions[found.filled :] = PADDING
+    return positions

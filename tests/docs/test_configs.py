@@ -13,7 +13,8 @@ from megascale.catalog.presets import PRESETS
 from megascale.cli.main import main
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
-from megascale.data import dataset_writer, indexed_dataset
+from megascale.data.prepare import dataset_writer
+from megascale.data.read import indexed_dataset
 from megascale.layout.chunks import fp8_layers
 from megascale.plan.account.memory import fullest_rank, state_bytes
 from megascale.plan.account.parameters import parameter_count

@@ -18,8 +18,8 @@ from megascale.cli import launch
 from megascale.cli.main import COMMANDS, _parse, main, parser
 from megascale.config.loading import load_config
 from megascale.core.errors import ConfigError, MegascaleError
-from megascale.core.flight_files import flight_record_of_rank
 from megascale.core.rank import Rank
+from megascale.record.log_files import log_of_rank
 from tests.marks import only_quick
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +106,7 @@ def test_every_python_block_is_run_or_compared() -> None:
 
 def test_the_script_that_reads_flight_records(capsys: pytest.CaptureFixture[str]) -> None:
     (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/trace.md").read_text(), re.DOTALL)
-    with flight_record_of_rank(Path("a run of the documents"), Rank(54321, 54322, 0, "host"), {}):
+    with log_of_rank(Path("a run of the documents"), Rank(54321, 54322, 0, "host"), {}):
         exec(script, {})
     assert re.search(r"^54321 import 0 \d+\.\d s None$", capsys.readouterr().out, re.MULTILINE)
 

@@ -156,7 +156,7 @@ SHARED = {
     "__init__.py": "every folder has one",
     "attempt.py": "checkpoint: a save in progress; operate/driver: one start of a job's ranks",
     "backends.py": "catalog: the cards; config: the section that selects among them",
-    "events.py": "cli: the command that queries the event store; core: the format of event files",
+    "events.py": "cli: the command that queries the event store; record: events as values",
     "check.py": "cli: the command; schedule: the proofs",
     "data.py": "cli: the command; config: the section",
     "diagnose.py": "cli: the command that says whether a run hangs; operate/health: which node or link is bad",

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.convert.tiny import TINY, make_tiny
-from tests.data.tokenizer_shapes import SHAPES, save_shape
+from tests.data.prepare.tokenizer_shapes import SHAPES, save_shape
 from tests.docs.test_documents import bash_lines
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"

@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from megascale.comm import init
-from megascale.core.events import COMPUTE
 from megascale.core.rank import Rank
 from megascale.device import Device, StreamTimer, detect_device
-from megascale.trace.recorder import MAX_MARKS_AT_ONCE
+from megascale.record.events import COMPUTE
+from megascale.record.recorder import MAX_MARKS_AT_ONCE
 from megascale.train.build import build_mesh, build_rank_run
 from megascale.train.evaluate import evaluate
 from megascale.train.step import train_step
 from megascale.train.stop import StopRequest
+from tests.recorded_events import recorded_events
 from tests.runs import GPT, LLAMA, config_of, settings
 
 pytestmark = pytest.mark.gpu(1, only=True)
@@ -83,7 +84,7 @@ def test_a_step_and_an_evaluation_synchronise_with_nothing(case: str, device: De
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
-    names = [event.name for event in run.mesh.recorder.events() if event.axis == COMPUTE and event.step == 2]
+    names = [event.name for event in recorded_events(run.mesh.recorder) if event.axis == COMPUTE and event.step == 2]
     assert names.count("F") == names.count("B") == 8
 
 

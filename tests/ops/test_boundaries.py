@@ -57,16 +57,15 @@ def with_gradients(out: Tensor, leaves: list[Tensor]) -> list[Tensor]:
 
 def test_positions_restart_and_offsets_span_the_rows() -> None:
     rows = [np.array([0, 1, 2, 0, 0, 1]), np.arange(6)]
-    found = Boundaries.from_positions(rows, CPU)
-    assert found.starts == ((0, 3, 4), (0,)) and found.lengths == ((3, 1, 2), (6,)) and found.longest == 6
+    found = Boundaries(((0, 3, 4), (0,)), 6, CPU)
+    assert found.lengths == ((3, 1, 2), (6,)) and found.longest == 6
     assert found.positions.T.tolist() == [row.tolist() for row in rows]
     assert found.documents.tolist() == [[0, 0, 0, 1, 2, 2], [0] * 6]
     assert found.cu_seqlens.tolist() == [0, 3, 4, 6, 12] and found.cu_seqlens.dtype == torch.int32
 
 
 def test_padding_is_apart_from_documents() -> None:
-    found = Boundaries.from_positions([np.array([0, 1, 0, -1, -1]), np.array([0, 1, 2, 3, 4])], CPU)
-    assert found.starts == ((0, 2, 3), (0,)) and found.padded == (True, False)
+    found = Boundaries(((0, 2, 3), (0,)), 5, CPU, (True, False))
     assert found.real_lengths == [2, 1, 5], "padding is none of the model's work"
     assert found.positions[:, 0].tolist() == [0, 1, 0, 0, 1], "positions that every model has"
 

@@ -51,11 +51,12 @@ def plain_gradients(config: Any) -> dict[str, Tensor]:
 
 def whole_batch(config: Any) -> Any:
     """Return the samples of the first step as one micro-batch."""
-    from megascale.data.loader import BatchShape, Loader
-    from megascale.data.mixture import build_mixture
+    from megascale.data.mix.loader import BatchShape, Loader
+    from megascale.data.mix.mixture import build_mixture
+    from megascale.data.mix.mixture_spec import mixture_spec
 
     total = config.batch.total
-    samples = build_mixture(config, "train")
+    samples = build_mixture(mixture_spec(config, "train"))
     shape = BatchShape(total, total, 1)
     loader = Loader(samples, shape, 0, dropout=0.0, seed=config.train.seed, device=torch.device("cpu"))
     return loader.batch(0).micro_batch(0)

@@ -157,8 +157,9 @@ def by_the_formula(config: Any) -> Reference:
     """Train without our buckets, micro-batches, groups and optimizer. The parts of a fused weight, such as q, k and v,
     have a trust ratio each.
     """
-    from megascale.data.loader import BatchShape, Loader
-    from megascale.data.mixture import build_mixture
+    from megascale.data.mix.loader import BatchShape, Loader
+    from megascale.data.mix.mixture import build_mixture
+    from megascale.data.mix.mixture_spec import mixture_spec
     from megascale.model.initialize import init_parameters
     from megascale.model.transformer import Stage
 
@@ -170,7 +171,7 @@ def by_the_formula(config: Any) -> Reference:
         parameters[parameter.name] = nn.Parameter(weight)
         parts[parameter.name] = {part.name: part.local_shape(Topology())[0] for part in parameter.parts}
     stage = Stage(given(config.model, parameters), range(config.model.num_layers), True, True)
-    samples = build_mixture(config, "train")
+    samples = build_mixture(mixture_spec(config, "train"))
     loader = Loader(
         samples, BatchShape(total, total, 1), 0, dropout=0.0, seed=config.train.seed, device=torch.device("cpu")
     )

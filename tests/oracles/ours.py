@@ -4,7 +4,6 @@ layout. Numbers travel between processes as numpy arrays by global tensor name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ import torch
 
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
-from megascale.data.loader import BatchShape, Loader
-from megascale.data.mixture import Sample
+from megascale.data.mix.loader import BatchShape, Loader
+from megascale.data.mix.samples import Sample, SampleSource
 from megascale.layout.tensors import ParamSpec, TensorSpec, all_params
 from megascale.train.run import Run
 from tests.runs import GPT, LLAMA, build_run, config_of, settings, total_of
@@ -47,7 +46,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-class Batch(Sequence[Sample]):
+class Batch(SampleSource):
     """The same samples for both sides: each position predicts the next one, and some labels do not count, the last of
     each sample among them.
     """
@@ -63,8 +62,9 @@ class Batch(Sequence[Sample]):
     def __len__(self) -> int:
         return SAMPLES
 
-    def __getitem__(self, index: Any) -> Any:
-        return Sample(self.tokens[index].numpy(), self.labels[index].numpy(), self.mask[index].numpy())
+    def __getitem__(self, index: int) -> Sample:
+        ids = torch.cat([self.tokens[index], self.labels[index, -1:]])
+        return Sample(ids.numpy(), self.mask[index].numpy())
 
 
 class Result:

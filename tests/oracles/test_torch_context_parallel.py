@@ -25,7 +25,7 @@ def both(rank: Rank) -> list[float]:
     from megascale.layout.sequence_shard import shard_sequence
     from megascale.ops.partial_attention import TorchPartialAttention
     from megascale.parallel.kv_exchange import RingKV, VisibleScores, attend_to_all
-    from megascale.trace.recorder import Recorder
+    from megascale.record.recorder import Recorder
 
     aten, world = torch.ops.aten, rank.world_size
     shard = shard_sequence(TOKENS * world, world, 1, rank.rank)

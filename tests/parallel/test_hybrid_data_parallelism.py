@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from megascale.config.run import RunConfig
-from megascale.data import mixture
+from megascale.data.mix import mixture
 from megascale.layout.hybrid.planner import plan_hybrid
 from megascale.plan.account.context_bytes import Heads, context_bytes
 from megascale.plan.account.flops import sequence_flops
 from megascale.train.step import train_step
 from tests.parallel.test_context_parallel import CASES, Case, check_equal, configure, layout, train
+from tests.recorded_events import recorded_events
 from tests.thread_world import run_threads
 
 DOCUMENTS = [13, 2, 1, 8]
@@ -90,7 +91,7 @@ def sent_and_attended(folder: Path, keys: dict[str, Any]) -> tuple[int, dict[str
     def step(run: Any) -> tuple[int, dict[str, float]]:
         result = train_step(run, run.train_loader.batch(0))
         run.buffers.finish_param_gather()
-        sent = sum(event.bytes for event in run.mesh.recorder.events() if event.name == "send_on")
+        sent = sum(event.bytes for event in recorded_events(run.mesh.recorder) if event.name == "send_on")
         return sent, {name: total for name, total in result.totals.items() if name.startswith("scores")}
 
     ranks = run_threads(config, step)

@@ -23,6 +23,7 @@ from megascale.parallel.vocabulary import VocabularyRange
 from tests.marks import only_quick
 from tests.memory import peak_bytes
 from tests.model.test_vocabulary import VOCABULARY, B, axis_of, columns, drawn, range_of
+from tests.recorded_events import forget_events
 from tests.runs import FAMILIES, build_run, config_of, curve_of, send_messages, settings, traffic_of
 from tests.worlds import run_world
 
@@ -193,7 +194,7 @@ def train(rank: Rank, configs: list[Any], number: int) -> list[Any]:
         in_chunks(number, config.batch.micro * config.model.seq_length)
         run = build_run(rank, config, mesh)
         mesh = run.mesh
-        mesh.recorder._ring.clear()
+        forget_events(mesh.recorder)
         measured.append((curve_of(run, 3), traffic_of(run, step=2)))
     return measured
 

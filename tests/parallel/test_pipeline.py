@@ -18,8 +18,8 @@ from megascale.core.label import Label
 from megascale.core.rank import Rank
 from megascale.layout.stages import looped
 from megascale.parallel.pipeline import PipelineExecutor
+from megascale.record.recorder import Recorder
 from megascale.schedule.ir import Action, Kind, ScheduleError, build_schedule, forward
-from megascale.trace.recorder import Recorder
 from tests.runs import (
     GPT,
     build_run,

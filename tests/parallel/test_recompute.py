@@ -20,6 +20,7 @@ from megascale.parallel.fp8_linear import CastStats
 from megascale.parallel.recompute import recomputation, recompute_in_backward
 from tests.marks import only_quick
 from tests.parallel.test_tp_overlap import Outcome, outcome
+from tests.recorded_events import forget_events
 from tests.runs import (
     FAMILIES,
     GEMMA2,
@@ -181,7 +182,7 @@ def traffic(rank: Rank, configs: list[RunConfig]) -> list[Any]:
 
     results = []
     for run in builds(rank, configs):
-        run.mesh.recorder._ring.clear()
+        forget_events(run.mesh.recorder)
         train_step(run, run.train_loader.batch(0))
         results.append(traffic_of(run, step=1)["tp"])
     return results

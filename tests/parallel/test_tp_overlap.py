@@ -20,6 +20,7 @@ from megascale.comm.work import COMPLETED
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.layout.pieces import split_rows
+from megascale.record.recorder import EventRecord
 from tests.marks import only_quick
 from tests.runs import FAMILIES, GPT, LLAMA, build_run, config_of, curve_of, send_messages, settings, traffic_of
 from tests.worlds import run_world
@@ -332,11 +333,19 @@ def test_a_boundary_is_sent_in_shards(tmp_path: Path) -> None:
 
 
 def gathers(rank: Rank, config: RunConfig) -> list[tuple[str, float]]:
-    """Record weight all-gathers in issue order: the bucket, and when its first wait happened."""
+    """Record weight all-gathers in issue order: the bucket, and when its last wait began."""
     run = by_messages(rank, config)
+    recorder, gathered = run.mesh.recorder, dict[int, tuple[str, float]]()
+    record_wait = recorder.record_wait
+
+    def wait(record: EventRecord, start: float) -> float:
+        if (record.axis, record.name) == ("dp", "all_gather"):
+            gathered[record.number] = record.label.part, start
+        return record_wait(record, start)
+
+    recorder.record_wait = wait
     curve_of(run, 2)
-    events = [event for event in run.mesh.recorder.events() if event.axis == "dp" and event.name == "all_gather"]
-    return [(event.part, event.waits[-1][0]) for event in sorted(events, key=lambda event: event.sequence)]
+    return [gathered[number] for number in sorted(gathered)]
 
 
 def test_weights_are_gathered_in_the_order_of_their_need(tmp_path: Path) -> None:

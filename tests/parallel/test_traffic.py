@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megascale.core.rank import Rank
+from tests.recorded_events import forget_events
 from tests.runs import FAMILIES, GPT, build_run, builds, config_of, settings, traffic_of
 from tests.worlds import run_world
 
@@ -22,7 +23,7 @@ def traffic_of_a_step(rank: Rank, configs: list[Any]) -> list[Counts]:
 
     results = []
     for run in builds(rank, configs):
-        run.mesh.recorder._ring.clear()
+        forget_events(run.mesh.recorder)
         train_step(run, run.train_loader.batch(0))
         train_step(run, run.train_loader.batch(8))
         run.buffers.finish_param_gather()

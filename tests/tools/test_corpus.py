@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megascale.core.errors import DataError
-from megascale.data.special_tokens import USUAL_NAMES
-from megascale.data.tokenizer import FileTokenizer
+from megascale.data.prepare.special_tokens import USUAL_NAMES
+from megascale.data.prepare.tokenizer import FileTokenizer
 from tools.corpus import HELD_OUT, make, modules
 
 TOOL = Path(__file__).parents[2] / "tools" / "corpus.py"

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from megascale.cli.which_samples import step_range
 from megascale.config.batch_rampup import batch_sizes
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
-from megascale.data.which_samples import step_range
 from tests.jobs import curve, finish, job_config
 from tests.runs import GPT, build_run, config_of, settings
 from tests.worlds import run_world

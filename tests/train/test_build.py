@@ -25,6 +25,7 @@ from megascale.parallel.rng import Dropout
 from megascale.parallel.tp_overlap import TensorParallel
 from megascale.plan.account.parameters import parameter_count
 from megascale.train.build import build_mesh, build_stages, run_dtypes
+from tests.recorded_events import recorded_events
 from tests.runs import LLAMA, config_of, settings
 from tests.worlds import run_world
 
@@ -69,7 +70,7 @@ def test_a_model_is_built_and_run_on_meta() -> None:
 def warm_up_messages(rank: Rank, config: Any) -> set[tuple[str, str, int]]:
     """Warm-up messages of a new mesh: group, operation and peer."""
     mesh = build_mesh(config, rank, detect_device(allow_gpu=False))
-    return {(event.group, event.name, event.peer) for event in mesh.recorder.events() if event.name in KINDS}
+    return {(event.group, event.name, event.peer) for event in recorded_events(mesh.recorder) if event.name in KINDS}
 
 
 KINDS = ("send", "receive")

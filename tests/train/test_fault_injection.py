@@ -13,6 +13,7 @@ from megascale.config.injection import BEFORE_STEPS, PHASES
 from megascale.core.errors import DivergenceError, LostPeerError, ReplicasDifferError
 from megascale.core.rank import Rank
 from tests.jobs import Job
+from tests.recorded_events import recorded_events
 from tests.runs import GPT, build_run, config_of, settings, write_config
 from tests.worlds import run_world
 
@@ -121,7 +122,7 @@ def events_of_step_2(rank: Rank, config: Any) -> list[Any]:
     assert injection is not None
     injection.attach(run)
     train(run, Reporter(config, run.device, None, [], run.mesh.recorder))
-    return [event for event in run.mesh.recorder.events() if event.step == 2]
+    return [event for event in recorded_events(run.mesh.recorder) if event.step == 2]
 
 
 def test_a_late_message_arrives_late_and_its_sender_goes_on(tmp_path: Path) -> None:
@@ -145,7 +146,7 @@ def test_a_slow_processor_lengthens_an_action_by_its_own_time(tmp_path: Path) ->
     for recorder.step in (1, 2):
         with recorder.action("F", 0, 0):
             time.sleep(0.01)
-    assert recorder.events()[1].end - recorder.events()[1].start >= 0.03
+    assert recorded_events(recorder)[1].end - recorded_events(recorder)[1].start >= 0.03
 
 
 @pytest.mark.parametrize("kind", ["full_disk", pytest.param("kill", marks=pytest.mark.slow)])  # may strike too late

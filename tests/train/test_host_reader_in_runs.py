@@ -10,15 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megascale.core.event_ring import RingIdentity, open_event_ring
-from megascale.core.event_ring_reader import EventRingReader
 from megascale.core.rank import Rank
-from megascale.data import dataset_writer
+from megascale.data.prepare import dataset_writer
 from megascale.operate.store.schema import TAGS
 from megascale.train.loop import train
 from megascale.train.reporter import Reporter
 from tests.data.datasets import ORIGIN, write_dataset
 from tests.jobs import Job, curve, finish, job_config, lives
+from tests.recorded_events import drain
 from tests.runs import GPT, build_run, config_of, settings
 from tests.slow_storage import slow_storage
 
@@ -34,11 +33,10 @@ def test_a_step_that_waited_for_slow_storage_is_named(tmp_path: Path) -> None:
         overrides = {"data__mock": False, "data__train": f"{storage.url}/a", "data__split": [1.0, 0.0]}
         overrides |= {"data__cache": str(tmp_path / "cache"), "data__reader": "host", "train__steps": 12}
         run = build_run(Rank(0, 1, 0, "host"), config_of(settings(MODEL, tmp_path, **overrides), tmp_path, world=1))
-        run.mesh.recorder.ring = open_event_ring(tmp_path / "rank.events", RingIdentity(0, 1, 0, {}))
         train(run, Reporter(run.config, run.device, None, [], run.mesh.recorder))
         assert storage.at_once > 1, "the blocks of a step are fetched together"
         assert storage.sent["a.bin"] <= size
-    drained = EventRingReader(tmp_path / "rank.events").drain()
+    drained, _ = drain(run.mesh.recorder)
     tags = {int(row["step"]): {tag for bit, tag in enumerate(TAGS) if row["tags"] >> bit & 1} for row in drained.steps}
     assert "data" in tags[1] and len(tags) == 12
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megascale.cli.main import main
-from megascale.core.flight_layout import Phase
 from megascale.core.rank import Rank
+from megascale.record.layout import Phase
 from megascale.train.kernel_shares import KernelShares
 from megascale.train.step import train_step
 from tests.jobs import Job, job_config
@@ -67,7 +67,7 @@ def test_the_profiler_works_in_a_phase_of_its_own_and_is_warm(tmp_path: Path, mo
     config = config_of(settings(GPT, tmp_path, train__precision="fp32", observe__profile_step=1), tmp_path)
     config.folder.mkdir(parents=True)
     run, hook, calls = build_run(Rank(0, 1, 0, "here"), config), KernelShares(), list[tuple[str, str]]()
-    flight = run.mesh.recorder.flight
+    flight = run.mesh.recorder.log
     for name in ("start", "stop", "export_chrome_trace"):
         original = getattr(torch.profiler.profile, name)
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megascale.device import Device
-from megascale.trace.recorder import Recorder
+from megascale.device import Device, profiler_range
+from megascale.record.recorder import Recorder
 from megascale.train.kernels import (
     ALL_PURPOSES,
     Kernel,
@@ -18,6 +18,7 @@ from megascale.train.kernels import (
     profile_kernels,
     time_shares,
 )
+from tests.recorded_events import recorded_events
 
 CPU = Device(torch.device("cpu"), "gloo")
 LAMBDA = "at::native::{}(at::TensorIteratorBase&)::{{lambda()#1}}::operator()() const::{{lambda(float)#1}}, std::array>"
@@ -193,7 +194,7 @@ def test_operators_of_a_cpu_have_their_self_time() -> None:
 
 
 def test_a_profile_names_actions_and_operators() -> None:
-    recorder, x = Recorder(), torch.ones(64, 64)
+    recorder, x = Recorder(named_range=profiler_range), torch.ones(64, 64)
 
     def work() -> None:
         with recorder.action("update"):
@@ -204,4 +205,4 @@ def test_a_profile_names_actions_and_operators() -> None:
     assert result["aten::add_"].enclosing == ("update",)
     assert result["aten::mm"].enclosing == ()
     assert all(kernel.seconds >= 0 for kernel in result.values())
-    assert [event.name for event in recorder.events()] == ["update"]  # as without a profiler
+    assert [event.name for event in recorded_events(recorder)] == ["update"]  # as without a profiler

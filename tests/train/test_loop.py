@@ -12,9 +12,9 @@ from typing import Any, cast
 import pytest
 
 from megascale.core.errors import CheckpointError, Exit
-from megascale.core.flight_reader import read_flight_record
-from megascale.core.flight_writer import FlightIdentity, FlightRecordWriter, open_flight_record
 from megascale.core.rank import Rank
+from megascale.record.log import LogIdentity, RankLog, open_log
+from megascale.record.log_reader import read_state
 from megascale.train.run import Hook
 from megascale.train.saves import Saves
 from megascale.train.scheduled_gc import COLLECT_EVERY, ScheduledGC
@@ -133,17 +133,17 @@ class Steps:
     def __init__(self) -> None:
         self.progress, self.mesh = self, self
         self.recorder = self
-        self.flight, self.step = FlightRecordWriter(), 0
+        self.log, self.step = RankLog(), 0
 
 
 @pytest.mark.parametrize("every", [0, 5])
 def test_only_a_run_that_saves_counts_failed_checkpoints(tmp_path: Path, every: int) -> None:
     """The alert about old checkpoints asks for the counter."""
     config = config_of(settings(SIZES, tmp_path, checkpoint__every=every), tmp_path)
-    flight = open_flight_record(FlightIdentity("r", 0, 1), path := tmp_path / "rank.flight")
-    run = SimpleNamespace(config=config, mesh=SimpleNamespace(recorder=SimpleNamespace(flight=flight)))
+    log = open_log(LogIdentity("r", 0, 1), path := tmp_path / "rank.flight")
+    run = SimpleNamespace(config=config, mesh=SimpleNamespace(recorder=SimpleNamespace(log=log)))
     Saves(cast(Any, None)).run_begins(cast(Any, run))
-    assert ("checkpoint_failures" in read_flight_record(path).totals) == bool(every)
+    assert ("checkpoint_failures" in read_state(path).totals) == bool(every)
 
 
 def test_garbage_is_collected_only_at_fixed_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ import pytest
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
+from megascale.record.metrics_writers import JsonLinesWriter
 from megascale.schedule.ir import Kind
-from megascale.trace.writers import JsonLinesWriter
 from megascale.train.noise_scale import estimate
 from tests.marks import only_quick
 from tests.runs import GPT, LLAMA, build_run, builds, config_of, settings

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
-from megascale.data import dataset_writer
-from megascale.data.mixture import Sample, build_mixture
+from megascale.data.mix.mixture import build_mixture
+from megascale.data.mix.mixture_spec import mixture_spec
+from megascale.data.mix.samples import Sample
+from megascale.data.prepare import dataset_writer
 from megascale.parallel.microbatch import MicroBatch, StepBatch
 from megascale.parallel.rng import Dropout
 from megascale.plan.account.flops import token_flops
@@ -107,7 +109,7 @@ def train_separate(rank: Rank, configs: list[RunConfig]) -> list[Outcome]:
     for config in configs:
         plain = config.model_copy(update={"data": config.data.model_copy(update={"mask": "causal"})})
         run = build_run(rank, plain)
-        train, valid = build_mixture(config, "train"), build_mixture(config, "valid")
+        train, valid = build_mixture(mixture_spec(config, "train")), build_mixture(mixture_spec(config, "valid"))
         total = config.batch.total
 
         def load(run: Any, mixture: Any = train, config: RunConfig = plain, training: bool = True) -> StepBatch:
@@ -130,8 +132,9 @@ def train_separate(rank: Rank, configs: list[RunConfig]) -> list[Outcome]:
 
 def documents_of(sample: Sample) -> Iterator[MicroBatch]:
     """The documents of a sample as micro-batches."""
-    assert sample.positions is not None
-    starts = [*np.flatnonzero(sample.positions == 0), int((sample.positions >= 0).sum())]  # padding is left out
+    assert sample.documents is not None
+    places, end = sample.documents.places, sample.documents.length
+    starts = places if sample.documents.is_padded else [*places, end]  # padding is left out
     for start, stop in itertools.pairwise(starts):
         part = slice(start, stop)
         mask = np.ones(stop - start, dtype=np.int64) if sample.mask is None else sample.mask[part]

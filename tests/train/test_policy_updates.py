@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from megascale.catalog.data_policies import DATA_POLICIES
+from megascale.cli.which_samples import samples_of_step
 from megascale.config.run import RunConfig
 from megascale.core.errors import CheckpointError, ConfigError, DataError
 from megascale.core.rank import Rank
 from megascale.core.registry import Card
-from megascale.data.which_samples import samples_of_step
-from megascale.trace.writers import JsonLinesWriter
+from megascale.record.metrics_writers import JsonLinesWriter
 from tests.data.datasets import ORIGIN
 from tests.docs.test_extending import install
 from tests.marks import only_quick
@@ -31,7 +31,7 @@ STEPS = 16
 
 def write_datasets(folder: Path) -> None:
     """Datasets: one always the same token, which is learned at once, and others of random tokens."""
-    from megascale.data import dataset_writer
+    from megascale.data.prepare import dataset_writer
 
     random = np.random.default_rng(0)
     for name in ("easy", "hard", "third"):

@@ -18,9 +18,9 @@ import pytest
 
 import megascale
 from megascale.core.errors import Exit
-from megascale.core.flight_record import flight_record_path
 from megascale.core.rank import Rank
-from megascale.data import dataset_writer
+from megascale.data.prepare import dataset_writer
+from megascale.record.log_files import log_path
 from tests.data.datasets import ORIGIN
 from tests.jobs import heed_signals
 from tests.marks import only_quick
@@ -275,7 +275,7 @@ def test_a_rank_that_cannot_start_is_named_on_every_host(failed: int, config: Pa
     _, _, err = ends[1 - failed]
     assert f"{HOST} (rank {failed}) cannot start: command line  data.train: there is no file nowhere.bin" in err, err
     assert not list((config.parent / "runs").rglob("metrics.jsonl")), "a run was begun"
-    records = flight_record_path(f"start{port}", 0, 0)
+    records = log_path(f"start{port}", 0, 0)
     assert not list(records.parent.glob(records.name.replace("-0-00000", "-*"))), "a flight record was left"
 
 

@@ -16,6 +16,7 @@ from megascale.core.rank import Rank
 from megascale.train.replica_check import checksum, describe_reports
 from tests.jobs import Job, job_config
 from tests.marks import only_quick
+from tests.recorded_events import recorded_events
 from tests.runs import GPT, LLAMA, config_of, settings
 from tests.worlds import run_world
 
@@ -133,9 +134,9 @@ def calls(rank: Rank, configs: list[Any]) -> list[tuple[int, list[str]]]:
 
     counts = []
     for run in builds(rank, configs):
-        before = len(list(run.mesh.recorder.events()))
+        before = len(recorded_events(run.mesh.recorder))
         train(run, Reporter(run.config, run.device, None, [], run.mesh.recorder))
-        events = list(run.mesh.recorder.events())[before:]
+        events = recorded_events(run.mesh.recorder)[before:]
         counts.append((len(events), [event.group for event in events if event.label == "replicas"]))
     return counts
 

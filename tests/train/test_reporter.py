@@ -18,9 +18,9 @@ from megascale.core.errors import CheckpointError
 from megascale.device import Device
 from megascale.plan.account.attended import count_scores_in, scores_per_token
 from megascale.plan.account.flops import hardware_flops, token_flops
-from megascale.trace.metrics import EvaluationMetrics, MetricsRecord, StepMetrics, as_json
-from megascale.trace.recorder import Recorder
-from megascale.trace.writers import format_record
+from megascale.record.metrics import EvaluationMetrics, MetricsRecord, StepMetrics, as_json
+from megascale.record.metrics_writers import format_record
+from megascale.record.recorder import Recorder
 from megascale.train import reporter
 from megascale.train.reporter import Reporter, open_writers
 from megascale.train.run import StepResult

@@ -14,9 +14,8 @@ from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
 from megascale.core.rank import Rank
 from megascale.core.registry import Card
-from megascale.data.label_weights import weighted_mask
-from megascale.data.mixture import Mixture
-from tests.data.datasets import write_dataset
+from megascale.data.mix.label_weights import weighted_mask
+from tests.data.datasets import mixture_of, write_dataset
 from tests.docs.test_extending import install
 from tests.runs import GPT, build_run, config_of, settings
 from tests.worlds import run_world
@@ -104,7 +103,7 @@ def test_weights_see_every_label(data: Path, monkeypatch: pytest.MonkeyPatch) ->
         return (tokens[1:] % 2).astype(np.float32)
 
     monkeypatch.setattr(ParityCard, "load", lambda self: look)
-    sample = Mixture(configure(data, data / "runs"), "train")[0]
+    sample = mixture_of(configure(data, data / "runs"))[0]
     assert seen[0].tolist() == [*sample.tokens.tolist(), int(sample.labels[-1])]
     assert sample.mask is not None and sample.mask.tolist() == (sample.labels % 2).tolist()
 
@@ -131,14 +130,14 @@ def test_weights_leave_out_what_the_mask_does_and_evaluations_have_none(data: Pa
     keys = {"data__mask": "document", "data__split": [0.5, 0.5]}
     config = configure(data, data / "runs", **keys)
     weighted, plain = (
-        Mixture(config, "train"),
-        Mixture(configure(data, data / "b", **keys, data__sample_weight="equal"), "train"),
+        mixture_of(config),
+        mixture_of(configure(data, data / "b", **keys, data__sample_weight="equal")),
     )
     for index in range(12):
         found, mask = weighted[index].mask, plain[index].mask
         assert found is not None and mask is not None and found.dtype == np.float32
         assert found.tolist() == (np.float32(parity(index, "", np.zeros(9))) * mask).tolist()
-    valid = Mixture(config, "valid")[0].mask
+    valid = mixture_of(config, "valid")[0].mask
     assert valid is None or valid.dtype != np.float32
 
 
@@ -153,19 +152,19 @@ def test_an_error_of_the_plug_in_is_one_line_that_names_its_place(data: Path, mo
         return 1.0 if sample < 2 else dict[str, float]()["weight"]
 
     monkeypatch.setattr(ParityCard, "load", lambda self: broken)
-    samples = Mixture(configure(data, data / "runs"), "train")
+    samples = mixture_of(configure(data, data / "runs"))
     assert samples[1].mask is not None
     with pytest.raises(DataError, match=r"= parity fails for sample 2, from \S+/set: KeyError: 'weight'") as raised:
         samples[2]
     assert f"see {__file__}:" in raised.value.hint and "\n" not in str(raised.value)
     monkeypatch.setattr(ParityCard, "load", lambda self: lambda *arguments: "heavy")
     with pytest.raises(DataError, match="= parity fails for sample 0, from"):
-        Mixture(configure(data, data / "runs"), "train")[0]
+        mixture_of(configure(data, data / "runs"))[0]
 
 
 def test_the_example_weighs_samples(data: Path) -> None:
     module = install("sample_weight", data)
-    samples = Mixture(configure(data, data / "runs", data__sample_weight="variety"), "train")
+    samples = mixture_of(configure(data, data / "runs", data__sample_weight="variety"))
     assert samples[0].mask.tolist() == [1] * 8
     assert module.variety(100_000, "", np.array([1, 1, 2, 2])) == 0.5
 

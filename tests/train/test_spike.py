@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core.rank import Rank
-from megascale.trace.metrics import Alert
+from megascale.record.metrics import Alert
 from megascale.train.spike import SpikeMonitor
 from tests.runs import GPT, build_run, config_of, settings
 from tests.worlds import run_world

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from megascale.config.run import RunConfig
-from megascale.core.event_ring import RingIdentity, open_event_ring
-from megascale.core.event_ring_reader import EventRingReader
 from megascale.core.rank import Rank
 from megascale.core.start_parts import StartPart, StartParts, process_start
 from megascale.train.start_report import describe_start, sum_parts
+from tests.recorded_events import drain
 from tests.runs import GPT, config_of, settings
 from tests.worlds import run_world
 
@@ -69,41 +68,38 @@ class Messages:
     def close(self) -> None: ...
 
 
-def start_of(rank: Rank, config: RunConfig, folder: Path) -> tuple[dict[str, list[float]], list[str], list[str]]:
-    """Start and train a step, as `train.entry` does. Returns the totals by part, messages, and names in the ring."""
+def start_of(rank: Rank, config: RunConfig) -> tuple[dict[str, list[float]], list[str], list[str]]:
+    """Start and train a step, as `train.entry` does. Returns the totals by part, messages, and names in the log."""
     from megascale.comm import control
     from megascale.comm.store import count_requests
-    from megascale.core.flight_layout import Phase
-    from megascale.core.flight_writer import FlightRecordWriter
     from megascale.device import detect_device
+    from megascale.record.layout import Phase
+    from megascale.record.log import RankLog
     from megascale.train.build import build_mesh, build_rank_run
-    from megascale.train.event_file import EventFile, begin_ring
     from megascale.train.loop import train
     from megascale.train.reporter import Reporter
     from megascale.train.resume import load_initial_state
     from megascale.train.stop import StopRequest
+    from megascale.train.stored_attempt import begin_stored_attempt
 
     control.LIVENESS_CHECK_S = 3600.0  # its requests are as many as a wait is long
-    flight, device = FlightRecordWriter(), detect_device(allow_gpu=False)
-    ring = open_event_ring(folder / f"rank-{rank.rank}.events", RingIdentity(rank.rank, rank.world_size, 0, {}))
-    flight.start_parts.begin("rendezvous")
-    flight.start_parts.count = count_requests
-    flight.set_phase(Phase.GROUPS)
-    mesh = build_mesh(config, rank, device, flight, ring)
-    flight.set_phase(Phase.BUILD)
+    log, device = RankLog(), detect_device(allow_gpu=False)
+    log.start_parts.begin("rendezvous")
+    log.start_parts.count = count_requests
+    log.set_phase(Phase.GROUPS)
+    mesh = build_mesh(config, rank, device, log)
+    log.set_phase(Phase.BUILD)
     run = build_rank_run(config, mesh, device, StopRequest())
-    flight.set_phase(Phase.LOAD)
+    log.set_phase(Phase.LOAD)
     load_initial_state(run, lambda path: pytest.fail("no weights"))
     ended = {}
-    end = flight.start_parts.end
-    flight.start_parts.end = lambda: ended.setdefault("parts", end())  # type: ignore[method-assign]
+    end = log.start_parts.end
+    log.start_parts.end = lambda: ended.setdefault("parts", end())  # type: ignore[method-assign]
     messages = Messages()
-    with EventFile(run, rank) as events:
-        begin_ring(run, events.clock_offset_s, None)
-        train(run, Reporter(config, device, None, [messages], mesh.recorder))
-    reader = EventRingReader(folder / f"rank-{rank.rank}.events")
-    strings = reader.strings()
-    return sum_parts(ended["parts"]), messages.texts, [strings[event["name"]] for event in reader.drain().events]
+    begin_stored_attempt(run, None)
+    train(run, Reporter(config, device, None, [messages], mesh.recorder))
+    drained, names = drain(mesh.recorder)
+    return sum_parts(ended["parts"]), messages.texts, [names[event["name"]] for event in drained.events]
 
 
 def config_for(folder: Path, **overrides: Any) -> RunConfig:
@@ -126,17 +122,17 @@ def test_a_larger_job_makes_no_more_requests_of_a_rank(layout: dict[str, int], t
     """
     most: Counter[str] = Counter()
     for axis in layout:
-        results = run_world(2, start_of, config_for(tmp_path, **{f"parallel__{axis}": 2}), tmp_path)
+        results = run_world(2, start_of, config_for(tmp_path, **{f"parallel__{axis}": 2}))
         most.update({name: int(part[1]) for name, part in results[1][0].items()})
     overrides = {f"parallel__{axis}": size for axis, size in layout.items()}
-    results = run_world(math.prod(layout.values()), start_of, config_for(tmp_path, **overrides), tmp_path)
+    results = run_world(math.prod(layout.values()), start_of, config_for(tmp_path, **overrides))
     assert most["rendezvous"] > 5 and most["groups"] > 20
     for parts, _, _ in results[1:]:
         assert all(part[1] <= most[name] for name, part in parts.items()), (parts, most)
 
 
 def test_parts_are_reported_and_in_the_event_store(tmp_path: Path) -> None:
-    ((parts, texts, names),) = run_world(1, start_of, config_for(tmp_path), tmp_path)
+    ((parts, texts, names),) = run_world(1, start_of, config_for(tmp_path))
     assert list(parts) == [
         "import", "rendezvous", "groups", "warm-up", "build", "indices", "checkpoint", "first step", "first batch",
     ]  # fmt: skip

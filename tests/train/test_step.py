@@ -154,7 +154,7 @@ def test_records_are_resolved_while_a_step_is_issued(tmp_path: Path) -> None:
 
 def test_records_are_resolved_while_the_host_waits(tmp_path: Path) -> None:
     """The device starts only when the host waits."""
-    from megascale.trace.recorder import MAX_MARKS_AT_ONCE
+    from megascale.record.recorder import MAX_MARKS_AT_ONCE
 
     ((highest, waiting),) = run_world(1, unresolved, configured(tmp_path, batch__global=64), 10_000)
     assert highest > 128 and waiting <= MAX_MARKS_AT_ONCE

@@ -7,36 +7,33 @@ from pathlib import Path
 
 import pytest
 
-from megascale.core.event_ring import RingIdentity, open_event_ring
-from megascale.core.event_ring_reader import EventRingReader
-from megascale.core.flight_layout import Phase
 from megascale.core.rank import Rank
 from megascale.operate.store.schema import TAGS
+from megascale.record.layout import Phase
 from megascale.train.run import Run, StepResult
 from megascale.train.step_rows import StepRows
+from tests.recorded_events import drain
 from tests.runs import GPT, build_run, config_of, settings
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    run = build_run(Rank(0, 1, 0, "host"), config_of(settings(GPT, tmp_path), tmp_path, world=1))
-    run.mesh.recorder.ring = open_event_ring(tmp_path / "rank.events", RingIdentity(0, 1, 0, {}))
-    return run
+    return build_run(Rank(0, 1, 0, "host"), config_of(settings(GPT, tmp_path), tmp_path, world=1))
 
 
 def result(loss: float) -> StepResult:
     return StepResult(loss, 2 * loss, 128, 1e-3, {})
 
 
-def written(tmp_path: Path) -> list[tuple[int, float, set[str]]]:
+def written(run: Run) -> list[tuple[int, float, set[str]]]:
     """(step, loss, tags) of the rows."""
-    steps = EventRingReader(tmp_path / "rank.events").drain().steps
+    steps = drain(run.mesh.recorder)[0].steps
     return [
         (int(s["step"]), float(s["loss"]), {tag for bit, tag in enumerate(TAGS) if s["tags"] >> bit & 1}) for s in steps
     ]
 
 
-def test_a_step_is_tagged_with_what_took_its_time(run: Run, tmp_path: Path) -> None:
+def test_a_step_is_tagged_with_what_took_its_time(run: Run) -> None:
     recorder = run.mesh.recorder
     with StepRows(run) as rows:
         for step, phase in enumerate((None, None, Phase.EVALUATION, Phase.CHECKPOINT, Phase.GC, None), 1):
@@ -50,7 +47,7 @@ def test_a_step_is_tagged_with_what_took_its_time(run: Run, tmp_path: Path) -> N
         rows.begin(8)
         recorder.record_activity(Phase.DATA, 0.0, 1.0)
         rows.end(result(1.0))
-    assert written(tmp_path) == [
+    assert written(run) == [
         (1, 0.125, {"first step"}),
         (2, 0.25, set()),
         (3, 0.375, {"evaluation"}),
@@ -62,24 +59,24 @@ def test_a_step_is_tagged_with_what_took_its_time(run: Run, tmp_path: Path) -> N
     ]
 
 
-def test_the_profiled_step_and_the_next_are_tagged_on_all_ranks(run: Run, tmp_path: Path) -> None:
+def test_the_profiled_step_and_the_next_are_tagged_on_all_ranks(run: Run) -> None:
     run.config = run.config.model_copy(update={"observe": run.config.observe.model_copy(update={"profile_step": 3})})
     with StepRows(run) as rows:
         for step in range(1, 6):
             rows.begin(step)
             rows.end(result(1.0))
-    assert [step for step, _, tags in written(tmp_path) if "profile" in tags] == [3, 4]
+    assert [step for step, _, tags in written(run) if "profile" in tags] == [3, 4]
 
 
-def test_the_first_step_after_a_resume_is_a_restart(run: Run, tmp_path: Path) -> None:
+def test_the_first_step_after_a_resume_is_a_restart(run: Run) -> None:
     run.progress.step = 40
     with StepRows(run) as rows:
         rows.begin(41)
         rows.end(result(1.0))
-    assert written(tmp_path) == [(41, 1.0, {"first step", "restart"})]
+    assert written(run) == [(41, 1.0, {"first step", "restart"})]
 
 
-def test_collections_of_python_are_activities(run: Run, tmp_path: Path) -> None:
+def test_collections_of_python_are_activities(run: Run) -> None:
     callbacks = list(gc.callbacks)
     with StepRows(run) as rows:
         rows.begin(3)
@@ -87,13 +84,13 @@ def test_collections_of_python_are_activities(run: Run, tmp_path: Path) -> None:
         gc.collect()
         rows.end(result(1.0))
     assert gc.callbacks == callbacks and len(kept) == 200_000
-    reader = EventRingReader(tmp_path / "rank.events")
-    events, strings = reader.drain().events, reader.strings()
-    assert "gc" in {strings[event["name"]] for event in events}
+    drained, texts = drain(run.mesh.recorder)
+    events = drained.events
+    assert "gc" in {texts[event["name"]] for event in events}
     assert set(events["step"].tolist()) == {3}
 
 
-def test_a_collection_inside_an_action_is_not_its_own_time(run: Run, tmp_path: Path) -> None:
+def test_a_collection_inside_an_action_is_not_its_own_time(run: Run) -> None:
     recorder, kept = run.mesh.recorder, [[] for _ in range(200_000)]
     with StepRows(run) as rows:
         rows.begin(3)
@@ -103,35 +100,28 @@ def test_a_collection_inside_an_action_is_not_its_own_time(run: Run, tmp_path: P
         recorder.step = 0
         rows.end(result(1.0))
     assert len(kept) == 200_000
-    reader = EventRingReader(tmp_path / "rank.events")
-    events, strings = reader.drain().events, reader.strings()
-    action, pause = (next(event for event in events if strings[event["name"]] == name) for name in ("F", "gc"))
+    drained, texts = drain(run.mesh.recorder)
+    events = drained.events
+    action, pause = (next(event for event in events if texts[event["name"]] == name) for name in ("F", "gc"))
     assert action["exposed"] == pytest.approx(pause["exposed"])
 
 
-def test_pauses_of_the_process_are_activities_that_others_contain(run: Run, tmp_path: Path) -> None:
-    run.mesh.recorder.flight.pauses.extend([(1.0, 1.5), (2.0, 2.25)])
+def test_pauses_of_the_process_are_activities_that_others_contain(run: Run) -> None:
+    run.mesh.recorder.log.pauses.extend([(1.0, 1.5), (2.0, 2.25)])
     with StepRows(run) as rows:
         rows.begin(3)
         rows.end(result(1.0))
-    reader = EventRingReader(tmp_path / "rank.events")
-    events, strings = reader.drain().events, reader.strings()
-    found = [event for event in events if strings[event["name"]] == "pause"]
+    drained, texts = drain(run.mesh.recorder)
+    events = drained.events
+    found = [event for event in events if texts[event["name"]] == "pause"]
     assert [float(event["end"] - event["start"]) for event in found] == [0.5, 0.25]
     assert not any(event["exposed"] for event in found)
 
 
-def test_a_step_that_fails_has_no_row(run: Run, tmp_path: Path) -> None:
+def test_a_step_that_fails_has_no_row(run: Run) -> None:
     with pytest.raises(ZeroDivisionError), StepRows(run) as rows:
         rows.begin(1)
         rows.end(result(1.0))
         rows.begin(2)
         raise ZeroDivisionError
-    assert [step for step, _, _ in written(tmp_path)] == [1]
-
-
-def test_without_a_ring_nothing_is_written(run: Run) -> None:
-    run.mesh.recorder.ring = None
-    with StepRows(run) as rows:
-        rows.begin(1)
-        rows.end(result(1.0))
+    assert [step for step, _, _ in written(run)] == [1]

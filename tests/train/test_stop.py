@@ -11,9 +11,9 @@ from collections.abc import Callable
 import pytest
 
 from megascale.core.errors import Exit
-from megascale.core.flight_record import ATTEMPT_VARIABLE
 from megascale.core.process import STOP_ORDER
 from megascale.core.rank import STORE_VARIABLE, Rank
+from megascale.record.log_files import ATTEMPT_VARIABLE
 from tests.worlds import run_world
 
 

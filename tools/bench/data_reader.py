@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from megascale.data.indexed_dataset import HEADER
+from megascale.data.read.indexed_dataset import HEADER
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS, LENGTH, TOKEN_BYTES = 2000, 100_000, 2
@@ -69,9 +69,9 @@ def run_case(url: str, reader: str, steps: int, batch: int) -> dict[str, Any]:
 def measure(url: str, reader: str, steps: int, batch: int) -> dict[str, float]:
     """Train in this process; return medians of a step's time and of its wait for a batch, in seconds."""
     from megascale.config.loading import load_config_tree
-    from megascale.core.flight_layout import Phase
     from megascale.core.rank import Rank
     from megascale.device import detect_device
+    from megascale.record.layout import Phase
     from megascale.train.build import build_mesh, build_rank_run
     from megascale.train.loop import train
     from megascale.train.reporter import Reporter

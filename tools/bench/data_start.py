@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from megascale.data.indexed_dataset import HEADER
+from megascale.data.read.indexed_dataset import HEADER
 
 CASE = Path(__file__).with_name("data_start_case.py")
 TOKEN_BYTES = 2

@@ -25,7 +25,8 @@ SEED = 1234
 def open_megascale(options: argparse.Namespace) -> Callable[[], Read]:
     """Import megascale; return the function that opens the data, as rank 0 does."""
     from megascale.config.loading import load_config_tree
-    from megascale.data.mixture import Mixture
+    from megascale.data.mix.mixture import Mixture
+    from megascale.data.mix.mixture_spec import mixture_spec
 
     model = {"num_layers": 1, "hidden_size": 64, "num_heads": 1}
     model |= {"vocab_size": VOCABULARY, "seq_length": options.seq_length}
@@ -38,7 +39,8 @@ def open_megascale(options: argparse.Namespace) -> Callable[[], Read]:
     )
 
     def start() -> Read:
-        mixture = Mixture(config.model_copy(update={"data": data}), "train", options.steps * options.batch)
+        spec = mixture_spec(config.model_copy(update={"data": data}), "train")
+        mixture = Mixture(spec, options.steps * options.batch)
         mixture.check()
         return mixture.__getitem__
 

@@ -27,12 +27,12 @@ from peer_systems import ROOT, Layout, on_this_host
 from megascale.comm import init
 from megascale.config.loading import load_config_tree
 from megascale.config.run import RunConfig
-from megascale.core.flight_layout import FILE_BYTES, Phase
-from megascale.core.flight_reader import read_flight_record
-from megascale.core.flight_writer import FlightIdentity, FlightRecordWriter, Handle, open_flight_record
 from megascale.core.label import Label
 from megascale.core.rank import Rank, rank_from_environment
 from megascale.core.units import format_bytes
+from megascale.record.layout import CAPACITY, Phase, log_bytes
+from megascale.record.log import Handle, LogIdentity, RankLog, open_log
+from megascale.record.log_reader import read_state
 
 ROUNDS, WRITES = 50, 200
 ON_OFF = (True, False, False, True)
@@ -65,7 +65,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def writes_table(folder: Path) -> str:
     """Measure the writer and the reader, and return a Markdown table."""
     path = folder / "rank-0.flight"
-    writer = open_flight_record(FlightIdentity("bench"), path)
+    writer = open_log(LogIdentity("bench"), path)
     writer.open_group("dp", range(4))
     handle = writer.enter("dp", "all_reduce")
     label, place = Label("qkv", 3), (1, 0, 2)
@@ -82,13 +82,16 @@ def writes_table(folder: Path) -> str:
         "- issued": lambda: writer.issued(handle),
         "- waited for": lambda: writer.begin_wait(handle),
         "- completed": lambda: writer.complete(handle),
+        "its times": lambda: writer.write_times(handle[2], 1.0, 1.0, 2.0, 0.5),
         "an action: start and end": lambda: writer.end_action(writer.begin_action("F", place)),
         "a phase": lambda: writer.set_phase(Phase.STEP),
         "a heartbeat": writer.beat,
-        "a read of the whole record": lambda: read_flight_record(path),
+        "a read of the whole record": lambda: read_state(path),
     }
     lines = [f"| {name} | {seconds(case) * 1e9:,.0f} |" for name, case in cases.items()]
-    return "\n".join([f"A record has {format_bytes(FILE_BYTES)}.", "", "| write | ns |", "|---|---:|", *lines, ""])
+    return "\n".join(
+        [f"A record has {format_bytes(log_bytes(CAPACITY))}.", "", "| write | ns |", "|---|---:|", *lines, ""]
+    )
 
 
 def seconds(case: Callable[[], object]) -> float:
@@ -102,7 +105,7 @@ def seconds(case: Callable[[], object]) -> float:
     return min(means)
 
 
-class NoRecord(FlightRecordWriter):
+class NoRecord(RankLog):
     """A flight record that is off: calls do nothing."""
 
     def enter(self, *_: Any, **__: Any) -> Handle:
@@ -126,6 +129,9 @@ class NoRecord(FlightRecordWriter):
     def end_action(self, number: int) -> None:
         pass
 
+    def write_times(self, number: int, issue: float, start: float, end: float, exposed: float) -> None:
+        pass
+
     def set_phase(self, phase: Phase) -> None:
         pass
 
@@ -144,7 +150,7 @@ class NoRecord(FlightRecordWriter):
         pass
 
 
-class CountingRecord(FlightRecordWriter):
+class CountingRecord(RankLog):
     """A flight record that counts its writes, by version."""
 
     @property
@@ -185,7 +191,7 @@ def rank_main(layout: Layout, steps: int) -> None:
     with without_automatic_gc():  # as in training: a collection would count in whichever step it hits
         for step in range(-4, 4 * -(-steps // 4)):
             recorded = ON_OFF[step % 4]
-            run.mesh.recorder.flight = on if recorded else off
+            run.mesh.recorder.log = on if recorded else off
             before, start = on.writes, time.process_time()
             batch = run.train_loader.batch(run.progress.samples)
             train_step(run, batch)

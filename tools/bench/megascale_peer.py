@@ -24,8 +24,8 @@ from megascale.comm import init
 from megascale.comm.totals import device_barrier
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank, rank_from_environment
-from megascale.data.loader import BatchShape, Loader
-from megascale.data.mixture import Sample
+from megascale.data.mix.loader import BatchShape, Loader
+from megascale.data.mix.samples import Sample, SampleSource
 from megascale.device import detect_device
 from megascale.train.build import build_mesh, build_rank_run
 from megascale.train.loop import train
@@ -35,7 +35,7 @@ from megascale.train.run import Run, StepResult
 from megascale.train.stop import StopRequest
 
 
-class PeerSamples:
+class PeerSamples(SampleSource):
     """Tokens of the peers' scripts: sample i is row i % batch of step i // batch."""
 
     def __init__(self, size: Size, steps: int, seed: int) -> None:
@@ -46,7 +46,7 @@ class PeerSamples:
 
     def __getitem__(self, index: int) -> Sample:
         ids = self._step(index // self._rows)[index % self._rows].numpy()
-        return Sample(ids[:-1], ids[1:], None)
+        return Sample(ids)
 
     def _draw(self, step: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(self._seed + step)

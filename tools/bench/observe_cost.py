@@ -2,7 +2,7 @@
 """The cost of all observation: a training step with and without it in turn (on, off, off, on, ...) in one job, so that
 both meet the same machine; and the CPU time of the process that collects, for a job of eight ranks.
 
-"On" is the record of every action and communication, the flight record, the event ring and the step's row. The share is
+"On" is the record of every action and communication in the rank's log, and the step's row. The share is
 a median of differences of CPU time, which does not count the other processes of a busy machine.
 """
 
@@ -23,10 +23,10 @@ from peer_run import Failure, output
 from peer_systems import ROOT, Layout, on_this_host
 
 from megascale.comm import init
-from megascale.core.event_ring import RingIdentity, open_event_ring
-from megascale.core.flight_writer import FlightIdentity, open_flight_record
 from megascale.core.rank import Rank, rank_from_environment
 from megascale.operate.store.rank_spread import FOLDER
+from megascale.record.layout import CAPACITY
+from megascale.record.log import LogIdentity, open_log
 
 COLLECTED_S = 60
 """Seconds in which the CPU time of the collecting process is measured."""
@@ -71,19 +71,18 @@ def rank_main(layout: Layout, steps: int) -> None:
     device = detect_device(rank.local_rank, allow_gpu=False)
     init.init_distributed(rank, device)
     folder = Path(tempfile.mkdtemp())
-    flight = open_flight_record(FlightIdentity("bench"), folder / "rank.flight")
-    ring = open_event_ring(folder / "rank.events", RingIdentity(rank.rank, layout.world, 0, {}))
+    log = open_log(LogIdentity("bench", rank.rank, layout.world), folder / "rank.flight", CAPACITY)
     config = configuration(layout, str(folder))
-    run = build_rank_run(config, build_mesh(config, rank, device, flight), device, StopRequest())
+    run = build_rank_run(config, build_mesh(config, rank, device, log), device, StopRequest())
     recorder, off, mark = run.mesh.recorder, NoRecord(), run.mesh.recorder.mark
     times: dict[str, list[float]] = {"on": [], "off": []}
     writes = 0
     with without_automatic_gc(), StepRows(run) as rows:  # a collection would count in whichever step it hits
         for step in range(-4, 4 * -(-steps // 4)):
             observed = ON_OFF[step % 4]
-            recorder.flight, recorder.ring = (flight, ring) if observed else (off, None)
+            recorder.log = log if observed else off
             recorder._enabled, recorder.mark = observed, mark if observed else lambda: 0.0
-            before, start = ring._count, time.process_time()
+            before, start = log._count, time.process_time()
             if observed:
                 rows.begin(run.progress.step + 1)
             result = train_step(run, run.train_loader.batch(run.progress.samples))
@@ -94,7 +93,7 @@ def rank_main(layout: Layout, steps: int) -> None:
                 rows._write()
             if step >= 0:
                 times["on" if observed else "off"].append(time.process_time() - start)
-                writes = max(writes, ring._count - before)
+                writes = max(writes, log._count - before)
     found = run.mesh.world.control.gather({"times": times, "writes": writes}, "times")
     if rank.rank == 0:
         print(json.dumps(found), flush=True)

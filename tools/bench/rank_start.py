@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from megascale.core.flight_files import remove_left_records
+from megascale.record.log_files import remove_left_logs
 
 CONFIG = """
 name = "start"
@@ -69,7 +69,7 @@ def measure(code: str, tree: Path) -> tuple[float, ...]:
         env = os.environ | {"PYTHONPATH": str(tree.resolve()), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-c", REPORT + code]
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=True)
-    remove_left_records("start")  # of a rank that ended without a farewell
+    remove_left_logs("start")  # of a rank that ended without a farewell
     line = next(line for line in reversed(done.stdout.splitlines()) if line.startswith("used "))
     return tuple(map(float, line.split()[1:]))
 

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megascale.core.flight_layout import COLLECTIVE, EVENTS, RECEIVE, SEND, Phase
-from megascale.core.flight_record import FlightEvent, FlightRecord, GroupState, RankRuns, Wait
 from megascale.layout.stages import looped
 from megascale.layout.topology import Coord, Topology
+from megascale.record.layout import COLLECTIVE, NEWEST, RECEIVE, SEND, Phase
+from megascale.record.rank_state import FlightEvent, GroupState, RankRuns, RankState, Wait
 from megascale.schedule.dependencies import neighbours
 from megascale.schedule.interleaved import interleaved_1f1b
 from megascale.schedule.ir import Action, Kind, build_schedule
@@ -206,7 +206,7 @@ class _Rank:
     known: dict[str, int] = field(default_factory=dict)  # completed, as the host of a device knows
     pending: dict[tuple, tuple[str, int]] = field(default_factory=dict)
     wait: Wait | None = None
-    events: deque[tuple] = field(default_factory=lambda: deque(maxlen=EVENTS))
+    events: deque[tuple] = field(default_factory=lambda: deque(maxlen=NEWEST))
 
     @property
     def step(self) -> int:
@@ -244,7 +244,7 @@ class HangingWorld:
         letters = {"stop": "T", "lock": "R", "sleep": "S"}
         return {r.number: letters.get(self.fault.kind, "S") if self._hangs(r) else "S" for r in self._ranks}
 
-    def records(self, events: int = EVENTS) -> dict[int, FlightRecord]:
+    def records(self, events: int = NEWEST) -> dict[int, RankState]:
         """The records of all ranks, with their newest `events`."""
         now = time.monotonic_ns()
         return {rank.number: self._record(rank, now, events) for rank in self._ranks}
@@ -253,7 +253,7 @@ class HangingWorld:
         hang = self.fault.kind in ("stop", "lock", "sleep", "hang", "issue")
         return hang and rank.number == self.fault.rank and rank.at == self.fault.call
 
-    def _record(self, rank: _Rank, now: int, events: int) -> FlightRecord:
+    def _record(self, rank: _Rank, now: int, events: int) -> RankState:
         silent = self._hangs(rank) and self.fault.kind in ("stop", "lock", "sleep")
         completed = rank.known if self._device else rank.completed
         groups = {
@@ -263,7 +263,7 @@ class HangingWorld:
         last = tuple(FlightEvent(*event) for event in list(rank.events)[-events:])
         at_data = rank.at < len(rank.calls) and rank.calls[rank.at][1].name == "data"
         beat, phase = now - (int(5e9) if silent else 0), Phase.DATA if at_data else Phase.STEP
-        return FlightRecord(
+        return RankState(
             "test", rank.number, len(self._ranks), 1, 0, 0.0, rank.at, beat, now - int(4e9), now, phase, now, rank.step,
             0.1, {}, groups, rank.wait, (), last,
         )  # fmt: skip

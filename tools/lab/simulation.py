@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megascale.config.fault import FaultConfig
-from megascale.core.flight_record import FlightRecord
 from megascale.operate.channel.messages import (
     AgentMessage,
     Collect,
@@ -34,6 +33,7 @@ from megascale.operate.driver.commands import Command, Exclude, Finish, Request,
 from megascale.operate.driver.incidents import JobHistory
 from megascale.operate.driver.job import Job
 from megascale.operate.driver.job_state import JobPlan
+from megascale.record.rank_state import RankState
 
 TICK_S = 0.5
 """Seconds between looks of the driver at deadlines, while a fault is dealt with."""
@@ -282,5 +282,5 @@ class Simulation:
         name = attempt.node_of.get(rank) if attempt is not None else None
         return self.nodes.get(name) if name else None
 
-    def _hang_verdict(self, records: Mapping[int, FlightRecord], states: Mapping[int, str]) -> Verdict:
+    def _hang_verdict(self, records: Mapping[int, RankState], states: Mapping[int, str]) -> Verdict:
         return self.verdict

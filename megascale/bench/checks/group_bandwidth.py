@@ -23,7 +23,7 @@ from megascale.core.rank import Rank
 from megascale.device import Device
 from megascale.layout.topology import Topology
 from megascale.operate.health.checks.result import CheckResult
-from megascale.trace.recorder import Recorder
+from megascale.record.recorder import Recorder
 
 CPU_BYTES, GPU_BYTES = 4 << 20, 256 << 20
 """Bytes of a rank's tensor."""

@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-Part = tuple[int, int]
-"""Tokens [start, stop) of a sequence."""
+from megascale.layout.sequence_shard import Spans, TokenSpan, count
 
 
-class Microbatch(NamedTuple):
-    """A micro-batch of the ranks from `first` on, `ranks` of them: a ring, with one sequence, or 1 with a pack."""
+class PlannedBatch(NamedTuple):
+    """A micro-batch of ranks `first` to `first` + `ranks` - 1: one sequence shared by a ring, or a pack of whole
+    sequences on one rank.
+    """
 
     sequences: tuple[int, ...]
     first: int
@@ -34,11 +35,11 @@ class HybridPlan:
     lengths: tuple[int, ...]
     max_tokens: int
     balance: str
-    microbatches: tuple[tuple[Microbatch, ...], ...]
+    microbatches: tuple[tuple[PlannedBatch, ...], ...]
     makespan: float
     bound: float
 
-    def parts(self, rank: int) -> Iterator[list[tuple[int, tuple[Part, ...]]]]:
+    def parts(self, rank: int) -> Iterator[list[tuple[int, Spans]]]:
         """List the sequences of every micro-batch of a rank with the rank's tokens in them."""
         for sequences, first, ranks in self.microbatches[rank]:
             yield [(i, ring_parts(self.lengths[i], ranks)[rank - first]) for i in sequences]
@@ -51,7 +52,7 @@ class HybridPlan:
         ]
 
     @property
-    def rings(self) -> tuple[Microbatch, ...]:
+    def rings(self) -> tuple[PlannedBatch, ...]:
         """The rings of the step."""
         found = (batch for rank, batches in enumerate(self.microbatches) for batch in batches if batch.first == rank)
         return tuple(batch for batch in found if batch.ranks > 1)
@@ -67,16 +68,16 @@ class HybridPlan:
         return tuple(sum(self.tokens(rank)) for rank in range(len(self.microbatches)))
 
 
-def ring_parts(length: int, ranks: int) -> tuple[tuple[Part, ...], ...]:
+def ring_parts(length: int, ranks: int) -> tuple[Spans, ...]:
     """Split a sequence over a ring: rank i has the i-th piece from the head and the i-th from the tail, for equal work
     under a causal mask. Ranks differ by one token at most.
     """
     if ranks == 1:
-        return (((0, length),),)
-    parts, head, tail = list[tuple[Part, ...]](), 0, length
+        return ((TokenSpan(0, length),),)
+    parts, head, tail = list[Spans](), 0, length
     for index in range(ranks):
         share = _share(length, ranks, index)
-        parts.append(((head, head + share - share // 2), (tail - share // 2, tail)))
+        parts.append((TokenSpan(head, head + share - share // 2), TokenSpan(tail - share // 2, tail)))
         head, tail = head + share - share // 2, tail - share // 2
     return tuple(parts)
 
@@ -91,10 +92,10 @@ def check_plan(plan: HybridPlan) -> None:
 
     Raises: ValueError
     """
-    seen = dict[int, list[Part]]()
+    seen = dict[int, list[TokenSpan]]()
     for rank, batches in enumerate(plan.microbatches):
         for index, (batch, held) in enumerate(zip(batches, plan.parts(rank), strict=True)):
-            tokens = sum(stop - start for _, parts in held for start, stop in parts)
+            tokens = sum(count(parts) for _, parts in held)
             if not 0 < tokens <= plan.max_tokens:
                 raise ValueError(
                     f"rank {rank}: micro-batch {index} has {tokens} tokens, the limit is {plan.max_tokens}"
@@ -107,7 +108,7 @@ def check_plan(plan: HybridPlan) -> None:
                     raise ValueError(f"sequence {i} of {plan.lengths[i]} tokens fits a rank, and is in a ring")
                 seen.setdefault(i, []).extend(parts)
     for i, length in enumerate(plan.lengths):
-        found = sorted(part for part in seen.get(i, []) if part[1] > part[0])
+        found = sorted(part for part in seen.get(i, []) if part.size)
         ends = [0, *(stop for _, stop in found)]
         if [start for start, _ in found] != ends[:-1] or ends[-1] != length:
             raise ValueError(f"sequence {i}: the parts {found} are not its {length} tokens, each once")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from megascale.core.errors import DataError
 from megascale.layout.hybrid.balance import Packs, balance_by_dp, balance_by_pp
-from megascale.layout.hybrid.plan import HybridPlan, Microbatch
+from megascale.layout.hybrid.plan import HybridPlan, PlannedBatch
 from megascale.layout.hybrid.rings import Rings, place_rings
 from megascale.layout.hybrid.sequence_work import SequenceWork
 
@@ -90,16 +90,16 @@ def check_lengths(lengths: Sequence[int], pool: int, max_tokens: int) -> None:
         raise DataError(what, hint=f"use {-(-longest // max_tokens)} ranks, or more tokens per rank")
 
 
-def _microbatches(rings: Rings, packs: Packs) -> tuple[tuple[Microbatch, ...], ...]:
+def _microbatches(rings: Rings, packs: Packs) -> tuple[tuple[PlannedBatch, ...], ...]:
     """List the micro-batches of every rank: its rings, then its packs."""
-    batches: list[list[Microbatch]] = [[] for _ in rings.ready]
+    batches: list[list[PlannedBatch]] = [[] for _ in rings.ready]
     for row in rings.rows:
         first = 0
         for ring in row:
-            batch = Microbatch((ring.sequence,), first, ring.ranks)
+            batch = PlannedBatch((ring.sequence,), first, ring.ranks)
             for rank in range(first, first + ring.ranks):
                 batches[rank].append(batch)
             first += ring.ranks
     for rank, own in enumerate(packs.packs):
-        batches[rank] += [Microbatch(pack, rank) for pack in own]
+        batches[rank] += [PlannedBatch(pack, rank) for pack in own]
     return tuple(map(tuple, batches))

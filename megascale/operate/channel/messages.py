@@ -19,8 +19,8 @@ from typing import Any, ClassVar, get_args
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megascale.core.errors import Exit
-from megascale.core.flight_record import LAST_EVENTS
 from megascale.core.run_folder import RunFolder
+from megascale.record.rank_state import LAST_EVENTS
 
 
 class MessageError(ValueError):
@@ -141,7 +141,7 @@ class StoreOpened(_Checked):
 
 @dataclass(frozen=True)
 class Records(_Checked):
-    """Flight records of the node's ranks, by rank, as `FlightRecord.to_dict`. `states`: letters of /proc/PID/stat."""
+    """Flight records of the node's ranks, by rank, as `RankState.to_dict`. `states`: letters of /proc/PID/stat."""
 
     attempt: int
     records: Mapping[int, dict[str, Any]]

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from megascale.core.flight_record import FlightRecord, FlightRecordError
 from megascale.operate.channel.messages import RankEnd, RankStatus
 from megascale.operate.diagnose.hang.hang import Verdict
 from megascale.operate.driver.classify import (
@@ -22,6 +21,7 @@ from megascale.operate.driver.classify import (
 )
 from megascale.operate.driver.roster import Roster, node_by_rank
 from megascale.operate.driver.watch import STOPPED_STATES, ProgressWatch
+from megascale.record.rank_state import LogError, RankState
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Attempt:
     stuck: set[str] = field(default_factory=set)
     answered: set[str] = field(default_factory=set)
     compared: bool = False
-    records: dict[int, FlightRecord] = field(default_factory=dict)
+    records: dict[int, RankState] = field(default_factory=dict)
     states: dict[int, str] = field(default_factory=dict)
     stacks: dict[int, str] = field(default_factory=dict)
     processes: Mapping[int, int] = field(default_factory=dict)
@@ -137,8 +137,8 @@ class Attempt:
         self.states.update(states)
         for rank, values in records.items():
             try:
-                self.records[rank] = FlightRecord.from_dict(values)
-            except FlightRecordError:
+                self.records[rank] = RankState.from_dict(values)
+            except LogError:
                 continue
 
     def forget_answers(self) -> None:

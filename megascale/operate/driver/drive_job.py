@@ -9,7 +9,6 @@ from pathlib import Path
 
 from megascale.config.run import RunConfig
 from megascale.core.errors import Exit, MegascaleError
-from megascale.core.live_file import LIVE_FILE, LiveFile
 from megascale.core.run_folder import RunFolder
 from megascale.core.stored_copies import copies_notice
 from megascale.operate.channel.driver_server import DriverServer
@@ -27,6 +26,7 @@ from megascale.operate.driver.roster import format_nodes
 from megascale.operate.driver.scheduler.port import Scheduler
 from megascale.operate.print_line import print_line
 from megascale.operate.store.exporter import DRIVER, MetricsEndpoint, exporting
+from megascale.record.live_file import LIVE_FILE, LiveFile
 
 REST_S = 5.0
 """Seconds at the end of a job in which its log may become writable."""

@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from megascale.config.fault import FaultConfig
-from megascale.core.flight_record import FlightRecord
 from megascale.operate.channel.messages import (
     AgentMessage,
     Heartbeat,
@@ -40,6 +39,7 @@ from megascale.operate.driver.commands import Command, Exclude, Request, Say, Se
 from megascale.operate.driver.incidents import JobHistory
 from megascale.operate.driver.job_state import JobPlan, JobState, Stage
 from megascale.operate.driver.roster import format_nodes
+from megascale.record.rank_state import RankState
 
 START_S = 5.0
 """Seconds after an order to start ranks in which a heartbeat without ranks may be older than the order."""
@@ -65,7 +65,7 @@ class Job(JobState):
         plan: JobPlan,
         settings: FaultConfig,
         history: JobHistory,
-        hang_verdict: Callable[[Mapping[int, FlightRecord], Mapping[int, str]], Verdict],
+        hang_verdict: Callable[[Mapping[int, RankState], Mapping[int, str]], Verdict],
         now: float,
     ) -> None:
         super().__init__(plan, settings, history, hang_verdict, now)

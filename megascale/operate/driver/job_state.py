@@ -8,7 +8,6 @@ from enum import StrEnum
 from typing import Any
 
 from megascale.config.fault import FaultConfig
-from megascale.core.flight_record import FlightRecord
 from megascale.operate.channel.messages import (
     Leave,
 )
@@ -18,6 +17,7 @@ from megascale.operate.driver.commands import Command, Exclude, Log, Request, Sa
 from megascale.operate.driver.incidents import Incident, JobHistory
 from megascale.operate.driver.roster import Roster, format_nodes
 from megascale.operate.driver.shrink import SmallerLayout
+from megascale.record.rank_state import RankState
 
 SETTLE_S = 0.5
 """Seconds after a failure in which an earlier failure may become known."""
@@ -92,7 +92,7 @@ class JobState:
         plan: JobPlan,
         settings: FaultConfig,
         history: JobHistory,
-        hang_verdict: Callable[[Mapping[int, FlightRecord], Mapping[int, str]], Verdict],
+        hang_verdict: Callable[[Mapping[int, RankState], Mapping[int, str]], Verdict],
         now: float,
     ) -> None:
         self.plan = plan.resumed(history)

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from megascale.core.flight_layout import Phase
-from megascale.core.live_file import EVERY_S, SHOWN_STATES, LiveFile, LiveRank, LiveState
 from megascale.operate.channel.messages import RankStatus
 from megascale.operate.driver.job import Job
 from megascale.operate.node.threads import call_in_thread
 from megascale.operate.print_line import print_line
+from megascale.record.layout import Phase
+from megascale.record.live_file import EVERY_S, SHOWN_STATES, LiveFile, LiveRank, LiveState
 
 FINISH_S = 1.0
 """Seconds that the end of the job waits for a file server."""

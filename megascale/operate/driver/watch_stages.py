@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megascale.core.errors import Exit
-from megascale.core.flight_layout import EVENTS
 from megascale.operate.channel.messages import (
     Collect,
     RankStatus,
@@ -26,6 +25,7 @@ from megascale.operate.driver.end_stages import (
 from megascale.operate.driver.job_state import SETTLE_S, JobState, Stage
 from megascale.operate.driver.roster import format_nodes
 from megascale.operate.driver.watch import ProgressWatch
+from megascale.record.layout import NEWEST
 
 RECONNECT_S = 2.0
 """Seconds that an agent whose ranks other ranks have lost has to connect again."""
@@ -126,7 +126,7 @@ def _ask_longer_records(job: JobState, ranks: Sequence[int], now: float) -> None
             by_node.setdefault(node, []).append(rank)
     for node, asked in by_node.items():
         attempt.answered.discard(node)
-        job.do(Send(node, Collect(attempt.number, ranks=tuple(asked), events=EVENTS)))
+        job.do(Send(node, Collect(attempt.number, ranks=tuple(asked), events=NEWEST)))
     attempt.compared, job.verdict = True, None
     job.deadline = now + job.settings.evidence_s
 

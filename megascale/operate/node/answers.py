@@ -7,13 +7,13 @@ import contextlib
 from collections.abc import Mapping
 
 from megascale.core.errors import MegascaleError
-from megascale.core.flight_files import process_states
 from megascale.core.process import process_facts
 from megascale.operate.channel.messages import Check, CheckDone, Collect, Records, Stacks
 from megascale.operate.health.checks.runner import run_check
 from megascale.operate.node.ranks import Ranks
 from megascale.operate.node.stacks import STACK_S, stack_of
 from megascale.operate.node.threads import call_in_thread
+from megascale.record.log_files import process_states
 
 STACKS_AT_ONCE = 2
 """Stacks that are taken at the same time: each takes a core for a moment."""

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megascale.core.errors import Exit
-from megascale.core.flight_layout import Phase
-from megascale.core.flight_reader import read_flight_record
-from megascale.core.flight_record import FlightRecord, FlightRecordError
-from megascale.core.live_file import EVERY_S, SHOWN_STATES, LiveFile, LiveRank, LiveState
 from megascale.core.process import process_state
 from megascale.operate.node.workers import Worker
+from megascale.record.layout import Phase
+from megascale.record.live_file import EVERY_S, LiveFile, LiveRank, LiveState, live_rank
+from megascale.record.log_reader import read_state
+from megascale.record.rank_state import LogError
 
 JOIN_S = 1.0
 """Seconds that the end of the job waits for a file server."""
@@ -41,21 +41,13 @@ class LiveJob:
 
     def _rank(self, worker: Worker) -> LiveRank:
         record = None
-        with contextlib.suppress(OSError, FlightRecordError):
-            record = read_flight_record(self.records[worker.rank], head_only=True)
+        with contextlib.suppress(OSError, LogError):
+            record = read_state(self.records[worker.rank], head_only=True)
             self.attempt = record.attempt
         rank = live_rank(record, _state(worker))
         if worker.end is not None and worker.end.status in _IN_ORDER:
             return rank._replace(phase=str(Phase.DONE))
         return rank
-
-
-def live_rank(record: FlightRecord | None, state: str) -> LiveRank:
-    """Return the state of a rank with a flight record, or none yet, whose process has a letter in /proc."""
-    shown = state if state in SHOWN_STATES else ""
-    if record is None:
-        return LiveRank(state=shown)
-    return LiveRank(str(record.phase), record.step, int(record.idle_s), int(record.silent_s), shown)
 
 
 def _state(worker: Worker) -> str:

@@ -21,9 +21,6 @@ from types import FrameType
 from typing import Any
 
 from megascale.core.errors import ConfigError, Exit, MegascaleError, Problem
-from megascale.core.flight_files import flight_record_files, process_states, read_flight_records
-from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE, UNORDERED_SIGNAL, FlightRecord
-from megascale.core.live_file import LIVE_FILE
 from megascale.core.network import LOOPBACK, has_loopback, listen
 from megascale.core.process import STOP_ORDER, StopRequests, handling_stops
 from megascale.core.rank import format_ranks
@@ -32,6 +29,9 @@ from megascale.operate.node.failure import Failure, ProcessEnd, has_left_in_orde
 from megascale.operate.node.live_ranks import live_file
 from megascale.operate.node.workers import Launch, Worker, ending, remove_old_logs
 from megascale.operate.store.collector import Collector, collecting
+from megascale.record.live_file import LIVE_FILE
+from megascale.record.log_files import FLIGHT_RECORD_VARIABLE, log_files, process_states, read_states
+from megascale.record.rank_state import UNORDERED_SIGNAL, RankState
 
 SHUTDOWN_TIMEOUT_S = 10.0
 """Seconds that ranks have to end after a failure, before they are killed."""
@@ -45,7 +45,7 @@ _STOPPED = (Exit.STOPPED, Exit.INTERRUPTED, *(-n for n in (signal.SIGTERM, signa
 """Statuses of ranks that a stop ended before the first step, by an order or by the signal of which they got one too."""
 
 
-FindHung = Callable[[Mapping[int, FlightRecord], Mapping[int, str]], tuple[int, str] | None]
+FindHung = Callable[[Mapping[int, RankState], Mapping[int, str]], tuple[int, str] | None]
 """Function (flight records, states of the processes that run): return the rank that hangs and the reason, or None."""
 
 
@@ -72,7 +72,7 @@ def run_local_ranks(
     remove_old_logs(logs)
     workers: list[Worker] = []
     forwarder = _SignalForwarder(workers)
-    with handling_stops(forwarder.forward), flight_record_files(logs.parent.name, range(world)) as records:
+    with handling_stops(forwarder.forward), log_files(logs.parent.name, range(world)) as records:
         with listen(LOOPBACK) as listener, secret_descriptor(new_secret()) as secret:
             store = ":".join(map(str, listener.getsockname()))
             env = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
@@ -118,7 +118,7 @@ def _explain_hang(
     failure: Failure, workers: Sequence[Worker], records: Mapping[int, Path], find_hung: FindHung
 ) -> Failure:
     """Return the failure of the rank that hangs, by the flight records; `failure` if they do not tell."""
-    found = read_flight_records(records)
+    found = read_states(records)
     running = {worker.rank for worker in workers if worker.ended() is None}
     states = process_states({rank: record for rank, record in found.items() if rank in running})
     hung = find_hung(found, states)
@@ -195,7 +195,7 @@ def _report_stop(forwarder: _SignalForwarder, logs: Path) -> int:
 
 def _name_unordered(records: Mapping[int, Path]) -> None:
     """Name the ranks that have stopped the job, each at a signal that this launcher did not get."""
-    for rank, record in read_flight_records(records).items():
+    for rank, record in read_states(records).items():
         if number := record.totals.get(UNORDERED_SIGNAL):
             name = signal.Signals(int(number)).name
             _print(f"megascale: the job has stopped because rank {rank} received {name}, which nobody of the job sent")

@@ -13,15 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megascale.core.errors import MegascaleError
-from megascale.core.flight_files import remove_left_records, remove_record
-from megascale.core.flight_reader import read_flight_record
-from megascale.core.flight_record import (
-    ATTEMPT_VARIABLE,
-    FLIGHT_RECORD_VARIABLE,
-    FlightRecord,
-    FlightRecordError,
-    flight_record_path,
-)
 from megascale.core.limits import os_error_hint
 from megascale.core.network import is_loopback
 from megascale.core.rank import NODE_VARIABLE
@@ -35,6 +26,9 @@ from megascale.operate.node.ranks import call_at_end, rank_status
 from megascale.operate.node.standby_process import StandbyProcess
 from megascale.operate.node.threads import call_in_thread
 from megascale.operate.node.workers import Launch, Worker, ending
+from megascale.record.log_files import ATTEMPT_VARIABLE, FLIGHT_RECORD_VARIABLE, log_path, remove_left_logs, remove_log
+from megascale.record.log_reader import read_state
+from megascale.record.rank_state import LogError, RankState
 
 LOG_NAME = "rank-{}.log"
 """Name of the file of a rank's output, in the attempt's folder of logs."""
@@ -61,7 +55,7 @@ class _LocalRank:
     record_path: Path
     oom_kills: OomKills
     started: float
-    record: FlightRecord | None = None
+    record: RankState | None = None
 
 
 class NodeRanks:
@@ -124,7 +118,7 @@ class NodeRanks:
 
     def _start_all(self, listener: socket.socket | None, standby: list[StandbyProcess]) -> None:
         order = self.order
-        remove_left_records(records_name(order.run, self._node))
+        remove_left_logs(records_name(order.run, self._node))
         token = order.folder.token if order.folder else ""
         env = {NODE_VARIABLE: self._node, ATTEMPT_VARIABLE: str(order.attempt), TOKEN_VARIABLE: token, **order.env}
         if is_loopback(order.store.rpartition(":")[0]):
@@ -132,7 +126,7 @@ class NodeRanks:
         launch = Launch(order.arguments, order.world, order.ranks, order.store, self._secret, self._logs, env)
         start_ns = time.time_ns()
         for rank in order.ranks:
-            path = flight_record_path(records_name(order.run, self._node), start_ns, rank)
+            path = log_path(records_name(order.run, self._node), start_ns, rank)
             try:
                 worker = self._start(launch, rank, path, listener if rank == 0 else None, standby)
             except MegascaleError as error:
@@ -178,8 +172,8 @@ class NodeRanks:
     def _step(self, rank: int) -> int:
         """Return the last step that a rank had begun, 0 before the first."""
         local = self._ranks[rank]
-        with contextlib.suppress(FlightRecordError, OSError):
-            local.record = read_flight_record(local.record_path, head_only=True)
+        with contextlib.suppress(LogError, OSError):
+            local.record = read_state(local.record_path, head_only=True)
         return local.record.step if local.record is not None else 0
 
     def _add_end(self, end: RankEnd) -> None:
@@ -202,20 +196,20 @@ class NodeRanks:
             local = self._ranks[rank]
             self._look_for_end(rank)
             local.oom_kills.follow()
-            with contextlib.suppress(FlightRecordError, OSError):
-                local.record = read_flight_record(local.record_path, head_only=True)
+            with contextlib.suppress(LogError, OSError):
+                local.record = read_state(local.record_path, head_only=True)
 
     def statuses(self) -> tuple[RankStatus, ...]:
         """Return the states of the running ranks, as of the last `poll`."""
         found = ((rank, self._ranks[rank]) for rank in self.running)
         return tuple(rank_status(rank, one.worker.process.pid, one.record, one.started) for rank, one in found)
 
-    def records(self, ranks: Sequence[int] | None = None) -> dict[int, FlightRecord]:
+    def records(self, ranks: Sequence[int] | None = None) -> dict[int, RankState]:
         """Read the flight records of ranks, by default of all, also of those that have ended."""
         found = {}
         for rank in self._ranks if ranks is None else ranks:
-            with contextlib.suppress(FlightRecordError, OSError, KeyError):
-                found[rank] = read_flight_record(self._ranks[rank].record_path)
+            with contextlib.suppress(LogError, OSError, KeyError):
+                found[rank] = read_state(self._ranks[rank].record_path)
         return found
 
     def processes(self, ranks: Sequence[int] | None = None) -> dict[int, int]:
@@ -237,7 +231,7 @@ class NodeRanks:
     def close(self) -> None:
         """Remove the flight records."""
         for local in self._ranks.values():
-            remove_record(local.record_path)
+            remove_log(local.record_path)
 
 
 def _unusable(logs: Path, error: OSError | RuntimeError) -> MegascaleError:
@@ -254,4 +248,4 @@ def records_name(run: str, node: str) -> str:
 
 def remove_lost_records(run: str) -> None:
     """Remove the flight records of ended ranks of all nodes on this host: a lost node has not removed its own."""
-    remove_left_records(records_name(run, ""), nodes="*")
+    remove_left_logs(records_name(run, ""), nodes="*")

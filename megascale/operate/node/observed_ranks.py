@@ -8,39 +8,33 @@ launcher has named. Else only the end is known.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megascale.core.flight_layout import Phase
-from megascale.core.flight_reader import read_flight_record, read_open_record
-from megascale.core.flight_record import FlightRecord, FlightRecordError, flight_record_path, folder_key
 from megascale.core.process import process_exists, status_of_ended
-from megascale.core.shared_file import open_for_reading
 from megascale.operate.channel.messages import RankEnd, RankStatus
 from megascale.operate.node.failure import error_file_of
 from megascale.operate.node.rank_ends import describe_end
 from megascale.operate.node.ranks import call_at_end, rank_status
+from megascale.record.layout import Phase
+from megascale.record.log_files import find_logs, folder_key
+from megascale.record.log_reader import LogReader
+from megascale.record.rank_state import LogError, RankState
 
 
 @dataclass
 class _Observed:
-    """A rank. `descriptor`: of its record, open because a rank removes the file as it ends; `record`: the head when it
-    was last read; `error_file`: in which the rank may write its end.
+    """A rank. `log`: open, because a rank removes the file as it ends; `record`: the head when it was last read;
+    `error_file`: in which the rank may write its end.
     """
 
     path: Path
-    descriptor: int
-    record: FlightRecord
+    log: LogReader
+    record: RankState
     error_file: Path | None
     found: float
-
-    def read(self) -> None:
-        """Read the head of the record."""
-        with contextlib.suppress(FlightRecordError, OSError):
-            self.record = read_open_record(self.descriptor, str(self.path), head_only=True)
 
 
 class ObservedRanks:
@@ -56,8 +50,7 @@ class ObservedRanks:
         self._key = folder_key(folder)
         self._on_end = on_end
         self._ranks: dict[int, _Observed] = {}
-        pattern = flight_record_path(folder.name, 0, 0)
-        self._folder, self._pattern = pattern.parent, pattern.name.replace("-0-00000.", "-*-*.")
+        self._run = folder.name
 
     @property
     def running(self) -> tuple[int, ...]:
@@ -67,38 +60,33 @@ class ObservedRanks:
     def poll(self) -> None:
         """Find ranks that have begun their records, and read the records of known ones."""
         known = {observed.path for observed in self._ranks.values()}
-        for path in sorted(set(self._folder.glob(self._pattern)) - known):
+        for path in sorted(set(find_logs(self._run)) - known):
             self._find(path)
         for rank in self.running:
             observed = self._ranks[rank]
-            observed.read()
+            observed.record = observed.log.state(head_only=True)
             if not process_exists(observed.record.pid):
                 self._end(rank, observed)
 
     def _find(self, path: Path) -> None:
         """Take up the rank of a record, unless its process has ended."""
         try:
-            record = read_flight_record(path, head_only=True)
-        except (FlightRecordError, OSError):
+            log = LogReader(path)
+            record = log.state(head_only=True)
+        except (LogError, OSError):
             return
         if record.folder != self._key:  # of another run of this name, or of "a-b" for "a"
             return
         earlier = self._ranks.get(record.rank)
         if not process_exists(record.pid) or (earlier is not None and earlier.record.start > record.start):
             return
-        try:
-            descriptor = open_for_reading(path)
-        except OSError:  # it has ended meanwhile
-            return
         if earlier is not None:  # the launcher has started the ranks again
-            if record.rank not in self.ends:
-                os.close(earlier.descriptor)
             self.attempt += 1
             self._ranks = {rank: self._ranks[rank] for rank in self.running}
             self.ends = {}
         self.world = record.world
         observed = self._ranks[record.rank] = _Observed(
-            path, descriptor, record, error_file_of(record.pid, record.rank), time.monotonic()
+            path, log, record, error_file_of(record.pid, record.rank), time.monotonic()
         )
         with contextlib.suppress(ProcessLookupError):
             call_at_end(record.pid, lambda: self._end(record.rank, observed))
@@ -106,8 +94,7 @@ class ObservedRanks:
     def _end(self, rank: int, observed: _Observed) -> None:
         if rank in self.ends or self._ranks.get(rank) is not observed:
             return
-        observed.read()  # its last words, which the last poll may have missed
-        os.close(observed.descriptor)
+        observed.record = observed.log.state(head_only=True)  # its last words, which the last poll may have missed
         record = observed.record
         status = status_of_ended(record.pid)
         status = record.exit_status if status is None else status
@@ -122,12 +109,12 @@ class ObservedRanks:
         found = ((rank, self._ranks[rank]) for rank in self.running)
         return tuple(rank_status(rank, one.record.pid, one.record, one.found) for rank, one in found)
 
-    def records(self, ranks: Sequence[int] | None = None) -> dict[int, FlightRecord]:
+    def records(self, ranks: Sequence[int] | None = None) -> dict[int, RankState]:
         """Read the flight records of ranks, by default of all."""
         found = {}
         for rank in self._ranks if ranks is None else ranks:
-            with contextlib.suppress(FlightRecordError, OSError, KeyError):
-                found[rank] = read_flight_record(self._ranks[rank].path)
+            with contextlib.suppress(KeyError):
+                found[rank] = self._ranks[rank].log.state()
         return found
 
     def processes(self, ranks: Sequence[int] | None = None) -> dict[int, int]:
@@ -144,5 +131,3 @@ class ObservedRanks:
         for rank, observed in self._ranks.items():
             if rank in self.ends:
                 observed.path.unlink(missing_ok=True)
-            else:
-                os.close(observed.descriptor)

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from megascale.core.flight_record import FlightRecord
 from megascale.core.process import process_facts
 from megascale.operate.channel.messages import RankEnd, RankStatus
+from megascale.record.rank_state import RankState
 
 
 class Ranks(Protocol):
@@ -30,7 +30,7 @@ class Ranks(Protocol):
     def statuses(self) -> tuple[RankStatus, ...]:
         """Return the states of the running ranks, as of the last `poll`."""
 
-    def records(self, ranks: Sequence[int] | None = None) -> dict[int, FlightRecord]:
+    def records(self, ranks: Sequence[int] | None = None) -> dict[int, RankState]:
         """Read the flight records of ranks, by default of all, also of those that have ended."""
 
     def processes(self, ranks: Sequence[int] | None = None) -> dict[int, int]:
@@ -43,7 +43,7 @@ class Ranks(Protocol):
         """Remove what the ranks leave behind in shared memory."""
 
 
-def rank_status(rank: int, pid: int, record: FlightRecord | None, started: float) -> RankStatus:
+def rank_status(rank: int, pid: int, record: RankState | None, started: float) -> RankStatus:
     """Return the state of a rank. `record`: the head of its flight record, None before it has begun; `started`: of the
     host's monotonic clock.
     """

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megascale.core.events import COMPUTE, Event, RankEvents
 from megascale.core.files import atomic_file
+from megascale.record.events import COMPUTE, Event, RankEvents
 
 FILE_START = b'{"displayTimeUnit":"ms","traceEvents":['
 """The first bytes of a timeline file."""

@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megascale.core.flight_layout import Phase
-from megascale.core.flight_record import SILENT_S, FlightEvent, FlightRecord
 from megascale.core.rank import format_ranks
 from megascale.core.run_folder import LOGS
 from megascale.core.units import format_duration
@@ -24,9 +22,11 @@ from megascale.operate.driver.incidents import Culprit
 from megascale.operate.health.observations import read_tail
 from megascale.operate.node.failure import read_records
 from megascale.operate.node.stacks import stack_of
-from megascale.operate.show.last_states import LastState, LastStates, StatesError, read_dumped_states
+from megascale.operate.show.last_states import SHARED, LastStates, StatesError, read_dumped_states
 from megascale.operate.show.run_view import RunView, standstill_limit_s, step_limit_s
 from megascale.operate.store.settings import StoreSettings
+from megascale.record.layout import Phase
+from megascale.record.rank_state import SILENT_S, FlightEvent, RankState
 
 Condition = Literal["hangs", "makes progress", "has ended", "is out of sight", "unknown"]
 """Conditions of a run. By the dumps of torch's flight recorder alone a run hangs without a verdict. Out of sight: old
@@ -53,7 +53,7 @@ class CulpritFacts:
     """
 
     rank: int
-    state: LastState | None
+    state: RankState | None
     events: tuple[FlightEvent, ...] = ()
     stack: str = ""
     log: Path | None = None
@@ -95,10 +95,9 @@ def diagnose(view: RunView, states: LastStates, read_stack: Callable[[int], str]
     Raises: StatesError if neither states nor dumps tell anything
     """
     recorder, suspected = _recorder(view.folder)
-    errors = [] if view.is_live else _errors(view, states.records.values())
+    errors = [] if view.is_live else _errors(view, states.by_rank.values())
     common = RunDiagnosis(view, states, "unknown", recorder=recorder, error=_first(errors), notes=states.notes)
-    at_work = [state for state in states.by_rank.values() if state.record.phase is not Phase.DONE]
-    working = [state.record for state in at_work]
+    working = [state for state in states.by_rank.values() if state.phase is not Phase.DONE]
     if view.status == 0 or (states.by_rank and not working):
         return replace(common, condition="has ended")
     if not working:
@@ -111,7 +110,7 @@ def diagnose(view: RunView, states: LastStates, read_stack: Callable[[int], str]
     step_s = step_limit_s(working, view.config, view.curves)
     limit_s = standstill_limit_s({str(record.phase) for record in working}, view.config, step_s)
     idle_s = min(record.idle_s for record in working)
-    if view.is_live and not all(state.is_local for state in states.by_rank.values()):
+    if view.is_live and not all(state.source == SHARED for state in states.by_rank.values()):
         idle_s = float(view.states.idle_s)  # newer than the store
     common = replace(common, idle_s=idle_s, limit_s=limit_s)
     if idle_s >= limit_s or (not view.is_live and (suspected or _ended_by_timeout(errors))):
@@ -119,7 +118,7 @@ def diagnose(view: RunView, states: LastStates, read_stack: Callable[[int], str]
     if view.has_ended or errors:
         return replace(common, condition="has ended")
     slow = tuple(record.rank for record in working if record.idle_s >= limit_s)
-    common = replace(common, age_s=0.0 if view.is_live else min(state.age_s for state in at_work))
+    common = replace(common, age_s=0.0 if view.is_live else min(state.age_s for state in working))
     if common.age_s > RECENT_INTERVALS * _interval_s(view):
         return replace(common, condition="is out of sight")
     return replace(common, condition="makes progress", slow_ranks=slow)
@@ -129,7 +128,7 @@ def _interval_s(view: RunView) -> float:
     return view.config.observe.store_interval_s if view.config is not None else StoreSettings.interval_s
 
 
-def _errors(view: RunView, records: Iterable[FlightRecord]) -> list[Mapping[str, Any]]:
+def _errors(view: RunView, records: Iterable[RankState]) -> list[Mapping[str, Any]]:
     """Return the errors with which ranks ended, the earliest first; without files that cannot be read. `records`: the
     last of the ranks; errors from before their start are those of earlier ranks.
     """
@@ -166,7 +165,7 @@ def _nothing_known(view: RunView, states: LastStates) -> StatesError:
 
 def _hang(common: RunDiagnosis, read_stack: Callable[[int], str]) -> RunDiagnosis:
     view, states = common.view, common.states
-    records = states.records
+    records = states.by_rank
     verdict = hang_verdict(records, states.letters)
     sets = waiting_sets(wait_graph(records))
     far = distances(sets, verdict.ranks)
@@ -191,7 +190,7 @@ def _what(verdict: Verdict, states: LastStates) -> str:
     if verdict.kind == "locked" and verdict.confident and verdict.ranks[0] not in states.letters:
         rank = verdict.ranks[0]
         nodes = (states.nodes[rank],) if rank in states.nodes else ()
-        silent_s = states.by_rank[rank].record.silent_s
+        silent_s = states.by_rank[rank].silent_s
         if silent_s > SILENT_S:
             why = "it is stopped (SIGSTOP, a debugger or a frozen container), or code holds Python's lock"
             return f"{Culprit((rank,), nodes)} has had no heartbeat for {format_duration(silent_s)}: {why}"
@@ -210,8 +209,8 @@ def _old_states(view: RunView, states: LastStates, idle_s: float) -> list[str]:
 
 def _facts(view: RunView, rank: int, states: LastStates, read_stack: Callable[[int], str]) -> CulpritFacts:
     state = states.by_rank.get(rank)
-    events = state.record.last[-MOST_EVENTS:] if state is not None else ()
-    stack = read_stack(state.record.pid) if state is not None and state.is_local else ""
+    events = state.last[-MOST_EVENTS:] if state is not None else ()
+    stack = read_stack(state.pid) if state is not None and state.source == SHARED else ""
     for folder in _log_folders(view):
         if output := read_tail(folder / f"rank-{rank}.log"):
             return CulpritFacts(rank, state, events, stack, folder / f"rank-{rank}.log", tuple(output[-LOG_LINES:]))

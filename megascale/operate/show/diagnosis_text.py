@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megascale.core.flight_record import FlightEvent
 from megascale.core.rank import format_ranks
 from megascale.core.units import format_duration
 from megascale.operate.show.diagnosis import CulpritFacts, RunDiagnosis, nodes_of
-from megascale.operate.show.last_states import DUMPED, LastState
+from megascale.operate.show.last_states import DUMPED
+from megascale.record.rank_state import FlightEvent, RankState
 
 MOST_SETS = 16
 """Most rows of the table of waits."""
@@ -93,7 +93,7 @@ def _ended(found: RunDiagnosis) -> str:
 
 def _step(found: RunDiagnosis) -> str:
     total = f" of {found.view.steps:,}" if found.view.steps else ""
-    step = max((record.step for record in found.states.records.values()), default=0) or found.view.step
+    step = max((record.step for record in found.states.by_rank.values()), default=0) or found.view.step
     return f"{step:,}{total}"
 
 
@@ -149,12 +149,11 @@ def _culprit(culprit: CulpritFacts) -> Iterator[str]:
     elif state.source == DUMPED:
         yield f"its dump{f' on {state.node}' if state.node else ''} has no operation of the last {_idle(state)}"
     else:
-        record = state.record
         letter = f", in state {state.letter}" if state.letter else ""
-        yield f"process {record.pid}{f' on {state.node}' if state.node else ''}{letter}"
-        since = format_duration((record.read_ns - record.phase_since_ns) / 1e9)
-        silent = f"last heartbeat {record.silent_s:.1f} s before it was seen"
-        yield f"phase {record.phase} for {since}, step {record.step}; {silent}"
+        yield f"process {state.pid}{f' on {state.node}' if state.node else ''}{letter}"
+        since = format_duration((state.read_ns - state.phase_since_ns) / 1e9)
+        silent = f"last heartbeat {state.silent_s:.1f} s before it was seen"
+        yield f"phase {state.phase} for {since}, step {state.step}; {silent}"
     if culprit.events:
         yield "last events:"
         yield from (f"  {_event(event)}" for event in culprit.events)
@@ -166,8 +165,8 @@ def _culprit(culprit: CulpritFacts) -> Iterator[str]:
         yield from (f"  {line}" for line in culprit.output)
 
 
-def _idle(state: LastState) -> str:
-    return format_duration(state.record.idle_s)
+def _idle(state: RankState) -> str:
+    return format_duration(state.idle_s)
 
 
 def _first_thread(stack: str) -> list[str]:
@@ -226,8 +225,8 @@ def diagnosis_json(found: RunDiagnosis) -> dict[str, Any]:
 def _culprit_json(culprit: CulpritFacts) -> dict[str, Any]:
     state = culprit.state
     seen = {} if state is None else {
-        "pid": state.record.pid, "node": state.node, "letter": state.letter, "phase": str(state.record.phase),
-        "step": state.record.step, "idle_s": state.record.idle_s, "silent_s": state.record.silent_s,
+        "pid": state.pid, "node": state.node, "letter": state.letter, "phase": str(state.phase),
+        "step": state.step, "idle_s": state.idle_s, "silent_s": state.silent_s,
     }  # fmt: skip
     return {
         "rank": culprit.rank, **seen, "events": [_event(event) for event in culprit.events], "stack": culprit.stack,

@@ -13,15 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megascale.core.errors import Exit, MegascaleError
-from megascale.core.flight_files import process_states
-from megascale.core.flight_record import FlightRecord, FlightRecordError
 from megascale.core.rank import format_ranks
 from megascale.operate.diagnose.hang.dumped_records import read_dumped_records
-from megascale.operate.diagnose.hang.flight import DUMP_FOLDER, dump_hosts
-from megascale.operate.show.rank_states import local_records
+from megascale.operate.diagnose.hang.flight import DUMP_FOLDER
 from megascale.operate.show.run_view import RunView
 from megascale.operate.store.query import StoreError, fetch
 from megascale.operate.store.reading import read_store
+from megascale.record.log_files import local_states, process_states
+from megascale.record.rank_state import LogError, RankState
 
 SHARED, STORED, DUMPED = "shared memory of this host", "event store", "dumps of torch's flight recorder"
 """Where a state was found."""
@@ -41,34 +40,11 @@ class StatesError(MegascaleError):
 
 
 @dataclass(frozen=True)
-class LastState:
-    """A rank's flight record, read `age_s` seconds ago from `source`. `letter`: the process's state in /proc, "" if
-    unknown; `node`: "" if unknown.
-    """
-
-    record: FlightRecord
-    source: str
-    age_s: float = 0.0
-    letter: str = ""
-    node: str = ""
-
-    @property
-    def is_local(self) -> bool:
-        """True if the rank's process lives on this host."""
-        return self.source == SHARED
-
-
-@dataclass(frozen=True)
 class LastStates:
-    """The last states of the ranks of a run, by rank. `notes`: what could not be read."""
+    """The last states of the ranks of a run, by rank, each with its `source`. `notes`: what could not be read."""
 
-    by_rank: Mapping[int, LastState]
+    by_rank: Mapping[int, RankState]
     notes: tuple[str, ...] = ()
-
-    @property
-    def records(self) -> dict[int, FlightRecord]:
-        """The flight records, by rank."""
-        return {rank: state.record for rank, state in self.by_rank.items()}
 
     @property
     def letters(self) -> dict[int, str]:
@@ -90,9 +66,9 @@ class LastStates:
 
 def read_last_states(view: RunView, clock: Callable[[], float] = time.time) -> LastStates:
     """Return the last states of a run's ranks. Raises: StatesError for a store with damaged files or rows only"""
-    live = local_records(view.folder) if view.is_live else {}
+    live = local_states(view.folder) if view.is_live else {}
     letters = process_states(live)
-    found = {rank: LastState(record, SHARED, 0.0, letters.get(rank, "")) for rank, record in live.items()}
+    found = {rank: replace(state, source=SHARED, letter=letters.get(rank, "")) for rank, state in live.items()}
     notes: tuple[str, ...] = ()
     nodes: dict[int, str] = {}
     try:
@@ -102,8 +78,8 @@ def read_last_states(view: RunView, clock: Callable[[], float] = time.time) -> L
         notes = (f"without the event store: {error.message}",)
     stored, damaged = _parse(rows, view, clock()) if len(found) < view.world else ({}, [])
     if live:
-        attempt = max(record.attempt for record in live.values())
-        stored = {rank: state for rank, state in stored.items() if state.record.attempt == attempt}
+        attempt = max(state.attempt for state in live.values())
+        stored = {rank: state for rank, state in stored.items() if state.attempt == attempt}
     if damaged:
         what = f"the event store has no readable state of {format_ranks(damaged)}"
         if not (stored or found):
@@ -111,7 +87,7 @@ def read_last_states(view: RunView, clock: Callable[[], float] = time.time) -> L
         notes = (*notes, what)
     host = socket.gethostname()
     named = {
-        rank: replace(state, node=nodes.get(rank, host if state.is_local else ""))
+        rank: replace(state, node=nodes.get(rank, host if state.source == SHARED else ""))
         for rank, state in sorted((stored | found).items())
     }
     return LastStates(named, notes)
@@ -119,13 +95,12 @@ def read_last_states(view: RunView, clock: Callable[[], float] = time.time) -> L
 
 def read_dumped_states(view: RunView, clock: Callable[[], float] = time.time) -> LastStates:
     """Return the last states of a run's ranks from the dumps of torch's flight recorder; without them none."""
-    folder = view.folder / DUMP_FOLDER
-    records = read_dumped_records(folder, view.name, view.world)
-    hosts = dump_hosts(folder)
+    states = read_dumped_records(view.folder / DUMP_FOLDER, view.name, view.world)
+    now = clock()
     return LastStates(
         {
-            rank: LastState(record, DUMPED, max(0.0, clock() - record.read_ns / 1e9), "", hosts[rank])
-            for rank, record in records.items()
+            rank: replace(state, source=DUMPED, age_s=max(0.0, now - state.read_ns / 1e9))
+            for rank, state in states.items()
         }
     )
 
@@ -143,16 +118,16 @@ def _stored(view: RunView) -> tuple[dict[int, tuple[int, str]], dict[int, str], 
     return {rank: (at_ns, text) for rank, at_ns, text in rows}, dict(nodes), read.notes
 
 
-def _parse(rows: Mapping[int, tuple[int, Any]], view: RunView, now: float) -> tuple[dict[int, LastState], list[int]]:
+def _parse(rows: Mapping[int, tuple[int, Any]], view: RunView, now: float) -> tuple[dict[int, RankState], list[int]]:
     """Return the states in rows of the event store, and the ranks whose rows are damaged."""
     found, damaged = {}, []
     known = view.states.ranks if view.is_live or view.states.stale else ()
     for rank, (at_ns, text) in rows.items():
         try:
-            record = FlightRecord.from_dict(json.loads(text))
-        except (FlightRecordError, ValueError, TypeError):
+            state = RankState.from_dict(json.loads(text))
+        except (LogError, ValueError, TypeError):
             damaged.append(rank)
             continue
         letter = known[rank].state if rank < len(known) else ""
-        found[rank] = LastState(record, STORED, max(0.0, now - at_ns / 1e9), letter)
+        found[rank] = replace(state, source=STORED, age_s=max(0.0, now - at_ns / 1e9), letter=letter)
     return found, damaged

@@ -1,4 +1,4 @@
-"""Facts about one rank: its place, its flight record, how it ended, and the end of its output.
+"""Facts about one rank: its place, its state, how it ended, and the end of its output.
 
 - `read_rank_details`: all of them
 - `read_rank_stack`: the stack of its process, which takes a moment of a core
@@ -6,24 +6,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megascale.core.flight_record import FlightRecord, FlightRecordError
 from megascale.core.run_folder import LOGS
 from megascale.layout.chunks import stages_of
 from megascale.operate.driver.incidents import Incident
 from megascale.operate.health.observations import read_tail
 from megascale.operate.node.failure import ERROR_FILE_NAME, read_record
 from megascale.operate.node.stacks import stack_of
+from megascale.operate.show.last_states import SHARED, STORED
 from megascale.operate.show.neighbours import RankPlace, place_of
-from megascale.operate.show.rank_states import local_records
 from megascale.operate.show.run_view import RunView
 from megascale.operate.store.query import StoreError, fetch
 from megascale.operate.store.reading import read_store
+from megascale.record.log_files import local_states
+from megascale.record.rank_state import LogError, RankState
 
 if TYPE_CHECKING:
     import duckdb
@@ -34,13 +36,12 @@ MOST_LINES = 60
 
 @dataclass(frozen=True)
 class RankDetails:
-    """`record`: the newest flight record, with its `source`; None without one. `error`: the error with which the rank
-    ended, "" without one. `output`: the last lines of its log. `incidents`: in which it is a culprit.
+    """`state`: the newest, with its `source`; None without one. `error`: the error with which the rank ended, ""
+    without one. `output`: the last lines of its log. `incidents`: in which it is a culprit.
     """
 
     place: RankPlace
-    record: FlightRecord | None = None
-    source: str = ""
+    state: RankState | None = None
     error: str = ""
     log: Path | None = None
     output: tuple[str, ...] = ()
@@ -54,19 +55,19 @@ def read_rank_details(view: RunView, rank: int) -> RankDetails:
         place_of(view.topology, rank, placement),
         incidents=tuple(each for each in view.incidents if rank in each.culprit.ranks),
     )
-    record, source = _flight_record(view, rank)
+    state = _state(view, rank)
     error, log, output = "", None, list[str]()
     for folder in (view.folder / LOGS / f"attempt-{view.attempt}", view.folder / LOGS):
         error = error or _error(folder, rank)
         if not output and (lines := read_tail(folder / f"rank-{rank}.log")):
             log, output = folder / f"rank-{rank}.log", lines[-MOST_LINES:]
-    return replace(details, record=record, source=source, error=error, log=log, output=tuple(output))
+    return replace(details, state=state, error=error, log=log, output=tuple(output))
 
 
 def read_rank_stack(view: RunView, rank: int, read_stack: Callable[[int], str] = stack_of) -> str:
     """Return the stack of a rank's process, or why there is none. `read_stack`: of a process on this host."""
-    record = _local_record(view, rank)
-    return f"rank {rank} has no process on this host" if record is None else read_stack(record.pid)
+    state = _local_state(view, rank)
+    return f"rank {rank} has no process on this host" if state is None else read_stack(state.pid)
 
 
 def _error(logs: Path, rank: int) -> str:
@@ -77,26 +78,24 @@ def _error(logs: Path, rank: int) -> str:
         return ""
 
 
-def _local_record(view: RunView, rank: int) -> FlightRecord | None:
-    """Return the flight record of a rank whose process lives on this host."""
-    return local_records(view.folder).get(rank) if view.is_live else None
+def _local_state(view: RunView, rank: int) -> RankState | None:
+    """Return the state of a rank whose process lives on this host."""
+    return local_states(view.folder).get(rank) if view.is_live else None
 
 
-def _flight_record(view: RunView, rank: int) -> tuple[FlightRecord | None, str]:
-    """Return the newest flight record of a rank, and where it was found."""
-    if (record := _local_record(view, rank)) is not None:
-        return record, "shared memory of this host"
-    try:
-        reading = read_store(view.folder, lambda store: _stored_record(store, rank), tables=("states",))
-        return reading.value, "event store"
-    except StoreError:
-        return None, ""
+def _state(view: RunView, rank: int) -> RankState | None:
+    """Return the newest state of a rank, and where it was found."""
+    if (state := _local_state(view, rank)) is not None:
+        return replace(state, source=SHARED)
+    with contextlib.suppress(StoreError):
+        return read_store(view.folder, lambda store: _stored_state(store, rank), tables=("states",)).value
+    return None
 
 
-def _stored_record(store: duckdb.DuckDBPyConnection, rank: int) -> FlightRecord | None:
+def _stored_state(store: duckdb.DuckDBPyConnection, rank: int) -> RankState | None:
     rows = fetch(store, "SELECT record FROM states WHERE rank = ? ORDER BY time_ns DESC LIMIT 1", [rank])
     texts: Sequence[str] = rows["record"].tolist()
     try:
-        return FlightRecord.from_dict(json.loads(texts[0])) if texts else None
-    except (FlightRecordError, ValueError):
+        return replace(RankState.from_dict(json.loads(texts[0])), source=STORED) if texts else None
+    except (LogError, ValueError):
         return None

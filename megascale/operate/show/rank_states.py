@@ -6,19 +6,16 @@ ranks on this host are read.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megascale.core.flight_reader import read_flight_record
-from megascale.core.flight_record import SHARED_MEMORY, FlightRecord, FlightRecordError, folder_key
-from megascale.core.live_file import LIVE_FILE, SHOWN_STATES, LiveRank, LiveState, read_live_file
 from megascale.core.process import process_state
 from megascale.operate.driver.alerts import METRICS_FILE
+from megascale.record.live_file import LIVE_FILE, LiveRank, LiveState, live_rank, read_live_file
+from megascale.record.log_files import local_states
 
 STALE_S = 10.0
 """Seconds after the time of the next write from which a live file is said to be stale."""
@@ -68,12 +65,12 @@ class RankStatesReader:
             found = _from_live_file(live, self._age_s(live))
             if found.status is None and not found.stale:
                 return found
-        records = local_records(self._folder)
-        if not records:
+        states = local_states(self._folder)
+        if not states:
             return found
-        world = next(iter(records.values())).world
-        ranks = [_live_rank(records[rank]) if rank in records else LiveRank() for rank in range(world)]
-        return RankStates(ranks, attempt=max(r.attempt for r in records.values()), source="flight records")
+        world = next(iter(states.values())).world
+        ranks = [live_rank(states[n], _letter(states[n].pid)) if n in states else LiveRank() for n in range(world)]
+        return RankStates(ranks, attempt=max(state.attempt for state in states.values()), source="flight records")
 
     def _age_s(self, live: LiveState) -> float:
         now = self._clock()
@@ -97,24 +94,8 @@ def _from_live_file(live: LiveState, age_s: float) -> RankStates:
     return RankStates(live.ranks, age_s, live.attempt, "live file", live.stage, live.status, stale)
 
 
-def local_records(folder: Path) -> dict[int, FlightRecord]:
-    """Return the flight records of the ranks of a run that live on this host, by rank: the newest of each."""
-    key, found = folder_key(folder), dict[int, FlightRecord]()
-    for path in SHARED_MEMORY.glob(f"megascale-{os.geteuid()}-*.flight"):
-        with contextlib.suppress(OSError, FlightRecordError):
-            if path.lstat().st_uid != os.geteuid():
-                continue
-            record = read_flight_record(path)
-            if record.folder != key or not 0 <= record.rank < record.world or process_state(record.pid) == "Z":
-                continue
-            if record.rank not in found or found[record.rank].start < record.start:
-                found[record.rank] = record
-    return found
-
-
-def _live_rank(record: FlightRecord) -> LiveRank:
-    state = ""
-    with contextlib.suppress(OSError):
-        state = process_state(record.pid)
-    shown = state if state in SHOWN_STATES else ""
-    return LiveRank(str(record.phase), record.step, int(record.idle_s), int(record.silent_s), shown)
+def _letter(pid: int) -> str:
+    try:
+        return process_state(pid)
+    except OSError:
+        return ""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megascale.core.errors import MegascaleError
-from megascale.core.events import COMPUTE
 from megascale.layout.stages import Place
 from megascale.operate.diagnose.slow.cube_queries import mean_cube, mean_peak_flops
 from megascale.operate.diagnose.slow.mfu_breakdown import MfuBreakdown, mfu_breakdown
@@ -22,6 +21,7 @@ from megascale.operate.store.query import StoreError
 from megascale.plan.simulate.event_simulator import StageTimes
 from megascale.plan.simulate.extrapolate import Pipeline, pipeline_time
 from megascale.plan.simulate.profiles import Overlaps
+from megascale.record.events import COMPUTE
 from megascale.schedule.ir import Kind
 
 if TYPE_CHECKING:

@@ -17,10 +17,6 @@ from megascale.config.run import RunConfig
 from megascale.config.section import ELSEWHERE
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.files import exists
-from megascale.core.flight_files import process_states
-from megascale.core.flight_layout import Phase
-from megascale.core.flight_record import FlightRecord
-from megascale.core.live_file import LIVE_FILE
 from megascale.core.registry import MissingCardError
 from megascale.core.units import format_count
 from megascale.layout.topology import Topology, topology_of
@@ -29,9 +25,13 @@ from megascale.operate.driver.alerts import METRICS_FILE
 from megascale.operate.driver.classify import classify_hang
 from megascale.operate.driver.incidents import LOG_FILE, Incident, JobHistory, read_history, with_evidence
 from megascale.operate.show.curves import Curves, MetricsFile
-from megascale.operate.show.rank_states import RankStates, RankStatesReader, local_records
+from megascale.operate.show.rank_states import RankStates, RankStatesReader
 from megascale.operate.show.signs import IDLE_S, STARTING, idle_limit_s
 from megascale.plan.account.parameters import parameter_count
+from megascale.record.layout import Phase
+from megascale.record.live_file import LIVE_FILE
+from megascale.record.log_files import local_states, process_states
+from megascale.record.rank_state import RankState
 
 CONFIG_FILE = "config.toml"
 
@@ -205,12 +205,12 @@ class RunReader:
         except ValueError as error:
             raise RunFolderError(str(error), hint="remove the file, or give another folder") from None
         idle = any(rank.idle_s >= IDLE_S for rank in states.ranks)  # else no limit is reached
-        records = local_records(self.folder) if idle and states.source else {}
+        records = local_states(self.folder) if idle and states.source else {}
         limit_s = step_limit_s(records.values(), self._config, curves, restarted=bool(self._history.open))
         standstill = self._standstill(states, records, limit_s)
         return RunView(self.folder, self._config, curves, self._history, states, standstill, limit_s)
 
-    def _standstill(self, states: RankStates, records: Mapping[int, FlightRecord], step_s: float) -> str:
+    def _standstill(self, states: RankStates, records: Mapping[int, RankState], step_s: float) -> str:
         """Return why no rank makes progress, "" if one does; with the culprit if all ranks are on this host."""
         limit_s = standstill_limit_s({rank.phase for rank in states.ranks}, self._config, step_s)
         if not states.source or states.status is not None or states.stale or states.idle_s < limit_s:
@@ -255,7 +255,7 @@ def _version(path: Path) -> tuple[int, int] | None:
 
 
 def step_limit_s(
-    records: Collection[FlightRecord], config: RunConfig | None, curves: Curves, *, restarted: bool = False
+    records: Collection[RankState], config: RunConfig | None, curves: Curves, *, restarted: bool = False
 ) -> float:
     """Return the seconds without progress from which a rank in a step makes none. `records`: of ranks, as far as known.
     `restarted`: no step is known since a restart.

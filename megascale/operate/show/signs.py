@@ -17,8 +17,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megascale.core.flight_layout import Phase
-from megascale.core.live_file import LiveRank
+from megascale.record.layout import Phase
+from megascale.record.live_file import LiveRank
 
 IDLE_S = 10.0
 """Seconds without progress that are no news."""

@@ -1,18 +1,17 @@
-"""The events of chosen ranks and steps: from the run's event store, or from the files of its ranks."""
+"""The events of chosen ranks and steps, from the run's event store."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
-from megascale.core.events import RankEvents, event_file_name, read_events
 from megascale.layout.topology import Topology
 from megascale.operate.store.query import StoreError, fetch
 from megascale.operate.store.rank_events import read_rank_events
 from megascale.operate.store.reading import read_store
 from megascale.operate.store.schema import has_rare_tag
+from megascale.record.events import RankEvents
 
 OFFERED_STEPS = 200
 """Steps from which a user may choose: the newest."""
@@ -30,9 +29,6 @@ def steps_with_events(folder: Path) -> list[int]:
         reading = read_store(folder, lambda store: fetch(store, newest)["step"].tolist(), tables=("events", "ranks"))
         if reading.value:
             return sorted(reading.value)
-    for path in sorted((folder / "events").glob(event_file_name("*"))):
-        with contextlib.suppress(OSError, ValueError):
-            return sorted({event.step for event in read_events(path).events} - {0})[-OFFERED_STEPS:]
     return []
 
 
@@ -54,19 +50,12 @@ def opening_step(folder: Path, steps: Sequence[int]) -> int | None:
 
 def events_of(folder: Path, ranks: Sequence[int], steps: range) -> list[RankEvents]:
     """Return the events of ranks in steps, in the order of `ranks`, without ranks that have none."""
-    wanted = set(ranks)
-    found: dict[int, RankEvents] = {}
     with contextlib.suppress(StoreError):
-        found = {stored.events.rank: stored.events for stored in read_rank_events(folder, wanted.__contains__, steps)}
-    for rank in wanted - {rank for rank, events in found.items() if events.events}:
-        with contextlib.suppress(OSError, ValueError):
-            found[rank] = keep_steps(read_events(folder / "events" / event_file_name(rank)), steps)
-    return [found[rank] for rank in ranks if rank in found and found[rank].events]
-
-
-def keep_steps(events: RankEvents, steps: Collection[int]) -> RankEvents:
-    """Return a rank's events of some steps."""
-    return replace(events, events=tuple(event for event in events.events if event.step in steps))
+        found = {
+            stored.events.rank: stored.events for stored in read_rank_events(folder, set(ranks).__contains__, steps)
+        }
+        return [found[rank] for rank in ranks if rank in found and found[rank].events]
+    return []
 
 
 def pictured_events(folder: Path, topology: Topology) -> list[RankEvents]:

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megascale.core.events import COMPUTE, Event, RankEvents
 from megascale.core.units import format_bytes
 from megascale.operate.show.chrome_trace import axis_sort_key
+from megascale.record.events import COMPUTE, Event, RankEvents
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from megascale.core.events import COMPUTE, RankEvents
 from megascale.core.files import write_text
 from megascale.operate.show.chrome_trace import TICKS_PER_SECOND, Row, Slice, rank_label, rank_rows, step_starts
+from megascale.record.events import COMPUTE, RankEvents
 from megascale.schedule.ir import COMPUTE_KINDS
 
 COLOURS = {

@@ -1,4 +1,4 @@
-"""The collector of a node: drains the event rings of its ranks, and writes their rows into the run's event store.
+"""The collector of a node: drains the logs of its ranks, and writes their rows into the run's event store.
 
 - `Collector`: one step of it at a time
 - `CollectorThread`: the steps, in a thread of an agent; `collecting`: of a launcher
@@ -16,28 +16,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megascale.core.errors import MegascaleError
-from megascale.core.event_ring import event_ring_path
-from megascale.core.event_ring_reader import EventRingError, EventRingReader
-from megascale.core.flight_layout import Phase
-from megascale.core.flight_reader import read_flight_record
-from megascale.core.flight_record import FlightRecord, FlightRecordError
 from megascale.core.outages import Outages
 from megascale.core.process import process_exists, usable_cores
 from megascale.operate.store.node_store import NodeStore
 from megascale.operate.store.rank_spread import RankSpread
 from megascale.operate.store.settings import StoreSettings
 from megascale.operate.store.table_files import Columns
+from megascale.record.log_reader import LogReader
+from megascale.record.rank_state import LogError, RankState
 
 if TYPE_CHECKING:  # numpy takes a while, and threads
     from megascale.operate.store.node_rows import NodeRows, RankRows
 
 POLL_S = 0.5
-"""Seconds between drains of the rings."""
+"""Seconds between drains of the logs."""
 
 DRAIN_S, FINISH_S = 2.0, 10.0
 """Seconds in which all is read, and written, once the ranks have ended. Only a dead disk takes longer."""
@@ -49,13 +45,14 @@ Say = Callable[[str], None]
 
 
 class Collector:
-    """Collects from ranks with flight records in `records` (paths by rank, which may grow). `say`: for messages."""
+    """Collects from ranks with logs in `paths` (by rank, which may grow). `say`: for messages."""
 
-    def __init__(self, records: Mapping[int, Path], say: Say) -> None:
-        self._records = records
+    def __init__(self, paths: Mapping[int, Path], say: Say) -> None:
+        self._paths = paths
         self._say = say
-        self._ranks: dict[int, RankRows] = {}
-        self._states: dict[int, FlightRecord] = {}
+        self._logs: dict[int, LogReader] = {}
+        self._ranks: dict[int, RankRows] = {}  # of logs whose events are stored
+        self._states: dict[int, RankState] = {}
         self._known: set[int] = set()  # ranks in the table `ranks`
         self._rows: NodeRows | None = None
         self._host_metrics: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=1000)
@@ -73,41 +70,42 @@ class Collector:
         return self._settings.interval_s if self._settings else StoreSettings.interval_s
 
     @property
-    def records(self) -> dict[int, Path]:
-        """The paths of the flight records, by rank; for any thread."""
-        return dict(self._records)
-
-    @property
     def ranks(self) -> dict[int, RankRows]:
-        """The ranks with a ring that was found; for any thread."""
-        return dict(self._ranks)
+        """The ranks whose events are stored, as far as they have begun to train; for any thread."""
+        return {rank: rows for rank, rows in self._ranks.copy().items() if rows.trains}
+
+    def live_states(self) -> dict[int, RankState]:
+        """Return the states of the ranks whose processes run; for any thread."""
+        return {rank: log.state() for rank, log in self._logs.copy().items() if process_exists(log.pid)}
 
     def add_host_metrics(self, metrics: Mapping[str, float]) -> None:
         """Take a sample of the host's metrics."""
         self._host_metrics.append((time.time_ns(), metrics))
 
     def poll(self) -> None:
-        """Find new rings, and drain all."""
-        for rank, path in dict(self._records).items():
-            if rank not in self._ranks:
-                with contextlib.suppress(OSError, EventRingError):
-                    self._add(rank, EventRingReader(event_ring_path(path)))
+        """Find new logs, and drain all."""
+        for rank, path in dict(self._paths).items():
+            if rank not in self._logs:
+                with contextlib.suppress(OSError, LogError):
+                    self._add(rank, LogReader(path))
         for rows in self._ranks.values():
-            rows.ended = not process_exists(rows.ring.pid)  # before the drain: nothing comes after
+            rows.ended = not process_exists(rows.log.pid)  # before the drain: nothing comes after
             rows.drain()
 
-    def _add(self, rank: int, ring: EventRingReader) -> None:
-        from megascale.operate.store.node_rows import NodeRows, RankRows
+    def _add(self, rank: int, log: LogReader) -> None:
+        if note := log.note:
+            from megascale.operate.store.node_rows import NodeRows, RankRows
 
-        self._rows = self._rows or NodeRows()
-        self._settings = self._settings or StoreSettings.from_note(ring.note)
-        self._ranks[rank] = RankRows(ring)
+            self._rows = self._rows or NodeRows()
+            self._settings = self._settings or StoreSettings.from_note(note)
+            self._ranks[rank] = RankRows(log)
+        self._logs[rank] = log
 
     def write(self) -> None:
         """Write what was drained and the states that were read. Says once that the store cannot be written."""
         if self._settings is None or self._rows is None:
             return
-        ready = {rank: rows for rank, rows in self._ranks.items() if rows.ring.head.ready}
+        ready = self.ranks
         if ready:
             self._queue(self._rows.take(list(ready.values())) | self._host_columns())
         try:
@@ -166,9 +164,10 @@ class Collector:
         store.prune()
 
     def _open_store(self, ready: Mapping[int, RankRows]) -> NodeStore:
-        """Return the store of the present attempt, whose number a ring has once it is ready."""
+        """Return the store of the present attempt, whose number a log has once its rank trains."""
         assert self._settings is not None
-        attempt = next(iter((ready or self._ranks).values())).ring.head.attempt
+        state = next(iter((ready or self._ranks).values())).log.state(head_only=True)
+        attempt = state.attempt if state.stored_attempt is None else state.stored_attempt
         if self._store is not None and attempt != self._stored_attempt:
             self._store.discard("states")
             self._store = self._spread = None
@@ -177,45 +176,37 @@ class Collector:
         return self._store
 
     def _epoch_ns(self) -> int:
-        """Ns since 1970 on rank 0's clock at the zero of this host's monotonic clock; on this host's clock, if no ring
-        is ready.
+        """Ns since 1970 on rank 0's clock at the zero of this host's monotonic clock; on this host's clock, if no rank
+        trains.
         """
-        epochs = [rows.ring.head.epoch_ns for rows in self._ranks.values() if rows.ring.head.ready]
-        return epochs[0] if epochs else time.time_ns() - time.monotonic_ns()
+        first = next(iter(self.ranks.values()), None)
+        return first.log.state(head_only=True).epoch_ns if first else time.time_ns() - time.monotonic_ns()
 
     def _rank_columns(self, ready: Mapping[int, RankRows]) -> Columns:
         assert self._settings is not None
-        heads = [rows.ring.head for rows in ready.values()]
+        states = [rows.log.state(head_only=True) for rows in ready.values()]
         return {
-            **{
-                name: [getattr(head, name) for head in heads]
-                for name in ("attempt", "rank", "world", "pid", "start_ns")
-            },
-            **{axis: [head.coord[axis] for head in heads] for axis in ("tp", "cp", "dp", "pp")},
-            "node": [self._settings.node] * len(heads),
-            "host": [socket.gethostname()] * len(heads),
-            "peak_flops": [float(head.peak_flops) for head in heads],
-            "cores": [usable_cores(head.pid for head in heads)] * len(heads),
+            **{name: [getattr(state, name) for state in states] for name in ("rank", "world", "pid")},
+            **{axis: [state.coord[axis] for state in states] for axis in ("tp", "cp", "dp", "pp")},
+            "attempt": [state.stored_attempt for state in states],
+            "node": [self._settings.node] * len(states),
+            "host": [socket.gethostname()] * len(states),
+            "peak_flops": [float(state.peak_flops) for state in states],
+            "cores": [usable_cores(state.pid for state in states)] * len(states),
+            "start_ns": [round(state.start * 1e9) for state in states],
         }
 
     def read_states(self) -> None:
-        """Read the flight records. A rank that ends in order under torchrun removes its own."""
-        for rank in self._ranks:
-            try:
-                self._states[rank] = read_flight_record(self._records[rank])
-            except FileNotFoundError:
-                if rank in self._states:
-                    self._states[rank] = replace(self._states[rank], phase=Phase.DONE, wait=None)
-            except (OSError, FlightRecordError):
-                continue
+        """Read the states of the ranks."""
+        self._states = {rank: rows.log.state() for rank, rows in self._ranks.items()}
 
     def _state_columns(self) -> Columns:
         epoch_ns = self._epoch_ns()
         return {
             "attempt": [self._stored_attempt] * len(self._states),
             "rank": list(self._states),
-            "time_ns": [record.read_ns + epoch_ns for record in self._states.values()],
-            "record": [json.dumps(record.to_dict()) for record in self._states.values()],
+            "time_ns": [state.read_ns + epoch_ns for state in self._states.values()],
+            "record": [json.dumps(state.to_dict()) for state in self._states.values()],
         }
 
     def _host_columns(self) -> dict[str, Columns]:
@@ -266,7 +257,7 @@ class CollectorThread:
         self._drained.wait(timeout_s)
 
     def finish(self, timeout_s: float = FINISH_S) -> None:
-        """Drain the rings a last time and write; give up a store that takes longer than `timeout_s`."""
+        """Drain the logs a last time and write; give up a store that takes longer than `timeout_s`."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
@@ -275,9 +266,9 @@ class CollectorThread:
 
 
 @contextlib.contextmanager
-def collecting(records: Mapping[int, Path], say: Say) -> Iterator[Collector]:
-    """Collect from the ranks with these flight records during a `with` block, at whose end they have ended."""
-    thread = CollectorThread(Collector(records, say), say)
+def collecting(paths: Mapping[int, Path], say: Say) -> Iterator[Collector]:
+    """Collect from the ranks with these logs during a `with` block, at whose end they have ended."""
+    thread = CollectorThread(Collector(paths, say), say)
     try:
         yield thread.collector
     finally:

@@ -1,4 +1,4 @@
-"""The rows of a node in an interval: the drained event rings of its ranks as columns of the store's tables.
+"""The rows of a node in an interval: what was drained of its ranks' logs as columns of the store's tables.
 
 A rank's events wait here until their step has ended, so that a step's sums are written once. All arithmetic is on
 arrays, which have the fields of their table; texts are indices until columns are made of them.
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megascale.core.event_ring_reader import EVENT_FIELDS, STEP_FIELDS, Drained, EventRingReader
 from megascale.operate.store.rank_totals import RankTotals
 from megascale.operate.store.schema import STEP_AXIS, TABLES, TAGS
 from megascale.operate.store.table_files import Columns
+from megascale.record.log_reader import Drained, LogReader, event_dtype, step_dtype
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -65,11 +65,11 @@ class Texts:
 
 @dataclass
 class RankRows:
-    """A rank's ring, and what was drained of it and has not been written. `waiting`: events of steps that go on;
-    `lost`: records that no step has counted yet; `ended`: the rank writes no more. `totals`: of all that was drained.
+    """A rank's log, and what was drained of it and has not been written. `waiting`: events of steps that go on;
+    `lost`: events that no step has counted yet; `ended`: the rank writes no more. `totals`: of all that was drained.
     """
 
-    ring: EventRingReader
+    log: LogReader
     drained: list[Drained] = field(default_factory=list)
     waiting: np.ndarray = field(default_factory=lambda: np.empty(0, row_type("events")))
     last_step: int = 0
@@ -77,22 +77,27 @@ class RankRows:
     ended: bool = False
     totals: RankTotals = field(default_factory=RankTotals)
 
+    @property
+    def trains(self) -> bool:
+        """True once the rank trains, and its log says which attempt its events belong to."""
+        return self.log.state(head_only=True).stored_attempt is not None
+
     def drain(self) -> None:
-        """Take the ring's new records."""
-        new = self.ring.drain()
+        """Take the log's new events."""
+        new = self.log.drain()
         if new.lost or len(new.events) or len(new.steps):
             self.drained.append(new)
             self.totals.add(new)
 
     def take(self, texts: Texts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the new events, the new steps, and the events of steps that have ended."""
-        head, drained, self.drained = self.ring.head, self.drained, []
-        strings = texts.indices(self.ring.strings())
-        who = {"attempt": head.attempt, "rank": head.rank}
-        records = concatenate_rows([part.events for part in drained], np.dtype(list(EVENT_FIELDS)))
-        events = _rows("events", records, who, head.epoch_ns, strings)
-        records = concatenate_rows([part.steps for part in drained], np.dtype(list(STEP_FIELDS)))
-        steps = _rows("steps", records, who, head.epoch_ns, strings)
+        state, drained, self.drained = self.log.state(head_only=True), self.drained, []
+        strings = texts.indices(self.log.texts())
+        who = {"attempt": state.stored_attempt or 0, "rank": state.rank}
+        records = concatenate_rows([part.events for part in drained], event_dtype())
+        events = _rows("events", records, who, state.epoch_ns, strings)
+        records = concatenate_rows([part.steps for part in drained], step_dtype())
+        steps = _rows("steps", records, who, state.epoch_ns, strings)
         steps["tags"] = _tag_texts(records["tags"], texts)
         self._count_lost(steps, drained)
         self.last_step = max(self.last_step, int(steps["step"].max(initial=0)))
@@ -103,7 +108,7 @@ class RankRows:
         return events, steps, waiting[closed]
 
     def _count_lost(self, steps: np.ndarray, drained: Sequence[Drained]) -> None:
-        """Count lost records in the next step that has ended."""
+        """Count lost events in the next step that has ended."""
         first = 0
         for part in drained:
             self.lost += part.lost
@@ -112,27 +117,23 @@ class RankRows:
                 first += len(part.steps)
 
 
-_TIMES = {
-    "issue_ns": "issue", "start_ns": "start", "end_ns": "end", "exposed_ns": "exposed", "train_ns": "train",
-}  # fmt: skip
 _DURATIONS = ("exposed_ns", "train_ns")
-_RENAMED = {"peak_memory_bytes": "peak_memory"}
 
 
 def _rows(table: str, records: np.ndarray, who: Mapping[str, int], epoch_ns: int, strings: np.ndarray) -> np.ndarray:
-    """Return a ring's records as rows of a table."""
-    rows = np.zeros(len(records), row_type(table))
+    """Return a log's events or steps as rows of a table."""
+    rows, fields = np.zeros(len(records), row_type(table)), records.dtype.names or ()
     for column in TABLES[table]:
         name = column.name
         if name in who:
             rows[name] = who[name]
-        elif name in _TIMES:
-            ns = np.rint(records[_TIMES[name]] * 1e9).astype(np.int64)
+        elif name not in fields and (seconds := name.removesuffix("_ns")) in fields:
+            ns = np.rint(records[seconds] * 1e9).astype(np.int64)
             rows[name] = ns if name in _DURATIONS else ns + epoch_ns
         elif column.type == "text" and name != "tags":
             rows[name] = strings[np.minimum(records[name], len(strings) - 1)]
-        elif (source := _RENAMED.get(name, name)) in (records.dtype.names or ()):
-            rows[name] = records[source]
+        elif name in fields:
+            rows[name] = records[name]
     return rows
 
 
@@ -180,7 +181,7 @@ class NodeRows:
         self._texts = Texts()
 
     def take(self, ranks: Sequence[RankRows]) -> dict[str, Columns]:
-        """Return the new rows of `events`, `steps` and `step_parts`, of ranks whose rings are ready."""
+        """Return the new rows of `events`, `steps` and `step_parts`, of ranks that have begun to train."""
         taken = [rank.take(self._texts) for rank in ranks]
         events, steps, closed = (concatenate_rows(parts, parts[0].dtype) for parts in zip(*taken, strict=True))
         tables = {"events": events, "steps": steps, "step_parts": step_parts(closed, steps, self._texts)}

@@ -1,6 +1,4 @@
-"""The events of ranks from an event store, in the form of a rank's event file: for runs that have not ended, and for
-those that were killed.
-"""
+"""The events of ranks from an event store, as values: for timelines of runs that go on, have ended, or were killed."""
 
 from __future__ import annotations
 
@@ -10,14 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megascale.core.events import COMPUTE, HOST_AXIS, Event, RankEvents
 from megascale.operate.store.reading import read_store
+from megascale.record.events import COMPUTE, HOST_AXIS, Event, RankEvents, follow_channels, single_wait
 
 if TYPE_CHECKING:
     import duckdb
 
-NEWEST_STEPS = 20
-"""Steps that are read unless others are asked for: single events of a long run are many."""
+NEWEST_EVENTS = 1 << 15
+"""Most events of a rank that are read unless steps are asked for: those of the newest whole steps."""
+
+NEWEST_STEPS = 2000
+"""Most steps that are read unless others are asked for."""
 
 _SAME = (
     "axis", "name", "part", "step", "chunk", "microbatch", "sequence", "bytes", "peer", "layer", "stage", "direction",
@@ -32,6 +33,11 @@ class StoredRank:
     events: RankEvents
     complete_steps: frozenset[int]
 
+    @property
+    def steps(self) -> frozenset[int]:
+        """The steps with any events."""
+        return frozenset(event.step for event in self.events.events)
+
 
 def read_rank_events(run: Path, wanted: Callable[[int], bool], steps: range | None) -> list[StoredRank]:
     """Read the newest attempt's events of the wanted ranks in `steps`, by default in the newest. Times are seconds on
@@ -44,10 +50,9 @@ def read_rank_events(run: Path, wanted: Callable[[int], bool], steps: range | No
 
 def _read(store: duckdb.DuckDBPyConnection, wanted: Callable[[int], bool], steps: range | None) -> list[StoredRank]:
     [(attempt,)] = store.execute("SELECT coalesce(max(attempt), -1) FROM ranks").fetchall()
-    [(newest,)] = store.execute("SELECT coalesce(max(step), 0) FROM steps WHERE attempt = ?", [attempt]).fetchall()
-    chosen = range(max(0, newest - NEWEST_STEPS) + 1, newest + 1) if steps is None else steps
     known = "SELECT rank, world, host, tp, cp, dp, pp FROM ranks WHERE attempt = ? ORDER BY rank"
     ranks = [row for row in store.execute(known, [attempt]).fetchall() if wanted(row[0])]
+    chosen = _newest_steps(store, attempt, ranks[0][0] if ranks else 0) if steps is None else steps
     where = "WHERE attempt = ? AND step >= ? AND step < ? AND rank IN (SELECT unnest(?))"
     given = [attempt, chosen.start, chosen.stop, [rank for rank, *_ in ranks]]
     complete: defaultdict[int, set[int]] = defaultdict(set)
@@ -65,7 +70,13 @@ def _read(store: duckdb.DuckDBPyConnection, wanted: Callable[[int], bool], steps
     return [
         StoredRank(
             RankEvents(
-                rank, world, {"tp": tp, "cp": cp, "dp": dp, "pp": pp}, host, (), lost[rank], tuple(events[rank])
+                rank,
+                world,
+                {"tp": tp, "cp": cp, "dp": dp, "pp": pp},
+                host,
+                (),
+                lost[rank],
+                tuple(follow_channels(events[rank])),
             ),
             frozenset(complete[rank]),
         )
@@ -73,10 +84,25 @@ def _read(store: duckdb.DuckDBPyConnection, wanted: Callable[[int], bool], steps
     ]
 
 
+def _newest_steps(store: duckdb.DuckDBPyConnection, attempt: int, rank: int) -> range:
+    """Return the newest steps of which a rank has at most NEWEST_EVENTS together, or the newest one."""
+    [(newest,)] = store.execute("SELECT coalesce(max(step), 0) FROM steps WHERE attempt = ?", [attempt]).fetchall()
+    first, events = newest, 0
+    counts = f"""
+        SELECT step, count(*) FROM events WHERE attempt = ? AND rank = ? AND step BETWEEN ? AND ?
+        AND axis <> '{HOST_AXIS}' GROUP BY step ORDER BY step DESC"""
+    for step, count in store.execute(counts, [attempt, rank, max(1, newest - NEWEST_STEPS + 1), newest]).fetchall():
+        events += count
+        if events > NEWEST_EVENTS:
+            break
+        first = step
+    return range(first, newest + 1)
+
+
 def _event(row: Mapping[str, Any], origin_ns: int) -> Event:
     start, end, issue = ((row[name] - origin_ns) / 1e9 for name in ("start_ns", "end_ns", "issue_ns"))
     same = {name: row[name] for name in _SAME}
     if row["axis"] == COMPUTE:
         return Event(**same, start=start, end=end)
-    waits = ((end - row["exposed_ns"] / 1e9, end),) if row["exposed_ns"] else ()
+    waits = single_wait(issue, end, row["exposed_ns"] / 1e9)
     return Event(**same, start=start, end=end, group=row["group_name"], issue=issue, waits=waits)

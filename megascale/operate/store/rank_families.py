@@ -1,5 +1,5 @@
-"""Metrics of the ranks of a host in Prometheus' form, from their flight records and event rings: read when they are
-asked for, without the ranks' help. A rank whose process has ended has no series.
+"""Metrics of the ranks of a host in Prometheus' form, from their logs: read when they are asked for, without the
+ranks' help. A rank whose process has ended has no series.
 
 The job's own numbers, such as its loss, come with rank 0; only its size comes with every host, because rank 0 may be
 the one that is missing.
@@ -7,21 +7,18 @@ the one that is missing.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megascale.core.flight_reader import read_flight_record
-from megascale.core.flight_record import FlightRecord, FlightRecordError
-from megascale.core.process import process_exists, process_facts
+from megascale.core.process import process_facts
 from megascale.operate.store.families import Labels, MetricFamily
+from megascale.record.rank_state import RankState
 
 if TYPE_CHECKING:
     from megascale.operate.store.collector import Collector
     from megascale.operate.store.node_rows import RankRows
 
-_OF_RECORD = {
+_OF_STATE = {
     "loss": MetricFamily("loss", "gauge", "mean loss of the last step"),
     "grad_norm": MetricFamily("grad_norm", "gauge", "norm of the gradients of the last step, before clipping"),
     "spikes": MetricFamily("spike_alerts", "counter", "spikes of the loss or of the gradient norm"),
@@ -30,36 +27,25 @@ _OF_RECORD = {
     "checkpoint_time": MetricFamily("checkpoint_timestamp_seconds", "gauge", "when it was complete, Unix time"),
     "checkpoint_failures": MetricFamily("checkpoint_failures", "counter", "checkpoints that could not be written"),
 }
-"""The job's families by the name of a total in rank 0's flight record."""
+"""The job's families by the name of a total in rank 0's state."""
 
 
 def rank_families(collector: Collector, labels: Labels) -> list[MetricFamily]:
     """Return the families of the ranks that a collector knows. `labels`: of all series."""
-    records = read_records(collector.records)
-    rings = {rank: rows for rank, rows in sorted(collector.ranks.items()) if rank in records and rows.ring.head.ready}
-    families = [*_families_of_records(records, labels), *_families_of_rings(rings, labels)]
-    if records:
-        world = max(record.world for record in records.values())
+    known, states = collector.ranks, collector.live_states()
+    rows = {rank: rows for rank, rows in sorted(known.items()) if rank in states}
+    families = [*_families_of_states(states, labels), *_families_of_rows(rows, states, labels)]
+    if states:
+        world = max(state.world for state in states.values())
         families.append(MetricFamily("world_size", "gauge", "ranks of the job's attempt", [(labels, world)]))
-    if 0 in records:
-        families += _job_families(records[0], labels)
-    if 0 in rings:
-        families += _work_families(rings[0], labels)
+    if 0 in states:
+        families += _job_families(states[0], labels)
+    if 0 in rows:
+        families += _work_families(rows[0], states[0], labels)
     return [family for family in families if family.samples]
 
 
-def read_records(paths: Mapping[int, Path]) -> dict[int, FlightRecord]:
-    """Read the flight records of ranks whose processes run."""
-    records = {}
-    for rank, path in paths.items():
-        with contextlib.suppress(OSError, FlightRecordError):
-            record = read_flight_record(path)
-            if process_exists(record.pid):
-                records[rank] = record
-    return records
-
-
-def _families_of_records(records: Mapping[int, FlightRecord], labels: Labels) -> list[MetricFamily]:
+def _families_of_states(states: Mapping[int, RankState], labels: Labels) -> list[MetricFamily]:
     phase = MetricFamily("rank_phase", "gauge", "1: what the rank does now")
     step = MetricFamily("rank_step", "gauge", "current step, from 1")
     idle = MetricFamily("rank_idle_seconds", "gauge", "time without progress")
@@ -67,48 +53,50 @@ def _families_of_records(records: Mapping[int, FlightRecord], labels: Labels) ->
     step_time = MetricFamily("rank_step_time_seconds", "gauge", "median time of recent steps")
     started = MetricFamily("rank_start_time_seconds", "gauge", "start of the rank's process, Unix time")
     memory = MetricFamily("rank_resident_memory_bytes", "gauge", "memory of the rank's process on the host")
-    for rank, record in records.items():
+    for rank, state in states.items():
         of_rank = labels | {"rank": str(rank)}
-        phase.add(1, of_rank | {"phase": str(record.phase)})
-        step.add(record.step, of_rank)
-        idle.add(record.idle_s, of_rank)
-        silent.add(record.silent_s, of_rank)
-        started.add(record.start, of_rank)
-        memory.add(process_facts(record.pid)[1], of_rank)
-        if record.step_time_s:
-            step_time.add(record.step_time_s, of_rank)
+        phase.add(1, of_rank | {"phase": str(state.phase)})
+        step.add(state.step, of_rank)
+        idle.add(state.idle_s, of_rank)
+        silent.add(state.silent_s, of_rank)
+        started.add(state.start, of_rank)
+        memory.add(process_facts(state.pid)[1], of_rank)
+        if state.step_time_s:
+            step_time.add(state.step_time_s, of_rank)
     return [phase, step, idle, silent, step_time, started, memory]
 
 
-def _families_of_rings(rings: Mapping[int, RankRows], labels: Labels) -> list[MetricFamily]:
+def _families_of_rows(
+    rows_by_rank: Mapping[int, RankRows], states: Mapping[int, RankState], labels: Labels
+) -> list[MetricFamily]:
     info = MetricFamily("rank_info", "gauge", "1: the rank's place in the layout")
     train = MetricFamily("rank_train_seconds", "counter", "time of steps, without evaluations and saves")
     compute = MetricFamily("rank_compute_seconds", "counter", "time of compute, without waits for communication")
     exposed = MetricFamily("rank_exposed_communication_seconds", "counter", "time in which compute waited, by axis")
     host = MetricFamily("rank_host_seconds", "counter", "time in which training waited for the host, by activity")
     lost = MetricFamily("rank_events_lost", "counter", "events that were overwritten before they were read")
-    for rank, rows in rings.items():
-        of_rank, strings, totals = labels | {"rank": str(rank)}, rows.ring.strings(), rows.totals
-        info.add(1, of_rank | {axis: str(index) for axis, index in rows.ring.head.coord.items()})
+    for rank, rows in rows_by_rank.items():
+        of_rank, texts, totals = labels | {"rank": str(rank)}, rows.log.texts(), rows.totals
+        info.add(1, of_rank | {axis: str(index) for axis, index in states[rank].coord.items()})
         train.add(totals.train_s, of_rank)
-        compute.add(totals.compute_s(strings), of_rank)
+        compute.add(totals.compute_s(texts), of_rank)
         lost.add(totals.lost, of_rank)
-        for axis, seconds in totals.exposed_s(strings).items():
+        for axis, seconds in totals.exposed_s(texts).items():
             exposed.add(seconds, of_rank | {"axis": axis})
-        for activity, seconds in totals.host_s(strings).items():
+        for activity, seconds in totals.host_s(texts).items():
             host.add(seconds, of_rank | {"activity": activity})
     return [info, train, compute, exposed, host, lost]
 
 
-def _job_families(record: FlightRecord, labels: Labels) -> Iterator[MetricFamily]:
-    for name, family in _OF_RECORD.items():
-        if name in record.totals:
-            yield MetricFamily(family.name, family.kind, family.help, [(labels, record.totals[name])])
+def _job_families(state: RankState, labels: Labels) -> Iterator[MetricFamily]:
+    for name, family in _OF_STATE.items():
+        if name in state.totals:
+            yield MetricFamily(family.name, family.kind, family.help, [(labels, state.totals[name])])
 
 
-def _work_families(rows: RankRows, labels: Labels) -> Iterator[MetricFamily]:
-    """The work of all ranks since the start of this attempt, by rank 0's ring."""
-    totals, peak = rows.totals, rows.ring.head.peak_flops * rows.ring.head.world
+def _work_families(rows: RankRows, state: RankState, labels: Labels) -> Iterator[MetricFamily]:
+    """The work of all ranks since the start of this attempt, by rank 0's log."""
+    totals, peak = rows.totals, state.peak_flops * state.world
     yield MetricFamily("tokens", "counter", "tokens that all ranks have processed", [(labels, totals.tokens)])
     text = "model FLOPs of all ranks, full-attention convention"
     yield MetricFamily("model_flops", "counter", text, [(labels, totals.flops)])

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megascale.core.events import COMPUTE, HOST_AXIS, PAUSE
-from megascale.core.tensorboard_file import TensorBoardFile
 from megascale.operate.store.query import StoreError
 from megascale.operate.store.reading import read_store
 from megascale.operate.store.schema import STEP_AXIS, has_rare_tag
 from megascale.operate.store.settings import StoreSettings
+from megascale.record.events import COMPUTE, HOST_AXIS, PAUSE
+from megascale.record.tensorboard_file import TensorBoardFile
 
 EVERY_S = 30.0
 """Least seconds between points."""

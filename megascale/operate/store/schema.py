@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megascale.core.events import HOST_AXIS as HOST_AXIS
+from megascale.record.layout import EVENT_FIELDS, STEP_FIELDS, Fields
 
 ColumnType = Literal["int8", "int16", "int32", "int64", "float64", "text"]
 
@@ -49,35 +49,50 @@ class Column:
     meaning: str
 
 
+_TYPES: dict[str, ColumnType] = {"i2": "int16", "i4": "int32", "i8": "int64", "f8": "float64", "u2": "text"}
+
+
+def _recorded(fields: Fields, **meanings: str) -> tuple[Column, ...]:
+    """Return columns of what a rank's log has, with its types: times there in seconds are ns here."""
+    kinds = dict(fields)
+    return tuple(
+        Column(name, _TYPES[kinds[name]] if name in kinds else "int64", meaning) for name, meaning in meanings.items()
+    )
+
+
 _WHO = (
     Column("attempt", "int16", "attempt of the job, from 0"),
     Column("rank", "int32", "global rank"),
 )
 
-_PART = (
-    Column("step", "int32", "step, from 1; 0 outside of steps"),
-    Column("axis", "text", "compute, an axis of parallelism (tp, cp, dp, pp, tied, world), host, or step"),
-    Column("name", "text", "action (F, B, update, ...), collective, send, receive, or activity of the host"),
+_PART = _recorded(
+    EVENT_FIELDS,
+    step="step, from 1; 0 outside of steps",
+    axis="compute, an axis of parallelism (tp, cp, dp, pp, tied, world), host, or step",
+    name="action (F, B, update, ...), collective, send, receive, or activity of the host",
 )
 
 TABLES: dict[str, tuple[Column, ...]] = {
     "events": (
         *_WHO,
         *_PART,
-        Column("part", "text", "tensor or operation that the communication carries, such as qkv"),
-        Column("layer", "int16", "transformer layer; -1: none"),
-        Column("stage", "int16", "virtual pipeline stage that receives a message; -1: none"),
-        Column("direction", "text", "forward, backward, or empty"),
-        Column("chunk", "int16", "model chunk of the rank; -1: none"),
-        Column("microbatch", "int32", "micro-batch; -1: none"),
-        Column("group_name", "text", "communicator; empty for compute"),
-        Column("sequence", "int64", "number of the communication in its group; -1 for compute"),
-        Column("peer", "int32", "global rank at the other end of a message; -1: none"),
-        Column("bytes", "int64", "bytes of the full tensor"),
-        Column("issue_ns", "int64", "when the host issued it"),
-        Column("start_ns", "int64", "when it started"),
-        Column("end_ns", "int64", "when it ended"),
-        Column("exposed_ns", "int64", "wait of compute for the communication; of an action: the waits inside it"),
+        *_recorded(
+            EVENT_FIELDS,
+            part="tensor or operation that the communication carries, such as qkv",
+            layer="transformer layer; -1: none",
+            stage="virtual pipeline stage that receives a message; -1: none",
+            direction="forward, backward, or empty",
+            chunk="model chunk of the rank; -1: none",
+            microbatch="micro-batch; -1: none",
+            group_name="communicator; empty for compute",
+            sequence="number of the communication in its group; -1 for compute",
+            peer="global rank at the other end of a message; -1: none",
+            bytes="bytes of the full tensor",
+            issue_ns="when the host issued it",
+            start_ns="when it started",
+            end_ns="when it ended",
+            exposed_ns="wait of compute for the communication; of an action: the waits inside it",
+        ),
     ),
     "step_parts": (
         *_WHO,
@@ -92,16 +107,22 @@ TABLES: dict[str, tuple[Column, ...]] = {
     ),
     "steps": (
         *_WHO,
-        Column("step", "int32", "step, from 1"),
-        Column("start_ns", "int64", "when the step's batch was asked for"),
-        Column("end_ns", "int64", "when the step ended, evaluations and saves after it included"),
-        Column("train_ns", "int64", "time of the step without evaluations and saves"),
+        *_recorded(
+            STEP_FIELDS,
+            step="step, from 1",
+            start_ns="when the step's batch was asked for",
+            end_ns="when the step ended, evaluations and saves after it included",
+            train_ns="time of the step without evaluations and saves",
+        ),
         Column("tags", "text", "tags joined by commas; empty for an ordinary step"),
-        Column("loss", "float64", "mean loss of the step"),
-        Column("grad_norm", "float64", "norm of the gradients before clipping"),
-        Column("tokens", "int64", "tokens that all ranks processed in the step"),
-        Column("flops", "float64", "model FLOPs of the step, over all ranks, full-attention convention"),
-        Column("peak_memory_bytes", "int64", "peak memory of the rank's device so far"),
+        *_recorded(
+            STEP_FIELDS,
+            loss="mean loss of the step",
+            grad_norm="norm of the gradients before clipping",
+            tokens="tokens that all ranks processed in the step",
+            flops="model FLOPs of the step, over all ranks, full-attention convention",
+            peak_memory_bytes="peak memory of the rank's device so far",
+        ),
         Column("events_lost", "int64", "events of the step that were overwritten before they were read"),
     ),
     "ranks": (
@@ -124,7 +145,7 @@ TABLES: dict[str, tuple[Column, ...]] = {
     "states": (
         *_WHO,
         Column("time_ns", "int64", "when the record was read"),
-        Column("record", "text", "the rank's flight record, as JSON (core.flight_record.FlightRecord.to_dict)"),
+        Column("record", "text", "the rank's flight record, as JSON (record.rank_state.RankState.to_dict)"),
     ),
 }
 """Columns by table."""

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from megascale.core.events import COMPUTE, HOST_AXIS, OPTIMIZER_ACTIONS
 from megascale.operate.store.query import fetch
+from megascale.record.events import COMPUTE, HOST_AXIS, OPTIMIZER_ACTIONS
 from megascale.schedule.ir import COMPUTE_KINDS
 
 if TYPE_CHECKING:

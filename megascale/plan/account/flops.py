@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
@@ -32,12 +33,14 @@ from megascale.layout.blocks import (
 from megascale.layout.chunks import stages_of
 from megascale.layout.document_lengths import count_document_scores
 from megascale.layout.document_shards import row_sharding
-from megascale.layout.hybrid.sequence_work import SequenceWork
 from megascale.layout.mask_blocks import mask_blocks, tiles
 from megascale.layout.recompute_policy import NO_RECOMPUTE, RecomputePolicy, recompute_policy
 from megascale.layout.sequence_shard import Spans, TokenSpan, sequence_chunk
 from megascale.layout.tensors import padded_vocab
 from megascale.plan.account.attended import Scores, expected_documents, expected_scores, scores_per_token
+
+if TYPE_CHECKING:
+    from megascale.layout.hybrid.sequence_work import SequenceWork
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,8 @@ def sequence_flops(config: RunConfig) -> SequenceWork:
     """Count the FLOPs of training on a sequence, by its length: per token, and of causal attention per square token in
     layers without a window.
     """
+    from megascale.layout.hybrid.sequence_work import SequenceWork
+
     flops = token_flops(config.model, scores_per_token(config.model))
     open_layers = [window for window in config.model.windows if window is None]
     quadratic = 3 * 2 * config.model.num_heads * config.model.head_dim * len(open_layers)
@@ -167,7 +172,8 @@ def _computed_scores(config: RunConfig, part: AttentionSpec, cp_rank: int) -> in
         return m.seq_length**2
     if p.cp_keys == 1:
         return count_document_scores(lengths, part.block_window(m.seq_length))
-    sharding, starts = row_sharding(config, cp_rank), [[0, *itertools.accumulate(lengths[:-1])]]
+    recipe = config.fp8.recipe if config.train.quantizes else None
+    sharding, starts = row_sharding(p, m, recipe, cp_rank), [[0, *itertools.accumulate(lengths[:-1])]]
     assert sharding is not None, "ranks that exchange keys share sequences"
     shard = sharding.shard(starts * config.batch.micro)
     within = starts if config.data.mask == "document" else None

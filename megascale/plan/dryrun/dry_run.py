@@ -138,7 +138,8 @@ def _install_replay_modules(run: Run, cost_cache: ModuleCostCache) -> None:
     """Replace every module that a stage calls by a `ReplayModule`."""
     m, quantized = run.config.model, fp8_layers(run.config)
     if m.position == "rope":  # one table for all layers with equal angles
-        wide, shard = torch.promote_types(run.dtypes[0], torch.float32), sequence_shard(run.config, run.mesh.coord.cp)
+        wide = torch.promote_types(run.dtypes[0], torch.float32)
+        shard = sequence_shard(run.config.parallel, m.seq_length, run.mesh.coord.cp)
         spans = None if shard is None or run.config.data.mask == "document" else shard.spans
         for rope in {layer_rope(m, layer) for layer in range(m.num_layers)}:
             rope_table(m.seq_length, rope, wide, run.device.torch_device, spans)

@@ -12,7 +12,7 @@ from megascale.comm.mesh import GroupSpec, Mesh, assemble_mesh
 from megascale.comm.timeout import Timeout
 from megascale.comm.work import COMPLETED, TransportWork
 from megascale.layout.topology import Topology
-from megascale.trace.recorder import Recorder
+from megascale.record.recorder import Recorder
 
 
 class FakeTransport:

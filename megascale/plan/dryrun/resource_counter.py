@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from megascale.core.events import OPTIMIZER_ACTIONS
 from megascale.core.label import Label, LabelLike
-from megascale.trace.recorder import EventRecord, MemoryKind, Recorder
+from megascale.record.events import OPTIMIZER_ACTIONS
+from megascale.record.recorder import EventRecord, MemoryKind, Recorder
 
 BytesByKind = Counter[str]
 """Bytes by kind, one of MEMORY_KINDS."""
@@ -78,7 +78,7 @@ class CountingRecorder(Recorder):
     """A recorder that also adds communications to `counts`, and knows the memory `kind` of new tensors."""
 
     def __init__(self) -> None:
-        super().__init__(capacity=1)
+        super().__init__()
         self.counts = ResourceCounts()
         self.kind: MemoryKind = "activations"
 

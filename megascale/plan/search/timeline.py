@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megascale.config.run import RunConfig
-from megascale.core.events import COMPUTE, Event, RankEvents
 from megascale.layout.chunks import stages_of
 from megascale.layout.topology import Coord, Topology, topology_of
 from megascale.plan.account.traffic import message_bytes
 from megascale.plan.search.plan import Plan
 from megascale.plan.simulate.event_simulator import Span
 from megascale.plan.simulate.step_time import simulate_spans
+from megascale.record.events import COMPUTE, Event, RankEvents
 from megascale.schedule.dependencies import neighbours
 from megascale.schedule.ir import Kind
 

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megascale.core.errors import DataError
-from megascale.layout.hybrid.plan import HybridPlan, Microbatch, check_plan, ring_parts
+from megascale.layout.hybrid.plan import HybridPlan, PlannedBatch, check_plan, ring_parts
 from megascale.layout.hybrid.planner import makespan_bound, plan_hybrid
 from megascale.layout.hybrid.sequence_work import SequenceWork
 
@@ -157,7 +157,7 @@ def test_steps_that_cannot_be_planned_say_why(lengths: list[int], message: str) 
         plan_hybrid(lengths, 4, 100, WORK)
 
 
-def broken(plan: HybridPlan, batches: list[list[Microbatch]]) -> HybridPlan:
+def broken(plan: HybridPlan, batches: list[list[PlannedBatch]]) -> HybridPlan:
     return replace(plan, microbatches=tuple(map(tuple, batches)))
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale.layout.hybrid.plan import HybridPlan, Microbatch, check_plan
+from megascale.layout.hybrid.plan import HybridPlan, PlannedBatch, check_plan
 from megascale.layout.hybrid.planner import plan_hybrid
 from megascale.layout.hybrid.sequence_work import SequenceWork
 from megascale.layout.stages import looped
@@ -64,7 +64,7 @@ def test_rings_meet_on_all_stages(lengths: list[int], pool: int, stages: int) ->
 
 def test_rings_at_different_indices_do_not() -> None:
     """Rank 0 has a pack between its rings, rank 1 does not: backward and forward wait for each other."""
-    first, second, pack = Microbatch((0,), 0, 2), Microbatch((1,), 0, 2), Microbatch((2,), 0)
+    first, second, pack = PlannedBatch((0,), 0, 2), PlannedBatch((1,), 0, 2), PlannedBatch((2,), 0)
     plan = HybridPlan((150, 150, 50), 100, "dp", ((first, second, pack), (first, second)), 1.0, 1.0)
     assert stuck(plan, 2) == []
     moved = replace(plan, microbatches=((first, pack, second), (first, second)))

@@ -13,10 +13,6 @@ import pytest
 from lab.simulation import Simulation
 from megascale.config.fault import FaultConfig
 from megascale.core.errors import Exit
-from megascale.core.flight_layout import EVENTS
-from megascale.core.flight_reader import parse_flight_record
-from megascale.core.flight_record import FlightRecord
-from megascale.core.flight_writer import FlightIdentity, FlightRecordWriter
 from megascale.operate.channel.messages import (
     Collect,
     Heartbeat,
@@ -39,6 +35,10 @@ from megascale.operate.driver.job import Job
 from megascale.operate.driver.job_state import SETTLE_S, JobPlan, Stage
 from megascale.operate.driver.shrink import SmallerLayout
 from megascale.operate.driver.watch import ProgressWatch
+from megascale.record.layout import NEWEST
+from megascale.record.log import LogIdentity, RankLog
+from megascale.record.log_reader import LogReader
+from megascale.record.rank_state import RankState
 
 PLAN = JobPlan("run", 4, 16, ("train",), "/logs")
 
@@ -455,8 +455,8 @@ class Cluster:
         return commands
 
 
-def written(writer: FlightRecordWriter) -> FlightRecord:
-    return parse_flight_record(bytes(writer._memory), 1, "record")
+def written(writer: RankLog) -> RankState:
+    return replace(LogReader(writer.memory).state(), read_ns=1)
 
 
 def test_ranks_fill_nodes_in_the_schedulers_order_not_as_they_join() -> None:
@@ -549,10 +549,10 @@ def test_a_verdict_may_ask_once_for_longer_records_of_some_ranks() -> None:
     cluster.beat("step", 2)
     cluster.now += 5.0
     cluster.beat("step", 2, idle=5.0)
-    record = FlightRecordWriter(FlightIdentity("run", 0, 2))
+    record = RankLog(LogIdentity("run", 0, 2))
     cluster.send("a", Records(0, {0: written(record).to_dict()}, {0: "S"}))
     asked = cluster.send("b", Records(0, {1: written(record).to_dict()}, {1: "S"}))
-    assert [(c.node, c.message) for c in asked] == [("b", Collect(0, ranks=(1,), events=EVENTS))]
+    assert [(c.node, c.message) for c in asked] == [("b", Collect(0, ranks=(1,), events=NEWEST))]
     stacks = cluster.send("b", Records(0, {1: written(record).to_dict()}, {1: "S"}))
     assert verdicts == [([0, 1], {0: "S", 1: "S"})] * 2, "the second verdict has the records of all"
     assert sorted((c.node, c.message.stacks) for c in stacks) == [("a", True), ("b", True)], "it asks for records once"

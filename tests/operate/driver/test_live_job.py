@@ -10,10 +10,10 @@ import pytest
 from lab.simulation import Simulation
 from megascale.config.fault import FaultConfig
 from megascale.core.errors import Exit
-from megascale.core.live_file import LIVE_FILE, LiveFile, LiveRank, read_live_file
 from megascale.operate.channel.messages import Heartbeat, RankEnd, RanksEnded, RankStatus
 from megascale.operate.driver.job_state import JobPlan
 from megascale.operate.driver.live_job import LiveWriter, live_state
+from megascale.record.live_file import LIVE_FILE, LiveFile, LiveRank, read_live_file
 
 
 def simulated_job() -> Simulation:

@@ -13,8 +13,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megascale.core.flight_files import remove_left_records
-from megascale.core.flight_record import flight_record_path
 from megascale.core.network import LOOPBACK
 from megascale.core.run_folder import RunFolder
 from megascale.operate.channel.driver_server import Disconnected, DriverServer
@@ -36,6 +34,7 @@ from megascale.operate.channel.secret import (
     secret_descriptor,
 )
 from megascale.operate.node.node_ranks import records_name
+from megascale.record.log_files import log_path, remove_left_logs
 from tests.jobs import heed_signals, lives
 
 SECONDS = 30.0
@@ -47,9 +46,9 @@ from pathlib import Path
 
 if "RANK" in os.environ and "MEGASCALE_FLIGHT_RECORD" in os.environ:
     from megascale.core.errors import LostPeerError
-    from megascale.core.flight_layout import Phase
-    from megascale.core.flight_record import folder_key
-    from megascale.core.flight_writer import FlightIdentity, open_flight_record
+    from megascale.record.layout import Phase
+    from megascale.record.log_files import folder_key
+    from megascale.record.log import LogIdentity, open_log
     from megascale.core.process import STOP_ORDER
     from megascale.core.rank import rank_from_environment
     from megascale.operate.node.failure import write_end, write_error
@@ -57,8 +56,8 @@ if "RANK" in os.environ and "MEGASCALE_FLIGHT_RECORD" in os.environ:
     rank = rank_from_environment()
     folder = Path(os.environ["TOLD"])
     run, attempt = Path(os.environ.get("RUN", "run")), int(os.environ["MEGASCALE_ATTEMPT"])
-    record = open_flight_record(
-        FlightIdentity(run.name, rank.rank, rank.world_size, attempt, folder_key(run)),
+    record = open_log(
+        LogIdentity(run.name, rank.rank, rank.world_size, attempt, folder_key(run)),
         Path(os.environ["MEGASCALE_FLIGHT_RECORD"]),
     )
     asked = []
@@ -158,7 +157,7 @@ def rank_environment(folder: Path, run: str, rank: int, logs: Path) -> dict[str,
         "WORLD_SIZE": "2",
         "RUN": str(folder / run),
         "MEGASCALE_ATTEMPT": "0",
-        "MEGASCALE_FLIGHT_RECORD": str(flight_record_path(run, time.time_ns(), rank)),
+        "MEGASCALE_FLIGHT_RECORD": str(log_path(run, time.time_ns(), rank)),
         "MEGASCALE_ERROR_FILE": str(logs / "rank-%t.error.json"),
     }
 
@@ -243,12 +242,12 @@ async def node(folder: Path, **env: str) -> AsyncIterator[tuple[Driver, Node]]:
         finally:
             agent.kill()
             while flight_records(name := records_name("run", agent.name)):
-                remove_left_records(name)
+                remove_left_logs(name)
 
 
 def flight_records(name: str = "run@n0") -> list[Path]:
     """The flight records of the ranks of a node."""
-    pattern = flight_record_path(name, 0, 0)
+    pattern = log_path(name, 0, 0)
     return sorted(pattern.parent.glob(pattern.name.replace("-0-00000.", "-*-*.")))
 
 

@@ -19,7 +19,6 @@ import pytest
 import megascale
 from megascale.config.fault import FaultConfig
 from megascale.core.errors import Exit
-from megascale.core.flight_record import FlightRecord
 from megascale.core.network import LOOPBACK, listen, reserve_port
 from megascale.core.process import ORDER_WAIT_S
 from megascale.core.run_folder import write_token
@@ -49,6 +48,7 @@ from megascale.operate.node import agent, store_listener
 from megascale.operate.node.agent import Agent
 from megascale.operate.node.agent_ranks import AgentRanks
 from megascale.operate.node.node_place import DRIVER_LOST, NodePlace
+from megascale.record.rank_state import RankState
 from tests.core.test_run_folder import known
 from tests.jobs import lives, standby_processes
 from tests.operate.health.nodes import Node, driver, flight_records, gone, key_of, node, rank_environment, run, within
@@ -99,12 +99,12 @@ def test_a_stopped_rank_shows_and_no_rank_outlives_its_stop(tmp_path: Path) -> N
             ours.send(Collect(1, stacks=True, ranks=(1,)))
             records = await ours.until(Records)
             assert records.states == {1: "T"}
-            record = FlightRecord.from_dict(records.records[1])
+            record = RankState.from_dict(records.records[1])
             assert (record.rank, record.pid, record.phase) == (1, pids[1], "step")
             stacks = await ours.until(Stacks)
             assert "sitecustomize" in stacks.stacks[1], stacks
             ours.send(Collect(1, ranks=(1,), events=0))
-            assert FlightRecord.from_dict((await ours.until(Records)).records[1]).last == ()
+            assert RankState.from_dict((await ours.until(Records)).records[1]).last == ()
             ours.send(Collect(7))
             assert await ours.until(Records) == Records(7, {}, {})
             ours.send(Stop(1, 0.5))

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from megascale.core.errors import Exit
-from megascale.core.flight_files import flight_record_of_rank
-from megascale.core.flight_layout import Phase
-from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE
-from megascale.core.live_file import LIVE_FILE, LiveRank, read_live_file
 from megascale.core.rank import Rank
 from megascale.operate.node.live_ranks import live_file
 from megascale.operate.node.workers import Worker
+from megascale.record.layout import Phase
+from megascale.record.live_file import LIVE_FILE, LiveRank, read_live_file
+from megascale.record.log_files import FLIGHT_RECORD_VARIABLE, log_of_rank
 
 
 def sleeping(rank: int, seconds: float) -> Worker:
@@ -29,7 +28,7 @@ def test_states_are_written_and_the_status_at_the_end(tmp_path: Path) -> None:
     env = {FLIGHT_RECORD_VARIABLE: str(records[0])}
     said: list[str] = []
     try:
-        with flight_record_of_rank(tmp_path, Rank(0, 2, 0, "host"), env) as record:
+        with log_of_rank(tmp_path, Rank(0, 2, 0, "host"), env) as record:
             record.set_phase(Phase.DATA)
             with live_file(tmp_path / LIVE_FILE, workers, records, said.append) as job:
                 while not (tmp_path / LIVE_FILE).exists():

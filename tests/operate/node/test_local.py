@@ -133,7 +133,7 @@ def test_a_rank_that_aborts_itself_is_named(
 ENVIRONMENT = """
 import json, os, sys, types
 if "RANK" in os.environ:
-    def run_rank(config, rank, open_weights, flight, ring):
+    def run_rank(config, rank, open_weights, log):
         with open(os.environ["SHOWN"] + str(rank.rank), "w") as file:
             json.dump([dict(os.environ), "torch" in sys.modules], file)
         return 0

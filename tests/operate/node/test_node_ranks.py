@@ -15,21 +15,21 @@ from pathlib import Path
 import pytest
 
 from lab.small_disk import fill_disk, small_disk
-from megascale.core.flight_record import flight_record_path
 from megascale.core.run_folder import read_token, write_token
 from megascale.operate.channel.messages import RankEnd, Start
 from megascale.operate.driver.classify import classify_ends
 from megascale.operate.node import node_ranks
 from megascale.operate.node.node_ranks import NodeRanks, remove_lost_records
 from megascale.operate.node.rank_ends import describe_end
+from megascale.record.log_files import log_path
 from tests.core.test_run_folder import known
 from tests.marks import needs_mount
 
 BEGIN = """
 import sys
 from pathlib import Path
-from megascale.core.flight_writer import FlightIdentity, open_flight_record
-open_flight_record(FlightIdentity(sys.argv[1], 0, 1, 0), Path(sys.argv[2]))
+from megascale.record.log import LogIdentity, open_log
+open_log(LogIdentity(sys.argv[1], 0, 1, 0), Path(sys.argv[2]))
 print(flush=True)
 sys.stdin.read()
 """
@@ -123,7 +123,7 @@ def test_no_rank_starts_after_a_stop(fails: bool, tmp_path: Path, monkeypatch: p
 
 def test_records_of_ended_ranks_are_removed_and_those_of_running_ranks_and_other_runs_stay() -> None:
     run = f"test-lost-records-{os.getpid()}"
-    paths = [flight_record_path(name, 1, 0) for name in (f"{run}@node0", f"{run}@node1", f"{run}2@node0")]
+    paths = [log_path(name, 1, 0) for name in (f"{run}@node0", f"{run}@node1", f"{run}2@node0")]
     ended, running, other = [start_rank(run, path) for path in paths]
     try:
         for process in (ended, other):

@@ -10,22 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from megascale.core import flight_record
-from megascale.core.flight_files import flight_record_of_rank
-from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE
 from megascale.core.rank import Rank
 from megascale.operate.channel.messages import RankEnd
 from megascale.operate.node.observed_ranks import ObservedRanks
+from megascale.record import log_files
+from megascale.record.log_files import FLIGHT_RECORD_VARIABLE, log_of_rank
 
 
 @pytest.mark.parametrize(("folder", "watched"), [("a/run", (3,)), ("b/run", ()), ("a/run-b", ())])
 def test_ranks_of_the_run_s_folder_are_watched(
     folder: str, watched: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flight_record, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(log_files, "SHARED_MEMORY", tmp_path)
     (tmp_path / "link").symlink_to(tmp_path / "a")
     path = tmp_path / f"megascale-{os.geteuid()}-{Path(folder).name}-1-00003.flight"
-    with flight_record_of_rank(tmp_path / folder, Rank(3, 4, 3, "host"), {FLIGHT_RECORD_VARIABLE: str(path)}):
+    with log_of_rank(tmp_path / folder, Rank(3, 4, 3, "host"), {FLIGHT_RECORD_VARIABLE: str(path)}):
         ranks = ObservedRanks(tmp_path / "link" / "run", print)
 
         async def poll() -> None:
@@ -38,12 +37,12 @@ def test_ranks_of_the_run_s_folder_are_watched(
 RANK = """
 import os, sys
 from pathlib import Path
-from megascale.core.flight_files import flight_record_of_rank
-from megascale.core.flight_layout import Phase
+from megascale.record.log_files import log_of_rank
+from megascale.record.layout import Phase
 from megascale.core.rank import Rank
 from megascale.operate.node.failure import write_error
 rank = Rank(3, 4, 0, "host")
-with flight_record_of_rank(Path(sys.argv[1]), rank, {}) as record:
+with log_of_rank(Path(sys.argv[1]), rank, {}) as record:
     record.begin_step(7)
     print(record.path, flush=True)
     word = sys.stdin.readline().strip()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from pathlib import Path
 
-from megascale.core.events import COMPUTE, Event, RankEvents, event_file_name, write_events
 from megascale.core.label import FORWARD, Label, LabelLike
+from megascale.record.events import COMPUTE, Event, RankEvents
 
 STEPS = (1, 2, 3)
 MICRO_BATCHES = 2
@@ -87,11 +86,3 @@ def on_own_clock(events: RankEvents, ahead: float, drift: float = 0.0) -> RankEv
     ]
     clock = tuple((local(time), time - local(time)) for time in (1000.0, 1020.0))
     return dataclasses.replace(events, events=tuple(shifted), clock=clock)
-
-
-def write_run(folder: Path, ranks: Iterable[RankEvents]) -> Path:
-    """Write the event files of a run's folder."""
-    (folder / "events").mkdir(parents=True)
-    for events in ranks:
-        write_events(folder / "events" / event_file_name(events.rank), events)
-    return folder

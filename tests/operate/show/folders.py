@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megascale.config.toml_writer import to_toml
-from megascale.core.live_file import LIVE_FILE, LiveFile, LiveRank, LiveState
 from megascale.operate.driver.incidents import LOG_FILE, Action, Culprit, Incident
+from megascale.record.live_file import LIVE_FILE, LiveFile, LiveRank, LiveState
 from tests.runs import GPT, config_of, settings
 
 RUNS = LiveRank("step", 5)

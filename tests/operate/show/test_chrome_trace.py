@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.core.events import COMPUTE, Event, RankEvents
 from megascale.operate.show import chrome_trace
 from megascale.operate.show.chrome_trace import TICKS_PER_SECOND, Slice, assign_lanes, nest_slices, rank_rows
+from megascale.record.events import COMPUTE, Event, RankEvents
 from tests.operate.show.event_files import job, on_own_clock
 
 ACTION = Event(COMPUTE, "F", "", 1, 0, 3, 0.0, 1.0)

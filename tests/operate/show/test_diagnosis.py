@@ -15,18 +15,18 @@ from pathlib import Path
 
 import pytest
 
-from megascale.core.flight_files import flight_record_of_rank
-from megascale.core.flight_layout import Phase
-from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE
-from megascale.core.live_file import LiveRank
 from megascale.core.rank import Rank
 from megascale.core.storage import Location
-from megascale.operate.show import diagnosis, rank_states
+from megascale.operate.show import diagnosis
 from megascale.operate.show.diagnosis import RunDiagnosis, diagnose
 from megascale.operate.show.diagnosis_text import diagnosis_json, diagnosis_text
 from megascale.operate.show.last_states import SHARED, STORED, StatesError, read_last_states
 from megascale.operate.show.run_view import RunReader
 from megascale.operate.store.table_files import TableFile, write_rows
+from megascale.record import log_files
+from megascale.record.layout import Phase
+from megascale.record.live_file import LiveRank
+from megascale.record.log_files import FLIGHT_RECORD_VARIABLE, log_of_rank
 from tests.operate.diagnose.hang.test_flight import recorders, stuck, write
 from tests.operate.show.folders import incident, make_run, write_incidents, write_live, write_metrics
 from tests.operate.show.hung_runs import CULPRIT, hanging_records, make_hung_run, write_states
@@ -42,7 +42,7 @@ RUN = Path("runs", "test")
 def shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     folder = tmp_path / "shm"
     folder.mkdir()
-    monkeypatch.setattr(rank_states, "SHARED_MEMORY", folder)
+    monkeypatch.setattr(log_files, "SHARED_MEMORY", folder)
     return folder
 
 
@@ -104,7 +104,7 @@ def test_a_run_on_other_hosts_of_which_the_store_alone_tells(tmp_path: Path) -> 
     """Under torchrun nobody writes a live file: seen from a login node, a healthy run has new states."""
     run = make_hung_run(tmp_path, {rank: replace(r, start=5.0) for rank, r in hanging_records(idle_s=1.0).items()})
     found = found_in(run)
-    assert (found.condition, round(found.age_s)) == ("makes progress", 5)
+    assert found.condition == "makes progress" and found.age_s >= 5.0
     assert diagnosis_text(found).startswith("NO HANG: the run makes progress, step 2 of 20; as of 5s ago\n")
     write_error(run, 4, "of an earlier start", peer_was_lost=False)
     assert found_in(run).condition == "makes progress"
@@ -221,12 +221,12 @@ def test_damaged_stores(tmp_path: Path) -> None:
 RANK = """
 import sys, time
 from pathlib import Path
-from megascale.core.flight_layout import Phase
-from megascale.core.flight_record import folder_key
-from megascale.core.flight_writer import FlightIdentity, open_flight_record
+from megascale.record.layout import Phase
+from megascale.record.log_files import folder_key
+from megascale.record.log import LogIdentity, open_log
 rank = int(sys.argv[1])
-identity = FlightIdentity("test", rank, 4, folder=folder_key(Path(sys.argv[3])))
-record = open_flight_record(identity, Path(sys.argv[2]))
+identity = LogIdentity("test", rank, 4, folder=folder_key(Path(sys.argv[3])))
+record = open_log(identity, Path(sys.argv[2]))
 record.set_phase(Phase.STEP)
 record.begin_step(10)
 print("ready", flush=True)
@@ -266,7 +266,7 @@ def test_live_ranks_on_this_host(
     assert found.what.endswith("is stopped (SIGSTOP, a debugger or a frozen container)")
     assert diagnosis_text(found).startswith("HANGS: rank 2 on ")
     assert found.culprits[0].stack and found.culprits[0].state is not None
-    assert found.culprits[0].state.record.pid == ranks[2].pid
+    assert found.culprits[0].state.pid == ranks[2].pid
 
 
 def test_another_job_of_the_same_name_on_this_host(
@@ -277,10 +277,10 @@ def test_another_job_of_the_same_name_on_this_host(
     write_live(run, [LiveRank("step", 10)] * 4)
     path = shared_memory / f"megascale-{os.geteuid()}-test-2-00001.flight"
     env = {FLIGHT_RECORD_VARIABLE: str(path)}
-    with flight_record_of_rank(tmp_path / "other" / "test", Rank(1, 4, 0, "h"), env) as other:
+    with log_of_rank(tmp_path / "other" / "test", Rank(1, 4, 0, "h"), env) as other:
         other.begin_step(10)
         found = read_last_states(RunReader(run).read()).by_rank
-        assert [found[rank].record.pid for rank in range(4)] == [process.pid for process in ranks]
+        assert [found[rank].pid for rank in range(4)] == [process.pid for process in ranks]
 
 
 def test_some_ranks_are_on_other_hosts(

@@ -7,20 +7,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megascale.core.live_file import LiveRank
 from megascale.operate.driver.incidents import JobHistory
-from megascale.operate.show import rank_states
 from megascale.operate.show.curves import METRICS, Curves
 from megascale.operate.show.frame import FrameSize, frame
 from megascale.operate.show.rank_states import RankStates
 from megascale.operate.show.run_view import RunReader, RunView
 from megascale.operate.show.signs import SIGNS
+from megascale.record import log_files
+from megascale.record.live_file import LiveRank
 from tests.operate.show.folders import incident, make_run, write_incidents, write_live
 
 
 @pytest.fixture(autouse=True)
 def no_records_of_this_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(rank_states, "SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(log_files, "SHARED_MEMORY", tmp_path / "shm")
 
 
 def text_of(view: RunView, slowness: tuple[float, ...] = (), findings: tuple[str, ...] = (), **size: int) -> str:

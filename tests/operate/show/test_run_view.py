@@ -10,16 +10,14 @@ from pathlib import Path
 import pytest
 
 from megascale.cli.main import main
-from megascale.core import flight_record
 from megascale.core.errors import Exit
-from megascale.core.flight_files import flight_record_of_rank
-from megascale.core.flight_record import FLIGHT_RECORD_VARIABLE
-from megascale.core.live_file import LIVE_FILE, LiveRank
 from megascale.core.rank import Rank
-from megascale.operate.show import rank_states
 from megascale.operate.show.frame import letters_of
 from megascale.operate.show.rank_states import STALE_S, RankStatesReader
 from megascale.operate.show.run_view import RunFolderError, RunReader
+from megascale.record import log_files
+from megascale.record.live_file import LIVE_FILE, LiveRank
+from megascale.record.log_files import FLIGHT_RECORD_VARIABLE, log_of_rank
 from tests.operate.show.folders import RUNS, incident, make_run, write_incidents, write_live, write_metrics
 from tests.operate.show.stores import make_stored_run
 from tests.runs import toml
@@ -30,8 +28,7 @@ def records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A folder for records of ranks on this host, without any."""
     folder = tmp_path / "shm"
     folder.mkdir()
-    monkeypatch.setattr(rank_states, "SHARED_MEMORY", folder)
-    monkeypatch.setattr(flight_record, "SHARED_MEMORY", folder)
+    monkeypatch.setattr(log_files, "SHARED_MEMORY", folder)
     return folder
 
 
@@ -140,7 +137,7 @@ def test_the_records_of_ranks_on_this_host_tell_the_time_of_a_step(tmp_path: Pat
     folder = make_run(tmp_path)
     write_live(folder, [LiveRank("step", 11, 25)] * 4)
     env = {FLIGHT_RECORD_VARIABLE: str(records / f"megascale-{os.geteuid()}-test-1-00000.flight")}
-    with flight_record_of_rank(folder, Rank(0, 4, 0, "h"), env) as record:
+    with log_of_rank(folder, Rank(0, 4, 0, "h"), env) as record:
         record.begin_step(11)
         assert RunReader(folder).read().step_limit_s == 300.0
         record.end_step(20.0, {})

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.core.events import COMPUTE, Event, RankEvents
 from megascale.operate.show.summary import AxisCommunication, format_shares, mean_over_ranks, summarize, union_length
+from megascale.record.events import COMPUTE, Event, RankEvents
 from tests.operate.show.event_files import STEPS, job
 
 

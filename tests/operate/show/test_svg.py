@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.core.events import COMPUTE, Event, RankEvents
 from megascale.operate.show.svg import (
     COLOURS,
     LEFT,
@@ -24,6 +23,7 @@ from megascale.operate.show.svg import (
     render_svg,
     write_svg,
 )
+from megascale.record.events import COMPUTE, Event, RankEvents
 from tests.operate.show.event_files import job, on_own_clock
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -9,12 +9,12 @@ from xml.etree import ElementTree
 import pytest
 
 from megascale.layout.topology import Topology
-from megascale.operate.show import rank_states
 from megascale.operate.show.charts.shapes import FILE_START, RED
 from megascale.operate.show.charts.wait_picture import MOST_PLACES, wait_picture
 from megascale.operate.show.diagnosis import RunDiagnosis, diagnose
 from megascale.operate.show.last_states import read_last_states
 from megascale.operate.show.run_view import RunReader
+from megascale.record import log_files
 from tests.operate.show.folders import make_run
 from tests.operate.show.hung_runs import hanging_records, make_hung_run, write_states
 
@@ -23,7 +23,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 @pytest.fixture(autouse=True)
 def no_live_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(rank_states, "SHARED_MEMORY", tmp_path / "none")
+    monkeypatch.setattr(log_files, "SHARED_MEMORY", tmp_path / "none")
 
 
 def found_in(run: Path) -> RunDiagnosis:

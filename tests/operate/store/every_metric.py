@@ -6,8 +6,6 @@ from pathlib import Path
 
 from lab.simulation import Simulation
 from megascale.config.fault import FaultConfig
-from megascale.core.event_ring import NO_COMMUNICATION
-from megascale.core.label import Label
 from megascale.operate.driver.job_families import job_families
 from megascale.operate.driver.job_state import JobPlan
 from megascale.operate.health.host_metrics import HostMetrics
@@ -15,7 +13,7 @@ from megascale.operate.store.collector import Collector
 from megascale.operate.store.families import PREFIX, MetricFamily
 from megascale.operate.store.host_families import host_families
 from megascale.operate.store.rank_families import rank_families
-from tests.operate.store.rings import PlayedRank
+from tests.operate.store.played_ranks import PlayedRank
 
 LABELS = {"run": "r", "node": "n0"}
 
@@ -38,16 +36,16 @@ def played_ranks(folder: Path) -> tuple[Collector, list[PlayedRank]]:
     """Return a collector that has drained two ranks, which have trained a step and saved."""
     ranks = [PlayedRank(folder, rank, folder / "store") for rank in (0, 1)]
     for rank in ranks:
-        rank.flight.begin_step(1)
+        rank.log.begin_step(1)
         rank.compute(1, "F", 1.0, 2.0)
         rank.communicate(1, 0, 1.0, 1.5)
-        rank.ring.write_event("host", "data", Label(), (1, -1, -1), NO_COMMUNICATION, (0.0, 0.0, 1.0, 1.0))
+        rank.log.write_activity("data", 1, 0.0, 1.0, 1.0)
         rank.end_step(1)
-        rank.flight.end_step(0.5, {"loss": 2.5, "grad_norm": 1.5})
+        rank.log.end_step(0.5, {"loss": 2.5, "grad_norm": 1.5})
         for name in ("spikes", "checkpoint_failures"):
-            rank.flight.count(name, 0)
+            rank.log.count(name, 0)
         for name in ("checkpoint_step", "checkpoint_time"):
-            rank.flight.set_total(name, 1)
+            rank.log.set_total(name, 1)
     collector = Collector({rank.rank: rank.path for rank in ranks}, print)
     collector.poll()
     return collector, ranks

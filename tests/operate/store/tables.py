@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from megascale.core.events import RankEvents
 from megascale.core.storage import Location
 from megascale.operate.store.schema import TABLES
 from megascale.operate.store.table_files import TableFile, write_rows
+from megascale.record.events import RankEvents
 
 
 def rows(table: str, number: int = 1, /, **columns: Any) -> dict[str, list[Any]]:
@@ -20,8 +20,10 @@ def rows(table: str, number: int = 1, /, **columns: Any) -> dict[str, list[Any]]
     }
 
 
-def store_run(folder: Path, ranks: Sequence[RankEvents]) -> None:
-    """Write a run's event store with these events, whose steps are complete."""
+def store_run(folder: Path, ranks: Sequence[RankEvents], incomplete: Collection[int] = ()) -> Path:
+    """Write a run's event store with these events, and return the run's folder. Steps but the `incomplete` have ended;
+    dropped events are told with the first.
+    """
     store = Location(str(folder / "events"))
     for events in ranks:
         columns: dict[str, list[Any]] = {column.name: [] for column in TABLES["events"]}
@@ -31,8 +33,11 @@ def store_run(folder: Path, ranks: Sequence[RankEvents]) -> None:
             other = {"attempt": 0, "rank": events.rank, "group_name": event.group, **times}
             for name, column in columns.items():
                 column.append(other[name] if name in other else getattr(event, name))
-        node, steps = f"node-{events.rank}", sorted({event.step for event in events.events})
+        node, steps = f"node-{events.rank}", sorted({event.step for event in events.events} - set(incomplete))
+        lost = [events.dropped, *[0] * len(steps)][: len(steps)]
+        told = rows("steps", len(steps), rank=events.rank, step=steps, events_lost=lost)
         who = {"rank": events.rank, "world": events.world, "node": node, **events.coord}
         write_rows(store, TableFile("events", node, 0, 1, 2), columns)
-        write_rows(store, TableFile("steps", node, 0, 1, 2), rows("steps", len(steps), rank=events.rank, step=steps))
+        write_rows(store, TableFile("steps", node, 0, 1, 2), told)
         write_rows(store, TableFile("ranks", node, 0, 1, 2), rows("ranks", **who))
+    return folder

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from megascale.core.flight_record import FlightRecord
 from megascale.core.storage import Location
 from megascale.operate.store import collector as collector_module
 from megascale.operate.store import node_store
@@ -18,7 +17,9 @@ from megascale.operate.store.attempts import begin_attempt
 from megascale.operate.store.collector import Collector, CollectorThread, collecting
 from megascale.operate.store.node_store import NodeStore
 from megascale.operate.store.query import StoreError, open_store
-from tests.operate.store.rings import EPOCH_NS, PlayedRank
+from megascale.record.layout import Phase
+from megascale.record.rank_state import RankState
+from tests.operate.store.played_ranks import EPOCH_NS, PlayedRank
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_a_node_s_ranks_are_collected(ranks: list[PlayedRank], tmp_path: Path) -
         ("cpu.load", 1.5), ("cpu.percent", 30.0),
     ]  # fmt: skip
     [(record,)] = query(tmp_path, "SELECT record FROM states WHERE rank = 1")
-    assert FlightRecord.from_dict(json.loads(record)).phase == "step"
+    assert RankState.from_dict(json.loads(record)).phase == "step"
 
 
 def test_states_are_stored_before_training_begins_and_events_after(ranks: list[PlayedRank], tmp_path: Path) -> None:
@@ -81,7 +82,7 @@ def test_states_are_stored_before_training_begins_and_events_after(ranks: list[P
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from tests.operate.store.rings import PlayedRank
+from tests.operate.store.played_ranks import PlayedRank
 rank = PlayedRank(Path(sys.argv[1]), 1, sys.argv[2])
 rank.end_step(5)
 rank.compute(6, "B", 1.0, 2.0)
@@ -157,11 +158,12 @@ def test_without_a_ring_nothing_is_written(tmp_path: Path) -> None:
         open_store(tmp_path / "run")
 
 
-def test_a_rank_that_removed_its_record_has_ended_in_order(ranks: list[PlayedRank], tmp_path: Path) -> None:
+def test_the_last_state_of_a_rank_that_removed_its_log_is_stored(ranks: list[PlayedRank], tmp_path: Path) -> None:
     collector = collector_of(ranks)
     ranks[0].begin()
     collect(collector)
     for rank in ranks:
+        rank.log.set_phase(Phase.DONE)
         rank.path.unlink()
     collect(collector)
     assert query(tmp_path, "SELECT DISTINCT json_extract_string(record, '$.phase') FROM states") == [("done",)]

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from lab.simulation import Simulation
 from megascale.config.fault import FaultConfig
-from megascale.core.flight_writer import FlightIdentity, open_flight_record
 from megascale.operate.driver.job_families import job_families
 from megascale.operate.driver.job_state import JobPlan
 from megascale.operate.store.collector import Collector
 from megascale.operate.store.families import MetricFamily
 from megascale.operate.store.host_families import host_families
-from megascale.operate.store.rank_families import rank_families, read_records
+from megascale.operate.store.rank_families import rank_families
+from megascale.record.log import LogIdentity, open_log
 from tests.operate.store.every_metric import LABELS, every_family, host_sample, played_ranks
 
 NO_UNITS = ("_ms", "_us", "_ns", "_percent", "_mhz", "_mb", "_gb", "_kb", "milliseconds", "megabytes", "percent")
@@ -60,42 +60,48 @@ def test_the_state_of_ranks(tmp_path: Path) -> None:
     assert found["tokens"] == [(LABELS, 4096)]
     assert found["peak_flops_per_second"] == [(LABELS, 2e12)]
     assert found["world_size"] == [(LABELS, 2)]
-    ranks[0].flight.count("spikes")
+    ranks[0].log.count("spikes")
     assert by_name(rank_families(collector, LABELS))["spike_alerts"] == [(LABELS, 1)]
 
 
 def test_a_rank_that_has_ended_has_no_series_and_a_stopped_one_has(tmp_path: Path) -> None:
     path = tmp_path / "rank.flight"
     script = (
-        "import sys; from pathlib import Path; from megascale.core.flight_writer import *;"
-        "open_flight_record(FlightIdentity('r', 1, 2), Path(sys.argv[1])); print(1, flush=True); input()"
+        "import sys; from pathlib import Path; from megascale.record.log import *;"
+        "open_log(LogIdentity('r', 1, 2), Path(sys.argv[1])); print(1, flush=True); input()"
     )
     rank = subprocess.Popen([sys.executable, "-c", script, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert rank.stdout is not None
         rank.stdout.readline()
-        assert list(read_records({1: path, 2: tmp_path / "absent"})) == [1]
+        collector = Collector({1: path, 2: tmp_path / "absent"}, print)
+        collector.poll()
+        assert list(collector.live_states()) == [1]
     finally:
         rank.kill()
         rank.wait()
     assert path.exists()
-    assert read_records({1: path}) == {}
+    assert collector.live_states() == {}
 
 
 def test_a_host_without_rank_0_says_how_many_ranks_there_should_be(tmp_path: Path) -> None:
     """The alert about missing ranks is also about rank 0."""
     path = tmp_path / "rank.flight"
-    open_flight_record(FlightIdentity("r", 3, 4), path).begin_step(1)
-    found = by_name(rank_families(Collector({3: path}, print), LABELS))
+    open_log(LogIdentity("r", 3, 4), path).begin_step(1)
+    collector = Collector({3: path}, print)
+    collector.poll()
+    found = by_name(rank_families(collector, LABELS))
     assert found["world_size"] == [(LABELS, 4)]
     assert "loss" not in found
 
 
-def test_a_rank_without_a_ring_has_its_state(tmp_path: Path) -> None:
+def test_a_rank_whose_events_are_not_stored_has_its_state(tmp_path: Path) -> None:
     path = tmp_path / "rank.flight"
-    record = open_flight_record(FlightIdentity("r", 0, 1), path)
+    record = open_log(LogIdentity("r", 0, 1), path)
     record.begin_step(3)
-    found = by_name(rank_families(Collector({0: path}, print), LABELS))
+    collector = Collector({0: path}, print)
+    collector.poll()
+    found = by_name(rank_families(collector, LABELS))
     assert found["rank_step"] == [(LABELS | {"rank": "0"}, 3)]
     assert "rank_compute_seconds" not in found
     assert "rank_step_time_seconds" not in found  # no step has ended

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from megascale.core.flight_record import SHARED_MEMORY, folder_key
+from megascale.core.files import SHARED_MEMORY
 from megascale.operate.store.query import open_store
+from megascale.record.log_files import folder_key
 from tests.jobs import Job, job_config
 from tests.runs import GPT
 
@@ -26,8 +27,8 @@ def query(job: Job, sql: str) -> list[tuple[Any, ...]]:
     return open_store(job.folder).execute(sql).fetchall()
 
 
-def left_rings() -> list[Path]:
-    return sorted(SHARED_MEMORY.glob(f"megascale-{os.geteuid()}-test-*.events"))
+def left_logs() -> list[Path]:
+    return sorted(SHARED_MEMORY.glob(f"megascale-{os.geteuid()}-test-*.flight"))
 
 
 def test_a_job_s_store_agrees_with_its_metrics(tmp_path: Path) -> None:
@@ -111,4 +112,4 @@ def test_a_killed_rank_leaves_its_last_events(tmp_path: Path) -> None:
     assert step >= 19, "its end was not in a step that the store has"
     [(text,)] = query(job, "SELECT record FROM states WHERE rank = 1")
     assert json.loads(text)["step"] in (step, step + 1) and json.loads(text)["phase"] != "done"
-    assert left_rings() == []
+    assert left_logs() == []

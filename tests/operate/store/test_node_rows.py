@@ -10,17 +10,16 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.core.event_ring import event_ring_path
-from megascale.core.event_ring_reader import EventRingReader
 from megascale.core.label import Label
 from megascale.operate.store.node_rows import NodeRows, RankRows, Texts, row_type, step_parts
 from megascale.operate.store.schema import TABLES, TAGS
 from megascale.operate.store.table_files import arrow_table
-from tests.operate.store.rings import EPOCH_NS, PlayedRank
+from megascale.record.log_reader import LogReader
+from tests.operate.store.played_ranks import EPOCH_NS, PlayedRank
 
 
 def drained(*ranks: PlayedRank) -> list[RankRows]:
-    found = [RankRows(EventRingReader(event_ring_path(rank.path))) for rank in ranks]
+    found = [RankRows(LogReader(rank.path)) for rank in ranks]
     for rows in found:
         rows.drain()
     return found
@@ -114,9 +113,9 @@ def test_all_columns_are_filled(tmp_path: Path) -> None:
     """Every column of the tables has a value that differs from zero in some row."""
     rank = PlayedRank(tmp_path, 1, tmp_path, ready=False)
     rank.begin(attempt=3)
-    rank.ring.write_event(
-        "tp", "send", Label("qkv", 3, 2, "forward"), (2, 1, 4), ("pp.up", 5, 7, 9), (1.0, 1.5, 2.0, 0.5)
-    )
+    label = Label("qkv", 3, 2, "forward")
+    _, _, number = rank.log.enter("pp.up", "send", label, 9, 7, (2, 1, 4), "send", stored=("pp", 5))
+    rank.log.write_times(number, 1.0, 1.5, 2.0, 0.5)
     rank.end_step(2, tags=1)
     rank.end_step(3)
     [kept] = drained(rank)

@@ -18,7 +18,7 @@ from megascale.operate.store.node_store import FAN_IN
 from megascale.operate.store.query import open_store
 from megascale.operate.store.table_files import list_files
 from tests.jobs import Job, job_config
-from tests.operate.store.rings import PlayedRank
+from tests.operate.store.played_ranks import PlayedRank
 from tests.runs import GPT
 from tests.s3_server import FailingStore, s3_server
 

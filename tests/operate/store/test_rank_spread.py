@@ -14,9 +14,9 @@ from megascale.operate.store.collector import Collector
 from megascale.operate.store.rank_spread import FOLDER, RankSpread
 from megascale.operate.store.settings import StoreSettings
 from megascale.operate.store.table_files import TableFile, write_rows
-from tests.operate.store.rings import PlayedRank
+from tests.operate.store.played_ranks import PlayedRank
 from tests.operate.store.tables import rows
-from tests.trace.test_writers import scalars
+from tests.record.test_metrics_writers import scalars
 
 
 def write(folder: Path, rank: int, steps: list[int], seconds: float, tags: str = "", at_s: float = 0.0) -> None:

@@ -10,6 +10,7 @@ import pytest
 from megascale.core.rank import Rank
 from tests.marks import only_quick
 from tests.memory import peak_bytes
+from tests.recorded_events import recorded_events
 from tests.runs import FAMILIES, build_run, config_of, settings
 from tests.worlds import run_world
 
@@ -35,7 +36,7 @@ def real_costs(rank: Rank, config: Any) -> StepCosts:
         step(run, train_step)
     calls = [
         (event.group, event.name, (event.part, event.layer, event.stage, event.direction), event.bytes, event.peer)
-        for event in run.mesh.recorder.events()
+        for event in recorded_events(run.mesh.recorder)
         if event.group and event.step == 2
     ]
     peak = peak_bytes(lambda: step(run, train_step))

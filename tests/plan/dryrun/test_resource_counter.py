@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megascale.trace.recorder import Recorder
+from megascale.record.recorder import Recorder
 from tests.runs import LLAMA, config_of, settings
 
 SIZES = LLAMA | {"num_layers": 2, "hidden_size": 64, "ffn_size": 128, "seq_length": 64, "vocab_size": 4096}

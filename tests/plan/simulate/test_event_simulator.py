@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.catalog.schedules import SCHEDULES
-from megascale.core.events import COMPUTE
 from megascale.layout.stages import looped
 from megascale.plan.simulate.event_simulator import Simulation, StageTimes, simulate
 from megascale.plan.simulate.profiles import Overlaps
+from megascale.record.events import COMPUTE
 from megascale.schedule import ir
 from megascale.schedule.ir import Action, Kind, ScheduleError, backward, forward
 from megascale.schedule.lower import lower

@@ -35,7 +35,7 @@ from megascale.operate.channel.secret import SECRET_VARIABLE, new_secret
 from megascale.ops.core_attention import torch_attend
 from megascale.ops.partial_attention import TorchPartialAttention
 from megascale.parallel.context_parallel import ContextParallel
-from megascale.trace.recorder import Recorder
+from megascale.record.recorder import Recorder
 
 
 class SilentTransport:

@@ -99,7 +99,7 @@ def timed_analyses(run: Path) -> Iterator[str]:
 def timed_verdict(topology: Topology) -> Iterator[str]:
     """Yield the time of a verdict about flight records."""
     from lab.hanging_worlds import Fault, HangingWorld, Workload, step_calls
-    from megascale.core.flight_record import LAST_EVENTS, FlightRecord
+    from megascale.record.rank_state import LAST_EVENTS, RankState
 
     culprit = min(HUNG_RANK, topology.world_size - 1)
     calls = step_calls(topology, culprit, Workload())
@@ -108,6 +108,6 @@ def timed_verdict(topology: Topology) -> Iterator[str]:
     texts = {rank: json.dumps(record.to_dict()) for rank, record in records.items()}
 
     def verdict() -> Any:
-        return hang_verdict({rank: FlightRecord.from_dict(json.loads(text)) for rank, text in texts.items()}, {})
+        return hang_verdict({rank: RankState.from_dict(json.loads(text)) for rank, text in texts.items()}, {})
 
     yield timed("verdict about a hang", verdict, lambda got: f"rank {got.ranks}, {got.kind}")

@@ -19,8 +19,8 @@ from lab.hosts import run_torchrun
 from lab.overlap import COMMON_SETTINGS, Settings, settings_to_toml, timed_steps
 from lab.testbed import HostLink, Testbed
 from megascale.core.files import write_text
-from megascale.data.dataset_writer import write_dataset
-from megascale.data.indexed_dataset import TokenizerInfo
+from megascale.data.prepare.dataset_writer import write_dataset
+from megascale.data.read.indexed_dataset import TokenizerInfo
 
 VOCABULARY = 2048
 

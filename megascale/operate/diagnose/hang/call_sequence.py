@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from megascale.core.flight_layout import CONTROL
-from megascale.core.flight_record import FlightRecord
+from megascale.record.layout import CONTROL
+from megascale.record.rank_state import RankState
 
 Role = frozenset[tuple[str, str, int]]
 """Groups and distances of peers: equal on ranks of a stage, which make the same calls."""
@@ -56,7 +56,7 @@ Follower = tuple[Any, ...]
 """A call relative to the one before it: where both have a layer, micro-batch or step, the difference."""
 
 
-def role_of(record: FlightRecord) -> Role:
+def role_of(record: RankState) -> Role:
     """Return the role of a rank. Its groups are known from their opening on; control data passes when it is due."""
     states = (state for state in record.groups.values() if state.kind != CONTROL)
     return frozenset((state.name, state.kind, _distance(record.rank, state.peer)) for state in states)
@@ -83,7 +83,7 @@ class CallSequence:
     the record.
     """
 
-    def __init__(self, record: FlightRecord) -> None:
+    def __init__(self, record: RankState) -> None:
         self.calls: list[Call] = []
         self.numbers: list[int] = []
         action = ""

@@ -19,8 +19,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice, pairwise
 from typing import NamedTuple
 
-from megascale.core.flight_layout import COLLECTIVE
-from megascale.core.flight_record import RankRuns
 from megascale.core.rank import format_ranks
 from megascale.operate.diagnose.hang.call_sequence import (
     Call,
@@ -33,6 +31,8 @@ from megascale.operate.diagnose.hang.call_sequence import (
     role_of,
 )
 from megascale.operate.diagnose.hang.waits import WaitGraph
+from megascale.record.layout import COLLECTIVE
+from megascale.record.rank_state import RankRuns
 
 MOST_KIN = 16
 """Most ranks of a group that a rank is compared with."""

@@ -1,4 +1,4 @@
-"""Flight records of ranks, made of the dumps of torch's flight recorder: for the same verdict, chain and picture.
+"""States of ranks, made of the dumps of torch's flight recorder: for the same verdict, chain and picture.
 
 A dump has the operations that a rank has started, and those that have not ended, with the numbers that torch gives
 them. What the host waits for is not in it: a rank with one operation that others have not started waits there, a rank
@@ -11,16 +11,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megascale.core.flight_layout import COLLECTIVE, RECEIVE, SEND, Phase
-from megascale.core.flight_record import FlightEvent, FlightRecord, GroupState, RankRuns, Wait
 from megascale.operate.diagnose.hang.flight import FlightDump, FlightOperation, read_waits
+from megascale.record.layout import COLLECTIVE, RECEIVE, SEND, Phase
+from megascale.record.rank_state import FlightEvent, GroupState, RankRuns, RankState, Wait
 
 MADE_OF_DUMP = 0
-"""The `pid` of a record that is made of a dump."""
+"""The `pid` of a state that is made of a dump."""
 
 
-def read_dumped_records(folder: Path, run: str, world: int) -> dict[int, FlightRecord]:
-    """Return the records of ranks in groups in which a rank waits. Empty without such a rank, if every awaited rank
+def read_dumped_records(folder: Path, run: str, world: int) -> dict[int, RankState]:
+    """Return the states of ranks in groups in which a rank waits. Empty without such a rank, if every awaited rank
     waits itself, which dumps alone do not resolve, or if a dump cannot be read.
     """
     found = read_waits(folder)
@@ -37,8 +37,8 @@ def read_dumped_records(folder: Path, run: str, world: int) -> dict[int, FlightR
 
 def _record(
     rank: int, dump: FlightDump, awaiting: Sequence[FlightOperation], run: str, world: int, written_s: float
-) -> FlightRecord:
-    """Return the record of a rank. `awaiting`: its operations that others have not started."""
+) -> RankState:
+    """Return the state of a rank. `awaiting`: its operations that others have not started."""
     read_ns, updated_ns = round(written_s * 1e9), round(dump.last_started_at * 1e9)
     places = dict.fromkeys(_place(operation, rank) for operation in awaiting)
     wait = None
@@ -46,9 +46,9 @@ def _record(
         since_ns = round(min(operation.started_at for operation in awaiting) * 1e9)
         wait = Wait("waiting", *next(iter(places)), since_ns) if len(places) == 1 else Wait("device", "", 0, since_ns)
     events = tuple(_event(operation, rank) for operation in dump.unfinished)
-    return FlightRecord(
+    return RankState(
         run, rank, world, MADE_OF_DUMP, 0, 0.0, 0, read_ns, updated_ns, read_ns, Phase.STEP, updated_ns, 0, 0.0, {},
-        _groups(rank, dump), wait, events, events,
+        _groups(rank, dump), wait, events, events, node=dump.host,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ waits for rank b if a has started and not finished an operation that b has not s
 others wait for and that waits for no rank.
 
 - `find_suspect`: the analysis; `python -m megascale.operate.diagnose.hang.flight FOLDER` prints its result
-- `read_waits`: what it is made of; `hang.dumped_records` makes flight records of it
+- `read_waits`: what it is made of; `hang.dumped_records` makes states of ranks of it
 - `dump_prefix`, `make_dump_folder`: the folder of the dumps
 
 Dumps are in the format of torch.distributed.flight_recorder, version 2: a pickle of plain containers.
@@ -277,11 +277,6 @@ def _ranks(recorded: str | Sequence[int]) -> tuple[int, ...]:
 def _dumps(folder: Path) -> dict[int, Path]:
     named = ((match, path) for path in folder.glob("*_rank_*") if (match := _NAME.fullmatch(path.name)))
     return {int(match["rank"]): path for match, path in named}
-
-
-def dump_hosts(folder: Path) -> dict[int, str]:
-    """Return the host that has written a rank's dump, by rank."""
-    return {rank: match["host"] for rank, path in _dumps(folder).items() if (match := _NAME.fullmatch(path.name))}
 
 
 class _SafeUnpickler(pickle.Unpickler):

@@ -22,12 +22,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megascale.core.flight_layout import Phase
-from megascale.core.flight_record import SILENT_S, FlightEvent, FlightRecord
 from megascale.core.rank import format_ranks
 from megascale.operate.diagnose.hang.divergence import divergent_ranks
 from megascale.operate.diagnose.hang.dumped_records import MADE_OF_DUMP
 from megascale.operate.diagnose.hang.waits import WaitGraph, WaitPlace, is_issuing, place_name, wait_graph
+from megascale.record.layout import Phase
+from megascale.record.rank_state import SILENT_S, FlightEvent, RankState
 
 VerdictKind = Literal[
     "stopped", "dead", "spinning", "locked", "storage", "data", "collective", "network", "divergence", "device",
@@ -59,7 +59,7 @@ class Verdict:
     compare: tuple[int, ...] = ()
 
 
-def hang_verdict(records: Mapping[int, FlightRecord], states: Mapping[int, str]) -> Verdict:
+def hang_verdict(records: Mapping[int, RankState], states: Mapping[int, str]) -> Verdict:
     """Return the verdict about a job none of whose ranks makes progress. `states`: the letters of the processes' states
     in /proc, as far as known, by rank.
     """
@@ -90,7 +90,7 @@ def _kind_of_all(ranks: Iterable[int], graph: WaitGraph, states: Mapping[int, st
     return Counter(_kind(graph.records.get(rank), states.get(rank, "")) for rank in ranks).most_common(1)[0][0]
 
 
-def _kind(record: FlightRecord | None, state: str) -> VerdictKind:
+def _kind(record: RankState | None, state: str) -> VerdictKind:
     """Return the kind of a rank that waits for no rank."""
     if record is None:
         return "unknown"

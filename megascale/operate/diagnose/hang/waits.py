@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megascale.core.flight_layout import COLLECTIVE, CONTROL, PHASES, RECEIVE, SEND, Phase
-from megascale.core.flight_record import FlightRecord, GroupState, RankRuns
 from megascale.operate.diagnose.hang.components import closed_components
+from megascale.record.layout import COLLECTIVE, CONTROL, PHASES, RECEIVE, SEND, Phase
+from megascale.record.rank_state import GroupState, RankRuns, RankState
 
 _ORDER = {phase: index for index, phase in enumerate(PHASES)}
 _JOINING = (Phase.RENDEZVOUS, Phase.GROUPS)
@@ -54,7 +54,7 @@ class WaitGraph:
     missing in, so that they wait for no rank.
     """
 
-    records: Mapping[int, FlightRecord]
+    records: Mapping[int, RankState]
     places: dict[int, WaitPlace] = field(default_factory=dict)
     waiting: dict[WaitPlace, list[int]] = field(default_factory=dict)
     missing: dict[WaitPlace, tuple[int, ...]] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class WaitGraph:
         return found
 
 
-def wait_graph(records: Mapping[int, FlightRecord]) -> WaitGraph:
+def wait_graph(records: Mapping[int, RankState]) -> WaitGraph:
     """Return the wait graph of the ranks with a record. Ranks without one count as missing wherever they belong."""
     graph = WaitGraph(records)
     for rank, record in records.items():
@@ -146,12 +146,12 @@ def place_name(place: WaitPlace, graph: WaitGraph) -> str:
     return f"{events[-1].name if events else 'operation'} {place.sequence}{part} of group {place.key}"
 
 
-def is_issuing(record: FlightRecord) -> bool:
+def is_issuing(record: RankState) -> bool:
     """Return True if a rank has entered a communication and not issued it."""
     return record.wait is not None and record.wait.kind == "issuing"
 
 
-def _place(rank: int, record: FlightRecord) -> WaitPlace | None:
+def _place(rank: int, record: RankState) -> WaitPlace | None:
     wait = record.wait
     state = record.groups.get(wait.group) if wait is not None else None
     if wait is None or state is None:
@@ -160,7 +160,7 @@ def _place(rank: int, record: FlightRecord) -> WaitPlace | None:
     return WaitPlace(wait.group, members or RankRuns(()), wait.sequence)
 
 
-def _missing_in(place: WaitPlace, waiting: Sequence[int], records: Mapping[int, FlightRecord]) -> tuple[int, ...]:
+def _missing_in(place: WaitPlace, waiting: Sequence[int], records: Mapping[int, RankState]) -> tuple[int, ...]:
     """Return the missing ranks of a place, by the order of the module's list."""
     if place.is_message:
         return _missing_peer(place, waiting[0], records)
@@ -174,7 +174,7 @@ def _missing_in(place: WaitPlace, waiting: Sequence[int], records: Mapping[int, 
     return tuple(rank for rank, state in known.items() if state.completed <= place.sequence and rank not in here)
 
 
-def _is_mixed(place: WaitPlace, waiting: Sequence[int], records: Mapping[int, FlightRecord]) -> bool:
+def _is_mixed(place: WaitPlace, waiting: Sequence[int], records: Mapping[int, RankState]) -> bool:
     """Return True if ranks that wait in a place have made different calls there, which never end."""
     calls = {
         (event.name, event.bytes)
@@ -185,7 +185,7 @@ def _is_mixed(place: WaitPlace, waiting: Sequence[int], records: Mapping[int, Fl
     return len(calls) > 1
 
 
-def _missing_peer(place: WaitPlace, rank: int, records: Mapping[int, FlightRecord]) -> tuple[int, ...]:
+def _missing_peer(place: WaitPlace, rank: int, records: Mapping[int, RankState]) -> tuple[int, ...]:
     """Return the peer of a message if it has not issued its side."""
     state = records[rank].groups[place.key]
     side = f"{state.name} {RECEIVE if state.kind == SEND else SEND} {rank}"
@@ -193,7 +193,7 @@ def _missing_peer(place: WaitPlace, rank: int, records: Mapping[int, FlightRecor
     return (state.peer,) if peer is None or peer.issued <= place.sequence else ()
 
 
-def _state(records: Mapping[int, FlightRecord], rank: int, key: str) -> GroupState | None:
+def _state(records: Mapping[int, RankState], rank: int, key: str) -> GroupState | None:
     record = records.get(rank)
     return record.groups.get(key) if record is not None else None
 
@@ -243,7 +243,7 @@ def _add_devices(graph: WaitGraph) -> None:
         graph.on_device[rank] = joined[same] if joined[same] != (rank,) else ()
 
 
-def _behind(key: str, ranks: RankRuns, records: Mapping[int, FlightRecord]) -> tuple[int, ...]:
+def _behind(key: str, ranks: RankRuns, records: Mapping[int, RankState]) -> tuple[int, ...]:
     """Return the ranks of a group that have issued less than another one."""
     issued = {rank: state.issued if (state := _state(records, rank, key)) else 0 for rank in ranks}
     most = max(issued.values())

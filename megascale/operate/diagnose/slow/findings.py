@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megascale.core.events import COMPUTE
 from megascale.core.rank import format_ranks
 from megascale.operate.diagnose.slow.cube_queries import recent_cube, sampled_cube
 from megascale.operate.diagnose.slow.drift import entry_spread
@@ -39,6 +38,7 @@ from megascale.operate.diagnose.slow.step_levels import StepLevels, Stretch, shi
 from megascale.operate.diagnose.slow.step_work import MAX_EXCESS, predict_seconds, slow_steps
 from megascale.operate.diagnose.slow.stragglers import gc_pauses, slow_groups, stragglers
 from megascale.operate.store.query import NEWEST_STEP, fetch
+from megascale.record.events import COMPUTE
 
 if TYPE_CHECKING:
     import duckdb

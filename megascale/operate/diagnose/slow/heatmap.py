@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from megascale.core.events import COMPUTE, PAUSE
 from megascale.operate.diagnose.slow.job_cost import MIN_EXPLAINED, Excess, Model, job_costs, times_of
 from megascale.operate.diagnose.slow.step_cube import (
     MAD_TO_DEVIATION,
@@ -27,7 +26,7 @@ from megascale.operate.diagnose.slow.step_cube import (
     StepCube,
     lower_median,
 )
-from megascale.operate.store.schema import HOST_AXIS
+from megascale.record.events import COMPUTE, HOST_AXIS, PAUSE
 
 Kind = Literal["pause", "compute", "data", "host"]
 KINDS: tuple[Kind, ...] = ("pause", "compute", "data", "host")

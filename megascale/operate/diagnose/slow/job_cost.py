@@ -24,10 +24,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from megascale.core.events import COMPUTE, OPTIMIZER_ACTIONS
 from megascale.layout.topology import DATA_AXES
 from megascale.operate.diagnose.slow.step_cube import Booleans, Floats, Integers, StepCube
 from megascale.operate.diagnose.slow.step_levels import StepLevels, Stretch
+from megascale.record.events import COMPUTE, OPTIMIZER_ACTIONS
 
 FORWARD_SHARE = 1 / 3
 """Share of the forward in a micro-batch's compute."""

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megascale.core.events import COMPUTE, PAUSE
 from megascale.layout.topology import AXES, DATA_AXES
-from megascale.operate.store.schema import COLD_TAGS, COMMON, HOST_AXIS, STEP_AXIS
+from megascale.operate.store.schema import COLD_TAGS, COMMON, STEP_AXIS
+from megascale.record.events import COMPUTE, HOST_AXIS, PAUSE
 from megascale.schedule.ir import Kind
 
 Floats = npt.NDArray[Any]

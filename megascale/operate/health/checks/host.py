@@ -23,7 +23,7 @@ MIN_OPEN_FILES = 1024
 MIN_MEMORY_MAPS = 65_530
 MIN_PROCESSES_PER_SLOT = 64
 MIN_SHARED_MEMORY_PER_SLOT = 8 << 20
-"""Bytes of /dev/shm for the rings and flight records of a rank; copies of the state in memory need more."""
+"""Bytes of /dev/shm for a rank's log and rings; copies of the state in memory need more."""
 
 
 def check_limits(arguments: Mapping[str, Any]) -> CheckResult:

@@ -154,7 +154,7 @@ def _draw_culprit(box: _Box, found: RunDiagnosis) -> Iterator[str]:
     who = format_ranks(verdict.ranks, FEW) if verdict.ranks else "no rank is known to be at fault"
     where = f" on {', '.join(nodes[:2])}{f' and {len(nodes) - 2} more' if len(nodes) > 2 else ''}" if nodes else ""
     state = found.culprits[0].state if found.culprits else None
-    phase = f"phase {state.record.phase}, step {state.record.step}" if state else "no flight record"
+    phase = f"phase {state.phase}, step {state.step}" if state else "no flight record"
     sure = verdict.kind if verdict.confident else f"{verdict.kind}, not certain"
     yield _frame(box, RED, "; ".join(verdict.evidence))
     yield from _write(box, (who + where, sure, phase))

@@ -9,7 +9,6 @@ from dash import Dash, Input, Output, ctx, dcc, html
 from dash.development.base_component import Component
 from dash.exceptions import PreventUpdate
 
-from megascale.core.flight_record import FlightEvent, FlightRecord
 from megascale.core.rank import format_ranks
 from megascale.core.units import format_bytes, format_time
 from megascale.operate.driver.incidents import with_evidence
@@ -33,6 +32,7 @@ from megascale.operate.show.web.page import (
     table,
 )
 from megascale.operate.show.web.place_figure import place_figure
+from megascale.record.rank_state import FlightEvent, RankState
 
 KEY, PLACE = "ranks", "place"
 SHOWN_EVENTS = 24
@@ -110,11 +110,11 @@ def _details(view: RunView, store: StoreView | None, details: RankDetails, lette
     if details.error:
         yield html.H2("Error")
         yield html.Pre(details.error)
-    if details.record is not None:
-        yield html.H2(f"Last events, from the {details.source}")
-        yield _events(details.record)
+    if details.state is not None:
+        yield html.H2(f"Last events, from the {details.state.source}")
+        yield _events(details.state)
         yield html.H2("Groups")
-        yield _groups(details.record)
+        yield _groups(details.state)
     if details.output:
         yield html.H2(f"Output: {details.log}")
         yield html.Pre("\n".join(details.output))
@@ -143,7 +143,7 @@ def _state(view: RunView, store: StoreView | None, details: RankDetails, letter:
         yield "node", store.nodes[rank] or "unknown"
         yield "compute beside its peers", f"{slowness:+.1%}" if math.isfinite(slowness) else "unknown"
         yield "peak memory", format_bytes(memory) if math.isfinite(memory) else "unknown"
-    if (record := details.record) is not None:
+    if (record := details.state) is not None:
         yield "process", f"{record.pid}, attempt {record.attempt}"
         if record.wait is not None:
             place = f" {record.wait.sequence} of group {record.wait.group}" if record.wait.group else ""
@@ -157,7 +157,7 @@ def _total(name: str, value: float) -> str:
     return f"{value:,.0f}" if value.is_integer() else f"{value:.6g}"
 
 
-def _events(record: FlightRecord) -> html.Table:
+def _events(record: RankState) -> html.Table:
     head = ("operation", "group", "number", "tensor", "peer", "step", "micro-batch", "chunk", "bytes", "duration")
     return table(head, map(_event, record.last[-SHOWN_EVENTS:][::-1]), "event-table")
 
@@ -173,7 +173,7 @@ def _event(event: FlightEvent) -> Sequence[str]:
     )  # fmt: skip
 
 
-def _groups(record: FlightRecord) -> html.Table:
+def _groups(record: RankState) -> html.Table:
     rows = [
         (
             key,

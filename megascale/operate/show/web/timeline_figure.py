@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 import plotly.graph_objects as go
 
-from megascale.core.events import COMPUTE, RankEvents
 from megascale.operate.show.chrome_trace import (
     TICKS_PER_SECOND,
     Row,
@@ -18,6 +17,7 @@ from megascale.operate.show.chrome_trace import (
 )
 from megascale.operate.show.svg import COLOURS, OTHER_COLOUR, merge_thin_spans, slice_kind
 from megascale.operate.show.web.figures import blank_figure
+from megascale.record.events import COMPUTE, RankEvents
 
 MOST_BARS = 12_000
 """Most bars of a figure; thinner ones are merged until there are no more."""

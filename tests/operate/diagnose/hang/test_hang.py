@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 
 from lab.hanging_worlds import Call, Fault, HangingWorld, Workload, step_calls
-from megascale.core.flight_layout import COLLECTIVE, Phase
-from megascale.core.flight_record import LAST_EVENTS, FlightRecord, GroupState, RankRuns, Wait
 from megascale.layout.topology import Topology
 from megascale.operate.diagnose.hang.hang import Verdict, hang_verdict
 from megascale.operate.diagnose.hang.wait_chain import wait_chain, waiting_sets
 from megascale.operate.diagnose.hang.waits import wait_graph
+from megascale.record.layout import COLLECTIVE, Phase
+from megascale.record.rank_state import LAST_EVENTS, GroupState, RankRuns, RankState, Wait
 
 SMALL = [
     (Topology(tp=2, pp=2, dp=2), Workload()), (Topology(pp=4, dp=2), Workload()), (Topology(dp=4), Workload()),
@@ -168,7 +168,7 @@ def test_a_reduction_left_out_of_the_first_step_is_told_by_tensor_parallel_ranks
                 assert (verdict.ranks, verdict.kind) == ((rank,), "divergence"), (rank, call, verdict)
 
 
-def operations(records: dict[int, FlightRecord]) -> int:
+def operations(records: dict[int, RankState]) -> int:
     """Return the calls of a verdict and of its chain of waits, and the edges of the wait graph."""
     profile = cProfile.Profile()
     with profile:
@@ -179,14 +179,14 @@ def operations(records: dict[int, FlightRecord]) -> int:
     return calls + sum(map(len, graph._edges().values())) + sum(len(each.awaited) for each in sets)
 
 
-def in_phases(topology: Topology) -> dict[int, FlightRecord]:
+def in_phases(topology: Topology) -> dict[int, RankState]:
     """Return the records of a job half of whose ranks wait for the other half in a start, and rank 0 imports."""
     records = HangingWorld(topology, Fault("hang", 0, 0)).records(1)
     phases = {rank: Phase.GROUPS if rank % 2 else Phase.RENDEZVOUS for rank in records} | {0: Phase.IMPORT}
     return {rank: replace(record, phase=phases[rank], wait=None) for rank, record in records.items()}
 
 
-def on_devices(topology: Topology) -> dict[int, FlightRecord]:
+def on_devices(topology: Topology) -> dict[int, RankState]:
     """Return the records of a job all of whose ranks wait for their devices in one group, where one is ahead."""
     records = HangingWorld(topology, Fault("hang", 0, 5)).records(1)
     runs = RankRuns(((0, topology.world_size, 1),))
@@ -197,11 +197,11 @@ def on_devices(topology: Topology) -> dict[int, FlightRecord]:
     }  # fmt: skip
 
 
-def hanging(topology: Topology) -> dict[int, FlightRecord]:
+def hanging(topology: Topology) -> dict[int, RankState]:
     return HangingWorld(topology, Fault("hang", 5, 20)).records(LAST_EVENTS)
 
 
-def skipping(topology: Topology) -> dict[int, FlightRecord]:
+def skipping(topology: Topology) -> dict[int, RankState]:
     calls = step_calls(topology, 5, Workload())
     return HangingWorld(
         topology, Fault("skip", 5, next(i for i, call in enumerate(calls) if is_collective(call)))
@@ -210,7 +210,7 @@ def skipping(topology: Topology) -> dict[int, FlightRecord]:
 
 @pytest.mark.parametrize("records_of", [hanging, skipping, in_phases, on_devices])
 def test_a_verdict_takes_operations_in_proportion_to_the_ranks(
-    records_of: Callable[[Topology], dict[int, FlightRecord]],
+    records_of: Callable[[Topology], dict[int, RankState]],
 ) -> None:
     few, many = (operations(records_of(Topology(tp=2, pp=2, dp=dp))) for dp in (16, 64))
     assert many < 4.5 * few  # 4 times the ranks

@@ -12,12 +12,12 @@ import pytest
 
 from megascale.comm.collectives import all_reduce
 from megascale.comm.open_group import open_group
-from megascale.core.flight_layout import Phase
-from megascale.core.flight_reader import read_flight_record
-from megascale.core.flight_writer import FlightIdentity, open_flight_record
 from megascale.core.rank import Rank
 from megascale.operate.diagnose.hang.hang import Verdict, hang_verdict
-from megascale.trace.recorder import Recorder
+from megascale.record.layout import Phase
+from megascale.record.log import LogIdentity, open_log
+from megascale.record.log_reader import read_state
+from megascale.record.recorder import Recorder
 from tests.jobs import job_config
 from tests.recorded_jobs import RecordedJob
 from tests.runs import GPT
@@ -28,7 +28,7 @@ def hang_outside_of_a_collective(rank: Rank, folder: Path, recorded: bool) -> Ve
     """Let rank 0 wait for rank 1, which reads both records meanwhile."""
     import torch
 
-    flight = open_flight_record(FlightIdentity("test", rank.rank, 2), folder / f"{rank.rank}")
+    flight = open_log(LogIdentity("test", rank.rank, 2), folder / f"{rank.rank}")
     flight.set_phase(Phase.STEP)
     recorder = Recorder(enabled=recorded, flight=flight)
     group = open_group("dp", (0, 1), rank.rank, recorder, slot_bytes=1 << 12)
@@ -37,9 +37,9 @@ def hang_outside_of_a_collective(rank: Rank, folder: Path, recorded: bool) -> Ve
     verdict = None
     if rank.rank == 1:
         deadline = time.monotonic() + 60
-        while (wait := read_flight_record(folder / "0").wait) is None or wait.sequence != 1:
+        while (wait := read_state(folder / "0").wait) is None or wait.sequence != 1:
             assert time.monotonic() < deadline
-        records = {number: read_flight_record(folder / str(number)) for number in range(2)}
+        records = {number: read_state(folder / str(number)) for number in range(2)}
         verdict = hang_verdict(records, {0: "S", 1: "S"})
     all_reduce(group, tensor, label="second")
     return verdict

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megascale.core.events import COMPUTE, Event, RankEvents
 from megascale.layout.topology import Topology
 from megascale.operate.diagnose.slow.mfu_breakdown import MfuBreakdown
 from megascale.operate.show.neighbours import place_of
@@ -20,6 +19,7 @@ from megascale.operate.show.web.figures import curve_figure, excess_figure, memo
 from megascale.operate.show.web.heat_map_page import long_parts, part_excess
 from megascale.operate.show.web.place_figure import place_figure
 from megascale.operate.show.web.timeline_figure import timeline_figure
+from megascale.record.events import COMPUTE, Event, RankEvents
 from tests.operate.show.folders import incident, make_run, write_incidents
 from tests.operate.show.stores import make_stored_run
 

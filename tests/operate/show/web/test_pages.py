@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from megascale.core.live_file import LiveRank
 from megascale.operate.show.web.app import make_app
 from megascale.operate.show.web.runs import watched_runs
+from megascale.record.live_file import LiveRank
 from tests.operate.show.folders import RUNS, incident, make_run, write_incidents, write_live
 from tests.operate.show.web.client import callback_request
 

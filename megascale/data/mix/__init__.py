@@ -1,0 +1,1 @@
+"""The samples of a run: epochs of datasets, blended, packed, and loaded as micro-batches."""

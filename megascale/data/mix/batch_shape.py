@@ -1,0 +1,79 @@
+"""The samples of a step, and those of them that a data-parallel rank or a host reads: arithmetic alone. No torch.
+
+A step trains on the `global_batch` samples after the consumed ones, which are dealt to micro-batches and data-parallel
+ranks, micro-batches first. With micro_batch = 1 and dp = 2:
+
+    sample         0  1  2  3 ...
+    micro-batch    0  0  1  1
+    dp rank        0  1  0  1
+
+Every rank therefore knows the samples of every other rank, and no layout changes the samples of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megascale.config.batch_rampup import BatchSizes
+from megascale.layout.topology import Topology
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """The split of a step's `global_batch` rows over `dp` ranks, in micro-batches of `micro_batch` rows."""
+
+    global_batch: int
+    micro_batch: int
+    dp: int
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.global_batch // (self.micro_batch * self.dp)
+
+    def rows(self, index: int, rank: int) -> range:
+        """The rows of micro-batch `index` on data-parallel rank `rank`."""
+        first = (index * self.dp + rank) * self.micro_batch
+        return range(first, first + self.micro_batch)
+
+    def rows_of(self, ranks: Sequence[int]) -> list[int]:
+        """The rows of a step on several data-parallel ranks, ascending."""
+        return [
+            row
+            for index in range(self.num_microbatches)
+            for rank in sorted(set(ranks))
+            for row in self.rows(index, rank)
+        ]
+
+
+@dataclass(frozen=True)
+class StepOrder:
+    """The steps of a split in the order in which they are read. `shape`: of the largest. `end`: samples of the run,
+    after which no step follows; `again`: begin anew after them, as evaluations do. `sizes`: of batches in a ramp-up.
+    """
+
+    shape: BatchShape
+    end: int
+    again: bool = False
+    sizes: BatchSizes | None = None
+
+    def shape_at(self, consumed: int) -> BatchShape:
+        """The shape of the step after `consumed` samples. Its rows are the first ones of the largest step."""
+        return self.shape if self.sizes is None else replace(self.shape, global_batch=self.sizes.at(consumed))
+
+    def after(self, consumed: int) -> int | None:
+        """The samples consumed before the step that follows the one after `consumed` samples; None for the last."""
+        following = consumed + self.shape_at(consumed).global_batch
+        if following < self.end:
+            return following
+        return 0 if self.again else None
+
+
+def reads_tokens(topology: Topology, rank: int) -> bool:
+    """Return True if a rank needs tokens: in the first and in the last pipeline stage."""
+    return topology.coord(rank).pp in (0, topology.pp - 1)
+
+
+def reads_samples(mask: str, topology: Topology, rank: int) -> bool:
+    """Return True if a rank needs samples: their tokens, or where documents begin, with `mask` = "document"."""
+    return reads_tokens(topology, rank) or mask == "document"

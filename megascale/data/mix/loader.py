@@ -1,0 +1,163 @@
+"""The batch loader of a data-parallel rank: the micro-batches of a step, as tensors on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megascale.config.batch_rampup import BatchSizes
+from megascale.data.mix.batch_shape import BatchShape as BatchShape
+from megascale.data.mix.samples import DocumentStarts, SampleSource
+from megascale.device import copy_to_device
+from megascale.layout.sequence_shard import SequenceShard
+from megascale.ops.boundaries import Boundaries
+from megascale.parallel.kv_store import KVStore
+from megascale.parallel.microbatch import MicroBatch, StepBatch
+from megascale.parallel.rng import Dropout
+
+if TYPE_CHECKING:
+    from megascale.data.mix.data_policy import MixtureWeights
+    from megascale.data.mix.hybrid_batches import HybridPool
+    from megascale.layout.document_shards import RowSharding
+
+
+class Loader:
+    """Loads the batches of a split on data-parallel rank `rank`. Between the first and the last pipeline stage
+    micro-batches carry no tokens (`reads_tokens`): with a document mask they have the boundaries of documents, else
+    `samples` is None. `sharding`: of sequences that several ranks share; `chunks`: of sequences, each a micro-batch;
+    `pool`: plans the micro-batches from the documents of all samples instead. `sizes`: of batches during a ramp-up.
+    `fault_hook`: called before a batch is read.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        samples: SampleSource | None,
+        shape: BatchShape,
+        rank: int,
+        *,
+        dropout: float,
+        seed: int,
+        device: torch.device,
+        reads_tokens: bool = True,
+        sharding: RowSharding | None = None,
+        chunks: Sequence[SequenceShard] = (),
+        pool: HybridPool | None = None,
+        sizes: BatchSizes | None = None,
+    ) -> None:
+        self._samples = samples
+        self._shape = shape
+        self._rank = rank
+        self._dropout = dropout
+        self._seed = seed
+        self._device = device
+        self._reads_tokens = reads_tokens
+        self._sharding = sharding
+        self._chunks = chunks
+        self._pool = pool
+        self._sizes = sizes
+        self._prefetched: tuple[int, StepBatch] | None = None
+        self.fault_hook: Callable[[], None] | None = None
+
+    def change_weights(self, weights: MixtureWeights) -> None:
+        """Follow the weights that a data policy has found, for the steps from their last part on."""
+        if self._samples is not None:
+            self._samples.change_weights(weights)
+
+    def begin(self, consumed_samples: int, end: int = 0) -> None:
+        """Let the samples be read ahead from here on, where they are. `end`: samples of the run, if known."""
+        if self._samples is not None:
+            self._samples.begin(consumed_samples, end)
+
+    def close(self) -> None:
+        """End what reads ahead, if this rank keeps it."""
+        if self._samples is not None:
+            self._samples.close()
+
+    def batch(self, consumed_samples: int) -> StepBatch:
+        """The batch of the step that follows `consumed_samples` samples of the run."""
+        prefetched, self._prefetched = self._prefetched, None
+        if prefetched is not None and prefetched[0] == consumed_samples:
+            return prefetched[1]
+        if self.fault_hook is not None:
+            self.fault_hook()
+        shape = self._shape
+        if self._sizes is not None:
+            shape = replace(shape, global_batch=self._sizes.at(consumed_samples))
+        if self._samples is None:
+            return self._read(consumed_samples, shape)
+        with self._samples.step(consumed_samples):
+            return self._read(consumed_samples, shape)
+
+    def prefetch(self, consumed_samples: int) -> None:
+        """Load the result of the next `batch(consumed_samples)` while the device is busy. After an error the step that
+        trains on the batch reads again, and raises. A batch for which the host's reader must be waited for is left to
+        that step, where the wait shows.
+        """
+        if self._samples is not None and not self._samples.is_ready(consumed_samples):
+            return
+        with suppress(Exception):
+            self._prefetched = (consumed_samples, self.batch(consumed_samples))
+
+    def batches(self, count: int) -> Iterator[StepBatch]:
+        """The first `count` batches of the split."""
+        return (self.batch(index * self._shape.global_batch) for index in range(count))
+
+    def _read(self, consumed_samples: int, shape: BatchShape) -> StepBatch:
+        if self._pool is not None:
+            assert self._samples is not None, "a rank of a pool reads the documents of all samples"
+            samples = range(consumed_samples, consumed_samples + shape.global_batch)
+            dropout = Dropout(0.0, self._seed, [samples.start], self._device)
+            return StepBatch(self._pool.micro_batches(self._samples, samples, self._device, dropout))
+        indices = range(shape.num_microbatches)
+        return StepBatch([part for index in indices for part in self._micro_batches(consumed_samples, index)])
+
+    def _micro_batches(self, consumed_samples: int, index: int) -> Iterator[MicroBatch]:
+        """Read the samples of a micro-batch of whole sequences, and yield the parts of it that this rank trains on."""
+        keys = KVStore() if self._chunks else None
+        indices = [consumed_samples + row for row in self._shape.rows(index, self._rank)]
+        dropout = Dropout(self._dropout, self._seed, indices, self._device)
+        if self._samples is None or not self._reads_tokens:
+            found = (
+                None if self._samples is None else boundaries_of([*map(self._samples.documents, indices)], self._device)
+            )
+            yield from (MicroBatch(None, None, None, dropout, found, shard, keys) for shard in self._shards(found))
+            return
+        samples = [self._samples[number] for number in indices]
+        documents = [sample.documents for sample in samples if sample.documents is not None]
+        boundaries = boundaries_of(documents, self._device) if documents else None
+        masks = [np.ones_like(s.labels) if s.mask is None else s.mask for s in samples]
+        masked = any(sample.mask is not None for sample in samples)
+        total = sum(mask.sum().item() for mask in masks)  # on the host: sums on the device would synchronize
+        for shard in self._shards(boundaries):
+            own = slice(None) if shard is None else np.concatenate([np.arange(*span) for span in shard.spans])
+            tokens, labels = (
+                self._to_device([row[own] for row in rows])
+                for rows in ([s.tokens for s in samples], [s.labels for s in samples])
+            )
+            counts = sum(mask[own].sum().item() for mask in masks), total
+            mask = self._to_device([row[own] for row in masks]) if masked else None
+            yield MicroBatch(tokens, labels, mask, dropout, boundaries, shard, keys, *counts)
+
+    def _shards(self, boundaries: Boundaries | None) -> Sequence[SequenceShard | None]:
+        """The parts of a sequence that are micro-batches of this rank: chunks, a shard, or all of it."""
+        if self._chunks:
+            return self._chunks
+        starts = None if boundaries is None else boundaries.starts
+        return [None if self._sharding is None else self._sharding.shard(starts)]
+
+    def _to_device(self, rows: list[np.ndarray]) -> Tensor:
+        """Stack rows [s] to [s, b] on the device."""
+        return copy_to_device(np.stack(rows, 1), self._device)
+
+
+def boundaries_of(rows: Sequence[DocumentStarts], device: torch.device) -> Boundaries:
+    """Return the boundaries of the documents in the rows of a micro-batch."""
+    padded = tuple(row.is_padded for row in rows)
+    starts = tuple(tuple(row.places) for row in rows)
+    return Boundaries(starts, rows[0].length, device, padded if any(padded) else ())

@@ -1,0 +1,1 @@
+"""Writing token datasets: from text, or from token files of other projects."""

@@ -1,0 +1,1 @@
+"""Token datasets on disk or remote storage, and the indices of their epochs."""

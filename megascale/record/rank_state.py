@@ -1,0 +1,240 @@
+"""The state of a rank: what it does now, and how far it is in each of its groups, read from the head of its log.
+
+Another process reads it (`record.log_reader`) without the rank's help: while the rank is stopped, hangs in a collective
+or holds Python's lock, and after its end.
+
+- `RankState`, `GroupState`, `FlightEvent`, `Wait`: a state as values; `to_dict` and `from_dict` are its JSON form
+- `RankRuns`: ranks in short
+- `LogError`: what is not a log
+
+The flight recorder of `torch.distributed`, which `hang.flight` reads, is another: a dump that a process writes at its
+end. `hang.dumped_records` makes states of its dumps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megascale.core.errors import MegascaleError
+from megascale.record import layout
+from megascale.record.layout import Phase
+
+UNORDERED_SIGNAL = "unordered_signal"
+"""Total of a rank: the number of the signal to it alone at which it has stopped the job."""
+
+SILENT_S = 2.0
+"""Seconds without a heartbeat, eight beats, after which a rank is stopped, or code holds Python's lock."""
+
+LAST_EVENTS = 16
+"""Events in the JSON form of a record by default, besides those in flight."""
+
+MAX_OPEN_EVENTS = 32
+"""Most events in flight in the JSON form of a record: the newest."""
+
+
+class LogError(MegascaleError):
+    """A file that is not, or not yet, the log of a rank, or another form than a state's."""
+
+
+@dataclass(frozen=True)
+class RankRuns:
+    """Ranks as runs (first, count, distance), in ascending order: the groups of a layout have one or few."""
+
+    runs: tuple[tuple[int, int, int], ...]
+
+    @classmethod
+    def from_ranks(cls, ranks: Sequence[int]) -> RankRuns:
+        """Describe ranks, whose order is lost."""
+        rest, runs = sorted(ranks), []
+        while rest:
+            distance = rest[1] - rest[0] if len(rest) > 1 else 1
+            count = 1
+            while count < len(rest) and rest[count] == rest[0] + count * distance:
+                count += 1
+            runs.append((rest[0], count, distance))
+            rest = rest[count:]
+        return cls(tuple(runs))
+
+    def __iter__(self) -> Iterator[int]:
+        return (first + index * distance for first, count, distance in self.runs for index in range(count))
+
+    def __len__(self) -> int:
+        return sum(count for _, count, _ in self.runs)
+
+    def __contains__(self, rank: object) -> bool:
+        return isinstance(rank, int) and any(
+            first <= rank < first + count * distance and (rank - first) % distance == 0
+            for first, count, distance in self.runs
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """How far a rank is in the collectives of a group, or in the messages of one direction to or from a peer.
+
+    `kind`: "collective", "send", "receive", or "control" for control data through the job's store. `ranks`: the group's
+    ranks; None if they do not fit into the record. `entered`, `issued` and `completed` are counts: with `issued` = 5
+    this rank has issued the sequence numbers 0 to 4. A communication is entered before its issue, and issued once the
+    transport has it. `completed` counts up to the newest communication known to have ended. `peer`: global rank, -1 for
+    collectives.
+    """
+
+    name: str
+    kind: str
+    ranks: RankRuns | None
+    entered: int
+    issued: int
+    completed: int
+    peer: int = -1
+
+    @property
+    def key(self) -> str:
+        """The state's key in `RankState.groups`: 'dp', 'pp.up send 3', 'world control'."""
+        if self.kind == layout.COLLECTIVE:
+            return self.name
+        return f"{self.name} {self.kind}{f' {self.peer}' if self.peer >= 0 else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class FlightEvent:
+    """An action of compute (`kind` "action") or a communication. `group` is a key of `RankState.groups`, and "" for
+    an action.
+
+    Times are ns of the host's monotonic clock: `issued_ns`, or the start of an action; `waiting_ns`, since when compute
+    waits, or 0; `ended_ns`, or 0 while in flight.
+    """
+
+    kind: str
+    name: str
+    group: str
+    sequence: int
+    peer: int
+    step: int
+    microbatch: int
+    chunk: int
+    issued_ns: int
+    waiting_ns: int
+    ended_ns: int
+    bytes: int = 0
+    part: str = ""
+    layer: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The present wait of a rank. `kind`: "issuing" a communication, "waiting" for its end, or for the "device".
+    `group`: a key of `RankState.groups`; "" for the device.
+    """
+
+    kind: str
+    group: str
+    sequence: int
+    since_ns: int
+
+
+@dataclass(frozen=True)
+class RankState:
+    """The state of a rank at a moment, its flight record.
+
+    `start`: seconds since 1970. `progress`: writes so far; a rank that makes no progress writes nothing.
+    `heartbeat_ns`: last beat of the rank's heartbeat thread, which stands still in a stopped rank and in one whose code
+    holds Python's lock. `updated_ns`: last write. `read_ns`: the reader's time. All times in ns are of the host's
+    monotonic clock. `step`: the current step, or the last one; `first_step`: the first of this process, 0 before.
+    `step_time_s`: median of recent steps, 0 before the first has ended. `open`: events in flight, `last`: the newest
+    events; both oldest first. `folder`: key of the run's folder, `exit_status`: with which the rank has said that it
+    ends, None before. `stored_attempt`: in the event store, None until events are stored; with it are known `epoch_ns`,
+    the time since 1970 on rank 0's clock at the zero of this host's monotonic clock, the rank's coordinates, and its
+    device's FLOP/s, 0 if unknown.
+
+    What others know of the rank, as far as they do: `letter`, the process's state in /proc; `node`; `source`, where the
+    state was found, `age_s` seconds after it was read. The JSON form ends with `first_step`: the rest is of this host.
+    """
+
+    run: str
+    rank: int
+    world: int
+    pid: int
+    attempt: int
+    start: float
+    progress: int
+    heartbeat_ns: int
+    updated_ns: int
+    read_ns: int
+    phase: Phase
+    phase_since_ns: int
+    step: int
+    step_time_s: float
+    totals: Mapping[str, float]
+    groups: Mapping[str, GroupState]
+    wait: Wait | None = None
+    open: tuple[FlightEvent, ...] = ()
+    last: tuple[FlightEvent, ...] = ()
+    first_step: int = 0
+    folder: int = 0
+    exit_status: int | None = None
+    stored_attempt: int | None = None
+    epoch_ns: int = 0
+    coord: Mapping[str, int] = field(default_factory=dict)
+    peak_flops: int = 0
+    letter: str = ""
+    node: str = ""
+    source: str = ""
+    age_s: float = 0.0
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds without progress, when the record was read."""
+        return max(0, self.read_ns - self.updated_ns) / 1e9
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds without a heartbeat, when the record was read."""
+        return max(0, self.read_ns - self.heartbeat_ns) / 1e9
+
+    def to_dict(self, events: int = LAST_EVENTS) -> dict[str, Any]:
+        """Return the JSON form, with the newest `events`: lists in the order of the fields, to be short."""
+        plain = {name: getattr(self, name) for name in _PLAIN}
+        return plain | {
+            "totals": dict(self.totals),
+            "groups": [
+                [g.name, g.kind, g.ranks and g.ranks.runs, g.entered, g.issued, g.completed, g.peer]
+                for g in self.groups.values()
+            ],
+            "wait": self.wait and [getattr(self.wait, name) for name in Wait.__slots__],
+            "open": [_event_list(event) for event in self.open[-MAX_OPEN_EVENTS:]],
+            "last": [_event_list(event) for event in self.last[max(0, len(self.last) - events) :]],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RankState:
+        """Return the state of a JSON form. Raises: LogError for anything else."""
+        try:
+            states = [_group_state(*fields) for fields in data["groups"]]
+            return cls(
+                **{name: data[name] for name in _PLAIN if name != "phase"},
+                phase=Phase(data["phase"]),
+                totals=dict(data["totals"]),
+                groups={state.key: state for state in states},
+                wait=Wait(*data["wait"]) if data["wait"] else None,
+                open=tuple(FlightEvent(*fields) for fields in data["open"]),
+                last=tuple(FlightEvent(*fields) for fields in data["last"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise LogError(f"not the JSON form of a flight record: {error}") from None
+
+
+_PLAIN = (
+    "run", "rank", "world", "pid", "attempt", "start", "progress", "heartbeat_ns", "updated_ns", "read_ns", "phase",
+    "phase_since_ns", "step", "first_step", "step_time_s",
+)  # fmt: skip
+
+
+def _event_list(event: FlightEvent) -> list[Any]:
+    return [getattr(event, name) for name in FlightEvent.__slots__]
+
+
+def _group_state(name: str, kind: str, runs: Sequence[Sequence[int]] | None, *numbers: int) -> GroupState:
+    ranks = None if runs is None else RankRuns(tuple((first, count, distance) for first, count, distance in runs))
+    return GroupState(name, kind, ranks, *numbers)

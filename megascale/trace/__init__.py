@@ -1,1 +1,0 @@
-"""A run's records: the event log of every rank, and metrics."""
