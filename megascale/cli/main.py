@@ -13,9 +13,9 @@ from types import ModuleType
 import megascale
 from megascale.cli.standard_streams import discard_unwritable_output, open_closed_streams
 from megascale.cli.text_encoding import escape_output, name_files_in_utf8
+from megascale.cli.torch_import import torch_import_problem
 from megascale.core.errors import ConfigError, Exit, MegascaleError, Problem
 from megascale.core.registry import closest_name
-from megascale.core.torch_import import torch_import_problem
 
 COMMANDS = {
     "check": "find every mistake of a configuration, without launching anything",

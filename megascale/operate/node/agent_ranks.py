@@ -13,9 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 
-from megascale.core.copies_folder import remove_copies
 from megascale.core.errors import CheckpointError
-from megascale.core.stored_copies import hold_copies
 from megascale.operate.channel.messages import (
     AgentMessage,
     Heartbeat,
@@ -33,6 +31,7 @@ from megascale.operate.node.node_ranks import NodeRanks
 from megascale.operate.node.ranks import Ranks
 from megascale.operate.node.standby_process import StandbyProcess
 from megascale.operate.node.store_listener import StoreListener
+from megascale.operate.node.stored_copies import hold_copies, remove_copies
 from megascale.operate.node.threads import call_in_thread
 from megascale.operate.store.collector import FINISH_S, Collector, CollectorThread
 

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megascale.core.label import BACKWARD, FORWARD
 from megascale.operate.diagnose.slow.step_cube import OTHER, Columns, StepCube
 from megascale.operate.diagnose.slow.wall_time import wall_time
 from megascale.record.events import COMPUTE, HOST_AXIS, OPTIMIZER_ACTIONS, PAUSE
+from megascale.record.label import BACKWARD, FORWARD
 from megascale.schedule.ir import COMPUTE_KINDS
 
 OPTIMIZER, BUBBLE = "optimizer", "bubble"
