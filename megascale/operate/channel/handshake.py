@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import hashlib
 import hmac
 import secrets
@@ -59,7 +58,7 @@ class Seal:
     """The seals of one direction of a connection. A message out of order, or of another connection, is refused."""
 
     def __init__(self, key: bytes) -> None:
-        self._new_mac = functools.partial(hashlib.blake2b, key=key, digest_size=TAG_BYTES)
+        self._keyed = hashlib.blake2b(key=key, digest_size=TAG_BYTES)
         self._messages = 0
 
     def seal(self, content: bytes) -> bytes:
@@ -73,7 +72,8 @@ class Seal:
 
     def _next_tag(self, content: bytes) -> bytes:
         self._messages += 1
-        mac = self._new_mac(_NUMBER.pack(self._messages))
+        mac = self._keyed.copy()
+        mac.update(_NUMBER.pack(self._messages))
         mac.update(content)
         return mac.digest()
 

@@ -115,25 +115,35 @@ class StoreServer:
         if not part:
             self._drop(rank)
             return
-        rank.received += part
+        data: bytes | bytearray = part
+        if rank.received:
+            rank.received += part
+            data = rank.received
+        done = 0
         try:
-            while (content := self._next_message(rank)) is not None:
+            while (content := self._next_message(rank, data, done)) is not None:
+                done += HEAD.size + len(content)
                 self._execute(rank, unpack(content))
         except (NotAPeerError, ValueError, LookupError, TypeError, struct.error) as error:
             print(f"megascale: the {PURPOSE} closes a rank's connection: {error!r}", file=sys.stderr, flush=True)
             self._drop(rank)
+            return
+        if data is part:
+            rank.received += part[done:]
+        else:
+            del rank.received[:done]
 
-    def _next_message(self, rank: _Rank) -> bytes | None:
-        if len(rank.received) < HEAD.size:
+    def _next_message(self, rank: _Rank, data: bytes | bytearray, start: int) -> bytes | None:
+        """Return the content of the message that begins at `start`; None if it is not there yet to its end."""
+        if len(data) < start + HEAD.size:
             return None
-        size, tag = HEAD.unpack_from(rank.received)
+        size, tag = HEAD.unpack_from(data, start)
         if size > MAX_MESSAGE_BYTES:
             raise NotAPeerError(f"a message of {size} bytes is too long")
-        end = HEAD.size + size
-        if len(rank.received) < end:
+        end = start + HEAD.size + size
+        if len(data) < end:
             return None
-        content = bytes(rank.received[HEAD.size : end])
-        del rank.received[:end]
+        content = bytes(data[start + HEAD.size : end])
         rank.session.received.check(tag, content)
         return content
 
@@ -216,18 +226,16 @@ class StoreServer:
         rank.missing = set()
 
     def _send(self, rank: _Rank, fields: list[bytes]) -> None:
-        rank.to_send += rank.session.sent.seal(pack(fields))
-        self._flush(rank)
+        message = rank.session.sent.seal(pack(fields))
+        if not rank.to_send:
+            message = message[_send_some(rank.connection, message) :]
+        if message:
+            rank.to_send += message
+            self._flush(rank)
 
     def _flush(self, rank: _Rank) -> None:
         """Send as much as the connection takes, and ask for a turn for the rest."""
-        try:
-            sent = rank.connection.send(rank.to_send)
-        except BlockingIOError:
-            sent = 0
-        except OSError:  # the rank has gone: `_serve` will read the end
-            sent = len(rank.to_send)
-        del rank.to_send[:sent]
+        del rank.to_send[: _send_some(rank.connection, rank.to_send)]
         if rank.is_full != bool(rank.to_send):
             rank.is_full = bool(rank.to_send)
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if rank.is_full else 0)
@@ -237,6 +245,16 @@ class StoreServer:
         self._end_wait(rank)
         self._selector.unregister(rank.connection)
         rank.connection.close()
+
+
+def _send_some(connection: socket.socket, data: bytes | bytearray) -> int:
+    """Send as much as the connection takes; return the number of bytes, all of them if the rank has gone."""
+    try:
+        return connection.send(data)
+    except BlockingIOError:
+        return 0
+    except OSError:  # `_serve` will read the end
+        return len(data)
 
 
 _OPERATIONS: dict[bytes, Callable[..., list[bytes]]] = {
@@ -259,10 +277,9 @@ def unpack(message: bytes) -> list[bytes]:
     """Split a message into its fields."""
     fields, at = [], 0
     while at < len(message):
-        (size,) = _LENGTH.unpack_from(message, at)
-        at += _LENGTH.size
-        fields.append(message[at : at + size])
-        at += size
+        start = at + _LENGTH.size
+        at = start + _LENGTH.unpack_from(message, at)[0]
+        fields.append(message[start:at])
     return fields
 
 
