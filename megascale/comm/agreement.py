@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, Store
 from megascale.core.errors import HostsDisagreeError, LostPeerError
 from megascale.core.rank import Rank, format_ranks, rendezvous_endpoint
 from megascale.core.wait_notice import WaitNotice
-from megascale.operate.channel.store_server import REFUSED_KEY
+from megascale.operate.channel.store_messages import REFUSED_KEY
 
 Record = Mapping[str, str]
 """Values by key, which must be equal on all ranks."""

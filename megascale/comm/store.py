@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megascale.operate.channel.handshake import NotAPeerError, connect, receive_message
-from megascale.operate.channel.store_server import OK, PURPOSE, pack, unpack
+from megascale.operate.channel.store_messages import OK, PURPOSE, pack, unpack
 
 ANSWER_S = 60.0
 """Seconds beyond a request's own timeout until the server is given up."""

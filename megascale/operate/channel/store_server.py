@@ -1,10 +1,7 @@
 """The process that keeps the job's store: keys and values in memory, for ranks that know the job's secret.
 
-Rank 0 starts it (`start_server`), and it ends with rank 0. It imports no torch. Protocol: the listening socket is
-inherited, the secret comes on the standard input; then `channel.handshake`, and sealed messages.
-
-A message is fields of bytes, each with its length before it (`pack`). A request is its name and its arguments, such as
-[b"set", key, value]. An answer is OK or TIMED_OUT, and the results.
+Rank 0 starts it (`comm.rendezvous`), and it ends with rank 0. It imports no torch. Protocol: the listening socket is
+inherited, the secret comes on the standard input; then `channel.handshake`, and sealed `store_messages`.
 """
 
 from __future__ import annotations
@@ -16,30 +13,24 @@ import selectors
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from megascale.core.errors import MegascaleError
-from megascale.core.limits import os_error_hint, raise_soft_limits
-from megascale.core.process import die_with_parent, module_command, stop_signals
+from megascale.core.limits import raise_soft_limits
+from megascale.core.process import die_with_parent, stop_signals
 from megascale.operate.channel.gate import Gate
 from megascale.operate.channel.handshake import HEAD, NotAPeerError, Session
-
-OK, TIMED_OUT = b"ok", b"timed out"
-
-PURPOSE = "job's store"
-"""The purpose of the handshake."""
-
-REFUSED_KEY = "refused strangers"
-"""Key of the store: a text of connections that were refused; absent without any."""
-
-MAX_MESSAGE_BYTES = 64 << 20
-"""Longest message in bytes."""
-
-_LENGTH = struct.Struct("<I")
+from megascale.operate.channel.store_messages import (
+    MAX_MESSAGE_BYTES,
+    OK,
+    PURPOSE,
+    REFUSED_KEY,
+    TIMED_OUT,
+    pack,
+    unpack,
+)
 
 READ_BYTES = 1 << 16
 """Most bytes that are read from a connection at a time; Python allocates them for each read."""
@@ -266,39 +257,6 @@ _OPERATIONS: dict[bytes, Callable[..., list[bytes]]] = {
     b"delete": StoreServer._delete,
     b"count": StoreServer._count,
 }
-
-
-def pack(fields: Iterable[bytes]) -> bytes:
-    """Join fields to a message."""
-    return b"".join([part for field in fields for part in (_LENGTH.pack(len(field)), field)])
-
-
-def unpack(message: bytes) -> list[bytes]:
-    """Split a message into its fields."""
-    fields, at = [], 0
-    while at < len(message):
-        start = at + _LENGTH.size
-        at = start + _LENGTH.unpack_from(message, at)[0]
-        fields.append(message[start:at])
-    return fields
-
-
-def start_server(listener: socket.socket, secret: bytes) -> subprocess.Popen[bytes]:
-    """Start the process that serves the store at `listener`. It ends with this process, or with its standard input.
-
-    Raises: MegascaleError if it cannot be started
-    """
-    descriptor = listener.fileno()
-    command = module_command("megascale.operate.channel.store_server", str(descriptor), str(os.getpid()))
-    try:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[descriptor], start_new_session=True)
-    except OSError as error:
-        what = f"the process of the job's store cannot be started: {error.strerror}"
-        raise MegascaleError(what, hint=os_error_hint(error, "free memory on the host")) from None
-    assert process.stdin is not None
-    process.stdin.write(secret.hex().encode() + b"\n")
-    process.stdin.flush()
-    return process
 
 
 def main(descriptor: int, parent: int) -> None:
