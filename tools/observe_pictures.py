@@ -19,12 +19,11 @@ from lab.fleet import Fleet
 from lab.fleet_tables import FLOPS, PEAK_FLOPS, cube_of, write_store
 from lab.paper_stories import mfu_decay, slow_machines
 from megascale.core.files import write_text
-from megascale.operate.diagnose.slow.heatmap import compare
-from megascale.operate.show.charts.grid_chart import grid_chart
-from megascale.operate.show.charts.line_chart import Mark, Series, line_chart
+from megascale.operate.diagnose.slow.heatmap import slowness
+from megascale.operate.show.charts.report_charts import Mark, Series, grid_chart, line_chart
 from megascale.operate.show.charts.shapes import GREEN, ORANGE, STYLE
 from megascale.operate.show.html_report import SLOWNESS_LEVELS
-from megascale.operate.show.rank_matrix import rank_matrix
+from megascale.operate.show.rank_grid import rank_matrix
 
 ROOT = Path(__file__).parents[1]
 
@@ -91,8 +90,7 @@ def tell(fleet: Fleet, run: Path, *commands: Sequence[str]) -> None:
 def heat_map(fleet: Fleet) -> str:
     """Draw the compute time of each rank beside its peers."""
     cube, matrix = cube_of(fleet), rank_matrix(fleet.layout.topology)
-    compared = compare(cube, cube.compute[:, :, None], cube.places.codes("pp"))
-    excess = matrix.of((compared.seconds / compared.peer_s - 1)[:, 0])
+    excess = matrix.of(slowness(cube))
     title = f"compute time of {len(cube.places.rank):,} ranks beside their peers"
     return grid_chart(title, excess, SLOWNESS_LEVELS, matrix.labels, lambda row, column: "")
 

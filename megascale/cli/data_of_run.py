@@ -73,7 +73,7 @@ def _index_line(built: BuiltIndices) -> str:
 
 def which(options: argparse.Namespace) -> int:
     """Run `megascale data which`."""
-    from megascale.operate.show.run_view import read_run_config
+    from megascale.operate.show.run_config import read_run_config
 
     if (config := read_run_config(options.run)) is None:
         raise DataError(f"{options.run} is no run's folder: it has no config.toml", hint="the folder of a run")

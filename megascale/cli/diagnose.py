@@ -32,7 +32,8 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    from megascale.operate.show.run_view import RunFolderError, RunReader
+    from megascale.operate.show.run_config import RunFolderError
+    from megascale.operate.show.run_reader import RunReader
 
     if options.slow or options.hosts:
         if options.picture is not None:

@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     from megascale.operate.diagnose.slow.cube_queries import peak_flops, recent_cube, sampled_cube
     from megascale.operate.diagnose.slow.drift import drift
     from megascale.operate.show.run_breakdown import BUBBLE_STEPS, run_breakdown
-    from megascale.operate.show.run_view import CONFIG_FILE
+    from megascale.operate.show.run_config import CONFIG_FILE
     from megascale.operate.store.reading import read_store
     from megascale.operate.store.table_files import STORE_FOLDER
 

@@ -11,7 +11,7 @@ from megascale.cli.main import add_config_arguments
 from megascale.cli.plan import print_tables
 from megascale.config.loading import load_config
 from megascale.core.errors import Exit
-from megascale.operate.show.run_view import CONFIG_FILE, RunFolderError, read_run_config
+from megascale.operate.show.run_config import CONFIG_FILE, RunFolderError, read_run_config
 from megascale.plan.search import batch_report
 from megascale.plan.search.batch_laws import training_of
 from megascale.plan.search.batch_plan import critical_by_law, read_measured

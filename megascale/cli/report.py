@@ -28,11 +28,11 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
+    from megascale.operate.show.charts.timeline import render_svg
     from megascale.operate.show.html_report import render_report
-    from megascale.operate.show.run_view import RunReader
+    from megascale.operate.show.run_reader import RunReader
     from megascale.operate.show.step_events import pictured_events
     from megascale.operate.show.store_view import read_store_view
-    from megascale.operate.show.svg import render_svg
     from megascale.operate.store.query import StoreError
 
     view, notes = RunReader(options.folder).read(), []

@@ -12,9 +12,10 @@ from typing import Any
 
 from megascale.cli.argument_types import own_file, rank_ranges, step_range
 from megascale.core.errors import Exit, MegascaleError
-from megascale.core.files import exists, is_folder
+from megascale.core.files import exists, is_folder, write_text
 from megascale.core.process import exit_on_stop_signals, without_gc
-from megascale.operate.show import chrome_trace, svg
+from megascale.operate.show import chrome_trace
+from megascale.operate.show.charts import shapes, timeline
 from megascale.operate.show.chrome_trace import TraceStats
 from megascale.operate.show.summary import AxisCommunication, format_shares, mean_over_ranks, summarize
 from megascale.operate.store.query import StoreError
@@ -61,7 +62,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     drawn = (
         f"also draw a picture (without --steps: of the last step; without --ranks: of {MAX_SVG_RANKS} ranks at most)"
     )
-    sub.add_argument("--svg", metavar="FILE.svg", type=own_file(".svg", svg.FILE_START), help=drawn)
+    sub.add_argument("--svg", metavar="FILE.svg", type=own_file(".svg", shapes.FILE_START), help=drawn)
     sub.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -77,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
             stats = chrome_trace.write_trace(path, (chrome_trace.rank_trace(events, origin) for events in ranks))
         if options.svg:
             with _writing(options.svg):
-                svg.write_svg(options.svg, select_for_svg(ranks, options))
+                write_text(options.svg, timeline.render_svg(select_for_svg(ranks, options)))
         shares = [share for events in ranks for share in summarize(events)]
     result = TraceResult(
         timeline=path,

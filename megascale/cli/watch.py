@@ -15,8 +15,9 @@ from megascale.core.process import interrupt_on_stop_signals
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megascale.operate.show.run_view import RunReader, RunView
-    from megascale.operate.show.store_view import StoreFollower
+    from megascale.operate.show.run_reader import RunReader
+    from megascale.operate.show.run_view import RunView
+    from megascale.operate.show.store_follower import StoreFollower
 
 EVERY_S = 1.0
 """Seconds between two frames."""
@@ -35,8 +36,8 @@ def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     from rich.console import Console
 
-    from megascale.operate.show.run_view import RunReader
-    from megascale.operate.show.store_view import StoreFollower
+    from megascale.operate.show.run_reader import RunReader
+    from megascale.operate.show.store_follower import StoreFollower
 
     console, reader = Console(highlight=False), RunReader(options.folder)
     store = StoreFollower(options.folder)

@@ -15,7 +15,8 @@ import numpy as np
 from lab.fleet import Fleet
 from lab.fleet_tables import cube_of
 from lab.observe_cases import KINDS, SlowdownCase, draw_case, names_culprit
-from megascale.operate.diagnose.slow.findings import Finding, combine
+from megascale.operate.diagnose.slow.finding import Finding
+from megascale.operate.diagnose.slow.findings import combine
 
 GOAL = 0.95
 """Share of the slowdowns whose kind and culprit must be right."""
@@ -61,7 +62,7 @@ class Judgement:
     @property
     def accused(self) -> tuple[Finding, ...]:
         """Findings that name a wrong rank, node, link or group."""
-        found = (one for one, named in zip(self.found, self.named, strict=True) if one.ranks and not named)
+        found = (one for one, named in zip(self.found, self.named, strict=True) if one.culprit.ranks and not named)
         return (*found, *self.after)
 
     @property

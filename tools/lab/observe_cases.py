@@ -15,8 +15,7 @@ import numpy as np
 from lab.fleet import Fleet
 from lab.fleet_times import FleetFault, FleetLayout
 from megascale.layout.topology import Topology
-from megascale.operate.diagnose.slow.findings import Finding
-from megascale.operate.diagnose.slow.job_cost import FindingKind
+from megascale.operate.diagnose.slow.finding import Finding, FindingKind
 
 STEPS = 100
 """Steps of a case."""
@@ -165,7 +164,7 @@ def names_culprit(finding: Finding, fault: FleetFault) -> bool:
     """Return True if a finding names the culprit of a fault."""
     if fault.kind == "link":
         ends = [fault.node] if fault.peer < 0 else [fault.node, fault.peer]
-        return all(f"node n{end:04d}" in finding.culprit for end in ends)
+        return {f"n{end:04d}" for end in ends} <= set(finding.culprit.nodes)
     if fault.node >= 0:
-        return finding.culprit == f"node n{fault.node:04d}"
-    return finding.ranks == ((fault.rank,) if fault.rank >= 0 else ())
+        return (finding.culprit.kind, finding.culprit.nodes) == ("node", (f"n{fault.node:04d}",))
+    return finding.culprit.ranks == ((fault.rank,) if fault.rank >= 0 else ())

@@ -31,7 +31,8 @@ from lab.testbed import HostLink, Testbed
 from megascale.core.errors import MegascaleError
 from megascale.core.process import die_with_parent
 from megascale.operate.diagnose.slow.cube_queries import recent_cube, sampled_cube
-from megascale.operate.diagnose.slow.findings import Finding, combine
+from megascale.operate.diagnose.slow.finding import Finding
+from megascale.operate.diagnose.slow.findings import combine
 from megascale.operate.store.query import fetch, open_store
 
 if TYPE_CHECKING:
@@ -78,8 +79,8 @@ class JobSlowdown:
     def is_named_by(self, finding: Finding) -> bool:
         """Return True if a finding names the culprit: the rank, or the node or a link of it."""
         if self.node is None:
-            return bool(self.ranks) and finding.ranks == self.ranks
-        return f"node{self.node}" in finding.culprit.split() or finding.ranks == self.ranks
+            return bool(self.ranks) and finding.culprit.ranks == self.ranks
+        return f"node{self.node}" in finding.culprit.nodes or finding.culprit.ranks == self.ranks
 
 
 def _of_rank(phase: str, ranks: Sequence[int]) -> Callable[[random.Random], JobSlowdown]:
@@ -149,7 +150,7 @@ def judge_job(kind: str, number: int, folder: Path) -> Judgement:
         return Judgement(kind, number, found, named, None)
     later = [one for one in findings_until(store, UNTIL - 1 + GONE_STEPS) if one.until is None]
     gone = not any(map(slowdown.is_named_by, later[:1]))
-    after = tuple(one for one in later if one.ranks and not slowdown.is_named_by(one))
+    after = tuple(one for one in later if one.culprit.ranks and not slowdown.is_named_by(one))
     return Judgement(kind, number, found, named, _truth(store), gone, after)
 
 

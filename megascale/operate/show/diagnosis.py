@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megascale.core.rank import format_ranks
-from megascale.core.run_folder import LOGS
 from megascale.core.units import format_duration
 from megascale.operate.diagnose.hang.flight import DUMP_FOLDER, find_suspect
 from megascale.operate.diagnose.hang.hang import Verdict, hang_verdict
@@ -19,14 +18,15 @@ from megascale.operate.diagnose.hang.wait_chain import WaitingSet, WaitLink, dis
 from megascale.operate.diagnose.hang.waits import wait_graph
 from megascale.operate.driver.classify import classify_hang
 from megascale.operate.driver.incidents import Culprit
-from megascale.operate.health.observations import read_tail
 from megascale.operate.node.failure import read_records
 from megascale.operate.node.stacks import stack_of
 from megascale.operate.show.last_states import SHARED, LastStates, StatesError, read_dumped_states
-from megascale.operate.show.run_view import RunView, standstill_limit_s, step_limit_s
+from megascale.operate.show.rank_details import RankDetails, details_of, log_folders
+from megascale.operate.show.run_view import RunView
+from megascale.operate.show.standstill import standstill_limit_s, step_limit_s
 from megascale.operate.store.settings import StoreSettings
 from megascale.record.layout import Phase
-from megascale.record.rank_state import SILENT_S, FlightEvent, RankState
+from megascale.record.rank_state import SILENT_S, RankState
 
 Condition = Literal["hangs", "makes progress", "has ended", "is out of sight", "unknown"]
 """Conditions of a run. By the dumps of torch's flight recorder alone a run hangs without a verdict. Out of sight: old
@@ -38,26 +38,6 @@ RECENT_INTERVALS = 3.0
 
 MOST_CULPRITS = 4
 """Most culprits whose events, stack and output are shown."""
-
-MOST_EVENTS = 8
-"""Most of a culprit's events."""
-
-LOG_LINES = 8
-"""Most lines of a culprit's output."""
-
-
-@dataclass(frozen=True)
-class CulpritFacts:
-    """A culprit: its last state, None without one; its newest events; the `stack` of its process, "" if that is not on
-    this host; its log with the last lines.
-    """
-
-    rank: int
-    state: RankState | None
-    events: tuple[FlightEvent, ...] = ()
-    stack: str = ""
-    log: Path | None = None
-    output: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,7 +63,7 @@ class RunDiagnosis:
     waiting: tuple[WaitingSet, ...] = ()
     links: tuple[int, ...] = ()
     chain: tuple[WaitLink, ...] = ()
-    culprits: tuple[CulpritFacts, ...] = ()
+    culprits: tuple[RankDetails, ...] = ()
     recorder: str = ""
     error: str = ""
     notes: tuple[str, ...] = ()
@@ -107,8 +87,8 @@ def diagnose(view: RunView, states: LastStates, read_stack: Callable[[int], str]
         if dumped.by_rank:
             return _hang(replace(common, states=replace(dumped, notes=states.notes)), read_stack)
         return replace(common, condition="hangs", what=recorder) if suspected else common
-    step_s = step_limit_s(working, view.config, view.curves)
-    limit_s = standstill_limit_s({str(record.phase) for record in working}, view.config, step_s)
+    step_s = step_limit_s(working, view)
+    limit_s = standstill_limit_s({str(record.phase) for record in working}, view, step_s)
     idle_s = min(record.idle_s for record in working)
     if view.is_live and not all(state.source == SHARED for state in states.by_rank.values()):
         idle_s = float(view.states.idle_s)  # newer than the store
@@ -133,16 +113,11 @@ def _errors(view: RunView, records: Iterable[RankState]) -> list[Mapping[str, An
     last of the ranks; errors from before their start are those of earlier ranks.
     """
     start = max((record.start for record in records), default=0.0)
-    for folder in _log_folders(view):
+    for folder in log_folders(view):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             if found := read_records(folder):
                 return [error for error in found.values() if error["what"] and error["time"] >= start]
     return []
-
-
-def _log_folders(view: RunView) -> tuple[Path, Path]:
-    """Return the folders of logs under a driver, and without one."""
-    return view.folder / LOGS / f"attempt-{view.attempt}", view.folder / LOGS
 
 
 def _first(errors: Sequence[Mapping[str, Any]]) -> str:
@@ -180,7 +155,9 @@ def _hang(common: RunDiagnosis, read_stack: Callable[[int], str]) -> RunDiagnosi
         waiting=tuple(ordered),
         links=tuple(far.get(each, 0) for each in ordered),
         chain=tuple(wait_chain(sets, verdict.ranks)),
-        culprits=tuple(_facts(view, rank, states, read_stack) for rank in verdict.ranks[:MOST_CULPRITS]),
+        culprits=tuple(
+            details_of(view, rank, states.by_rank.get(rank), read_stack) for rank in verdict.ranks[:MOST_CULPRITS]
+        ),
         notes=(*states.notes, *_old_states(view, states, common.idle_s)),
     )
 
@@ -205,16 +182,6 @@ def _old_states(view: RunView, states: LastStates, idle_s: float) -> list[str]:
     missing = sorted(set(range(view.world)) - states.by_rank.keys())
     notes = [f"the states of {format_ranks(old)} are from before the hang: read the verdict with care"] if old else []
     return notes + ([f"nothing is known about {format_ranks(missing)}"] if missing else [])
-
-
-def _facts(view: RunView, rank: int, states: LastStates, read_stack: Callable[[int], str]) -> CulpritFacts:
-    state = states.by_rank.get(rank)
-    events = state.last[-MOST_EVENTS:] if state is not None else ()
-    stack = read_stack(state.pid) if state is not None and state.source == SHARED else ""
-    for folder in _log_folders(view):
-        if output := read_tail(folder / f"rank-{rank}.log"):
-            return CulpritFacts(rank, state, events, stack, folder / f"rank-{rank}.log", tuple(output[-LOG_LINES:]))
-    return CulpritFacts(rank, state, events, stack)
 
 
 def _recorder(run: Path) -> tuple[str, bool]:

@@ -7,8 +7,9 @@ from typing import Any
 
 from megascale.core.rank import format_ranks
 from megascale.core.units import format_duration
-from megascale.operate.show.diagnosis import CulpritFacts, RunDiagnosis, nodes_of
+from megascale.operate.show.diagnosis import RunDiagnosis, nodes_of
 from megascale.operate.show.last_states import DUMPED
+from megascale.operate.show.rank_details import RankDetails
 from megascale.record.rank_state import FlightEvent, RankState
 
 MOST_SETS = 16
@@ -16,6 +17,12 @@ MOST_SETS = 16
 
 MOST_LINKS = 12
 """Most links of the chain: half of them at each end."""
+
+MOST_EVENTS = 8
+"""Most of a culprit's events."""
+
+LOG_LINES = 8
+"""Most lines of a culprit's output."""
 
 MOST_FRAMES = 30
 """Most lines of a thread's stack."""
@@ -142,7 +149,7 @@ def _chain(found: RunDiagnosis) -> Iterator[str]:
         yield f"rank {last} waits for no rank" if own is None else str(own)
 
 
-def _culprit(culprit: CulpritFacts) -> Iterator[str]:
+def _culprit(culprit: RankDetails) -> Iterator[str]:
     state = culprit.state
     if state is None:
         yield "has no flight record: its node may be lost, or it has not begun"
@@ -154,15 +161,15 @@ def _culprit(culprit: CulpritFacts) -> Iterator[str]:
         since = format_duration((state.read_ns - state.phase_since_ns) / 1e9)
         silent = f"last heartbeat {state.silent_s:.1f} s before it was seen"
         yield f"phase {state.phase} for {since}, step {state.step}; {silent}"
-    if culprit.events:
+    if events := _events(culprit):
         yield "last events:"
-        yield from (f"  {_event(event)}" for event in culprit.events)
+        yield from (f"  {event}" for event in events)
     if culprit.stack:
         yield "stack:"
         yield from (f"  {line}" for line in _first_thread(culprit.stack))
     if culprit.log is not None:
         yield f"end of its output, {culprit.log}:"
-        yield from (f"  {line}" for line in culprit.output)
+        yield from (f"  {line}" for line in culprit.output[-LOG_LINES:])
 
 
 def _idle(state: RankState) -> str:
@@ -176,6 +183,10 @@ def _first_thread(stack: str) -> list[str]:
         return stack.splitlines()[:MOST_FRAMES]
     more = [f"and {len(threads) - 2} more threads: see --json"] if len(threads) > 2 else []
     return [*f"Thread {threads[1]}".rstrip().splitlines()[:MOST_FRAMES], *more]
+
+
+def _events(culprit: RankDetails) -> list[str]:
+    return [] if culprit.state is None else [_event(event) for event in culprit.state.last[-MOST_EVENTS:]]
 
 
 def _event(event: FlightEvent) -> str:
@@ -222,13 +233,13 @@ def diagnosis_json(found: RunDiagnosis) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _culprit_json(culprit: CulpritFacts) -> dict[str, Any]:
+def _culprit_json(culprit: RankDetails) -> dict[str, Any]:
     state = culprit.state
     seen = {} if state is None else {
         "pid": state.pid, "node": state.node, "letter": state.letter, "phase": str(state.phase),
         "step": state.step, "idle_s": state.idle_s, "silent_s": state.silent_s,
     }  # fmt: skip
     return {
-        "rank": culprit.rank, **seen, "events": [_event(event) for event in culprit.events], "stack": culprit.stack,
-        "log": str(culprit.log) if culprit.log else "", "output": list(culprit.output),
+        "rank": culprit.rank, **seen, "events": _events(culprit), "stack": culprit.stack,
+        "log": str(culprit.log) if culprit.log else "", "output": list(culprit.output[-LOG_LINES:]),
     }  # fmt: skip

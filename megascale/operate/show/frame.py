@@ -19,7 +19,7 @@ from rich.text import Text
 from megascale.core.rank import format_ranks
 from megascale.core.units import format_count, format_duration
 from megascale.operate.driver.incidents import Incident, describe_recovery
-from megascale.operate.show.rank_cells import CellGrid, CellRow, cell_grid
+from megascale.operate.show.rank_grid import CellGrid, CellRow, cell_grid
 from megascale.operate.show.run_view import RunView, Tone
 from megascale.operate.show.signs import BAD_STATES, SIGNS, gravest, letter_of
 from megascale.operate.show.sparkline import ASCII_LEVELS, BLOCKS, bars, sparkline

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 
 import numpy as np
@@ -12,17 +12,10 @@ import numpy as np
 import megascale
 from megascale.core.rank import format_ranks
 from megascale.core.units import format_bytes, format_count, format_duration, format_time
-from megascale.layout.topology import Topology
-from megascale.operate.diagnose.slow.findings import Finding
-from megascale.operate.diagnose.slow.host_outliers import HostComparison
-from megascale.operate.diagnose.slow.mfu_breakdown import MfuBreakdown
-from megascale.operate.driver.incidents import Incident
-from megascale.operate.show.charts.bar_chart import Bar, bar_chart
-from megascale.operate.show.charts.grid_chart import CellLevel, grid_chart
-from megascale.operate.show.charts.line_chart import Mark, Series, line_chart
+from megascale.operate.show.charts.report_charts import Bar, CellLevel, Mark, Series, bar_chart, grid_chart, line_chart
 from megascale.operate.show.charts.shapes import BLUE, GREEN, ORANGE, RED, STYLE
 from megascale.operate.show.frame import is_ill, verdict_of
-from megascale.operate.show.rank_matrix import rank_matrix
+from megascale.operate.show.rank_grid import rank_matrix
 from megascale.operate.show.run_view import RunView
 from megascale.operate.show.store_view import StoreView
 
@@ -49,21 +42,28 @@ SLOWNESS_LEVELS = (
     CellLevel(0.10, "#e6550d", "10%"), CellLevel(0.30, "#a63603", "30%"),
 )  # fmt: skip
 
+MEMORY_COLOURS = ("#eff3ff", "#bdd7e7", "#6baed6", "#3182bd", "#08519c")
+
+CURVES: dict[str, tuple[str, Callable[[float], str]]] = {
+    "loss": ("loss", "{:.3g}".format), "grad_norm": ("gradient norm", "{:.3g}".format),
+    "tokens_per_s": ("tokens per second", format_count), "mfu_full": ("MFU", lambda mfu: f"{100 * mfu:.3g}%"),
+}  # fmt: skip
+"""Title and format of a curve's values, by metric."""
+
 
 def render_report(view: RunView, store: StoreView | None, timeline: str, notes: Sequence[str] = ()) -> str:
     """Return the report. `store`: None without an event store; `timeline`: a picture as SVG, "" for none; `notes`: what
     is missing, and why.
     """
     sections = [
-        _header(view, store),
-        *([_findings(store.findings)] if store is not None else ()),
+        *_header(view, store),
+        *([_findings(store)] if store is not None else ()),
         _curves(view),
-        *(_heat_map(view.topology, store) if store is not None else ()),
-        *(_hosts(store.hosts) if store is not None and store.hosts is not None else ()),
-        *(_waterfall(store.breakdown) if store is not None and store.breakdown is not None else ()),
-        *(["<h2>Timeline</h2>", timeline] if timeline else []),
-        *(_memory(view.topology, store) if store is not None else ()),
-        _incidents(view.incidents),
+        *(_heat_map(view, store) if store is not None else ()),
+        *(_waterfall(store) if store is not None else ()),
+        *(["<h2>Timeline</h2>", timeline] if timeline else ()),
+        *(_memory(view, store) if store is not None else ()),
+        _incidents(view),
         *(f"<p class='note'>{escape(note)}</p>" for note in notes),
     ]
     made = f"made by megascale {megascale.__version__} at {format_time(time.time())}"
@@ -73,63 +73,46 @@ def render_report(view: RunView, store: StoreView | None, timeline: str, notes: 
     return "\n".join([FILE_START.decode(), head, "<body>", *sections, foot]) + "\n"
 
 
-def _header(view: RunView, store: StoreView | None) -> str:
-    last = view.curves.last
-    findings = store.verdicts if store is not None else None
-    verdict = verdict_of(view, findings)
+def _header(view: RunView, store: StoreView | None) -> Iterator[str]:
+    last, findings = view.curves.last, store.verdicts if store is not None else None
     bad = " bad" if is_ill(view, findings) else ""
-    share = f" of {view.steps:,}" if view.steps else ""
     speed, mfu = last.get("tokens_per_s", math.nan), last.get("mfu_full", math.nan)
-    rows = [
+    yield f"<h1>{escape(view.name)}</h1>"
+    yield f"<p class='verdict{bad}'>{escape(verdict_of(view, findings))}</p>"
+    yield _table([
         ("state", f"{view.state}, attempt {view.attempt}"),
         ("model", view.model),
         ("layout", view.layout),
-        ("step", f"{view.step:,}{share}"),
+        ("step", f"{view.step:,}{f' of {view.steps:,}' if view.steps else ''}"),
         ("loss", f"{last['loss']:.4f}" if last else ""),
         ("throughput", f"{format_count(speed)} tokens/s" if math.isfinite(speed) else ""),
         ("MFU", f"{mfu:.1%}, full-attention convention" if math.isfinite(mfu) else "the peak is not known"),
         ("folder", str(view.folder.resolve())),
-    ]
-    return f"<h1>{escape(view.name)}</h1>\n<p class='verdict{bad}'>{escape(verdict)}</p>\n{_table(rows)}"
+    ])  # fmt: skip
 
 
-def _findings(found: Sequence[Finding]) -> str:
-    if not found:
+def _findings(store: StoreView) -> str:
+    if not store.findings:
         return "<h2>Findings</h2><p>The analyses found nothing that slows this run down.</p>"
     items = (
         f"<li>{escape(str(finding))}<ul>{''.join(f'<li>{escape(line)}</li>' for line in finding.evidence)}</ul></li>"
-        for finding in found[:MOST_ROWS]
+        for finding in store.findings[:MOST_ROWS]
     )
     return f"<h2>Findings</h2><ol>{''.join(items)}</ol>"
 
 
 def _curves(view: RunView) -> str:
-    marks = incident_marks(view.incidents)
-    curves = view.curves
-    loss = [Series("loss", *curves.drawn("loss", MOST_POINTS))]
-    if curves.valid:
-        steps, losses = zip(*curves.valid, strict=True)
-        loss.append(Series("validation", np.array(steps), np.array(losses), ORANGE))
-    charts = [
-        line_chart("loss", loss, marks, lambda value: f"{value:.3g}"),
-        line_chart("gradient norm", _series(view, "grad_norm"), marks, lambda value: f"{value:.3g}"),
-        line_chart("tokens per second", _series(view, "tokens_per_s"), marks, format_count),
-        line_chart("MFU", _series(view, "mfu_full"), marks, lambda value: f"{100 * value:.3g}%"),
-    ]
+    marks = [Mark(each.step, str(each.id), f"incident {each.id}: {each.what}") for each in view.incidents]
+    drawn = {metric: [Series(metric, *view.curves.drawn(metric, MOST_POINTS))] for metric in CURVES}
+    if view.curves.valid:
+        steps, losses = zip(*view.curves.valid, strict=True)
+        drawn["loss"].append(Series("validation", np.array(steps), np.array(losses), ORANGE))
+    charts = (line_chart(title, drawn[metric], marks, tick) for metric, (title, tick) in CURVES.items())
     return f"<h2>Curves</h2><div class='charts'>{''.join(charts)}</div>"
 
 
-def _series(view: RunView, metric: str) -> list[Series]:
-    return [Series(metric, *view.curves.drawn(metric, MOST_POINTS))]
-
-
-def incident_marks(incidents: Iterable[Incident]) -> list[Mark]:
-    """Return the marks of incidents on a curve."""
-    return [Mark(each.step, str(each.id), f"incident {each.id}: {each.what}") for each in incidents]
-
-
-def _heat_map(topology: Topology, store: StoreView) -> Iterator[str]:
-    matrix = rank_matrix(topology)
+def _heat_map(view: RunView, store: StoreView) -> Iterator[str]:
+    matrix, heat = rank_matrix(view.topology), store.heat
     excess = matrix.of(store.slowness)
 
     def note(row: int, column: int) -> str:
@@ -139,60 +122,59 @@ def _heat_map(topology: Topology, store: StoreView) -> Iterator[str]:
         beside = f"{excess[row, column]:+.1%} beside its peers" if known else "not compared"
         return f"rank {rank}{f' on {node}' if node else ''}: {beside}"
 
-    heat = store.heat
     title = f"compute time of each rank beside its peers, steps {heat.first_step} to {heat.last_step}"
     yield "<h2>Heat map</h2>"
     yield grid_chart(title, excess, SLOWNESS_LEVELS, matrix.labels, note)
     if heat.outliers:
         rows = [
             (
-                each.name, each.kind, format_ranks(each.ranks), f"{each.ratio - 1:+.1%}",
+                str(each.culprit), each.kind, format_ranks(each.culprit.ranks), f"{each.ratio - 1:+.1%}",
                 f"{1e3 * each.cost_s:.3g} ms a step ({each.cost_share:.1%})",
             )
             for each in heat.outliers
         ]  # fmt: skip
         yield _table(rows, ("outlier", "kind", "ranks", "beside peers", "costs the job"))
+    if store.hosts is not None:
+        yield "<h2>Hosts by their metrics</h2>"
+        yield f"<pre>{escape(str(store.hosts))}</pre>"
 
 
-def _hosts(hosts: HostComparison) -> Iterator[str]:
-    yield "<h2>Hosts by their metrics</h2>"
-    yield f"<pre>{escape(str(hosts))}</pre>"
-
-
-def _waterfall(breakdown: MfuBreakdown) -> Iterator[str]:
+def _waterfall(store: StoreView) -> Iterator[str]:
+    if (breakdown := store.breakdown) is None:
+        return
     bars, left = [], 0.0
     for level in breakdown.waterfall:
         whole = level.name in ("peak", "achieved")
-        start = 0.0 if whole else left
         colour = GREEN if whole else BLUE if level.name == "compute below the peak" else ORANGE
-        bars.append(Bar(level.name, start, level.left, f"{100 * level.points:.1f}", colour))
+        bars.append(Bar(level.name, 0.0 if whole else left, level.left, f"{100 * level.points:.1f}", colour))
         left = level.left
-    title = f"MFU points, steps {breakdown.first_step} to {breakdown.last_step}"
     yield "<h2>Where the time went</h2>"
-    yield bar_chart(title, bars)
+    yield bar_chart(f"MFU points, steps {breakdown.first_step} to {breakdown.last_step}", bars)
     yield f"<pre>{escape(breakdown.to_text())}</pre>"
 
 
-def _memory(topology: Topology, store: StoreView) -> Iterator[str]:
+def _memory(view: RunView, store: StoreView) -> Iterator[str]:
     known = store.memory[np.isfinite(store.memory)]
     if not len(known) or not known.max():
         return
-    matrix, low, high = rank_matrix(topology), float(known.min()), float(known.max())
-    colours = ("#eff3ff", "#bdd7e7", "#6baed6", "#3182bd", "#08519c")
-    steps = [low + (high - low) * number / len(colours) for number in range(len(colours))]
-    levels = [CellLevel(least, colour, format_bytes(least)) for least, colour in zip(steps, colours, strict=True)]
-    levels = levels if high > low else [levels[-1]._replace(least=-math.inf), CellLevel(math.inf, RED, "")]
+    matrix, low, high = rank_matrix(view.topology), float(known.min()), float(known.max())
     values = matrix.of(store.memory)
+    steps = [low + (high - low) * number / len(MEMORY_COLOURS) for number in range(len(MEMORY_COLOURS))]
+    levels = [
+        CellLevel(least, colour, format_bytes(least)) for least, colour in zip(steps, MEMORY_COLOURS, strict=True)
+    ]
+    levels = levels if high > low else [levels[-1]._replace(least=-math.inf), CellLevel(math.inf, RED, "")]
 
     def note(row: int, column: int) -> str:
         return f"rank {matrix.ranks[row, column]}: {format_bytes(values[row, column])}"
 
+    title = f"peak memory of each rank, {format_bytes(high)} at most"
     yield "<h2>Memory</h2>"
-    yield grid_chart(f"peak memory of each rank, {format_bytes(high)} at most", values, levels, matrix.labels, note)
+    yield grid_chart(title, values, levels, matrix.labels, note)
 
 
-def _incidents(incidents: Sequence[Incident]) -> str:
-    if not incidents:
+def _incidents(view: RunView) -> str:
+    if not view.incidents:
         return "<h2>Incidents</h2><p>None is recorded.</p>"
     rows = [
         (
@@ -200,7 +182,7 @@ def _incidents(incidents: Sequence[Incident]) -> str:
             format_duration(each.recovery_s) if each.recovery_s is not None else "-",
             "" if each.steps_lost is None else str(each.steps_lost),
         )
-        for each in incidents[-MOST_ROWS:]
+        for each in view.incidents[-MOST_ROWS:]
     ]  # fmt: skip
     head = ("", "time", "step", "class", "what happened", "what was done", "recovered in", "steps lost")
     return f"<h2>Incidents</h2>{_table(rows, head)}"
@@ -208,12 +190,10 @@ def _incidents(incidents: Sequence[Incident]) -> str:
 
 def _table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
     """Return a table. Without a `head` the first column names the rows."""
+    names = "td" if head else "th"
     top = f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>" if head else ""
     body = "".join(
-        "<tr>" + "".join(_cell(cell, name=not head and not at) for at, cell in enumerate(row)) + "</tr>" for row in rows
+        f"<tr><{names}>{escape(first)}</{names}>{''.join(f'<td>{escape(cell)}</td>' for cell in rest)}</tr>"
+        for first, *rest in rows
     )
     return f"<table>{top}{body}</table>"
-
-
-def _cell(text: str, *, name: bool) -> str:
-    return f"<th>{escape(text)}</th>" if name else f"<td>{escape(text)}</td>"

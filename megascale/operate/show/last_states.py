@@ -4,6 +4,7 @@ else its newest row in the event store. Where neither is left: from the dumps of
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
@@ -91,6 +92,17 @@ def read_last_states(view: RunView, clock: Callable[[], float] = time.time) -> L
         for rank, state in sorted((stored | found).items())
     }
     return LastStates(named, notes)
+
+
+def read_last_state(view: RunView, rank: int) -> RankState | None:
+    """Return the last state of one rank: of the event store only its own row is read."""
+    if view.is_live and (state := local_states(view.folder).get(rank)) is not None:
+        return replace(state, source=SHARED)
+    newest = "SELECT record FROM states WHERE rank = ? ORDER BY time_ns DESC LIMIT 1"
+    with contextlib.suppress(StoreError, LogError, ValueError):
+        rows = read_store(view.folder, lambda store: fetch(store, newest, [rank]), tables=("states",)).value
+        return next((replace(RankState.from_dict(json.loads(text)), source=STORED) for text in rows["record"]), None)
+    return None
 
 
 def read_dumped_states(view: RunView, clock: Callable[[], float] = time.time) -> LastStates:

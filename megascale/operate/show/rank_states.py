@@ -17,6 +17,9 @@ from megascale.operate.driver.alerts import METRICS_FILE
 from megascale.record.live_file import LIVE_FILE, LiveRank, LiveState, live_rank, read_live_file
 from megascale.record.log_files import local_states
 
+IDLE_S = 10.0
+"""Seconds without progress that are no news."""
+
 STALE_S = 10.0
 """Seconds after the time of the next write from which a live file is said to be stale."""
 

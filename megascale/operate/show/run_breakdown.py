@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megascale.core.errors import MegascaleError
-from megascale.layout.stages import Place
 from megascale.operate.diagnose.slow.cube_queries import mean_cube, mean_peak_flops
 from megascale.operate.diagnose.slow.mfu_breakdown import MfuBreakdown, mfu_breakdown
 from megascale.operate.diagnose.slow.step_cube import StepCube
-from megascale.operate.show.run_view import CONFIG_FILE, RunFolderError, read_run_config
-from megascale.operate.store.query import StoreError
+from megascale.operate.show.run_config import CONFIG_FILE, RunFolderError, read_run_config
 from megascale.plan.simulate.event_simulator import StageTimes
 from megascale.plan.simulate.extrapolate import Pipeline, pipeline_time
 from megascale.plan.simulate.profiles import Overlaps
@@ -86,10 +84,10 @@ def _bubble(cube: StepCube, folder: Path) -> float:
         return 0.0
     if missing := set(range(config.parallel.pp)) - set(cube.places.coords["pp"][cube.ordinary.any(1)].tolist()):
         stages = ", ".join(map(str, sorted(missing)))
-        raise StoreError(f"the store has no ordinary step of pipeline stage {stages}")
+        raise RunFolderError(f"the store has no ordinary step of pipeline stage {stages}")
     p, m, schedule = config.parallel, config.num_microbatches, config.parallel.schedule
     assert schedule, "a resolved configuration names its schedule"
-    stage, times = cube.places.coords["pp"], {kind: dict[Place, float]() for kind in WORK}
+    stage, times = cube.places.coords["pp"], {kind: dict[tuple[int, int], float]() for kind in WORK}
     for rank in range(p.pp):
         for chunk in range(p.vpp):
             own = {name: np.nanmean(cube.mean(_chunk(cube, COMPUTE, chunk, name))[stage == rank]) / m for name in WORK}

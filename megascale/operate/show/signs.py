@@ -17,11 +17,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megascale.operate.show.rank_states import IDLE_S
 from megascale.record.layout import Phase
 from megascale.record.live_file import LiveRank
-
-IDLE_S = 10.0
-"""Seconds without progress that are no news."""
 
 IDLE_STEPS = 3.0
 """Recent steps without progress that are no news."""
@@ -86,7 +84,7 @@ def idle_limit_s(step_time_s: float) -> float:
 
 def letter_of(rank: LiveRank, slowness: float, limit_s: float) -> str:
     """Return the letter of a rank. `slowness`: excess over its peers' compute time, such as 0.1, or NaN; `limit_s`:
-    seconds without progress in a step, `run_view.step_limit_s`.
+    seconds without progress in a step, `standstill.step_limit_s`.
     """
     if rank.state in _STATES and not (rank.state == "D" and rank.idle_s < limit_s):
         return _STATES[rank.state]

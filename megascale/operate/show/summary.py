@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from megascale.core.units import format_bytes
@@ -24,27 +24,19 @@ class AxisCommunication:
     axis: str
     calls: float
     bytes: float
-    communication: float
-    exposed: float
+    communication_s: float
+    exposed_s: float
 
     @property
     def hidden(self) -> float | None:
         """The hidden share of the communication time, 1 - exposed / communication, but at least 0. None without any
         communication time.
         """
-        return max(0.0, 1 - self.exposed / self.communication) if self.communication else None
+        return max(0.0, 1 - self.exposed_s / self.communication_s) if self.communication_s else None
 
     def as_json(self) -> dict[str, Any]:
-        """The fields with their units, per step."""
-        return {
-            "rank": self.rank,
-            "axis": self.axis,
-            "calls": self.calls,
-            "bytes": self.bytes,
-            "communication_s": self.communication,
-            "exposed_s": self.exposed,
-            "hidden": self.hidden,
-        }
+        """The fields, per step, and the hidden share."""
+        return asdict(self) | {"hidden": self.hidden}
 
 
 def summarize(events: RankEvents) -> list[AxisCommunication]:
@@ -60,8 +52,8 @@ def summarize(events: RankEvents) -> list[AxisCommunication]:
             axis=axis,
             calls=len(axis_events) / steps,
             bytes=sum(event.bytes for event in axis_events) / steps,
-            communication=union_length((event.start, event.end) for event in axis_events) / steps,
-            exposed=sum(event.exposed for event in axis_events) / steps,
+            communication_s=union_length((event.start, event.end) for event in axis_events) / steps,
+            exposed_s=sum(event.exposed for event in axis_events) / steps,
         )
         for axis, axis_events in sorted(axes.items(), key=lambda item: axis_sort_key(item[0]))
     ]
@@ -84,7 +76,7 @@ def mean_over_ranks(shares: Sequence[AxisCommunication]) -> list[AxisCommunicati
     def mean(axis: str, field: str) -> float:
         return sum(getattr(share, field) for share in shares if share.axis == axis) / ranks
 
-    fields = ("calls", "bytes", "communication", "exposed")
+    fields = ("calls", "bytes", "communication_s", "exposed_s")
     return [AxisCommunication(None, axis, **{field: mean(axis, field) for field in fields}) for axis in axes]
 
 
@@ -98,8 +90,8 @@ def format_shares(shares: Sequence[AxisCommunication]) -> str:
                 share.axis,
                 f"{share.calls:.1f}".removesuffix(".0"),
                 format_bytes(share.bytes),
-                f"{share.communication * 1e3:.3f} ms",
-                f"{share.exposed * 1e3:.3f} ms",
+                f"{share.communication_s * 1e3:.3f} ms",
+                f"{share.exposed_s * 1e3:.3f} ms",
                 "-" if share.hidden is None else f"{share.hidden:.1%}",
             )
         )

@@ -1,7 +1,8 @@
 """Queries of a run's event store with DuckDB: a view for each table of `store.schema`.
 
 - `open_store`: a connection that reads the store's files, and no others; it writes none
-- `fetch`: the columns of a query as numpy arrays; `answer`: the rows of a user's query, which must be a SELECT
+- `fetch`: the columns of a query as numpy arrays, `fetch_coded`: with text as codes
+- `answer`: the rows of a user's query, which must be a SELECT
 - `store_of`: where the store of a run is
 
 A run that goes on merges its files: `store.reading` reads again where one has gone meanwhile.
@@ -24,6 +25,7 @@ from megascale.operate.store.table_files import STORE_FOLDER, TableFile, arrow_s
 if TYPE_CHECKING:
     import duckdb
     import numpy as np
+    import pyarrow as pa
 
 SQL_TYPES: dict[ColumnType, str] = {
     "int8": "TINYINT", "int16": "SMALLINT", "int32": "INTEGER", "int64": "BIGINT", "float64": "DOUBLE",
@@ -76,6 +78,9 @@ def _configured_store(run: Location) -> Location | None:
     parent = config.get("observe", {}).get("store_dir")
     return Location(f"{parent}/{config['name']}", retry_s=0) if parent and "name" in config else None
 
+
+BATCH_ROWS = 1_000_000
+"""Rows of a batch of `fetch_coded`, whose texts are in memory."""
 
 TRIES = 5
 """Times that the files of a live run are listed, until all of them can be opened."""
@@ -180,6 +185,34 @@ def fetch(connection: duckdb.DuckDBPyConnection, sql: str, parameters: Sequence[
         raise read_error(error) from error
     return {
         name: np.ma.filled(column, np.nan) if column.dtype.kind == "f" else column for name, column in columns.items()
+    }
+
+
+def fetch_coded(connection: duckdb.DuckDBPyConnection, sql: str) -> dict[str, np.ndarray | pa.DictionaryArray]:
+    """Return the columns of a query of many rows without NULL: numbers as arrays of their type, text as codes: a text
+    for each row would fill memory, and take long to make. Raises: as `fetch`
+    """
+    import duckdb
+    import numpy as np
+    import pyarrow as pa
+
+    chunks: dict[str, list[Any]] = {}
+    try:
+        with connection.sql(sql).to_arrow_reader(BATCH_ROWS) as reader:
+            chunks = {name: [] for name in reader.schema.names}
+            for batch in reader:
+                for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                    text = pa.types.is_string(column.type)
+                    chunks[name].append(column.dictionary_encode() if text else column.to_numpy().copy())
+            types = {field.name: field.type for field in reader.schema}
+    except (duckdb.Error, UnicodeDecodeError) as error:
+        raise read_error(error) from error
+    coded = pa.dictionary(pa.int32(), pa.string())
+    return {
+        name: pa.chunked_array(chunks.pop(name), coded).unify_dictionaries().combine_chunks()
+        if pa.types.is_string(kind)
+        else np.concatenate([np.empty(0, kind.to_pandas_dtype()), *chunks.pop(name)])
+        for name, kind in types.items()
     }
 
 

@@ -21,7 +21,7 @@ from megascale.operate.show import diagnosis
 from megascale.operate.show.diagnosis import RunDiagnosis, diagnose
 from megascale.operate.show.diagnosis_text import diagnosis_json, diagnosis_text
 from megascale.operate.show.last_states import SHARED, STORED, StatesError, read_last_states
-from megascale.operate.show.run_view import RunReader
+from megascale.operate.show.run_reader import RunReader
 from megascale.operate.store.table_files import TableFile, write_rows
 from megascale.record import log_files
 from megascale.record.layout import Phase

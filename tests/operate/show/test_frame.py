@@ -11,7 +11,8 @@ from megascale.operate.driver.incidents import JobHistory
 from megascale.operate.show.curves import METRICS, Curves
 from megascale.operate.show.frame import FrameSize, frame
 from megascale.operate.show.rank_states import RankStates
-from megascale.operate.show.run_view import RunReader, RunView
+from megascale.operate.show.run_reader import RunReader
+from megascale.operate.show.run_view import RunView
 from megascale.operate.show.signs import SIGNS
 from megascale.record import log_files
 from megascale.record.live_file import LiveRank

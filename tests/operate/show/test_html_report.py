@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megascale.operate.show.html_report import FILE_START, render_report
-from megascale.operate.show.run_view import RunReader
+from megascale.operate.show.run_reader import RunReader
 from megascale.operate.show.store_view import read_store_view
 from tests.operate.show.folders import incident, make_run, write_incidents
 from tests.operate.show.stores import make_stored_run, store_host_metrics

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megascale.layout.stages import looped
 from megascale.layout.topology import Topology
 from megascale.operate.show.neighbours import Flow, place_of
-from megascale.operate.show.rank_matrix import rank_matrix
+from megascale.operate.show.rank_grid import rank_matrix
 
 SIZES = st.integers(1, 5)
 

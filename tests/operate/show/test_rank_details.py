@@ -10,8 +10,8 @@ import pytest
 
 from megascale.core.rank import Rank
 from megascale.core.storage import Location
-from megascale.operate.show.rank_details import MOST_LINES, read_rank_details, read_rank_stack
-from megascale.operate.show.run_view import RunReader
+from megascale.operate.show.rank_details import MOST_LINES, place_in, read_rank_details, read_rank_stack
+from megascale.operate.show.run_reader import RunReader
 from megascale.operate.store import query
 from megascale.operate.store.table_files import TableFile, write_rows
 from megascale.record import log_files
@@ -39,7 +39,7 @@ def test_place_incidents_error_and_output(tmp_path: Path) -> None:
     (logs / "rank-1.error.json").write_text(json.dumps({"what": "out of memory", "exit_status": 1}))
     view = RunReader(folder).read()
     details = read_rank_details(view, 1)
-    assert details.place.groups == {"tp": (0, 1), "pp": (1, 3)}
+    assert place_in(view, 1).groups == {"tp": (0, 1), "pp": (1, 3)}
     assert [each.id for each in details.incidents] == [1, 2]
     assert details.error == "out of memory"
     assert (len(details.output), details.output[-1]) == (MOST_LINES, "line 199")
@@ -47,7 +47,7 @@ def test_place_incidents_error_and_output(tmp_path: Path) -> None:
     assert details.state is None
     assert read_rank_details(view, 0).incidents == ()
     with pytest.raises(IndexError):
-        read_rank_details(view, 4)
+        place_in(view, 4)
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", '{"what": 3}'])

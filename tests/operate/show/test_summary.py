@@ -21,15 +21,15 @@ def test_calls_and_bytes_are_those_of_the_events(rank: int) -> None:
         assert share.rank == rank
         assert share.calls * len(STEPS) == len(axis_events) > 0
         assert share.bytes * len(STEPS) == sum(event.bytes for event in axis_events) > 0
-        assert share.exposed * len(STEPS) == pytest.approx(sum(event.exposed for event in axis_events))
+        assert share.exposed_s * len(STEPS) == pytest.approx(sum(event.exposed for event in axis_events))
 
 
 def test_times_are_means_over_the_steps() -> None:
     tp, pp, dp = summarize(job()[2])
-    assert (tp.communication, tp.exposed) == (pytest.approx(0.008), pytest.approx(0.004))
+    assert (tp.communication_s, tp.exposed_s) == (pytest.approx(0.008), pytest.approx(0.004))
     assert tp.hidden == pytest.approx(0.5)
     assert pp.hidden == pytest.approx(0.0)  # compute waits from start to end
-    assert dp.communication == pytest.approx(0.050)  # 30 ms and 40 ms, which overlap for 20 ms
+    assert dp.communication_s == pytest.approx(0.050)  # 30 ms and 40 ms, which overlap for 20 ms
     assert dp.hidden == pytest.approx(1 - 15 / 50)
 
 

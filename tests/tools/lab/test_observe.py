@@ -16,12 +16,15 @@ from lab.observe_cases import HEALTHY, KINDS, draw_case, names_culprit
 from lab.observe_jobs import SINCE, SLOWDOWNS, STEPS, UNDISTURBED, UNTIL, judge_job
 from megascale.config.injection import faults_of_ranks, parse_injection
 from megascale.config.loading import load_config
-from megascale.operate.diagnose.slow.findings import Finding
-from megascale.operate.diagnose.slow.job_cost import FindingKind
+from megascale.operate.diagnose.slow.finding import JOB, Finding, FindingKind, SlowCulprit
 
 
-def finding(kind: FindingKind, culprit: str, *ranks: int) -> Finding:
-    return Finding(kind, culprit, ranks, 1, None, 0.1, 0.1, ())
+def finding(kind: FindingKind, culprit: SlowCulprit) -> Finding:
+    return Finding(kind, culprit, 1, None, 0.1, 0.1, ())
+
+
+def of_ranks(*ranks: int) -> SlowCulprit:
+    return SlowCulprit.of_ranks(ranks)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -56,27 +59,27 @@ def test_cases_are_the_same_everywhere_and_vary() -> None:
 
 def test_the_culprit_is_a_rank_a_node_both_ends_of_a_link_or_nobody() -> None:
     case = next(case for number in range(99) if (case := draw_case("slow link", number)).fault.peer >= 0)
-    ends = [f"node n{end:04d}" for end in (case.fault.node, case.fault.peer)]
-    assert names_culprit(finding("link", f"link {ends[0]} - {ends[1]}"), case.fault)
-    assert not names_culprit(finding("link", ends[0]), case.fault)
-    assert names_culprit(finding("job", "all ranks"), draw_case(HEALTHY, 1).fault)
+    ends = tuple(f"n{end:04d}" for end in (case.fault.node, case.fault.peer))
+    assert names_culprit(finding("link", SlowCulprit("link", (1, 9), ends)), case.fault)
+    assert not names_culprit(finding("link", SlowCulprit.of_ranks([1], ends[0])), case.fault)
+    assert names_culprit(finding("job", JOB), draw_case(HEALTHY, 1).fault)
     rank = draw_case("rank 10% slower", 1).fault
-    assert names_culprit(finding("compute", "", rank.rank), rank)
-    assert not names_culprit(finding("compute", "", rank.rank, rank.rank + 1), rank)
+    assert names_culprit(finding("compute", of_ranks(rank.rank)), rank)
+    assert not names_culprit(finding("compute", of_ranks(rank.rank, rank.rank + 1)), rank)
 
 
 def test_the_culprit_of_a_real_job_is_a_rank_or_a_node_by_any_of_its_links() -> None:
     rank, link = (SLOWDOWNS[kind](random.Random(1)) for kind in ("slow norm of a rank", "throttled link"))
-    assert rank.is_named_by(finding("host", "", *rank.ranks))
-    assert not rank.is_named_by(finding("host", "", rank.ranks[0], 9))
+    assert rank.is_named_by(finding("host", of_ranks(*rank.ranks)))
+    assert not rank.is_named_by(finding("host", of_ranks(rank.ranks[0], 9)))
     other = (link.node or 0) + 1
-    assert link.is_named_by(finding("link", f"link node node{link.node} - node node{other}", 1, 9))
-    assert not link.is_named_by(finding("link", f"node node{other}", 1, 9))
-    assert not SLOWDOWNS[UNDISTURBED[0]](random.Random(1)).is_named_by(finding("job", "all ranks"))
+    assert link.is_named_by(finding("link", SlowCulprit("link", (1, 9), (f"node{link.node}", f"node{other}"))))
+    assert not link.is_named_by(finding("link", SlowCulprit.of_ranks([1, 9], f"node{other}")))
+    assert not SLOWDOWNS[UNDISTURBED[0]](random.Random(1)).is_named_by(finding("job", JOB))
 
 
 def test_the_first_finding_counts_and_its_cost_and_onset() -> None:
-    job, rank = finding("job", "all ranks"), finding("compute", "rank 2", 2)
+    job, rank = finding("job", JOB), finding("compute", of_ranks(2))
     truth, small = Truth(0.12, 1.0, 5), Truth(0.01, 1.0, 5)
     late = Judgement("slow", 1, (job, rank), (False, True), truth, gone=False)
     right = Judgement("slow", 2, (rank,), (True,), truth, gone=True)

@@ -90,7 +90,7 @@ def timed_analyses(run: Path) -> Iterator[str]:
     store = open_store(run)
     cube = recent_cube(store)
     yield timed("reading of all steps and parts", lambda: recent_cube(store), lambda got: f"{got.own.size:,} times")
-    yield timed("heat map", lambda: heat_map(cube), lambda got: ", ".join(each.name for each in got.outliers))
+    yield timed("heat map", lambda: heat_map(cube), lambda got: ", ".join(str(each.culprit) for each in got.outliers))
     yield timed(
         "`megascale diagnose RUN --slow`", lambda: findings(open_store(run)), lambda got: "; ".join(map(str, got))
     )

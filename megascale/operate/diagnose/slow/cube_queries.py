@@ -7,13 +7,13 @@ attempts' later steps were abandoned. A step of several attempts counts in the l
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megascale.layout.topology import AXES
 from megascale.operate.diagnose.slow.step_cube import Columns, Part, Places, StepCube, first_alike
-from megascale.operate.store.query import NEWEST_STEP, fetch
+from megascale.operate.store.query import NEWEST_STEP, fetch, fetch_coded
 from megascale.operate.store.schema import STEP_AXIS
 
 if TYPE_CHECKING:
@@ -44,6 +44,14 @@ _WHOLE = " AND ".join((
 
 STEP_COLUMNS = ("attempt", "rank", "step", "train_ns", "tags", "tokens", "flops")
 """Columns of `steps` that a cube is made of."""
+
+MESSAGE_COLUMNS = (
+    "attempt", "rank", "step", "name", "layer", "stage", "direction", "microbatch", "peer", "start_ns", "end_ns",
+)  # fmt: skip
+"""Columns of `events` that the delays of messages are taken from."""
+
+MESSAGE_ROWS = 2_000_000
+"""Most rows of `events` that the delays of messages are taken from: those of the newest steps."""
 
 _MEASURES = ("count", "total_ns", "exposed_ns", "bytes", "last_issue_ns")
 
@@ -90,33 +98,21 @@ def _ranks(store: duckdb.DuckDBPyConnection) -> Columns:
 def _read(store: duckdb.DuckDBPyConnection, ranks: Columns, condition: str) -> StepCube:
     """Read the rows that meet a condition, of the attempts in which `ranks` are where they are now."""
     condition = f"step > 0 AND attempt >= {first_alike(ranks)} AND {condition}"
-    numbered = _NumberedParts.read(store, condition)
-    columns = ", ".join(("attempt", "rank", "step", "part", *_MEASURES))
-    step_parts = numbered.fetch(store, f"SELECT {columns} FROM {{}} WHERE {condition}")
-    steps = fetch(store, f"SELECT {', '.join(STEP_COLUMNS)} FROM steps WHERE {condition}")
-    return StepCube.from_tables(step_parts, steps, ranks, numbered.parts)
+    columns = ", ".join(("attempt", "rank", "step", *Part._fields, *_MEASURES))
+    step_parts = fetch_coded(store, f"SELECT {columns} FROM step_parts WHERE axis <> '{STEP_AXIS}' AND {condition}")
+    steps = fetch_coded(store, f"SELECT {', '.join(STEP_COLUMNS)} FROM steps WHERE {condition}")
+    return StepCube.from_tables(step_parts, steps, ranks)
 
 
-class _NumberedParts(NamedTuple):
-    """The parts of a step in the rows of `step_parts` that meet a condition, without whole steps. Rows have their
-    numbers: a text for each row would fill memory, and take long to make.
+def recent_messages(store: duckdb.DuckDBPyConnection, since: int) -> Columns:
+    """Read the rows of `events` with messages from step `since` on, of MESSAGE_ROWS rows those of the newest steps: of
+    the last attempt of each step, up to the newest step.
     """
-
-    parts: tuple[Part, ...]
-
-    @classmethod
-    def read(cls, store: duckdb.DuckDBPyConnection, condition: str) -> _NumberedParts:
-        distinct = f"SELECT DISTINCT axis, name, chunk FROM step_parts WHERE {condition} AND axis <> '{STEP_AXIS}'"
-        found = fetch(store, f"{distinct} ORDER BY ALL")
-        return cls(tuple(map(Part, *(found[name].tolist() for name in Part._fields))))
-
-    def fetch(self, store: duckdb.DuckDBPyConnection, sql: str) -> Columns:
-        """Return the columns of a query of `step_parts`, which {} stands for, with the column `part`."""
-        texts = "unnest(?::VARCHAR[]) AS axis, unnest(?::VARCHAR[]) AS name"
-        numbers = "unnest(?::SMALLINT[]) AS chunk, unnest(?::SMALLINT[]) AS part"
-        joined = f"step_parts JOIN (SELECT {texts}, {numbers}) USING (axis, name, chunk)"
-        columns = [[part[at] for part in self.parts] for at in range(len(Part._fields))]
-        return fetch(store, sql.format(joined), [*columns, list(range(len(self.parts)))])
+    last = f"(SELECT (max(attempt), step) FROM steps WHERE step >= {since} AND step <= {NEWEST_STEP} GROUP BY step)"
+    messages = f"events WHERE peer >= 0 AND step >= {since} AND (attempt, step) IN {last}"
+    counts = fetch(store, f"SELECT step, count(*) AS rows FROM {messages} GROUP BY step ORDER BY step DESC")
+    newest = counts["step"][np.cumsum(counts["rows"]) <= MESSAGE_ROWS].min(initial=np.iinfo(np.int32).max)
+    return fetch_coded(store, f"SELECT {', '.join(MESSAGE_COLUMNS)} FROM {messages} AND step >= {newest}")
 
 
 def mean_cube(store: duckdb.DuckDBPyConnection) -> tuple[StepCube, Columns]:
@@ -130,17 +126,17 @@ def mean_cube(store: duckdb.DuckDBPyConnection) -> tuple[StepCube, Columns]:
         f"FROM steps LEFT JOIN ({_RANKS_WITH_PARTS}) USING (attempt, step) GROUP BY attempt, step ORDER BY ALL"
     )  # fmt: skip
     sums = ", ".join(f"sum({name}) / ranks AS {name}" for name in _MEASURES)
-    keys = "attempt, step, part"
+    keys = f"attempt, step, {', '.join(Part._fields)}"
     ranks = "(SELECT attempt, step, count(*) AS ranks FROM steps GROUP BY attempt, step)"
-    numbered = _NumberedParts.read(store, "true")
-    step_parts = numbered.fetch(
-        store, f"SELECT {keys}, 0 AS rank, {sums} FROM {{}} JOIN {ranks} USING (attempt, step) GROUP BY {keys}, ranks"
-    )
+    step_parts = fetch_coded(
+        store, f"SELECT {keys}, 0 AS rank, {sums} FROM step_parts JOIN {ranks} USING (attempt, step) "
+        f"WHERE axis <> '{STEP_AXIS}' GROUP BY {keys}, ranks"
+    )  # fmt: skip
     one = {"attempt": np.zeros(1, int), "rank": np.zeros(1, int), "node": np.array(["mean"], object)}
     kept = steps.pop("whole") & (steps["step"] <= _newest_step(store))
     of_steps = {name: column[kept] for name, column in steps.items()}
     one |= dict.fromkeys(AXES, np.zeros(1, int))
-    return StepCube.from_tables(step_parts, of_steps, one, numbered.parts), steps
+    return StepCube.from_tables(step_parts, of_steps, one), steps
 
 
 def peak_flops(store: duckdb.DuckDBPyConnection) -> float:

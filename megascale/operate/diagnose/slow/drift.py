@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from megascale.core.rank import format_ranks
-from megascale.operate.diagnose.slow.heatmap import BLOCKS, PERSISTENT_BLOCKS
 from megascale.operate.diagnose.slow.mfu_breakdown import ACTIONS
-from megascale.operate.diagnose.slow.step_cube import OTHER, Floats, StepCube, lower_median
+from megascale.operate.diagnose.slow.peers import BLOCKS, PERSISTENT_BLOCKS, lower_median
+from megascale.operate.diagnose.slow.step_cube import OTHER, Floats, StepCube
 from megascale.operate.diagnose.slow.step_levels import change_points, relative_work
 from megascale.record.events import COMPUTE
 

@@ -8,43 +8,44 @@ concerns all ranks. A cause that costs less than the run's steps vary is no find
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megascale.core.rank import format_ranks
-from megascale.operate.diagnose.slow.cube_queries import recent_cube, sampled_cube
+from megascale.operate.diagnose.slow.cube_queries import recent_cube, recent_messages, sampled_cube
 from megascale.operate.diagnose.slow.drift import entry_spread
-from megascale.operate.diagnose.slow.job_cost import (
-    ALL,
+from megascale.operate.diagnose.slow.finding import JOB, Finding, FindingKind, SlowCause, SlowCulprit
+from megascale.operate.diagnose.slow.loss_shares import (
     MIN_COST_NOISE,
     MIN_CROWDED_SHARE,
-    MIN_EXPLAINED,
     MIN_LASTING,
-    MIN_REST_SHARE,
     MIN_UNMEASURED_SHARE,
-    FindingKind,
     Share,
-    SlowCause,
     divide,
     is_large,
     lasting,
     mean_cost,
 )
-from megascale.operate.diagnose.slow.link_cost import slow_links
-from megascale.operate.diagnose.slow.step_cube import Columns, Places, StepCube, lower_median
-from megascale.operate.diagnose.slow.step_levels import StepLevels, Stretch, shifts_of, step_levels
-from megascale.operate.diagnose.slow.step_work import MAX_EXCESS, predict_seconds, slow_steps
+from megascale.operate.diagnose.slow.peers import lower_median
+from megascale.operate.diagnose.slow.slow_links import slow_links
+from megascale.operate.diagnose.slow.step_cube import Columns, Integers, Places, StepCube
+from megascale.operate.diagnose.slow.step_levels import (
+    MAX_EXCESS,
+    MIN_EXPLAINED,
+    MIN_REST_SHARE,
+    StepLevels,
+    Stretch,
+    predict_seconds,
+    shifts_of,
+    slow_steps,
+    step_levels,
+)
 from megascale.operate.diagnose.slow.stragglers import gc_pauses, slow_groups, stragglers
-from megascale.operate.store.query import NEWEST_STEP, fetch
 from megascale.record.events import COMPUTE
 
 if TYPE_CHECKING:
     import duckdb
-
-MESSAGE_ROWS = 2_000_000
-"""Most rows of `events` that the delays of messages are taken from: those of the newest steps."""
 
 MIN_DATA_SHARE = 0.05
 """Smallest share of a step in which the ranks that read data do nothing else, to be named."""
@@ -54,41 +55,6 @@ MIN_SLOW_STEPS_SHARE = 0.01
 
 MAX_SLOW_STEPS = 0.2
 """Largest share of slow steps: with more, steps vary for a reason that the prediction does not know."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A cause of lost time. `culprit`: 'rank 5', 'node n3', 'link n3 - n7', a group, or 'all ranks'; `ranks` are empty
-    for all ranks. `since`, `until`: steps; `until` is None if it goes on. `cost_s`: seconds that a step lost in the
-    mean, and their share of the step.
-    """
-
-    kind: FindingKind
-    culprit: str
-    ranks: tuple[int, ...]
-    since: int
-    until: int | None
-    cost_s: float
-    cost_share: float
-    evidence: tuple[str, ...]
-
-    def __str__(self) -> str:
-        goes_on = self.until is None
-        span = f"since step {self.since}" if goes_on else f"steps {self.since} to {self.until}, over"
-        costs = f"cost{'s' if goes_on else ''} {self.cost_s:.3g} s a step ({self.cost_share:.1%})"
-        return f"{self.culprit}: {WORDS[self.kind]}, {span}; {costs}"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return all fields, and the summary."""
-        return asdict(self) | {"summary": str(self)}
-
-
-WORDS: dict[FindingKind, str] = {
-    "pause": "stands still now and then", "compute": "computes slowly", "data": "waits for data",
-    "host": "loses time on the host",
-    "gc": "garbage collection pauses it", "link": "messages are slow", "communication": "collectives are slow",
-    "job": "the whole job became slower", "drift": "ranks wait longer for each other", "steps": "single steps are slow",
-}  # fmt: skip
 
 
 CAUSES: dict[FindingKind, tuple[FindingKind, ...]] = {
@@ -103,13 +69,8 @@ def findings(store: duckdb.DuckDBPyConnection) -> list[Finding]:
     costliest of them.
     """
     cube = recent_cube(store)
-    first = cube.steps.min(initial=np.iinfo(np.int32).max)  # earlier ones are old, or ranks were on other nodes
-    last = f"(SELECT (max(attempt), step) FROM steps WHERE step >= {first} AND step <= {NEWEST_STEP} GROUP BY step)"
-    messages = f"events WHERE peer >= 0 AND step >= {first} AND (attempt, step) IN {last}"
-    counts = fetch(store, f"SELECT step, count(*) AS rows FROM {messages} GROUP BY step ORDER BY step DESC")
-    newest = counts["step"][np.cumsum(counts["rows"]) <= MESSAGE_ROWS]
-    events = fetch(store, f"SELECT * FROM {messages} AND step >= {newest.min(initial=np.iinfo(np.int32).max)}")
-    return combine(cube, sampled_cube(store), events)
+    first = int(cube.steps.min(initial=np.iinfo(np.int32).max))  # earlier ones are old, or ranks were on other nodes
+    return combine(cube, sampled_cube(store), recent_messages(store, first))
 
 
 def crowd_note(places: Places) -> str:
@@ -150,7 +111,7 @@ def _large(cube: StepCube, levels: StepLevels, suspects: Sequence[SlowCause], *,
     for suspect, costs in zip(suspects, shares, strict=True):
         most = [at for at, share in enumerate(costs) if share.cost_s >= MIN_LASTING * mean_cost(costs)]
         core, noise_s = slice(min(most), max(most) + 1), levels.noise_s(cube.steps, suspect.seconds)
-        if is_large(costs[core], noise_s, crowded=crowded and bool(suspect.ranks)):
+        if is_large(costs[core], noise_s, crowded=crowded and bool(suspect.culprit.ranks)):
             yield replace(suspect, seen=frozenset(sorted(suspect.seen)[core]))
 
 
@@ -158,7 +119,7 @@ def _finding(levels: StepLevels, cause: SlowCause, costs: Sequence[Share]) -> Fi
     last, step_s = costs[-1].stretch, float(np.mean([stretch.seconds for stretch, _ in costs]))
     until = None if last == levels.stretches[-1] else last.last
     cost_s, since = mean_cost(costs), costs[0].stretch.first
-    return Finding(cause.kind, cause.culprit, cause.ranks, since, until, cost_s, cost_s / step_s, cause.evidence)
+    return Finding(cause.kind, cause.culprit, since, until, cost_s, cost_s / step_s, cause.evidence)
 
 
 def _suspects(cube: StepCube, levels: StepLevels, events: Columns) -> list[SlowCause]:
@@ -184,7 +145,8 @@ def _explains(cube: StepCube, levels: StepLevels, cause: SlowCause, suspect: Slo
     """
     kinds = CAUSES.get(suspect.kind, ())
     both = suspect.seen & cause.seen
-    if cause.kind not in kinds or not both or set(suspect.ranks or cause.ranks).isdisjoint(cause.ranks):
+    suspected = suspect.culprit.ranks or cause.culprit.ranks
+    if cause.kind not in kinds or not both or set(suspected).isdisjoint(cause.culprit.ranks):
         return False
     steps = np.logical_or.reduce([cube.within(levels.stretches[number][:2]) for number in both])
     size, of_suspect = (float(each.seconds[steps].mean()) for each in (cause, suspect))
@@ -193,12 +155,13 @@ def _explains(cube: StepCube, levels: StepLevels, cause: SlowCause, suspect: Slo
 
 def _link_of_group(places: Places, link: SlowCause, group: SlowCause) -> SlowCause:
     """Return a slow link with the slow collectives of its ranks: of its ends, the only node that the group has."""
-    of_link, of_group = (set(places.node[places.index(np.array(each.ranks))].tolist()) for each in (link, group))
+    ranks = (np.array(each.culprit.ranks) for each in (link, group))
+    of_link, of_group = (set(places.node[places.index(each)].tolist()) for each in ranks)
     both = of_link & of_group
-    if group.ranks and len(both) == 1 < len(of_link):
+    if group.culprit.ranks and len(both) == 1 < len(of_link):
         node = both.pop()
-        ranks = tuple(rank for rank in link.ranks if places.node[places.index(np.array(rank))] == node)
-        link = replace(link, culprit=f"node {places.nodes[node]}", ranks=ranks)
+        own = [rank for rank in link.culprit.ranks if places.node[places.index(np.array(rank))] == node]
+        link = replace(link, culprit=SlowCulprit.of_ranks(own, places.nodes[node]))
     evidence = (*link.evidence, f"{group.culprit}: {group.evidence[0]}")
     return replace(link, seconds=link.seconds + group.seconds, seen=link.seen | group.seen, evidence=evidence)
 
@@ -215,12 +178,11 @@ def _rest(
     if went_on:
         ends = went_on[0].stretch.first, went_on[-1].stretch.last
         kind, stages, evidence = _what_grew(sample, ends, went_on[-1].stretch, mean_cost(went_on))
-        ranks = tuple(map(int, places.rank[np.isin(places.coords["pp"], stages)]))
-        cause = SlowCause(kind, _name(places, ranks), ranks, np.zeros(0), frozenset(), evidence)
-        crowded = bool(ranks and places.crowded)
+        who = _culprit(places, np.flatnonzero(np.isin(places.coords["pp"], stages)))
+        crowded = bool(who.ranks and places.crowded)
         if crowded and not is_large(went_on, noise_s, crowded=True, has_peers=False):
-            cause = replace(cause, kind="job", culprit=ALL, ranks=())
-        yield _finding(levels, cause, went_on)
+            kind, who = "job", JOB
+        yield _finding(levels, SlowCause(kind, who, np.zeros(0), frozenset(), evidence), went_on)
 
 
 def _what_grew(
@@ -254,15 +216,14 @@ def _what_grew(
     return "compute" if kind == "job" else kind, stages[most].tolist(), tuple(lines)
 
 
-def _name(places: Places, ranks: Sequence[int]) -> str:
-    """Return the name of whole stages: their node, the stage, or the ranks."""
-    if not ranks:
-        return ALL
-    at = places.index(np.array(ranks))
+def _culprit(places: Places, at: Integers) -> SlowCulprit:
+    """Return the ranks of whole stages, by position: their node, the stage, or the ranks."""
+    if not len(at):
+        return JOB
     nodes, stages = np.unique(places.node[at]), np.unique(places.coords["pp"][at])
-    if len(nodes) == 1 and len(ranks) > 1:
-        return f"node {places.nodes[nodes[0]]}"
-    return f"stage {stages[0]}" if len(stages) == 1 and len(nodes) > 1 else format_ranks(ranks)
+    if len(stages) == 1 and len(nodes) > 1:
+        return SlowCulprit("stage", tuple(map(int, places.rank[at])), stage=int(stages[0]))
+    return SlowCulprit.of_ranks(places.rank[at], places.nodes[nodes[0]] if len(nodes) == 1 < len(at) else "")
 
 
 def _data_of_all(cube: StepCube, levels: StepLevels, found: Sequence[Finding]) -> Iterator[Finding]:
@@ -275,7 +236,7 @@ def _data_of_all(cube: StepCube, levels: StepLevels, found: Sequence[Finding]) -
         if typical >= MIN_DATA_SHARE * newest.seconds:
             line = f"a rank reads its batch for {typical:.3g} s of a step of {newest.seconds:.3g} s, in the median"
             share = typical / newest.seconds
-            yield Finding("data", ALL, (), int(cube.steps[0]), None, typical, share, (line,))
+            yield Finding("data", JOB, int(cube.steps[0]), None, typical, share, (line,))
 
 
 def _single_steps(cube: StepCube, noise_s: float) -> Iterator[Finding]:
@@ -297,4 +258,4 @@ def _single_steps(cube: StepCube, noise_s: float) -> Iterator[Finding]:
         f"step {cube.steps[worst]} takes {wall[worst]:.3g} s; what grew most is {cube.parts[part]}{where}, by "
         f"{float(grown[rank, part]):.3g} s",
     )
-    yield Finding("steps", ALL, (), int(cube.steps[slow][0]), None, cost_s, share, evidence)
+    yield Finding("steps", JOB, int(cube.steps[slow][0]), None, cost_s, share, evidence)

@@ -83,13 +83,6 @@ class HostTable:
     time_ns: NDArray[np.int64]
     value: NDArray[np.float64]
 
-    @classmethod
-    def from_columns(cls, columns: Mapping[str, NDArray]) -> HostTable:
-        """Return the table of columns by name, as a query gives them."""
-        nodes, node = _encode(columns["node"])
-        metrics, metric = _encode(columns["metric"])
-        return cls(nodes, metrics, node, metric, columns["time_ns"], columns["value"])
-
 
 def read_host_table(store: duckdb.DuckDBPyConnection, minutes: float = 15.0) -> HostTable:
     """Read the newest samples of the watched metrics from an event store."""
@@ -106,13 +99,6 @@ def read_host_table(store: duckdb.DuckDBPyConnection, minutes: float = 15.0) -> 
         [nodes, metrics, round(minutes * 60e9)],
     )
     return HostTable(nodes, metrics, rows["node_index"], rows["metric_index"], rows["time_ns"], rows["value"])
-
-
-def _encode(texts: NDArray) -> tuple[list[str], NDArray[np.int32]]:
-    """Return the different texts, and the index of each; a dictionary is faster than a sort of objects."""
-    index: dict[str, int] = {}
-    codes = np.fromiter((index.setdefault(text, len(index)) for text in texts.tolist()), np.int32, len(texts))
-    return list(index), codes
 
 
 @dataclass(frozen=True)

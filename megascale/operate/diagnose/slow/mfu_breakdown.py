@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megascale.operate.diagnose.slow.step_cube import OTHER, Columns, StepCube
-from megascale.operate.diagnose.slow.wall_time import wall_time
+from megascale.operate.diagnose.slow.step_cube import OTHER, Booleans, Columns, StepCube
 from megascale.record.events import COMPUTE, HOST_AXIS, OPTIMIZER_ACTIONS, PAUSE
 from megascale.record.label import BACKWARD, FORWARD
 from megascale.schedule.ir import COMPUTE_KINDS
 
+BETWEEN, RESTARTS, LOST, PROFILED = "between steps", "restarts", "lost steps", "profiled steps"
 OPTIMIZER, BUBBLE = "optimizer", "bubble"
 ACTIONS = {kind: compute.phase for kind, compute in COMPUTE_KINDS.items()}
 ACTIONS |= dict.fromkeys(OPTIMIZER_ACTIONS, OPTIMIZER)
@@ -144,6 +144,58 @@ class MfuBreakdown:
         if self.mfu is None:
             yield "MFU n/a: the peak of the devices is not known"
         yield from self.remarks
+
+
+@dataclass(frozen=True)
+class WallTime:
+    """Seconds `inside_s` of a cube's steps without those under a profiler, and `outside` by part, as means over ranks.
+    `left_out` steps took `left_out_s`, which is no part of either.
+    """
+
+    inside_s: float
+    outside: Mapping[str, float]
+    left_out: int = 0
+    left_out_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return self.inside_s + sum(self.outside.values())
+
+
+def wall_time(cube: StepCube, steps: Columns, profiled: Booleans) -> WallTime:
+    """Return the wall time of a cube's steps, from the first to the last, over all attempts. `steps`: the table, with
+    all attempts, and also with steps that the cube lacks: their time is known, but not what was done in it. `profiled`:
+    rows of it.
+    """
+    if not len(cube.steps):
+        return WallTime(0.0, {})
+    columns = {name: np.asarray(steps[name]) for name in ("attempt", "step", "rank", "start_ns", "end_ns")}
+    first, last = int(cube.steps[0]), int(cube.steps[-1])
+    # of the last attempt up to the cube's last: the next steps are not whole
+    ahead = (columns["attempt"] == columns["attempt"].max()) & (columns["step"] > last)
+    mine = (columns["step"] >= first) & ~ahead & (cube.places.index(columns["rank"]) >= 0)
+    keys, at, ranks = np.unique(
+        np.stack([columns[name][mine].astype(np.int64) for name in ("attempt", "step")]), axis=1, return_inverse=True,
+        return_counts=True,
+    )  # fmt: skip
+    (attempt, number), at, zero_ns = keys, at.reshape(-1), columns["start_ns"][mine].min()
+    start, end = (np.bincount(at, (columns[name][mine] - zero_ns) / 1e9) / ranks for name in ("start_ns", "end_ns"))
+    under_profiler, took = np.bincount(at, profiled[mine]) > 0, end - start
+    newest = np.zeros(int(number.max()) + 1, np.int64)
+    np.maximum.at(newest, number, attempt)
+    stays = (attempt == newest[number]) & (number <= last)  # most of the others a later attempt ran again
+    known = stays & np.isin(number, cube.steps)
+    same = np.diff(attempt) == 0
+    absent, apart = np.where(same, np.diff(number) - 1, 0), start[1:] - end[:-1]
+    left_out_s = float(took[stays & ~known].sum() + apart[absent > 0].sum())
+    inside_s = float(took[known & ~under_profiler].sum())
+    outside = {
+        BETWEEN: 0.0, RESTARTS: float(apart[~same].clip(0).sum()), LOST: float(took[~stays].sum()),
+        PROFILED: float(took[known & under_profiler].sum()),
+    }  # fmt: skip
+    outside[BETWEEN] = max(0.0, float(end.max() - start.min()) - left_out_s - inside_s - sum(outside.values()))
+    named = {name: seconds for name, seconds in outside.items() if seconds}
+    return WallTime(inside_s, named, int((stays & ~known).sum() + absent.sum()), left_out_s)
 
 
 def kernel_shares(purposes: Mapping[str, float]) -> dict[str, float]:

@@ -8,11 +8,10 @@ rank moved, to another node or place in the layout, are left out: they were othe
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +21,14 @@ from megascale.operate.store.schema import COLD_TAGS, COMMON, STEP_AXIS
 from megascale.record.events import COMPUTE, HOST_AXIS, PAUSE
 from megascale.schedule.ir import Kind
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 Floats = npt.NDArray[Any]
 Integers = npt.NDArray[Any]
 Booleans = npt.NDArray[Any]
 Columns = Mapping[str, npt.NDArray[Any]]
-"""A table's columns by name, as DuckDB's `fetchnumpy` returns them."""
+"""A table's columns by name: arrays, of text also dictionary arrays of pyarrow, with the codes of the store's files."""
 
 OTHER = "other"
 """Name of the host's part of a step outside of all recorded actions, waits and activities."""
@@ -34,22 +36,16 @@ OTHER = "other"
 CLASS_TAGS = frozenset({"gc", "evaluation", "checkpoint"})
 """Tags of steps that a known cause has made longer: these are not compared with the others, unless they are common."""
 
-MAD_TO_DEVIATION = 1.4826
-"""Standard deviations of a normal distribution in a median absolute deviation."""
-
 REDUCTIONS = frozenset({("dp", "reduce_scatter"), ("dp", "all_reduce")})
 """Axis and name of the collectives that reduce gradients."""
 
 
-def lower_median(values: Floats) -> Floats:
-    """Return the median over the first dimension of the values that are known, not NaN; of an even number of values the
-    lower one, so that of two ranks the slower one differs.
-    """
-    if np.isnan(values).any():  # NaN come last
-        middle = np.maximum(0, (~np.isnan(values)).sum(0) - 1) // 2
-        return np.asarray(np.take_along_axis(np.sort(values, 0), np.asarray(middle)[None], 0)[0])
-    middle = (len(values) - 1) // 2
-    return np.asarray(np.partition(values, middle, 0)[middle])
+def dictionary(column: npt.NDArray[Any] | pa.DictionaryArray) -> tuple[list[Any], Integers]:
+    """Return the distinct values of a column in the order in which they come, and each row's index among them."""
+    import pyarrow as pa
+
+    coded = column if isinstance(column, pa.DictionaryArray) else pa.array(column).dictionary_encode()
+    return coded.dictionary.to_pylist(), coded.indices.to_numpy(zero_copy_only=False)
 
 
 class Part(NamedTuple):
@@ -161,12 +157,8 @@ class StepCube:
     forwards: int
 
     @classmethod
-    def from_tables(
-        cls, step_parts: Columns, steps: Columns, ranks: Columns, parts: Sequence[Part] | None = None
-    ) -> StepCube:
-        """Build the cube of the steps in the table `steps` since `first_alike`. `parts`: with a column `part` of
-        indices in the place of the texts in `step_parts`.
-        """
+    def from_tables(cls, step_parts: Columns, steps: Columns, ranks: Columns) -> StepCube:
+        """Build the cube of the steps in the table `steps` since `first_alike`."""
         places, numbers = Places.from_table(ranks), np.unique(np.asarray(steps["step"]))
         attempts = np.full(len(numbers), -1)
         np.maximum.at(attempts, np.searchsorted(numbers, steps["step"]), np.asarray(steps["attempt"]))
@@ -174,7 +166,7 @@ class StepCube:
         numbers, attempts = numbers[alike], attempts[alike]
         of_steps, of_parts = (_Rows.of_table(table, places, numbers, attempts) for table in (steps, step_parts))
         shape = len(places.rank), len(numbers)
-        return cls(places, numbers, **_step_arrays(of_steps, shape), **_part_arrays(of_parts, shape, parts))
+        return cls(places, numbers, **_step_arrays(of_steps, shape), **_part_arrays(of_parts, shape))
 
     def take(self, steps: slice | Booleans | Integers) -> StepCube:
         """Return the cube of some steps, by position."""
@@ -254,24 +246,48 @@ class _Rows(NamedTuple):
     """
 
     table: Columns
-    at: Integers
+    at: Integers | slice
     rank: Integers
     step: Integers
 
     @classmethod
     def of_table(cls, table: Columns, places: Places, steps: Integers, attempts: Integers) -> _Rows:
-        rank, number = places.index(np.asarray(table["rank"])), np.asarray(table["step"])
+        (ranks, rank), (numbers, step) = dictionary(table["rank"]), dictionary(table["step"])
         if not len(steps):
-            return cls(table, number[:0], rank[:0], number[:0])
-        step = np.searchsorted(steps, number).clip(max=len(steps) - 1)
-        at = np.flatnonzero((rank >= 0) & (steps[step] == number) & (attempts[step] == table["attempt"]))
-        return cls(table, at, rank[at], step[at])
+            return cls(table, step[:0], rank[:0], step[:0])
+        position = np.searchsorted(steps, numbers).clip(max=len(steps) - 1)
+        rank = places.index(np.array(ranks, int)).astype(np.int32)[rank]
+        step = np.where(steps[position] == numbers, position, -1).astype(np.int32)[step]
+        known = (rank >= 0) & (step >= 0) & (attempts[step] == table["attempt"])
+        return cls(table, slice(None), rank, step).take(known)
 
     def column(self, name: str) -> npt.NDArray[Any]:
         return np.asarray(self.table[name])[self.at]
 
+    def codes(self, name: str) -> tuple[list[Any], Integers]:
+        """Return the distinct values of a column, of these rows and of others, and each row's index among them."""
+        values, code = dictionary(self.table[name])
+        return values, code[self.at]
+
     def take(self, chosen: Booleans) -> _Rows:
-        return self._replace(at=self.at[chosen], rank=self.rank[chosen], step=self.step[chosen])
+        if chosen.all():
+            return self
+        at = np.flatnonzero(chosen) if isinstance(self.at, slice) else self.at[chosen]
+        return self._replace(at=at, rank=self.rank[chosen], step=self.step[chosen])
+
+    def parts(self) -> tuple[tuple[Part, ...], Integers]:
+        """Return the parts of these rows in ascending order, and each row's index among them."""
+        columns, code = [self.codes(name) for name in Part._fields], np.zeros(len(self.rank), np.int32)
+        for values, index in columns:
+            code = code * len(values) + index
+        there = np.flatnonzero(np.bincount(code))
+        indices = np.unravel_index(there, [max(1, len(values)) for values, _ in columns])
+        named = [Part(*(values[at] for (values, _), at in zip(columns, each, strict=True)))
+                 for each in zip(*indices, strict=True)]  # fmt: skip
+        order = sorted(range(len(named)), key=named.__getitem__)
+        number = np.zeros(int(there.max(initial=-1)) + 1, np.int32)
+        number[there[order]] = np.arange(len(order))
+        return tuple(named[at] for at in order), number[code]
 
 
 def _step_arrays(rows: _Rows, shape: tuple[int, int]) -> dict[str, Any]:
@@ -280,8 +296,8 @@ def _step_arrays(rows: _Rows, shape: tuple[int, int]) -> dict[str, Any]:
     tokens, flops = np.zeros(shape[1]), np.zeros(shape[1])
     wall[rows.rank, rows.step] = rows.column("train_ns") / 1e9
     tokens[rows.step], flops[rows.step] = rows.column("tokens"), rows.column("flops")
-    tags, code = _factorize(rows.column("tags"))
-    named = [frozenset(tag.split(",")) for (tag,) in tags]
+    tags, code = rows.codes("tags")
+    named = [frozenset(tag.split(",")) for tag in tags]
     cold = np.array([not names.isdisjoint(COLD_TAGS) for names in named], bool)[code]
     warm[rows.step[cold]] = False
     counts = np.bincount(code[warm[rows.step]], minlength=len(named))
@@ -291,26 +307,26 @@ def _step_arrays(rows: _Rows, shape: tuple[int, int]) -> dict[str, Any]:
     return {"wall": wall, "ordinary": ordinary, "warm": warm, "tokens": tokens, "flops": flops}
 
 
-def _part_arrays(rows: _Rows, shape: tuple[int, int], known: Sequence[Part] | None) -> dict[str, Any]:
-    """Return the fields of a cube that the table `step_parts` has. `known`: parts by the rows' indices."""
-    if known is None:
-        rows = rows.take(rows.column("axis") != STEP_AXIS)
-        keys, part = _factorize(*(rows.column(name) for name in Part._fields))
-    else:
-        keys, part = _present(list(known), rows.column("part"))
-    parts = tuple(Part(*key) for key in keys)
+def _part_arrays(rows: _Rows, shape: tuple[int, int]) -> dict[str, Any]:
+    """Return the fields of a cube that the table `step_parts` has."""
+    axes, axis = rows.codes("axis")
+    if STEP_AXIS in axes:
+        rows = rows.take(axis != axes.index(STEP_AXIS))
+    parts, part = rows.parts()
     total, exposed = rows.column("total_ns") / 1e9, rows.column("exposed_ns") / 1e9
     compute, host = (np.array([key.axis == axis for key in parts], bool)[part] for axis in (COMPUTE, HOST_AXIS))
+    hidden = np.array([key.name == PAUSE for key in parts], bool)[part]
+    cell = (rows.rank * np.int64(shape[1]) + rows.step) * len(parts) + part
 
     def sums(seconds: Floats) -> Floats:
         """Sum by rank, step and part: a late event has a row of its own."""
-        cell = (rows.rank * shape[1] + rows.step) * len(parts) + part
         cells = np.bincount(cell, seconds, shape[0] * shape[1] * len(parts)).astype(np.float32)
         return cells.reshape(*shape, len(parts))
 
-    hidden = np.array([key.name == PAUSE for key in parts], bool)[part]
-    own = sums(np.where(compute, total - exposed, np.where(host & ~hidden, exposed, total)))
-    wait = sums(np.where(compute | host, 0.0, exposed))
+    own_s = np.where(host & ~hidden, exposed, total)
+    own = sums(np.subtract(total, exposed, out=own_s, where=compute))
+    exposed[compute | host] = 0.0
+    wait = sums(exposed)
     entered, reduces = np.zeros(shape, np.int64), np.array([key[:2] in REDUCTIONS for key in parts], bool)[part]
     issued = rows.take(reduces)
     np.maximum.at(entered, (issued.rank, issued.step), issued.column("last_issue_ns"))
@@ -321,21 +337,3 @@ def _part_arrays(rows: _Rows, shape: tuple[int, int], known: Sequence[Part] | No
         "bytes": sizes.reshape(shape[0], len(parts)) / max(1, shape[1]),
         "forwards": round(sum(float(np.median(count)) for count in forwards)),
     }  # fmt: skip
-
-
-def _factorize(*columns: npt.NDArray[Any]) -> tuple[list[tuple], Integers]:
-    """Return the distinct rows of some columns, and each row's index among them."""
-    code, values = np.zeros(len(columns[0]), np.int64), list[list]()
-    for column in columns:
-        values.append(sorted(set(column.tolist())))
-        index = {value: at for at, value in enumerate(values[-1])}
-        code = code * len(index) + np.fromiter(map(index.__getitem__, column.tolist()), np.int64, len(column))
-    return _present(list(itertools.product(*values)), code)
-
-
-def _present(rows: list, code: Integers) -> tuple[list, Integers]:
-    """Return the `rows` that codes are indices of, and the codes as indices of those."""
-    there = np.flatnonzero(np.bincount(code, minlength=len(rows)))
-    of_code = np.zeros(len(rows), np.int64)
-    of_code[there] = np.arange(len(there))
-    return [rows[at] for at in there], of_code[code]

@@ -2,7 +2,11 @@
 
 The loss of a stretch is its mean step less that of the lowest stretch before it: a cause is measured against the steps
 before its onset, however it is found. Steps with more tokens or FLOPs take longer: times are those of a step of mean
-work. `change_points` cuts a series (binary segmentation). Its noise is the MAD of differences, which a shift does not
+work (ResiHP, arXiv 2605.06374). Packed sequences make healthy steps vary: T = a N + b sum(l^2) for N tokens in
+sequences of l. The model FLOPs of a step are such a sum themselves, so tokens and FLOPs, which every step records,
+predict as well as tokens and squared lengths.
+
+`change_points` cuts a series (binary segmentation). Its noise is the MAD of differences, which a shift does not
 touch, or the deviation within the segments, where that is larger; single outliers count as far as noise goes.
 """
 
@@ -15,8 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megascale.operate.diagnose.slow.step_cube import MAD_TO_DEVIATION, Floats, Integers, StepCube
-from megascale.operate.diagnose.slow.step_work import predict_seconds
+from megascale.operate.diagnose.slow.peers import MAD_TO_DEVIATION
+from megascale.operate.diagnose.slow.step_cube import Booleans, Floats, Integers, StepCube
 
 MIN_SHIFT = 6.0
 """Smallest shift of a mean in standard errors: the largest of all cuts of a noisy series reaches 4."""
@@ -35,6 +39,20 @@ WINDOW = 50
 
 BLOCK = 10
 """Steps whose mean varies by the noise of a run: what other programs take away lasts longer than a step."""
+
+MAX_EXCESS = 0.25
+"""Largest share by which an ordinary step exceeds its prediction."""
+
+ROUNDS = 3
+"""Fits, each without the steps that the last one calls slow."""
+
+MIN_REST_SHARE = 0.02
+"""Smallest share of a step that is lost for no known cause, to be told, or to look for its cause."""
+
+MIN_EXPLAINED = 1 / 3
+"""Share of a loss from which on the causes that are known explain all of it: the model is not more exact, and a process
+that is stopped now and then loses as much in waits, which are as long on its peers.
+"""
 
 
 class Stretch(NamedTuple):
@@ -187,3 +205,30 @@ def _shifts(values: Floats, noise: float) -> Floats:
     left, right = sums[at - 1] / at, (sums[-1] - sums[at - 1]) / (size - at)
     within = np.sqrt(np.maximum(0.0, squares[-1] - at * left**2 - (size - at) * right**2) / (size - 2))
     return np.asarray(np.abs(left - right) * np.sqrt(at * (size - at) / size) / np.maximum(noise, within))
+
+
+def predict_seconds(tokens: Floats, squares: Floats, seconds: Floats, ordinary: Booleans) -> Floats:
+    """Return the predicted seconds of steps [S], fitted on the ordinary ones.
+
+    `squares`: the sum of squared lengths, or the FLOPs. The fit starts at the steps' median time per token.
+    """
+    work = np.stack([tokens, squares], 1).astype(np.float64)
+    work /= np.maximum(work.max(0, initial=0.0), 1e-300)
+    usable = ordinary & (seconds > 0) & (work[:, 0] > 0)
+    if not usable.any():
+        return np.array(seconds, np.float64)
+    predicted = work[:, 0] * np.median(seconds[usable] / work[usable, 0])
+    for _ in range(ROUNDS):
+        fitted = usable & (seconds <= (1 + MAX_EXCESS) * predicted)
+        if fitted.sum() < 2:
+            break
+        factors = np.linalg.lstsq(work[fitted], seconds[fitted], rcond=1e-3)[0]  # equal columns share the time
+        if (factors < 0).any():
+            factors = np.array([np.median(seconds[fitted] / work[fitted, 0]), 0.0])
+        predicted = work @ factors
+    return predicted
+
+
+def slow_steps(tokens: Floats, squares: Floats, seconds: Floats, ordinary: Booleans) -> Booleans:
+    """Return which ordinary steps exceed their prediction by MAX_EXCESS."""
+    return ordinary & (seconds > (1 + MAX_EXCESS) * predict_seconds(tokens, squares, seconds, ordinary))

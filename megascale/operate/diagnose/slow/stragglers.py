@@ -13,10 +13,12 @@ import numpy as np
 
 from megascale.core.rank import format_ranks
 from megascale.layout.topology import AXES
-from megascale.operate.diagnose.slow.heatmap import MIN_SCORE, MIN_STEPS, Kind, Loss, Outlier, excess_of, heat_map
-from megascale.operate.diagnose.slow.job_cost import ALL, MIN_REST_SHARE, Excess, SlowCause, job_costs
-from megascale.operate.diagnose.slow.step_cube import MAD_TO_DEVIATION, Floats, Integers, StepCube, lower_median
-from megascale.operate.diagnose.slow.step_levels import StepLevels
+from megascale.operate.diagnose.slow.finding import JOB, SlowCause, SlowCulprit
+from megascale.operate.diagnose.slow.heatmap import MIN_STEPS, Kind, Loss, Outlier, excess_of, heat_map
+from megascale.operate.diagnose.slow.job_cost import Excess, job_costs
+from megascale.operate.diagnose.slow.peers import MIN_SCORE, deviation_of, lower_median
+from megascale.operate.diagnose.slow.step_cube import Floats, Integers, StepCube
+from megascale.operate.diagnose.slow.step_levels import MIN_REST_SHARE, StepLevels
 
 MIN_GROUP_RATIO, MIN_GROUP_SHARE = 1.5, 0.01
 """Smallest ratio of a slow group's transfer to its peers', and its smallest excess, as a share of the step."""
@@ -38,49 +40,41 @@ REASONS: dict[Kind, str] = {
 
 def stragglers(cube: StepCube, levels: StepLevels) -> Iterator[SlowCause]:
     """Yield the ranks and nodes that are slower than their peers in a stretch."""
-    found: dict[tuple[Kind, str], list[tuple[int, Outlier]]] = {}
+    found: dict[tuple[Kind, SlowCulprit], list[tuple[int, Outlier]]] = {}
     for number, stretch in enumerate(levels.stretches):
         now, usual = (cube.take(cube.within(ends)) for ends in (stretch[:2], stretch.usual))
         lost = stretch.lost_s >= MIN_REST_SHARE * stretch.seconds and len(usual.steps) >= MIN_STEPS
         loss = Loss(usual, stretch.lost_s) if lost else None
         for outlier in heat_map(now, loss=loss).outliers:
-            found.setdefault((outlier.kind, outlier.name), []).append((number, outlier))
-    joined = _with_their_nodes(found)
-    worst = {key: max((one for _, one in seen), key=lambda one: (bool(one.node), one.cost_s))
+            found.setdefault((outlier.kind, outlier.culprit), []).append((number, outlier))
+    nodes = {(kind, rank): who for kind, who in found if who.nodes for rank in who.ranks}
+    joined: dict[tuple[Kind, SlowCulprit], list[tuple[int, Outlier]]] = {}
+    for (kind, who), seen in found.items():  # a rank counts as its node, if that is slow in another stretch
+        joined.setdefault((kind, nodes.get((kind, who.ranks[0]), who)), []).extend(seen)
+    worst = {key: max((one for _, one in seen), key=lambda one: (bool(one.culprit.nodes), one.cost_s))
              for key, seen in joined.items()}  # fmt: skip
     worst = dict(sorted(worst.items(), key=lambda item: item[0][0] != "pause"))  # pauses explain other times
-    costs = job_costs(cube, {f"{key}": excess_of(cube, outlier) for key, outlier in worst.items()})
-    for key, outlier in worst.items():
+    costs = job_costs(cube, [excess_of(cube, outlier) for outlier in worst.values()])
+    for (key, outlier), seconds in zip(worst.items(), costs, strict=True):
         numbers = [number for number, _ in joined[key]]
         last, newest = max(joined[key], key=lambda seen: seen[0])
         evidence = tuple(_evidence(cube.take(cube.within(levels.stretches[last][:2])), newest))
-        yield SlowCause(outlier.kind, outlier.name, outlier.ranks, costs[f"{key}"], frozenset(numbers), evidence)
-
-
-def _with_their_nodes(
-    found: dict[tuple[Kind, str], list[tuple[int, Outlier]]],
-) -> dict[tuple[Kind, str], list[tuple[int, Outlier]]]:
-    """Return the outliers by kind and culprit: a rank counts as its node, if that is slow in another stretch."""
-    nodes = {(kind, rank): name for kind, name in found for rank in found[kind, name][0][1].ranks
-             if found[kind, name][0][1].node}  # fmt: skip
-    joined: dict[tuple[Kind, str], list[tuple[int, Outlier]]] = {}
-    for (kind, name), seen in found.items():
-        joined.setdefault((kind, nodes.get((kind, seen[0][1].ranks[0]), name)), []).extend(seen)
-    return joined
+        yield SlowCause(outlier.kind, outlier.culprit, seconds, frozenset(numbers), evidence)
 
 
 def _evidence(cube: StepCube, outlier: Outlier) -> Iterator[str]:
-    ranks = cube.places.index(np.array(outlier.ranks))
+    who = outlier.culprit
+    ranks = cube.places.index(np.array(who.ranks))
     stage = np.unique(cube.places.coords["pp"][ranks])
     peers = int(np.isin(cube.places.coords["pp"], stage).sum()) - len(ranks)
     of = f"stage {stage[0]}" if len(stage) == 1 else f"its {len(stage)} stages"
     yield (
-        f"{outlier.name} {REASONS[outlier.kind]} than its {peers} peer{'s' * (peers != 1)} of {of}: "
+        f"{who} {REASONS[outlier.kind]} than its {peers} peer{'s' * (peers != 1)} of {of}: "
         f"{outlier.seconds:.4g} s a step, "
         + (f"not {outlier.peer_s:.4g} s, {outlier.score:.0f} deviations" if outlier.peer_s else "they do not")
     )
-    if outlier.node:
-        yield f"most of the {len(ranks)} ranks of the node are slow ({format_ranks(outlier.ranks)})"
+    if who.nodes:
+        yield f"most of the {len(ranks)} ranks of the node are slow ({format_ranks(who.ranks)})"
     if outlier.parts:
         yield "longer: " + ", ".join(f"{name} by {seconds * 1e3:.3g} ms" for name, seconds in outlier.parts)
     for axis in cube.axes:
@@ -104,14 +98,14 @@ def gc_pauses(cube: StepCube, levels: StepLevels) -> Iterator[SlowCause]:
     if not seen or hit.mean() < MIN_PAUSED_SHARE:
         return
     most = np.flatnonzero(by_rank >= 0.5 * by_rank.sum())
-    ranks = tuple(map(int, cube.places.rank[most])) if len(by_rank) > 2 else ()
+    who = SlowCulprit.of_ranks(cube.places.rank[most]) if len(most) and len(by_rank) > 2 else JOB
     paused = f"{(by_rank > 0).sum()} of {len(by_rank)} ranks" if len(by_rank) > 1 else "the rank"
     what = f"garbage collection pauses {paused}, in {hit.mean():.0%} of the steps, by "
     evidence = [what + f"{1e3 * float(pauses[pauses > 0].mean()):.3g} ms"]
     if len(by_rank) > 1:
         evidence.append("ranks pause at different times, and all others wait for the one that pauses")
-    costs = job_costs(cube, {"gc": Excess(np.arange(len(pauses)), {"gc": pauses})})["gc"]
-    yield SlowCause("gc", format_ranks(ranks) if ranks else ALL, ranks, costs, frozenset(seen), tuple(evidence))
+    (costs,) = job_costs(cube, [Excess(np.arange(len(pauses)), {"gc": pauses})])
+    yield SlowCause("gc", who, costs, frozenset(seen), tuple(evidence))
 
 
 def slow_groups(cube: StepCube, levels: StepLevels) -> Iterator[SlowCause]:
@@ -149,7 +143,7 @@ def _slow_groups(
             continue
         peers = usual[now] if len(members) > 1 else np.full(now.sum(), transfer[0, before].mean())
         seconds, peer_s = transfer[:, now].mean(1), float(peers.mean())
-        spread = MAD_TO_DEVIATION * float(lower_median(np.abs(seconds - peer_s))) if len(members) > 1 else 0.0
+        spread = deviation_of(seconds - peer_s) if len(members) > 1 else 0.0
         persistent = (transfer[:, now] > (1 + MIN_GROUP_RATIO) / 2 * peers).mean(1) >= PERSISTENT
         least = max(MIN_SCORE * spread, MIN_GROUP_SHARE * stretch.seconds, (MIN_GROUP_RATIO - 1) * peer_s)
         here = persistent & (seconds - peer_s >= least)
@@ -160,9 +154,6 @@ def _slow_groups(
     if seen:
         mine = [members[at] for at in np.flatnonzero(slow)]
         ranks = tuple(sorted(int(rank) for group in mine for rank in group))
-        name = f"{axis} group of" if len(mine) == 1 else f"{len(mine)} {axis} groups of"
-        culprit, ranks = (ALL, ()) if len(ranks) == len(cube.places.rank) else (f"{name} {format_ranks(ranks)}", ranks)
+        who = SlowCulprit("group", ranks, axis=axis, groups=len(mine)) if len(ranks) < len(cube.places.rank) else JOB
         hint = "`megascale doctor nodes` measures the links between the nodes of a group"
-        yield SlowCause(
-            "communication", culprit, ranks, (transfer - usual)[slow].max(0), frozenset(seen), (evidence, hint)
-        )
+        yield SlowCause("communication", who, (transfer - usual)[slow].max(0), frozenset(seen), (evidence, hint))

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from megascale.core.units import format_bytes
 from megascale.operate.diagnose.slow.mfu_breakdown import MfuBreakdown
-from megascale.operate.show.rank_matrix import RankMatrix
+from megascale.operate.show.rank_grid import RankMatrix
 from megascale.operate.show.run_view import RunView
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")

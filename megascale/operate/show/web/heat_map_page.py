@@ -8,10 +8,22 @@ from dash.exceptions import PreventUpdate
 
 from megascale.core.rank import format_ranks
 from megascale.operate.diagnose.slow.heatmap import MIN_SHARE, HeatMap
-from megascale.operate.show.rank_matrix import rank_matrix
+from megascale.operate.show.rank_grid import rank_matrix
 from megascale.operate.show.store_view import StoreView
 from megascale.operate.show.web.figures import empty_figure, excess_figure
-from megascale.operate.show.web.page import NEWS, PAUSED, PICKED, RUN, TABS, Page, Runs, graph, height_of, note, table
+from megascale.operate.show.web.page import (
+    PICKED,
+    RUN,
+    TABS,
+    Page,
+    Runs,
+    figure_of,
+    following,
+    graph,
+    height_of,
+    note,
+    table,
+)
 
 KEY, MAP, PART = "heat", "heat-map", "heat-part"
 COMPUTE = "all compute"
@@ -29,27 +41,20 @@ def _layout() -> html.Div:
     )
 
 
+def _show(runs: Runs, name: str, part: str) -> list:
+    run = runs[name]
+    if (store := run.store) is None:
+        return [empty_figure(), {}, no_update, note(run.store_problem)]
+    heat = store.heat
+    matrix = rank_matrix(run.view().topology)
+    title = f"{part}: each rank beside its peers, steps {heat.first_step} to {heat.last_step}"
+    figure = excess_figure(title, matrix, part_excess(store, part), store.nodes)
+    return [figure, height_of(figure), [COMPUTE, *long_parts(heat)], [_outliers(store), _hosts(store)]]
+
+
 def _register(app: Dash, runs: Runs) -> None:
-    @app.callback(
-        [
-            *(Output(MAP, name) for name in ("figure", "style")),
-            Output(PART, "options"),
-            Output("outliers", "children"),
-        ],
-        [Input(NEWS, "data"), Input(RUN, "value"), Input(TABS, "value"), Input(PART, "value")],
-        running=PAUSED,
-    )
-    def update(news: str | None, name: str, tab: str, part: str) -> list:
-        if tab != KEY:
-            raise PreventUpdate
-        run = runs[name]
-        if (store := run.store) is None:
-            return [empty_figure(), {}, no_update, note(run.store_problem)]
-        heat = store.heat
-        matrix = rank_matrix(run.view().topology)
-        title = f"{part}: each rank beside its peers, steps {heat.first_step} to {heat.last_step}"
-        figure = excess_figure(title, matrix, part_excess(store, part), store.nodes)
-        return [figure, height_of(figure), [COMPUTE, *long_parts(heat)], [_outliers(store), _hosts(store)]]
+    outputs = (*figure_of(MAP), Output(PART, "options"), Output("outliers", "children"))
+    following(KEY, outputs, _show, Input(PART, "value"))(app, runs)
 
     @app.callback(
         [Output(PICKED, "data", allow_duplicate=True), Output(TABS, "value", allow_duplicate=True)],
@@ -90,7 +95,8 @@ def _outliers(store: StoreView) -> html.Div:
         return html.Div(note("No rank and no node is slower than its peers for long."))
     rows = [
         (
-            each.name, each.kind, format_ranks(each.ranks), f"{each.ratio - 1:+.1%}" if each.peer_s else "peers: 0 s",
+            str(each.culprit), each.kind, format_ranks(each.culprit.ranks),
+            f"{each.ratio - 1:+.1%}" if each.peer_s else "peers: 0 s",
             ", ".join(f"{name} {1e3 * seconds:+.3g} ms" for name, seconds in each.parts), f"{1e3 * each.cost_s:.3g} ms",
         )
         for each in store.heat.outliers

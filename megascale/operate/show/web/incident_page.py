@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from dash import Dash, Input, Output, html
-from dash.exceptions import PreventUpdate
+from dash import Output, html
 
 from megascale.core.units import format_duration, format_time
 from megascale.operate.driver.incidents import Incident
-from megascale.operate.show.web.page import NEWS, RUN, TABS, Page, Runs, note, table
+from megascale.operate.show.web.page import Page, Runs, following, note, table
 
 KEY = "incidents"
 HEAD = (
-    "",
-    "time",
-    "step",
-    "class",
-    "what happened",
-    "culprit",
-    "what was done",
-    "recovered in",
-    "steps lost",
-    "evidence",
-)
+    "", "time", "step", "class", "what happened", "culprit", "what was done", "recovered in", "steps lost", "evidence",
+)  # fmt: skip
 MOST = 500
 """Most incidents that are listed: the newest."""
 
@@ -30,20 +20,16 @@ def _layout() -> html.Div:
     return html.Div(id="incident-list")
 
 
-def _register(app: Dash, runs: Runs) -> None:
-    @app.callback(Output("incident-list", "children"), [Input(NEWS, "data"), Input(RUN, "value"), Input(TABS, "value")])
-    def update(news: str | None, name: str, tab: str) -> object:
-        if tab != KEY:
-            raise PreventUpdate
-        view = runs[name].view()
-        incidents = view.incidents[::-1][:MOST]
-        spikes = [
-            f"step {spike.step}: {spike.metric} {spike.value:.4g}, recently {spike.recent:.4g}"
-            for spike in view.curves.spikes
-        ]
-        found = table(HEAD, map(_row, incidents), "incident-table") if incidents else note("No incident is recorded.")
-        more = [html.H2("Spikes"), html.Ul([html.Li(spike) for spike in spikes[-MOST:]])] if spikes else []
-        return [found, *more]
+def _show(runs: Runs, name: str) -> list:
+    view = runs[name].view()
+    incidents = view.incidents[::-1][:MOST]
+    spikes = [
+        f"step {spike.step}: {spike.metric} {spike.value:.4g}, recently {spike.recent:.4g}"
+        for spike in view.curves.spikes
+    ]
+    found = table(HEAD, map(_row, incidents), "incident-table") if incidents else note("No incident is recorded.")
+    more = [html.H2("Spikes"), html.Ul([html.Li(spike) for spike in spikes[-MOST:]])] if spikes else []
+    return [[found, *more]]
 
 
 def _row(incident: Incident) -> tuple[str, ...]:
@@ -55,4 +41,4 @@ def _row(incident: Incident) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-PAGE = Page(KEY, "Incidents", _layout, _register)
+PAGE = Page(KEY, "Incidents", _layout, following(KEY, [Output("incident-list", "children")], _show))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from dash import Dash, Input, Output, html
-from dash.exceptions import PreventUpdate
+from dash import Output, html
 
 from megascale.core.units import format_bytes
 from megascale.layout.topology import Topology
-from megascale.operate.show.rank_matrix import rank_matrix
+from megascale.operate.show.rank_grid import rank_matrix
 from megascale.operate.show.web.figures import empty_figure, memory_figure
-from megascale.operate.show.web.page import NEWS, PAUSED, RUN, TABS, Page, Runs, graph, height_of, note, table
+from megascale.operate.show.web.page import Page, Runs, figure_of, following, graph, height_of, note, table
 
 KEY = "memory"
 HEAD = ("stage", "ranks", "least", "median", "most", "rank with the most")
@@ -20,26 +19,15 @@ def _layout() -> html.Div:
     return html.Div([graph("memory-map"), html.Div(id="memory-stages")])
 
 
-def _register(app: Dash, runs: Runs) -> None:
-    @app.callback(
-        [
-            *(Output("memory-map", name) for name in ("figure", "style")),
-            Output("memory-stages", "children"),
-        ],
-        [Input(NEWS, "data"), Input(RUN, "value"), Input(TABS, "value")],
-        running=PAUSED,
-    )
-    def update(news: str | None, name: str, tab: str) -> list:
-        if tab != KEY:
-            raise PreventUpdate
-        run = runs[name]
-        if (store := run.store) is None:
-            return [empty_figure(), {}, note(run.store_problem)]
-        if not np.nansum(store.memory):
-            return [empty_figure(), {}, note("the device does not tell its memory")]
-        topology = run.view().topology
-        figure = memory_figure(rank_matrix(topology), store.memory, store.nodes)
-        return [figure, height_of(figure), table(HEAD, _stages(topology, store.memory), "stage-table")]
+def _show(runs: Runs, name: str) -> list:
+    run = runs[name]
+    if (store := run.store) is None:
+        return [empty_figure(), {}, note(run.store_problem)]
+    if not np.nansum(store.memory):
+        return [empty_figure(), {}, note("the device does not tell its memory")]
+    topology = run.view().topology
+    figure = memory_figure(rank_matrix(topology), store.memory, store.nodes)
+    return [figure, height_of(figure), table(HEAD, _stages(topology, store.memory), "stage-table")]
 
 
 def _stages(topology: Topology, memory: np.ndarray) -> list[tuple[str, ...]]:
@@ -55,4 +43,5 @@ def _stages(topology: Topology, memory: np.ndarray) -> list[tuple[str, ...]]:
     return rows
 
 
-PAGE = Page(KEY, "Memory", _layout, _register)
+OUTPUTS = (*figure_of("memory-map"), Output("memory-stages", "children"))
+PAGE = Page(KEY, "Memory", _layout, following(KEY, OUTPUTS, _show))

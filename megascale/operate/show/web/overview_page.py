@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 
-from dash import Dash, Input, Output, html
+from dash import Output, html
 from dash.development.base_component import Component
-from dash.exceptions import PreventUpdate
 
 from megascale.core.units import format_count, format_duration
 from megascale.operate.show.frame import is_ill, verdict_of
 from megascale.operate.show.run_view import RunView
 from megascale.operate.show.web.figures import CURVE_HEIGHT, CURVES, curve_figure
-from megascale.operate.show.web.page import NEWS, PAUSED, RUN, TABS, Page, Runs, graph, note, table
+from megascale.operate.show.web.page import Page, Runs, following, graph, note, table
 
 KEY = "overview"
 HEAD = ("run", "state", "step", "loss", "gradient norm", "tokens/s", "MFU", "step time", "left")
@@ -23,20 +22,11 @@ def _layout() -> html.Div:
     return html.Div([html.Div(id="verdict"), html.Div(id="runs"), graphs])
 
 
-def _register(app: Dash, runs: Runs) -> None:
-    outputs = [Output("verdict", "children"), Output("runs", "children")]
-    outputs += [Output(f"curve-{metric}", "figure") for metric in CURVES]
-
-    inputs = [Input(NEWS, "data"), Input(RUN, "value"), Input(TABS, "value")]
-
-    @app.callback(outputs, inputs, running=PAUSED)
-    def update(news: str | None, name: str, tab: str) -> list:
-        if tab != KEY:
-            raise PreventUpdate
-        views = {key: run.view() for key, run in runs.items()}
-        rows = [_row(key, view) for key, view in views.items()]
-        figures = (curve_figure(metric, views) for metric in CURVES)
-        return [_verdict(runs, name), table(HEAD, rows, "values"), *figures]
+def _show(runs: Runs, name: str) -> list:
+    views = {key: run.view() for key, run in runs.items()}
+    rows = [_row(key, view) for key, view in views.items()]
+    figures = (curve_figure(metric, views) for metric in CURVES)
+    return [_verdict(runs, name), table(HEAD, rows, "values"), *figures]
 
 
 def _verdict(runs: Runs, name: str) -> html.Div:
@@ -63,4 +53,8 @@ def _row(name: str, view: RunView) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-PAGE = Page(KEY, "Overview", _layout, _register)
+OUTPUTS = (
+    Output("verdict", "children"), Output("runs", "children"),
+    *(Output(f"curve-{metric}", "figure") for metric in CURVES),
+)  # fmt: skip
+PAGE = Page(KEY, "Overview", _layout, following(KEY, OUTPUTS, _show))

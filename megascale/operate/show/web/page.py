@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import plotly.graph_objects as go
-from dash import Dash, Output, dcc, html
+from dash import Dash, Input, Output, dcc, html
+from dash.exceptions import PreventUpdate
 
 from megascale.operate.show.web.runs import WatchedRun
 
@@ -31,6 +32,30 @@ class Page:
     title: str
     layout: Callable[[], html.Div]
     register: Callable[[Dash, Runs], None]
+
+
+def following(
+    key: str, outputs: Sequence[Output], show: Callable[..., list], *inputs: Input
+) -> Callable[[Dash, Runs], None]:
+    """Return what lets a page follow its run: while its tab is open, each piece of news changes its `outputs` to what
+    `show` returns of the runs, the chosen run's name, and the values of `inputs`.
+    """
+
+    def register(app: Dash, runs: Runs) -> None:
+        news = [Input(NEWS, "data"), Input(RUN, "value"), Input(TABS, "value")]
+
+        @app.callback(list(outputs), [*news, *inputs], running=PAUSED)
+        def update(news: str | None, name: str, tab: str, *values: Any) -> list:
+            if tab != key:
+                raise PreventUpdate
+            return show(runs, name, *values)
+
+    return register
+
+
+def figure_of(name: str) -> list[Output]:
+    """Return the outputs of a graph that has its figure's height: the figure, and `height_of` it."""
+    return [Output(name, "figure"), Output(name, "style")]
 
 
 def graph(name: str, height: int = 0) -> dcc.Graph:

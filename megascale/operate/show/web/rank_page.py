@@ -13,7 +13,8 @@ from megascale.core.rank import format_ranks
 from megascale.core.units import format_bytes, format_time
 from megascale.operate.driver.incidents import with_evidence
 from megascale.operate.show.frame import letters_of
-from megascale.operate.show.rank_details import RankDetails, read_rank_details, read_rank_stack
+from megascale.operate.show.neighbours import RankPlace
+from megascale.operate.show.rank_details import RankDetails, place_in, read_rank_details, read_rank_stack
 from megascale.operate.show.run_view import RunView
 from megascale.operate.show.signs import SIGNS
 from megascale.operate.show.store_view import StoreView
@@ -75,8 +76,9 @@ def _register(app: Dash, runs: Runs) -> None:
         rank = min(max(rank, 0), view.world - 1)
         details = read_rank_details(view, rank)
         letters = letters_of(view, store.slowness if store is not None else ())
-        figure = place_figure(details.place, letters)
-        return [figure, height_of(figure), html.Div(list(_details(view, store, details, letters[rank])))]
+        place = place_in(view, rank)
+        figure = place_figure(place, letters)
+        return [figure, height_of(figure), html.Div(list(_details(view, store, details, place, letters[rank])))]
 
     @app.callback(
         Output("rank-stack", "children"),
@@ -91,10 +93,12 @@ def _register(app: Dash, runs: Runs) -> None:
         return [html.H2(f"Stack of rank {rank}"), html.Pre(read_rank_stack(view, rank))]
 
 
-def _details(view: RunView, store: StoreView | None, details: RankDetails, letter: str) -> Iterator[Component]:
+def _details(
+    view: RunView, store: StoreView | None, details: RankDetails, place: RankPlace, letter: str
+) -> Iterator[Component]:
     yield html.Div(
         [
-            html.Div([html.H2("Place"), facts(_place(details))]),
+            html.Div([html.H2("Place"), facts(_place(place))]),
             html.Div([html.H2("State"), facts(_state(view, store, details, letter))]),
         ],
         className="columns",
@@ -120,8 +124,7 @@ def _details(view: RunView, store: StoreView | None, details: RankDetails, lette
         yield html.Pre("\n".join(details.output))
 
 
-def _place(details: RankDetails) -> Iterator[tuple[str, str]]:
-    place = details.place
+def _place(place: RankPlace) -> Iterator[tuple[str, str]]:
     for axis, index, size in place.index:
         yield axis, f"{index} of {size}"
     for axis, group in place.groups.items():
@@ -131,7 +134,7 @@ def _place(details: RankDetails) -> Iterator[tuple[str, str]]:
 
 
 def _state(view: RunView, store: StoreView | None, details: RankDetails, letter: str) -> Iterator[tuple[str, str]]:
-    rank = details.place.rank
+    rank = details.rank
     yield "sign", f"{letter}  {SIGNS[letter].meaning}"
     if rank < len(view.states.ranks):
         state = view.states.ranks[rank]

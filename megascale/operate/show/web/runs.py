@@ -8,8 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megascale.core.errors import MegascaleError
-from megascale.operate.show.run_view import RunReader, RunView
-from megascale.operate.show.store_view import StoreFollower, StoreView
+from megascale.operate.show.run_reader import RunReader
+from megascale.operate.show.run_view import RunView
+from megascale.operate.show.store_follower import StoreFollower
+from megascale.operate.show.store_view import StoreView
 
 FRESH_S = 1.0
 """Seconds in which what was read is given again."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import plotly.graph_objects as go
 
+from megascale.operate.show.charts.timeline import COLOURS, OTHER_COLOUR, merge_thin_spans, slice_kind
 from megascale.operate.show.chrome_trace import (
     TICKS_PER_SECOND,
     Row,
@@ -15,7 +16,6 @@ from megascale.operate.show.chrome_trace import (
     rank_rows,
     step_starts,
 )
-from megascale.operate.show.svg import COLOURS, OTHER_COLOUR, merge_thin_spans, slice_kind
 from megascale.operate.show.web.figures import blank_figure
 from megascale.record.events import COMPUTE, RankEvents
 

@@ -14,7 +14,7 @@ from megascale.layout.topology import Topology
 from megascale.operate.show.chrome_trace import rank_trace, step_starts, write_trace
 from megascale.operate.show.step_events import events_of, opening_step, steps_with_events
 from megascale.operate.show.web.figures import empty_figure
-from megascale.operate.show.web.page import PICKED, RUN, TABS, Page, Runs, graph, height_of, note
+from megascale.operate.show.web.page import PICKED, RUN, TABS, Page, Runs, figure_of, graph, height_of, note
 from megascale.operate.show.web.timeline_figure import timeline_figure
 
 KEY = "timeline"
@@ -50,11 +50,7 @@ def _register(app: Dash, runs: Runs) -> None:
         return steps[::-1], opening_step(runs[name].folder, steps)
 
     @app.callback(
-        [
-            *(Output("timeline", name) for name in ("figure", "style")),
-            Output("timeline-note", "children"),
-            Output("download", "href"),
-        ],
+        [*figure_of("timeline"), Output("timeline-note", "children"), Output("download", "href")],
         [
             Input(PICKED, "data"),
             Input("order", "value"),

@@ -13,9 +13,10 @@ from lab.fleet_tables import cube_of, write_store
 from lab.fleet_times import FleetFault, FleetLayout
 from lab.observe import findings_of
 from megascale.layout.topology import Topology
-from megascale.operate.diagnose.slow.findings import Finding, combine, crowd_note, findings
+from megascale.operate.diagnose.slow.finding import JOB, Finding
+from megascale.operate.diagnose.slow.findings import combine, crowd_note, findings
 from megascale.operate.diagnose.slow.heatmap import heat_map
-from megascale.operate.diagnose.slow.job_cost import MIN_COST_SHARE
+from megascale.operate.diagnose.slow.loss_shares import MIN_COST_SHARE
 from megascale.operate.diagnose.slow.step_cube import Part, StepCube
 from megascale.operate.store.query import open_store
 
@@ -49,7 +50,7 @@ def test_single_slow_steps() -> None:
 
 def test_all_ranks_wait_for_data() -> None:
     (finding,) = findings_of(Fleet(LAYOUTS[3], 3, FleetFault("data", share=5)))
-    assert (finding.kind, finding.culprit, finding.ranks) == ("data", "all ranks", ())
+    assert (finding.kind, finding.culprit) == ("data", JOB)
 
 
 @pytest.mark.parametrize(("until", "kinds"), [(75, []), (100, ["job"])])
@@ -66,7 +67,7 @@ def test_time_on_the_host_that_costs_nothing_is_no_finding() -> None:
     assert cube.places.node[0] == 0
     wall[0] += 0.03 * cube.step_s
     outlier = next(each for each in heat_map(replace(cube, wall=wall)).outliers if each.kind == "host")
-    assert (outlier.ranks, outlier.cost_share < MIN_COST_SHARE) == ((0,), True)
+    assert (outlier.culprit.ranks, outlier.cost_share < MIN_COST_SHARE) == ((0,), True)
     found = combined(replace(cube, wall=wall), fleet)
     assert [one for one in found if one.kind == "host"] == []
 
@@ -74,14 +75,14 @@ def test_time_on_the_host_that_costs_nothing_is_no_finding() -> None:
 def test_slow_groups_are_found_once() -> None:
     (finding,) = findings_of(Fleet(LAYOUTS[0], 4, FleetFault("dp_group", rank=2, factor=3)))
     assert finding.kind == "communication"
-    assert finding.ranks == tuple(range(2, 64, 4))
+    assert finding.culprit.ranks == tuple(range(2, 64, 4))
 
 
 def test_a_node_without_peers_is_named_by_its_own_past() -> None:
     """A node that is a whole stage: no rank is slower than its peers."""
     layout = FleetLayout(Topology(tp=2, pp=2, dp=2), node_ranks=4, steps=100)
     (finding,) = findings_of(Fleet(layout, 8, FleetFault("slow", node=0, factor=1.3, since=50)))
-    assert (finding.kind, finding.culprit, finding.since) == ("compute", "node n0000", 51)
+    assert (finding.kind, str(finding.culprit), finding.since) == ("compute", "node n0000", 51)
 
 
 @pytest.mark.parametrize("fault", [
@@ -96,7 +97,7 @@ def test_cost_and_onset_are_those_of_the_steps(fault: FleetFault) -> None:
     fleet, healthy = (Fleet(layout, 5, one, noise=0.02) for one in (fault, FleetFault()))
     finding = combined(cube_of(fleet).take(slice(0, 160)), fleet)[0]
     lost = float((fleet.seconds - healthy.seconds)[80:160].mean())
-    assert set(finding.ranks) == set(
+    assert set(finding.culprit.ranks) == set(
         np.flatnonzero(fault.culprits(np.arange(8), np.arange(8) // 2)) if fault.kind != "job" else ()
     )
     assert (finding.until, abs(finding.since - 81) <= 5) == (None, True)
@@ -108,7 +109,7 @@ def test_data_of_the_last_stage_costs_what_the_pipeline_does_not_hide() -> None:
     layout = FleetLayout(Topology(tp=1, pp=2, dp=4), node_ranks=2, steps=160)
     fleet, healthy = (Fleet(layout, 5, one, noise=0.02) for one in (fault, FleetFault()))
     (finding,) = findings_of(fleet)
-    assert (finding.kind, finding.ranks) == ("data", (6,))
+    assert (finding.kind, finding.culprit.ranks) == ("data", (6,))
     assert finding.cost_s == pytest.approx(float((fleet.seconds - healthy.seconds)[80:].mean()), rel=0.1)
 
 
@@ -123,8 +124,8 @@ def test_what_is_over_comes_last_and_is_told_to_be_over() -> None:
         name: np.concatenate([getattr(cubes[0], name)[:, :120], getattr(cubes[1], name)[:, 120:]], 1) for name in names
     })  # fmt: skip
     now, over = combined(both, second)
-    assert (now.ranks, now.until) == ((6,), None)
-    assert (over.ranks, over.until) == ((1,), 100)
+    assert (now.culprit.ranks, now.until) == ((6,), None)
+    assert (over.culprit.ranks, over.until) == ((1,), 100)
     assert over.cost_s > now.cost_s
     assert "steps 51 to 100, over; cost " in str(over)
 
@@ -136,7 +137,7 @@ def test_the_findings_never_cost_more_than_was_lost() -> None:
     fleet, healthy = Fleet(layout, 5, fault), Fleet(layout, 5)
     found = findings_of(fleet)
     lost = float((fleet.seconds - healthy.seconds)[50:].mean())
-    assert {finding.ranks for finding in found} == {(0,), (1,)}
+    assert {finding.culprit.ranks for finding in found} == {(0,), (1,)}
     assert sum(finding.cost_s for finding in found) == pytest.approx(lost, rel=0.05)
 
 
@@ -147,7 +148,7 @@ def test_steps_with_saves_are_compared_among_themselves() -> None:
     mine = fleet.tables["steps"]["step"] % 30 > 0
     tags[mine] = [f"{tag},checkpoint".strip(",") for tag in tags[mine]]
     (finding,) = findings_of(fleet)
-    assert finding.ranks == (21,)
+    assert finding.culprit.ranks == (21,)
     healthy = Fleet(LAYOUTS[0], 6)
     healthy.tables["steps"]["tags"][healthy.tables["steps"]["rank"] == 3] = "checkpoint"
     assert findings_of(healthy) == [], "a rank without ordinary steps is not compared"
@@ -172,9 +173,9 @@ def test_ranks_that_share_cores_are_named_for_large_costs_only(
     layout = FleetLayout(Topology(tp=1, pp=1, dp=8), node_ranks=8, steps=100)
     fleet = on_cores(Fleet(layout, 5, FleetFault("slow", rank=3, factor=factor, since=since)), cores)
     found = findings_of(fleet)
-    assert [finding.ranks for finding in found if finding.ranks] == [(3,)] * named
+    assert [finding.culprit.ranks for finding in found if finding.culprit.ranks] == [(3,)] * named
     if since and not named:
-        assert [finding.culprit for finding in found] == ["all ranks"], "what was lost is told, and nobody accused"
+        assert [finding.culprit for finding in found] == [JOB], "what was lost is told, and nobody accused"
     note = crowd_note(cube_of(fleet).places)
     assert note.startswith("8 ranks share 2 cores of h: ") if cores == 2 else note == ""
 
@@ -187,7 +188,7 @@ def test_noise_is_no_finding(seed: int) -> None:
     fleet = on_cores(Fleet(layout, seed, noise=0.2, work=bursts), 2)
     for name in ("tokens", "flops"):
         fleet.tables["steps"][name] = np.full_like(fleet.tables["steps"][name], 1000)  # the work is the same
-    assert [str(one) for one in findings_of(fleet) if one.ranks] == []
+    assert [str(one) for one in findings_of(fleet) if one.culprit.ranks] == []
 
 
 def test_a_store_has_the_same_findings(tmp_path: Path) -> None:
@@ -208,7 +209,7 @@ def test_a_job_of_12288_ranks(tmp_path: Path) -> None:
     layout = FleetLayout(Topology(tp=8, pp=8, dp=192), chunks=3, steps=12)
     write_store(Fleet(layout, 7, FleetFault("slow", rank=12_287, factor=1.15), events=1), tmp_path)
     (finding,) = findings(open_store(tmp_path))
-    assert (finding.kind, finding.ranks) == ("compute", (12_287,))
+    assert (finding.kind, finding.culprit.ranks) == ("compute", (12_287,))
 
 
 @pytest.mark.parametrize("in_compute", [0.0, 0.4])
@@ -225,6 +226,6 @@ def test_a_process_that_is_stopped_now_and_then_stands_still_wherever_it_is_stop
                    bytes=np.concatenate([cube.bytes, np.zeros((4, 1))], 1),
                    parts=(*cube.parts, Part("host", "pause")))  # fmt: skip
     (found,) = combine(cube, cube, fleet.tables["events"])
-    assert (found.kind, found.culprit, found.until) == ("pause", "rank 3", None)
+    assert (found.kind, str(found.culprit), found.until) == ("pause", "rank 3", None)
     assert abs(found.since - 81) <= 1
     assert found.cost_s == pytest.approx(float((wall[0, 80:] - fleet.seconds[80:]).mean()), rel=0.2)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megascale.operate.diagnose.slow.host_series import HostTable, read_series, split_device
+from megascale.operate.diagnose.slow.step_cube import dictionary
 
 S = 10**9
 
@@ -15,16 +16,10 @@ S = 10**9
 def table(samples: Mapping[tuple[str, str], Sequence[tuple[float, float]]]) -> HostTable:
     """Return the table of (seconds, value) by (node, metric)."""
     rows = [(node, metric, seconds, value) for (node, metric), pairs in samples.items() for seconds, value in pairs]
-    columns = dict(zip(("node", "metric", "seconds", "value"), zip(*rows, strict=True), strict=True))
-    seconds = np.array(columns.pop("seconds"))
-    return HostTable.from_columns(
-        {
-            "node": np.array(columns["node"], object),
-            "metric": np.array(columns["metric"], object),
-            "time_ns": (seconds * S).astype(np.int64),
-            "value": np.array(columns["value"], float),
-        }
-    )
+    node, metric, seconds, value = zip(*rows, strict=True) if rows else ((),) * 4
+    (nodes, of_node), (metrics, of_metric) = (dictionary(np.array(column, object)) for column in (node, metric))
+    time_ns = (np.array(seconds) * S).astype(np.int64)
+    return HostTable(nodes, metrics, of_node, of_metric, time_ns, np.array(value, float))
 
 
 @pytest.mark.parametrize(
@@ -77,6 +72,4 @@ def test_devices_of_a_host_are_series_of_one_metric_and_other_metrics_are_left_o
 
 
 def test_an_empty_table_has_no_series() -> None:
-    empty = {name: np.array([], object) for name in ("node", "metric")}
-    empty |= {"time_ns": np.array([], np.int64), "value": np.array([], float)}
-    assert read_series(HostTable.from_columns(empty), sample_s=5, gap_s=10) == []
+    assert read_series(table({}), sample_s=5, gap_s=10) == []

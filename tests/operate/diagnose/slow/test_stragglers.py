@@ -9,10 +9,9 @@ from lab.fleet import Fleet
 from lab.fleet_tables import cube_of
 from lab.fleet_times import FleetFault, FleetLayout
 from megascale.layout.topology import Topology
-from megascale.operate.diagnose.slow.job_cost import SlowCause
+from megascale.operate.diagnose.slow.finding import JOB, SlowCause
 from megascale.operate.diagnose.slow.step_cube import StepCube
-from megascale.operate.diagnose.slow.step_levels import step_levels
-from megascale.operate.diagnose.slow.step_work import predict_seconds, slow_steps
+from megascale.operate.diagnose.slow.step_levels import predict_seconds, slow_steps, step_levels
 from megascale.operate.diagnose.slow.stragglers import gc_pauses, slow_groups, stragglers
 
 WIDE = FleetLayout(Topology(tp=4, pp=4, dp=4), steps=150)
@@ -28,7 +27,7 @@ def pauses(cube: StepCube) -> list[SlowCause]:
 
 def test_a_slow_rank_is_named_and_its_peers_wait() -> None:
     (found,) = slow(cube_of(Fleet(WIDE, 1, FleetFault("slow", rank=37, factor=1.3, since=66))))
-    assert found.culprit == "rank 37"
+    assert str(found.culprit) == "rank 37"
     assert "peers of stage 2" in found.evidence[0]
     assert any("they wait for it" in line for line in found.evidence)
 
@@ -56,7 +55,7 @@ def test_pauses_cost_what_they_cost() -> None:
     layout = FleetLayout(Topology(tp=2, pp=4, dp=8), steps=100)
     paused = Fleet(layout, 9, FleetFault("gc", share=6, every=32))
     (found,) = pauses(cube_of(paused))
-    assert (found.culprit, found.ranks) == ("all ranks", ())
+    assert found.culprit == JOB
     lost = float((paused.seconds - Fleet(layout, 9).seconds).mean())
     assert found.seconds.mean() == pytest.approx(lost, rel=0.4)
     assert not pauses(cube_of(Fleet(layout, 9)))
@@ -82,13 +81,13 @@ def test_rare_pauses_are_no_habit(every: int, found: bool) -> None:
 
 def test_pauses_of_one_rank() -> None:
     (found,) = pauses(cube_of(Fleet(WIDE, 6, FleetFault("gc", rank=63, share=6, every=3, since=20))))
-    assert found.ranks == (63,)
+    assert found.culprit.ranks == (63,)
 
 
 def test_slow_groups() -> None:
     cube = cube_of(Fleet(WIDE, 7, FleetFault("dp_group", rank=2, factor=3)))
     (found,) = slow_groups(cube, step_levels(cube, cube))
-    assert set(found.ranks) == set(range(2, 64, 4))
+    assert set(found.culprit.ranks) == set(range(2, 64, 4))
     assert found.seconds.mean() == pytest.approx(0.024, rel=0.05)
     cube = cube_of(Fleet(WIDE, 7, FleetFault("slow", rank=2, factor=1.5)))
     assert not list(slow_groups(cube, step_levels(cube, cube)))
@@ -98,7 +97,7 @@ def test_a_slow_group_without_peers_is_compared_with_its_past() -> None:
     """The only data-parallel group: all ranks, and nobody is accused."""
     cube = cube_of(Fleet(FleetLayout(Topology(dp=8), steps=100), 7, FleetFault("dp_group", rank=0, factor=8, since=50)))
     (found,) = slow_groups(cube, step_levels(cube, cube))
-    assert (found.culprit, found.ranks) == ("all ranks", ())
+    assert found.culprit == JOB
 
 
 def test_predicts_by_tokens_and_squared_lengths() -> None:

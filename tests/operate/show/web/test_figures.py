@@ -11,8 +11,8 @@ import pytest
 from megascale.layout.topology import Topology
 from megascale.operate.diagnose.slow.mfu_breakdown import MfuBreakdown
 from megascale.operate.show.neighbours import place_of
-from megascale.operate.show.rank_matrix import rank_matrix
-from megascale.operate.show.run_view import RunReader
+from megascale.operate.show.rank_grid import rank_matrix
+from megascale.operate.show.run_reader import RunReader
 from megascale.operate.show.store_view import read_store_view
 from megascale.operate.show.web import timeline_figure as timeline
 from megascale.operate.show.web.figures import curve_figure, excess_figure, memory_figure, waterfall_figure

@@ -15,8 +15,8 @@ from urllib.parse import urljoin, urlsplit
 import numpy as np
 import pytest
 
-from megascale.operate.show.rank_matrix import rank_matrix
-from megascale.operate.show.run_view import RunReader
+from megascale.operate.show.rank_grid import rank_matrix
+from megascale.operate.show.run_reader import RunReader
 from megascale.operate.show.store_view import read_store_view
 from megascale.operate.store.query import fetch, open_store
 from tests.jobs import Job, finish, job_config

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megascale.core.storage import Location
 from megascale.operate.show.rank_details import read_rank_details
-from megascale.operate.show.run_view import RunReader
+from megascale.operate.show.run_reader import RunReader
 from megascale.operate.show.store_view import read_store_view
 from megascale.operate.show.web.rank_page import _state, _total
 from megascale.operate.store.table_files import TableFile, write_rows

@@ -13,7 +13,7 @@ from megascale.operate.show.charts.shapes import FILE_START, RED
 from megascale.operate.show.charts.wait_picture import MOST_PLACES, wait_picture
 from megascale.operate.show.diagnosis import RunDiagnosis, diagnose
 from megascale.operate.show.last_states import read_last_states
-from megascale.operate.show.run_view import RunReader
+from megascale.operate.show.run_reader import RunReader
 from megascale.record import log_files
 from tests.operate.show.folders import make_run
 from tests.operate.show.hung_runs import hanging_records, make_hung_run, write_states

@@ -11,9 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.operate.show.charts.bar_chart import Bar, bar_chart
-from megascale.operate.show.charts.grid_chart import CellLevel, grid_chart
-from megascale.operate.show.charts.line_chart import Mark, Series, line_chart
+from megascale.operate.show.charts.report_charts import Bar, CellLevel, Mark, Series, bar_chart, grid_chart, line_chart
 from megascale.operate.show.charts.shapes import nice_ticks
 
 LEVELS = (

@@ -14,7 +14,8 @@ from megascale.core.errors import Exit
 from megascale.core.rank import Rank
 from megascale.operate.show.frame import letters_of
 from megascale.operate.show.rank_states import STALE_S, RankStatesReader
-from megascale.operate.show.run_view import RunFolderError, RunReader
+from megascale.operate.show.run_config import RunFolderError
+from megascale.operate.show.run_reader import RunReader
 from megascale.record import log_files
 from megascale.record.live_file import LIVE_FILE, LiveRank
 from megascale.record.log_files import FLIGHT_RECORD_VARIABLE, log_of_rank

@@ -1,4 +1,4 @@
-"""SVG pictures of the timelines of a few ranks, for documents.
+"""Pictures of the timelines of a few ranks, for documents.
 
 A picture is WIDTH pixels wide. Slices too thin to see are merged, or left out.
 """
@@ -8,10 +8,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from html import escape
-from pathlib import Path
 
-from megascale.core.files import write_text
+from megascale.operate.show.charts.shapes import FILE_START, rect, text
 from megascale.operate.show.chrome_trace import TICKS_PER_SECOND, Row, Slice, rank_label, rank_rows, step_starts
 from megascale.record.events import COMPUTE, RankEvents
 from megascale.schedule.ir import COMPUTE_KINDS
@@ -31,9 +29,6 @@ COLOURS = {
 
 OTHER_COLOUR = "#a08060"
 """The colour of all other axes."""
-
-FILE_START = b"<svg xmlns='http://www.w3.org/2000/svg'"
-"""The first bytes of an SVG file of this module."""
 
 WIDTH = 1000
 LEFT = 150
@@ -57,14 +52,6 @@ LETTER_WIDTH = 7
 """Maximum pixels of a letter."""
 
 
-def write_svg(path: Path, ranks: Sequence[RankEvents]) -> None:
-    """Draw all events of some ranks, and write the file atomically.
-
-    Raises: OSError
-    """
-    write_text(path, render_svg(ranks))
-
-
 def render_svg(ranks: Sequence[RankEvents]) -> str:
     """All events of some ranks as an SVG document."""
     origin = min((time for events in ranks for time in step_starts(events).values()), default=0.0)
@@ -72,9 +59,9 @@ def render_svg(ranks: Sequence[RankEvents]) -> str:
     end = max((slice.end for _, rows in rows_by_rank for row in rows for slice in row.slices), default=1)
     scale = (WIDTH - LEFT - RIGHT) / max(end, 1)
     thin = MIN_WIDTH
-    while len((text := _document(rows_by_rank, scale, thin)).encode()) > MAX_BYTES and thin < WIDTH:
+    while len((picture := _document(rows_by_rank, scale, thin)).encode()) > MAX_BYTES and thin < WIDTH:
         thin *= 2
-    return text
+    return picture
 
 
 def _document(ranks: Sequence[tuple[RankEvents, list[Row]]], scale: float, thin: float) -> str:
@@ -82,10 +69,10 @@ def _document(ranks: Sequence[tuple[RankEvents, list[Row]]], scale: float, thin:
     body: list[str] = []
     y = TOP
     for events, rows_of_rank in ranks:
-        body.append(_text(4, y + BAR_HEIGHT - 3, f"rank {events.rank}", "head"))
-        body.append(_text(4, y + ROW_PITCH + BAR_HEIGHT - 3, rank_label(events)))
+        body.append(text(4, y + BAR_HEIGHT - 3, f"rank {events.rank}", "head"))
+        body.append(text(4, y + ROW_PITCH + BAR_HEIGHT - 3, rank_label(events)))
         for row in rows_of_rank:
-            body.append(_text(LEFT - 6, y + BAR_HEIGHT - 3, row.name, "right"))
+            body.append(text(LEFT - 6, y + BAR_HEIGHT - 3, row.name, "right"))
             body += _bars(row, y, scale, thin)
             y += ROW_PITCH
         y += RANK_GAP + (ROW_PITCH if len(rows_of_rank) == 1 else 0)
@@ -135,9 +122,9 @@ def _labels(row: Row, y: int, scale: float, thin: float) -> Iterator[str]:
             continue
         number = slice.event.microbatch
         texts = (slice.name, str(number) if number >= 0 else "")
-        fitting = next((text for text in texts if LETTER_WIDTH * len(text) <= width), "")
+        fitting = next((words for words in texts if LETTER_WIDTH * len(words) <= width), "")
         if fitting:
-            yield _text(LEFT + slice.start * scale + width / 2, y + BAR_HEIGHT - 3, fitting, "bar")
+            yield text(LEFT + slice.start * scale + width / 2, y + BAR_HEIGHT - 3, fitting, "bar")
 
 
 def merge_thin_spans(spans: Iterable[tuple[float, float]], thin: float) -> Iterator[tuple[float, float]]:
@@ -168,9 +155,8 @@ def _bar(left: float, right: float, y: int) -> str:
 def _legend(kinds: Iterable[str]) -> Iterator[str]:
     x = LEFT
     for name in _order(kinds):
-        colour = COLOURS.get(name, OTHER_COLOUR)
-        yield f"<rect x='{x}' y='8' width='{BAR_HEIGHT}' height='{BAR_HEIGHT}' fill='{colour}'/>"
-        yield _text(x + BAR_HEIGHT + 4, 8 + BAR_HEIGHT - 3, name)
+        yield rect(x, 8, BAR_HEIGHT, BAR_HEIGHT, COLOURS.get(name, OTHER_COLOUR))
+        yield text(x + BAR_HEIGHT + 4, 8 + BAR_HEIGHT - 3, name)
         x += BAR_HEIGHT + 4 + LETTER_WIDTH * len(name) + 14
 
 
@@ -183,9 +169,5 @@ def _axis(scale: float, y: int) -> Iterator[str]:
     for number in range(math.floor(span / step) + 1):
         x = LEFT + number * step * millisecond
         yield f"<path stroke='#ddd' d='M{x:.1f} {TOP - 6}V{y}'/>"
-        yield _text(x, y + 14, f"{number * step:.6g}", "middle")
-    yield _text(LEFT - 12, y + 14, "ms", "right")
-
-
-def _text(x: float, y: float, text: str, look: str = "left") -> str:
-    return f"<text class='{look}' x='{x:.1f}' y='{y:.1f}'>{escape(text)}</text>"
+        yield text(x, y + 14, f"{number * step:.6g}", "middle")
+    yield text(LEFT - 12, y + 14, "ms", "right")

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.layout.topology import Topology
-from megascale.operate.show.rank_cells import cell_grid
+from megascale.operate.show.rank_grid import cell_grid
 
 SIZES = st.integers(1, 12)
 
