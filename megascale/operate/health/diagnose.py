@@ -184,7 +184,7 @@ class _Session:
 
     async def _search(self, name: str, endpoints: Mapping[str, str]) -> None:
         """Search by pairs of nodes for bad nodes and links."""
-        rounds = PairRounds(name, self._nodes, endpoints, CHECKS[name].facts["noise"], self._plan.tolerance)
+        rounds = PairRounds(name, self._nodes, endpoints, self._plan.tolerance)
         culprits = await rounds.search(all_links=self._plan.all_links and name == "link")
         for node in endpoints:
             best, reference = rounds.best_rate(node), rounds.reference()

@@ -85,7 +85,9 @@ class Endpoint:
                     connection.settimeout(IDLE_S)
                     connection.sendall(session.sent.seal(json.dumps(answer).encode()))
                     if request["do"] == "take":
-                        _discard(connection)
+                        buffer = bytearray(BLOCK_BYTES)
+                        while connection.recv_into(buffer):  # a reset after the answer may lose it
+                            pass
                         return
                     if request["do"] == "end":
                         self._ended.set()
@@ -127,13 +129,6 @@ def check_secret(arguments: Mapping[str, Any]) -> bytes:
     """
     folder = arguments.get("secret_folder")
     return job_secret(Path(folder) if folder else None, dict(os.environ) | arguments.get("env", {}))
-
-
-def _discard(connection: socket.socket) -> None:
-    """Receive until the client hangs up: an answer that a reset follows may be lost."""
-    buffer = bytearray(BLOCK_BYTES)
-    while connection.recv_into(buffer):
-        pass
 
 
 def serve_endpoint(arguments: Mapping[str, Any], output: TextIO) -> None:
