@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -14,15 +15,17 @@ from megascale.ops.compiled import CompileFn, block_compile_fn
 from megascale.ops.core_attention import CoreAttention
 from megascale.ops.cross_entropy import CrossEntropy
 from megascale.ops.norm import AddNormalize, Normalize
-from megascale.ops.partial_attention import PartialAttention
 from megascale.ops.rope import Rotate
 from megascale.ops.select import OpContext, build_op
-from megascale.parallel.context_parallel import ContextParallel
-from megascale.parallel.input_offload import ActivationOffload
 from megascale.parallel.linear_gemms import HIGH_PRECISION_GEMMS, LinearGemms
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Recomputation, recomputation
 from megascale.parallel.tp_overlap import LinearParams, TensorParallel
+
+if TYPE_CHECKING:
+    from megascale.ops.partial_attention import PartialAttention
+    from megascale.parallel.context_parallel import ContextParallel
+    from megascale.parallel.input_offload import ActivationOffload
 
 Parameters = Mapping[str, nn.Parameter]
 """This rank's parameters by global name (`layout.tensors`)."""

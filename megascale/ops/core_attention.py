@@ -22,7 +22,6 @@ from torch import Tensor
 from megascale.layout.windows import QUERY_BLOCK, window_blocks
 from megascale.ops.boundaries import Boundaries
 from megascale.ops.select import NotByDefault, OpBackend, OpContext
-from megascale.ops.softcapped_attention import softcapped_attention
 
 
 class AttentionMask(NamedTuple):
@@ -128,6 +127,8 @@ def causal_attention(
     """
     s, scale = q_bhsd.shape[2], q_bhsd.shape[-1] ** -0.5 if scale is None else scale
     if keep is None and softcap is not None:
+        from megascale.ops.softcapped_attention import softcapped_attention
+
         return softcapped_attention(q_bhsd, k_bhsd, v_bhsd, window or s, scale, softcap)
     if keep is None:
         if window is not None and window < s:

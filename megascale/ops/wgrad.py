@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from megascale.ops.select import OpBackend, OpContext
-from megascale.ops.te_linear import TE_GEMM
 
 Wgrad = Callable[[Tensor, Tensor, Tensor, bool], None]
 """`wgrad(total, grad, x, add)`: total [n, k] = grad [t, n]^T x [t, k] (+ total if `add`; otherwise total is not read).
@@ -98,6 +97,8 @@ class TEWgrad:
     """Transformer Engine's `general_gemm`, called as by its linear layers."""
 
     def unsupported_reason(self, context: OpContext) -> str | None:
+        from megascale.ops.te_linear import TE_GEMM
+
         return TE_GEMM.unsupported_reason(context)
 
     def build(self, context: OpContext) -> Wgrad:

@@ -2,7 +2,7 @@
 
 reduced bucket -> local_sq_norm | all-reduce | compute_clipping | compute_updates | update_shard -> all-gather
 
-Each parameter group (`layout.param_groups`) has a rule, whose card declares its unit of work (`UPDATES`). Rules of
+Each parameter group (`layout.param_groups`) has a rule, whose card declares its unit of work (`updates_of`). Rules of
 elements see the flat ranges of a shard that belong to their groups, rules with parameter norms the parts of parameters,
 and rules of whole matrices run on owners.
 """
@@ -10,7 +10,7 @@ and rules of whole matrices run on owners.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,21 +20,24 @@ from megascale.comm.mesh import Mesh
 from megascale.config.train import OptimizerConfig
 from megascale.layout.param_groups import ParamGroups, element_ranges
 from megascale.optim.element_updates import ElementUpdates
-from megascale.optim.matrix_updates import MatrixUpdates
 from megascale.optim.norms import NormUpdates, sum_of_squares
 from megascale.optim.optimizer_shard import LOW, gather_shares, global_tensors, new_shard
 from megascale.optim.saved_state import add_rests, begin_with_rests, fresh_state, saved_groups
-from megascale.optim.step_guard import StepGuard
 from megascale.optim.updates import Clipping, Parts, Rules, Updates
 from megascale.parallel.param_and_grad_buffers import Bucket
 from megascale.parallel.stateful import GlobalTensor
 
-UPDATES: dict[str, type[Updates]] = {
-    "elements": ElementUpdates,
-    "param_norms": NormUpdates,
-    **dict.fromkeys(MATRIX_UNITS, MatrixUpdates),
-}
-"""Who runs the rules of a unit of work."""
+if TYPE_CHECKING:
+    from megascale.optim.step_guard import StepGuard
+
+
+def updates_of(unit_of_work: str) -> type[Updates]:
+    """Return what runs the rules of a unit of work."""
+    if unit_of_work in MATRIX_UNITS:
+        from megascale.optim.matrix_updates import MatrixUpdates
+
+        return MatrixUpdates
+    return {"elements": ElementUpdates, "param_norms": NormUpdates}[unit_of_work]
 
 
 class ShardedOptimizer:
@@ -66,7 +69,7 @@ class ShardedOptimizer:
             for bucket in buckets
         ]  # fmt: skip
         units = (group.facts["unit_of_work"] for group in (groups.default, groups.rest, *groups.listed))
-        kinds = dict.fromkeys(UPDATES[unit] for unit in units)
+        kinds = dict.fromkeys(map(updates_of, units))
         self.updates = [kind(Parts(self.shards, mesh, config, groups, rules)) for kind in kinds]
         self.fresh_state: set[str] = set()
         self._rests: dict[str, GlobalTensor] = {}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from megascale.layout.sequence_shard import SequenceShard
 from megascale.ops.boundaries import Boundaries
-from megascale.parallel.kv_store import KVStore
 from megascale.parallel.rng import Dropout
+
+if TYPE_CHECKING:
+    from megascale.parallel.kv_store import KVStore
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +34,14 @@ from megascale.comm.group import Group, TrackedWork
 from megascale.comm.mesh import Mesh
 from megascale.layout.stages import Placement
 from megascale.parallel.backward import run_backward
-from megascale.parallel.input_offload import ActivationOffload, OffloadedInput
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
 from megascale.record.label import Label
 from megascale.schedule.dependencies import Neighbours, neighbours
 from megascale.schedule.ir import COMPUTE_KINDS, SERVED, Action, Kind, RankSchedule, ScheduleError
+
+if TYPE_CHECKING:
+    from megascale.parallel.input_offload import ActivationOffload, OffloadedInput
 
 
 class Batch(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
@@ -18,22 +18,14 @@ from megascale.comm.group import Group, single_rank_group
 from megascale.comm.mesh import Mesh, open_mesh
 from megascale.comm.warm_up import warm_up
 from megascale.config.batch_rampup import batch_sizes
-from megascale.config.dataset_files import SplitName
 from megascale.config.run import RunConfig
-from megascale.config.train import OptimizerConfig
-from megascale.core.errors import DataError
+from megascale.config.train import OptimizerConfig, TrainConfig
 from megascale.core.rank import Rank
-from megascale.data.mix.batch_shape import BatchShape, StepOrder, reads_samples, reads_tokens
 from megascale.data.mix.loader import Loader
-from megascale.data.mix.mixture import Mixture, build_mixture
-from megascale.data.mix.mixture_spec import mixture_spec
-from megascale.data.mix.samples import SampleSource
 from megascale.device import Device, profiler_range
 from megascale.layout.chunks import chunk_buckets, fp8_layers, stages_of
-from megascale.layout.document_shards import row_sharding
 from megascale.layout.param_groups import ParamGroups
 from megascale.layout.recompute_policy import recompute_policy
-from megascale.layout.sequence_shard import sequence_chunks
 from megascale.layout.topology import topology_of
 from megascale.model.initialize import init_parameters
 from megascale.model.modules import LayerContext, LayerOps
@@ -41,34 +33,30 @@ from megascale.model.transformer import Stage
 from megascale.ops import select
 from megascale.ops.select import OpContext
 from megascale.ops.wgrad import Wgrad
-from megascale.optim.first_gradient import FirstGradient
 from megascale.optim.lr import learning_rate, learning_rate_by_samples
 from megascale.optim.sharded import ShardedOptimizer
-from megascale.optim.step_guard import StepGuard
-from megascale.parallel.context_parallel import ContextParallel
 from megascale.parallel.fp8_linear import Fp8State, build_linear_gemms
-from megascale.parallel.input_offload import ActivationOffload
 from megascale.parallel.param_and_grad_buffers import Overlap, ParamAndGradBuffers
 from megascale.parallel.pipeline import P2PActivationSpec, PipelineExecutor
 from megascale.parallel.stateful import Stateful
 from megascale.parallel.tp_overlap import TensorParallel
-from megascale.plan.account.flops import sequence_flops
 from megascale.record.log import RankLog
 from megascale.record.recorder import Recorder
 from megascale.schedule.ir import RankSchedule, build_schedule, forwards_only
 from megascale.schedule.lower import lower
-from megascale.schedule.one_f_one_b import one_f_one_b
-from megascale.schedule.state_aware import build_state_aware
-from megascale.train.noise_scale import NoiseScale
+from megascale.train.build_loaders import build_loaders
 from megascale.train.op_context import op_context
-from megascale.train.policy_state import PolicyState
 from megascale.train.run import Dtypes, Run
 from megascale.train.step_hooks import build_step_hooks
 from megascale.train.stop import StopRequest
-from megascale.train.weight_average import WeightAverage
 
 if TYPE_CHECKING:
-    from megascale.data.mix.hybrid_batches import HybridPool
+    from megascale.optim.step_guard import StepGuard
+    from megascale.parallel.context_parallel import ContextParallel
+    from megascale.parallel.input_offload import ActivationOffload
+    from megascale.train.noise_scale import NoiseScale
+    from megascale.train.policy_state import PolicyState
+    from megascale.train.weight_average import WeightAverage
 
 KEPT_ORDERS = 32
 """Orders of actions that are kept; steps have a few numbers of micro-batches."""
@@ -114,17 +102,16 @@ def build_rank_run(
         initialize_weights(buffers, mesh, device, config.train.seed)
     kernels = select.build_op("linear", context)
     fp8_state = Fp8State(config.model, config.fp8, fp8_layers(config), mesh, device.torch_device, kernels)
-    offload = ActivationOffload(device.host_buffers()) if config.train.activation_offload else None
+    offload = build_offload(config.train, device)
     stages = build_stages(config, mesh, buffers, tp, LayerOps.from_context(context), fp8_state, offload)
     optimizer, guard = build_optimizer(config.optimizer, mesh, buffers, context, device.torch_device)
     mesh.recorder.log.start_parts.begin("indices")
     noise_scale = build_noise_scale(config, mesh, buffers, device.torch_device)
-    average = WeightAverage(config.train, optimizer.shards, mesh) if config.train.average != "none" else None
+    average = build_average(config.train, optimizer, mesh)
     train, valid, valid_batches = build_loaders(config, mesh, device)
     pipeline = build_pipeline(config, mesh, stages, buffers, dtypes, device.torch_device, offload)
-    policy = PolicyState(config, mesh, pipeline, train, device.torch_device) if config.data.policy else None
-    optional: list[Stateful | None] = [guard, noise_scale, average, policy]
-    parts: list[Stateful] = [optimizer, fp8_state, *(part for part in optional if part is not None)]
+    policy = build_policy(config, mesh, pipeline, train, device.torch_device)
+    parts: list[Stateful | None] = [optimizer, fp8_state, guard, noise_scale, average, policy]
     order_of = lru_cache(KEPT_ORDERS)(partial(build_order, config, mesh.coord.pp))
     mesh.recorder.log.start_parts.begin("build")
     return Run(
@@ -152,11 +139,11 @@ def build_rank_run(
     )
 
 
-def build_checkpoints(config: RunConfig, mesh: Mesh, parts: Sequence[Stateful], device: Device) -> Checkpoints:
-    """Build what saves and resumes the state of `parts`."""
+def build_checkpoints(config: RunConfig, mesh: Mesh, parts: Sequence[Stateful | None], device: Device) -> Checkpoints:
+    """Build what saves and resumes the state of `parts`; None: the run is without it."""
     saved = config.model_dump(by_alias=True, mode="json")
-    folders = config.folder, config.checkpoint_folder
-    return Checkpoints(config.checkpoint, config.model, saved, *folders, mesh, parts, device)
+    folders, present = (config.folder, config.checkpoint_folder), [part for part in parts if part is not None]
+    return Checkpoints(config.checkpoint, config.model, saved, *folders, mesh, present, device)
 
 
 def build_tensor_parallel(config: RunConfig, group: Group, device: Device) -> TensorParallel:
@@ -171,7 +158,11 @@ def build_optimizer(
     """Build the optimizer over this rank's shards, and the guard of its steps, if there is one."""
     names = ParamGroups(settings).rules
     update_rules = {name: select.build_op("optimizer", replace(context, optimizer=name)) for name in names}
-    guard = StepGuard(settings, mesh, device) if settings.zclip or settings.skip_sigma > 0 else None
+    guard = None
+    if settings.zclip or settings.skip_sigma > 0:
+        from megascale.optim.step_guard import StepGuard
+
+        guard = StepGuard(settings, mesh, device)
     return ShardedOptimizer(buffers.buckets, mesh, settings, update_rules, guard), guard
 
 
@@ -181,8 +172,40 @@ def build_noise_scale(
     """Build what measures the gradient noise scale, with `train.noise_scale_every`."""
     if not config.train.noise_scale_every:
         return None
+    from megascale.optim.first_gradient import FirstGradient
+    from megascale.train.noise_scale import NoiseScale
+
     gradient = FirstGradient(buffers.buckets, mesh, sequence=config.parallel.sp)
     return NoiseScale(config.train, gradient, mesh, device)
+
+
+def build_offload(settings: TrainConfig, device: Device) -> ActivationOffload | None:
+    """Build the offload of block inputs, with `train.activation_offload`."""
+    if not settings.activation_offload:
+        return None
+    from megascale.parallel.input_offload import ActivationOffload
+
+    return ActivationOffload(device.host_buffers())
+
+
+def build_average(settings: TrainConfig, optimizer: ShardedOptimizer, mesh: Mesh) -> WeightAverage | None:
+    """Build the average of the weights, with `train.average`."""
+    if settings.average == "none":
+        return None
+    from megascale.train.weight_average import WeightAverage
+
+    return WeightAverage(settings, optimizer.shards, mesh)
+
+
+def build_policy(
+    config: RunConfig, mesh: Mesh, pipeline: PipelineExecutor, loader: Loader, device: torch.device
+) -> PolicyState | None:
+    """Build the state of the data policy, with `data.policy`."""
+    if config.data.policy is None:
+        return None
+    from megascale.train.policy_state import PolicyState
+
+    return PolicyState(config, mesh, pipeline, loader, device)
 
 
 def build_learning_rate(config: RunConfig) -> Callable[[int], float]:
@@ -253,6 +276,8 @@ def context_parallel(config: RunConfig, mesh: Mesh, operators: LayerOps) -> Cont
     """Return the attention of ranks that share a sequence; None if each has whole ones."""
     if config.parallel.cp == 1 and config.parallel.cp_mode != "hybrid":
         return None
+    from megascale.parallel.context_parallel import ContextParallel
+
     gathers, attend, part = config.parallel.cp_mode == "allgather", operators.attend, operators.partial_attend
     return ContextParallel(mesh.cp_heads, mesh.cp_keys, attend, part, gathers, config.overlap.cp)
 
@@ -262,8 +287,10 @@ def build_order(config: RunConfig, pp_rank: int, count: int, training: bool) -> 
     p = config.parallel
     assert p.schedule is not None, "a resolved configuration names its schedule"
     if p.cp_mode == "hybrid":
-        compute = build_schedule(one_f_one_b, p.pp, 1, count)
+        compute = build_schedule(SCHEDULES["1f1b"].load(), p.pp, 1, count)
     elif config.data.chunk_tokens is not None:
+        from megascale.schedule.state_aware import build_state_aware
+
         compute = build_state_aware(p.pp, [config.num_chunks] * (count // config.num_chunks), config.data.keep_chunks)
     else:
         compute = build_schedule(SCHEDULES[p.schedule].load(), p.pp, p.vpp, count)
@@ -287,90 +314,3 @@ def build_pipeline(
     p2p_spec = P2PActivationSpec((rows, config.batch.micro, m.hidden_size), dtypes[0], device, tp)
     placement, overlap = stages_of(config).placement, config.overlap.pp
     return PipelineExecutor(stages, placement, buffers, mesh, p2p_spec, dtypes[1], overlap=overlap, offload=offload)
-
-
-def build_loaders(config: RunConfig, mesh: Mesh, device: Device) -> tuple[Loader, Loader | None, int]:
-    """Build the loaders of training and validation data. Also returns the batches per evaluation.
-
-    Raises: DataError on rank 0 for unusable data, and without memory for a host's reader.
-    """
-    shape = BatchShape(config.batch.total, config.batch.micro, config.dp)
-    sizes = batch_sizes(config.batch) if config.batch.rampup else None
-    orders: dict[SplitName, StepOrder] = {"train": StepOrder(shape, config.samples, sizes=sizes)}
-    if mesh.rank == 0:
-        for split in ("train", "valid") if config.train.eval_every else ("train",):
-            _check_data(config, split)
-    valid_batches = _evaluation_batches(config, mesh) if config.train.eval_every else 0
-    if valid_batches:
-        orders["valid"] = StepOrder(shape, valid_batches * config.batch.total, again=True)
-    recipe = config.fp8.recipe if config.train.quantizes else None
-    sources, sharding = (
-        _open_sources(config, mesh, orders),
-        row_sharding(config.parallel, config.model, recipe, mesh.coord.cp),
-    )
-    train, *valid = (
-        Loader(
-            sources.get(split),
-            shape,
-            mesh.coord.dp,
-            dropout=config.model.dropout if split == "train" else 0.0,
-            seed=config.train.seed,
-            device=device.torch_device,
-            reads_tokens=reads_tokens(mesh.topology, mesh.rank),
-            sharding=sharding,
-            chunks=sequence_chunks(config.model.seq_length, config.data.chunk_tokens),
-            pool=hybrid_pool(config, mesh),
-            sizes=order.sizes,
-        )
-        for split, order in orders.items()
-    )
-    return train, valid[0] if valid else None, valid_batches
-
-
-def hybrid_pool(config: RunConfig, mesh: Mesh) -> HybridPool | None:
-    """Return this rank of the pool of hybrid data parallelism; None in other modes."""
-    if config.parallel.cp_mode != "hybrid":
-        return None
-    from megascale.data.mix.hybrid_batches import HybridPool
-
-    assert config.data.max_tokens_per_rank is not None, "the rules of hybrid data parallelism demand it"
-    pool, most = (mesh.dp.index, mesh.dp.size), config.data.max_tokens_per_rank
-    reads = reads_tokens(mesh.topology, mesh.rank)
-    return HybridPool(*pool, most, sequence_flops(config), config.parallel.pp, reads)
-
-
-def _check_data(config: RunConfig, split: SplitName) -> None:
-    """Open the headers of all datasets of a split, for all ranks, which open what they read when they read it.
-
-    Raises: DataError for unusable data.
-    """
-    build_mixture(mixture_spec(config, split)).check()
-
-
-def _open_sources(
-    config: RunConfig, mesh: Mesh, orders: Mapping[SplitName, StepOrder]
-) -> Mapping[SplitName, SampleSource]:
-    """Open the samples of each split; none on a rank that needs none."""
-    if not reads_samples(config.data.mask, mesh.topology, mesh.rank):
-        return {}
-    specs = {split: mixture_spec(config, split) for split in orders}
-    if config.data.reader == "host":
-        from megascale.data.host_reader.host_samples import open_host_samples
-
-        return open_host_samples(specs, mesh, orders)
-    return {split: build_mixture(specs[split], 0 if order.again else order.end) for split, order in orders.items()}
-
-
-def _evaluation_batches(config: RunConfig, mesh: Mesh) -> int:
-    """Global batches of an evaluation, at most as many as the data has without repetition. Rank 0 reads their sizes."""
-    if config.data.mock:
-        return config.train.eval_steps
-    batches = 0
-    if mesh.rank == 0:
-        samples = Mixture(mixture_spec(config, "valid")).samples_without_repetition()
-        batches = min(config.train.eval_steps, samples // config.batch.total)
-        if batches == 0:
-            what = f"{samples} samples to validate on are fewer than one global batch of {config.batch.total}"
-            raise DataError(what, hint="more data, another data.split, or a smaller batch.global")
-    count: int = mesh.world.control.broadcast(batches, "batches of an evaluation")
-    return count

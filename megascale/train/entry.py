@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Never
 
-import torch
-
 from megascale.catalog.accelerators import Peak
 from megascale.comm import init
 from megascale.comm.control import announce_exit, describe_lost
@@ -24,23 +22,17 @@ from megascale.core.errors import CheckpointError, Exit, LostPeerError, Megascal
 from megascale.core.files import exists, write_text
 from megascale.core.limits import PROCESSES_HINT, lacks_threads, os_error_hint
 from megascale.core.rank import NODE_VARIABLE, Rank
-from megascale.core.units import format_bytes, format_count, format_flops
 from megascale.data.mix.mixture_spec import mixture_spec
 from megascale.data.read.identity import replaced_datasets, write_identities
 from megascale.device import detect_device
 from megascale.operate.node import affinity
 from megascale.operate.node.failure import exit_status_of, is_peer_lost, write_error, write_stop
-from megascale.ops.advice import slow_backend_hint
-from megascale.ops.select import selected_backends
-from megascale.plan.account.memory import rank_memory
-from megascale.plan.account.parameters import parameter_count
 from megascale.record.layout import Phase
 from megascale.record.log import RankLog
 from megascale.record.log_files import FLIGHT_RECORD_VARIABLE
 from megascale.record.metrics_writers import MetricsWriter
 from megascale.train.build import build_mesh, build_rank_run
 from megascale.train.loop import train
-from megascale.train.op_context import op_context
 from megascale.train.peak_flops import find_peak_flops
 from megascale.train.rank_record import rank_record
 from megascale.train.reporter import Reporter, open_writers
@@ -199,8 +191,13 @@ def _open_reporter(run: Run, peak: Peak | None, resumed: str) -> Reporter:
         from megascale.data.mix.bucket_summary import describe_buckets
 
         buckets = describe_buckets(mixture_spec(config, "train"))
+    summary = []
+    if writes:
+        from megascale.train.run_summary import run_summary
+
+        summary.append(run_summary(run, peak))
     texts = [
-        run_summary(run, peak),
+        *summary,
         f"WARNING: this run injects faults: {config.fault.inject}" if config.fault.inject else "",
         buckets,
         resumed,
@@ -236,34 +233,3 @@ def _prepare_folder(config: RunConfig, resumed_step: int) -> list[MetricsWriter]
     except OSError as error:
         what = f"{error.filename or config.folder} cannot be written: {error.strerror or error}"
         raise CheckpointError(what, hint=os_error_hint(error, "see the file system of the run's folder")) from None
-
-
-def run_summary(run: Run, peak: Peak | None) -> str:
-    """Describe the run in a few lines: model, layout, memory, backends, MFU's peak and folder."""
-    config, p, m = run.config, run.config.parallel, run.config.model
-    threads = f", {torch.get_num_threads()} threads each" if run.device.is_cpu else ""
-    memory = rank_memory(config, run.mesh.coord.pp)
-    name = f"{config.name}: {format_count(parameter_count(m))} parameters in {config.train.precision}"
-    tensor, pipeline = f"tp {p.tp}{' with sp' if p.sp else ''}", f"pp {p.pp} (vpp {p.vpp}, {p.schedule})"
-    if p.cp > 1 or p.cp_mode == "hybrid":
-        tensor += f" x cp {p.cp} ({p.cp_mode})"
-    shape = f"{tensor} x {pipeline} x dp {config.dp} (zero {p.zero})"
-    step = f"a step is {config.batch.total} x {m.seq_length} tokens, {config.num_microbatches} micro-batches a rank"
-    if config.num_chunks > 1:
-        step += f", chunks of {config.row_tokens} tokens with K = {config.data.keep_chunks}"
-    elif p.cp_mode == "hybrid":
-        step += f" or more, planned of up to {config.row_tokens} tokens"
-    context = op_context(config, run.device)
-    backends = ", ".join(f"{operation} {backend}" for operation, backend in selected_backends(context).items())
-    peak_text = f"{format_flops(peak.flops)} a rank ({peak.source})" if peak else ""
-    lines = [
-        f"{name}, {shape} = {config.world_size} ranks{threads}",
-        f"{step}; rank {run.mesh.rank} needs {format_bytes(memory.total)}: parameters, gradients and optimizer "
-        f"{format_bytes(memory.parameters + memory.gradients + memory.optimizer)}, activations "
-        f"{format_bytes(memory.activations)}, transient {format_bytes(memory.transient)} at most",
-        f"backends: {backends}{', blocks compiled' if config.train.compile else ''}",
-        *([f"WARNING: {hint}"] if (hint := slow_backend_hint(context)) else []),
-        f"MFU is measured against {peak_text}" if peak else f"MFU n/a: the peak of {run.device.name!r} is not known",
-        f"writing to {config.folder}",
-    ]
-    return "\n".join(lines)

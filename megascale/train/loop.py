@@ -9,8 +9,6 @@ from megascale.record.rank_state import UNORDERED_SIGNAL
 from megascale.train.evaluate import Evaluations
 from megascale.train.kernel_shares import KernelShares
 from megascale.train.plan_record import PlanRecord
-from megascale.train.policy_updates import PolicyUpdates
-from megascale.train.replica_check import ReplicaCheck
 from megascale.train.reporter import Reporter, StepRecords
 from megascale.train.run import Hook, Hooks, Run, StepResult
 from megascale.train.saves import Saves
@@ -52,12 +50,20 @@ def train(run: Run, reporter: Reporter) -> Exit:
 
 def standard_hooks(run: Run, reporter: Reporter) -> Hooks:
     """Return the hooks of every run, then those of plug-ins. Replicas are checked before a save of the step."""
+    features: list[Hook] = []
+    if run.config.train.check_replicas:
+        from megascale.train.replica_check import ReplicaCheck
+
+        features.append(ReplicaCheck())
+    if run.policy is not None:
+        from megascale.train.policy_updates import PolicyUpdates
+
+        features.append(PolicyUpdates(run.policy, reporter))
     return Hooks(
         [
             StartReport(reporter),
             KernelShares(),
-            ReplicaCheck(),
-            *([PolicyUpdates(run.policy, reporter)] if run.policy else []),
+            *features,
             StepRecords(reporter),
             SpikeAlert(run.config.fault, reporter),
             SkippedSteps(reporter),

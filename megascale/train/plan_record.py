@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megascale.catalog.accelerators import find_accelerator
-from megascale.config.profile_files import THIS_MACHINE, path_of, profile_names
 from megascale.core.files import is_file, write_text
 from megascale.core.process import module_command
-from megascale.plan.simulate.profiles import hardware
 from megascale.train.run import Hook
 
 if TYPE_CHECKING:
@@ -40,6 +38,8 @@ class PlanRecord(Hook):
     def run_begins(self, run: Run) -> None:
         if run.mesh.rank:
             return
+        from megascale.config.profile_files import THIS_MACHINE, path_of
+
         file, device = run.config.folder / PLAN_FILE, run.device
         profile = THIS_MACHINE if device.is_cpu else profile_of(device.name, device.total_memory())
         if profile and (not device.is_cpu or is_file(path_of("hardware", THIS_MACHINE), optional=True)):
@@ -70,6 +70,9 @@ def profile_of(device_name: str, memory: int) -> str | None:
     """Return the hardware profile of a GPU: the accelerator's with the nearest memory, and the shortest name of several
     networks; None if there is none.
     """
+    from megascale.config.profile_files import profile_names
+    from megascale.plan.simulate.profiles import hardware
+
     accelerator = find_accelerator(device_name)
     found = []
     for name in profile_names("hardware") if accelerator else ():

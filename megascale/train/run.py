@@ -17,27 +17,26 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megascale.checkpoint.checkpoints import Checkpoints
-from megascale.checkpoint.format.state import Progress
-from megascale.comm.mesh import Mesh
-from megascale.config.run import RunConfig
-from megascale.data.mix.loader import Loader
-from megascale.device import Device
-from megascale.model.transformer import Stage
-from megascale.optim.sharded import ShardedOptimizer
-from megascale.parallel.fp8_linear import Fp8State
-from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
-from megascale.parallel.pipeline import PipelineExecutor
-from megascale.schedule.ir import RankSchedule
-from megascale.train.noise_scale import NoiseScale
-from megascale.train.policy_state import PolicyState
-from megascale.train.stop import StopRequest
-from megascale.train.weight_average import WeightAverage
-
 if TYPE_CHECKING:
+    from megascale.checkpoint.checkpoints import Checkpoints
+    from megascale.checkpoint.format.state import Progress
     from megascale.checkpoint.save.attempt import SaveResult
+    from megascale.comm.mesh import Mesh
+    from megascale.config.run import RunConfig
+    from megascale.data.mix.loader import Loader
+    from megascale.device import Device
+    from megascale.model.transformer import Stage
+    from megascale.optim.sharded import ShardedOptimizer
+    from megascale.parallel.fp8_linear import Fp8State
+    from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
+    from megascale.parallel.pipeline import PipelineExecutor
     from megascale.record.metrics import EvaluationMetrics
+    from megascale.schedule.ir import RankSchedule
+    from megascale.train.noise_scale import NoiseScale
+    from megascale.train.policy_state import PolicyState
     from megascale.train.step_totals import StepTotals
+    from megascale.train.stop import StopRequest
+    from megascale.train.weight_average import WeightAverage
 
 Dtypes = tuple[torch.dtype, torch.dtype]
 """The dtypes of compute and of accumulation."""

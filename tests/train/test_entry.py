@@ -14,8 +14,8 @@ from megascale.core.errors import Exit
 from megascale.core.rank import Rank
 from megascale.device import Device
 from megascale.plan.account.memory import state_bytes
-from megascale.train import entry
 from megascale.train.peak_flops import find_peak_flops
+from megascale.train.run_summary import run_summary
 from tests.jobs import Job, job_config
 from tests.runs import LLAMA, build_run, config_of, settings
 
@@ -33,7 +33,7 @@ def on_gpu(run: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_the_summary_describes_the_run(tmp_path: Path) -> None:
     run = a_run(tmp_path, train__precision="bf16")
-    text = entry.run_summary(run, Peak(2.5e9, "a processor, measured by GEMM"))
+    text = run_summary(run, Peak(2.5e9, "a processor, measured by GEMM"))
     numel = sum(p.numel() for p in run.buffers.parameters(0).values())
     padding = 2 * (128 - 101) * 32  # padding rows of the two vocabulary matrices
     for part in (
@@ -51,7 +51,7 @@ def test_the_summary_describes_the_run(tmp_path: Path) -> None:
 def test_an_unknown_gpu_has_no_mfu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = on_gpu(a_run(tmp_path), "NVIDIA Tomorrow", monkeypatch)
     assert find_peak_flops(run) is None
-    summary = entry.run_summary(run, None)
+    summary = run_summary(run, None)
     assert "MFU n/a: the peak of 'NVIDIA Tomorrow' is not known" in summary
     slow = "rope, norm, add_norm, activation, cross_entropy"
     assert f"\nWARNING: {slow}: slower than possible on this GPU; missing, any of: compile: triton is not" in summary

@@ -17,7 +17,6 @@ from megascale.data.mix.samples import DocumentStarts, SampleSource
 from megascale.device import copy_to_device
 from megascale.layout.sequence_shard import SequenceShard
 from megascale.ops.boundaries import Boundaries
-from megascale.parallel.kv_store import KVStore
 from megascale.parallel.microbatch import MicroBatch, StepBatch
 from megascale.parallel.rng import Dropout
 
@@ -119,7 +118,11 @@ class Loader:
 
     def _micro_batches(self, consumed_samples: int, index: int) -> Iterator[MicroBatch]:
         """Read the samples of a micro-batch of whole sequences, and yield the parts of it that this rank trains on."""
-        keys = KVStore() if self._chunks else None
+        keys = None
+        if self._chunks:
+            from megascale.parallel.kv_store import KVStore
+
+            keys = KVStore()
         indices = [consumed_samples + row for row in self._shape.rows(index, self._rank)]
         dropout = Dropout(self._dropout, self._seed, indices, self._device)
         if self._samples is None or not self._reads_tokens:

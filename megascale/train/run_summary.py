@@ -1,0 +1,45 @@
+"""The first lines of a run for people: model, layout, memory, backends, MFU's peak and folder."""
+
+from __future__ import annotations
+
+import torch
+
+from megascale.catalog.accelerators import Peak
+from megascale.core.units import format_bytes, format_count, format_flops
+from megascale.ops.advice import slow_backend_hint
+from megascale.ops.select import selected_backends
+from megascale.plan.account.memory import rank_memory
+from megascale.plan.account.parameters import parameter_count
+from megascale.train.op_context import op_context
+from megascale.train.run import Run
+
+
+def run_summary(run: Run, peak: Peak | None) -> str:
+    """Describe the run in a few lines: model, layout, memory, backends, MFU's peak and folder."""
+    config, p, m = run.config, run.config.parallel, run.config.model
+    threads = f", {torch.get_num_threads()} threads each" if run.device.is_cpu else ""
+    memory = rank_memory(config, run.mesh.coord.pp)
+    name = f"{config.name}: {format_count(parameter_count(m))} parameters in {config.train.precision}"
+    tensor, pipeline = f"tp {p.tp}{' with sp' if p.sp else ''}", f"pp {p.pp} (vpp {p.vpp}, {p.schedule})"
+    if p.cp > 1 or p.cp_mode == "hybrid":
+        tensor += f" x cp {p.cp} ({p.cp_mode})"
+    shape = f"{tensor} x {pipeline} x dp {config.dp} (zero {p.zero})"
+    step = f"a step is {config.batch.total} x {m.seq_length} tokens, {config.num_microbatches} micro-batches a rank"
+    if config.num_chunks > 1:
+        step += f", chunks of {config.row_tokens} tokens with K = {config.data.keep_chunks}"
+    elif p.cp_mode == "hybrid":
+        step += f" or more, planned of up to {config.row_tokens} tokens"
+    context = op_context(config, run.device)
+    backends = ", ".join(f"{operation} {backend}" for operation, backend in selected_backends(context).items())
+    peak_text = f"{format_flops(peak.flops)} a rank ({peak.source})" if peak else ""
+    lines = [
+        f"{name}, {shape} = {config.world_size} ranks{threads}",
+        f"{step}; rank {run.mesh.rank} needs {format_bytes(memory.total)}: parameters, gradients and optimizer "
+        f"{format_bytes(memory.parameters + memory.gradients + memory.optimizer)}, activations "
+        f"{format_bytes(memory.activations)}, transient {format_bytes(memory.transient)} at most",
+        f"backends: {backends}{', blocks compiled' if config.train.compile else ''}",
+        *([f"WARNING: {hint}"] if (hint := slow_backend_hint(context)) else []),
+        f"MFU is measured against {peak_text}" if peak else f"MFU n/a: the peak of {run.device.name!r} is not known",
+        f"writing to {config.folder}",
+    ]
+    return "\n".join(lines)
