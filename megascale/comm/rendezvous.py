@@ -67,8 +67,6 @@ def open_store(rank: Rank, secret: bytes, timeout: datetime.timedelta) -> JobSto
     place = _place(rank, timeout)
     server, connect_s = None, timeout.total_seconds()
     if place.listener is not None:
-        from megascale.operate.channel.store_server import start_server  # of rank 0 alone
-
         server = start_server(place.listener, secret)
         place.listener.close()
         connect_s = max(connect_s, SERVER_START_S)
