@@ -24,7 +24,7 @@ from megascale.config.loading import sections
 from megascale.config.model import DERIVED_FROM, ModelConfig
 from megascale.config.section import Choice, Section
 from megascale.core.units import format_count
-from megascale.plan.account.parameters import parameter_count
+from megascale.layout.parameters import parameter_count
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 

@@ -16,9 +16,10 @@ from megascale.catalog.accelerators import Peak
 from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
 from megascale.core.units import format_bytes, format_count, format_flops
+from megascale.layout.parameters import parameter_count
+from megascale.layout.parts.part import TokenFlops
 from megascale.plan.account.attended import expected_scores
-from megascale.plan.account.flops import TokenFlops, hardware_flops, head_flops, mfu, token_flops
-from megascale.plan.account.parameters import parameter_count
+from megascale.plan.account.flops import hardware_flops, head_flops, mfu, token_flops
 
 MIN_TIMED_STEPS = 20
 """Fewest timed steps for a median and quartiles."""
@@ -127,7 +128,7 @@ class MfuResult:
     @property
     def flops(self) -> TokenFlops:
         """Model FLOPs per token."""
-        return token_flops(self.config.model, expected_scores(self.config))
+        return token_flops(self.config.model, expected_scores(self.config.model, self.config.data))
 
     def utilisation_of(self, flops: TokenFlops, peak: Peak | None) -> dict[str, float | None]:
         """Utilisation of a peak by `flops` per token, in both conventions."""

@@ -21,12 +21,12 @@ from megascale.data.mix.batch_shape import BatchShape
 from megascale.data.mix.mixture_spec import mixture_spec
 from megascale.data.read.identity import replaced_datasets
 from megascale.layout.chunks import stages_of
+from megascale.layout.parameters import parameter_count
 from megascale.layout.topology import topology_of
 from megascale.operate.node.host_limits import limit_findings, memory_findings
 from megascale.plan.account.activation_offload import host_bytes
 from megascale.plan.account.attended import describe_documents
 from megascale.plan.account.memory import fullest_rank
-from megascale.plan.account.parameters import parameter_count
 from megascale.schedule.check import check_schedule
 from megascale.schedule.ir import ScheduleError, build_schedule
 
@@ -184,7 +184,7 @@ def summary(config: RunConfig) -> str:
     inputs = (
         f"\nblock inputs of a rank in host memory {format_bytes(size)}" if (size := offloaded_bytes(config)) else ""
     )
-    documents = f"{text}\n" if (text := describe_documents(config)) else ""
+    documents = f"{text}\n" if (text := describe_documents(config.data)) else ""
     memory = "\n".join(f"  {kind:<12}{format_bytes(size):>10}" for kind, size in kinds.items())
     return (
         f"{config.name}: {format_count(parameter_count(m))} parameters, {layout} = {config.world_size} processes, "

@@ -17,8 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from megascale.cli.argument_types import positive_float, positive_int, positive_ints
-from megascale.cli.length_arguments import add_length_arguments, refused_with_lengths
 from megascale.cli.main import add_config_arguments
+from megascale.cli.plan_lengths import add_length_arguments, refused_with_lengths
+from megascale.cli.plan_lengths import report as report_lengths
 from megascale.config.loading import load_config
 from megascale.config.profile_files import profile_names
 from megascale.config.run import RunConfig
@@ -113,8 +114,6 @@ def _run(options: argparse.Namespace) -> int:
     stack = profiles.stack_on(hardware, options.stack)
     _check_stack(options, stack)
     if options.lengths:
-        from megascale.cli.plan_lengths import report as report_lengths  # imports numpy
-
         print_tables(report_lengths(options, _config(options, options.gpus), hardware, stack))
         return Exit.OK
     search_result = _search(options, hardware, stack) if options.search else None
@@ -122,8 +121,10 @@ def _run(options: argparse.Namespace) -> int:
         return _report_no_fit(options, search_result)
     planned = search_result.best[0] if search_result else Plan(_config(options, options.gpus), hardware, stack)
     if options.exact:
+        from megascale.plan.dryrun.exact_costs import exact_costs  # imports torch
+
         _check_fp8_weights(planned)
-        planned = replace(planned, exact=_exact(planned.config, planned.memory_by_stage))
+        planned = replace(planned, exact=exact_costs(planned.config, planned.memory_by_stage))
     sweep = [Plan(config, hardware, stack) for config in swept]
     alternative = None if planned.fits else _suggest_alternative(options, planned)
     _write(options, planned, sweep)
@@ -241,12 +242,6 @@ def _fixed_keys(options: argparse.Namespace) -> list[str]:
     """List the layout's keys that the command line sets."""
     settings = dict(text.replace(" ", "").split("=", 1) for text in options.overrides)
     return [key for key in (*LAYOUT_KEYS, *DEPENDENT_KEYS) if settings.get(key, AUTO).strip("\"'") != AUTO]
-
-
-def _exact(config: RunConfig, expected: list[int]) -> dict[str, Any]:
-    from megascale.plan.dryrun.exact_costs import exact_costs  # imports torch
-
-    return exact_costs(config, expected)
 
 
 def _write(options: argparse.Namespace, plan: Plan, sweep: list[Plan]) -> None:

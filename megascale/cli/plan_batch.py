@@ -1,4 +1,4 @@
-"""`megascale plan batch`: the critical batch of a training, measured or by published laws, and a ramp-up for it."""
+"""`megascale plan batch`: the critical batch of a training, measured or by a law, and a ramp-up for it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from megascale.cli.main import add_config_arguments
 from megascale.cli.plan import print_tables
 from megascale.config.loading import load_config
 from megascale.core.errors import Exit
-from megascale.operate.show.run_config import CONFIG_FILE, RunFolderError, read_run_config
 from megascale.plan.search import batch_report
-from megascale.plan.search.batch_laws import training_of
-from megascale.plan.search.batch_plan import critical_by_law, read_measured
-from megascale.plan.search.batch_report import BatchPlan, Reference
+from megascale.plan.search.batch_plan import BatchPlan, critical_by_law, read_measured, training_of
 
 TOKENS = (1.0, 1e15)
-"""Fewest and most tokens of a training: the laws end far below the most, and steps and batches stay countable."""
+"""Fewest and most tokens of a training: the law ends far below the most, and steps and batches stay countable."""
 
 LOSSES = (0.3, 20.0)
 """Least and largest loss, in nats per token: of text that is easily predicted, and of more than a random guess."""
@@ -43,15 +40,11 @@ def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     config = load_config(options.config, options.overrides, options.gpus, skip_sections=["data"])
     training = training_of(config, options.tokens, options.loss)
-    measured = reference = None
     critical, source = critical_by_law(training), "by the law of Kaplan et al."
     if options.measured:
-        measured = read_measured(options.measured / "metrics.jsonl")
-        critical, source = measured.critical, f"from the noise scale of {options.measured}"
-        if (run := read_run_config(options.measured)) is None:
-            raise RunFolderError(f"{options.measured} is no run's folder: it has no {CONFIG_FILE}")
-        reference = Reference(run.batch.total * run.model.seq_length, training_of(run).flops)
-    plan = BatchPlan(config, training, critical, source, measured, reference)
+        critical = read_measured(options.measured / "metrics.jsonl").critical
+        source = f"from the noise scale of {options.measured}"
+    plan = BatchPlan(config, training, critical, source)
     if options.json:
         print(json.dumps(batch_report.batch_json(plan)))
     else:

@@ -1,7 +1,4 @@
-"""`megascale plan --lengths`: steps of sequences of unequal lengths, on a static cp mesh, hybrid, and in chunks.
-
-Imports numpy, which other plans do without.
-"""
+"""`megascale plan --lengths`: steps of sequences of unequal lengths, on a static cp mesh, hybrid, and in chunks."""
 
 from __future__ import annotations
 
@@ -9,17 +6,47 @@ import argparse
 import json
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from rich.table import Table
-
+from megascale.cli.argument_types import positive_int
 from megascale.config.run import RunConfig
 from megascale.config.section import AUTO
 from megascale.core.errors import ConfigError, Problem
-from megascale.data.read.indexed_dataset import open_dataset
-from megascale.layout.length_distribution import KINDS, LengthDistribution, of_lengths, parse_lengths
-from megascale.plan.search import length_report
-from megascale.plan.search.length_plan import LengthPlan, choose_chunks, fitting_tokens
-from megascale.plan.simulate.profiles import Hardware, Stack
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from megascale.plan.search.length_distribution import LengthDistribution
+    from megascale.plan.simulate.profiles import Hardware, Stack
+
+NOT_WITH_LENGTHS = ("search", "exact", "sweep", "timeline", "plot", "tokens")
+"""Options of plans for sequences of one length."""
+
+
+def add_length_arguments(sub: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    group = sub.add_argument_group("sequences of unequal lengths")
+    drawn = "plan steps drawn from a distribution, such as lognormal:median=2000,sigma=1.8, or from a dataset's PREFIX"
+    group.add_argument("--lengths", metavar="KIND:KEY=VALUE,...", help=drawn)
+    most = "tokens of a rank in a micro-batch (default: the most that fit in memory)"
+    group.add_argument("--max-tokens-per-rank", type=positive_int, metavar="N", help=most)
+    chunk = (
+        "also plan chunks of N tokens, which depend on each other in long sequences; auto: the fastest N and K that fit"
+    )
+    group.add_argument("--chunk-tokens", type=_tokens_or_auto, metavar="N|auto", default=0, help=chunk)
+    keep = "chunks of a sequence that keep their activations (default: 1)"
+    group.add_argument("--keep-chunks", type=positive_int, metavar="K", default=1, help=keep)
+    group.add_argument("--length-steps", type=positive_int, metavar="N", default=4, help="steps to draw (default: 4)")
+
+
+def refused_with_lengths(options: argparse.Namespace) -> str:
+    """Say which given options do not go with `--lengths`; empty if all do."""
+    unfit = [f"--{name}" for name in NOT_WITH_LENGTHS if options.lengths and getattr(options, name)]
+    return f"--lengths plans the layout of CONFIG: leave out {' and '.join(unfit)}" if unfit else ""
+
+
+def _tokens_or_auto(text: str) -> int | str:
+    return AUTO if text == AUTO else positive_int(text)
 
 
 def report(options: argparse.Namespace, config: RunConfig, hardware: Hardware, stack: Stack) -> Iterable[str | Table]:
@@ -27,6 +54,9 @@ def report(options: argparse.Namespace, config: RunConfig, hardware: Hardware, s
 
     Raises: ConfigError, DataError
     """
+    from megascale.plan.search import length_report  # imports numpy, which other plans do without
+    from megascale.plan.search.length_plan import LengthPlan, choose_chunks, fitting_tokens
+
     if config.parallel.vpp > 1 and (options.chunk_tokens or config.parallel.pp > 1):
         what = f"is {config.parallel.vpp}, and unequal micro-batches are planned with one model chunk per rank"
         raise ConfigError([Problem("command line", "parallel.vpp", what, "plan with parallel.vpp=1")])
@@ -39,9 +69,7 @@ def report(options: argparse.Namespace, config: RunConfig, hardware: Hardware, s
         chosen = options.chunk_tokens, options.keep_chunks
         chunk_tokens, keep = choose_chunks(plan) if options.chunk_tokens == AUTO else chosen
         plan = replace(plan, chunk_tokens=chunk_tokens, keep=keep)
-    if options.json:
-        return [json.dumps(length_report.length_json(plan))]
-    return length_report.tables(plan)
+    return [json.dumps(length_report.length_json(plan))] if options.json else length_report.tables(plan)
 
 
 def read_lengths(text: str, longest: int) -> LengthDistribution:
@@ -49,6 +77,9 @@ def read_lengths(text: str, longest: int) -> LengthDistribution:
 
     Raises: ConfigError, DataError
     """
+    from megascale.data.read.indexed_dataset import open_dataset
+    from megascale.plan.search.length_distribution import KINDS, of_lengths, parse_lengths
+
     if (":" in text or text in KINDS) and "://" not in text:
         return parse_lengths(text, longest)
     return of_lengths(text, open_dataset(text).lengths, longest)

@@ -16,7 +16,8 @@ from torch import Tensor
 from megascale.checkpoint.format.state import Region
 from megascale.config.model import ModelConfig
 from megascale.convert.families.family import Family, Fused
-from megascale.layout.tensors import TensorSpec, all_params
+from megascale.layout.parameters import all_params
+from megascale.layout.tensors import TensorSpec
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ SHARDED: dict[int, tuple[str, ...]] = {
     2: ("gradient", "state"),
     3: ("weight", "gradient", "state"),
 }
-"""What the ranks that reduce a bucket's gradient shard among them, by stage of ZeRO (Rajbhandari et al. 2020): weights;
+"""Tensors that the ranks which reduce a bucket's gradient shard, by stage of ZeRO (Rajbhandari et al. 2020): weights;
 the gradient, in a step also between micro-batches; master weights and optimizer state. Each rank has all of the rest.
 """
 

@@ -13,8 +13,9 @@ from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
 from megascale.layout.blocks import distinct_blocks
 from megascale.layout.buckets import pack, split_by_reduce_axes
+from megascale.layout.parameters import layer_params, stage_params
 from megascale.layout.stages import Stages, placement_of, split_layers
-from megascale.layout.tensors import TOKEN_EMBEDDING, ParamSpec, layer_params, stage_params
+from megascale.layout.tensors import TOKEN_EMBEDDING, ParamSpec
 from megascale.layout.topology import DATA_AXES, Topology, topology_of
 
 AUTO_BUCKETS = 16

@@ -19,7 +19,8 @@ from megascale.config.finding import Finding
 from megascale.config.model import ModelConfig
 from megascale.config.train import OptimizerConfig
 from megascale.layout.buckets import BucketLayout, SlotRange, inside, joined
-from megascale.layout.tensors import ParamSpec, TensorSpec, all_params
+from megascale.layout.parameters import all_params
+from megascale.layout.tensors import ParamSpec, TensorSpec
 from megascale.layout.topology import Topology
 
 MOST = 2**40

@@ -25,7 +25,7 @@ from megascale.ops.select import NotByDefault, OpBackend, OpContext
 
 
 class AttentionMask(NamedTuple):
-    """What attention does not see. `window`: keys up to a query's own, None for all; `boundaries`: of the documents
+    """The mask of attention. `window`: keys up to a query's own, None for all; `boundaries`: of the documents
     that attention stays in, None for whole rows; `keep`, bool [b, heads, s, s]: the attention weights that survive
     dropout of probability `dropout`, None for all.
     """

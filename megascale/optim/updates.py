@@ -1,4 +1,4 @@
-"""What the updates of all units of work have in common: `Updates`, and the clipping of a step's gradients."""
+"""The common part of the updates of all units of work: `Updates`, and the clipping of a step's gradients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Clipping:
 
 @dataclass(frozen=True)
 class Parts:
-    """What updates are built from: this rank's shards, and the groups of parameters with their rules by name."""
+    """The parts of updates: this rank's shards, and the groups of parameters with their rules by name."""
 
     shards: Sequence[OptimizerShard]
     mesh: Mesh

@@ -25,7 +25,7 @@ from megascale.comm.work import COMPLETED, Work
 from megascale.layout.buckets import BucketLayout
 
 Dtypes = tuple[torch.dtype, torch.dtype]
-"""Of weights, and of gradients."""
+"""The dtypes of weights and of gradients."""
 
 
 class Storage(ABC):

@@ -69,7 +69,7 @@ def hybrid_pool(config: RunConfig, mesh: Mesh) -> HybridPool | None:
     assert config.data.max_tokens_per_rank is not None, "the rules of hybrid data parallelism demand it"
     pool, most = (mesh.dp.index, mesh.dp.size), config.data.max_tokens_per_rank
     reads = reads_tokens(mesh.topology, mesh.rank)
-    return HybridPool(*pool, most, sequence_flops(config), config.parallel.pp, reads)
+    return HybridPool(*pool, most, sequence_flops(config.model), config.parallel.pp, reads)
 
 
 def _check_data(config: RunConfig, split: SplitName) -> None:

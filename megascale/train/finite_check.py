@@ -15,7 +15,7 @@ from torch import Tensor
 from megascale.comm.totals import sum_over_job
 from megascale.config.model import ModelConfig
 from megascale.core.errors import DivergenceError
-from megascale.layout.tensors import all_params
+from megascale.layout.parameters import all_params
 from megascale.parallel.param_and_grad_buffers import Bucket
 
 if TYPE_CHECKING:

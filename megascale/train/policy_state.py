@@ -18,13 +18,11 @@ from megascale.data.mix.skipped_ranges import order_index
 from megascale.optim.replicated_state import ReplicatedState
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.pipeline import PipelineExecutor
-from megascale.train.step_totals import StepTotals, vector_name
+from megascale.plan.account.step_totals import DATASET_LOSSES, DATASET_TOKENS, vector_name
+from megascale.train.step_totals import StepTotals
 
 MIXTURE = "data_policy.mixture"
 """Name of the saved weights, and of losses and tokens by dataset since the last update."""
-
-LOSSES, TOKENS = "loss of dataset", "tokens of dataset"
-"""Names of totals."""
 
 
 class PolicyState(ReplicatedState):
@@ -73,12 +71,12 @@ class PolicyState(ReplicatedState):
         """Add this rank's parts of the losses and tokens of the step."""
         if self.uses_losses:
             losses, tokens = self._parts
-            totals.add_per_microbatch(**{LOSSES: losses, TOKENS: tokens})
+            totals.add_per_microbatch(**{DATASET_LOSSES: losses, DATASET_TOKENS: tokens})
 
     def end_step(self, totals: Mapping[str, float]) -> None:
         """Add the losses and tokens of the step."""
         if self.uses_losses:
-            for row, name in zip(self.sums, (LOSSES, TOKENS), strict=True):
+            for row, name in zip(self.sums, (DATASET_LOSSES, DATASET_TOKENS), strict=True):
                 row += [totals[vector_name(name, dataset)] for dataset in range(len(row))]
 
     def end_restore(self) -> None:

@@ -14,8 +14,8 @@ from megascale.config.run import RunConfig
 from megascale.core.files import exists
 from megascale.core.outages import Outages
 from megascale.device import Device
+from megascale.layout.parts.part import Scores
 from megascale.parallel.fp8_linear import CastStats
-from megascale.plan.account.attended import Scores
 from megascale.plan.account.flops import hardware_flops, mfu, token_flops
 from megascale.record.metrics import MetricsRecord, StepMetrics
 from megascale.record.metrics_writers import JsonLinesWriter, MetricsWriter, TensorBoardWriter, TerminalWriter

@@ -6,10 +6,10 @@ import torch
 
 from megascale.catalog.accelerators import Peak
 from megascale.core.units import format_bytes, format_count, format_flops
+from megascale.layout.parameters import parameter_count
 from megascale.ops.advice import slow_backend_hint
 from megascale.ops.select import selected_backends
 from megascale.plan.account.memory import rank_memory
-from megascale.plan.account.parameters import parameter_count
 from megascale.train.op_context import op_context
 from megascale.train.run import Run
 

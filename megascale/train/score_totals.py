@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megascale.config.model import ModelConfig
-from megascale.plan.account.attended import Scores, count_scores_in, windows_of
+from megascale.layout.parts.part import Scores
+from megascale.plan.account.attended import count_scores_in
+from megascale.plan.account.step_totals import score_totals
 from megascale.train.step_totals import StepTotals
 
 
 def add_scores(totals: StepTotals, model: ModelConfig) -> None:
     """Add the scores per head that this rank's documents have, in both conventions, by window."""
     lengths = [length for part in totals.batch.sequences if part.boundaries for length in part.boundaries.real_lengths]
-    for window in windows_of(model):
-        full, causal = count_scores_in(lengths, window)
-        totals.add_per_microbatch(**{_name("full", window): full, _name("causal", window): causal})
+    for window, names in score_totals(model).items():
+        totals.add_per_microbatch(**dict(zip(names, count_scores_in(lengths, window), strict=True)))
 
 
 def take_scores(model: ModelConfig, totals: Mapping[str, float]) -> Scores | None:
     """The scores in the totals of a step; None without a document mask, where every step has the same."""
-    names = {window: (_name("full", window), _name("causal", window)) for window in windows_of(model)}
+    names = score_totals(model)
     if any(name not in totals for pair in names.values() for name in pair):
         return None
     return {window: (totals[full], totals[causal]) for window, (full, causal) in names.items()}
@@ -31,7 +32,3 @@ def per_token(steps: list[Scores], tokens: float) -> Scores:
         window: [sum(values) for values in zip(*(step[window] for step in steps), strict=True)] for window in steps[0]
     }
     return {window: (full / tokens, causal / tokens) for window, (full, causal) in sums.items()}
-
-
-def _name(convention: str, window: int | None) -> str:
-    return f"scores {convention} {window or 'all'}"

@@ -14,6 +14,7 @@ from torch import Tensor
 from megascale.comm.mesh import Mesh
 from megascale.comm.totals import sum_over_job
 from megascale.parallel.microbatch import StepBatch
+from megascale.plan.account.step_totals import vector_name
 
 Total = float | Tensor
 """This rank's part of a total: a number, or a scalar or vector on the run's device."""
@@ -66,11 +67,6 @@ def _names(total: str, part: Total) -> list[str]:
         if isinstance(part, Tensor) and part.dim()
         else [total]
     )
-
-
-def vector_name(total: str, index: int) -> str:
-    """The name of the sum of an element of a vector."""
-    return f"{total} {index}"
 
 
 def _nothing(part: Total) -> Total:

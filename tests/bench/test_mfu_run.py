@@ -19,7 +19,7 @@ from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, MegascaleError
 from megascale.core.rank import Rank
 from megascale.device import Device
-from megascale.layout.tensors import layer_params
+from megascale.layout.parameters import layer_params
 from megascale.layout.topology import Topology
 from megascale.model import modules
 from megascale.ops import select

@@ -6,7 +6,7 @@ import pytest
 
 from megascale.catalog.presets import PRESETS
 from megascale.config.model import ModelConfig
-from megascale.plan.account.parameters import parameter_count
+from megascale.layout.parameters import parameter_count
 
 # Counts of papers and model cards, with their rounding.
 PUBLISHED = {

@@ -16,8 +16,8 @@ from megascale.config.run import RunConfig
 from megascale.data.prepare import dataset_writer
 from megascale.data.read import indexed_dataset
 from megascale.layout.chunks import fp8_layers
+from megascale.layout.parameters import parameter_count
 from megascale.plan.account.memory import fullest_rank, state_bytes
-from megascale.plan.account.parameters import parameter_count
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"

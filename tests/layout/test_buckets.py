@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from megascale.config.model import ModelConfig
 from megascale.layout.buckets import ALIGNMENT, ShardAxes, pack, split_by_reduce_axes
-from megascale.layout.tensors import TOKEN_EMBEDDING, ParamSpec, TensorSpec, all_params, stage_params
+from megascale.layout.parameters import all_params, stage_params
+from megascale.layout.tensors import TOKEN_EMBEDDING, ParamSpec, TensorSpec
 from megascale.layout.topology import Topology
 from tests.runs import GPT, LLAMA
 

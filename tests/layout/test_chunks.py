@@ -13,10 +13,13 @@ from megascale.catalog.precisions import PRECISIONS
 from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
 from megascale.layout import blocks
-from megascale.layout.blocks import BlockSpec, ColumnParallel, LinearSpec, block_spec, fp8_operands
+from megascale.layout.blocks import BlockSpec, block_spec, fp8_operands
 from megascale.layout.buckets import pack
 from megascale.layout.chunks import bucket_sizes, chunk_buckets, fp8_layers, fp8_weights, module_of
-from megascale.layout.tensors import TOKEN_EMBEDDING, all_params
+from megascale.layout.parameters import all_params
+from megascale.layout.parts.linear import ColumnParallel
+from megascale.layout.parts.part import LinearSpec
+from megascale.layout.tensors import TOKEN_EMBEDDING
 from megascale.layout.topology import topology_of
 from tests.drawn import jobs
 from tests.runs import FAMILIES, config_of

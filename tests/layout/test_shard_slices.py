@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.config.model import ModelConfig
+from megascale.layout.parameters import all_params
 from megascale.layout.shard_slices import shard_slices
-from megascale.layout.tensors import ParamSpec, TensorSpec, all_params, matrix_param
+from megascale.layout.tensors import ParamSpec, TensorSpec, matrix_param
 from megascale.layout.topology import Coord, Topology
 from tests.runs import GPT, LLAMA
 

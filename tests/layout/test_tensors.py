@@ -5,15 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megascale.config.model import ModelConfig
-from megascale.layout.tensors import (
-    TensorSpec,
-    all_params,
-    embedding_params,
-    head_params,
-    layer_params,
-    matrix_param,
-    padded_vocab,
-)
+from megascale.layout.parameters import all_params, embedding_params, head_params, layer_params
+from megascale.layout.tensors import TensorSpec, matrix_param, padded_vocab
 from megascale.layout.topology import Topology
 from tests.runs import GPT, LLAMA
 

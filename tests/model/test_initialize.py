@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from megascale.config.model import ModelConfig
 from megascale.core.rank import Rank
-from megascale.layout.tensors import ParamSpec, TensorSpec, all_params, matrix_param
+from megascale.layout.parameters import all_params
+from megascale.layout.tensors import ParamSpec, TensorSpec, matrix_param
 from megascale.layout.topology import Coord, Topology
 from megascale.model import initialize
 from megascale.model.initialize import init_parameters

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megascale.config.model import ModelConfig
-from megascale.layout.tensors import all_params
+from megascale.layout.parameters import all_params
 from megascale.layout.topology import Coord, Topology
 from megascale.model.initialize import init_parameters
 from megascale.model.transformer import Stage

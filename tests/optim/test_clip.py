@@ -32,7 +32,7 @@ WIDE = {"num_kv_heads": 4}  # for tp = 4
 
 def plain_gradients(config: Any) -> dict[str, Tensor]:
     """Compute gradients of the first step's mean loss by autograd alone, without buckets, micro-batches and groups."""
-    from megascale.layout.tensors import all_params
+    from megascale.layout.parameters import all_params
     from megascale.model.initialize import init_parameters
     from megascale.model.transformer import Stage
 

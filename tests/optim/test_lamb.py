@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megascale.config.train import OptimizerConfig
 from megascale.core.rank import Rank
-from megascale.layout.tensors import all_params
+from megascale.layout.parameters import all_params
 from megascale.layout.topology import Coord, Topology
 from megascale.ops.optimizer import Segment
 from megascale.optim import norms

@@ -12,7 +12,7 @@ from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.comm.mesh import Mesh
 from megascale.core.rank import Rank
 from megascale.layout.param_groups import ParamGroup, ParamGroups
-from megascale.layout.tensors import all_params
+from megascale.layout.parameters import all_params
 from megascale.layout.topology import topology_of
 from megascale.optim.saved_state import fresh_state, saved_groups
 from megascale.train.resume import load_initial_state

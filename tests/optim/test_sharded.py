@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.linalg import norm
 
-from megascale.layout import tensors
+from megascale.layout import parameters
 from megascale.layout.chunks import fp8_layers, fp8_weights
 from megascale.layout.tensors import TOKEN_EMBEDDING, ParamSpec
 from megascale.train.step import train_step
@@ -45,9 +45,9 @@ def test_an_embedding_without_weight_decay(name: str, tmp_path: Path) -> None:
     rule = {"name": name, "lr": LR, "weight_decay": DECAY, "warmup_steps": 0, "decay": "constant"}
     tree = settings(FAMILIES["gpt"], tmp_path, **{f"optimizer__{key}": value for key, value in rule.items()})
     config = config_of(tree, tmp_path)
-    embedding = tensors.embedding_params
+    embedding = parameters.embedding_params
     ((listed, cast),) = run_threads(config, updates)
-    with patch.object(tensors, "embedding_params", lambda model: without_decay(embedding(model))):
+    with patch.object(parameters, "embedding_params", lambda model: without_decay(embedding(model))):
         ((excluded, cast_then),) = run_threads(config, updates)
     assert cast == cast_then and not any("embedding" in weight for weight in cast)
     for parameter, (before, after) in excluded.items():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megascale.layout.param_groups import ParamGroups
-from megascale.layout.tensors import all_params
+from megascale.layout.parameters import all_params
 from megascale.train.step import train_step
 from tests.optim.layouts import SMALL, configuration
 from tests.thread_world import run_threads

@@ -14,7 +14,8 @@ from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.data.mix.loader import BatchShape, Loader
 from megascale.data.mix.samples import Sample, SampleSource
-from megascale.layout.tensors import ParamSpec, TensorSpec, all_params
+from megascale.layout.parameters import all_params
+from megascale.layout.tensors import ParamSpec, TensorSpec
 from megascale.train.run import Run
 from tests.runs import GPT, LLAMA, build_run, config_of, settings, total_of
 from tests.worlds import run_world

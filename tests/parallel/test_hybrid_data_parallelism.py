@@ -102,7 +102,7 @@ def ring_bytes(config: RunConfig) -> float:
     """Bytes that the rings of a step send by the formula, of all layers and ranks."""
     m, most = config.model, config.data.max_tokens_per_rank
     assert most is not None
-    plan = plan_hybrid(DOCUMENTS * config.batch.total, config.dp, most, sequence_flops(config))
+    plan = plan_hybrid(DOCUMENTS * config.batch.total, config.dp, most, sequence_flops(config.model))
     heads = Heads(m.num_heads, m.num_kv_heads, m.head_dim, compute=8, accumulate=8)
     rings = [(plan.lengths[ring.sequences[0]], ring.ranks) for ring in plan.rings]
     return m.num_layers * sum(ranks * context_bytes("ring", length, ranks, heads).total for length, ranks in rings)

@@ -14,8 +14,8 @@ import torch
 
 from megascale.core.errors import ConfigError
 from megascale.layout.chunks import fp8_layers
+from megascale.layout.parameters import parameter_count
 from megascale.plan.account.flops import token_flops
-from megascale.plan.account.parameters import parameter_count
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools" / "bench"))  # the tool's files stand beside each other

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megascale.layout.tensors import ParamSpec, all_params
+from megascale.layout.parameters import all_params
+from megascale.layout.tensors import ParamSpec
 from megascale.layout.topology import Coord, Topology
 from tests.jobs import lives
 from tests.runs import LLAMA, config_of, settings

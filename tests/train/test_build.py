@@ -14,6 +14,7 @@ from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.device import detect_device
 from megascale.layout.chunks import chunk_buckets, fp8_layers
+from megascale.layout.parameters import parameter_count
 from megascale.layout.tensors import padded_vocab
 from megascale.model.modules import LayerOps
 from megascale.model.transformer import Stage
@@ -23,7 +24,6 @@ from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.param_and_grad_buffers import Overlap, ParamAndGradBuffers
 from megascale.parallel.rng import Dropout
 from megascale.parallel.tp_overlap import TensorParallel
-from megascale.plan.account.parameters import parameter_count
 from megascale.train.build import build_mesh, build_stages, run_dtypes
 from tests.recorded_events import recorded_events
 from tests.runs import LLAMA, config_of, settings

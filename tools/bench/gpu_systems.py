@@ -21,9 +21,9 @@ from megascale.bench.mfu import CONVENTIONS
 from megascale.bench.quartiles import Quartiles
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
+from megascale.layout.parameters import parameter_count
 from megascale.layout.tensors import padded_vocab
 from megascale.plan.account.flops import token_flops
-from megascale.plan.account.parameters import parameter_count
 
 CONFIGS = ROOT / "configs" / "bench"
 CASES = ("llama3-1b", "llama3-8b-slice", "gpt3-175b-slice", "megascale-175b-slice")

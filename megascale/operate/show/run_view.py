@@ -12,11 +12,11 @@ from megascale.config.run import RunConfig
 from megascale.core.errors import Exit
 from megascale.core.registry import MissingCardError
 from megascale.core.units import format_count
+from megascale.layout.parameters import parameter_count
 from megascale.layout.topology import Topology, topology_of
 from megascale.operate.driver.incidents import Incident, JobHistory
 from megascale.operate.show.curves import Curves
 from megascale.operate.show.rank_states import IDLE_S, RankStates
-from megascale.plan.account.parameters import parameter_count
 
 _STAGES = {
     "takeover": "a new driver takes over", "gather": "waits for nodes", "open": "starts", "run": "runs",

@@ -17,8 +17,8 @@ import math
 from megascale.config.run import RunConfig
 from megascale.layout.chunks import stages_of
 from megascale.layout.recompute_policy import recompute_policy
-from megascale.plan.account.activations import ActivationSizes
 from megascale.plan.account.memory import rank_order
+from megascale.plan.account.sizes import micro_batch_sizes
 from megascale.schedule.ir import Kind
 
 
@@ -35,7 +35,7 @@ def host_bytes(config: RunConfig, stage: int) -> int:
         elif kind is Kind.R or (kind is Kind.F and (chunk, microbatch) not in dropped):
             held += layers[chunk]
         most = max(most, held)
-    return most * ActivationSizes(config).stream
+    return most * micro_batch_sizes(config).stream
 
 
 def offload_share(layer_s: float, layer_bytes: float, bandwidth: float) -> float:

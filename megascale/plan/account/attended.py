@@ -6,21 +6,19 @@ leaves. In a document of n tokens a window of w >= n leaves n^2 and n^2 / 2, a s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
+from megascale.config.data import DataConfig
 from megascale.config.model import ModelConfig
-from megascale.config.run import RunConfig
-from megascale.layout.blocks import AttentionSpec, distinct_blocks, parts_of_type
+from megascale.layout.blocks import distinct_blocks
 from megascale.layout.document_lengths import equal_documents
-
-Scores = Mapping[int | None, tuple[float, float]]
-"""Scores of a head in the two conventions, full and causal, by the layer's window; None for full attention."""
+from megascale.layout.parts.part import Scores
 
 
 def windows_of(model: ModelConfig) -> list[int | None]:
     """The distinct windows of a model's layers."""
-    specs = (part for block in distinct_blocks(model)[0] for part in parts_of_type(block, AttentionSpec))
-    return list(dict.fromkeys(part.window for part in specs))
+    cores = (part.core for block in distinct_blocks(model)[0] for part in block)
+    return list(dict.fromkeys(core.window for core in cores if core))
 
 
 def count_scores_in(lengths: Iterable[int], window: int | None) -> tuple[float, float]:
@@ -41,24 +39,22 @@ def scores_per_token(model: ModelConfig, lengths: list[int] | None = None) -> Sc
     return {window: (full / tokens, causal / tokens) for window, (full, causal) in counts.items()}
 
 
-def expected_documents(config: RunConfig) -> list[int]:
+def expected_documents(model: ModelConfig, data: DataConfig) -> list[int]:
     """The lengths of documents in a row, as a run expects them: a single one without a document mask, and without
     `data.document_length`, which is the upper bound of what is attended to.
     """
-    within = config.data.mask == "document"
-    return equal_documents(config.model.seq_length, config.data.document_length if within else None)
+    return equal_documents(model.seq_length, data.document_length if data.mask == "document" else None)
 
 
-def expected_scores(config: RunConfig) -> Scores:
+def expected_scores(model: ModelConfig, data: DataConfig) -> Scores:
     """Scores per token, as a run expects its documents."""
-    return scores_per_token(config.model, expected_documents(config))
+    return scores_per_token(model, expected_documents(model, data))
 
 
-def describe_documents(config: RunConfig) -> str:
+def describe_documents(data: DataConfig) -> str:
     """Say in a line what attention is counted for; empty without a document mask."""
-    if config.data.mask == "causal":
+    if data.mask == "causal":
         return ""
-    length = config.data.document_length
-    if length is None:
+    if data.document_length is None:
         return "attention is counted for one document per sample, the upper bound, as data.document_length is not set"
-    return f"attention is counted for documents of {length} tokens, data.document_length"
+    return f"attention is counted for documents of {data.document_length} tokens, data.document_length"

@@ -15,6 +15,7 @@ from megascale.config.run import RunConfig
 from megascale.layout.chunks import stages_of
 from megascale.plan.account.activations import key_store_bytes
 from megascale.plan.account.memory import THIS_TRAINER, RankMemory, WeightStorage, rank_memory
+from megascale.plan.account.sizes import micro_batch_sizes
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def chunk_memory(
     held = sum(len(layers.layers(layers.index(stage, chunk))) for chunk in range(p.vpp))
     chunks = -(-longest // chunk_tokens)
     kept = min(keep, chunks) + p.pp - stage - 1
-    store = key_store_bytes(config, held, longest) if chunks > 1 else 0
+    store = key_store_bytes(micro_batch_sizes(config), held, longest) if chunks > 1 else 0
     dropped = max(0, longest - keep * chunk_tokens)
     inputs = dropped * m.hidden_size * int(facts["compute_bytes"]) // (p.tp if p.sp else 1)
     return ChunkMemory(

@@ -23,18 +23,11 @@ from megascale.config.train import TrainConfig
 from megascale.layout.blocks import distinct_blocks, weight_numel
 from megascale.layout.buckets import SHARDED
 from megascale.layout.chunks import bucket_sizes, fp8_layers, stages_of
+from megascale.layout.parts.microbatch_sizes import UnitBytes
 from megascale.layout.recompute_policy import recompute_policy
-from megascale.plan.account.activations import (
-    ActivationSizes,
-    UnitBytes,
-    angle_bytes,
-    block_bytes,
-    embedding_bytes,
-    head_bytes,
-    key_store_bytes,
-)
+from megascale.plan.account import activations
 from megascale.plan.account.optimizer_state import optimizer_state_bytes, update_bytes
-from megascale.plan.account.traffic import message_bytes, replicas
+from megascale.plan.account.sizes import message_bytes, micro_batch_sizes, replicas
 from megascale.schedule.interleaved import microbatch_groups
 from megascale.schedule.ir import Kind, RankSchedule
 from megascale.schedule.state_aware import state_aware_1f1b
@@ -162,23 +155,25 @@ class _Job:
     def __init__(self, config: RunConfig, storage: WeightStorage) -> None:
         self._config, self._storage = config, storage
         self._zero2 = "gradient" in SHARDED[config.parallel.zero] and not storage.shards_weights
-        self._layout, self._sizes = stages_of(config), ActivationSizes(config)
+        self._layout, self._sizes = stages_of(config), micro_batch_sizes(config)
         self._fp8 = fp8_layers(config)
         blocks, self._numbers = distinct_blocks(config.model)
-        self._block = cache(lambda number, fp8, recompute: block_bytes(self._sizes, blocks[number], fp8, recompute))
+        self._block = cache(
+            lambda number, fp8, recompute: activations.block_bytes(self._sizes, blocks[number], fp8, recompute)
+        )
 
     def units(self, stage: int) -> list[list[UnitBytes]]:
         """List the units of a rank's chunks. A tied head on the embedding's rank has no weight."""
         tied = self._config.model.tie_embeddings and self._layout.pp == 1
-        head, chunks = head_bytes(self._sizes), list[list[UnitBytes]]()
+        head, chunks = activations.head_bytes(self._sizes), list[list[UnitBytes]]()
         head = head._replace(elements=0) if tied else head
         for chunk in range(self._layout.vpp):
             index, recompute = self._layout.index(stage, chunk), recompute_policy(self._config.train, chunk)
             layers = self._layout.layers(index)
             blocks = [self._block(self._numbers[layer], layer in self._fp8, recompute) for layer in layers]
             first, last = index == 0, index == self._layout.count - 1
-            begin = [] if chunk or not self._sizes.documents else [angle_bytes(self._sizes)]
-            begin += [embedding_bytes(self._sizes)] if first else []
+            begin = [] if chunk or not self._sizes.documents else [activations.angle_bytes(self._sizes)]
+            begin += [activations.embedding_bytes(self._sizes)] if first else []
             chunks.append(begin + blocks + ([head] if last else []))
         return chunks
 
@@ -195,10 +190,11 @@ class _Job:
         head = bucket_sizes(config, stage)[-1][-1].numel if self._zero2 and stage == last else 0
         order = rank_order(config, stage)
         received = self._sizes.stream if stage else 0  # the input of a dropped chunk
-        activations, transient = _peak(order, [*map(self._chunk, units)], self._sizes.wide * head, received)
+        saved, transient = _peak(order, [*map(self._chunk, units)], self._sizes.wide * head, received)
         if config.num_chunks > 1:
             layers = len(self._layout.layers(self._layout.index(stage, 0)))
-            activations += key_store_bytes(config, layers, config.batch.micro * config.model.seq_length)
+            tokens = config.batch.micro * config.model.seq_length
+            saved += activations.key_store_bytes(self._sizes, layers, tokens)
         if p.pp > 1:
             transient += posted_receives(p.pp, p.vpp, m, stage) * message_bytes(config)
         if stage in (first, last):
@@ -208,8 +204,8 @@ class _Job:
             transient += self._sizes.compute * sum(largest) + self._sizes.wide * largest[0]
         state = state_bytes(config, stage, self._storage)
         if not self._storage.shards_weights:
-            transient = max(transient, update_bytes(config, stage) - activations)
-        return RankMemory(state.parameters, state.gradients, state.optimizer, activations, transient)
+            transient = max(transient, update_bytes(config, stage) - saved)
+        return RankMemory(state.parameters, state.gradients, state.optimizer, saved, transient)
 
     def _chunk(self, units: Sequence[UnitBytes]) -> _Chunk:
         """Account for a chunk. In ZeRO-2 a backward writes unsharded gradients, then reduced to shards: unit by unit,
@@ -280,16 +276,11 @@ def rank_order(config: RunConfig, stage: int) -> RankSchedule:
     """List a rank's actions, of as many micro-batches as its memory depends on."""
     p = config.parallel
     assert p.schedule is not None, "a resolved configuration names its schedule"
-    if config.num_chunks > 1:
-        return _chunk_order(config, stage)
+    if config.num_chunks > 1:  # of as many samples as the pipeline holds
+        samples = config.num_microbatches // config.num_chunks
+        enough = min(samples, 2 + p.pp // config.num_chunks)
+        return state_aware_1f1b(p.pp, [config.num_chunks] * enough, config.data.keep_chunks, stage)
     return _order(p.schedule, p.pp, p.vpp, config.num_microbatches, stage)
-
-
-def _chunk_order(config: RunConfig, stage: int) -> RankSchedule:
-    """List a rank's actions on chunks, of as many samples as the pipeline holds."""
-    samples = config.num_microbatches // config.num_chunks
-    enough = min(samples, 2 + config.parallel.pp // config.num_chunks)
-    return state_aware_1f1b(config.parallel.pp, [config.num_chunks] * enough, config.data.keep_chunks, stage)
 
 
 @lru_cache(CACHED_ORDERS)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from megascale.catalog.optimizers import ALL_KINDS
 from megascale.catalog.precisions import PRECISIONS
 from megascale.config.run import RunConfig
+from megascale.config.train import OptimizerConfig
 from megascale.layout.chunks import bucket_sizes
 from megascale.layout.owners import OwnedMatrix, StageMatrices, stage_places, update_cost
 from megascale.layout.param_groups import ParamGroup, ParamGroups
@@ -27,21 +28,21 @@ def optimizer_state_bytes(config: RunConfig, stage: int, zero: int) -> int:
     stage of ZeRO, which may be another system's.
     """
     wide: int = PRECISIONS[config.train.precision].facts["accumulate_bytes"]
-    if not is_mixed(config):
+    if not is_mixed(config.optimizer):
         ranks = topology_of(config).size(*DATA_AXES) if zero else 1
         elements = sum(bucket.numel for chunk in bucket_sizes(config, stage) for bucket in chunk)
         return wide * len(ParamGroups(config.optimizer).default.state) * (elements // ranks)
     places = stage_places(config, stage)
-    flat, owned = _flat_elements(places, bool(zero)), _owned_bytes(config, places, wide)
+    flat, owned = _flat_elements(places, bool(zero)), _owned_bytes(config.parallel.tp, places, wide)
     shards = {*flat, *(dp for _, dp in owned)}
     tp_ranks = range(config.parallel.tp)
     return max((wide * flat[dp] + owned[tp, dp] for dp in shards for tp in tp_ranks), default=0)
 
 
-def is_mixed(config: RunConfig) -> bool:
+def is_mixed(optimizer: OptimizerConfig) -> bool:
     """Return True if parameters have different state: several groups, or a rule of whole matrices."""
-    default = ParamGroups(config.optimizer).default
-    return bool(config.optimizer.groups) or default.needs_matrix or set(default.facts["kinds"]) != set(ALL_KINDS)
+    default = ParamGroups(optimizer).default
+    return bool(optimizer.groups) or default.needs_matrix or set(default.facts["kinds"]) != set(ALL_KINDS)
 
 
 def _flat_elements(places: StageMatrices, sharded: bool) -> Counter[int]:
@@ -56,12 +57,12 @@ def _flat_elements(places: StageMatrices, sharded: bool) -> Counter[int]:
     return found
 
 
-def _owned_bytes(config: RunConfig, places: StageMatrices, wide: int) -> Counter[tuple[int, int]]:
+def _owned_bytes(tp_ranks: int, places: StageMatrices, wide: int) -> Counter[tuple[int, int]]:
     """Count bytes of state of whole matrices by (tp, data-parallel rank)."""
     found = Counter[tuple[int, int]]()
     for place in all_places(places):
         size = place.group.state_bytes(place.shape, wide)
-        owners = range(config.parallel.tp) if place.tp_owner is None else [place.tp_owner]
+        owners = range(tp_ranks) if place.tp_owner is None else [place.tp_owner]
         for tp in owners:
             found[tp, place.dp_owner or 0] += size
     return found
@@ -71,7 +72,7 @@ def update_bytes(config: RunConfig, stage: int) -> int:
     """Estimate the bytes of temporary tensors of an update of whole matrices, on an average rank of a stage: messages
     of gradients (and weights) in the beginning or directions in the end, and the work on the largest matrix.
     """
-    places = list(all_places(stage_places(config, stage))) if is_mixed(config) else []
+    places = list(all_places(stage_places(config, stage))) if is_mixed(config.optimizer) else []
     if not places:
         return 0
     wide: int = PRECISIONS[config.train.precision].facts["accumulate_bytes"]
@@ -85,7 +86,7 @@ def update_bytes(config: RunConfig, stage: int) -> int:
 
 def fullest_owner(config: RunConfig, stage: int) -> list[tuple[ParamGroup, tuple[int, int]]]:
     """List the matrices of the owner with most work on a pipeline stage, by group and shape."""
-    if not is_mixed(config):
+    if not is_mixed(config.optimizer):
         return []
     work, owned = (
         Counter[tuple[int, int]](),

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megascale.config.run import RunConfig
 from megascale.device import Device, HostBuffers, PlainBuffers, Wait
-from megascale.layout.chunks import fp8_layers
-from megascale.layout.recompute_policy import recompute_policy
-from megascale.layout.sequence_shard import sequence_shard
 from megascale.layout.topology import Coord, topology_of
-from megascale.ops.rope import layer_rope, rope_table
+from megascale.ops.rope import rope_table
 from megascale.plan.dryrun.fake_mesh import fake_mesh
-from megascale.plan.dryrun.replay import ModuleCostCache, ReplayModule
+from megascale.plan.dryrun.replay import ModuleCostCache, replay_equal_modules
 from megascale.plan.dryrun.resource_counter import BytesByKind, CommCall, CountingRecorder, ResourceCounterMode
 from megascale.train.build import build_rank_run
 from megascale.train.run import Run
@@ -88,8 +85,9 @@ def dry_run(config: RunConfig, rank: int, *, collectives_in_pieces: bool = True,
             _set_state_kinds(run, counter_mode)
             state = +recorder.counts.live_bytes
             run.fp8_state.has_history = True
-            if replay_modules and has_equal_microbatches(config):
-                _install_replay_modules(run, ModuleCostCache(counter_mode, run.dtypes[1]))
+            # chunks have more keys than the one before, and planned micro-batches differ
+            if replay_modules and config.num_chunks == 1 and config.parallel.cp_mode != "hybrid":
+                replay_equal_modules(run, ModuleCostCache(counter_mode, run.dtypes[1]))
             with recorder.memory_kind("buffers"):
                 batch = run.train_loader.batch(0)
             train_step(run, batch)
@@ -99,11 +97,6 @@ def dry_run(config: RunConfig, rank: int, *, collectives_in_pieces: bool = True,
             return DryRun(rank, topology.coord(rank), state, +counts.at_peak, counts.flops, counts.calls)
     finally:
         rope_table.cache_clear()  # fake tables must not leak into other code
-
-
-def has_equal_microbatches(config: RunConfig) -> bool:
-    """Return False for chunks, each with more keys than the one before, and for planned micro-batches."""
-    return config.num_chunks == 1 and config.parallel.cp_mode != "hybrid"
 
 
 def _single_step_config(config: RunConfig) -> RunConfig:
@@ -132,29 +125,3 @@ def _set_state_kinds(run: Run, counter_mode: ResourceCounterMode) -> None:
         counter_mode.set_kind(values, "optimizer")
     for bucket in run.buffers.buckets:
         counter_mode.set_kind(bucket.weights, "parameters")  # last, because fp32 weights are their own master copy
-
-
-def _install_replay_modules(run: Run, cost_cache: ModuleCostCache) -> None:
-    """Replace every module that a stage calls by a `ReplayModule`."""
-    m, quantized = run.config.model, fp8_layers(run.config)
-    if m.position == "rope":  # one table for all layers with equal angles
-        wide = torch.promote_types(run.dtypes[0], torch.float32)
-        shard = sequence_shard(run.config.parallel, m.seq_length, run.mesh.coord.cp)
-        spans = None if shard is None or run.config.data.mask == "document" else shard.spans
-        for rope in {layer_rope(m, layer) for layer in range(m.num_layers)}:
-            rope_table(m.seq_length, rope, wide, run.device.torch_device, spans)
-    anchor = torch.zeros((), requires_grad=True)
-
-    def replayed(module: nn.Module, key: Hashable, layer: int = -1, recompute: bool = False) -> ReplayModule:
-        return ReplayModule(module, key, layer, cost_cache, anchor, recompute)
-
-    for chunk, stage in enumerate(run.stages):
-        policy = recompute_policy(run.config.train, chunk)
-        for name, block in list(stage.layers.items()):
-            layer = int(name)
-            key = (m.windows[layer], layer in quantized, policy)
-            stage.layers[name] = replayed(block, key, layer, policy.full)
-        if stage.embedding is not None:
-            stage.embedding = replayed(stage.embedding, "embedding")  # type: ignore[assignment]
-        if stage.head is not None:
-            stage.head = replayed(stage.head, "head")  # type: ignore[assignment]

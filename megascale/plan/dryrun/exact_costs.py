@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from megascale.config.run import RunConfig
-from megascale.plan.dryrun.dry_run import DryRun
-from megascale.plan.dryrun.peak_memory import peak_memory_stages
+from megascale.layout.topology import Coord, topology_of
+from megascale.plan.dryrun.dry_run import DryRun, dry_run
 from megascale.plan.dryrun.resource_counter import MEMORY_KINDS
 
+TOLERANCE = 0.05
+"""Largest relative error of the memory estimates (docs/memory.md)."""
 
-def exact_costs(config: RunConfig, expected: list[int]) -> dict[str, Any]:
-    """Dry-run the fullest stages of a resolved configuration. `expected`: estimated bytes of every pipeline stage.
+
+def exact_costs(config: RunConfig, expected: Sequence[int]) -> dict[str, Any]:
+    """Dry-run the first rank of stages of a resolved configuration, in descending order of `expected`, the estimated
+    bytes of every stage, until no other can exceed the highest peak, given TOLERANCE.
 
     Returns: `memory_bytes`: peak bytes of the fullest rank by kind; `memory_bytes_by_stage`: exact where dry-run, else
     the estimate; `exact_stages`: the stages that were dry-run; `ranks`: `rank_costs` of these stages.
     """
-    runs = {run.coord.pp: run for run in peak_memory_stages(config, expected)}
+    topology, runs, highest = topology_of(config), dict[int, DryRun](), 0
+    for stage in sorted(range(topology.pp), key=lambda stage: -expected[stage]):
+        if expected[stage] * (1 + TOLERANCE) < highest:
+            break
+        runs[stage] = dry_run(config, topology.rank(Coord(pp=stage)))
+        highest = max(highest, runs[stage].peak.total())
     fullest = max(runs.values(), key=lambda run: run.peak.total())
     return {
         "fullest_stage": fullest.coord.pp,

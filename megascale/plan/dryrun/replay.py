@@ -16,7 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from megascale.layout.chunks import fp8_layers
+from megascale.layout.recompute_policy import recompute_policy
+from megascale.layout.sequence_shard import sequence_shard
+from megascale.ops.rope import layer_rope, rope_table
 from megascale.plan.dryrun.resource_counter import BytesByKind, CommCall, ResourceCounterMode, ResourceCounts
+from megascale.train.run import Run
 
 
 @dataclass(frozen=True)
@@ -228,3 +233,29 @@ def _temporary_main_grads(module: nn.Module, dtype: torch.dtype) -> Iterator[Non
     finally:
         for parameter in without_grad:
             del parameter.main_grad  # type: ignore[attr-defined]
+
+
+def replay_equal_modules(run: Run, cost_cache: ModuleCostCache) -> None:
+    """Replace every module that a stage calls by a `ReplayModule`."""
+    m, quantized = run.config.model, fp8_layers(run.config)
+    if m.position == "rope":  # one table for all layers with equal angles
+        wide = torch.promote_types(run.dtypes[0], torch.float32)
+        shard = sequence_shard(run.config.parallel, m.seq_length, run.mesh.coord.cp)
+        spans = None if shard is None or run.config.data.mask == "document" else shard.spans
+        for rope in {layer_rope(m, layer) for layer in range(m.num_layers)}:
+            rope_table(m.seq_length, rope, wide, run.device.torch_device, spans)
+    anchor = torch.zeros((), requires_grad=True)
+
+    def replayed(module: nn.Module, key: Hashable, layer: int = -1, recompute: bool = False) -> ReplayModule:
+        return ReplayModule(module, key, layer, cost_cache, anchor, recompute)
+
+    for chunk, stage in enumerate(run.stages):
+        policy = recompute_policy(run.config.train, chunk)
+        for name, block in list(stage.layers.items()):
+            layer = int(name)
+            key = (m.windows[layer], layer in quantized, policy)
+            stage.layers[name] = replayed(block, key, layer, policy.full)
+        if stage.embedding is not None:
+            stage.embedding = replayed(stage.embedding, "embedding")  # type: ignore[assignment]
+        if stage.head is not None:
+            stage.head = replayed(stage.head, "head")  # type: ignore[assignment]

@@ -1,17 +1,35 @@
-"""A plan of the global batch: the critical batch along a training, measured or by a law, and a ramp-up after it."""
+"""A plan of the global batch (`BatchPlan`): the critical batch along a training, measured or by a law, and a ramp-up.
+
+The critical batch is where a smaller batch needs few more tokens and a larger one few fewer steps (McCandlish et al.
+2018, equation 2.11):
+
+    S / S_min = 1 + B_crit / B    steps to a loss, over those of the largest batch
+    E / E_min = 1 + B / B_crit    tokens to a loss, over those of the smallest batch
+
+docs/planning.md has other published laws.
+"""
 
 from __future__ import annotations
 
 import bisect
 import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from megascale.config.batch_rampup import BatchSizes
+from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
-from megascale.plan.search.batch_laws import CRITICAL_EXPONENT, Training, kaplan_critical
+from megascale.layout.parameters import parameter_count
+from megascale.plan.account.flops import head_flops, token_flops
+
+CRITICAL_EXPONENT = 0.47
+"""The critical batch grows with this power of the tokens of a run, whatever its parameters: 0.47 (Zhang et al. 2024),
+0.462 (Power Lines, Bergsma et al. 2025).
+"""
 
 MOST_LEVELS = 16
 """Most increments of a ramp-up."""
@@ -19,8 +37,58 @@ MOST_LEVELS = 16
 GRID = 50
 """Points of a training at which a ramp-up is compared with the critical batch."""
 
+RATIOS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
+"""Batches of the trade-off, over the critical one."""
+
+STAGES = (0.01, 0.03, 0.1, 0.3, 1.0)
+"""Shares of a training at which the batches are shown."""
+
 Critical = Callable[[float], float]
 """The critical batch, in tokens, as a function of the tokens of a training that came before."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training. `flops_per_token`: without those of the head. `loss`: in nats per token at the end; None: the loss
+    that Hoffmann et al. predict.
+    """
+
+    tokens: float
+    parameters: float
+    flops_per_token: float
+    loss: float | None = None
+
+    def after(self, tokens: float) -> Training:
+        """The training up to `tokens`, with the predicted loss there."""
+        return replace(self, tokens=tokens, loss=None)
+
+
+def training_of(config: RunConfig, tokens: float | None = None, loss: float | None = None) -> Training:
+    """Describe the training of a configuration. `tokens`: by default of its steps, with their batches."""
+    model = config.model
+    flops = token_flops(model).full - head_flops(model)
+    return Training(tokens or float(config.samples * model.seq_length), parameter_count(model), flops, loss)
+
+
+def predicted_loss(training: Training) -> float:
+    """Predict the loss in nats per token (Hoffmann et al. 2022, approach 3): for compute-optimal models of 70M to 16B
+    parameters on MassiveText, of an ordinary batch.
+    """
+    return 1.69 + 406.4 / training.parameters**0.34 + 410.7 / training.tokens**0.28
+
+
+def kaplan_critical(training: Training) -> float:
+    """The critical batch in tokens at the loss of a training (Kaplan et al. 2020, equation 1.4), fitted up to 1.5B
+    parameters on WebText2 with a vocabulary of 50,257.
+    """
+    loss = predicted_loss(training) if training.loss is None else training.loss
+    return 2e8 / float(loss ** (1 / 0.21))
+
+
+def critical_by_law(training: Training) -> Critical:
+    """The critical batch by Kaplan et al., at the predicted loss, or at the end at the loss given."""
+    end = training.tokens
+    return lambda tokens: kaplan_critical(training if tokens >= end else training.after(tokens))
 
 
 @dataclass(frozen=True)
@@ -43,13 +111,8 @@ class NoiseCurve:
         return low + (high - low) * (tokens - a) / (b - a)
 
 
-def steps_of(sizes: BatchSizes, samples: int) -> int:
-    """The steps in which a training reads `samples` samples."""
-    return bisect.bisect_left(range(1, samples // min(sizes.start, sizes.total) + 3), samples, key=sizes.before_step)
-
-
 def read_measured(metrics: Path) -> NoiseCurve:
-    """Read the noise scales of a run from its metrics file.
+    """Read the noise scales of a run from its metrics file, past lines that a full disk has cut.
 
     Raises: DataError if it cannot be read or has none
     """
@@ -69,8 +132,7 @@ def read_measured(metrics: Path) -> NoiseCurve:
     return NoiseCurve(tokens, [found[key] for key in tokens])
 
 
-def _record(line: str) -> dict:
-    """Parse a line; empty for a line that a full disk has cut."""
+def _record(line: str) -> Mapping[str, Any]:
     try:
         record = json.loads(line)
     except ValueError:
@@ -78,10 +140,14 @@ def _record(line: str) -> dict:
     return record if isinstance(record, dict) else {}
 
 
-def critical_by_law(training: Training) -> Critical:
-    """The critical batch by Kaplan et al., at the predicted loss, or at the end at the loss given."""
-    end = training.tokens
-    return lambda tokens: kaplan_critical(training if tokens >= end else training.after(tokens))
+def cost(batch: float, critical: float) -> tuple[float, float]:
+    """Return (S / S_min, E / E_min) of a batch, in the unit of the critical one."""
+    return 1 + critical / batch, 1 + batch / critical
+
+
+def steps_of(sizes: BatchSizes, samples: int) -> int:
+    """The steps in which a training reads `samples` samples."""
+    return bisect.bisect_left(range(1, samples // min(sizes.start, sizes.total) + 3), samples, key=sizes.before_step)
 
 
 def fit_rampup(critical: Critical, tokens: float, seq_length: int, unit: int) -> BatchSizes:
@@ -106,3 +172,61 @@ def fit_rampup(critical: Critical, tokens: float, seq_length: int, unit: int) ->
         return sum(math.log(batch / target) ** 2 for batch, target in zip(batches, targets, strict=True))
 
     return min(candidates, key=distance)
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """A training with its critical batch, by `source`."""
+
+    config: RunConfig
+    training: Training
+    critical: Critical
+    source: str
+
+    @property
+    def unit(self) -> int:
+        """micro x dp, in sequences."""
+        return self.config.batch.micro * self.config.dp
+
+    @property
+    def seq_length(self) -> int:
+        return self.config.model.seq_length
+
+    @property
+    def end(self) -> float:
+        """The critical batch at the end, in tokens."""
+        return self.critical(self.training.tokens)
+
+    @cached_property
+    def sizes(self) -> BatchSizes:
+        """The recommended batches."""
+        return fit_rampup(self.critical, self.training.tokens, self.seq_length, self.unit)
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """The keys of the recommended batches, and the steps in which they read the tokens of the training."""
+        sizes = self.sizes
+        steps = steps_of(sizes, max(1, round(self.training.tokens / self.seq_length)))
+        rampup = {"batch.rampup": [sizes.start, sizes.increment, sizes.samples]} if sizes.samples else {}
+        return {"batch.global": sizes.total} | rampup | {"train.steps": steps}
+
+    def trade_off(self) -> Iterator[dict[str, float]]:
+        """Yield batches in sequences with steps and tokens to the loss that this configuration is to reach."""
+        own, critical = self.config.batch.total, self.end / self.seq_length
+        least = self.training.tokens / cost(own, critical)[1]
+        nearest = {max(1, round(critical * ratio / self.unit)) * self.unit for ratio in RATIOS}
+        for batch in sorted({own, *nearest}):
+            steps, tokens = cost(batch, critical)
+            yield {
+                "global": batch,
+                "steps_over_least": steps,
+                "tokens_over_least": tokens,
+                "tokens": least * tokens,
+                "steps": least * tokens / (batch * self.seq_length),
+            }
+
+    def stages(self) -> Iterator[tuple[float, float, int]]:
+        """Yield (tokens, critical batch in tokens, recommended batch in sequences) along the training."""
+        for share in STAGES:
+            tokens = share * self.training.tokens
+            yield tokens, self.critical(tokens), self.sizes.at(int(tokens / self.seq_length))

@@ -21,8 +21,9 @@ from megascale.catalog.schedules import SCHEDULES
 from megascale.layout.blocks import distinct_blocks
 from megascale.layout.chunks import fp8_layers, stages_of
 from megascale.layout.recompute_policy import recompute_policy
-from megascale.plan.account.activations import ActivationSizes, block_bytes
+from megascale.plan.account.activations import block_bytes
 from megascale.plan.account.memory import state_bytes
+from megascale.plan.account.sizes import micro_batch_sizes
 from megascale.plan.search.space import Layout, Space
 from megascale.plan.simulate.layer_time import chunk_times
 from megascale.plan.simulate.profiles import Hardware, Stack
@@ -109,7 +110,7 @@ class Bounds:
     def _saved_of(self, layout: Layout) -> int:
         """Saved bytes of a layer for a micro-batch."""
         config = self._free.with_layout(layout)
-        sizes, recompute, fp8 = ActivationSizes(config), recompute_policy(config.train, 0), fp8_layers(config)
+        sizes, recompute, fp8 = micro_batch_sizes(config), recompute_policy(config.train, 0), fp8_layers(config)
         distinct, numbers = distinct_blocks(config.model)
         kinds = {(number, layer in fp8) for layer, number in enumerate(numbers)}
         return min(block_bytes(sizes, distinct[number], cast, recompute).saved for number, cast in kinds)

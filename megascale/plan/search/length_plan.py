@@ -15,12 +15,10 @@ import numpy as np
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.units import format_bytes
-from megascale.layout.hybrid.planner import makespan_bound
-from megascale.layout.length_distribution import LengthDistribution
-from megascale.plan.account.activation_offload import ranks_with_offload
 from megascale.plan.account.chunk_memory import ChunkMemory, chunk_memory, with_context
 from megascale.plan.account.context_bytes import CONTEXT_MODES, ContextMode, context_bytes
 from megascale.plan.account.memory import fullest_rank
+from megascale.plan.search.length_distribution import LengthDistribution
 from megascale.plan.simulate.length_step import LengthStep, Pool, chunked_step, hybrid_step, static_step
 from megascale.plan.simulate.profiles import Hardware, Stack
 from megascale.plan.simulate.sequence_times import SequenceTimes
@@ -127,7 +125,7 @@ class LengthPlan:
 
     def _way(self, name: str, steps: list[LengthStep]) -> StrategyCost:
         pool = self.pool
-        bounds = [makespan_bound(n, pool.ranks, pool.max_tokens, pool.work, pool.stages) for n in self.draws]
+        bounds = [pool.bound(lengths) for lengths in self.draws]
         makespan = fmean(step.makespan for step in steps)
         step_s = fmean(self.times.parts.seconds(step.makespan) for step in steps)
         sent = fmean(map(self._context_bytes, steps))
@@ -154,12 +152,6 @@ class LengthPlan:
             }
             yield ranks, sent, times.crossover(ranks, max(self.longest, self.lengths.longest))
             ranks *= 2
-
-    def ranks_of_longest(self) -> tuple[int, int, float]:
-        """The ranks of the longest sequence without and with offload to host memory, and the share that leaves."""
-        least = math.ceil(self.longest / self.max_tokens)
-        share = self.times.offloaded(self.longest, least)
-        return least, ranks_with_offload(self.longest, self.max_tokens, self.times.layers, share), share
 
     def chunked_memory(self, chunk_tokens: int, keep: int) -> ChunkMemory:
         """Memory of the fullest rank in chunks."""

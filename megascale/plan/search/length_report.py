@@ -72,7 +72,7 @@ def _mode_table(plan: LengthPlan) -> Table:
 
 def _lines(plan: LengthPlan) -> Iterator[str]:
     """Report offload and chunks in lines."""
-    least, offloaded, share = plan.ranks_of_longest()
+    least, offloaded, share = plan.times.ranks_of(plan.longest)
     if plan.hardware.device.host_bandwidth:
         yield (
             f"the longest sequence takes {least} ranks; {share:.0%} of its activations can leave to host memory behind "
@@ -91,7 +91,7 @@ def _lines(plan: LengthPlan) -> Iterator[str]:
 
 def length_json(plan: LengthPlan) -> dict[str, Any]:
     """Return a plan in seconds, bytes and tokens."""
-    least, offloaded, share = plan.ranks_of_longest()
+    least, offloaded, share = plan.times.ranks_of(plan.longest)
     modes = [
         {
             "cp": ranks,

@@ -12,8 +12,8 @@ from rich.table import Column, Table
 
 from megascale.config.run import RunConfig
 from megascale.core.units import format_bytes, format_count, format_duration
+from megascale.layout.parameters import parameter_count
 from megascale.plan.account.attended import describe_documents
-from megascale.plan.account.parameters import parameter_count
 from megascale.plan.search.plan import Plan
 from megascale.plan.search.search import MAX_DOUBLINGS, MEMORY_FRACTION, SearchResult
 from megascale.plan.search.space import DEPENDENT_KEYS, LAYOUT_KEYS, value_of
@@ -56,7 +56,7 @@ def tables(plan: Plan, sweep: Sequence[Plan], tokens: float | None, cost: Failur
         f"{format_count(e.tokens_per_s)} tokens/s, {e.tokens_per_s / config.world_size:,.0f} a device, "
         f"MFU {e.mfu_full:.1%} full {e.mfu_causal:.1%} causal"
     )
-    if text := describe_documents(config):
+    if text := describe_documents(config.data):
         yield text
     yield _memory_table(plan)
     shown = [(cause, seconds) for cause, seconds in e.causes.items() if seconds >= MIN_SHARE * e.step_s]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megascale.config.run import RunConfig
 from megascale.layout.chunks import stages_of
+from megascale.layout.stages import Placement
 from megascale.layout.topology import Coord, Topology, topology_of
-from megascale.plan.account.traffic import message_bytes
+from megascale.plan.account.sizes import message_bytes
 from megascale.plan.search.plan import Plan
 from megascale.plan.simulate.event_simulator import Span
 from megascale.plan.simulate.step_time import simulate_spans
@@ -27,15 +27,15 @@ def events(plan: Plan) -> Iterator[RankEvents]:
         Event(COMPUTE, "update", "", 1, -1, -1, simulation.last, updated),
         Event(COMPUTE, "rest", "", 1, -1, -1, updated, max(updated, estimate.step_s)),
     )
-    topology = topology_of(config)
+    topology, placement, message = topology_of(config), stages_of(config).placement, message_bytes(config)
     for stage in range(topology.pp):
         spans = sorted((span for span in simulation.spans if span.rank == stage), key=lambda span: span.start)
-        coord, timed = Coord(pp=stage), tuple(_event(config, span, topology) for span in spans)
+        coord, timed = Coord(pp=stage), tuple(_event(span, topology, placement, message) for span in spans)
         rank = topology.rank(coord)
         yield RankEvents(rank, topology.world_size, coord._asdict(), plan.hardware.name, (), 0, timed + after)
 
 
-def _event(config: RunConfig, span: Span, topology: Topology) -> Event:
+def _event(span: Span, topology: Topology, placement: Placement, message: int) -> Event:
     kind, chunk, microbatch = span.action
     at, name = (1, chunk, microbatch, span.start, span.end), NAMES.get(kind, kind.value)
     waits = (span.waited,) if span.waited and span.waited[1] > span.waited[0] else ()
@@ -43,9 +43,9 @@ def _event(config: RunConfig, span: Span, topology: Topology) -> Event:
         return Event(COMPUTE, name, "", *at)
     if span.row == "dp":
         return Event("dp", name, f"chunk {chunk}", *at, "dp", waits=waits)
-    placement, direction = stages_of(config).placement, Kind.F if kind in (Kind.F, Kind.SEND_F) else Kind.B
+    direction = Kind.F if kind in (Kind.F, Kind.SEND_F) else Kind.B
     source, target = neighbours(span.action, span.rank, placement)
     other, receiving = (target, target) if kind in NAMES else (source, placement.stage(span.rank, chunk))
     assert other is not None, "a message has another end"
     label, peer = f"{direction} {receiving}", topology.rank(Coord(pp=placement.places[other][0]))
-    return Event("pp", name, label, *at, "pp", -1, message_bytes(config), peer, span.start, waits)
+    return Event("pp", name, label, *at, "pp", -1, message, peer, span.start, waits)

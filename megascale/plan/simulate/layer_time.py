@@ -1,32 +1,33 @@
 """Forward and backward times of model chunks, by cause, for one micro-batch on one rank (`chunk_times`, `LayerTimes`).
 
-Blocks (`layout.blocks`) consist of GEMMs, attention, passes over memory, and collectives of tensor parallelism
-(Korthikanti et al. 2022, 4.2), overlapped by a stack as in `profiles.Overlaps`. Backward of a linear layer has two
-GEMMs, dgrad and wgrad; backward of an element-wise operation takes twice the forward.
+The parts of a block (`layout.parts`) consist of GEMMs, attention, passes over memory, and collectives of tensor
+parallelism (Korthikanti et al. 2022, 4.2), overlapped by a stack as in `profiles.Overlaps`. Backward of a linear layer
+has two GEMMs, dgrad and wgrad; backward of an element-wise operation takes twice the forward.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Self
+from functools import cache, cached_property
 
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import RECIPES
 from megascale.config.run import RunConfig
-from megascale.layout import blocks
+from megascale.layout.blocks import BlockSpec, distinct_blocks, is_skippable, tile_mlp
 from megascale.layout.chunks import fp8_layers, stages_of
+from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes
+from megascale.layout.parts.times import PassTimes, Seconds
 from megascale.layout.pieces import MAX_PIECES
 from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy
 from megascale.layout.stages import Place
 from megascale.layout.tensors import padded_vocab
 from megascale.plan.account.attended import expected_documents
-from megascale.plan.simulate.context_time import ContextRoutes
+from megascale.plan.account.sizes import micro_batch_sizes
 from megascale.plan.simulate.gemm_time import KernelTimes
-from megascale.plan.simulate.link_time import Route, group_route
+from megascale.plan.simulate.link_time import ContextRoutes, Route, group_route
 from megascale.plan.simulate.profiles import Hardware, Stack
 
 CASTS = {"current": 6, "delayed": 4, "static": 4, "row": 6, "block": 4}
@@ -35,45 +36,6 @@ and row-wise scales take another pass for the amax.
 """
 
 LOSS_PASSES = 4  # passes over the logits in forward of the fp32 loss, and in backward
-
-
-class _Sum:
-    """Field-wise addition and scaling."""
-
-    def __add__(self, other: Self) -> Self:
-        return type(self)(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
-
-    def __mul__(self, factor: float) -> Self:
-        return type(self)(*(value * factor for value in vars(self).values()))
-
-
-@dataclass(frozen=True)
-class Seconds(_Sum):
-    """Seconds of a rank by cause. `host`: waits for launches; `tp`, `cp`, `dp`: exposed communication, for dp of
-    ZeRO-3; `offload`: exposed copies of block inputs to and from host memory.
-    """
-
-    gemm: float = 0.0
-    attention: float = 0.0
-    elementwise: float = 0.0
-    recompute: float = 0.0
-    host: float = 0.0
-    tp: float = 0.0
-    cp: float = 0.0
-    dp: float = 0.0
-    offload: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return sum(vars(self).values())
-
-
-@dataclass(frozen=True)
-class PassTimes(_Sum):
-    """A forward and a backward."""
-
-    forward: Seconds = Seconds()
-    backward: Seconds = Seconds()
 
 
 @dataclass(frozen=True)
@@ -111,8 +73,8 @@ class TpCollectives:
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Times of a model's units and their parts on one tensor-parallel rank, for one micro-batch, or one of its `tiles`
-    of tokens.
+    """Times of a model's units and their operations (`layout.parts.times.OperationTimes`) on one tensor-parallel rank,
+    for one micro-batch, or one of its `tiles` of tokens.
     """
 
     config: RunConfig
@@ -132,8 +94,8 @@ class LayerTimes:
         overlaps = stack.overlaps.tp if config.overlap.tp else "none"
         activation = config.batch.micro * config.row_tokens * m.hidden_size * size
         slowdown = 1 - hardware.attained.overlap
-        routes = ContextRoutes.from_config(config, hardware)
-        return cls(config, kernels, TpCollectives(route, p.tp, p.sp, activation, overlaps, slowdown), routes)
+        context = ContextRoutes.of_layout(hardware, p, config.world_size, config.overlap.cp)
+        return cls(config, kernels, TpCollectives(route, p.tp, p.sp, activation, overlaps, slowdown), context)
 
     @property
     def tokens(self) -> int:
@@ -141,21 +103,34 @@ class LayerTimes:
 
     @property
     def stream(self) -> int:
-        """Elements of the residual stream on this rank."""
         p = self.config.parallel
         return (self.tokens // p.tp if p.sp else self.tokens) * self.config.model.hidden_size
 
-    def block(self, parts: blocks.BlockSpec, fp8: bool, recompute: RecomputePolicy) -> PassTimes:
+    @property
+    def stops_early(self) -> bool:
+        return self.kernels.stack.stops_early
+
+    @cached_property
+    def sizes(self) -> MicroBatchSizes:
+        return micro_batch_sizes(self.config)
+
+    def in_tiles(self, tiles: int) -> LayerTimes:
+        exchange = replace(self.exchange, size=self.exchange.size // tiles)
+        return replace(self, tiles=self.tiles * tiles, exchange=exchange)
+
+    def block(self, block: BlockSpec, fp8: bool, recompute: RecomputePolicy) -> PassTimes:
         """Time a block with recomputation. `fp8`: the linear layers run FP8 GEMMs."""
-        tiled = blocks.tile_mlp(parts, recompute.mlp_tiles)
-        pairs = [self.part(part, fp8) for part in tiled]
+        parts = tile_mlp(block, recompute.mlp_tiles)
+        pairs = [part.seconds(self, fp8) for part in parts]
         fixed = self.kernels.measured.layer_s if self.kernels.measured else 0.0
         total = sum(pairs, PassTimes(Seconds(elementwise=fixed), Seconds(elementwise=2 * fixed)))
-        recomputed = self._recomputed(tiled, pairs, recompute)
+        timed = [(part, pair.forward) for part, pair in zip(parts, pairs, strict=True)]
         if recompute.full:
-            early, timed = self.kernels.stack.stops_early, zip(tiled, pairs, strict=True)
-            skipped = (pair.forward for part, pair in timed if early and blocks.is_skippable(parts, part))
+            skipped = (taken for part, taken in timed if self.stops_early and is_skippable(block, part))
             recomputed = total.forward + sum(skipped, Seconds()) * -1
+        else:
+            after = zip(timed, (*parts[1:], None), strict=True)
+            recomputed = sum((part.recomputed_seconds(s, recompute, then) for (part, s), then in after), Seconds())
         sent = Seconds(tp=recomputed.tp, cp=recomputed.cp)
         backward = total.backward + Seconds(recompute=recomputed.total - sent.total) + sent
         launched = self._launched(total.forward, 1), self._launched(backward, 3 if recompute.full else 2)
@@ -172,92 +147,50 @@ class LayerTimes:
         host = passes * self.kernels.stack.host_s
         return work + Seconds(host=host if self.kernels.stack.launch_blocking else max(0.0, host - work.total))
 
-    def part(self, part: blocks.BlockPart, fp8: bool) -> PassTimes:
-        """Time a part of a block, with exposed communication of tensor parallelism."""
-        m, tp = self.config.model, self.config.parallel.tp
-        match part:
-            case blocks.LinearGroup():
-                return self._linears(part, fp8)
-            case blocks.AttentionSpec():
-                seconds = self._attention(self.config.batch.micro * part.heads // tp, part)
-                moved = self._passes(2 * self.tokens * part.qkv_width // tp)  # q, k, v transposed to [b, heads, s, d]
-                exposed = (self.context.exposed(self.config, part, s, back) for back, s in enumerate(seconds))
-                attended = (Seconds(attention=s, cp=sent) for s, sent in zip(seconds, exposed, strict=True))
-                return moved + self._qk_norm(part) + PassTimes(*attended)
-            case blocks.ActivationSpec():
-                return self._passes(self.tokens * (part.inputs + part.outputs) // tp)
-            case blocks.NormSpec():
-                return self._passes(2 * self.stream)
-            case blocks.TiledMLP():
-                return self._tiled(part, fp8)
-            case blocks.ResidualAdd():
-                return self._passes((7 if m.dropout else 3) * self.stream)
-
-    def _tiled(self, mlp: blocks.TiledMLP, fp8: bool) -> PassTimes:
-        """Time an MLP in tiles. The backward of a tile repeats its forward, or where a stack stops early all of it but
-        the last GEMM.
-        """
-        exchange = replace(self.exchange, size=self.exchange.size // mlp.tiles)
-        tile = replace(self, tiles=self.tiles * mlp.tiles, exchange=exchange)
-        first, last = tile.part(mlp.columns, fp8) + tile.part(mlp.activation, fp8), tile.part(mlp.rows, fp8)
-        again = first.forward + (Seconds() if self.kernels.stack.stops_early else last.forward)
-        repeated = Seconds(recompute=again.total - again.tp, tp=again.tp)
-        return (first + last + PassTimes(Seconds(), repeated)) * mlp.tiles
-
-    def _attention(self, heads: int, part: blocks.AttentionSpec) -> tuple[float, float]:
-        """Time the attention of `heads` in forward and backward, document by document; unfused with all scores. Ranks
-        that share sequences have equal shares of it, as chunks are taken to have.
-        """
-        m, lengths = self.config.model, Counter(expected_documents(self.config))
-        if self.kernels.stack.attention == "unfused":
-            times = [self.kernels.attention(heads, m.seq_length, part.window, part.head_dim)]
-        else:
-            times = [
-                self.kernels.attention(count * heads, keys, min(part.window or keys, keys), part.head_dim)
-                for keys, count in lengths.items()
-            ]
-        parts = m.seq_length / self.config.row_tokens
-        return sum(forward for forward, _ in times) / parts, sum(backward for _, backward in times) / parts
-
-    def _qk_norm(self, part: blocks.AttentionSpec) -> PassTimes:
-        """Time the norms of q and k, a read and a write each; over all heads with sums over tp."""
-        tp, passes = self.config.parallel.tp, PassTimes()
-        if part.qk_norms:
-            passes = self._passes(2 * self.tokens * (part.heads + part.kv_heads) * part.head_dim // tp)
-        if part.qk_norm != "full":
-            return passes
-        wide = PRECISIONS[self.config.train.precision].facts["accumulate_bytes"]
-        sums = self.exchange.route.collective("all_reduce", 2 * self.tokens * wide, tp)
-        return passes + PassTimes(Seconds(tp=sums), Seconds(tp=sums))
-
     def embedding(self) -> PassTimes:
         """Time the token embedding."""
-        return self._passes(2 * self.stream, 1) + PassTimes(Seconds(tp=self.exchange.exposed(0.0, enters=False)))
+        return self.passes(2 * self.stream, 1) + PassTimes(Seconds(tp=self.exchange.exposed(0.0, enters=False)))
 
     def head(self) -> PassTimes:
         """Time the head's GEMMs and the loss."""
         m, tp = self.config.model, self.config.parallel.tp
         columns, gather = padded_vocab(m, tp) // tp, self.exchange.gather() if self.config.parallel.sp else 0.0
-        loss = self._passes(LOSS_PASSES * self.tokens * columns, 1)
+        loss = self.passes(LOSS_PASSES * self.tokens * columns, 1)
         gathers = PassTimes(Seconds(tp=gather), Seconds(tp=2 * gather))
         return self._gemms(columns, m.hidden_size, fp8=False) + loss + gathers
 
-    def _passes(self, elements: float, backward: int = 2) -> PassTimes:
-        """Time element-wise operations with `elements` moved in forward, and `backward` times as many in backward."""
+    def passes(self, elements: float, backward: int = 2) -> PassTimes:
         seconds = self.kernels.elementwise(elements * self.kernels.bytes)
         return PassTimes(Seconds(elementwise=seconds), Seconds(elementwise=backward * seconds))
 
-    def _linears(self, group: blocks.LinearGroup, fp8: bool) -> PassTimes:
-        """Time linear layers with a common collective."""
-        enters, tp = isinstance(group, blocks.ColumnParallel), self.config.parallel.tp
-        rows, columns = (tp, 1) if enters else (1, tp)  # shards of a weight [outputs, inputs]
-        shapes = [(layer.outputs // rows, layer.inputs // columns) for layer in group.layers]
+    def sums(self, nbytes: int) -> PassTimes:
+        seconds = self.exchange.route.collective("all_reduce", nbytes, self.config.parallel.tp)
+        return PassTimes(Seconds(tp=seconds), Seconds(tp=seconds))
+
+    def linears(self, shapes: Iterable[tuple[int, int]], fp8: bool, enters: bool) -> PassTimes:
         gemms = sum((self._gemms(*shape, fp8) for shape in shapes), PassTimes())
         wgrad = gemms.backward.gemm / 2  # dgrad takes as long
         forward = self.exchange.exposed(gemms.forward.gemm, enters=enters)
         backward = self.exchange.exposed(wgrad, enters=not enters, backward=True)
         backward += self.exchange.regathered(wgrad) if enters else 0.0
         return gemms + PassTimes(Seconds(tp=forward), Seconds(tp=backward))
+
+    def attention(self, heads: int, window: int | None, width: int, exchanges: Sequence[Iterable[CommOp]]) -> PassTimes:
+        """Time attention document by document; unfused with all scores. Ranks that share sequences have equal shares of
+        it, as chunks are taken to have.
+        """
+        m, heads = self.config.model, self.config.batch.micro * heads // self.config.parallel.tp
+        if self.kernels.stack.attention == "unfused":
+            times = [self.kernels.attention(heads, m.seq_length, window, width)]
+        else:
+            times = [
+                self.kernels.attention(count * heads, keys, min(window or keys, keys), width)
+                for keys, count in Counter(expected_documents(m, self.config.data)).items()
+            ]
+        parts = m.seq_length / self.config.row_tokens
+        taken = [sum(passes) / parts for passes in zip(*times, strict=True)]
+        sent = map(self.context.exposed, exchanges, taken)
+        return PassTimes(*(Seconds(attention=s, cp=exposed) for s, exposed in zip(taken, sent, strict=True)))
 
     def _gemms(self, outputs: int, inputs: int, fp8: bool) -> PassTimes:
         """Time a linear layer Y = X W^T of this rank: Y, dgrad dX = dY W, wgrad dW = dY^T X, quantized operands."""
@@ -271,23 +204,11 @@ class LayerTimes:
         casts = moved(cast * m * n) + self.kernels.stream(added)
         return PassTimes(Seconds(gemm(m, n, k, grain=grain), 0.0, moved(cast * m * k)), Seconds(backward, 0.0, casts))
 
-    def _recomputed(self, parts: blocks.BlockSpec, pairs: Sequence[PassTimes], recompute: RecomputePolicy) -> Seconds:
-        """Time the forward of selectively recomputed operations: norms only before column-parallel layers."""
-        total = Seconds()
-        for part, after, pair in zip(parts, (*parts[1:], None), pairs, strict=True):
-            linear = isinstance(after, blocks.ColumnParallel | blocks.TiledMLP)
-            norm = recompute.norm and isinstance(part, blocks.NormSpec) and linear
-            if norm or (recompute.activation and isinstance(part, blocks.ActivationSpec)):
-                total += pair.forward
-            elif recompute.attention and isinstance(part, blocks.AttentionSpec):
-                total += Seconds(attention=pair.forward.attention, cp=pair.forward.cp)
-        return total
-
 
 def chunk_times(config: RunConfig, hardware: Hardware, stack: Stack) -> dict[Place, PassTimes]:
     """Time every model chunk of every pipeline rank, for a resolved configuration."""
     layers, stages, fp8 = LayerTimes.from_config(config, hardware, stack), stages_of(config), fp8_layers(config)
-    distinct, numbers = blocks.distinct_blocks(config.model)
+    distinct, numbers = distinct_blocks(config.model)
     kinds = [(number, layer in fp8) for layer, number in enumerate(numbers)]
     block = cache(lambda number, fp8, recompute: layers.block(distinct[number], fp8, recompute))
 

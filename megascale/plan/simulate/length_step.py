@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
+from typing import TypeVar
 
 from megascale.layout.hybrid.plan import HybridPlan
-from megascale.layout.hybrid.planner import plan_hybrid
+from megascale.layout.hybrid.planner import makespan_bound, plan_hybrid
 from megascale.layout.hybrid.sequence_work import SequenceWork
 from megascale.layout.packs import pack_sequences
 from megascale.layout.sequence_chunks import SequenceChunk, cut_chunks
@@ -19,6 +20,8 @@ from megascale.plan.simulate.profiles import Overlaps
 from megascale.schedule.ir import Schedule, build_schedule
 from megascale.schedule.one_f_one_b import one_f_one_b
 from megascale.schedule.state_aware import build_state_aware
+
+T = TypeVar("T")
 
 SIMULATED = 4
 """Slowest pipelines by their sums that are simulated."""
@@ -52,6 +55,10 @@ class Pool:
     stages: int = 1
     forward: float = 1 / 3
     message: float = 0.0
+
+    def bound(self, lengths: Sequence[int]) -> float:
+        """Bound the makespan of any plan: equal work on all ranks, without communication."""
+        return makespan_bound(lengths, self.ranks, self.max_tokens, self.work, self.stages)
 
     def pipeline(self, seconds: Sequence[float], tokens: Sequence[int]) -> float:
         """Simulate 1F1B of micro-batches of unequal times and lengths."""
@@ -103,17 +110,10 @@ def static_step(lengths: Sequence[int], pool: Pool, cp: int, *, balanced: bool =
     ordered = sorted(enumerate(lengths), key=lambda sequence: -sequence[1]) if balanced else [*enumerate(lengths)]
     packs = pack_sequences(ordered, cp * pool.max_tokens)
     groups = max(1, pool.ranks // cp)
-    held: list[list[tuple[float, int]]] = [[] for _ in range(groups)]
-    heap = [(0.0, group) for group in range(groups)]
     timed = [(pool.work.shared([lengths[i] for i in pack], cp), sum(lengths[i] for i in pack) // cp) for pack in packs]
+    held = [timed[group::groups] for group in range(groups)]
     if balanced:
-        for pack in sorted(timed, reverse=True):
-            ready, group = heap[0]
-            held[group].append(pack)
-            heapq.heapreplace(heap, (ready + pack[0], group))
-    else:
-        for number, pack in enumerate(timed):
-            held[number % groups].append(pack)
+        held, _ = _dealt([(pack[0], pack) for pack in sorted(timed, reverse=True)], groups)
     counts = [len(own) for own in held]
     slowest = sorted(held, key=lambda own: -sum(seconds for seconds, _ in own))[:SIMULATED]
     makespan = max(pool.pipeline([s for s, _ in own], [n for _, n in own]) for own in slowest)
@@ -122,17 +122,25 @@ def static_step(lengths: Sequence[int], pool: Pool, cp: int, *, balanced: bool =
 
 def chunked_step(lengths: Sequence[int], pool: Pool, chunk_tokens: int, keep: int) -> LengthStep:
     """Time a step in chunks, without context parallelism: a rank trains on all chunks of a sequence."""
+
+    def seconds(entry: Sequence[SequenceChunk]) -> float:
+        return sum(pool.work.chunk(start, stop) for chunk in entry for _, start, stop in chunk)
+
     entries = cut_chunks(lengths, chunk_tokens)
-    held: list[list[tuple[SequenceChunk, ...]]] = [[] for _ in range(pool.ranks)]
-    heap = [(0.0, rank) for rank in range(pool.ranks)]
-    for entry in entries:
-        ready, rank = heap[0]
-        held[rank].append(entry)
-        dropped = entry[: max(0, len(entry) - keep)]
-        taken = sum(pool.work.chunk(start, stop) for chunk in entry for _, start, stop in chunk)
-        taken += pool.forward * sum(pool.work.chunk(start, stop) for chunk in dropped for _, start, stop in chunk)
-        heapq.heapreplace(heap, (ready + taken, rank))
-    slowest = sorted(heap, reverse=True)[:SIMULATED]
-    makespan = max(pool.chunked_pipeline(held[rank], keep) for _, rank in slowest)
+    again = (pool.forward * seconds(entry[: max(0, len(entry) - keep)]) for entry in entries)
+    timed = [(seconds(entry) + dropped, entry) for entry, dropped in zip(entries, again, strict=True)]
+    held, ready = _dealt(timed, pool.ranks)
+    slowest = sorted(range(pool.ranks), key=lambda rank: (ready[rank], rank), reverse=True)[:SIMULATED]
+    makespan = max(pool.chunked_pipeline(held[rank], keep) for rank in slowest)
     counts = [sum(map(len, own)) for own in held]
     return LengthStep(makespan, (), (min(counts), max(counts)))
+
+
+def _dealt(timed: Iterable[tuple[float, T]], groups: int) -> tuple[list[list[T]], list[float]]:
+    """Deal items of some seconds, in order, each to the group that is ready first; return them, and when each ends."""
+    held, heap = [list[T]() for _ in range(groups)], [(0.0, group) for group in range(groups)]
+    for seconds, item in timed:
+        ready, group = heap[0]
+        held[group].append(item)
+        heapq.heapreplace(heap, (ready + seconds, group))
+    return held, [ready for ready, _ in sorted(heap, key=lambda end: end[1])]

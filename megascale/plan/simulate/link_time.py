@@ -1,5 +1,5 @@
-"""Communication times in seconds, on the links of a collective's group (`group_route`) or of pipeline neighbours
-(`neighbour_route`).
+"""Communication times in seconds, on the links of a collective's group (`group_route`), of pipeline neighbours
+(`neighbour_route`) or of ranks that share sequences (`ContextRoutes`).
 
 For S bytes on n ranks in k nodes, with bandwidth b, latency L between nodes and l inside a node:
 
@@ -14,9 +14,12 @@ including groups of another run in the node.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from megascale.config.parallel import ParallelConfig
+from megascale.layout.parts.microbatch_sizes import CommOp
 from megascale.plan.simulate.profiles import Hardware
 
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
@@ -85,3 +88,38 @@ def _used(devices: int, world: int, together: int) -> int:
     even = world // nodes if world % nodes == 0 else devices
     full_groups = devices - devices % together
     return full_groups if even % together and full_groups * nodes >= world else even
+
+
+@dataclass(frozen=True)
+class ContextRoutes:
+    """The links of `cp_heads` ranks that exchange heads, and of `cp_keys` ranks that exchange keys and values.
+    `slowdown`: as in `StageTimes`; `overlap`: a ring's messages overlap with attention.
+    """
+
+    heads: Route
+    keys: Route
+    cp_heads: int
+    cp_keys: int
+    slowdown: float
+    overlap: bool
+
+    @classmethod
+    def of_layout(cls, hardware: Hardware, p: ParallelConfig, world: int, overlap: bool) -> ContextRoutes:
+        """Find the links of a job of `world` ranks."""
+        heads = group_route(hardware, p.cp_heads, p.tp, world, together=p.tp)
+        keys = group_route(hardware, p.cp_keys, p.tp * p.cp_heads, world, together=p.tp)
+        return cls(heads, keys, p.cp_heads, p.cp_keys, 1 - hardware.attained.overlap, overlap)
+
+    def exposed(self, exchanges: Iterable[CommOp], attention: float) -> float:
+        """Exposed seconds of the exchanges of a pass of attention that computes for `attention` seconds. Only keys and
+        values that travel in a ring overlap with it.
+        """
+        total, hidden = 0.0, attention * (self.cp_keys - 1) / self.cp_keys if self.overlap else 0.0
+        for sent in exchanges:
+            if sent.operation == "send_on":
+                seconds = self.keys.message(sent.bytes / sent.calls) * sent.calls
+                total += max(self.slowdown * seconds, seconds - hidden)
+            else:
+                route, ranks = (self.heads, self.cp_heads) if sent.group == "cp.heads" else (self.keys, self.cp_keys)
+                total += route.collective("all_gather", sent.bytes, ranks)  # the others move as much as an all-gather
+        return total

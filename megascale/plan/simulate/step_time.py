@@ -12,14 +12,16 @@ from megascale.catalog.precisions import PRECISIONS
 from megascale.config.run import RunConfig
 from megascale.layout.chunks import bucket_sizes, stages_of
 from megascale.layout.param_groups import ParamGroup
+from megascale.layout.parts.times import PassTimes, Seconds
 from megascale.layout.stages import Place
 from megascale.plan.account.attended import expected_scores
 from megascale.plan.account.flops import mfu, token_flops
 from megascale.plan.account.optimizer_state import fullest_owner, optimizer_state_bytes
-from megascale.plan.account.traffic import mean_calls, message_bytes, replicas
+from megascale.plan.account.sizes import message_bytes, replicas
+from megascale.plan.account.traffic import mean_calls
 from megascale.plan.simulate.event_simulator import Simulation, StageTimes
 from megascale.plan.simulate.extrapolate import Pipeline, pipeline_time
-from megascale.plan.simulate.layer_time import LayerTimes, PassTimes, Seconds, chunk_times
+from megascale.plan.simulate.layer_time import LayerTimes, chunk_times
 from megascale.plan.simulate.link_time import Operation, Route, group_route, neighbour_route
 from megascale.plan.simulate.profiles import LARGE_JOB, Hardware, Overlaps, Stack
 
@@ -44,7 +46,7 @@ def estimate(config: RunConfig, hardware: Hardware, stack: Stack) -> Estimate:
     step = parts.seconds(ended)
     causes = parts.causes(ended, min(ended, without_pp), min(ended, without_pp, without_dp))
     tokens = config.batch.total * config.model.seq_length / step
-    flops = token_flops(config.model, expected_scores(config))
+    flops = token_flops(config.model, expected_scores(config.model, config.data))
     peak = hardware.device.peak_of("fp8" if config.train.quantizes else parts.layers.kernels.dtype)
     peak *= config.world_size / hardware.node.ranks_per_core(config.world_size)  # as training reports MFU
     return Estimate(step, tokens, mfu(flops.full, tokens, peak), mfu(flops.causal, tokens, peak), causes)
@@ -133,6 +135,19 @@ class StepParts:
         if not self.stack.shards_weights:
             return pairs
         return {place: self._with_gathers(pair, self.buckets[place]) for place, pair in pairs.items()}
+
+    @cached_property
+    def slowest_rank(self) -> PassTimes:
+        """Times of the slowest pipeline rank: the sum of its chunks."""
+        p = self.config.parallel
+        ranks = (sum((self.pairs[rank, c] for c in range(p.vpp)), PassTimes()) for rank in range(p.pp))
+        return max(ranks, key=lambda pair: pair.total)
+
+    @cached_property
+    def most_layers(self) -> int:
+        """Layers of the pipeline rank with most."""
+        layout, p = stages_of(self.config), self.config.parallel
+        return max(sum(len(layout.layers(layout.index(rank, chunk))) for chunk in range(p.vpp)) for rank in range(p.pp))
 
     def _with_gathers(self, pair: PassTimes, buckets: tuple[int, ...]) -> PassTimes:
         gather, reduce = self.dp.gather(buckets), self.dp.reduce(buckets)

@@ -11,7 +11,8 @@ from megascale.core.rank import Rank
 from megascale.layout.blocks import block_spec
 from megascale.layout.chunks import fp8_layers
 from megascale.layout.recompute_policy import recompute_policy
-from megascale.plan.account.activations import ActivationSizes, block_bytes, embedding_bytes, head_bytes
+from megascale.plan.account.activations import block_bytes, embedding_bytes, head_bytes
+from megascale.plan.account.sizes import micro_batch_sizes
 from tests.marks import only_quick
 from tests.memory import held_bytes
 from tests.runs import FAMILIES, build_run, config_of, settings
@@ -53,7 +54,7 @@ SIZES = {"hidden_size": 128, "ffn_size": 256, "seq_length": 128, "num_layers": 3
 
 def saved_bytes(config: RunConfig) -> int:
     """Bytes saved for backward by a rank, per micro-batch."""
-    sizes, model, fp8 = ActivationSizes(config), config.model, fp8_layers(config)
+    sizes, model, fp8 = micro_batch_sizes(config), config.model, fp8_layers(config)
     recompute = recompute_policy(config.train, 0)
     blocks = (block_bytes(sizes, block_spec(model, n), n in fp8, recompute).saved for n in range(model.num_layers))
     return sum(blocks) + embedding_bytes(sizes).saved + head_bytes(sizes).saved

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from megascale.config.run import RunConfig
-from megascale.plan.account.flops import rank_flops
 from megascale.plan.account.memory import rank_memory
 from megascale.plan.account.traffic import step_traffic
 from tests.drawn import jobs, ranks_of
 from tests.marks import only_quick
+from tests.plan.account.executed_flops import rank_flops
 from tests.runs import LLAMA, config_of
 from tests.runs import settings as settings_of
 

@@ -18,10 +18,11 @@ from megascale.plan.account.attended import (
     expected_scores,
     scores_per_token,
 )
-from megascale.plan.account.flops import hardware_flops, rank_flops, token_flops
+from megascale.plan.account.flops import hardware_flops, token_flops
 from megascale.plan.account.memory import rank_memory
 from megascale.plan.simulate.profiles import hardware, stack
 from megascale.plan.simulate.step_time import estimate
+from tests.plan.account.executed_flops import rank_flops
 from tests.runs import GPT, LLAMA, config_of, settings
 
 SIZES = {"hidden_size": 256, "num_heads": 8, "seq_length": 700, "vocab_size": 512}
@@ -55,10 +56,11 @@ def test_a_row_of_documents_has_the_flops_of_each(window: Any, tmp_path: Path) -
 
 def test_without_an_expected_length_whole_rows_are_the_upper_bound(tmp_path: Path) -> None:
     plain, open_ended = configure(GPT, tmp_path), configure(GPT, tmp_path, data__mask="document")
-    assert expected_documents(plain) == expected_documents(open_ended) == [700]
-    assert expected_scores(plain) == scores_per_token(plain.model)
-    assert expected_documents(configure(GPT, tmp_path, **WITHIN)) == [150, 150, 150, 150, 100]
-    assert describe_documents(plain) == "" and "upper bound" in describe_documents(open_ended)
+    assert expected_documents(plain.model, plain.data) == expected_documents(open_ended.model, open_ended.data) == [700]
+    assert expected_scores(plain.model, plain.data) == scores_per_token(plain.model)
+    within = configure(GPT, tmp_path, **WITHIN)
+    assert expected_documents(within.model, within.data) == [150, 150, 150, 150, 100]
+    assert describe_documents(plain.data) == "" and "upper bound" in describe_documents(open_ended.data)
     assert "documents of 150 tokens" in summary(configure(GPT, tmp_path, **WITHIN))
 
 
@@ -83,6 +85,6 @@ def test_estimates_follow_the_documents(tmp_path: Path) -> None:
     estimates = [estimate(config, hardware("h100"), stack("megascale")) for config in (plain, within)]
     assert estimates[1].step_s < estimates[0].step_s
     shares = [found.mfu_full * found.step_s for found in estimates]
-    flops = [token_flops(config.model, expected_scores(config)).full for config in (plain, within)]
+    flops = [token_flops(config.model, expected_scores(config.model, config.data)).full for config in (plain, within)]
     assert shares[1] / shares[0] == pytest.approx(flops[1] / flops[0], rel=1e-9)
     assert hardware_flops(within).full == flops[1]

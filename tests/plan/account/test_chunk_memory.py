@@ -9,10 +9,10 @@ import pytest
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.plan.account.chunk_memory import chunk_memory, with_context
-from megascale.plan.account.flops import rank_flops
 from megascale.plan.account.memory import rank_memory
 from megascale.plan.account.traffic import step_traffic
 from megascale.plan.dryrun.dry_run import dry_run
+from tests.plan.account.executed_flops import rank_flops
 from tests.plan.account.test_against_dry_run import sent_by
 from tests.runs import LLAMA, config_of, settings
 

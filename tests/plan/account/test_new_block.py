@@ -18,19 +18,20 @@ from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.core.registry import Card
 from megascale.layout import blocks
-from megascale.layout.blocks import BlockSpec, ColumnParallel, NormSpec, ResidualAdd, RowParallel
+from megascale.layout.blocks import BlockSpec
 from megascale.layout.chunks import fp8_layers, fp8_weights
-from megascale.layout.tensors import layer_params
+from megascale.layout.parameters import layer_params, parameter_count
+from megascale.layout.parts.elementwise import NormSpec, ResidualAdd
+from megascale.layout.parts.linear import ColumnParallel, RowParallel
 from megascale.model.attention import Attention
 from megascale.model.mlp import MLP
 from megascale.model.modules import LayerContext, residual_dropout
 from megascale.model.modules import Norm as NormModule
 from megascale.parallel.microbatch import MicroBatch
-from megascale.plan.account.flops import rank_flops
 from megascale.plan.account.memory import rank_memory
-from megascale.plan.account.parameters import parameter_count
 from megascale.plan.account.traffic import step_traffic
 from tests.marks import only_quick
+from tests.plan.account.executed_flops import rank_flops
 from tests.plan.account.test_against_dry_run import sent_by
 from tests.runs import LLAMA, config_of, settings, train_curve, write_config
 from tests.worlds import run_world

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from megascale.plan.account.flops import rank_flops
 from megascale.plan.account.memory import rank_memory
 from megascale.plan.account.traffic import step_traffic
 from tests.marks import only_quick
+from tests.plan.account.executed_flops import rank_flops
 from tests.plan.account.test_against_dry_run import sent_by
 from tests.runs import GPT, LLAMA, config_of, settings
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from megascale.layout.blocks import block_spec
 from megascale.layout.chunks import fp8_layers
 from megascale.layout.recompute_policy import recompute_policy
 from megascale.layout.topology import Coord
-from megascale.plan.account.traffic import block_traffic, message_bytes, step_traffic
+from megascale.plan.account.sizes import message_bytes, micro_batch_sizes
+from megascale.plan.account.step_totals import step_totals
+from megascale.plan.account.traffic import block_traffic, step_traffic
 from tests.runs import FAMILIES, build_run, config_of, settings, traffic_of
 from tests.worlds import run_world
 
@@ -50,16 +53,15 @@ def test_collectives_of_a_layer_equal_the_event_log(case: str, tmp_path: Path) -
     more = {"train__precision": "fp32", **CASES[case]}
     tree = settings(FAMILIES["llama"] | WIDE, tmp_path, parallel__tp=2, batch__global=1, **more)
     config = config_of(tree, tmp_path)
-    planned = block_traffic(
-        config, block_spec(config.model, 0), bool(fp8_layers(config)), recompute_policy(config.train, 0)
-    )
+    sizes = replace(micro_batch_sizes(config), fp8=bool(fp8_layers(config)))
+    planned = block_traffic(sizes, block_spec(config.model, 0), recompute_policy(config.train, 0))
     logged = [
         (call.operation, call.bytes, call.text.split("/")[0].removesuffix(" 1"))
         for call in dry_run(config, 0).calls
         if call.group == "tp" and call.text.startswith("layer") and "weight" not in call.text
     ]
     expected = []
-    for sent in (sent for sent in planned if "weight" not in sent.label):
+    for sent in planned:
         expected += [(sent.operation, sent.bytes // sent.calls, f"layer 0 {sent.label}")] * sent.calls
     assert [(operation, size) for operation, size, _ in logged] == [(o, size) for o, size, _ in expected]
     assert all(text.startswith(label) for (_, _, text), (_, _, label) in zip(logged, expected, strict=True))
@@ -91,22 +93,22 @@ def test_messages_go_up_and_down_the_pipeline(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_the_totals_of_a_step_are_as_large_as_in_the_event_log(
-    more: dict[str, Any], count: int, tmp_path: Path
-) -> None:
+def test_the_totals_of_a_step_are_those_that_training_sums(more: dict[str, Any], count: int, tmp_path: Path) -> None:
     tree = settings(FAMILIES["llama"], tmp_path, parallel__dp=2, optimizer__warmup_steps=0, **more)
     config = config_of(tree, tmp_path)
-    (logged, _) = run_world(2, totals_of_a_step, config)
+    ((names, logged), _) = run_world(2, totals_of_a_step, config)
     calls, size = step_traffic(config, Coord())["world", "all_reduce"]
+    assert set(names) == set(step_totals(config)) and len(names) == count
     assert logged == size == 8 * count and calls == 1
 
 
-def totals_of_a_step(rank: Rank, config: Any) -> int:
-    """Bytes of the totals in the event log of a step."""
+def totals_of_a_step(rank: Rank, config: Any) -> tuple[list[str], int]:
+    """Names of a step's totals, and their bytes in the event log."""
     from megascale.train.step import train_step
 
     run = build_run(rank, config)
-    train_step(run, run.train_loader.batch(0))
+    totals = train_step(run, run.train_loader.batch(0)).totals
     run.buffers.finish_param_gather()
     run.train_loader.close()
-    return traffic_of(run, 1)["world"]["all_reduce"][1]
+    names = totals.keys() - {"grad_norm", "local_loss", "skipped"} | {"sq_norm"}  # what the step derives, and from what
+    return sorted(names), traffic_of(run, 1)["world"]["all_reduce"][1]

@@ -12,15 +12,49 @@ from hypothesis import strategies as st
 
 from megascale.config.batch_rampup import BatchSizes
 from megascale.core.errors import DataError
-from megascale.plan.search.batch_laws import CRITICAL_EXPONENT, Training, kaplan_critical
 from megascale.plan.search.batch_plan import (
+    CRITICAL_EXPONENT,
     MOST_LEVELS,
     NoiseCurve,
+    Training,
+    cost,
     critical_by_law,
     fit_rampup,
+    kaplan_critical,
+    predicted_loss,
     read_measured,
     steps_of,
+    training_of,
 )
+from tests.runs import GPT, config_of, settings
+
+
+def test_costs_are_a_hyperbola() -> None:
+    """(S / S_min - 1) (E / E_min - 1) = 1, and the critical batch doubles both."""
+    assert cost(100, 100) == (2, 2)
+    for batch in (1, 30, 100, 5000):
+        steps, tokens = cost(batch, 100)
+        assert (steps - 1) * (tokens - 1) == pytest.approx(1)
+
+
+def test_the_critical_batch_of_kaplan_et_al() -> None:
+    """A million tokens or two at the losses of large models (their section 5.1)."""
+    assert kaplan_critical(Training(1e9, 1e9, 6e9, loss=1.0)) == 2e8
+    assert 1e6 < kaplan_critical(Training(1e9, 1e9, 6e9, loss=2.8)) < 2e6
+
+
+def test_the_predicted_loss_is_that_of_chinchilla() -> None:
+    """70B parameters, 1.4T tokens: 1.936 by the formula; more tokens lower it."""
+    chinchilla = Training(1.4e12, 70e9, 6 * 70e9)
+    assert predicted_loss(chinchilla) == pytest.approx(1.936, abs=0.002)
+    assert kaplan_critical(chinchilla) > kaplan_critical(chinchilla.after(1e11))
+
+
+def test_a_training_has_the_tokens_of_its_steps(tmp_path: Path) -> None:
+    config = config_of(settings(GPT, tmp_path, batch__rampup=[2, 2, 12]), tmp_path)
+    steps = training_of(config)
+    assert steps.tokens == 16 * (2 + 2 + 4 + 6 + 6 * 8)
+    assert training_of(config, 5e9, 2.0) == Training(5e9, steps.parameters, steps.flops_per_token, 2.0)
 
 
 def test_noise_scales_are_interpolated_and_go_on_by_the_law() -> None:

@@ -11,19 +11,13 @@ from megascale.config.loading import load_config
 from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
 from megascale.core.registry import Card
-from megascale.layout.blocks import (
-    BlockSpec,
-    ColumnParallel,
-    NormSpec,
-    ResidualAdd,
-    RowParallel,
-    block_spec,
-    parts_of_type,
-    serial_block,
-)
+from megascale.layout.blocks import BlockSpec, block_spec, serial_block
+from megascale.layout.parts.elementwise import NormSpec, ResidualAdd
+from megascale.layout.parts.linear import RowParallel
+from megascale.layout.parts.times import PassTimes
 from megascale.layout.recompute_policy import NO_RECOMPUTE, RecomputePolicy
 from megascale.plan.simulate import profiles
-from megascale.plan.simulate.layer_time import LayerTimes, PassTimes, chunk_times
+from megascale.plan.simulate.layer_time import LayerTimes, chunk_times
 
 HARDWARE, STACK = profiles.hardware("h100"), profiles.stack("megascale")
 KEYS = ["model.num_layers=8", "parallel.pp=4", "parallel.vpp=1", "batch.global=16"]
@@ -61,14 +55,14 @@ def test_a_block_is_the_sum_of_its_parts() -> None:
     for kind in BLOCKS.names():
         config = config_of(f"model.block={kind}", "model.window=512")
         layers, described = layers_of(config), block_spec(config.model, 0)
-        total = sum((layers.part(part, False) for part in described), PassTimes())
+        total = sum((part.seconds(layers, False) for part in described), PassTimes())
         assert of(config) == total
         assert total.forward.total > 0 and total.backward.gemm == pytest.approx(2 * total.forward.gemm, rel=0.1)
 
 
 def test_a_new_kind_of_block_needs_only_a_description(ended_card: None) -> None:
     serial, third = config_of(), config_of("model.block=ended")
-    norm = layers_of(third).part(NormSpec("after"), False)
+    norm = NormSpec("after").seconds(layers_of(third), False)
     ours, theirs = of(serial), of(third)
     assert theirs.forward.elementwise == pytest.approx(ours.forward.elementwise + 2 * norm.forward.elementwise)
     assert theirs.backward.elementwise == pytest.approx(ours.backward.elementwise + 2 * norm.backward.elementwise)
@@ -80,7 +74,7 @@ def test_a_new_kind_of_block_needs_only_a_description(ended_card: None) -> None:
 def test_only_norms_before_column_parallel_layers_are_recomputed(ended_card: None) -> None:
     recompute = RecomputePolicy(norm=True)
     recomputed = [of(config_of(f"model.block={kind}"), recompute).backward.recompute for kind in ("serial", "sandwich")]
-    norm = layers_of(config_of()).part(NormSpec("any"), False).forward.elementwise
+    norm = NormSpec("any").seconds(layers_of(config_of()), False).forward.elementwise
     assert recomputed == pytest.approx([2 * norm, 2 * norm])
 
 
@@ -89,8 +83,8 @@ def test_full_recomputation_leaves_out_the_last_linear_layer(ended_card: None) -
     for kind, left_out in (("serial", True), ("sandwich", False)):
         config = config_of(f"model.block={kind}")
         base, full = of(config), of(config, RecomputePolicy(full=True))
-        *_, last = parts_of_type(block_spec(config.model, 0), RowParallel)
-        part = layers_of(config).part(last, False).forward
+        *_, last = (part for part in block_spec(config.model, 0) if isinstance(part, RowParallel))
+        part = last.seconds(layers_of(config), False).forward
         expected = base.forward.total - base.forward.tp - (part.total - part.tp) * left_out
         assert full.backward.recompute == pytest.approx(expected)
         assert full.backward.tp == pytest.approx(base.backward.tp + base.forward.tp - part.tp * left_out)
@@ -102,7 +96,7 @@ def test_tiles_repeat_all_but_the_last_gemm_of_the_mlp() -> None:
     tiles = RecomputePolicy(mlp_tiles=4)
     whole, tiled, full = of(config), of(config, tiles), of(config, RecomputePolicy(full=True))
     up, activation = block_spec(config.model, 0)[-4:-2]
-    first = sum((layers_of(config).part(part, False) for part in (up, activation)), PassTimes()).forward
+    first = sum((part.seconds(layers_of(config), False) for part in (up, activation)), PassTimes()).forward
     assert tiled.backward.recompute == pytest.approx(first.total - first.tp, rel=0.05)
     assert tiled.forward.total == pytest.approx(whole.forward.total, rel=0.05)
     gather = layers_of(config).exchange.gather()  # tiles have more latencies
@@ -133,12 +127,10 @@ def test_copies_to_host_memory_are_exposed_beyond_a_block() -> None:
 def test_linear_layers_of_a_group_share_collectives() -> None:
     config = config_of("model.block=parallel", "overlap.tp=false")
     layers = layers_of(config)
-    (columns,), (rows,) = (
-        list(parts_of_type(block_spec(config.model, 0), kind)) for kind in (ColumnParallel, RowParallel)
-    )
+    columns, rows = (part for part in block_spec(config.model, 0) if part.linears)
     gather = layers.exchange.gather()
     for group, gathers in ((columns, 3), (rows, 2)):
-        pair = layers.part(group, False)
+        pair = group.seconds(layers, False)
         assert pair.forward.tp + pair.backward.tp == pytest.approx(gathers * gather)  # a reduce-scatter takes as long
     assert of(config).forward.tp == pytest.approx(2 * gather)
 

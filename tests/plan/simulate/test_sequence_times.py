@@ -9,7 +9,7 @@ import pytest
 from megascale.config.loading import load_config
 from megascale.plan.account.chunk_memory import with_context
 from megascale.plan.simulate import profiles
-from megascale.plan.simulate.sequence_times import SequenceTimes, attention_seconds
+from megascale.plan.simulate.sequence_times import SequenceTimes
 from megascale.plan.simulate.step_time import StepParts
 
 HARDWARE, STACK = profiles.hardware("h100"), profiles.stack("megascale")
@@ -67,9 +67,9 @@ def test_long_sequences_hide_more_of_their_offload() -> None:
     assert replace(times, hardware=HARDWARE.model_copy(update={"device": unknown})).offloaded(8192, 1) == 0
 
 
-def test_attention_seconds_are_of_the_whole_stage() -> None:
+def test_seconds_of_attention_are_of_the_whole_stage() -> None:
     times = times_of()
     parts = StepParts(with_context(times.config, 8192), HARDWARE, STACK)
-    assert attention_seconds(times.stage) == pytest.approx(
+    assert times.stage.attention == pytest.approx(
         sum(p.forward.attention + p.backward.attention for p in parts.pairs.values())
     )

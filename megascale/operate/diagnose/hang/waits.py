@@ -199,7 +199,7 @@ def _state(records: Mapping[int, RankState], rank: int, key: str) -> GroupState 
 
 
 def _add_phases(graph: WaitGraph) -> None:
-    """Ranks that join the job wait for ranks that are not as far; ranks that are done, for the others."""
+    """Joining ranks wait for ranks behind them; ranks after their end wait for the rest."""
     records = graph.records
     if not records:
         return

@@ -1,4 +1,4 @@
-"""What slows a run down, by its event store; no torch needed. A module imports only those that come after it:
+"""Causes of a slow run, by its event store; no torch needed. A module imports only those that come after it:
 
 1. `findings`: all causes, each once
 2. `stragglers`, `slow_links`, `drift`, `loss_shares`: suspects, and what each cost

@@ -40,7 +40,7 @@ _WHOLE = " AND ".join((
       for ranks in ("count(DISTINCT rank)", "coalesce(any_value(with_parts), 0)")),
     "attempt = max(attempt) OVER (PARTITION BY step)",
 ))  # fmt: skip
-"""The condition, in SQL, that a step is of the last attempt that ran it, and has rows of all ranks."""
+"""The condition, in SQL, for a step of its last attempt with rows of all ranks."""
 
 STEP_COLUMNS = ("attempt", "rank", "step", "train_ns", "tags", "tokens", "flops")
 """Columns of `steps` that a cube is made of."""

@@ -1,8 +1,8 @@
-"""What the analyses of a slow run find: suspects and what they may cost, and findings; each names its culprit.
+"""Results of the analyses of a slow run: suspects with their possible cost, and findings; each names its culprit.
 
 - `SlowCulprit`: a rank, node, link, group, stage, or the whole job
 - `SlowCause`: a suspect, and the seconds by which the model says that it makes steps longer
-- `Finding`: a cause that cost enough to be told
+- `Finding`: a cause of high cost
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ WORDS: dict[FindingKind, str] = {
 
 @dataclass(frozen=True)
 class SlowCulprit:
-    """Who is slow. `ranks`: ascending; none for the job. `nodes`: the node, or both ends of a link between nodes; a
-    link between `ranks` has none. `stage`: of a stage. `axis`, `groups`: of groups, and their number.
+    """The slow part of a job. `ranks`: ascending; none for the job. `nodes`: the node, or both ends of a link between
+    nodes; none for a link between `ranks`. `stage`: of a stage. `axis`, `groups`: of groups, and their number.
     """
 
     kind: CulpritKind

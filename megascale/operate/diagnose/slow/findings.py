@@ -74,7 +74,7 @@ def findings(store: duckdb.DuckDBPyConnection) -> list[Finding]:
 
 
 def crowd_note(places: Places) -> str:
-    """Return that ranks share cores, and what that hides; "" if they do not."""
+    """Return a note on ranks with shared cores and its effect; "" without any."""
     hosts = [f"{ranks} ranks share {cores} core{'s' * (cores != 1)} of {host}" for host, ranks, cores in places.crowded]
     if not hosts:
         return ""

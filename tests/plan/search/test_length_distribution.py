@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from megascale.core.errors import ConfigError
-from megascale.layout.length_distribution import EXAMPLES, KINDS, of_lengths, parse_lengths
+from megascale.plan.search.length_distribution import KINDS, of_lengths, parse_lengths
 
 TOKENS = 4_000_000
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_has_its_tokens_within_the_context(kind: str) -> None:
-    lengths = parse_lengths(EXAMPLES[kind], 100_000)
+    lengths = parse_lengths(KINDS[kind].example, 100_000)
     step = lengths.step(np.random.default_rng(0), TOKENS)
     assert all(1 <= length <= 100_000 for length in step)
     assert TOKENS - 100_000 < sum(step) <= TOKENS

@@ -11,8 +11,9 @@ Lengths of any are cut at the context length.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,9 @@ from megascale.core.registry import closest_name
 
 Draw = Callable[[np.random.Generator, int], np.ndarray]
 """A number of lengths, as floats, drawn by a generator."""
+
+BLOCK = 4096
+"""Lengths drawn at a time."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,6 @@ class LengthDistribution:
                     return lengths
                 lengths.append(length)
                 total += length
-
-
-BLOCK = 4096
-"""Lengths drawn at a time."""
 
 
 def of_lengths(name: str, lengths: Sequence[int] | np.ndarray, longest: int) -> LengthDistribution:
@@ -72,37 +72,41 @@ def parse_lengths(text: str, longest: int) -> LengthDistribution:
         raise _mistake(text, f"there is no distribution '{kind}'", hint)
     try:
         values = {key.strip(): float(value) for key, value in (pair.split("=") for pair in rest.split(","))}
-        made = KINDS[kind](values)
+        return LengthDistribution(text, KINDS[kind].make(values), longest)
     except (ValueError, KeyError):
-        raise _mistake(text, f"the values of {kind} cannot be read", f"write it as {EXAMPLES[kind]}") from None
-    return LengthDistribution(text, made, longest)
+        raise _mistake(text, f"the values of {kind} cannot be read", f"write it as {KINDS[kind].example}") from None
 
 
-def _fixed(values: dict[str, float]) -> Draw:
+def _mistake(text: str, what: str, hint: str) -> ConfigError:
+    return ConfigError([Problem("command line", f"--lengths {text}", what, hint)])
+
+
+def _exactly(values: Mapping[str, float], *keys: str) -> list[float]:
+    """Return the values of keys. Raises: ValueError for other keys, and for values that are not above 0."""
+    if values.keys() != set(keys) or not all(0 < value < math.inf for value in values.values()):
+        raise ValueError(f"the keys are {', '.join(keys)}")
+    return [values[key] for key in keys]
+
+
+def _fixed(values: Mapping[str, float]) -> Draw:
     (length,) = _exactly(values, "length")
     return lambda generator, count: np.full(count, length)
 
 
-def _lognormal(values: dict[str, float]) -> Draw:
+def _lognormal(values: Mapping[str, float]) -> Draw:
     median, sigma = _exactly(values, "median", "sigma")
     return lambda generator, count: generator.lognormal(math.log(median), sigma, count)
 
 
-def _pareto(values: dict[str, float]) -> Draw:
+def _pareto(values: Mapping[str, float]) -> Draw:
     least, alpha = _exactly(values, "min", "alpha")
     return lambda generator, count: least * (1 + generator.pareto(alpha, count))
 
 
-def _shares(values: dict[str, float]) -> Draw:
-    ends = np.array([float(key) for key in values])
-    shares = np.array([*values.values()])
-    if (
-        not np.isfinite(ends).all()
-        or np.any(np.diff(ends) <= 0)
-        or ends[0] < 1
-        or np.any(shares < 0)
-        or not math.isclose(shares.sum(), 1, abs_tol=0.01)
-    ):
+def _shares(values: Mapping[str, float]) -> Draw:
+    ends, shares = np.array([float(key) for key in values]), np.array([*values.values()])
+    ascending = np.isfinite(ends).all() and np.all(np.diff(ends) > 0) and ends[0] >= 1
+    if not ascending or np.any(shares < 0) or not math.isclose(shares.sum(), 1, abs_tol=0.01):
         raise ValueError("lengths must be finite and ascend, and shares sum to 1")
     starts = np.array([max(1.0, ends[0] / 16), *ends[:-1]])
 
@@ -113,27 +117,16 @@ def _shares(values: dict[str, float]) -> Draw:
     return draw
 
 
-def _exactly(values: dict[str, float], *keys: str) -> list[float]:
-    """Return the values of keys. Raises: ValueError for other keys, and for values that are not above 0."""
-    if values.keys() != set(keys) or not all(0 < value < math.inf for value in values.values()):
-        raise ValueError(f"the keys are {', '.join(keys)}")
-    return [values[key] for key in keys]
+class Distribution(NamedTuple):
+    """A kind of distribution: `make` raises ValueError for values that it cannot have."""
+
+    make: Callable[[Mapping[str, float]], Draw]
+    example: str
 
 
-def _mistake(text: str, what: str, hint: str) -> ConfigError:
-    return ConfigError([Problem("command line", f"--lengths {text}", what, hint)])
-
-
-KINDS: dict[str, Callable[[dict[str, float]], Draw]] = {
-    "fixed": _fixed,
-    "lognormal": _lognormal,
-    "pareto": _pareto,
-    "shares": _shares,
-}
-
-EXAMPLES = {
-    "fixed": "fixed:length=4096",
-    "lognormal": "lognormal:median=2000,sigma=1.8",
-    "pareto": "pareto:min=500,alpha=1.2",
-    "shares": "shares:1024=0.9,32768=0.099,262144=0.001",
+KINDS = {
+    "fixed": Distribution(_fixed, "fixed:length=4096"),
+    "lognormal": Distribution(_lognormal, "lognormal:median=2000,sigma=1.8"),
+    "pareto": Distribution(_pareto, "pareto:min=500,alpha=1.2"),
+    "shares": Distribution(_shares, "shares:1024=0.9,32768=0.099,262144=0.001"),
 }

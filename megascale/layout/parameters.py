@@ -1,0 +1,64 @@
+"""The parameters of a model in the order of the network, which does not depend on the layout.
+
+Initialization, sharding, optimizers, FP8, checkpoints, parameter counts and memory all read these lists: of a layer
+(`layer_params`), of a pipeline stage (`stage_params`), of the full model (`all_params`, `parameter_count`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+
+from megascale.config.model import ModelConfig
+from megascale.layout.blocks import block_spec, distinct_blocks
+from megascale.layout.parts.elementwise import norm_params
+from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, ParamSpec, TensorSpec, matrix_param, vocabulary_param
+
+
+def layer_params(model: ModelConfig, index: int) -> list[ParamSpec]:
+    """The parameters of a transformer block, in the order of its parts (`layout.blocks`)."""
+    return [param for part in block_spec(model, index) for param in part.params(f"layers.{index}", model)]
+
+
+def embedding_params(model: ModelConfig) -> list[ParamSpec]:
+    """The parameters before the first layer."""
+    params = [vocabulary_param(TOKEN_EMBEDDING, model)]
+    if model.position == "learned":
+        name, shape = "embedding.position.weight", (model.position_rows, model.hidden_size)
+        params.append(matrix_param(name, TensorSpec(name, shape, std=model.init_std), kind="embedding"))
+    return params
+
+
+def head_params(model: ModelConfig) -> list[ParamSpec]:
+    """The parameters after the last layer. A tied head has the name of the token embedding."""
+    name = TOKEN_EMBEDDING if model.tie_embeddings else HEAD
+    return [*norm_params("final_norm", model), vocabulary_param(name, model)]
+
+
+def stage_params(model: ModelConfig, layers: range, first: bool, last: bool) -> list[ParamSpec]:
+    """The parameters of a pipeline stage, without duplicates: a stage with embedding and tied head has them once."""
+    params = embedding_params(model) if first else []
+    for index in layers:
+        params += layer_params(model, index)
+    if last:
+        names = {parameter.name for parameter in params}
+        params += [parameter for parameter in head_params(model) if parameter.name not in names]
+    return params
+
+
+def all_params(model: ModelConfig) -> list[ParamSpec]:
+    """The parameters of the full model."""
+    return stage_params(model, range(model.num_layers), first=True, last=True)
+
+
+def parameter_count(model: ModelConfig) -> int:
+    """Count the elements of the model's parameters, without padding; a tied embedding counts once."""
+    numbers = distinct_blocks(model)[1]
+    ends = _elements(stage_params(model, range(0), first=True, last=True))
+    layers = (count * _elements(layer_params(model, numbers.index(kind))) for kind, count in Counter(numbers).items())
+    return ends + sum(layers)
+
+
+def _elements(parameters: Iterable[ParamSpec]) -> int:
+    return sum(math.prod(tensor.shape) for parameter in parameters for tensor in parameter.parts)

@@ -1,0 +1,1 @@
+"""Parts of transformer blocks, each with all that is computed from it."""

@@ -1,0 +1,90 @@
+"""Norms, activation functions and residual additions: passes over memory without GEMMs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megascale.catalog.layers import NORMS
+from megascale.config.model import ModelConfig
+from megascale.layout.parts.microbatch_sizes import MicroBatchSizes, UnitBytes
+from megascale.layout.parts.part import Part, Surroundings
+from megascale.layout.parts.times import OperationTimes, PassTimes, Seconds
+from megascale.layout.recompute_policy import RecomputePolicy
+from megascale.layout.tensors import Init, ParamSpec, TensorSpec, vector_param
+
+
+@dataclass(frozen=True)
+class NormSpec(Part):
+    """A norm over the hidden size. `name`: path inside the block. `shares_input`: an earlier norm has the same input,
+    which both save for backward as a single tensor.
+    """
+
+    name: str
+    shares_input: bool = False
+
+    normalizes: ClassVar[bool] = True
+
+    def params(self, block: str, model: ModelConfig) -> list[ParamSpec]:
+        return norm_params(f"{block}.{self.name}", model)
+
+    def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
+        after_branch = at.before is not None and bool(at.before.results) and not self.shares_input
+        gradient = sizes.stream - sizes.branch if after_branch else -sizes.stream
+        saved = sizes.norm_saved - (sizes.stream if self.shares_input else 0)
+        return UnitBytes(saved, sizes.stream, sizes.norm_backward, gradient)
+
+    def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
+        return times.passes(2 * times.stream)
+
+    def recomputed_seconds(self, forward: Seconds, recompute: RecomputePolicy, after: Part | None) -> Seconds:
+        return forward if recompute.norm and after is not None and after.enters else Seconds()
+
+
+@dataclass(frozen=True)
+class ActivationSpec(Part):
+    """The activation function of an MLP: elements per token of its input and output."""
+
+    inputs: int
+    outputs: int
+
+    feeds_rows: ClassVar[bool] = True
+
+    def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
+        inputs, outputs = sizes.sharded(self.inputs), sizes.sharded(self.outputs)
+        gate = 2 * outputs if inputs > outputs else 0  # two tensors in the backward of SwiGLU
+        return UnitBytes(inputs, outputs, inputs + gate, inputs - outputs)
+
+    def recomputes_output(self, recompute: RecomputePolicy) -> bool:
+        return recompute.activation
+
+    def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
+        return times.passes(times.tokens * (self.inputs + self.outputs) // times.sizes.tp)
+
+    def recomputed_seconds(self, forward: Seconds, recompute: RecomputePolicy, after: Part | None) -> Seconds:
+        return forward if recompute.activation else Seconds()
+
+
+@dataclass(frozen=True)
+class ResidualAdd(Part):
+    """The addition of a branch to the residual stream, after dropout if the model has dropout."""
+
+    def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
+        return UnitBytes(sizes.mask, 2 * sizes.stream, 2 * sizes.branch, sizes.branch)
+
+    def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
+        return times.passes((7 if times.sizes.model.dropout else 3) * times.stream)
+
+
+def norm_params(name: str, model: ModelConfig) -> list[ParamSpec]:
+    """The parameters of a norm over the hidden size."""
+    shape = (model.hidden_size,)
+    params = [vector_param(f"{name}.weight", TensorSpec(f"{name}.weight", shape, init=gain_init(model)))]
+    if NORMS[model.norm].facts["bias"]:
+        params.append(vector_param(f"{name}.bias", TensorSpec(f"{name}.bias", shape, init="zeros")))
+    return params
+
+
+def gain_init(model: ModelConfig) -> Init:
+    """The initial value of a norm's stored gain: with an offset of 1, zero."""
+    return "zeros" if NORMS[model.norm].facts["offset"] else "ones"

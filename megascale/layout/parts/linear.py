@@ -1,0 +1,182 @@
+"""Linear layers that share their collectives over tp (`ColumnParallel`, `RowParallel`).
+
+For activations of W = s b h B bytes, with sequence parallelism (Korthikanti et al. 2022, 4.2):
+
+    column-parallel  all-gather W in forward, all-gather W for wgrad, reduce-scatter W of dgrad
+    row-parallel     reduce-scatter W in forward, all-gather W of the output's gradient
+
+Without sequence parallelism all-reduces replace the reduce-scatters, and no all-gathers are needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megascale.config.model import ModelConfig
+from megascale.layout.parts.microbatch_sizes import CAST, FP32, SCALE_BLOCK, CommOp, MicroBatchSizes, UnitBytes
+from megascale.layout.parts.part import LinearSpec, Part, Surroundings
+from megascale.layout.parts.times import OperationTimes, PassTimes
+from megascale.layout.tensors import ParamSpec, TensorSpec, matrix_param, vector_param
+
+
+@dataclass(frozen=True)
+class LinearGroup(Part):
+    """Parallel linear layers, which share their tp collectives and the FP8 copy of their common operand.
+
+    `sharded`: the dimension of a weight [outputs, inputs] that tp shards.
+    """
+
+    layers: tuple[LinearSpec, ...]
+
+    sharded: ClassVar[int]
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        return self.layers
+
+    @property
+    def fp8(self) -> bool:
+        """FP8 may run the GEMMs of the group: all of them, or none."""
+        allowed = {layer.fp8 for layer in self.layers}
+        assert len(allowed) == 1, f"{self.label}: all GEMMs of a group run in FP8, or none"
+        return allowed.pop()
+
+    @property
+    def label(self) -> str:
+        """The group's name in the event log, such as 'qkv and up'."""
+        return " and ".join(layer.label for layer in self.layers)
+
+    def params(self, block: str, model: ModelConfig) -> list[ParamSpec]:
+        params = (_params(f"{block}.{layer.name}", model, layer, self.sharded) for layer in self.layers)
+        return list(itertools.chain(*params))
+
+    def fp8_operands(self) -> Iterator[str]:
+        """The input, weight and output gradient of the layers. A common input or gradient is named by the first."""
+        for index, layer in enumerate(self.layers if self.fp8 else ()):
+            if index == 0 or self.sharded == 1:
+                yield f"{layer.name}.input"
+            yield f"{layer.name}.weight"
+            if index == 0 or self.sharded == 0:
+                yield f"{layer.name}.gradient"
+
+    def traffic(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
+        first, column = self.layers[0], self.sharded == 0
+        operand, label = ("gradient", f"{self.label} gradient") if backward else ("input", self.label)
+        width = 1 if sizes.grain == "tensor" or (sizes.grain and not backward) else sizes.compute
+        size = first.inputs if column else first.outputs
+        if column != backward:
+            yield from sizes.amaxes(f"{first.name}.{operand}", 1 if sizes.cut else 0, 0)
+            scales = {"row": 1, "block": size // SCALE_BLOCK}.get(sizes.grain, 0) if column else 0
+            yield from sizes.gather(f"{label} scales", sizes.rows, FP32 * scales)
+            yield from sizes.gather(label, sizes.rows, size * width, overlap=True)
+            return
+        for layer in self.layers:
+            yield from sizes.amaxes(f"{layer.name}.{operand}", 1, sizes.rows * sizes.batch)
+        if backward:  # for wgrad
+            yield from sizes.gather(f"{self.label} wgrad input", sizes.rows, size * width)
+        yield sizes.reduce(label, sizes.rows, size * sizes.compute, overlap=not backward)
+
+    def token_amaxes(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
+        """List the all-reduces over cp of amaxes; with scales per row they are those of the operands of wgrad."""
+        column, tp = self.sharded == 0, sizes.tp
+        inputs = [layer.inputs // (1 if column else tp) for layer in self.layers][: 1 if column else None]
+        gradients = [layer.outputs // (tp if column else 1) for layer in self.layers][: None if column else 1]
+        yield from sizes.token_amaxes(len(gradients if backward else inputs), inputs + gradients if backward else [])
+
+    def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
+        rows, columns = (times.sizes.tp, 1) if self.sharded == 0 else (1, times.sizes.tp)
+        shapes = [(layer.outputs // rows, layer.inputs // columns) for layer in self.layers]
+        return times.linears(shapes, fp8, enters=self.sharded == 0)
+
+
+@dataclass(frozen=True)
+class ColumnParallel(LinearGroup):
+    """Column-parallel layers of a common input X: tp rank i computes Y_i = X W_i^T, a shard of every layer's outputs.
+    With sequence parallelism X is all-gathered before the GEMMs.
+    """
+
+    sharded: ClassVar[int] = 0
+    enters: ClassVar[bool] = True
+
+    def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
+        return self.layer_bytes(sizes, at.before is not None and at.before.normalizes, not at.adds_gradient)
+
+    def layer_bytes(self, sizes: MicroBatchSizes, after_norm: bool, holds_gradient: bool = True) -> UnitBytes:
+        """Account for the layers. The input is all-gathered for wgrad while dgrad is reduce-scattered.
+
+        Without a norm before, the input is the residual stream, and dgrad is added to the gradient of the stream.
+        Without `holds_gradient` it is added to that of another part.
+        """
+        outputs = sizes.sharded(sum(layer.outputs for layer in self.layers))
+        recomputed = sizes.stream if after_norm and sizes.recompute.norm and not sizes.tensorwise else 0
+        casts = outputs // sizes.compute if sizes.fp8 else 0
+        wgrad = max(sizes.wgrad(layer.weight_numel, sizes.sharded(layer.outputs)) for layer in self.layers)
+        backward = recomputed + max(casts + 2 * sizes.gathered + sizes.stream + wgrad, CAST * casts)
+        saved = 0 if recomputed else sizes.stream // sizes.shrink
+        gradient = sizes.stream if after_norm and holds_gradient else 0
+        return UnitBytes(saved, sizes.gathered + outputs, backward, gradient - outputs)
+
+
+@dataclass(frozen=True)
+class RowParallel(LinearGroup):
+    """Row-parallel layers, each with a sharded input: Y = sum of X_i W_i^T over the layers and the tp ranks i. The sum
+    over tp is an all-reduce, or a reduce-scatter with sequence parallelism.
+    """
+
+    sharded: ClassVar[int] = 1
+
+    @property
+    def results(self) -> tuple[LinearSpec, ...]:
+        return self.layers
+
+    def recomputed_traffic(self, sizes: MicroBatchSizes, skipped: bool) -> list[CommOp]:
+        """List the collectives that full recomputation repeats: without the reduction of `skipped` layers."""
+        sent = list(self.traffic(sizes))
+        return sent[:-1] if skipped else sent
+
+    def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
+        return self.layer_bytes(sizes, at.sources, branch_gradient(sizes, at.after))
+
+    def layer_bytes(self, sizes: MicroBatchSizes, sources: Sequence[Part], result: int) -> UnitBytes:
+        """Account for the layers. The output's gradient is all-gathered from `result` bytes per rank."""
+        inputs = [sizes.sharded(layer.inputs) for layer in self.layers]
+        again = [not sizes.tensorwise and source.recomputes_output(sizes.recompute) for source in sources]
+        recomputed = sum(size for size, repeated in zip(inputs, again, strict=True) if repeated)
+        wgrad = max(sizes.wgrad(layer.weight_numel, size) for layer, size in zip(self.layers, inputs, strict=True))
+        reduced = sizes.full + (sizes.stream + sizes.full if sizes.cut else 0)
+        backward = recomputed + sum(inputs) + sizes.gathered + wgrad
+        saved = (sum(inputs) - recomputed) // sizes.shrink
+        return UnitBytes(saved, sizes.stream + recomputed + reduced, backward, sum(inputs) - result)
+
+
+def branch_gradient(sizes: MicroBatchSizes, after: Part | None) -> int:
+    """Size the gradient that a branch's result has of its own: before a norm, or with dropout."""
+    return sizes.stream if after is not None and after.normalizes else sizes.branch
+
+
+def _params(name: str, model: ModelConfig, linear: LinearSpec, dimension: int) -> list[ParamSpec]:
+    """The parameters of a linear layer, whose weight tp shards along `dimension`: 0 outputs, 1 inputs.
+
+    Row-parallel weights feed the residual stream, which sums 2 l branches in a network of l layers: their initial
+    standard deviation is divided by sqrt(2 l). muP divides by the root of the width.
+    """
+    ratio = model.width_ratio
+    std = model.init_std / math.sqrt(ratio * (1 if dimension == 0 else 2 * model.num_layers))
+    prefix, sharding = name.rpartition(".")[0], {"tp": dimension}
+    parts = [(f"{prefix}.{part}", rows) for part, rows in linear.parts]
+    weights = [
+        TensorSpec(
+            f"{part}.weight", (rows, linear.inputs), sharding, std=std, head_dim=linear.head_dim, width_ratio=ratio
+        )
+        for part, rows in parts
+    ]
+    params = [matrix_param(f"{name}.weight", *weights, fp8=linear.fp8)]
+    if linear.bias:
+        sharding = sharding if dimension == 0 else {}
+        biases = [TensorSpec(f"{part}.bias", (rows,), sharding, init="zeros") for part, rows in parts]
+        params.append(vector_param(f"{name}.bias", *biases, kind="bias"))
+    return params

@@ -1,0 +1,207 @@
+"""Sizes of a micro-batch on a rank (`MicroBatchSizes`), and what follows from them for a block's parts: collectives
+(`CommOp`) and bytes of activations (`UnitBytes`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from megascale.catalog.layers import NORMS
+from megascale.config.model import ModelConfig
+from megascale.layout.pieces import MIN_PIECE_BYTES
+from megascale.layout.recompute_policy import NO_RECOMPUTE, RecomputePolicy
+
+FP32 = 4
+"""Bytes of an FP8 scale or amax."""
+
+SCALE_BLOCK = 128
+"""Elements of a row with one FP8 scale in block-wise granularity (`ops.fp8`)."""
+
+CAST = 8
+"""Bytes of quantizing an element to FP8: fp32 before and after scaling."""
+
+
+class CommOp(NamedTuple):
+    """A collective or message in `group`. `bytes`: of the full tensor, sent in `calls` pieces. `label`: name in the
+    event log without the layer. `times`: repetitions in a step or a micro-batch.
+    """
+
+    group: str
+    operation: str
+    bytes: int
+    label: str
+    calls: int = 1
+    times: int = 1
+
+
+class UnitBytes(NamedTuple):
+    """Bytes of a unit, or of a block's part: `saved` for backward; transient peaks of `forward`, of `backward` and of
+    `casting` weights to FP8; `gradient`, the input's gradient minus the output's. `elements`: weights of the unit.
+    """
+
+    saved: int
+    forward: int
+    backward: int
+    gradient: int = 0
+    elements: int = 0
+    casting: int = 0
+
+
+@dataclass(frozen=True)
+class MicroBatchSizes:
+    """A micro-batch of `batch` sequences, of which a rank has `rows` tokens each. `cut`: sequence parallelism cuts the
+    residual stream over `tp`; `pieces`: most chunks of a collective that overlaps with a GEMM. Bytes of an element:
+    `compute` dtype, `wide` accumulation dtype. `cp_heads`, `cp_keys`: ranks that exchange heads, and keys, by an
+    all-gather if `gathers`; `key_parts`: times that a rank attends to some of the keys. `documents`: their expected
+    lengths in a row with a document mask. `granularity` of FP8 scales, from the tensor itself if `current`; `fp8`: the
+    linear layers run FP8 GEMMs.
+    """
+
+    model: ModelConfig
+    batch: int
+    rows: int
+    tp: int
+    cut: bool
+    pieces: int
+    compute: int
+    wide: int
+    cp_heads: int
+    cp_keys: int
+    key_parts: int
+    gathers: bool
+    documents: Sequence[int]
+    granularity: str
+    current: bool
+    fp8: bool = False
+    recompute: RecomputePolicy = NO_RECOMPUTE
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the micro-batch."""
+        return self.batch * self.rows
+
+    @property
+    def local(self) -> int:
+        """Tokens of the rank's residual stream."""
+        return self.tokens // self.parts
+
+    @property
+    def grain(self) -> str:
+        """The granularity of FP8 scales; empty in other dtypes."""
+        return self.granularity if self.fp8 else ""
+
+    @property
+    def parts(self) -> int:
+        """Shards of the residual stream over tp."""
+        return self.tp if self.cut else 1
+
+    @property
+    def narrow(self) -> bool:
+        """The compute dtype has fewer bytes than the accumulation dtype."""
+        return self.compute < self.wide
+
+    @property
+    def tensorwise(self) -> bool:
+        """One FP8 scale serves forward and wgrad, so saved inputs shrink to FP8."""
+        return self.grain == "tensor"
+
+    @property
+    def shrink(self) -> int:
+        """The factor by which saved inputs of linear layers shrink."""
+        return self.compute if self.tensorwise else 1
+
+    @cached_property
+    def full(self) -> int:
+        """Bytes of the residual stream for all tokens."""
+        return self.tokens * self.model.hidden_size * self.compute
+
+    @cached_property
+    def stream(self) -> int:
+        """Bytes of the residual stream for the rank's tokens."""
+        return self.local * self.model.hidden_size * self.compute
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of an all-gathered residual stream."""
+        return self.full if self.cut else 0
+
+    @property
+    def branch(self) -> int:
+        """Bytes of the gradient of a residual branch, with dropout."""
+        return self.stream if self.model.dropout else 0
+
+    @property
+    def mask(self) -> int:
+        """Bytes of a dropout mask, one an element."""
+        return self.branch // self.compute
+
+    @cached_property
+    def norm_saved(self) -> int:
+        """Bytes that a norm saves: input and statistics."""
+        return self.stream + self.local * self.wide * (2 if NORMS[self.model.norm].facts["mean"] else 1)
+
+    @cached_property
+    def norm_backward(self) -> int:
+        """Transient bytes of a norm's backward."""
+        rms = not NORMS[self.model.norm].facts["mean"]
+        if not self.narrow:
+            return (3 if rms else 1) * self.stream
+        wide_stream = self.local * self.model.hidden_size * self.wide
+        return (4 if rms else 3) * wide_stream + (self.stream if rms else 0)
+
+    def of_tile(self, tiles: int) -> MicroBatchSizes:
+        """Return the sizes of the largest of `tiles` of tokens, without recomputation."""
+        rows = math.ceil(self.rows // self.parts / tiles) * self.parts
+        return replace(self, rows=rows, recompute=NO_RECOMPUTE)
+
+    def sharded(self, width: int) -> int:
+        """Bytes of a tensor [tokens, width / tp]."""
+        return self.tokens * width // self.tp * self.compute
+
+    def wgrad(self, weight_numel: int, nbytes: int) -> int:
+        """Size wgrad's result and, in FP8, the operands of `full` and `nbytes` bytes quantized along the tokens."""
+        elements = weight_numel // self.tp
+        if not self.fp8:
+            return elements * self.compute if self.narrow else 0
+        first, second = self.full // self.compute, nbytes // self.compute
+        cast = 1 if self.tensorwise else CAST + self.compute
+        result = elements * self.wide * (3 if self.grain == "block" else 1)  # two partial results and their sum
+        return max(cast * first, first + max(cast * second, second + result))
+
+    def gather(self, label: str, rows: int, width: int, overlap: bool = False) -> list[CommOp]:
+        """All-gather `rows` positions of `width` bytes, if `cut`. `overlap`: with a GEMM, in pieces."""
+        return [self._collective("all_gather", label, rows, width, overlap)] if self.cut and width else []
+
+    def reduce(self, label: str, rows: int, width: int, overlap: bool = False) -> CommOp:
+        """Reduce-scatter `rows` positions of `width` bytes if `cut`, else all-reduce."""
+        return self._collective("reduce_scatter" if self.cut else "all_reduce", label, rows, width, overlap)
+
+    def amaxes(self, operand: str, tensors: int, rows: int) -> list[CommOp]:
+        """All-reduce an FP8 operand's amaxes over tp, by granularity: of `tensors`, of `rows`, or none."""
+        count = {"tensor": tensors, "row": rows}.get(self.grain, 0) if self.current else 0
+        return [CommOp("tp", "all_reduce", count * FP32, f"{operand} amax")] if count else []
+
+    def token_amaxes(self, tensors: int, rows: list[int]) -> Iterator[CommOp]:
+        """All-reduce amaxes whose scales cover a micro-batch's tokens over cp: of `tensors`, or of `rows` of each."""
+        counts = {"tensor": [1] * tensors, "row": rows}.get(self.grain, []) if self.current else []
+        groups = [group for group, ranks in (("cp.heads", self.cp_heads), ("cp.keys", self.cp_keys)) if ranks > 1]
+        return (CommOp(group, "all_reduce", FP32 * count, "amax") for count in counts for group in groups)
+
+    def _collective(self, operation: str, label: str, rows: int, width: int, overlap: bool) -> CommOp:
+        nbytes = rows * self.batch * width
+        pieces = max(1, min(self.pieces, nbytes // self.parts // MIN_PIECE_BYTES)) if overlap else 1
+        return CommOp("tp", operation, nbytes, label, min(pieces, rows // self.parts))
+
+
+def walk(parts: Sequence[UnitBytes], gradient: int) -> tuple[int, int, int]:
+    """Walk backward through parts, from a result's `gradient`: bytes saved, and the peaks of forward and backward."""
+    forward, backward, released = 0, gradient, 0
+    for part in reversed(parts):
+        forward = max(forward, part.forward - released)
+        backward = max(backward, gradient + part.backward - released)
+        gradient, released = gradient + part.gradient, released + part.saved
+    return released, forward, backward

@@ -1,0 +1,182 @@
+"""A part of a transformer block (`Part`), which answers for its own parameters, FLOPs, traffic, memory and time.
+
+A block is a tuple of parts in forward order (`layout.blocks`). What is computed from a block asks its parts and never
+their kind, so that a new kind of part is one class. Sizes are before tensor parallelism shards the weights.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from megascale.config.model import ModelConfig
+from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes, UnitBytes
+from megascale.layout.parts.times import OperationTimes, PassTimes, Seconds
+from megascale.layout.recompute_policy import RecomputePolicy
+from megascale.layout.tensors import ParamSpec
+
+Scores = Mapping[int | None, tuple[float, float]]
+"""Scores of a head in the two conventions, full and causal, by the layer's window; None for full attention."""
+
+
+@dataclass(frozen=True)
+class TokenFlops:
+    """FLOPs per token. `linear`: GEMMs with weights, including the head; `full_attention`, `causal_attention`: the two
+    GEMMs of attention, Q K^T and P V.
+    """
+
+    linear: float = 0.0
+    full_attention: float = 0.0
+    causal_attention: float = 0.0
+
+    @property
+    def full(self) -> float:
+        """FLOPs with the full attention matrix, or the full window of every query."""
+        return self.linear + self.full_attention
+
+    @property
+    def causal(self) -> float:
+        """FLOPs with the unmasked scores only."""
+        return self.linear + self.causal_attention
+
+    def __add__(self, other: TokenFlops) -> TokenFlops:
+        return TokenFlops(*map(sum, zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """A linear layer: a GEMM [tokens, inputs] x [inputs, outputs].
+
+    `name`: path inside the block, such as 'attention.qkv'. `label`: name in the event log. `parts`: logical parts of
+    the weight with their rows, stacked along dimension 0. `fp8`: FP8 may run this GEMM; a router, for example, stays
+    in the compute dtype. `bias`: the layer has a bias. `head_dim`: rows of an attention head, of which the parts are
+    stacks; None for other layers.
+    """
+
+    name: str
+    label: str
+    inputs: int
+    parts: tuple[tuple[str, int], ...]
+    fp8: bool = True
+    bias: bool = False
+    head_dim: int | None = None
+
+    @property
+    def outputs(self) -> int:
+        """Output features: rows of the weight [outputs, inputs]."""
+        return sum(rows for _, rows in self.parts)
+
+    @property
+    def weight_numel(self) -> int:
+        """Elements of the weight."""
+        return self.outputs * self.inputs
+
+
+class AttentionCore(NamedTuple):
+    """The scores of attention: `heads` of `width`. `window`: keys visible to a query; None for all earlier
+    positions. `softcap`: the scores have a soft cap.
+    """
+
+    heads: int
+    width: int
+    window: int | None
+    softcap: bool
+
+    def block_window(self, s: int) -> int | None:
+        """The window by which torch computes scores in blocks of queries; None for all scores of s tokens at once."""
+        return self.window or (s if self.softcap else None)
+
+
+class Surroundings(NamedTuple):
+    """A part's place in a block: the parts `before` and `after`, and the `sources` of the next row-parallel layers'
+    inputs. `adds_gradient`: a part of the block adds its input's gradient to that of column-parallel layers.
+    """
+
+    before: Part | None
+    after: Part | None
+    sources: tuple[Part, ...]
+    adds_gradient: bool
+
+
+class Part(ABC):
+    """A part without parameters, GEMMs and communication; subclasses answer for what they have.
+
+    `normalizes`: a norm, whose output the next part may recompute. `enters`: such a part, that begins a branch.
+    `feeds_rows`: the output is an input of the next row-parallel layers.
+    """
+
+    normalizes: ClassVar[bool] = False
+    enters: ClassVar[bool] = False
+    feeds_rows: ClassVar[bool] = False
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """The linear layers."""
+        return ()
+
+    @property
+    def results(self) -> tuple[LinearSpec, ...]:
+        """The row-parallel layers at the end, whose sum is the result of a branch."""
+        return ()
+
+    @property
+    def core(self) -> AttentionCore | None:
+        """The attention core, if the part is one."""
+        return None
+
+    @property
+    def adds_gradient(self) -> bool:
+        """The gradient of the input is added to the one that earlier column-parallel layers return."""
+        return False
+
+    def params(self, block: str, model: ModelConfig) -> list[ParamSpec]:
+        """The parameters. `block`: name of the block."""
+        return []
+
+    def fp8_operands(self) -> Iterable[str]:
+        """The operands that FP8 quantizes, such as 'mlp.up.weight'."""
+        return ()
+
+    def flops(self, scores: Scores) -> TokenFlops:
+        """Count the FLOPs of a forward per token. `scores`: per token."""
+        return TokenFlops(2 * sum(layer.weight_numel for layer in self.linears))
+
+    def recomputed_weights(self, full: bool, skipped: bool) -> int:
+        """Count the elements of weights whose GEMMs backward repeats. `full`: of the entire block, but for layers that
+        are `skipped`.
+        """
+        return sum(layer.weight_numel for layer in self.linears) if full and not skipped else 0
+
+    def traffic(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
+        """List the collectives over tp of a forward or a backward, for a micro-batch."""
+        yield from ()
+
+    def recomputed_traffic(self, sizes: MicroBatchSizes, skipped: bool) -> list[CommOp]:
+        """List the collectives over tp that full recomputation repeats. `skipped`: without the result of the part."""
+        return list(self.traffic(sizes))
+
+    def context_traffic(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
+        """List the exchanges of context parallelism of a forward or a backward, for a micro-batch."""
+        yield from ()
+
+    def token_amaxes(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
+        """List the all-reduces over cp of FP8 amaxes whose scales cover the tokens of a micro-batch."""
+        yield from ()
+
+    @abstractmethod
+    def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
+        """Account for the activations of a micro-batch."""
+
+    def recomputes_output(self, recompute: RecomputePolicy) -> bool:
+        """Backward recomputes the output in place of saving it as the input of row-parallel layers."""
+        return False
+
+    @abstractmethod
+    def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
+        """Time a micro-batch, with exposed communication. `fp8`: the linear layers run FP8 GEMMs."""
+
+    def recomputed_seconds(self, forward: Seconds, recompute: RecomputePolicy, after: Part | None) -> Seconds:
+        """Return the part of a `forward` that selective recomputation repeats. `after`: the next part."""
+        return Seconds()

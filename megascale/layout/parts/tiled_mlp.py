@@ -1,0 +1,83 @@
+"""An MLP that runs on one tile of a micro-batch's tokens at a time (`TiledMLP`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from megascale.layout.parts.elementwise import ActivationSpec
+from megascale.layout.parts.linear import ColumnParallel, RowParallel, branch_gradient
+from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes, UnitBytes, walk
+from megascale.layout.parts.part import LinearSpec, Part, Surroundings
+from megascale.layout.parts.times import OperationTimes, PassTimes, Seconds
+from megascale.layout.pieces import split_rows
+
+
+@dataclass(frozen=True)
+class TiledMLP(Part):
+    """An MLP in `tiles` of tokens, each with the collectives of its linear layers. `after_norm`: a norm is directly
+    before it. `shares_input`: attention's layers have the same input, which is saved once.
+    """
+
+    columns: ColumnParallel
+    activation: ActivationSpec
+    rows: RowParallel
+    tiles: int
+    after_norm: bool
+    shares_input: bool
+
+    enters: ClassVar[bool] = True
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        return self.columns.layers + self.rows.layers
+
+    @property
+    def results(self) -> tuple[LinearSpec, ...]:
+        return self.rows.layers
+
+    @property
+    def adds_gradient(self) -> bool:
+        return self.shares_input
+
+    def recomputed_weights(self, full: bool, skipped: bool) -> int:
+        """Count the elements whose GEMMs backward repeats: of the first layers by the tiles, and of the whole MLP by a
+        full recomputation that does not skip it.
+        """
+        first = sum(layer.weight_numel for layer in self.columns.layers)
+        return first + super().recomputed_weights(full, skipped)
+
+    def traffic(self, sizes: MicroBatchSizes, backward: bool = False) -> Iterator[CommOp]:
+        """List the collectives of the tiles; the backward of a tile repeats the first layers."""
+        for tile in split_rows(sizes.rows // sizes.parts, self.tiles):
+            of_tile = replace(sizes, rows=(tile.stop - tile.start) * sizes.parts)
+            yield from self.columns.traffic(of_tile)
+            yield from self.rows.traffic(of_tile, backward)
+            yield from self.columns.traffic(of_tile, backward) if backward else ()
+
+    def recomputed_traffic(self, sizes: MicroBatchSizes, skipped: bool) -> list[CommOp]:
+        return [] if skipped else super().recomputed_traffic(sizes, skipped)
+
+    def memory(self, sizes: MicroBatchSizes, at: Surroundings) -> UnitBytes:
+        """Account for the tiles: the input is saved, unless a norm recomputes it, and the result and the input's
+        gradient are whole. The backward of a tile begins with its recomputation.
+        """
+        tile, recomputed = sizes.of_tile(self.tiles), self.after_norm and sizes.recompute.norm
+        activation = self.activation.memory(tile, at)
+        rows = self.rows.layer_bytes(tile, [self.activation], 0)
+        saved, forward, backward = walk([self.columns.layer_bytes(tile, after_norm=True), activation, rows], 0)
+        again = saved + max(forward, backward) + (tile.stream if recomputed else 0)
+        kept = 0 if recomputed or self.shares_input else sizes.stream
+        gradient = (sizes.stream if self.after_norm else 0) - branch_gradient(sizes, at.after)
+        return UnitBytes(kept, sizes.stream + saved + forward, sizes.stream + again, gradient)
+
+    def seconds(self, times: OperationTimes, fp8: bool) -> PassTimes:
+        """Time the tiles. The backward of a tile repeats its forward, or where a stack stops early all of it but the
+        last GEMM.
+        """
+        tile = times.in_tiles(self.tiles)
+        first, last = self.columns.seconds(tile, fp8) + self.activation.seconds(tile, fp8), self.rows.seconds(tile, fp8)
+        again = first.forward + (Seconds() if times.stops_early else last.forward)
+        repeated = Seconds(recompute=again.total - again.tp, tp=again.tp)
+        return (first + last + PassTimes(Seconds(), repeated)) * self.tiles

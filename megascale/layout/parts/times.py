@@ -1,0 +1,95 @@
+"""Seconds of a block's parts by cause, and the operations that they are made of (`OperationTimes`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes
+
+
+class _Sum:
+    """Field-wise addition and scaling."""
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    def __mul__(self, factor: float) -> Self:
+        return type(self)(*(value * factor for value in vars(self).values()))
+
+
+@dataclass(frozen=True)
+class Seconds(_Sum):
+    """Seconds of a rank by cause. `host`: waits for launches; `tp`, `cp`, `dp`: exposed communication, for dp of
+    ZeRO-3; `offload`: exposed copies of block inputs to and from host memory.
+    """
+
+    gemm: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    recompute: float = 0.0
+    host: float = 0.0
+    tp: float = 0.0
+    cp: float = 0.0
+    dp: float = 0.0
+    offload: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+
+@dataclass(frozen=True)
+class PassTimes(_Sum):
+    """A forward and a backward."""
+
+    forward: Seconds = Seconds()
+    backward: Seconds = Seconds()
+
+    @property
+    def total(self) -> float:
+        return self.forward.total + self.backward.total
+
+    @property
+    def attention(self) -> float:
+        """The seconds of attention, forward and backward, and of all that is recomputed, which may have attention."""
+        return self.forward.attention + self.backward.attention + self.backward.recompute
+
+
+class OperationTimes(Protocol):
+    """Times of the operations of a micro-batch of `sizes` on a tensor-parallel rank (`plan.simulate.layer_time`), or of
+    a tile of it, with `tokens`, and `stream` elements of the residual stream on the rank. `stops_early`: recomputation
+    ends before the last GEMM, whose result has no use.
+    """
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def stream(self) -> int: ...
+
+    @property
+    def stops_early(self) -> bool: ...
+
+    @property
+    def sizes(self) -> MicroBatchSizes: ...
+
+    def in_tiles(self, tiles: int) -> OperationTimes:
+        """Return the times of one of `tiles` of the tokens."""
+
+    def passes(self, elements: float, backward: int = 2) -> PassTimes:
+        """Time element-wise operations with `elements` moved in forward, and `backward` times as many in backward."""
+
+    def linears(self, shapes: Iterable[tuple[int, int]], fp8: bool, enters: bool) -> PassTimes:
+        """Time linear layers [outputs, inputs] of this rank with a common collective over tp: on the input (`enters`),
+        or on the output.
+        """
+
+    def sums(self, nbytes: int) -> PassTimes:
+        """Time exposed all-reduces over tp of `nbytes`, one in forward and one in backward."""
+
+    def attention(self, heads: int, window: int | None, width: int, exchanges: Sequence[Iterable[CommOp]]) -> PassTimes:
+        """Time attention of `heads` of `width` over all ranks, with the `exchanges` of context parallelism in forward
+        and in backward.
+        """

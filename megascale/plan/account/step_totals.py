@@ -1,0 +1,43 @@
+"""The totals of a step (`train.step`): names of the fp64 values that one all-reduce sums over the job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megascale.catalog.data_policies import DATA_POLICIES
+from megascale.config.model import ModelConfig
+from megascale.config.run import RunConfig
+from megascale.plan.account.attended import windows_of
+
+EVERY_STEP = ("loss", "tokens", "stops", "ranks_written", "ranks_failed", "sq_norm")
+NOISE_SCALE = ("first_sq_norm", "first_tokens", "first_sq_tokens")
+DATASET_LOSSES, DATASET_TOKENS = "loss of dataset", "tokens of dataset"
+"""Vectors with an element for every dataset, of policies that use losses."""
+
+
+def step_totals(config: RunConfig) -> list[str]:
+    """Name the totals of a step: those of every run, and of features. Plug-ins may add totals of their own; those of a
+    noise scale that is not measured in every step are left out.
+    """
+    d, names = config.data, list(EVERY_STEP)
+    if config.batch.rampup is not None:
+        names.append("samples")
+    if config.train.noise_scale_every == 1:
+        names += NOISE_SCALE
+    if d.mask == "document":
+        names += [name for pair in score_totals(config.model).values() for name in pair]
+    if d.policy and DATA_POLICIES[d.policy].facts.get("uses_losses"):
+        datasets = range(len(d.train or ()))
+        names += [vector_name(total, number) for total in (DATASET_LOSSES, DATASET_TOKENS) for number in datasets]
+    return names
+
+
+def score_totals(model: ModelConfig) -> Mapping[int | None, tuple[str, str]]:
+    """Name the totals of attention's scores in both conventions, full and causal, by window."""
+    shown = {window: window or "all" for window in windows_of(model)}
+    return {window: (f"scores full {name}", f"scores causal {name}") for window, name in shown.items()}
+
+
+def vector_name(total: str, index: int) -> str:
+    """The name of the sum of an element of a vector."""
+    return f"{total} {index}"
