@@ -120,7 +120,8 @@ def test_a_launcher_starts_without_numpy(name: str, tmp_path: Path) -> None:
         (  # before its ranks start; gRPC never
             "megascale.operate.driver.one_host",
             (
-                "megascale.operate.channel.rpc",
+                "megascale.operate.channel.driver_server",
+                "megascale.operate.channel.agent_channel",
                 "megascale.operate.store.collector",
                 "megascale.operate.health.checks",
                 "megascale.operate.diagnose.hang.hang",

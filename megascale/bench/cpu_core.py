@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from megascale.bench.cost_fit import Measurement
 
@@ -79,7 +78,9 @@ def measure_attention(dtype: torch.dtype, *, backward: bool) -> list[Measurement
 
 
 def _measure_attention(heads: int, keys: int, width: int, dtype: torch.dtype, backward: bool) -> Measurement:
-    q, k, v = (_leaf(heads, keys, width, dtype) for _ in range(3))
+    # random leaves [1, heads, keys, head_dim], in memory [keys, heads, head_dim] as in a layer
+    drawn = (torch.randn(keys, 1, heads, width).to(dtype).permute(1, 2, 0, 3) for _ in range(3))
+    q, k, v = (tensor.requires_grad_() for tensor in drawn)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     grad = torch.randn(heads * keys * width).to(dtype).view_as(out)
     one_key_flops = 2 * 2 * heads * keys * width * (2.5 if backward else 1)  # backward recomputes the scores
@@ -93,8 +94,3 @@ def _measure_attention(heads: int, keys: int, width: int, dtype: torch.dtype, ba
 
     amounts = one_key_flops * keys / 2, one_key_flops, one_key_flops * keys / 2 / width
     return Measurement(amounts, time_calls(backward_pass if backward else forward_pass))
-
-
-def _leaf(heads: int, keys: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Random leaf [1, heads, keys, head_dim], in memory [keys, heads, head_dim] as in a layer."""
-    return torch.randn(keys, 1, heads, width).to(dtype).permute(1, 2, 0, 3).requires_grad_()

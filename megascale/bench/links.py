@@ -73,7 +73,10 @@ class LinkCost:
 
 def measure_links(device: Device, rank: int, world: int, sizes: Sequence[int], repeats: int = 20) -> list[LinkTiming]:
     """Time every operation with every size among all ranks of an initialised job. A rank returns its own timings."""
-    tensor, pipeline = (_mesh(device, topology, rank) for topology in (Topology(tp=world), Topology(pp=world)))
+    tensor, pipeline = (
+        open_mesh(topology, rank, tied=False, recorder=Recorder(device.timer(), enabled=False))
+        for topology in (Topology(tp=world), Topology(pp=world))
+    )
     pipeline.p2p.connect(device.torch_device, looped(world, 1).links)
     timings = []
     for operation in OPERATIONS:
@@ -84,10 +87,6 @@ def measure_links(device: Device, rank: int, world: int, sizes: Sequence[int], r
             seconds = [passed / halves for passed in _time(work, device, tensor, repeats)]
             timings.append(LinkTiming(operation, world, 4 * numel, Quartiles.from_values(seconds)))
     return timings
-
-
-def _mesh(device: Device, topology: Topology, rank: int) -> Mesh:
-    return open_mesh(topology, rank, tied=False, recorder=Recorder(device.timer(), enabled=False))
 
 
 def _operation_fn(operation: str, tensor: Mesh, pipeline: Mesh, full: torch.Tensor) -> Callable[[], object]:

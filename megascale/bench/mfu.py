@@ -212,7 +212,8 @@ def table(speed: MfuResult) -> str:
         *_utilisation(speed),
     ]
     if shares := [f"{name:<13} {share:6.1%}" for name, share in speed.kernels.items() if share >= 5e-4]:
-        lines += ["", "share of a step's time", *_columns(shares)]
+        rows = ["    ".join(shares[start : start + 4]) for start in range(0, len(shares), 4)]
+        lines += ["", "share of a step's time", *rows]
     return "\n".join(lines)
 
 
@@ -237,7 +238,3 @@ def _utilisation(speed: MfuResult) -> list[str]:
 
 def _row(name: str, cells: list[str]) -> str:
     return f"{name:16}" + "".join(f"{cell:>16}" for cell in cells)
-
-
-def _columns(cells: list[str], width: int = 4) -> list[str]:
-    return ["    ".join(cells[start : start + width]) for start in range(0, len(cells), width)]

@@ -62,37 +62,37 @@ def measure_mfu(
     try:
         bench = _Bench(rank, device, steps, log)
         _check_memory(config_with_layers(config, 1) if fit else config, device)
-        with _explain_out_of_memory(config):
+        with _explain_out_of_memory(config.name, config.model.num_layers):
             fit_result = bench.fit_layers(config, full_model.num_layers) if fit else None
         if fit_result is not None:
             config = config_with_layers(config, fit_result.layers)
             check_rules(config, f"--layers fit: {fit_result.layers} of {full_model.num_layers} layers")
-        with _explain_out_of_memory(config):
+        with _explain_out_of_memory(config.name, config.model.num_layers):
             return bench.time_and_profile(config, full_model, fit_result)
     finally:
         init.shutdown_distributed()
 
 
 @contextmanager
-def _explain_out_of_memory(config: RunConfig) -> Iterator[None]:
+def _explain_out_of_memory(name: str, layers: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        raise _too_large(config) from error
+        raise _too_large(name, layers) from error
 
 
 def _check_memory(config: RunConfig, device: Device) -> None:
     """Refuse a model that exceeds a CPU's free memory: there, no out-of-memory error is raised."""
     needed, free = fullest_rank(config).total, device.free_memory()
     if device.is_cpu and needed > free:
-        raise _too_large(config, f": it needs {format_bytes(needed)}, {format_bytes(free)} are free")
+        why = f": it needs {format_bytes(needed)}, {format_bytes(free)} are free"
+        raise _too_large(config.name, config.model.num_layers, why)
 
 
-def _too_large(config: RunConfig, why: str = "") -> MegascaleError:
-    layers = config.model.num_layers
-    message = f"{config.name} with {layers} layer{'s' if layers > 1 else ''} does not fit in the device's memory{why}"
+def _too_large(name: str, layers: int, why: str = "") -> MegascaleError:
+    message = f"{name} with {layers} layer{'s' if layers > 1 else ''} does not fit in the device's memory{why}"
     fewer = "give --layers fit, fewer layers, or " if layers > 1 else "give "
     return MegascaleError(message, hint=f"{fewer}a smaller batch.micro")
 

@@ -6,7 +6,8 @@
 - Oversubscription (`turn_s`): a job with two ranks per core is timed; the excess over the planner's estimate is divided
   by the number of collectives and messages. Interleaved steps of single ranks give the machine's speed at that time.
 
-`measure_oversubscribed` and `measure_profile` run on all ranks of a job, `fit_profile` fits the profile.
+`measure_oversubscribed` and `measure_profile` run on all ranks of a job, `fit_profile` fits the profile, and
+`write_profile` writes it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +31,7 @@ from megascale.comm.mesh import Mesh, open_mesh, single_process_mesh
 from megascale.comm.totals import device_barrier
 from megascale.config.run import RunConfig
 from megascale.core.errors import MegascaleError
+from megascale.core.files import write_text
 from megascale.core.process import usable_cores
 from megascale.core.rank import Rank
 from megascale.device import Device
@@ -350,6 +353,24 @@ def _add_step_costs(machine: MeasuredProfile, name: str, steps: Sequence[Measure
     measured |= {"elementwise": rate_of_cost(byte), "layer_s": layer}
     if first:
         device["bandwidth"], machine.tree["stack"]["attained"]["step_s"] = rate_of_cost(once[0]), once[1]
+
+
+def write_profile(path: Path, tree: Mapping[str, Any], heading: str) -> None:
+    """Write a profile's nested tables below a comment, atomically.
+
+    Raises: OSError
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [*(f"# {line}" for line in heading.splitlines()), *_toml_lines(tree, "")]
+    write_text(path, "\n".join(lines) + "\n")
+
+
+def _toml_lines(tree: Mapping[str, Any], table: str) -> Iterator[str]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _toml_lines(value, f"{table}{key}.")
+        else:
+            yield f"{table}{key} = {f'{value:.4g}' if isinstance(value, float) else str(value).lower()}"
 
 
 def table(machine: MeasuredProfile) -> str:

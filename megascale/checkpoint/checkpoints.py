@@ -24,12 +24,12 @@ from megascale.comm.mesh import Mesh
 from megascale.config.model import ModelConfig
 from megascale.config.toml_writer import config_changes
 from megascale.config.train import CheckpointConfig
-from megascale.core.copies_folder import copies_folder, remove_copies
 from megascale.core.files import exists
-from megascale.core.run_folder import TOKEN, read_token, write_token
+from megascale.core.run_folder import TOKEN, copies_folder, read_token, write_token
 from megascale.core.storage import Location
 from megascale.device import Device
 from megascale.operate.channel.secret import job_secret
+from megascale.operate.node.stored_copies import remove_copies
 from megascale.parallel.stateful import Stateful
 
 if TYPE_CHECKING:

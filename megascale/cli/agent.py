@@ -48,7 +48,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     os.environ.update(GRPC_DEFAULTS | os.environ)
-    from megascale.operate.channel.rpc import AgentChannel  # imports gRPC, which reads these variables
+    from megascale.operate.channel.agent_channel import AgentChannel  # imports gRPC, which reads these variables
     from megascale.operate.channel.streams import tls_from_environment
     from megascale.operate.node.agent import Agent, leave_process
     from megascale.operate.node.observed_ranks import ObservedRanks

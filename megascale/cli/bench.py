@@ -10,6 +10,7 @@ from megascale.bench import mfu
 from megascale.catalog.presets import PRESETS
 from megascale.cli import bench_ranks
 from megascale.cli.argument_types import at_least, non_negative_int, positive_int
+from megascale.cli.main import sentence
 from megascale.cli.notes import print_progress
 from megascale.config.loading import check_rules, load_config, load_config_tree
 from megascale.config.model import ModelConfig
@@ -43,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
 def _add_mfu(benchmarks: Any) -> None:
     help_line = "time real training steps on one device: tokens/s, MFU, memory, and time by kind of kernel"
     about = (mfu.__doc__ or "").partition("\n\n")[2]  # the paragraph on slices
-    one = benchmarks.add_parser("mfu", help=help_line, description=f"{help_line[0].upper()}{help_line[1:]}. {about}")
+    one = benchmarks.add_parser("mfu", help=help_line, description=f"{sentence(help_line)} {about}")
     which = one.add_mutually_exclusive_group(required=True)
     which.add_argument("--preset", metavar="NAME", help="a preset model, on random tokens in bf16")
     which.add_argument("--config", metavar="FILE", help="a run's TOML file")
@@ -125,7 +126,7 @@ def _slice_model(config: RunConfig, layers: int, total_layers: int) -> RunConfig
 
 def _add_gemm(benchmarks: Any) -> None:
     help_line = "measure the GEMM throughput of this device, by shape and dtype"
-    one = benchmarks.add_parser("gemm", help=help_line, description=f"{help_line[0].upper()}{help_line[1:]}.")
+    one = benchmarks.add_parser("gemm", help=help_line, description=sentence(help_line))
     one.add_argument(
         "--sizes", nargs="+", type=_size, metavar="MxKxN", help="x [m, k] times weight [n, k] (default: squares, and "
         "on a GPU the GEMMs of llama3-8b and gpt3-175b with micro-batches of 8,192 tokens)",

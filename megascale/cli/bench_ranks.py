@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megascale.bench.profile_writer import write_profile
 from megascale.cli.argument_types import at_least, positive_int
+from megascale.cli.main import sentence
 from megascale.cli.notes import print_progress
 from megascale.config.profile_files import THIS_MACHINE, path_of
 from megascale.core.errors import ConfigError, Problem
@@ -36,7 +36,7 @@ SEVERAL = at_least(2, "communication needs two ranks or more")
 def add_links(benchmarks: Any) -> None:
     """Declare the arguments of `bench links`."""
     help_line = "measure bandwidth and latency of training's collectives and messages between ranks of this host"
-    one = benchmarks.add_parser("links", help=help_line, description=f"{help_line[0].upper()}{help_line[1:]}.")
+    one = benchmarks.add_parser("links", help=help_line, description=sentence(help_line))
     one.add_argument(
         "--processes", type=SEVERAL, metavar="N", help="ranks, 2 or more (default: one per GPU, or per core)"
     )
@@ -65,7 +65,7 @@ def run_links(options: argparse.Namespace) -> int:
 def add_profile(benchmarks: Any) -> None:
     """Declare the arguments of `bench profile`."""
     help_line = "measure a hardware profile of this machine's processor, for plan --hardware this"
-    one = benchmarks.add_parser("profile", help=help_line, description=f"{help_line[0].upper()}{help_line[1:]}.")
+    one = benchmarks.add_parser("profile", help=help_line, description=sentence(help_line))
     one.add_argument(
         "--processes", type=SEVERAL, metavar="N", help="concurrent ranks, 2 or more (default: one per core)"
     )
@@ -108,7 +108,7 @@ def run_profile(options: argparse.Namespace) -> int:
         measured = profile.measure_profile(device, rank.rank, rank.world_size, log, oversubscribed=oversubscribed)
         if measured is None:
             return
-        write_profile(output, measured.tree, _heading(device, rank.world_size, measured))
+        profile.write_profile(output, measured.tree, _heading(device, rank.world_size, measured))
         if options.json:
             print(json.dumps({"output": str(output), **profile.as_json(measured)}))
         else:

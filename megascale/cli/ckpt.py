@@ -163,7 +163,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _copies(options: argparse.Namespace) -> int:
-    from megascale.core.stored_copies import stored_copies
+    from megascale.operate.node.stored_copies import stored_copies
 
     run, rows = options.run and options.run.resolve(), []
     for one in stored_copies(options.memory_dir):

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from megascale.cli.argument_types import at_least
 from megascale.core.errors import ConfigError, Exit, Problem
-from megascale.core.network import LOOPBACK
-from megascale.core.rank import NODE_VARIABLE, Rank, rank_from_environment
+from megascale.core.network import LOOPBACK, address_toward
+from megascale.core.rank import NODE_VARIABLE, Rank, rank_from_environment, rendezvous_endpoint
 from megascale.core.units import format_bytes, format_flops
 from megascale.operate.channel.secret import SECRET_VARIABLE, new_secret
 from megascale.operate.health.checks.result import CheckResult
@@ -92,7 +92,9 @@ def _diagnose_hosts(rank: Rank, plan: DiagnosisPlan) -> Diagnosis | None:
     from megascale.operate.channel.secret import job_secret
 
     store = open_store(rank, job_secret(None), datetime.timedelta(seconds=START_S))
-    store.set(f"rank/{rank.rank}", json.dumps([rank.host, _address(), rank.local_rank]))
+    endpoint = rendezvous_endpoint()
+    address = address_toward(endpoint[0]) if endpoint else LOOPBACK
+    store.set(f"rank/{rank.rank}", json.dumps([rank.host, address, rank.local_rank]))
     told = [json.loads(text) for text in store.multi_get([f"rank/{other}" for other in range(rank.world_size)])]
     hosts = {index: str(host) for index, (host, _, local_rank) in enumerate(told) if local_rank == 0}
     slots = max(local_rank for _, _, local_rank in told) + 1
@@ -105,22 +107,15 @@ def _diagnose_hosts(rank: Rank, plan: DiagnosisPlan) -> Diagnosis | None:
             asyncio.run(_obey(store, rank.rank))
         return None
     finally:
-        _leave_together(store, rank)
+        store.set(f"left/{rank.rank}", "")
+        if rank.rank == 0:  # it has the store
+            store.wait([f"left/{other}" for other in range(rank.world_size)])
 
 
 def _unique_names(hosts: Mapping[int, str]) -> dict[int, str]:
     """Name nodes by their hosts; containers and testbeds may have several of one name."""
     several = {name for name in hosts.values() if list(hosts.values()).count(name) > 1}
     return {index: f"{name}#{index}" if name in several else name for index, name in hosts.items()}
-
-
-def _address() -> str:
-    """Return the address of this host toward rank 0."""
-    from megascale.core.network import address_toward
-    from megascale.core.rank import rendezvous_endpoint
-
-    endpoint = rendezvous_endpoint()
-    return address_toward(endpoint[0]) if endpoint else LOOPBACK
 
 
 async def _direct(
@@ -166,13 +161,6 @@ async def _value(store: JobStore, key: str, timeout_s: float) -> bytes | None:
             return None
         await asyncio.sleep(_POLL_S)
     return store.get(key)
-
-
-def _leave_together(store: JobStore, rank: Rank) -> None:
-    """Keep rank 0, which has the store, until all ranks are done."""
-    store.set(f"left/{rank.rank}", "")
-    if rank.rank == 0:
-        store.wait([f"left/{other}" for other in range(rank.world_size)])
 
 
 def table(diagnosis: Diagnosis) -> list[str]:

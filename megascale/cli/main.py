@@ -13,9 +13,9 @@ from types import ModuleType
 import megascale
 from megascale.cli.standard_streams import discard_unwritable_output, open_closed_streams
 from megascale.cli.text_encoding import escape_output, name_files_in_utf8
+from megascale.cli.torch_import import torch_import_problem
 from megascale.core.errors import ConfigError, Exit, MegascaleError, Problem
 from megascale.core.registry import closest_name
-from megascale.core.torch_import import torch_import_problem
 
 COMMANDS = {
     "check": "find every mistake of a configuration, without launching anything",
@@ -50,16 +50,21 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"megascale {megascale.__version__}")
     subparsers = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, help_line in COMMANDS.items():
-        sub = subparsers.add_parser(name, help=help_line, description=help_line[0].upper() + help_line[1:] + ".")
+        sub = subparsers.add_parser(name, help=help_line, description=sentence(help_line))
         if name == command:
             command_module(name).add_arguments(sub)
     if command in SECOND_COMMANDS:
         help_line = SECOND_COMMANDS[command]
-        sub = subparsers.add_parser(command, description=help_line[0].upper() + help_line[1:] + ".")
+        sub = subparsers.add_parser(command, description=sentence(help_line))
         command_module(command).add_arguments(sub)
     if command in HIDDEN_COMMANDS:
         command_module(command).add_arguments(subparsers.add_parser(command))
     return top
+
+
+def sentence(help_line: str) -> str:
+    """Return a line of help as a sentence, for the head of a command's own help."""
+    return f"{help_line[0].upper()}{help_line[1:]}."
 
 
 def command_module(command: str) -> ModuleType:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from megascale.cli.main import add_config_arguments
+from megascale.cli.torch_import import torch_import_problem
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.config.time_rules import unknown_ranks
@@ -24,7 +25,6 @@ from megascale.core.limits import os_error_hint, raise_soft_limits
 from megascale.core.process import die_with_parent
 from megascale.core.rank import STORE_VARIABLE, Rank, local_world_size, on_one_host, rank_from_environment
 from megascale.core.run_folder import LOGS, TOKEN_VARIABLE, check_known, read_token
-from megascale.core.torch_import import torch_import_problem
 from megascale.operate.diagnose.hang import flight
 from megascale.operate.node import environment
 from megascale.operate.node.failure import write_end, write_error

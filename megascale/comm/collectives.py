@@ -20,8 +20,8 @@ from torch import Tensor
 from megascale.comm.group import Group
 from megascale.comm.p2p_collectives import P2PTransport, reduce_in_rank_order, same_storage_start
 from megascale.comm.work import COMPLETED, Work
-from megascale.core.label import Label, LabelLike
 from megascale.layout.pieces import split_rows
+from megascale.record.label import Label, LabelLike
 
 
 def all_reduce(group: Group, tensor: Tensor, op: str = "sum", *, label: LabelLike = "", wait: bool = True) -> Work:

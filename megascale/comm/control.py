@@ -33,10 +33,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megascale.comm.shared_memory import host_key
 from megascale.core.errors import LostPeerError
-from megascale.core.label import Label
 from megascale.core.process import process_exists
 from megascale.core.rank import MAX_RANKS_NAMED, format_ranks
 from megascale.core.wait_notice import WaitNotice
+from megascale.record.label import Label
 from megascale.record.layout import CONTROL
 from megascale.record.log import RankLog
 

@@ -18,8 +18,8 @@ from megascale.comm.lost_peer import lost_peer_error
 from megascale.comm.p2p_collectives import P2PTransport
 from megascale.comm.work import LostWork, TransportWork
 from megascale.core.errors import LostPeerError
-from megascale.core.label import Label, LabelLike
 from megascale.device import Mark
+from megascale.record.label import Label, LabelLike
 from megascale.record.recorder import EventRecord, Recorder
 
 

@@ -18,8 +18,8 @@ from megascale.comm.group import Group, TrackedWork
 from megascale.comm.progress import work_wrapper
 from megascale.comm.timeout import Timeout
 from megascale.comm.work import TransportWork, WrapWork
-from megascale.core.label import LabelLike
 from megascale.layout.stages import Link
+from megascale.record.label import LabelLike
 
 Channel = tuple[int, int]
 """Sender and receiver."""

@@ -21,8 +21,10 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from megascale.comm.store import JobStore
-from megascale.core.errors import ConfigError, LostPeerError, Problem
+from megascale.core.errors import ConfigError, LostPeerError, MegascaleError, Problem
+from megascale.core.limits import os_error_hint
 from megascale.core.network import LOOPBACK, address_toward, is_loopback, listen, listen_as
+from megascale.core.process import module_command
 from megascale.core.rank import STORE_VARIABLE, Rank, launcher_store, on_one_host, rendezvous_endpoint
 from megascale.core.run_folder import TOKEN_VARIABLE
 from megascale.core.wait_notice import WaitNotice, wait_notices
@@ -65,8 +67,6 @@ def open_store(rank: Rank, secret: bytes, timeout: datetime.timedelta) -> JobSto
     place = _place(rank, timeout)
     server, connect_s = None, timeout.total_seconds()
     if place.listener is not None:
-        from megascale.operate.channel.store_server import start_server  # of rank 0 alone
-
         server = start_server(place.listener, secret)
         place.listener.close()
         connect_s = max(connect_s, SERVER_START_S)
@@ -83,6 +83,24 @@ def open_store(rank: Rank, secret: bytes, timeout: datetime.timedelta) -> JobSto
         raise LostPeerError(text, peers=[0], hint=hint) from None
     atexit.register(_leave, store, server)  # torch keeps no reference to an object of Python, only to its C++ half
     return store
+
+
+def start_server(listener: socket.socket, secret: bytes) -> subprocess.Popen[bytes]:
+    """Start the process that serves the store at `listener`. It ends with this process, or with its standard input.
+
+    Raises: MegascaleError if it cannot be started
+    """
+    descriptor = listener.fileno()
+    command = module_command("megascale.operate.channel.store_server", str(descriptor), str(os.getpid()))
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[descriptor], start_new_session=True)
+    except OSError as error:
+        what = f"the process of the job's store cannot be started: {error.strerror}"
+        raise MegascaleError(what, hint=os_error_hint(error, "free memory on the host")) from None
+    assert process.stdin is not None
+    process.stdin.write(secret.hex().encode() + b"\n")
+    process.stdin.flush()
+    return process
 
 
 def _leave(store: JobStore, server: subprocess.Popen[bytes] | None) -> None:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megascale.comm.group import Group
 from megascale.comm.shared_memory import host_key
-from megascale.core.label import Label, LabelLike
 from megascale.device import Device
+from megascale.record.label import Label, LabelLike
 
 T = TypeVar("T")
 

@@ -65,7 +65,7 @@ def process_limits() -> tuple[int, int]:
     return _limits(resource.RLIMIT_NPROC)
 
 
-def raise_soft_limits(open_files: int) -> None:
+def raise_soft_limits(open_files: int = sys.maxsize) -> None:
     """Raise the soft limit of open files to `open_files`, and of processes to the hard limit, as far as hard limits
     allow. Child processes inherit the limits.
     """

@@ -8,13 +8,14 @@ which it goes on in a folder made anew (`RunFolder.restore`).
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
+import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megascale.core.copies_folder import copies_folder
 from megascale.core.errors import CheckpointError
 from megascale.core.files import exists, write_text
 from megascale.core.limits import os_error_hint
@@ -88,6 +89,16 @@ class LostFolderError(CheckpointError):
     def __init__(self, folder: Path) -> None:
         what = f"the run's folder {folder} is lost: it was renamed or removed, or its file system is not mounted"
         super().__init__(what, hint="mount it or put it back, then launch the job once more")
+
+
+def copies_folder(parent: Path, run_id: str, token: Path, node: str = "") -> Path:
+    """Return the folder of a run's copies in memory on a host, or on a node, of which a host may have several:
+    parent/megascale-UID/KEY, and node-NAME in it. `parent`: of all runs of all users; the key follows from the id in
+    the run's token and from the path of that file, `token`.
+    """
+    key = hashlib.sha256(f"{run_id} {token}".encode()).hexdigest()[:16]
+    of_run = parent / f"megascale-{os.geteuid()}" / key
+    return of_run / f"node-{re.sub(r'[^A-Za-z0-9.-]', '_', node)}" if node else of_run
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from megascale.catalog.layers import NORMS
-from megascale.core.label import Label
 from megascale.model.modules import LayerContext, Linear, Norm
 from megascale.ops.core_attention import AttentionMask
 from megascale.ops.rope import layer_rope, rope_at, rope_table
@@ -18,6 +17,7 @@ from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Recomputation, recompute_in_backward
 from megascale.parallel.sharded_norm import sharded_rms_norms
 from megascale.parallel.tensor import column_parallel_linear, row_parallel_linear
+from megascale.record.label import Label
 
 
 class Attention(nn.Module):

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megascale.core.label import Label
 from megascale.model.attention import Attention
 from megascale.model.mlp import MLP
 from megascale.model.modules import LayerContext, Norm, residual_dropout
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.tensor import column_parallel_linears, row_parallel_linears
+from megascale.record.label import Label
 
 
 class SerialBlock(nn.Module):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megascale.core.label import Label
 from megascale.model.modules import LayerContext, Linear
 from megascale.parallel.recompute import Recomputation, recomputation
 from megascale.parallel.tensor import column_parallel_linear, row_parallel_linear
 from megascale.parallel.tiles import run_in_tiles
+from megascale.record.label import Label
 
 
 class MLP(nn.Module):

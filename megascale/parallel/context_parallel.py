@@ -24,12 +24,12 @@ from torch import Tensor
 
 from megascale.comm.collectives import all_to_all
 from megascale.comm.group import Group
-from megascale.core.label import Label
 from megascale.layout.sequence_shard import SequenceShard
 from megascale.ops.boundaries import Boundaries
 from megascale.ops.core_attention import AttentionMask, CoreAttention
 from megascale.ops.partial_attention import PartialAttention
 from megascale.parallel.kv_exchange import AllGatherKV, RingKV, VisibleScores, attend_to_all
+from megascale.record.label import Label
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,6 @@ from megascale.comm.mesh import Mesh
 from megascale.comm.totals import max_over_job, sum_over_job
 from megascale.config.backends import Fp8Config
 from megascale.config.model import ModelConfig
-from megascale.core.label import Label
 from megascale.device import profiler_range
 from megascale.layout.blocks import block_spec, fp8_operands
 from megascale.layout.chunks import fp8_weights
@@ -43,6 +42,7 @@ from megascale.parallel.grad_accumulation import accumulate_grad
 from megascale.parallel.linear_gemms import HIGH_PRECISION_GEMMS, LinearGemms, Operand, OperandName
 from megascale.parallel.stateful import GlobalTensor, TensorShard
 from megascale.parallel.tp_overlap import TensorParallel
+from megascale.record.label import Label
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from torch import Tensor
 from megascale.comm.collectives import all_gather, reduce_scatter, send_on
 from megascale.comm.group import Group
 from megascale.comm.work import COMPLETED, Work
-from megascale.core.label import Label
 from megascale.layout.mask_blocks import MaskBlocks, mask_blocks
 from megascale.layout.sequence_shard import Spans, TokenSpan, count
 from megascale.ops.boundaries import Boundaries
 from megascale.ops.partial_attention import Accumulator, AttentionResult, Gradients, PartialAttention
+from megascale.record.label import Label
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from megascale.comm.collectives import all_reduce, labelled_pieces
-from megascale.core.label import FORWARD, Label
 from megascale.layout.loss import loss_chunks
 from megascale.ops.cross_entropy import CrossEntropy, Targets
 from megascale.parallel.grad_accumulation import accumulate_wgrad
 from megascale.parallel.linear_gemms import WeightOperand
 from megascale.parallel.tp_overlap import TensorParallel, all_gather_matmul
 from megascale.parallel.vocabulary import VocabularyRange
+from megascale.record.label import FORWARD, Label
 
 LABEL = Label("head", direction=FORWARD)
 """Event label of the head's collectives."""

@@ -32,11 +32,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megascale.comm.collectives import all_gather
 from megascale.comm.group import Group, TrackedWork
 from megascale.comm.mesh import Mesh
-from megascale.core.label import Label
 from megascale.layout.stages import Placement
 from megascale.parallel.backward import run_backward
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
+from megascale.record.label import Label
 from megascale.schedule.dependencies import Neighbours, neighbours
 from megascale.schedule.ir import COMPUTE_KINDS, SERVED, Action, Kind, RankSchedule, ScheduleError
 

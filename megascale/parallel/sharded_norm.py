@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megascale.comm.collectives import all_reduce
-from megascale.core.label import Label
 from megascale.ops.norm import widened
 from megascale.parallel.tp_overlap import TensorParallel
+from megascale.record.label import Label
 
 
 def sharded_rms_norms(

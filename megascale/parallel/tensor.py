@@ -33,12 +33,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.core.label import Label, LabelLike
 from megascale.ops.quantized import Quantized
 from megascale.parallel.grad_accumulation import accumulate_bias_grad
 from megascale.parallel.linear_gemms import LinearGemms, Operand, WeightOperand, flatten_tokens
 from megascale.parallel.recompute import Recomputation
 from megascale.parallel.tp_overlap import LinearParams, TensorParallel, all_gather_matmul, matmul_reduce_scatter
+from megascale.record.label import Label, LabelLike
 
 
 def column_parallel_linear(

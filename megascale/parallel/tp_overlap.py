@@ -38,10 +38,10 @@ from megascale.comm.collectives import (
 )
 from megascale.comm.group import Group
 from megascale.comm.work import COMPLETED, Work
-from megascale.core.label import Label
 from megascale.layout.pieces import MAX_GPU_P2P_RANKS, MAX_PIECES, MIN_GPU_GEMM_ROWS, MIN_PIECE_BYTES, max_pieces
 from megascale.ops.quantized import Quantized
 from megascale.parallel.linear_gemms import HIGH_PRECISION_GEMMS, LinearGemms, Operand, WeightOperand
+from megascale.record.label import Label
 
 SCALE_ALIGNMENT = 4
 """Row scales in 16 bytes: cuBLAS requires the fp32 row scales of a GEMM to be aligned to 16 bytes."""

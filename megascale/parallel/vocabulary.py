@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.core.label import FORWARD, Label
 from megascale.ops.embedding_rows import lookup
 from megascale.parallel.grad_accumulation import accumulate_embedding_grad
 from megascale.parallel.tp_overlap import TensorParallel
+from megascale.record.label import FORWARD, Label
 
 LABEL = Label("embedding", direction=FORWARD)
 """Event label of the embedding's collectives."""

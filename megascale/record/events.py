@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from megascale.core.label import Label
+from megascale.record.label import Label
 
 COMPUTE = "compute"
 """The axis of compute actions."""
@@ -34,7 +34,7 @@ class Event:
 
     `axis`: COMPUTE, or the axis of parallelism (tp, cp, dp, pp, tied, world). `name`: the action, or the collective or
     point-to-point operation. `chunk` and `microbatch`: -1 for work that belongs to no model chunk or micro-batch.
-    `part`, `layer`, `stage`, `direction`: the tensor's label (`core.label.Label`).
+    `part`, `layer`, `stage`, `direction`: the tensor's label (`record.label.Label`).
 
     Communications also have their `group`, their `sequence` number in the group, the `bytes` of the full tensor, the
     global rank of the `peer` of a point-to-point message (else -1), the time of `issue`, and `waits`: the spans in

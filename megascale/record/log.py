@@ -24,11 +24,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from megascale.core.label import Label
-from megascale.core.start_parts import StartParts
 from megascale.record import layout
 from megascale.record.events import COMPUTE, HOST_AXIS
+from megascale.record.label import Label
 from megascale.record.layout import COLLECTIVE, EVENT, OPEN, PHASES, PLACE_BYTES, PLACES_OFFSET, UNSTORED, WORD, Phase
+from megascale.record.start_parts import StartParts
 from megascale.record.tables import LogTables
 
 HEARTBEAT_S = 0.25

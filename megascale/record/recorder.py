@@ -17,8 +17,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from megascale.core.label import Label, LabelLike
 from megascale.record.events import COMPUTE
+from megascale.record.label import Label, LabelLike
 from megascale.record.layout import COLLECTIVE, MESSAGE_KINDS, Phase
 from megascale.record.log import Handle, RankLog
 

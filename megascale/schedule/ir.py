@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from megascale.core.errors import Exit, MegascaleError
-from megascale.core.label import BACKWARD, FORWARD
+from megascale.record.label import BACKWARD, FORWARD
 
 
 class ScheduleError(MegascaleError):

@@ -73,7 +73,7 @@ def run_rank(config: RunConfig, rank: Rank, open_weights: OpenWeights, log: Rank
 
 
 def _say_copies(config: RunConfig) -> None:
-    from megascale.core.stored_copies import copies_notice
+    from megascale.operate.node.stored_copies import copies_notice
 
     with contextlib.suppress(OSError):
         if notice := copies_notice(Path(config.checkpoint.memory_dir), config.folder):

@@ -24,9 +24,9 @@ from megascale.comm.work import LateWork, TransportWork
 from megascale.config.injection import Fault, parse_injection
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Problem
-from megascale.core.label import Label, LabelLike
 from megascale.core.rank import Rank
 from megascale.operate.node.inject import Injector, describe, stop_process, strike
+from megascale.record.label import Label, LabelLike
 from megascale.record.recorder import EventRecord
 from megascale.schedule.ir import COMPUTE_KINDS, Kind
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from megascale.core.start_parts import StartPart
+from megascale.record.start_parts import StartPart
 from megascale.train.run import Hook
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascale.bench.checks import device_gemm, known_gemm, tiny_step
-from megascale.bench.checks.known_gemm import PRIME, wrong_elements
+from megascale.bench.checks import device as device_checks
+from megascale.bench.checks import tiny_step
+from megascale.bench.checks.device import PRIME, wrong_elements
 from megascale.core.rank import Rank
 from megascale.device import Device
 from megascale.layout.topology import topology_of
@@ -55,19 +56,19 @@ def test_one_wrong_operand_spoils_a_column() -> None:
 
 
 def test_the_check_names_the_wrong_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_gemm, "CPU_BLOCKS", 4)
-    right = known_gemm.check_known_gemm({"known_gemm_s": 0.0})
+    monkeypatch.setattr(device_checks, "CPU_BLOCKS", 4)
+    right = device_checks.check_known_gemm({"known_gemm_s": 0.0})
     assert (right.value, right.problem, right.details["gemms"]) == (0.0, "", 2)
     mm = torch.mm
     monkeypatch.setattr(torch, "mm", lambda a, b: mm(a, b) * 0 - 1)
-    wrong = known_gemm.check_known_gemm({"known_gemm_s": 0.0})
+    wrong = device_checks.check_known_gemm({"known_gemm_s": 0.0})
     assert wrong.value == 2 * (4 * PRIME) ** 2
     assert "elements of 2 GEMMs have wrong bits" in wrong.problem
 
 
 def test_the_gemm_rate_has_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_gemm, "CPU_SIZE", 64)
-    measured = device_gemm.check_gemm({"gemm_s": 0.01})
+    monkeypatch.setattr(device_checks, "GEMM_CPU_SIZE", 64)
+    measured = device_checks.check_gemm({"gemm_s": 0.01})
     assert measured.value is not None and measured.value > 0
     assert measured.details["shape"] == "64x64x64"
 

@@ -16,8 +16,7 @@ import torch
 from megascale.bench import cpu_core, links, profile
 from megascale.bench.cost_fit import Measurement
 from megascale.bench.links import OPERATIONS, LinkTiming
-from megascale.bench.profile import CASES, PrecisionMeasurements, fit_profile
-from megascale.bench.profile_writer import write_profile
+from megascale.bench.profile import CASES, PrecisionMeasurements, fit_profile, write_profile
 from megascale.bench.quartiles import Quartiles
 from megascale.cli import bench_ranks
 from megascale.cli.main import main

@@ -28,8 +28,8 @@ from megascale.core.errors import CheckpointError
 from megascale.core.network import reserve_port
 from megascale.core.rank import Rank
 from megascale.core.run_folder import TOKEN_VARIABLE
-from megascale.core.stored_copies import RUN_FILE
 from megascale.operate.channel import handshake
+from megascale.operate.node.stored_copies import RUN_FILE
 from tests.checkpoint.test_checkpoints import config_in, state_of
 from tests.runs import FAMILIES, build_run, config_of, settings, write_config
 from tests.worlds import RankFailed, run_world
@@ -677,7 +677,7 @@ def test_nothing_listens_for_copies_on_a_single_host(tmp_path: Path, memory: Pat
 
 
 def test_a_folder_that_a_stranger_made_is_refused(tmp_path: Path) -> None:
-    from megascale.core.stored_copies import _make_private_folder
+    from megascale.operate.node.stored_copies import _make_private_folder
 
     (tmp_path / "own").mkdir(mode=0o777)
     _make_private_folder(tmp_path / "own")

@@ -16,12 +16,12 @@ import pytest
 import torch.distributed as dist
 
 from megascale.comm import rendezvous
+from megascale.comm.rendezvous import start_server
 from megascale.comm.store import JobStore
 from megascale.core.errors import ConfigError
 from megascale.core.network import LOOPBACK, listen
 from megascale.core.rank import Rank
 from megascale.operate.channel.handshake import NotAPeerError
-from megascale.operate.channel.store_server import start_server
 from megascale.operate.node.failure import is_peer_lost
 
 SECRET = secrets.token_bytes(32)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.run import RunConfig
-from megascale.core.label import Label
 from megascale.core.rank import Rank
 from megascale.layout.stages import looped
 from megascale.parallel.pipeline import PipelineExecutor
+from megascale.record.label import Label
 from megascale.record.recorder import Recorder
 from megascale.schedule.ir import Action, Kind, ScheduleError, build_schedule, forward
 from tests.runs import (

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from megascale.comm.mesh import Mesh
-from megascale.core.label import Label
 from megascale.layout.topology import Topology
 from megascale.ops.norm import rms_norm, rms_norm_1p
 from megascale.parallel.sharded_norm import sharded_rms_norms
 from megascale.parallel.tp_overlap import TensorParallel
+from megascale.record.label import Label
 from tests.thread_world import simulate
 
 TOKENS, SAMPLES, WIDTHS, EPS = 5, 2, (24, 8), 1e-3

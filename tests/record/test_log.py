@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megascale.core.label import Label
 from megascale.record import layout, log_reader
 from megascale.record import log as log_module
+from megascale.record.label import Label
 from megascale.record.layout import Phase
 from megascale.record.log import LogIdentity, RankLog, open_log
 from megascale.record.log_files import log_path

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.core.label import Label
 from megascale.record import layout
+from megascale.record.label import Label
 from megascale.record.layout import OTHER_TEXT, TEXTS
 from megascale.record.log import LogIdentity, RankLog, StepRow, open_log
 from megascale.record.log_reader import Drained, LogReader, event_dtype, read_state, step_dtype

@@ -13,7 +13,7 @@ import pytest
 
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
-from megascale.core.start_parts import StartPart, StartParts, process_start
+from megascale.record.start_parts import StartPart, StartParts, process_start
 from megascale.train.start_report import describe_start, sum_parts
 from tests.recorded_events import drain
 from tests.runs import GPT, config_of, settings

@@ -18,10 +18,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megascale.catalog.checks import CHECKS
 from megascale.core.network import LOOPBACK
 from megascale.operate.channel.secret import SECRET_VARIABLE, new_secret
 from megascale.operate.health.checks.runner import run_check
-from megascale.operate.health.checks.table import CHECKS
 from megascale.operate.health.compare import compare_high
 
 DURATIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {

@@ -27,9 +27,9 @@ from peer_systems import ROOT, Layout, on_this_host
 from megascale.comm import init
 from megascale.config.loading import load_config_tree
 from megascale.config.run import RunConfig
-from megascale.core.label import Label
 from megascale.core.rank import Rank, rank_from_environment
 from megascale.core.units import format_bytes
+from megascale.record.label import Label
 from megascale.record.layout import CAPACITY, Phase, log_bytes
 from megascale.record.log import Handle, LogIdentity, RankLog, open_log
 from megascale.record.log_reader import read_state

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from lab.forked import run_forked
 from lab.redis_store import has_redis, redis_store
+from megascale.comm.rendezvous import start_server
 from megascale.comm.store import JobStore
 from megascale.core.network import LOOPBACK, listen
 from megascale.operate.channel.secret import new_secret
-from megascale.operate.channel.store_server import start_server
 
 TIMEOUT = datetime.timedelta(seconds=300)
 

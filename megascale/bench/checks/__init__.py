@@ -1,5 +1,8 @@
-"""Checks of a node's devices, with torch: functions of the table in `operate.health.checks.table`, one in a file.
+"""Checks of a node with torch, which `catalog.checks` names.
 
-A process that `checks.runner` starts for the check calls the function; on a host without GPUs the device is the
+- `device`: of a device alone
+- `group_bandwidth`, `tiny_step`: by the ranks of a group, which `rank_group` opens
+
+A process that `health.checks.runner` starts for the check calls the function; on a host without GPUs the device is the
 CPU. Functions take the check's arguments and return a CheckResult.
 """

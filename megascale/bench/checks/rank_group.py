@@ -27,7 +27,7 @@ def rank_group(arguments: Mapping[str, Any]) -> Iterator[tuple[Rank, Device]]:
     posts the address of the store under `key`, unused before.
     """
     rank = rank_from_environment()
-    assert rank is not None, "fault.checks.runner sets the variables of a rank"
+    assert rank is not None, "health.checks.runner sets the variables of a rank"
     if (group := arguments.get("group")) is not None and rank.world_size > 1:
         os.environ[STORE_VARIABLE] = _store(rank, group, arguments)
     device = detect_device(rank.local_rank)

@@ -2,7 +2,7 @@
 
 rank-00000.a   rank-00000.a.json   rank-00000.b   ...
 
-Nodes of `driver.scheduler` have a folder each (`core.copies_folder`), even where several are processes of one host.
+Nodes of `driver.scheduler` have a folder each (`core.run_folder`), even where several are processes of one host.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 from pydantic import BaseModel, Field, ValidationError
 
 from megascale.checkpoint.format import manifest
-from megascale.core.copies_folder import copies_folder, remove_copies
 from megascale.core.files import exists, write_text
 from megascale.core.rank import NODE_VARIABLE
-from megascale.core.stored_copies import hold_copies
+from megascale.core.run_folder import copies_folder
+from megascale.operate.node.stored_copies import hold_copies, remove_copies
 
 SLOTS = "ab"
 

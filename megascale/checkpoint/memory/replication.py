@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core.files import write_text
+from megascale.core.limits import raise_soft_limits
 from megascale.core.network import join_port, listen
 from megascale.operate.channel import handshake
-from megascale.operate.channel.gate import Gate, raise_descriptor_limit
+from megascale.operate.channel.gate import Gate
 from megascale.operate.channel.handshake import Session
 
 COPY_BLOCK_BYTES = 4 << 20
@@ -83,7 +84,7 @@ def serve_replicas(address: tuple[str, int], folder: str, secret: str) -> None:
     which the rank keeps (`core.network.reserve_port`). Only this process listens there: when it has ended, peers are
     refused, which try again until their timeout (`send_replica`).
     """
-    raise_descriptor_limit()
+    raise_soft_limits()
     threading.Thread(target=_serve, args=(address, Path(folder), bytes.fromhex(secret)), daemon=True).start()
 
 

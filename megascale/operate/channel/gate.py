@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import resource
 import selectors
 import socket
 import sys
@@ -128,15 +127,11 @@ class Gate:
         self._refuse(stranger, message)
 
     def _refuse(self, stranger: _Stranger, message: bytes = b"") -> None:
-        """Close a stranger's connection. Name one who sent something: the first, and then ever fewer."""
+        """Close a stranger's connection, and name one who sent something."""
         if message or stranger.data:
             self._refused += 1
             self._tell_refused(self._refused, stranger.address)
-            if self._refused in (1, 10, 100) or self._refused % 1000 == 0:
-                count = f" ({self._refused} so far)" if self._refused > 1 else ""
-                text = f"a process at {stranger.address} without the job's secret was refused at the {self._purpose}"
-                with contextlib.suppress(OSError):
-                    print(f"megascale: {text}{count}", file=sys.stderr, flush=True)
+            print_refusal(self._refused, stranger.address, self._purpose)
         self._close(stranger)
 
     def _close(self, stranger: _Stranger) -> None:
@@ -145,8 +140,10 @@ class Gate:
         stranger.connection.close()
 
 
-def raise_descriptor_limit() -> None:
-    """Raise this process's limit of open files to the most that is allowed: a server has a connection for each rank."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+def print_refusal(count: int, address: str, purpose: str) -> None:
+    """Name a stranger who was refused on stderr: the first, and then ever fewer. `count`: of strangers so far."""
+    if count in (1, 10, 100) or count % 1000 == 0:
+        so_far = f" ({count} so far)" if count > 1 else ""
+        text = f"a process at {address} without the job's secret was refused at the {purpose}{so_far}"
+        with contextlib.suppress(OSError):
+            print(f"megascale: {text}", file=sys.stderr, flush=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import hashlib
 import hmac
 import secrets
@@ -59,7 +58,7 @@ class Seal:
     """The seals of one direction of a connection. A message out of order, or of another connection, is refused."""
 
     def __init__(self, key: bytes) -> None:
-        self._new_mac = functools.partial(hashlib.blake2b, key=key, digest_size=TAG_BYTES)
+        self._keyed = hashlib.blake2b(key=key, digest_size=TAG_BYTES)
         self._messages = 0
 
     def seal(self, content: bytes) -> bytes:
@@ -73,7 +72,8 @@ class Seal:
 
     def _next_tag(self, content: bytes) -> bytes:
         self._messages += 1
-        mac = self._new_mac(_NUMBER.pack(self._messages))
+        mac = self._keyed.copy()
+        mac.update(_NUMBER.pack(self._messages))
         mac.update(content)
         return mac.digest()
 
@@ -154,7 +154,11 @@ def _shake_hands(
         handshake = ClientHandshake(secret, purpose)
         connection.settimeout(max(0.01, deadline - time.monotonic()))
         connection.sendall(handshake.hello)
-        proof, session = handshake.answer(_receive_challenge(connection))
+        try:
+            challenge = receive_exactly(connection, CHALLENGE_BYTES)
+        except (EOFError, ConnectionResetError):
+            raise HungUpError("it hung up: it has another secret than this process") from None
+        proof, session = handshake.answer(challenge)
         connection.sendall(proof)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except BaseException:
@@ -171,13 +175,6 @@ def _connect(address: tuple[str, int], deadline: float) -> socket.socket:
             if error.errno not in _FOR_A_MOMENT or time.monotonic() + RETRY_S > deadline:
                 raise
             time.sleep(RETRY_S)
-
-
-def _receive_challenge(connection: socket.socket) -> bytes:
-    try:
-        return receive_exactly(connection, CHALLENGE_BYTES)
-    except (EOFError, ConnectionResetError):
-        raise HungUpError("it hung up: it has another secret than this process") from None
 
 
 def receive_exactly(connection: socket.socket, size: int) -> bytes:

@@ -5,7 +5,7 @@
 
 A message on the wire is the name of its class, a space and a JSON object of its fields. An unknown name or field, or a
 value of another type, is an error: both ends run the same version. The sender's node is not in the messages: the
-connection says it (`channel.rpc`). An agent that has connected again repeats its Hello, StoreOpened and RanksEnded, so
+connection says it. An agent that has connected again repeats its Hello, StoreOpened and RanksEnded, so
 the driver takes each of them any number of times.
 """
 

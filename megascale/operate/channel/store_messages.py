@@ -31,8 +31,7 @@ def unpack(message: bytes) -> list[bytes]:
     """Split a message into its fields."""
     fields, at = [], 0
     while at < len(message):
-        (size,) = _LENGTH.unpack_from(message, at)
-        at += _LENGTH.size
-        fields.append(message[at : at + size])
-        at += size
+        start = at + _LENGTH.size
+        at = start + _LENGTH.unpack_from(message, at)[0]
+        fields.append(message[start:at])
     return fields

@@ -1,6 +1,6 @@
 """The process that keeps the job's store: keys and values in memory, for ranks that know the job's secret.
 
-Rank 0 starts it (`start_server`), and it ends with rank 0. It imports no torch. Protocol: the listening socket is
+Rank 0 starts it (`comm.rendezvous`), and it ends with rank 0. It imports no torch. Protocol: the listening socket is
 inherited, the secret comes on the standard input; then `channel.handshake`, and sealed `store_messages`.
 """
 
@@ -13,16 +13,14 @@ import selectors
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from megascale.core.errors import MegascaleError
-from megascale.core.limits import os_error_hint
-from megascale.core.process import die_with_parent, module_command, stop_signals
-from megascale.operate.channel.gate import Gate, raise_descriptor_limit
+from megascale.core.limits import raise_soft_limits
+from megascale.core.process import die_with_parent, stop_signals
+from megascale.operate.channel.gate import Gate
 from megascale.operate.channel.handshake import HEAD, NotAPeerError, Session
 from megascale.operate.channel.store_messages import (
     MAX_MESSAGE_BYTES,
@@ -108,25 +106,35 @@ class StoreServer:
         if not part:
             self._drop(rank)
             return
-        rank.received += part
+        data: bytes | bytearray = part
+        if rank.received:
+            rank.received += part
+            data = rank.received
+        done = 0
         try:
-            while (content := self._next_message(rank)) is not None:
+            while (content := self._next_message(rank, data, done)) is not None:
+                done += HEAD.size + len(content)
                 self._execute(rank, unpack(content))
         except (NotAPeerError, ValueError, LookupError, TypeError, struct.error) as error:
             print(f"megascale: the {PURPOSE} closes a rank's connection: {error!r}", file=sys.stderr, flush=True)
             self._drop(rank)
+            return
+        if data is part:
+            rank.received += part[done:]
+        else:
+            del rank.received[:done]
 
-    def _next_message(self, rank: _Rank) -> bytes | None:
-        if len(rank.received) < HEAD.size:
+    def _next_message(self, rank: _Rank, data: bytes | bytearray, start: int) -> bytes | None:
+        """Return the content of the message that begins at `start`; None if it is not there yet to its end."""
+        if len(data) < start + HEAD.size:
             return None
-        size, tag = HEAD.unpack_from(rank.received)
+        size, tag = HEAD.unpack_from(data, start)
         if size > MAX_MESSAGE_BYTES:
             raise NotAPeerError(f"a message of {size} bytes is too long")
-        end = HEAD.size + size
-        if len(rank.received) < end:
+        end = start + HEAD.size + size
+        if len(data) < end:
             return None
-        content = bytes(rank.received[HEAD.size : end])
-        del rank.received[:end]
+        content = bytes(data[start + HEAD.size : end])
         rank.session.received.check(tag, content)
         return content
 
@@ -209,18 +217,16 @@ class StoreServer:
         rank.missing = set()
 
     def _send(self, rank: _Rank, fields: list[bytes]) -> None:
-        rank.to_send += rank.session.sent.seal(pack(fields))
-        self._flush(rank)
+        message = rank.session.sent.seal(pack(fields))
+        if not rank.to_send:
+            message = message[_send_some(rank.connection, message) :]
+        if message:
+            rank.to_send += message
+            self._flush(rank)
 
     def _flush(self, rank: _Rank) -> None:
         """Send as much as the connection takes, and ask for a turn for the rest."""
-        try:
-            sent = rank.connection.send(rank.to_send)
-        except BlockingIOError:
-            sent = 0
-        except OSError:  # the rank has gone: `_serve` will read the end
-            sent = len(rank.to_send)
-        del rank.to_send[:sent]
+        del rank.to_send[: _send_some(rank.connection, rank.to_send)]
         if rank.is_full != bool(rank.to_send):
             rank.is_full = bool(rank.to_send)
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if rank.is_full else 0)
@@ -230,6 +236,16 @@ class StoreServer:
         self._end_wait(rank)
         self._selector.unregister(rank.connection)
         rank.connection.close()
+
+
+def _send_some(connection: socket.socket, data: bytes | bytearray) -> int:
+    """Send as much as the connection takes; return the number of bytes, all of them if the rank has gone."""
+    try:
+        return connection.send(data)
+    except BlockingIOError:
+        return 0
+    except OSError:  # `_serve` will read the end
+        return len(data)
 
 
 _OPERATIONS: dict[bytes, Callable[..., list[bytes]]] = {
@@ -243,30 +259,12 @@ _OPERATIONS: dict[bytes, Callable[..., list[bytes]]] = {
 }
 
 
-def start_server(listener: socket.socket, secret: bytes) -> subprocess.Popen[bytes]:
-    """Start the process that serves the store at `listener`. It ends with this process, or with its standard input.
-
-    Raises: MegascaleError if it cannot be started
-    """
-    descriptor = listener.fileno()
-    command = module_command("megascale.operate.channel.store_server", str(descriptor), str(os.getpid()))
-    try:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[descriptor], start_new_session=True)
-    except OSError as error:
-        what = f"the process of the job's store cannot be started: {error.strerror}"
-        raise MegascaleError(what, hint=os_error_hint(error, "free memory on the host")) from None
-    assert process.stdin is not None
-    process.stdin.write(secret.hex().encode() + b"\n")
-    process.stdin.flush()
-    return process
-
-
 def main(descriptor: int, parent: int) -> None:
     """Serve the store at an inherited listening socket until the parent process ends."""
     die_with_parent(parent)
     for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)  # the ranks need the store to save and to leave
-    raise_descriptor_limit()
+    raise_soft_limits()
     stop = sys.stdin.fileno()
     secret = bytes.fromhex(os.read(stop, 1 << 10).decode())
     StoreServer(socket.socket(fileno=descriptor), secret).run(stop)

@@ -17,6 +17,17 @@ from megascale.operate.channel.gate import ADMISSION_S
 from megascale.operate.channel.handshake import HEAD, NotAPeerError, Seal
 from megascale.operate.channel.messages import Message, from_json, to_json
 
+PURPOSE = "job's driver"
+"""Purpose of the handshake."""
+
+METHOD = "/megascale.Driver/Connect"
+
+HELLO_KEY = "megascale-hello-bin"
+"""Key of a call's metadata: the first message of the handshake."""
+
+OUTBOX_MESSAGES = 256
+"""Messages that wait to be sent to one peer; an agent that does not take them is disconnected."""
+
 MAX_MESSAGE_BYTES = 16 << 20
 """Most bytes of a message: the flight records of a node's ranks."""
 

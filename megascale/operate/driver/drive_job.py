@@ -10,8 +10,7 @@ from pathlib import Path
 from megascale.config.run import RunConfig
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.run_folder import RunFolder
-from megascale.core.stored_copies import copies_notice
-from megascale.operate.channel.rpc import DriverServer
+from megascale.operate.channel.driver_server import DriverServer
 from megascale.operate.channel.streams import tls_from_environment
 from megascale.operate.diagnose.hang.hang import hang_verdict
 from megascale.operate.driver.alerts import METRICS_FILE, AlertReader
@@ -24,6 +23,7 @@ from megascale.operate.driver.job_state import JobPlan
 from megascale.operate.driver.live_job import LiveWriter
 from megascale.operate.driver.roster import format_nodes
 from megascale.operate.driver.scheduler.port import Scheduler
+from megascale.operate.node.stored_copies import copies_notice
 from megascale.operate.print_line import print_line
 from megascale.operate.store.exporter import DRIVER, MetricsEndpoint, exporting
 from megascale.record.live_file import LIVE_FILE, LiveFile

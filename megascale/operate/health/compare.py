@@ -27,9 +27,6 @@ MOST_BOUND = 0.9
 MANY = 32
 """Nodes above which a node's own value does not change the median."""
 
-UPPER_SHARE = 0.75
-"""Quantile of the rates of links that is their reference: a bad node slows its partners' links, too."""
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -77,10 +74,12 @@ def compare_same(values: Mapping[str, float], floor: float) -> dict[str, Compari
 def compare_links(
     rates: Mapping[tuple[str, str], float], noise: float, tolerance: float = TOLERANCE
 ) -> dict[tuple[str, str], Comparison]:
-    """Compare the rates of links of one kind with their upper quartile. A single link has no reference."""
+    """Compare the rates of links of one kind with their upper quartile: a bad node slows its partners' links, too. A
+    single link has no reference.
+    """
     if len(rates) < 2:
         return {}
-    reference = _quantile(list(rates.values()), UPPER_SHARE)
+    reference = statistics.quantiles(rates.values(), n=4, method="inclusive")[2]
     bound = max(tolerance, DEVIATIONS * noise) * reference
     return {pair: Comparison(rate, reference, rate < reference - bound) for pair, rate in rates.items()}
 
@@ -103,12 +102,3 @@ def compare_digests(digests: Mapping[str, str]) -> dict[str, DigestVerdict]:
 
 def _mad(values: Sequence[float], center: float) -> float:
     return statistics.median(abs(value - center) for value in values)
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    """Return a quantile, interpolated as numpy does by default."""
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])

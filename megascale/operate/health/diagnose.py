@@ -16,14 +16,14 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megascale.operate.health.checks.reach import explain_broken
+from megascale.catalog.checks import CHECKS
 from megascale.operate.health.checks.result import CheckResult
-from megascale.operate.health.checks.runner import run_check as run_check
-from megascale.operate.health.checks.table import CHECKS
+from megascale.operate.health.checks.runner import CLOSE_ENDPOINT, OPEN_ENDPOINT
 from megascale.operate.health.compare import TOLERANCE
 from megascale.operate.health.node_runs import CheckedNode, NodeRuns, RunOnNode
 from megascale.operate.health.node_verdicts import Kind, NodeVerdict, judge, judge_check
 from megascale.operate.health.pair_rounds import PairRounds
+from megascale.operate.health.pair_search import explain_broken
 
 ENDPOINT_START_S = 15.0
 
@@ -140,7 +140,7 @@ class _Session:
 
     async def check_together(self) -> None:
         """Check the paths between the nodes."""
-        opened = await self._nodes.run_on_all("open_endpoint", timeout_s=ENDPOINT_START_S)
+        opened = await self._nodes.run_on_all(OPEN_ENDPOINT, timeout_s=ENDPOINT_START_S)
         endpoints = {node: str(one.details["address"]) for node, one in opened.items() if not one.problem}
         self._verdicts += [
             NodeVerdict(node, "reach", "failed", reason=one.problem) for node, one in opened.items() if one.problem
@@ -152,7 +152,7 @@ class _Session:
                 await self._search(name, reached)
         finally:
             addresses = {node: {"address": address} for node, address in endpoints.items()}
-            await self._nodes.run_on(endpoints, "close_endpoint", addresses)
+            await self._nodes.run_on(endpoints, CLOSE_ENDPOINT, addresses)
 
     async def _check_reach(self, endpoints: Mapping[str, str]) -> dict[str, str]:
         """Connect every node to all others; return the endpoints of the nodes that are reached."""
@@ -184,7 +184,7 @@ class _Session:
 
     async def _search(self, name: str, endpoints: Mapping[str, str]) -> None:
         """Search by pairs of nodes for bad nodes and links."""
-        rounds = PairRounds(name, self._nodes, endpoints, CHECKS[name].facts["noise"], self._plan.tolerance)
+        rounds = PairRounds(name, self._nodes, endpoints, self._plan.tolerance)
         culprits = await rounds.search(all_links=self._plan.all_links and name == "link")
         for node in endpoints:
             best, reference = rounds.best_rate(node), rounds.reference()

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megascale.catalog.checks import CHECKS
 from megascale.operate.health.checks.result import CheckResult
-from megascale.operate.health.checks.table import CHECKS
 from megascale.operate.health.compare import TOLERANCE, compare_digests, compare_high, compare_same
 
 Kind = Literal["ok", "failed", "low", "differs", "undecided", "skipped", "alone"]

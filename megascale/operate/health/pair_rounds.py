@@ -6,8 +6,8 @@ import asyncio
 import statistics
 from collections.abc import Mapping
 
+from megascale.catalog.checks import CHECKS
 from megascale.core.units import format_bytes
-from megascale.operate.health.checks.table import CHECKS
 from megascale.operate.health.compare import compare_links
 from megascale.operate.health.node_runs import NodeRuns
 from megascale.operate.health.pair_search import Culprits, Pair, Round, search_pairs
@@ -16,18 +16,16 @@ from megascale.operate.health.pair_search import Culprits, Pair, Round, search_p
 class PairRounds:
     """Searches by the check `name` among the nodes of `endpoints`, addresses by node."""
 
-    def __init__(
-        self, name: str, nodes: NodeRuns, endpoints: Mapping[str, str], noise: float, tolerance: float
-    ) -> None:
+    def __init__(self, name: str, nodes: NodeRuns, endpoints: Mapping[str, str], tolerance: float) -> None:
         self._name = name
         self._nodes = nodes
         self._endpoints = endpoints
-        self._noise, self._tolerance = noise, tolerance
+        self._facts = CHECKS[name].facts
+        self._tolerance = tolerance
         self._rates: dict[Pair, float] = {}
         self._levels: dict[Pair, int] = {}
         self._slow: set[Pair] = set()
         self._errors: dict[Pair, str] = {}
-        self.rounds = 0
 
     async def search(self, *, all_links: bool) -> Culprits:
         """Measure rounds of pairs until the search has its culprits."""
@@ -39,10 +37,9 @@ class PairRounds:
             except StopIteration as end:
                 culprits: Culprits = end.value
                 return culprits
-            self.rounds += 1
-            slow = self.slow_pairs(pairs, await self._measure(pairs))
+            slow = self._slow_pairs(pairs, await self._measure(pairs))
 
-    def slow_pairs(self, pairs: Round, rates: Mapping[Pair, float]) -> set[Pair]:
+    def _slow_pairs(self, pairs: Round, rates: Mapping[Pair, float]) -> set[Pair]:
         """Return the pairs of a round that are slow beside all pairs of their level."""
         for pair in pairs.pairs:
             self._levels.setdefault(pair, pairs.level)
@@ -50,14 +47,14 @@ class PairRounds:
         slow = set[Pair]()
         for level in {self._levels[pair] for pair in pairs.pairs}:
             same = {pair: rate for pair, rate in known.items() if self._levels[pair] == level}
-            compared = compare_links(same, self._noise, self._tolerance)
+            compared = compare_links(same, self._facts["noise"], self._tolerance)
             slow |= {pair for pair in pairs.pairs if pair in compared and compared[pair].low}
         self._rates |= rates
         self._slow |= slow
         return slow
 
     async def _measure(self, pairs: Round) -> dict[Pair, float]:
-        if CHECKS[self._name].facts["runs_on"] == "group":
+        if self._facts["runs_on"] == "group":
             return await self._measure_groups(pairs)
         peers: dict[str, dict[str, str]] = {}
         for node, peer in pairs.pairs:

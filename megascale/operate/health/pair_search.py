@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections.abc import Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
 
-from megascale.operate.health.checks.reach import explain_broken
-
 Pair = tuple[str, str]
 
 
@@ -37,11 +35,36 @@ class Round:
 
 @dataclass(frozen=True)
 class Culprits:
-    """Bad nodes, bad links between other nodes, and slow pairs for which no cleared node was left to decide."""
+    """Bad nodes, bad links between other nodes, and slow pairs for which no cleared node was left to decide.
+    Each explains pairs that are slow, or that have no connection.
+    """
 
     nodes: tuple[str, ...] = ()
     links: tuple[Pair, ...] = ()
     undecided: tuple[Pair, ...] = ()
+
+
+def explain_broken(nodes: Iterable[str], broken: Iterable[tuple[str, str]]) -> Culprits:
+    """Name the fewest nodes and links that explain broken pairs; a pair is broken if one direction is.
+
+    A node without a path to more than half of the others, and to at least two, is named itself; a pair between two
+    other nodes is a link.
+    """
+    count = len(set(nodes))
+    left = {(min(pair), max(pair)) for pair in broken}
+    named: list[str] = []
+    while left:
+        lost: dict[str, int] = {}
+        for pair in left:
+            for node in pair:
+                lost[node] = lost.get(node, 0) + 1
+        worst = max(sorted(lost), key=lambda node: lost[node])
+        others = count - 1 - len(named)
+        if lost[worst] < 2 or 2 * lost[worst] <= others:
+            break
+        named.append(worst)
+        left = {pair for pair in left if worst not in pair}
+    return Culprits(tuple(sorted(named)), tuple(sorted(left)))
 
 
 Search = Generator[Round, Collection[Pair], Culprits]

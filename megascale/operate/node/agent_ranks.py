@@ -145,7 +145,7 @@ class AgentRanks:
         long as the agent lives: the next attempt may resume from them.
         """
         if (folder := ranks.order.folder) and folder.memory:
-            from megascale.core.stored_copies import hold_copies
+            from megascale.operate.node.stored_copies import hold_copies
 
             before, held = self._in_use, folder.copies(self._place.node)
             with contextlib.suppress(TimeoutError, RuntimeError, CheckpointError):  # ranks say why they cannot
@@ -209,7 +209,7 @@ class AgentRanks:
             self._in_use.close()
             self.copies = self.copies or ("" if any(self._held.glob("rank-*")) else str(self._held))
         if self.copies:
-            from megascale.core.copies_folder import remove_copies
+            from megascale.operate.node.stored_copies import remove_copies
 
             with contextlib.suppress(TimeoutError, RuntimeError):
                 await call_in_thread(lambda: remove_copies(Path(self.copies)), COPIES_S)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from megascale.core.process import die_with_parent, module_command
-from megascale.core.start_parts import TASK_TIME_VARIABLE
+from megascale.record.start_parts import TASK_TIME_VARIABLE
 
 MOST_DESCRIPTORS = 8
 """Most descriptors of a task."""

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from megascale.core.label import Label, LabelLike
 from megascale.record.events import OPTIMIZER_ACTIONS
+from megascale.record.label import Label, LabelLike
 from megascale.record.recorder import EventRecord, MemoryKind, Recorder
 
 BytesByKind = Counter[str]

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megascale.core.label import BACKWARD
 from megascale.layout.stages import Place, Placement
 from megascale.plan.simulate.profiles import Overlaps
+from megascale.record.label import BACKWARD
 from megascale.schedule.dependencies import RESULTS, neighbours
 from megascale.schedule.ir import COMPUTE_KINDS, Action, Kind, RankSchedule, Schedule, ScheduleError
 

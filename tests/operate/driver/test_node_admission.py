@@ -15,6 +15,8 @@ import pytest
 
 from megascale.config.fault import FaultConfig
 from megascale.core.network import LOOPBACK
+from megascale.operate.channel.agent_channel import AgentChannel
+from megascale.operate.channel.driver_server import DriverServer
 from megascale.operate.channel.messages import (
     Check,
     CheckDone,
@@ -27,7 +29,6 @@ from megascale.operate.channel.messages import (
     Stop,
     StoreOpened,
 )
-from megascale.operate.channel.rpc import AgentChannel, DriverServer
 from megascale.operate.driver.classify import Finding
 from megascale.operate.driver.decisions import nodes_in_doubt, record
 from megascale.operate.driver.driver import Clock, Driver

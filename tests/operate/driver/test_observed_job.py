@@ -20,6 +20,7 @@ from megascale.cli.observe import PORT, DriverEndpoint, _driver_endpoint, _reser
 from megascale.config.fault import FaultConfig
 from megascale.core.errors import ConfigError, Exit
 from megascale.core.network import LOOPBACK
+from megascale.operate.channel.driver_server import DriverServer
 from megascale.operate.channel.messages import (
     Collect,
     Heartbeat,
@@ -31,7 +32,6 @@ from megascale.operate.channel.messages import (
     Records,
     Welcome,
 )
-from megascale.operate.channel.rpc import DriverServer
 from megascale.operate.diagnose.hang.hang import Verdict
 from megascale.operate.driver.commands import Finish, Log, Say, Send
 from megascale.operate.driver.incidents import LOG_FILE, JobHistory, read_history

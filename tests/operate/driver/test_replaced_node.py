@@ -14,18 +14,17 @@ import pytest
 from megascale.checkpoint.memory.copies import CopyFolder
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
-from megascale.core.copies_folder import remove_copies
 from megascale.core.errors import Exit
 from megascale.core.network import LOOPBACK, reserve_port
 from megascale.core.rank import NODE_VARIABLE
 from megascale.core.run_folder import RunFolder
-from megascale.core.stored_copies import RUN_FILE
+from megascale.operate.channel.agent_channel import AgentChannel
 from megascale.operate.channel.messages import Hello, Leave, Welcome
-from megascale.operate.channel.rpc import AgentChannel
 from megascale.operate.driver.drive_job import drive_job
 from megascale.operate.driver.incidents import LOG_FILE
 from megascale.operate.driver.job_state import JobPlan
 from megascale.operate.driver.scheduler.none import NoScheduler
+from megascale.operate.node.stored_copies import RUN_FILE, remove_copies
 from tests.operate.driver.launched import launch_config
 from tests.operate.health.nodes import node, run, within
 

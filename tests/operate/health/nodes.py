@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from megascale.core.network import LOOPBACK
 from megascale.core.run_folder import RunFolder
+from megascale.operate.channel.driver_server import DriverServer
 from megascale.operate.channel.ends import Disconnected
 from megascale.operate.channel.messages import (
     AgentMessage,
@@ -26,7 +27,6 @@ from megascale.operate.channel.messages import (
     Start,
     StoreOpened,
 )
-from megascale.operate.channel.rpc import DriverServer
 from megascale.operate.channel.secret import (
     DESCRIPTOR_VARIABLE,
     SECRET_VARIABLE,

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from megascale.catalog.checks import CHECK_SETS, CHECKS
 from megascale.operate.health.checks.result import CheckResult
-from megascale.operate.health.checks.table import CHECK_SETS, CHECKS
 from megascale.operate.health.compare import compare_digests, compare_high, compare_links, compare_same
 from megascale.operate.health.node_verdicts import judge
 

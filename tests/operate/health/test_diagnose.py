@@ -11,7 +11,7 @@ import pytest
 
 from megascale.operate.channel.messages import Check, CheckDone
 from megascale.operate.health.checks.result import CheckResult
-from megascale.operate.health.checks.table import checks_named
+from megascale.operate.health.checks.runner import checks_named
 from megascale.operate.health.diagnose import FULL, Diagnosis, DiagnosisPlan, check_joining, diagnose
 from megascale.operate.health.node_runs import CheckedNode
 from megascale.operate.health.remote_checks import RemoteChecks

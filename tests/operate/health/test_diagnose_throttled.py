@@ -99,13 +99,13 @@ def quota(cores: float = 0.02) -> Throttle:
 
 GIVEN_RATES = """
 import os
-from megascale.operate.health.checks import loopback
+from megascale.operate.health.checks import host
 
-def receive_for(receiver, seconds, transfer=loopback.receive_for):
+def receive_for(receiver, seconds, transfer=host.receive_for):
     transfer(receiver, 0.0)
     return {"node0": 1.0e9, "node1": 0.35e9, "node2": 1.1e9}[os.environ["MEGASCALE_NODE"]]
 
-loopback.receive_for = receive_for
+host.receive_for = receive_for
 """
 
 

@@ -23,7 +23,8 @@ from megascale.core.errors import Exit
 from megascale.core.network import LOOPBACK, listen, reserve_port
 from megascale.core.process import ORDER_WAIT_S
 from megascale.core.run_folder import write_token
-from megascale.core.stored_copies import stored_copies
+from megascale.operate.channel.agent_channel import AgentChannel
+from megascale.operate.channel.driver_server import DriverServer
 from megascale.operate.channel.ends import Disconnected
 from megascale.operate.channel.messages import (
     Check,
@@ -43,13 +44,13 @@ from megascale.operate.channel.messages import (
     StoreOpened,
     Welcome,
 )
-from megascale.operate.channel.rpc import AgentChannel, DriverServer
 from megascale.operate.channel.secret import new_secret
 from megascale.operate.driver.classify import classify_ends
 from megascale.operate.node import agent, store_listener
 from megascale.operate.node.agent import Agent
 from megascale.operate.node.agent_ranks import AgentRanks
 from megascale.operate.node.node_place import DRIVER_LOST, NodePlace
+from megascale.operate.node.stored_copies import stored_copies
 from megascale.record.rank_state import RankState
 from tests.core.test_run_folder import known
 from tests.jobs import lives, standby_processes

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from megascale.core import start_parts
 from megascale.operate.node import standby_process
 from megascale.operate.node.standby_process import StandbyProcess
+from megascale.record import start_parts
 from tests.jobs import lives
 
 CHILD = """

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from megascale.core.label import FORWARD, Label, LabelLike
 from megascale.record.events import COMPUTE, Event, RankEvents
+from megascale.record.label import FORWARD, Label, LabelLike
 
 STEPS = (1, 2, 3)
 MICRO_BATCHES = 2

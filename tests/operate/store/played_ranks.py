@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megascale.core.label import Label
 from megascale.operate.store.settings import StoreSettings
+from megascale.record.label import Label
 from megascale.record.layout import Phase
 from megascale.record.log import LogIdentity, RankLog, StepRow, open_log
 

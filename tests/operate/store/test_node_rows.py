@@ -10,10 +10,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.core.label import Label
 from megascale.operate.store.node_rows import NodeRows, RankRows, Texts, row_type, step_parts
 from megascale.operate.store.schema import TABLES, TAGS
 from megascale.operate.store.table_files import arrow_table
+from megascale.record.label import Label
 from megascale.record.log_reader import LogReader
 from tests.operate.store.played_ranks import EPOCH_NS, PlayedRank
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megascale.core.label import Label
 from megascale.operate.store.rank_totals import RankTotals
+from megascale.record.label import Label
 from megascale.record.log_reader import LogReader
 from tests.operate.store.played_ranks import PlayedRank
 

@@ -22,6 +22,8 @@ from lab import LAB
 from lab.simulation import Simulation
 from megascale.config.fault import FaultConfig
 from megascale.core.errors import Exit
+from megascale.operate.channel.agent_channel import AgentChannel
+from megascale.operate.channel.driver_server import DriverServer
 from megascale.operate.channel.messages import (
     DriverMessage,
     Heartbeat,
@@ -34,7 +36,6 @@ from megascale.operate.channel.messages import (
     from_json,
     to_json,
 )
-from megascale.operate.channel.rpc import AgentChannel, DriverServer
 from megascale.operate.channel.secret import DESCRIPTOR_VARIABLE, job_secret, new_secret, secret_descriptor
 from megascale.operate.diagnose.hang.hang import Verdict
 from megascale.operate.driver.driver import Clock, Driver

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megascale.core.label import BACKWARD, FORWARD
 from megascale.operate.diagnose.slow.step_cube import OTHER, Booleans, Columns, StepCube
 from megascale.record.events import COMPUTE, HOST_AXIS, OPTIMIZER_ACTIONS, PAUSE
+from megascale.record.label import BACKWARD, FORWARD
 from megascale.schedule.ir import COMPUTE_KINDS
 
 BETWEEN, RESTARTS, LOST, PROFILED = "between steps", "restarts", "lost steps", "profiled steps"

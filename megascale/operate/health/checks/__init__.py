@@ -1,8 +1,6 @@
-"""Checks of a node: one file for every check without torch, the table of all checks, and their processes.
+"""Checks of a node without torch, and the processes of all checks. `catalog.checks` is their table.
 
-- `result`: CheckResult; `table`: CHECKS and CHECK_SETS; `runner`: run_check, which starts `check_process`
-- `host_memory`, `disk`, `loopback`, `node_limits`: the node alone
-- `endpoint`: the server of a node for other nodes' checks; `reach`, `clock_offset`, `link`: the node toward other nodes
-
-Checks of the device, with torch, stand in `megascale.bench.checks`: a process for the check alone imports them.
+- `result`: CheckResult; `runner`: run_check, which starts `check_process`
+- `host`: checks of the node alone; `paths`: of the paths to other nodes, by `endpoint`, a node's server for them
+- `transfer`: the timed transfers of both
 """

@@ -1,4 +1,7 @@
-"""A process that runs checks: a CheckRequest on stdin, a CheckResult as JSON a line on stdout."""
+"""A process that runs checks: a CheckRequest on stdin, a CheckResult as JSON a line on stdout.
+
+Asked for the node's endpoint, it writes the address and serves.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,20 @@ from typing import Any
 
 from megascale.core.process import die_with_parent
 from megascale.core.registry import Card
+from megascale.operate.health.checks.endpoint import serve_endpoint
 from megascale.operate.health.checks.result import CheckResult
-from megascale.operate.health.checks.runner import read_request
-from megascale.operate.health.checks.table import checks_named
+from megascale.operate.health.checks.runner import OPEN_ENDPOINT, checks_named, read_request
 
 
 def main() -> None:
-    """Run the checks of the request, one after the other."""
+    """Run the checks of the request, one after the other, or serve the endpoint."""
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever a library prints
     request = read_request(sys.stdin.read())
     die_with_parent(request.parent)
+    if OPEN_ENDPOINT in request.names:
+        serve_endpoint(request.arguments, output)
+        return
     for name in request.names:
         (card,) = checks_named(name)
         print(json.dumps(_timed(card, request.arguments).to_dict()), file=output, flush=True)

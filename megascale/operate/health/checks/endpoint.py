@@ -25,8 +25,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from megascale.core.network import listen_as
 from megascale.operate.channel.gate import Gate
 from megascale.operate.channel.handshake import Session, connect, receive_message
 from megascale.operate.channel.secret import job_secret
@@ -41,6 +42,9 @@ IDLE_S = 60.0
 
 FETCH_S = 30.0
 """Seconds until a fetched key must have been posted."""
+
+ENDPOINT_S = 600.0
+"""Seconds after which an endpoint that nobody ends does so itself."""
 
 
 class Endpoint:
@@ -81,7 +85,9 @@ class Endpoint:
                     connection.settimeout(IDLE_S)
                     connection.sendall(session.sent.seal(json.dumps(answer).encode()))
                     if request["do"] == "take":
-                        _discard(connection)
+                        buffer = bytearray(BLOCK_BYTES)
+                        while connection.recv_into(buffer):  # a reset after the answer may lose it
+                            pass
                         return
                     if request["do"] == "end":
                         self._ended.set()
@@ -125,11 +131,16 @@ def check_secret(arguments: Mapping[str, Any]) -> bytes:
     return job_secret(Path(folder) if folder else None, dict(os.environ) | arguments.get("env", {}))
 
 
-def _discard(connection: socket.socket) -> None:
-    """Receive until the client hangs up: an answer that a reset follows may be lost."""
-    buffer = bytearray(BLOCK_BYTES)
-    while connection.recv_into(buffer):
-        pass
+def serve_endpoint(arguments: Mapping[str, Any], output: TextIO) -> None:
+    """Serve the endpoint of this node at `host` (default: this host's name), for at most `seconds` (default:
+    ENDPOINT_S). The address, host:port, is written to `output` as JSON, and `output` closed.
+    """
+    host = str(arguments.get("host") or socket.gethostname())
+    with listen_as(host) as listener:
+        endpoint = Endpoint(listener, check_secret(arguments), float(arguments.get("seconds", ENDPOINT_S)))
+        with output:
+            print(json.dumps({"address": f"{host}:{listener.getsockname()[1]}"}), file=output)
+        endpoint.serve()
 
 
 class EndpointClient:

@@ -19,13 +19,17 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
+from megascale.catalog.checks import CHECK_SETS, CHECKS
 from megascale.core.network import LOOPBACK, listen
 from megascale.core.process import module_command
 from megascale.core.rank import STORE_VARIABLE
+from megascale.core.registry import Card
 from megascale.operate.channel.secret import DESCRIPTOR_VARIABLE, SECRET_VARIABLE, new_secret
 from megascale.operate.health.checks.endpoint import EndpointClient, check_secret
 from megascale.operate.health.checks.result import CheckError, CheckResult
-from megascale.operate.health.checks.table import checks_named
+
+OPEN_ENDPOINT, CLOSE_ENDPOINT = "open_endpoint", "close_endpoint"
+"""Requests that start and end the node's server for other nodes' checks (`checks.endpoint`)."""
 
 RANK_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
@@ -49,11 +53,20 @@ class CheckRequest:
     parent: int
 
 
+def checks_named(name: str) -> list[Card]:
+    """Return the checks of a set, or a single check. Raises: CheckError for an unknown name"""
+    names = CHECK_SETS.get(name, (name,))
+    if names[0] not in CHECKS.cards:
+        nearest = CHECKS.nearest(name, also=CHECK_SETS)
+        hint = f"did you mean {nearest}?" if nearest else f"one of {', '.join([*CHECK_SETS, *CHECKS.names()])}"
+        raise CheckError(f"there is no check {name!r}", hint=hint)
+    return [CHECKS[one] for one in names]
+
+
 async def run_check(name: str, arguments: Mapping[str, Any], timeout_s: float) -> CheckResult:
     """Run a check or a set of checks on this node; the result of a set has the checks' results as parts.
 
-    "open_endpoint" and "close_endpoint" start and end the node's server for other nodes' checks
-    (`checks.endpoint`); the result's details have its address.
+    The result of OPEN_ENDPOINT has its address among the details, and CLOSE_ENDPOINT takes the address.
 
     Arguments of all checks: `slots`, the number of devices or ranks of the node (default: 1), `env`, variables of the
     processes. Further arguments belong to the checks. A failure, and a check that takes longer than `timeout_s`, is a
@@ -61,8 +74,8 @@ async def run_check(name: str, arguments: Mapping[str, Any], timeout_s: float) -
 
     Raises: CheckError for an unknown check
     """
-    if name in ENDPOINT_REQUESTS:
-        return await ENDPOINT_REQUESTS[name](arguments, timeout_s)
+    if name in (OPEN_ENDPOINT, CLOSE_ENDPOINT):
+        return await (_open_endpoint if name == OPEN_ENDPOINT else _close_endpoint)(arguments, timeout_s)
     start, cards = time.monotonic(), checks_named(name)
     results: list[CheckResult] = []
     for runs_on, some in groupby(cards, lambda card: str(card.facts["runs_on"])):
@@ -101,28 +114,24 @@ def _rank_environments(
     env = {key: value for key, value in os.environ.items() if key not in RANK_VARIABLES} | arguments.get("env", {})
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     descriptors = secret_descriptors(env)
-    local = {"LOCAL_WORLD_SIZE": str(slots)}
-    if runs_on != "group" or arguments.get("group"):
-        ranks = arguments["group"]["ranks"] if runs_on == "group" else range(slots)
-        world = arguments["group"]["world"] if runs_on == "group" else slots
-        local["LOCAL_WORLD_SIZE"] = str(len(ranks))
-        rank_facts = [(rank, world) for rank in ranks]
-        yield [env | local | _place(index, *facts, runs_on) for index, facts in enumerate(rank_facts)], descriptors
+    if runs_on != "group":
+        local = {"LOCAL_WORLD_SIZE": str(slots)}
+        yield [env | local | {"LOCAL_RANK": str(slot)} for slot in range(slots)], descriptors
+        return
+    group = arguments.get("group") or {"world": slots, "ranks": range(slots)}
+    local = {"LOCAL_WORLD_SIZE": str(len(group["ranks"])), "WORLD_SIZE": str(group["world"])}
+    places = [local | {"LOCAL_RANK": str(index), "RANK": str(rank)} for index, rank in enumerate(group["ranks"])]
+    if arguments.get("group"):
+        yield [env | place for place in places], descriptors
         return
     if DESCRIPTOR_VARIABLE not in env:
         env.setdefault(SECRET_VARIABLE, new_secret())
+    env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with listen(LOOPBACK) as listener:
         store = ":".join(map(str, listener.getsockname()))
-        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        places = [_place(rank, rank, slots, runs_on) for rank in range(slots)]
-        stores = [{STORE_VARIABLE: store if rank else f"{store}:{listener.fileno()}"} for rank in range(slots)]
-        environments = [env | local | place | at for place, at in zip(places, stores, strict=True)]
+        stores = [f"{store}:{listener.fileno()}", *[store] * (slots - 1)]  # rank 0 serves it
+        environments = [env | place | {STORE_VARIABLE: at} for place, at in zip(places, stores, strict=True)]
         yield environments, [*descriptors, listener.fileno()]
-
-
-def _place(local_rank: int, rank: int, world: int, runs_on: str) -> dict[str, str]:
-    place = {"LOCAL_RANK": str(local_rank)}
-    return place | {"RANK": str(rank), "WORLD_SIZE": str(world)} if runs_on == "group" else place
 
 
 async def _run_process(
@@ -134,11 +143,10 @@ async def _run_process(
 ) -> list[CheckResult]:
     """Run checks in one process; a check without a result gets one that says why."""
     start, lines = time.monotonic(), list[bytes]()
-    process = await start_process(env, descriptors)
-    request = CheckRequest(tuple(names), arguments, os.getpid())
+    process = await _start_process(names, arguments, env, descriptors)
     try:
         async with asyncio.timeout(timeout_s):
-            err = await _talk(process, json.dumps(asdict(request)).encode(), lines)
+            err = await _read(process, lines)
         problem = _end_of(process.returncode or 0, err)
     except TimeoutError:
         await _kill(process)
@@ -152,16 +160,14 @@ async def _run_process(
     return [*results, *missing]
 
 
-async def open_endpoint(arguments: Mapping[str, Any], timeout_s: float) -> CheckResult:
+async def _open_endpoint(arguments: Mapping[str, Any], timeout_s: float) -> CheckResult:
     """Start this node's endpoint, for at most `seconds` (default: ENDPOINT_S). The detail `address` is host:port.
 
     `host`: the name by which other nodes reach this node (default: this host's name).
     """
     start, env = time.monotonic(), dict(os.environ) | arguments.get("env", {})
-    process = await start_process(env, secret_descriptors(env), "megascale.operate.health.checks.endpoint_process")
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None, "pipes"
-    process.stdin.write(json.dumps(asdict(CheckRequest(("open_endpoint",), arguments, os.getpid()))).encode())
-    process.stdin.close()
+    process = await _start_process((OPEN_ENDPOINT,), arguments, env, secret_descriptors(env))
+    assert process.stdout is not None and process.stderr is not None, "the process was started with pipes"
     try:
         async with asyncio.timeout(timeout_s):
             line = await process.stdout.readline()
@@ -170,10 +176,10 @@ async def open_endpoint(arguments: Mapping[str, Any], timeout_s: float) -> Check
         await _kill(process)
         line, problem = b"", f"no endpoint within {timeout_s:.0f} s"
     details = json.loads(line) if line else {}
-    return CheckResult("open_endpoint", duration_s=time.monotonic() - start, problem=problem, details=details)
+    return CheckResult(OPEN_ENDPOINT, duration_s=time.monotonic() - start, problem=problem, details=details)
 
 
-async def close_endpoint(arguments: Mapping[str, Any], timeout_s: float) -> CheckResult:
+async def _close_endpoint(arguments: Mapping[str, Any], timeout_s: float) -> CheckResult:
     """End the endpoint at `address`."""
 
     def close() -> str:
@@ -184,11 +190,7 @@ async def close_endpoint(arguments: Mapping[str, Any], timeout_s: float) -> Chec
             return f"{arguments['address']}: {error.strerror or error}"
         return ""
 
-    return CheckResult("close_endpoint", problem=await asyncio.to_thread(close))
-
-
-ENDPOINT_REQUESTS = {"open_endpoint": open_endpoint, "close_endpoint": close_endpoint}
-"""Requests about the endpoint of this node."""
+    return CheckResult(CLOSE_ENDPOINT, problem=await asyncio.to_thread(close))
 
 
 def secret_descriptors(env: Mapping[str, str]) -> list[int]:
@@ -196,28 +198,30 @@ def secret_descriptors(env: Mapping[str, str]) -> list[int]:
     return [int(env[DESCRIPTOR_VARIABLE])] if DESCRIPTOR_VARIABLE in env else []
 
 
-async def start_process(
-    env: Mapping[str, str], descriptors: Sequence[int], module: str = "megascale.operate.health.checks.check_process"
+async def _start_process(
+    names: Sequence[str], arguments: Mapping[str, Any], env: Mapping[str, str], descriptors: Sequence[int]
 ) -> asyncio.subprocess.Process:
-    """Start a process that reads a CheckRequest."""
-    return await asyncio.create_subprocess_exec(
-        *module_command(module),
+    """Start a process with a request."""
+    process = await asyncio.create_subprocess_exec(
+        *module_command("megascale.operate.health.checks.check_process"),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         env=dict(env), pass_fds=descriptors, start_new_session=True, limit=1 << 24,
     )  # fmt: skip
+    assert process.stdin is not None, "the process was started with pipes"
+    process.stdin.write(json.dumps(asdict(CheckRequest(tuple(names), arguments, os.getpid()))).encode())
+    process.stdin.close()
+    return process
 
 
-async def _talk(process: asyncio.subprocess.Process, request: bytes, lines: list[bytes]) -> bytes:
-    """Send the request, add the lines of stdout to `lines` as they come, and return stderr at the process's end."""
-    stdin, stdout, stderr = process.stdin, process.stdout, process.stderr
-    assert stdin is not None and stdout is not None and stderr is not None, "the process was started with pipes"
+async def _read(process: asyncio.subprocess.Process, lines: list[bytes]) -> bytes:
+    """Add the lines of stdout to `lines` as they come, and return stderr at the process's end."""
+    stdout, stderr = process.stdout, process.stderr
+    assert stdout is not None and stderr is not None, "the process was started with pipes"
 
     async def read_lines() -> None:
         async for line in stdout:
             lines.append(line)
 
-    stdin.write(request)
-    stdin.close()
     _, err = await asyncio.gather(read_lines(), stderr.read())
     await process.wait()
     return err

@@ -15,9 +15,9 @@ from megascale.core.network import LOOPBACK, listen
 from megascale.operate.channel.secret import SECRET_VARIABLE, job_secret, new_secret
 from megascale.operate.health.checks import transfer
 from megascale.operate.health.checks.endpoint import Endpoint, EndpointClient
-from megascale.operate.health.checks.reach import BrokenPaths, explain_broken
 from megascale.operate.health.checks.result import CheckResult
 from megascale.operate.health.checks.runner import run_check
+from megascale.operate.health.pair_search import Culprits, explain_broken
 
 
 @pytest.fixture
@@ -118,9 +118,9 @@ def test_a_stalled_transfer_is_an_error(address: str, secret: bytes, monkeypatch
 def test_the_fewest_nodes_and_links_explain_failed_connections() -> None:
     nodes = [f"n{index}" for index in range(6)]
     cut = [("n2", other) for other in nodes if other != "n2"]
-    assert explain_broken(nodes, cut) == BrokenPaths(nodes=("n2",))
-    assert explain_broken(nodes, [(b, a) for a, b in cut]) == BrokenPaths(nodes=("n2",))
-    assert explain_broken(nodes, [("n4", "n1"), ("n1", "n4")]) == BrokenPaths(links=(("n1", "n4"),))
-    assert explain_broken(nodes, [*cut, ("n0", "n1")]) == BrokenPaths(("n2",), (("n0", "n1"),))
-    assert explain_broken(["a", "b"], [("a", "b")]) == BrokenPaths(links=(("a", "b"),))
-    assert explain_broken(nodes, []) == BrokenPaths()
+    assert explain_broken(nodes, cut) == Culprits(nodes=("n2",))
+    assert explain_broken(nodes, [(b, a) for a, b in cut]) == Culprits(nodes=("n2",))
+    assert explain_broken(nodes, [("n4", "n1"), ("n1", "n4")]) == Culprits(links=(("n1", "n4"),))
+    assert explain_broken(nodes, [*cut, ("n0", "n1")]) == Culprits(("n2",), (("n0", "n1"),))
+    assert explain_broken(["a", "b"], [("a", "b")]) == Culprits(links=(("a", "b"),))
+    assert explain_broken(nodes, []) == Culprits()

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from megascale.catalog.checks import CHECK_SETS, CHECKS
 from megascale.core.registry import Card
 from megascale.operate.channel.secret import SECRET_VARIABLE, new_secret
 from megascale.operate.health.checks.result import CheckError, CheckResult
 from megascale.operate.health.checks.runner import run_check
-from megascale.operate.health.checks.table import CHECK_SETS, CHECKS
 from tests.jobs import lives
 
 
@@ -105,6 +105,7 @@ def test_a_check_ends_with_its_caller(plugin: dict[str, str], tmp_path: Path) ->
     pid_file = tmp_path / "pid"
     code = f"""
 import asyncio, os, pathlib
+from megascale.catalog.checks import CHECK_SETS, CHECKS
 from megascale.core.registry import Card
 from megascale.operate.health.checks.runner import run_check
 async def main():

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import itertools
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,11 +18,10 @@ from pathlib import Path
 from shlex import quote
 from typing import BinaryIO
 
-from megascale.core.copies_folder import copies_folder, remove_copies
 from megascale.core.errors import CheckpointError
 from megascale.core.files import SHARED_MEMORY
 from megascale.core.limits import os_error_hint
-from megascale.core.run_folder import TOKEN
+from megascale.core.run_folder import TOKEN, copies_folder
 from megascale.core.units import format_bytes
 
 RUN_FILE = "run"
@@ -29,6 +29,16 @@ RUN_FILE = "run"
 
 HOLD_ATTEMPTS = 100
 """Attempts to make a folder that others remove meanwhile."""
+
+
+def remove_copies(folder: Path) -> None:
+    """Remove the copies of a run or of one of its nodes, and the folders of run and user if they are empty then."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # not empty: copies of another node or run
+        for parent in folder.parents:
+            parent.rmdir()
+            if parent.name.startswith("megascale-"):
+                return
 
 
 @dataclass(frozen=True)

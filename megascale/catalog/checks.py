@@ -1,6 +1,7 @@
 """All checks of a node, and the sets of checks that run before a node joins a job and after a fault.
 
-A card's target is a function (arguments) -> CheckResult. Facts:
+A card's target is a function (arguments) -> CheckResult (`operate.health.checks.result`): of a host or its paths in
+`operate.health.checks`, of devices and groups of ranks, with torch, in `bench.checks`. Facts:
 
 - `unit`: of the value, SI units without a prefix
 - `better`: "higher" values, "same" values or "digest" on all nodes, or "zero"
@@ -13,12 +14,10 @@ A card's target is a function (arguments) -> CheckResult. Facts:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from megascale.core.files import exists
 from megascale.core.registry import Card, Registry
-from megascale.operate.health.checks.result import CheckError
 
 
 def _card(name: str, help_line: str, target: str, **facts: Any) -> Card:
@@ -33,61 +32,61 @@ CHECKS = Registry(
         _card(
             "limits",
             "limits of the operating system: open files, memory maps, processes, shared memory",
-            "megascale.operate.health.checks.node_limits:check_limits",
+            "megascale.operate.health.checks.host:check_limits",
             unit="limits too low", better="zero",
         ),
         _card(
             "memory",
             "bandwidth of copies in host memory, compared with their source",
-            "megascale.operate.health.checks.host_memory:check_memory",
+            "megascale.operate.health.checks.host:check_memory",
             unit="byte/s", noise=0.08,
         ),
         _card(
             "disk",
             "write, fsync and read back a file in `folder`, and compare its digest",
-            "megascale.operate.health.checks.disk:check_disk",
+            "megascale.operate.health.checks.host:check_disk",
             unit="byte/s", noise=0.15,
         ),
         _card(
             "loopback",
             "bandwidth of TCP on the loopback interface",
-            "megascale.operate.health.checks.loopback:check_loopback",
+            "megascale.operate.health.checks.host:check_loopback",
             unit="byte/s", noise=0.08,
         ),
         _card(
             "reach",
             "connections to the endpoints of all other nodes, with the job's secret",
-            "megascale.operate.health.checks.reach:check_reach",
+            "megascale.operate.health.checks.paths:check_reach",
             unit="nodes not reached", better="zero",
         ),
         _card(
             "clock",
             "offset of the clock from a reference node's",
-            "megascale.operate.health.checks.clock_offset:check_clock",
+            "megascale.operate.health.checks.paths:check_clock",
             unit="s", better="same", floor=0.1,
         ),
         _card(
             "link",
             "bandwidth of TCP to other nodes, in both directions",
-            "megascale.operate.health.checks.link:check_link",
+            "megascale.operate.health.checks.paths:check_link",
             unit="byte/s", noise=0.1,
         ),
         _card(
             "gemm",
             "GEMM rate of the device",
-            "megascale.bench.checks.device_gemm:check_gemm",
+            "megascale.bench.checks.device:check_gemm",
             unit="FLOP/s", runs_on="device", noise=0.03,
         ),
         _card(
             "known_gemm",
             "GEMMs of integers, whose result is known to the bit",
-            "megascale.bench.checks.known_gemm:check_known_gemm",
+            "megascale.bench.checks.device:check_known_gemm",
             unit="wrong elements", runs_on="device", better="zero",
         ),
         _card(
             "device_copy",
             "bandwidth between a GPU and the memory of the host",
-            "megascale.bench.checks.device_copy:check_device_copy",
+            "megascale.bench.checks.device:check_device_copy",
             unit="byte/s", runs_on="device", noise=0.03,
         ),
         _card(
@@ -128,13 +127,3 @@ CHECK_SETS = {
 
 FULL_S = 60.0
 """Longest time of the set "full", in seconds on each node."""
-
-
-def checks_named(name: str) -> Sequence[Card]:
-    """Return the checks of a set, or a single check. Raises: CheckError for an unknown name"""
-    names = CHECK_SETS.get(name, (name,))
-    if names[0] not in CHECKS.cards:
-        nearest = CHECKS.nearest(name, also=CHECK_SETS)
-        hint = f"did you mean {nearest}?" if nearest else f"one of {', '.join([*CHECK_SETS, *CHECKS.names()])}"
-        raise CheckError(f"there is no check {name!r}", hint=hint)
-    return [CHECKS[one] for one in names]

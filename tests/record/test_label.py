@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megascale.core.label import BACKWARD, FORWARD, Label
+from megascale.record.label import BACKWARD, FORWARD, Label
 
 QKV = Label.for_layer(3, "qkv")
 

@@ -14,7 +14,7 @@ from megascale.cli.main import main
 from megascale.core.errors import CheckpointError
 from megascale.core.rank import NODE_VARIABLE
 from megascale.core.run_folder import TOKEN
-from megascale.core.stored_copies import copies_notice, hold_copies, stored_copies
+from megascale.operate.node.stored_copies import copies_notice, hold_copies, stored_copies
 
 
 @pytest.fixture

@@ -22,16 +22,15 @@ from cryptography.x509.oid import NameOID
 
 from megascale.core.errors import ConfigError, Exit
 from megascale.core.network import LOOPBACK, reserve_port, reserve_port_as
-from megascale.operate.channel import rpc, streams
+from megascale.operate.channel import driver_server, streams
+from megascale.operate.channel.agent_channel import AgentChannel
+from megascale.operate.channel.driver_server import DriverServer
 from megascale.operate.channel.ends import Disconnected
 from megascale.operate.channel.handshake import CHALLENGE_BYTES, ClientHandshake, NotAPeerError, Session
 from megascale.operate.channel.messages import Check, Heartbeat, Hello, Leave, Stop, to_json
-from megascale.operate.channel.rpc import AgentChannel, DriverServer
-from megascale.operate.channel.streams import TLS_VARIABLES, Tls, tls_from_environment
+from megascale.operate.channel.streams import HELLO_KEY, METHOD, TLS_VARIABLES, Tls, tls_from_environment
 
 SECRET = secrets.token_bytes(32)
-METHOD = "/megascale.Driver/Connect"
-HELLO_KEY = "megascale-hello-bin"
 
 
 def hello(node: str = "n0", started: float = 1.0, run: str = "") -> Hello:
@@ -180,13 +179,13 @@ async def refusal(server: DriverServer, metadata: bytes | None, *messages: bytes
 def test_a_stranger_gets_no_answer_and_is_counted(capfd: pytest.CaptureFixture[str]) -> None:
     async def test() -> None:
         async with DriverServer(SECRET) as server:
-            wrong = ClientHandshake(secrets.token_bytes(32), rpc.PURPOSE).hello
+            wrong = ClientHandshake(secrets.token_bytes(32), streams.PURPOSE).hello
             purpose = ClientHandshake(SECRET, "another").hello
             for number, metadata in enumerate((None, b"", b"x" * 64, wrong, purpose), 1):
                 assert await refusal(server, metadata) == (b"", "UNAUTHENTICATED")
                 assert server.refused == number
             # an overheard hello gets a challenge, which its thief cannot answer
-            overheard = ClientHandshake(SECRET, rpc.PURPOSE).hello
+            overheard = ClientHandshake(SECRET, streams.PURPOSE).hello
             answer, code = await refusal(server, overheard, b"\0" * 32)
             assert (len(answer), code) == (64, "UNAUTHENTICATED")
             with pytest.raises(NotAPeerError, match="another secret"):
@@ -202,11 +201,11 @@ def test_a_stranger_gets_no_answer_and_is_counted(capfd: pytest.CaptureFixture[s
 
 
 def test_a_silent_stranger_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc, "ADMISSION_S", 0.2)
+    monkeypatch.setattr(driver_server, "ADMISSION_S", 0.2)
 
     async def test() -> None:
         async with DriverServer(SECRET) as server:
-            answer, code = await refusal(server, ClientHandshake(SECRET, rpc.PURPOSE).hello)
+            answer, code = await refusal(server, ClientHandshake(SECRET, streams.PURPOSE).hello)
             assert (len(answer), code) == (64, "UNAUTHENTICATED")
             raw = socket.create_connection((LOOPBACK, server.port))
             raw.sendall(b"GET / HTTP/1.0\r\n\r\n")
@@ -228,8 +227,8 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 def test_a_crowd_with_overheard_hellos_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc, "MOST_STRANGERS", 3)
-    overheard = ClientHandshake(SECRET, rpc.PURPOSE).hello
+    monkeypatch.setattr(driver_server, "MOST_STRANGERS", 3)
+    overheard = ClientHandshake(SECRET, streams.PURPOSE).hello
 
     async def test() -> None:
         async with DriverServer(SECRET) as server, contextlib.AsyncExitStack() as held:
@@ -255,7 +254,7 @@ ATTACKS: dict[str, Callable[[Session], list[bytes]]] = {
 @contextlib.asynccontextmanager
 async def joined(server: DriverServer) -> AsyncIterator[tuple[Any, Session]]:
     """A call that has proved the secret and said hello, and its seals."""
-    handshake = ClientHandshake(SECRET, rpc.PURPOSE)
+    handshake = ClientHandshake(SECRET, streams.PURPOSE)
     async with call(server, handshake.hello) as stream:
         proof, session = handshake.answer(await soon(stream.read()))
         await stream.write(proof)
@@ -306,7 +305,7 @@ def test_an_impostor_driver_gets_no_proof() -> None:
 
 def test_an_agent_that_takes_no_messages_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver neither waits for it nor keeps messages without bound."""
-    monkeypatch.setattr(rpc, "OUTBOX_MESSAGES", 4)
+    monkeypatch.setattr(driver_server, "OUTBOX_MESSAGES", 4)
 
     async def test() -> None:
         async with DriverServer(SECRET) as server, joined(server):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from megascale.cli.torch_import import torch_import_problem
 from megascale.core.errors import Exit
-from megascale.core.torch_import import torch_import_problem
 from tests.jobs import job_config
 from tests.runs import GPT
 
