@@ -1,6 +1,6 @@
 """The two ends of the connection between the driver of a job and the agents of its nodes.
 
-- `DriverEnd`, `AgentEnd`: what driver and agent ask of a connection; `driver_server` and `agent_channel` have those over gRPC
+- `DriverEnd`, `AgentEnd`: what both ask of a connection; over gRPC `driver_server` and `agent_channel` have those
 - `LocalDriverEnd`: the driver's end of a connection to an agent in the same process and event loop
 """
 
