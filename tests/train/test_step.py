@@ -9,6 +9,7 @@ import pytest
 
 from megascale.core.errors import DataError
 from megascale.core.rank import Rank
+from megascale.data.mix.samples import SampleSource
 from tests.runs import GPT, build_run, config_of, settings
 from tests.worlds import run_world
 
@@ -39,7 +40,7 @@ class Lagging:
         return float(mark) if mark <= self.passed else None
 
 
-class Watched:
+class Watched(SampleSource):
     """Samples that record their reads. Sample `bad` raises a DataError."""
 
     def __init__(self, run: Any, bad: int = -1) -> None:

@@ -30,7 +30,7 @@ def hang_outside_of_a_collective(rank: Rank, folder: Path, recorded: bool) -> Ve
 
     flight = open_log(LogIdentity("test", rank.rank, 2), folder / f"{rank.rank}")
     flight.set_phase(Phase.STEP)
-    recorder = Recorder(enabled=recorded, flight=flight)
+    recorder = Recorder(log=flight, enabled=recorded)
     group = open_group("dp", (0, 1), rank.rank, recorder, slot_bytes=1 << 12)
     tensor = torch.ones(4)
     all_reduce(group, tensor, label="first")
