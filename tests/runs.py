@@ -191,3 +191,13 @@ def curve_of(run: Any, steps: int) -> list[tuple[float, float]]:
 
 
 __all__ = ["FAMILIES", "GPT", "LLAMA", "build_run", "config_of", "settings", "to_toml", "train_curve", "write_config"]
+
+
+def train_order(run: Any) -> Any:
+    """Return the actions of a step of the whole batch."""
+    return run.order_of(run.config.num_microbatches, True)
+
+
+def valid_order(run: Any) -> Any:
+    """Return the actions of an evaluation of one global batch."""
+    return run.order_of(run.config.num_microbatches, False)

@@ -27,18 +27,17 @@ class ElementUpdates(Updates):
 
     def __init__(self, parts: Parts) -> None:
         self._rules = [
-            [(group, build_rule(shard, group, parts.config, parts.rules)) for group in _groups_of(shard)]
+            [
+                (group, build_rule(shard, group, parts.config, parts.rules))
+                for group in dict.fromkeys(group for group, _ in shard.ranges)
+                if group.facts["unit_of_work"] == "elements"
+            ]
             for shard in parts.shards
         ]
 
     def apply(self, index: int, lr: float, step: int, clipping: Clipping) -> None:
         for group, rule in self._rules[index]:
             rule.step(lr * group.lr_mult, step, clipping.grad_factor, clipping.skip)
-
-
-def _groups_of(shard: OptimizerShard) -> list[ParamGroup]:
-    """List the groups of elements in a shard."""
-    return list(dict.fromkeys(group for group, _ in shard.ranges if group.facts["unit_of_work"] == "elements"))
 
 
 def build_rule(shard: OptimizerShard, group: ParamGroup, config: OptimizerConfig, rules: Rules) -> Elementwise:

@@ -183,13 +183,3 @@ class Run:
     origin: InitialState = InitialState()
     step_hooks: Hooks = field(default_factory=Hooks)
     hooks: Hooks = field(default_factory=Hooks)
-
-    @property
-    def train_order(self) -> RankSchedule:
-        """The actions of a step of the whole batch."""
-        return self.order_of(self.config.num_microbatches, True)
-
-    @property
-    def valid_order(self) -> RankSchedule:
-        """The actions of an evaluation of one global batch."""
-        return self.order_of(self.config.num_microbatches, False)

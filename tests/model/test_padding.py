@@ -14,7 +14,7 @@ from megascale.core.rank import Rank
 from megascale.layout import tensors
 from megascale.train.step import train_step
 from tests.marks import only_quick
-from tests.runs import FAMILIES, build_run, config_of, settings, total_of
+from tests.runs import FAMILIES, build_run, config_of, settings, total_of, valid_order
 from tests.worlds import run_world
 
 STEPS = 4
@@ -47,7 +47,7 @@ def train(rank: Rank, config: RunConfig, multiple: int) -> tuple[list[tuple[floa
             rows.fill_(1e3 if garbage else 0.0)
         batch = run.train_loader.batch(run.progress.samples)
         with torch.no_grad():
-            losses.append(total_of(run, run.pipeline.run_actions(run.valid_order, batch)))
+            losses.append(total_of(run, run.pipeline.run_actions(valid_order(run), batch)))
     return curve, sum(len(rows) for rows in padding), zero, losses
 
 

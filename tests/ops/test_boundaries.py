@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.flop_counter import FlopCounterMode
 
-from megascale.layout.document_lengths import count_document_scores, equal_documents
+from megascale.layout.document_lengths import equal_documents
 from megascale.layout.windows import QUERY_BLOCK
 from megascale.ops import compiled
 from megascale.ops.boundaries import Boundaries
@@ -28,6 +28,7 @@ from megascale.ops.flex import BLOCK, document_block_mask, flex
 from megascale.ops.select import unsupported_reason
 from megascale.ops.te_attention import te_attend
 from tests.ops.settings import GPU, setting
+from tests.plan.account.executed_flops import count_document_scores
 
 CPU = torch.device("cpu")
 S = 12

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megascale.comm.totals import max_over_job
 from megascale.layout.topology import Coord, Topology
 from megascale.optim.norms import ROW, sum_of_squares
-from tests.runs import FAMILIES, GPT, LLAMA, config_of, curve_of, given, scale_and_clip, settings, total_of
+from tests.runs import FAMILIES, GPT, LLAMA, config_of, curve_of, given, scale_and_clip, settings, total_of, train_order
 from tests.thread_world import run_threads
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -68,7 +68,7 @@ def clipped(run: Any) -> tuple[float, float, float, float]:
     """
     batch = run.train_loader.batch(0)
     run.buffers.begin_step()
-    run.pipeline.run_actions(run.train_order, batch)
+    run.pipeline.run_actions(train_order(run), batch)
     list(run.buffers.finish_reductions())
     tokens = total_of(run, batch.loss_tokens)
     run.optimizer._clip = 0.0

@@ -17,7 +17,7 @@ from megascale.data.mix.samples import Sample, SampleSource
 from megascale.layout.parameters import all_params
 from megascale.layout.tensors import ParamSpec, TensorSpec
 from megascale.train.run import Run
-from tests.runs import GPT, LLAMA, build_run, config_of, settings, total_of
+from tests.runs import GPT, LLAMA, build_run, config_of, settings, total_of, train_order
 from tests.worlds import run_world
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -119,7 +119,7 @@ def _on_rank(rank: Rank, config: RunConfig, weights: Arrays) -> tuple[Array | No
     shape = BatchShape(SAMPLES, config.batch.micro, config.dp)
     batch = Loader(Batch(), shape, 0, dropout=0.0, seed=0, device=run.device.torch_device).batch(0)
     run.buffers.begin_step()
-    loss = total_of(run, run.pipeline.run_actions(run.train_order, batch))
+    loss = total_of(run, run.pipeline.run_actions(train_order(run), batch))
     list(run.buffers.finish_reductions())
 
     found = []

@@ -29,7 +29,7 @@ from megascale.parallel.tp_overlap import LinearParams, TensorParallel
 from megascale.plan.account.memory import state_bytes
 from tests.fused import serve_on_cpus
 from tests.marks import only_quick
-from tests.runs import LLAMA, build_run, config_of, curve_of, settings, train_curve
+from tests.runs import LLAMA, build_run, config_of, curve_of, settings, train_curve, train_order
 from tests.worlds import run_world
 
 Array = np.ndarray
@@ -213,7 +213,7 @@ def first_gradients(rank: Rank, config: RunConfig) -> dict[str, Array]:
     run = build_run(rank, config)
     run.buffers.begin_step()
     run.fp8_state.begin_step(collect_stats=False)
-    run.pipeline.run_actions(run.train_order, run.train_loader.batch(0))
+    run.pipeline.run_actions(train_order(run), run.train_loader.batch(0))
     buckets = list(run.buffers.finish_reductions())
     return {name: p.main_grad.numpy() for b in buckets for name, p in b.parameters.items()}
 

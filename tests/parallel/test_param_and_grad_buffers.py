@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.runs import FAMILIES, GPT, LLAMA, config_of, settings
+from tests.runs import FAMILIES, GPT, LLAMA, config_of, settings, train_order
 from tests.thread_world import run_threads
 
 Numbers = dict[str, np.ndarray]
@@ -21,7 +21,7 @@ Numbers = dict[str, np.ndarray]
 def backward(run: Any, batch: Any) -> None:
     """Run a step's backwards: gradients are sums over the job, not divided yet."""
     run.buffers.begin_step()
-    run.pipeline.run_actions(run.train_order, batch)
+    run.pipeline.run_actions(train_order(run), batch)
     list(run.buffers.finish_reductions())
 
 

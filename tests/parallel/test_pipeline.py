@@ -30,6 +30,8 @@ from tests.runs import (
     send_messages,
     settings,
     train_curve,
+    train_order,
+    valid_order,
 )
 from tests.schedule.units import simulate_schedule
 from tests.worlds import run_world
@@ -94,7 +96,7 @@ def executed(rank: Rank, configs: list[RunConfig]) -> list[dict[str, Any]]:
         counts = {"alive": 0, "peak": 0}
         run.pipeline.stages = [Watched(stage, counts) for stage in run.stages]
         run.buffers.begin_step()
-        loss = float(run.pipeline.run_actions(run.train_order, run.train_loader.batch(0)))
+        loss = float(run.pipeline.run_actions(train_order(run), run.train_loader.batch(0)))
         list(run.buffers.finish_reductions())
         results.append({"loss": loss, **counts, "embedding": embedding_gradient(run)})
         results[-1]["norm"] = scale_and_clip(run)
@@ -164,7 +166,7 @@ def evaluated(rank: Rank, config: RunConfig) -> tuple[float, int]:
     requires_grad: list[bool] = []
     for stage in run.stages:
         stage.register_forward_hook(lambda module, x, out: requires_grad.append(out.requires_grad))
-    loss = float(run.pipeline.run_actions(run.valid_order, run.train_loader.batch(0)))
+    loss = float(run.pipeline.run_actions(valid_order(run), run.train_loader.batch(0)))
     assert len(requires_grad) == config.num_microbatches * config.parallel.vpp
     return loss, sum(requires_grad)
 

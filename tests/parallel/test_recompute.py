@@ -34,6 +34,7 @@ from tests.runs import (
     send_messages,
     settings,
     traffic_of,
+    train_order,
 )
 from tests.worlds import run_world
 
@@ -171,7 +172,7 @@ def cast_stats_of_runs(rank: Rank, configs: list[RunConfig]) -> list[dict[str, C
     for run in builds(rank, configs):
         run.buffers.begin_step()
         run.fp8_state.begin_step(collect_stats=True)
-        run.pipeline.run_actions(run.train_order, run.train_loader.batch(0))
+        run.pipeline.run_actions(train_order(run), run.train_loader.batch(0))
         results.append(run.fp8_state.take_cast_stats())
     return results
 

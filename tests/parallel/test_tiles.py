@@ -18,7 +18,7 @@ from tests.marks import only_quick
 from tests.memory import held_bytes, peak_bytes
 from tests.parallel.test_recompute import trained
 from tests.parallel.test_tp_overlap import Outcome
-from tests.runs import GEMMA2, GPT, LLAMA, NEOX, OLMO2, builds, config_of, settings
+from tests.runs import GEMMA2, GPT, LLAMA, NEOX, OLMO2, builds, config_of, settings, train_order
 from tests.worlds import run_world
 
 NORM = {"train__recompute": "selective", "train__recompute_ops": ["norm"]}
@@ -89,7 +89,7 @@ def casts_and_losses(rank: Rank, configs: list[RunConfig]) -> list[tuple[dict[st
     for run in builds(rank, configs):
         run.buffers.begin_step()
         run.fp8_state.begin_step(collect_stats=True)
-        loss = run.pipeline.run_actions(run.train_order, run.train_loader.batch(0))
+        loss = run.pipeline.run_actions(train_order(run), run.train_loader.batch(0))
         results.append((run.fp8_state.take_cast_stats(), float(loss)))
     return results
 
@@ -155,7 +155,7 @@ def peaks_of_steps(rank: Rank, configs: list[RunConfig]) -> list[int]:
     """Peak bytes of a micro-batch's forward and backward, by run."""
     peaks = []
     for run in builds(rank, configs):
-        actions, batch = [action for action in run.train_order if action.kind in ("F", "B")], run.train_loader.batch(0)
+        actions, batch = [action for action in train_order(run) if action.kind in ("F", "B")], run.train_loader.batch(0)
         run.buffers.begin_step()
         run.pipeline.run_actions(actions, batch)  # fills caches
         peaks.append(peak_bytes(lambda run=run, actions=actions, batch=batch: run.pipeline.run_actions(actions, batch)))

@@ -12,7 +12,7 @@ from megascale.config.batch_rampup import batch_sizes
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from tests.jobs import curve, finish, job_config
-from tests.runs import GPT, build_run, config_of, settings
+from tests.runs import GPT, build_run, config_of, settings, train_order
 from tests.worlds import run_world
 
 RAMP: dict[str, Any] = {"batch__rampup": [2, 2, 12], "train__steps": 7, "optimizer__warmup_steps": 1}
@@ -55,9 +55,9 @@ def test_a_step_has_the_schedule_of_its_batch(tmp_path: Path) -> None:
     run = build_run(Rank(0, 1, 0, "host"), configure(tmp_path))
     for size in (2, 4):
         smaller = config_of(settings(GPT, tmp_path, batch__global=size), tmp_path)
-        assert run.order_of(size, True) == build_run(Rank(0, 1, 0, "host"), smaller).train_order
+        assert run.order_of(size, True) == train_order(build_run(Rank(0, 1, 0, "host"), smaller))
         assert len(run.train_loader.batch({2: 0, 4: 4}[size]).micro_batches) == size
-    assert len(run.train_order) > len(run.order_of(4, True))
+    assert len(train_order(run)) > len(run.order_of(4, True))
 
 
 def test_the_samples_of_a_step_are_known(tmp_path: Path) -> None:

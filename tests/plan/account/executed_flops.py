@@ -5,18 +5,18 @@ masked inside a block of a window's queries, and the scores recomputed by the ba
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from megascale.config.run import RunConfig
 from megascale.layout.blocks import block_spec, weight_numel
 from megascale.layout.chunks import stages_of
-from megascale.layout.document_lengths import count_document_scores
 from megascale.layout.document_shards import row_sharding
 from megascale.layout.mask_blocks import mask_blocks, tiles
 from megascale.layout.parts.part import AttentionCore
 from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy
 from megascale.layout.sequence_shard import Spans, TokenSpan, sequence_chunk
 from megascale.layout.tensors import padded_vocab
+from megascale.layout.windows import count_scores
 from megascale.plan.account.attended import expected_documents
 from megascale.plan.account.flops import recomputed_weights
 
@@ -75,3 +75,8 @@ def _computed_scores(config: RunConfig, core: AttentionCore, cp_rank: int) -> It
     for queries, keys in pairs:
         blocks = (block for spans in keys for block in mask_blocks(queries, spans, core.window, within, s))
         yield sum(tile.scores for block in blocks for tile in tiles(block))
+
+
+def count_document_scores(lengths: Iterable[int], block_window: int | None) -> int:
+    """Count the scores per head that are computed document by document. `block_window`: as of `AttentionCore`."""
+    return sum(count_scores(n, None if block_window is None else min(block_window, n)) for n in lengths)

@@ -38,10 +38,6 @@ class WaitPlace(NamedTuple):
     def is_message(self) -> bool:
         return f" {SEND}" in self.key or f" {RECEIVE}" in self.key
 
-    @property
-    def is_control(self) -> bool:
-        return self.key.endswith(CONTROL)
-
 
 @dataclass
 class WaitGraph:
