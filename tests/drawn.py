@@ -143,6 +143,6 @@ def recomputation(draw: Draw, vpp: int) -> dict[str, Any]:
 
 def ranks_of(config: RunConfig) -> list[int]:
     """Return a rank of every pipeline stage, at different coordinates of the other axes."""
-    topology = topology_of(config)
+    topology = topology_of(config.parallel)
     tp, cp, dp, pp = topology.tp, topology.cp, topology.dp, topology.pp
     return [topology.rank(Coord(stage % tp, stage % cp, stage % dp, stage)) for stage in range(pp)]

@@ -23,8 +23,7 @@ from megascale.comm import symmetric_memory
 from megascale.config.run import RunConfig
 from megascale.layout.topology import topology_of
 from megascale.ops.rope import rope_table
-from megascale.plan.dryrun.dry_run import FakeDevice
-from megascale.plan.dryrun.fake_mesh import fake_mesh
+from megascale.plan.dryrun.fake_mesh import FakeDevice, fake_mesh
 from megascale.record.recorder import Recorder, Timer
 from megascale.train.build import build_rank_run
 from megascale.train.run import Run
@@ -212,6 +211,8 @@ def build_fake(config: RunConfig, rank: int) -> Run:
     """Build the run of `rank` on the fake device, with torch's own operations. Call inside `watched`."""
     device = FakeGPU(open_device(), "nccl")
     recorder = Recorder(device.timer())
-    mesh = fake_mesh(topology_of(config), rank, recorder, tied=config.model.tie_embeddings, collectives_in_pieces=True)
+    mesh = fake_mesh(
+        topology_of(config.parallel), rank, recorder, tied=config.model.tie_embeddings, collectives_in_pieces=True
+    )
     with patch("torch.version.cuda", "12.9"):  # as of a torch that was built for the device
         return build_rank_run(config, mesh, device, StopRequest(), init_weights=False)

@@ -28,7 +28,8 @@ from megascale.core.rank import Rank
 from megascale.core.units import format_bytes
 from megascale.device import Device, detect_device, is_out_of_memory
 from megascale.ops.select import selected_backends
-from megascale.plan.account.memory import fullest_rank, state_bytes
+from megascale.plan.account.memory import JobMemory
+from megascale.plan.account.state import state_bytes
 from megascale.train import kernels
 from megascale.train.build import build_mesh, build_rank_run
 from megascale.train.op_context import op_context
@@ -85,7 +86,7 @@ def _explain_out_of_memory(name: str, layers: int) -> Iterator[None]:
 
 def _check_memory(config: RunConfig, device: Device) -> None:
     """Refuse a model that exceeds a CPU's free memory: there, no out-of-memory error is raised."""
-    needed, free = fullest_rank(config).total, device.free_memory()
+    needed, free = JobMemory(config).fullest().total, device.free_memory()
     if device.is_cpu and needed > free:
         why = f": it needs {format_bytes(needed)}, {format_bytes(free)} are free"
         raise _too_large(config.name, config.model.num_layers, why)

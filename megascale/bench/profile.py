@@ -39,7 +39,7 @@ from megascale.layout.topology import Topology
 from megascale.plan.account.traffic import mean_calls
 from megascale.plan.simulate import profiles
 from megascale.plan.simulate.profiles import Hardware
-from megascale.plan.simulate.step_time import estimate
+from megascale.plan.simulate.step_time import StepParts
 from megascale.train.build import build_mesh, build_rank_run
 from megascale.train.run import Run
 from megascale.train.scheduled_gc import without_automatic_gc
@@ -323,8 +323,8 @@ def _add_oversubscription(machine: MeasuredProfile, steps: OversubscribedSteps) 
     hardware, config = Hardware.model_validate(machine.tree), _oversubscribed_config(steps.ranks, "")
     stack, waiting = profiles.stack_on(hardware, "megascale"), hardware.node.ranks_per_core(steps.ranks) - 1
     shared, single = Measurement((), steps.seconds), Measurement((), steps.single_rank_seconds)
-    pace = estimate(_config(SINGLE_RANK_CASE, FORMATS[0], ""), hardware, stack).step_s / single.median
-    excess = shared.median * pace - estimate(config, hardware, stack).step_s
+    pace = StepParts(_config(SINGLE_RANK_CASE, FORMATS[0], ""), hardware, stack).estimate.step_s / single.median
+    excess = shared.median * pace - StepParts(config, hardware, stack).estimate.step_s
     machine.tree["node"]["turn_s"] = max(0.0, excess) / (waiting * mean_calls(config)) if waiting else 0.0
     machine.quality[f"steps of {steps.ranks} ranks"] = Quality(0.0, shared.ratio)
     machine.quality["steps between them"] = Quality(abs(1 - pace), single.ratio)
@@ -343,7 +343,7 @@ def _add_step_costs(machine: MeasuredProfile, name: str, steps: Sequence[Measure
     stack, samples = profiles.stack_on(hardware, "megascale"), []
     for case, step in zip(CASES, steps, strict=True):
         config = _config(case, name, "")
-        causes = estimate(config, hardware, stack).causes
+        causes = StepParts(config, hardware, stack).estimate.causes
         known, layers = causes["gemm"] + causes["attention"], 3.0 * case.layers * config.num_microbatches
         amounts: tuple[float, ...] = causes["elementwise"], layers, causes["optimizer"], 1.0
         if not first:

@@ -24,9 +24,8 @@ from megascale.layout.chunks import stages_of
 from megascale.layout.parameters import parameter_count
 from megascale.layout.topology import topology_of
 from megascale.operate.node.host_limits import limit_findings, memory_findings
-from megascale.plan.account.activation_offload import host_bytes
 from megascale.plan.account.attended import describe_documents
-from megascale.plan.account.memory import fullest_rank
+from megascale.plan.account.memory import JobMemory
 from megascale.schedule.check import check_schedule
 from megascale.schedule.ir import ScheduleError, build_schedule
 
@@ -55,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
         return Exit.CONFIG
     notes = list(host_warnings(config))
     if options.json:
-        rank = fullest_rank(config)
+        rank = JobMemory(config).fullest()
         state = {"weights": rank.parameters, "gradients": rank.gradients, "optimizer": rank.optimizer}
         facts = {"ok": True, "processes": config.world_size, "state_bytes": {**state, "total": sum(state.values())}}
         facts |= {"activation_bytes": {"total": rank.activations}, "transient_bytes": rank.transient}
@@ -84,7 +83,9 @@ def check_plug_in_schedule(config: RunConfig) -> None:
         return
     m = config.num_microbatches
     try:
-        check_schedule(build_schedule(card.load(), p.pp, p.vpp, m), stages_of(config).placement, m)
+        check_schedule(
+            build_schedule(card.load(), p.pp, p.vpp, m), stages_of(config.model, config.parallel).placement, m
+        )
     except ScheduleError as error:
         raise ConfigError([Problem(card.target, "parallel.schedule", str(error))]) from error
 
@@ -146,13 +147,13 @@ def reader_bytes(config: RunConfig) -> int:
 
     ranks = range(min(config.world_size, RANKS_OF_HOST))
     shape, splits = BatchShape(config.batch.total, config.batch.micro, config.dp), 2 if config.train.eval_every else 1
-    return reader_shape(mixture_spec(config, "train"), shape, topology_of(config), ranks, splits).bytes
+    return reader_shape(mixture_spec(config, "train"), shape, topology_of(config.parallel), ranks, splits).bytes
 
 
 def offloaded_bytes(config: RunConfig) -> int:
     """Host memory of the rank with most block inputs there; 0 without `train.activation_offload`."""
     stages = range(config.parallel.pp if config.train.activation_offload else 0)
-    return max((host_bytes(config, stage) for stage in stages), default=0)
+    return max((JobMemory(config).host_bytes(stage) for stage in stages), default=0)
 
 
 def host_warnings(config: RunConfig) -> Iterator[str]:
@@ -162,7 +163,7 @@ def host_warnings(config: RunConfig) -> Iterator[str]:
     ranks = min(config.world_size, RANKS_OF_HOST)
     findings = list(limit_findings(config, ranks))
     if config.checkpoint.memory_every:
-        findings += memory_findings(config, ranks, fullest_rank(config).optimizer)
+        findings += memory_findings(config, ranks, JobMemory(config).fullest().optimizer)
     for finding in findings:
         yield f"this host  {finding.key}: {finding.message}  -> {finding.hint}"
     if config.checkpoint.resume != "never":
@@ -177,7 +178,7 @@ def summary(config: RunConfig) -> str:
         f"tp {p.tp}{' sp' if p.sp else ''}{cp} x pp {p.pp}{f' (vpp {p.vpp})' if p.vpp > 1 else ''} x dp {config.dp}"
     )
     tokens, whole = config.batch.total * m.seq_length, config.samples * m.seq_length
-    rank = fullest_rank(config)
+    rank = JobMemory(config).fullest()
     kinds = {**vars(rank), "total": rank.total}
     rampup = " after the ramp-up" if config.batch.rampup else ""
     reader = f"\nmemory of a host's reader {format_bytes(size)}" if (size := reader_bytes(config)) else ""

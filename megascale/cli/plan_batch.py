@@ -11,8 +11,9 @@ from megascale.cli.main import add_config_arguments
 from megascale.cli.plan import print_tables
 from megascale.config.loading import load_config
 from megascale.core.errors import Exit
+from megascale.layout.parameters import parameter_count
 from megascale.plan.search import batch_report
-from megascale.plan.search.batch_plan import BatchPlan, critical_by_law, read_measured, training_of
+from megascale.plan.search.batch_plan import BatchPlan, critical_by_law, read_measured
 
 TOKENS = (1.0, 1e15)
 """Fewest and most tokens of a training: the law ends far below the most, and steps and batches stay countable."""
@@ -39,12 +40,13 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     config = load_config(options.config, options.overrides, options.gpus, skip_sections=["data"])
-    training = training_of(config, options.tokens, options.loss)
-    critical, source = critical_by_law(training), "by the law of Kaplan et al."
+    tokens = options.tokens or float(config.samples * config.model.seq_length)
+    critical = critical_by_law(parameter_count(config.model), tokens, options.loss)
+    source = "by the law of Kaplan et al."
     if options.measured:
         critical = read_measured(options.measured / "metrics.jsonl").critical
         source = f"from the noise scale of {options.measured}"
-    plan = BatchPlan(config, training, critical, source)
+    plan = BatchPlan(config, tokens, critical, source)
     if options.json:
         print(json.dumps(batch_report.batch_json(plan)))
     else:

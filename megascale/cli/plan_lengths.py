@@ -54,8 +54,10 @@ def report(options: argparse.Namespace, config: RunConfig, hardware: Hardware, s
 
     Raises: ConfigError, DataError
     """
+    from megascale.plan.account.memory import JobMemory
     from megascale.plan.search import length_report  # imports numpy, which other plans do without
     from megascale.plan.search.length_plan import LengthPlan, choose_chunks, fitting_tokens
+    from megascale.plan.simulate.sequence_times import SequenceTimes
 
     if config.parallel.vpp > 1 and (options.chunk_tokens or config.parallel.pp > 1):
         what = f"is {config.parallel.vpp}, and unequal micro-batches are planned with one model chunk per rank"
@@ -63,8 +65,9 @@ def report(options: argparse.Namespace, config: RunConfig, hardware: Hardware, s
     longest = config.model.seq_length
     lengths = read_lengths(options.lengths, longest)
     given = options.max_tokens_per_rank or config.data.max_tokens_per_rank
-    most = given or fitting_tokens(config, hardware, stack, longest)
-    plan = LengthPlan(config, hardware, stack, lengths, most, steps=options.length_steps)
+    limit = hardware.memory_limit(config.world_size)
+    most = given or fitting_tokens(JobMemory(config, stack.storage), limit, longest)
+    plan = LengthPlan(SequenceTimes(config, hardware, stack, most), lengths, steps=options.length_steps)
     if options.chunk_tokens:
         chosen = options.chunk_tokens, options.keep_chunks
         chunk_tokens, keep = choose_chunks(plan) if options.chunk_tokens == AUTO else chosen

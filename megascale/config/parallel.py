@@ -55,6 +55,13 @@ class ParallelConfig(Section):
     )
 
     @property
+    def replicas(self) -> int:
+        """Number of data-parallel ranks of a resolved configuration."""
+        if not isinstance(self.dp, int):
+            raise ValueError("parallel.dp is 'auto': resolve the configuration for a number of processes first")
+        return self.dp
+
+    @property
     def replica_size(self) -> int:
         """Number of processes in one model replica."""
         return self.tp * self.cp * self.pp

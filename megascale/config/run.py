@@ -70,9 +70,7 @@ class RunConfig(Section):
     @property
     def dp(self) -> int:
         """Number of data-parallel ranks of a resolved configuration."""
-        if not isinstance(self.parallel.dp, int):
-            raise ValueError("parallel.dp is 'auto': resolve the configuration for a number of processes first")
-        return self.parallel.dp
+        return self.parallel.replicas
 
     @property
     def world_size(self) -> int:

@@ -92,6 +92,12 @@ class TrainConfig(Section):
     )
 
     @property
+    def element_bytes(self) -> tuple[int, int]:
+        """Bytes of an element in the compute and the accumulation dtype."""
+        facts = PRECISIONS[self.precision].facts
+        return int(facts["compute_bytes"]), int(facts["accumulate_bytes"])
+
+    @property
     def quantizes(self) -> bool:
         """True if linear layers run the GEMMs of a recipe, which `[fp8]` configures."""
         return bool(PRECISIONS[self.precision].facts.get("quantizes"))

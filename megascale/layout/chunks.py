@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import NamedTuple
 
-from megascale.catalog.precisions import PRECISIONS
+from megascale.config.backends import Fp8Config
 from megascale.config.model import ModelConfig
-from megascale.config.run import RunConfig
+from megascale.config.parallel import OverlapConfig, ParallelConfig
+from megascale.config.train import TrainConfig
 from megascale.layout.blocks import distinct_blocks
 from megascale.layout.buckets import pack, split_by_reduce_axes
 from megascale.layout.parameters import layer_params, stage_params
@@ -28,11 +30,11 @@ MIN_SHARD_BYTES = 512 << 10
 """Minimum bytes of gradients in a data-parallel shard of an `auto` bucket."""
 
 
-def stages_of(config: RunConfig) -> Stages:
+def stages_of(model: ModelConfig, parallel: ParallelConfig) -> Stages:
     """The virtual pipeline stages of a run."""
-    p = config.parallel
+    p = parallel
     layers_per_chunk = None if p.layers_per_chunk is None else tuple(p.layers_per_chunk)
-    return split_layers(config.model.num_layers, placement_of(p.schedule, p.pp, p.vpp), layers_per_chunk)
+    return split_layers(model.num_layers, placement_of(p.schedule, p.pp, p.vpp), layers_per_chunk)
 
 
 def module_of(name: str) -> str:
@@ -41,7 +43,9 @@ def module_of(name: str) -> str:
     return {"layers": f"layers.{second}", "embedding": "embedding"}.get(first, "head")
 
 
-def chunk_buckets(config: RunConfig, pp_rank: int) -> list[list[list[ParamSpec]]]:
+def chunk_buckets(
+    model: ModelConfig, parallel: ParallelConfig, overlap: OverlapConfig, train: TrainConfig, pp_rank: int
+) -> list[list[list[ParamSpec]]]:
     """The parameters of every bucket of every chunk of a pipeline rank, in the order of the network.
 
     A bucket consists of complete modules, as far as their gradients are reduced over the same ranks. A chunk is a
@@ -50,19 +54,21 @@ def chunk_buckets(config: RunConfig, pp_rank: int) -> list[list[list[ParamSpec]]
     sum its gradient.
     """
 
-    def layer(number: int) -> _Module:
-        return _module(f"layers.{number}", layer_params(config.model, number), topology_of(config))
+    topology, limits = topology_of(parallel), partial(_bounds, parallel, overlap, train)
 
-    chunks = _modules_of_buckets(config, pp_rank, range(config.parallel.vpp), layer)
+    def layer(number: int) -> _Module:
+        return _module(f"layers.{number}", layer_params(model, number), topology)
+
+    chunks = _modules_of_buckets(model, parallel, pp_rank, range(parallel.vpp), layer, limits)
     return [[bucket for modules in chunk for bucket in _params_of_buckets(modules)] for chunk in chunks]
 
 
-def shares_embedding(config: RunConfig) -> bool:
+def shares_embedding(model: ModelConfig, parallel: ParallelConfig) -> bool:
     """Return True if the first and the last pipeline stage share the token embedding."""
-    return config.model.tie_embeddings and config.parallel.pp > 1
+    return model.tie_embeddings and parallel.pp > 1
 
 
-def _bounds(config: RunConfig, numel: int) -> tuple[int, int]:
+def _bounds(parallel: ParallelConfig, overlap: OverlapConfig, train: TrainConfig, numel: int) -> tuple[int, int]:
     """The limits on the elements of a bucket, in a chunk of `numel` elements: the least, and in a bucket of several
     modules the most, unless a split would leave a bucket with fewer than the least.
 
@@ -77,26 +83,27 @@ def _bounds(config: RunConfig, numel: int) -> tuple[int, int]:
     A shard therefore has at least MIN_SHARD_BYTES. Buckets above MAX_BUCKET_BYTES would gain nothing. A single
     data-parallel rank communicates nothing.
     """
-    element_bytes: int = PRECISIONS[config.train.precision].facts["accumulate_bytes"]
-    if config.overlap.bucket_bytes != "auto":
-        return 0, config.overlap.bucket_bytes // element_bytes
-    shards = topology_of(config).size(*DATA_AXES)
+    _, element_bytes = train.element_bytes
+    if overlap.bucket_bytes != "auto":
+        return 0, overlap.bucket_bytes // element_bytes
+    shards = topology_of(parallel).size(*DATA_AXES)
     if shards == 1:
         return 0, MAX_BUCKET_BYTES // element_bytes
     min_numel = shards * MIN_SHARD_BYTES // element_bytes
     return min_numel, max(min_numel, min(MAX_BUCKET_BYTES // element_bytes, numel // AUTO_BUCKETS))
 
 
-def _bucket_ranges(config: RunConfig, numels: list[int]) -> list[range]:
-    """Group the modules of a chunk, which have `numels` elements, into buckets: ranges of module indices."""
-    min_numel, max_numel = _bounds(config, sum(numels))
-    starts, filled, remaining = list[int](), 0, sum(numels)
-    for index, numel in enumerate(numels):
-        if not starts or (filled + numel > max_numel and filled >= min_numel and remaining >= min_numel):
-            starts.append(index)
+def _split(modules: list[_Module], min_numel: int, max_numel: int) -> list[list[_Module]]:
+    """Group the modules of a chunk into buckets."""
+    buckets, filled, remaining = list[list[_Module]](), 0, sum(module.numel for module in modules)
+    for module in modules:
+        numel = module.numel
+        if not buckets or (filled + numel > max_numel and filled >= min_numel and remaining >= min_numel):
+            buckets.append([])
             filled = 0
+        buckets[-1].append(module)
         filled, remaining = filled + numel, remaining - numel
-    return [range(start, stop) for start, stop in itertools.pairwise([*starts, len(numels)])]
+    return buckets
 
 
 class BucketSize(NamedTuple):
@@ -106,17 +113,20 @@ class BucketSize(NamedTuple):
     numel: int
 
 
-def bucket_sizes(config: RunConfig, pp_rank: int, chunks: Iterable[int] | None = None) -> list[list[BucketSize]]:
+def bucket_sizes(
+    model: ModelConfig, parallel: ParallelConfig, overlap: OverlapConfig, train: TrainConfig, pp_rank: int,
+    chunks: Iterable[int] | None = None,
+) -> list[list[BucketSize]]:  # fmt: skip
     """The sizes of the buckets of every chunk of a pipeline rank, or of the given `chunks`.
 
     The result equals the sizes of `pack` for `chunk_buckets`, computed faster, from a single layer of each kind. The
     bucket of a tied embedding on the last stage has "head" as its first module.
     """
-    topology, kinds = topology_of(config), distinct_blocks(config.model)[1]
+    topology, kinds = topology_of(parallel), distinct_blocks(model)[1]
     layers, numels = dict[int, _Module](), dict[tuple[str, ...], list[int]]()
     for number, kind in enumerate(kinds):
         if kind not in layers:
-            layers[kind] = _module(f"layers.{number}", layer_params(config.model, number), topology)
+            layers[kind] = _module(f"layers.{number}", layer_params(model, number), topology)
 
     def sizes(modules: list[_Module]) -> list[BucketSize]:
         key = tuple(module.params[0].name for module in modules)
@@ -127,7 +137,8 @@ def bucket_sizes(config: RunConfig, pp_rank: int, chunks: Iterable[int] | None =
     def layer(number: int) -> _Module:
         return layers[kinds[number]]._replace(name=f"layers.{number}")
 
-    found = _modules_of_buckets(config, pp_rank, range(config.parallel.vpp) if chunks is None else chunks, layer)
+    held, limits = range(parallel.vpp) if chunks is None else chunks, partial(_bounds, parallel, overlap, train)
+    found = _modules_of_buckets(model, parallel, pp_rank, held, layer, limits)
     return [[size for modules in chunk for size in sizes(modules)] for chunk in found]
 
 
@@ -149,20 +160,22 @@ def _params_of_buckets(modules: list[_Module]) -> list[list[ParamSpec]]:
 
 
 def _modules_of_buckets(
-    config: RunConfig, pp_rank: int, chunks: Iterable[int], layer: Callable[[int], _Module]
-) -> Iterator[list[list[_Module]]]:
-    """Yield the modules of each bucket of each of the chunks of a pipeline rank, in the order of the network."""
-    stages, topology, shared = stages_of(config), topology_of(config), shares_embedding(config)
+    model: ModelConfig, parallel: ParallelConfig, pp_rank: int, chunks: Iterable[int],
+    layer: Callable[[int], _Module], limits: Callable[[int], tuple[int, int]],
+) -> Iterator[list[list[_Module]]]:  # fmt: skip
+    """Yield the modules of each bucket of each of the chunks of a pipeline rank, in the order of the network. `limits`:
+    the `_bounds` for a chunk's number of elements.
+    """
+    stages, topology, shared = stages_of(model, parallel), topology_of(parallel), shares_embedding(model, parallel)
     for chunk in chunks:
         index = stages.index(pp_rank, chunk)
-        edges = stage_params(config.model, range(0), index == 0, index == stages.count - 1)
+        edges = stage_params(model, range(0), index == 0, index == stages.count - 1)
         tied = [p for p in edges if shared and p.name == TOKEN_EMBEDDING]
         groups = itertools.groupby((p for p in edges if p not in tied), key=lambda p: module_of(p.name))
         ends = [_module(name, list(params), topology) for name, params in groups]
         begin = [module for module in ends if module.name == "embedding"]
         modules = [*begin, *map(layer, stages.layers(index)), *ends[len(begin) :]]
-        ranges = _bucket_ranges(config, [module.numel for module in modules])
-        buckets = [modules[r.start : r.stop] for r in ranges]
+        buckets = _split(modules, *limits(sum(module.numel for module in modules)))
         separate = [[_module("head" if index else "embedding", tied, topology)]] if tied else []
         yield [*buckets, *separate] if index else [*separate, *buckets]
 
@@ -172,8 +185,6 @@ def fp8_weights(model: ModelConfig, layers: range) -> dict[str, ParamSpec]:
     return {p.name: p for index in layers for p in layer_params(model, index) if p.fp8}
 
 
-def fp8_layers(config: RunConfig) -> range:
+def fp8_layers(model: ModelConfig, train: TrainConfig, fp8: Fp8Config) -> range:
     """The layers with FP8 GEMMs: all but the first and last few, as `[fp8]` configures."""
-    if not config.train.quantizes:
-        return range(0)
-    return range(config.fp8.bf16_first, config.model.num_layers - config.fp8.bf16_last)
+    return range(fp8.bf16_first, model.num_layers - fp8.bf16_last) if train.quantizes else range(0)

@@ -14,10 +14,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from megascale.config.run import RunConfig
+from megascale.config.model import ModelConfig
+from megascale.config.parallel import OverlapConfig, ParallelConfig
+from megascale.config.train import OptimizerConfig, TrainConfig
 from megascale.layout.buckets import BucketLayout, SlotRange, pack
 from megascale.layout.chunks import chunk_buckets
 from megascale.layout.param_groups import ParamGroup, ParamGroups, group_ranges
@@ -44,14 +46,13 @@ class OwnedMatrix:
         return self.range.tensor
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, ...]:
         """Rows and columns of the whole matrix."""
-        return _shape(self.tensor)
+        return self.tensor.shape
 
-    def local_shape(self, topology: Topology, tp: int) -> tuple[int, int]:
+    def local_shape(self, topology: Topology, tp: int) -> tuple[int, ...]:
         """Rows and columns of the shard of a tp rank, without padding rows, which come last."""
-        rows, columns = self.tensor.local_box(topology, Coord(tp=tp))[1]
-        return rows, columns
+        return self.tensor.local_box(topology, Coord(tp=tp))[1]
 
     def stored(self, topology: Topology, tp: int) -> SlotRange:
         """The range of a tp rank's shard in the bucket, without padding rows."""
@@ -65,7 +66,7 @@ ELEMENTWISE = 16
 """Multiplications of an element outside of GEMMs."""
 
 
-def update_cost(group: ParamGroup, shape: tuple[int, int]) -> int:
+def update_cost(group: ParamGroup, shape: tuple[int, ...]) -> int:
     """Count the multiplications of a matrix's update in a mean step: of its GEMMs, of decompositions, and several an
     element.
     """
@@ -84,7 +85,7 @@ def assign_owners(layouts: Sequence[BucketLayout], groups: ParamGroups, topology
         for group, item in group_ranges(layout, groups, topology)
         if group.needs_matrix
     ]
-    costs = {(bucket, item.start): update_cost(group, _shape(item.tensor)) for bucket, group, item in found}
+    costs = {(bucket, item.start): update_cost(group, item.tensor.shape) for bucket, group, item in found}
     share = SLACK * sum(costs.values()) / len(loads)
     placed: dict[tuple[int, int], OwnedMatrix] = {}
     for bucket, group, item in sorted(found, key=lambda found: -costs[found[0], found[2].start]):
@@ -93,21 +94,12 @@ def assign_owners(layouts: Sequence[BucketLayout], groups: ParamGroups, topology
         ranks = [rank for rank in loads if not (replicated and rank[0])]
         least = min(loads[rank] for rank in ranks)
         free = [rank for rank in ranks if loads[rank] + cost <= share or loads[rank] == least]
-        tp, dp = max(free, key=lambda rank: (_overlap(item, rank[1], size), -loads[rank], -rank[1], -rank[0]))
+        stored = [max(0, item.clipped(shard * size, (shard + 1) * size).numel) for shard in range(shards)]
+        tp, dp = max(free, key=lambda rank: (stored[rank[1]], -loads[rank], -rank[1], -rank[0]))
         for rank in loads if replicated else [(tp, dp)]:
             loads[rank] += cost if rank[1] == dp else 0
         placed[bucket, item.start] = OwnedMatrix(item, group, None if replicated else tp, dp if axes else None)
     return [[placed[bucket, item.start] for b, _, item in found if b == bucket] for bucket in range(len(layouts))]
-
-
-def _shape(tensor: TensorSpec) -> tuple[int, int]:
-    rows, columns = tensor.shape
-    return rows, columns
-
-
-def _overlap(item: SlotRange, shard: int, size: int) -> int:
-    """Count the elements of a tensor in a shard of `size` elements."""
-    return max(0, item.clipped(shard * size, (shard + 1) * size).numel)
 
 
 @dataclass(frozen=True)
@@ -119,30 +111,29 @@ class StageMatrices:
     ranges: tuple[tuple[tuple[ParamGroup, SlotRange], ...], ...]
 
 
-class _CacheKey:
-    """A configuration as a key of a cache: sections are frozen, and hold lists."""
+@dataclass(frozen=True)
+class _Job:
+    """The sections that decide a stage's matrices. `text`: all of them, since sections with lists have no hash."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
-        self._key = config.model_dump_json(include={"model", "parallel", "overlap", "optimizer", "train"})
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _CacheKey) and other._key == self._key
+    text: tuple[str, ...]
+    sections: tuple[ModelConfig, ParallelConfig, OverlapConfig, TrainConfig, OptimizerConfig] = field(compare=False)
 
 
-def stage_places(config: RunConfig, pp_rank: int) -> StageMatrices:
+def stage_places(
+    model: ModelConfig, parallel: ParallelConfig, overlap: OverlapConfig, train: TrainConfig,
+    optimizer: OptimizerConfig, pp_rank: int,
+) -> StageMatrices:  # fmt: skip
     """Return the buckets of a pipeline rank and the places of their matrices, for a resolved configuration."""
-    return _stage_places(_CacheKey(config), pp_rank)
+    sections = model, parallel, overlap, train, optimizer
+    return _stage_places(_Job(tuple(section.model_dump_json() for section in sections), sections), pp_rank)
 
 
 @lru_cache(64)
-def _stage_places(key: _CacheKey, pp_rank: int) -> StageMatrices:
-    config, topology, groups = key.config, topology_of(key.config), ParamGroups(key.config.optimizer)
-    zero, chunks = config.parallel.zero, chunk_buckets(config, pp_rank)
-    layouts = [pack(bucket, topology, zero) for chunk in chunks for bucket in chunk]
+def _stage_places(job: _Job, pp_rank: int) -> StageMatrices:
+    model, parallel, overlap, train, optimizer = job.sections
+    topology, groups = topology_of(parallel), ParamGroups(optimizer)
+    chunks = chunk_buckets(model, parallel, overlap, train, pp_rank)
+    layouts = [pack(bucket, topology, parallel.zero) for chunk in chunks for bucket in chunk]
     places = assign_owners(layouts, groups, topology)
     ranges = (tuple(group_ranges(layout, groups, topology)) for layout in layouts)
     return StageMatrices(tuple(layouts), tuple(map(tuple, places)), tuple(ranges))

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megascale.config.run import RunConfig
+from megascale.config.parallel import ParallelConfig
 
 AXES = ("tp", "cp", "dp", "pp")
 """Axes of parallelism, fastest first."""
@@ -110,7 +110,6 @@ class Topology:
         return [self.group(rank, *axes) for rank in first]
 
 
-def topology_of(config: RunConfig) -> Topology:
+def topology_of(p: ParallelConfig) -> Topology:
     """The topology of a resolved configuration."""
-    p = config.parallel
-    return Topology(tp=p.tp, cp=p.cp, dp=config.dp, pp=p.pp, cp_heads=p.cp_heads, pooled=p.cp_mode == "hybrid")
+    return Topology(tp=p.tp, cp=p.cp, dp=p.replicas, pp=p.pp, cp_heads=p.cp_heads, pooled=p.cp_mode == "hybrid")

@@ -71,10 +71,10 @@ def build_mesh(
     """Open and warm up this rank's process groups. Requires `comm.init.init_distributed`. `log`: this
     rank's.
     """
-    placement = stages_of(config).placement
+    placement = stages_of(config.model, config.parallel).placement
     recorder = Recorder(device.timer(), log, enabled=config.observe.record, named_range=profiler_range)
     mesh = open_mesh(
-        topology_of(config),
+        topology_of(config.parallel),
         rank.rank,
         tied=config.model.tie_embeddings,
         placement=placement,
@@ -101,7 +101,8 @@ def build_rank_run(
     if init_weights:
         initialize_weights(buffers, mesh, device, config.train.seed)
     kernels = select.build_op("linear", context)
-    fp8_state = Fp8State(config.model, config.fp8, fp8_layers(config), mesh, device.torch_device, kernels)
+    quantized = fp8_layers(config.model, config.train, config.fp8)
+    fp8_state = Fp8State(config.model, config.fp8, quantized, mesh, device.torch_device, kernels)
     offload = build_offload(config.train, device)
     stages = build_stages(config, mesh, buffers, tp, LayerOps.from_context(context), fp8_state, offload)
     optimizer, guard = build_optimizer(config.optimizer, mesh, buffers, context, device.torch_device)
@@ -228,7 +229,7 @@ def build_buffers(
     # without tying, an embedding that is alone in a chunk must not be reduced between first and last stage
     untied = replace(mesh, tied=single_rank_group("tied"))
     return ParamAndGradBuffers(
-        chunk_buckets(config, mesh.coord.pp),
+        chunk_buckets(config.model, config.parallel, config.overlap, config.train, mesh.coord.pp),
         mesh if config.model.tie_embeddings else untied,
         zero=config.parallel.zero,
         sequence=config.parallel.sp,
@@ -259,7 +260,7 @@ def build_stages(
     offload: ActivationOffload | None = None,
 ) -> list[Stage]:
     """Build the modules of this rank's model chunks over the weights in `buffers`."""
-    layout, stages = stages_of(config), []
+    layout, stages = stages_of(config.model, config.parallel), []
     cp = context_parallel(config, mesh, operators)
     linear_gemms = partial(build_linear_gemms, state=fp8_state, tp=tp)
     for chunk in range(config.parallel.vpp):
@@ -295,7 +296,9 @@ def build_order(config: RunConfig, pp_rank: int, count: int, training: bool) -> 
     else:
         compute = build_schedule(SCHEDULES[p.schedule].load(), p.pp, p.vpp, count)
     compute = compute if training else forwards_only(compute)
-    return lower(compute, stages_of(config).placement, training=training, reduce_each=p.zero == 2)[pp_rank]
+    return lower(
+        compute, stages_of(config.model, config.parallel).placement, training=training, reduce_each=p.zero == 2
+    )[pp_rank]
 
 
 def build_pipeline(
@@ -312,5 +315,5 @@ def build_pipeline(
     rows = config.row_tokens // mesh.tp.size if config.parallel.sp else config.row_tokens
     tp = single_rank_group("tp") if config.parallel.sp else mesh.tp
     p2p_spec = P2PActivationSpec((rows, config.batch.micro, m.hidden_size), dtypes[0], device, tp)
-    placement, overlap = stages_of(config).placement, config.overlap.pp
+    placement, overlap = stages_of(config.model, config.parallel).placement, config.overlap.pp
     return PipelineExecutor(stages, placement, buffers, mesh, p2p_spec, dtypes[1], overlap=overlap, offload=offload)

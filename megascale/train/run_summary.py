@@ -9,7 +9,7 @@ from megascale.core.units import format_bytes, format_count, format_flops
 from megascale.layout.parameters import parameter_count
 from megascale.ops.advice import slow_backend_hint
 from megascale.ops.select import selected_backends
-from megascale.plan.account.memory import rank_memory
+from megascale.plan.account.memory import JobMemory
 from megascale.train.op_context import op_context
 from megascale.train.run import Run
 
@@ -18,7 +18,7 @@ def run_summary(run: Run, peak: Peak | None) -> str:
     """Describe the run in a few lines: model, layout, memory, backends, MFU's peak and folder."""
     config, p, m = run.config, run.config.parallel, run.config.model
     threads = f", {torch.get_num_threads()} threads each" if run.device.is_cpu else ""
-    memory = rank_memory(config, run.mesh.coord.pp)
+    memory = JobMemory(config).rank(run.mesh.coord.pp)
     name = f"{config.name}: {format_count(parameter_count(m))} parameters in {config.train.precision}"
     tensor, pipeline = f"tp {p.tp}{' with sp' if p.sp else ''}", f"pp {p.pp} (vpp {p.vpp}, {p.schedule})"
     if p.cp > 1 or p.cp_mode == "hybrid":

@@ -78,7 +78,7 @@ def test_the_gemm_rate_has_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_tiny_step_splits_the_model_over_all_slots(world: int, layout: tuple[int, int, int]) -> None:
     config = tiny_step.tiny_config(world, "fp32")
-    topology = topology_of(config)
+    topology = topology_of(config.parallel)
     assert (topology.tp, topology.dp, topology.pp) == layout
 
 

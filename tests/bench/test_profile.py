@@ -26,7 +26,7 @@ from megascale.device import Device
 from megascale.plan.account.traffic import mean_calls
 from megascale.plan.simulate import profiles
 from megascale.plan.simulate.link_time import group_route
-from megascale.plan.simulate.step_time import estimate
+from megascale.plan.simulate.step_time import StepParts
 from tests.runs import LLAMA, settings, write_config
 from tests.worlds import run_world
 
@@ -59,7 +59,7 @@ def as_measured(ratio: float = 1.0) -> PrecisionMeasurements:
     hardware = profiles.Hardware.model_validate(truth())
     stack = profiles.stack_on(hardware, "megascale")
     configs = [profile._config(case, "fp32", "") for case in CASES]
-    steps = [Measurement((), (estimate(config, hardware, stack).step_s,)) for config in configs]
+    steps = [Measurement((), (StepParts(config, hardware, stack).estimate.step_s,)) for config in configs]
     sizes = [(1.0, float(f), float(b)) for f, b in itertools.product((1e4, 1e7, 1e9), (1e4, 1e6, 1e8))]
     kernels = [
         of_costs(sizes, keys / rate, 1 / rate, width / rate)
@@ -103,9 +103,9 @@ def test_known_oversubscription_is_recovered(monkeypatch: pytest.MonkeyPatch) ->
     stack = profiles.stack_on(true, "megascale")
     for ranks, others in ((4, 1), (8, 3)):
         config = profile._oversubscribed_config(ranks, "")
-        said, least = (estimate(config, each, stack).step_s for each in (true, patient))
+        said, least = (StepParts(config, each, stack).estimate.step_s for each in (true, patient))
         assert config.world_size == ranks and said - least == pytest.approx(others * 0.002 * mean_calls(config))
-        apart = estimate(profile._config(profile.SINGLE_RANK_CASE, "fp32", ""), patient, stack).step_s
+        apart = StepParts(profile._config(profile.SINGLE_RANK_CASE, "fp32", ""), patient, stack).estimate.step_s
         for pace in (1.0, 1.25):  # of the machine, while these steps ran and others of the profile did not
             steps = profile.OversubscribedSteps(ranks, (pace * said,) * 3, (pace * apart,) * 3)
             fitted = fit_profile(2**33, links_of(), {"fp32": as_measured()}, steps)
@@ -168,7 +168,7 @@ def test_all_ranks_measure_at_the_same_time() -> None:
     hardware = profiles.Hardware.model_validate(tree)
     assert 1e8 < hardware.device.measured["fp32"].rate < 1e14
     config = profile._config(CASES[3], "fp32", "")
-    assert estimate(config, hardware, profiles.stack_on(hardware, "megascale")).step_s > 0
+    assert StepParts(config, hardware, profiles.stack_on(hardware, "megascale")).estimate.step_s > 0
 
 
 def oversubscribed(rank: Rank) -> profile.OversubscribedSteps:

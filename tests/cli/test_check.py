@@ -13,7 +13,7 @@ from megascale.config.loading import load_config
 from megascale.config.toml_writer import to_toml
 from megascale.core.registry import Card
 from megascale.core.units import format_bytes
-from megascale.plan.account.memory import fullest_rank
+from megascale.plan.account.memory import JobMemory
 from megascale.schedule.ir import RankSchedule, ScheduleFn, backward, forward
 from megascale.schedule.one_f_one_b import one_f_one_b
 from tests.runs import GPT, settings, write_config
@@ -29,7 +29,7 @@ def test_the_summary_describes_the_run(config: str, capsys: pytest.CaptureFixtur
     assert main(["check", config, "--gpus", "8", "parallel.pp=2", "parallel.vpp=2", "train.steps=1000"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    fullest = fullest_rank(load_config(config, ["parallel.pp=2", "parallel.vpp=2"], world_size=8))
+    fullest = JobMemory(load_config(config, ["parallel.pp=2", "parallel.vpp=2"], world_size=8)).fullest()
     # 101 x 32 embedding, 16 x 32 positions, 4 x (12 x 32 x 32 + 13 x 32) blocks, 2 x 32 norm
     first, title, *rows = out.splitlines()
     assert first == (

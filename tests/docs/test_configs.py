@@ -17,7 +17,8 @@ from megascale.data.prepare import dataset_writer
 from megascale.data.read import indexed_dataset
 from megascale.layout.chunks import fp8_layers
 from megascale.layout.parameters import parameter_count
-from megascale.plan.account.memory import fullest_rank, state_bytes
+from megascale.plan.account.memory import JobMemory
+from megascale.plan.account.state import state_bytes
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -120,15 +121,15 @@ def test_a_slice_has_the_layers_that_its_file_states_and_a_job_s_micro_batch(nam
 @pytest.mark.parametrize("name", [*GPUS, *SLICES])
 def test_it_fits(name: str) -> None:
     config = _on(name, GPUS[name][0] if name in GPUS else 1)
-    fullest = fullest_rank(config)
+    fullest = JobMemory(config).fullest()
     assert fullest.total < GPU_BYTES - LEFT
 
 
 @pytest.mark.parametrize("name", SLICES)
 def test_every_layer_of_a_slice_is_cast_in_fp8_and_it_fits(name: str) -> None:
     config = load_config(str(CONFIGS / name), ["train.precision=fp8"])
-    assert fp8_layers(config) == range(config.model.num_layers)
-    assert fullest_rank(config).total < GPU_BYTES - LEFT
+    assert fp8_layers(config.model, config.train, config.fp8) == range(config.model.num_layers)
+    assert JobMemory(config).fullest().total < GPU_BYTES - LEFT
 
 
 def test_the_largest_model_would_not_fit_without_its_layout() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from megascale.core.errors import Exit
 from megascale.core.rank import Rank
-from megascale.plan.account.memory import fullest_rank
+from megascale.plan.account.memory import JobMemory
 from tests.gpu.conftest import Figure
 from tests.gpu.machine import rehearsing, run_of, world_of
 from tests.jobs import Job, job_config
@@ -52,7 +52,7 @@ def test_the_peak_is_as_planned(tmp_path: Path, figure: Figure) -> None:
     overrides = {"train__precision": "bf16", "train__steps": 3, "batch__global": 4}
     config = config_of(settings(MIDDLE, tmp_path, **overrides), tmp_path)
     ((_, _, peak),) = world_of(1, steps, config, 3)
-    planned = fullest_rank(config).total
+    planned = JobMemory(config).fullest().total
     figure("peak", peak / 2**30, "GiB")
     figure("planned", planned / 2**30, "GiB")
     assert peak == pytest.approx(planned, rel=0.05)

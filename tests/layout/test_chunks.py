@@ -34,8 +34,11 @@ def test_bucket_sizes_equal_the_packed_buckets(config: RunConfig, bucket_bytes: 
     overlap = config.overlap.model_copy(update={"bucket_bytes": bucket_bytes})
     config = config.model_copy(update={"overlap": overlap})
     for rank in range(config.parallel.pp):
-        packed, estimated = chunk_buckets(config, rank), bucket_sizes(config, rank)
-        sizes = [[pack(bucket, topology_of(config)).numel for bucket in chunk] for chunk in packed]
+        packed, estimated = (
+            chunk_buckets(config.model, config.parallel, config.overlap, config.train, rank),
+            bucket_sizes(config.model, config.parallel, config.overlap, config.train, rank),
+        )
+        sizes = [[pack(bucket, topology_of(config.parallel)).numel for bucket in chunk] for chunk in packed]
         assert [[bucket.numel for bucket in chunk] for chunk in estimated] == sizes
         for chunk, buckets in zip(packed, estimated, strict=True):
             for number, (bucket, size) in enumerate(zip(chunk, buckets, strict=True)):
@@ -48,7 +51,10 @@ def sizes(folder: Path, dp: int, **overrides: Any) -> list[list[float]]:
     overrides = {"train__precision": "fp32", **overrides}
     tree = run_settings(FAMILIES["llama"], folder, parallel__dp=dp, batch__global=dp, **overrides)
     config = config_of(tree, folder, world=dp * overrides.get("parallel__pp", 1))
-    return [[bucket.numel * 4 / MIB for bucket in chunk] for chunk in bucket_sizes(config, 0)]
+    return [
+        [bucket.numel * 4 / MIB for bucket in chunk]
+        for chunk in bucket_sizes(config.model, config.parallel, config.overlap, config.train, 0)
+    ]
 
 
 SMALL: dict[str, Any] = {
@@ -103,9 +109,11 @@ def test_shards_of_auto_buckets_have_the_minimum_size(config: RunConfig, dp: int
     config = config.model_copy(update={"overlap": overlap, "parallel": parallel})
     element_bytes = PRECISIONS[config.train.precision].facts["accumulate_bytes"]
     for rank in range(config.parallel.pp):
-        for chunk in chunk_buckets(config, rank):
+        for chunk in chunk_buckets(config.model, config.parallel, config.overlap, config.train, rank):
             untied = [bucket for bucket in chunk if [parameter.name for parameter in bucket] != [TOKEN_EMBEDDING]]
-            numels = [sum(parameter.local_numel(topology_of(config)) for parameter in bucket) for bucket in untied]
+            numels = [
+                sum(parameter.local_numel(topology_of(config.parallel)) for parameter in bucket) for bucket in untied
+            ]
             assert len(untied) <= 1 or min(numels) * element_bytes >= dp * (512 << 10)
 
 
@@ -119,12 +127,12 @@ def test_a_router_is_no_fp8_gemm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     tree = run_settings(FAMILIES["gpt"], tmp_path, train__precision="fp8", fp8__bf16_first=0, fp8__bf16_last=1)
     config = config_of(tree, tmp_path)
-    cast = list(fp8_weights(config.model, fp8_layers(config)))
+    cast = list(fp8_weights(config.model, fp8_layers(config.model, config.train, config.fp8)))
     cast_operands = list(fp8_operands(block_spec(config.model, 0)))
     monkeypatch.setattr(blocks, "serial_block", routed)
     matrices = {parameter.name for parameter in all_params(config.model) if parameter.is_matrix}
     assert f"layers.0.{router.name}.weight" in matrices
     parts = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
     expected = [f"layers.{i}.{part}.weight" for i in range(3) for part in parts]
-    assert list(fp8_weights(config.model, fp8_layers(config))) == cast == expected
+    assert list(fp8_weights(config.model, fp8_layers(config.model, config.train, config.fp8))) == cast == expected
     assert list(fp8_operands(block_spec(config.model, 0))) == cast_operands

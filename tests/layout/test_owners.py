@@ -11,7 +11,7 @@ import pytest
 from megascale.config.run import RunConfig
 from megascale.layout.owners import sent_elements, stage_places, update_cost
 from megascale.layout.topology import Coord, topology_of
-from megascale.plan.account.memory import state_bytes
+from megascale.plan.account.state import state_bytes
 from megascale.plan.account.traffic import step_traffic
 from tests.runs import config_of, settings
 
@@ -26,7 +26,10 @@ def llama(folder: Path, **keys: Any) -> RunConfig:
 def test_muon_sends_little_more_than_adamw(tp: int, dp: int, tmp_path: Path) -> None:
     """At most 1.25 times the bytes that ZeRO-1 sends over dp: gradients in fp32 and weights in bf16."""
     config = llama(tmp_path, parallel__tp=tp, parallel__dp=dp)
-    stage, topology = stage_places(config, 0), topology_of(config)
+    stage, topology = (
+        stage_places(config.model, config.parallel, config.overlap, config.train, config.optimizer, 0),
+        topology_of(config.parallel),
+    )
     adamw = (dp - 1) / dp * sum(layout.numel for layout in stage.layouts) * (4 + 2)
     sent = []
     for rank in ((t, d) for t in range(tp) for d in range(dp)):
@@ -43,7 +46,7 @@ def test_work_is_balanced(tp: int, dp: int, tmp_path: Path) -> None:
     config = llama(tmp_path, parallel__tp=tp, parallel__dp=dp, batch__global=16)
     loads = Counter[tuple[int | None, int | None]]()
     names = []
-    for places in stage_places(config, 0).places:
+    for places in stage_places(config.model, config.parallel, config.overlap, config.train, config.optimizer, 0).places:
         for place in places:
             loads[place.tp_owner, place.dp_owner] += update_cost(place.group, place.shape)
             names.append(place.tensor.name)

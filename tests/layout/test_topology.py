@@ -48,7 +48,7 @@ def test_a_rank_outside_the_world_is_refused() -> None:
 
 @given(jobs())
 def test_a_configuration_has_a_topology(config: RunConfig) -> None:
-    topology, p = topology_of(config), config.parallel
+    topology, p = topology_of(config.parallel), config.parallel
     assert topology == Topology(tp=p.tp, cp=p.cp, dp=config.dp, pp=p.pp)
     assert topology.world_size == config.world_size
 

@@ -157,7 +157,7 @@ def owners(config: Any) -> list[OwnedMatrix]:
 
     from megascale.layout.topology import topology_of
 
-    return simulate(topology_of(config), body)[0]
+    return simulate(topology_of(config.parallel), body)[0]
 
 
 def test_owners_share_the_work(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_a_parameter_keeps_all_of_its_state_or_none(tmp_path: Path) -> None:
                 missing = after[now].optimizer.begin_load({}, config)
                 assert missing.keys() == tensors.keys(), "what is missing is damage, which the reader reports"
 
-    simulate(topology_of(configuration(tmp_path, {}, SMALL)), body)
+    simulate(topology_of(configuration(tmp_path, {}, SMALL).parallel), body)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_adamw_takes_steps_of_its_size_after_every_rule(name: str, tmp_path: Pat
             run.step(mesh, step)
         return float((run.optimizer.shards[0].master - weights).abs().max())
 
-    (moved,) = simulate(topology_of(configuration(tmp_path, {}, SMALL)), body)
+    (moved,) = simulate(topology_of(configuration(tmp_path, {}, SMALL).parallel), body)
     assert 0.01 < moved < 6 * LR * 1.2
 
 
@@ -153,7 +153,7 @@ def test_soap_s_first_gradient_moves_no_matrix(resumed: bool, layout: str, tmp_p
             run.step(mesh, step)
         return after
 
-    start, first, second = map(assembled, zip(*simulate(topology_of(soap), body), strict=True))
+    start, first, second = map(assembled, zip(*simulate(topology_of(soap.parallel), body), strict=True))
     for name, values in start.items():
         matrix = ".attention." in name or ".mlp." in name
         assert torch.equal(values, first[name]) == matrix, name
@@ -185,7 +185,7 @@ def test_state_begins_in_the_first_step_that_is_not_skipped(name: str, tmp_path:
         ]
         assert all(bool(x.any()) for x in bases)
 
-    simulate(topology_of(configuration(tmp_path, {}, SMALL)), body)
+    simulate(topology_of(configuration(tmp_path, {}, SMALL).parallel), body)
 
 
 def state(run: Any) -> dict[str, list[Any]]:

@@ -36,7 +36,9 @@ def updates(run: Any) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], list[st
     train_step(run, run.train_loader.batch(0))
     after = weights(run)
     fp8 = config.model_copy(update={"train": config.train.model_copy(update={"precision": "fp8"})})
-    return {name: (before[name], after[name]) for name in before}, list(fp8_weights(fp8.model, fp8_layers(fp8)))
+    return {name: (before[name], after[name]) for name in before}, list(
+        fp8_weights(fp8.model, fp8_layers(fp8.model, fp8.train, fp8.fp8))
+    )
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb"])

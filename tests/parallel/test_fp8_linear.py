@@ -26,7 +26,7 @@ from megascale.parallel import tp_overlap
 from megascale.parallel.fp8_linear import Fp8Gemms, Fp8State, build_linear_gemms
 from megascale.parallel.tensor import column_parallel_linear, row_parallel_linear
 from megascale.parallel.tp_overlap import LinearParams, TensorParallel
-from megascale.plan.account.memory import state_bytes
+from megascale.plan.account.state import state_bytes
 from tests.fused import serve_on_cpus
 from tests.marks import only_quick
 from tests.runs import LLAMA, build_run, config_of, curve_of, settings, train_curve, train_order
@@ -46,7 +46,9 @@ def configured(folder: Path, recipe: str, model: dict[str, Any] = MODEL, **more:
 
 
 def state_of(config: RunConfig, mesh: Mesh) -> Fp8State:
-    return Fp8State(config.model, config.fp8, fp8_layers(config), mesh, torch.device("cpu"))
+    return Fp8State(
+        config.model, config.fp8, fp8_layers(config.model, config.train, config.fp8), mesh, torch.device("cpu")
+    )
 
 
 # Quantized operands of two ranks equal those of one process.
@@ -222,10 +224,10 @@ def test_the_first_and_last_layers_and_the_head_stay_in_bf16(tmp_path: Path) -> 
     default, all_layers = (
         configured(tmp_path, "tensorwise", **keys) for keys in ({}, {"fp8__bf16_first": 0, "fp8__bf16_last": 0})
     )
-    names = list(fp8_weights(default.model, fp8_layers(default)))
+    names = list(fp8_weights(default.model, fp8_layers(default.model, default.train, default.fp8)))
     parts = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
     assert names == [f"layers.{index}.{part}.weight" for index in (1, 2) for part in parts]
-    every = fp8_weights(all_layers.model, fp8_layers(all_layers))
+    every = fp8_weights(all_layers.model, fp8_layers(all_layers.model, all_layers.train, all_layers.fp8))
     assert len(every) == 16 and not any("head" in name or "embedding" in name for name in every)
 
 

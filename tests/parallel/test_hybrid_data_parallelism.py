@@ -105,7 +105,7 @@ def ring_bytes(config: RunConfig) -> float:
     plan = plan_hybrid(DOCUMENTS * config.batch.total, config.dp, most, sequence_flops(config.model))
     heads = Heads(m.num_heads, m.num_kv_heads, m.head_dim, compute=8, accumulate=8)
     rings = [(plan.lengths[ring.sequences[0]], ring.ranks) for ring in plan.rings]
-    return m.num_layers * sum(ranks * context_bytes("ring", length, ranks, heads).total for length, ranks in rings)
+    return m.num_layers * sum(ranks * sum(context_bytes("ring", length, ranks, heads)) for length, ranks in rings)
 
 
 def test_only_documents_that_do_not_fit_a_rank_are_sent(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.device import PlainBuffers, Wait
 from megascale.parallel.input_offload import ActivationOffload
-from megascale.plan.account.activation_offload import host_bytes
+from megascale.plan.account.memory import JobMemory
 from tests.memory import held_bytes
 from tests.parallel.test_tp_overlap import Outcome, outcome
 from tests.runs import GEMMA2, GPT, LLAMA, builds, config_of, settings
@@ -211,7 +211,7 @@ def trained(rank: Rank, configs: list[RunConfig]) -> list[Outcome]:
             run.pipeline.offload._buffers = memory
         results.append(outcome(run, 2))
         if run.config.parallel.cp_mode != "hybrid":
-            assert memory.allocated == host_bytes(run.config, run.mesh.coord.pp)
+            assert memory.allocated == JobMemory(run.config).host_bytes(run.mesh.coord.pp)
     return results
 
 

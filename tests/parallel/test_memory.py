@@ -9,7 +9,8 @@ import pytest
 from megascale.layout.buckets import pack
 from megascale.layout.chunks import chunk_buckets
 from megascale.layout.topology import Topology
-from megascale.plan.account.memory import rank_memory, state_bytes
+from megascale.plan.account.memory import JobMemory
+from megascale.plan.account.state import state_bytes
 from tests.runs import FAMILIES, config_of, settings
 from tests.thread_world import run_threads
 
@@ -60,7 +61,7 @@ def test_allocated_bytes_equal_the_plan(family: str, precision: str, zero: int, 
             assert (
                 measured["full gradients"]
                 < measured["full gradients and shards"]
-                <= rank_memory(config, rank // 2).transient
+                <= JobMemory(config).rank(rank // 2).transient
             )
 
 
@@ -68,7 +69,9 @@ def test_a_full_gradient_is_allocated_during_the_reduction_of_another(tmp_path: 
     layout = {"parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2, "parallel__zero": 2}
     tree = settings(FAMILIES["gpt"], tmp_path, train__precision="fp32", overlap__bucket_bytes=60_000, **layout)
     config = config_of(tree, tmp_path)
-    assert [len(buckets) for buckets in chunk_buckets(config, 0)] == [2, 1], "chunk 0 needs two buckets"
+    assert [
+        len(buckets) for buckets in chunk_buckets(config.model, config.parallel, config.overlap, config.train, 0)
+    ] == [2, 1], "chunk 0 needs two buckets"
     assert [measured["chunks being reduced"] for measured in run_threads(config, allocated)] == [1, 1, 1, 1]
 
 
@@ -76,8 +79,11 @@ def test_the_heads_full_gradient_coexists_with_other_chunks(tmp_path: Any) -> No
     """Groups of three and two micro-batches: another chunk's backward comes between a loss and its backward."""
     layout = {"parallel__pp": 2, "parallel__vpp": 2, "parallel__zero": 2, "batch__global": 5}
     config = config_of(settings(FAMILIES["llama"], tmp_path, train__precision="fp32", **layout), tmp_path)
-    measured, planned = run_threads(config, allocated)[1]["full gradients"], rank_memory(config, 1)
-    chunks = [sum(4 * pack(bucket, Topology()).numel for bucket in chunk) for chunk in chunk_buckets(config, 1)]
+    measured, planned = run_threads(config, allocated)[1]["full gradients"], JobMemory(config).rank(1)
+    chunks = [
+        sum(4 * pack(bucket, Topology()).numel for bucket in chunk)
+        for chunk in chunk_buckets(config.model, config.parallel, config.overlap, config.train, 1)
+    ]
     assert measured == sum(chunks)  # the last chunk is one bucket
     assert measured + max(chunks) <= planned.transient, "another bucket is being reduced"
 
@@ -85,7 +91,7 @@ def test_the_heads_full_gradient_coexists_with_other_chunks(tmp_path: Any) -> No
 @pytest.mark.parametrize(("precision", "per_parameter"), [("fp32", 16), ("bf16", 18)])
 def test_the_formula_for_one_rank(precision: str, per_parameter: int, tmp_path: Any) -> None:
     config = config_of(settings(FAMILIES["llama"], tmp_path, train__precision=precision, parallel__zero=0), tmp_path)
-    (bucket,) = chunk_buckets(config, 0)[0]
+    (bucket,) = chunk_buckets(config.model, config.parallel, config.overlap, config.train, 0)[0]
     numbers = pack(bucket, Topology()).numel
     assert state_bytes(config, 0).total == per_parameter * numbers
 

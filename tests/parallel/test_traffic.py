@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megascale.core.rank import Rank
+from megascale.plan.account.state import state_bytes
 from tests.recorded_events import forget_events
 from tests.runs import FAMILIES, GPT, build_run, builds, config_of, settings, traffic_of
 from tests.worlds import run_world
@@ -93,9 +94,11 @@ def test_data_parallelism_moves_gradients_and_weights_once(zero: int, bucket_byt
     layout = {"parallel__dp": 2, "parallel__zero": zero, "overlap__bucket_bytes": bucket_bytes}
     config, counts = measure(tmp_path, "llama", **layout)
     from megascale.layout.chunks import chunk_buckets
-    from megascale.plan.account.memory import state_bytes
 
-    weights, (cut,) = state_bytes(config, 0).parameters, chunk_buckets(config, 0)
+    weights, (cut,) = (
+        state_bytes(config, 0).parameters,
+        chunk_buckets(config.model, config.parallel, config.overlap, config.train, 0),
+    )
     n, reductions = len(cut), config.num_microbatches if zero == 2 else 1
     assert (n > 1) == (bucket_bytes < weights)
     expected = {
@@ -133,7 +136,7 @@ def test_lamb_all_reduces_two_norms_per_matrix(layout: dict[str, int], tmp_path:
     adamw, lamb = (config_of(tree, tmp_path, [f"optimizer.name={name}"]) for name in ("adamw", "lamb"))
     p = lamb.parallel
     for rank, (before, after) in enumerate(run_world(lamb.world_size, traffic_of_a_step, [adamw, lamb])):
-        (buckets,) = chunk_buckets(lamb, rank if p.pp > 1 else 0)
+        (buckets,) = chunk_buckets(lamb.model, lamb.parallel, lamb.overlap, lamb.train, rank if p.pp > 1 else 0)
         sums = (1, 8 * 2 * sum(parameter.is_matrix for bucket in buckets for parameter in bucket))
         more = {"tp": sums if p.tp > 1 else (0, 0), "dp": sums if p.zero and lamb.dp > 1 else (0, 0)}
         more["tied"] = (1, 8 * 2) if p.pp > 1 else (0, 0)

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from megascale.plan.account.flops import mfu
-from megascale.plan.account.memory import WeightStorage, fullest_rank
+from megascale.plan.account.memory import JobMemory
+from megascale.plan.account.state import WeightStorage
 from megascale.plan.simulate import profiles
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +75,7 @@ def test_published_runs_fit_in_memory(rows: Sequence[Any]) -> None:
     larger = Counter(
         row.source
         for row in rows
-        if fullest_rank(row.config, storage(row)).total > room[row.hardware].memory_limit(row.config.world_size)
+        if JobMemory(row.config, storage(row)).fullest().total > room[row.hardware].memory_limit(row.config.world_size)
     )
     assert larger == LARGER
 

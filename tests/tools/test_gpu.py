@@ -82,7 +82,7 @@ def test_every_case_is_a_run_of_one_process(case: str, small: bool) -> None:
 def test_in_fp8_every_layer_of_a_case_is_quantized_like_the_peers(case: str, small: bool) -> None:
     for layers in (None, 1, 2):
         config = Job(case, "fp8", 20, 5, layers=layers, small=small).config()
-        assert fp8_layers(config) == range(config.model.num_layers)
+        assert fp8_layers(config.model, config.train, config.fp8) == range(config.model.num_layers)
 
 
 def test_a_precision_that_this_version_lacks_is_a_mistake() -> None:

@@ -36,7 +36,7 @@ ONE_RANK = ("tp=1", "sp=false", "pp=1", "vpp=1", "dp=1")
 def on_meta(config: RunConfig) -> tuple[Stage, ParamAndGradBuffers]:
     mesh, device = single_process_mesh(), torch.device("meta")
     buffers = ParamAndGradBuffers(
-        chunk_buckets(config, 0),
+        chunk_buckets(config.model, config.parallel, config.overlap, config.train, 0),
         mesh,
         zero=config.parallel.zero,
         sequence=False,
@@ -45,7 +45,7 @@ def on_meta(config: RunConfig) -> tuple[Stage, ParamAndGradBuffers]:
         device=device,
     )
     context = OpContext(config.model, config.backends, torch.bfloat16, detect_device(allow_gpu=False))
-    fp8_state = Fp8State(config.model, config.fp8, fp8_layers(config), mesh, device)
+    fp8_state = Fp8State(config.model, config.fp8, fp8_layers(config.model, config.train, config.fp8), mesh, device)
     (stage,) = build_stages(config, mesh, buffers, TensorParallel(mesh.tp), LayerOps.from_context(context), fp8_state)
     return stage, buffers
 

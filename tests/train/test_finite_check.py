@@ -228,7 +228,7 @@ def last_rank_with_layer_2(config: Any) -> int:
     from megascale.layout.chunks import stages_of
     from megascale.layout.topology import topology_of
 
-    stages, topology = stages_of(config), topology_of(config)
+    stages, topology = stages_of(config.model, config.parallel), topology_of(config.parallel)
     holder = next(stage % topology.pp for stage in range(stages.count) if 2 in stages.layers(stage))
     return max(rank for rank in range(config.world_size) if topology.coord(rank).pp == holder)
 

@@ -57,16 +57,6 @@ class HybridPlan:
         found = (batch for rank, batches in enumerate(self.microbatches) for batch in batches if batch.first == rank)
         return tuple(batch for batch in found if batch.ranks > 1)
 
-    @property
-    def sent_tokens(self) -> int:
-        """Tokens whose keys and values all ranks together send, in one pass through a layer's rings."""
-        return sum((batch.ranks - 1) * self.lengths[i] for batch in self.rings for i in batch.sequences)
-
-    @property
-    def loads(self) -> tuple[int, ...]:
-        """Tokens of every rank in the step."""
-        return tuple(sum(self.tokens(rank)) for rank in range(len(self.microbatches)))
-
 
 def ring_parts(length: int, ranks: int) -> tuple[Spans, ...]:
     """Split a sequence over a ring: rank i has the i-th piece from the head and the i-th from the tail, for equal work

@@ -125,6 +125,11 @@ class MicroBatchSizes:
         return self.local * self.model.hidden_size * self.compute
 
     @property
+    def message(self) -> int:
+        """Bytes of a message between pipeline stages: 1 / tp of an activation."""
+        return self.full // self.tp
+
+    @property
     def gathered(self) -> int:
         """Bytes of an all-gathered residual stream."""
         return self.full if self.cut else 0

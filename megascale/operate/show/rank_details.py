@@ -49,7 +49,11 @@ def read_rank_details(view: RunView, rank: int) -> RankDetails:
 
 def place_in(view: RunView, rank: int) -> RankPlace:
     """Return the place of a rank in the layout of a run. Raises: IndexError for a rank outside the world"""
-    return place_of(view.topology, rank, stages_of(view.config).placement if view.config is not None else None)
+    return place_of(
+        view.topology,
+        rank,
+        stages_of(view.config.model, view.config.parallel).placement if view.config is not None else None,
+    )
 
 
 def details_of(

@@ -56,7 +56,11 @@ class RunView:
     @cached_property
     def topology(self) -> Topology:
         """The topology; one data-parallel axis before the configuration is known."""
-        return topology_of(self.config) if self.config is not None else Topology(dp=max(1, len(self.states.ranks)))
+        return (
+            topology_of(self.config.parallel)
+            if self.config is not None
+            else Topology(dp=max(1, len(self.states.ranks)))
+        )
 
     @property
     def world(self) -> int:

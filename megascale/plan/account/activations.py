@@ -9,10 +9,12 @@ walk with torch's unfused operators; fused kernels need less. docs/memory.md has
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 
 from megascale.catalog.precisions import PRECISIONS
-from megascale.layout.blocks import BlockSpec, linears, surroundings, tile_mlp
+from megascale.layout.blocks import BlockSpec, distinct_blocks, linears, surroundings, tile_mlp
 from megascale.layout.loss import loss_chunks
 from megascale.layout.parts.microbatch_sizes import CAST, MicroBatchSizes, UnitBytes, walk
 from megascale.layout.recompute_policy import RecomputePolicy
@@ -44,6 +46,15 @@ def block_bytes(sizes: MicroBatchSizes, block: BlockSpec, fp8: bool, recompute: 
     return UnitBytes(released, forward, backward, elements=sum(elements), casting=casting)
 
 
+def layer_bytes(sizes: MicroBatchSizes, fp8: range) -> Callable[[int, RecomputePolicy], UnitBytes]:
+    """Return a function that accounts for a layer by its number; equal blocks are walked once. `fp8`: the layers with
+    FP8 GEMMs.
+    """
+    blocks, numbers = distinct_blocks(sizes.model)
+    of_kind = cache(lambda number, quantized, recompute: block_bytes(sizes, blocks[number], quantized, recompute))
+    return lambda layer, recompute: of_kind(numbers[layer], layer in fp8, recompute)
+
+
 def embedding_bytes(sizes: MicroBatchSizes) -> UnitBytes:
     """Account for the embedding. Backward forms the gradient of all tokens, also in the accumulation dtype."""
     saved = sizes.tokens * (TOKEN + (1 if sizes.tp > 1 else 0)) + sizes.mask  # with tp a mask of other ranks' tokens
@@ -66,6 +77,19 @@ def head_bytes(sizes: MicroBatchSizes) -> UnitBytes:
 def _vocabulary(sizes: MicroBatchSizes) -> int:
     """Count the elements of the embedding on a tp rank."""
     return padded_vocab(sizes.model, sizes.tp) // sizes.tp * sizes.model.hidden_size
+
+
+def chunk_bytes(units: Sequence[UnitBytes], share: float = 0.0, stay: bool = False) -> UnitBytes:
+    """Account for a chain of units: a unit's backward begins after later units freed their saved tensors, and ends
+    with gradient shards of `share` bytes an element, freed at once or at the chain's end (`stay`).
+    """
+    saved = forward = backward = casting = 0
+    for unit in reversed(units):
+        shard = int(share * unit.elements)
+        forward, casting = max(forward, unit.forward - saved), max(casting, unit.casting - saved)
+        backward = max(backward, unit.backward - saved, shard - unit.saved - saved)
+        saved += unit.saved - (shard if stay else 0)
+    return UnitBytes(saved, forward, backward, elements=sum(unit.elements for unit in units), casting=casting)
 
 
 def key_store_bytes(sizes: MicroBatchSizes, layers: int, tokens: int) -> int:

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megascale.catalog.precisions import PRECISIONS
 from megascale.config.run import RunConfig
-from megascale.layout.chunks import stages_of
 from megascale.plan.account.activations import key_store_bytes
-from megascale.plan.account.memory import THIS_TRAINER, RankMemory, WeightStorage, rank_memory
-from megascale.plan.account.sizes import micro_batch_sizes
+from megascale.plan.account.memory import JobMemory, RankMemory
 
 
 @dataclass(frozen=True)
@@ -41,23 +38,19 @@ def with_context(config: RunConfig, tokens: int) -> RunConfig:
     return config.model_copy(update={"model": model, "parallel": parallel, "batch": batch, "data": data})
 
 
-def chunk_memory(
-    config: RunConfig, stage: int, chunk_tokens: int, keep: int, longest: int, storage: WeightStorage = THIS_TRAINER
-) -> ChunkMemory:
+def chunk_memory(job: JobMemory, stage: int, chunk_tokens: int, keep: int, longest: int) -> ChunkMemory:
     """Account for a rank of a stage with one model chunk. `keep`: chunks of a sequence that keep their activations;
     `longest`: tokens of the longest sequence.
     """
-    p, m, facts = config.parallel, config.model, PRECISIONS[config.train.precision].facts
-    alone = with_context(config, chunk_tokens)
+    p, sizes, alone = job.config.parallel, job.sizes, with_context(job.config, chunk_tokens)
     one = alone.batch.model_copy(update={"total": alone.dp})  # a single micro-batch
-    rank = rank_memory(alone.model_copy(update={"batch": one}), stage, storage)
-    layers = stages_of(config)
-    held = sum(len(layers.layers(layers.index(stage, chunk))) for chunk in range(p.vpp))
+    rank = JobMemory(alone.model_copy(update={"batch": one}), job.storage).rank(stage)
+    held = sum(len(job.layout.layers(job.layout.index(stage, chunk))) for chunk in range(p.vpp))
     chunks = -(-longest // chunk_tokens)
     kept = min(keep, chunks) + p.pp - stage - 1
-    store = key_store_bytes(micro_batch_sizes(config), held, longest) if chunks > 1 else 0
+    store = key_store_bytes(sizes, held, longest) if chunks > 1 else 0
     dropped = max(0, longest - keep * chunk_tokens)
-    inputs = dropped * m.hidden_size * int(facts["compute_bytes"]) // (p.tp if p.sp else 1)
+    inputs = dropped * sizes.model.hidden_size * sizes.compute // (p.tp if p.sp else 1)
     return ChunkMemory(
         rank.parameters, rank.gradients, rank.optimizer, kept * rank.activations, rank.transient, store, inputs
     )

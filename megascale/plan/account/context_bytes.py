@@ -33,25 +33,14 @@ class Heads(NamedTuple):
     accumulate: int
 
 
-class ContextBytes(NamedTuple):
-    """Bytes sent by a rank in a layer."""
-
-    forward: float
-    backward: float
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.backward
-
-
-def context_bytes(mode: ContextMode, tokens: float, ranks: int, heads: Heads) -> ContextBytes:
-    """Count the bytes that a rank sends in a layer for a sequence of `tokens`."""
+def context_bytes(mode: ContextMode, tokens: float, ranks: int, heads: Heads) -> tuple[float, float]:
+    """Count the bytes that a rank sends in a layer's forward and backward for a sequence of `tokens`."""
     if mode == "ulysses":
         replicated = max(heads.keys, ranks) if ranks > 1 else heads.keys
         held = (2 * heads.queries + 2 * replicated) * heads.width * tokens / ranks * heads.compute
         sent = held * (ranks - 1) / ranks
-        return ContextBytes(sent, sent)
+        return sent, sent
     elements, hops = 2 * heads.keys * heads.width * tokens / ranks, ranks - 1
     block, gradient = elements * heads.compute, elements * heads.accumulate
     returned = hops if mode == "allgather" or ranks == 1 else ranks
-    return ContextBytes(hops * block, hops * block + returned * gradient)
+    return hops * block, hops * block + returned * gradient

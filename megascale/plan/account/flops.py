@@ -55,7 +55,7 @@ def hardware_flops(config: RunConfig, scores: Scores | None = None) -> TokenFlop
     `scores`: per token, by default as the run expects them.
     """
     scores = scores or expected_scores(config.model, config.data)
-    layout, total = stages_of(config), token_flops(config.model, scores)
+    layout, total = stages_of(config.model, config.parallel), token_flops(config.model, scores)
     for stage in range(layout.count):
         recompute = recompute_policy(config.train, stage // layout.pp)
         for layer in layout.layers(stage) if recompute != NO_RECOMPUTE else ():

@@ -1,9 +1,9 @@
-"""Sizes that several formulas share: of elements, of replicated buckets, of messages, and of a micro-batch."""
+"""Sizes that several formulas share: of replicated buckets, and of a micro-batch."""
 
 from __future__ import annotations
 
-from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import RECIPES
+from megascale.config.parallel import ParallelConfig
 from megascale.config.run import RunConfig
 from megascale.layout.parts.microbatch_sizes import MicroBatchSizes
 from megascale.layout.pieces import MAX_PIECES
@@ -11,21 +11,9 @@ from megascale.layout.topology import DATA_AXES, topology_of
 from megascale.plan.account.attended import expected_documents
 
 
-def element_bytes(precision: str) -> tuple[int, int]:
-    """Element sizes in bytes of the compute and the accumulation dtype."""
-    facts = PRECISIONS[precision].facts
-    return int(facts["compute_bytes"]), int(facts["accumulate_bytes"])
-
-
-def replicas(config: RunConfig) -> int:
+def data_ranks(parallel: ParallelConfig) -> int:
     """Count the ranks with replicas of a bucket, over data and context parallelism."""
-    return topology_of(config).size(*DATA_AXES)
-
-
-def message_bytes(config: RunConfig) -> int:
-    """Size a point-to-point message between stages: 1 / tp of an activation."""
-    compute, _ = element_bytes(config.train.precision)
-    return config.row_tokens * config.batch.micro * config.model.hidden_size * compute // config.parallel.tp
+    return topology_of(parallel).size(*DATA_AXES)
 
 
 def micro_batch_sizes(config: RunConfig) -> MicroBatchSizes:
@@ -33,7 +21,7 @@ def micro_batch_sizes(config: RunConfig) -> MicroBatchSizes:
     p, recipe, within = config.parallel, RECIPES[config.fp8.recipe].facts, config.data.mask == "document"
     return MicroBatchSizes(
         config.model, config.batch.micro, config.row_tokens, p.tp, p.sp and p.tp > 1,
-        MAX_PIECES if config.overlap.tp else 1, *element_bytes(config.train.precision), p.cp_heads, p.cp_keys,
+        MAX_PIECES if config.overlap.tp else 1, *config.train.element_bytes, p.cp_heads, p.cp_keys,
         max(p.cp_keys, 1 + config.attends_in_parts),  # a chunk attends to its own keys and to others
         p.cp_mode == "allgather", expected_documents(config.model, config.data) if within else (),
         recipe["granularity"], recipe["scaling"] == "current",

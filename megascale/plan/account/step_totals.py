@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megascale.catalog.data_policies import DATA_POLICIES
+from megascale.config.data import DataConfig
 from megascale.config.model import ModelConfig
-from megascale.config.run import RunConfig
+from megascale.config.train import BatchConfig, TrainConfig
 from megascale.plan.account.attended import windows_of
 
 EVERY_STEP = ("loss", "tokens", "stops", "ranks_written", "ranks_failed", "sq_norm")
@@ -15,19 +16,19 @@ DATASET_LOSSES, DATASET_TOKENS = "loss of dataset", "tokens of dataset"
 """Vectors with an element for every dataset, of policies that use losses."""
 
 
-def step_totals(config: RunConfig) -> list[str]:
+def step_totals(model: ModelConfig, batch: BatchConfig, train: TrainConfig, data: DataConfig) -> list[str]:
     """Name the totals of a step: those of every run, and of features. Plug-ins may add totals of their own; those of a
     noise scale that is not measured in every step are left out.
     """
-    d, names = config.data, list(EVERY_STEP)
-    if config.batch.rampup is not None:
+    names = list(EVERY_STEP)
+    if batch.rampup is not None:
         names.append("samples")
-    if config.train.noise_scale_every == 1:
+    if train.noise_scale_every == 1:
         names += NOISE_SCALE
-    if d.mask == "document":
-        names += [name for pair in score_totals(config.model).values() for name in pair]
-    if d.policy and DATA_POLICIES[d.policy].facts.get("uses_losses"):
-        datasets = range(len(d.train or ()))
+    if data.mask == "document":
+        names += [name for pair in score_totals(model).values() for name in pair]
+    if data.policy and DATA_POLICIES[data.policy].facts.get("uses_losses"):
+        datasets = range(len(data.train or ()))
         names += [vector_name(total, number) for total in (DATASET_LOSSES, DATASET_TOKENS) for number in datasets]
     return names
 

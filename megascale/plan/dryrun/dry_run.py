@@ -3,50 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megascale.config.run import RunConfig
-from megascale.device import Device, HostBuffers, PlainBuffers, Wait
 from megascale.layout.topology import Coord, topology_of
 from megascale.ops.rope import rope_table
-from megascale.plan.dryrun.fake_mesh import fake_mesh
+from megascale.plan.dryrun.fake_mesh import FakeDevice, fake_mesh
 from megascale.plan.dryrun.replay import ModuleCostCache, replay_equal_modules
 from megascale.plan.dryrun.resource_counter import BytesByKind, CommCall, CountingRecorder, ResourceCounterMode
 from megascale.train.build import build_rank_run
 from megascale.train.run import Run
 from megascale.train.step import train_step
 from megascale.train.stop import StopRequest
-
-
-class FakeHostBuffers(PlainBuffers):
-    """Host memory without bytes, which are no bytes of the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def allocate(self, nbytes: int) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8)
-
-    def save(self, x: Tensor, host: Tensor) -> Wait:
-        return lambda: None
-
-    def load(self, host: Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Wait]:
-        return torch.empty(shape, dtype=dtype, device=self._device), lambda: None
-
-
-class FakeDevice(Device):
-    """A device on which every value read by the host is 1, because fake tensors have no values."""
-
-    def host_buffers(self) -> HostBuffers:
-        return FakeHostBuffers(self.torch_device)
-
-    def copy_to_host(self, values: Tensor) -> Callable[[], list[float]]:
-        return lambda: [1.0] * values.numel()
 
 
 @dataclass(frozen=True)
@@ -70,10 +42,17 @@ def dry_run(config: RunConfig, rank: int, *, collectives_in_pieces: bool = True,
     are cut into pieces, as between GPUs; False for CPUs, which share memory. `replay_modules`: run one of several equal
     modules and replay its costs for the rest, if micro-batches cost the same.
     """
-    config = _single_step_config(config)
+    data = {"mock": True, "train": None, "valid": None, "reader": "rank"}
+    checkpoint = {"every": 0, "memory_every": 0, "replicate": False}
+    sections: dict[str, dict[str, Any]] = {  # mock data and the whole batch, and only the step
+        "data": data, "batch": {"rampup": None}, "checkpoint": checkpoint,
+        "train": {"eval_every": 0, "compile": False}, "fp8": {"monitor": False},
+    }  # fmt: skip
+    update = {name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()}
+    config = config.model_copy(update=update)
     recorder = CountingRecorder()
     rope_table.cache_clear()  # cached tables are real tensors
-    topology = topology_of(config)
+    topology = topology_of(config.parallel)
     mesh = fake_mesh(
         topology, rank, recorder, tied=config.model.tie_embeddings, collectives_in_pieces=collectives_in_pieces
     )
@@ -97,21 +76,6 @@ def dry_run(config: RunConfig, rank: int, *, collectives_in_pieces: bool = True,
             return DryRun(rank, topology.coord(rank), state, +counts.at_peak, counts.flops, counts.calls)
     finally:
         rope_table.cache_clear()  # fake tables must not leak into other code
-
-
-def _single_step_config(config: RunConfig) -> RunConfig:
-    """Return a configuration with mock data and the whole batch, and without checkpoints, evaluation, compilation and
-    the FP8 monitor.
-    """
-    return config.model_copy(
-        update={
-            "data": config.data.model_copy(update={"mock": True, "train": None, "valid": None, "reader": "rank"}),
-            "batch": config.batch.model_copy(update={"rampup": None}),
-            "checkpoint": config.checkpoint.model_copy(update={"every": 0, "memory_every": 0, "replicate": False}),
-            "train": config.train.model_copy(update={"eval_every": 0, "compile": False}),
-            "fp8": config.fp8.model_copy(update={"monitor": False}),
-        }
-    )
 
 
 def _set_state_kinds(run: Run, counter_mode: ResourceCounterMode) -> None:

@@ -22,7 +22,7 @@ def exact_costs(config: RunConfig, expected: Sequence[int]) -> dict[str, Any]:
     Returns: `memory_bytes`: peak bytes of the fullest rank by kind; `memory_bytes_by_stage`: exact where dry-run, else
     the estimate; `exact_stages`: the stages that were dry-run; `ranks`: `rank_costs` of these stages.
     """
-    topology, runs, highest = topology_of(config), dict[int, DryRun](), 0
+    topology, runs, highest = topology_of(config.parallel), dict[int, DryRun](), 0
     for stage in sorted(range(topology.pp), key=lambda stage: -expected[stage]):
         if expected[stage] * (1 + TOLERANCE) < highest:
             break

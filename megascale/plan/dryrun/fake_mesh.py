@@ -1,18 +1,48 @@
-"""A rank's mesh without peers: every communication is recorded and completes at once, without data transfer."""
+"""A rank's mesh without peers, where every communication is recorded and completes at once without data transfer; and a
+device without values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megascale.comm.group import Group
 from megascale.comm.mesh import GroupSpec, Mesh, assemble_mesh
 from megascale.comm.timeout import Timeout
 from megascale.comm.work import COMPLETED, TransportWork
+from megascale.device import Device, HostBuffers, PlainBuffers, Wait
 from megascale.layout.topology import Topology
 from megascale.record.recorder import Recorder
+
+
+class FakeHostBuffers(PlainBuffers):
+    """Host memory without bytes, which are no bytes of the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def allocate(self, nbytes: int) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def save(self, x: Tensor, host: Tensor) -> Wait:
+        return lambda: None
+
+    def load(self, host: Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Wait]:
+        return torch.empty(shape, dtype=dtype, device=self._device), lambda: None
+
+
+class FakeDevice(Device):
+    """A device on which every value read by the host is 1, because fake tensors have no values."""
+
+    def host_buffers(self) -> HostBuffers:
+        return FakeHostBuffers(self.torch_device)
+
+    def copy_to_host(self, values: Tensor) -> Callable[[], list[float]]:
+        return lambda: [1.0] * values.numel()
 
 
 class FakeTransport:
@@ -47,10 +77,6 @@ class _FakeWork(TransportWork):
         return None
 
 
-def _post(kind: str, group: Group, tensor: Tensor, peer: int) -> TransportWork:
-    return _FakeWork()
-
-
 def fake_mesh(topology: Topology, rank: int, recorder: Recorder, *, tied: bool, collectives_in_pieces: bool) -> Mesh:
     """Build the mesh of `rank` with the groups that `comm.mesh.open_mesh` opens.
 
@@ -65,4 +91,6 @@ def fake_mesh(topology: Topology, rank: int, recorder: Recorder, *, tied: bool, 
         in_pieces = messages if spec.messages or collectives_in_pieces else None
         return Group(spec.name, spec.ranks, index, None, recorder, FakeTransport(), in_pieces, messages)
 
-    return assemble_mesh(topology, rank, fake, lambda: _post, tied=tied, recorder=recorder, timeout=Timeout())
+    return assemble_mesh(
+        topology, rank, fake, lambda: lambda *message: _FakeWork(), tied=tied, recorder=recorder, timeout=Timeout()
+    )

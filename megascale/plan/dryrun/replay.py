@@ -237,7 +237,7 @@ def _temporary_main_grads(module: nn.Module, dtype: torch.dtype) -> Iterator[Non
 
 def replay_equal_modules(run: Run, cost_cache: ModuleCostCache) -> None:
     """Replace every module that a stage calls by a `ReplayModule`."""
-    m, quantized = run.config.model, fp8_layers(run.config)
+    m, quantized = run.config.model, fp8_layers(run.config.model, run.config.train, run.config.fp8)
     if m.position == "rope":  # one table for all layers with equal angles
         wide = torch.promote_types(run.dtypes[0], torch.float32)
         shard = sequence_shard(run.config.parallel, m.seq_length, run.mesh.coord.cp)

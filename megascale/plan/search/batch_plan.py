@@ -15,7 +15,7 @@ import bisect
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,6 @@ from typing import Any
 from megascale.config.batch_rampup import BatchSizes
 from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
-from megascale.layout.parameters import parameter_count
-from megascale.plan.account.flops import head_flops, token_flops
 
 CRITICAL_EXPONENT = 0.47
 """The critical batch grows with this power of the tokens of a run, whatever its parameters: 0.47 (Zhang et al. 2024),
@@ -47,48 +45,25 @@ Critical = Callable[[float], float]
 """The critical batch, in tokens, as a function of the tokens of a training that came before."""
 
 
-@dataclass(frozen=True)
-class Training:
-    """A training. `flops_per_token`: without those of the head. `loss`: in nats per token at the end; None: the loss
-    that Hoffmann et al. predict.
-    """
-
-    tokens: float
-    parameters: float
-    flops_per_token: float
-    loss: float | None = None
-
-    def after(self, tokens: float) -> Training:
-        """The training up to `tokens`, with the predicted loss there."""
-        return replace(self, tokens=tokens, loss=None)
-
-
-def training_of(config: RunConfig, tokens: float | None = None, loss: float | None = None) -> Training:
-    """Describe the training of a configuration. `tokens`: by default of its steps, with their batches."""
-    model = config.model
-    flops = token_flops(model).full - head_flops(model)
-    return Training(tokens or float(config.samples * model.seq_length), parameter_count(model), flops, loss)
-
-
-def predicted_loss(training: Training) -> float:
+def predicted_loss(parameters: float, tokens: float) -> float:
     """Predict the loss in nats per token (Hoffmann et al. 2022, approach 3): for compute-optimal models of 70M to 16B
     parameters on MassiveText, of an ordinary batch.
     """
-    return 1.69 + 406.4 / training.parameters**0.34 + 410.7 / training.tokens**0.28
+    return 1.69 + 406.4 / parameters**0.34 + 410.7 / tokens**0.28
 
 
-def kaplan_critical(training: Training) -> float:
-    """The critical batch in tokens at the loss of a training (Kaplan et al. 2020, equation 1.4), fitted up to 1.5B
+def kaplan_critical(loss: float) -> float:
+    """The critical batch in tokens at a loss in nats per token (Kaplan et al. 2020, equation 1.4), fitted up to 1.5B
     parameters on WebText2 with a vocabulary of 50,257.
     """
-    loss = predicted_loss(training) if training.loss is None else training.loss
     return 2e8 / float(loss ** (1 / 0.21))
 
 
-def critical_by_law(training: Training) -> Critical:
-    """The critical batch by Kaplan et al., at the predicted loss, or at the end at the loss given."""
-    end = training.tokens
-    return lambda tokens: kaplan_critical(training if tokens >= end else training.after(tokens))
+def critical_by_law(parameters: float, end: float, loss: float | None = None) -> Critical:
+    """The critical batch by Kaplan et al., at the predicted loss, or at the `end` of a training at the loss given."""
+    return lambda tokens: kaplan_critical(
+        loss if loss is not None and tokens >= end else predicted_loss(parameters, min(tokens, end))
+    )
 
 
 @dataclass(frozen=True)
@@ -176,10 +151,10 @@ def fit_rampup(critical: Critical, tokens: float, seq_length: int, unit: int) ->
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """A training with its critical batch, by `source`."""
+    """A training of `tokens` with its critical batch, by `source`."""
 
     config: RunConfig
-    training: Training
+    tokens: float
     critical: Critical
     source: str
 
@@ -195,25 +170,25 @@ class BatchPlan:
     @property
     def end(self) -> float:
         """The critical batch at the end, in tokens."""
-        return self.critical(self.training.tokens)
+        return self.critical(self.tokens)
 
     @cached_property
     def sizes(self) -> BatchSizes:
         """The recommended batches."""
-        return fit_rampup(self.critical, self.training.tokens, self.seq_length, self.unit)
+        return fit_rampup(self.critical, self.tokens, self.seq_length, self.unit)
 
     @property
     def keys(self) -> dict[str, Any]:
         """The keys of the recommended batches, and the steps in which they read the tokens of the training."""
         sizes = self.sizes
-        steps = steps_of(sizes, max(1, round(self.training.tokens / self.seq_length)))
+        steps = steps_of(sizes, max(1, round(self.tokens / self.seq_length)))
         rampup = {"batch.rampup": [sizes.start, sizes.increment, sizes.samples]} if sizes.samples else {}
         return {"batch.global": sizes.total} | rampup | {"train.steps": steps}
 
     def trade_off(self) -> Iterator[dict[str, float]]:
         """Yield batches in sequences with steps and tokens to the loss that this configuration is to reach."""
         own, critical = self.config.batch.total, self.end / self.seq_length
-        least = self.training.tokens / cost(own, critical)[1]
+        least = self.tokens / cost(own, critical)[1]
         nearest = {max(1, round(critical * ratio / self.unit)) * self.unit for ratio in RATIOS}
         for batch in sorted({own, *nearest}):
             steps, tokens = cost(batch, critical)
@@ -228,5 +203,5 @@ class BatchPlan:
     def stages(self) -> Iterator[tuple[float, float, int]]:
         """Yield (tokens, critical batch in tokens, recommended batch in sequences) along the training."""
         for share in STAGES:
-            tokens = share * self.training.tokens
+            tokens = share * self.tokens
             yield tokens, self.critical(tokens), self.sizes.at(int(tokens / self.seq_length))

@@ -14,18 +14,15 @@ backward.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 from megascale.catalog.schedules import SCHEDULES
-from megascale.layout.blocks import distinct_blocks
-from megascale.layout.chunks import fp8_layers, stages_of
+from megascale.layout.chunks import stages_of
 from megascale.layout.recompute_policy import recompute_policy
-from megascale.plan.account.activations import block_bytes
-from megascale.plan.account.memory import state_bytes
-from megascale.plan.account.sizes import micro_batch_sizes
+from megascale.plan.account.memory import JobMemory
+from megascale.plan.account.state import state_bytes
 from megascale.plan.search.space import Layout, Space
-from megascale.plan.simulate.layer_time import chunk_times
+from megascale.plan.simulate.chunk_time import chunk_times
 from megascale.plan.simulate.profiles import Hardware, Stack
 from megascale.plan.simulate.step_time import StepParts, scale
 
@@ -38,7 +35,6 @@ class Bounds:
 
     def __init__(self, space: Space, hardware: Hardware, stack: Stack) -> None:
         self._space, self._hardware, self._stack = space, hardware, stack
-        self._free = replace(space, fixed=frozenset())
         self._cut, self._seconds, self._link = cache(self._cut_of), cache(self._seconds_of), cache(self._link_of)
         self._state, self._saved = cache(self._state_of), cache(self._saved_of)
 
@@ -88,8 +84,8 @@ class Bounds:
         recompute = "none" if config.train.recompute_chunks else layout.recompute
         vpp = config.model.num_layers + 2  # a chunk per layer, embedding, head
         dp = self._space.devices // (layout.tp * layout.cp)
-        layerwise = self._free.with_layout(layout._replace(vpp=vpp, dp=dp, recompute=recompute))
-        pairs = chunk_times(layerwise, self._hardware, self._stack).values()
+        layerwise = self._space.free.with_layout(layout._replace(vpp=vpp, dp=dp, recompute=recompute))
+        pairs = chunk_times(StepParts(layerwise, self._hardware, self._stack).layers).values()
         seconds = [pair.forward.total + pair.backward.total for pair in pairs]
         return sum(seconds), min(seconds[1:-1]), seconds[-1]
 
@@ -109,11 +105,9 @@ class Bounds:
 
     def _saved_of(self, layout: Layout) -> int:
         """Saved bytes of a layer for a micro-batch."""
-        config = self._free.with_layout(layout)
-        sizes, recompute, fp8 = micro_batch_sizes(config), recompute_policy(config.train, 0), fp8_layers(config)
-        distinct, numbers = distinct_blocks(config.model)
-        kinds = {(number, layer in fp8) for layer, number in enumerate(numbers)}
-        return min(block_bytes(sizes, distinct[number], cast, recompute).saved for number, cast in kinds)
+        config = self._space.free.with_layout(layout)
+        job, recompute = JobMemory(config), recompute_policy(config.train, 0)
+        return min(job.layer(layer, recompute).saved for layer in range(config.model.num_layers))
 
     def _reset(self, layout: Layout) -> tuple[Layout, Layout]:
         """Reset keys without effect on a layer's time and activations; and keys without effect on a rank's state and

@@ -65,45 +65,26 @@ def parse_lengths(text: str, longest: int) -> LengthDistribution:
 
     Raises: ConfigError that says what is expected
     """
-    kind, _, rest = text.partition(":")
-    if kind not in KINDS:
-        close = closest_name(kind, KINDS)
+    name, _, rest = text.partition(":")
+    if name not in KINDS:
+        close = closest_name(name, KINDS)
         hint = f"did you mean '{close}'?" if close else f"one of {', '.join(KINDS)}, or the prefix of a dataset"
-        raise _mistake(text, f"there is no distribution '{kind}'", hint)
+        raise ConfigError([Problem("command line", f"--lengths {text}", f"there is no distribution '{name}'", hint)])
+    kind = KINDS[name]
     try:
         values = {key.strip(): float(value) for key, value in (pair.split("=") for pair in rest.split(","))}
-        return LengthDistribution(text, KINDS[kind].make(values), longest)
-    except (ValueError, KeyError):
-        raise _mistake(text, f"the values of {kind} cannot be read", f"write it as {KINDS[kind].example}") from None
-
-
-def _mistake(text: str, what: str, hint: str) -> ConfigError:
-    return ConfigError([Problem("command line", f"--lengths {text}", what, hint)])
-
-
-def _exactly(values: Mapping[str, float], *keys: str) -> list[float]:
-    """Return the values of keys. Raises: ValueError for other keys, and for values that are not above 0."""
-    if values.keys() != set(keys) or not all(0 < value < math.inf for value in values.values()):
-        raise ValueError(f"the keys are {', '.join(keys)}")
-    return [values[key] for key in keys]
-
-
-def _fixed(values: Mapping[str, float]) -> Draw:
-    (length,) = _exactly(values, "length")
-    return lambda generator, count: np.full(count, length)
-
-
-def _lognormal(values: Mapping[str, float]) -> Draw:
-    median, sigma = _exactly(values, "median", "sigma")
-    return lambda generator, count: generator.lognormal(math.log(median), sigma, count)
-
-
-def _pareto(values: Mapping[str, float]) -> Draw:
-    least, alpha = _exactly(values, "min", "alpha")
-    return lambda generator, count: least * (1 + generator.pareto(alpha, count))
+        if kind.keys and (
+            values.keys() != set(kind.keys) or not all(0 < value < math.inf for value in values.values())
+        ):
+            raise ValueError(f"the keys are {', '.join(kind.keys)}")
+        return LengthDistribution(text, kind.draw(values), longest)
+    except ValueError:
+        what, hint = f"the values of {name} cannot be read", f"write it as {kind.example}"
+        raise ConfigError([Problem("command line", f"--lengths {text}", what, hint)]) from None
 
 
 def _shares(values: Mapping[str, float]) -> Draw:
+    """Draw from shares of lengths up to each. Raises: ValueError"""
     ends, shares = np.array([float(key) for key in values]), np.array([*values.values()])
     ascending = np.isfinite(ends).all() and np.all(np.diff(ends) > 0) and ends[0] >= 1
     if not ascending or np.any(shares < 0) or not math.isclose(shares.sum(), 1, abs_tol=0.01):
@@ -118,15 +99,26 @@ def _shares(values: Mapping[str, float]) -> Draw:
 
 
 class Distribution(NamedTuple):
-    """A kind of distribution: `make` raises ValueError for values that it cannot have."""
+    """A kind of distribution: an example, its `keys`, all above 0, and what `draw`s with their values."""
 
-    make: Callable[[Mapping[str, float]], Draw]
     example: str
+    keys: tuple[str, ...]
+    draw: Callable[[Mapping[str, float]], Draw]
 
 
 KINDS = {
-    "fixed": Distribution(_fixed, "fixed:length=4096"),
-    "lognormal": Distribution(_lognormal, "lognormal:median=2000,sigma=1.8"),
-    "pareto": Distribution(_pareto, "pareto:min=500,alpha=1.2"),
-    "shares": Distribution(_shares, "shares:1024=0.9,32768=0.099,262144=0.001"),
+    "fixed": Distribution(
+        "fixed:length=4096", ("length",), lambda v: lambda generator, count: np.full(count, v["length"])
+    ),
+    "lognormal": Distribution(
+        "lognormal:median=2000,sigma=1.8",
+        ("median", "sigma"),
+        lambda v: lambda generator, count: generator.lognormal(math.log(v["median"]), v["sigma"], count),
+    ),
+    "pareto": Distribution(
+        "pareto:min=500,alpha=1.2",
+        ("min", "alpha"),
+        lambda v: lambda generator, count: v["min"] * (1 + generator.pareto(v["alpha"], count)),
+    ),
+    "shares": Distribution("shares:1024=0.9,32768=0.099,262144=0.001", (), _shares),
 }

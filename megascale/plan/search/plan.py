@@ -8,12 +8,10 @@ from functools import cached_property
 from typing import Any
 
 from megascale.config.run import RunConfig
-from megascale.plan.account import memory
-from megascale.plan.account.memory import RankMemory
+from megascale.plan.account.memory import JobMemory, RankMemory
 from megascale.plan.search.space import Layout, layout_of
-from megascale.plan.simulate import step_time
 from megascale.plan.simulate.profiles import Hardware, Stack, expected_error, measured
-from megascale.plan.simulate.step_time import Estimate
+from megascale.plan.simulate.step_time import Estimate, StepParts
 
 
 @dataclass(frozen=True)
@@ -34,14 +32,19 @@ class Plan:
         return layout._replace(zero=3) if self.stack.shards_weights else layout
 
     @cached_property
+    def parts(self) -> StepParts:
+        """Durations of the step's parts."""
+        return StepParts(self.config, self.hardware, self.stack)
+
+    @cached_property
     def estimate(self) -> Estimate:
         """Step time and causes."""
-        return step_time.estimate(self.config, self.hardware, self.stack)
+        return self.parts.estimate
 
     @cached_property
     def ranks(self) -> list[RankMemory]:
         """Memory of a rank of every pipeline stage, by formulas."""
-        return memory.memory_by_stage(self.config, self.stack.storage)
+        return JobMemory(self.config, self.stack.storage).by_stage()
 
     @property
     def memory_by_stage(self) -> list[int]:

@@ -26,7 +26,9 @@ def draw(path: Path, plan: Plan, sweep: Sequence[Plan]) -> None:
     _time(panels[1], [*sweep] or [plan])
     if sweep:
         _scaling(panels[2], sweep)
-    figure.suptitle(f"{plan.config.name}: {format_layout(plan.config)} on {plan.hardware.name} with {plan.stack.name}")
+    figure.suptitle(
+        f"{plan.config.name}: {format_layout(plan.config.parallel)} on {plan.hardware.name} with {plan.stack.name}"
+    )
     with atomic_file(path, "wb") as file:
         figure.savefig(file, format="png", dpi=120)
 

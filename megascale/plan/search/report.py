@@ -10,13 +10,13 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from megascale.config.run import RunConfig
+from megascale.config.parallel import ParallelConfig
 from megascale.core.units import format_bytes, format_count, format_duration
 from megascale.layout.parameters import parameter_count
 from megascale.plan.account.attended import describe_documents
 from megascale.plan.search.plan import Plan
 from megascale.plan.search.search import MAX_DOUBLINGS, MEMORY_FRACTION, SearchResult
-from megascale.plan.search.space import DEPENDENT_KEYS, LAYOUT_KEYS, value_of
+from megascale.plan.search.space import DEPENDENT_KEYS, LAYOUT_KEYS, Space, value_of
 from megascale.plan.simulate.failures import FailureCost
 
 CAUSES = {
@@ -47,7 +47,7 @@ def tables(plan: Plan, sweep: Sequence[Plan], tokens: float | None, cost: Failur
     """Report a plan: summary, memory by kind, time by cause, notes, dry runs, the job, and the sweep."""
     config, e, error = plan.config, plan.estimate, plan.expected_error
     yield (
-        f"{config.name}: {format_count(parameter_count(config.model))} parameters, {format_layout(config)} = "
+        f"{config.name}: {format_count(parameter_count(config.model))} parameters, {format_layout(config.parallel)} = "
         f"{config.world_size} x {plan.hardware.name}, "
         f"{config.num_microbatches} micro-batches of {config.batch.micro}, with {plan.stack.name}"
     )
@@ -71,13 +71,12 @@ def tables(plan: Plan, sweep: Sequence[Plan], tokens: float | None, cost: Failur
         yield _sweep_table(sweep)
 
 
-def format_layout(config: RunConfig) -> str:
+def format_layout(p: ParallelConfig) -> str:
     """Format a layout's parallelism, such as 'tp 8 sp x pp 4 (vpp 2) x dp 16'."""
-    p = config.parallel
     sp, vpp = " sp" if p.sp and p.tp > 1 else "", f" (vpp {p.vpp})" if p.vpp > 1 else ""
     heads = f" {p.cp_ulysses} x {p.cp_keys}" if p.cp_mode == "usp" else ""
     cp = f" x cp {p.cp} {p.cp_mode}{heads}" if p.cp > 1 else ""
-    return f"tp {p.tp}{sp}{cp} x pp {p.pp}{vpp} x dp {config.dp}"
+    return f"tp {p.tp}{sp}{cp} x pp {p.pp}{vpp} x dp {p.replicas}"
 
 
 def _memory_table(plan: Plan) -> Table:
@@ -98,9 +97,9 @@ def advice(result: SearchResult, fixed: list[str], count: str | None) -> str:
     """Suggest a configuration that fits, in a line. `fixed`: the user's fixed keys; `count`: the option that sets the
     number of devices, parallel.dp or --gpus, if needed.
     """
-    config, devices, smallest, larger = result.space.config, result.space.devices, result.smallest, result.larger
+    devices, smallest, larger = result.space.devices, result.smallest, result.larger
     if result.best:
-        return f"{_settings(config, result.best[0], count)} would fit"
+        return f"{_settings(result.space, result.best[0], count)} would fit"
     given = f" with {', '.join(fixed)} as given" if fixed else ""
     alternatives = f"other values of {', '.join(fixed)}, " if fixed else ""
     if smallest is None:
@@ -110,18 +109,19 @@ def advice(result: SearchResult, fixed: list[str], count: str | None) -> str:
     filled = format_bytes(MEMORY_FRACTION * smallest.memory_limit)
     least = f"{format_bytes(smallest.memory.total)}, where a search fills {filled}"
     if larger:
-        least += f": {larger.config.world_size} devices would do, {_settings(config, larger, count)}"
+        least += f": {larger.config.world_size} devices would do, {_settings(result.space, larger, count)}"
     else:
         more = 1 << MAX_DOUBLINGS
-        least += f", with {_settings(config, smallest, count)}, and {more} times as many devices would not do"
+        least += f", with {_settings(result.space, smallest, count)}, and {more} times as many devices would not do"
     return (
         f"no layout on {devices} x {smallest.hardware.name}{given} fits, the least is {least}{',' if larger else ':'} "
         f"{alternatives}a shorter sequence, or a smaller model"
     )
 
 
-def _settings(config: RunConfig, plan: Plan, count: str | None) -> str:
-    """Format the command-line arguments from a configuration to the planned one. `count`: as in `advice`."""
+def _settings(space: Space, plan: Plan, count: str | None) -> str:
+    """Format the command-line arguments from a space's configuration to the planned one. `count`: as in `advice`."""
+    config = space.config
     implied = {"parallel.zero"} if plan.stack.shards_weights else set()
     implied |= set() if count == "parallel.dp" else {"parallel.dp"}
     unused = {key for key in LAYOUT_KEYS if key.startswith("parallel.cp") and plan.layout.cp == config.parallel.cp == 1}
@@ -144,7 +144,7 @@ def search_tables(result: SearchResult) -> Iterator[str | Table]:
         keys, e = plan.layout, plan.estimate
         cells = [str(keys.micro), str(keys.zero), keys.recompute, format_bytes(plan.memory.total)]
         cells += [f"{e.step_s:.4g}", f"{e.mfu_full:.1%}", slowdown_causes(plan, first)]
-        rows.append([format_layout(plan.config), *cells])
+        rows.append([format_layout(plan.config.parallel), *cells])
     yield plain_table(("layout", "micro", "zero", "recompute", "memory", "step s", "MFU full", "slower by"), rows)
     error = first.expected_error or 0.0
     near = sum(plan.estimate.step_s <= first.estimate.step_s * (1 + error) for plan in result.best)
@@ -181,7 +181,7 @@ def _sweep_table(plans: Sequence[Plan]) -> Table:
     for plan in plans:
         e, size = plan.estimate, format_bytes(plan.memory.total) + ("" if plan.fits else ": does not fit")
         speed = f"{e.step_s:.4g}", format_count(e.tokens_per_s), f"{e.mfu_full:.1%}"
-        rows.append((str(plan.config.world_size), format_layout(plan.config), *speed, size))
+        rows.append((str(plan.config.world_size), format_layout(plan.config.parallel), *speed, size))
     return plain_table(("devices", "layout", "step s", "tokens/s", "MFU full", "memory"), rows)
 
 

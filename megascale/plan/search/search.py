@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from megascale.config.divisors import divisors
 from megascale.config.run import RunConfig
-from megascale.plan.account.memory import fullest_rank
+from megascale.plan.account.memory import JobMemory
 from megascale.plan.search.bounds import Bounds
 from megascale.plan.search.plan import Plan
 from megascale.plan.search.space import RECOMPUTE, Layout, Space
@@ -102,7 +102,7 @@ class _BranchAndBound:
             if (in_row and bound > in_row[0]) or any(layout._replace(recompute=ops) in fitting for ops in less):
                 continue
             config = self._space.with_layout(layout)
-            size = fullest_rank(config, self._stack.storage, self.memory_limit).total
+            size = JobMemory(config, self._stack.storage).fullest(self.memory_limit).total
             if size > self.memory_limit:
                 too_large += 1
                 continue
@@ -121,7 +121,7 @@ class _BranchAndBound:
         for bound, layout in sorted(lean):
             if bound >= below:
                 break
-            size = fullest_rank(self._space.with_layout(layout), self._stack.storage, below).total
+            size = JobMemory(self._space.with_layout(layout), self._stack.storage).fullest(below).total
             if size < below:
                 below, best = size, layout
         return self._plan(best) if best else None

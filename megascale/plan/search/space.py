@@ -81,7 +81,32 @@ class Space:
 
     def with_layout(self, layout: Layout) -> RunConfig:
         """Return the resolved configuration with this layout."""
-        return _with_layout(self.config, layout, self.fixed)
+        config = self.config
+        sizes, chunks = config.parallel.layers_per_chunk or (), config.train.recompute_chunks or [0]
+        suits = {
+            "parallel.layers_per_chunk": len(sizes) == layout.pp * layout.vpp and sum(sizes) == config.model.num_layers,
+            "train.recompute_ops": layout.recompute == "selective",
+            "train.recompute_chunks": layout.recompute != "none" and max(chunks) < layout.vpp,
+        }
+        values = dict(zip(LAYOUT_KEYS, layout, strict=True))
+        values |= {key: None for key in DEPENDENT_KEYS if not suits[key] and key not in self.fixed}
+        updates = defaultdict[str, dict[str, Any]](dict)
+        for key, value in values.items():
+            section, _, name = key.partition(".")
+            updates[section][name] = value
+        sections = {name: getattr(config, name).model_copy(update=keys) for name, keys in updates.items()}
+        return config.model_copy(update=sections)
+
+    @cached_property
+    def free(self) -> Space:
+        """The space without fixed keys."""
+        return replace(self, fixed=frozenset())
+
+    def is_legal(self, layout: Layout) -> bool:
+        """Check all rules that read a section of `LAYOUT_KEYS`."""
+        sections = {key.partition(".")[0] for key in LAYOUT_KEYS}
+        rules = (rule for rule in RULES if sections & sections_of(rule))
+        return not any(run_rules(rules, dict(self.with_layout(layout))))
 
     def nearest_legal(self) -> int | None:
         """Find the nearest other number of devices with a legal layout, trying `MAX_DEVICE_COUNTS` numbers."""
@@ -108,7 +133,7 @@ class Space:
     @cached_property
     def _micros(self) -> list[int]:
         sizes = self._values("batch.micro", divisors(self.config.batch.total))
-        return [micro for micro in sizes if _legal(_with_layout(self.config, Layout(micro=micro)))]
+        return [micro for micro in sizes if self.free.is_legal(Layout(micro=micro))]
 
     def _needs_both(self, cp: int, micro: int) -> bool:
         """Return True unless both have a common divisor: divided by it they give a rank as many tokens, and less to
@@ -123,7 +148,7 @@ class Space:
             for tp in self._values("parallel.tp", tps)
             for sp in self._values("parallel.sp", (False, True) if tp > 1 else (self.config.parallel.sp,))
             for shared in self._contexts()
-            if _legal(_with_layout(self.config, self._one_device(tp, sp, *shared)))
+            if self.free.is_legal(self._one_device(tp, sp, *shared))
         ]
 
     def _contexts(self) -> Iterator[tuple[int, str, int]]:
@@ -143,7 +168,7 @@ class Space:
             for vpp in self._values("parallel.vpp", range(1, self._most_chunks // pp + 1))
             for schedule in self._schedules(pp, vpp)
             for recompute in self._values("train.recompute", RECOMPUTE)
-            if _legal(self.with_layout(self._one_device(pp=pp, vpp=vpp, schedule=schedule, recompute=recompute)))
+            if self.is_legal(self._one_device(pp=pp, vpp=vpp, schedule=schedule, recompute=recompute))
         ]
 
     def _schedules(self, pp: int, vpp: int) -> list[str]:
@@ -164,27 +189,3 @@ def value_of(config: RunConfig, key: str) -> Any:
     """Return the value of a key such as parallel.tp."""
     section, _, name = key.partition(".")
     return getattr(getattr(config, section), name)
-
-
-def _with_layout(config: RunConfig, layout: Layout, fixed: Collection[str] = ()) -> RunConfig:
-    sizes, chunks = config.parallel.layers_per_chunk or (), config.train.recompute_chunks or [0]
-    suits = {
-        "parallel.layers_per_chunk": len(sizes) == layout.pp * layout.vpp and sum(sizes) == config.model.num_layers,
-        "train.recompute_ops": layout.recompute == "selective",
-        "train.recompute_chunks": layout.recompute != "none" and max(chunks) < layout.vpp,
-    }
-    values = dict(zip(LAYOUT_KEYS, layout, strict=True))
-    values |= {key: None for key in DEPENDENT_KEYS if not suits[key] and key not in fixed}
-    updates = defaultdict[str, dict[str, Any]](dict)
-    for key, value in values.items():
-        section, _, name = key.partition(".")
-        updates[section][name] = value
-    sections = {name: getattr(config, name).model_copy(update=keys) for name, keys in updates.items()}
-    return config.model_copy(update=sections)
-
-
-def _legal(config: RunConfig) -> bool:
-    """Check all rules that read a section of `LAYOUT_KEYS`."""
-    sections = {key.partition(".")[0] for key in LAYOUT_KEYS}
-    rules = (rule for rule in RULES if sections & sections_of(rule))
-    return not any(run_rules(rules, dict(config)))

@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from megascale.layout.chunks import stages_of
 from megascale.layout.stages import Placement
 from megascale.layout.topology import Coord, Topology, topology_of
-from megascale.plan.account.sizes import message_bytes
 from megascale.plan.search.plan import Plan
 from megascale.plan.simulate.event_simulator import Span
-from megascale.plan.simulate.step_time import simulate_spans
 from megascale.record.events import COMPUTE, Event, RankEvents
 from megascale.schedule.dependencies import neighbours
 from megascale.schedule.ir import Kind
@@ -20,14 +18,15 @@ NAMES = {Kind.SEND_F: "send", Kind.SEND_B: "send", Kind.WAIT_PARAMS: "all_gather
 
 def events(plan: Plan) -> Iterator[RankEvents]:
     """Simulate a plan's step and generate the events of the first rank of every pipeline stage."""
-    config, estimate = plan.config, plan.estimate
-    simulation = simulate_spans(config, plan.hardware, plan.stack)
+    config, estimate, parts = plan.config, plan.estimate, plan.parts
+    simulation = parts.pipeline.simulate(parts.times, parts.overlaps, spans=True)
     updated = simulation.last + estimate.causes["optimizer"]
     after = (
         Event(COMPUTE, "update", "", 1, -1, -1, simulation.last, updated),
         Event(COMPUTE, "rest", "", 1, -1, -1, updated, max(updated, estimate.step_s)),
     )
-    topology, placement, message = topology_of(config), stages_of(config).placement, message_bytes(config)
+    topology, message = topology_of(config.parallel), parts.layers.sizes.message
+    placement = stages_of(config.model, config.parallel).placement
     for stage in range(topology.pp):
         spans = sorted((span for span in simulation.spans if span.rank == stage), key=lambda span: span.start)
         coord, timed = Coord(pp=stage), tuple(_event(span, topology, placement, message) for span in spans)

@@ -1,4 +1,4 @@
-"""Forward and backward times of model chunks, by cause, for one micro-batch on one rank (`chunk_times`, `LayerTimes`).
+"""Times of the operations of a layer's parts, for one micro-batch on one rank (`LayerTimes`).
 
 The parts of a block (`layout.parts`) consist of GEMMs, attention, passes over memory, and collectives of tensor
 parallelism (Korthikanti et al. 2022, 4.2), overlapped by a stack as in `profiles.Overlaps`. Backward of a linear layer
@@ -7,27 +7,19 @@ has two GEMMs, dgrad and wgrad; backward of an element-wise operation takes twic
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 
-from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import RECIPES
 from megascale.config.run import RunConfig
-from megascale.layout.blocks import BlockSpec, distinct_blocks, is_skippable, tile_mlp
-from megascale.layout.chunks import fp8_layers, stages_of
 from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes
 from megascale.layout.parts.times import PassTimes, Seconds
-from megascale.layout.pieces import MAX_PIECES
-from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy
-from megascale.layout.stages import Place
 from megascale.layout.tensors import padded_vocab
-from megascale.plan.account.attended import expected_documents
 from megascale.plan.account.sizes import micro_batch_sizes
 from megascale.plan.simulate.gemm_time import KernelTimes
-from megascale.plan.simulate.link_time import ContextRoutes, Route, group_route
+from megascale.plan.simulate.link_time import ContextRoutes, TpCollectives, group_route
 from megascale.plan.simulate.profiles import Hardware, Stack
 
 CASTS = {"current": 6, "delayed": 4, "static": 4, "row": 6, "block": 4}
@@ -36,39 +28,6 @@ and row-wise scales take another pass for the amax.
 """
 
 LOSS_PASSES = 4  # passes over the logits in forward of the fp32 loss, and in backward
-
-
-@dataclass(frozen=True)
-class TpCollectives:
-    """Tensor-parallel collectives on activations of `size` bytes, with `Overlaps.tp` and `StageTimes.slowdown`."""
-
-    route: Route
-    tp: int
-    sp: bool
-    size: int
-    overlaps: str
-    slowdown: float
-
-    def gather(self) -> float:
-        """Time an all-gather."""
-        return self.route.collective("all_gather", self.size, self.tp)
-
-    def exposed(self, gemm: float, *, enters: bool, backward: bool = False) -> float:
-        """Exposed seconds of a collective on the input (`enters`) or the output of a GEMM of `gemm` seconds."""
-        overlaps_all = self.overlaps == "all"
-        overlaps = overlaps_all or (self.overlaps == "backward" and backward and not enters)
-        if self.sp:
-            return self._exposed(self.gather(), gemm, overlaps, pieces=overlaps_all)
-        # without sequence parallelism inputs are replicated
-        return 0.0 if enters else self._exposed(self.route.collective("all_reduce", self.size, self.tp), gemm, overlaps)
-
-    def regathered(self, wgrad: float) -> float:
-        """Exposed seconds of an input's all-gather for wgrad. `wgrad`: seconds of the GEMM."""
-        return self._exposed(self.gather(), wgrad, self.overlaps != "none") if self.sp else 0.0
-
-    def _exposed(self, sent: float, gemm: float, overlaps: bool, pieces: bool = False) -> float:
-        least = max(1 / MAX_PIECES if pieces else 0.0, self.slowdown)
-        return max(least * sent, sent - gemm) if overlaps else sent
 
 
 @dataclass(frozen=True)
@@ -88,7 +47,7 @@ class LayerTimes:
         """Build from a resolved configuration. With dropout attention is unfused, as in this trainer."""
         p, m, precision = config.parallel, config.model, config.train.precision
         stack = stack.model_copy(update={"attention": "unfused"}) if m.dropout else stack
-        size = PRECISIONS[precision].facts["compute_bytes"]
+        size = config.train.element_bytes[0]
         kernels = KernelTimes(hardware, stack, "bf16" if config.train.quantizes else precision, size)
         route = group_route(hardware, p.tp, 1, config.world_size, together=p.tp)
         overlaps = stack.overlaps.tp if config.overlap.tp else "none"
@@ -118,31 +77,7 @@ class LayerTimes:
         exchange = replace(self.exchange, size=self.exchange.size // tiles)
         return replace(self, tiles=self.tiles * tiles, exchange=exchange)
 
-    def block(self, block: BlockSpec, fp8: bool, recompute: RecomputePolicy) -> PassTimes:
-        """Time a block with recomputation. `fp8`: the linear layers run FP8 GEMMs."""
-        parts = tile_mlp(block, recompute.mlp_tiles)
-        pairs = [part.seconds(self, fp8) for part in parts]
-        fixed = self.kernels.measured.layer_s if self.kernels.measured else 0.0
-        total = sum(pairs, PassTimes(Seconds(elementwise=fixed), Seconds(elementwise=2 * fixed)))
-        timed = [(part, pair.forward) for part, pair in zip(parts, pairs, strict=True)]
-        if recompute.full:
-            skipped = (taken for part, taken in timed if self.stops_early and is_skippable(block, part))
-            recomputed = total.forward + sum(skipped, Seconds()) * -1
-        else:
-            after = zip(timed, (*parts[1:], None), strict=True)
-            recomputed = sum((part.recomputed_seconds(s, recompute, then) for (part, s), then in after), Seconds())
-        sent = Seconds(tp=recomputed.tp, cp=recomputed.cp)
-        backward = total.backward + Seconds(recompute=recomputed.total - sent.total) + sent
-        launched = self._launched(total.forward, 1), self._launched(backward, 3 if recompute.full else 2)
-        copied = self._copied() if recompute.offload else 0.0  # behind a block's forward, and behind its backward
-        return PassTimes(*(work + Seconds(offload=max(0.0, copied - work.total)) for work in launched))
-
-    def _copied(self) -> float:
-        """Time the copy of a block's input over the link to host memory; zero if its bandwidth is unknown."""
-        hardware, link = self.kernels.hardware, self.kernels.hardware.device.host_bandwidth
-        return self.stream * self.kernels.bytes / (link * hardware.attained.link) if link else 0.0
-
-    def _launched(self, work: Seconds, passes: int) -> Seconds:
+    def launched(self, work: Seconds, passes: int) -> Seconds:
         """Add the wait for the host, which launches the operations of `passes` forwards."""
         host = passes * self.kernels.stack.host_s
         return work + Seconds(host=host if self.kernels.stack.launch_blocking else max(0.0, host - work.total))
@@ -185,7 +120,7 @@ class LayerTimes:
         else:
             times = [
                 self.kernels.attention(count * heads, keys, min(window or keys, keys), width)
-                for keys, count in Counter(expected_documents(m, self.config.data)).items()
+                for keys, count in Counter(self.sizes.documents or [m.seq_length]).items()
             ]
         parts = m.seq_length / self.config.row_tokens
         taken = [sum(passes) / parts for passes in zip(*times, strict=True)]
@@ -203,25 +138,3 @@ class LayerTimes:
         added = 3 * 2 * n * k * (count - 1) / count
         casts = moved(cast * m * n) + self.kernels.stream(added)
         return PassTimes(Seconds(gemm(m, n, k, grain=grain), 0.0, moved(cast * m * k)), Seconds(backward, 0.0, casts))
-
-
-def chunk_times(config: RunConfig, hardware: Hardware, stack: Stack) -> dict[Place, PassTimes]:
-    """Time every model chunk of every pipeline rank, for a resolved configuration."""
-    layers, stages, fp8 = LayerTimes.from_config(config, hardware, stack), stages_of(config), fp8_layers(config)
-    distinct, numbers = distinct_blocks(config.model)
-    kinds = [(number, layer in fp8) for layer, number in enumerate(numbers)]
-    block = cache(lambda number, fp8, recompute: layers.block(distinct[number], fp8, recompute))
-
-    @cache
-    def chunk(
-        layer_kinds: tuple[tuple[int, bool], ...], recompute: RecomputePolicy, first: bool, last: bool
-    ) -> PassTimes:
-        ends = (layers.embedding() if first else PassTimes()) + (layers.head() if last else PassTimes())
-        return sum((block(*kind, recompute) * count for kind, count in Counter(layer_kinds).items()), ends)
-
-    times = dict[Place, PassTimes]()
-    for place in itertools.product(range(config.parallel.pp), range(config.parallel.vpp)):
-        stage, recompute = stages.index(*place), recompute_policy(config.train, place[1])
-        layer_kinds = tuple(kinds[layer] for layer in stages.layers(stage))
-        times[place] = chunk(layer_kinds, recompute, stage == 0, stage == stages.count - 1)
-    return times

@@ -6,7 +6,6 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from typing import TypeVar
 
 from megascale.layout.hybrid.plan import HybridPlan
@@ -16,9 +15,8 @@ from megascale.layout.packs import pack_sequences
 from megascale.layout.sequence_chunks import SequenceChunk, cut_chunks
 from megascale.layout.stages import looped
 from megascale.plan.simulate.event_simulator import StageTimes, simulate
+from megascale.plan.simulate.extrapolate import compute_order
 from megascale.plan.simulate.profiles import Overlaps
-from megascale.schedule.ir import Schedule, build_schedule
-from megascale.schedule.one_f_one_b import one_f_one_b
 from megascale.schedule.state_aware import build_state_aware
 
 T = TypeVar("T")
@@ -36,11 +34,6 @@ class LengthStep:
     makespan: float
     rings: Sequence[tuple[int, int]]
     microbatches: tuple[int, int]
-
-    @property
-    def sent_tokens(self) -> int:
-        """Tokens whose keys and values all ranks together send in a layer's forward."""
-        return sum((ranks - 1) * tokens for tokens, ranks in self.rings)
 
 
 @dataclass(frozen=True)
@@ -60,23 +53,19 @@ class Pool:
         """Bound the makespan of any plan: equal work on all ranks, without communication."""
         return makespan_bound(lengths, self.ranks, self.max_tokens, self.work, self.stages)
 
-    def pipeline(self, seconds: Sequence[float], tokens: Sequence[int]) -> float:
-        """Simulate 1F1B of micro-batches of unequal times and lengths."""
-        if self.stages == 1:
+    def pipeline(
+        self, seconds: Sequence[float], tokens: Sequence[int], chunks: Sequence[int] = (), keep: int = 1
+    ) -> float:
+        """Simulate 1F1B of micro-batches of unequal times and lengths; with `chunks`, the numbers of micro-batches that
+        depend on each other, state-aware 1F1B.
+        """
+        if self.stages == 1 and not chunks:
             return sum(seconds)
-        order = build_schedule(one_f_one_b, self.stages, 1, len(seconds))
-        return self._simulate(order, seconds, tokens)
-
-    def chunked_pipeline(self, entries: Sequence[tuple[SequenceChunk, ...]], keep: int) -> float:
-        """Simulate state-aware 1F1B of chunks that depend on each other within an entry."""
-        chunks = [chunk for entry in entries for chunk in entry]
-        seconds = [sum(self.work.chunk(start, stop) for _, start, stop in chunk) for chunk in chunks]
-        tokens = [sum(stop - start for _, start, stop in chunk) for chunk in chunks]
-        order = build_state_aware(self.stages, [len(entry) for entry in entries], keep)
-        return self._simulate(order, seconds, tokens)
-
-    def _simulate(self, order: Schedule, seconds: Sequence[float], tokens: Sequence[int]) -> float:
-        places = [*product(range(self.stages), [0])]
+        if chunks:
+            order = build_state_aware(self.stages, chunks, keep)
+        else:
+            order = compute_order("1f1b", self.stages, 1, len(seconds))
+        places = [(stage, 0) for stage in range(self.stages)]
         scales = [(taken, n / self.max_tokens) for taken, n in zip(seconds, tokens, strict=True)]
         forward, backward = dict.fromkeys(places, self.forward), dict.fromkeys(places, 1 - self.forward)
         times = StageTimes(forward, backward, self.message, 0.0, {}, {}, scales=scales)
@@ -86,8 +75,7 @@ class Pool:
 def hybrid_step(lengths: Sequence[int], pool: Pool) -> tuple[LengthStep, HybridPlan]:
     """Plan a step by hybrid data parallelism, and simulate its pipelines."""
     plan = plan_hybrid(lengths, pool.ranks, pool.max_tokens, pool.work, pool.stages)
-    counts = [len(batches) for batches in plan.microbatches]
-    makespan = plan.makespan
+    counts, makespan = [len(batches) for batches in plan.microbatches], plan.makespan
 
     @cache
     def seconds(sequences: tuple[int, ...], ranks: int) -> float:
@@ -98,7 +86,7 @@ def hybrid_step(lengths: Sequence[int], pool: Pool) -> tuple[LengthStep, HybridP
         ends = [sum(own) + (pool.stages - 1) * max(own, default=0.0) for own in times]
         slowest = sorted(range(pool.ranks), key=ends.__getitem__)[-SIMULATED:]
         # the plan counts the waits of rings, the simulation the order of 1F1B
-        makespan = max(plan.makespan, *(pool.pipeline(times[rank], plan.tokens(rank)) for rank in slowest))
+        makespan = max(makespan, *(pool.pipeline(times[rank], plan.tokens(rank)) for rank in slowest))
     rings = [(lengths[i], ring.ranks) for ring in plan.rings for i in ring.sequences]
     return LengthStep(makespan, rings, (min(counts), max(counts))), plan
 
@@ -108,12 +96,13 @@ def static_step(lengths: Sequence[int], pool: Pool, cp: int, *, balanced: bool =
     turn, as a loader deals samples, or `balanced` by time, from the longest.
     """
     ordered = sorted(enumerate(lengths), key=lambda sequence: -sequence[1]) if balanced else [*enumerate(lengths)]
-    packs = pack_sequences(ordered, cp * pool.max_tokens)
+    packs = [[lengths[i] for i in pack] for pack in pack_sequences(ordered, cp * pool.max_tokens)]
+    timed = [(pool.work.shared(pack, cp), sum(pack) // cp) for pack in packs]
     groups = max(1, pool.ranks // cp)
-    timed = [(pool.work.shared([lengths[i] for i in pack], cp), sum(lengths[i] for i in pack) // cp) for pack in packs]
-    held = [timed[group::groups] for group in range(groups)]
     if balanced:
         held, _ = _dealt([(pack[0], pack) for pack in sorted(timed, reverse=True)], groups)
+    else:
+        held = [timed[group::groups] for group in range(groups)]
     counts = [len(own) for own in held]
     slowest = sorted(held, key=lambda own: -sum(seconds for seconds, _ in own))[:SIMULATED]
     makespan = max(pool.pipeline([s for s, _ in own], [n for _, n in own]) for own in slowest)
@@ -123,17 +112,22 @@ def static_step(lengths: Sequence[int], pool: Pool, cp: int, *, balanced: bool =
 def chunked_step(lengths: Sequence[int], pool: Pool, chunk_tokens: int, keep: int) -> LengthStep:
     """Time a step in chunks, without context parallelism: a rank trains on all chunks of a sequence."""
 
-    def seconds(entry: Sequence[SequenceChunk]) -> float:
-        return sum(pool.work.chunk(start, stop) for chunk in entry for _, start, stop in chunk)
+    def seconds(chunks: Sequence[SequenceChunk]) -> float:
+        return sum(pool.work.chunk(start, stop) for chunk in chunks for _, start, stop in chunk)
+
+    def makespan(entries: Sequence[Sequence[SequenceChunk]]) -> float:
+        chunks = [chunk for entry in entries for chunk in entry]
+        tokens = [sum(stop - start for _, start, stop in chunk) for chunk in chunks]
+        return pool.pipeline([seconds([chunk]) for chunk in chunks], tokens, [len(entry) for entry in entries], keep)
 
     entries = cut_chunks(lengths, chunk_tokens)
     again = (pool.forward * seconds(entry[: max(0, len(entry) - keep)]) for entry in entries)
-    timed = [(seconds(entry) + dropped, entry) for entry, dropped in zip(entries, again, strict=True)]
-    held, ready = _dealt(timed, pool.ranks)
+    held, ready = _dealt(
+        ((seconds(entry) + dropped, entry) for entry, dropped in zip(entries, again, strict=True)), pool.ranks
+    )
     slowest = sorted(range(pool.ranks), key=lambda rank: (ready[rank], rank), reverse=True)[:SIMULATED]
-    makespan = max(pool.chunked_pipeline(held[rank], keep) for rank in slowest)
     counts = [sum(map(len, own)) for own in held]
-    return LengthStep(makespan, (), (min(counts), max(counts)))
+    return LengthStep(max(makespan(held[rank]) for rank in slowest), (), (min(counts), max(counts)))
 
 
 def _dealt(timed: Iterable[tuple[float, T]], groups: int) -> tuple[list[list[T]], list[float]]:

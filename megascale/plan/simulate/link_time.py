@@ -1,5 +1,5 @@
 """Communication times in seconds, on the links of a collective's group (`group_route`), of pipeline neighbours
-(`neighbour_route`) or of ranks that share sequences (`ContextRoutes`).
+(`neighbour_route`); and of each axis of parallelism: `TpCollectives`, `DataParallel`, `ContextRoutes`.
 
 For S bytes on n ranks in k nodes, with bandwidth b, latency L between nodes and l inside a node:
 
@@ -20,6 +20,7 @@ from typing import Literal
 
 from megascale.config.parallel import ParallelConfig
 from megascale.layout.parts.microbatch_sizes import CommOp
+from megascale.layout.pieces import MAX_PIECES
 from megascale.plan.simulate.profiles import Hardware
 
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
@@ -88,6 +89,60 @@ def _used(devices: int, world: int, together: int) -> int:
     even = world // nodes if world % nodes == 0 else devices
     full_groups = devices - devices % together
     return full_groups if even % together and full_groups * nodes >= world else even
+
+
+@dataclass(frozen=True)
+class TpCollectives:
+    """Tensor-parallel collectives on activations of `size` bytes, with `Overlaps.tp` and `StageTimes.slowdown`."""
+
+    route: Route
+    tp: int
+    sp: bool
+    size: int
+    overlaps: str
+    slowdown: float
+
+    def gather(self) -> float:
+        """Time an all-gather."""
+        return self.route.collective("all_gather", self.size, self.tp)
+
+    def exposed(self, gemm: float, *, enters: bool, backward: bool = False) -> float:
+        """Exposed seconds of a collective on the input (`enters`) or the output of a GEMM of `gemm` seconds."""
+        overlaps_all = self.overlaps == "all"
+        overlaps = overlaps_all or (self.overlaps == "backward" and backward and not enters)
+        if self.sp:
+            return self._exposed(self.gather(), gemm, overlaps, pieces=overlaps_all)
+        # without sequence parallelism inputs are replicated
+        return 0.0 if enters else self._exposed(self.route.collective("all_reduce", self.size, self.tp), gemm, overlaps)
+
+    def regathered(self, wgrad: float) -> float:
+        """Exposed seconds of an input's all-gather for wgrad. `wgrad`: seconds of the GEMM."""
+        return self._exposed(self.gather(), wgrad, self.overlaps != "none") if self.sp else 0.0
+
+    def _exposed(self, sent: float, gemm: float, overlaps: bool, pieces: bool = False) -> float:
+        least = max(1 / MAX_PIECES if pieces else 0.0, self.slowdown)
+        return max(least * sent, sent - gemm) if overlaps else sent
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """Data-parallel collectives. `sharded`: ZeRO stage 1 or higher; `gradient`, `weight`: bytes of an element."""
+
+    route: Route
+    ranks: int
+    sharded: bool
+    gradient: int
+    weight: int
+
+    def reduce(self, buckets: tuple[int, ...]) -> float:
+        """Time the gradient reduction of buckets, in elements."""
+        operation: Operation = "reduce_scatter" if self.sharded else "all_reduce"
+        return sum(self.route.collective(operation, self.gradient * size, self.ranks) for size in buckets)
+
+    def gather(self, buckets: tuple[int, ...]) -> float:
+        """Time the weight all-gather of buckets, 0 without sharding."""
+        sizes = buckets if self.sharded else ()
+        return sum(self.route.collective("all_gather", self.weight * size, self.ranks) for size in sizes)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def long_tailed(count: int, *, median: float, sigma: float, longest: int, seed: 
 def test_every_token_is_trained_on_once_within_the_limit(lengths: list[int], pool: int, stages: int) -> None:
     plan = plan_hybrid(lengths, pool, 100, SequenceWork(1.0, 0.01), stages)
     check_plan(plan)
-    assert sum(plan.loads) == sum(lengths)
+    assert sum(sum(plan.tokens(rank)) for rank in range(len(plan.microbatches))) == sum(lengths)
     assert plan.makespan >= plan.bound * (1 - 1e-9)
 
 
@@ -62,7 +62,6 @@ def test_plans_are_equal_on_all_ranks(lengths: list[int], pool: int) -> None:
 @given(lengths=st.lists(st.integers(1, 100), min_size=1, max_size=40), pool=st.integers(1, 9))
 def test_short_sequences_have_no_context_communication(lengths: list[int], pool: int) -> None:
     plan = plan_hybrid(lengths, pool, 100, WORK)
-    assert plan.sent_tokens == 0
     assert not plan.rings
 
 
@@ -110,7 +109,6 @@ def test_768k_tokens_take_96_ranks() -> None:
     plan = plan_hybrid([786432, *[100] * 2700], 128, 8192, SequenceWork(1.0, 0.0))
     assert [(ring.ranks, ring.sequences) for ring in plan.rings] == [(96, (0,))]
     assert plan.tokens(0)[0] == 8192
-    assert plan.sent_tokens == 95 * 786432
 
 
 def test_rings_wider_than_memory_asks_for_if_attention_dominates() -> None:

@@ -26,7 +26,7 @@ def rank_flops(config: RunConfig, pp_rank: int, cp_rank: int = 0) -> int:
     that share sequences with a window, those near the head have less.
     """
     m, tp = config.model, config.parallel.tp
-    layout, total = stages_of(config), 0
+    layout, total = stages_of(config.model, config.parallel), 0
     for chunk in range(layout.vpp):
         index, recompute = layout.index(pp_rank, chunk), recompute_policy(config.train, chunk)
         total += sum(_layer_flops(config, layer, recompute, cp_rank) for layer in layout.layers(index))

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from megascale.config.run import RunConfig
-from megascale.plan.account.memory import rank_memory
+from megascale.plan.account.memory import JobMemory
 from megascale.plan.account.traffic import step_traffic
 from tests.drawn import jobs, ranks_of
 from tests.marks import only_quick
@@ -37,7 +37,7 @@ def compare(config: RunConfig, rank: int) -> tuple[int, float]:
     dry = dry_run(config, rank)
     assert step_traffic(config, dry.coord) == sent_by(dry)
     assert rank_flops(config, dry.coord.pp, dry.coord.cp) == dry.flops.total()
-    planned, state, peak = rank_memory(config, dry.coord.pp), dry.state, dry.peak.total()
+    planned, state, peak = JobMemory(config).rank(dry.coord.pp), dry.state, dry.peak.total()
     assert (planned.gradients, planned.optimizer) == (state["gradients"], state["optimizer"])
     if config.train.precision != "fp8":  # FP8 weights are quantized in the step
         assert planned.parameters == state["parameters"]
@@ -144,7 +144,7 @@ def test_owners_of_matrices(layout: dict[str, Any], optimizer: str, tmp_path: Pa
         assert step_traffic(config, dry.coord) == sent_by(dry)
     for stage in range(config.parallel.pp):
         state = [dry.state["optimizer"] for dry in ranks if dry.coord.pp == stage]
-        assert rank_memory(config, stage).optimizer == max(state)
+        assert JobMemory(config).rank(stage).optimizer == max(state)
 
 
 @pytest.mark.slow
@@ -165,4 +165,4 @@ def test_peak_of_an_update_of_matrices(layout: dict[str, Any], optimizer: str, t
     keys = {"train__precision": "bf16", "batch__micro": 1, "batch__global": 4, "optimizer__name": optimizer}
     config = config_of(settings_of(LLAMA | wide | {"vocab_size": 8000}, tmp_path, **keys, **layout), tmp_path)
     peak = max(dry_run(config, rank).peak.total() for rank in range(config.world_size))
-    assert -0.05 < rank_memory(config, 0).total / peak - 1 < 0.15
+    assert -0.05 < JobMemory(config).rank(0).total / peak - 1 < 0.15

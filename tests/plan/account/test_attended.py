@@ -19,9 +19,9 @@ from megascale.plan.account.attended import (
     scores_per_token,
 )
 from megascale.plan.account.flops import hardware_flops, token_flops
-from megascale.plan.account.memory import rank_memory
+from megascale.plan.account.memory import JobMemory
 from megascale.plan.simulate.profiles import hardware, stack
-from megascale.plan.simulate.step_time import estimate
+from megascale.plan.simulate.step_time import StepParts
 from tests.plan.account.executed_flops import rank_flops
 from tests.runs import GPT, LLAMA, config_of, settings
 
@@ -74,7 +74,7 @@ def test_flops_equal_a_dry_run_with_documents(model: dict[str, Any], recompute: 
     dry = dry_run(config, 3)
     assert rank_flops(config, dry.coord.pp) == dry.flops.total()
     assert rank_flops(config, 1) < rank_flops(configure(model, tmp_path, **keys), 1)
-    assert rank_memory(config, 1).total == pytest.approx(dry.peak.total(), rel=0.06)
+    assert JobMemory(config).rank(1).total == pytest.approx(dry.peak.total(), rel=0.06)
 
 
 def test_estimates_follow_the_documents(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_estimates_follow_the_documents(tmp_path: Path) -> None:
     long = {"model__seq_length": 16384, "train__precision": "bf16"}
     plain = config_of(settings(LLAMA | SIZES, tmp_path, **long), tmp_path)
     within = config_of(settings(LLAMA | SIZES, tmp_path, **long, **WITHIN), tmp_path)
-    estimates = [estimate(config, hardware("h100"), stack("megascale")) for config in (plain, within)]
+    estimates = [StepParts(config, hardware("h100"), stack("megascale")).estimate for config in (plain, within)]
     assert estimates[1].step_s < estimates[0].step_s
     shares = [found.mfu_full * found.step_s for found in estimates]
     flops = [token_flops(config.model, expected_scores(config.model, config.data)).full for config in (plain, within)]

@@ -9,7 +9,7 @@ import pytest
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.plan.account.chunk_memory import chunk_memory, with_context
-from megascale.plan.account.memory import rank_memory
+from megascale.plan.account.memory import JobMemory
 from megascale.plan.account.traffic import step_traffic
 from megascale.plan.dryrun.dry_run import dry_run
 from tests.plan.account.executed_flops import rank_flops
@@ -30,13 +30,15 @@ def test_activations_are_those_of_the_kept_chunks(config: RunConfig, keep: int) 
     one = config.batch.model_copy(update={"total": config.dp, "micro": 1})
     alone = with_context(config, CHUNK).model_copy(update={"batch": one})
     for stage in range(4):
-        activations = {chunk_memory(config, stage, CHUNK, keep, n).activations for n in (65536, 262144, 1048576)}
-        assert activations == {(keep + 4 - stage - 1) * rank_memory(alone, stage).activations}
+        activations = {
+            chunk_memory(JobMemory(config), stage, CHUNK, keep, n).activations for n in (65536, 262144, 1048576)
+        }
+        assert activations == {(keep + 4 - stage - 1) * JobMemory(alone).rank(stage).activations}
 
 
 def test_the_store_grows_with_the_longest_sequence(config: RunConfig) -> None:
     m, tp, longest = config.model, config.parallel.tp, 1048576
-    rank = chunk_memory(config, 0, CHUNK, 2, longest)
+    rank = chunk_memory(JobMemory(config), 0, CHUNK, 2, longest)
     layers = m.num_layers // 4
     assert rank.store == longest * layers * 2 * m.num_kv_heads * m.head_dim * (2 + 4) // tp
     assert rank.inputs == (longest - 2 * CHUNK) * m.hidden_size * 2 // (tp if config.parallel.sp else 1)
@@ -46,9 +48,9 @@ def test_the_store_grows_with_the_longest_sequence(config: RunConfig) -> None:
 
 
 def test_short_sequences_need_no_store(config: RunConfig) -> None:
-    rank = chunk_memory(config, 0, CHUNK, 2, CHUNK)
+    rank = chunk_memory(JobMemory(config), 0, CHUNK, 2, CHUNK)
     assert rank.store == rank.inputs == 0
-    assert rank.activations == chunk_memory(config, 0, CHUNK, 1, CHUNK).activations
+    assert rank.activations == chunk_memory(JobMemory(config), 0, CHUNK, 1, CHUNK).activations
 
 
 def test_a_run_in_chunks_equals_its_dry_run(tmp_path: Path) -> None:
@@ -61,4 +63,4 @@ def test_a_run_in_chunks_equals_its_dry_run(tmp_path: Path) -> None:
         dry = dry_run(run, rank)
         assert rank_flops(run, rank) == dry.flops.total()
         assert step_traffic(run, dry.coord) == sent_by(dry)
-        assert 0.97 < rank_memory(run, rank).total / dry.peak.total() < 1.15
+        assert 0.97 < JobMemory(run).rank(rank).total / dry.peak.total() < 1.15

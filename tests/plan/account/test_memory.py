@@ -17,16 +17,9 @@ from megascale.config.run import RunConfig
 from megascale.core.registry import Card
 from megascale.layout.stages import looped
 from megascale.plan.account import memory as memory_of
-from megascale.plan.account.memory import (
-    THIS_TRAINER,
-    WeightStorage,
-    fullest_rank,
-    memory_by_stage,
-    posted_receives,
-    rank_memory,
-    representative_microbatches,
-    state_bytes,
-)
+from megascale.plan.account.memory import JobMemory
+from megascale.plan.account.rank_actions import posted_receives, representative_microbatches
+from megascale.plan.account.state import THIS_TRAINER, WeightStorage, state_bytes
 from megascale.schedule import ir
 from megascale.schedule.ir import SERVED, Action, Kind, RankSchedule, backward, forward
 from megascale.schedule.lower import lower
@@ -82,19 +75,19 @@ def test_schedules_without_a_period_are_walked_in_full(monkeypatch: pytest.Monke
     few, many = (
         load_config("configs/gpu/llama3-8b.toml", [*overrides, f"batch.global={n}"], world_size=32) for n in (120, 240)
     )
-    for less, more in zip(memory_by_stage(few), memory_by_stage(many), strict=True):
+    for less, more in zip(JobMemory(few).by_stage(), JobMemory(many).by_stage(), strict=True):
         assert more.activations == 2 * less.activations > 0
 
 
 @settings(max_examples=40, suppress_health_check=list(HealthCheck), deadline=None)
 @given(jobs(), STORAGES)
 def test_the_fullest_rank_is_the_maximum_over_stages(config: RunConfig, storage: WeightStorage) -> None:
-    ranks = memory_by_stage(config, storage)
+    ranks = JobMemory(config, storage).by_stage()
     totals = [rank.total for rank in ranks]
-    assert ranks[-1] == rank_memory(config, len(ranks) - 1, storage)
-    assert fullest_rank(config, storage).total == max(totals)
+    assert ranks[-1] == JobMemory(config, storage).rank(len(ranks) - 1)
+    assert JobMemory(config, storage).fullest().total == max(totals)
     limit = sorted(totals)[len(totals) // 2] - 1
-    assert limit < fullest_rank(config, storage, limit).total <= max(totals)
+    assert limit < JobMemory(config, storage).fullest(limit).total <= max(totals)
     for rank in ranks:
         assert min(vars(rank).values()) >= 0 and sum(vars(rank).values()) == rank.total
 
@@ -103,14 +96,14 @@ def test_the_fullest_rank_is_the_maximum_over_stages(config: RunConfig, storage:
 def test_few_of_many_stages_are_walked(p: int, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = [f"model.num_layers={16 * p}", "parallel.layers_per_chunk=auto", f"parallel.pp={p}", "parallel.vpp=16"]
     config = load_config("configs/gpu/megascale-175b.toml", [*overrides, "batch.global=10000"], world_size=8 * p)
-    played, rank = list[int](), memory_of._Job.rank
+    played, rank = list[int](), JobMemory.rank
 
     def counted(job: Any, stage: int) -> Any:
         played.append(stage)
         return rank(job, stage)
 
-    monkeypatch.setattr(memory_of._Job, "rank", counted)
-    assert fullest_rank(config).total > 0 and len(played) < 8
+    monkeypatch.setattr(JobMemory, "rank", counted)
+    assert JobMemory(config).fullest().total > 0 and len(played) < 8
 
 
 @settings(max_examples=40, suppress_health_check=list(HealthCheck), deadline=None)
@@ -118,11 +111,11 @@ def test_few_of_many_stages_are_walked(p: int, monkeypatch: pytest.MonkeyPatch) 
 def test_sharded_weights_divide_the_state(config: RunConfig) -> None:
     shards = config.dp * config.parallel.cp
     unsharded = config.model_copy(update={"parallel": config.parallel.model_copy(update={"zero": 0})})
-    for rank, memory in enumerate(memory_by_stage(config, WeightStorage(shards_weights=True))):
+    for rank, memory in enumerate(JobMemory(config, WeightStorage(shards_weights=True)).by_stage()):
         full, shard = state_bytes(unsharded, rank), state_bytes(config, rank, WeightStorage(shards_weights=True))
         assert [*vars(shard).values()] == [size // shards for size in vars(full).values()]
-        assert memory.transient > rank_memory(unsharded, rank).transient
-        assert memory.activations == rank_memory(unsharded, rank).activations
+        assert memory.transient > JobMemory(unsharded).rank(rank).transient
+        assert memory.activations == JobMemory(unsharded).rank(rank).activations
 
 
 def test_fp8_weights_beside_or_instead_of_bf16() -> None:
@@ -154,11 +147,11 @@ def test_stages_of_long_pipelines_are_interpolated(
     layout = [f"parallel.pp={pp}", f"parallel.vpp={vpp}", f"parallel.schedule={schedule}", "parallel.dp=2"]
     sizes = [f"model.num_layers={pp * vpp}", f"batch.global={2 * m}", f"parallel.zero={zero}"]
     config = load_config("configs/gpu/megascale-175b.toml", [*layout, *sizes], skip_sections=["data"])
-    played = memory_by_stage(config)
-    plays, play = list[int](), memory_of._Job.rank
+    played = JobMemory(config).by_stage()
+    plays, play = list[int](), JobMemory.rank
     monkeypatch.setattr(memory_of, "MAX_ACTIONS", 0)
-    monkeypatch.setattr(memory_of._Job, "rank", lambda job, stage: plays.append(stage) or play(job, stage))
-    interpolated = memory_by_stage(config)
+    monkeypatch.setattr(JobMemory, "rank", lambda job, stage: plays.append(stage) or play(job, stage))
+    interpolated = JobMemory(config).by_stage()
     assert max(rank.total for rank in interpolated) == max(rank.total for rank in played)
     assert len(plays) <= 4, "the first, the last, and the ends of the run between"
     for near, true in zip(interpolated, played, strict=True):

@@ -28,7 +28,7 @@ from megascale.model.mlp import MLP
 from megascale.model.modules import LayerContext, residual_dropout
 from megascale.model.modules import Norm as NormModule
 from megascale.parallel.microbatch import MicroBatch
-from megascale.plan.account.memory import rank_memory
+from megascale.plan.account.memory import JobMemory
 from megascale.plan.account.traffic import step_traffic
 from tests.marks import only_quick
 from tests.plan.account.executed_flops import rank_flops
@@ -121,15 +121,22 @@ def test_flops_traffic_and_memory_equal_the_dry_run(case: tuple[str, str], tmp_p
     assert step_traffic(config, dry.coord) == sent_by(dry)
     assert rank_flops(config, 0) == dry.flops.total()
     peak = dry.peak.total()
-    assert peak > 4 << 30 and -0.03 < rank_memory(config, 0).total / peak - 1 < 0.05
+    assert peak > 4 << 30 and -0.03 < JobMemory(config).rank(0).total / peak - 1 < 0.05
 
 
 def test_fp8_selects_the_linear_layers(tmp_path: Path) -> None:
     sizes = {"model__hidden_size": 128, "model__ffn_size": 256, "model__num_kv_heads": 4}
     config = small(tmp_path, train__precision="fp8", fp8__bf16_first=0, fp8__bf16_last=0, **sizes)
     names = {"attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"}
-    expected = {f"layers.{layer}.{name}.weight" for layer in fp8_layers(config) for name in names}
-    assert set(fp8_weights(config.model, fp8_layers(config))) == expected and len(expected) == 16
+    expected = {
+        f"layers.{layer}.{name}.weight"
+        for layer in fp8_layers(config.model, config.train, config.fp8)
+        for name in names
+    }
+    assert (
+        set(fp8_weights(config.model, fp8_layers(config.model, config.train, config.fp8))) == expected
+        and len(expected) == 16
+    )
 
 
 def test_check_and_plan_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

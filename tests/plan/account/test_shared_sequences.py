@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megascale.plan.account.memory import rank_memory
+from megascale.plan.account.memory import JobMemory
 from megascale.plan.account.traffic import step_traffic
 from tests.marks import only_quick
 from tests.plan.account.executed_flops import rank_flops
@@ -37,6 +37,6 @@ def test_formulas_are_the_dry_run(case: str, window: Any, tmp_path: Path) -> Non
     dry = dry_run(config, 0)  # whose chunks are apart
     assert step_traffic(config, dry.coord) == sent_by(dry)
     assert rank_flops(config, dry.coord.pp, dry.coord.cp) == dry.flops.total()
-    planned, state = rank_memory(config, 0), dry.state
+    planned, state = JobMemory(config).rank(0), dry.state
     assert (planned.gradients, planned.optimizer) == (state["gradients"], state["optimizer"])
     assert planned.total == pytest.approx(dry.peak.total(), rel=0.02)

@@ -13,9 +13,10 @@ from megascale.layout.blocks import block_spec
 from megascale.layout.chunks import fp8_layers
 from megascale.layout.recompute_policy import recompute_policy
 from megascale.layout.topology import Coord
-from megascale.plan.account.sizes import message_bytes, micro_batch_sizes
+from megascale.plan.account.sizes import micro_batch_sizes
+from megascale.plan.account.stage_traffic import block_traffic
 from megascale.plan.account.step_totals import step_totals
-from megascale.plan.account.traffic import block_traffic, step_traffic
+from megascale.plan.account.traffic import step_traffic
 from tests.runs import FAMILIES, build_run, config_of, settings, traffic_of
 from tests.worlds import run_world
 
@@ -53,7 +54,7 @@ def test_collectives_of_a_layer_equal_the_event_log(case: str, tmp_path: Path) -
     more = {"train__precision": "fp32", **CASES[case]}
     tree = settings(FAMILIES["llama"] | WIDE, tmp_path, parallel__tp=2, batch__global=1, **more)
     config = config_of(tree, tmp_path)
-    sizes = replace(micro_batch_sizes(config), fp8=bool(fp8_layers(config)))
+    sizes = replace(micro_batch_sizes(config), fp8=bool(fp8_layers(config.model, config.train, config.fp8)))
     planned = block_traffic(sizes, block_spec(config.model, 0), recompute_policy(config.train, 0))
     logged = [
         (call.operation, call.bytes, call.text.split("/")[0].removesuffix(" 1"))
@@ -75,7 +76,7 @@ def test_one_rank_has_no_communication(tmp_path: Path) -> None:
 def test_messages_go_up_and_down_the_pipeline(tmp_path: Path) -> None:
     """The last rank's first chunk sends down, to the first rank's second chunk."""
     config = config_of(settings(FAMILIES["gpt"], tmp_path, parallel__pp=2, parallel__vpp=2), tmp_path)
-    count, size = config.num_microbatches, message_bytes(config)
+    count, size = config.num_microbatches, micro_batch_sizes(config).message
     traffic = step_traffic(config, Coord(0, 0, 0, 1))
     assert traffic["pp.down", "send"] == (3 * count, 3 * count * size)  # two gradients, an activation
     assert traffic["pp.up", "receive"] == (2 * count + count, 3 * count * size)
@@ -98,7 +99,7 @@ def test_the_totals_of_a_step_are_those_that_training_sums(more: dict[str, Any],
     config = config_of(tree, tmp_path)
     ((names, logged), _) = run_world(2, totals_of_a_step, config)
     calls, size = step_traffic(config, Coord())["world", "all_reduce"]
-    assert set(names) == set(step_totals(config)) and len(names) == count
+    assert set(names) == set(step_totals(config.model, config.batch, config.train, config.data)) and len(names) == count
     assert logged == size == 8 * count and calls == 1
 
 

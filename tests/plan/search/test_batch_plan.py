@@ -16,7 +16,6 @@ from megascale.plan.search.batch_plan import (
     CRITICAL_EXPONENT,
     MOST_LEVELS,
     NoiseCurve,
-    Training,
     cost,
     critical_by_law,
     fit_rampup,
@@ -24,9 +23,7 @@ from megascale.plan.search.batch_plan import (
     predicted_loss,
     read_measured,
     steps_of,
-    training_of,
 )
-from tests.runs import GPT, config_of, settings
 
 
 def test_costs_are_a_hyperbola() -> None:
@@ -39,22 +36,13 @@ def test_costs_are_a_hyperbola() -> None:
 
 def test_the_critical_batch_of_kaplan_et_al() -> None:
     """A million tokens or two at the losses of large models (their section 5.1)."""
-    assert kaplan_critical(Training(1e9, 1e9, 6e9, loss=1.0)) == 2e8
-    assert 1e6 < kaplan_critical(Training(1e9, 1e9, 6e9, loss=2.8)) < 2e6
+    assert kaplan_critical(1.0) == 2e8
+    assert 1e6 < kaplan_critical(2.8) < 2e6
 
 
 def test_the_predicted_loss_is_that_of_chinchilla() -> None:
     """70B parameters, 1.4T tokens: 1.936 by the formula; more tokens lower it."""
-    chinchilla = Training(1.4e12, 70e9, 6 * 70e9)
-    assert predicted_loss(chinchilla) == pytest.approx(1.936, abs=0.002)
-    assert kaplan_critical(chinchilla) > kaplan_critical(chinchilla.after(1e11))
-
-
-def test_a_training_has_the_tokens_of_its_steps(tmp_path: Path) -> None:
-    config = config_of(settings(GPT, tmp_path, batch__rampup=[2, 2, 12]), tmp_path)
-    steps = training_of(config)
-    assert steps.tokens == 16 * (2 + 2 + 4 + 6 + 6 * 8)
-    assert training_of(config, 5e9, 2.0) == Training(5e9, steps.parameters, steps.flops_per_token, 2.0)
+    assert predicted_loss(70e9, 1.4e12) == pytest.approx(1.936, abs=0.002) < predicted_loss(70e9, 1e11)
 
 
 def test_noise_scales_are_interpolated_and_go_on_by_the_law() -> None:
@@ -81,10 +69,10 @@ def test_noise_scales_of_a_metrics_file(tmp_path: Path) -> None:
 
 
 def test_the_law_takes_the_given_loss_at_the_end() -> None:
-    training = Training(1e10, 1e9, 6e9, loss=3.0)
-    critical = critical_by_law(training)
-    assert critical(1e10) == kaplan_critical(training) != critical(0.99e10)
-    assert critical(1e9) == kaplan_critical(training.after(1e9)) < critical(9e9)
+    critical = critical_by_law(1e9, 1e10, loss=3.0)
+    assert critical(1e10) == kaplan_critical(3.0) != critical(0.99e10)
+    assert critical(1e9) == kaplan_critical(predicted_loss(1e9, 1e9)) < critical(9e9)
+    assert critical_by_law(1e9, 1e10)(2e10) == kaplan_critical(predicted_loss(1e9, 1e10))
 
 
 @given(st.integers(1, 64), st.floats(1, 5000), st.floats(0, 1), st.floats(1e4, 1e9))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
-from megascale.plan.account.memory import fullest_rank
+from megascale.plan.account.memory import JobMemory
 from megascale.plan.search.bounds import Bounds
 from megascale.plan.search.space import Space, layout_of
 from megascale.plan.simulate import profiles
@@ -28,7 +28,7 @@ def test_bounds_are_lower_bounds(config: RunConfig, name: str) -> None:
     assert space.with_layout(layout) == config
     bounds = Bounds(space, H100, stack)
     assert bounds.step_s(layout) <= StepParts(config, H100, stack).step_s * SLACK
-    assert bounds.memory(layout) <= fullest_rank(config, stack.storage).total
+    assert bounds.memory(layout) <= JobMemory(config, stack.storage).fullest().total
 
 
 @pytest.mark.parametrize(
@@ -44,4 +44,4 @@ def test_bounds_are_tight(path: str, devices: int, within: float) -> None:
     stack, config = profiles.stack("megascale"), load_config(path, [], world_size=devices)
     bounds, layout = Bounds(Space(config, devices), A100, stack), layout_of(config)
     assert within < bounds.step_s(layout) / StepParts(config, A100, stack).step_s <= SLACK
-    assert 0.7 < bounds.memory(layout) / fullest_rank(config, stack.storage).total <= 1
+    assert 0.7 < bounds.memory(layout) / JobMemory(config, stack.storage).fullest().total <= 1

@@ -10,7 +10,7 @@ import pytest
 
 from megascale.config.loading import load_config
 from megascale.core.errors import ConfigError
-from megascale.plan.account.memory import fullest_rank
+from megascale.plan.account.memory import JobMemory
 from megascale.plan.search.plan import Plan
 from megascale.plan.search.report import search_tables, slowdown_causes
 from megascale.plan.search.search import SearchResult, row, search
@@ -29,7 +29,7 @@ def exhaustive(space: Space, tps: Collection[int]) -> list[tuple[float, int, Lay
     results = []
     for layout in space.layouts(tps):
         config = space.with_layout(layout)
-        memory = fullest_rank(config, STORAGE).total
+        memory = JobMemory(config, STORAGE).fullest().total
         fits = memory <= H100.memory_limit(1)
         results.append((StepParts(config, H100, STACK).step_s if fits else math.inf, memory, layout))
     return sorted(results)
@@ -45,7 +45,7 @@ def test_results_are_legal_and_fit(small: SearchResult) -> None:
     for plan in small.best:
         keys = [f"{key}={str(value).lower()}" for key, value in zip(LAYOUT_KEYS, plan.layout, strict=True)]
         assert load_config(SMALL, ["batch.global=32", *keys], world_size=16) == plan.config
-        assert fullest_rank(plan.config, STORAGE) == plan.memory
+        assert JobMemory(plan.config, STORAGE).fullest() == plan.memory
         assert plan.memory.total <= H100.memory_limit(1)
         assert sum(plan.estimate.causes.values()) == pytest.approx(plan.estimate.step_s)
         assert plan.estimate.step_s == StepParts(plan.config, H100, STACK).step_s
@@ -133,7 +133,7 @@ def test_the_smallest_plan_if_nothing_fits() -> None:
     assert result.best == []
     assert result.counts["legal"] == result.counts["too_large"] > 0
     assert result.smallest is not None
-    assert result.smallest.memory == fullest_rank(result.smallest.config, STORAGE)
+    assert result.smallest.memory == JobMemory(result.smallest.config, STORAGE).fullest()
     assert result.smallest.memory.total > A100.memory_limit(1)
     # tp across nodes shards more
     assert result.smallest.layout.tp == 16 > A100.node.devices
@@ -161,7 +161,7 @@ def test_the_smallest_plan_has_the_lowest_memory() -> None:
     result = search(config, 4, H100, STACK, fixed, memory_fraction=1e-9)
     space = Space(config, 4, frozenset(fixed))
     assert result.smallest is not None
-    sizes = [fullest_rank(space.with_layout(layout), STORAGE).total for layout in space.layouts([1])]
+    sizes = [JobMemory(space.with_layout(layout), STORAGE).fullest().total for layout in space.layouts([1])]
     assert result.smallest.memory.total == min(sizes)
 
 

@@ -17,7 +17,8 @@ from megascale.layout.parts.linear import RowParallel
 from megascale.layout.parts.times import PassTimes
 from megascale.layout.recompute_policy import NO_RECOMPUTE, RecomputePolicy
 from megascale.plan.simulate import profiles
-from megascale.plan.simulate.layer_time import LayerTimes, chunk_times
+from megascale.plan.simulate.chunk_time import chunk_times
+from megascale.plan.simulate.layer_time import LayerTimes
 
 HARDWARE, STACK = profiles.hardware("h100"), profiles.stack("megascale")
 KEYS = ["model.num_layers=8", "parallel.pp=4", "parallel.vpp=1", "batch.global=16"]
@@ -67,8 +68,11 @@ def test_a_new_kind_of_block_needs_only_a_description(ended_card: None) -> None:
     assert theirs.forward.elementwise == pytest.approx(ours.forward.elementwise + 2 * norm.forward.elementwise)
     assert theirs.backward.elementwise == pytest.approx(ours.backward.elementwise + 2 * norm.backward.elementwise)
     assert (theirs.forward.gemm, theirs.forward.tp) == (ours.forward.gemm, ours.forward.tp)
-    for place, pair in chunk_times(third, HARDWARE, STACK).items():
-        assert pair.forward.elementwise > chunk_times(serial, HARDWARE, STACK)[place].forward.elementwise
+    for place, pair in chunk_times(LayerTimes.from_config(third, HARDWARE, STACK)).items():
+        assert (
+            pair.forward.elementwise
+            > chunk_times(LayerTimes.from_config(serial, HARDWARE, STACK))[place].forward.elementwise
+        )
 
 
 def test_only_norms_before_column_parallel_layers_are_recomputed(ended_card: None) -> None:
@@ -137,7 +141,9 @@ def test_linear_layers_of_a_group_share_collectives() -> None:
 
 def test_fp8_times_apply_to_fp8_layers_only() -> None:
     config = config_of("train.precision=fp8", "fp8.bf16_first=1", "fp8.bf16_last=0")
-    first, *others = (pair.forward.gemm for pair in chunk_times(config, HARDWARE, STACK).values())
+    first, *others = (
+        pair.forward.gemm for pair in chunk_times(LayerTimes.from_config(config, HARDWARE, STACK)).values()
+    )
     bf16, fp8 = (of(config, fp8=is_fp8).forward for is_fp8 in (False, True))
     assert first == pytest.approx(bf16.gemm + fp8.gemm)
     assert others[0] == pytest.approx(2 * fp8.gemm)

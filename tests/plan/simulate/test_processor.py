@@ -11,7 +11,7 @@ from megascale.plan.search.plan import Plan
 from megascale.plan.simulate import profiles
 from megascale.plan.simulate.gemm_time import KernelTimes
 from megascale.plan.simulate.profiles import Hardware
-from megascale.plan.simulate.step_time import Estimate, estimate
+from megascale.plan.simulate.step_time import Estimate, StepParts
 from tests.bench.test_profile import MEASURED, truth
 from tests.runs import LLAMA, config_of, settings
 
@@ -25,7 +25,7 @@ def machine(**node: Any) -> Hardware:
 def of(tmp_path: Path, hardware: Hardware, **parallel: Any) -> Estimate:
     keys = {f"parallel__{key}": value for key, value in parallel.items()}
     config = config_of(settings(LLAMA, tmp_path, train__precision="fp32", **keys), tmp_path)
-    return estimate(config, hardware, profiles.stack_on(hardware, "megascale"))
+    return StepParts(config, hardware, profiles.stack_on(hardware, "megascale")).estimate
 
 
 def test_kernels_take_the_measured_times() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megascale.config.loading import load_config
 from megascale.plan.account.chunk_memory import with_context
 from megascale.plan.simulate import profiles
-from megascale.plan.simulate.sequence_times import SequenceTimes
+from megascale.plan.simulate.sequence_times import SequenceTimes, ranks_with_offload
 from megascale.plan.simulate.step_time import StepParts
 
 HARDWARE, STACK = profiles.hardware("h100"), profiles.stack("megascale")
@@ -25,7 +28,7 @@ def times_of(*overrides: str, max_tokens: int = 8192) -> SequenceTimes:
 def test_work_is_the_stage_s_time_at_other_lengths(keys: list[str]) -> None:
     times = times_of(*keys)
     for length in (8192, 32768):
-        longer = times_of(*keys, max_tokens=length).stage
+        longer = times_of(*keys, max_tokens=length).parts.slowest_rank
         expected = longer.forward.total + longer.backward.total
         assert times.work.whole(length) == pytest.approx(expected, rel=0.05)
 
@@ -70,6 +73,19 @@ def test_long_sequences_hide_more_of_their_offload() -> None:
 def test_seconds_of_attention_are_of_the_whole_stage() -> None:
     times = times_of()
     parts = StepParts(with_context(times.config, 8192), HARDWARE, STACK)
-    assert times.stage.attention == pytest.approx(
+    assert times.parts.slowest_rank.attention == pytest.approx(
         sum(p.forward.attention + p.backward.attention for p in parts.pairs.values())
     )
+
+
+@given(tokens=st.integers(1, 10**6), layers=st.integers(3, 100), share=st.floats(0, 1))
+def test_ranks_with_offload_are_those_of_the_formula(tokens: int, layers: int, share: float) -> None:
+    activation, held = tokens * 7.0, 8192 * 7.0
+    expected = (2 * activation + (1 - share) * (layers - 2) * activation) / (layers * held)
+    assert ranks_with_offload(tokens, 8192, layers, share) == pytest.approx(math.ceil(expected - 1e-9), abs=0)
+
+
+def test_without_offload_a_sequence_takes_its_tokens_over_the_limit() -> None:
+    assert ranks_with_offload(786432, 8192, 32, 0.0) == 96
+    assert ranks_with_offload(786432, 8192, 32, 1.0) == 6
+    assert ranks_with_offload(786432, 8192, 2, 1.0) == 96

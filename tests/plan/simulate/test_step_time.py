@@ -10,7 +10,7 @@ from megascale.config.loading import load_config
 from megascale.layout.blocks import block_spec as description
 from megascale.layout.blocks import linears
 from megascale.plan.simulate import profiles
-from megascale.plan.simulate.step_time import StepParts, estimate, simulate_spans
+from megascale.plan.simulate.step_time import StepParts
 
 CONFIG = "configs/gpu/megascale-175b.toml"
 HARDWARE = profiles.hardware("a100-80g-roce")
@@ -18,7 +18,7 @@ STACK = profiles.stack("megascale")
 
 
 def of(*overrides: str, gpus: int = 512, stack: Any = STACK, hardware: Any = HARDWARE) -> Any:
-    return estimate(load_config(CONFIG, ["batch.global=256", *overrides], world_size=gpus), hardware, stack)
+    return StepParts(load_config(CONFIG, ["batch.global=256", *overrides], world_size=gpus), hardware, stack).estimate
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,9 @@ def test_fp8_is_faster_than_bf16() -> None:
 def test_step_and_spans_agree_with_the_estimate() -> None:
     for keys in ([], ["parallel.zero=2"], ["overlap.pp=false", "overlap.dp=false"]):
         config = load_config(CONFIG, ["batch.global=256", *keys], world_size=512)
-        parts, simulate = StepParts(config, HARDWARE, STACK), simulate_spans(config, HARDWARE, STACK)
-        assert parts.step_s == estimate(config, HARDWARE, STACK).step_s
+        parts = StepParts(config, HARDWARE, STACK)
+        simulate = parts.pipeline.simulate(parts.times, parts.overlaps, spans=True)
+        assert parts.step_s == parts.estimate.step_s
         assert simulate.last == parts.pipeline_s(parts.times) == max(span.end for span in simulate.spans)
 
 

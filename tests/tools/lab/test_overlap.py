@@ -15,7 +15,7 @@ from lab.overlap import CASES, COMMON_SETTINGS, OverlapResult, settings_to_toml,
 from megascale.config.loading import load_config
 from megascale.core.errors import Exit
 from megascale.core.units import GIB
-from megascale.plan.account.memory import fullest_rank
+from megascale.plan.account.memory import JobMemory
 from tests.tools.lab.test_testbed import missing
 
 
@@ -30,7 +30,7 @@ def test_every_case_is_a_run_of_one_rank_a_host(name: str, on: bool, tmp_path: P
     assert config.world_size == case.hosts
     switched = {axis: getattr(config.overlap, axis) for axis in ("tp", "pp", "dp")}
     assert switched == {axis: on or axis not in case.axes for axis in switched}
-    assert case.hosts * fullest_rank(config).total < 4 * GIB
+    assert case.hosts * JobMemory(config).fullest().total < 4 * GIB
 
 
 def test_the_hidden_share() -> None:

@@ -1,0 +1,93 @@
+"""Communication of a rank's gradient buckets in a step, and of the optimizer on them (`BucketTraffic`).
+
+For N elements in buckets, a bytes in the accumulation dtype and c in the compute dtype, data parallelism all-reduces
+a N (zero = 0), or reduce-scatters a N (zero = 2: every micro-batch) and all-gathers c N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from megascale.catalog.optimizers import OPTIMIZERS
+from megascale.config.run import RunConfig
+from megascale.layout.buckets import BucketLayout, pack
+from megascale.layout.chunks import chunk_buckets, shares_embedding
+from megascale.layout.owners import exchange_axes, sent_elements, stage_places
+from megascale.layout.parts.microbatch_sizes import CommOp
+from megascale.layout.tensors import TOKEN_EMBEDDING
+from megascale.layout.topology import DATA_AXES, Coord, topology_of
+from megascale.plan.account.optimizer_state import is_mixed
+from megascale.plan.account.sizes import data_ranks
+
+FP64 = 8  # bytes of an element of sums over the job
+
+
+@dataclass(frozen=True)
+class BucketTraffic:
+    """The collectives of buckets on the rank at `coord`."""
+
+    config: RunConfig
+    coord: Coord
+
+    def all(self) -> Iterator[CommOp]:
+        """List all collectives of a step."""
+        yield from self._gradients()
+        if is_mixed(self.config.optimizer):
+            yield from self._matrix_messages()
+        if OPTIMIZERS[self.config.optimizer.name].facts["unit_of_work"] == "param_norms":
+            yield from self._parameter_norms()
+
+    @cached_property
+    def _buckets(self) -> list[BucketLayout]:
+        """The gradient buckets of the pipeline rank; sizes are in elements."""
+        c, p = self.config, self.config.parallel
+        chunks = chunk_buckets(c.model, p, c.overlap, c.train, self.coord.pp)
+        return [pack(bucket, topology_of(p), p.zero) for chunk in chunks for bucket in chunk]
+
+    def _gradients(self) -> Iterator[CommOp]:
+        """List the collectives of gradient buckets: over dp, of norms over tp, and of a tied embedding."""
+        p, m, ranks = self.config.parallel, self.config.num_microbatches, data_ranks(self.config.parallel)
+        compute, wide = self.config.train.element_bytes
+        topology, shared = topology_of(p), shares_embedding(self.config.model, p)
+        for bucket in self._buckets:
+            sharded, index = bucket.shard_axes, topology.index_in_group(self.coord, *bucket.reduce_axes)
+            operation, times = "reduce_scatter" if sharded.state else "all_reduce", m if sharded.gradient else 1
+            low, high = bucket.shard_range(index) if sharded.state else (0, bucket.numel)
+            if ranks > 1:
+                yield CommOp("dp", operation, wide * bucket.numel, "gradients", times=times)
+            if ranks > 1 and sharded.state:
+                yield CommOp("dp", "all_gather", compute * bucket.numel, "weights")
+            start, stop = bucket.summed_over_tp(p.sp)
+            partial = min(stop, high) - max(start, low)
+            if p.tp > 1 and partial > 0:
+                yield CommOp("tp", "all_reduce", wide * partial, "partial gradients")
+            if shared and [slot.parameter.name for slot in bucket.slots] == [TOKEN_EMBEDDING]:
+                yield CommOp("tied", "all_reduce", wide * (high - low), "embedding")
+
+    def _parameter_norms(self) -> Iterator[CommOp]:
+        """List the all-reduces of squared norms of an optimizer such as LAMB."""
+        p, slots = self.config.parallel, (slot for bucket in self._buckets for slot in bucket.slots)
+        matrices = sum(len(slot.parameter.parts) for slot in slots if slot.parameter.is_matrix)
+        for group, size in (("tp", p.tp), ("dp", data_ranks(p) if p.zero else 1)):
+            if size > 1:
+                yield CommOp(group, "all_reduce", 2 * FP64 * matrices, "parameter norms")
+        if shares_embedding(self.config.model, p) and self.coord.pp in (0, p.pp - 1):
+            yield CommOp("tied", "all_reduce", 2 * FP64, "parameter norms")
+
+    def _matrix_messages(self) -> Iterator[CommOp]:
+        """List the exchanges of whole matrices with their owners, by bucket: gradients there, updates back, and weights
+        there for rules that read them. Bytes are those that this rank sends.
+        """
+        c, topology = self.config, topology_of(self.config.parallel)
+        index, (_, wide) = topology.index_in_group(self.coord, *DATA_AXES), c.train.element_bytes
+        stage = stage_places(c.model, c.parallel, c.overlap, c.train, c.optimizer, self.coord.pp)
+        for layout, places in zip(stage.layouts, stage.places, strict=True):
+            with_weight = [place for place in places if place.group.facts["weight"]]
+            for of_bucket, ways in ((places, 2), (with_weight, 1)):
+                there, back = sent_elements(of_bucket, layout, topology, (self.coord.tp, index))
+                calls = exchange_axes(of_bucket, layout, topology, index)
+                for axis in calls:
+                    elements = there[axis] + (back[axis] if ways == 2 else 0)
+                    yield CommOp(axis, "all_to_all", wide * elements, "matrices", calls=ways)

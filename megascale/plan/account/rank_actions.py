@@ -1,0 +1,105 @@
+"""Walks through the actions of a pipeline rank: which there are (`rank_order`), the peak of their memory (`peak_of`),
+the inputs of blocks that are kept (`most_inputs`), and the receives that are posted (`posted_receives`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from megascale.catalog.schedules import SCHEDULES
+from megascale.config.parallel import ParallelConfig
+from megascale.layout.parts.microbatch_sizes import UnitBytes
+from megascale.schedule.interleaved import microbatch_groups
+from megascale.schedule.ir import Kind, RankSchedule
+from megascale.schedule.state_aware import state_aware_1f1b
+
+GROUPS = 3  # groups of micro-batches until the memory of a periodic schedule repeats
+CACHED_ORDERS = 64  # layouts of a search often share the order of actions
+
+
+def rank_order(parallel: ParallelConfig, m: int, chunks: int, keep: int, stage: int) -> RankSchedule:
+    """List a rank's actions, of as many of m micro-batches as its memory depends on. `chunks`, `keep`: of a sample, and
+    those that keep their activations.
+    """
+    p = parallel
+    assert p.schedule is not None, "a resolved configuration names its schedule"
+    if chunks == 1:
+        return _order(p.schedule, p.pp, p.vpp, m, stage)
+    enough = min(m // chunks, 2 + p.pp // chunks)  # as many samples as the pipeline holds
+    return state_aware_1f1b(p.pp, [chunks] * enough, keep, stage)
+
+
+@lru_cache(CACHED_ORDERS)
+def _order(schedule: str, p: int, v: int, m: int, rank: int) -> RankSchedule:
+    """List a rank's actions, of a periodic schedule only `representative` micro-batches."""
+    card = SCHEDULES[schedule]
+    repeats = card.facts.get("periodic", False) and not card.facts["unbounded_in_flight"]
+    return card.load()(p, v, representative_microbatches(p, m) if repeats else m, rank)
+
+
+def representative_microbatches(p: int, m: int) -> int:
+    """Count the micro-batches with the same peak memory as m micro-batches, in groups, on p stages."""
+    return sum(min(groups.num_groups, GROUPS) * groups.size for groups in microbatch_groups(p, m))
+
+
+class ChunkBytes(NamedTuple):
+    """Bytes of a model chunk: as a `unit`; transient in a backward that `follows` another chunk's, with the shards of
+    its gradients; of gradients still in reduction after the backward (`reducing`).
+    """
+
+    unit: UnitBytes
+    follows: int
+    reducing: int = 0
+
+
+def peak_of(order: RankSchedule, chunks: Sequence[ChunkBytes], head: int, received: int) -> tuple[int, int]:
+    """Walk through a rank's actions: saved and transient bytes at the peak of their sum. Gradients in reduction:
+    `newest`, from the chunk `before`, and `older`, freed in the next backward. `head`: unsharded gradient of the head,
+    from the loss to the last chunk's backward. `received`: input of a forward that is recomputed.
+    """
+    dropped = {action[1:] for action in order if action.kind is Kind.R}
+    last = chunks[-1].unit
+    saved, peak = last.saved, last.saved + last.casting  # in the first forward
+    alive = newest = older = loss = 0
+    before = -1
+    for kind, chunk, microbatch in order:
+        unit, follows, reducing = chunks[chunk]
+        if kind in (Kind.F, Kind.R):
+            again = (chunk, microbatch) in dropped
+            alive += (received if kind is Kind.F else unit.saved - received) if again else unit.saved
+        if chunk == len(chunks) - 1:
+            loss = head if kind in (Kind.F, Kind.R) else 0
+        beside = unit.forward + older
+        if kind not in (Kind.F, Kind.R):  # reductions of a chunk finish bucket by bucket, before new gradients
+            beside = unit.backward if newest and chunk == before else follows
+        if alive + beside + newest + loss > peak:
+            saved, peak = alive, alive + beside + newest + loss
+        if kind in (Kind.B, Kind.W):  # W needs all that the stage has saved
+            older, newest = 0 if chunk == before else newest, reducing
+            alive, before = alive - unit.saved, chunk
+    return saved, peak - saved
+
+
+def most_inputs(order: RankSchedule, inputs: Sequence[int]) -> int:
+    """Count the most inputs of blocks that are kept from forward to backward, `inputs` by a micro-batch on a chunk."""
+    dropped = {action[1:] for action in order if action.kind is Kind.R}
+    held = most = 0
+    for kind, chunk, microbatch in order:
+        if kind in (Kind.B, Kind.W):
+            held -= inputs[chunk]
+        elif kind is Kind.R or (kind is Kind.F and (chunk, microbatch) not in dropped):
+            held += inputs[chunk]
+        most = max(most, held)
+    return most
+
+
+def posted_receives(p: int, v: int, m: int, stage: int) -> int:
+    """Bound the receives that a rank has posted for later actions (`schedule.lower`): two, and where the stages of the
+    next chunk begin or end also those of micro-batches that wait for the rest of a group larger than p.
+    """
+    last, waiting = stage == p - 1, max(groups.size for groups in microbatch_groups(p, m) if groups.num_groups) - p
+    if v == 1:
+        return min(1 if last else 2, m)
+    return min((4 if last else 2) + (max(0, waiting) if last or stage == 0 else 0), m * v)

@@ -1,0 +1,122 @@
+"""Communication of a pipeline stage's layers, embedding and head, and of its messages (`StageTraffic`).
+
+The parts of a block list their collectives over tp and cp (`layout.parts`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megascale.config.run import RunConfig
+from megascale.layout.blocks import BlockSpec, block_spec, is_skippable, linears, tile_mlp
+from megascale.layout.chunks import fp8_layers, stages_of
+from megascale.layout.loss import loss_chunks
+from megascale.layout.parts.microbatch_sizes import CommOp, MicroBatchSizes
+from megascale.layout.pieces import split_rows
+from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy
+from megascale.layout.stages import Stages
+from megascale.layout.tensors import padded_vocab
+from megascale.plan.account.sizes import micro_batch_sizes
+
+
+def block_traffic(sizes: MicroBatchSizes, block: BlockSpec, recompute: RecomputePolicy) -> list[CommOp]:
+    """List a block's collectives over tp for a micro-batch, in order."""
+    parts = tile_mlp(block, recompute.mlp_tiles)
+    sent = [each for part in parts for each in part.traffic(sizes)]
+    if recompute.full:
+        sent += [each for part in parts for each in part.recomputed_traffic(sizes, is_skippable(block, part))]
+    elif recompute.attention:
+        sent += [each for part in block if part.core for each in part.traffic(sizes)]
+    return sent + [each for part in reversed(parts) for each in part.traffic(sizes, backward=True)]
+
+
+def context_traffic(sizes: MicroBatchSizes, block: BlockSpec, recompute: RecomputePolicy) -> Iterator[CommOp]:
+    """List a block's communication over cp for a micro-batch: exchanges of attention, and amaxes in FP8."""
+    for part in block:
+        for backward in (False, False, True) if recompute.full else (False, True):
+            yield from part.token_amaxes(sizes, backward)
+        for backward in (False, False, True) if recompute.full or recompute.attention else (False, True):
+            yield from part.context_traffic(sizes, backward)
+
+
+@dataclass(frozen=True)
+class StageTraffic:
+    """The communication of the ranks of a pipeline stage for one micro-batch, and of the weights once a step."""
+
+    config: RunConfig
+    stage: int
+
+    @cached_property
+    def sizes(self) -> MicroBatchSizes:
+        return micro_batch_sizes(self.config)
+
+    @cached_property
+    def layout(self) -> Stages:
+        return stages_of(self.config.model, self.config.parallel)
+
+    def all(self) -> Iterator[CommOp]:
+        """List all collectives and messages of a step."""
+        for sent in (*self._layers(), *self._ends(), *self._messages()):
+            yield sent._replace(times=sent.times * self.config.num_microbatches)
+        yield from self._weight_amaxes()
+
+    def _blocks(self) -> Iterator[tuple[MicroBatchSizes, BlockSpec, RecomputePolicy, int]]:
+        """Yield the distinct blocks of the stage: with their sizes, and how many there are."""
+        config, p = self.config, self.config.parallel
+        fp8 = fp8_layers(config.model, config.train, config.fp8)
+        for chunk in range(p.vpp):
+            layers = self.layout.layers(self.layout.index(self.stage, chunk))
+            kinds = Counter((block_spec(config.model, layer), layer in fp8) for layer in layers)
+            for (block, quantized), count in kinds.items():
+                yield replace(self.sizes, fp8=quantized), block, recompute_policy(config.train, chunk), count
+
+    def _layers(self) -> Iterator[CommOp]:
+        """List the collectives of blocks over tp and cp."""
+        p = self.config.parallel
+        for sizes, block, recompute, count in self._blocks():
+            sent = list(context_traffic(sizes, block, recompute)) if p.cp > 1 else []
+            sent += block_traffic(sizes, block, recompute) if p.tp > 1 else []
+            yield from (each._replace(times=count) for each in sent)
+
+    def _weight_amaxes(self) -> Iterator[CommOp]:
+        """List the all-reduces over tp of the amaxes of FP8 weights."""
+        for sizes, block, _, count in self._blocks() if self.config.parallel.tp > 1 else ():
+            for layer in linears(block):
+                amaxes = sizes.amaxes(f"{layer.name}.weight", 1, self.config.model.hidden_size)
+                yield from (each._replace(times=count) for each in amaxes)
+
+    def _ends(self) -> Iterator[CommOp]:
+        """List the collectives over tp of embedding, head and received stage boundaries. The loss is computed by chunks
+        of tokens.
+        """
+        model, p, sizes = self.config.model, self.config.parallel, self.sizes
+        columns = padded_vocab(model, p.tp) // p.tp
+        width, local = model.hidden_size * sizes.compute, sizes.rows // sizes.parts
+        for chunk in range(p.vpp if p.tp > 1 else 0):
+            index = self.layout.index(self.stage, chunk)
+            first, last = index == 0, index == self.layout.count - 1
+            if first:
+                yield sizes.reduce("embedding", sizes.rows, width)
+                yield from sizes.gather("embedding gradient", sizes.rows, width)
+            chunks = split_rows(local, loss_chunks(local, sizes.rows * sizes.batch, columns)) if last else []
+            for rows in ((part.stop - part.start) * sizes.parts for part in chunks):
+                yield from sizes.gather("head", rows, width, overlap=True)
+                yield CommOp("tp", "all_reduce", rows * sizes.batch * sizes.wide, "logits max")
+                yield CommOp("tp", "all_reduce", 2 * rows * sizes.batch * sizes.wide, "softmax sums")
+                yield sizes.reduce("head gradient", rows, width)
+            boundary = CommOp("tp", "all_gather", sizes.message * p.tp, "boundary")
+            yield from [boundary] * (0 if p.sp else (not first) + (not last))
+
+    def _messages(self) -> Iterator[CommOp]:
+        """List the messages between stages: up to a higher pipeline rank, down to a lower one."""
+        places = self.layout.placement.places
+        for chunk in range(self.layout.vpp):
+            index = self.layout.index(self.stage, chunk)
+            for rank, _ in (*places[max(0, index - 1) : index], *places[index + 1 : index + 2]):
+                there, back = ("pp.up", "pp.down") if rank > self.stage else ("pp.down", "pp.up")
+                if rank != self.stage:
+                    yield CommOp(there, "send", self.sizes.message, "boundary")
+                    yield CommOp(back, "receive", self.sizes.message, "boundary")

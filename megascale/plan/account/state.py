@@ -1,0 +1,74 @@
+"""State of a rank between steps: parameters, gradients and optimizer state, exactly (`state_bytes`).
+
+For N parameters of c bytes in the compute and a in the accumulation dtype, d data-parallel ranks and ZeRO stage z
+(Rajbhandari et al. 2020): parameters c N, plus 2 bytes per FP8 weight; gradients a N, for z = 2 a N / d; optimizer
+(k + 1) a N, for z >= 1 divided by d, with k state tensors and, if the two dtypes differ, master weights. State of whole
+matrices is on their owners (`account.optimizer_state`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from typing import Literal
+
+from megascale.catalog.precisions import PRECISIONS
+from megascale.config.run import RunConfig
+from megascale.layout.blocks import distinct_blocks, weight_numel
+from megascale.layout.buckets import SHARDED
+from megascale.layout.chunks import bucket_sizes, fp8_layers, stages_of
+from megascale.plan.account.optimizer_state import StageOptimizer
+from megascale.plan.account.sizes import data_ranks
+
+
+@dataclass(frozen=True)
+class WeightStorage:
+    """Weight storage of a trainer. `shards_weights`: sharded over dp whatever `parallel.zero` is, and all-gathered unit
+    by unit (ZeRO-3, FSDP). `fp8_weights`: FP8 copies beside bf16 weights, as in this trainer, or instead of them.
+    """
+
+    shards_weights: bool = False
+    fp8_weights: Literal["beside", "instead"] = "beside"
+
+
+THIS_TRAINER = WeightStorage()
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes on one rank that persist between steps."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return sum(vars(self).values())
+
+
+def state_bytes(config: RunConfig, stage: int, storage: WeightStorage = THIS_TRAINER) -> StateBytes:
+    """Count the state of a rank of a pipeline stage, for a resolved configuration."""
+    facts, ranks = PRECISIONS[config.train.precision].facts, data_ranks(config.parallel)
+    compute, accumulate = config.train.element_bytes
+    zero = 3 if storage.shards_weights else config.parallel.zero
+    sharded = SHARDED[zero]
+    layout, fp8 = stages_of(config.model, config.parallel), fp8_layers(config.model, config.train, config.fp8)
+    blocks, numbers = distinct_blocks(config.model)
+    layers = chain(*(layout.layers(layout.index(stage, chunk)) for chunk in range(layout.vpp)))
+    cast = sum(weight_numel(blocks[numbers[layer]]) for layer in layers if layer in fp8) // config.parallel.tp
+    cast_bytes = facts["fp8_weight_bytes"] - (compute if storage.fp8_weights == "instead" else 0)
+    elements = sum(
+        bucket.numel
+        for chunk in bucket_sizes(config.model, config.parallel, config.overlap, config.train, stage)
+        for bucket in chunk
+    )
+    shard = elements // ranks if "state" in sharded else elements
+    averages = {"none": 0, "ema": 1, "lawa": config.train.average_count}  # tensors, each of the size of master weights
+    master = compute if config.optimizer.master == "compensated" else accumulate
+    masters = shard * ((master if facts["master_weights"] else 0) + accumulate * averages[config.train.average])
+    return StateBytes(
+        parameters=(compute * elements + cast_bytes * cast) // (ranks if "weight" in sharded else 1),
+        gradients=accumulate * (elements // ranks if "gradient" in sharded else elements),
+        optimizer=StageOptimizer(config, stage).state_bytes(zero) + masters,
+    )

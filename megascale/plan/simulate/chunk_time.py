@@ -1,0 +1,59 @@
+"""Forward and backward times of model chunks, by cause, for one micro-batch on one rank (`chunk_times`)."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from functools import cache
+
+from megascale.layout.blocks import BlockSpec, distinct_blocks, is_skippable, tile_mlp
+from megascale.layout.chunks import fp8_layers, stages_of
+from megascale.layout.parts.times import PassTimes, Seconds
+from megascale.layout.recompute_policy import RecomputePolicy, recompute_policy
+from megascale.layout.stages import Place
+from megascale.plan.simulate.layer_time import LayerTimes
+
+
+def block_times(layers: LayerTimes, block: BlockSpec, fp8: bool, recompute: RecomputePolicy) -> PassTimes:
+    """Time a block with recomputation. `fp8`: the linear layers run FP8 GEMMs."""
+    parts = tile_mlp(block, recompute.mlp_tiles)
+    pairs = [part.seconds(layers, fp8) for part in parts]
+    fixed = layers.kernels.measured.layer_s if layers.kernels.measured else 0.0
+    total = sum(pairs, PassTimes(Seconds(elementwise=fixed), Seconds(elementwise=2 * fixed)))
+    timed = [(part, pair.forward) for part, pair in zip(parts, pairs, strict=True)]
+    if recompute.full:
+        skipped = (taken for part, taken in timed if layers.stops_early and is_skippable(block, part))
+        recomputed = total.forward + sum(skipped, Seconds()) * -1
+    else:
+        after = zip(timed, (*parts[1:], None), strict=True)
+        recomputed = sum((part.recomputed_seconds(s, recompute, then) for (part, s), then in after), Seconds())
+    sent = Seconds(tp=recomputed.tp, cp=recomputed.cp)
+    backward = total.backward + Seconds(recompute=recomputed.total - sent.total) + sent
+    launched = layers.launched(total.forward, 1), layers.launched(backward, 3 if recompute.full else 2)
+    copied, hardware = 0.0, layers.kernels.hardware  # behind a block's forward, and behind its backward
+    if recompute.offload and hardware.device.host_bandwidth:
+        copied = layers.stream * layers.kernels.bytes / (hardware.device.host_bandwidth * hardware.attained.link)
+    return PassTimes(*(work + Seconds(offload=max(0.0, copied - work.total)) for work in launched))
+
+
+def chunk_times(layers: LayerTimes) -> dict[Place, PassTimes]:
+    """Time every model chunk of every pipeline rank."""
+    config = layers.config
+    stages, fp8 = stages_of(config.model, config.parallel), fp8_layers(config.model, config.train, config.fp8)
+    distinct, numbers = distinct_blocks(config.model)
+    kinds = [(number, layer in fp8) for layer, number in enumerate(numbers)]
+    block = cache(lambda number, fp8, recompute: block_times(layers, distinct[number], fp8, recompute))
+
+    @cache
+    def chunk(
+        layer_kinds: tuple[tuple[int, bool], ...], recompute: RecomputePolicy, first: bool, last: bool
+    ) -> PassTimes:
+        ends = (layers.embedding() if first else PassTimes()) + (layers.head() if last else PassTimes())
+        return sum((block(*kind, recompute) * count for kind, count in Counter(layer_kinds).items()), ends)
+
+    times = dict[Place, PassTimes]()
+    for place in itertools.product(range(config.parallel.pp), range(config.parallel.vpp)):
+        stage, recompute = stages.index(*place), recompute_policy(config.train, place[1])
+        layer_kinds = tuple(kinds[layer] for layer in stages.layers(stage))
+        times[place] = chunk(layer_kinds, recompute, stage == 0, stage == stages.count - 1)
+    return times

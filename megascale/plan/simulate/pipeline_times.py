@@ -1,0 +1,120 @@
+"""Times of a pipeline's actions and communication, for a configuration on hardware with a stack (`PipelineTimes`)."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+from megascale.config.run import RunConfig
+from megascale.layout.chunks import bucket_sizes, stages_of
+from megascale.layout.parts.times import PassTimes, Seconds
+from megascale.layout.stages import Place
+from megascale.plan.simulate.chunk_time import chunk_times
+from megascale.plan.simulate.event_simulator import StageTimes
+from megascale.plan.simulate.extrapolate import Pipeline, pipeline_time
+from megascale.plan.simulate.layer_time import LayerTimes
+from megascale.plan.simulate.link_time import DataParallel, group_route, neighbour_route
+from megascale.plan.simulate.profiles import Hardware, Overlaps, Stack
+
+
+@dataclass(frozen=True)
+class PipelineTimes:
+    """Durations of a pipeline's parts in seconds, for a resolved configuration."""
+
+    config: RunConfig
+    hardware: Hardware
+    stack: Stack
+
+    @property
+    def pipeline(self) -> Pipeline:
+        p = self.config.parallel
+        assert p.schedule, "a resolved configuration names its schedule"
+        reduces_each = p.zero == 2 and self.stack.reduces_each and not self.stack.shards_weights
+        chunks, keep = self.config.num_chunks, self.config.data.keep_chunks
+        return Pipeline(p.schedule, p.pp, p.vpp, self.config.num_microbatches, reduces_each, chunks, keep)
+
+    @property
+    def overlaps(self) -> Overlaps:
+        can, overlap = self.stack.overlaps, self.config.overlap
+        return Overlaps(tp=can.tp, pp=can.pp and overlap.pp, dp=can.dp and overlap.dp)
+
+    def pipeline_s(self, times: StageTimes) -> float:
+        """Seconds from the first forward to the last gradient reduction."""
+        return pipeline_time(self.pipeline, times, self.overlaps)
+
+    @cached_property
+    def layers(self) -> LayerTimes:
+        return LayerTimes.from_config(self.config, self.hardware, self.stack)
+
+    @cached_property
+    def dp(self) -> DataParallel:
+        c, p, sizes = self.config, self.config.parallel, self.layers.sizes
+        ranks, sharded = p.cp * c.dp, p.zero > 0 or self.stack.shards_weights
+        route = group_route(self.hardware, ranks, p.tp, c.world_size, together=p.tp)
+        return DataParallel(route, ranks, sharded, self.stack.gradient_bytes or sizes.wide, sizes.compute)
+
+    @cached_property
+    def buckets(self) -> dict[Place, tuple[int, ...]]:
+        """Elements of every chunk's buckets. Chunks of equally many layers share a result, but for the model's ends."""
+        c, p, stages = self.config, self.config.parallel, stages_of(self.config.model, self.config.parallel)
+        known, sizes = dict[tuple[int, bool, bool], tuple[int, ...]](), dict[Place, tuple[int, ...]]()
+        for rank, chunk in itertools.product(range(p.pp), range(p.vpp)):
+            stage = stages.index(rank, chunk)
+            key = len(stages.layers(stage)), stage == 0, stage == stages.count - 1
+            if key not in known:
+                (buckets,) = bucket_sizes(c.model, p, c.overlap, c.train, rank, [chunk])
+                known[key] = tuple(bucket.numel for bucket in buckets)
+            sizes[rank, chunk] = known[key]
+        return sizes
+
+    @cached_property
+    def pairs(self) -> dict[Place, PassTimes]:
+        """Times of every chunk, with the exposed collectives of ZeRO-3."""
+        pairs = chunk_times(self.layers)
+        for place, pair in pairs.items() if self.stack.shards_weights else ():
+            gather, reduce = self.dp.gather(self.buckets[place]), self.dp.reduce(self.buckets[place])
+            forward, backward = self._layerwise(pair.forward, gather), self._layerwise(pair.backward, gather + reduce)
+            pairs[place] = pair + PassTimes(forward, backward)
+        return pairs
+
+    @cached_property
+    def slowest_rank(self) -> PassTimes:
+        """Times of the slowest pipeline rank: the sum of its chunks."""
+        p = self.config.parallel
+        ranks = (sum((self.pairs[rank, c] for c in range(p.vpp)), PassTimes()) for rank in range(p.pp))
+        return max(ranks, key=lambda pair: pair.total)
+
+    @cached_property
+    def most_layers(self) -> int:
+        """Layers of the pipeline rank with most."""
+        layout = stages_of(self.config.model, self.config.parallel)
+        return max(sum(len(layout.layers(stage)) for stage in own) for own in layout.placement.stages)
+
+    def _layerwise(self, work: Seconds, sent: float) -> Seconds:
+        """Exposed seconds of a chunk's collectives, `sent` in sum, which overlap with the layer before."""
+        if not self.overlaps.dp:
+            return Seconds(dp=sent)
+        layers = max(1, self.config.model.num_layers // len(self.buckets))
+        least = sent * max(1 / layers, 1 - self.hardware.attained.overlap)
+        return Seconds(dp=max(least, sent - work.total * (layers - 1) / layers))
+
+    @cached_property
+    def times(self) -> StageTimes:
+        """Durations of the pipeline's actions and communication."""
+        c, p, apart = self.config, self.config.parallel, self.stack.shards_weights
+        between = neighbour_route(self.hardware, p.tp * p.cp * c.dp, c.world_size, together=p.tp)
+        receive = 0.0 if p.sp else self.layers.exchange.gather()  # a message is 1 / tp of an activation
+        reduce, gather = cache(self.dp.reduce), cache(self.dp.gather)
+        buckets = {} if apart else self.buckets
+        return StageTimes(
+            {place: pair.forward.total for place, pair in self.pairs.items()},
+            {place: pair.backward.total for place, pair in self.pairs.items()},
+            between.message(self.layers.sizes.message),
+            receive,
+            {place: reduce(sizes) for place, sizes in buckets.items()},
+            {place: gather(sizes) for place, sizes in buckets.items()},
+            {place: len(sizes) for place, sizes in self.buckets.items()},
+            1 - self.hardware.attained.overlap,
+            share_link=between.network and self.dp.route.network,
+        )
