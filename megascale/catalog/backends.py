@@ -159,12 +159,7 @@ GRANULARITIES = ("tensor", "row", "block")
 
 _CARDS = {
     "linear": [
-        _card(
-            "te",
-            "Transformer Engine's FP8 GEMMs and casts",
-            "te_linear:TEFp8",
-            granularities=("tensor", "block"),
-        ),
+        _card("te", "Transformer Engine's FP8 GEMMs and casts", "te_linear:TEFp8", granularities=("tensor", "block")),
         _card("compile", "torch's FP8 GEMMs; casts by torch.compile", "fp8:CompiledFp8", granularities=GRANULARITIES),
         _card("torch", "torch's FP8 GEMMs; casts by torch's operators", "fp8:TorchFp8", multi_pass=GRANULARITIES),
     ],
@@ -172,13 +167,8 @@ _CARDS = {
         _card("flash", "flash-attn (Dao 2023)", "flash:FlashAttention", attention_softcap=True, **_FLASH_FACTS),
         _card("te", "Transformer Engine's DotProductAttention", "te_attention:TEAttention", **_FLASH_FACTS),
         _card(
-            "compile",
-            "torch's FlexAttention, compiled, for layers with a window, a soft cap or documents",
-            "flex:FlexAttention",
-            dtypes=KERNEL_DTYPES,
-            dropout=False,
-            min_head_dim=16,
-            window_only=True,
+            "compile", "torch's FlexAttention, compiled, for layers with a window, a soft cap or documents",
+            "flex:FlexAttention", dtypes=KERNEL_DTYPES, dropout=False, min_head_dim=16, window_only=True,
             attention_softcap=True,
         ),
         _card("torch", "torch's scaled_dot_product_attention", "core_attention:TorchAttention", attention_softcap=True),
@@ -195,10 +185,7 @@ _CARDS = {
     "norm": [
         _card("te", "Transformer Engine's kernels", "te:TENorm", ("layernorm", "rmsnorm", "rmsnorm_1p")),
         _card(
-            "liger",
-            "Liger's kernels",
-            "liger:LigerNorm",
-            ("layernorm", "rmsnorm", "rmsnorm_1p"),
+            "liger", "Liger's kernels", "liger:LigerNorm", ("layernorm", "rmsnorm", "rmsnorm_1p"),
             max_columns=LIGER_MAX_COLUMNS,
         ),
         _card("apex", "Apex's kernels", "apex:ApexNorm", ("layernorm", "rmsnorm")),
@@ -207,11 +194,7 @@ _CARDS = {
     ],
     "add_norm": [
         _card(
-            "liger",
-            "Liger's kernel",
-            "liger:LigerAddNorm",
-            ("rmsnorm", "rmsnorm_1p"),
-            max_columns=LIGER_MAX_COLUMNS,
+            "liger", "Liger's kernel", "liger:LigerAddNorm", ("rmsnorm", "rmsnorm_1p"), max_columns=LIGER_MAX_COLUMNS
         ),
         _card("compile", "a formula, compiled by torch.compile", "compiled:CompiledAddNorm"),
         _card("torch", "torch's addition, then the backend of norm", "norm:TorchAddNorm", multi_pass=True),
@@ -230,17 +213,14 @@ _CARDS = {
         _card("addmm", "torch's GEMM of bf16 operands into fp32", "wgrad:AddmmWgrad", dtypes=("bfloat16",)),
         _card("te", "Transformer Engine's GEMM", "wgrad:TEWgrad", dtypes=("bfloat16",)),
         _card(
-            "torch",
-            "torch's operators: in bf16 a GEMM, then an addition",
-            "wgrad:TorchWgrad",
-            multi_pass=("bfloat16",),
+            "torch", "torch's operators: in bf16 a GEMM, then an addition", "wgrad:TorchWgrad", multi_pass=("bfloat16",)
         ),
     ],
     "optimizer": [
         _card("apex", "NVIDIA Apex's kernels of LAMB", "apex:ApexOptimizer", ("lamb",)),
         _card("torch", "torch's fused kernels", "optimizer:TorchOptimizer"),
     ],
-}
+}  # fmt: skip
 
 BACKENDS = {name: Registry(f"{name} backend", f"megascale.backends.{name}", cards) for name, cards in _CARDS.items()}
 """Registries of backends, by the operation's key in `[backends]`."""

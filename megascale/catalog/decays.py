@@ -41,9 +41,6 @@ DECAYS = Registry(
         ),
     ],
     synonyms={
-        "warmup_stable_decay": "wsd",
-        "none": "constant",
-        "sqrt": "",
-        "inverse-square-root": "",
+        "warmup_stable_decay": "wsd", "none": "constant", "sqrt": "", "inverse-square-root": "",
     },
-)
+)  # fmt: skip

@@ -51,14 +51,9 @@ class QuantizerSpec:
 
 
 def _card(
-    name: str,
-    help: str,
-    block: ScaleBlock,
-    scaling: str,
-    gradient: str,
-    weight: ScaleBlock | None = None,
+    name: str, help: str, block: ScaleBlock, scaling: str, gradient: str, weight: ScaleBlock | None = None,
     alignment: int = 16,
-) -> Card:
+) -> Card:  # fmt: skip
     facts = {
         "input": QuantizerSpec("e4m3", block, scaling),
         "weight": QuantizerSpec("e4m3", weight or block, scaling),
@@ -80,17 +75,12 @@ RECIPES = Registry(
         ),
         _card("rowwise", "a scale per row of an operand, from its amax", ROW, "current", "e4m3"),
         _card(
-            "blockwise",
-            "a scale per 128 elements, and per 128 x 128 of weights (DeepSeek-V3, 3.3)",
-            BLOCK_1D,
-            "current",
-            "e4m3",
-            BLOCK_2D,
-            BLOCK,
+            "blockwise", "a scale per 128 elements, and per 128 x 128 of weights (DeepSeek-V3, 3.3)", BLOCK_1D,
+            "current", "e4m3", BLOCK_2D, BLOCK,
         ),
         _card(
             "mu_unit", "static scales, weights at unit variance (after Narayan et al. 2025)", TENSOR, "static", "e5m2"
         ),
     ],
     synonyms={"hybrid": "tensorwise", "current": "tensorwise", "deepseek": "blockwise", "mxfp8": "", "mx": ""},
-)
+)  # fmt: skip

@@ -37,13 +37,7 @@ SCHEDULES = Registry(
         ),
     ],
     synonyms={
-        "interleaved": "interleaved_1f1b",
-        "interleaved1f1b": "interleaved_1f1b",
-        "zbv": "",
-        "zero_bubble": "",
-        "dualpipe": "",
-        "dualpipev": "",
-        "interleavedzerobubble": "",
-        "zbvzerobubble": "",
+        "interleaved": "interleaved_1f1b", "interleaved1f1b": "interleaved_1f1b", "zbv": "", "zero_bubble": "",
+        "dualpipe": "", "dualpipev": "", "interleavedzerobubble": "", "zbvzerobubble": "",
     },
-)
+)  # fmt: skip

@@ -42,11 +42,9 @@ class Exclusions:
 
     @property
     def sections(self) -> tuple[str, ...]:
-        """The sections with these keys."""
         return tuple(dict.fromkeys(key.partition(".")[0] for key in (self.key, *(row[0] for row in self.rows))))
 
     def __call__(self, **sections: Any) -> list[Finding]:
-        """Judge sections by name."""
 
         def read(key: str) -> object:
             section, _, name = key.partition(".")

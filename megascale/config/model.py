@@ -136,7 +136,6 @@ class ModelConfig(Section):
 
     @property
     def head_dim(self) -> int:
-        """Elements of a head."""
         return self.explicit_head_dim or self.hidden_size // self.num_heads
 
     @property
@@ -146,17 +145,14 @@ class ModelConfig(Section):
 
     @property
     def rotary_dim(self) -> int:
-        """Elements of a head that are rotated."""
         return int(self.head_dim * self.rotary_fraction)
 
     @property
     def qkv_bias(self) -> bool:
-        """True if the q, k and v projections have biases."""
         return self.bias if self.explicit_qkv_bias is None else self.explicit_qkv_bias
 
     @property
     def attention_scale(self) -> float:
-        """The factor of attention scores."""
         return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
 
     def is_local(self, layer: int) -> bool:

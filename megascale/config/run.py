@@ -52,7 +52,6 @@ class RunConfig(Section):
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
         return Path(self.observe.dir) / self.name
 
     @property
@@ -69,17 +68,14 @@ class RunConfig(Section):
 
     @property
     def dp(self) -> int:
-        """Number of data-parallel ranks of a resolved configuration."""
         return self.parallel.replicas
 
     @property
     def world_size(self) -> int:
-        """Number of processes of a resolved configuration."""
         return self.parallel.replica_size * self.dp
 
     @property
     def samples(self) -> int:
-        """The samples of all steps."""
         return samples_of_run(self.batch, self.train)
 
     @property
@@ -101,7 +97,6 @@ class RunConfig(Section):
 
     @property
     def dropped_share(self) -> float:
-        """Share of `dropped_chunks` in the chunks of a sample."""
         return self.dropped_chunks / self.num_chunks
 
     @property

@@ -42,7 +42,6 @@ class Source:
         return self.path
 
     def set(self, keys: list[str], value: Any) -> None:
-        """Set a value from the command line."""
         tree = self.tree
         for depth, key in enumerate(keys, start=1):
             branch = tree.get(key)

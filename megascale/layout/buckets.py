@@ -72,12 +72,10 @@ class SlotRange:
 
     @property
     def tensor(self) -> TensorSpec:
-        """The tensor of the first element, such as q, k or v."""
         return self.slot.parameter.parts[self.part]
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return self.stop - self.start
 
     def clipped(self, start: int, stop: int) -> SlotRange:
@@ -146,7 +144,6 @@ class BucketLayout:
         return index * size, (index + 1) * size
 
     def param_ranges(self, start: int, stop: int) -> list[SlotRange]:
-        """The parts of the parameters inside [start, stop)."""
         return inside((SlotRange(slot, slot.start, slot.stop) for slot in self.slots), start, stop)
 
     def tensor_ranges(self, start: int, stop: int, topology: Topology) -> list[SlotRange]:

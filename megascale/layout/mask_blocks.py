@@ -37,11 +37,9 @@ class MaskBlock(NamedTuple):
 
     @property
     def rows(self) -> slice:
-        """The rows of the micro-batch."""
         return slice(None) if self.row is None else slice(self.row, self.row + 1)
 
     def visible(self) -> int:
-        """Count the visible scores."""
         n, m = self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
         if self.left is None and self.right is None:
             return n * m
@@ -80,7 +78,6 @@ class Tile(NamedTuple):
 
     @property
     def scores(self) -> int:
-        """Number of scores, masked ones included."""
         return (self.queries.stop - self.queries.start) * (self.keys.stop - self.keys.start)
 
 

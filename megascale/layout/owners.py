@@ -42,12 +42,10 @@ class OwnedMatrix:
 
     @property
     def tensor(self) -> TensorSpec:
-        """The whole matrix."""
         return self.range.tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Rows and columns of the whole matrix."""
         return self.tensor.shape
 
     def local_shape(self, topology: Topology, tp: int) -> tuple[int, ...]:

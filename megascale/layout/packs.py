@@ -1,4 +1,4 @@
-"""Packs of sequences that share a micro-batch: best-fit decreasing (`pack_sequences`)."""
+"""Packs of sequences that share a micro-batch, best-fit decreasing, and rows of equal documents."""
 
 from __future__ import annotations
 
@@ -23,3 +23,9 @@ def pack_sequences(sequences: Sequence[tuple[int, int]], capacity: int) -> list[
         if room > 0:
             insort(rooms, (room, pack))
     return [tuple(pack) for pack in packs]
+
+
+def equal_documents(s: int, length: int | None) -> list[int]:
+    """The lengths of documents that fill a row of s tokens: `length` each, but for the last; None: a single one."""
+    length = min(length or s, s)
+    return [length] * (s // length) + ([s % length] if s % length else [])

@@ -38,12 +38,10 @@ class ParamGroup:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """The facts of the rule's card, with defaults."""
         return with_defaults(OPTIMIZERS[self.rule].facts)
 
     @property
     def needs_matrix(self) -> bool:
-        """The rule updates whole matrices."""
         return self.facts["unit_of_work"] in MATRIX_UNITS
 
     @property
@@ -83,7 +81,6 @@ class ParamGroup:
         return [(count, tuple(sizes[letter] for letter in letters)) for letters, count in counts]
 
     def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the state tensors of a matrix of `shape` by name."""
         sizes = self._sizes(shape)
         shapes = dict[str, tuple[int, ...]]()
         for name, letters in self.state.items():
@@ -175,7 +172,6 @@ class ParamGroups:
         return found
 
     def group_of(self, parameter: ParamSpec, tensor: TensorSpec) -> ParamGroup:
-        """Return the group of a tensor of a parameter."""
         listed = [self.listed[index] for index in self.matches(parameter, tensor)]
         by_kind = self.default if parameter.kind in self.default.facts["kinds"] else self.rest
         group = (listed[0] if listed else by_kind).with_options_of(tensor.name)

@@ -30,7 +30,6 @@ class TokenSpan(NamedTuple):
         return self.stop - self.start
 
     def cut(self, start: int, stop: int) -> TokenSpan:
-        """Return the positions within these."""
         return TokenSpan(max(self.start, start), min(self.stop, stop))
 
 
@@ -63,17 +62,14 @@ class SequenceShard:
 
     @property
     def spans(self) -> Spans:
-        """The positions of this rank."""
         return self.parts[self.index]
 
     @property
     def size(self) -> int:
-        """Tokens of this rank."""
         return count(self.spans)
 
     @property
     def is_last(self) -> bool:
-        """True for the last part of a sequence."""
         return self.index == len(self.parts) - 1
 
     def joined(self, first: int, ranks: int) -> Spans:

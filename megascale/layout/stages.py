@@ -43,16 +43,13 @@ class Placement:
 
     @property
     def count(self) -> int:
-        """Number of virtual stages."""
         return len(self.places)
 
     def stage(self, rank: int, chunk: int) -> int:
-        """The virtual stage of a rank's model chunk."""
         return self.stages[rank][chunk]
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
-        """The (rank, chunk) of every virtual stage."""
         at = {stage: (rank, chunk) for rank, own in enumerate(self.stages) for chunk, stage in enumerate(own)}
         return tuple(at[stage] for stage in range(len(at)))
 
@@ -88,25 +85,20 @@ class Stages:
 
     @property
     def pp(self) -> int:
-        """Number of pipeline ranks."""
         return self.placement.p
 
     @property
     def vpp(self) -> int:
-        """Number of model chunks per rank."""
         return self.placement.v
 
     @property
     def count(self) -> int:
-        """Number of virtual stages."""
         return self.placement.count
 
     def index(self, rank: int, chunk: int) -> int:
-        """The virtual stage of model chunk `chunk` on pipeline rank `rank`."""
         return self.placement.stage(rank, chunk)
 
     def layers(self, stage: int) -> range:
-        """The layers of a virtual stage."""
         return range(self.starts[stage], self.starts[stage + 1])
 
 

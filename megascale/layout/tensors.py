@@ -98,7 +98,6 @@ class ParamSpec:
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def local_numel(self, topology: Topology) -> int:
-        """Elements on one rank, with padding."""
         return math.prod(self.local_shape(topology))
 
 

@@ -52,12 +52,10 @@ class Topology:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return self.size(*AXES)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes by axis."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     def size(self, *axes: str) -> int:
@@ -86,7 +84,6 @@ class Topology:
         return Coord(*indices)
 
     def rank(self, coord: Coord) -> int:
-        """The rank at `coord`."""
         return self.index_in_group(coord, *AXES)
 
     def group(self, rank: int, *axes: str) -> list[int]:

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.flop_counter import FlopCounterMode
 
-from megascale.layout.document_lengths import equal_documents
+from megascale.layout.packs import equal_documents
 from megascale.layout.windows import QUERY_BLOCK
 from megascale.ops import compiled
 from megascale.ops.boundaries import Boundaries

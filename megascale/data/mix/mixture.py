@@ -22,7 +22,7 @@ from megascale.data.mix.epochs import DatasetSource, EpochDataset, OpenEpochs, o
 from megascale.data.mix.mixture_spec import MixtureSpec
 from megascale.data.mix.samples import DocumentStarts, Sample, SampleSource, document_starts, label_mask
 from megascale.data.mix.skipped_ranges import order_index
-from megascale.layout.document_lengths import equal_documents
+from megascale.layout.packs import equal_documents
 
 if TYPE_CHECKING:
     from megascale.data.mix.data_policy import MixtureWeights

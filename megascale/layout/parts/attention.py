@@ -46,12 +46,10 @@ class AttentionSpec(Part):
 
     @property
     def out_width(self) -> int:
-        """Elements of the output per token."""
         return self.heads * self.head_dim
 
     @property
     def qkv_width(self) -> int:
-        """Elements of q, k and v per token."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     def params(self, block: str, model: ModelConfig) -> list[ParamSpec]:

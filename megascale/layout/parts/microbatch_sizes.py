@@ -81,7 +81,6 @@ class MicroBatchSizes:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the micro-batch."""
         return self.batch * self.rows
 
     @property

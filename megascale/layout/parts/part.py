@@ -84,10 +84,6 @@ class AttentionCore(NamedTuple):
     window: int | None
     softcap: bool
 
-    def block_window(self, s: int) -> int | None:
-        """The window by which torch computes scores in blocks of queries; None for all scores of s tokens at once."""
-        return self.window or (s if self.softcap else None)
-
 
 class Surroundings(NamedTuple):
     """A part's place in a block: the parts `before` and `after`, and the `sources` of the next row-parallel layers'
@@ -113,7 +109,6 @@ class Part(ABC):
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
-        """The linear layers."""
         return ()
 
     @property
@@ -123,7 +118,6 @@ class Part(ABC):
 
     @property
     def core(self) -> AttentionCore | None:
-        """The attention core, if the part is one."""
         return None
 
     @property
@@ -140,7 +134,6 @@ class Part(ABC):
         return ()
 
     def flops(self, scores: Scores) -> TokenFlops:
-        """Count the FLOPs of a forward per token. `scores`: per token."""
         return TokenFlops(2 * sum(layer.weight_numel for layer in self.linears))
 
     def recomputed_weights(self, full: bool, skipped: bool) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from megascale.config.data import DataConfig
 from megascale.config.model import ModelConfig
 from megascale.layout.blocks import distinct_blocks
-from megascale.layout.document_lengths import equal_documents
+from megascale.layout.packs import equal_documents
 from megascale.layout.parts.part import Scores
 
 

@@ -32,7 +32,6 @@ class BucketTraffic:
     coord: Coord
 
     def all(self) -> Iterator[CommOp]:
-        """List all collectives of a step."""
         yield from self._gradients()
         if is_mixed(self.config.optimizer):
             yield from self._matrix_messages()

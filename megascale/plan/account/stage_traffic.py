@@ -58,7 +58,6 @@ class StageTraffic:
         return stages_of(self.config.model, self.config.parallel)
 
     def all(self) -> Iterator[CommOp]:
-        """List all collectives and messages of a step."""
         for sent in (*self._layers(), *self._ends(), *self._messages()):
             yield sent._replace(times=sent.times * self.config.num_microbatches)
         yield from self._weight_amaxes()

@@ -43,7 +43,6 @@ class CommCall(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The label as text."""
         return self.label.text()
 
 
@@ -126,7 +125,6 @@ class ResourceCounterMode(TorchDispatchMode):
         return out
 
     def track(self, tensor: Tensor) -> None:
-        """Count a tensor's storage once."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._alive:
@@ -136,7 +134,6 @@ class ResourceCounterMode(TorchDispatchMode):
         self._alive[key] = weakref.ref(storage, partial(self._on_free, key, tracked)), tracked
 
     def set_kind(self, tensor: Tensor, kind: MemoryKind) -> None:
-        """Change the memory kind of a counted tensor."""
         tracked = self._alive[tensor.untyped_storage()._cdata][1]
         tracked.counts.live_bytes[tracked.kind] -= tracked.nbytes
         tracked.counts.live_bytes[kind] += tracked.nbytes
@@ -147,7 +144,6 @@ class ResourceCounterMode(TorchDispatchMode):
         return tensor.untyped_storage()._cdata
 
     def is_alive(self, key: int) -> bool:
-        """Return True while the storage of `key` is alive."""
         return key in self._alive
 
     def _on_free(self, key: int, tracked: _TrackedStorage, _: object) -> None:

@@ -174,7 +174,6 @@ class BatchPlan:
 
     @cached_property
     def sizes(self) -> BatchSizes:
-        """The recommended batches."""
         return fit_rampup(self.critical, self.tokens, self.seq_length, self.unit)
 
     @property

@@ -66,7 +66,6 @@ class LengthPlan:
 
     @cached_property
     def draws(self) -> list[list[int]]:
-        """The lengths of the sequences of every step."""
         config = self.times.config
         generator = np.random.default_rng(config.train.seed)
         tokens = config.batch.total * config.model.seq_length
@@ -79,12 +78,10 @@ class LengthPlan:
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of the longest drawn sequence."""
         return max(map(max, self.draws))
 
     @property
     def mean_tokens(self) -> float:
-        """Tokens of a step."""
         return fmean(map(sum, self.draws))
 
     @cached_property
@@ -130,7 +127,6 @@ class LengthPlan:
             ranks *= 2
 
     def chunked_memory(self, chunk_tokens: int, keep: int) -> ChunkMemory:
-        """Memory of the fullest rank in chunks."""
         job = JobMemory(self.times.config, self.times.stack.storage)
         stages = range(job.config.parallel.pp)
         ranks = [chunk_memory(job, stage, chunk_tokens, keep, self.longest) for stage in stages]

@@ -33,12 +33,10 @@ class Plan:
 
     @cached_property
     def parts(self) -> StepParts:
-        """Durations of the step's parts."""
         return StepParts(self.config, self.hardware, self.stack)
 
     @cached_property
     def estimate(self) -> Estimate:
-        """Step time and causes."""
         return self.parts.estimate
 
     @cached_property
@@ -53,12 +51,10 @@ class Plan:
 
     @property
     def fullest_stage(self) -> int:
-        """Pipeline stage with the highest memory."""
         return self.memory_by_stage.index(max(self.memory_by_stage))
 
     @cached_property
     def memory(self) -> RankMemory:
-        """Memory of the fullest rank."""
         if not self.exact:
             return self.ranks[self.fullest_stage]
         sizes = dict(self.exact["memory_bytes"])
@@ -73,7 +69,6 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """True if the fullest rank's memory is at most `memory_limit`."""
         return self.memory.total <= self.memory_limit
 
     @property

@@ -45,7 +45,6 @@ class Pipeline:
     keep: int = 1
 
     def simulate(self, times: StageTimes, overlaps: Overlaps, *, spans: bool = False) -> Simulation:
-        """Simulate all actions."""
         if self.parts > 1:
             compute = build_state_aware(self.p, [self.parts] * (self.m // self.parts), self.keep)
         else:

@@ -160,7 +160,6 @@ class ContextRoutes:
 
     @classmethod
     def of_layout(cls, hardware: Hardware, p: ParallelConfig, world: int, overlap: bool) -> ContextRoutes:
-        """Find the links of a job of `world` ranks."""
         heads = group_route(hardware, p.cp_heads, p.tp, world, together=p.tp)
         keys = group_route(hardware, p.cp_keys, p.tp * p.cp_heads, world, together=p.tp)
         return cls(heads, keys, p.cp_heads, p.cp_keys, 1 - hardware.attained.overlap, overlap)

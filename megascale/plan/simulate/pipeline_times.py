@@ -80,14 +80,12 @@ class PipelineTimes:
 
     @cached_property
     def slowest_rank(self) -> PassTimes:
-        """Times of the slowest pipeline rank: the sum of its chunks."""
         p = self.config.parallel
         ranks = (sum((self.pairs[rank, c] for c in range(p.vpp)), PassTimes()) for rank in range(p.pp))
         return max(ranks, key=lambda pair: pair.total)
 
     @cached_property
     def most_layers(self) -> int:
-        """Layers of the pipeline rank with most."""
         layout = stages_of(self.config.model, self.config.parallel)
         return max(sum(len(layout.layers(stage)) for stage in own) for own in layout.placement.stages)
 
@@ -101,7 +99,6 @@ class PipelineTimes:
 
     @cached_property
     def times(self) -> StageTimes:
-        """Durations of the pipeline's actions and communication."""
         c, p, apart = self.config, self.config.parallel, self.stack.shards_weights
         between = neighbour_route(self.hardware, p.tp * p.cp * c.dp, c.world_size, together=p.tp)
         receive = 0.0 if p.sp else self.layers.exchange.gather()  # a message is 1 / tp of an activation

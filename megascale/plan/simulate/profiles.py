@@ -101,7 +101,6 @@ class Device(Section):
         return next((self.attention[name] for name in nearest_first if name in self.attention), None)
 
     def multiplies(self, dtype: str) -> bool:
-        """True if the device has a peak in this dtype."""
         return dtype in self._peaks
 
     def peak_of(self, dtype: str) -> float:
@@ -219,7 +218,6 @@ class Stack(MeasuredStack):
 
     @property
     def storage(self) -> WeightStorage:
-        """Weight storage, for memory accounting."""
         return WeightStorage(self.shards_weights, self.fp8_weights)
 
 

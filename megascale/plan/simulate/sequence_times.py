@@ -49,7 +49,6 @@ class SequenceTimes:
 
     @property
     def pool(self) -> Pool:
-        """The dp x cp ranks."""
         p, stage = self.config.parallel, self.parts.slowest_rank
         message = self.parts.times.message if p.pp > 1 else 0.0
         forward = stage.forward.total / stage.total

@@ -33,7 +33,6 @@ class StepParts(PipelineTimes):
 
     @property
     def estimate(self) -> Estimate:
-        """The step, and where its time goes."""
         config, hardware = self.config, self.hardware
         without_messages = replace(self.times, message=0.0, receive=0.0)
         compute_only = replace(without_messages, reduce={}, gather={})
@@ -48,7 +47,6 @@ class StepParts(PipelineTimes):
 
     @property
     def step_s(self) -> float:
-        """Seconds of the step."""
         return self.seconds(self.pipeline_s(self.times))
 
     @cached_property

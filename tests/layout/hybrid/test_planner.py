@@ -11,9 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megascale.core.errors import DataError
-from megascale.layout.hybrid.plan import HybridPlan, PlannedBatch, check_plan, ring_parts
+from megascale.layout.hybrid.plan import HybridPlan, PlannedBatch, ring_parts
 from megascale.layout.hybrid.planner import makespan_bound, plan_hybrid
 from megascale.layout.hybrid.sequence_work import SequenceWork
+from tests.layout.hybrid.plan_check import check_plan
 
 WORK = SequenceWork(linear=6 * 8e9, quadratic=6 * 32 * 4096)
 """FLOPs per token of Llama 3 8B, and of its causal attention per square token."""

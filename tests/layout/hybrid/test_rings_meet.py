@@ -9,13 +9,14 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale.layout.hybrid.plan import HybridPlan, PlannedBatch, check_plan
+from megascale.layout.hybrid.plan import HybridPlan, PlannedBatch
 from megascale.layout.hybrid.planner import plan_hybrid
 from megascale.layout.hybrid.sequence_work import SequenceWork
 from megascale.layout.stages import looped
 from megascale.schedule.dependencies import Result, dependencies, results
 from megascale.schedule.ir import Action, build_schedule
 from megascale.schedule.one_f_one_b import one_f_one_b
+from tests.layout.hybrid.plan_check import check_plan
 
 
 def stuck(plan: HybridPlan, stages: int) -> list[tuple[int, int, Action]]:

@@ -62,7 +62,7 @@ def _computed_scores(config: RunConfig, core: AttentionCore, cp_rank: int) -> It
     elif m.dropout:
         yield s**2
     elif p.cp_keys == 1:
-        yield count_document_scores(lengths, core.block_window(s))
+        yield count_document_scores(lengths, core.window or (s if core.softcap else None))
     else:
         recipe = config.fp8.recipe if config.train.quantizes else None
         sharding = row_sharding(p, m, recipe, cp_rank)
@@ -78,5 +78,7 @@ def _computed_scores(config: RunConfig, core: AttentionCore, cp_rank: int) -> It
 
 
 def count_document_scores(lengths: Iterable[int], block_window: int | None) -> int:
-    """Count the scores per head that are computed document by document. `block_window`: as of `AttentionCore`."""
+    """Count the scores per head that are computed document by document. `block_window`: by which torch
+    computes in blocks of queries; None for all scores at once.
+    """
     return sum(count_scores(n, None if block_window is None else min(block_window, n)) for n in lengths)
