@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megascale.config.model import SAME_MODEL_HINT, model_differences
-from megascale.config.run import HF_PREFIX, RunConfig
+from megascale.config.run import RunConfig
 from megascale.config.toml_writer import config_changes
+from megascale.config.train import HF_PREFIX
 from megascale.convert.config_file import check_small_files, read_model_config
 from megascale.core.errors import CheckpointError, ConfigError, Problem
 from megascale.core.files import absolute_path, is_file

@@ -18,8 +18,7 @@ from megascale.comm.host_ranks import publish_rank
 from megascale.comm.lost_peer import opening_group
 from megascale.comm.nccl_options import environment_problems, nccl_options, set_network_patience
 from megascale.comm.rendezvous import open_store
-from megascale.config.launch import LaunchConfig
-from megascale.config.nccl import NcclConfig
+from megascale.config.launch import LaunchConfig, NcclConfig
 from megascale.core.errors import ConfigError, MegascaleError
 from megascale.core.network import has_loopback
 from megascale.core.rank import Rank, on_one_host

@@ -14,8 +14,7 @@ from megascale.comm.group import Group
 from megascale.comm.open_group import GroupOptions, open_group, open_process_group, open_transport
 from megascale.comm.p2p import Channel, P2PCommunicator, ProcessGroupP2P, StartP2P, channel_rounds
 from megascale.comm.timeout import Timeout
-from megascale.config.launch import LaunchConfig
-from megascale.config.nccl import NcclConfig
+from megascale.config.launch import LaunchConfig, NcclConfig
 from megascale.layout.stages import Placement, looped
 from megascale.layout.topology import AXES, DATA_AXES, MAX_FLAT_REDUCE_RANKS, Coord, Topology
 from megascale.record.layout import RECEIVE, SEND

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megascale.config.nccl import NcclConfig
+from megascale.config.launch import NcclConfig
 from megascale.core.errors import Problem
 
 

@@ -21,7 +21,7 @@ from megascale.comm.p2p_collectives import MAX_MESSAGE_BYTES, P2PTransport
 from megascale.comm.progress import work_wrapper
 from megascale.comm.timeout import Timeout
 from megascale.comm.work import TransportWork, WrapWork
-from megascale.config.nccl import NcclConfig
+from megascale.config.launch import NcclConfig
 from megascale.core.process import usable_cores
 from megascale.core.rank import local_world_size
 from megascale.record.recorder import Recorder

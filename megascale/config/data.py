@@ -8,7 +8,8 @@ from pydantic import Field
 
 from megascale.catalog.data_policies import DATA_POLICIES
 from megascale.catalog.sample_weights import SAMPLE_WEIGHTS
-from megascale.config.section import Count, FilePath, Float32, NonNegativeInt, Section, choice
+from megascale.catalog.tokenizers import TOKENIZERS
+from megascale.config.section import Count, FilePath, Float32, NonNegativeInt, Section, absolute_or_url, choice
 
 SplitName = Literal["train", "valid"]
 
@@ -158,3 +159,23 @@ class DataConfig(Section):
     def updates_every(self) -> int:
         """Steps between the updates of the weights by a policy."""
         return self.policy_every or 100
+
+    def absolute(self) -> DataConfig:
+        """Return the section with absolute paths."""
+
+        def absolute(source: str | Blend | None) -> str | Blend | None:
+            if isinstance(source, list):
+                return [(weight, absolute_or_url(prefix)) for weight, prefix in source]
+            return source and absolute_or_url(source)
+
+        paths = {key: absolute(getattr(self, key)) for key in ("train", "valid", "tokenizer", "cache", "order")}
+        if self.tokenizer in TOKENIZERS.cards:
+            paths["tokenizer"] = self.tokenizer
+        return self.model_copy(update=paths)
+
+
+def dataset_prefixes(source: str | Blend | None) -> list[str]:
+    """Dataset prefixes of `data.train` or `data.valid`."""
+    if source is None:
+        return []
+    return [source] if isinstance(source, str) else [prefix for _, prefix in source]

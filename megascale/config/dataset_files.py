@@ -111,20 +111,17 @@ def _read_dataset_files(prefix: str) -> DatasetFiles:
     except OSError as error:
         raise _unreadable(error, prefix) from None
     if tokens.size != dataset.tokens * dataset.token_bytes:
-        what = f"{prefix}.bin has {tokens.size} bytes, its index says {dataset.tokens * dataset.token_bytes}"
-        raise DataError(what, hint=PREPARE_AGAIN_HINT)
+        said = dataset.tokens * dataset.token_bytes
+        raise _damaged(f"{prefix}.bin has {tokens.size} bytes, its index says {said}")
     description = read_description(f"{prefix}.json")
     sizes = {"documents": dataset.documents, "tokens": dataset.tokens}
     if any(description.get(key, size) != size for key, size in sizes.items()):
         named = " and ".join(f"{description.get(key)} {key}" for key in sizes)
-        what = f"{prefix}.json is of another dataset: {named}, not {dataset.documents} and {dataset.tokens}"
-        raise DataError(what, hint=PREPARE_AGAIN_HINT)
-    if description.get("vocab_size", 0) > 256**dataset.token_bytes:
-        size = description["vocab_size"]
-        what = (
-            f"{prefix}.json is of another dataset: tokens of {dataset.token_bytes} bytes hold no vocabulary of {size}"
-        )
-        raise DataError(what, hint=PREPARE_AGAIN_HINT)
+        own = f"{dataset.documents} and {dataset.tokens}"
+        raise _damaged(f"{prefix}.json is of another dataset: {named}, not {own}")
+    if (size := description.get("vocab_size", 0)) > 256**dataset.token_bytes:
+        why = f"tokens of {dataset.token_bytes} bytes hold no vocabulary of {size}"
+        raise _damaged(f"{prefix}.json is of another dataset: {why}")
     return replace(dataset, versions=(dataset.versions[0], tokens.version), description=description)
 
 
@@ -158,7 +155,7 @@ def read_description(path: str) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ArithmeticError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read: {error!r}", hint=PREPARE_AGAIN_HINT) from None
+        raise _damaged(f"{path} cannot be read: {error!r}") from None
     return dict(facts)
 
 
@@ -201,20 +198,18 @@ def _read_index(prefix: str) -> DatasetFiles:
     with open_readable(path) as (file, facts):
         size, head = facts.size, file.read(HEADER.size)
         if len(head) < HEADER.size:
-            raise DataError(f"{path} is cut short: {size} bytes", hint=PREPARE_AGAIN_HINT)
+            raise _damaged(f"{path} is cut short: {size} bytes")
         magic, version, code, n, bounds = HEADER.unpack(head)
         if magic.startswith(b"TNTIDX") or (magic == MAGIC and version != 1):
             raise DataError(f"{path} is an index of another version", hint="one of version 1, as Megatron-LM writes")
         if magic != MAGIC or code not in TOKEN_BYTES:
-            raise DataError(f"{path} is not an index of megatron-core's format", hint=PREPARE_AGAIN_HINT)
+            raise _damaged(f"{path} is not an index of megatron-core's format")
         needed = HEADER.size + 12 * n + 8 * bounds
         if size not in (needed, needed + n):
-            what = f"{path} has {size} bytes, for {n} documents it should have {needed}"
-            raise DataError(what, hint=PREPARE_AGAIN_HINT)
+            raise _damaged(f"{path} has {size} bytes, for {n} documents it should have {needed}")
         _check_modes(path, file, needed, size)
         if not bounds or _number(file, needed - 8, "<q") != n:
-            what = f"{path} is damaged: its documents do not end where its sequences do"
-            raise DataError(what, hint=PREPARE_AGAIN_HINT)
+            raise _damaged(f"{path} is damaged: its documents do not end where its sequences do")
         last = _number(file, HEADER.size + 4 * (n - 1), "<i") if n else 0
         end = (_number(file, HEADER.size + 12 * n - 8, "<q") if n else 0) + last * TOKEN_BYTES[code]
     return DatasetFiles(prefix, n, end // TOKEN_BYTES[code], code, bounds, size, (facts.version, ""))
@@ -232,6 +227,10 @@ def _check_modes(path: str, file: Any, start: int, end: int) -> None:
             what = f"{path} has sequences with a mode other than 0, which are no text"
             raise DataError(what, hint="a dataset of text alone")
         start += len(block)
+
+
+def _damaged(what: str) -> DataError:
+    return DataError(what, hint=PREPARE_AGAIN_HINT)
 
 
 def _unreadable(error: OSError, prefix: str) -> DataError:

@@ -37,17 +37,11 @@ def min_piece(model: ModelConfig, data: DataConfig) -> int:
     return data.min_piece or min(MIN_PIECE, model.seq_length)
 
 
-def piece_lengths(model: ModelConfig, data: DataConfig) -> list[int]:
-    """The lengths of pieces, ascending: those from the shortest to a sample by factors of two."""
-    lengths = [min_piece(model, data)]
-    while lengths[-1] < model.seq_length:
-        lengths.append(2 * lengths[-1])
-    return lengths
-
-
 def decomposition(model: ModelConfig, batch: BatchConfig, data: DataConfig) -> Decomposition:
     """The decomposition of a run's training data."""
-    pieces = piece_lengths(model, data)
+    pieces = [min_piece(model, data)]
+    while pieces[-1] < model.seq_length:
+        pieces.append(2 * pieces[-1])
     places = range(len(pieces), 0, -1)
     named: dict[str, list[float]] = {"grow_linear": [*places], "grow_p2": [2 ** (place - 1) for place in places]}
     odds = named.get(data.curriculum) if isinstance(data.curriculum, str) else data.curriculum

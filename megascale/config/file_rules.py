@@ -11,7 +11,7 @@ from pathlib import Path
 import fsspec
 
 from megascale.catalog.tokenizers import TOKENIZERS
-from megascale.config.data import Blend, DataConfig, SplitName
+from megascale.config.data import Blend, DataConfig, SplitName, dataset_prefixes
 from megascale.config.dataset_files import (
     NO_LABELS_HINT,
     DatasetFiles,
@@ -23,8 +23,7 @@ from megascale.config.dataset_files import (
 )
 from megascale.config.finding import Finding
 from megascale.config.model import ModelConfig
-from megascale.config.run import HF_PREFIX, dataset_prefixes
-from megascale.config.train import BatchConfig, CheckpointConfig, ObserveConfig, TrainConfig
+from megascale.config.train import HF_PREFIX, BatchConfig, CheckpointConfig, ObserveConfig, TrainConfig
 from megascale.core.errors import DataError
 from megascale.core.files import NO_FILE, absolute_path, fingerprint, why_unreadable
 from megascale.core.limits import PERMISSIONS_HINT

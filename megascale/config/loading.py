@@ -101,9 +101,10 @@ def _find_problems(source: Source, world_size: int | None, skip_sections: Collec
             yield _problem_of_key(source, section, ".".join([name, *map(str, key)]), values, list(group))
         if value is not None:
             valid[name] = value
-    name_value = source.tree.get("name")
-    if not (isinstance(name_value, str) and NAME_PATTERN.fullmatch(name_value)):
-        yield _name_problem(source, name_value)
+    if (run := source.tree.get("name")) is None:
+        yield Problem(source.path, "name", "missing", 'name = "my-run" at the top of the file')
+    elif not (isinstance(run, str) and NAME_PATTERN.fullmatch(run)):
+        yield Problem(source.location("name"), "name", f"{_display_value(run)} cannot name a folder", _NAME_HINT)
     checked = {name: section for name, section in valid.items() if name not in skip_sections}
     yield from (_to_problem(source, finding) for finding in run_rules(RULES, checked))
     yield from _shared_folders(source)
@@ -180,12 +181,6 @@ def _to_problem(source: Source, finding: Finding) -> Problem:
     return Problem(source.location(finding.key), finding.key, finding.message, finding.hint)
 
 
-def _name_problem(source: Source, value: Any) -> Problem:
-    if value is None:
-        return Problem(source.path, "name", "missing", 'name = "my-run" at the top of the file')
-    return Problem(source.location("name"), "name", f"{_display_value(value)} cannot name a folder", _NAME_HINT)
-
-
 RENAMED_KEYS = {"observe.ledger": "observe.record", "checkpoint.patience_s": "checkpoint.retry_timeout_s"}
 """Former names of keys, with the present names for the hint."""
 
@@ -251,10 +246,14 @@ _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
 def _expected(details: list[ErrorDetails]) -> str:
-    """Join pydantic's expectations for a key, one per type of a union."""
-    messages = (detail["msg"].removeprefix("Input ").replace(" after validation", "") for detail in details)
-    messages = (_replace_types(text) for text in messages)
-    return ", or ".join(message[:1].lower() + message[1:] for message in dict.fromkeys(messages))
+    """Join pydantic's expectations for a key, one per type of a union, with the types' names in the docs."""
+    messages = dict[str, None]()
+    for detail in details:
+        text = detail["msg"].removeprefix("Input ").replace(" after validation", "")
+        for pydantic_name, name in _TYPES.items():
+            text = text.replace(pydantic_name, name)
+        messages[text] = None
+    return ", or ".join(message[:1].lower() + message[1:] for message in messages)
 
 
 _TYPES = {
@@ -262,13 +261,6 @@ _TYPES = {
     "a valid string": "text", "a valid dictionary": "a table", "a valid list": "a list", "a valid tuple": "a list",
 }  # fmt: skip
 """pydantic's names of types, with those of docs/configuration.md."""
-
-
-def _replace_types(message: str) -> str:
-    """Name types as docs/configuration.md does."""
-    for pydantic_name, name in _TYPES.items():
-        message = message.replace(pydantic_name, name)
-    return message
 
 
 def _display_value(value: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megascale.catalog.schedules import SCHEDULES
-from megascale.config.section import AUTO_AS_NONE, Count, Ranks, Section, choice, single_value
+from megascale.config.section import AUTO_AS_NONE, Count, One, Ranks, Section, choice
 
 
 class ParallelConfig(Section):
@@ -33,7 +33,7 @@ class ParallelConfig(Section):
         description="with data.mask document, where cp ranks exchange keys: ranks hold chunks of the whole sequence "
         "or of each document; auto: for each micro-batch those that balance attention better",
     )
-    ep: Annotated[Literal[1], single_value(1)] = Field(1, description="expert parallelism; not available yet")
+    ep: One = Field(1, description="expert parallelism; not available yet")
     dp: Ranks | Literal["auto"] = Field(
         "auto", description="data parallelism; auto: number of processes / (tp x cp x pp)"
     )

@@ -11,8 +11,8 @@ from megascale.config.backends import Fp8Config
 from megascale.config.data import DataConfig
 from megascale.config.divisors import divisors, join_values
 from megascale.config.finding import Finding
+from megascale.config.launch import NcclConfig
 from megascale.config.model import ModelConfig
-from megascale.config.nccl import NcclConfig
 from megascale.config.parallel import ParallelConfig
 from megascale.config.train import BatchConfig, TrainConfig
 

@@ -8,25 +8,18 @@ from typing import Annotated
 
 from pydantic import Field
 
-from megascale.catalog.tokenizers import TOKENIZERS
 from megascale.config.backends import BackendsConfig, Fp8Config
 from megascale.config.batch_rampup import full_batch_steps, samples_of_run
-from megascale.config.data import Blend, DataConfig
+from megascale.config.data import DataConfig
 from megascale.config.fault import FaultConfig
-from megascale.config.launch import LaunchConfig
+from megascale.config.launch import LaunchConfig, NcclConfig
 from megascale.config.model import ModelConfig
-from megascale.config.nccl import NcclConfig
 from megascale.config.parallel import OverlapConfig, ParallelConfig
-from megascale.config.section import Section
-from megascale.config.train import BatchConfig, CheckpointConfig, ObserveConfig, OptimizerConfig, TrainConfig
-from megascale.core.files import absolute_path
+from megascale.config.section import Section, absolute_or_url
+from megascale.config.train import HF_PREFIX, BatchConfig, CheckpointConfig, ObserveConfig, OptimizerConfig, TrainConfig
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """Valid names of runs, which are folder names."""
-
-
-HF_PREFIX = "hf:"
-"""Prefix of a `checkpoint.resume` that names a folder of Hugging Face weights."""
 
 
 class RunConfig(Section):
@@ -124,40 +117,16 @@ class RunConfig(Section):
         resume = self.checkpoint.resume
         if resume not in ("auto", "never"):
             prefix = HF_PREFIX if resume.startswith(HF_PREFIX) else ""
-            resume = prefix + _absolute_or_url(resume.removeprefix(prefix))
-        paths = {"resume": resume, "dir": self.checkpoint.dir and _absolute_or_url(self.checkpoint.dir)}
-        store_dir = self.observe.store_dir and _absolute_or_url(self.observe.store_dir)
+            resume = prefix + absolute_or_url(resume.removeprefix(prefix))
+        paths = {"resume": resume, "dir": self.checkpoint.dir and absolute_or_url(self.checkpoint.dir)}
+        store_dir = self.observe.store_dir and absolute_or_url(self.observe.store_dir)
         folders = {"dir": str(Path(self.observe.dir).absolute()), "store_dir": store_dir}
         return self.model_copy(
             update={
                 "parallel": parallel,
                 "optimizer": optimizer,
-                "data": _absolute_data(self.data),
+                "data": self.data.absolute(),
                 "checkpoint": self.checkpoint.model_copy(update=paths),
                 "observe": self.observe.model_copy(update=folders),
             }
         )
-
-
-def _absolute_or_url(text: str) -> str:
-    """Make a path absolute; return a URL unchanged."""
-    return text if "://" in text else str(absolute_path(text))
-
-
-def _absolute_data(data: DataConfig) -> DataConfig:
-    def absolute(source: str | Blend | None) -> str | Blend | None:
-        if isinstance(source, list):
-            return [(weight, _absolute_or_url(prefix)) for weight, prefix in source]
-        return source and _absolute_or_url(source)
-
-    paths = {key: absolute(getattr(data, key)) for key in ("train", "valid", "tokenizer", "cache", "order")}
-    if data.tokenizer in TOKENIZERS.cards:
-        paths["tokenizer"] = data.tokenizer
-    return data.model_copy(update=paths)
-
-
-def dataset_prefixes(source: str | Blend | None) -> list[str]:
-    """Dataset prefixes of `data.train` or `data.valid`."""
-    if source is None:
-        return []
-    return [source] if isinstance(source, str) else [prefix for _, prefix in source]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 from pydantic_core import PydanticCustomError
 
+from megascale.core.files import absolute_path
 from megascale.core.registry import Registry
 
 Count = Annotated[int, Field(gt=0, le=2**40)]
@@ -42,6 +43,11 @@ def _encodable(path: str) -> str:
 
 FilePath = Annotated[str, AfterValidator(_encodable), AfterValidator(os.path.expanduser)]
 """A path in UTF-8, which manifests and TensorBoard need; `~` is the user's home folder."""
+
+
+def absolute_or_url(text: str) -> str:
+    """Make a path absolute; return a URL unchanged."""
+    return text if "://" in text else str(absolute_path(text))
 
 
 AUTO = "auto"
@@ -115,12 +121,11 @@ class TableChoice(Choice):
 _POSITIVE = {float: "a number above 0", int: "a whole number above 0", bool: "true or false"}
 
 
-def single_value(value: bool | int) -> Any:
-    """Return the validator of a key with one allowed value. Literal alone would accept `true` as 1."""
+def _whole(value: Any) -> Any:
+    if type(value) is not int:
+        raise PydanticCustomError("only", "Input should be 1")
+    return value
 
-    def check(candidate: Any) -> Any:
-        if type(candidate) is not type(value):
-            raise PydanticCustomError("only", "Input should be {value}", {"value": str(value).lower()})
-        return candidate
 
-    return BeforeValidator(check)
+One = Annotated[Literal[1], BeforeValidator(_whole)]
+"""The only value of a key. Literal alone would accept `true` as 1."""

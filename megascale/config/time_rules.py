@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from megascale.config.fault import FaultConfig
 from megascale.config.finding import Finding
 from megascale.config.injection import parse_injection
-from megascale.config.launch import LaunchConfig
-from megascale.config.nccl import NcclConfig
+from megascale.config.launch import LaunchConfig, NcclConfig
 from megascale.config.parallel import ParallelConfig
 from megascale.config.train import CheckpointConfig, TrainConfig
 

@@ -84,42 +84,40 @@ def apply_overrides(source: Source, overrides: Sequence[str], is_text: Callable[
         raise ConfigError(problems)
 
 
+def _mistake(where: str, key: str, message: str, hint: str) -> ConfigError:
+    return ConfigError([Problem(where, key, message, hint)])
+
+
 def _read_file(path: Path, seen: tuple[Path, ...]) -> Source:
     try:
         text = path.read_text(encoding="utf-8-sig")
         tree = tomllib.loads(text)
     except FileNotFoundError:
-        raise ConfigError([Problem(str(path), "", "there is no such file", "check the path")]) from None
+        raise _mistake(str(path), "", "there is no such file", "check the path") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([Problem(str(path), "", f"cannot be read: {error}", "give a TOML file in UTF-8")]) from None
+        raise _mistake(str(path), "", f"cannot be read: {error}", "give a TOML file in UTF-8") from None
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, integers of 5,000 digits, 1,000 brackets
         if notice := pointer_notice(path):
-            raise ConfigError([Problem(str(path), "", notice, "the file itself")]) from None
+            raise _mistake(str(path), "", notice, "the file itself") from None
         line = re.search(r"line (\d+)", str(error))
-        where = f"{path}:{line.group(1)}" if line else str(path)
         repeated = "Cannot overwrite" in str(error) or "twice" in str(error)
         hint = (
             "a key or a table is given twice: keep one" if repeated else "strings need quotes, tables need [brackets]"
         )
-        raise ConfigError([Problem(where, "", f"is not TOML: {error}", hint)]) from None
+        raise _mistake(f"{path}:{line[1]}" if line else str(path), "", f"is not TOML: {error}", hint) from None
     source = Source(str(path), tree, {key: f"{path}:{line}" for key, line in _lines(text).items()})
     _name_own_folder(source, path.absolute().parent if path.name == "config.toml" else None)
-    base = source.tree.pop("extends", None)
+    base, where = source.tree.pop("extends", None), source.location("extends")
     if base is None:
         return source
     if not isinstance(base, str):
-        where = source.location("extends")
-        raise ConfigError(
-            [Problem(where, "extends", f"must be the name of a file, not {base!r}", 'extends = "other.toml"')]
-        )
+        raise _mistake(where, "extends", f"must be the name of a file, not {base!r}", 'extends = "other.toml"')
     parent_path = path.parent / base
     if reason := why_unreadable(parent_path):
-        where = source.location("extends")
-        raise ConfigError([Problem(where, "extends", reason, "the path is relative to this file")])
+        raise _mistake(where, "extends", reason, "the path is relative to this file")
     seen = (*seen, path.resolve())
     if parent_path.resolve() in seen:
-        where = source.location("extends")
-        raise ConfigError([Problem(where, "extends", f"circular: leads back to {parent_path}", "remove one of them")])
+        raise _mistake(where, "extends", f"circular: leads back to {parent_path}", "remove one of them")
     parent = _read_file(parent_path, seen)
     moved_from = source.moved_from or parent.moved_from
     return Source(str(path), _merge(parent.tree, source.tree), parent.locations | source.locations, moved_from)

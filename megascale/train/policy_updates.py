@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megascale.config.batch_rampup import batch_sizes
-from megascale.config.run import RunConfig, dataset_prefixes
+from megascale.config.data import dataset_prefixes
+from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
 from megascale.data.mix.data_policy import DataPolicy, DataReport, next_place, shares
 from megascale.data.mix.skipped_ranges import order_index

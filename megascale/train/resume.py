@@ -13,7 +13,8 @@ from megascale.checkpoint.collective_errors import on_all_ranks
 from megascale.checkpoint.format.state import Region
 from megascale.config.decomposition import CYCLE, MIN_PIECE
 from megascale.config.model import ModelConfig
-from megascale.config.run import HF_PREFIX, RunConfig
+from megascale.config.run import RunConfig
+from megascale.config.train import HF_PREFIX
 from megascale.core.errors import CheckpointError, ConfigError, Problem
 from megascale.core.units import format_count
 from megascale.data.mix.blend import blend_parts, same_order

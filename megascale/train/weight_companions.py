@@ -8,7 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megascale.checkpoint import companions
-from megascale.config.run import HF_PREFIX, RunConfig, dataset_prefixes
+from megascale.config.data import dataset_prefixes
+from megascale.config.run import RunConfig
+from megascale.config.train import HF_PREFIX
 from megascale.core.errors import CheckpointError
 from megascale.core.files import fingerprint, is_file, is_folder, why_unreadable
 from megascale.core.storage import WRITE_HINT, Location

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megascale.comm import init
 from megascale.comm.nccl_options import CONFLICTING_VARIABLES, environment_problems, nccl_options, set_network_patience
-from megascale.config.nccl import NcclConfig
+from megascale.config.launch import NcclConfig
 from megascale.core.errors import ConfigError, Exit
 from megascale.core.rank import Rank
 from megascale.device import Device

@@ -15,8 +15,8 @@ from megascale.checkpoint.format.state import Progress
 from megascale.checkpoint.load.state_loader import StateLoader
 from megascale.checkpoint.save.saver import CheckpointSaver
 from megascale.comm.mesh import Mesh
-from megascale.config.run import HF_PREFIX
 from megascale.config.toml_writer import config_changes
+from megascale.config.train import HF_PREFIX
 from megascale.core.errors import CheckpointError
 from megascale.core.files import write_text
 from megascale.core.limits import os_error_hint

@@ -30,7 +30,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megascale.config.run import dataset_prefixes
+from megascale.config.data import dataset_prefixes
 from megascale.data.host_reader.sample_record import record_bytes
 from megascale.data.mix.batch_shape import BatchShape, reads_samples
 from megascale.data.mix.data_policy import numbers

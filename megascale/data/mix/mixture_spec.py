@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megascale.config.data import DataConfig, WeightChange
+from megascale.config.data import DataConfig, WeightChange, dataset_prefixes
 from megascale.config.dataset_files import SplitName, split_source
 from megascale.config.decomposition import Decomposition, decomposition, is_decomposed
-from megascale.config.run import RunConfig, dataset_prefixes
+from megascale.config.run import RunConfig
 from megascale.operate.node.host_limits import max_open_epochs
 
 

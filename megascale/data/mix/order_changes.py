@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megascale.config.run import dataset_prefixes
+from megascale.config.data import dataset_prefixes
 
 
 def order_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

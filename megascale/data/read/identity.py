@@ -9,8 +9,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from megascale.config.data import DataConfig
-from megascale.config.run import dataset_prefixes
+from megascale.config.data import DataConfig, dataset_prefixes
 from megascale.core.files import write_text
 from megascale.core.readable import file_facts, is_url
 

@@ -16,8 +16,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from megascale.config.data import dataset_prefixes
 from megascale.config.finding import Finding
-from megascale.config.run import RunConfig, dataset_prefixes
+from megascale.config.run import RunConfig
 from megascale.core.limits import memory_limits, memory_map_limit, open_file_limits, process_limits
 from megascale.core.units import format_bytes
 
