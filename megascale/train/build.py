@@ -100,8 +100,7 @@ def build_rank_run(
     buffers = build_buffers(config, mesh, dtypes, device.torch_device, select.build_op("wgrad", context))
     if init_weights:
         initialize_weights(buffers, mesh, device, config.train.seed)
-    kernels = select.build_op("linear", context)
-    quantized = fp8_layers(config.model, config.train, config.fp8)
+    kernels, quantized = select.build_op("linear", context), fp8_layers(config.model, config.train, config.fp8)
     fp8_state = Fp8State(config.model, config.fp8, quantized, mesh, device.torch_device, kernels)
     offload = build_offload(config.train, device)
     stages = build_stages(config, mesh, buffers, tp, LayerOps.from_context(context), fp8_state, offload)

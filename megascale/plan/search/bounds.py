@@ -69,7 +69,8 @@ class Bounds:
         """Count layers: of the first rank; by rank, as (before the first chunk, on the rank, is the last rank); of the
         largest chunk. Among ranks with equal layer counts only the last is listed, for it has the longest fill.
         """
-        stages = stages_of(self._space.with_layout(Layout(pp=pp, vpp=vpp)))
+        config = self._space.with_layout(Layout(pp=pp, vpp=vpp))
+        stages = stages_of(config.model, config.parallel)
         sizes = [len(stages.layers(index)) for index in range(stages.count)]
         last, _ = stages.placement.places[-1]
         ranks = [

@@ -17,7 +17,7 @@ from megascale.layout.parts.linear import RowParallel
 from megascale.layout.parts.times import PassTimes
 from megascale.layout.recompute_policy import NO_RECOMPUTE, RecomputePolicy
 from megascale.plan.simulate import profiles
-from megascale.plan.simulate.chunk_time import chunk_times
+from megascale.plan.simulate.chunk_time import block_times, chunk_times
 from megascale.plan.simulate.layer_time import LayerTimes
 
 HARDWARE, STACK = profiles.hardware("h100"), profiles.stack("megascale")
@@ -49,7 +49,7 @@ def layers_of(config: RunConfig) -> LayerTimes:
 
 
 def of(config: RunConfig, recompute: RecomputePolicy = NO_RECOMPUTE, fp8: bool = False) -> PassTimes:
-    return layers_of(config).block(block_spec(config.model, 0), fp8, recompute)
+    return block_times(layers_of(config), block_spec(config.model, 0), fp8, recompute)
 
 
 def test_a_block_is_the_sum_of_its_parts() -> None:
@@ -117,7 +117,7 @@ def test_copies_to_host_memory_are_exposed_beyond_a_block() -> None:
         device = HARDWARE.device.model_copy(update={"host_bandwidth": bandwidth})
         hardware = HARDWARE.model_copy(update={"device": device})
         layers = LayerTimes.from_config(config, hardware, STACK)
-        return layers.block(block_spec(config.model, 0), False, replace(full, offload=True))
+        return block_times(layers, block_spec(config.model, 0), False, replace(full, offload=True))
 
     kept = of(config, full)
     assert offloaded(64e9) == offloaded(None) == kept  # hidden, or unknown
