@@ -151,7 +151,8 @@ def test_every_preset_is_a_run_of_one_process(preset: str) -> None:
 def cast(preset: str, layers: int, *more: str) -> range:
     """Return the FP8 layers of a preset's slice."""
     settings = ["train.steps=28", "train.precision=fp8", f"model.num_layers={layers}", *more]
-    return fp8_layers(load_config_tree(preset_tree(preset), "test", settings))
+    config = load_config_tree(preset_tree(preset), "test", settings)
+    return fp8_layers(config.model, config.train, config.fp8)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

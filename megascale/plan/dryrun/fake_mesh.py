@@ -46,7 +46,7 @@ class FakeDevice(Device):
 
 
 class FakeTransport:
-    """A transport whose collectives leave their tensors unchanged."""
+    """A transport of collectives, pieces of them and messages, which leaves its tensors unchanged."""
 
     def all_reduce(self, tensor: Tensor, op: str) -> TransportWork:
         return COMPLETED
@@ -56,10 +56,6 @@ class FakeTransport:
 
     def reduce_scatter(self, out: Tensor, full: Tensor) -> TransportWork:
         return COMPLETED
-
-
-class FakeP2PTransport:
-    """A transport for collectives in pieces and messages, which leaves its tensors unchanged."""
 
     def send_on(self, out: Tensor, into: Tensor, to: int, source: int) -> TransportWork:
         return COMPLETED
@@ -87,7 +83,7 @@ def fake_mesh(topology: Topology, rank: int, recorder: Recorder, *, tied: bool, 
         index = spec.ranks.index(rank)
         if len(spec.ranks) == 1:
             return Group(spec.name, spec.ranks, index, recorder=recorder)
-        messages: Any = FakeP2PTransport()
+        messages: Any = FakeTransport()
         in_pieces = messages if spec.messages or collectives_in_pieces else None
         return Group(spec.name, spec.ranks, index, None, recorder, FakeTransport(), in_pieces, messages)
 

@@ -73,15 +73,16 @@ class ModuleCostCache:
         """Run `call` on a tensor like x, and the backward if gradients are enabled. `recompute`: the module's
         activations are recomputed, and checkpointing holds the output's gradient until the backward ends.
         """
-        recorder, with_backward = self.counter_mode.recorder, torch.is_grad_enabled()
+        recorder = self.counter_mode.recorder
         outer, recorder.counts = recorder.counts, ResourceCounts()
         try:
             with _temporary_main_grads(module, self.grad_dtype):
-                return self._measure(x, call, with_backward, recompute)
+                return self._measure(x, call, recompute)
         finally:
             recorder.counts = outer
 
-    def _measure(self, x: Tensor, call: Callable[[Tensor], Tensor], with_backward: bool, recompute: bool) -> ModuleCost:
+    def _measure(self, x: Tensor, call: Callable[[Tensor], Tensor], recompute: bool) -> ModuleCost:
+        with_backward = torch.is_grad_enabled()
         counts, counter_mode = self.counts, self.counter_mode
         leaf = torch.empty_like(x).requires_grad_(x.requires_grad and with_backward)
         baseline = Counter(counts.live_bytes)  # tensors that exist only for the measurement

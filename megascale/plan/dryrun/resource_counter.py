@@ -171,22 +171,16 @@ def _cast_bytes(args: Any) -> int:
     return sum(cast_bytes.values())
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, out_val: Any = None, **__: Any) -> int:
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
-
-
-def _attention_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, out_val: Any = None, **__: Any
-) -> int:
-    return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
-
-
 aten = torch.ops.aten
 FLOPS = {
     **flop_registry,
     aten.addmm_: flop_registry[aten.addmm],
     aten.baddbmm_: flop_registry[aten.baddbmm],
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_, **__: sdpa_flop_count(
+        query.shape, key.shape, value.shape
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, query, key, value, *_, **__: (
+        sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
+    ),
 }
 """Functions from an operator's arguments to FLOPs: torch's, and those for operators that torch does not count."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -95,7 +95,12 @@ def read_measured(metrics: Path) -> NoiseCurve:
     try:
         with open(metrics, encoding="utf-8", errors="replace") as file:
             for line in file:
-                record = _record(line)
+                try:
+                    record = json.loads(line)
+                except ValueError:
+                    continue
+                if not isinstance(record, dict):
+                    continue
                 if isinstance(record.get("noise_scale"), (int, float)) and record.get("loss_tokens", 0) > 0:
                     found[float(record["loss_tokens"])] = float(record["noise_scale"])
     except OSError as error:
@@ -105,14 +110,6 @@ def read_measured(metrics: Path) -> NoiseCurve:
         raise DataError(f"{metrics} has no noise_scale", hint=hint)
     tokens = sorted(found)
     return NoiseCurve(tokens, [found[key] for key in tokens])
-
-
-def _record(line: str) -> Mapping[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}
 
 
 def cost(batch: float, critical: float) -> tuple[float, float]:

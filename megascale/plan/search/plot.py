@@ -22,31 +22,29 @@ def draw(path: Path, plan: Plan, sweep: Sequence[Plan]) -> None:
         raise MegascaleError(missing, hint="pip install matplotlib") from error
     figure = Figure(figsize=(7 * (2 + bool(sweep)), 5), layout="constrained")
     panels = figure.subplots(1, 2 + bool(sweep))
-    _memory(panels[0], plan)
-    _time(panels[1], [*sweep] or [plan])
+    memory, time = panels[:2]
+    stages, kinds = range(len(plan.ranks)), vars(plan.ranks[0])
+    _stack(memory, stages, {kind: [vars(rank)[kind] / GIB for rank in plan.ranks] for kind in kinds})
+    memory.axhline(plan.memory_limit / GIB, color="black", linestyle="--", label="limit")
+    memory.set(xlabel="pipeline stage", ylabel="GiB", title="memory of a rank, by formulas")
+    memory.set(xlim=(-0.7, len(stages) - 0.3), xticks=stages[:: -(-len(stages) // 20)])
+    plans = [*sweep] or [plan]
+    steps = [each.estimate for each in plans]
+    percent = {CAUSES[cause]: [100 * e.causes[cause] / e.step_s for e in steps] for cause in steps[0].causes}
+    shown = {name: values for name, values in percent.items() if max(values) >= 100 * MIN_SHARE}
+    _stack(time, [str(each.config.world_size) for each in plans], shown)
+    time.set(xlabel="devices", ylabel="% of a step", title="where the time goes")
     if sweep:
-        _scaling(panels[2], sweep)
+        devices, rates = [each.config.world_size for each in sweep], [each.estimate.tokens_per_s for each in sweep]
+        panels[2].plot(devices, rates, marker="o", label="planned")
+        panels[2].plot(devices, [rates[0] * count / devices[0] for count in devices], linestyle="--", label="linear")
+        panels[2].set(xlabel="devices", ylabel="tokens/s", title="scaling", xscale="log", yscale="log")
+        panels[2].legend()
     figure.suptitle(
         f"{plan.config.name}: {format_layout(plan.config.parallel)} on {plan.hardware.name} with {plan.stack.name}"
     )
     with atomic_file(path, "wb") as file:
         figure.savefig(file, format="png", dpi=120)
-
-
-def _memory(panel: Any, plan: Plan) -> None:
-    stages = range(len(plan.ranks))
-    _stack(panel, stages, {kind: [vars(rank)[kind] / GIB for rank in plan.ranks] for kind in vars(plan.ranks[0])})
-    panel.axhline(plan.memory_limit / GIB, color="black", linestyle="--", label="limit")
-    panel.set(xlabel="pipeline stage", ylabel="GiB", title="memory of a rank, by formulas")
-    panel.set(xlim=(-0.7, len(stages) - 0.3), xticks=stages[:: -(-len(stages) // 20)])
-
-
-def _time(panel: Any, plans: Sequence[Plan]) -> None:
-    steps = [plan.estimate for plan in plans]
-    percent = {CAUSES[cause]: [100 * e.causes[cause] / e.step_s for e in steps] for cause in steps[0].causes}
-    shown = {name: values for name, values in percent.items() if max(values) >= 100 * MIN_SHARE}
-    _stack(panel, [str(plan.config.world_size) for plan in plans], shown)
-    panel.set(xlabel="devices", ylabel="% of a step", title="where the time goes")
 
 
 def _stack(panel: Any, places: Sequence[Any], parts: Mapping[str, list[float]]) -> None:
@@ -56,11 +54,3 @@ def _stack(panel: Any, places: Sequence[Any], parts: Mapping[str, list[float]]) 
         panel.bar(places, sizes, bottom=below, label=label)
         below = [low + size for low, size in zip(below, sizes, strict=True)]
     panel.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small", reverse=True)
-
-
-def _scaling(panel: Any, plans: Sequence[Plan]) -> None:
-    devices, rates = [plan.config.world_size for plan in plans], [plan.estimate.tokens_per_s for plan in plans]
-    panel.plot(devices, rates, marker="o", label="planned")
-    panel.plot(devices, [rates[0] * count / devices[0] for count in devices], linestyle="--", label="linear")
-    panel.set(xlabel="devices", ylabel="tokens/s", title="scaling", xscale="log", yscale="log")
-    panel.legend()

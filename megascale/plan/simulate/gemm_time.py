@@ -92,13 +92,11 @@ def shape_share(m: int, n: int, k: int, units: int) -> float:
     """Return the share, in (0, 1], of a large GEMM's rate for [m, k] x [k, n] with the best tile on `units`
     multiprocessors. Losses: an incomplete last wave, partial tiles, and a short k, split (split-K) if tiles are few.
     """
-    return max(_tile_share(m, n, k, units, *tile) for tile in TILES)
-
-
-def _tile_share(m: int, n: int, k: int, units: int, rows: int, columns: int, speed: float) -> float:
-    tiles = math.ceil(m / rows) * math.ceil(n / columns)
-    splits = max(1, min(units // tiles, k // (4 * RAMP)))
-    waves = math.ceil(tiles * splits / units)
-    used = m * n * splits / (waves * units * rows * columns)
-    k_per_split = k / splits
-    return speed * used * k_per_split / (k_per_split + RAMP)
+    best = 0.0
+    for rows, columns, speed in TILES:
+        tiles = math.ceil(m / rows) * math.ceil(n / columns)
+        splits = max(1, min(units // tiles, k // (4 * RAMP)))
+        waves = math.ceil(tiles * splits / units)
+        used = m * n * splits / (waves * units * rows * columns)
+        best = max(best, speed * used * (k / splits) / (k / splits + RAMP))
+    return best
