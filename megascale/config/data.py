@@ -146,10 +146,8 @@ class DataConfig(Section):
         description="with reader = host: steps whose samples are read ahead, in the host's memory; new weights of a "
         "policy begin prefetch + 2 steps after it",
     )
-    reader_timeout_s: float = Field(
+    reader_timeout_s: Annotated[float, Field(ge=1, le=86400)] = Field(
         120.0,
-        ge=1,
-        le=86400,
         description="with reader = host: seconds in which the reader must read a sample, beside data.retry_timeout_s "
         "for remote datasets; after that it hangs, and another one is started",
     )

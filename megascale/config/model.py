@@ -101,15 +101,12 @@ class ModelConfig(Section):
         description="sliding-window attention: number of keys per query, counting the query's own position; a list "
         "repeats over the layers; 0: full causal attention",
     )
-    dropout: float = Field(
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,
-        ge=0,
-        lt=1,
         description="dropout probability of embeddings, attention weights, and outputs of attention and MLP",
     )
-    init_std: Float32 = Field(
+    init_std: Annotated[Float32, Field(gt=0)] = Field(
         0.02,
-        gt=0,
         description="standard deviation of initial weights; for projections into the residual stream "
         "init_std / sqrt(2 x num_layers)",
     )

@@ -47,10 +47,8 @@ class ParallelConfig(Section):
         description="layers of the pp x vpp model chunks, in network order; auto: even, with fewer or no layers in the "
         "first and last chunk, which have the embedding and the head",
     )
-    zero: int = Field(
+    zero: Annotated[int, Field(ge=0, le=2)] = Field(
         1,
-        ge=0,
-        le=2,
         description="ZeRO stage, sharding over dp x cp: 0 none, 1 optimizer state, 2 optimizer state and gradients",
     )
 

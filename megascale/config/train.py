@@ -60,10 +60,8 @@ class TrainConfig(Section):
         description="tiles of tokens in which a block's MLP runs; with several only its input is saved, and backward "
         "recomputes one tile after another ([tiles](long-context.md#tiles-of-the-mlp))",
     )
-    z_loss: Float32 = Field(
+    z_loss: Annotated[Float32, Field(ge=0, le=1)] = Field(
         0.0,
-        ge=0,
-        le=1,
         description="coefficient of the squared log of the softmax's denominator in the gradient, 1e-4 in PaLM; the "
         "reported loss stays the cross-entropy",
     )
@@ -188,10 +186,8 @@ class OptimizerConfig(Section):
     zclip_threshold: float = Field(2.5, gt=0, le=1e6, description="deviations above the mean that zclip lets pass")
     zclip_alpha: float = Field(0.97, gt=0, lt=1, description="decay of zclip's mean and variance")
     zclip_warmup: int = Field(25, ge=2, description="first steps of zclip, which give the mean and variance")
-    skip_sigma: float = Field(
+    skip_sigma: Annotated[float, Field(ge=0, le=1e6)] = Field(
         0.0,
-        ge=0,
-        le=1e6,
         description="skip a step whose loss or gradient norm is as many standard deviations above the mean of recent "
         "steps; 0: never",
     )
@@ -230,10 +226,8 @@ class CheckpointConfig(Section):
         description="parent of the folder of checkpoints, which has the run's name: a path, or a URL of an fsspec file "
         "system, such as s3://bucket/runs; default: the run's folder",
     )
-    file_bytes: int = Field(
+    file_bytes: Annotated[int, Field(ge=64 << 10, le=2**40)] = Field(
         2 << 30,
-        ge=64 << 10,
-        le=2**40,
         description="maximum size of a checkpoint file (a larger tensor row is one file); at least 65536",
     )
     retry_timeout_s: float = Field(
@@ -259,10 +253,8 @@ class ObserveConfig(Section):
     store_interval_s: float = Field(
         10.0, ge=1, le=3600, description="seconds between the files that a node writes into the event store"
     )
-    store_bytes: int = Field(
+    store_bytes: Annotated[int, Field(ge=1 << 20, le=2**50)] = Field(
         2 << 30,
-        ge=1 << 20,
-        le=2**50,
         description="maximum bytes that a node keeps in the event store, at least 1048576: single events go first, the "
         "oldest before the others, then sums by step",
     )
@@ -274,10 +266,8 @@ class ObserveConfig(Section):
         description="step that the first rank of each pipeline stage runs under torch's profiler, so that `megascale "
         "mfu` tells GEMMs from attention; 0: none",
     )
-    metrics_port: int = Field(
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] = Field(
         0,
-        ge=0,
-        le=65535,
         description="first port for [Prometheus' metrics](observability.md#metrics-and-alerts): the launcher, or the "
         "driver and each agent, serve them at the first free one of 32; 0: none",
     )

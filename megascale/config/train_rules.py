@@ -112,7 +112,7 @@ def optimizer_groups(model: ModelConfig, optimizer: OptimizerConfig) -> Iterable
     """Check options of the optimizer, and that every parameter is in one group."""
     if not (optimizer.groups or optimizer.options or model.mup_base_width):
         return ()
-    from megascale.layout.param_groups import group_findings  # a layer above: the parameters of a model
+    from megascale.layout.group_rules import group_findings  # a layer above: the parameters of a model
 
     return group_findings(model, optimizer)
 

@@ -9,22 +9,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from megascale.catalog.optimizers import MATRIX_UNITS, OPTIMIZERS, QUANTIZED_BLOCK, REST, with_defaults
-from megascale.config.finding import Finding
-from megascale.config.model import ModelConfig
 from megascale.config.train import OptimizerConfig
 from megascale.layout.buckets import BucketLayout, SlotRange, inside, joined
-from megascale.layout.parameters import all_params
 from megascale.layout.tensors import ParamSpec, TensorSpec
 from megascale.layout.topology import Topology
-
-MOST = 2**40
-"""Numbers among a rule's options are less."""
 
 
 @dataclass(frozen=True)
@@ -207,97 +201,3 @@ def element_ranges(
         if not group.needs_matrix
         for item in inside(joined(item for _, item in pairs), *shard)
     ]
-
-
-def group_findings(model: ModelConfig, config: OptimizerConfig) -> Iterator[Finding]:
-    """Check options, and that every tensor of the model belongs to one group whose rule can update it."""
-    groups = ParamGroups(config)
-    yield from _option_findings("optimizer.options", groups.default, config.options)
-    for group, table in zip(groups.listed, config.groups, strict=True):
-        yield from _option_findings("optimizer.groups", group, table.get("options", {}))
-    if model.mup_base_width and "lamb" in groups.rules:
-        message = "has no effect with lamb, whose updates have the size of the weights"
-        yield Finding("model.mup_base_width", message, "another rule, or remove the key")
-    if config.groups and "lamb" in groups.rules:
-        message = "lamb scales updates by norms of whole parameters, of all of them or of none"
-        yield Finding("optimizer.groups", message, "another rule, or no groups")
-        return
-    yield from _match_findings(model, groups, config.groups)
-
-
-def _match_findings(model: ModelConfig, groups: ParamGroups, tables: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Check which tensors of a model the groups match."""
-    used, decayed = set[int](), set[int]()
-    for parameter in all_params(model) if tables else []:
-        for tensor in parameter.parts:
-            found = groups.matches(parameter, tensor)
-            used.update(found)
-            decayed.update(found if parameter.weight_decay else ())
-            if len(found) > 1:
-                numbers = " and ".join(str(index + 1) for index in found)
-                yield Finding("optimizer.groups", f"{tensor.name} is in groups {numbers}", "narrower params or kinds")
-                return
-            group = groups.group_of(parameter, tensor)
-            if group.needs_matrix and not parameter.is_matrix:
-                message = f"{tensor.name} is no matrix, and {group.rule} updates matrices"
-                yield Finding("optimizer.groups", message, "kinds of matrices, or another rule for the group")
-                return
-    for index, table in enumerate(tables):
-        if index not in used:
-            message = f"group {index + 1} matches no parameter"
-            yield Finding("optimizer.groups", message, _meant_params(model, table))
-        elif table.get("weight_decay") and index not in decayed:
-            message = f"weight_decay of group {index + 1} has no effect: norms and biases do not decay"
-            yield Finding("optimizer.groups", message, "remove the key, or other parameters")
-
-
-def _meant_params(model: ModelConfig, table: Mapping[str, Any]) -> str:
-    """Return a hint for a group that matches no parameter: the parts of a fused weight that it names."""
-    fused = [parameter for parameter in all_params(model) if len(parameter.parts) > 1]
-    for parameter in fused:
-        if any(fnmatchcase(parameter.name, pattern) for pattern in table.get("params", ())):
-            return f"{parameter.name} is fused: its parts are {', '.join(part.name for part in parameter.parts)}"
-    return "patterns of names as in `megascale ckpt show`, or other kinds"
-
-
-def _option_findings(where: str, group: ParamGroup, options: Mapping[str, Any]) -> Iterator[Finding]:
-    """Check the names, types and ranges of a rule's options."""
-    known, words = (
-        group.facts["options"],
-        {bool: "true or false", str: "text", int: "a whole number", float: "a number"},
-    )
-    for key, value in options.items():
-        if key not in known:
-            hint = f"its options: {', '.join(known) or 'none'}"
-            if group.meaning == "moments":
-                hint = "keys of [optimizer]: optimizer.betas, optimizer.eps, optimizer.bias_correction"
-            yield Finding(where, f"{group.rule} has no option {key}", hint)
-            continue
-        default, choices = known[key], group.facts["choices"].get(key)
-        hint = f"{key} = {str(default).lower()}, the default"
-        if not _is_like(value, default):
-            yield Finding(where, f"{group.rule}: {key} is {value!r}, not {words[type(default)]}", hint)
-        elif choices and value not in choices:
-            yield Finding(where, f"{group.rule}: {key} is {value!r}", f"one of {', '.join(choices)}")
-        elif isinstance(default, int | float) and not _in_range(key, value, type(default)):
-            yield Finding(where, f"{group.rule}: {key} is {value}, out of range", hint)
-
-
-def _in_range(key: str, value: Any, kind: type) -> bool:
-    """True if whole numbers are above 0, other numbers at least 0, what decays an average less than 1, a share above 0
-    and at most 1, and a threshold and what is added to a root above 0.
-    """
-    if kind is bool:
-        return True
-    if kind is int:
-        return bool(1 <= value < MOST)
-    if key == "density" or key.startswith("eps"):
-        return bool(0 < value <= 1)
-    if key == "clip_threshold":
-        return bool(0 < value < MOST)
-    return bool(0 <= value < (1 if key.startswith(("beta", "momentum")) else MOST))
-
-
-def _is_like(value: Any, default: Any) -> bool:
-    """True if a value has the type of an option's default; a whole number may stand for a float."""
-    return type(value) is type(default) or (type(default) is float and type(value) is int)

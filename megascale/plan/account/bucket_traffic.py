@@ -14,12 +14,12 @@ from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.config.run import RunConfig
 from megascale.layout.buckets import BucketLayout, pack
 from megascale.layout.chunks import chunk_buckets, shares_embedding
-from megascale.layout.owners import exchange_axes, sent_elements, stage_places
 from megascale.layout.parts.microbatch_sizes import CommOp
 from megascale.layout.tensors import TOKEN_EMBEDDING
 from megascale.layout.topology import DATA_AXES, Coord, topology_of
 from megascale.plan.account.optimizer_state import is_mixed
 from megascale.plan.account.sizes import data_ranks
+from megascale.plan.account.stage_matrices import exchange_axes, sent_elements, stage_places
 
 FP64 = 8  # bytes of an element of sums over the job
 

@@ -16,9 +16,10 @@ from megascale.catalog.optimizers import ALL_KINDS
 from megascale.config.run import RunConfig
 from megascale.config.train import OptimizerConfig
 from megascale.layout.chunks import bucket_sizes
-from megascale.layout.owners import OwnedMatrix, StageMatrices, stage_places, update_cost
+from megascale.layout.owners import OwnedMatrix, update_cost
 from megascale.layout.param_groups import ParamGroup, ParamGroups
 from megascale.plan.account.sizes import data_ranks
+from megascale.plan.account.stage_matrices import StageMatrices, stage_places
 
 TEMPORARIES = 6
 """Tensors of a matrix's size at the peak of its update: of dry runs of Muon and Adafactor, 3 to 8."""

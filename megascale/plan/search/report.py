@@ -58,7 +58,11 @@ def tables(plan: Plan, sweep: Sequence[Plan], tokens: float | None, cost: Failur
     )
     if text := describe_documents(config.data):
         yield text
-    yield _memory_table(plan)
+    stages, how = len(plan.memory_by_stage), "exact" if plan.exact else "by formulas"
+    where = f" on stage {plan.fullest_stage}, the fullest of {stages}" if stages > 1 else ""
+    sizes = {**vars(plan.memory), f"total, {'fits' if plan.fits else 'does not fit'}": plan.memory.total}
+    rows = [(kind, format_bytes(size), f"{size / plan.memory_limit:.1%}") for kind, size in sizes.items()]
+    yield plain_table((f"memory of a rank{where}, {how}", "bytes", f"of {format_bytes(plan.memory_limit)}"), rows)
     shown = [(cause, seconds) for cause, seconds in e.causes.items() if seconds >= MIN_SHARE * e.step_s]
     rows = [(CAUSES[cause], f"{seconds:.4g}", f"{seconds / e.step_s:.1%}") for cause, seconds in shown]
     yield plain_table(("where the time goes", "s", "share"), rows)
@@ -77,14 +81,6 @@ def format_layout(p: ParallelConfig) -> str:
     heads = f" {p.cp_ulysses} x {p.cp_keys}" if p.cp_mode == "usp" else ""
     cp = f" x cp {p.cp} {p.cp_mode}{heads}" if p.cp > 1 else ""
     return f"tp {p.tp}{sp}{cp} x pp {p.pp}{vpp} x dp {p.replicas}"
-
-
-def _memory_table(plan: Plan) -> Table:
-    stages, how = len(plan.memory_by_stage), "exact" if plan.exact else "by formulas"
-    where = f" on stage {plan.fullest_stage}, the fullest of {stages}" if stages > 1 else ""
-    sizes = {**vars(plan.memory), f"total, {'fits' if plan.fits else 'does not fit'}": plan.memory.total}
-    rows = [(kind, format_bytes(size), f"{size / plan.memory_limit:.1%}") for kind, size in sizes.items()]
-    return plain_table((f"memory of a rank{where}, {how}", "bytes", f"of {format_bytes(plan.memory_limit)}"), rows)
 
 
 def too_large_message(plan: Plan) -> str:
