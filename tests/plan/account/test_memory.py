@@ -4,61 +4,23 @@ allocations, test_against_dry_run compares dry runs.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.core.registry import Card
-from megascale.layout.stages import looped
 from megascale.plan.account import memory as memory_of
 from megascale.plan.account.memory import JobMemory
-from megascale.plan.account.rank_actions import posted_receives, representative_microbatches
 from megascale.plan.account.state import THIS_TRAINER, WeightStorage, state_bytes
-from megascale.schedule import ir
-from megascale.schedule.ir import SERVED, Action, Kind, RankSchedule, backward, forward
-from megascale.schedule.lower import lower
+from megascale.schedule.ir import RankSchedule, backward, forward
 from tests.drawn import jobs
 
 STORAGES = st.builds(WeightStorage, st.booleans(), st.sampled_from(["beside", "instead"]))
-
-
-@pytest.mark.parametrize("name", [name for name in SCHEDULES.names() if SCHEDULES[name].facts["multi_chunk"]])
-@given(p=st.integers(1, 8), v=st.integers(1, 4), m=st.integers(1, 150))
-@example(p=7, v=2, m=146)  # six large groups and fourteen small ones
-@example(p=8, v=3, m=71)  # all groups but one are large
-@settings(max_examples=40, deadline=None)
-def test_representative_micro_batches_show_all_situations(name: str, p: int, v: int, m: int) -> None:
-    few, many = (
-        ir.build_schedule(SCHEDULES[name].load(), p, v, count) for count in (representative_microbatches(p, m), m)
-    )
-    assert [situations(order, v) for order in few] == [situations(order, v) for order in many]
-
-
-def test_representative_micro_batches_are_few() -> None:
-    assert representative_microbatches(8, 6144 + 5) == 6 * 8 + 3
-
-
-@pytest.mark.parametrize("name", SCHEDULES.names())
-def test_posted_receives_have_a_bound(name: str) -> None:
-    for p, v, m in itertools.product(
-        range(2, 6), (1, 2, 4) if SCHEDULES[name].facts["multi_chunk"] else (1,), range(1, 14)
-    ):
-        placement = looped(p, v)
-        for rank, order in enumerate(lower(ir.build_schedule(SCHEDULES[name].load(), p, v, m), placement)):
-            posted, most = set[Action](), 0
-            for action in order:
-                if action.kind in (Kind.RECV_F, Kind.RECV_B):
-                    posted.add(action._replace(kind=SERVED[action.kind]))
-                elif action.kind in (Kind.F, Kind.B):
-                    posted.discard(action)
-                    most = max(most, len(posted))
-            assert most <= posted_receives(p, v, m, rank)
 
 
 def test_schedules_without_a_period_are_walked_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,16 +89,6 @@ def test_fp8_weights_beside_or_instead_of_bf16() -> None:
     cast = (beside.parameters - plain.parameters) // 2
     assert beside.parameters - instead.parameters == 2 * cast > plain.parameters // 4
     assert (beside.gradients, beside.optimizer) == (instead.gradients, instead.optimizer)
-
-
-def situations(order: RankSchedule, v: int) -> set[tuple[object, ...]]:
-    """Collect the numbers of live micro-batches by chunk, with the actions around."""
-    live, seen = [0] * v, set()
-    kinds = [(action.kind, action.chunk) for action in order]
-    for index, action in enumerate(order):
-        seen.add((*live, *kinds[max(0, index - 2) : index + 3]))
-        live[action.chunk] += 1 if action.kind is Kind.F else -1
-    return seen
 
 
 @pytest.mark.parametrize(("pp", "vpp", "zero", "m"), [(16, 1, 1, 64), (16, 2, 0, 80), (32, 2, 2, 96), (16, 4, 2, 16)])
