@@ -39,17 +39,6 @@ class MaskBlock(NamedTuple):
     def rows(self) -> slice:
         return slice(None) if self.row is None else slice(self.row, self.row + 1)
 
-    def visible(self) -> int:
-        n, m = self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
-        if self.left is None and self.right is None:
-            return n * m
-        total = 0
-        for query in range(n):
-            low = 0 if self.left is None else max(0, query + self.offset - self.left)
-            high = m - 1 if self.right is None else min(m - 1, query + self.offset + self.right)
-            total += high - low + 1
-        return total
-
 
 class MaskBlocks(tuple[MaskBlock, ...]):
     """Blocks, with what backends compute of them, such as index tensors: once for all layers."""
@@ -75,10 +64,6 @@ class Tile(NamedTuple):
     keys: slice
     diagonal: bool = False
     band: tuple[int, int] | None = None
-
-    @property
-    def scores(self) -> int:
-        return (self.queries.stop - self.queries.start) * (self.keys.stop - self.keys.start)
 
 
 def tiles(block: MaskBlock) -> Iterator[Tile]:

@@ -13,6 +13,7 @@ from megascale.layout import document_shards
 from megascale.layout.document_shards import TILE, RowSharding, computed_scores, shard_documents
 from megascale.layout.mask_blocks import mask_blocks
 from megascale.layout.sequence_shard import TokenSpan, shard_sequence, within_documents
+from tests.layout.scores import visible_scores
 
 GRIDS = [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (2, 3)]
 
@@ -53,7 +54,7 @@ def test_scores_are_those_of_the_bands(cuts: list[int], window: int | None) -> N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(document_shards, "TILE", 1)
         for queries in shard_sequence(96, 4, 1, 0).parts:
-            visible = sum(band.visible() for band in mask_blocks(queries, whole, window, [starts], 96))
+            visible = sum(visible_scores(band) for band in mask_blocks(queries, whole, window, [starts], 96))
             assert computed_scores(queries, starts, 96, window) == visible
 
 

@@ -74,7 +74,11 @@ def _computed_scores(config: RunConfig, core: AttentionCore, cp_rank: int) -> It
     within = starts if config.data.mask == "document" else None
     for queries, keys in pairs:
         blocks = (block for spans in keys for block in mask_blocks(queries, spans, core.window, within, s))
-        yield sum(tile.scores for block in blocks for tile in tiles(block))
+        yield sum(
+            (tile.queries.stop - tile.queries.start) * (tile.keys.stop - tile.keys.start)
+            for block in blocks
+            for tile in tiles(block)
+        )
 
 
 def count_document_scores(lengths: Iterable[int], block_window: int | None) -> int:
