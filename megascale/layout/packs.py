@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def pack_sequences(sequences: Sequence[tuple[int, int]], capacity: int) -> list[tuple[int, ...]]:
@@ -23,6 +27,19 @@ def pack_sequences(sequences: Sequence[tuple[int, int]], capacity: int) -> list[
         if room > 0:
             insort(rooms, (room, pack))
     return [tuple(pack) for pack in packs]
+
+
+def deal(timed: Iterable[tuple[float, T]], ready: Sequence[float]) -> tuple[list[list[T]], list[float]]:
+    """Deal items of some seconds, in order, each to the group that is ready first. `ready`: seconds at which each group
+    is at first. Returns the items of the groups, and when each ends.
+    """
+    held, heap = [list[T]() for _ in ready], [(start, group) for group, start in enumerate(ready)]
+    heapq.heapify(heap)
+    for seconds, item in timed:
+        start, group = heap[0]
+        held[group].append(item)
+        heapq.heapreplace(heap, (start + seconds, group))
+    return held, [end for end, _ in sorted(heap, key=lambda end: end[1])]
 
 
 def equal_documents(s: int, length: int | None) -> list[int]:

@@ -7,14 +7,13 @@ pipeline its longest micro-batch (p - 1) times; pipelines with shorter micro-bat
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from megascale.layout.hybrid.rings import Rings
-from megascale.layout.packs import pack_sequences
+from megascale.layout.packs import deal, pack_sequences
 
 HALVINGS = 16
 """Halvings of the interval of makespans in the search of `balance_by_pp`."""
@@ -38,13 +37,7 @@ class Packs:
 
 def balance_by_dp(short: Sequences, times: Sequence[float], rings: Rings, max_tokens: int, stages: int) -> Packs:
     """Balance sequences to equal times of ranks. `times`: seconds on a rank, by number."""
-    held: list[list[tuple[int, int]]] = [[] for _ in rings.ready]
-    heap = [(ready, rank) for rank, ready in enumerate(rings.ready)]
-    heapq.heapify(heap)
-    for sequence in short:
-        ready, rank = heap[0]
-        held[rank].append(sequence)
-        heapq.heapreplace(heap, (ready + times[sequence[0]], rank))
+    held, _ = deal(((times[sequence[0]], sequence) for sequence in short), rings.ready)
     packs = [_by_time(pack_sequences(own, max_tokens), times) for own in held]
     return _packs(packs, rings, stages, "dp")
 

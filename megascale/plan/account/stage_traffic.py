@@ -44,7 +44,7 @@ def context_traffic(sizes: MicroBatchSizes, block: BlockSpec, recompute: Recompu
 
 @dataclass(frozen=True)
 class StageTraffic:
-    """The communication of the ranks of a pipeline stage for one micro-batch, and of the weights once a step."""
+    """The communication of the ranks of a pipeline stage in a step."""
 
     config: RunConfig
     stage: int
@@ -58,38 +58,29 @@ class StageTraffic:
         return stages_of(self.config.model, self.config.parallel)
 
     def all(self) -> Iterator[CommOp]:
-        for sent in (*self._layers(), *self._ends(), *self._messages()):
-            yield sent._replace(times=sent.times * self.config.num_microbatches)
-        yield from self._weight_amaxes()
-
-    def _blocks(self) -> Iterator[tuple[MicroBatchSizes, BlockSpec, RecomputePolicy, int]]:
-        """Yield the distinct blocks of the stage: with their sizes, and how many there are."""
-        config, p = self.config, self.config.parallel
+        """List all collectives and messages of a step: of blocks over tp and cp, per micro-batch, and once for the amax
+        of FP8 weights; of the ends, and between stages.
+        """
+        config, p, m = self.config, self.config.parallel, self.config.num_microbatches
         fp8 = fp8_layers(config.model, config.train, config.fp8)
+        sizes = {quantized: replace(self.sizes, fp8=quantized) for quantized in (False, True)}
         for chunk in range(p.vpp):
             layers = self.layout.layers(self.layout.index(self.stage, chunk))
+            recompute = recompute_policy(config.train, chunk)
             kinds = Counter((block_spec(config.model, layer), layer in fp8) for layer in layers)
             for (block, quantized), count in kinds.items():
-                yield replace(self.sizes, fp8=quantized), block, recompute_policy(config.train, chunk), count
-
-    def _layers(self) -> Iterator[CommOp]:
-        """List the collectives of blocks over tp and cp."""
-        p = self.config.parallel
-        for sizes, block, recompute, count in self._blocks():
-            sent = list(context_traffic(sizes, block, recompute)) if p.cp > 1 else []
-            sent += block_traffic(sizes, block, recompute) if p.tp > 1 else []
-            yield from (each._replace(times=count) for each in sent)
-
-    def _weight_amaxes(self) -> Iterator[CommOp]:
-        """List the all-reduces over tp of the amaxes of FP8 weights."""
-        for sizes, block, _, count in self._blocks() if self.config.parallel.tp > 1 else ():
-            for layer in linears(block):
-                amaxes = sizes.amaxes(f"{layer.name}.weight", 1, self.config.model.hidden_size)
-                yield from (each._replace(times=count) for each in amaxes)
+                sent = list(context_traffic(sizes[quantized], block, recompute)) if p.cp > 1 else []
+                sent += block_traffic(sizes[quantized], block, recompute) if p.tp > 1 else []
+                yield from (each._replace(times=count * m) for each in sent)
+                for layer in linears(block) if p.tp > 1 else ():
+                    amaxes = sizes[quantized].amaxes(f"{layer.name}.weight", 1, config.model.hidden_size)
+                    yield from (each._replace(times=count) for each in amaxes)
+        for each in (*self._ends(), *self._messages()):
+            yield each._replace(times=m)
 
     def _ends(self) -> Iterator[CommOp]:
-        """List the collectives over tp of embedding, head and received stage boundaries. The loss is computed by chunks
-        of tokens.
+        """List the collectives over tp of embedding, head and received stage boundaries for a micro-batch. The loss is
+        computed by chunks of tokens.
         """
         model, p, sizes = self.config.model, self.config.parallel, self.sizes
         columns = padded_vocab(model, p.tp) // p.tp
@@ -110,7 +101,7 @@ class StageTraffic:
             yield from [boundary] * (0 if p.sp else (not first) + (not last))
 
     def _messages(self) -> Iterator[CommOp]:
-        """List the messages between stages: up to a higher pipeline rank, down to a lower one."""
+        """List the messages of a micro-batch between stages: up to a higher pipeline rank, down to a lower one."""
         places = self.layout.placement.places
         for chunk in range(self.layout.vpp):
             index = self.layout.index(self.stage, chunk)

@@ -36,7 +36,8 @@ class Bounds:
     def __init__(self, space: Space, hardware: Hardware, stack: Stack) -> None:
         self._space, self._hardware, self._stack = space, hardware, stack
         self._cut, self._seconds, self._link = cache(self._cut_of), cache(self._seconds_of), cache(self._link_of)
-        self._state, self._saved = cache(self._state_of), cache(self._saved_of)
+        self._state = cache(lambda layout: state_bytes(space.with_layout(layout), 0, stack.storage).total)
+        self._saved = cache(self._saved_of)
 
     def step_s(self, layout: Layout) -> float:
         """Lower bound of step time in seconds."""
@@ -99,10 +100,6 @@ class Bounds:
         chunks = [[parts.buckets[rank, chunk] for chunk in range(layout.vpp)] for rank in ranks]
         reduce, gather = (min(sum(map(cost, rank)) for rank in chunks) for cost in (parts.dp.reduce, parts.dp.gather))
         return reduce, gather
-
-    def _state_of(self, layout: Layout) -> int:
-        """Bytes of parameters, gradients and optimizer on the first rank."""
-        return state_bytes(self._space.with_layout(layout), 0, self._stack.storage).total
 
     def _saved_of(self, layout: Layout) -> int:
         """Saved bytes of a layer for a micro-batch."""

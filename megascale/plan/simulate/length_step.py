@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TypeVar
 
 from megascale.layout.hybrid.plan import HybridPlan
 from megascale.layout.hybrid.planner import makespan_bound, plan_hybrid
 from megascale.layout.hybrid.sequence_work import SequenceWork
-from megascale.layout.packs import pack_sequences
+from megascale.layout.packs import deal, pack_sequences
 from megascale.layout.sequence_chunks import SequenceChunk, cut_chunks
 from megascale.layout.stages import looped
 from megascale.plan.simulate.event_simulator import StageTimes, simulate
 from megascale.plan.simulate.extrapolate import compute_order
 from megascale.plan.simulate.profiles import Overlaps
 from megascale.schedule.state_aware import build_state_aware
-
-T = TypeVar("T")
 
 SIMULATED = 4
 """Slowest pipelines by their sums that are simulated."""
@@ -100,7 +96,7 @@ def static_step(lengths: Sequence[int], pool: Pool, cp: int, *, balanced: bool =
     timed = [(pool.work.shared(pack, cp), sum(pack) // cp) for pack in packs]
     groups = max(1, pool.ranks // cp)
     if balanced:
-        held, _ = _dealt([(pack[0], pack) for pack in sorted(timed, reverse=True)], groups)
+        held, _ = deal(((pack[0], pack) for pack in sorted(timed, reverse=True)), [0.0] * groups)
     else:
         held = [timed[group::groups] for group in range(groups)]
     counts = [len(own) for own in held]
@@ -122,19 +118,8 @@ def chunked_step(lengths: Sequence[int], pool: Pool, chunk_tokens: int, keep: in
 
     entries = cut_chunks(lengths, chunk_tokens)
     again = (pool.forward * seconds(entry[: max(0, len(entry) - keep)]) for entry in entries)
-    held, ready = _dealt(
-        ((seconds(entry) + dropped, entry) for entry, dropped in zip(entries, again, strict=True)), pool.ranks
-    )
+    timed = ((seconds(entry) + dropped, entry) for entry, dropped in zip(entries, again, strict=True))
+    held, ready = deal(timed, [0.0] * pool.ranks)
     slowest = sorted(range(pool.ranks), key=lambda rank: (ready[rank], rank), reverse=True)[:SIMULATED]
     counts = [sum(map(len, own)) for own in held]
     return LengthStep(max(makespan(held[rank]) for rank in slowest), (), (min(counts), max(counts)))
-
-
-def _dealt(timed: Iterable[tuple[float, T]], groups: int) -> tuple[list[list[T]], list[float]]:
-    """Deal items of some seconds, in order, each to the group that is ready first; return them, and when each ends."""
-    held, heap = [list[T]() for _ in range(groups)], [(0.0, group) for group in range(groups)]
-    for seconds, item in timed:
-        ready, group = heap[0]
-        held[group].append(item)
-        heapq.heapreplace(heap, (ready + seconds, group))
-    return held, [ready for ready, _ in sorted(heap, key=lambda end: end[1])]
