@@ -37,12 +37,12 @@ def tables(plan: LengthPlan) -> Iterator[str | Table]:
     headings = ("way", "step s", "tokens/s", "speed", "makespan s", "over bound", "context bytes", "micro-batches")
     yield plain_table(headings, rows)
     yield "the bound: equal work on all ranks without communication; gradient reductions are left out, alike for all"
-    rows = []
+    exchanges = list[tuple[str, ...]]()
     for ranks, modes, crossover in plan.mode_rows():
         cells = [f"{format_bytes(sent)}, {1e3 * seconds:.2f} ms" for sent, seconds in modes.values()]
-        rows.append((f"{ranks}", *cells, "none" if crossover is None else f"{crossover:,}"))
+        exchanges.append((f"{ranks}", *cells, "none" if crossover is None else f"{crossover:,}"))
     names = [f"{mode}: sent in a layer, exposed in a stage" for mode in ("Ulysses", "ring", "all-gather")]
-    yield plain_table((f"cp for {plan.longest:,} tokens", *names, "ring exposes less from"), rows)
+    yield plain_table((f"cp for {plan.longest:,} tokens", *names, "ring exposes less from"), exchanges)
     yield from _lines(plan)
 
 
