@@ -12,8 +12,7 @@ from megascale.cli.plan import print_tables
 from megascale.config.loading import load_config
 from megascale.core.errors import Exit
 from megascale.layout.parameters import parameter_count
-from megascale.plan.search import batch_report
-from megascale.plan.search.batch_plan import BatchPlan, critical_by_law, read_measured
+from megascale.plan.search.batch_plan import BatchPlan, batch_json, batch_tables, critical_by_law, read_measured
 
 TOKENS = (1.0, 1e15)
 """Fewest and most tokens of a training: the law ends far below the most, and steps and batches stay countable."""
@@ -48,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
         source = f"from the noise scale of {options.measured}"
     plan = BatchPlan(config, tokens, critical, source)
     if options.json:
-        print(json.dumps(batch_report.batch_json(plan)))
+        print(json.dumps(batch_json(plan)))
     else:
-        print_tables(batch_report.tables(plan))
+        print_tables(batch_tables(plan))
     return Exit.OK

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megascale.catalog.layers import NORMS
-from megascale.config.divisors import divisors, join_values
-from megascale.config.finding import Finding
+from megascale.config.finding import Finding, divisors, join_values
 from megascale.config.model import ModelConfig
 
 

@@ -9,8 +9,7 @@ from megascale.catalog.recipes import RECIPES
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.backends import Fp8Config
 from megascale.config.data import DataConfig
-from megascale.config.divisors import divisors, join_values
-from megascale.config.finding import Finding
+from megascale.config.finding import Finding, divisors, join_values
 from megascale.config.launch import NcclConfig
 from megascale.config.model import ModelConfig
 from megascale.config.parallel import ParallelConfig

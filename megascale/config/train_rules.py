@@ -8,8 +8,7 @@ from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.batch_rampup import full_batch_steps
 from megascale.config.data import DataConfig
-from megascale.config.divisors import join_values
-from megascale.config.finding import Finding
+from megascale.config.finding import Finding, join_values
 from megascale.config.model import ModelConfig
 from megascale.config.parallel import ParallelConfig
 from megascale.config.train import BatchConfig, OptimizerConfig, TrainConfig

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megascale.config.divisors import divisors
 from megascale.config.exclusions import HYBRID_DOCUMENTS, NOT_HYBRID
-from megascale.config.finding import Finding
+from megascale.config.finding import Finding, divisors
 from megascale.config.parallel_rules import hybrid_tokens
 from megascale.config.rules import Rule, run_rules
 from megascale.config.run import RunConfig

@@ -27,13 +27,8 @@ NO_RECOMPUTE = RecomputePolicy()
 
 def recompute_policy(train: TrainConfig, chunk: int) -> RecomputePolicy:
     """The policy of model chunk `chunk`, the same on every pipeline rank."""
-    parts = _recomputed_parts(train, chunk)
-    return replace(parts, mlp_tiles=train.mlp_tiles, offload=parts.full and train.activation_offload)
-
-
-def _recomputed_parts(train: TrainConfig, chunk: int) -> RecomputePolicy:
     if train.recompute == "none" or chunk not in (train.recompute_chunks or [chunk]):
-        return NO_RECOMPUTE
+        return RecomputePolicy(mlp_tiles=train.mlp_tiles)
     if train.recompute == "full":
-        return RecomputePolicy(full=True)
-    return RecomputePolicy(**dict.fromkeys(train.recompute_ops or ["attention"], True))
+        return RecomputePolicy(full=True, mlp_tiles=train.mlp_tiles, offload=train.activation_offload)
+    return replace(NO_RECOMPUTE, mlp_tiles=train.mlp_tiles, **dict.fromkeys(train.recompute_ops or ["attention"], True))

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.config import exclusions
-from megascale.config.divisors import divisors
 from megascale.config.exclusions import Exclusions
+from megascale.config.finding import divisors
 from megascale.config.loading import check_rules, load_config, load_config_tree
 from megascale.config.rules import RULES, Rule
 from megascale.config.time_rules import launch_findings

@@ -1,4 +1,5 @@
-"""A plan of the global batch (`BatchPlan`): the critical batch along a training, measured or by a law, and a ramp-up.
+"""A plan of the global batch (`BatchPlan`): the critical batch along a training, measured or by a law, and a ramp-up;
+with its reports (`batch_tables`, `batch_json`).
 
 The critical batch is where a smaller batch needs few more tokens and a larger one few fewer steps (McCandlish et al.
 2018, equation 2.11):
@@ -20,9 +21,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
 from megascale.config.batch_rampup import BatchSizes
 from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
+from megascale.core.units import format_count
+from megascale.layout.parameters import parameter_count
+from megascale.plan.account.flops import head_flops, token_flops
+from megascale.plan.search.report import plain_table
 
 CRITICAL_EXPONENT = 0.47
 """The critical batch grows with this power of the tokens of a run, whatever its parameters: 0.47 (Zhang et al. 2024),
@@ -40,6 +47,9 @@ RATIOS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
 
 STAGES = (0.01, 0.03, 0.1, 0.3, 1.0)
 """Shares of a training at which the batches are shown."""
+
+LR_EXPONENTS = (0.75, 1.0)
+"""The best learning rate grows with a power of the batch in this range (Shuai et al. 2024)."""
 
 Critical = Callable[[float], float]
 """The critical batch, in tokens, as a function of the tokens of a training that came before."""
@@ -201,3 +211,52 @@ class BatchPlan:
         for share in STAGES:
             tokens = share * self.tokens
             yield tokens, self.critical(tokens), self.sizes.at(int(tokens / self.seq_length))
+
+
+def batch_tables(plan: BatchPlan) -> Iterator[str | Table]:
+    """Report a plan: inputs, the batches along the training, the trade-off, and the keys."""
+    model, length = plan.config.model, plan.seq_length
+    flops = plan.tokens * (token_flops(model).full - head_flops(model))
+    yield (
+        f"{plan.config.name}: {format_count(parameter_count(model))} parameters, {format_count(plan.tokens)} tokens "
+        f"in sequences of {length:,}, {flops:.3g} FLOPs without the head; micro x dp = {plan.unit}"
+    )
+    yield f"critical batch at the end: {format_count(plan.end)} tokens, {plan.source}"
+    along = [
+        (format_count(tokens), format_count(critical), f"{critical / length:,.1f}", f"{batch:,}")
+        for tokens, critical, batch in plan.stages()
+    ]
+    yield plain_table(("after tokens", "critical, tokens", "sequences", "recommended batch"), along)
+    found, rows = list(plan.trade_off()), []
+    own = next(row for row in found if row["global"] == plan.config.batch.total)
+    for row in found:
+        low, high = sorted((row["global"] / own["global"]) ** exponent for exponent in LR_EXPONENTS)
+        name = f"{row['global']:,.0f}{' (this configuration)' if row is own else ''}"
+        cells = [f"{row['steps_over_least']:.2f}", f"{row['tokens_over_least']:.2f}"]
+        cells += [f"{row['steps']:,.0f}", format_count(row["tokens"])]
+        cells += [f"{row['tokens'] / own['tokens']:.2f}", f"{row['steps'] / own['steps']:.2f}", f"{low:.2g}-{high:.2g}"]
+        rows.append((name, *cells))
+    headings = ("global batch", "S / S_min", "E / E_min", "steps", "tokens", "time, same devices")
+    yield plain_table((*headings, "time, devices as the batch", "lr x (Shuai et al. 2024)"), rows)
+    yield "McCandlish et al. 2018: for a tuned learning rate at each batch, and one critical batch for the whole run"
+    yield "\n".join(f"{key} = {value}" for key, value in plan.keys.items())
+
+
+def batch_json(plan: BatchPlan) -> dict[str, Any]:
+    """Return a plan in tokens and sequences."""
+    along = [
+        {"tokens": tokens, "critical_tokens": critical, "recommended": batch}
+        for tokens, critical, batch in plan.stages()
+    ]
+    return {
+        "name": plan.config.name,
+        "parameters": parameter_count(plan.config.model),
+        "tokens": plan.tokens,
+        "seq_length": plan.seq_length,
+        "micro_times_dp": plan.unit,
+        "critical_tokens": plan.end,
+        "critical_source": plan.source,
+        "along": along,
+        "trade_off": list(plan.trade_off()),
+        "keys": plan.keys,
+    }

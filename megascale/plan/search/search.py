@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from megascale.config.divisors import divisors
+from megascale.config.finding import divisors
 from megascale.config.run import RunConfig
 from megascale.plan.account.memory import JobMemory
 from megascale.plan.search.bounds import Bounds

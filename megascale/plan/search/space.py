@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config.batch_rampup import batch_sizes
-from megascale.config.divisors import divisors
+from megascale.config.finding import divisors
 from megascale.config.rules import RULES, run_rules, sections_of
 from megascale.config.run import RunConfig
 
