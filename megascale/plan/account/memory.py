@@ -72,9 +72,10 @@ class JobMemory:
         """Account for a rank of every pipeline stage. In a pipeline of over `MAX_ACTIONS` the inner stages of a run of
         stages with equal chunks are interpolated, within 4% of a walk.
         """
-        p, starts = self.config.parallel, self._starts()
+        p = self.config.parallel
         if 2 * p.pp * p.vpp * representative_microbatches(p.pp, self.config.num_microbatches) <= MAX_ACTIONS:
             return [self.rank(stage) for stage in range(p.pp)]
+        starts = self._starts()
         walked = {stage: self.rank(stage) for stage in sorted({*starts, *(s - 1 for s in starts[1:]), p.pp - 1})}
         ranks = list[RankMemory]()
         for stage in range(p.pp):
