@@ -29,7 +29,7 @@ from megascale.core.units import format_bytes
 from megascale.device import Device, detect_device, is_out_of_memory
 from megascale.ops.select import selected_backends
 from megascale.plan.account.memory import JobMemory
-from megascale.plan.account.state import state_bytes
+from megascale.plan.account.state_bytes import state_bytes
 from megascale.train import kernels
 from megascale.train.build import build_mesh, build_rank_run
 from megascale.train.op_context import op_context

@@ -23,7 +23,7 @@ from megascale.layout.parameters import layer_params
 from megascale.layout.topology import Topology
 from megascale.model import modules
 from megascale.ops import select
-from megascale.plan.account.state import state_bytes
+from megascale.plan.account.state_bytes import state_bytes
 from megascale.train import kernels
 from tests.marks import only_quick
 from tests.runs import LLAMA, build_run, config_of, settings

@@ -18,7 +18,7 @@ from megascale.data.read import indexed_dataset
 from megascale.layout.chunks import fp8_layers
 from megascale.layout.parameters import parameter_count
 from megascale.plan.account.memory import JobMemory
-from megascale.plan.account.state import state_bytes
+from megascale.plan.account.state_bytes import state_bytes
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"

@@ -11,7 +11,7 @@ import torch
 from megascale.core.rank import Rank
 from megascale.optim.compensated import split, whole
 from megascale.optim.element_updates import apply_direction
-from megascale.plan.account.state import state_bytes
+from megascale.plan.account.state_bytes import state_bytes
 from megascale.train.resume import load_initial_state
 from tests.optim.layouts import SMALL, configuration
 from tests.runs import build_run, curve_of

@@ -26,7 +26,7 @@ from megascale.parallel import tp_overlap
 from megascale.parallel.fp8_linear import Fp8Gemms, Fp8State, build_linear_gemms
 from megascale.parallel.tensor import column_parallel_linear, row_parallel_linear
 from megascale.parallel.tp_overlap import LinearParams, TensorParallel
-from megascale.plan.account.state import state_bytes
+from megascale.plan.account.state_bytes import state_bytes
 from tests.fused import serve_on_cpus
 from tests.marks import only_quick
 from tests.runs import LLAMA, build_run, config_of, curve_of, settings, train_curve, train_order

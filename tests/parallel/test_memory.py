@@ -10,7 +10,7 @@ from megascale.layout.buckets import pack
 from megascale.layout.chunks import chunk_buckets
 from megascale.layout.topology import Topology
 from megascale.plan.account.memory import JobMemory
-from megascale.plan.account.state import state_bytes
+from megascale.plan.account.state_bytes import state_bytes
 from tests.runs import FAMILIES, config_of, settings
 from tests.thread_world import run_threads
 

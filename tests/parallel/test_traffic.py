@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megascale.core.rank import Rank
-from megascale.plan.account.state import state_bytes
+from megascale.plan.account.state_bytes import state_bytes
 from tests.recorded_events import forget_events
 from tests.runs import FAMILIES, GPT, build_run, builds, config_of, settings, traffic_of
 from tests.worlds import run_world

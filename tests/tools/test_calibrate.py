@@ -16,7 +16,7 @@ import pytest
 
 from megascale.plan.account.flops import mfu
 from megascale.plan.account.memory import JobMemory
-from megascale.plan.account.state import WeightStorage
+from megascale.plan.account.state_bytes import WeightStorage
 from megascale.plan.simulate import profiles
 
 ROOT = Path(__file__).parents[2]

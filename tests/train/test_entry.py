@@ -13,7 +13,7 @@ from megascale.catalog.accelerators import Peak
 from megascale.core.errors import Exit
 from megascale.core.rank import Rank
 from megascale.device import Device
-from megascale.plan.account.state import state_bytes
+from megascale.plan.account.state_bytes import state_bytes
 from megascale.train.peak_flops import find_peak_flops
 from megascale.train.run_summary import run_summary
 from tests.jobs import Job, job_config

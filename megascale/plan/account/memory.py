@@ -1,4 +1,4 @@
-"""Memory of a rank (`JobMemory`): its state (`account.state`), saved activations by a walk through the schedule, and a
+"""Memory of a rank (`JobMemory`): its state (`account.state_bytes`), saved activations by a walk through the schedule, and a
 bound on transient bytes (`account.activations`, docs/memory.md).
 """
 
@@ -26,7 +26,7 @@ from megascale.plan.account.rank_actions import (
     representative_microbatches,
 )
 from megascale.plan.account.sizes import data_ranks, micro_batch_sizes
-from megascale.plan.account.state import THIS_TRAINER, StateBytes, WeightStorage, state_bytes
+from megascale.plan.account.state_bytes import THIS_TRAINER, StateBytes, WeightStorage, state_bytes
 
 MAX_ACTIONS = 2_000_000  # most actions of a pipeline with a walk through every stage
 TOKEN_IDS = 16  # bytes of a token's id and label

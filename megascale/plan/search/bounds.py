@@ -20,7 +20,7 @@ from megascale.catalog.schedules import SCHEDULES
 from megascale.layout.chunks import stages_of
 from megascale.layout.recompute_policy import recompute_policy
 from megascale.plan.account.memory import JobMemory
-from megascale.plan.account.state import state_bytes
+from megascale.plan.account.state_bytes import state_bytes
 from megascale.plan.search.space import Layout, Space
 from megascale.plan.simulate.chunk_time import chunk_times
 from megascale.plan.simulate.profiles import Hardware, Stack

@@ -17,7 +17,7 @@ from megascale.config.profile_files import load_profile, path_of
 from megascale.config.section import Count, Section
 from megascale.config.toml_reader import read_toml
 from megascale.core.errors import ConfigError, Problem
-from megascale.plan.account.state import WeightStorage
+from megascale.plan.account.state_bytes import WeightStorage
 
 Positive = Annotated[float, Field(gt=0)]
 Rate = Annotated[float, Field(ge=1e6)]

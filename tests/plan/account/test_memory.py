@@ -16,7 +16,7 @@ from megascale.config.run import RunConfig
 from megascale.core.registry import Card
 from megascale.plan.account import memory as memory_of
 from megascale.plan.account.memory import JobMemory
-from megascale.plan.account.state import THIS_TRAINER, WeightStorage, state_bytes
+from megascale.plan.account.state_bytes import THIS_TRAINER, WeightStorage, state_bytes
 from megascale.schedule.ir import RankSchedule, backward, forward
 from tests.drawn import jobs
 

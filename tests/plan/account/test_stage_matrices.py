@@ -12,7 +12,7 @@ from megascale.config.run import RunConfig
 from megascale.layout.owners import update_cost
 from megascale.layout.topology import Coord, topology_of
 from megascale.plan.account.stage_matrices import sent_elements, stage_places
-from megascale.plan.account.state import state_bytes
+from megascale.plan.account.state_bytes import state_bytes
 from megascale.plan.account.traffic import step_traffic
 from tests.runs import config_of, settings
 
