@@ -1,5 +1,5 @@
-"""Memory of a rank (`JobMemory`): its state (`account.state_bytes`), saved activations by a walk through the schedule, and a
-bound on transient bytes (`account.activations`, docs/memory.md).
+"""Memory of a rank (`JobMemory`): its state (`account.state_bytes`), saved activations by a walk through the schedule,
+and a bound on transient bytes (`account.activations`, docs/memory.md).
 """
 
 from __future__ import annotations
