@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import functools
 import os
 import sys
@@ -21,7 +22,7 @@ from megascale.core.process import usable_cores
 from megascale.core.rank import NODE_VARIABLE
 from megascale.operate.channel.secret import inheritable_secret, job_secret
 from megascale.operate.driver.scheduler.port import ADDRESS_VARIABLE, DRIVER_VARIABLE, SLOTS_VARIABLE
-from megascale.operate.node.node_place import NodePlace
+from megascale.operate.node.ranks import NodePlace
 
 OPEN_FILES = 1 << 16
 
@@ -46,11 +47,11 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the subcommand and return its exit status."""
+    """Run the subcommand, and end this process with its exit status."""
     os.environ.update(GRPC_DEFAULTS | os.environ)
     from megascale.operate.channel.agent_channel import AgentChannel  # imports gRPC, which reads these variables
     from megascale.operate.channel.streams import tls_from_environment
-    from megascale.operate.node.agent import Agent, leave_process
+    from megascale.operate.node.agent import Agent
     from megascale.operate.node.observed_ranks import ObservedRanks
 
     place = place_from_environment(os.environ)
@@ -67,8 +68,11 @@ def run(options: argparse.Namespace) -> int:
     except MegascaleError as error:
         print(error, file=sys.stderr)
         status = int(error.exit_status)
-    leave_process(status)  # also after an error: gRPC may abort a process that ends in order
-    return status
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    # at once, whatever a thread waits for, such as a sick device; gRPC may abort a process that ends in order
+    os._exit(status)
 
 
 def place_from_environment(env: Mapping[str, str]) -> NodePlace:

@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
         if place.local_rank == 0 and collected and FLIGHT_RECORD_VARIABLE not in os.environ:
             from megascale.cli.collect import collector_process
 
-            held.enter_context(collector_process(config))  # else the launcher or agent collects
+            held.enter_context(collector_process(config.folder, config.observe))  # else the launcher or agent collects
         try:
             from megascale.train.entry import run_rank
         except Exception as error:

@@ -8,14 +8,12 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import grpc.aio
 
-from megascale.operate.channel.ends import Greeting
+from megascale.operate.channel.ends import AgentEnd, Greeting
 from megascale.operate.channel.gate import ADMISSION_S
 from megascale.operate.channel.handshake import ClientHandshake, NotAPeerError, Seal, Session
 from megascale.operate.channel.messages import AgentMessage, DriverMessage, MessageError
@@ -26,7 +24,6 @@ from megascale.operate.channel.streams import (
     OUTBOX_MESSAGES,
     PURPOSE,
     Tls,
-    client_credentials,
     first_end,
     open_sealed,
     read,
@@ -42,8 +39,8 @@ _LOST = (
 """Errors of a connection that ends: gRPC raises InvalidStateError for a call that the other end has finished."""
 
 
-class AgentChannel:
-    """The agent's end. In `async with` it connects, and connects again; iterating gives the driver's messages.
+class AgentChannel(AgentEnd):
+    """The agent's end. In `async with` it connects, and connects again.
 
     `greeting`: returns what each new connection sends first, a Hello and what the driver may have missed. Iterating
     raises NotAPeerError if the driver refuses this process, or does not know the secret, at the first connection.
@@ -61,25 +58,19 @@ class AgentChannel:
 
     @property
     def lost_s(self) -> float:
-        """Seconds since the connection was lost; 0 while it stands."""
         return 0.0 if self._outbox is not None else time.monotonic() - self._lost_at
 
-    async def __aenter__(self) -> AgentChannel:
+    async def __aenter__(self) -> Self:
         self._task = asyncio.ensure_future(self._keep_connected())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         with contextlib.suppress(TimeoutError):
             if self._outbox is not None:
                 await asyncio.wait_for(self._outbox.join(), 1.0)
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
-
-    def __aiter__(self) -> AsyncIterator[DriverMessage]:
-        return self
 
     async def __anext__(self) -> DriverMessage:
         message = await self._inbox.get()
@@ -88,7 +79,6 @@ class AgentChannel:
         return message
 
     def send(self, message: AgentMessage) -> bool:
-        """Send a message, without waiting. Return False while the driver is lost: the message is dropped."""
         if self._outbox is None:
             return False
         try:
@@ -120,7 +110,8 @@ class AgentChannel:
         if self._tls is None:
             channel = grpc.aio.insecure_channel(self._address, options=CLIENT_OPTIONS)
         else:
-            channel = grpc.aio.secure_channel(self._address, client_credentials(self._tls), options=CLIENT_OPTIONS)
+            own = grpc.ssl_channel_credentials(self._tls.authority, self._tls.key, self._tls.certificate)
+            channel = grpc.aio.secure_channel(self._address, own, options=CLIENT_OPTIONS)
         async with channel:
             handshake = ClientHandshake(self._secret, PURPOSE)
             call = channel.stream_stream(METHOD)(metadata=((HELLO_KEY, handshake.hello),))

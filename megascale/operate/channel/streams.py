@@ -131,13 +131,3 @@ async def first_end(tasks: Sequence[asyncio.Task[str]]) -> str:
         return "disconnected"
     error = first.exception()
     return first.result() if error is None else (str(error) or type(error).__name__)
-
-
-def server_credentials(tls: Tls) -> grpc.ServerCredentials:
-    """Return the credentials of a server that asks its clients for certificates of the same authority."""
-    return grpc.ssl_server_credentials([(tls.key, tls.certificate)], tls.authority, require_client_auth=True)
-
-
-def client_credentials(tls: Tls) -> grpc.ChannelCredentials:
-    """Return the credentials of a client with a certificate of its own."""
-    return grpc.ssl_channel_credentials(tls.authority, tls.key, tls.certificate)

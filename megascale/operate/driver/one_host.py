@@ -26,7 +26,7 @@ from megascale.core.network import LOOPBACK, has_loopback
 from megascale.core.process import StopRequests, handling_stops
 from megascale.core.rank import format_ranks
 from megascale.core.run_folder import LOGS
-from megascale.operate.channel.ends import LocalDriverEnd
+from megascale.operate.channel.ends import AgentEnd, DriverEnd
 from megascale.operate.channel.messages import RankEnd
 from megascale.operate.channel.secret import new_secret, secret_descriptor
 from megascale.operate.diagnose.hang import flight
@@ -40,8 +40,8 @@ from megascale.operate.driver.live_job import LiveWriter
 from megascale.operate.driver.scheduler.none import NoScheduler
 from megascale.operate.node.agent import Agent
 from megascale.operate.node.failure import describe_status, try_find_suspect
-from megascale.operate.node.node_place import NodePlace
 from megascale.operate.node.node_ranks import LOG_NAME
+from megascale.operate.node.ranks import NodePlace
 from megascale.operate.node.workers import remove_old_logs
 from megascale.operate.print_line import print_line
 from megascale.record.live_file import LIVE_FILE, LiveFile
@@ -128,12 +128,12 @@ class _Stops:
 
 async def _run(order: OneHost, secret: int, stops: _Stops) -> Job:
     """Run driver and agent to the job's end, and print what has ended it, if that was not its last step."""
-    clock, end = Clock(), LocalDriverEnd()
+    clock, end = Clock(), DriverEnd()
     job = Job(order.plan, FaultConfig(poll_s=POLL_S), JobHistory(), _hang_verdict, clock.now())
     live = LiveWriter(LiveFile(order.folder / LIVE_FILE))
     driver = Driver(job, end, NoScheduler(), None, clock, live=live)
     place = NodePlace(socket.gethostname(), LOOPBACK, "", order.world, folder=order.folder, alone=True)
-    agent = Agent(place, end.connect, secret, say=print_line)
+    agent = Agent(place, functools.partial(AgentEnd, end), secret, say=print_line)
 
     async def drive() -> None:
         await driver.run()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -24,25 +23,28 @@ from megascale.core.process import ORDER_WAIT_S, StopRequests, stop_signals
 from megascale.operate.channel.ends import AgentEnd, Greeting
 from megascale.operate.channel.handshake import NotAPeerError
 from megascale.operate.channel.messages import (
-    AgentMessage,
     Check,
     Collect,
     DriverMessage,
     Leave,
     OpenStore,
     Prepare,
+    Records,
+    Stacks,
     Start,
     Stop,
     Welcome,
 )
 from megascale.operate.node.agent_exporter import AgentExporter
 from megascale.operate.node.agent_ranks import AgentRanks, Observe
-from megascale.operate.node.node_exporter import METRICS_S
-from megascale.operate.node.node_place import DRIVER_LOST, NodePlace
+from megascale.operate.node.ranks import DRIVER_LOST, NodePlace
 from megascale.operate.node.threads import call_in_thread
 
 LOST_DRIVER_GRACE_S = 60.0
 """Seconds that the ranks have to save when no driver has come back."""
+
+METRICS_S = 5.0
+"""Seconds between samples of the host's metrics, and seconds that a sample may take."""
 
 FIRST_SAMPLE_S = 0.5
 """Seconds before the first sample of the host's metrics: ranks start first."""
@@ -74,7 +76,7 @@ class Agent:
         self._place = place
         self._say = say
         self._settings = FaultConfig()
-        self._channel = connect(self._greeting)
+        self._channel = connect(lambda: self._ranks.greeting())  # noqa: PLW0108  they are made below
         self._exporter = AgentExporter(place, lambda: self._channel.lost_s, say)
         self._outages = Outages()
         self._host: Mapping[str, float] = {}
@@ -118,10 +120,6 @@ class Agent:
         if not task.cancelled() and (error := task.exception()) is not None and not self._leaving.done():
             self._leaving.set_exception(error)
 
-    def _greeting(self) -> list[AgentMessage]:
-        """Return the first messages of a connection."""
-        return self._ranks.greeting()
-
     async def _serve(self) -> None:
         try:
             async for message in self._channel:
@@ -160,11 +158,16 @@ class Agent:
     async def _collect(self, order: Collect) -> None:
         from megascale.operate.node.answers import read_records, take_stacks
 
-        if self._ranks.observes and self._ranks.present is not None:  # its count of attempts is this host's
-            order = replace(order, attempt=self._ranks.present.attempt)
-        self._channel.send(await read_records(self._ranks.present, order))
+        ranks = self._ranks.present
+        if ranks is None or not (self._ranks.observes or ranks.attempt == order.attempt):
+            self._channel.send(Records(order.attempt, {}, {}))
+            if order.stacks:
+                self._channel.send(Stacks(order.attempt, {}))
+            return
+        order = replace(order, attempt=ranks.attempt)  # an observer's count of attempts is this host's
+        self._channel.send(await read_records(ranks, order))
         if order.stacks:
-            self._channel.send(await take_stacks(self._ranks.present, order))
+            self._channel.send(await take_stacks(ranks, order))
 
     async def _check(self, order: Check) -> None:
         from megascale.operate.node.answers import check_node
@@ -237,11 +240,3 @@ class Agent:
         await self._ranks.leave(grace_s)
         if not self._leaving.done():
             self._leaving.set_result(int(status))
-
-
-def leave_process(status: int) -> None:
-    """End this process at once, whatever its threads wait for: a call to a sick device may never return."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
-            stream.flush()
-    os._exit(status)

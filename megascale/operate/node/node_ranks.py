@@ -19,12 +19,11 @@ from megascale.core.network import is_loopback
 from megascale.core.rank import NODE_VARIABLE
 from megascale.core.run_folder import TOKEN_VARIABLE, LostFolderError
 from megascale.core.wait_notice import WaitNotice
-from megascale.operate.channel.messages import RankEnd, RankStatus, Start
+from megascale.operate.channel.messages import RankEnd, Start
 from megascale.operate.health.observations import OomKills
 from megascale.operate.node.failure import ERROR_FILE_NAME, ProcessEnd
-from megascale.operate.node.node_place import NodePlace
 from megascale.operate.node.rank_ends import STORAGE_ERROR, check_space, describe_end, failed_start, unread_end
-from megascale.operate.node.ranks import call_at_end, rank_status
+from megascale.operate.node.ranks import NodePlace, Ranks, WatchedRank, call_at_end
 from megascale.operate.node.threads import call_in_thread
 from megascale.operate.node.workers import Launch, Worker, ending
 from megascale.record.log_files import ATTEMPT_VARIABLE, FLIGHT_RECORD_VARIABLE, log_path, remove_left_logs, remove_log
@@ -52,30 +51,25 @@ RESTORE_S = 5.0
 
 
 @dataclass
-class _LocalRank:
-    """A rank that was started. `record`: the head of its flight record when it was last read."""
+class _LocalRank(WatchedRank):
+    """A rank that was started."""
 
     worker: Worker
-    record_path: Path
     oom_kills: OomKills
-    started: float
-    record: RankState | None = None
 
 
-class NodeRanks:
+class NodeRanks(Ranks):
     """The ranks of `order` on the node at `place`. `secret`: descriptor of the job's secret. `on_end` is called in the
     event loop with each end, as soon as the process has ended.
     """
 
     def __init__(self, order: Start, place: NodePlace, secret: int, on_end: Callable[[RankEnd], None]) -> None:
-        self.attempt, self.world = order.attempt, order.world
-        self.ends: dict[int, RankEnd] = {}
+        super().__init__(order.attempt, order.world, on_end)
         self.order = order
         self._node = place.node
         self._alone = place.alone
         self._logs = Path(order.logs)
         self._secret = secret
-        self._on_end = on_end
         self._ranks: dict[int, _LocalRank] = {}
         self._describing: dict[int, asyncio.Task[None]] = {}
         self._stopped = False
@@ -138,8 +132,10 @@ class NodeRanks:
             except MegascaleError as error:
                 self._add_end(failed_start(rank, error))
                 continue
-            self._ranks[rank] = _LocalRank(worker, path, OomKills(worker.process.pid), time.monotonic())
-            call_at_end(worker.process.pid, functools.partial(self._look_for_end, rank))
+            pid = worker.process.pid
+            self._ranks[rank] = _LocalRank(pid, path, time.monotonic(), None, worker, OomKills(pid))
+            self.paths[rank] = path
+            call_at_end(pid, functools.partial(self._look_for_end, rank))
 
     def _start(
         self, launch: Launch, rank: int, record: Path, listener: socket.socket | None, standby: list[StandbyProcess]
@@ -176,54 +172,27 @@ class NodeRanks:
             found = unread_end(rank, end.status, end.time, why, oom_killed=oom_killed, stopped=stopped)
         local = self._ranks[rank]
         with contextlib.suppress(LogError, OSError):
-            local.record = read_state(local.record_path)
+            local.record = read_state(local.path)
         if (record := local.record) is not None:
             found = replace(found, step=record.step, unordered=int(record.totals.get(UNORDERED_SIGNAL, 0)))
         self._add_end(found)
 
-    def _add_end(self, end: RankEnd) -> None:
-        self.ends[end.rank] = end
-        self._on_end(end)
-
-    @property
-    def record_paths(self) -> dict[int, Path]:
-        """The paths of the flight records by rank."""
-        return {rank: local.record_path for rank, local in self._ranks.items()}
-
-    @property
-    def running(self) -> tuple[int, ...]:
-        """The ranks of whose ends nothing is known."""
-        return tuple(rank for rank in self._ranks if rank not in self.ends)
-
     def poll(self) -> None:
-        """Read the heads of the flight records of the running ranks."""
         for rank in self.running:
             local = self._ranks[rank]
             self._look_for_end(rank)
             local.oom_kills.follow()
             with contextlib.suppress(LogError, OSError):
-                local.record = read_state(local.record_path, head_only=True)
-
-    def statuses(self) -> tuple[RankStatus, ...]:
-        """Return the states of the running ranks, as of the last `poll`."""
-        found = ((rank, self._ranks[rank]) for rank in self.running)
-        return tuple(rank_status(rank, one.worker.process.pid, one.record, one.started) for rank, one in found)
+                local.record = read_state(local.path, head_only=True)
 
     def records(self, ranks: Sequence[int] | None = None) -> dict[int, RankState]:
-        """Read the flight records of ranks, by default of all, also of those that have ended."""
         found = {}
         for rank in self._ranks if ranks is None else ranks:
             with contextlib.suppress(LogError, OSError, KeyError):
-                found[rank] = read_state(self._ranks[rank].record_path)
+                found[rank] = read_state(self._ranks[rank].path)
         return found
 
-    def processes(self, ranks: Sequence[int] | None = None) -> dict[int, int]:
-        """Return the process ids of running ranks, by default of all."""
-        wanted = self.running if ranks is None else [rank for rank in ranks if rank in self.running]
-        return {rank: self._ranks[rank].worker.process.pid for rank in wanted}
-
     async def stop(self, grace_s: float, *, save: bool = False) -> tuple[int, ...]:
-        """End the ranks within `grace_s` seconds, and return those that do not end even when killed."""
         self._stopped = True
         for pause in ending([local.worker for local in self._ranks.values()], grace_s, save=save):
             await asyncio.sleep(pause)
@@ -234,9 +203,8 @@ class NodeRanks:
         return self.running
 
     def close(self) -> None:
-        """Remove the flight records."""
-        for local in self._ranks.values():
-            remove_log(local.record_path)
+        for path in self.paths.values():
+            remove_log(path)
 
 
 def _unusable(logs: Path, error: OSError | RuntimeError) -> MegascaleError:

@@ -20,9 +20,9 @@ from megascale.core.run_folder import read_token, write_token
 from megascale.operate.channel.messages import RankEnd, Start
 from megascale.operate.driver.classify import classify_ends
 from megascale.operate.node import node_ranks
-from megascale.operate.node.node_place import NodePlace
 from megascale.operate.node.node_ranks import NodeRanks, remove_lost_records
 from megascale.operate.node.rank_ends import describe_end
+from megascale.operate.node.ranks import NodePlace
 from megascale.record.log_files import log_path
 from tests.core.test_run_folder import known
 from tests.marks import needs_mount

@@ -18,7 +18,7 @@ from dataclasses import replace
 from megascale.operate.channel.secret import SECRET_VARIABLE
 from megascale.operate.driver.scheduler.port import AgentEnd, AgentLaunch, Node, SchedulerError
 from megascale.operate.driver.scheduler.processes import AgentProcesses, run
-from megascale.operate.node.node_place import DRIVER_LOST
+from megascale.operate.node.ranks import DRIVER_LOST
 
 SUCCESSOR_VARIABLE = "MEGASCALE_SUCCESSOR"
 """Environment variable: the id of the job that takes over when this one ends without success."""
