@@ -98,15 +98,12 @@ def _announce_failed_start(error: MegascaleError, rank: Rank, options: argparse.
 
 def _launch_ranks(options: argparse.Namespace, config: RunConfig) -> int:
     """Launch the layout's ranks on this host. What only a launcher needs is imported here: a rank starts without."""
-    from megascale.operate.driver.one_host import OneHost, run_on_this_host
+    from megascale.operate.driver.one_host import run_on_this_host
 
     if warning := environment.warn_of_idle_hosts(config.world_size):
         print(warning, file=sys.stderr)
-    observe = config.observe
-    words = ["train", options.config, *options.overrides]
-    return run_on_this_host(
-        OneHost(words, config.world_size, config.folder, observe.metrics_address, observe.metrics_port)
-    )
+    words, observe = ["train", options.config, *options.overrides], config.observe
+    return run_on_this_host(words, config.world_size, config.folder, (observe.metrics_address, observe.metrics_port))
 
 
 def _load_config(options: argparse.Namespace, rank: Rank | None) -> RunConfig:

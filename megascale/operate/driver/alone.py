@@ -19,7 +19,7 @@ from megascale.operate.driver.classify import Finding, classify_ends, is_cascade
 from megascale.operate.driver.end_stages import finish, runs_ranks, stop_attempt
 from megascale.operate.driver.incidents import Culprit
 from megascale.operate.driver.job_state import SETTLE_S, JobState
-from megascale.operate.driver.watch_stages import collect_records
+from megascale.operate.driver.stages import collect_records
 
 END_S = 10.0
 """Seconds that the other ranks have to end, before they are killed."""
@@ -82,8 +82,8 @@ def _finding_of_waits(job: JobState) -> Finding:
     """
     attempt, verdict = job.present_attempt, job.verdict
     first = classify_ends(attempt.ends, attempt.node_of)
-    if (missing := job.plan.missing_rank()) is not None:
-        rank, reason = missing
+    if (suspect := job.plan.find_suspect()) is not None:
+        rank, reason = suspect.rank, suspect.reason
         is_aborted = rank in attempt.ends and attempt.ends[rank].status == -signal.SIGABRT
         reason = f"killed by SIGABRT; {reason}" if is_aborted else reason
         return _finding_about(attempt, rank, reason, first.since)

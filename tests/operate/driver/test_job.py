@@ -32,8 +32,7 @@ from megascale.operate.driver.commands import Exclude, Finish, Request, Say, Sen
 from megascale.operate.driver.decisions import ends_to_replace, summary
 from megascale.operate.driver.incidents import Action, Culprit, Incident, JobHistory
 from megascale.operate.driver.job import Job
-from megascale.operate.driver.job_state import SETTLE_S, JobPlan, Stage
-from megascale.operate.driver.shrink import SmallerLayout
+from megascale.operate.driver.job_state import SETTLE_S, JobPlan, SmallerLayout, Stage
 from megascale.operate.driver.watch import ProgressWatch
 from megascale.record.layout import NEWEST
 from megascale.record.log import LogIdentity, RankLog
@@ -305,7 +304,7 @@ def test_a_node_that_is_checked_is_not_named_where_too_few_are_left() -> None:
     cluster = Cluster().start()
     cluster.send("a", RanksEnded(0, (RankEnd(0, -9, 1.0),)))
     cluster.tick(1.0)
-    cluster.job.hold(["a"])
+    cluster.job.roster.members["a"].held = True
     cluster.send("b", RanksEnded(0, (), stuck=(1,)))
     _, incident = cluster.job.history.incidents.values()
     assert (incident.culprit.nodes, incident.action.kind) == ((), "stop")
@@ -871,7 +870,7 @@ def job_that_lost_b(plan: JobPlan) -> Job:
 
 
 def test_without_a_spare_the_layout_shrinks_and_a_new_driver_knows_it() -> None:
-    smaller = lambda nodes: SmallerLayout(nodes, nodes, nodes)  # noqa: E731
+    smaller = lambda nodes: SmallerLayout(nodes, nodes, (f"parallel.dp={nodes}",))  # noqa: E731
     plan = JobPlan("run", 3, 3, ("train", "parallel.dp=3"), "/logs", revivable=False, smaller=smaller)
     job = job_that_lost_b(plan)
     assert job.history.incidents[1].action.kind == "shrink"
@@ -885,7 +884,7 @@ def test_without_a_spare_the_layout_shrinks_and_a_new_driver_knows_it() -> None:
 
 
 def test_a_job_that_cannot_shrink_any_more_when_its_ranks_have_ended_stops() -> None:
-    smaller = lambda nodes: SmallerLayout(2, 2, 2) if nodes == 2 else None  # noqa: E731
+    smaller = lambda nodes: SmallerLayout(2, 2, ("parallel.dp=2",)) if nodes == 2 else None  # noqa: E731
     plan = JobPlan("run", 3, 3, ("train",), "/logs", revivable=False, smaller=smaller)
     job = job_that_lost_b(plan)
     job.receive("a", RanksEnded(0, (RankEnd(0, -9, 2.0, stopped=True),)), 2.0)
