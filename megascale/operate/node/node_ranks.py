@@ -23,8 +23,8 @@ from megascale.operate.channel.messages import RankEnd, Start
 from megascale.operate.health.observations import OomKills
 from megascale.operate.node.failure import ERROR_FILE_NAME, ProcessEnd
 from megascale.operate.node.rank_ends import STORAGE_ERROR, check_space, describe_end, failed_start, unread_end
-from megascale.operate.node.ranks import NodePlace, Ranks, WatchedRank, call_at_end
-from megascale.operate.node.threads import call_in_thread
+from megascale.operate.node.ranks import NodePlace, Ranks, WatchedRank
+from megascale.operate.node.threads import call_at_end, call_in_thread
 from megascale.operate.node.workers import Launch, Worker, ending
 from megascale.record.log_files import ATTEMPT_VARIABLE, FLIGHT_RECORD_VARIABLE, log_path, remove_left_logs, remove_log
 from megascale.record.log_reader import read_state

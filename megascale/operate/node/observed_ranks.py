@@ -17,7 +17,8 @@ from megascale.core.process import process_exists, status_of_ended
 from megascale.operate.channel.messages import RankEnd
 from megascale.operate.node.failure import error_file_of
 from megascale.operate.node.rank_ends import describe_end
-from megascale.operate.node.ranks import Ranks, WatchedRank, call_at_end
+from megascale.operate.node.ranks import Ranks, WatchedRank
+from megascale.operate.node.threads import call_at_end
 from megascale.record.layout import Phase
 from megascale.record.log_files import find_logs, folder_key, remove_log
 from megascale.record.log_reader import LogReader

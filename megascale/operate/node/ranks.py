@@ -4,8 +4,6 @@ launcher's (`observed_ranks`).
 
 from __future__ import annotations
 
-import asyncio
-import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -119,24 +117,3 @@ def rank_status(rank: int, pid: int, record: RankState | None, started: float) -
         state=state,
         rss=rss,
     )
-
-
-def call_at_end(pid: int, ended: Callable[[], object]) -> None:
-    """Have the event loop call `ended` as soon as a process has ended; never on a kernel without pidfd.
-
-    Raises: ProcessLookupError
-    """
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        raise
-    except OSError:
-        return
-    loop = asyncio.get_running_loop()
-
-    def take() -> None:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
-        ended()
-
-    loop.add_reader(descriptor, take)

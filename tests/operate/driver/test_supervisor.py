@@ -27,7 +27,6 @@ from megascale.operate.driver.job_state import JobPlan
 from megascale.operate.driver.scheduler.adapters import Adapter
 from megascale.operate.driver.scheduler.none import NoScheduler
 from megascale.operate.driver.scheduler.port import AgentLaunch
-from megascale.operate.driver.supervisor import LaunchPlan
 from tests.operate.driver.launched import launch_config
 
 EARLIER = [
@@ -188,7 +187,7 @@ def test_agents_know_the_driver_by_name_and_it_listens_where_they_reach_it(
     monkeypatch.setitem(supervisor.ADAPTERS, "other", adapter)
     monkeypatch.setattr(supervisor, "_keep_driver", keep_driver)
     monkeypatch.setattr(socket, "getaddrinfo", lambda name, port, type: [(type, 0, 0, "", ("127.0.1.1", port))])
-    assert asyncio.run(supervisor.supervise(LaunchPlan(tmp_path, (), 1, "other"))) == Exit.OK
+    assert asyncio.run(supervisor.supervise(tmp_path, (), 1, "other")) == Exit.OK
     (name, port), (host, listened) = (address.rsplit(":", 1) for address in told)
     assert (name, host) == ("node7", "")
     assert port == listened
