@@ -28,7 +28,7 @@ from megascale.core.run_folder import LOGS, TOKEN_VARIABLE, check_known, read_to
 from megascale.operate.diagnose.hang import flight
 from megascale.operate.node import environment
 from megascale.operate.node.failure import write_end, write_error
-from megascale.operate.node.host_limits import limit_findings, wanted_open_files
+from megascale.operate.node.host_limits import datasets_by_split, limit_findings, wanted_open_files
 from megascale.operate.store.settings import StoreSettings
 from megascale.record.log_files import FLIGHT_RECORD_VARIABLE, log_of_rank
 
@@ -141,8 +141,9 @@ def raise_limits(config: RunConfig, ranks: int) -> None:
 
     Raises: ConfigError if a hard limit is lower.
     """
-    raise_soft_limits(wanted_open_files(config))
-    if findings := list(limit_findings(config, ranks)):
+    datasets, world = datasets_by_split(config.data, config.train.eval_every), config.world_size
+    raise_soft_limits(wanted_open_files(datasets, world))
+    if findings := list(limit_findings(datasets, world, ranks, saves=bool(config.checkpoint.every))):
         where = f"host {socket.gethostname()}"
         raise ConfigError([Problem(where, finding.key, finding.message, finding.hint) for finding in findings])
 

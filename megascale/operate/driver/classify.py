@@ -18,7 +18,7 @@ from megascale.core.rank import format_ranks
 from megascale.operate.channel.messages import RankEnd
 from megascale.operate.driver.incidents import Culprit, IncidentClass
 from megascale.operate.driver.roster import format_nodes
-from megascale.operate.node.failure import how_ended
+from megascale.operate.node.rank_ends import how_ended
 
 if TYPE_CHECKING:
     from megascale.operate.diagnose.hang.hang import Verdict

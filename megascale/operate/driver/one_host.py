@@ -37,10 +37,9 @@ from megascale.operate.driver.job_state import JobPlan
 from megascale.operate.driver.live_job import writing_live_file
 from megascale.operate.driver.scheduler.none import NoScheduler
 from megascale.operate.node.agent import Agent
-from megascale.operate.node.failure import describe_status, try_find_suspect
 from megascale.operate.node.node_ranks import LOG_NAME
+from megascale.operate.node.rank_ends import describe_status, try_find_suspect
 from megascale.operate.node.ranks import NodePlace
-from megascale.operate.node.workers import remove_old_logs
 from megascale.operate.print_line import print_line
 
 POLL_S = 1.0
@@ -69,7 +68,9 @@ def run_on_this_host(arguments: Sequence[str], world: int, folder: Path, metrics
         find_suspect=functools.partial(try_find_suspect, folder / flight.DUMP_FOLDER),
     )  # fmt: skip
     with handling_stops(stops.receive), secret_descriptor(new_secret()) as secret:
-        remove_old_logs(logs)
+        logs.mkdir(parents=True, exist_ok=True)
+        for old in logs.glob("rank-*.*"):
+            old.unlink()
         job = asyncio.run(_run(plan, secret, stops))
     if job.fault is not None and job.fault.end is not None and not job.fault.end.started:
         raise MegascaleError(job.fault.end.error or "")

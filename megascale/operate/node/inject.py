@@ -31,7 +31,6 @@ INJECTED_FILE = "injected.jsonl"
 RANDOM_PHASES = ("data", "forward", "backward", "optimizer")
 """Phases of every rank in every step, whatever the layout."""
 
-
 GARBAGE = 50_000
 """Objects of an injected garbage collection: it lasts a millisecond or more."""
 
@@ -163,11 +162,8 @@ def random_faults(settings: RandomFaults, world: int, began: float) -> Iterator[
 def faults_of_target(injection: Injection, target: str, folder: Path) -> list[Fault]:
     """Return the remaining faults of nodes or of the driver, for the program that runs the test."""
     struck = InjectionLog(folder).struck()
-    return [
-        fault
-        for fault in injection.faults
-        if fault.target == target and not _used(struck, describe(fault), fault.times)
-    ]
+    mine = (fault for fault in injection.faults if fault.target == target)
+    return [fault for fault in mine if not _used(struck, describe(fault), fault.times)]
 
 
 def describe(fault: Fault) -> str:
@@ -175,21 +171,9 @@ def describe(fault: Fault) -> str:
     kind = KINDS[fault.kind]
     default = Fault(fault.kind, fault.step, phase="" if kind.phases else kind.phase)
     keys = (
-        "rank",
-        "node",
-        "peer",
-        "step",
-        "phase",
-        "for_s",
-        "delay_s",
-        "factor",
-        "mbit",
-        "cores",
-        "bit",
-        "steps",
-        "status",
+        "rank", "node", "peer", "step", "phase", "for_s", "delay_s", "factor", "mbit", "cores", "bit", "steps", "status",
         "times",
-    )
+    )  # fmt: skip
     words = [f"{key}={value:g}" if isinstance(value := getattr(fault, key), float) else f"{key}={value}"
              for key in keys if key == "step" or getattr(fault, key) != getattr(default, key)]  # fmt: skip
     return " ".join([fault.kind, *words])

@@ -21,8 +21,15 @@ from megascale.core.run_folder import TOKEN_VARIABLE, LostFolderError
 from megascale.core.wait_notice import WaitNotice
 from megascale.operate.channel.messages import RankEnd, Start
 from megascale.operate.health.observations import OomKills
-from megascale.operate.node.failure import ERROR_FILE_NAME, ProcessEnd
-from megascale.operate.node.rank_ends import STORAGE_ERROR, check_space, describe_end, failed_start, unread_end
+from megascale.operate.node.failure import ERROR_FILE_NAME
+from megascale.operate.node.rank_ends import (
+    STORAGE_ERROR,
+    ProcessEnd,
+    check_space,
+    describe_end,
+    failed_start,
+    unread_end,
+)
 from megascale.operate.node.ranks import NodePlace, Ranks, WatchedRank
 from megascale.operate.node.threads import call_at_end, call_in_thread
 from megascale.operate.node.workers import Launch, Worker, ending

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from megascale.core.process import process_exists, status_of_ended
 from megascale.operate.channel.messages import RankEnd
-from megascale.operate.node.failure import error_file_of
-from megascale.operate.node.rank_ends import describe_end
+from megascale.operate.node.rank_ends import describe_end, error_file_of
 from megascale.operate.node.ranks import Ranks, WatchedRank
 from megascale.operate.node.threads import call_at_end
 from megascale.record.layout import Phase

@@ -52,15 +52,11 @@ class StoreListener:
                 why = str(error) or f"no answer within {LOOK_UP_S:g} s"
                 say(f"the job's store cannot be opened at {self._address}: {why}")
                 await asyncio.sleep(AGAIN_S)
-            else:
-                self._take(order.attempt, opened)
-
-    def _take(self, attempt: int, opened: socket.socket) -> None:
-        """Keep a new socket, unless another order came while it was opened."""
-        if self._socket is None and self._attempt == attempt:
-            self._socket = opened
-        else:
-            opened.close()
+                continue
+            if self._socket is None and self._attempt == order.attempt:
+                self._socket = opened
+            else:  # another order came while it was opened
+                opened.close()
 
     def _listen(self, reachable: bool) -> socket.socket:
         return listen_as(self._address) if reachable and not is_loopback(self._address) else listen(LOOPBACK)

@@ -22,7 +22,8 @@ from megascale.core.limits import os_error_hint
 from megascale.core.process import STOP_ORDER, die_with_parent, module_command
 from megascale.core.rank import STORE_VARIABLE
 from megascale.operate.channel.secret import DESCRIPTOR_VARIABLE
-from megascale.operate.node.failure import ERROR_FILE, ERROR_FILE_NAME, ProcessEnd
+from megascale.operate.node.failure import ERROR_FILE, ERROR_FILE_NAME
+from megascale.operate.node.rank_ends import ProcessEnd
 
 if TYPE_CHECKING:
     from megascale.operate.node.standby_process import StandbyProcess
@@ -93,12 +94,7 @@ class Launch:
     env: Mapping[str, str] = field(default_factory=dict)
 
     def start(
-        self,
-        rank: int,
-        *,
-        listener: socket.socket | None = None,
-        log: Path | None = None,
-        env: Mapping[str, str] | None = None,
+        self, rank: int, *, listener: socket.socket | None = None, log: Path | None = None, env: Mapping[str, str] = {}
     ) -> Worker:
         """Start a rank in a new process. `listener`: on rank 0, the socket that listens at `store`. `log`: None for
         this process's own output. `env`: further variables of the rank.
@@ -120,7 +116,9 @@ class Launch:
                     preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509  a call of the kernel, no lock
                 )
         except OSError as error:
-            raise _cannot_start(rank, self.world, error) from None
+            what = f"rank {rank} of {self.world} cannot be started on {socket.gethostname()}: {error.strerror}"
+            hint = os_error_hint(error, "free memory on the host, or fewer ranks on it")
+            raise MegascaleError(f"{what}{f': {error.filename}' if error.filename else ''}", hint=hint) from None
         return Worker(rank, process, log)
 
     def start_in(
@@ -137,7 +135,7 @@ class Launch:
         store = {} if listener is None else {STORE_VARIABLE: (f"{self.store}:", listener.fileno())}
         return {DESCRIPTOR_VARIABLE: ("", self.secret), **store}
 
-    def _variables(self, rank: int, more: Mapping[str, str] | None) -> dict[str, str]:
+    def _variables(self, rank: int, more: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of a rank, but for what `_descriptors` names."""
         place = {
             "RANK": str(rank),
@@ -147,20 +145,7 @@ class Launch:
             STORE_VARIABLE: self.store,
             ERROR_FILE: str(self.logs / ERROR_FILE_NAME.format(rank)),
         }
-        return {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, **place, **self.env, **(more or {})}
-
-
-def remove_old_logs(logs: Path) -> None:
-    """Make the folder of the ranks' logs, and remove those of earlier ranks."""
-    logs.mkdir(parents=True, exist_ok=True)
-    for old in logs.glob("rank-*.*"):
-        old.unlink()
-
-
-def _cannot_start(rank: int, world: int, error: OSError) -> MegascaleError:
-    what = f"rank {rank} of {world} cannot be started on {socket.gethostname()}: {error.strerror}"
-    hint = os_error_hint(error, "free memory on the host, or fewer ranks on it")
-    return MegascaleError(f"{what}{f': {error.filename}' if error.filename else ''}", hint=hint)
+        return {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, **place, **self.env, **more}
 
 
 def ending(workers: Sequence[Worker], grace_s: float, *, save: bool = False) -> Iterator[float]:
