@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megascale.core.env_numbers import whole_number
-from megascale.core.errors import ConfigError, MegascaleError, Problem
+from megascale.core.errors import ConfigError, Exit, MegascaleError, Problem
 from megascale.core.limits import raise_soft_limits
 from megascale.core.process import usable_cores
 from megascale.core.rank import NODE_VARIABLE
@@ -50,6 +50,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the subcommand, and end this process with its exit status."""
     os.environ.update(GRPC_DEFAULTS | os.environ)
     from megascale.operate.channel.agent_channel import AgentChannel  # imports gRPC, which reads these variables
+    from megascale.operate.channel.handshake import NotAPeerError
     from megascale.operate.channel.streams import tls_from_environment
     from megascale.operate.node.agent import Agent
     from megascale.operate.node.observed_ranks import ObservedRanks
@@ -65,6 +66,10 @@ def run(options: argparse.Namespace) -> int:
     try:
         connect = functools.partial(AgentChannel, place.driver, secret, tls=tls_from_environment())
         status = asyncio.run(Agent(place, connect, descriptor, observe).run())
+    except NotAPeerError as error:
+        hint = "give all agents the secret of the job's supervisor"
+        print(MegascaleError(f"the driver at {place.driver}: {error}", hint=hint), file=sys.stderr)
+        status = int(Exit.UNCLASSIFIED)
     except MegascaleError as error:
         print(error, file=sys.stderr)
         status = int(error.exit_status)

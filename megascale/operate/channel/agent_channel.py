@@ -15,7 +15,7 @@ import grpc.aio
 
 from megascale.operate.channel.ends import AgentEnd, Greeting
 from megascale.operate.channel.gate import ADMISSION_S
-from megascale.operate.channel.handshake import ClientHandshake, NotAPeerError, Seal, Session
+from megascale.operate.channel.handshake import ClientHandshake, NotAPeerError, Seal
 from megascale.operate.channel.messages import AgentMessage, DriverMessage, MessageError
 from megascale.operate.channel.streams import (
     CLIENT_OPTIONS,
@@ -116,7 +116,15 @@ class AgentChannel(AgentEnd):
             handshake = ClientHandshake(self._secret, PURPOSE)
             call = channel.stream_stream(METHOD)(metadata=((HELLO_KEY, handshake.hello),))
             async with asyncio.timeout(2 * ADMISSION_S):
-                session = await _prove(call, handshake)
+                try:
+                    challenge = await read(call)
+                except (EOFError, grpc.aio.AioRpcError):
+                    if await call.code() == grpc.StatusCode.UNAUTHENTICATED:
+                        what = "the driver refused this agent: it has another secret than this process"
+                        raise NotAPeerError(what) from None
+                    raise
+                proof, session = handshake.answer(challenge)
+                await call.write(proof)
             outbox: asyncio.Queue[AgentMessage] = asyncio.Queue(OUTBOX_MESSAGES)
             for message in self._greeting():
                 outbox.put_nowait(message)
@@ -139,16 +147,3 @@ class AgentChannel(AgentEnd):
             if not isinstance(message, DriverMessage):
                 raise MessageError(f"the driver sent a {type(message).__name__}")
             await self._inbox.put(message)
-
-
-async def _prove(call: Any, handshake: ClientHandshake) -> Session:
-    """Answer the driver's challenge. Raises: NotAPeerError if either end does not know the other's secret"""
-    try:
-        challenge = await read(call)
-    except (EOFError, grpc.aio.AioRpcError):
-        if await call.code() == grpc.StatusCode.UNAUTHENTICATED:
-            raise NotAPeerError("the driver refused this agent: it has another secret than this process") from None
-        raise
-    proof, session = handshake.answer(challenge)
-    await call.write(proof)
-    return session

@@ -125,7 +125,13 @@ class DriverServer(DriverEnd):
     async def _serve(self, requests: object, context: Any) -> None:
         """Serve one call: admit, then read and write until either ends."""
         session = await self._admit(context)
-        hello = await _read_hello(context, session.received)
+        try:
+            hello = open_sealed(session.received, await asyncio.wait_for(read(context), ADMISSION_S))
+            if not isinstance(hello, Hello):
+                raise MessageError(f"the first message is a {type(hello).__name__}, not a Hello")
+        except (NotAPeerError, MessageError, EOFError, TimeoutError) as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            raise
         node, peer = hello.node, _Peer(hello.started)
         if (refusal := self._refusal(hello)) is not None:
             await context.write(session.sent.seal(to_json(refusal)))
@@ -199,15 +205,3 @@ class DriverServer(DriverEnd):
             return "the agent ended the connection"
         except (NotAPeerError, MessageError) as error:
             return str(error)
-
-
-async def _read_hello(context: Any, seal: Seal) -> Hello:
-    """Return an admitted agent's first message; abort the call if it is anything else."""
-    try:
-        message = open_sealed(seal, await asyncio.wait_for(read(context), ADMISSION_S))
-        if not isinstance(message, Hello):
-            raise MessageError(f"the first message is a {type(message).__name__}, not a Hello")
-        return message
-    except (NotAPeerError, MessageError, EOFError, TimeoutError) as error:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        raise

@@ -17,11 +17,10 @@ from dataclasses import replace
 from typing import Any
 
 from megascale.config.fault import FaultConfig
-from megascale.core.errors import Exit, MegascaleError
+from megascale.core.errors import Exit
 from megascale.core.outages import Outages
 from megascale.core.process import ORDER_WAIT_S, StopRequests, stop_signals
 from megascale.operate.channel.ends import AgentEnd, Greeting
-from megascale.operate.channel.handshake import NotAPeerError
 from megascale.operate.channel.messages import (
     Check,
     Collect,
@@ -91,7 +90,7 @@ class Agent:
         """Serve until the driver lets the agent leave, a signal ends it, or the driver stays away; return the exit
         status. `heeds_signals`: False if this process has a driver, which does.
 
-        Raises: MegascaleError if the driver has another secret
+        Raises: NotAPeerError if the driver has another secret
         """
         loop = asyncio.get_running_loop()
         self._leaving: asyncio.Future[int] = loop.create_future()
@@ -121,12 +120,8 @@ class Agent:
             self._leaving.set_exception(error)
 
     async def _serve(self) -> None:
-        try:
-            async for message in self._channel:
-                await self._take(message)
-        except NotAPeerError as error:
-            what = f"the driver at {self._place.driver}: {error}"
-            raise MegascaleError(what, hint="give all agents the secret of the job's supervisor") from None
+        async for message in self._channel:
+            await self._take(message)
 
     async def _take(self, message: DriverMessage) -> None:
         match message:

@@ -171,8 +171,8 @@ def describe(fault: Fault) -> str:
     kind = KINDS[fault.kind]
     default = Fault(fault.kind, fault.step, phase="" if kind.phases else kind.phase)
     keys = (
-        "rank", "node", "peer", "step", "phase", "for_s", "delay_s", "factor", "mbit", "cores", "bit", "steps", "status",
-        "times",
+        "rank", "node", "peer", "step", "phase", "for_s", "delay_s", "factor", "mbit", "cores", "bit", "steps",
+        "status", "times",
     )  # fmt: skip
     words = [f"{key}={value:g}" if isinstance(value := getattr(fault, key), float) else f"{key}={value}"
              for key in keys if key == "step" or getattr(fault, key) != getattr(default, key)]  # fmt: skip
