@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,6 @@ from megascale.operate.channel.ends import Disconnected, DriverEnd
 from megascale.operate.channel.messages import Leave, Start
 from megascale.operate.driver.alerts import METRICS_FILE, AlertReader
 from megascale.operate.driver.commands import CheckNodes, Command, Finish, Log, Say, Send
-from megascale.operate.driver.incidents import log_line
 from megascale.operate.driver.job import Job
 from megascale.operate.driver.scheduler_calls import SchedulerCalls
 from megascale.operate.print_line import print_line
@@ -142,7 +142,7 @@ class Driver:
         if self._log is None:
             return
         try:
-            self._log.append(log_line(command.event))
+            self._log.append(json.dumps(command.event).encode() + b"\n")
         except OSError as error:  # the job is more important than its log, which is written once it can be
             if not self._log_fails:
                 print_line(f"WARNING: the log of incidents cannot be written: {error.strerror or error}")

@@ -256,11 +256,6 @@ def open_log(path: Path) -> AppendFile:
         raise MegascaleError(what, hint="see the file system of the run's folder") from None
 
 
-def log_line(event: Mapping[str, Any]) -> bytes:
-    """Return the line of an event in the log."""
-    return json.dumps(event).encode() + b"\n"
-
-
 def read_history(path: Path) -> JobHistory:
     """Read the log of a job; an absent file is an empty log, and a torn last line is left out.
 

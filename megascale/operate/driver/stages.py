@@ -84,15 +84,10 @@ def gather(job: JobState, now: float) -> None:
         job.do(Send(nodes[0], OpenStore(job.history.attempt, reachable=len(nodes) > 1)))
         job.enter(Stage.OPEN, now + OPEN_S)
     elif broken or too_few or now >= job.deadline:
-        missing = broken or ([] if too_few else _missing(job))
+        busy = [node for node in job.used if not roster.is_idle(node)]
+        missing = broken or ([] if too_few else [node for node in busy if node not in roster.members] or busy)
         job.attempt = None
         conclude(job, missing_nodes(job, missing, now), now)
-
-
-def _missing(job: JobState) -> list[str]:
-    """Return nodes with a place whose agents have not joined, or else those that are not idle."""
-    busy = [node for node in job.used if not job.roster.is_idle(node)]
-    return [node for node in busy if node not in job.roster.members] or busy
 
 
 def open_store(job: JobState, now: float) -> None:

@@ -44,10 +44,15 @@ class StoreListener:
         if order.attempt != self._attempt:
             self.close()
             self._attempt = order.attempt
+
+        def open_socket() -> socket.socket:
+            reachable = order.reachable and not is_loopback(self._address)
+            return listen_as(self._address) if reachable else listen(LOOPBACK)
+
         last = time.monotonic() + GIVE_UP_S
         while self._socket is None and self._attempt == order.attempt and time.monotonic() < last:
             try:
-                opened = await call_in_thread(lambda: self._listen(order.reachable), LOOK_UP_S)
+                opened = await call_in_thread(open_socket, LOOK_UP_S)
             except (OSError, RuntimeError) as error:
                 why = str(error) or f"no answer within {LOOK_UP_S:g} s"
                 say(f"the job's store cannot be opened at {self._address}: {why}")
@@ -57,9 +62,6 @@ class StoreListener:
                 self._socket = opened
             else:  # another order came while it was opened
                 opened.close()
-
-    def _listen(self, reachable: bool) -> socket.socket:
-        return listen_as(self._address) if reachable and not is_loopback(self._address) else listen(LOOPBACK)
 
     def socket_of(self, attempt: int) -> socket.socket | None:
         """Return the socket if it was opened for an attempt."""

@@ -47,20 +47,15 @@ def hosts_from_environment(env: Mapping[str, str] = os.environ) -> list[NodeHost
 
 
 class LocalScheduler(HeldNodes):
-    """`Scheduler` on this host: node0 to node{count-1} at first, and `extra` more on request (None: no limit).
+    """`Scheduler` on this host: node0 to node{count-1} at first, and more on request.
 
     `hosts`: of a testbed, host i for node i; their number limits the nodes.
     """
 
-    def __init__(
-        self, count: int, agent: AgentLaunch, extra: int | None = None, hosts: Sequence[NodeHost] | None = None
-    ) -> None:
+    def __init__(self, count: int, agent: AgentLaunch, hosts: Sequence[NodeHost] | None = None) -> None:
         self._hosts = hosts
-        self._most = count + extra if extra is not None else None
-        if hosts is not None:
-            self._most = min(len(hosts), self._most or len(hosts))
-            if count > len(hosts):
-                raise SchedulerError(f"{count} nodes on a testbed of {len(hosts)} hosts")
+        if hosts is not None and count > len(hosts):
+            raise SchedulerError(f"{count} nodes on a testbed of {len(hosts)} hosts")
         self.launch = secrets.token_hex(8)
         self._given = count
         super().__init__(agent, map(self._node, range(count)))
@@ -79,7 +74,7 @@ class LocalScheduler(HeldNodes):
     async def request(self, count: int) -> Sequence[Node]:
         again = self._take(count)
         wanted = count - len(again)
-        limit = wanted if self._most is None else min(wanted, self._most - self._given)
+        limit = wanted if self._hosts is None else min(wanted, len(self._hosts) - self._given)
         if not again and not limit:
             raise SchedulerError("there is no further node")
         new = [*map(self._node, range(self._given, self._given + limit))]

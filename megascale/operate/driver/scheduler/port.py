@@ -7,7 +7,7 @@ driver in a process of its own calls the adapter through `remote.SchedulerClient
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -57,21 +57,20 @@ class AgentEnd:
 @dataclass(frozen=True)
 class AgentLaunch:
     """How agents are started. `driver`: its `host:port`; `secret`: the job's, never on a command line; `logs`: folder
-    of the agents' output, agent-NODE.log; `environment`: further variables; `slots`: ranks of a node, 0 for one a core.
+    of the agents' output, agent-NODE.log; `slots`: ranks of a node, 0 for one a core.
     """
 
     driver: str
     secret: str = field(repr=False)
     logs: Path
     command: Sequence[str] = AGENT_COMMAND
-    environment: Mapping[str, str] = field(default_factory=dict)
     slots: int = 0
 
     def variables(self, node: Node) -> dict[str, str]:
         """Return the variables of a node's agent, without the secret."""
         names = {NODE_VARIABLE: node.name, ADDRESS_VARIABLE: node.address, DRIVER_VARIABLE: self.driver}
         slots = {SLOTS_VARIABLE: str(self.slots)} if self.slots else {}
-        return slots | dict(self.environment) | names
+        return slots | names
 
     def log(self, node: Node) -> Path:
         """Return the file of the agent's output."""
