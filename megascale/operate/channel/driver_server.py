@@ -22,14 +22,7 @@ from megascale.core.limits import raise_soft_limits
 from megascale.core.network import LOOPBACK, join_port
 from megascale.operate.channel.ends import Disconnected, DriverEnd
 from megascale.operate.channel.gate import ADMISSION_S, MOST_STRANGERS, print_refusal
-from megascale.operate.channel.handshake import (
-    HELLO_BYTES,
-    PROOF_BYTES,
-    NotAPeerError,
-    Seal,
-    ServerHandshake,
-    Session,
-)
+from megascale.operate.channel.handshake import HELLO_BYTES, PROOF_BYTES, NotAPeerError, Seal, ServerHandshake, Session
 from megascale.operate.channel.messages import AgentMessage, DriverMessage, Hello, Leave, MessageError, to_json
 from megascale.operate.channel.streams import (
     HELLO_KEY,

@@ -18,20 +18,10 @@ SUSPECTED = ("hang", "network", "node", "storage", "unknown")
 def record(job: JobState, finding: Finding, action: Action, now: float) -> Incident:
     """Log and print an incident."""
     incident = Incident(
-        job.history.next_id(),
-        finding.class_,
-        finding.what,
-        finding.culprit,
-        finding.evidence,
-        finding.hint,
-        finding.signature,
-        job.history.attempt,
-        completed_step(job),
-        min(finding.since, now) or now,
-        now,
-        finding.followers,
-        action,
-    )
+        job.history.next_id(), finding.class_, finding.what, finding.culprit, finding.evidence, finding.hint,
+        finding.signature, job.history.attempt, completed_step(job), min(finding.since, now) or now, now,
+        finding.followers, action,
+    )  # fmt: skip
     job.log({"event": "incident", "time": now, "incident": incident.to_dict()})
     job.do(Say(describe(incident)))
     members, placement = job.roster.members, () if job.attempt is None else job.attempt.placement

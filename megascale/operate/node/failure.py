@@ -95,15 +95,12 @@ def write_error(error: BaseException, rank: Rank, explain: Callable[[], str] = s
     return text
 
 
-def write_stop(message: str, status: int, rank: Rank) -> bool:
-    """Write that a signal ended this rank outside of training. Returns True if a launcher reads and reports it."""
-    _write_record(rank, message, status)
+def write_end(rank: Rank, status: int, stop: str = "") -> bool:
+    """Write that this rank has left the job in order, since a rank that ends without is the first to have failed; or
+    the `stop` by a signal that ended it outside of training. Returns True if a launcher reads and reports it.
+    """
+    _write_record(rank, stop, status)
     return ERROR_FILE in os.environ
-
-
-def write_end(rank: Rank, status: int) -> None:
-    """Write that this rank has left the job in order: a rank that ends without is the first to have failed."""
-    _write_record(rank, "", status)
 
 
 def _write_record(rank: Rank, what: str, status: int, **more: object) -> dict[str, Any]:

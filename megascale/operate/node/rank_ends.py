@@ -98,14 +98,8 @@ def unread_end(
     """
     patterns = _patterns(lines, status, oom_killed=oom_killed, stopped=stopped)
     last_lines = (*lines, f"how rank {rank} ended cannot be read: {why}")[-LAST_LINES:]
-    return RankEnd(
-        rank,
-        status,
-        at,
-        last_lines=last_lines,
-        patterns=tuple(dict.fromkeys((*patterns, STORAGE_ERROR))),
-        stopped=stopped,
-    )
+    patterns = tuple(dict.fromkeys((*patterns, STORAGE_ERROR)))
+    return RankEnd(rank, status, at, last_lines=last_lines, patterns=patterns, stopped=stopped)
 
 
 def _patterns(lines: Sequence[str], status: int | None, *, oom_killed: bool, stopped: bool) -> tuple[str, ...]:

@@ -150,10 +150,7 @@ def _job(pods: int, pod: dict[str, Any], rules: Mapping[str, Any]) -> dict[str, 
 def _agent_pod(plan: JobSetPlan, command: list[str], resources: Mapping[str, Any]) -> dict[str, Any]:
     """Return an agent's pod: one on a node, with the node's shared memory for copies of the state."""
     labels = {"jobset.sigs.k8s.io/jobset-name": plan.name, "jobset.sigs.k8s.io/replicatedjob-name": "agent"}
-    others = {
-        "labelSelector": {"matchLabels": labels},
-        "topologyKey": "kubernetes.io/hostname",
-    }
+    others = {"labelSelector": {"matchLabels": labels}, "topologyKey": "kubernetes.io/hostname"}
     pod = _pod(plan, "agent", command, resources)
     pod["containers"][0]["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
     pod["volumes"].append({"name": "shm", "emptyDir": {"medium": "Memory"}})
