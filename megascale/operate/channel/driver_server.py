@@ -132,7 +132,8 @@ class DriverServer(DriverEnd):
         if (earlier := self._peers.get(node)) is not None:
             earlier.disconnect()
         self._peers[node] = peer
-        self.outboxes[node] = outbox = asyncio.Queue(OUTBOX_MESSAGES)
+        outbox: asyncio.Queue[DriverMessage] = asyncio.Queue(OUTBOX_MESSAGES)
+        self.outboxes[node] = outbox
         await self.inbox.put((node, hello))
         peer.tasks += [
             asyncio.ensure_future(self._receive(node, context, session.received)),

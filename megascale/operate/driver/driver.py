@@ -11,7 +11,7 @@ import contextlib
 import json
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -91,8 +91,8 @@ class Driver:
         for number in stops:
             asyncio.get_running_loop().add_signal_handler(number, self.request_stop)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)
-        parts = (self._receive(), self._tick(), self._calls.run(), self._calls.watch_agents())
-        tasks: list[asyncio.Task[None]] = [asyncio.ensure_future(part) for part in parts]
+        parts: Sequence[Coroutine] = (self._receive(), self._tick(), self._calls.run(), self._calls.watch_agents())
+        tasks = [asyncio.ensure_future(part) for part in parts]
         try:
             await asyncio.wait([self.status, *tasks], return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:

@@ -103,8 +103,9 @@ def missing_defaults(
         names = [name for name in (variable.name, variable.old_name, *variable.aliases) if name]
         if not any(name in env for name in names):
             name = variable.old_name if variable.old_name and torch_version < RENAMED_IN_TORCH else variable.name
-            in_run = run_folder and variable.value.startswith("RUN/")
-            missing[name] = flight.dump_prefix(run_folder) if in_run else variable.value
+            missing[name] = variable.value
+            if run_folder and variable.value.startswith("RUN/"):
+                missing[name] = flight.dump_prefix(run_folder)
     if "LOCAL_WORLD_SIZE" in env and openmp_threads(env) is None:
         missing["OMP_NUM_THREADS"] = str(max(1, usable_cores() // local_world_size(1, env)))
     return missing
