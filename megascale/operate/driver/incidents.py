@@ -17,6 +17,7 @@ from megascale.core.append_file import AppendFile
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.files import exists
 from megascale.core.rank import format_ranks
+from megascale.core.run_folder import TOKEN
 
 LOG_FILE = "incidents.jsonl"
 
@@ -254,6 +255,11 @@ def open_log(path: Path) -> AppendFile:
     except OSError as error:
         what = f"{path}: the log of incidents cannot be opened: {error.strerror or error}"
         raise MegascaleError(what, hint="see the file system of the run's folder") from None
+
+
+def is_lost(path: Path) -> bool:
+    """Return True if the run's folder, in which the log is, is not there any more."""
+    return not exists(path.parent / TOKEN)
 
 
 def read_history(path: Path) -> JobHistory:

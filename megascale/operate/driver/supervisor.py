@@ -21,15 +21,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megascale.core.errors import Exit
-from megascale.core.files import exists
 from megascale.core.process import STOP_ORDER, StopRequests, die_with_parent, module_command, stop_signals
-from megascale.core.run_folder import LOGS, TOKEN
 from megascale.operate.channel.secret import DESCRIPTOR_VARIABLE, SECRET_VARIABLE, new_secret, secret_descriptor
-from megascale.operate.driver.incidents import LOG_FILE, JobHistory, read_history
+from megascale.operate.driver.incidents import LOG_FILE, JobHistory, is_lost, read_history
 from megascale.operate.driver.scheduler.adapters import ADAPTERS
 from megascale.operate.driver.scheduler.port import AgentLaunch, Scheduler
 from megascale.operate.driver.scheduler.remote import serve
-from megascale.operate.node.node_ranks import remove_lost_records
 from megascale.operate.node.output import follow_rank_0
 from megascale.operate.node.threads import call_at_end
 from megascale.operate.print_line import print_line
@@ -105,9 +102,10 @@ async def supervise(
         loop.add_signal_handler(number, signals.receive, number)
     reserved, listen, address = adapter.reserve()
     with reserved, secret_descriptor(secret) as descriptor:
-        opened = adapter.open(nodes, AgentLaunch(address, secret, folder / LOGS, slots=slots))
+        logs = folder / "logs"
+        opened = adapter.open(nodes, AgentLaunch(address, secret, logs, slots=slots))
         requeue, grace_s = True, grace_s + AGENTS_END_S
-        output = asyncio.ensure_future(follow_rank_0(folder / LOGS, before.attempt + 1, sys.stdout))
+        output = asyncio.ensure_future(follow_rank_0(logs, before.attempt + 1, sys.stdout))
         try:
             words = (*arguments, "--listen", listen)
             history = await _keep_driver(folder / LOG_FILE, words, descriptor, opened, signals, before)
@@ -116,7 +114,6 @@ async def supervise(
         finally:
             signals.end_agents = lambda: asyncio.ensure_future(opened.stop(requeue, 0.0))
             await opened.stop(requeue, grace_s)
-            remove_lost_records(folder.name)
             output.cancel()
             await asyncio.gather(output, return_exceptions=True)
     if history.ended == Exit.STOPPED and signals.requests.first == signal.SIGINT and not history.step:
@@ -148,7 +145,7 @@ async def _keep_driver(
         begun = history.launched != before.launched  # else the log ends with an earlier launch
         logged = history.ended if begun else None
         history = replace(history, ended=said[0] if said else logged)  # on a full disk the log lacks it
-        if history.ended is None and not exists(log.parent / TOKEN):
+        if history.ended is None and is_lost(log):
             print_line(f"the driver has ended, and so has the job: its log is lost with the run's folder {log.parent}")
             return replace(history, ended=Exit.DO_NOT_REQUEUE)
         if history.ended is not None:
