@@ -22,14 +22,7 @@ from megascale.core.wait_notice import WaitNotice
 from megascale.operate.channel.messages import RankEnd, Start
 from megascale.operate.health.observations import OomKills
 from megascale.operate.node.failure import ERROR_FILE_NAME
-from megascale.operate.node.rank_ends import (
-    STORAGE_ERROR,
-    ProcessEnd,
-    check_space,
-    describe_end,
-    failed_start,
-    unread_end,
-)
+from megascale.operate.node.rank_ends import STORAGE_ERROR, check_space, describe_end, failed_start, unread_end
 from megascale.operate.node.ranks import NodePlace, Ranks, WatchedRank
 from megascale.operate.node.threads import call_at_end, call_in_thread
 from megascale.operate.node.workers import Launch, Worker, ending
@@ -164,7 +157,7 @@ class NodeRanks(Ranks):
             describing = self._describe(rank, end, oom_killed=oom_killed, stopped=self._stopped)
             self._describing[rank] = asyncio.ensure_future(describing)
 
-    async def _describe(self, rank: int, end: ProcessEnd, *, oom_killed: bool, stopped: bool) -> None:
+    async def _describe(self, rank: int, end: RankEnd, *, oom_killed: bool, stopped: bool) -> None:
         """Take the end of a rank, once its files are read or do not answer."""
         log = self._ranks[rank].worker.log
 

@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from megascale.core.errors import Exit, MegascaleError
@@ -116,14 +115,6 @@ def failed_start(rank: int, error: MegascaleError, *patterns: str) -> RankEnd:
     return RankEnd(
         rank, Exit.UNCLASSIFIED, time.time(), str(error), kind, exit_status=status, patterns=seen, started=False
     )
-
-
-@dataclass(frozen=True)
-class ProcessEnd:
-    """The end of a rank's process: its status, negative for a signal, and the time at which the launcher saw it."""
-
-    status: int
-    time: float
 
 
 def how_ended(status: int | None) -> str:
