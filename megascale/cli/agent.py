@@ -26,8 +26,7 @@ from megascale.operate.node.ranks import NodePlace
 
 OPEN_FILES = 1 << 16
 
-NO_DESCRIPTOR = -1
-"""An observer starts no ranks, which would read the secret from a descriptor."""
+NO_DESCRIPTOR = -1  # an observer starts no ranks, which would read the secret from a descriptor
 
 GRPC_DEFAULTS = {
     "GRPC_ENABLE_FORK_SUPPORT": "0",  # the children of an agent are other programs

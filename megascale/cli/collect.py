@@ -32,11 +32,8 @@ if TYPE_CHECKING:
     from megascale.operate.channel.ends import DriverEnd
     from megascale.operate.channel.messages import Welcome
 
-LAST_ROWS_S = 5.0
-"""Seconds that a rank that ends in order waits for its collector, which a container may end with it."""
-
-POLL_S = 0.5
-"""Seconds between looks for ranks, and for the lock of another collector."""
+LAST_ROWS_S = 5.0  # seconds that a rank that ends in order waits for its collector, which a container may end with it
+POLL_S = 0.5  # seconds between looks for ranks, and for the lock of another collector
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:

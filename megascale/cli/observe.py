@@ -29,11 +29,8 @@ from megascale.core.rank import NODE_VARIABLE
 from megascale.core.run_folder import LOGS
 from megascale.operate.driver.scheduler.port import ADDRESS_VARIABLE, DRIVER_VARIABLE
 
-PORT = 29600
-"""Port of the driver, unless --driver names another."""
-
-LEAVE_S = 5.0
-"""Seconds that the observer of the driver's host has to leave."""
+PORT = 29600  # port of the driver, unless --driver names another
+LEAVE_S = 5.0  # seconds that the observer of the driver's host has to leave
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:

@@ -38,8 +38,7 @@ from megascale.operate.channel.streams import (
 )
 from megascale.operate.print_line import print_line
 
-INBOX_MESSAGES = 8192
-"""Messages of all agents that wait for the driver; then the agents wait."""
+INBOX_MESSAGES = 8192  # messages of all agents that wait for the driver; then the agents wait
 
 
 @dataclass(eq=False)

@@ -26,24 +26,16 @@ NONCE_BYTES = MAC_BYTES = 32
 HELLO_BYTES = CHALLENGE_BYTES = NONCE_BYTES + MAC_BYTES
 PROOF_BYTES = MAC_BYTES
 
-TAG_BYTES = 16
-"""Bytes of a message's seal: a keyed BLAKE2b of that length."""
-
-HEAD = struct.Struct(f"<I{TAG_BYTES}s")
-"""Head of a message: bytes of the content, and its seal."""
-
-_NUMBER = struct.Struct("<Q")
-"""Number of a message in its direction, before its content in the seal."""
-
-RETRY_S = 0.1
-"""Seconds between attempts to reach a server that does not listen yet."""
+TAG_BYTES = 16  # bytes of a message's seal: a keyed BLAKE2b of that length
+HEAD = struct.Struct(f"<I{TAG_BYTES}s")  # head of a message: bytes of the content, and its seal
+_NUMBER = struct.Struct("<Q")  # number of a message in its direction, before its content in the seal
+RETRY_S = 0.1  # seconds between attempts to reach a server that does not listen yet
 
 _FOR_A_MOMENT = (
     errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT,
 )  # fmt: skip
 
-ATTEMPTS = 3
-"""Handshakes until a server that hangs up is given up: strangers may have crowded out the first ones."""
+ATTEMPTS = 3  # handshakes until a server that hangs up is given up: strangers may have crowded out the first ones
 
 
 class NotAPeerError(ConnectionError):

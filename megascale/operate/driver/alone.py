@@ -21,8 +21,7 @@ from megascale.operate.driver.incidents import Culprit
 from megascale.operate.driver.job_state import SETTLE_S, JobState
 from megascale.operate.driver.stages import collect_records
 
-END_S = 10.0
-"""Seconds that the other ranks have to end, before they are killed."""
+END_S = 10.0  # seconds that the other ranks have to end, before they are killed
 
 CAUSE_S = 3.0
 """Seconds after the first end of a rank that lost another, or was aborted, in which the first cause may end."""

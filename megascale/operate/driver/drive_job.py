@@ -27,11 +27,8 @@ if TYPE_CHECKING:
     from megascale.operate.driver.job_state import JobPlan
     from megascale.operate.driver.scheduler.port import Scheduler
 
-REST_S = 5.0
-"""Seconds at the end of a job in which its log may become writable."""
-
-AGAIN_S = 0.2
-"""Seconds between tries to write the log at the end."""
+REST_S = 5.0  # seconds at the end of a job in which its log may become writable
+AGAIN_S = 0.2  # seconds between tries to write the log at the end
 
 
 async def drive_job(

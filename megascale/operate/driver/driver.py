@@ -31,14 +31,9 @@ if TYPE_CHECKING:
     from megascale.operate.driver.node_admission import NodeGate
     from megascale.operate.driver.scheduler.port import Scheduler
 
-TICK_S = 0.2
-"""Seconds between looks at deadlines."""
-
-LEAVE_S = 1.0
-"""Seconds that agents have to leave at the end of the job."""
-
-PAUSE_S = 2.0
-"""A driver that was not scheduled for so long has heard nobody, and takes nobody for lost."""
+TICK_S = 0.2  # seconds between looks at deadlines
+LEAVE_S = 1.0  # seconds that agents have to leave at the end of the job
+PAUSE_S = 2.0  # a driver that was not scheduled for so long has heard nobody, and takes nobody for lost
 
 
 class Clock:

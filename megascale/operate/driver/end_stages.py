@@ -14,11 +14,8 @@ from megascale.operate.driver.job_state import JobState, Stage
 from megascale.operate.driver.policy import SparePool, decide
 from megascale.operate.driver.roster import Member, format_nodes
 
-KILL_S = 10.0
-"""Seconds beyond their grace in which a node must end its ranks."""
-
-JOIN_S = 60.0
-"""Seconds that an agent has to start and join, besides the time of its checks."""
+KILL_S = 10.0  # seconds beyond their grace in which a node must end its ranks
+JOIN_S = 60.0  # seconds that an agent has to start and join, besides the time of its checks
 
 
 def conclude(job: JobState, finding: Finding, now: float) -> None:

@@ -35,16 +35,14 @@ IncidentClass = Literal[
 HANGS = ("hang: ", "storage: waiting", "network: waiting")
 """Beginnings of the signatures of incidents without progress, in which other ranks wait and have not failed."""
 
-EVIDENCE_SHOWN = 3
-"""Observations in the line for people; the log has all."""
+EVIDENCE_SHOWN = 3  # observations in the line for people; the log has all
 
 ActionKind = Literal["restart", "replace", "replace_group", "shrink", "stop", "alert", "wait"]
 """Actions: restart the ranks in place; replace nodes by spares; replace all nodes of a parallel group; restart with
 fewer replicas; stop the job; only report; wait for the network to recover.
 """
 
-RESTARTS = ("restart", "replace", "replace_group", "shrink")
-"""Actions that start a new attempt."""
+RESTARTS = ("restart", "replace", "replace_group", "shrink")  # actions that start a new attempt
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,7 @@ from megascale.operate.driver.commands import Command, Exclude, Request, Say, Se
 from megascale.operate.driver.job_state import JobState, Stage
 from megascale.operate.driver.roster import format_nodes
 
-START_S = 5.0
-"""Seconds after an order to start ranks in which a heartbeat without ranks may be older than the order."""
+START_S = 5.0  # seconds after an order to start ranks in which a heartbeat without ranks may be older than the order
 
 ACT: dict[Stage, Callable[[JobState, float], None]] = {
     Stage.TAKEOVER: stages.takeover,

@@ -17,8 +17,7 @@ from megascale.operate.print_line import print_line
 from megascale.operate.store.exporter import DRIVER, MetricsEndpoint, exporting
 from megascale.operate.store.families import Labels, MetricFamily
 
-LOOP_S = 2.0
-"""Longest time that a scrape waits for the driver's event loop."""
+LOOP_S = 2.0  # longest time that a scrape waits for the driver's event loop
 
 
 def job_families(job: Job, now: float, labels: Labels) -> list[MetricFamily]:

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from megascale.operate.diagnose.hang.flight import Suspect
     from megascale.operate.diagnose.hang.hang import Verdict
 
-SETTLE_S = 0.5
-"""Seconds after a failure in which an earlier failure may become known."""
+SETTLE_S = 0.5  # seconds after a failure in which an earlier failure may become known
 
 REJOIN_S = 8.0
 """Seconds that a new driver waits for the agents of a running attempt, but for those that are known to have ended."""

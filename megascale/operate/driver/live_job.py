@@ -15,8 +15,7 @@ from megascale.operate.print_line import print_line
 from megascale.record.layout import Phase
 from megascale.record.live_file import EVERY_S, LIVE_FILE, SHOWN_STATES, LiveFile, LiveRank, LiveState
 
-FINISH_S = 1.0
-"""Seconds that the end of the job waits for a file server."""
+FINISH_S = 1.0  # seconds that the end of the job waits for a file server
 
 
 def live_state(job: Job, now: float) -> LiveState:

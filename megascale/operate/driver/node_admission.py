@@ -24,8 +24,7 @@ from megascale.operate.health.diagnose import DiagnosisPlan, check_joining, diag
 from megascale.operate.health.node_runs import CheckedNode
 from megascale.operate.health.remote_checks import RemoteChecks
 
-LATE_S = 2.0
-"""Seconds that a node, once measured, waits for others at most, beyond the time of its own checks."""
+LATE_S = 2.0  # seconds that a node, once measured, waits for others at most, beyond the time of its own checks
 
 MOST_COMPARED = 64
 """Most hosts with whose values a joining node's are compared. More would hardly change the median, and the work of a

@@ -42,11 +42,8 @@ from megascale.operate.node.rank_ends import describe_status, try_find_suspect
 from megascale.operate.node.ranks import NodePlace
 from megascale.operate.print_line import print_line
 
-POLL_S = 1.0
-"""Seconds between looks at the states of the ranks; of their ends the kernel tells at once."""
-
-LAST_LINES = 20
-"""Most lines of a rank's output in a report."""
+POLL_S = 1.0  # seconds between looks at the states of the ranks; of their ends the kernel tells at once
+LAST_LINES = 20  # most lines of a rank's output in a report
 
 
 def run_on_this_host(arguments: Sequence[str], world: int, folder: Path, metrics: tuple[str, int] = ("", 0)) -> int:

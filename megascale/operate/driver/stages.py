@@ -19,11 +19,8 @@ from megascale.operate.driver.roster import format_nodes, place_ranks
 from megascale.operate.driver.watch import ProgressWatch
 from megascale.record.layout import NEWEST
 
-OPEN_S = 20.0
-"""Seconds that rank 0's node has to open the job's store."""
-
-RECONNECT_S = 2.0
-"""Seconds that an agent whose ranks other ranks have lost has to connect again."""
+OPEN_S = 20.0  # seconds that rank 0's node has to open the job's store
+RECONNECT_S = 2.0  # seconds that an agent whose ranks other ranks have lost has to connect again
 
 LOOK_S = 0.2
 """Least seconds between two looks at all nodes or ranks: for a hang, or for a node whose connection was lost."""
@@ -31,8 +28,7 @@ LOOK_S = 0.2
 FIND_S = 20.0
 """Seconds after the first ranks of a job are found in which the others should be, by the observers of their hosts."""
 
-MOST_STACKS = 4
-"""Most culprits whose stacks are collected."""
+MOST_STACKS = 4  # most culprits whose stacks are collected
 
 
 def takeover(job: JobState, now: float) -> None:

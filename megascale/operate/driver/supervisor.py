@@ -34,11 +34,8 @@ from megascale.operate.print_line import print_line
 FINAL = (Exit.OK, Exit.CONFIG, Exit.DATA, Exit.CHECKPOINT, Exit.DO_NOT_REQUEUE)
 """Exit statuses after which the scheduler is not to start the job again: done, or an error that would recur."""
 
-SILENT_S = 30
-"""Seconds without a beat after which a driver is killed: it is stopped, or its event loop hangs."""
-
-AGENTS_END_S = 10.0
-"""Seconds in which agents without ranks leave."""
+SILENT_S = 30  # seconds without a beat after which a driver is killed: it is stopped, or its event loop hangs
+AGENTS_END_S = 10.0  # seconds in which agents without ranks leave
 
 CRASHES, CRASHES_S = 5, 60.0
 """Deaths of drivers, and the seconds in which they count together: the job is given up then."""

@@ -39,17 +39,10 @@ from megascale.operate.node.agent_ranks import AgentRanks, Observe
 from megascale.operate.node.ranks import DRIVER_LOST, NodePlace
 from megascale.operate.node.threads import call_in_thread
 
-LOST_DRIVER_GRACE_S = 60.0
-"""Seconds that the ranks have to save when no driver has come back."""
-
-METRICS_S = 5.0
-"""Seconds between samples of the host's metrics, and seconds that a sample may take."""
-
-FIRST_SAMPLE_S = 0.5
-"""Seconds before the first sample of the host's metrics: ranks start first."""
-
-WAIT_NOTICE_S = 10.0
-"""Seconds without a driver after which the agent says that it waits."""
+LOST_DRIVER_GRACE_S = 60.0  # seconds that the ranks have to save when no driver has come back
+METRICS_S = 5.0  # seconds between samples of the host's metrics, and seconds that a sample may take
+FIRST_SAMPLE_S = 0.5  # seconds before the first sample of the host's metrics: ranks start first
+WAIT_NOTICE_S = 10.0  # seconds without a driver after which the agent says that it waits
 
 
 def _say(text: str) -> None:

@@ -36,11 +36,8 @@ if TYPE_CHECKING:
     from megascale.operate.node.standby_process import StandbyProcess
     from megascale.operate.store.collector import CollectorThread
 
-COLLECTOR_S = 11.0
-"""Seconds that the agent waits at most for the event store."""
-
-COPIES_S = 30.0
-"""Seconds that the removal of copies in memory may take."""
+COLLECTOR_S = 11.0  # seconds that the agent waits at most for the event store
+COPIES_S = 30.0  # seconds that the removal of copies in memory may take
 
 Observe = Callable[[Callable[[RankEnd], None]], Ranks]
 """Function (what to call with each end of a rank): find the ranks of another launcher."""

@@ -14,8 +14,7 @@ from megascale.operate.node.stacks import STACK_S, stack_of
 from megascale.operate.node.threads import call_in_thread
 from megascale.record.log_files import process_states
 
-STACKS_AT_ONCE = 2
-"""Stacks that are taken at the same time: each takes a core for a moment."""
+STACKS_AT_ONCE = 2  # stacks that are taken at the same time: each takes a core for a moment
 
 
 async def read_records(ranks: Ranks, order: Collect) -> Records:

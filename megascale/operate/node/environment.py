@@ -16,8 +16,7 @@ from megascale.core.process import usable_cores
 from megascale.core.rank import local_world_size
 from megascale.operate.diagnose.hang import flight
 
-RENAMED_IN_TORCH = (2, 9)
-"""The first version of torch that reads `name`; earlier versions read `old_name`."""
+RENAMED_IN_TORCH = (2, 9)  # the first version of torch that reads `name`; earlier versions read `old_name`
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,7 @@ from megascale.core.rank import Rank
 ERROR_FILE = "MEGASCALE_ERROR_FILE"
 """Environment variable: path of the file in which this rank says how it ended; `%t` stands for the rank."""
 
-ERROR_FILE_NAME = "rank-{}.error.json"
-"""Name of that file in the launcher's folder of logs."""
+ERROR_FILE_NAME = "rank-{}.error.json"  # name of that file in the launcher's folder of logs
 
 TORCHRUN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable: path of torchrun's error file, in torchrun's format, for torchrun's summary. It holds what our

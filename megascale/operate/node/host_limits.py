@@ -25,21 +25,15 @@ from megascale.core.units import format_bytes
 
 FILES_PER_EPOCH = 3
 
-EPOCHS_PER_DATASET = 2
-"""Open epochs of a dataset: a step that crosses the end of an epoch reads from two."""
-
-MIN_OPEN_EPOCHS = 8
-"""Open epochs of a split with many datasets, however low the limits are."""
+EPOCHS_PER_DATASET = 2  # open epochs of a dataset: a step that crosses the end of an epoch reads from two
+MIN_OPEN_EPOCHS = 8  # open epochs of a split with many datasets, however low the limits are
 
 MIN_FILES, USUAL_FILES = 64, 256
 """Open files of a rank besides datasets and the store: at least (20 to 40 are measured on CPUs), and with room for the
 connections of a few groups, libraries and the files of a checkpoint."""
 
-RANK_THREADS = 8
-"""Threads of one of several ranks: at least (8 are measured on CPUs, most of them gloo's)."""
-
-MEMORY_COPIES = 2
-"""Copies of its state that a rank has in memory: the last complete one, and the next."""
+RANK_THREADS = 8  # threads of one of several ranks: at least (8 are measured on CPUs, most of them gloo's)
+MEMORY_COPIES = 2  # copies of its state that a rank has in memory: the last complete one, and the next
 
 
 def datasets_by_split(data: DataConfig, eval_every: int) -> list[int]:

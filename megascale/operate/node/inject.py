@@ -25,14 +25,9 @@ from typing import Any
 
 from megascale.config.injection import KINDS, PHASES, Fault, Injection, RandomFaults
 
-INJECTED_FILE = "injected.jsonl"
-"""The log of injected faults, in the run's folder."""
-
-RANDOM_PHASES = ("data", "forward", "backward", "optimizer")
-"""Phases of every rank in every step, whatever the layout."""
-
-GARBAGE = 50_000
-"""Objects of an injected garbage collection: it lasts a millisecond or more."""
+INJECTED_FILE = "injected.jsonl"  # the log of injected faults, in the run's folder
+RANDOM_PHASES = ("data", "forward", "backward", "optimizer")  # phases of every rank in every step, whatever the layout
+GARBAGE = 50_000  # objects of an injected garbage collection: it lasts a millisecond or more
 
 LASTING = ("slow", "slow_compute", "collect_garbage", "delay_message", "skip_collective")
 """Kinds with an effect at every moment of the phase in their steps."""

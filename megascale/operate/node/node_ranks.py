@@ -33,8 +33,7 @@ from megascale.record.rank_state import UNORDERED_SIGNAL, LogError, RankState
 if TYPE_CHECKING:
     from megascale.operate.node.standby_process import StandbyProcess
 
-LOG_NAME = "rank-{}.log"
-"""Name of the file of a rank's output, in the attempt's folder of logs."""
+LOG_NAME = "rank-{}.log"  # name of the file of a rank's output, in the attempt's folder of logs
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -43,11 +42,8 @@ FILES_S = 5.0
 ended. Heartbeats go on meanwhile.
 """
 
-AGAIN_S = 0.5
-"""Seconds between two looks for the run's folder."""
-
-RESTORE_S = 5.0
-"""Seconds more that a node waits for the run's folder, which another node may make anew."""
+AGAIN_S = 0.5  # seconds between two looks for the run's folder
+RESTORE_S = 5.0  # seconds more that a node waits for the run's folder, which another node may make anew
 
 
 @dataclass

@@ -9,8 +9,7 @@ from typing import IO, BinaryIO
 
 POLL_S = 0.2
 
-LOG = "attempt-{attempt}/rank-0.log"
-"""File of rank 0's output in the folder of logs."""
+LOG = "attempt-{attempt}/rank-0.log"  # file of rank 0's output in the folder of logs
 
 
 async def follow_rank_0(logs: Path, attempt: int, stream: IO[str]) -> None:

@@ -21,14 +21,9 @@ from megascale.operate.diagnose.hang import flight
 from megascale.operate.health.observations import LAST_LINES, observe, read_tail
 from megascale.operate.node.failure import ERROR_FILE, TORCHRUN_ERROR_FILE, read_record, read_records
 
-OOM_KILL = "linux_oom_kill"
-"""The observation that the kernel has killed a process for its memory."""
-
-STORAGE_ERROR = "storage_error"
-"""The observation that the file system of the run's folder cannot be used."""
-
-SPACE_BYTES = 64 << 10
-"""Bytes for what a rank writes of its start and its end."""
+OOM_KILL = "linux_oom_kill"  # the observation that the kernel has killed a process for its memory
+STORAGE_ERROR = "storage_error"  # the observation that the file system of the run's folder cannot be used
+SPACE_BYTES = 64 << 10  # bytes for what a rank writes of its start and its end
 
 _IN_ORDER = (Exit.OK, Exit.STOPPED)
 _STOPS = (Exit.STOPPED, Exit.INTERRUPTED)

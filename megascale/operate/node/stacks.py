@@ -9,8 +9,7 @@ from pathlib import Path
 
 from megascale.core.files import exists
 
-STACK_S = 5.0
-"""Seconds in which py-spy must return the stack of a process."""
+STACK_S = 5.0  # seconds in which py-spy must return the stack of a process
 
 MAX_STACK_CHARACTERS = 20_000
 

@@ -11,14 +11,9 @@ from megascale.core.network import LOOPBACK, is_loopback, listen, listen_as
 from megascale.operate.channel.messages import OpenStore, StoreOpened
 from megascale.operate.node.threads import call_in_thread
 
-GIVE_UP_S = 20.0
-"""Seconds in which the store is opened, as long as the driver waits for it."""
-
-LOOK_UP_S = 5.0
-"""Seconds that a look-up of the node's name may take."""
-
-AGAIN_S = 0.5
-"""Seconds between two tries."""
+GIVE_UP_S = 20.0  # seconds in which the store is opened, as long as the driver waits for it
+LOOK_UP_S = 5.0  # seconds that a look-up of the node's name may take
+AGAIN_S = 0.5  # seconds between two tries
 
 
 class StoreListener:

@@ -19,14 +19,12 @@ from megascale.core.rank import NODE_VARIABLE
 ADDRESS_VARIABLE = "MEGASCALE_NODE_ADDRESS"
 """Environment variable of an agent: the name or address by which other nodes reach its node."""
 
-DRIVER_VARIABLE = "MEGASCALE_DRIVER"
-"""Environment variable of an agent: `host:port` of the driver."""
+DRIVER_VARIABLE = "MEGASCALE_DRIVER"  # environment variable of an agent: `host:port` of the driver
 
 SLOTS_VARIABLE = "MEGASCALE_NODE_SLOTS"
 """Environment variable of an agent: ranks that its node runs, each with a device; by default one a usable core."""
 
-LAUNCH_VARIABLE = "MEGASCALE_LAUNCH"
-"""Environment variable of all processes of a launch: a random id."""
+LAUNCH_VARIABLE = "MEGASCALE_LAUNCH"  # environment variable of all processes of a launch: a random id
 
 AGENT_COMMAND = tuple(module_command("megascale", "agent"))
 

@@ -22,8 +22,7 @@ from megascale.core.process import die_with_parent
 from megascale.operate.driver.scheduler.port import AgentEnd, AgentLaunch, Node, SchedulerError
 from megascale.operate.node.threads import call_at_end
 
-LAST_LINES = 20
-"""Lines of an agent's output in its `AgentEnd`."""
+LAST_LINES = 20  # lines of an agent's output in its `AgentEnd`
 
 _LAST_BYTES = 16 << 10
 

@@ -23,14 +23,12 @@ from megascale.operate.print_line import print_line
 
 CALLS = ("nodes", "without_agent", "start_agent", "next_end", "exclude", "request", "release", "stop")
 
-BEAT_S = 1.0
-"""Seconds between the beats of a client."""
+BEAT_S = 1.0  # seconds between the beats of a client
 
 MOST_LINE_BYTES = 1 << 26
 """Most bytes of a line: the nodes of a job of 10,000 take half a mebibyte, and asyncio's default is 64 KiB."""
 
-MOST_REASON = 1000
-"""Most characters of the reason for an exclusion, which may be the message of any error."""
+MOST_REASON = 1000  # most characters of the reason for an exclusion, which may be the message of any error
 
 
 async def serve(

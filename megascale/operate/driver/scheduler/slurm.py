@@ -29,8 +29,7 @@ DRAIN_VARIABLE = "MEGASCALE_SLURM_DRAIN"
 RELEASE_GRACE_S = 5.0
 """Seconds that Slurm has to kill a step; then only its client is killed, because the node does not answer."""
 
-LOOK_S = 15
-"""Seconds between looks of an agent without a driver at the nodes of the job."""
+LOOK_S = 15  # seconds between looks of an agent without a driver at the nodes of the job
 
 STOP_GRACE_S = 35.0
 """Seconds that Slurm has to kill the steps at the end of the job: longer than Slurm's KillWait, 30 s by default."""
