@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-import os
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -14,28 +12,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megascale.core.errors import MegascaleError
-from megascale.core.limits import os_error_hint
-from megascale.core.network import is_loopback
-from megascale.core.rank import NODE_VARIABLE
-from megascale.core.run_folder import TOKEN_VARIABLE, LostFolderError
 from megascale.core.wait_notice import WaitNotice
 from megascale.operate.channel.messages import RankEnd, Start
 from megascale.operate.health.observations import OomKills
-from megascale.operate.node.failure import ERROR_FILE_NAME
-from megascale.operate.node.rank_ends import STORAGE_ERROR, check_space, describe_end, failed_start, unread_end
-from megascale.operate.node.ranks import NodePlace, Ranks, WatchedRank
+from megascale.operate.node.rank_ends import (
+    STORAGE_ERROR,
+    describe_end,
+    error_file,
+    failed_start,
+    prepare_logs,
+    unread_end,
+    unusable_logs,
+)
+from megascale.operate.node.ranks import NodePlace, Ranks, WatchedRank, read_log
 from megascale.operate.node.threads import call_at_end, call_in_thread
 from megascale.operate.node.workers import Launch, Worker, ending
-from megascale.record.log_files import ATTEMPT_VARIABLE, FLIGHT_RECORD_VARIABLE, log_path, remove_left_logs, remove_log
-from megascale.record.log_reader import read_state
-from megascale.record.rank_state import UNORDERED_SIGNAL, LogError, RankState
+from megascale.record.log_files import FLIGHT_RECORD_VARIABLE, log_path, remove_left_logs, remove_log
+from megascale.record.rank_state import UNORDERED_SIGNAL, RankState
 
 if TYPE_CHECKING:
     from megascale.operate.node.standby_process import StandbyProcess
 
 LOG_NAME = "rank-{}.log"  # name of the file of a rank's output, in the attempt's folder of logs
-
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 FILES_S = 5.0
 """Seconds that the file system of the run's folder has to answer: when ranks start, and for the files of one that has
@@ -78,11 +76,13 @@ class NodeRanks(Ranks):
         while not self._stopped:  # by an order, or a signal
             waited_s = notice.waited_s
             try:
-                await call_in_thread(functools.partial(self._prepare_logs, restore=waited_s >= wait_s), FILES_S)
+                prepare = functools.partial(prepare_logs, self.order, self._node, restore=waited_s >= wait_s)
+                await call_in_thread(prepare, FILES_S)
             except (OSError, RuntimeError, MegascaleError) as found:
                 if self._stopped:  # another attempt may have begun
                     return
-                error = found if isinstance(found, MegascaleError) else _unusable(self._logs, found)
+                why = str(found) or f"no answer within {FILES_S:g} s"
+                error = found if isinstance(found, MegascaleError) else unusable_logs(self._logs, found, why)
             else:
                 if not self._stopped:
                     self._start_all(listener, standby)
@@ -94,32 +94,10 @@ class NodeRanks(Ranks):
             notice.print_if_due(functools.partial(str, error))
             await asyncio.sleep(AGAIN_S)
 
-    def _prepare_logs(self, *, restore: bool) -> None:
-        """Find the run's folder, with space for the files of ranks; make the folder of logs, and remove what ranks of
-        these numbers wrote of their ends. `restore`: a folder that is lost is made anew, if copies in memory are here.
-
-        Raises: OSError, CheckpointError
-        """
-        if (folder := self.order.folder) is not None:
-            try:
-                folder.read_again()
-            except LostFolderError:
-                if not (restore and folder.restore(self._node)):
-                    raise
-        self._logs.mkdir(parents=True, exist_ok=True)
-        check_space(self._logs)
-        for rank in self.order.ranks:
-            (self._logs / ERROR_FILE_NAME.format(rank)).unlink(missing_ok=True)
-
     def _start_all(self, listener: socket.socket | None, standby: list[StandbyProcess]) -> None:
         order = self.order
         remove_left_logs(records_name(order.run, self._node))
-        token = {TOKEN_VARIABLE: order.folder.token} if order.folder else {}
-        restarts = {} if self._alone else {NODE_VARIABLE: self._node, ATTEMPT_VARIABLE: str(order.attempt)}
-        env = {**restarts, **token, **order.env}
-        if is_loopback(order.store.rpartition(":")[0]):
-            env.setdefault(GLOO_INTERFACE, os.environ.get(GLOO_INTERFACE, "lo"))
-        launch = Launch(order.arguments, order.world, order.ranks, order.store, self._secret, self._logs, env)
+        launch = Launch.of_order(order, "" if self._alone else self._node, self._secret)
         start_ns = time.time_ns()
         for rank in order.ranks:
             path = log_path(records_name(order.run, self._node), start_ns, rank)
@@ -158,8 +136,8 @@ class NodeRanks(Ranks):
         log = self._ranks[rank].worker.log
 
         def describe() -> RankEnd:
-            error_file = self._logs / ERROR_FILE_NAME.format(rank)
-            return describe_end(rank, end.status, end.time, error_file, log, oom_killed=oom_killed, stopped=stopped)
+            file = error_file(self._logs, rank)
+            return describe_end(rank, end.status, end.time, file, log, oom_killed=oom_killed, stopped=stopped)
 
         try:
             found = await call_in_thread(describe, FILES_S)
@@ -167,9 +145,8 @@ class NodeRanks(Ranks):
             why = str(error) or f"no answer within {FILES_S:g} s"
             found = unread_end(rank, end.status, end.time, why, oom_killed=oom_killed, stopped=stopped)
         local = self._ranks[rank]
-        with contextlib.suppress(LogError, OSError):
-            local.record = read_state(local.path)
-        if (record := local.record) is not None:
+        local.record = record = read_log(local.path) or local.record
+        if record is not None:
             found = replace(found, step=record.step, unordered=int(record.totals.get(UNORDERED_SIGNAL, 0)))
         self._add_end(found)
 
@@ -178,15 +155,12 @@ class NodeRanks(Ranks):
             local = self._ranks[rank]
             self._look_for_end(rank)
             local.oom_kills.follow()
-            with contextlib.suppress(LogError, OSError):
-                local.record = read_state(local.path, head_only=True)
+            local.record = read_log(local.path, head_only=True) or local.record
 
     def records(self, ranks: Sequence[int] | None = None) -> dict[int, RankState]:
-        found = {}
-        for rank in self._ranks if ranks is None else ranks:
-            with contextlib.suppress(LogError, OSError, KeyError):
-                found[rank] = read_state(self._ranks[rank].path)
-        return found
+        wanted = self._ranks if ranks is None else [rank for rank in ranks if rank in self._ranks]
+        found = {rank: read_log(self._ranks[rank].path) for rank in wanted}
+        return {rank: record for rank, record in found.items() if record is not None}
 
     async def stop(self, grace_s: float, *, save: bool = False) -> tuple[int, ...]:
         self._stopped = True
@@ -201,13 +175,6 @@ class NodeRanks(Ranks):
     def close(self) -> None:
         for path in self.paths.values():
             remove_log(path)
-
-
-def _unusable(logs: Path, error: OSError | RuntimeError) -> MegascaleError:
-    why = getattr(error, "strerror", None) or str(error) or f"no answer within {FILES_S:g} s"
-    hint = os_error_hint(error, "see the file system") if isinstance(error, OSError) else "see the file system"
-    what = f"the folder of logs cannot be used: {why}: {getattr(error, 'filename', None) or logs}"
-    return MegascaleError(what, hint=hint)
 
 
 def records_name(run: str, node: str) -> str:

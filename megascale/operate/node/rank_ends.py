@@ -15,11 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megascale.core.errors import Exit, MegascaleError
+from megascale.core.limits import os_error_hint
 from megascale.core.rank import format_ranks
-from megascale.operate.channel.messages import RankEnd
+from megascale.core.run_folder import LostFolderError
+from megascale.operate.channel.messages import RankEnd, Start
 from megascale.operate.diagnose.hang import flight
 from megascale.operate.health.observations import LAST_LINES, observe, read_tail
-from megascale.operate.node.failure import ERROR_FILE, TORCHRUN_ERROR_FILE, read_record, read_records
+from megascale.operate.node.failure import ERROR_FILE, ERROR_FILE_NAME, TORCHRUN_ERROR_FILE, read_record, read_records
 
 OOM_KILL = "linux_oom_kill"  # the observation that the kernel has killed a process for its memory
 STORAGE_ERROR = "storage_error"  # the observation that the file system of the run's folder cannot be used
@@ -70,6 +72,37 @@ def describe_end(
         patterns=patterns,
         stopped=stopped,
     )
+
+
+def error_file(logs: Path, rank: int) -> Path:
+    """Return the file in a launcher's folder of logs in which a rank says how it ended."""
+    return logs / ERROR_FILE_NAME.format(rank)
+
+
+def prepare_logs(order: Start, node: str, *, restore: bool) -> None:
+    """Find the run's folder, with space for the files of ranks; make the folder of logs, and remove what ranks of these
+    numbers wrote of their ends. `restore`: a folder that is lost is made anew, if copies in memory are here.
+
+    Raises: OSError, CheckpointError
+    """
+    logs = Path(order.logs)
+    if (folder := order.folder) is not None:
+        try:
+            folder.read_again()
+        except LostFolderError:
+            if not (restore and folder.restore(node)):
+                raise
+    logs.mkdir(parents=True, exist_ok=True)
+    check_space(logs)
+    for rank in order.ranks:
+        error_file(logs, rank).unlink(missing_ok=True)
+
+
+def unusable_logs(logs: Path, error: OSError | RuntimeError, why: str) -> MegascaleError:
+    """Return the error about a folder of logs. `why`: unless the system says it."""
+    hint = os_error_hint(error, "see the file system") if isinstance(error, OSError) else "see the file system"
+    why, where = getattr(error, "strerror", None) or why, getattr(error, "filename", None) or logs
+    return MegascaleError(f"the folder of logs cannot be used: {why}: {where}", hint=hint)
 
 
 def check_space(logs: Path) -> None:

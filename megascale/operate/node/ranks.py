@@ -4,6 +4,7 @@ launcher's (`observed_ranks`).
 
 from __future__ import annotations
 
+import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,8 @@ from pathlib import Path
 
 from megascale.core.process import process_facts
 from megascale.operate.channel.messages import RankEnd, RankStatus
-from megascale.record.rank_state import RankState
+from megascale.record.log_reader import read_state
+from megascale.record.rank_state import LogError, RankState
 
 DRIVER_LOST = 75
 """Exit status of an agent whose driver stayed away for `fault.agent_grace_s`; EX_TEMPFAIL of sysexits.h."""
@@ -94,6 +96,13 @@ class Ranks(ABC):
     def _add_end(self, end: RankEnd) -> None:
         self.ends[end.rank] = end
         self._on_end(end)
+
+
+def read_log(path: Path, *, head_only: bool = False) -> RankState | None:
+    """Read the log of a rank; None if it has not begun, or its file is spoilt."""
+    with contextlib.suppress(LogError, OSError):
+        return read_state(path, head_only=head_only)
+    return None
 
 
 def rank_status(rank: int, pid: int, record: RankState | None, started: float) -> RankStatus:

@@ -19,14 +19,19 @@ from typing import TYPE_CHECKING
 
 from megascale.core.errors import MegascaleError
 from megascale.core.limits import os_error_hint
+from megascale.core.network import is_loopback
 from megascale.core.process import STOP_ORDER, die_with_parent, module_command
-from megascale.core.rank import STORE_VARIABLE
-from megascale.operate.channel.messages import RankEnd
+from megascale.core.rank import NODE_VARIABLE, STORE_VARIABLE
+from megascale.core.run_folder import TOKEN_VARIABLE
+from megascale.operate.channel.messages import RankEnd, Start
 from megascale.operate.channel.secret import DESCRIPTOR_VARIABLE
 from megascale.operate.node.failure import ERROR_FILE, ERROR_FILE_NAME
+from megascale.record.log_files import ATTEMPT_VARIABLE
 
 if TYPE_CHECKING:
     from megascale.operate.node.standby_process import StandbyProcess
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 KILL_S = 5.0
 """Seconds in which a killed process must end. One in uninterruptible sleep, on a dead disk or file server, does not."""
@@ -92,6 +97,16 @@ class Launch:
     secret: int
     logs: Path
     env: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of_order(cls, order: Start, node: str, secret: int) -> Launch:
+        """Return the launch that a driver has ordered. `node`: "" if nothing starts its ranks again."""
+        restarts = {NODE_VARIABLE: node, ATTEMPT_VARIABLE: str(order.attempt)} if node else {}
+        token = {TOKEN_VARIABLE: order.folder.token} if order.folder else {}
+        env = {**restarts, **token, **order.env}
+        if is_loopback(order.store.rpartition(":")[0]):
+            env.setdefault(GLOO_INTERFACE, os.environ.get(GLOO_INTERFACE, "lo"))
+        return cls(order.arguments, order.world, order.ranks, order.store, secret, Path(order.logs), env)
 
     def start(
         self, rank: int, *, listener: socket.socket | None = None, log: Path | None = None, env: Mapping[str, str] = {}
