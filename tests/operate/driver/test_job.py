@@ -313,7 +313,7 @@ def test_a_node_that_is_checked_is_not_named_where_too_few_are_left() -> None:
 def test_a_node_that_an_earlier_launch_has_replaced_is_given_back_for_another() -> None:
     history = JobHistory(attempt=3, excluded={"b": 900.0, "c": 900.0, "d": 50.0})
     plan = JobPlan("run", 2, 2, ("train",), "/logs", requestable=True, revivable=False)
-    job = Job(plan, FaultConfig(), history, lambda records, states: Verdict("collective"), 100.0)
+    job = Job(plan, FaultConfig(), history, 100.0)
     commands = [c for c in job.expect(["a", "b"], 100.0) if not isinstance(c, Say)]
     assert commands == [Exclude("b", "it was replaced before", 900.0), Request(1)]
     assert Request(1) in job.expect(["c"], 101.0), "it was replaced, too"
@@ -326,7 +326,7 @@ def test_a_node_that_an_earlier_launch_has_replaced_is_given_back_for_another() 
 def test_a_job_without_a_node_in_place_of_an_excluded_one_says_so() -> None:
     plan = JobPlan("run", 2, 2, ("train",), "/logs", requestable=True, revivable=False)
     history = JobHistory(attempt=3, excluded={"b": 900.0})
-    job = Job(plan, FaultConfig(), history, lambda records, states: Verdict("collective"), 100.0)
+    job = Job(plan, FaultConfig(), history, 100.0)
     job.expect(["a", "b"], 100.0)
     job.refused(101.0)
     (incident,) = job.history.incidents.values()
@@ -426,7 +426,8 @@ class Cluster:
 
     def __init__(self, history: JobHistory | None = None, *, takeover: bool = False, **more: Any) -> None:
         plan = JobPlan("run", 2, 2, ("train",), "/logs", takeover=takeover, **more)
-        self.job = Job(plan, FaultConfig(), history or JobHistory(), lambda records, states: Verdict("collective"), 0.0)
+        self.job = Job(plan, FaultConfig(), history or JobHistory(), 0.0)
+        self.job.hang_verdict = lambda records, states: Verdict("collective")
         self.now = 0.0
 
     def send(self, node: str, message: Any, after: float = 0.0) -> list[Any]:
