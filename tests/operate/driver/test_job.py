@@ -617,7 +617,7 @@ def test_a_save_that_fails_at_a_stop_is_the_status() -> None:
 
 def test_a_node_that_is_lost_while_the_job_gathers_is_replaced_at_once() -> None:
     plan = JobPlan("run", 2, 2, ("train",), "/logs", revivable=False)
-    job = Job(plan, FaultConfig(), JobHistory(), lambda records, states: Verdict("collective"), 0.0)
+    job = Job(plan, FaultConfig(), JobHistory(), 0.0)
     job.expect(["a", "b"], 0.0)
     for node in "abc":
         job.receive(node, Hello(node, node, node, 1), 0.0)
@@ -844,7 +844,7 @@ def test_the_loss_of_an_idle_node_disturbs_nobody(spares: int) -> None:
 
 
 def test_a_job_that_is_stopped_without_ranks_says_so() -> None:
-    job = Job(PLAN, FaultConfig(), JobHistory(), lambda records, states: Verdict("collective"), 0.0)
+    job = Job(PLAN, FaultConfig(), JobHistory(), 0.0)
     assert job.stage == Stage.GATHER
     assert [c.text for c in job.request_stop(1.0) if isinstance(c, Say)] == ["stopping: no ranks run"]
     assert job.request_stop(2.0) == []
@@ -860,7 +860,7 @@ def test_a_launch_without_incidents_of_its_own_names_none() -> None:
 
 def job_that_lost_b(plan: JobPlan) -> Job:
     """Return a job of three nodes that may shrink, after the verdict about the loss of node b."""
-    job = Job(plan, FaultConfig(shrink=True), JobHistory(), lambda records, states: Verdict("collective"), 0.0)
+    job = Job(plan, FaultConfig(shrink=True), JobHistory(), 0.0)
     job.expect(["a", "b", "c"], 0.0)
     for node in "abc":
         job.receive(node, Hello(node, node, node, 1), 0.0)
@@ -880,7 +880,7 @@ def test_without_a_spare_the_layout_shrinks_and_a_new_driver_knows_it() -> None:
     started = [c.message for c in job.receive("a", StoreOpened(1, "a:2"), 3.0) if isinstance(c, Send)]
     assert [(order.ranks, order.world) for order in started] == [((0,), 2), ((1,), 2)]
     assert started[0].arguments == ("train", "parallel.dp=3", "parallel.dp=2")
-    new = Job(plan, FaultConfig(), job.history, lambda records, states: Verdict("collective"), 4.0)
+    new = Job(plan, FaultConfig(), job.history, 4.0)
     assert (new.plan.nodes, new.plan.world, new.plan.overrides) == (2, 2, ("parallel.dp=2",))
 
 
