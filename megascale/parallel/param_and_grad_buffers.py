@@ -208,6 +208,11 @@ class ParamAndGradBuffers:
         """The parameters of a chunk by name."""
         return {name: p for bucket in self.chunks[chunk] for name, p in bucket.parameters.items()}
 
+    def shards(self) -> Iterator[tuple[nn.Parameter, ParamSpec]]:
+        """Yield this rank's shard of each parameter."""
+        for bucket in self.buckets:
+            yield from ((bucket.parameters[slot.parameter.name], slot.parameter) for slot in bucket.layout.slots)
+
     def begin_step(self) -> None:
         """Begin a step: its first contributions overwrite the gradients of the last step."""
         for bucket in self.buckets:

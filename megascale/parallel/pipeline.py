@@ -20,19 +20,18 @@ flight: the executor cannot run again. Split backwards (I, W) are refused: weigh
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megascale.comm.collectives import all_gather
-from megascale.comm.group import Group, TrackedWork
+from megascale.comm.group import TrackedWork
 from megascale.comm.mesh import Mesh
 from megascale.layout.stages import Placement
+from megascale.parallel.activation_messages import P2PActivationSpec
 from megascale.parallel.backward import run_backward
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
@@ -48,41 +47,6 @@ class Batch(Protocol):
     """The micro-batches of a step on this rank."""
 
     def micro_batch(self, index: int) -> MicroBatch: ...
-
-
-@dataclass(frozen=True)
-class P2PActivationSpec:
-    """Format of the activations, and of their gradients, that stages send: `shape`, `dtype`, and split over `tp`.
-
-    Without sequence parallelism `shape` is [s, b, h], and the tp ranks hold replicas: a rank sends 1 / tp of the
-    activation, and the receivers all-gather the shards (the scatter/gather optimization, Narayanan et al. 2021, 4.1).
-    With sequence parallelism a rank sends all of its shard, `shape` [s / tp, b, h], and `tp` is a single-rank group.
-    """
-
-    shape: tuple[int, int, int]
-    dtype: torch.dtype
-    device: torch.device
-    tp: Group
-
-    def with_rows(self, rows: int | None) -> P2PActivationSpec:
-        """Return the format for a micro-batch of one row of `rows` tokens; None: this format."""
-        return self if rows is None else replace(self, shape=(rows, 1, self.shape[2]))
-
-    def receive_buffer(self) -> Tensor:
-        """Allocate a flat buffer for this rank's shard."""
-        return torch.empty(math.prod(self.shape) // self.tp.size, dtype=self.dtype, device=self.device)
-
-    def local_shard(self, full: Tensor) -> Tensor:
-        """This rank's shard of an activation, contiguous and flat."""
-        return full.contiguous().view(self.tp.size, -1)[self.tp.index]
-
-    def gather_full(self, shard: Tensor, label: Label) -> Tensor:
-        """All-gather the received shards into the activation [s, b, h]; with a single-rank group only reshape."""
-        if self.tp.size > 1:
-            full = shard.new_empty(self.tp.size * shard.numel())  # flat: gloo requires this
-            all_gather(self.tp, full, shard, label=label)
-            shard = full
-        return shard.view(self.shape)
 
 
 @dataclass

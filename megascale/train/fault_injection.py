@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +23,6 @@ from torch import Tensor
 from megascale.comm.group import CommunicationFault, Group
 from megascale.comm.work import LateWork, TransportWork
 from megascale.config.injection import Fault, parse_injection
-from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.rank import Rank
 from megascale.operate.node.inject import Injector, describe, stop_process, strike
@@ -189,8 +189,7 @@ def _require_host_time(run: Run, kind: str) -> None:
         raise ConfigError([Problem("configuration", "fault.inject", message, hint)])
 
 
-def fault_injection(config: RunConfig, rank: Rank) -> FaultInjection | None:
-    """Return the injection of `fault.inject`; None, as always in training proper, without."""
-    if not (injection := parse_injection(config.fault.inject)):
-        return None
-    return FaultInjection(Injector(injection, rank.rank, rank.world_size, config.folder))
+def fault_injection(inject: str, rank: Rank, folder: Path) -> FaultInjection | None:
+    """Return the injection of `fault.inject` in a run's folder; None without faults."""
+    injection = parse_injection(inject)
+    return FaultInjection(Injector(injection, rank.rank, rank.world_size, folder)) if injection else None

@@ -8,13 +8,14 @@ samples, so that a resume goes on exactly, also in another layout. `metrics.json
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megascale.config.batch_rampup import batch_sizes
-from megascale.config.run import RunConfig, dataset_prefixes
+from megascale.config.run import dataset_prefixes
 from megascale.core.errors import DataError
 from megascale.data.mix.data_policy import DataPolicy, DataReport, next_place, shares
 from megascale.data.mix.skipped_ranges import order_index
@@ -68,7 +69,9 @@ class PolicyUpdates(Hook):
             state.apply_weights()
         state.policy.state[:] = own
         state.sums[:] = 0
-        self._reporter.write(MixtureUpdate(run.progress.step, place, _described(run.config, after, means)))
+        self._reporter.write(
+            MixtureUpdate(run.progress.step, place, _described(dataset_prefixes(run.config.data.train), after, means))
+        )
 
 
 def _asked(name: str, policy: DataPolicy, report: DataReport) -> tuple[list[float], list[float], str]:
@@ -80,9 +83,9 @@ def _asked(name: str, policy: DataPolicy, report: DataReport) -> tuple[list[floa
     return list(shares(found.tolist())), policy.state.tolist(), ""
 
 
-def _described(config: RunConfig, weights: tuple[float, ...], losses: np.ndarray) -> dict[str, dict[str, float]]:
+def _described(prefixes: Sequence[str], weights: tuple[float, ...], losses: np.ndarray) -> dict[str, dict[str, float]]:
     """The weight and, where it is known, the loss of each dataset by number and name."""
-    names = [PurePosixPath(prefix).name for prefix in dataset_prefixes(config.data.train)]
+    names = [PurePosixPath(prefix).name for prefix in prefixes]
     return {
         f"{number} {name}": {"weight": weight} | ({"loss": float(loss)} if math.isfinite(loss) else {})
         for number, (name, weight, loss) in enumerate(zip(names, weights, losses.tolist(), strict=True))

@@ -14,7 +14,7 @@ from megascale.plan.account.flops import token_flops
 from megascale.record.events import PAUSE
 from megascale.record.layout import Phase
 from megascale.record.log import StepRow
-from megascale.train.score_totals import per_token, take_scores
+from megascale.train.batch_totals import per_token, take_scores
 
 if TYPE_CHECKING:
     from megascale.train.run import Run, StepResult

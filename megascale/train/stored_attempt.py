@@ -22,11 +22,9 @@ if TYPE_CHECKING:
 
 
 def begin_stored_attempt(run: Run, peak: Peak | None) -> None:
-    """Begin an attempt, unless `observe.store` is off. A collective of all ranks: rank 0 decides the attempt's number
-    and says what its clock shows, and each host measures by how much rank 0's clock is ahead of its own.
+    """Begin an attempt. A collective of all ranks: rank 0 decides the attempt's number and says what its clock shows,
+    and each host measures by how much rank 0's clock is ahead of its own.
     """
-    if not run.config.observe.store:
-        return
     world = run.mesh.world
     _, ahead_s = clock_offset(world, _get_default_store(), "start", host_key())
     begun = world.control.broadcast(_begin(run) if run.mesh.rank == 0 else None, "event store")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megascale.catalog.recipes import RECIPES, ROW
 from megascale.comm.mesh import Mesh, open_mesh
+from megascale.comm.symmetric_memory import SymmetricMemory
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.layout.chunks import fp8_layers, fp8_weights
@@ -483,8 +484,8 @@ def with_fused_operators(rank: Rank, config: RunConfig) -> tuple[list[str], dict
     tp_overlap.MIN_GPU_GEMM_ROWS = 64
     mesh, called = open_mesh(Topology(tp=2), rank.rank, tied=False), serve_on_cpus()
     plain, fused = (
-        two_layers(rank, config, mesh, TensorParallel(mesh.tp, sequence_parallel=True, symmetric_memory=fused))
-        for fused in (False, True)
+        two_layers(rank, config, mesh, TensorParallel(mesh.tp, sequence_parallel=True, symmetric_memory=memory))
+        for memory in (None, SymmetricMemory(mesh.tp))
     )
     return called, plain, fused
 
