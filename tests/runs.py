@@ -86,7 +86,8 @@ def given(model: ModelConfig, parameters: dict[str, Any], **backends: str) -> An
 
     from megascale.comm.group import single_rank_group
     from megascale.device import detect_device
-    from megascale.model.modules import LayerContext, LayerOps
+    from megascale.model.layer_ops import LayerOps
+    from megascale.model.modules import LayerContext
     from megascale.ops.select import OpContext
     from megascale.parallel.tp_overlap import TensorParallel
 

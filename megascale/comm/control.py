@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megascale.comm.shared_memory import host_key
+from megascale.comm.host_ranks import host_key
 from megascale.core.errors import LostPeerError
 from megascale.core.process import process_exists
 from megascale.core.rank import MAX_RANKS_NAMED, format_ranks

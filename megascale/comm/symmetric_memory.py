@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megascale.comm.group import Group
-from megascale.comm.shared_memory import host_key
+from megascale.comm.host_ranks import host_key
 from megascale.device import Device
 from megascale.record.label import Label, LabelLike
 

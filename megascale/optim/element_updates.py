@@ -14,9 +14,10 @@ from megascale.core.errors import ConfigError, Problem
 from megascale.layout.param_groups import ParamGroup
 from megascale.ops.optimizer import Elementwise, Segment, UpdateInput, UpdateRule, is_function
 from megascale.optim.adam import adam, adam_options
+from megascale.optim.clipping import Clipping
 from megascale.optim.compensated import split, whole
 from megascale.optim.optimizer_shard import OptimizerShard
-from megascale.optim.updates import Clipping, Parts, Rules, Updates
+from megascale.optim.updates import Parts, Rules, Updates
 
 CHUNK = 1 << 22
 """Elements that are updated at a time, to bound temporary tensors."""

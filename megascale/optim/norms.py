@@ -17,11 +17,9 @@ from megascale.comm.collectives import all_reduce
 from megascale.comm.mesh import Mesh
 from megascale.layout.buckets import SlotRange
 from megascale.ops.optimizer import NeedsParamNorms, Segment
+from megascale.optim.clipping import Clipping, sums_of_squares
 from megascale.optim.optimizer_shard import OptimizerShard
-from megascale.optim.updates import Clipping, Parts, Updates
-
-ROW = 1 << 14
-"""Elements whose squares are summed in the tensor's own dtype."""
+from megascale.optim.updates import Parts, Updates
 
 
 @dataclass(frozen=True)
@@ -107,20 +105,3 @@ def _shard_params(shard: OptimizerShard, matrices: Sequence[SlotRange], first: i
         [item.view(shard.master, bucket.shard[0]) for item in counted],
         [item.view(bucket.grad, bucket.shard[0]) for item in counted],
     )
-
-
-def sum_of_squares(x: Tensor) -> Tensor:
-    """Sum the squares of x [n]: an f64 scalar.
-
-    Summed by rows, because a CPU sums in fp32: over many millions of fp32 elements the error would reach 0.1%.
-    """
-    full_rows = x.numel() // ROW * ROW
-    rows = torch.linalg.vector_norm(x[:full_rows].view(-1, ROW), dim=1)
-    return rows.double().square().sum() + torch.linalg.vector_norm(x[full_rows:]).double().square()
-
-
-def sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Sum the squares of n tensors, [n], f64. GPUs sum in small blocks, many tensors per kernel."""
-    if tensors[0].is_cpu:
-        return torch.stack([sum_of_squares(tensor) for tensor in tensors])
-    return torch.stack(torch._foreach_norm(list(tensors))).double().square_()

@@ -29,7 +29,8 @@ from megascale.layout.stages import Stages
 from megascale.layout.tensors import ParamSpec
 from megascale.layout.topology import topology_of
 from megascale.model.initialize import init_parameters
-from megascale.model.modules import LayerContext, LayerOps
+from megascale.model.layer_ops import LayerOps
+from megascale.model.modules import LayerContext
 from megascale.model.transformer import Stage
 from megascale.ops import select
 from megascale.ops.select import OpContext
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from megascale.data.mix.loader import Loader
     from megascale.optim.step_guard import StepGuard
     from megascale.parallel.context_parallel import ContextParallel
-    from megascale.parallel.fp8_linear import Fp8State
+    from megascale.parallel.fp8_state import Fp8State
     from megascale.parallel.input_offload import ActivationOffload
     from megascale.train.noise_scale import NoiseScale
     from megascale.train.policy_state import PolicyState
@@ -146,7 +147,7 @@ def build_fp8(config: RunConfig, mesh: Mesh, context: OpContext) -> Fp8State | N
     """Build the statistics of FP8 operands, with the kernels of the selected backend; None without FP8."""
     if not config.train.quantizes:
         return None
-    from megascale.parallel.fp8_linear import Fp8State
+    from megascale.parallel.fp8_state import Fp8State
 
     kernels = select.build_op("linear", context)
     return Fp8State(config.model, config.fp8, fp8_layers(config), mesh, context.device.torch_device, kernels)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megascale.core.files import exists
-from megascale.parallel.fp8_linear import CastStats, Fp8State
+from megascale.parallel.fp8_state import CastStats, Fp8State
 from megascale.train.run import Hook, Run
 from megascale.train.step import is_logged_step
 

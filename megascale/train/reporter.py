@@ -21,7 +21,7 @@ from megascale.train.batch_totals import per_token, take_scores
 if TYPE_CHECKING:
     from megascale.checkpoint.format.state import Progress
     from megascale.device import Device
-    from megascale.parallel.fp8_linear import CastStats
+    from megascale.parallel.fp8_state import CastStats
     from megascale.record.metrics_writers import MetricsWriter
     from megascale.train.fp8_casts import CastMonitor
     from megascale.train.run import StepResult

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megascale.device import Device
     from megascale.model.transformer import Stage
     from megascale.optim.sharded import ShardedOptimizer
-    from megascale.parallel.fp8_linear import Fp8State
+    from megascale.parallel.fp8_state import Fp8State
     from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
     from megascale.parallel.pipeline import PipelineExecutor
     from megascale.record.metrics import EvaluationMetrics

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from megascale.operate.store.schema import TAGS
 from megascale.plan.account.flops import token_flops
 from megascale.record.events import PAUSE
-from megascale.record.layout import Phase
+from megascale.record.layout import TAGS, Phase
 from megascale.record.log import StepRow
 from megascale.train.batch_totals import per_token, take_scores
 

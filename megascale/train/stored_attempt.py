@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megascale.catalog.accelerators import Peak
 from megascale.comm.clock import clock_offset
-from megascale.comm.shared_memory import host_key
+from megascale.comm.host_ranks import host_key
 from megascale.core.env_numbers import whole_number
 from megascale.core.storage import Location
 from megascale.operate.store.attempts import begin_attempt

@@ -133,7 +133,7 @@ def ends(rank: Rank) -> None:
     from torch.distributed.distributed_c10d import _get_default_store
 
     from megascale.comm.control import _process_key
-    from megascale.comm.shared_memory import host_key
+    from megascale.comm.host_ranks import host_key
 
     process = subprocess.Popen(["true"])
     process.wait()

@@ -24,7 +24,8 @@ from megascale.ops import fp8
 from megascale.ops.fp8 import Fp8Kernels, scaled_matmul
 from megascale.ops.quantized import Quantized
 from megascale.parallel import tp_overlap
-from megascale.parallel.fp8_linear import Fp8Gemms, Fp8State, build_linear_gemms
+from megascale.parallel.fp8_linear import Fp8Gemms, build_linear_gemms
+from megascale.parallel.fp8_state import Fp8State
 from megascale.parallel.tensor import column_parallel_linear, row_parallel_linear
 from megascale.parallel.tp_overlap import LinearParams, TensorParallel
 from megascale.plan.account.memory import state_bytes
@@ -294,7 +295,6 @@ def gradients_by_both(rank: Rank, config: RunConfig) -> tuple[dict[str, Array], 
 
     Also count, with the second, transposing copies of FP8 matrices, and calls that write the transpose only.
     """
-    from megascale.parallel import fp8_linear
 
     plain, copies, turned = first_gradients(rank, config), 0, 0
     transpose, make = Quantized.t, Fp8State.__init__
@@ -314,7 +314,7 @@ def gradients_by_both(rank: Rank, config: RunConfig) -> tuple[dict[str, Array], 
     def with_kernel(self: Fp8State, *given: Any) -> None:
         make(self, *given[:-1], Fp8Kernels(cast_transpose=kernel))
 
-    Quantized.t, fp8_linear.Fp8State.__init__ = counting, with_kernel  # type: ignore[method-assign]
+    Quantized.t, Fp8State.__init__ = counting, with_kernel  # type: ignore[method-assign]
     return plain, first_gradients(rank, config), copies, turned
 
 

@@ -16,7 +16,7 @@ from megascale.catalog.recipes import RECIPES
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.model import mlp, modules
-from megascale.parallel.fp8_linear import CastStats
+from megascale.parallel.fp8_state import CastStats
 from megascale.parallel.recompute import recomputation, recompute_in_backward
 from tests.marks import only_quick
 from tests.parallel.test_tp_overlap import Outcome, outcome

@@ -16,10 +16,11 @@ from megascale.device import detect_device
 from megascale.layout.chunks import chunk_buckets, fp8_layers, stages_of
 from megascale.layout.parameters import parameter_count
 from megascale.layout.tensors import padded_vocab
-from megascale.model.modules import LayerContext, LayerOps
+from megascale.model.layer_ops import LayerOps
+from megascale.model.modules import LayerContext
 from megascale.model.transformer import Stage
 from megascale.ops.select import OpContext
-from megascale.parallel.fp8_linear import Fp8State
+from megascale.parallel.fp8_state import Fp8State
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.param_and_grad_buffers import Overlap, ParamAndGradBuffers
 from megascale.parallel.rng import Dropout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megascale.parallel.fp8_linear import CastStats
+from megascale.parallel.fp8_state import CastStats
 from megascale.train.fp8_casts import WARM_UP_RECORDS, CastMonitor
 
 
