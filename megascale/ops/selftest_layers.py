@@ -40,6 +40,7 @@ def draw(*shapes: tuple[int, ...]) -> list[Tensor]:
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
+    """Return fp32, or the wider dtype of x."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
