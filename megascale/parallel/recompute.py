@@ -64,7 +64,7 @@ class _Recomputed(torch.autograd.Function):
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
             out = ctx.recompute(leaf)
-        run_backward(out, grads[0])
+        run_backward([out], grads)
         return leaf.grad, None, None, None
 
 

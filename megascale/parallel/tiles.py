@@ -69,6 +69,6 @@ def _backward_of_tile(ctx: Any, saved: Tensor, grad: Tensor) -> Tensor:
     with torch.enable_grad():
         leaf = tile.detach().requires_grad_()
         out = ctx.function(leaf, False)
-    run_backward(out, grad)
+    run_backward([out], [grad])
     assert leaf.grad is not None, "the result depends on the tile"
     return leaf.grad
