@@ -159,7 +159,8 @@ def scale_and_clip(run: Any, tokens: float = 1.0) -> float:
     one = torch.ones((), dtype=torch.float64)
     clipping = run.optimizer.compute_clipping(square, tokens * one, loss=one)
     for index in range(len(run.buffers.buckets)):
-        run.optimizer.shards[index].scale_grad(clipping.grad_factor)
+        grad = run.optimizer.shards[index].bucket.grad
+        grad.mul_(clipping.grad_factor.to(grad.dtype))
     return float(clipping.norm)
 
 

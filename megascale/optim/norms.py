@@ -16,7 +16,7 @@ from torch import Tensor
 from megascale.comm.collectives import all_reduce
 from megascale.comm.mesh import Mesh
 from megascale.layout.buckets import SlotRange
-from megascale.ops.optimizer import NeedsParamNorms, Segment
+from megascale.ops.optimizer import NeedsParamNorms
 from megascale.optim.clipping import Clipping, sums_of_squares
 from megascale.optim.optimizer_shard import OptimizerShard
 from megascale.optim.updates import Parts, Updates
@@ -45,7 +45,10 @@ class NormUpdates(Updates):
     def __init__(self, parts: Parts) -> None:
         shards, mesh = self._shards, self._mesh = parts.shards, parts.mesh
         rule = cast(type[NeedsParamNorms], parts.rules[parts.config.name])
-        self._rules = [rule(_segments(shard, mesh), parts.config) for shard in shards]
+        self._rules = []
+        for shard in shards:  # a segment for each tensor with elements in a shard, without padding after parameters
+            ranges = shard.bucket.layout.tensor_ranges(*shard.bucket.shard, mesh.topology)
+            self._rules.append(rule([shard.segment(item, tuple(shard.state)) for item in ranges], parts.config))
         self._shard_params: list[_ShardParams] = []
         self._tied = slice(0)  # position of a tied embedding, shared by the first and last stages
         self._count = 0
@@ -60,7 +63,8 @@ class NormUpdates(Updates):
     def compute(self, lr: float, step: int, clipping: Clipping) -> None:
         with self._mesh.recorder.action("compute_updates"):
             for shard, rule in zip(self._shards, self._rules, strict=True):
-                shard.scale_grad(clipping.grad_factor)
+                grad = shard.bucket.grad
+                grad.mul_(clipping.grad_factor.to(grad.dtype))
                 rule.compute_updates(step, clipping.skip)
             self.norms = self._compute_norms()
 
@@ -82,12 +86,6 @@ class NormUpdates(Updates):
             all_reduce(self._mesh.tied, tied, "max", label="parameter norms")
             squares[:, self._tied] = tied
         return squares.sqrt_()
-
-
-def _segments(shard: OptimizerShard, mesh: Mesh) -> list[Segment]:
-    """Return a segment for every tensor with elements in a shard, without padding after parameters."""
-    ranges = shard.bucket.layout.tensor_ranges(*shard.bucket.shard, mesh.topology)
-    return [shard.segment(item, tuple(shard.state)) for item in ranges]
 
 
 def _matrices(shard: OptimizerShard, elements: tuple[int, int], mesh: Mesh) -> list[SlotRange]:

@@ -35,8 +35,8 @@ from megascale.parallel.tp_overlap import TensorParallel
 
 
 @dataclass
-class Fp8Gemms:
-    """The FP8 GEMMs of one layer, an implementation of `linear_gemms.LinearGemms`.
+class Fp8Gemms(LinearGemms):
+    """The FP8 GEMMs of one layer.
 
     `state`: of the whole model. `shard_dim`: the dimension of the weight that tp shards: 0 column-parallel, 1
     row-parallel. `static_scales`: by operand. The operands `input`, `weight` and `gradient` are X, W and dY.

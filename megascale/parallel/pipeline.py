@@ -32,9 +32,9 @@ from megascale.comm.group import TrackedWork
 from megascale.comm.mesh import Mesh
 from megascale.layout.stages import Placement
 from megascale.parallel.activation_messages import P2PActivationSpec
-from megascale.parallel.backward import run_backward
 from megascale.parallel.microbatch import MicroBatch, StageOutput
 from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
+from megascale.parallel.recompute import run_backward
 from megascale.record.label import Label
 from megascale.schedule.dependencies import Neighbours, neighbours
 from megascale.schedule.ir import COMPUTE_KINDS, SERVED, Action, Kind, RankSchedule, ScheduleError
@@ -224,10 +224,6 @@ class _Execution:
         detached = tuple(loss._replace(total=loss.total.detach()) for loss in losses)
         return StageOutput(None if activation is None else activation.detach(), detached)
 
-    def _is_last(self, action: Action) -> bool:
-        """Return True if the action's forward has no activation to send."""
-        return self._stage(action) == self._p.placement.count - 1
-
     def _stage(self, action: Action) -> int:
         return self._p.placement.stage(self._p.channels.rank, action.chunk)
 
@@ -266,7 +262,7 @@ class _Execution:
     def _wait_received(self, action: Action) -> Tensor | None:
         """Wait for the activation or gradient that another rank sends for an action; None at an end of the pipeline."""
         if action not in self._receiving:
-            at_end = self._is_last(action) if action.kind is Kind.B else self._stage(action) == 0
+            at_end = self._stage(action) == (self._p.placement.count - 1 if action.kind is Kind.B else 0)
             assert at_end, f"no RECV was posted for {action}"
             return None
         receive, shard = self._receiving.pop(action)

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from megascale.layout.pieces import split_rows
-from megascale.parallel.backward import run_backward
-from megascale.parallel.recompute import Recomputation
+from megascale.parallel.recompute import Recomputation, run_backward
 
 TokenFunction = Callable[[Tensor, bool], Tensor]
 """A function of x [rows, b, h], token by token, to the same shape. False as its second argument: only the tensors saved

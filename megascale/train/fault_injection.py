@@ -69,17 +69,15 @@ class FaultInjection:
         for group in run.mesh.groups:
             group.fault_hook = _GroupMoments(self, group)
         run.mesh.recorder.on_action = self._before_action
-        if planned := [kind for kind in ("slow_compute", "delay_message") if self._injector.plans(kind)]:
-            _require_host_time(run, planned[0])
+        planned = [kind for kind in ("slow_compute", "delay_message") if self._injector.plans(kind)]
+        if planned and not run.mesh.recorder.timer.synchronous:  # a pause of the host would slow nothing
+            message, hint = f"{planned[0]} needs processors, not {run.device.name}", "slow works on every device"
+            raise ConfigError([Problem("configuration", "fault.inject", message, hint)])
         if "slow_compute" in planned:
             run.mesh.recorder.after_action = self._lengthen
-        run.train_loader.fault_hook = self._before_batch
+        run.train_loader.fault_hook = lambda: self.reach("data", run.progress.step + 1)
         if run.checkpoints.saver is not None:
             run.checkpoints.saver.fault_hook = self._reach_in_save
-
-    def _before_batch(self) -> None:
-        assert self._run is not None
-        self.reach("data", self._run.progress.step + 1)
 
     def _before_action(self, name: str) -> None:
         assert self._run is not None
@@ -175,18 +173,13 @@ class _LateSends:
         self._thread = ThreadPoolExecutor(1, "late messages")
 
     def send(self, delay_s: float, start: Callable[[], TransportWork]) -> TransportWork:
-        return LateWork(self._thread.submit(self._send, time.monotonic() + delay_s, start))
+        due = time.monotonic() + delay_s
 
-    def _send(self, due: float, start: Callable[[], TransportWork]) -> TransportWork:
-        time.sleep(max(0.0, due - time.monotonic()))
-        return start().in_background()
+        def send_when_due() -> TransportWork:
+            time.sleep(max(0.0, due - time.monotonic()))
+            return start().in_background()
 
-
-def _require_host_time(run: Run, kind: str) -> None:
-    """Raise ConfigError on a device whose work the host does not wait for: a pause of the host would slow nothing."""
-    if not run.mesh.recorder.timer.synchronous:
-        message, hint = f"{kind} needs processors, not {run.device.name}", "slow works on every device"
-        raise ConfigError([Problem("configuration", "fault.inject", message, hint)])
+        return LateWork(self._thread.submit(send_when_due))
 
 
 def fault_injection(inject: str, rank: Rank, folder: Path) -> FaultInjection | None:

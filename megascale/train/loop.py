@@ -25,7 +25,22 @@ def train(run: Run, reporter: Reporter) -> Exit:
         run.hooks.run_begins(run)
         log.set_phase(Phase.STEP)
         with run.stop.deferred(), StepRows(run) as rows:
-            stopped = _train_steps(run, reporter, rows)
+            stopped, first_step = False, run.progress.step + 1
+            while run.progress.step < run.config.train.steps and not stopped:
+                rows.begin(run.progress.step + 1)
+                run.hooks.step_begins(run)
+                reporter.start_step()
+                with run.mesh.recorder.activity(Phase.DATA):
+                    batch = run.train_loader.batch(run.progress.samples)
+                result = train_step(run, batch)
+                reporter.end_step(result)
+                rows.end(result)
+                if run.progress.step == first_step:
+                    run.mesh.timeout.tighten()
+                run.hooks.step_ends(run, result)
+                stopped = result.stop
+            run.buffers.finish_param_gather()
+            run.pipeline.finish_sends()
             run.hooks.run_ends(run)
     except BaseException as error:
         run.hooks.run_fails(run, error)
@@ -39,24 +54,3 @@ def train(run: Run, reporter: Reporter) -> Exit:
     saved = ", which is saved" if run.config.checkpoint.every else "; nothing was saved: checkpoint.every = 0"
     reporter.write_message(f"stopped by a signal after step {run.progress.step}{saved}")
     return Exit.STOPPED
-
-
-def _train_steps(run: Run, reporter: Reporter, rows: StepRows) -> bool:
-    """Train until the last step or a stop request. Returns True for a stop request."""
-    stopped, first_step = False, run.progress.step + 1
-    while run.progress.step < run.config.train.steps and not stopped:
-        rows.begin(run.progress.step + 1)
-        run.hooks.step_begins(run)
-        reporter.start_step()
-        with run.mesh.recorder.activity(Phase.DATA):
-            batch = run.train_loader.batch(run.progress.samples)
-        result = train_step(run, batch)
-        reporter.end_step(result)
-        rows.end(result)
-        if run.progress.step == first_step:
-            run.mesh.timeout.tighten()
-        run.hooks.step_ends(run, result)
-        stopped = result.stop
-    run.buffers.finish_param_gather()
-    run.pipeline.finish_sends()
-    return stopped

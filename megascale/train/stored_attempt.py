@@ -27,17 +27,13 @@ def begin_stored_attempt(run: Run, peak: Peak | None) -> None:
     """
     world = run.mesh.world
     _, ahead_s = clock_offset(world, _get_default_store(), "start", host_key())
-    begun = world.control.broadcast(_begin(run) if run.mesh.rank == 0 else None, "event store")
-    epoch_ns = begun["epoch_ns"] + round(ahead_s * 1e9)
-    run.mesh.recorder.log.set_ready(begun["attempt"], epoch_ns, run.mesh.coord._asdict(), peak.flops if peak else 0)
-
-
-def _begin(run: Run) -> dict[str, int]:
-    """Return the attempt's number, and ns since 1970 at the zero of this host's monotonic clock."""
     attempt, epoch_ns = whole_number(os.environ, ATTEMPT_VARIABLE), time.time_ns() - time.monotonic_ns()
-    store = Location(run.config.store_folder, retry_s=0)
-    try:
-        attempt = begin_attempt(store, attempt, new_run=attempt == 0 and run.progress.step == 0)
-    except OSError as error:
-        print(f"WARNING: the event store {store} cannot be used: {error.strerror or error}", file=sys.stderr)
-    return {"attempt": attempt, "epoch_ns": epoch_ns}
+    if run.mesh.rank == 0:
+        store = Location(run.config.store_folder, retry_s=0)
+        try:
+            attempt = begin_attempt(store, attempt, new_run=attempt == 0 and run.progress.step == 0)
+        except OSError as error:
+            print(f"WARNING: the event store {store} cannot be used: {error.strerror or error}", file=sys.stderr)
+    attempt, first_ns = world.control.broadcast((attempt, epoch_ns), "event store")
+    epoch_ns = first_ns + round(ahead_s * 1e9)  # ns since 1970 at the zero of this host's monotonic clock
+    run.mesh.recorder.log.set_ready(attempt, epoch_ns, run.mesh.coord._asdict(), peak.flops if peak else 0)

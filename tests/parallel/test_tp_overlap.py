@@ -276,7 +276,7 @@ def rows_of_gemms(rank: Rank, sequence: bool, tokens: int) -> list[Any]:
     from megascale.comm.mesh import open_mesh
     from megascale.layout.topology import Topology
     from megascale.parallel import tp_overlap
-    from megascale.parallel.linear_gemms import HighPrecisionGemms
+    from megascale.parallel.linear_gemms import LinearGemms
     from megascale.parallel.tensor import column_parallel_linear, row_parallel_linear
 
     tp_overlap.MIN_PIECE_BYTES = 512
@@ -291,7 +291,7 @@ def rows_of_gemms(rank: Rank, sequence: bool, tokens: int) -> list[Any]:
     ):
         rows = list[int]()
 
-        class Counting(HighPrecisionGemms):
+        class Counting(LinearGemms):
             def gemm(self, x: Any, *more: Any) -> Any:
                 rows.append(x.shape[0])  # noqa: B023
                 return super().gemm(x, *more)
