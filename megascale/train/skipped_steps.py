@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megascale.core.errors import NoLossTokensError
-from megascale.data.mix.skipped_ranges import order_index, read_before
 from megascale.train.run import Hook
 
 if TYPE_CHECKING:
@@ -43,6 +42,8 @@ class SkippedSteps(Hook):
 
 
 def _no_label(run: Run, result: StepResult) -> str:
+    from megascale.data.mix.skipped_ranges import order_index, read_before
+
     end, skip = run.progress.samples, run.config.data.skip
     size = int(result.totals.get("samples", run.config.batch.total))  # fewer in a batch ramp-up
     first, stop = order_index(end - size, skip), read_before(end, skip)
