@@ -214,7 +214,8 @@ def distance(actual: Array, expected: Array) -> float:
 def first_gradients(rank: Rank, config: RunConfig) -> dict[str, Array]:
     run = build_run(rank, config)
     run.buffers.begin_step()
-    run.fp8_state.begin_step(collect_stats=False)
+    if run.fp8_state is not None:
+        run.fp8_state.begin_step(collect_stats=False)
     run.pipeline.run_actions(train_order(run), run.train_loader.batch(0))
     buckets = list(run.buffers.finish_reductions())
     return {name: p.main_grad.numpy() for b in buckets for name, p in b.parameters.items()}
