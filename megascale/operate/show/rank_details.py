@@ -49,11 +49,9 @@ def read_rank_details(view: RunView, rank: int) -> RankDetails:
 
 def place_in(view: RunView, rank: int) -> RankPlace:
     """Return the place of a rank in the layout of a run. Raises: IndexError for a rank outside the world"""
-    return place_of(
-        view.topology,
-        rank,
-        stages_of(view.config.model, view.config.parallel).placement if view.config is not None else None,
-    )
+    config = view.config
+    placement = stages_of(config.model, config.parallel).placement if config is not None else None
+    return place_of(view.topology, rank, placement)
 
 
 def details_of(

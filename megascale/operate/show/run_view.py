@@ -56,11 +56,8 @@ class RunView:
     @cached_property
     def topology(self) -> Topology:
         """The topology; one data-parallel axis before the configuration is known."""
-        return (
-            topology_of(self.config.parallel)
-            if self.config is not None
-            else Topology(dp=max(1, len(self.states.ranks)))
-        )
+        config = self.config
+        return topology_of(config.parallel) if config is not None else Topology(dp=max(1, len(self.states.ranks)))
 
     @property
     def world(self) -> int:
