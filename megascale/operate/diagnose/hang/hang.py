@@ -24,7 +24,7 @@ from typing import Literal
 
 from megascale.core.rank import format_ranks
 from megascale.operate.diagnose.hang.divergence import divergent_ranks
-from megascale.operate.diagnose.hang.dumped_records import MADE_OF_DUMP
+from megascale.operate.diagnose.hang.flight import MADE_OF_DUMP
 from megascale.operate.diagnose.hang.waits import WaitGraph, WaitPlace, is_issuing, place_name, wait_graph
 from megascale.record.layout import Phase
 from megascale.record.rank_state import SILENT_S, FlightEvent, RankState

@@ -14,7 +14,7 @@ import numpy as np
 from megascale.core.rank import format_ranks
 from megascale.layout.topology import AXES
 from megascale.operate.diagnose.slow.finding import JOB, SlowCause, SlowCulprit
-from megascale.operate.diagnose.slow.heatmap import MIN_STEPS, Kind, Loss, Outlier, excess_of, heat_map
+from megascale.operate.diagnose.slow.heatmap import MIN_STEPS, Kind, Outlier, excess_of, heat_map
 from megascale.operate.diagnose.slow.job_cost import Excess, job_costs
 from megascale.operate.diagnose.slow.peers import MIN_SCORE, deviation_of, lower_median
 from megascale.operate.diagnose.slow.step_cube import Floats, Integers, StepCube
@@ -44,8 +44,7 @@ def stragglers(cube: StepCube, levels: StepLevels) -> Iterator[SlowCause]:
     for number, stretch in enumerate(levels.stretches):
         now, usual = (cube.take(cube.within(ends)) for ends in (stretch[:2], stretch.usual))
         lost = stretch.lost_s >= MIN_REST_SHARE * stretch.seconds and len(usual.steps) >= MIN_STEPS
-        loss = Loss(usual, stretch.lost_s) if lost else None
-        for outlier in heat_map(now, loss=loss).outliers:
+        for outlier in heat_map(now, usual if lost else None, stretch.lost_s).outliers:
             found.setdefault((outlier.kind, outlier.culprit), []).append((number, outlier))
     nodes = {(kind, rank): who for kind, who in found if who.nodes for rank in who.ranks}
     joined: dict[tuple[Kind, SlowCulprit], list[tuple[int, Outlier]]] = {}

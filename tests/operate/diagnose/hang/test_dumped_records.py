@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megascale.operate.diagnose.hang.dumped_records import read_dumped_records
-from megascale.operate.diagnose.hang.flight import find_suspect
+from megascale.operate.diagnose.hang.flight import find_suspect, read_dumped_records
 from megascale.operate.diagnose.hang.hang import Verdict, hang_verdict
 from megascale.operate.diagnose.hang.wait_chain import wait_chain, waiting_sets
 from megascale.operate.diagnose.hang.waits import wait_graph
