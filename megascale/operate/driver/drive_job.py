@@ -65,7 +65,9 @@ async def drive_job(
         alerts, live = AlertReader(config.folder / METRICS_FILE), LiveWriter(LiveFile(config.folder / LIVE_FILE))
         driver = Driver(job, server, scheduler, log, clock, alerts, live, folder)
         driver.perform([Log(event) for event in events])
-        with exporting(job_metrics(job, clock.now, DRIVER), MetricsEndpoint.of_run(config, DRIVER), print_line):
+        metrics = config.observe.metrics_address, config.observe.metrics_port
+        endpoint = MetricsEndpoint(*metrics, config.name, config.folder, DRIVER)
+        with exporting(job_metrics(job, clock.now, DRIVER), endpoint, print_line):
             status = await driver.run()
         ended(status)
     if status == Exit.DO_NOT_REQUEUE and config.checkpoint.every and config.checkpoint.memory_every:

@@ -87,19 +87,16 @@ class Collector:
         for rank, path in dict(self._paths).items():
             if rank not in self._logs:
                 with contextlib.suppress(OSError, LogError):
-                    self._add(rank, LogReader(path))
+                    self._logs[rank] = log = LogReader(path)
+                    if log.note:
+                        from megascale.operate.store.node_rows import NodeRows, RankRows
+
+                        self._rows = self._rows or NodeRows()
+                        self._settings = self._settings or StoreSettings(**log.note)
+                        self._ranks[rank] = RankRows(log)
         for rows in self._ranks.values():
             rows.ended = not process_exists(rows.log.pid)  # before the drain: nothing comes after
             rows.drain()
-
-    def _add(self, rank: int, log: LogReader) -> None:
-        if note := log.note:
-            from megascale.operate.store.node_rows import NodeRows, RankRows
-
-            self._rows = self._rows or NodeRows()
-            self._settings = self._settings or StoreSettings.from_note(note)
-            self._ranks[rank] = RankRows(log)
-        self._logs[rank] = log
 
     def write(self) -> None:
         """Write what was drained and the states that were read. Says once that the store cannot be written."""
@@ -160,7 +157,13 @@ class Collector:
                 del tables[table]
             self._waiting.popleft()
         if self._states:
-            store.replace("states", self._state_columns())
+            epoch_ns, states = self._epoch_ns(), self._states.values()
+            columns: Columns = {
+                "attempt": [self._stored_attempt] * len(states), "rank": list(self._states),
+                "time_ns": [state.read_ns + epoch_ns for state in states],
+                "record": [json.dumps(state.to_dict()) for state in states],
+            }  # fmt: skip
+            store.replace("states", columns)
         store.prune()
 
     def _open_store(self, ready: Mapping[int, RankRows]) -> NodeStore:
@@ -185,29 +188,19 @@ class Collector:
     def _rank_columns(self, ready: Mapping[int, RankRows]) -> Columns:
         assert self._settings is not None
         states = [rows.log.state(head_only=True) for rows in ready.values()]
-        return {
-            **{name: [getattr(state, name) for state in states] for name in ("rank", "world", "pid")},
-            **{axis: [state.coord[axis] for state in states] for axis in ("tp", "cp", "dp", "pp")},
-            "attempt": [state.stored_attempt for state in states],
-            "node": [self._settings.node] * len(states),
-            "host": [socket.gethostname()] * len(states),
-            "peak_flops": [float(state.peak_flops) for state in states],
-            "cores": [usable_cores(state.pid for state in states)] * len(states),
-            "start_ns": [round(state.start * 1e9) for state in states],
-        }
+        node, cores = self._settings.node, usable_cores(state.pid for state in states)
+        rows = [
+            {
+                "attempt": state.stored_attempt, "rank": state.rank, "world": state.world, "node": node,
+                "host": socket.gethostname(), "pid": state.pid, **state.coord, "peak_flops": float(state.peak_flops),
+                "cores": cores, "start_ns": round(state.start * 1e9),
+            } for state in states
+        ]  # fmt: skip
+        return {name: [row[name] for row in rows] for name in rows[0]}
 
     def read_states(self) -> None:
         """Read the states of the ranks."""
         self._states = {rank: rows.log.state() for rank, rows in self._ranks.items()}
-
-    def _state_columns(self) -> Columns:
-        epoch_ns = self._epoch_ns()
-        return {
-            "attempt": [self._stored_attempt] * len(self._states),
-            "rank": list(self._states),
-            "time_ns": [state.read_ns + epoch_ns for state in self._states.values()],
-            "record": [json.dumps(state.to_dict()) for state in self._states.values()],
-        }
 
     def _host_columns(self) -> dict[str, Columns]:
         """Return the samples of the host's metrics since the last call, by rank 0's clock."""

@@ -10,8 +10,7 @@ from typing import Literal
 from megascale.operate.store.families import Labels, MetricFamily
 
 _PERCENT = 0.01
-_WORD = 4.0
-"""InfiniBand's counters of data count words of four bytes."""
+_WORD = 4.0  # InfiniBand's counters of data count words of four bytes
 
 
 @dataclass(frozen=True)

@@ -38,14 +38,6 @@ def concatenate_rows(parts: Sequence[np.ndarray], dtype: np.dtype) -> np.ndarray
     return rows
 
 
-def columns_of(table: str, rows: np.ndarray, texts: Texts) -> Columns:
-    """Return rows as columns."""
-    return {
-        column.name: texts.column(rows[column.name]) if column.type == "text" else rows[column.name]
-        for column in TABLES[table]
-    }
-
-
 class Texts:
     """The texts of a node's rows, each with an index."""
 
@@ -98,23 +90,21 @@ class RankRows:
         events = _rows("events", records, who, state.epoch_ns, strings)
         records = concatenate_rows([part.steps for part in drained], step_dtype())
         steps = _rows("steps", records, who, state.epoch_ns, strings)
-        steps["tags"] = _tag_texts(records["tags"], texts)
-        self._count_lost(steps, drained)
+        tags, inverse = np.unique(records["tags"], return_inverse=True)
+        joined = [",".join(tag for bit, tag in enumerate(TAGS) if int(bits) >> bit & 1) for bits in tags]
+        steps["tags"] = texts.indices(joined)[inverse]
+        first = 0
+        for part in drained:  # lost events count in the next step that has ended
+            self.lost += part.lost
+            if len(part.steps):
+                steps["events_lost"][first], self.lost = self.lost, 0
+                first += len(part.steps)
         self.last_step = max(self.last_step, int(steps["step"].max(initial=0)))
         waiting = concatenate_rows([self.waiting, events], events.dtype)
         # a step's last communication may end in the next step
         closed = (waiting["step"] < max(1, self.last_step)) | self.ended
         self.waiting = waiting[~closed]
         return events, steps, waiting[closed]
-
-    def _count_lost(self, steps: np.ndarray, drained: Sequence[Drained]) -> None:
-        """Count lost events in the next step that has ended."""
-        first = 0
-        for part in drained:
-            self.lost += part.lost
-            if len(part.steps):
-                steps["events_lost"][first], self.lost = self.lost, 0
-                first += len(part.steps)
 
 
 _DURATIONS = ("exposed_ns", "train_ns")
@@ -135,13 +125,6 @@ def _rows(table: str, records: np.ndarray, who: Mapping[str, int], epoch_ns: int
         elif name in fields:
             rows[name] = records[name]
     return rows
-
-
-def _tag_texts(tags: np.ndarray, texts: Texts) -> np.ndarray:
-    """Return indices of the texts of tags, which are bits."""
-    found, inverse = np.unique(tags, return_inverse=True)
-    joined = [",".join(tag for bit, tag in enumerate(TAGS) if int(bits) >> bit & 1) for bits in found]
-    return texts.indices(joined)[inverse] if joined else np.empty(0, np.int32)
 
 
 def step_parts(events: np.ndarray, steps: np.ndarray, texts: Texts) -> np.ndarray:
@@ -185,4 +168,11 @@ class NodeRows:
         taken = [rank.take(self._texts) for rank in ranks]
         events, steps, closed = (concatenate_rows(parts, parts[0].dtype) for parts in zip(*taken, strict=True))
         tables = {"events": events, "steps": steps, "step_parts": step_parts(closed, steps, self._texts)}
-        return {table: columns_of(table, rows, self._texts) for table, rows in tables.items()}
+        texts = self._texts
+        return {
+            table: {
+                column.name: texts.column(rows[column.name]) if column.type == "text" else rows[column.name]
+                for column in TABLES[table]
+            }
+            for table, rows in tables.items()
+        }

@@ -14,8 +14,7 @@ from megascale.record.events import COMPUTE, HOST_AXIS
 if TYPE_CHECKING:
     from megascale.record.log_reader import Drained
 
-_AXIS = 1 << 16
-"""A key is the index of the axis times this number, plus the index of the name."""
+_AXIS = 1 << 16  # a key is the index of the axis times this number, plus the index of the name
 
 
 @dataclass

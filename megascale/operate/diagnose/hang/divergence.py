@@ -34,17 +34,10 @@ from megascale.operate.diagnose.hang.waits import WaitGraph
 from megascale.record.layout import COLLECTIVE
 from megascale.record.rank_state import RankRuns
 
-MOST_KIN = 16
-"""Most ranks of a group that a rank is compared with."""
-
-MOST_COMPARED = 64
-"""Most ranks whose longer records are asked for."""
-
-FEWEST_PRECEDENTS = 3
-"""Fewest other micro-batches or layers, all alike, that speak against a rank without its kin."""
-
-_SEVERAL_KIN, _ONE_AND_PRECEDENTS, _PRECEDENTS, _UNDECIDED = 3, 2, 1, 0
-"""Certainties."""
+MOST_KIN = 16  # most ranks of a group that a rank is compared with
+MOST_COMPARED = 64  # most ranks whose longer records are asked for
+FEWEST_PRECEDENTS = 3  # fewest other micro-batches or layers, all alike, that speak against a rank without its kin
+_SEVERAL_KIN, _ONE_AND_PRECEDENTS, _PRECEDENTS, _UNDECIDED = 3, 2, 1, 0  # certainties
 
 _WORDS = {
     CallMatch.OTHER_STEP: "in earlier steps",

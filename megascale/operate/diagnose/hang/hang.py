@@ -34,8 +34,7 @@ VerdictKind = Literal[
     "unknown",
 ]  # fmt: skip
 
-MOST_EVIDENCE = 8
-"""Most lines of evidence."""
+MOST_EVIDENCE = 8  # most lines of evidence
 
 _STOPPED, _DEAD, _DISK, _RUNNING = ("T", "t"), ("Z", "X"), "D", "R"
 _STORAGE_PHASES = (Phase.CHECKPOINT, Phase.LOAD)

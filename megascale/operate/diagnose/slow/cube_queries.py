@@ -19,14 +19,9 @@ from megascale.operate.store.schema import STEP_AXIS
 if TYPE_CHECKING:
     import duckdb
 
-MAX_ROWS = 12_000_000
-"""Most rows of `step_parts` that a cube is made of: 50 steps of 12,288 ranks with 20 parts."""
-
-RECENT_STEPS = 500
-"""Most steps of a cube of all ranks."""
-
-COUNTED_STEPS = 8
-"""Newest steps whose rows are counted; of the very last some are missing yet."""
+MAX_ROWS = 12_000_000  # most rows of `step_parts` that a cube is made of: 50 steps of 12,288 ranks with 20 parts
+RECENT_STEPS = 500  # most steps of a cube of all ranks
+COUNTED_STEPS = 8  # newest steps whose rows are counted; of the very last some are missing yet
 
 SAMPLED_RANKS, SAMPLED_STEPS = 64, 2000
 """Most ranks and steps of a sample of the whole run: with 20 parts 2.6 million rows."""
@@ -50,8 +45,7 @@ MESSAGE_COLUMNS = (
 )  # fmt: skip
 """Columns of `events` that the delays of messages are taken from."""
 
-MESSAGE_ROWS = 2_000_000
-"""Most rows of `events` that the delays of messages are taken from: those of the newest steps."""
+MESSAGE_ROWS = 2_000_000  # most rows of `events` that the delays of messages are taken from: those of the newest steps
 
 _MEASURES = ("count", "total_ns", "exposed_ns", "bytes", "last_issue_ns")
 

@@ -34,8 +34,7 @@ from megascale.record.events import COMPUTE, HOST_AXIS, PAUSE
 Kind = Literal["pause", "compute", "data", "host"]
 KINDS: tuple[Kind, ...] = ("pause", "compute", "data", "host")
 
-MIN_RATIO = 1.03
-"""Smallest ratio to the peers' median."""
+MIN_RATIO = 1.03  # smallest ratio to the peers' median
 
 MIN_SHARE = 0.005
 """Smallest excess, as a share of the step."""
@@ -46,8 +45,7 @@ MIN_SCORE_OF_PAIR, MIN_RATIO_OF_PAIR, MIN_SHARE_OF_PAIR = 8.0, 1.08, 0.02
 MIN_STEPS = 8
 """Fewest steps of a window."""
 
-ERROR_BLOCKS = 10
-"""Blocks of a window whose means give its standard error."""
+ERROR_BLOCKS = 10  # blocks of a window whose means give its standard error
 
 NOISE_FLOOR = 0.005
 """Smallest deviation of a mean, as a share of the median: below, differences say nothing about a machine."""

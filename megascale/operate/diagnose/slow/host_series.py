@@ -35,7 +35,6 @@ class Watched:
 
 
 _MEGABYTE = 1e6
-
 WATCHED: Mapping[str, Watched] = {
     "network.pause": Watched(True, 10.0),
     "infiniband.port_xmit_wait": Watched(True, 1e6),
@@ -137,43 +136,34 @@ def read_series(table: HostTable, sample_s: float, gap_s: float) -> list[HostSer
         name, device = split_device(metric)
         if name in WATCHED:
             parts[name].append((device, order[ends[index] : ends[index + 1]]))
-    return [_series(table, name, devices, times, bins, reach) for name, devices in parts.items() if devices]
-
-
-def _series(
-    table: HostTable,
-    name: str,
-    devices: Sequence[tuple[str, NDArray[np.integer]]],
-    times: NDArray[np.int64],
-    bins: NDArray[np.int64],
-    reach: int,
-) -> HostSeries:
-    nodes, names, columns = [], [], []
-    for device, rows in devices:
-        node = table.node[rows]
-        known = np.flatnonzero(np.bincount(node))
-        place = np.searchsorted(known, np.arange(len(table.nodes)))[node]
-        samples = np.full((len(times), len(known)), np.nan)
-        samples[bins[rows], place] = table.value[rows]
-        if WATCHED[name].counter:
-            when = np.zeros(samples.shape)
-            when[bins[rows], place] = (table.time_ns[rows] - times[0]) / 1e9
-            samples = _rates(samples, when, reach)
-        columns.append(_fill(samples, reach))
-        nodes.append(known)
-        names += [device] * len(known)
-    return HostSeries(name, np.concatenate(nodes), names, times, np.concatenate(columns, axis=1))
+    found = []
+    for name, devices in parts.items():
+        nodes, names, columns = [], [], []
+        for device, rows in devices:
+            node = table.node[rows]
+            known = np.flatnonzero(np.bincount(node))
+            place = np.searchsorted(known, np.arange(len(table.nodes)))[node]
+            samples = np.full((len(times), len(known)), np.nan)
+            samples[bins[rows], place] = table.value[rows]
+            if WATCHED[name].counter:
+                when = np.zeros(samples.shape)
+                when[bins[rows], place] = (table.time_ns[rows] - times[0]) / 1e9
+                samples = _rates(samples, when, reach)
+            columns.append(_fill(samples, reach))
+            nodes.append(known)
+            names += [device] * len(known)
+        if devices:
+            found.append(HostSeries(name, np.concatenate(nodes), names, times, np.concatenate(columns, axis=1)))
+    return found
 
 
 def _rates(totals: NDArray[np.float64], seconds: NDArray[np.float64], reach: int) -> NDArray[np.float64]:
     """Return increases per second since the sample before, up to `reach` bins ago; NaN where a total has begun anew."""
     rates = np.full(totals.shape, np.nan)
     with np.errstate(invalid="ignore"):
-        for distance in range(1, reach + 1):
+        rates[1:] = np.diff(totals, axis=0) / np.diff(seconds, axis=0)  # most have one in the bin before
+        for distance in range(2, reach + 1):
             later, earlier = slice(distance, None), slice(None, -distance)
-            if distance == 1:
-                rates[later] = (totals[later] - totals[earlier]) / (seconds[later] - seconds[earlier])
-                continue
             row, column = np.nonzero(np.isnan(rates[later]) & ~np.isnan(totals[later]) & ~np.isnan(totals[earlier]))
             increase = totals[row + distance, column] - totals[row, column]
             rates[row + distance, column] = increase / (seconds[row + distance, column] - seconds[row, column])

@@ -22,11 +22,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from megascale.layout.topology import DATA_AXES
-from megascale.operate.diagnose.slow.step_cube import Booleans, Floats, Integers, StepCube
+from megascale.operate.diagnose.slow.peers import Groups
+from megascale.operate.diagnose.slow.step_cube import Floats, Integers, StepCube
 from megascale.record.events import COMPUTE, OPTIMIZER_ACTIONS
 
-FORWARD_SHARE = 1 / 3
-"""Share of the forward in a micro-batch's compute."""
+FORWARD_SHARE = 1 / 3  # share of the forward in a micro-batch's compute
 
 Model = Literal["compute", "optimizer", "data", "gc"]
 
@@ -53,16 +53,18 @@ def job_costs(cube: StepCube, causes: Sequence[Excess]) -> list[Floats]:
     for excess in causes:
         for part, more in excess.seconds.items():
             parts[part][excess.ranks] -= more
-    stages = _Stages.from_cube(cube)
+    replica = np.unique(cube.places.codes(*DATA_AXES), return_inverse=True)[1]
+    stages = _Stages(replica, cube.places.coords["pp"], max(1, cube.forwards))
     seconds = stages.replica_seconds(parts) if causes else np.zeros(0)
     costs = []
     for excess in causes:
-        affected = np.isin(stages.replica, stages.replica[excess.ranks])
+        affected = np.isin(replica, replica[excess.ranks])
+        of_affected = _Stages(replica[affected], stages.stage[affected], stages.forwards)
         slower = {part: values[affected] for part, values in parts.items()}
         for part, more in excess.seconds.items():
             slower[part][(np.cumsum(affected) - 1)[excess.ranks]] += more
-        others = np.delete(seconds, np.unique(stages.replica[excess.ranks]), 0).max(0, initial=0.0)
-        passes = np.maximum(others, stages.take(affected).replica_seconds(slower).max(0)) - seconds.max(0)
+        others = np.delete(seconds, np.unique(replica[excess.ranks]), 0).max(0, initial=0.0)
+        passes = np.maximum(others, of_affected.replica_seconds(slower).max(0)) - seconds.max(0)
         ends = parts["optimizer"][~affected].max(0, initial=0.0)
         costs.append(passes + np.maximum(ends, slower["optimizer"].max(0)) - parts["optimizer"].max(0))
     return costs
@@ -75,24 +77,15 @@ class _Stages(NamedTuple):
     stage: Integers
     forwards: int
 
-    @classmethod
-    def from_cube(cls, cube: StepCube) -> _Stages:
-        replica = np.unique(cube.places.codes(*DATA_AXES), return_inverse=True)[1]
-        return cls(replica, cube.places.coords["pp"], max(1, cube.forwards))
-
-    def take(self, ranks: Booleans) -> _Stages:
-        return self._replace(replica=self.replica[ranks], stage=self.stage[ranks])
-
     def replica_seconds(self, parts: Mapping[Model, Floats]) -> Floats:
         """Return the seconds of the replicas up to the optimizer, [replicas, S]."""
-        order = np.lexsort((self.stage, self.replica))
-        stage, number = self.stage[order], np.unique(self.replica[order], return_inverse=True)[1]
-        firsts = np.flatnonzero(np.append(True, (stage[1:] != stage[:-1]) | (number[1:] != number[:-1])))
-        slowest = [np.maximum.reduceat(parts[part][order], firsts) for part in ("compute", "data", "gc")]
-        replicas, p = int(number.max()) + 1, int(stage.max()) + 1
-        stages, data, paused = np.zeros((3, replicas, p, slowest[0].shape[1]))
-        for values, of_part in zip((stages, data, paused), slowest, strict=True):
-            values[number[firsts], stage[firsts]] = of_part
+        replicas, number = np.unique(self.replica, return_inverse=True)
+        p = int(self.stage.max()) + 1
+        groups = Groups.of(number * p + self.stage)
+        stages, data, paused = np.zeros((3, len(replicas), p, parts["compute"].shape[1]))
+        at = groups.order[groups.starts]
+        for values, part in ((stages, "compute"), (data, "data"), (paused, "gc")):
+            values[number[at], self.stage[at]] = groups.reduce(np.maximum, parts[part])
         one, start = stages / self.forwards, data
         for at in range(1, p):
             start[:, at] = np.maximum(data[:, at], start[:, at - 1] + one[:, at - 1])
