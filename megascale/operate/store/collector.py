@@ -32,8 +32,7 @@ from megascale.record.rank_state import LogError, RankState
 if TYPE_CHECKING:  # numpy takes a while, and threads
     from megascale.operate.store.node_rows import NodeRows, RankRows
 
-POLL_S = 0.5
-"""Seconds between drains of the logs."""
+POLL_S = 0.5  # seconds between drains of the logs
 
 DRAIN_S, FINISH_S = 2.0, 10.0
 """Seconds in which all is read, and written, once the ranks have ended. Only a dead disk takes longer."""

@@ -20,8 +20,7 @@ from megascale.record.log_reader import Drained, LogReader, event_dtype, step_dt
 if TYPE_CHECKING:
     import pyarrow as pa
 
-KEYS = ("attempt", "rank", "step", "axis", "name", "chunk")
-"""Columns of `step_parts` by which events are summed."""
+KEYS = ("attempt", "rank", "step", "axis", "name", "chunk")  # columns of `step_parts` by which events are summed
 
 
 def row_type(table: str) -> np.dtype:

@@ -71,8 +71,7 @@ def store_of(run: str | Path) -> Location:
 
 BATCH_ROWS = 1_000_000  # rows of a batch of `fetch_coded`, whose texts are in memory
 
-TRIES = 5
-"""Times that the files of a live run are listed, until all of them can be opened."""
+TRIES = 5  # times that the files of a live run are listed, until all of them can be opened
 
 
 def open_store(

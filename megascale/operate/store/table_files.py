@@ -21,8 +21,7 @@ from megascale.operate.store.schema import TABLES
 if TYPE_CHECKING:
     import pyarrow as pa
 
-STORE_FOLDER = "events"
-"""Folder of the event store in a run's folder."""
+STORE_FOLDER = "events"  # folder of the event store in a run's folder
 
 Columns = dict[str, Any]
 """Columns of a table by name: arrays or lists of equal length, of text also dictionary arrays of pyarrow."""

@@ -31,11 +31,8 @@ from megascale.core.rank import format_ranks
 from megascale.record.layout import COLLECTIVE, RECEIVE, SEND, Phase
 from megascale.record.rank_state import FlightEvent, GroupState, RankRuns, RankState, Wait
 
-DUMP_FOLDER = "flight"
-"""Name of the dumps' folder in the run's folder."""
-
-MADE_OF_DUMP = 0
-"""The `pid` of a state that is made of a dump."""
+DUMP_FOLDER = "flight"  # name of the dumps' folder in the run's folder
+MADE_OF_DUMP = 0  # the `pid` of a state that is made of a dump
 
 MOST_BYTES = 256 << 20
 """Most bytes of a dump. 2,000 operations with their stacks take less than 10 MB."""

@@ -27,9 +27,8 @@ from megascale.operate.diagnose.slow.step_levels import (
     MIN_REST_SHARE,
     StepLevels,
     Stretch,
-    predict_seconds,
+    excess_seconds,
     shifts_of,
-    slow_steps,
     step_levels,
 )
 from megascale.operate.diagnose.slow.stragglers import gc_pauses, slow_groups, stragglers
@@ -48,8 +47,7 @@ MIN_CROWDED_SHARE, MIN_UNMEASURED_SHARE = 0.25, 0.5
 and without such steps, of a step; also of ranks without peers. What ranks take from each other is smaller.
 """
 
-MIN_LASTING = 0.5
-"""Share of its cost that a cause costs as long as it lasts."""
+MIN_LASTING = 0.5  # share of its cost that a cause costs as long as it lasts
 
 MIN_DATA_SHARE = 0.05  # smallest share of a step in which the ranks that read data do nothing else, to be named
 MIN_SLOW_STEPS_SHARE = 0.01  # smallest share of the time that single slow steps cost to be named
@@ -239,8 +237,8 @@ def _data_of_all(cube: StepCube, levels: StepLevels, found: Sequence[Finding]) -
 def _single_steps(cube: StepCube, noise_s: float) -> Iterator[Finding]:
     """Yield the steps that take longer than their work predicts, if they cost much."""
     wall, ordinary = cube.wall.mean(0, dtype=np.float64), np.asarray(cube.ordinary.all(0))
-    slow = slow_steps(cube.tokens, cube.flops, wall, ordinary)
-    excess = np.where(slow, wall - predict_seconds(cube.tokens, cube.flops, wall, ordinary), 0.0)
+    excess = excess_seconds(cube.tokens, cube.flops, wall, ordinary)
+    slow = excess > 0
     cost_s, share = float(excess.mean()), float(excess.sum() / max(wall.sum(), 1e-12))
     if share < MIN_SLOW_STEPS_SHARE or cost_s < MIN_COST_NOISE * noise_s or not 0 < slow.mean() <= MAX_SLOW_STEPS:
         return

@@ -36,14 +36,12 @@ KINDS: tuple[Kind, ...] = ("pause", "compute", "data", "host")
 
 MIN_RATIO = 1.03  # smallest ratio to the peers' median
 
-MIN_SHARE = 0.005
-"""Smallest excess, as a share of the step."""
+MIN_SHARE = 0.005  # smallest excess, as a share of the step
 
 MIN_SCORE_OF_PAIR, MIN_RATIO_OF_PAIR, MIN_SHARE_OF_PAIR = 8.0, 1.08, 0.02
 """Deviations, ratio and excess of a rank with a single peer, whose deviation is known from ERROR_BLOCKS means only."""
 
-MIN_STEPS = 8
-"""Fewest steps of a window."""
+MIN_STEPS = 8  # fewest steps of a window
 
 ERROR_BLOCKS = 10  # blocks of a window whose means give its standard error
 

@@ -30,8 +30,7 @@ Booleans = npt.NDArray[Any]
 Columns = Mapping[str, npt.NDArray[Any]]
 """A table's columns by name: arrays, of text also dictionary arrays of pyarrow, with the codes of the store's files."""
 
-OTHER = "other"
-"""Name of the host's part of a step outside of all recorded actions, waits and activities."""
+OTHER = "other"  # name of the host's part of a step outside of all recorded actions, waits and activities
 
 CLASS_TAGS = frozenset({"gc", "evaluation", "checkpoint"})
 """Tags of steps that a known cause has made longer: these are not compared with the others, unless they are common."""

@@ -32,13 +32,11 @@ MAX_NOISE = 5.0  # deviations from the median of its neighbours to which an outl
 WINDOW = 50  # most steps of a stretch
 BLOCK = 10  # steps whose mean varies by the noise of a run: what other programs take away lasts longer than a step
 
-MAX_EXCESS = 0.25
-"""Largest share by which an ordinary step exceeds its prediction."""
+MAX_EXCESS = 0.25  # largest share by which an ordinary step exceeds its prediction
 
 ROUNDS = 3  # fits, each without the steps that the last one calls slow
 
-MIN_REST_SHARE = 0.02
-"""Smallest share of a step that is lost for no known cause, to be told, or to look for its cause."""
+MIN_REST_SHARE = 0.02  # smallest share of a step that is lost for no known cause, to be told, or to look for its cause
 
 MIN_EXPLAINED = 1 / 3
 """Share of a loss from which on the causes that are known explain all of it: the model is not more exact, and a process
@@ -210,6 +208,7 @@ def predict_seconds(tokens: Floats, squares: Floats, seconds: Floats, ordinary: 
     return predicted
 
 
-def slow_steps(tokens: Floats, squares: Floats, seconds: Floats, ordinary: Booleans) -> Booleans:
-    """Return which ordinary steps exceed their prediction by MAX_EXCESS."""
-    return ordinary & (seconds > (1 + MAX_EXCESS) * predict_seconds(tokens, squares, seconds, ordinary))
+def excess_seconds(tokens: Floats, squares: Floats, seconds: Floats, ordinary: Booleans) -> Floats:
+    """Return by how much ordinary steps exceed their prediction; 0 for those below MAX_EXCESS of it."""
+    predicted = predict_seconds(tokens, squares, seconds, ordinary)
+    return np.where(ordinary & (seconds > (1 + MAX_EXCESS) * predicted), seconds - predicted, 0.0)
