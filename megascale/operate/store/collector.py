@@ -30,7 +30,7 @@ from megascale.record.log_reader import LogReader
 from megascale.record.rank_state import LogError, RankState
 
 if TYPE_CHECKING:  # numpy takes a while, and threads
-    from megascale.operate.store.node_rows import NodeRows, RankRows
+    from megascale.operate.store.node_rows import RankRows, Texts
 
 POLL_S = 0.5  # seconds between drains of the logs
 
@@ -53,7 +53,7 @@ class Collector:
         self._ranks: dict[int, RankRows] = {}  # of logs whose events are stored
         self._states: dict[int, RankState] = {}
         self._known: set[int] = set()  # ranks in the table `ranks`
-        self._rows: NodeRows | None = None
+        self._texts: Texts | None = None
         self._host_metrics: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=1000)
         self._settings: StoreSettings | None = None
         self._store: NodeStore | None = None
@@ -88,9 +88,9 @@ class Collector:
                 with contextlib.suppress(OSError, LogError):
                     self._logs[rank] = log = LogReader(path)
                     if log.note:
-                        from megascale.operate.store.node_rows import NodeRows, RankRows
+                        from megascale.operate.store.node_rows import RankRows, Texts
 
-                        self._rows = self._rows or NodeRows()
+                        self._texts = self._texts or Texts()
                         self._settings = self._settings or StoreSettings(**log.note)
                         self._ranks[rank] = RankRows(log)
         for rows in self._ranks.values():
@@ -99,11 +99,12 @@ class Collector:
 
     def write(self) -> None:
         """Write what was drained and the states that were read. Says once that the store cannot be written."""
-        if self._settings is None or self._rows is None:
+        if self._settings is None or self._texts is None:
             return
-        ready = self.ranks
-        if ready:
-            self._queue(self._rows.take(list(ready.values())) | self._host_columns())
+        if ready := self.ranks:
+            from megascale.operate.store.node_rows import take_rows
+
+            self._queue(take_rows(list(ready.values()), self._texts) | self._host_columns())
         try:
             self._store_rows(ready)
         except OSError as error:

@@ -156,22 +156,15 @@ def step_parts(events: np.ndarray, steps: np.ndarray, texts: Texts) -> np.ndarra
     return rows
 
 
-class NodeRows:
-    """Makes the rows of a node's ranks."""
-
-    def __init__(self) -> None:
-        self._texts = Texts()
-
-    def take(self, ranks: Sequence[RankRows]) -> dict[str, Columns]:
-        """Return the new rows of `events`, `steps` and `step_parts`, of ranks that have begun to train."""
-        taken = [rank.take(self._texts) for rank in ranks]
-        events, steps, closed = (concatenate_rows(parts, parts[0].dtype) for parts in zip(*taken, strict=True))
-        tables = {"events": events, "steps": steps, "step_parts": step_parts(closed, steps, self._texts)}
-        texts = self._texts
-        return {
-            table: {
-                column.name: texts.column(rows[column.name]) if column.type == "text" else rows[column.name]
-                for column in TABLES[table]
-            }
-            for table, rows in tables.items()
+def take_rows(ranks: Sequence[RankRows], texts: Texts) -> dict[str, Columns]:
+    """Return the new rows of `events`, `steps` and `step_parts`, of ranks of a node that have begun to train."""
+    taken = [rank.take(texts) for rank in ranks]
+    events, steps, closed = (concatenate_rows(parts, parts[0].dtype) for parts in zip(*taken, strict=True))
+    tables = {"events": events, "steps": steps, "step_parts": step_parts(closed, steps, texts)}
+    return {
+        table: {
+            column.name: texts.column(rows[column.name]) if column.type == "text" else rows[column.name]
+            for column in TABLES[table]
         }
+        for table, rows in tables.items()
+    }

@@ -58,10 +58,7 @@ def _recorded(fields: Fields, **meanings: str) -> tuple[Column, ...]:
     )
 
 
-_WHO = (
-    Column("attempt", "int16", "attempt of the job, from 0"),
-    Column("rank", "int32", "global rank"),
-)
+_WHO = (Column("attempt", "int16", "attempt of the job, from 0"), Column("rank", "int32", "global rank"))
 
 _PART = _recorded(
     EVENT_FIELDS,
