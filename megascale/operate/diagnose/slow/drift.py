@@ -123,31 +123,30 @@ def drift(cube: StepCube, peak_flops: float = 0.0) -> Drift:
         return Drift((), None, 0.0, 0.0, None, None)
     wall = cube.wall.mean(0, dtype=np.float64)
     work = relative_work(cube.tokens, cube.flops, wall)
-    blocks = np.array_split(np.arange(len(wall)), min(POINTS, len(wall)))
-    walls = _blocks(wall / work, blocks)
+    walls = np.array([block.mean() for block in _blocks(wall / work)])
     step_before, step_after, cut_of_steps = _ends(walls)
     growths, cuts = [], []
     for name, values in _series(cube):
-        series = values.mean(0, dtype=np.float64) / work
-        before, after, since = _ends(_blocks(series, blocks))
-        if since is None or after - before < MIN_GROWTH * step_before or not _persists(series, before, after):
+        if (found := _growth(values.mean(0, dtype=np.float64) / work, MIN_GROWTH * step_before)) is None:
             continue
-        cut, of_work = blocks[since][0], values / work
+        before, after, since, cut = found
+        of_work = values / work
         by_rank = of_work[:, cut:].mean(1) - of_work[:, :cut].mean(1)
-        everywhere = lower_median(by_rank) >= (after - before) / 2
+        everywhere = bool(lower_median(by_rank) >= (after - before) / 2)
         ranks = () if everywhere else tuple(map(int, cube.places.rank[by_rank > by_rank.max() / 2]))
         cuts.append((after - before, since))
-        growths.append(Growth(name, int(cube.steps[cut]), before, after, bool(everywhere), None, ranks))
+        growths.append(Growth(name, int(cube.steps[cut]), before, after, everywhere, None, ranks))
     if cut_of_steps is None and cuts:  # the steps vary too much to tell: before and after the largest growth
         _, at = max(cuts)
         step_before, step_after = float(walls[:at].mean()), float(walls[at:].mean())
-    flops = float(cube.flops.mean())
-    before, after = (flops / (s * peak_flops) if peak_flops and s else None for s in (step_before, step_after))
+    steps, flops = (step_before, step_after), float(cube.flops.mean())
+    mfu_before, mfu_after = (flops / (one * peak_flops) if peak_flops and one else None for one in steps)
+    if mfu_after is not None:
+        for at, growth in enumerate(growths):
+            more = growth.after_s - growth.before_s
+            growths[at] = replace(growth, mfu_points=mfu_after * more / max(step_after - more, 1e-12))
     growths.sort(key=lambda growth: growth.before_s - growth.after_s)
-    for at, growth in enumerate(growths if after is not None else ()):
-        more = growth.after_s - growth.before_s
-        growths[at] = replace(growth, mfu_points=after * more / max(step_after - more, 1e-12))
-    return Drift(tuple(growths), entry_spread(cube, step_before), step_before, step_after, before, after)
+    return Drift(tuple(growths), entry_spread(cube, step_before), *steps, mfu_before, mfu_after)
 
 
 def _series(cube: StepCube) -> Iterator[tuple[str, Floats]]:
@@ -162,8 +161,9 @@ def _series(cube: StepCube) -> Iterator[tuple[str, Floats]]:
     yield OTHER, cube.other
 
 
-def _blocks(values: Floats, blocks: list) -> Floats:
-    return np.array([values[block].mean() for block in blocks])
+def _blocks(values: Floats) -> list[Floats]:
+    """Split a series into blocks of steps, POINTS at most."""
+    return np.array_split(values, min(POINTS, len(values)))
 
 
 def _ends(values: Floats) -> tuple[float, float, int | None]:
@@ -174,10 +174,18 @@ def _ends(values: Floats) -> tuple[float, float, int | None]:
     return float(values[: cuts[0]].mean()), float(values[cuts[-1] :].mean()), cuts[0]
 
 
-def _persists(values: Floats, before: float, after: float) -> bool:
-    """Return True if a series has grown by half of its growth or more in most blocks of the newest steps."""
+def _growth(values: Floats, least: float) -> tuple[float, float, int, int] | None:
+    """Return the means of the first and the last segment of a series, and block and position where the second begins,
+    if it has grown by `least` or more, and by half of that in most blocks of the newest steps.
+    """
+    blocks = _blocks(values)
+    before, after, since = _ends(np.array([block.mean() for block in blocks]))
+    if since is None or after - before < least:
+        return None
     newest = np.array_split(values[-min(NEWEST, len(values) // 2) :], BLOCKS)
-    return sum(float(block.mean()) >= (before + after) / 2 for block in newest) >= PERSISTENT_BLOCKS
+    if sum(float(block.mean()) >= (before + after) / 2 for block in newest) < PERSISTENT_BLOCKS:
+        return None
+    return before, after, since, sum(map(len, blocks[:since]))
 
 
 def entry_spread(cube: StepCube, step_s: float) -> EntrySpread | None:
@@ -191,11 +199,9 @@ def entry_spread(cube: StepCube, step_s: float) -> EntrySpread | None:
         return None
     last = groups.reduce(np.maximum, entered)
     spread = (last - groups.reduce(np.minimum, entered)).mean(0) / 1e9
-    blocks = np.array_split(np.arange(len(spread)), min(POINTS, len(spread)))
-    before, after, since = _ends(_blocks(spread, blocks))
-    if since is None or after - before < MIN_GROWTH * step_s or not _persists(spread, before, after):
+    if (found := _growth(spread, MIN_GROWTH * step_s)) is None:
         return None
-    cut = blocks[since][0]
+    before, after, _, cut = found
     is_last = entered[groups.order, cut:] == np.repeat(last, sizes, 0)[:, cut:]
     often = is_last.mean(1)
     most = np.maximum.reduceat(often, groups.starts)

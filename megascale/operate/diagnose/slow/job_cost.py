@@ -54,41 +54,36 @@ def job_costs(cube: StepCube, causes: Sequence[Excess]) -> list[Floats]:
         for part, more in excess.seconds.items():
             parts[part][excess.ranks] -= more
     replica = np.unique(cube.places.codes(*DATA_AXES), return_inverse=True)[1]
-    stages = _Stages(replica, cube.places.coords["pp"], max(1, cube.forwards))
-    seconds = stages.replica_seconds(parts) if causes else np.zeros(0)
+    stage, forwards = cube.places.coords["pp"], max(1, cube.forwards)
+    seconds = _replica_seconds(parts, replica, stage, forwards) if causes else np.zeros(0)
     costs = []
     for excess in causes:
         affected = np.isin(replica, replica[excess.ranks])
-        of_affected = _Stages(replica[affected], stages.stage[affected], stages.forwards)
         slower = {part: values[affected] for part, values in parts.items()}
         for part, more in excess.seconds.items():
             slower[part][(np.cumsum(affected) - 1)[excess.ranks]] += more
         others = np.delete(seconds, np.unique(replica[excess.ranks]), 0).max(0, initial=0.0)
-        passes = np.maximum(others, of_affected.replica_seconds(slower).max(0)) - seconds.max(0)
+        mine = _replica_seconds(slower, replica[affected], stage[affected], forwards).max(0)
+        passes = np.maximum(others, mine) - seconds.max(0)
         ends = parts["optimizer"][~affected].max(0, initial=0.0)
         costs.append(passes + np.maximum(ends, slower["optimizer"].max(0)) - parts["optimizer"].max(0))
     return costs
 
 
-class _Stages(NamedTuple):
-    """The replica [R], from 0 on, and the pipeline stage [R] of ranks; `forwards` of a rank in a step."""
-
-    replica: Integers
-    stage: Integers
-    forwards: int
-
-    def replica_seconds(self, parts: Mapping[Model, Floats]) -> Floats:
-        """Return the seconds of the replicas up to the optimizer, [replicas, S]."""
-        replicas, number = np.unique(self.replica, return_inverse=True)
-        p = int(self.stage.max()) + 1
-        groups = Groups.of(number * p + self.stage)
-        stages, data, paused = np.zeros((3, len(replicas), p, parts["compute"].shape[1]))
-        at = groups.order[groups.starts]
-        for values, part in ((stages, "compute"), (data, "data"), (paused, "gc")):
-            values[number[at], self.stage[at]] = groups.reduce(np.maximum, parts[part])
-        one, start = stages / self.forwards, data
-        for at in range(1, p):
-            start[:, at] = np.maximum(data[:, at], start[:, at - 1] + one[:, at - 1])
-        after = one.sum(1, keepdims=True) - np.cumsum(one, 1)
-        warm_up = np.arange(p - 1, -1, -1)[:, None] * one * FORWARD_SHARE
-        return np.asarray((start + stages + np.maximum(0.0, after - warm_up)).max(1) + paused.sum(1))
+def _replica_seconds(parts: Mapping[Model, Floats], replica: Integers, stage: Integers, forwards: int) -> Floats:
+    """Return the seconds of the replicas up to the optimizer, [replicas, S]. `replica`, `stage` [R]: of the ranks.
+    `forwards`: of a rank in a step.
+    """
+    replicas, number = np.unique(replica, return_inverse=True)
+    p = int(stage.max()) + 1
+    groups = Groups.of(number * p + stage)
+    stages, data, paused = np.zeros((3, len(replicas), p, parts["compute"].shape[1]))
+    at = groups.order[groups.starts]
+    for values, part in ((stages, parts["compute"]), (data, parts["data"]), (paused, parts["gc"])):
+        values[number[at], stage[at]] = groups.reduce(np.maximum, part)
+    one, start = stages / forwards, data
+    for late in range(1, p):
+        start[:, late] = np.maximum(data[:, late], start[:, late - 1] + one[:, late - 1])
+    after = one.sum(1, keepdims=True) - np.cumsum(one, 1)
+    warm_up = np.arange(p - 1, -1, -1)[:, None] * one * FORWARD_SHARE
+    return np.asarray((start + stages + np.maximum(0.0, after - warm_up)).max(1) + paused.sum(1))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -104,23 +104,8 @@ class SlowPath:
     receivers: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class DelayMatrix:
-    """Cells of ranks that send to each other: `sender`, `receiver` [C], their mean `delay_s`, the `peer_s` of cells
-    between the same stages, the number of `messages` in a step, and whether the cell is `slow`.
-    """
-
-    sender: Integers
-    receiver: Integers
-    delay_s: Floats
-    peer_s: Floats
-    messages: Floats
-    slow: Booleans
-    paths: tuple[SlowPath, ...] = ()
-
-
-def delay_matrix(found: Messages, places: Places) -> DelayMatrix:
-    """Return the delays of messages, and the slow paths that explain them.
+def slow_paths(found: Messages, places: Places) -> Iterator[SlowPath]:
+    """Yield the slow nodes and links by the delays of messages, in cells of ranks that send to each other.
 
     Beside the median of its peers counts the deviation among them, or the error of the cell's mean and of the peers',
     where that is larger.
@@ -128,8 +113,8 @@ def delay_matrix(found: Messages, places: Places) -> DelayMatrix:
     sender, receiver, step, delay = found
     changes = np.diff(sender) + np.diff(receiver) * 1j != 0
     starts = np.flatnonzero(np.append(True, changes)) if len(sender) else sender
-    counts = np.diff(np.append(starts, len(sender)))
-    ranks = np.stack([places.index(sender[starts]), places.index(receiver[starts])], 1)
+    counts, receiver = np.diff(np.append(starts, len(sender))), receiver[starts]
+    ranks = np.stack([places.index(sender[starts]), places.index(receiver)], 1)  # [cells, 2]
     mean = np.add.reduceat(delay, starts) / counts if len(sender) else delay
     steps = max(1, len(np.unique(step)))
     stage, here = places.coords["pp"], places.node[ranks[:, 0]] == places.node[ranks[:, 1]]
@@ -140,30 +125,23 @@ def delay_matrix(found: Messages, places: Places) -> DelayMatrix:
     deviation = np.maximum(errors, np.maximum(spread, NOISE_FLOOR * peer_s))
     ratio = np.where(np.bincount(role)[role] >= FEW_CELLS, MIN_RATIO, MIN_RATIO_OF_FEW)
     slow = (mean - peer_s > np.maximum(MIN_SCORE * deviation, MIN_EXCESS_S)) & (mean >= ratio * peer_s)
-    matrix = DelayMatrix(sender[starts], receiver[starts], mean, peer_s, counts / steps, slow)
-    return replace(matrix, paths=tuple(_slow_paths(matrix, ranks, places)))
-
-
-def _slow_paths(matrix: DelayMatrix, ranks: Integers, places: Places) -> Iterator[SlowPath]:
-    """Yield the nodes and links that explain the slow cells. `ranks` [C, 2]: positions of senders and receivers."""
+    excess = (mean - peer_s) * (counts / steps)  # of a step
     units = places.node[ranks] if len(places.nodes) > 1 else ranks
     pairs, pair, cells = np.unique(units, axis=0, return_inverse=True, return_counts=True)
-    share = np.bincount(pair.reshape(-1), matrix.slow, len(pairs)) / cells
+    pair = pair.reshape(-1)
+    share = np.bincount(pair, slow, len(pairs)) / cells
     edges = {(int(a), int(b)): bool(part > 0.5) for (a, b), part in zip(pairs, share, strict=True)}
     for kind, ends, chosen in _explain(edges):
-        mine = matrix.slow & np.array([edge in chosen for edge in edges], bool)[pair.reshape(-1)]
-        excess = (matrix.delay_s - matrix.peer_s) * matrix.messages
+        mine = slow & np.array([edge in chosen for edge in edges], bool)[pair]
         worst = np.flatnonzero(mine)[np.argmax(excess[mine])]
-        stages = places.coords["pp"][ranks[mine]]
-        per_step_s = sum(
-            float(excess[mine][(stages == direction).all(1)].max()) for direction in np.unique(stages, axis=0)
-        )
+        between = stage[ranks[mine]]
+        per_step_s = sum(float(excess[mine][(between == one).all(1)].max()) for one in np.unique(between, axis=0))
         nodes = tuple(places.nodes[end] for end in dict.fromkeys(ends)) if len(places.nodes) > 1 else ()
         who: CulpritKind = "link" if kind == "link" else "node" if nodes else "ranks"
-        slow = places.rank[np.unique(ranks[mine][np.isin(units[mine], ends)])]
+        culprits = places.rank[np.unique(ranks[mine][np.isin(units[mine], ends)])]
         yield SlowPath(
-            kind, SlowCulprit(who, tuple(map(int, slow)), nodes), float(matrix.delay_s[worst]),
-            float(matrix.peer_s[worst]), per_step_s, tuple(map(int, np.unique(matrix.receiver[mine]))),
+            kind, SlowCulprit(who, tuple(map(int, culprits)), nodes), float(mean[worst]), float(peer_s[worst]),
+            per_step_s, tuple(map(int, np.unique(receiver[mine]))),
         )  # fmt: skip
 
 
@@ -205,7 +183,7 @@ def slow_links(cube: StepCube, levels: StepLevels, events: Columns) -> Iterator[
     messages = Messages.of_table(events, cube.places)
     for number, stretch in enumerate(levels.stretches):
         mine = messages.within(stretch.first, stretch.last)
-        for path in delay_matrix(mine, cube.places).paths if len(mine.step) else ():
+        for path in slow_paths(mine, cube.places):
             found.setdefault(str(path.culprit), {})[number] = path
     for seen in found.values():
         path = seen[max(seen)]
