@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megascale.operate.store.rank_totals import RankTotals
 from megascale.operate.store.schema import STEP_AXIS, TABLES, TAGS
 from megascale.operate.store.table_files import Columns
+from megascale.record.events import COMPUTE, HOST_AXIS
 from megascale.record.log_reader import Drained, LogReader, event_dtype, step_dtype
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+_AXIS = 1 << 16  # a key of `RankTotals` is the index of the axis times this number, plus the index of the name
 KEYS = ("attempt", "rank", "step", "axis", "name", "chunk")  # columns of `step_parts` by which events are summed
 
 
@@ -52,6 +53,50 @@ class Texts:
         import pyarrow as pa
 
         return pa.DictionaryArray.from_arrays(pa.array(indices), pa.array(list(self._indices), pa.string()))
+
+
+@dataclass
+class RankTotals:
+    """Sums since the rank's start, which never decrease. `train_s`: time of steps, without evaluations and saves;
+    `lost`: events that were overwritten before they were read. One thread adds, others may read.
+    """
+
+    train_s: float = 0.0
+    tokens: int = 0
+    flops: float = 0.0
+    lost: int = 0
+    _seconds: dict[int, tuple[float, float]] = field(default_factory=dict)  # busy and exposed, by axis and name
+
+    def add(self, drained: Drained) -> None:
+        """Add new events and steps."""
+        events, steps = drained.events, drained.steps
+        self.train_s += float(steps["train"].sum())
+        self.tokens += int(steps["tokens"].sum())
+        self.flops += float(steps["flops"].sum())
+        self.lost += drained.lost
+        keys, place = np.unique(events["axis"].astype(np.int64) * _AXIS + events["name"], return_inverse=True)
+        busy = np.maximum(events["end"] - events["start"] - events["exposed"], 0.0)  # rounded: a bit below 0
+        sums = (np.bincount(place, times, len(keys)).tolist() for times in (busy, events["exposed"]))
+        for key, *more in zip(keys.tolist(), *sums, strict=True):
+            busy_s, exposed_s = self._seconds.get(key, (0.0, 0.0))
+            self._seconds[key] = busy_s + more[0], exposed_s + more[1]
+
+    def seconds(self, texts: Sequence[str]) -> tuple[float, dict[str, float], dict[str, float]]:
+        """Return the time of compute without the waits in it, in which compute waited for communication by axis, and
+        in which training waited for an activity of the host, such as data, by name. `texts`: of the log.
+        """
+        compute_s, exposed, host = 0.0, dict[str, float](), dict[str, float]()
+        for key, (busy_s, exposed_s) in self._seconds.copy().items():
+            if max(where := divmod(key, _AXIS)) >= len(texts):
+                continue
+            axis, name = (texts[at] for at in where)
+            if axis == COMPUTE:
+                compute_s += busy_s
+            elif axis == HOST_AXIS:
+                host[name] = host.get(name, 0.0) + exposed_s
+            else:
+                exposed[axis] = exposed.get(axis, 0.0) + exposed_s
+        return compute_s, exposed, host
 
 
 @dataclass

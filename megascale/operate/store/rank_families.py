@@ -73,16 +73,17 @@ def _add_state(found: Families, rank: Labels, state: RankState) -> None:
 
 
 def _add_totals(found: Families, rank: Labels, state: RankState, rows: RankRows) -> None:
-    texts, totals = rows.log.texts(), rows.totals
+    totals = rows.totals
+    compute_s, exposed_s, host_s = totals.seconds(rows.log.texts())
     place = {axis: str(index) for axis, index in state.coord.items()}
     found.gauge("rank_info", "1: the rank's place in the layout", 1, rank | place)
     found.counter("rank_train_seconds", "time of steps, without evaluations and saves", totals.train_s, rank)
     compute = "time of compute, without waits for communication"
-    found.counter("rank_compute_seconds", compute, totals.compute_s(texts), rank)
+    found.counter("rank_compute_seconds", compute, compute_s, rank)
     exposed = "time in which compute waited, by axis"
-    for axis, seconds in totals.exposed_s(texts).items():
+    for axis, seconds in exposed_s.items():
         found.counter("rank_exposed_communication_seconds", exposed, seconds, rank | {"axis": axis})
     host = "time in which training waited for the host, by activity"
-    for activity, seconds in totals.host_s(texts).items():
+    for activity, seconds in host_s.items():
         found.counter("rank_host_seconds", host, seconds, rank | {"activity": activity})
     found.counter("rank_events_lost", "events that were overwritten before they were read", totals.lost, rank)
