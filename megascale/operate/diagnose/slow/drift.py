@@ -195,7 +195,7 @@ def entry_spread(cube: StepCube, step_s: float) -> EntrySpread | None:
     known = (cube.entered_ns > 0).all(0)
     entered, groups = cube.entered_ns[:, known], Groups.of(cube.places.group_codes("dp"))
     sizes = groups.sizes
-    if not known.any() or sizes.max() < 2:
+    if not known.any() or sizes.max(initial=0) < 2:
         return None
     last = groups.reduce(np.maximum, entered)
     spread = (last - groups.reduce(np.minimum, entered)).mean(0) / 1e9
