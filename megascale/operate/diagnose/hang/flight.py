@@ -201,6 +201,7 @@ def _state_of(rank: int, host: str, recorded: Mapping[str, Any], written_ns: int
     Raises: an error of `_DUMP_ERRORS` if `recorded` is not in the flight recorder's format
     """
     ranks = {name: _ranks(group["ranks"]) for name, group in recorded["pg_config"].items()}
+    runs = {name: RankRuns.from_ranks(members) for name, members in ranks.items()}
     entries = recorded.get("entries", [])
     launches: dict[tuple[str, int, int], list[Mapping[str, Any]]] = {}
     last: dict[str, tuple[str, int]] = {}
@@ -219,15 +220,15 @@ def _state_of(rank: int, host: str, recorded: Mapping[str, Any], written_ns: int
     ]  # fmt: skip
     groups, events = dict[str, GroupState](), []
     for entry in (entry for batch in batches for entry in (batch[:-1] or batch)):
-        members = ranks.get(entry["process_group"][0], ())
-        events.append(event := _event(entry, members))
+        group, _ = entry["process_group"]
+        events.append(event := _event(entry, ranks.get(group, ())))
         if event.peer >= 0:
             count = groups[event.group].issued + 1 if event.group in groups else 1
-            runs = RankRuns.from_ranks(members)
-            groups[event.group] = GroupState(_group_name(entry), event.kind, runs, count, count, 0, event.peer)
+            name = _group_name(entry)
+            groups[event.group] = GroupState(name, event.kind, runs[group], count, count, 0, event.peer)
     for group, (name, issued) in last.items():
         ended = min((event.sequence for event in events if event.group == name), default=issued)
-        groups[name] = GroupState(name, COLLECTIVE, RankRuns.from_ranks(ranks.get(group, ())), issued, issued, ended)
+        groups[name] = GroupState(name, COLLECTIVE, runs.get(group, RankRuns(())), issued, issued, ended)
     updated_ns = max((entry["time_created_ns"] for entry in entries), default=0)
     return RankState(
         "", rank, 0, MADE_OF_DUMP, 0, 0.0, 0, written_ns, updated_ns, written_ns, Phase.STEP, updated_ns, 0, 0.0, {},
