@@ -34,12 +34,8 @@ if TYPE_CHECKING:  # numpy takes a while, and threads
     from megascale.operate.store.node_rows import RankRows, Texts
 
 POLL_S = 0.5  # seconds between drains of the logs
-
-DRAIN_S, FINISH_S = 2.0, 10.0
-"""Seconds in which all is read, and written, once the ranks have ended. Only a dead disk takes longer."""
-
-MAX_INTERVALS_WAITING = 12
-"""Most intervals whose rows wait for a store that cannot be written; then the oldest are dropped."""
+DRAIN_S, FINISH_S = 2.0, 10.0  # until all is read, and written, after the ranks' end; only a dead disk takes longer
+MAX_INTERVALS_WAITING = 12  # intervals whose rows wait for a store that cannot be written; then the oldest are dropped
 
 Say = Callable[[str], None]
 

@@ -19,9 +19,7 @@ from megascale.operate.store.families import Labels, MetricFamily, exposition
 from megascale.operate.store.metrics_server import MetricsServer, Say
 
 TARGETS = "prometheus"  # folder of the targets' files, in the run's folder
-
 DRIVER = "driver"  # name of the driver, which has no node, in the label `node`
-
 CLOSE_S = 1.0  # seconds that the end of a process waits for a file server
 
 _WILDCARDS = ("0.0.0.0", "::", "")

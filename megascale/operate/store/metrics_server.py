@@ -24,7 +24,6 @@ CONNECTIONS = 8  # connections that are served at a time; more are closed at onc
 CONNECTION_S = 5.0  # longest time of a connection
 FRESH_S = 1.0  # age up to which a text is sent again
 PORTS = 32  # ports that are tried, from the configured one on: agents of one host each take one
-
 POLL_S = 0.25  # seconds between looks at the age of connections, and at the end of the server
 
 Render = Callable[[], bytes]

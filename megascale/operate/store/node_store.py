@@ -42,9 +42,7 @@ covered at every moment, and an analysis opens each file several times.
 """
 
 _SETTLED = 99  # level of files that are merged no more
-
-_PRUNED = ("events", "step_parts", "host_metrics", "steps")
-"""Tables whose oldest files are removed for others' sake, in this order."""
+_PRUNED = ("events", "step_parts", "host_metrics", "steps")  # the oldest files go for others' sake, in this order
 
 
 @dataclass

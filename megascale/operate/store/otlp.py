@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
 
 BATCH = 512  # spans in a request
-
 CONNECT_S = 10.0  # longest time until the receiver's host answers
 
 

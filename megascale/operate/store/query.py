@@ -70,7 +70,6 @@ def store_of(run: str | Path) -> Location:
 
 
 BATCH_ROWS = 1_000_000  # rows of a batch of `fetch_coded`, whose texts are in memory
-
 TRIES = 5  # times that the files of a live run are listed, until all of them can be opened
 
 

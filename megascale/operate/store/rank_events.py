@@ -15,9 +15,7 @@ from megascale.record.events import COMPUTE, HOST_AXIS, Event, RankEvents, follo
 if TYPE_CHECKING:
     import duckdb
 
-NEWEST_EVENTS = 1 << 15
-"""Most events of a rank that are read unless steps are asked for: those of the newest whole steps."""
-
+NEWEST_EVENTS = 1 << 15  # most events of a rank that are read unless steps are asked for: of the newest whole steps
 NEWEST_STEPS = 2000  # most steps that are read unless others are asked for
 
 _SAME = (

@@ -32,7 +32,6 @@ reduction of gradients; also micro-batches and all other communication.
 TRAIN_STEP, FORWARD_BACKWARD = "megatron.train_step", "megatron.forward_backward"
 
 OTLP_STEPS = 100  # steps that are exported unless asked otherwise
-
 STEPS_AT_ONCE = 20  # steps that are read together
 
 _HOST = {

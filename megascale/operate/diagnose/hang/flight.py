@@ -33,9 +33,7 @@ from megascale.record.rank_state import FlightEvent, GroupState, RankRuns, RankS
 
 DUMP_FOLDER = "flight"  # name of the dumps' folder in the run's folder
 MADE_OF_DUMP = 0  # the `pid` of a state that is made of a dump
-
-MOST_BYTES = 256 << 20
-"""Most bytes of a dump. 2,000 operations with their stacks take less than 10 MB."""
+MOST_BYTES = 256 << 20  # most bytes of a dump; 2,000 operations with their stacks take less than 10 MB
 
 _NAME = re.compile(r"(?P<host>.*)_rank_(?P<rank>\d+)")
 _DUMP_ERRORS = (

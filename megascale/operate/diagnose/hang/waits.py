@@ -21,8 +21,7 @@ from megascale.record.layout import COLLECTIVE, CONTROL, PHASES, RECEIVE, SEND, 
 from megascale.record.rank_state import GroupState, RankRuns, RankState
 
 _ORDER = {phase: index for index, phase in enumerate(PHASES)}
-_JOINING = (Phase.RENDEZVOUS, Phase.GROUPS)
-"""Phases in which a rank waits for ranks that are not as far, and no group tells of it."""
+_JOINING = (Phase.RENDEZVOUS, Phase.GROUPS)  # a rank waits for ranks that are not as far, and no group tells of it
 
 
 class WaitPlace(NamedTuple):

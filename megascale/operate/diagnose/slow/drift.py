@@ -23,9 +23,7 @@ from megascale.record.events import COMPUTE
 
 POINTS = 400  # most points of a series: longer runs are averaged over blocks of steps
 MIN_GROWTH = 0.02  # smallest growth of a part, as a share of the step
-
 NEWEST = 50  # newest steps in which a growth shows, but at most half of the run
-
 CORRELATED = 0.5  # smallest correlation of the entries' spread with pauses that names them
 
 

@@ -38,9 +38,7 @@ if TYPE_CHECKING:
     import duckdb
 
 MIN_COST_SHARE = 0.005  # smallest share of a step that a cause costs to be named
-
-MIN_COST_NOISE = 2.0
-"""Smallest cost of a cause, in deviations of the mean of a block of the run's like steps: below, it is noise."""
+MIN_COST_NOISE = 2.0  # smallest cost of a cause, in deviations of the mean of a block of like steps: below, it is noise
 
 MIN_CROWDED_SHARE, MIN_UNMEASURED_SHARE = 0.25, 0.5
 """Smallest cost of a cause that names ranks which share their host's cores, as a share of the job's own steps before,
@@ -48,13 +46,9 @@ and without such steps, of a step; also of ranks without peers. What ranks take 
 """
 
 MIN_LASTING = 0.5  # share of its cost that a cause costs as long as it lasts
-
 MIN_DATA_SHARE = 0.05  # smallest share of a step in which the ranks that read data do nothing else, to be named
 MIN_SLOW_STEPS_SHARE = 0.01  # smallest share of the time that single slow steps cost to be named
-
-MAX_SLOW_STEPS = 0.2
-"""Largest share of slow steps: with more, steps vary for a reason that the prediction does not know."""
-
+MAX_SLOW_STEPS = 0.2  # largest share of slow steps: with more, steps vary for a reason that the prediction lacks
 
 CAUSES: dict[FindingKind, tuple[FindingKind, ...]] = {
     "compute": ("pause",), "data": ("pause",), "host": ("pause",), "link": ("pause", "compute", "host"),

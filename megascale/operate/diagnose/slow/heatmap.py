@@ -35,18 +35,14 @@ Kind = Literal["pause", "compute", "data", "host"]
 KINDS: tuple[Kind, ...] = ("pause", "compute", "data", "host")
 
 MIN_RATIO = 1.03  # smallest ratio to the peers' median
-
 MIN_SHARE = 0.005  # smallest excess, as a share of the step
 
 MIN_SCORE_OF_PAIR, MIN_RATIO_OF_PAIR, MIN_SHARE_OF_PAIR = 8.0, 1.08, 0.02
 """Deviations, ratio and excess of a rank with a single peer, whose deviation is known from ERROR_BLOCKS means only."""
 
 MIN_STEPS = 8  # fewest steps of a window
-
 ERROR_BLOCKS = 10  # blocks of a window whose means give its standard error
-
-NOISE_FLOOR = 0.005
-"""Smallest deviation of a mean, as a share of the median: below, differences say nothing about a machine."""
+NOISE_FLOOR = 0.005  # smallest deviation of a mean, as a share of the median: less says nothing about a machine
 
 
 @dataclass(frozen=True)

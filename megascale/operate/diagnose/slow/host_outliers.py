@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     import duckdb
 
 LEAST_HOSTS = 4  # fewer hosts have no majority to compare with
-
-COMPANY = 2
-"""Other hosts at the same distance that make a host no outlier: hosts of another pipeline stage differ together."""
+COMPANY = 2  # other hosts at the same distance that make a host no outlier: those of a stage differ together
 
 
 @dataclass(frozen=True)

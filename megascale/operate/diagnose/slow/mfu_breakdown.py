@@ -39,9 +39,7 @@ KERNEL_PARTS = {GEMMS: "gemm", ATTENTION: "attention", ELEMENTWISE: "elementwise
 PLANNED_COMPUTE = ("gemm", "attention", "elementwise", "recompute", "host", "offload")
 """Causes of a plan that are measured as forward and backward together."""
 
-BUBBLE_AXES = ("pp", "world", "dp")
-"""Axes in whose waits ranks spend the bubble, in the order in which it is taken out of them."""
-
+BUBBLE_AXES = ("pp", "world", "dp")  # in whose waits ranks spend the bubble, in the order in which it is taken out
 MIN_SHOWN = 5e-4  # smallest share of the time that the table shows
 
 

@@ -9,10 +9,7 @@ import numpy as np
 from megascale.operate.diagnose.slow.step_cube import Floats, Integers
 
 MAD_TO_DEVIATION = 1.4826  # standard deviations of a normal distribution in a median absolute deviation
-
-MIN_SCORE = 5.0
-"""Deviations beyond the median: of 12,288 healthy ranks with Gaussian noise none in 99.6% of all windows."""
-
+MIN_SCORE = 5.0  # deviations beyond the median: of 12,288 healthy ranks with Gaussian noise none in 99.6% of windows
 BLOCKS, PERSISTENT_BLOCKS = 5, 4  # blocks of a window, and blocks in which what lasts shows
 
 

@@ -23,19 +23,13 @@ from megascale.operate.diagnose.slow.peers import MAD_TO_DEVIATION
 from megascale.operate.diagnose.slow.step_cube import Booleans, Floats, Integers, StepCube
 
 MIN_SHIFT = 6.0  # smallest shift of a mean in standard errors: the largest of all cuts of a noisy series reaches 4
-
-MIN_RARE_SHIFT = 3.0
-"""Smallest shift of a mean, in standard errors, at the largest shift, where one mean is less than half of the other."""
-
+MIN_RARE_SHIFT = 3.0  # smallest shift, in standard errors, where one mean is less than half of the other
 MIN_SEGMENT = 8  # fewest points of a segment
 MAX_NOISE = 5.0  # deviations from the median of its neighbours to which an outlier is clipped
 WINDOW = 50  # most steps of a stretch
 BLOCK = 10  # steps whose mean varies by the noise of a run: what other programs take away lasts longer than a step
-
 MAX_EXCESS = 0.25  # largest share by which an ordinary step exceeds its prediction
-
 ROUNDS = 3  # fits, each without the steps that the last one calls slow
-
 MIN_REST_SHARE = 0.02  # smallest share of a step that is lost for no known cause, to be told, or to look for its cause
 
 MIN_EXPLAINED = 1 / 3
