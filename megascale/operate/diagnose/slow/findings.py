@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -55,6 +55,9 @@ CAUSES: dict[FindingKind, tuple[FindingKind, ...]] = {
     "communication": ("link", "pause", "compute", "host"),
 }  # fmt: skip
 """Kinds of causes by the kind of their effects on the same ranks."""
+
+Costs = dict[Stretch, float]
+"""Seconds of a step that a cause costs, by stretch, in order."""
 
 
 def findings(store: duckdb.DuckDBPyConnection) -> list[Finding]:
@@ -102,17 +105,17 @@ def _large(cube: StepCube, levels: StepLevels, suspects: Sequence[SlowCause], *,
     """
     shares, _ = _divide(cube, levels, suspects)
     for suspect, costs in zip(suspects, shares, strict=True):
-        most = [at for at, share in enumerate(costs) if share.cost_s >= MIN_LASTING * _mean_cost(costs)]
+        most = [at for at, cost_s in enumerate(costs.values()) if cost_s >= MIN_LASTING * _mean_cost(costs)]
         core, noise_s = slice(min(most), max(most) + 1), levels.noise_s(cube.steps, suspect.seconds)
-        if _is_large(costs[core], noise_s, crowded=crowded and bool(suspect.culprit.ranks)):
+        if _is_large(dict([*costs.items()][core]), noise_s, crowded=crowded and bool(suspect.culprit.ranks)):
             yield replace(suspect, seen=frozenset(sorted(suspect.seen)[core]))
 
 
-def _finding(levels: StepLevels, cause: SlowCause, costs: Sequence[Share]) -> Finding:
-    last, step_s = costs[-1].stretch, float(np.mean([stretch.seconds for stretch, _ in costs]))
+def _finding(levels: StepLevels, cause: SlowCause, costs: Costs) -> Finding:
+    (first, *_), last = costs, next(reversed(costs))
     until = None if last == levels.stretches[-1] else last.last
-    cost_s, since = _mean_cost(costs), costs[0].stretch.first
-    return Finding(cause.kind, cause.culprit, since, until, cost_s, cost_s / step_s, cause.evidence)
+    cost_s, step_s = _mean_cost(costs), float(np.mean([stretch.seconds for stretch in costs]))
+    return Finding(cause.kind, cause.culprit, first.first, until, cost_s, cost_s / step_s, cause.evidence)
 
 
 def _suspects(cube: StepCube, levels: StepLevels, events: Columns) -> list[SlowCause]:
@@ -159,18 +162,16 @@ def _link_of_group(places: Places, link: SlowCause, group: SlowCause) -> SlowCau
     return replace(link, seconds=link.seconds + group.seconds, seen=link.seen | group.seen, evidence=evidence)
 
 
-def _rest(
-    places: Places, sample: StepCube, levels: StepLevels, rest: Sequence[Share], noise_s: float
-) -> Iterator[Finding]:
+def _rest(places: Places, sample: StepCube, levels: StepLevels, rest: Costs, noise_s: float) -> Iterator[Finding]:
     """Yield what the newest steps lost that no suspect explains: by what grew, on which stages of `places`."""
-    went_on: list[Share] = []
-    for share in reversed(rest):
-        if share.cost_s < max(MIN_REST_SHARE * share.stretch.seconds, MIN_COST_NOISE * noise_s):
+    went_on: Costs = {}
+    for stretch, cost_s in reversed(rest.items()):
+        if cost_s < max(MIN_REST_SHARE * stretch.seconds, MIN_COST_NOISE * noise_s):
             break
-        went_on.insert(0, share)
+        went_on = {stretch: cost_s} | went_on
     if went_on:
-        ends = went_on[0].stretch.first, went_on[-1].stretch.last
-        kind, stages, evidence = _what_grew(sample, ends, went_on[-1].stretch, _mean_cost(went_on))
+        (first, *_), newest = went_on, next(reversed(went_on))
+        kind, stages, evidence = _what_grew(sample, (first.first, newest.last), newest, _mean_cost(went_on))
         mine = np.isin(places.coords["pp"], stages)
         ranks, nodes = places.rank[mine], np.unique(places.node[mine])
         who = SlowCulprit.of_ranks(ranks, places.nodes[nodes[0]] if len(nodes) == 1 < len(ranks) else "")
@@ -262,40 +263,32 @@ def _lasting(cube: StepCube, levels: StepLevels, suspect: SlowCause) -> SlowCaus
     return replace(suspect, seen=frozenset(seen))
 
 
-class Share(NamedTuple):
-    """The seconds of a step that a cause cost in a stretch."""
-
-    stretch: Stretch
-    cost_s: float
-
-
-def _is_large(costs: Sequence[Share], noise_s: float, *, crowded: bool, has_peers: bool = True) -> bool:
+def _is_large(costs: Costs, noise_s: float, *, crowded: bool, has_peers: bool = True) -> bool:
     """Return True if a cause costs enough to be named. `crowded`: it names ranks that share cores; `has_peers`: others
     that do the same do not lose as much.
     """
     cost_s = _mean_cost(costs)
-    step_s = float(np.mean([each.seconds if each.usual_s is None else each.usual_s for each, _ in costs]))
+    step_s = float(np.mean([each.seconds if each.usual_s is None else each.usual_s for each in costs]))
     least = MIN_COST_SHARE
     if crowded:
-        measured = has_peers and all(each.usual_s is not None for each, _ in costs)
+        measured = has_peers and all(each.usual_s is not None for each in costs)
         least = MIN_CROWDED_SHARE if measured else MIN_UNMEASURED_SHARE
     return cost_s >= max(least * step_s, MIN_COST_NOISE * noise_s)
 
 
-def _mean_cost(costs: Sequence[Share]) -> float:
-    """Return the mean seconds of a step over the stretches of a cause."""
-    weights = [stretch.last - stretch.first + 1 for stretch, _ in costs]
-    return float(np.average([cost_s for _, cost_s in costs], weights=weights))
+def _mean_cost(costs: Costs) -> float:
+    weights = [stretch.last - stretch.first + 1 for stretch in costs]
+    return float(np.average([*costs.values()], weights=weights))
 
 
-def _divide(cube: StepCube, levels: StepLevels, suspects: Sequence[SlowCause]) -> tuple[list[list[Share]], list[Share]]:
-    """Divide what was lost: return the shares of each suspect, in the stretches in which it shows, and what is left.
+def _divide(cube: StepCube, levels: StepLevels, suspects: Sequence[SlowCause]) -> tuple[list[Costs], Costs]:
+    """Divide what was lost: return the costs of each suspect, in the stretches in which it shows, and what is left.
 
     A suspect costs what it did in the usual steps, if it showed there, and its part of the loss since then, in
     proportion to what grew by the model. Without usual steps it costs what the model says, at most the step.
     """
-    shares: list[list[Share]] = [[] for _ in suspects]
-    rest: list[Share] = []
+    shares: list[Costs] = [{} for _ in suspects]
+    rest: Costs = {}
     for number, stretch in enumerate(levels.stretches):
         now, before = (cube.within(ends) for ends in (stretch[:2], stretch.usual))
         here = [at for at, suspect in enumerate(suspects) if number in suspect.seen]
@@ -307,8 +300,8 @@ def _divide(cube: StepCube, levels: StepLevels, suspects: Sequence[SlowCause]) -
         for at in here:
             earlier = (levels.stretches[one].last for one in suspects[at].seen)
             lasts = any(stretch.usual[0] <= last <= stretch.usual[1] for last in earlier)
-            shares[at].append(Share(stretch, scale * grown[at] + (max(0.0, old[at]) if lasts else 0.0)))
-        rest.append(Share(stretch, max(0.0, stretch.lost_s - scale * whole)))
+            shares[at][stretch] = scale * grown[at] + (max(0.0, old[at]) if lasts else 0.0)
+        rest[stretch] = max(0.0, stretch.lost_s - scale * whole)
     return shares, rest
 
 

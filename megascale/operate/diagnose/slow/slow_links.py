@@ -183,7 +183,7 @@ def slow_links(cube: StepCube, levels: StepLevels, events: Columns) -> Iterator[
     messages = Messages.of_table(events, cube.places)
     for number, stretch in enumerate(levels.stretches):
         mine = messages.within(stretch.first, stretch.last)
-        for path in slow_paths(mine, cube.places):
+        for path in slow_paths(mine, cube.places) if len(mine.step) else ():
             found.setdefault(str(path.culprit), {})[number] = path
     for seen in found.values():
         path = seen[max(seen)]
