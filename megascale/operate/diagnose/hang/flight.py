@@ -152,14 +152,15 @@ class _Dumps:
             rank = to_visit.pop()
             if rank in self.waits:
                 continue
-            state = self._read(rank)
-            self.waits[rank] = waits = []
-            for event in state.open if state else ():
+            self.waits[rank] = []
+            if (state := self._read(rank)) is None:
+                continue
+            for event in state.open:
                 ends = _ends(state, event)
                 for other in ends:
                     self._read(other)
-                waits += [(other, event) for other in ends if self.lacks(other, rank, event)]
-            to_visit += [missing for missing, _ in waits]
+                self.waits[rank] += [(other, event) for other in ends if self.lacks(other, rank, event)]
+            to_visit += [missing for missing, _ in self.waits[rank]]
 
     def _read(self, rank: int) -> RankState | None:
         if rank in self._paths and rank not in self.states:
@@ -216,7 +217,7 @@ def _state_of(rank: int, host: str, recorded: Mapping[str, Any], written_ns: int
         batch for batch in launches.values() if batch[-1]["state"] != "completed"
         and not (batch[-1]["retired"] and batch[-1]["profiling_name"].startswith("gloo:"))
     ]  # fmt: skip
-    groups, events = dict[str, GroupState](), []
+    groups, events = dict[str, GroupState](), list[FlightEvent]()
     for entry in (entry for batch in batches for entry in (batch[:-1] or batch)):
         group, _ = entry["process_group"]
         events.append(event := _event(entry, ranks.get(group, ())))
