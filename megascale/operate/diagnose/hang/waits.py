@@ -12,13 +12,14 @@ If none is missing, the data themselves are: they were sent, or should have been
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from megascale.operate.diagnose.hang.components import closed_components
 from megascale.record.layout import COLLECTIVE, CONTROL, PHASES, RECEIVE, SEND, Phase
 from megascale.record.rank_state import GroupState, RankRuns, RankState
+
+Node = TypeVar("Node", bound=Hashable)
 
 _ORDER = {phase: index for index, phase in enumerate(PHASES)}
 _JOINING = (Phase.RENDEZVOUS, Phase.GROUPS)  # a rank waits for ranks that are not as far, and no group tells of it
@@ -221,3 +222,43 @@ def _add_devices(graph: WaitGraph) -> None:
         if same not in joined:
             joined[same] = tuple(sorted(peers.union(*groups.values())))
         graph.on_device[rank] = joined[same] if joined[same] != (rank,) else ()
+
+
+def closed_components(edges: Mapping[Node, Sequence[Node]]) -> Iterator[set[Node]]:
+    """Yield the strongly connected components without edges to other nodes (Tarjan 1972, without recursion). `edges`: the
+    targets of every node.
+    """
+    order: dict[Node, int] = {}
+    low: dict[Node, int] = {}
+    path: list[Node] = []
+    complete: set[Node] = set()
+    for root in edges:
+        visits = [(root, iter(edges[root]))] if root not in order else []
+        while visits:
+            node, targets = visits[-1]
+            if node not in order:
+                order[node] = low[node] = len(order)
+                path.append(node)
+            for target in targets:
+                if target not in order:
+                    visits.append((target, iter(edges.get(target, ()))))
+                    break
+                if target not in complete:
+                    low[node] = min(low[node], order[target])
+            else:
+                visits.pop()
+                if visits:
+                    below = visits[-1][0]
+                    low[below] = min(low[below], low[node])
+                if low[node] == order[node]:
+                    component = _take_down_to(node, path)
+                    complete |= component
+                    if all(target in component for member in component for target in edges.get(member, ())):
+                        yield component
+
+
+def _take_down_to(node: Node, path: list[Node]) -> set[Node]:
+    taken = {node}
+    while (last := path.pop()) != node:
+        taken.add(last)
+    return taken

@@ -32,8 +32,7 @@ PLANNED = {
 }  # fmt: skip
 """Causes of a plan (`simulate.step_time.Estimate`) by part of the breakdown."""
 
-GEMMS, ATTENTION, ELEMENTWISE = "GEMMs", "attention", "element-wise"
-KERNEL_PARTS = {GEMMS: "gemm", ATTENTION: "attention", ELEMENTWISE: "elementwise"}
+KERNEL_PARTS = {"GEMMs": "gemm", "attention": "attention", "element-wise": "elementwise"}
 """Parts of forward and backward by the purposes of kernels, and their causes in a plan."""
 
 PLANNED_COMPUTE = ("gemm", "attention", "elementwise", "recompute", "host", "offload")
@@ -186,8 +185,8 @@ def kernel_shares(purposes: Mapping[str, float]) -> dict[str, float]:
     """
     inside = {name: seconds for name, seconds in purposes.items() if name not in ("optimizer", "communication")}
     gemms, attention, whole = inside.get("gemm", 0.0), inside.get("attention", 0.0), sum(inside.values())
-    parts = {GEMMS: gemms, ATTENTION: attention, ELEMENTWISE: whole - gemms - attention}
-    return {name: seconds / whole for name, seconds in parts.items()} if whole else {}
+    parts = zip(KERNEL_PARTS, (gemms, attention, whole - gemms - attention), strict=True)
+    return {name: seconds / whole for name, seconds in parts} if whole else {}
 
 
 def mfu_breakdown(
