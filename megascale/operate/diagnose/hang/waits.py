@@ -225,9 +225,7 @@ def _add_devices(graph: WaitGraph) -> None:
 
 
 def closed_components(edges: Mapping[Node, Sequence[Node]]) -> Iterator[set[Node]]:
-    """Yield the strongly connected components without edges to other nodes (Tarjan 1972, without recursion). `edges`: the
-    targets of every node.
-    """
+    """Yield the strongly connected components without edges to other nodes (Tarjan 1972). `edges`: targets by node."""
     order: dict[Node, int] = {}
     low: dict[Node, int] = {}
     path: list[Node] = []
