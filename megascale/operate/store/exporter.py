@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from megascale.core.files import write_text
@@ -37,7 +36,7 @@ class MetricsEndpoint:
     run: str
     folder: Path
     name: str
-    reach: str = field(default_factory=socket.gethostname)
+    reach: str
 
     @property
     def labels(self) -> Labels:
