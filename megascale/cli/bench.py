@@ -9,9 +9,8 @@ from typing import Any
 from megascale.bench import mfu
 from megascale.catalog.presets import PRESETS
 from megascale.cli import bench_ranks
-from megascale.cli.argument_types import at_least, non_negative_int, positive_int
-from megascale.cli.main import sentence
-from megascale.cli.notes import print_progress
+from megascale.cli.arguments import add_json, at_least, non_negative_int, positive_int, sentence
+from megascale.cli.output import print_progress
 from megascale.config.loading import check_rules, load_config, load_config_tree
 from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
@@ -68,7 +67,7 @@ def _add_mfu(benchmarks: Any) -> None:
         metavar="N",
         help=f"profiled steps last (default: {profiled})",
     )
-    one.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(one)
 
 
 def run_mfu(options: argparse.Namespace) -> None:
@@ -135,7 +134,7 @@ def _add_gemm(benchmarks: Any) -> None:
         "--dtypes", nargs="+", metavar="NAME", help="fp64, fp32, tf32, bf16; fp8 (a scale per row), fp8_tensorwise "
         "(a scale per tensor); fp8_fast, fp8_tensorwise_fast (with fast accumulation)",
     )  # fmt: skip
-    one.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(one)
 
 
 def run_gemm(options: argparse.Namespace) -> None:

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megascale.cli.argument_types import at_least, positive_int
-from megascale.cli.main import sentence
-from megascale.cli.notes import print_progress
+from megascale.cli.arguments import add_json, at_least, positive_int, sentence
+from megascale.cli.output import print_progress
 from megascale.config.profile_files import THIS_MACHINE, path_of
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.files import exists, is_folder, write_text
@@ -43,7 +42,7 @@ def add_links(benchmarks: Any) -> None:
     one.add_argument(
         "--sizes", type=positive_int, nargs="+", metavar="BYTES", help="tensor sizes (default: 4 KiB to 32 MiB)"
     )
-    one.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(one)
 
 
 def run_links(options: argparse.Namespace) -> int:
@@ -73,7 +72,7 @@ def add_profile(benchmarks: Any) -> None:
         "--output", type=Path, metavar="FILE.toml", help="the profile (default: the file of --hardware this, "
         f"{path_of('hardware', THIS_MACHINE)})",
     )  # fmt: skip
-    one.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(one)
     one.add_argument("--oversubscribed", type=Path, help=argparse.SUPPRESS)  # result of the first job, for the second
 
 

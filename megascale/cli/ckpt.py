@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megascale.cli.arguments import add_json
 from megascale.core.errors import CheckpointError, Exit
 from megascale.core.files import SHARED_MEMORY, is_file, why_unreadable, write_text
 from megascale.core.units import format_bytes, format_count
@@ -41,7 +42,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
         "--memory-dir", metavar="DIR", type=Path, default=SHARED_MEMORY, help=f"(default: {SHARED_MEMORY})"
     )
     for verb in (listing, show, verify, diff, copies):
-        verb.add_argument("--json", action="store_true", help="print one JSON object")
+        add_json(verb)
     model = verbs.add_parser("model", help="print the section [model] of a checkpoint or of Hugging Face weights")
     model.add_argument("source", metavar="SOURCE", help=f"{checkpoint_help}; or of Hugging Face weights")
     model.add_argument("--output", metavar="FILE", type=Path, help="write a TOML file instead, for `extends`")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import megascale
 from megascale.cli import doctor_nodes
+from megascale.cli.arguments import add_json
 from megascale.config.loading import load_config, load_config_tree
 from megascale.config.run import RunConfig
 from megascale.core.errors import Exit
@@ -68,7 +69,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
         "config", metavar="CONFIG", nargs="?", help="a TOML file (default: a small Llama, in fp32 and in bf16)"
     )
     sub.add_argument("overrides", metavar="key=value", nargs="*", help="override a setting, as section.key=value")
-    sub.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(sub)
     doctor_nodes.add_arguments(sub)
 
 

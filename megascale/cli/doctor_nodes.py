@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from megascale.cli.argument_types import at_least
+from megascale.cli.arguments import at_least
 from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.network import LOOPBACK, address_toward
 from megascale.core.rank import NODE_VARIABLE, Rank, rank_from_environment, rendezvous_endpoint

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import socket
 
-from megascale.cli.main import add_config_arguments
+from megascale.cli.arguments import add_config_arguments
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.core.run_folder import LOGS, RunFolder

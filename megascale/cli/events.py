@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megascale.cli.argument_types import positive_float, rank_ranges, step_range
-from megascale.cli.notes import warn
+from megascale.cli.arguments import add_json, positive_float, rank_ranges, step_range
+from megascale.cli.output import warn
 from megascale.core.errors import Exit
 from megascale.core.process import exit_on_stop_signals
 from megascale.operate.store.query import Answer, StoreError, answer, open_store
@@ -52,7 +52,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     form = sub.add_mutually_exclusive_group()
     form.add_argument("--list", action="store_true", help="list the ready queries")
     form.add_argument("--schema", action="store_true", help="describe the tables")
-    form.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(form)
     form.add_argument("--csv", action="store_true", help="print CSV with a head line")
 
 

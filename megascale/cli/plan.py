@@ -16,8 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megascale.cli.argument_types import positive_float, positive_int, positive_ints
-from megascale.cli.main import add_config_arguments
+from megascale.cli.arguments import add_config_arguments, add_json, positive_float, positive_int, positive_ints
 from megascale.cli.plan_lengths import add_length_arguments, refused_with_lengths
 from megascale.cli.plan_lengths import report as report_lengths
 from megascale.config.loading import load_config
@@ -74,7 +73,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     add_length_arguments(sub)
     sub.add_argument("--timeline", metavar="FILE.json", type=Path, help="write a timeline of the step for Perfetto")
     sub.add_argument("--plot", metavar="FILE.png", type=Path, help="plot memory by stage, time by cause, and the sweep")
-    sub.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(sub)
     sub.set_defaults(refuse=sub.error)
     sub.epilog = "`megascale plan batch CONFIG` plans the global batch."
 

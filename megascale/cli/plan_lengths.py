@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megascale.cli.argument_types import positive_int
+from megascale.cli.arguments import positive_int
 from megascale.config.run import RunConfig
 from megascale.config.section import AUTO
 from megascale.core.errors import ConfigError, Problem

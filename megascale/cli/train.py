@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from megascale.cli.main import add_config_arguments
+from megascale.cli.arguments import add_config_arguments
 from megascale.cli.torch_import import torch_import_problem
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig

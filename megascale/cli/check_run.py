@@ -1,0 +1,44 @@
+"""What `megascale check` examines beside the configuration: a plug-in's schedule, limits of this host, and datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megascale.catalog.schedules import SCHEDULES
+from megascale.config.run import RunConfig
+from megascale.core.errors import ConfigError, Problem
+from megascale.data.read.identity import replaced_datasets
+from megascale.layout.chunks import stages_of
+from megascale.operate.node.host_limits import limit_findings, memory_findings
+from megascale.plan.account.memory import fullest_rank
+from megascale.schedule.check import check_schedule
+from megascale.schedule.ir import ScheduleError, build_schedule
+
+RANKS_OF_HOST = 8
+"""Most ranks of a host here: a larger job usually has several hosts."""
+
+
+def check_plug_in_schedule(config: RunConfig) -> None:
+    """Check the schedule of another package at this run's size. Tests prove the others. Raises: ConfigError"""
+    p, m = config.parallel, config.num_microbatches
+    assert p.schedule is not None, "a resolved configuration names its schedule"
+    if (card := SCHEDULES[p.schedule]).target.startswith("megascale."):
+        return
+    try:
+        check_schedule(build_schedule(card.load(), p.pp, p.vpp, m), stages_of(config).placement, m)
+    except ScheduleError as error:
+        raise ConfigError([Problem(card.target, "parallel.schedule", str(error))]) from error
+
+
+def host_warnings(config: RunConfig) -> Iterator[str]:
+    """Describe limits of this host that a run would exceed here, and datasets that were replaced since the run's last
+    start. The hosts of the run may have other limits.
+    """
+    ranks = min(config.world_size, RANKS_OF_HOST)
+    findings = list(limit_findings(config, ranks))
+    if config.checkpoint.memory_every:
+        findings += memory_findings(config, ranks, fullest_rank(config).optimizer)
+    for finding in findings:
+        yield f"this host  {finding.key}: {finding.message}  -> {finding.hint}"
+    if config.checkpoint.resume != "never":
+        yield from replaced_datasets(config.data, config.folder)
