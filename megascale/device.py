@@ -328,7 +328,7 @@ def detect_device(local_rank: int = 0, allow_gpu: bool = True) -> Device:
     Raises: DeviceError if the host has GPUs, but fewer than local ranks.
     """
     if not (allow_gpu and torch.cuda.is_available()):
-        torch.set_num_threads(_threads())
+        torch.set_num_threads(openmp_threads() or max(1, usable_cores() // local_world_size(default=1)))
         return Device(torch.device("cpu"), "gloo")
     if local_rank >= gpu_count():
         raise DeviceError(
@@ -337,11 +337,6 @@ def detect_device(local_rank: int = 0, allow_gpu: bool = True) -> Device:
         )
     torch.cuda.set_device(local_rank)
     return Device(torch.device("cuda", local_rank), "nccl")
-
-
-def _threads() -> int:
-    """Return the threads of this process: OMP_NUM_THREADS, else the cores divided among the host's ranks."""
-    return openmp_threads() or max(1, usable_cores() // local_world_size(default=1))
 
 
 def _processor() -> str:

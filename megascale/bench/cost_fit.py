@@ -38,9 +38,8 @@ def fit_costs(samples: Sequence[Measurement]) -> tuple[float, ...]:
     """Fit the seconds per unit of each amount, with least squares of the relative errors. A cost is never negative."""
     weights = torch.tensor([1 / sample.median for sample in samples], dtype=torch.float64)
     amounts = torch.tensor([sample.amounts for sample in samples], dtype=torch.float64) * weights[:, None]
-    scale = (
-        amounts.abs().amax(0).clamp_min(torch.finfo(torch.float64).tiny)
-    )  # FLOPs and calls differ by many orders of magnitude
+    # FLOPs and calls differ by many orders of magnitude
+    scale = amounts.abs().amax(0).clamp_min(torch.finfo(torch.float64).tiny)
     active = list(range(amounts.shape[1]))
     result = torch.zeros(amounts.shape[1], dtype=torch.float64)
     target = torch.tensor([[1 - sample.explained_s / sample.median] for sample in samples], dtype=torch.float64)

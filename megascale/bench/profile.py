@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 import statistics
 import tempfile
@@ -26,8 +27,9 @@ import torch
 
 from megascale.bench import cpu_core, links
 from megascale.bench.cost_fit import Measurement, fit_costs, mean_relative_error, rate_of_cost
+from megascale.bench.timed_steps import build_run, take_step
 from megascale.catalog.precisions import PRECISIONS
-from megascale.comm.mesh import Mesh, open_mesh, single_process_mesh
+from megascale.comm.mesh import Mesh, open_mesh
 from megascale.comm.totals import device_barrier
 from megascale.config.run import RunConfig
 from megascale.core.errors import MegascaleError
@@ -40,11 +42,8 @@ from megascale.plan.account.traffic import mean_calls
 from megascale.plan.simulate import profiles
 from megascale.plan.simulate.profiles import Hardware
 from megascale.plan.simulate.step_time import estimate
-from megascale.train.build import build_mesh, build_rank_run
 from megascale.train.run import Run
 from megascale.train.scheduled_gc import without_automatic_gc
-from megascale.train.step import train_step
-from megascale.train.stop import StopRequest
 
 FORMATS = ("fp32", "bf16")
 """Precisions to measure. Steps in the first precision also give the costs that do not depend on precision."""
@@ -140,17 +139,9 @@ class MeasuredProfile:
     def fit_costs(self, name: str, samples: Sequence[Measurement]) -> tuple[float, ...]:
         """Fit the seconds per unit of each amount, and record the quality of the fit."""
         fitted = fit_costs(samples)
-        self.quality[name] = Quality(
-            mean_relative_error(samples, fitted), statistics.median(sample.ratio for sample in samples)
-        )
+        ratio = statistics.median(sample.ratio for sample in samples)
+        self.quality[name] = Quality(mean_relative_error(samples, fitted), ratio)
         return fitted
-
-    def check_quality(self) -> None:
-        """Raises: MegascaleError if a measurement is implausible."""
-        for name, quality in self.quality.items():
-            if quality.error > MAX_ERROR or quality.ratio > MAX_RATIO:
-                message = f"{name}: rounds differ by a factor of {quality.ratio:.2f}, mean error {quality.error:.0%}"
-                raise MegascaleError(message, hint="measure again when the machine is idle")
 
 
 def measure_oversubscribed(device: Device, rank: Rank) -> OversubscribedSteps:
@@ -158,17 +149,15 @@ def measure_oversubscribed(device: Device, rank: Rank) -> OversubscribedSteps:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         config = _oversubscribed_config(rank.world_size, folder)
-        run = build_rank_run(config, build_mesh(config, rank, device), device, StopRequest())
-        single_run = build_rank_run(
-            _config(SINGLE_RANK_CASE, FORMATS[0], folder), single_process_mesh(), device, StopRequest()
-        )
+        run = build_run(config, device, rank)
+        single_run = build_run(_config(SINGLE_RANK_CASE, FORMATS[0], folder), device)
     seconds: list[float] = []
     local_seconds: list[float] = []
     with without_automatic_gc():
         for _ in range(WARM_UP + OVERSUBSCRIBED_ROUNDS):
             device_barrier(run.mesh, device.torch_device)
             start = time.perf_counter()
-            _step(run)
+            take_step(run)
             device_barrier(run.mesh, device.torch_device)
             seconds.append(time.perf_counter() - start)
             if rank.rank < usable_cores():
@@ -181,13 +170,8 @@ def measure_oversubscribed(device: Device, rank: Rank) -> OversubscribedSteps:
 def _oversubscribed_config(ranks: int, folder: str) -> RunConfig:
     parallel = {"tp": 2 - ranks % 2, "pp": 2 if ranks % 4 == 0 else 1}
     replicas = ranks // math.prod(parallel.values())
-    return _config(
-        OVERSUBSCRIBED_CASE._replace(total=OVERSUBSCRIBED_CASE.total * replicas),
-        FORMATS[0],
-        folder,
-        dp=replicas,
-        **parallel,
-    )
+    case = OVERSUBSCRIBED_CASE._replace(total=OVERSUBSCRIBED_CASE.total * replicas)
+    return _config(case, FORMATS[0], folder, dp=replicas, **parallel)
 
 
 def measure_profile(
@@ -244,31 +228,29 @@ def fit_profile(
     collectives, messages = links.fit_link(timed, links.COLLECTIVES), links.fit_link(timed, ["message"])
     tree = {
         "device": {
-            "memory": memory // cores,
-            "reserve": 0,
-            "bandwidth": PLACEHOLDER_BANDWIDTH,
-            "units": 1,
-            "measured": {},
+            "memory": memory // cores, "reserve": 0, "bandwidth": PLACEHOLDER_BANDWIDTH, "units": 1, "measured": {},
         },
         "node": {"devices": MAX_RANKS, "cores": cores, **vars(collectives), "message": vars(messages)},
         "network": vars(messages),  # links between machines are not measured
         "attained": {"gemm": 1.0, "memory": 1.0, "link": 1.0, "network": 1.0},
         "stack": {"overlaps": {"pp": True}, "attained": {"passes": 1.0, "step_s": 0.0}},
-    }
+    }  # fmt: skip
     machine = MeasuredProfile(tree, {})
     for name, samples in measured.items():
         call, flop, byte = machine.fit_costs(f"GEMMs in {name}", samples.gemms)
+        forward = machine.fit_costs(f"attention in {name}", samples.attention_forward)
+        backward = machine.fit_costs(f"attention backward in {name}", samples.attention_backward)
         tree["device"]["measured"][name] = {
             "rate": rate_of_cost(flop), "bandwidth": rate_of_cost(byte), "gemm_s": call,
-            "attention_forward": _attention_costs(machine.fit_costs(f"attention in {name}", samples.attention_forward)),
-            "attention_backward": _attention_costs(
-                machine.fit_costs(f"attention backward in {name}", samples.attention_backward)
-            ),
+            "attention_forward": _attention_costs(forward), "attention_backward": _attention_costs(backward),
         }  # fmt: skip
         _add_step_costs(machine, name, samples.steps, first=name == next(iter(measured)))
     if oversubscribed:
         _add_oversubscription(machine, oversubscribed)
-    machine.check_quality()
+    for name, quality in machine.quality.items():
+        if quality.error > MAX_ERROR or quality.ratio > MAX_RATIO:
+            message = f"{name}: rounds differ by a factor of {quality.ratio:.2f}, mean error {quality.error:.0%}"
+            raise MegascaleError(message, hint="measure again when the machine is idle")
     return machine
 
 
@@ -281,7 +263,7 @@ def _attention_costs(fitted: tuple[float, ...]) -> dict[str, float]:
 def _steps(case: ModelCase, name: str, device: Device) -> list[Measurement]:
     """Time training steps in seconds of this process's processor time."""
     with tempfile.TemporaryDirectory() as folder:
-        run = build_rank_run(_config(case, name, folder), single_process_mesh(), device, StopRequest())
+        run = build_run(_config(case, name, folder), device)
     with without_automatic_gc():
         seconds = [_step_cpu_seconds(run) for _ in range(WARM_UP + ROUNDS)]
     return [Measurement((), tuple(seconds[WARM_UP:]))]
@@ -290,13 +272,8 @@ def _steps(case: ModelCase, name: str, device: Device) -> list[Measurement]:
 def _step_cpu_seconds(run: Run) -> float:
     """Train for one step; return its seconds of processor time."""
     start = time.process_time()
-    _step(run)
+    take_step(run)
     return time.process_time() - start
-
-
-def _step(run: Run) -> None:
-    train_step(run, run.train_loader.batch(run.progress.samples))
-    run.mesh.recorder.resolve_marks()
 
 
 def _config(case: ModelCase, name: str, folder: str, **parallel: int) -> RunConfig:
@@ -355,13 +332,17 @@ def _add_step_costs(machine: MeasuredProfile, name: str, steps: Sequence[Measure
         device["bandwidth"], machine.tree["stack"]["attained"]["step_s"] = rate_of_cost(once[0]), once[1]
 
 
-def write_profile(path: Path, tree: Mapping[str, Any], heading: str) -> None:
-    """Write a profile's nested tables below a comment, atomically.
-
-    Raises: OSError
-    """
+def write_profile(path: Path, machine: MeasuredProfile, processor: str, ranks: int) -> None:
+    """Write the profile of a `processor`, measured by `ranks` ranks, atomically. Raises: OSError"""
+    day = datetime.datetime.now(datetime.UTC).date()
+    worst = max(quality.ratio for quality in machine.quality.values())
+    lines = [
+        f"# {processor}, {usable_cores()} cores: `megascale bench profile` with {ranks} ranks and torch "
+        f"{torch.__version__}, {day}",
+        f"# The slowest round took at most {worst:.2f} times the quickest.",
+        *_toml_lines(machine.tree, ""),
+    ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [*(f"# {line}" for line in heading.splitlines()), *_toml_lines(tree, "")]
     write_text(path, "\n".join(lines) + "\n")
 
 

@@ -5,7 +5,6 @@ launches the ranks, unless a job did.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import tempfile
@@ -36,12 +35,10 @@ def add_links(benchmarks: Any) -> None:
     """Declare the arguments of `bench links`."""
     help_line = "measure bandwidth and latency of training's collectives and messages between ranks of this host"
     one = benchmarks.add_parser("links", help=help_line, description=sentence(help_line))
-    one.add_argument(
-        "--processes", type=SEVERAL, metavar="N", help="ranks, 2 or more (default: one per GPU, or per core)"
-    )
-    one.add_argument(
-        "--sizes", type=positive_int, nargs="+", metavar="BYTES", help="tensor sizes (default: 4 KiB to 32 MiB)"
-    )
+    processes = "ranks, 2 or more (default: one per GPU, or per core)"
+    one.add_argument("--processes", type=SEVERAL, metavar="N", help=processes)
+    sizes = "tensor sizes (default: 4 KiB to 32 MiB)"
+    one.add_argument("--sizes", type=positive_int, nargs="+", metavar="BYTES", help=sizes)
     add_json(one)
 
 
@@ -65,13 +62,10 @@ def add_profile(benchmarks: Any) -> None:
     """Declare the arguments of `bench profile`."""
     help_line = "measure a hardware profile of this machine's processor, for plan --hardware this"
     one = benchmarks.add_parser("profile", help=help_line, description=sentence(help_line))
-    one.add_argument(
-        "--processes", type=SEVERAL, metavar="N", help="concurrent ranks, 2 or more (default: one per core)"
-    )
-    one.add_argument(
-        "--output", type=Path, metavar="FILE.toml", help="the profile (default: the file of --hardware this, "
-        f"{path_of('hardware', THIS_MACHINE)})",
-    )  # fmt: skip
+    processes = "concurrent ranks, 2 or more (default: one per core)"
+    one.add_argument("--processes", type=SEVERAL, metavar="N", help=processes)
+    output = f"the profile (default: the file of --hardware this, {path_of('hardware', THIS_MACHINE)})"
+    one.add_argument("--output", type=Path, metavar="FILE.toml", help=output)
     add_json(one)
     one.add_argument("--oversubscribed", type=Path, help=argparse.SUPPRESS)  # result of the first job, for the second
 
@@ -87,46 +81,29 @@ def run_profile(options: argparse.Namespace) -> int:
             words += ["--oversubscribed", f"{folder}/oversubscribed.json"]
             return _start(words, 2 * processes) or _start(words, processes)
 
-    def oversubscribed_work(device: Device, rank: Rank) -> None:
-        from megascale.bench import profile
-
-        if rank.rank == 0:
-            print_progress("steps with two ranks per core")
-        steps = profile.measure_oversubscribed(device, rank)
-        if rank.rank == 0:
-            write_text(options.oversubscribed, json.dumps(vars(steps)))
-
     def work(device: Device, rank: Rank) -> None:
         from megascale.bench import profile
 
-        oversubscribed = None
-        if options.oversubscribed:
-            text = options.oversubscribed.read_text(encoding="utf-8")
-            oversubscribed = profile.OversubscribedSteps(**json.loads(text))
         log = print_progress if rank.rank == 0 else lambda text: None
+        oversubscribed = None
+        if first := options.oversubscribed:
+            if not exists(first):
+                log("steps with two ranks per core")
+                steps = profile.measure_oversubscribed(device, rank)
+                if rank.rank == 0:
+                    write_text(first, json.dumps(vars(steps)))
+                return
+            oversubscribed = profile.OversubscribedSteps(**json.loads(first.read_text(encoding="utf-8")))
         measured = profile.measure_profile(device, rank.rank, rank.world_size, log, oversubscribed=oversubscribed)
         if measured is None:
             return
-        profile.write_profile(output, measured.tree, _heading(device, rank.world_size, measured))
+        profile.write_profile(output, measured, device.name, rank.world_size)
         if options.json:
             print(json.dumps({"output": str(output), **profile.as_json(measured)}))
         else:
             print(f"{profile.table(measured)}\n\nwritten: {output}")
 
-    return _run_rank(
-        oversubscribed_work if options.oversubscribed and not exists(options.oversubscribed) else work, gpus=False
-    )
-
-
-def _heading(device: Device, ranks: int, profile: Any) -> str:
-    import torch
-
-    day = datetime.datetime.now(datetime.UTC).date()
-    worst = max(profile.quality.values(), key=lambda quality: quality.ratio).ratio
-    return (
-        f"{device.name}, {usable_cores()} cores: `megascale bench profile` with {ranks} ranks and torch "
-        f"{torch.__version__}, {day}\nThe slowest round took at most {worst:.2f} times the quickest."
-    )
+    return _run_rank(work, gpus=False)
 
 
 def _check_output(path: Path) -> None:
@@ -138,9 +115,8 @@ def _check_output(path: Path) -> None:
         if is_folder(path) or not os.access(path.parent, os.W_OK):
             raise OSError(0, "cannot be written")
     except OSError as error:
-        raise ConfigError(
-            [Problem("command line", "--output", f"{path}: {error.strerror}", "give another file")]
-        ) from None
+        problem = Problem("command line", "--output", f"{path}: {error.strerror}", "give another file")
+        raise ConfigError([problem]) from None
 
 
 def _start(words: list[str], processes: int) -> int:

@@ -8,6 +8,9 @@ from megascale.core.errors import DataError
 from megascale.core.units import format_count
 from megascale.data.mix.mixture_spec import mixture_spec
 
+RANKS_OF_HOST = 8
+"""Most ranks of a host here, which share a reader of the data: a larger job usually has several hosts."""
+
 
 def data_summary(config: RunConfig) -> str:
     """Describe the training data, with the largest number of epochs over a dataset, and by the lengths of the documents

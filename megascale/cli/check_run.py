@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megascale.catalog.schedules import SCHEDULES
+from megascale.cli.check_data import RANKS_OF_HOST
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Problem
 from megascale.data.read.identity import replaced_datasets
@@ -13,9 +14,6 @@ from megascale.operate.node.host_limits import limit_findings, memory_findings
 from megascale.plan.account.memory import fullest_rank
 from megascale.schedule.check import check_schedule
 from megascale.schedule.ir import ScheduleError, build_schedule
-
-RANKS_OF_HOST = 8
-"""Most ranks of a host here: a larger job usually has several hosts."""
 
 
 def check_plug_in_schedule(config: RunConfig) -> None:

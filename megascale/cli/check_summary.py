@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megascale.cli.check_data import data_summary
-from megascale.cli.check_run import RANKS_OF_HOST
+from megascale.cli.check_data import RANKS_OF_HOST, data_summary
 from megascale.config.run import RunConfig
 from megascale.core.units import format_bytes, format_count
 from megascale.data.mix.batch_shape import BatchShape

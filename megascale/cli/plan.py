@@ -8,7 +8,7 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,14 @@ WIDTH = 200
 """Width of the tables in columns if stdout is not a terminal."""
 
 
+LEAVE_OUT_EXACT = "leave it out: the formulas cover both"
+
+
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
     add_config_arguments(sub)
-    sub.add_argument(
-        "--gpus", type=positive_int, metavar="N", help="number of devices (default: the fewest that the layout needs)"
-    )
+    gpus = "number of devices (default: the fewest that the layout needs)"
+    sub.add_argument("--gpus", type=positive_int, metavar="N", help=gpus)
     names = f"one of {', '.join(profile_names('hardware'))}, a FILE.toml, or this (the profile of bench profile)"
     sub.add_argument("--hardware", metavar="NAME", required=True, help=names)
     names = f"one of {', '.join(profile_names('stacks'))}, or a FILE.toml (default: megascale)"
@@ -55,21 +57,18 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--exact", action="store_true", help=exact)
     search_help = "search the fastest layouts for --gpus; keys set on the command line stay fixed"
     sub.add_argument("--search", action="store_true", help=search_help)
-    sub.add_argument(
-        "--output", metavar="FILE.toml", type=Path, help="with --search: write the fastest layout's configuration"
-    )
+    output = "with --search: write the fastest layout's configuration"
+    sub.add_argument("--output", metavar="FILE.toml", type=Path, help=output)
     sub.add_argument("--tokens", type=positive_float, metavar="T", help="estimate the days for T tokens, such as 300e9")
     for name, metavar, value, meaning in (
         ("--mtbf", "H", failures.DEVICE_HOURS, "mean hours between failures of one device"),
         ("--save-s", "S", failures.SAVE_S, "seconds that training pauses for a checkpoint"),
         ("--restart-s", "S", failures.RESTART_S, "seconds from a failure to the next step"),
     ):
-        sub.add_argument(
-            name, type=positive_float, metavar=metavar, default=value, help=f"{meaning} (default: {value:g})"
-        )
-    sub.add_argument(
-        "--sweep", metavar="N,N,...", type=positive_ints, default=[], help="also plan for these numbers of devices"
-    )
+        text = f"{meaning} (default: {value:g})"
+        sub.add_argument(name, type=positive_float, metavar=metavar, default=value, help=text)
+    sweep = "also plan for these numbers of devices"
+    sub.add_argument("--sweep", metavar="N,N,...", type=positive_ints, default=[], help=sweep)
     add_length_arguments(sub)
     sub.add_argument("--timeline", metavar="FILE.json", type=Path, help="write a timeline of the step for Perfetto")
     sub.add_argument("--plot", metavar="FILE.png", type=Path, help="plot memory by stage, time by cause, and the sweep")
@@ -86,10 +85,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """Refuse options that contradict each other, and files that cannot be written.
-
-    Raises: ConfigError
-    """
+    """Refuse options that contradict each other, and files that cannot be written. Raises: ConfigError"""
     if options.output and not options.search:
         options.refuse("--output needs --search")
     if options.search and options.sweep:
@@ -98,12 +94,16 @@ def _check_options(options: argparse.Namespace) -> None:
         options.refuse("--search needs --gpus")
     if refused := refused_with_lengths(options):
         options.refuse(refused)
-    for path in (options.output, options.timeline, options.plot):
-        _check_writable(path)
+    for path in filter(None, (options.output, options.timeline, options.plot)):
+        with _writing(path):  # before anything is computed
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if exists(path) and not is_file(path):
+                raise PermissionError(errno.EACCES, "is a folder" if is_folder(path) else "is not a regular file")
+            if not os.access(path.parent, os.W_OK):
+                raise PermissionError(errno.EACCES, "its folder is read-only")
     if options.plot and options.plot.suffix != ".png":
-        raise ConfigError(
-            [Problem("command line", f"--plot {options.plot}", "the plot is a PNG", "give a name that ends in .png")]
-        )
+        name = f"--plot {options.plot}"
+        raise ConfigError([Problem("command line", name, "the plot is a PNG", "give a name that ends in .png")])
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -115,19 +115,31 @@ def _run(options: argparse.Namespace) -> int:
     if options.lengths:
         print_tables(report_lengths(options, _config(options, options.gpus), hardware, stack))
         return Exit.OK
-    search_result = _search(options, hardware, stack) if options.search else None
-    if search_result and not search_result.best:
-        return _report_no_fit(options, search_result)
-    planned = search_result.best[0] if search_result else Plan(_config(options, options.gpus), hardware, stack)
+    found = _search(options, hardware, stack) if options.search else None
+    if found and not found.best:
+        return _report_no_fit(options, found)
+    planned = found.best[0] if found else Plan(_config(options, options.gpus), hardware, stack)
+    config, alternative = planned.config, None
     if options.exact:
         from megascale.plan.dryrun.exact_costs import exact_costs  # imports torch
 
-        _check_fp8_weights(planned)
-        planned = replace(planned, exact=exact_costs(planned.config, planned.memory_by_stage))
+        if config.train.quantizes and stack.fp8_weights == "instead":
+            message = f"{stack.name} stores FP8 weights instead of bf16 ones, this trainer stores both"
+            raise ConfigError([Problem("command line", "--exact", message, LEAVE_OUT_EXACT)])
+        planned = replace(planned, exact=exact_costs(config, planned.memory_by_stage))
     sweep = [Plan(config, hardware, stack) for config in swept]
-    alternative = None if planned.fits else _suggest_alternative(options, planned)
+    if not planned.fits:
+        fitting = search(config, config.world_size, hardware, stack, _fixed_keys(options), results=1)
+        alternative = _advice(options, fitting)
     _write(options, planned, sweep)
-    _print(options, planned, sweep, search_result, alternative)
+    cost = _failure_cost(options, planned)
+    if options.json:
+        extra: dict[str, Any] = {"search": report.search_json(found)} if found else {}
+        extra |= {"suggestion": alternative} if alternative else {}
+        print(json.dumps({**report.plan_json(planned, sweep, options.tokens, cost), **extra}))
+    else:
+        print_tables(report.search_tables(found) if found else ())
+        print_tables(report.tables(planned, sweep, options.tokens, cost))
     if alternative is None:
         return Exit.OK
     print(f"{report.too_large_message(planned)}; {alternative}", file=sys.stderr)
@@ -161,14 +173,6 @@ def _report_no_fit(options: argparse.Namespace, search_result: SearchResult) -> 
     return Exit.CONFIG
 
 
-def _suggest_alternative(options: argparse.Namespace, plan: Plan) -> str:
-    """Describe a layout that fits, in place of a plan that does not fit."""
-    config = plan.config
-    return _advice(
-        options, search(config, config.world_size, plan.hardware, plan.stack, _fixed_keys(options), results=1)
-    )
-
-
 def _advice(options: argparse.Namespace, search_result: SearchResult) -> str:
     dp_setting = read_toml(options.config, options.overrides).tree.get("parallel", {}).get("dp", AUTO)
     count = "parallel.dp" if dp_setting != AUTO else None if options.gpus else "--gpus"
@@ -178,7 +182,7 @@ def _advice(options: argparse.Namespace, search_result: SearchResult) -> str:
 def _check_stack(options: argparse.Namespace, stack: Stack) -> None:
     """Raises: ConfigError for an option that only this trainer supports, with a stack that shards weights."""
     for name, asked, hint in (
-        ("--exact", options.exact, "leave it out: the formulas cover both"),
+        ("--exact", options.exact, LEAVE_OUT_EXACT),
         ("--output", options.output, "search with a stack that does not shard weights"),
     ):
         if asked and stack.shards_weights:
@@ -186,33 +190,14 @@ def _check_stack(options: argparse.Namespace, stack: Stack) -> None:
             raise ConfigError([Problem("command line", name, message, hint)])
 
 
-def _check_fp8_weights(plan: Plan) -> None:
-    """Raises: ConfigError for a dry run of a stack that has FP8 weights in place of bf16 ones."""
-    if plan.config.train.quantizes and plan.stack.fp8_weights == "instead":
-        message = f"{plan.stack.name} stores FP8 weights instead of bf16 ones, this trainer stores both"
-        raise ConfigError([Problem("command line", "--exact", message, "leave it out: the formulas cover both")])
-
-
-def _check_writable(path: Path | None) -> None:
-    """Make the folder of an output file and check that the file can be written, before anything is computed.
-
-    Raises: ConfigError if the folder cannot be made or written to, or the path is no regular file
-    """
-    if path is None:
-        return
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Explain errors in the block, in which `path` is written or checked. Raises: ConfigError"""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if exists(path) and not is_file(path):
-            raise PermissionError(errno.EACCES, "is a folder" if is_folder(path) else "is not a regular file")
-        if not os.access(path.parent, os.W_OK):
-            raise PermissionError(errno.EACCES, "its folder is read-only")
+        yield
     except OSError as error:
-        raise _unwritable_error(path, error) from None
-
-
-def _unwritable_error(path: Path, error: OSError) -> ConfigError:
-    message = f"cannot be written: {error.strerror}"
-    return ConfigError([Problem("command line", str(path), message, "give another file")])
+        message = f"cannot be written: {error.strerror}"
+        raise ConfigError([Problem("command line", str(path), message, "give another file")]) from None
 
 
 def _config(options: argparse.Namespace, gpus: int | None, *, layout: bool = True) -> RunConfig:
@@ -244,41 +229,16 @@ def _fixed_keys(options: argparse.Namespace) -> list[str]:
 
 
 def _write(options: argparse.Namespace, plan: Plan, sweep: list[Plan]) -> None:
-    """Write the files of --timeline, --plot and --output.
-
-    Raises: ConfigError for a file that cannot be written
-    """
-    writers: list[tuple[Path | None, Callable[[Path], object]]] = [
-        (
-            options.timeline,
-            lambda path: chrome_trace.write_trace(path, (chrome_trace.rank_trace(r, 0.0) for r in events(plan))),
-        ),
-        (options.plot, lambda path: plot.draw(path, plan, sweep)),
-        (options.output, lambda path: write_text(path, to_toml(plan.config))),
-    ]
-    for path, write in writers:
-        if path:
-            try:
-                write(path)
-            except OSError as error:
-                raise _unwritable_error(path, error) from None
-
-
-def _print(
-    options: argparse.Namespace,
-    plan: Plan,
-    sweep: list[Plan],
-    search_result: SearchResult | None,
-    alternative: str | None,
-) -> None:
-    cost = _failure_cost(options, plan)
-    if options.json:
-        extra: dict[str, Any] = {"search": report.search_json(search_result)} if search_result else {}
-        extra |= {"suggestion": alternative} if alternative else {}
-        print(json.dumps({**report.plan_json(plan, sweep, options.tokens, cost), **extra}))
-        return
-    print_tables(report.search_tables(search_result) if search_result else ())
-    print_tables(report.tables(plan, sweep, options.tokens, cost))
+    """Write the files of --timeline, --plot and --output. Raises: ConfigError for a file that cannot be written"""
+    if options.timeline:
+        with _writing(options.timeline):
+            chrome_trace.write_trace(options.timeline, (chrome_trace.rank_trace(rank, 0.0) for rank in events(plan)))
+    if options.plot:
+        with _writing(options.plot):
+            plot.draw(options.plot, plan, sweep)
+    if options.output:
+        with _writing(options.output):
+            write_text(options.output, to_toml(plan.config))
 
 
 def print_tables(parts: Iterable[str | Table]) -> None:

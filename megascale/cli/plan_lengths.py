@@ -31,8 +31,9 @@ def add_length_arguments(sub: argparse.ArgumentParser) -> None:
     most = "tokens of a rank in a micro-batch (default: the most that fit in memory)"
     group.add_argument("--max-tokens-per-rank", type=positive_int, metavar="N", help=most)
     chunk = (
-        "also plan chunks of N tokens, which depend on each other in long sequences; auto: the fastest N and K that fit"
+        "also plan chunks of N tokens, which depend on each other in long sequences; auto: the fastest N and K that "
     )
+    chunk += "fit"
     group.add_argument("--chunk-tokens", type=_tokens_or_auto, metavar="N|auto", default=0, help=chunk)
     keep = "chunks of a sequence that keep their activations (default: 1)"
     group.add_argument("--keep-chunks", type=positive_int, metavar="K", default=1, help=keep)
@@ -50,10 +51,7 @@ def _tokens_or_auto(text: str) -> int | str:
 
 
 def report(options: argparse.Namespace, config: RunConfig, hardware: Hardware, stack: Stack) -> Iterable[str | Table]:
-    """Plan a resolved configuration, and return what to print.
-
-    Raises: ConfigError, DataError
-    """
+    """Plan a resolved configuration, and return what to print. Raises: ConfigError, DataError"""
     from megascale.plan.search import length_report  # imports numpy, which other plans do without
     from megascale.plan.search.length_plan import LengthPlan, choose_chunks, fitting_tokens
 
@@ -73,10 +71,7 @@ def report(options: argparse.Namespace, config: RunConfig, hardware: Hardware, s
 
 
 def read_lengths(text: str, longest: int) -> LengthDistribution:
-    """Read a distribution, or the document lengths of a dataset's index.
-
-    Raises: ConfigError, DataError
-    """
+    """Read a distribution, or the document lengths of a dataset's index. Raises: ConfigError, DataError"""
     from megascale.data.read.indexed_dataset import open_dataset
     from megascale.plan.search.length_distribution import KINDS, of_lengths, parse_lengths
 

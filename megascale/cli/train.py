@@ -51,14 +51,22 @@ def run(options: argparse.Namespace) -> int:
             raise_limits(config, local_world_size(1) if rank else config.world_size)
             # otherwise the launcher holds the lock
             if rank is None or (rank.rank == 0 and STORE_VARIABLE not in os.environ):
-                held.enter_context(_begin_run(config, rank))
+                held.enter_context(_token_of_run(config.folder, rank))
+                held.enter_context(lock_run_folder(config))
+                os.environ[TOKEN_VARIABLE], _ = read_token(config.folder)
         except MegascaleError as error:
             if rank is not None:
                 write_error(error, rank)
                 _announce_failed_start(error, rank, options)
             raise
         if rank is None and config.world_size > 1:
-            return _launch_ranks(options, config)
+            from megascale.operate.driver.one_host import OneHost, run_on_this_host  # a rank starts without
+
+            if warning := environment.warn_of_idle_hosts(config.world_size):
+                print(warning, file=sys.stderr)
+            words, at = ["train", options.config, *options.overrides], config.observe
+            job = OneHost(words, config.world_size, config.folder, at.metrics_address, at.metrics_port)
+            return run_on_this_host(job)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent(os.getppid())  # a killed torchrun leaves its workers training
         place = rank or Rank(0, 1, 0, socket.gethostname())
@@ -96,19 +104,6 @@ def _announce_failed_start(error: MegascaleError, rank: Rank, options: argparse.
         announce_failed_start(rank, error.message, Path(folder if isinstance(folder, str) else default))
 
 
-def _launch_ranks(options: argparse.Namespace, config: RunConfig) -> int:
-    """Launch the layout's ranks on this host. What only a launcher needs is imported here: a rank starts without."""
-    from megascale.operate.driver.one_host import OneHost, run_on_this_host
-
-    if warning := environment.warn_of_idle_hosts(config.world_size):
-        print(warning, file=sys.stderr)
-    observe = config.observe
-    words = ["train", options.config, *options.overrides]
-    return run_on_this_host(
-        OneHost(words, config.world_size, config.folder, observe.metrics_address, observe.metrics_port)
-    )
-
-
 def _load_config(options: argparse.Namespace, rank: Rank | None) -> RunConfig:
     """Load the configuration of a rank, or of the launcher. Where only the number of ranks is wrong, the hints name the
     variables that it comes from: those of an operator or a shell may not be meant for this job.
@@ -127,9 +122,8 @@ def _load_config(options: argparse.Namespace, rank: Rank | None) -> RunConfig:
         load_config(options.config, options.overrides)  # raises mistakes that do not depend on the ranks
         also = f"{rank.variables} in the environment make this process one of {rank.world_size}: unset them, and "
         also += "megascale train starts the ranks of this host"
-        raise ConfigError(
-            [dataclasses.replace(problem, hint=f"{problem.hint}; {also}") for problem in error.problems]
-        ) from None
+        problems = [dataclasses.replace(problem, hint=f"{problem.hint}; {also}") for problem in error.problems]
+        raise ConfigError(problems) from None
 
 
 def open_weights(folder: Path) -> InitialWeights:
@@ -150,23 +144,23 @@ def raise_limits(config: RunConfig, ranks: int) -> None:
         raise ConfigError([Problem(where, finding.key, finding.message, finding.hint) for finding in findings])
 
 
-def _begin_run(config: RunConfig, rank: Rank | None) -> contextlib.ExitStack:
-    """Lock the run's folder, and let the ranks of this start know its id: none goes on in an empty place, also if
-    torchrun starts them again.
+@contextlib.contextmanager
+def _token_of_run(folder: Path, rank: Rank | None) -> Iterator[None]:
+    """Let the ranks of this start know the run's id, in the environment until the end: none goes on in an empty place,
+    also if torchrun starts them again.
 
-    Raises: as `lock_run_folder`; CheckpointError if the run's token cannot be used; LostFolderError if an earlier start
-    by this torchrun has begun a run that is not there
+    Raises: CheckpointError if the run's token cannot be used; LostFolderError if an earlier start by this torchrun has
+    begun a run that is not there
     """
-    with contextlib.ExitStack() as held:
-        held.callback(os.environ.pop, TOKEN_VARIABLE, None)
+    try:
         if rank is not None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
             from megascale.comm.rendezvous import run_of_torchrun
 
             os.environ[TOKEN_VARIABLE] = run_of_torchrun(rank)
-            check_known(config.folder)
-        held.enter_context(lock_run_folder(config))
-        os.environ[TOKEN_VARIABLE], _ = read_token(config.folder)
-        return held.pop_all()
+            check_known(folder)
+        yield
+    finally:
+        os.environ.pop(TOKEN_VARIABLE, None)
 
 
 def lock_run_folder(config: RunConfig) -> contextlib.ExitStack:
@@ -176,6 +170,8 @@ def lock_run_folder(config: RunConfig) -> contextlib.ExitStack:
     Raises: ConfigError if a folder cannot be written, is locked by another job, or holds a run that must not resume;
     PathError if the file system does not say what is there
     """
+    from megascale.core.storage import Location
+
     with contextlib.ExitStack() as held:
         held.enter_context(_lock(config.folder, "observe.dir"))
         with _explain_os_error(config.folder / LOGS, "observe.dir"):
@@ -187,7 +183,7 @@ def lock_run_folder(config: RunConfig) -> contextlib.ExitStack:
             hint = "choose another name, or checkpoint.resume = auto"
             raise ConfigError([Problem(str(config.folder), "name", "there is a run of this name already", hint)])
         # an unwritable checkpoint folder must fail here, not at the first save
-        if config.checkpoint.every and (local := _local(config.checkpoint_folder)):
+        if config.checkpoint.every and (local := Location(config.checkpoint_folder).local_path):
             if config.checkpoint.dir:
                 held.enter_context(_lock(local, "checkpoint.dir"))
             else:
@@ -210,16 +206,11 @@ def _explain_os_error(folder: Path, key: str) -> Iterator[None]:
     try:
         yield
     except BlockingIOError as error:
-        message = f"a job trains in this folder already: {error.strerror}"
-        raise ConfigError(
-            [Problem(str(folder), "name", message, "choose another name, or end the job first")]
-        ) from None
+        message, hint = (
+            f"a job trains in this folder already: {error.strerror}",
+            "choose another name, or end the job first",
+        )
+        raise ConfigError([Problem(str(folder), "name", message, hint)]) from None
     except OSError as error:
         hint = os_error_hint(error, "give a writable folder")
         raise ConfigError([Problem(str(folder), key, f"cannot be written: {error.strerror}", hint)]) from None
-
-
-def _local(url: str) -> Path | None:
-    from megascale.core.storage import Location
-
-    return Location(url).local_path

@@ -38,26 +38,23 @@ def from_huggingface(source: Path, output: Path, dtype: torch.dtype | None = Non
     pretrained = PretrainedWeights(source)
     pretrained.check_tensors()
     config: dict[str, Any] = {"model": pretrained.model.model_dump(mode="json", by_alias=True)}
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for tensor in pretrained.tensors:
+            weight = pretrained.read_tensor(tensor.name)
+            where = f"{pretrained.folder}: {pretrained.hf_name(tensor.name)}"
+            yield tensor.name, _cast(weight, dtype or weight.dtype, where)
+
     with atomic_folder(output) as folder:
         copied = copy_companions(Location(str(source)), Location(str(folder)), COMPANIONS)
         text = (source / CONFIG_FILE).read_bytes()
         write_companion(folder, SOURCE_CONFIG, text)
         copied[SOURCE_CONFIG] = manifest.StoredFile(bytes=len(text), crc32=zlib.crc32(text))
-        offline.write_weights(folder, _weights(pretrained, dtype), config, copied)
-
-
-def _weights(pretrained: PretrainedWeights, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    for tensor in model_tensors(pretrained.model):
-        weight = pretrained.read_tensor(tensor.name)
-        where = f"{pretrained.folder}: {pretrained.hf_name(tensor.name)}"
-        yield tensor.name, _cast(weight, dtype or weight.dtype, where)
+        offline.write_weights(folder, weights(), config, copied)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, where: str) -> Tensor:
-    """Cast a tensor.
-
-    Raises: CheckpointError if finite elements become infinite
-    """
+    """Cast a tensor. Raises: CheckpointError if finite elements become infinite"""
     if tensor.dtype == dtype:
         return tensor
     converted = tensor.to(dtype)
@@ -144,10 +141,7 @@ class SavedWeights:
         return None if stored is None else getattr(torch, stored.dtype)
 
     def read(self, name: str) -> Tensor:
-        """Read a weight.
-
-        Raises: DamagedError if it is missing or damaged
-        """
+        """Read a weight. Raises: DamagedError if it is missing or damaged"""
         found = []
         for prefix in self.prefixes:
             if prefix + name not in self.saved.tensors:
@@ -157,10 +151,7 @@ class SavedWeights:
 
 
 def average_of_weights(source: Location, saved: manifest.Manifest) -> SavedWeights:
-    """Return the average: of `lawa` the mean of the snapshots so far.
-
-    Raises: CheckpointError without one
-    """
+    """Return the average: of `lawa` the mean of the snapshots so far. Raises: CheckpointError without one"""
     kept = {name.partition(".")[0] for name in saved.tensors if name.startswith(AVERAGE)} - {AVERAGE_UPDATES}
     taken = int(offline.read_tensor(source, saved, AVERAGE_UPDATES)) if AVERAGE_UPDATES in saved.tensors else 0
     if not taken:

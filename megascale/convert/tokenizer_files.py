@@ -19,7 +19,7 @@ from megascale.data.prepare.tokenizer import FileTokenizer, Tokenizer, load_toke
 from megascale.data.read.indexed_dataset import TokenizerInfo
 
 ID_FILES = ("generation_config.json", "config.json")
-"""Files that may have `eos_token_id`: an id, or a list of ids, each of which ends a text."""
+"""Files that may have `eos_token_id`: an id, or a list of ids, each of which ends a text. The first counts."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,6 @@ def data_tokenizer(source: Location) -> TokenizerInfo | None:
         raise CheckpointError(what, hint="remove it, and give --tokenizer and --eod") from None
 
 
-def eos_ids(folder: Path) -> list[int]:
-    """The ids that end a text of the model in `folder`: those of generation_config.json, else of config.json."""
-    for name in ID_FILES:
-        if ids := _id_list(_read_object(Location(str(folder / name)))):
-            return ids
-    return []
-
-
 def load_framed(source: Location, folder: Path, name: str | None, eod: str | None) -> FramedTokenizer:
     """Load the tokenizer of `source`, whose Hugging Face files are in `folder`, or the one of a `name` or file and with
     the token `eod`, if given. The training data's description says which ids begin and end a text; for foreign weights
@@ -97,7 +89,8 @@ def load_framed(source: Location, folder: Path, name: str | None, eod: str | Non
 
     Raises: DataError, CheckpointError
     """
-    info, stop = data_tokenizer(source), eos_ids(folder)
+    info = data_tokenizer(source)
+    stop = next(filter(None, (_id_list(_read_object(Location(str(folder / file)))) for file in ID_FILES)), [])
     given, name = name, name or _tokenizer_of(source, folder, info)
     has_file = name not in TOKENIZERS.cards
     identity = fingerprint(Path(name)) if has_file and is_file(name) else name

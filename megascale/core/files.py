@@ -171,21 +171,16 @@ def build_once(path: Path, build: Callable[[], None]) -> None:
     while not exists(path):
         if lock := lock_to_build(path):
             with lock:
-                if not exists(path):
-                    _build_unless_built(path, build)
+                try:
+                    if not exists(path):
+                        build()
+                except OSError:
+                    if not exists(path):
+                        raise
                 Path(lock.name).unlink(missing_ok=True)
             return
         notice.print_if_due(lambda: f"{path}, which another process builds")
         time.sleep(min(0.01 + notice.waited_s / 8, 1.0))
-
-
-def _build_unless_built(path: Path, build: Callable[[], None]) -> None:
-    """Raises: OSError, if no other process has built `path` meanwhile"""
-    try:
-        build()
-    except OSError:
-        if not exists(path):
-            raise
 
 
 def lock_to_build(path: Path) -> IO[bytes] | None:

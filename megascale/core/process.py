@@ -42,15 +42,10 @@ def module_command(module: str, *arguments: str) -> list[str]:
     The child imports from the current folder only if this process does. `python -m` alone always would, before Python's
     own library: whoever can write into the folder in which a job is started could run code as its owner.
     """
-    searched = [entry for entry in sys.path if entry in ("", _current_folder())]
-    return [sys.executable, *([] if searched else ["-P"]), "-m", module, *arguments]
-
-
-def _current_folder() -> str:
-    try:
-        return str(Path.cwd())
-    except OSError:  # it was removed
-        return ""
+    current = {""}
+    with contextlib.suppress(OSError):  # it was removed
+        current.add(str(Path.cwd()))
+    return [sys.executable, *([] if current.intersection(sys.path) else ["-P"]), "-m", module, *arguments]
 
 
 def process_exists(pid: int) -> bool:

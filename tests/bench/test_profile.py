@@ -16,7 +16,14 @@ import torch
 from megascale.bench import cpu_core, links, profile
 from megascale.bench.cost_fit import Measurement
 from megascale.bench.links import OPERATIONS, LinkTiming
-from megascale.bench.profile import CASES, PrecisionMeasurements, fit_profile, write_profile
+from megascale.bench.profile import (
+    CASES,
+    MeasuredProfile,
+    PrecisionMeasurements,
+    Quality,
+    fit_profile,
+    write_profile,
+)
 from megascale.bench.quartiles import Quartiles
 from megascale.cli import bench_ranks
 from megascale.cli.main import main
@@ -122,9 +129,10 @@ def test_a_disturbed_measurement_is_refused() -> None:
 
 def test_a_written_profile_is_read(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "own.toml"
-    write_profile(path, truth(), "a machine\nmeasured")
+    write_profile(path, MeasuredProfile(truth(), {"links": Quality(0.0, 1.5)}), "a machine", 2)
     loaded = profiles.hardware(str(path))
-    assert path.read_text().startswith("# a machine\n# measured\n")
+    assert path.read_text().startswith("# a machine, ")
+    assert "# The slowest round took at most 1.50 times the quickest.\n" in path.read_text()
     assert loaded.model_dump(exclude={"name"}) == profiles.Hardware.model_validate(truth()).model_dump(exclude={"name"})
     assert loaded.name == "own"
 

@@ -20,18 +20,10 @@ from megascale.core.errors import CheckpointError
 FAMILIES = {
     family.name: family
     for family in (
-        gpt2.FAMILY,
-        llama.FAMILY,
-        llama.MISTRAL,
-        qwen.QWEN2,
-        qwen.QWEN3,
-        gemma.GEMMA2,
-        gemma.GEMMA3,
-        llama.OLMO2,
-        gpt_neox.FAMILY,
-        llama.PHI3,
+        gpt2.FAMILY, llama.FAMILY, llama.MISTRAL, qwen.QWEN2, qwen.QWEN3, gemma.GEMMA2, gemma.GEMMA3, llama.OLMO2,
+        gpt_neox.FAMILY, llama.PHI3,
     )
-}
+}  # fmt: skip
 """Families by the `model_type` of config.json. The first that computes a model is the one it is exported as."""
 
 GROUPS = (ROPE_KEYS, WINDOW_KEYS)
@@ -49,10 +41,7 @@ ROPE_ONLY = {"rope_theta", "rope_scaling", "rotary_fraction", "local_rope_theta"
 
 
 def family_of_config(config: ConfigKeys, where: str) -> Family:
-    """The family of a config.json.
-
-    Raises: CheckpointError for an unknown `model_type`
-    """
+    """The family of a config.json. Raises: CheckpointError for an unknown `model_type`"""
     kind = config.get("model_type")
     if isinstance(kind, str) and kind in FAMILIES:
         return FAMILIES[kind]
@@ -146,9 +135,8 @@ def _with_reach(model: ModelConfig, given: ModelConfig | None) -> ModelConfig:
     scaling = model.rope_scaling or {}
     if scaling.get("type") == "dynamic":
         length = scaling.get("original_seq_length", model.seq_length)
-        return model.model_copy(
-            update={"seq_length": length, "rope_scaling": scaling | {"original_seq_length": length}}
-        )
+        scaling = scaling | {"original_seq_length": length}
+        return model.model_copy(update={"seq_length": length, "rope_scaling": scaling})
     return model.model_copy(update={"seq_length": max(model.seq_length, given.seq_length if given else 0)})
 
 

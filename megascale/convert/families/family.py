@@ -113,9 +113,6 @@ class SizeError(ValueError):
 
 
 def require(config: ConfigKeys, key: str, *allowed: Any) -> None:
-    """Check that a key is missing or has one of the `allowed` values.
-
-    Raises: ValueError
-    """
+    """Check that a key is missing or has one of the `allowed` values. Raises: ValueError"""
     if config.get(key, allowed[0]) not in allowed:
         raise ValueError(f"{key} is {config[key]!r}, not {' or '.join(map(repr, allowed))}")

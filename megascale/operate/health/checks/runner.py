@@ -74,8 +74,10 @@ async def run_check(name: str, arguments: Mapping[str, Any], timeout_s: float) -
 
     Raises: CheckError for an unknown check
     """
-    if name in (OPEN_ENDPOINT, CLOSE_ENDPOINT):
-        return await (_open_endpoint if name == OPEN_ENDPOINT else _close_endpoint)(arguments, timeout_s)
+    if name == OPEN_ENDPOINT:
+        return await _open_endpoint(arguments, timeout_s)
+    if name == CLOSE_ENDPOINT:
+        return CheckResult(name, problem=await asyncio.to_thread(_close_endpoint, arguments, timeout_s))
     start, cards = time.monotonic(), checks_named(name)
     results: list[CheckResult] = []
     for runs_on, some in groupby(cards, lambda card: str(card.facts["runs_on"])):
@@ -144,9 +146,16 @@ async def _run_process(
     """Run checks in one process; a check without a result gets one that says why."""
     start, lines = time.monotonic(), list[bytes]()
     process = await _start_process(names, arguments, env, descriptors)
+    stdout, stderr = process.stdout, process.stderr
+    assert stdout is not None and stderr is not None, "the process was started with pipes"
+
+    async def read_lines() -> None:
+        async for line in stdout:
+            lines.append(line)
+
     try:
         async with asyncio.timeout(timeout_s):
-            err = await _read(process, lines)
+            _, err, _ = await asyncio.gather(read_lines(), stderr.read(), process.wait())
         problem = _end_of(process.returncode or 0, err)
     except TimeoutError:
         await _kill(process)
@@ -179,18 +188,14 @@ async def _open_endpoint(arguments: Mapping[str, Any], timeout_s: float) -> Chec
     return CheckResult(OPEN_ENDPOINT, duration_s=time.monotonic() - start, problem=problem, details=details)
 
 
-async def _close_endpoint(arguments: Mapping[str, Any], timeout_s: float) -> CheckResult:
-    """End the endpoint at `address`."""
-
-    def close() -> str:
-        try:
-            with EndpointClient(arguments["address"], check_secret(arguments), timeout_s) as endpoint:
-                endpoint.request("end")
-        except OSError as error:
-            return f"{arguments['address']}: {error.strerror or error}"
-        return ""
-
-    return CheckResult(CLOSE_ENDPOINT, problem=await asyncio.to_thread(close))
+def _close_endpoint(arguments: Mapping[str, Any], timeout_s: float) -> str:
+    """End the endpoint at `address`; say why it cannot be."""
+    try:
+        with EndpointClient(arguments["address"], check_secret(arguments), timeout_s) as endpoint:
+            endpoint.request("end")
+    except OSError as error:
+        return f"{arguments['address']}: {error.strerror or error}"
+    return ""
 
 
 def secret_descriptors(env: Mapping[str, str]) -> list[int]:
@@ -211,20 +216,6 @@ async def _start_process(
     process.stdin.write(json.dumps(asdict(CheckRequest(tuple(names), arguments, os.getpid()))).encode())
     process.stdin.close()
     return process
-
-
-async def _read(process: asyncio.subprocess.Process, lines: list[bytes]) -> bytes:
-    """Add the lines of stdout to `lines` as they come, and return stderr at the process's end."""
-    stdout, stderr = process.stdout, process.stderr
-    assert stdout is not None and stderr is not None, "the process was started with pipes"
-
-    async def read_lines() -> None:
-        async for line in stdout:
-            lines.append(line)
-
-    _, err = await asyncio.gather(read_lines(), stderr.read())
-    await process.wait()
-    return err
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:
@@ -258,11 +249,3 @@ def _combined(results: Sequence[CheckResult]) -> CheckResult:
         digest=" ".join(result.digest for result in results).strip(),
         details={"devices": [{"value": result.value, **result.details} for result in results]},
     )
-
-
-def read_request(text: str) -> CheckRequest:
-    """Read the request of the caller. Raises: CheckError"""
-    try:
-        return CheckRequest(**json.loads(text))
-    except (TypeError, ValueError) as error:
-        raise CheckError(f"not a request for checks: {error}", hint="megascale doctor --nodes runs checks") from None
