@@ -1,12 +1,4 @@
-"""The compute device: the only file that names CUDA. All other code takes a `Device` as an argument.
-
-- `Device`, `detect_device`: this process's GPU or CPU
-- `Mark`, `StreamTimer`: moments in a GPU's work, and their times (of a CPU's: `record.recorder.HostTimer`)
-- `profiler_range`: a named range in torch's profiler
-- `Wait`, `HostBuffers`, `PlainBuffers`, `PinnedBuffers`: copies of tensors in host memory, made beside compute
-- `copy_to_device`: a copy that does not block the host
-- `gpu_count`, `no_gpu_reason`, `gpu_stack_versions`, `is_out_of_memory`: facts about GPUs and errors
-"""
+"""The compute device: the only file that names CUDA. All other code takes a `Device` as an argument."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Non-negative least squares: fits a cost per call, FLOP or byte to measured seconds.
 
-    seconds_i ~ explained_i + sum_j cost_j * amount_ij,  cost_j >= 0
-
-`Measurement` is a sample, `fit_costs` solves, `mean_relative_error` judges the fit.
+seconds_i ~ explained_i + sum_j cost_j * amount_ij,  cost_j >= 0
 """
 
 from __future__ import annotations

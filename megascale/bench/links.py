@@ -1,7 +1,5 @@
 """Bandwidth and latency between ranks: collectives of tensor and data parallelism and point-to-point messages of
 pipelines, through the transports of training on this host (`megascale bench links`).
-
-`measure_links` times the operations, `fit_link` fits bandwidth and latency to the timings.
 """
 
 from __future__ import annotations

@@ -5,9 +5,6 @@
   attribute the seconds beyond the planner's estimate of GEMMs and attention.
 - Oversubscription (`turn_s`): a job with two ranks per core is timed; the excess over the planner's estimate is divided
   by the number of collectives and messages. Interleaved steps of single ranks give the machine's speed at that time.
-
-`measure_oversubscribed` and `measure_profile` run on all ranks of a job, `fit_profile` fits the profile, and
-`write_profile` writes it.
 """
 
 from __future__ import annotations

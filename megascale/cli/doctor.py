@@ -147,7 +147,7 @@ def machine_facts(device: Device, precisions: Sequence[str]) -> dict[str, Any]:
         "memory_bytes": device.total_memory(),
         "peaks": {name: _peak(device, name) for name in precisions},
         "gpu_software": gpu_stack_versions(),
-        "cpp_compiler": _first_line(compiled.cpp_compiler(), "--version"),
+        "cpp_compiler": _version_of(compiled.cpp_compiler()),
         "cannot_compile": compiled.compile_unsupported_reason(device),
         "libraries": {library.package: library.version for library in LIBRARIES},
     }
@@ -168,12 +168,12 @@ def _peak(device: Device, precision: str) -> dict[str, Any]:
     return {"flops": stated and stated.flops, "measured": None}
 
 
-def _first_line(*command: str) -> str | None:
-    """Run a program and return the first line of its output; None if the program is missing."""
-    if shutil.which(command[0]) is None:
+def _version_of(program: str) -> str | None:
+    """The first line of what a program says about itself; None if it is missing."""
+    if shutil.which(program) is None:
         return None
-    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-    return (completed.stdout.splitlines() or [command[0]])[0]
+    completed = subprocess.run([program, "--version"], capture_output=True, text=True, check=False, timeout=30)
+    return (completed.stdout.splitlines() or [program])[0]
 
 
 def describe_machine(facts: dict[str, Any]) -> list[str]:

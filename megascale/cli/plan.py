@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megascale.cli.arguments import add_config_arguments, add_json, positive_float, positive_int, positive_ints
-from megascale.cli.plan_lengths import add_length_arguments, refused_with_lengths
+from megascale.cli.plan_lengths import NOT_WITH_LENGTHS, add_length_arguments
 from megascale.cli.plan_lengths import report as report_lengths
 from megascale.config.loading import load_config
 from megascale.config.profile_files import profile_names
@@ -92,8 +92,8 @@ def _check_options(options: argparse.Namespace) -> None:
         options.refuse("--sweep plans the layout of CONFIG: leave out --search")
     if options.search and not options.gpus:
         options.refuse("--search needs --gpus")
-    if refused := refused_with_lengths(options):
-        options.refuse(refused)
+    if unfit := [f"--{name}" for name in NOT_WITH_LENGTHS if options.lengths and getattr(options, name)]:
+        options.refuse(f"--lengths plans the layout of CONFIG: leave out {' and '.join(unfit)}")
     for path in filter(None, (options.output, options.timeline, options.plot)):
         with _writing(path):  # before anything is computed
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,6 @@ from megascale.core.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from megascale.plan.search.length_distribution import LengthDistribution
     from megascale.plan.simulate.profiles import Hardware, Stack
 
 NOT_WITH_LENGTHS = ("search", "exact", "sweep", "timeline", "plot", "tokens")
@@ -40,26 +39,26 @@ def add_length_arguments(sub: argparse.ArgumentParser) -> None:
     group.add_argument("--length-steps", type=positive_int, metavar="N", default=4, help="steps to draw (default: 4)")
 
 
-def refused_with_lengths(options: argparse.Namespace) -> str:
-    """Say which given options do not go with `--lengths`; empty if all do."""
-    unfit = [f"--{name}" for name in NOT_WITH_LENGTHS if options.lengths and getattr(options, name)]
-    return f"--lengths plans the layout of CONFIG: leave out {' and '.join(unfit)}" if unfit else ""
-
-
 def _tokens_or_auto(text: str) -> int | str:
     return AUTO if text == AUTO else positive_int(text)
 
 
 def report(options: argparse.Namespace, config: RunConfig, hardware: Hardware, stack: Stack) -> Iterable[str | Table]:
     """Plan a resolved configuration, and return what to print. Raises: ConfigError, DataError"""
-    from megascale.plan.search import length_report  # imports numpy, which other plans do without
+    from megascale.data.read.indexed_dataset import open_dataset  # imports numpy, which other plans do without
+    from megascale.plan.search import length_report
+    from megascale.plan.search.length_distribution import KINDS, of_lengths, parse_lengths
     from megascale.plan.search.length_plan import LengthPlan, choose_chunks, fitting_tokens
 
     if config.parallel.vpp > 1 and (options.chunk_tokens or config.parallel.pp > 1):
         what = f"is {config.parallel.vpp}, and unequal micro-batches are planned with one model chunk per rank"
         raise ConfigError([Problem("command line", "parallel.vpp", what, "plan with parallel.vpp=1")])
     longest = config.model.seq_length
-    lengths = read_lengths(options.lengths, longest)
+    text = options.lengths
+    if (":" in text or text in KINDS) and "://" not in text:
+        lengths = parse_lengths(text, longest)
+    else:
+        lengths = of_lengths(text, open_dataset(text).lengths, longest)
     given = options.max_tokens_per_rank or config.data.max_tokens_per_rank
     most = given or fitting_tokens(config, hardware, stack, longest)
     plan = LengthPlan(config, hardware, stack, lengths, most, steps=options.length_steps)
@@ -68,13 +67,3 @@ def report(options: argparse.Namespace, config: RunConfig, hardware: Hardware, s
         chunk_tokens, keep = choose_chunks(plan) if options.chunk_tokens == AUTO else chosen
         plan = replace(plan, chunk_tokens=chunk_tokens, keep=keep)
     return [json.dumps(length_report.length_json(plan))] if options.json else length_report.tables(plan)
-
-
-def read_lengths(text: str, longest: int) -> LengthDistribution:
-    """Read a distribution, or the document lengths of a dataset's index. Raises: ConfigError, DataError"""
-    from megascale.data.read.indexed_dataset import open_dataset
-    from megascale.plan.search.length_distribution import KINDS, of_lengths, parse_lengths
-
-    if (":" in text or text in KINDS) and "://" not in text:
-        return parse_lengths(text, longest)
-    return of_lengths(text, open_dataset(text).lengths, longest)

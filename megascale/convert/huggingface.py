@@ -1,7 +1,4 @@
-"""Hugging Face folders: config.json, weights in safetensors files, and a tokenizer.
-
-PretrainedWeights: read such a folder. export_model: write one.
-"""
+"""Hugging Face folders, read and written: config.json, and weights in safetensors files."""
 
 from __future__ import annotations
 

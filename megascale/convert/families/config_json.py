@@ -1,8 +1,4 @@
-"""Conversions of config.json to `[model]` and back, by the families.
-
-FAMILIES: the families by `model_type`. family_of_config, family_of_model: lookups. read_model, make_config: config.json
-to `[model]` and back.
-"""
+"""Conversions of config.json to `[model]` and back, by the families."""
 
 from __future__ import annotations
 
@@ -98,9 +94,11 @@ def family_of_model(model: ModelConfig, preferred: str | None = None) -> Family:
 def _differences(there: ModelConfig, here: ModelConfig) -> dict[str, Any]:
     """The keys of `there` that differ from `here`."""
     ignored = IGNORED | (ROPE_ONLY if here.position == there.position == "learned" else set())
-    keys = [key for key in ModelConfig.model_fields if key not in ignored]
-    found = {key: getattr(there, key) for key in keys if getattr(there, key) != getattr(here, key)}
-    found = {ModelConfig.model_fields[key].alias or key: value for key, value in found.items()}
+    found = {
+        field.alias or key: getattr(there, key)
+        for key, field in ModelConfig.model_fields.items()
+        if key not in ignored and getattr(there, key) != getattr(here, key)
+    }
     return found | ({"window": there.window} if there.windows != here.windows else {})
 
 

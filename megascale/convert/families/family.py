@@ -1,8 +1,4 @@
-"""The description of a family: keys of config.json and `[model]`, and names of tensors, both ways.
-
-Key: a key of config.json. Fused: a tensor of config.json's architecture that holds several of megascale's. Family: the
-description. `require`, `value`: reading of config.json.
-"""
+"""The description of a family: keys of config.json and `[model]`, and names of tensors, both ways."""
 
 from __future__ import annotations
 

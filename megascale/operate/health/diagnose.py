@@ -73,7 +73,8 @@ class Diagnosis:
 async def diagnose(nodes: Sequence[CheckedNode], run: RunOnNode, plan: DiagnosisPlan = DiagnosisPlan()) -> Diagnosis:
     """Diagnose `nodes`, in the order of their places in the network."""
     start = time.monotonic()
-    session = _Session(NodeRuns(nodes, run, plan.arguments, plan.timeout_s, at_once=plan.at_once), plan)
+    places = {place.node: place for place in nodes}
+    session = _Session(NodeRuns(places, run, plan.arguments, plan.timeout_s, plan.at_once), plan)
     if plan.checks:
         results = await _check_alone(session.nodes, plan)
         session.verdicts += (await _measure_low_again(session.nodes, plan, results, results))[1]
@@ -93,7 +94,7 @@ async def check_joining(
 
     `others` is asked once the node's own results are there; the first node of a job has none to compare with.
     """
-    nodes = NodeRuns([node], run, plan.arguments, plan.timeout_s, at_once=plan.at_once)
+    nodes = NodeRuns({node.node: node}, run, plan.arguments, plan.timeout_s, plan.at_once)
     results = await _check_alone(nodes, plan)
     known = await others(results[node.node])
     results, verdicts = await _measure_low_again(nodes, plan, {**known, **results}, results)
@@ -102,7 +103,7 @@ async def check_joining(
 
 async def _check_alone(nodes: NodeRuns, plan: DiagnosisPlan) -> dict[str, list[CheckResult]]:
     """Check every node alone; return the results of single checks."""
-    answers = await nodes.run_on_all(plan.checks)
+    answers = await nodes.run_on(nodes.places, plan.checks)
     return {node: list(answer.flat) for node, answer in answers.items()}
 
 
@@ -135,7 +136,7 @@ class _Session:
 
     async def check_together(self) -> None:
         """Check the paths between the nodes."""
-        opened = await self.nodes.run_on_all(OPEN_ENDPOINT, timeout_s=ENDPOINT_START_S)
+        opened = await self.nodes.run_on(self.nodes.places, OPEN_ENDPOINT, timeout_s=ENDPOINT_START_S)
         endpoints = {node: str(one.details["address"]) for node, one in opened.items() if not one.problem}
         self.verdicts += [
             NodeVerdict(node, "reach", "failed", reason=one.problem) for node, one in opened.items() if one.problem
