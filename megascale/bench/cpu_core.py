@@ -26,10 +26,8 @@ ATTENTION_SHAPES = (
 """(heads, keys, head_dim)."""
 
 ROUNDS = 5
-"""Timings of every shape."""
 
 TIMING_S = 2e-3
-"""Minimum seconds of a timed group of calls."""
 
 
 def time_calls(work: Callable[[], object], rounds: int = ROUNDS) -> tuple[float, ...]:

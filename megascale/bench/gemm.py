@@ -180,7 +180,6 @@ def _scaled(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, fast: boo
 
 @contextlib.contextmanager
 def _tf32(wanted: bool) -> Iterator[None]:
-    """Allow or forbid tf32 for fp32 GEMMs within the context."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if wanted else "highest")
     try:

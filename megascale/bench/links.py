@@ -27,7 +27,6 @@ OPERATIONS = (*COLLECTIVES, "message")
 """A message is timed as half of a ping-pong between two pipeline stages."""
 
 FITS: dict[str, Sequence[str]] = {"collectives": COLLECTIVES, "messages": ("message",)}
-"""Operations whose bandwidth and latency are fitted together."""
 
 SIZES = (4 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20)
 """Tensor sizes in bytes, from latency-bound to bandwidth-bound."""

@@ -258,7 +258,6 @@ def _attention_costs(fitted: tuple[float, ...]) -> dict[str, float]:
 
 
 def _steps(case: ModelCase, name: str, device: Device) -> list[Measurement]:
-    """Time training steps in seconds of this process's processor time."""
     with tempfile.TemporaryDirectory() as folder:
         run = build_run(_config(case, name, folder), device)
     with without_automatic_gc():
@@ -267,7 +266,6 @@ def _steps(case: ModelCase, name: str, device: Device) -> list[Measurement]:
 
 
 def _step_cpu_seconds(run: Run) -> float:
-    """Train for one step; return its seconds of processor time."""
     start = time.process_time()
     take_step(run)
     return time.process_time() - start

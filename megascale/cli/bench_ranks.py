@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 RankWork = Callable[["Device", Rank], None]
 
 SEVERAL = at_least(2, "communication needs two ranks or more")
-"""The type of `--processes`."""
 
 
 def add_links(benchmarks: Any) -> None:
@@ -120,13 +119,11 @@ def _check_output(path: Path) -> None:
 
 
 def _start(words: list[str], processes: int) -> int:
-    """Run a command with `processes` ranks on this host; return the exit status."""
     with tempfile.TemporaryDirectory() as folder:
         return run_on_this_host(OneHost(words, processes, Path(folder)))
 
 
 def _run_rank(work: RankWork, *, gpus: bool) -> int:
-    """Run `work` as one rank of the job."""
     rank = rank_from_environment()
     assert rank is not None, "a rank runs inside a job"
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -147,7 +144,6 @@ def _run_rank(work: RankWork, *, gpus: bool) -> int:
 
 
 def _default(*, gpus: bool) -> int:
-    """Default number of ranks: one per device, at least two."""
     from megascale import device
 
     return max(2, (device.gpu_count() if gpus else 0) or usable_cores())

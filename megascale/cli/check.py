@@ -13,6 +13,7 @@ from megascale.cli.output import warn
 from megascale.config.loading import load_config
 from megascale.config.toml_writer import to_toml
 from megascale.core.errors import ConfigError, Exit
+from megascale.layout.chunks import stages_of
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
@@ -27,7 +28,9 @@ def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     try:
         config = load_config(options.config, options.overrides, world_size=options.gpus)
-        check_plug_in_schedule(config)
+        schedule = config.parallel.schedule
+        assert schedule is not None, "a resolved configuration names its schedule"
+        check_plug_in_schedule(schedule, stages_of(config).placement, config.num_microbatches)
         changes = compare_initial_model(config)
     except ConfigError as error:
         if not options.json:

@@ -9,21 +9,19 @@ from megascale.cli.check_data import RANKS_OF_HOST
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Problem
 from megascale.data.read.identity import replaced_datasets
-from megascale.layout.chunks import stages_of
+from megascale.layout.stages import Placement
 from megascale.operate.node.host_limits import limit_findings, memory_findings
 from megascale.plan.account.memory import fullest_rank
 from megascale.schedule.check import check_schedule
 from megascale.schedule.ir import ScheduleError, build_schedule
 
 
-def check_plug_in_schedule(config: RunConfig) -> None:
-    """Check the schedule of another package at this run's size. Tests prove the others. Raises: ConfigError"""
-    p, m = config.parallel, config.num_microbatches
-    assert p.schedule is not None, "a resolved configuration names its schedule"
-    if (card := SCHEDULES[p.schedule]).target.startswith("megascale."):
+def check_plug_in_schedule(name: str, placement: Placement, m: int) -> None:
+    """Check the schedule of another package with `m` micro-batches. Tests prove the others. Raises: ConfigError"""
+    if (card := SCHEDULES[name]).target.startswith("megascale."):
         return
     try:
-        check_schedule(build_schedule(card.load(), p.pp, p.vpp, m), stages_of(config).placement, m)
+        check_schedule(build_schedule(card.load(), placement.p, placement.v, m), placement, m)
     except ScheduleError as error:
         raise ConfigError([Problem(card.target, "parallel.schedule", str(error))]) from error
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megascale.cli.arguments import add_json
 from megascale.cli.output import warn
 from megascale.core.errors import CheckpointError, Exit
-from megascale.core.files import SHARED_MEMORY, is_file, why_unreadable, write_text
+from megascale.core.files import SHARED_MEMORY, why_unreadable, write_text
 from megascale.core.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def _tensors_differ(
 
 def _model(options: argparse.Namespace) -> int:
     from megascale.config.toml_writer import section_to_toml
-    from megascale.convert.conversion import read_model_section
+    from megascale.convert.saved_weights import read_model_section
     from megascale.core.storage import Location
 
     text = section_to_toml("model", read_model_section(Location(options.source)))
@@ -210,15 +210,14 @@ def _model(options: argparse.Namespace) -> int:
 
 def _convert(options: argparse.Namespace) -> int:
     from megascale.checkpoint import folders
-    from megascale.checkpoint.format import manifest
     from megascale.convert import conversion
-    from megascale.convert.config_file import CONFIG_FILE
+    from megascale.convert.saved_weights import weights_folder
     from megascale.core.storage import Location
 
     dtype = conversion.DTYPES.get(options.dtype)
-    folder, warnings = Location(options.source).local_path, list[str]()
+    warnings = list[str]()
     try:
-        if folder and is_file(folder / CONFIG_FILE) and not is_file(folder / manifest.NAME):
+        if folder := weights_folder(Location(options.source).local_path):
             if options.average:
                 raise CheckpointError(f"{folder} has no average of the weights", hint="leave out --average")
             conversion.from_huggingface(folder, options.output, dtype)
@@ -266,7 +265,6 @@ def _layout(layout: dict[str, int]) -> str:
 
 
 def _flatten(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
-    """Flatten a tree to its leaves by dotted name."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         leaves |= _flatten(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value}

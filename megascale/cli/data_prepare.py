@@ -73,7 +73,6 @@ def _prepare(options: argparse.Namespace) -> int:
 
 
 def _prepared_lines(options: argparse.Namespace, made: Prepared) -> Iterator[str]:
-    """Yield the dataset's sizes, what ends its documents, and what was skipped."""
     info, files = made.dataset, "" if made.files == 1 else f" in {made.files} files"
     yield (
         f"{options.output}: {format_count(info.documents)} documents, {format_count(info.tokens)} tokens from "

@@ -56,10 +56,8 @@ lr = 1e-3
 [data]
 mock = true
 """
-"""The configuration to check if the user gives none."""
 
 WIDTH = 118
-"""Maximum width of the text in columns."""
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:

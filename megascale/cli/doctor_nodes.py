@@ -35,7 +35,6 @@ LONG_TABLE = 16
 """Nodes above which the table has only checks with a finding, and one line for the others of a check."""
 
 QUIET = ("ok", "skipped", "alone")
-"""Verdicts without a finding."""
 
 START_S = 120.0
 """Seconds in which the ranks of all hosts must come."""

@@ -28,7 +28,6 @@ DEFAULT_SPANS = "per_step"
 """Preset of span groups that is exported."""
 
 MAX_CELL = 60
-"""Most characters of a text in the printed table."""
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
@@ -83,7 +82,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    """Send spans to a receiver of OpenTelemetry."""
     from megascale.operate.store.otlp import choose, export_spans
 
     if options.query is not None:

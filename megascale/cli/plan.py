@@ -223,13 +223,11 @@ def _sweep_configs(options: argparse.Namespace) -> list[RunConfig]:
 
 
 def _fixed_keys(options: argparse.Namespace) -> list[str]:
-    """List the layout's keys that the command line sets."""
     settings = dict(text.replace(" ", "").split("=", 1) for text in options.overrides)
     return [key for key in (*LAYOUT_KEYS, *DEPENDENT_KEYS) if settings.get(key, AUTO).strip("\"'") != AUTO]
 
 
 def _write(options: argparse.Namespace, plan: Plan, sweep: list[Plan]) -> None:
-    """Write the files of --timeline, --plot and --output. Raises: ConfigError for a file that cannot be written"""
     if options.timeline:
         with _writing(options.timeline):
             chrome_trace.write_trace(options.timeline, (chrome_trace.rank_trace(rank, 0.0) for rank in events(plan)))

@@ -130,13 +130,11 @@ class PretrainedWeights:
         raise CheckpointError(what, hint=hint)
 
     def _shape_and_dtype(self, hf_name: str) -> tuple[tuple[int, ...], str]:
-        """Shape and safetensors dtype of a stored tensor."""
         with _open_safetensors(self.files[hf_name]) as file:
             stored = file.get_slice(hf_name)
             return tuple(stored.get_shape()), stored.get_dtype()
 
     def _bytes(self, hf_name: str, rows: slice) -> Tensor:
-        """Rows of a stored matrix, as bytes."""
         with _open_safetensors(self.files[hf_name]) as file:
             return file.get_slice(hf_name)[rows].view(torch.uint8)
 

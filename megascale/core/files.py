@@ -245,7 +245,6 @@ def is_folder(path: str | Path, *, optional: bool = False) -> bool:
 
 
 def _mode(path: str | Path, optional: bool) -> int:
-    """The mode of what is at a path, or 0."""
     try:
         return Path(path).stat().st_mode
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a null byte, which no name has

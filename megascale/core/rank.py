@@ -29,7 +29,6 @@ both nodes are processes of a single host.
 """
 
 MAX_RANKS_NAMED = 16
-"""Most ranks that a message names."""
 
 _MPI_VARIABLES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),

@@ -19,12 +19,10 @@ from megascale.core.readable import FileFacts
 from megascale.core.wait_notice import WaitNotice
 
 WRITE_HINT = "check that it is mounted, space, permissions"
-"""Hint of errors in writing."""
 
 T = TypeVar("T")
 
 UPLOAD_BLOCK_BYTES = 32 << 20
-"""Bytes of one part of a multipart upload."""
 
 PAUSES = 0.25, 10.0
 """First and longest pause between attempts in seconds; every pause doubles the last."""
@@ -40,7 +38,6 @@ ERRNO_BY_CLASS = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES
 
 
 RANGE_BYTES = 64 << 10
-"""Bytes of a request of a RangedFile."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from megascale.comm.mesh import Mesh
 from megascale.comm.p2p_collectives import MAX_MESSAGE_BYTES, P2PTransport
 from megascale.comm.progress import work_wrapper
 from megascale.comm.totals import max_over_job
-from megascale.core.rank import Rank
 from megascale.device import Device
 from megascale.layout.topology import Topology
 from megascale.operate.health.checks.result import CheckResult
@@ -37,7 +36,7 @@ def check_all_reduce(arguments: Mapping[str, Any]) -> CheckResult:
     """Sum a tensor over the ranks; the value is the bus bandwidth in bytes/s, as NCCL's tests define it."""
     with rank_group(arguments) as (rank, device):
         world = rank.world_size
-        mesh, data = _open(rank, device)
+        mesh, data = _open(rank.rank, world, device)
         moved = 2 * (world - 1) / world * data.nbytes
         rates = _rates(moved, functools.partial(all_reduce, mesh.tp, data.clone()), mesh, device)
         total = data.clone()
@@ -53,7 +52,7 @@ def check_all_to_all(arguments: Mapping[str, Any]) -> CheckResult:
     """
     with rank_group(arguments) as (rank, device):
         world = rank.world_size
-        mesh, data = _open(rank, device)
+        mesh, data = _open(rank.rank, world, device)
         received, group = torch.empty_like(data), mesh.tp
         parts, places = (list(tensor.view(world, -1).unbind()) for tensor in (data, received))
         places[rank.rank].copy_(parts[rank.rank])
@@ -67,11 +66,10 @@ def check_all_to_all(arguments: Mapping[str, Any]) -> CheckResult:
         return _result("all_to_all", rates, received, expected)
 
 
-def _open(rank: Rank, device: Device) -> tuple[Mesh, Tensor]:
-    """Open a group of all ranks; return the mesh and this rank's tensor."""
+def _open(rank: int, world: int, device: Device) -> tuple[Mesh, Tensor]:
     size = (CPU_BYTES if device.is_cpu else GPU_BYTES) // 4
-    data = _data(-(-size // rank.world_size) * rank.world_size, rank.rank, device)
-    return open_ranks(Topology(tp=rank.world_size), rank.rank, device), data
+    data = _data(-(-size // world) * world, rank, device)
+    return open_ranks(Topology(tp=world), rank, device), data
 
 
 def _data(numel: int, rank: int, device: Device) -> Tensor:

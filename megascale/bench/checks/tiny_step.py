@@ -57,7 +57,6 @@ record = false
 STEPS = 2
 
 REPEATED = "differs from run to run"
-"""Digest of a node whose two runs differ."""
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVIDIA_TF32_OVERRIDE": "0"}
 """Variables that cuBLAS reads when it starts."""

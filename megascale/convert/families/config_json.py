@@ -92,7 +92,6 @@ def family_of_model(model: ModelConfig, preferred: str | None = None) -> Family:
 
 
 def _differences(there: ModelConfig, here: ModelConfig) -> dict[str, Any]:
-    """The keys of `there` that differ from `here`."""
     ignored = IGNORED | (ROPE_ONLY if here.position == there.position == "learned" else set())
     found = {
         field.alias or key: getattr(there, key)

@@ -11,7 +11,6 @@ from megascale.config.model import ModelConfig
 ConfigKeys = dict[str, Any]
 
 REQUIRED = object()
-"""The default of a key that config.json must have."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ SCALINGS: dict[str, dict[str, str]] = {
 
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", "partial_rotary_factor",
              "rotary_pct", "rotary_emb_base", ORIGINAL)  # fmt: skip
-"""Keys of config.json that together describe the rotary positions."""
 
 
 def read_rope(

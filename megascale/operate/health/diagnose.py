@@ -102,7 +102,6 @@ async def check_joining(
 
 
 async def _check_alone(nodes: NodeRuns, plan: DiagnosisPlan) -> dict[str, list[CheckResult]]:
-    """Check every node alone; return the results of single checks."""
     answers = await nodes.run_on(nodes.places, plan.checks)
     return {node: list(answer.flat) for node, answer in answers.items()}
 
@@ -176,7 +175,6 @@ class _Session:
         return {node: address for node, address in endpoints.items() if node not in broken.nodes}
 
     async def _search(self, name: str, endpoints: Mapping[str, str]) -> None:
-        """Search by pairs of nodes for bad nodes and links."""
         rounds = PairRounds(name, self.nodes, endpoints, self._plan.tolerance)
         culprits = await rounds.search(all_links=self._plan.all_links and name == "link")
         for node in endpoints:

@@ -82,7 +82,6 @@ DIGESTS = {
     "differs": "its result is not the other nodes', to the bit",
     "undecided": "nodes differ to the bit, without a majority: repeat it with a third node",
 }
-"""Reasons of the verdicts on fingerprints."""
 
 
 def _compare(name: str, results: Mapping[str, CheckResult], tolerance: float) -> dict[str, Compared]:

@@ -23,7 +23,6 @@ REACH_S = 3.0
 """Seconds in which an endpoint must answer."""
 
 CONNECTIONS = 64
-"""Concurrent connections of a node."""
 
 
 def check_reach(arguments: Mapping[str, Any]) -> CheckResult:

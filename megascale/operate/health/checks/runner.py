@@ -35,7 +35,6 @@ RANK_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_USE_AGENT_STORE", STORE_VARIABLE,
 )  # fmt: skip
-"""Variables of a rank, which a check's process must not inherit."""
 
 LAST_LINES = 3
 """Lines of a failed process's stderr that its result repeats."""
@@ -206,7 +205,6 @@ def secret_descriptors(env: Mapping[str, str]) -> list[int]:
 async def _start_process(
     names: Sequence[str], arguments: Mapping[str, Any], env: Mapping[str, str], descriptors: Sequence[int]
 ) -> asyncio.subprocess.Process:
-    """Start a process with a request."""
     process = await asyncio.create_subprocess_exec(
         *module_command("megascale.operate.health.checks.check_process"),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
@@ -219,7 +217,6 @@ async def _start_process(
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:
-    """Kill a process and its children, and wait for its end."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(TimeoutError):
