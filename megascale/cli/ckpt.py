@@ -12,11 +12,11 @@ from megascale.cli.arguments import add_json
 from megascale.cli.output import warn
 from megascale.core.errors import CheckpointError, Exit
 from megascale.core.files import SHARED_MEMORY, why_unreadable, write_text
+from megascale.core.storage import Location
 from megascale.core.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from megascale.checkpoint.format import manifest
-    from megascale.core.storage import Location
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
@@ -71,7 +71,6 @@ def _say(options: argparse.Namespace, facts: dict[str, Any], lines: list[str]) -
 def _list(options: argparse.Namespace) -> int:
     from megascale.checkpoint import folders
     from megascale.checkpoint.format import manifest
-    from megascale.core.storage import Location
 
     run = Location(options.run)
     folder = run / "checkpoints" if (run / "checkpoints").is_folder() else run
@@ -125,7 +124,6 @@ def _show(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     from megascale.checkpoint import folders, offline
     from megascale.checkpoint.format import manifest
-    from megascale.core.storage import Location
 
     path = folders.find_checkpoint(Location(options.checkpoint))
     try:
@@ -198,7 +196,6 @@ def _tensors_differ(
 def _model(options: argparse.Namespace) -> int:
     from megascale.config.toml_writer import section_to_toml
     from megascale.convert.saved_weights import read_model_section
-    from megascale.core.storage import Location
 
     text = section_to_toml("model", read_model_section(Location(options.source)))
     if options.output is None:
@@ -212,7 +209,6 @@ def _convert(options: argparse.Namespace) -> int:
     from megascale.checkpoint import folders
     from megascale.convert import conversion
     from megascale.convert.saved_weights import weights_folder
-    from megascale.core.storage import Location
 
     dtype = conversion.DTYPES.get(options.dtype)
     warnings = list[str]()
@@ -250,7 +246,6 @@ def _file(text: str) -> Path:
 def _open_checkpoint(path: str) -> tuple[Location, manifest.Manifest]:
     from megascale.checkpoint import folders
     from megascale.checkpoint.format import manifest
-    from megascale.core.storage import Location
 
     location = folders.find_checkpoint(Location(path))
     return location, manifest.read(location)

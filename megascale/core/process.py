@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 
@@ -155,26 +156,22 @@ class StopRequests:
         return True
 
 
-@contextlib.contextmanager
-def exit_on_stop_signals() -> Iterator[None]:
+def exit_on_stop_signals() -> AbstractContextManager[None]:
     """Raise SystemExit(128 + signal number), as a shell reports, on a stop signal in the block, to close open files."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
 
-    with handling_stops(leave):
-        yield
+    return handling_stops(leave)
 
 
-@contextlib.contextmanager
-def interrupt_on_stop_signals() -> Iterator[None]:
+def interrupt_on_stop_signals() -> AbstractContextManager[None]:
     """Raise KeyboardInterrupt on a stop signal in the block: the ordinary end of what runs until then."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    with handling_stops(leave):
-        yield
+    return handling_stops(leave)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from megascale.core.process import module_command
 from megascale.core.rank import STORE_VARIABLE
 from megascale.core.registry import Card
 from megascale.operate.channel.secret import DESCRIPTOR_VARIABLE, SECRET_VARIABLE, new_secret
-from megascale.operate.health.checks.endpoint import EndpointClient, check_secret
+from megascale.operate.health.checks.endpoint import check_secret, try_request
 from megascale.operate.health.checks.result import CheckError, CheckResult
 
 OPEN_ENDPOINT, CLOSE_ENDPOINT = "open_endpoint", "close_endpoint"
@@ -76,7 +76,8 @@ async def run_check(name: str, arguments: Mapping[str, Any], timeout_s: float) -
     if name == OPEN_ENDPOINT:
         return await _open_endpoint(arguments, timeout_s)
     if name == CLOSE_ENDPOINT:
-        return CheckResult(name, problem=await asyncio.to_thread(_close_endpoint, arguments, timeout_s))
+        asked = arguments["address"], check_secret(arguments), "end", timeout_s
+        return CheckResult(name, problem=await asyncio.to_thread(try_request, *asked))
     start, cards = time.monotonic(), checks_named(name)
     results: list[CheckResult] = []
     for runs_on, some in groupby(cards, lambda card: str(card.facts["runs_on"])):
@@ -162,10 +163,9 @@ async def _run_process(
     except asyncio.CancelledError:
         await _kill(process)
         raise
-    results = [CheckResult.from_dict(json.loads(line)) for line in lines]
     seconds = time.monotonic() - start
-    missing = [CheckResult(name, duration_s=seconds, problem=problem) for name in names[len(results) :]]
-    return [*results, *missing]
+    missing = [CheckResult(name, duration_s=seconds, problem=problem) for name in names[len(lines) :]]
+    return [*(CheckResult.from_dict(json.loads(line)) for line in lines), *missing]
 
 
 async def _open_endpoint(arguments: Mapping[str, Any], timeout_s: float) -> CheckResult:
@@ -185,16 +185,6 @@ async def _open_endpoint(arguments: Mapping[str, Any], timeout_s: float) -> Chec
         line, problem = b"", f"no endpoint within {timeout_s:.0f} s"
     details = json.loads(line) if line else {}
     return CheckResult(OPEN_ENDPOINT, duration_s=time.monotonic() - start, problem=problem, details=details)
-
-
-def _close_endpoint(arguments: Mapping[str, Any], timeout_s: float) -> str:
-    """End the endpoint at `address`; say why it cannot be."""
-    try:
-        with EndpointClient(arguments["address"], check_secret(arguments), timeout_s) as endpoint:
-            endpoint.request("end")
-    except OSError as error:
-        return f"{arguments['address']}: {error.strerror or error}"
-    return ""
 
 
 def secret_descriptors(env: Mapping[str, str]) -> list[int]:
