@@ -170,8 +170,6 @@ def lock_run_folder(config: RunConfig) -> contextlib.ExitStack:
     Raises: ConfigError if a folder cannot be written, is locked by another job, or holds a run that must not resume;
     PathError if the file system does not say what is there
     """
-    from megascale.core.storage import Location
-
     with contextlib.ExitStack() as held:
         held.enter_context(_lock(config.folder, "observe.dir"))
         with _explain_os_error(config.folder / LOGS, "observe.dir"):
@@ -182,11 +180,13 @@ def lock_run_folder(config: RunConfig) -> contextlib.ExitStack:
         if config.checkpoint.resume == "never" and exists(config.folder / "metrics.jsonl"):
             hint = "choose another name, or checkpoint.resume = auto"
             raise ConfigError([Problem(str(config.folder), "name", "there is a run of this name already", hint)])
-        # an unwritable checkpoint folder must fail here, not at the first save
-        if config.checkpoint.every and (local := Location(config.checkpoint_folder).local_path):
-            if config.checkpoint.dir:
+        if config.checkpoint.every:  # an unwritable checkpoint folder must fail here, not at the first save
+            from megascale.core.storage import Location
+
+            local = Location(config.checkpoint_folder).local_path
+            if local and config.checkpoint.dir:
                 held.enter_context(_lock(local, "checkpoint.dir"))
-            else:
+            elif local:
                 with _explain_os_error(local, "observe.dir"):
                     local.mkdir(exist_ok=True)
         return held.pop_all()

@@ -1,7 +1,7 @@
 """The processes of a node's checks: a check that hangs, crashes or imports torch leaves the caller as it was.
 
-    caller: agent or doctor  --  stdin: a CheckRequest as JSON  -->   check_process, one per rank or device
-                             <-- stdout: a CheckResult a line   --
+    caller: agent or doctor  --  stdin: names, arguments, caller as JSON  -->   check_process, one per rank or device
+                             <-- stdout: a CheckResult a line             --
 
 Processes inherit the job's secret with the environment, and end with the caller.
 """
@@ -15,7 +15,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -41,15 +41,6 @@ LAST_LINES = 3
 
 END_S = 2.0
 """Seconds in which a killed process must end; a process that waits for a dead disk does not, and is left behind."""
-
-
-@dataclass(frozen=True)
-class CheckRequest:
-    """The checks that a process runs, one after the other. `parent`: process id of the caller."""
-
-    names: tuple[str, ...]
-    arguments: Mapping[str, Any]
-    parent: int
 
 
 def checks_named(name: str) -> list[Card]:
@@ -201,7 +192,7 @@ async def _start_process(
         env=dict(env), pass_fds=descriptors, start_new_session=True, limit=1 << 24,
     )  # fmt: skip
     assert process.stdin is not None, "the process was started with pipes"
-    process.stdin.write(json.dumps(asdict(CheckRequest(tuple(names), arguments, os.getpid()))).encode())
+    process.stdin.write(json.dumps([list(names), dict(arguments), os.getpid()]).encode())
     process.stdin.close()
     return process
 
