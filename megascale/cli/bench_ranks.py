@@ -17,8 +17,8 @@ from megascale.cli.output import print_progress
 from megascale.config.profile_files import THIS_MACHINE, path_of
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.files import exists, is_folder, write_text
-from megascale.core.process import die_with_parent, usable_cores
-from megascale.core.rank import Rank, rank_from_environment
+from megascale.core.process import usable_cores
+from megascale.core.rank import Rank, die_with_torchrun, rank_from_environment
 from megascale.operate.driver.one_host import OneHost, run_on_this_host
 from megascale.operate.node.failure import write_end, write_error
 
@@ -126,8 +126,7 @@ def _start(words: list[str], processes: int) -> int:
 def _run_rank(work: RankWork, *, gpus: bool) -> int:
     rank = rank_from_environment()
     assert rank is not None, "a rank runs inside a job"
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent(os.getppid())  # a killed torchrun leaves its workers running
+    die_with_torchrun()
     from megascale.comm import init
     from megascale.device import detect_device
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megascale.cli.arguments import add_config_arguments, non_negative_int, positive_int
-from megascale.cli.train import lock_run_folder, raise_limits
+from megascale.cli.run_lock import lock_run_folder, raise_limits
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.config.time_rules import launch_findings

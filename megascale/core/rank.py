@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from megascale.core.env_numbers import whole_number
 from megascale.core.errors import ConfigError, Problem
+from megascale.core.process import die_with_parent
 
 STORE_VARIABLE = "MEGASCALE_STORE"
 """`host:port` of the store, set by megascale's launcher; on rank 0 `host:port:fd`, `fd` being the listening socket."""
@@ -102,6 +103,12 @@ def local_world_size(default: int, env: Mapping[str, str] = os.environ) -> int:
     Raises: ConfigError for a variable that is not a number above 0.
     """
     return whole_number(env, "LOCAL_WORLD_SIZE", default, least=1)
+
+
+def die_with_torchrun() -> None:
+    """Let this process end with torchrun, if that has started it: a killed torchrun leaves its workers running."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(os.getppid())
 
 
 def rendezvous_endpoint(env: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
