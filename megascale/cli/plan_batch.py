@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from megascale.cli.arguments import add_config_arguments, add_json, float_within, positive_int
-from megascale.cli.plan import print_tables
+from megascale.cli.plan_output import print_tables
 from megascale.config.loading import load_config
 from megascale.core.errors import Exit
 from megascale.plan.search import batch_report
