@@ -17,7 +17,7 @@ from megascale.core.errors import MegascaleError
 from megascale.core.rank import Rank
 from megascale.core.units import format_bytes
 from megascale.device import Device, is_out_of_memory
-from megascale.plan.account.memory import fullest_rank, state_bytes
+from megascale.plan.account.memory import state_bytes
 from megascale.train.run import Run
 
 RESERVED_SHARE = 0.1
@@ -26,12 +26,15 @@ RESERVED_SHARE = 0.1
 Log = Callable[[str], object]
 
 
-def check_memory(config: RunConfig, device: Device) -> None:
-    """Refuse a model beyond a CPU's free memory, where no out-of-memory error is raised. Raises: MegascaleError"""
-    needed, free = fullest_rank(config).total, device.free_memory()
+def check_memory(needed: int, name: str, layers: int, device: Device) -> None:
+    """Refuse a model that needs more than a CPU's free memory, where no out-of-memory error is raised.
+
+    Raises: MegascaleError
+    """
+    free = device.free_memory()
     if device.is_cpu and needed > free:
         why = f": it needs {format_bytes(needed)}, {format_bytes(free)} are free"
-        raise _too_large(config.name, config.model.num_layers, why)
+        raise _too_large(name, layers, why)
 
 
 @contextmanager

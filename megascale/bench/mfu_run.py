@@ -21,6 +21,7 @@ from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.device import detect_device
 from megascale.ops.select import selected_backends
+from megascale.plan.account.memory import fullest_rank
 from megascale.train import kernels
 from megascale.train.op_context import op_context
 from megascale.train.peak_flops import find_peak_flops
@@ -43,7 +44,8 @@ def measure_mfu(
     config = config.model_copy(update={"checkpoint": checkpoint, "batch": whole})
     init.init_distributed(rank, device)
     try:
-        check_memory(config_with_layers(config, 1) if fit else config, device)
+        least = config_with_layers(config, 1) if fit else config
+        check_memory(fullest_rank(least).total, config.name, least.model.num_layers, device)
         if fit:
             with explain_out_of_memory(config.name, config.model.num_layers):
                 fitted = fit_layers(config, full_model.num_layers, rank, device, log)

@@ -255,14 +255,12 @@ def test_quantization_has_a_separate_share(tmp_path: Path, recipe: str) -> None:
     assert operators["quantise"] > operators["copies"]
 
 
-def test_a_model_too_large_for_a_cpu_is_refused_before_it_is_built(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_too_large_for_a_cpu_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Device, "free_memory", lambda self: 10_000)
     with pytest.raises(
         MegascaleError, match=r"test with 4 layers does not fit in the device's memory: it needs .* free"
     ):
-        mfu_memory.check_memory(config(tmp_path), Device(torch.device("cpu"), "gloo"))
+        mfu_memory.check_memory(1 << 30, "test", 4, Device(torch.device("cpu"), "gloo"))
 
 
 def unfit(rank: Rank, given: RunConfig) -> str:
