@@ -81,26 +81,26 @@ def run_profile(options: argparse.Namespace) -> int:
             return _start(words, 2 * processes) or _start(words, processes)
 
     def work(device: Device, rank: Rank) -> None:
-        from megascale.bench import profile
+        from megascale.bench import profile, profile_fit, profile_steps
 
         log = print_progress if rank.rank == 0 else lambda text: None
         oversubscribed = None
         if first := options.oversubscribed:
             if not exists(first):
                 log("steps with two ranks per core")
-                steps = profile.measure_oversubscribed(device, rank)
+                steps = profile_steps.measure_oversubscribed(device, rank)
                 if rank.rank == 0:
                     write_text(first, json.dumps(vars(steps)))
                 return
-            oversubscribed = profile.OversubscribedSteps(**json.loads(first.read_text(encoding="utf-8")))
+            oversubscribed = profile_steps.OversubscribedSteps(**json.loads(first.read_text(encoding="utf-8")))
         measured = profile.measure_profile(device, rank.rank, rank.world_size, log, oversubscribed=oversubscribed)
         if measured is None:
             return
-        profile.write_profile(output, measured, device.name, rank.world_size)
+        profile_fit.write_profile(output, measured, device.name, rank.world_size)
         if options.json:
-            print(json.dumps({"output": str(output), **profile.as_json(measured)}))
+            print(json.dumps({"output": str(output), **profile_fit.as_json(measured)}))
         else:
-            print(f"{profile.table(measured)}\n\nwritten: {output}")
+            print(f"{profile_fit.table(measured)}\n\nwritten: {output}")
 
     return _run_rank(work, gpus=False)
 
