@@ -37,7 +37,8 @@ def measure_mfu(
 
     Raises: MegascaleError if the model does not fit; ConfigError if the largest slice that fits breaks a rule
     """
-    rank, device, fitted = Rank(0, 1, 0, socket.gethostname()), detect_device(), None
+    rank, device = Rank(0, 1, 0, socket.gethostname()), detect_device()
+    fitted = None
     unsaved = {"every": 0, "memory_every": 0, "replicate": False}  # without memory for checkpoint copies
     checkpoint = config.checkpoint.model_copy(update=unsaved)
     whole = config.batch.model_copy(update={"rampup": None})

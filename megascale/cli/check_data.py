@@ -20,7 +20,8 @@ def data_summary(config: RunConfig) -> str:
     if config.data.mock or source is None:
         return ""
     blend = [(1.0, source)] if isinstance(source, str) else source
-    packing, mixture, buckets = config.data.packing, None, list[int]()
+    packing, buckets = config.data.packing, list[int]()
+    mixture = None
     if packing in ("decompose", "best_fit"):
         from megascale.data.mix.mixture import Mixture  # imports numpy
 

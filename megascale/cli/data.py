@@ -24,4 +24,4 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the verb and return its exit status."""
-    return VERBS[options.verb][0].run(options)
+    return int(VERBS[options.verb][0].run(options))

@@ -88,21 +88,22 @@ def run(options: argparse.Namespace) -> int:
     device = detect_device()
     settings = {name: op_context(config, device) for name, config in configs.items()}
     reports: dict[str, list[OperationReport]] = {name: [] for name in settings}
-    hints: dict[str, None] = {}  # without duplicates
     with Console(stderr=True).status("", spinner="line") as status:  # torch.compile takes seconds
         facts = machine_facts(device, list(configs))
         for name, setting in settings.items():
             for operation in filter(setting.uses, BACKENDS):
                 status.update(f"testing {operation} in {name}")
                 reports[name].append(check_backends(operation, setting))
+    slow = []
     for setting in settings.values():
         with contextlib.suppress(BackendError):  # the operation's report names the problem
-            hints |= dict.fromkeys(filter(None, [slow_backend_hint(setting)]))
+            slow.append(slow_backend_hint(setting))
+    hints = list(dict.fromkeys(filter(None, slow)))
     flat = [report for per_operation in reports.values() for report in per_operation]
     ok = not any(report.problem or any(verdict.failed for verdict in report.verdicts) for report in flat)
     if options.json:
         plain = {name: [asdict(report) for report in per_operation] for name, per_operation in reports.items()}
-        print(json.dumps({"ok": ok, "machine": facts, "operations": plain, "slow": list(hints)}))
+        print(json.dumps({"ok": ok, "machine": facts, "operations": plain, "slow": hints}))
     else:
         warnings = [line for text in hints for line in _wrap("WARNING: ", text)]
         print("\n".join([*describe_machine(facts), "", *table(reports), *warnings]))

@@ -25,7 +25,8 @@ def compare_initial_model(config: RunConfig) -> list[str]:
     resume = config.checkpoint.resume
     if resume == "never":
         return []
-    newest = next(_newest_checkpoints(Path(config.checkpoint_folder)), None)
+    newest = place = next(_newest_checkpoints(Path(config.checkpoint_folder)), None)
+    saved: dict[str, Any] | None
     if newest is None and resume.startswith(HF_PREFIX):
         place = absolute_path(resume.removeprefix(HF_PREFIX))
         try:
@@ -34,7 +35,8 @@ def compare_initial_model(config: RunConfig) -> list[str]:
         except CheckpointError as error:
             raise ConfigError([Problem("checkpoint.resume", "", error.message, error.hint)]) from None
     else:
-        place = newest or (None if resume == "auto" else next(_newest_checkpoints(Path(resume)), None))
+        if newest is None and resume != "auto":
+            place = next(_newest_checkpoints(Path(resume)), None)
         saved = _saved_config(place) if place else None
     if not saved:
         return []

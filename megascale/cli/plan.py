@@ -43,7 +43,8 @@ def _run(options: argparse.Namespace) -> int:
     if found and not found.best:
         return report_no_fit(options, found)
     planned = found.best[0] if found else Plan(planned_config(options, options.gpus), hardware, stack)
-    config, alternative = planned.config, None
+    config = planned.config
+    alternative = None
     if options.exact:
         from megascale.plan.dryrun.exact_costs import exact_costs  # imports torch
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from dataclasses import replace
+from typing import Any
 
 from megascale.cli.plan_options import failure_cost
 from megascale.config.loading import load_config
@@ -62,7 +63,7 @@ def report_no_fit(options: argparse.Namespace, search_result: SearchResult) -> i
         planned_config(options, None)
     hint, smallest = advice(options, search_result), search_result.smallest
     if options.json:
-        plan = {}
+        plan: dict[str, Any] = {}
         if smallest:
             cost = failure_cost(options, smallest.config.world_size)
             plan = report.plan_json(smallest, [], options.tokens, cost)

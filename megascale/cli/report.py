@@ -30,11 +30,12 @@ def run(options: argparse.Namespace) -> int:
     from megascale.operate.store.query import StoreError
 
     view = RunReader(options.folder).read()
+    store = None
     try:
         store = read_store_view(options.folder)
         notes = list(store.notes)
     except StoreError as error:
-        store, notes = None, [f"without the analyses of events: {error.message}"]
+        notes = [f"without the analyses of events: {error.message}"]
     warn(notes)
     events = pictured_events(options.folder, view.topology)
     report = render_report(view, store, render_svg(events) if events else "", notes)

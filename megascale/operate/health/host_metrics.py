@@ -58,7 +58,7 @@ class HostMetrics:
                     metrics[f"{prefix}.{counter}"] = value
             with contextlib.suppress(OSError):
                 metrics[f"{prefix}.active"] = float("ACTIVE" in (port / "state").read_text())
-        return metrics | dict(self._gpus.sample() if self._gpus is not None else ())
+        return metrics | (dict(self._gpus.sample()) if self._gpus is not None else {})
 
 
 def _host_metrics() -> Iterator[tuple[str, float]]:
