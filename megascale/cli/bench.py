@@ -9,7 +9,7 @@ from typing import Any
 from megascale.bench import mfu
 from megascale.cli import bench_ranks
 from megascale.cli.arguments import add_json, at_least, checked, non_negative_int, positive_int, read_digits, sentence
-from megascale.cli.output import print_progress
+from megascale.cli.command_output import print_progress
 from megascale.config.loading import check_rules, load_config, load_config_tree
 from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig

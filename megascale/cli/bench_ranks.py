@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascale.cli.arguments import add_json, at_least, positive_int, sentence
-from megascale.cli.output import print_progress
+from megascale.cli.command_output import print_progress
 from megascale.config.profile_files import THIS_MACHINE, path_of
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.files import exists, is_folder, write_text

@@ -8,8 +8,8 @@ import json
 from megascale.cli.arguments import add_config_arguments, add_json, positive_int
 from megascale.cli.check_run import check_plug_in_schedule, host_warnings
 from megascale.cli.check_summary import memory_facts, summary
+from megascale.cli.command_output import warn
 from megascale.cli.initial_model import compare_initial_model
-from megascale.cli.output import warn
 from megascale.config.loading import load_config
 from megascale.config.toml_writer import to_toml
 from megascale.core.errors import ConfigError, Exit

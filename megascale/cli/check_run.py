@@ -1,4 +1,4 @@
-"""What `megascale check` examines beside the configuration: a plug-in's schedule, limits of this host, and datasets."""
+"""Checks beyond the configuration, for `megascale check`: a plug-in's schedule, limits of this host, and datasets."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascale.cli.arguments import add_json
-from megascale.cli.output import warn
+from megascale.cli.command_output import warn
 from megascale.core.errors import CheckpointError, Exit
 from megascale.core.files import SHARED_MEMORY, why_unreadable, write_text
 from megascale.core.storage import Location

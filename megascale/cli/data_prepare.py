@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, fields
 
 from megascale.cli.arguments import add_json, local_path, positive_int
-from megascale.cli.output import print_progress
+from megascale.cli.command_output import print_progress
 from megascale.core.errors import Exit
 from megascale.core.files import exists
 from megascale.core.process import usable_cores

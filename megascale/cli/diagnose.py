@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from megascale.cli.arguments import add_json, own_file
-from megascale.cli.output import warn, writing
+from megascale.cli.command_output import warn, writing
 from megascale.core.errors import Exit
 from megascale.core.files import write_text
 from megascale.core.process import exit_on_stop_signals

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.cli.arguments import add_json, positive_float, rank_ranges, step_range
-from megascale.cli.output import warn
+from megascale.cli.command_output import warn
 from megascale.core.errors import Exit
 from megascale.core.process import exit_on_stop_signals
 from megascale.operate.store.query import Answer, StoreError, answer, open_store

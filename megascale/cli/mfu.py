@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megascale.cli.output import warn
+from megascale.cli.command_output import warn
 from megascale.core.errors import Exit
 from megascale.core.files import is_file
 

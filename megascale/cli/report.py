@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from megascale.cli.arguments import own_file
-from megascale.cli.output import warn, writing
+from megascale.cli.command_output import warn, writing
 from megascale.core.errors import Exit
 from megascale.core.files import write_text
 

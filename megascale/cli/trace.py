@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megascale.cli.arguments import add_json, own_file, rank_ranges, step_range
-from megascale.cli.output import writing
+from megascale.cli.command_output import writing
 from megascale.cli.trace_selection import filter_steps, format_spans, missing_parts, read_ranks, select_steps
 from megascale.core.errors import Exit
 from megascale.core.files import write_text

@@ -12,7 +12,7 @@ from lab import observe
 from lab.observe import Judgement
 from lab.observe_jobs import SLOWDOWNS, judge_job
 from megascale.cli.arguments import non_negative_int
-from megascale.cli.output import print_progress
+from megascale.cli.command_output import print_progress
 from megascale.core.errors import Exit
 from megascale.core.files import write_text
 from megascale.core.process import exit_on_stop_signals

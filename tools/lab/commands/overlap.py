@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lab import overlap
 from megascale.cli.arguments import at_least, positive_int
-from megascale.cli.output import print_progress
+from megascale.cli.command_output import print_progress
 from megascale.core.errors import Exit
 from megascale.core.process import exit_on_stop_signals
 
