@@ -19,7 +19,7 @@ from megascale.core.errors import ConfigError, Problem
 from megascale.core.files import exists, is_folder, write_text
 from megascale.core.process import usable_cores
 from megascale.core.rank import Rank, die_with_torchrun, rank_from_environment
-from megascale.operate.driver.one_host import OneHost, run_on_this_host
+from megascale.operate.driver.one_host import run_on_this_host
 from megascale.operate.node.failure import write_end, write_error
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def _check_output(path: Path) -> None:
 
 def _start(words: list[str], processes: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
-        return run_on_this_host(OneHost(words, processes, Path(folder)))
+        return run_on_this_host(words, processes, Path(folder))
 
 
 def _run_rank(work: RankWork, *, gpus: bool) -> int:

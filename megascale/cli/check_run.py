@@ -10,7 +10,7 @@ from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Problem
 from megascale.data.read.identity import replaced_datasets
 from megascale.layout.stages import Placement
-from megascale.operate.node.host_limits import limit_findings, memory_findings
+from megascale.operate.node.host_limits import datasets_by_split, limit_findings, memory_findings
 from megascale.plan.account.memory import fullest_rank
 from megascale.schedule.check import check_schedule
 from megascale.schedule.ir import ScheduleError, build_schedule
@@ -31,9 +31,10 @@ def host_warnings(config: RunConfig) -> Iterator[str]:
     start. The hosts of the run may have other limits.
     """
     ranks = min(config.world_size, RANKS_OF_HOST)
-    findings = list(limit_findings(config, ranks))
+    datasets, saves = datasets_by_split(config.data, config.train.eval_every), bool(config.checkpoint.every)
+    findings = list(limit_findings(datasets, config.world_size, ranks, saves=saves))
     if config.checkpoint.memory_every:
-        findings += memory_findings(config, ranks, fullest_rank(config).optimizer)
+        findings += memory_findings(config.checkpoint, ranks, fullest_rank(config).optimizer)
     for finding in findings:
         yield f"this host  {finding.key}: {finding.message}  -> {finding.hint}"
     if config.checkpoint.resume != "never":

@@ -28,9 +28,9 @@ def announce_failed_start(error: MegascaleError, rank: Rank, options: argparse.N
         folder = observe.get("dir") if isinstance(observe, dict) else None
     default = ObserveConfig.model_fields["dir"].default
     with contextlib.suppress(ImportError):  # torch cannot be loaded here
-        from megascale.comm import init
+        from megascale.comm import meeting
 
-        init.announce_failed_start(rank, error.message, Path(folder if isinstance(folder, str) else default))
+        meeting.announce_failed_start(rank, error.message, Path(folder if isinstance(folder, str) else default))
 
 
 def load_rank_config(options: argparse.Namespace, rank: Rank | None) -> RunConfig:

@@ -16,7 +16,7 @@ from megascale.core.limits import os_error_hint, raise_soft_limits
 from megascale.core.rank import Rank
 from megascale.core.run_folder import LOGS, TOKEN_VARIABLE, check_known, read_token
 from megascale.operate.diagnose.hang import flight
-from megascale.operate.node.host_limits import limit_findings, wanted_open_files
+from megascale.operate.node.host_limits import datasets_by_split, limit_findings, wanted_open_files
 
 
 def raise_limits(config: RunConfig, ranks: int) -> None:
@@ -24,8 +24,9 @@ def raise_limits(config: RunConfig, ranks: int) -> None:
 
     Raises: ConfigError if a hard limit is lower.
     """
-    raise_soft_limits(wanted_open_files(config))
-    if findings := list(limit_findings(config, ranks)):
+    datasets, world = datasets_by_split(config.data, config.train.eval_every), config.world_size
+    raise_soft_limits(wanted_open_files(datasets, world))
+    if findings := list(limit_findings(datasets, world, ranks, saves=bool(config.checkpoint.every))):
         where = f"host {socket.gethostname()}"
         raise ConfigError([Problem(where, finding.key, finding.message, finding.hint) for finding in findings])
 

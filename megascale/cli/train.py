@@ -48,13 +48,12 @@ def run(options: argparse.Namespace) -> int:
                 announce_failed_start(error, rank, options)
             raise
         if rank is None and config.world_size > 1:
-            from megascale.operate.driver.one_host import OneHost, run_on_this_host  # a rank starts without
+            from megascale.operate.driver.one_host import run_on_this_host  # a rank starts without
 
             if warning := environment.warn_of_idle_hosts(config.world_size):
                 print(warning, file=sys.stderr)
             words, at = ["train", options.config, *options.overrides], config.observe
-            job = OneHost(words, config.world_size, config.folder, at.metrics_address, at.metrics_port)
-            return run_on_this_host(job)
+            return run_on_this_host(words, config.world_size, config.folder, (at.metrics_address, at.metrics_port))
         die_with_torchrun()
         place = rank or Rank(0, 1, 0, socket.gethostname())
         # before torch, whose import takes seconds
@@ -64,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
         if place.local_rank == 0 and collected and FLIGHT_RECORD_VARIABLE not in os.environ:
             from megascale.cli.collect import collector_process
 
-            held.enter_context(collector_process(config))  # else the launcher or agent collects
+            held.enter_context(collector_process(config.folder, config.observe))  # else the launcher or agent collects
         try:
             from megascale.train.entry import run_rank
         except Exception as error:

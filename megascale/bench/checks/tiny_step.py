@@ -93,6 +93,6 @@ def train_and_digest(config: RunConfig, rank: Rank, device: Device) -> str:
     _, losses = time_steps(run, STEPS)
     digest = hashlib.sha256(" ".join(loss.hex() for loss in losses).encode())
     for bucket in run.buffers.buckets:
-        bucket.finish_param_gather()
+        bucket.storage.acquire_weights()
         digest.update(bucket.weights.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
