@@ -25,6 +25,7 @@ from megascale.core.process import usable_cores
 from megascale.plan.account.traffic import mean_calls
 from megascale.plan.simulate import profiles
 from megascale.plan.simulate.profiles import Hardware
+from megascale.plan.simulate.step_time import StepParts
 
 MAX_RANKS = 1024
 """Upper bound on the ranks of one machine."""
