@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from megascale.operate.channel.messages import RankEnd, RankStatus
+from megascale.operate.channel.messages import RankEnd
 from megascale.operate.driver.classify import (
     IS_STOPPED,
     Finding,
@@ -21,7 +21,7 @@ from megascale.operate.driver.classify import (
 )
 from megascale.operate.driver.roster import Roster, node_by_rank
 from megascale.operate.driver.watch import STOPPED_STATES, ProgressWatch
-from megascale.record.rank_state import LogError, RankState
+from megascale.record.rank_state import LogError, RankState, RankStatus
 
 if TYPE_CHECKING:
     from megascale.operate.diagnose.hang.hang import Verdict

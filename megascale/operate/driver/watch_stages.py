@@ -9,7 +9,6 @@ from dataclasses import replace
 from megascale.core.errors import Exit
 from megascale.operate.channel.messages import (
     Collect,
-    RankStatus,
 )
 from megascale.operate.driver.attempt import Attempt
 from megascale.operate.driver.commands import Say, Send
@@ -26,6 +25,7 @@ from megascale.operate.driver.job_state import SETTLE_S, JobState, Stage
 from megascale.operate.driver.roster import format_nodes
 from megascale.operate.driver.watch import ProgressWatch
 from megascale.record.layout import NEWEST
+from megascale.record.rank_state import RankStatus
 
 RECONNECT_S = 2.0
 """Seconds that an agent whose ranks other ranks have lost has to connect again."""

@@ -17,7 +17,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -131,14 +130,6 @@ def how_ended(status: int | None) -> str:
     if status is not None and status < 0:
         return names.get(status, f"signal {-status}")
     return "unknown status" if status is None else f"status {status}"
-
-
-@dataclass(frozen=True)
-class ProcessEnd:
-    """The end of a rank's process: its status, negative for a signal, and the time at which the launcher saw it."""
-
-    status: int
-    time: float
 
 
 def error_file_of(pid: int, rank: int) -> Path | None:

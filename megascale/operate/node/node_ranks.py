@@ -19,9 +19,9 @@ from megascale.core.network import is_loopback
 from megascale.core.rank import NODE_VARIABLE
 from megascale.core.run_folder import TOKEN_VARIABLE, LostFolderError
 from megascale.core.wait_notice import WaitNotice
-from megascale.operate.channel.messages import RankEnd, RankStatus, Start
+from megascale.operate.channel.messages import RankEnd, Start
 from megascale.operate.health.observations import OomKills
-from megascale.operate.node.failure import ERROR_FILE_NAME, ProcessEnd
+from megascale.operate.node.failure import ERROR_FILE_NAME
 from megascale.operate.node.node_place import NodePlace
 from megascale.operate.node.rank_ends import STORAGE_ERROR, check_space, describe_end, failed_start, unread_end
 from megascale.operate.node.ranks import call_at_end, rank_status
@@ -29,7 +29,7 @@ from megascale.operate.node.threads import call_in_thread
 from megascale.operate.node.workers import Launch, Worker, ending
 from megascale.record.log_files import ATTEMPT_VARIABLE, FLIGHT_RECORD_VARIABLE, log_path, remove_left_logs, remove_log
 from megascale.record.log_reader import read_state
-from megascale.record.rank_state import UNORDERED_SIGNAL, LogError, RankState
+from megascale.record.rank_state import UNORDERED_SIGNAL, LogError, RankState, RankStatus
 
 if TYPE_CHECKING:
     from megascale.operate.node.standby_process import StandbyProcess
@@ -161,7 +161,7 @@ class NodeRanks:
             describing = self._describe(rank, end, oom_killed=oom_killed, stopped=self._stopped)
             self._describing[rank] = asyncio.ensure_future(describing)
 
-    async def _describe(self, rank: int, end: ProcessEnd, *, oom_killed: bool, stopped: bool) -> None:
+    async def _describe(self, rank: int, end: RankEnd, *, oom_killed: bool, stopped: bool) -> None:
         """Take the end of a rank, once its files are read or do not answer."""
         log = self._ranks[rank].worker.log
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megascale.core.process import process_exists, status_of_ended
-from megascale.operate.channel.messages import RankEnd, RankStatus
+from megascale.operate.channel.messages import RankEnd
 from megascale.operate.node.failure import error_file_of
 from megascale.operate.node.rank_ends import describe_end
 from megascale.operate.node.ranks import call_at_end, rank_status
 from megascale.record.layout import Phase
 from megascale.record.log_files import find_logs, folder_key
 from megascale.record.log_reader import LogReader
-from megascale.record.rank_state import LogError, RankState
+from megascale.record.rank_state import LogError, RankState, RankStatus
 
 
 @dataclass

@@ -21,8 +21,9 @@ from megascale.core.errors import MegascaleError
 from megascale.core.limits import os_error_hint
 from megascale.core.process import STOP_ORDER, die_with_parent, module_command
 from megascale.core.rank import STORE_VARIABLE
+from megascale.operate.channel.messages import RankEnd
 from megascale.operate.channel.secret import DESCRIPTOR_VARIABLE
-from megascale.operate.node.failure import ERROR_FILE, ERROR_FILE_NAME, ProcessEnd
+from megascale.operate.node.failure import ERROR_FILE, ERROR_FILE_NAME
 
 if TYPE_CHECKING:
     from megascale.operate.node.standby_process import StandbyProcess
@@ -42,10 +43,10 @@ class Worker:
     rank: int
     process: subprocess.Popen
     log: Path | None
-    end: ProcessEnd | None = None
+    end: RankEnd | None = None
     orders: int = 0
 
-    def ended(self) -> ProcessEnd | None:
+    def ended(self) -> RankEnd | None:
         """Return the end of the process, at the time at which it was first seen; None while the process runs. Its
         process group is killed then: the rank's children may hold memory of its device.
         """
@@ -58,7 +59,7 @@ class Worker:
             # not `wait`: a signal handler that comes here while it runs would wait for its lock for ever
             if (status := self.process.poll()) is None:
                 return None
-            self.end = ProcessEnd(status, time.time())
+            self.end = RankEnd(self.rank, status, time.time())
         return self.end
 
     def signal(self, number: int) -> None:

@@ -16,7 +16,8 @@ from megascale.layout.parameters import parameter_count
 from megascale.layout.topology import Topology, topology_of
 from megascale.operate.driver.incidents import Incident, JobHistory
 from megascale.operate.show.curves import Curves
-from megascale.operate.show.rank_states import IDLE_S, RankStates
+from megascale.operate.show.signs import IDLE_S
+from megascale.record.live_file import LiveState
 
 _STAGES = {
     "takeover": "a new driver takes over", "gather": "waits for nodes", "open": "starts", "run": "runs",
@@ -39,7 +40,7 @@ class RunView:
     config: RunConfig | None
     curves: Curves
     history: JobHistory
-    states: RankStates
+    states: LiveState
     standstill: str = ""
     step_limit_s: float = IDLE_S
 

@@ -17,9 +17,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megascale.operate.show.rank_states import IDLE_S
 from megascale.record.layout import Phase
-from megascale.record.live_file import LiveRank
+from megascale.record.rank_state import RankStatus
+
+IDLE_S = 10.0
+"""Seconds without progress that are no news."""
 
 IDLE_STEPS = 3.0
 """Recent steps without progress that are no news."""
@@ -82,7 +84,7 @@ def idle_limit_s(step_time_s: float) -> float:
     return max(IDLE_S, IDLE_STEPS * step_time_s) if math.isfinite(step_time_s) else IDLE_S
 
 
-def letter_of(rank: LiveRank, slowness: float, limit_s: float) -> str:
+def letter_of(rank: RankStatus, slowness: float, limit_s: float) -> str:
     """Return the letter of a rank. `slowness`: excess over its peers' compute time, such as 0.1, or NaN; `limit_s`:
     seconds without progress in a step, `standstill.step_limit_s`.
     """

@@ -8,9 +8,8 @@ from dataclasses import replace
 from megascale.operate.diagnose.hang.hang import hang_verdict
 from megascale.operate.driver.classify import classify_hang
 from megascale.operate.driver.incidents import with_evidence
-from megascale.operate.show.rank_states import IDLE_S
 from megascale.operate.show.run_view import RunView
-from megascale.operate.show.signs import STARTING, idle_limit_s
+from megascale.operate.show.signs import IDLE_S, STARTING, idle_limit_s
 from megascale.record.layout import Phase
 from megascale.record.log_files import local_states, process_states
 from megascale.record.rank_state import RankState

@@ -140,7 +140,7 @@ def _state(view: RunView, store: StoreView | None, details: RankDetails, letter:
         state = view.states.ranks[rank]
         yield "phase", state.phase or "not begun"
         yield "step", f"{state.step:,}" if state.step > 0 else "none yet"
-        yield "without progress", f"{state.idle_s} s"
+        yield "without progress", f"{int(state.idle_s)} s"
     if store is not None and rank < len(store.slowness):
         slowness, memory = float(store.slowness[rank]), float(store.memory[rank])
         yield "node", store.nodes[rank] or "unknown"
