@@ -252,7 +252,7 @@ def _write(options: argparse.Namespace, plan: Plan, sweep: list[Plan]) -> None:
     writers: list[tuple[Path | None, Callable[[Path], object]]] = [
         (
             options.timeline,
-            lambda path: chrome_trace.write_trace(path, (chrome_trace.rank_trace(r, 0.0) for r in events(plan))),
+            lambda path: chrome_trace.write_trace(path, events(plan), 0.0),
         ),
         (options.plot, lambda path: plot.draw(path, plan, sweep)),
         (options.output, lambda path: write_text(path, to_toml(plan.config))),

@@ -22,23 +22,14 @@ from megascale.core.run_folder import check_not_lost
 from megascale.record.layout import Phase
 from megascale.record.rank_state import RankStatus
 
-LIVE_FILE = "live.json"
-"""The file's name in the run's folder."""
+LIVE_FILE = "live.json"  # the file's name in the run's folder
 
 FORMAT = 1
 
-EVERY_S = 1.0
-"""Seconds between two writes of a file of ordinary size."""
-
-MOST_BYTES_PER_S = 64 << 10
-"""Bytes per second beyond which the file is written less often."""
-
-MOST_BYTES = 16 << 20
-"""Most bytes of a file that a reader takes."""
-
-MOST_RANKS = 1 << 20
-"""Most ranks of a file that a reader takes."""
-
+EVERY_S = 1.0  # seconds between two writes of a file of ordinary size
+MOST_BYTES_PER_S = 64 << 10  # bytes per second beyond which the file is written less often
+MOST_BYTES = 16 << 20  # most bytes of a file that a reader takes
+MOST_RANKS = 1 << 20  # most ranks of a file that a reader takes
 
 SHOWN_STATES = ("T", "t", "D", "Z", "X")
 """Letters of processes that do not run; whether a process runs or sleeps changes all the time, and tells nothing."""
@@ -89,7 +80,19 @@ class LiveFile:
         """Write a state, and return the seconds until the next write. The file is not flushed to disk: a power cut may
         take it. Raises: OSError
         """
-        body = json.dumps(_to_json(state), separators=(",", ":"))
+        ranks = state.ranks
+        columns: dict[str, list[str] | list[int]] = {
+            "phase": [each.phase for each in ranks],
+            "step": [each.step for each in ranks],
+            "idle_s": [int(each.idle_s) for each in ranks],
+            "silent_s": [int(each.silent_s) for each in ranks],
+            "state": [each.state if each.state in SHOWN_STATES else "" for each in ranks],
+        }
+        body = json.dumps(
+            {"time": round(state.time, 3), "attempt": state.attempt, "stage": state.stage, "status": state.status}
+            | {name: [[value, len(list(run))] for value, run in itertools.groupby(columns[name])] for name in _COLUMNS},
+            separators=(",", ":"),
+        )
         next_s = max(EVERY_S, len(body) / MOST_BYTES_PER_S)
         with self._lock:
             if self._must_be_there:
@@ -113,17 +116,6 @@ def read_live_file(path: Path) -> LiveState | None:
         return _from_json(json.loads(text))
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a live file: {type(error).__name__}: {error}") from None
-
-
-def _to_json(state: LiveState) -> dict[str, Any]:
-    plain = {"time": round(state.time, 3), "attempt": state.attempt, "stage": state.stage, "status": state.status}
-    rows = (
-        (rank.phase, rank.step, int(rank.idle_s), int(rank.silent_s), rank.state if rank.state in SHOWN_STATES else "")
-        for rank in state.ranks
-    )
-    columns = zip(*rows, strict=True) if state.ranks else ((),) * len(_COLUMNS)
-    runs = ([[value, len(list(run))] for value, run in itertools.groupby(column)] for column in columns)
-    return plain | dict(zip(_COLUMNS, runs, strict=True))
 
 
 def _from_json(data: Mapping[str, Any]) -> LiveState:

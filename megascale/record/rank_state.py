@@ -25,14 +25,9 @@ from megascale.record.layout import Phase
 UNORDERED_SIGNAL = "unordered_signal"
 """Total of a rank: the number of the signal to it alone at which it has stopped the job."""
 
-SILENT_S = 2.0
-"""Seconds without a heartbeat, eight beats, after which a rank is stopped, or code holds Python's lock."""
-
-LAST_EVENTS = 16
-"""Events in the JSON form of a record by default, besides those in flight."""
-
-MAX_OPEN_EVENTS = 32
-"""Most events in flight in the JSON form of a record: the newest."""
+SILENT_S = 2.0  # seconds without a heartbeat, eight beats, after which a rank is stopped, or code holds Python's lock
+LAST_EVENTS = 16  # events in the JSON form of a record by default, besides those in flight
+MAX_OPEN_EVENTS = 32  # most events in flight in the JSON form of a record: the newest
 
 
 class LogError(MegascaleError):
@@ -244,15 +239,25 @@ class RankState:
                 for g in self.groups.values()
             ],
             "wait": self.wait and [getattr(self.wait, name) for name in Wait.__slots__],
-            "open": [_event_list(event) for event in self.open[-MAX_OPEN_EVENTS:]],
-            "last": [_event_list(event) for event in self.last[max(0, len(self.last) - events) :]],
+            "open": [
+                [getattr(event, name) for name in FlightEvent.__slots__] for event in self.open[-MAX_OPEN_EVENTS:]
+            ],
+            "last": [
+                [getattr(event, name) for name in FlightEvent.__slots__]
+                for event in self.last[max(0, len(self.last) - events) :]
+            ],
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RankState:
         """Return the state of a JSON form. Raises: LogError for anything else."""
         try:
-            states = [_group_state(*fields) for fields in data["groups"]]
+            states = [
+                GroupState(
+                    name, kind, None if runs is None else RankRuns(tuple((a, n, d) for a, n, d in runs)), *numbers
+                )
+                for name, kind, runs, *numbers in data["groups"]
+            ]
             return cls(
                 **{name: data[name] for name in _PLAIN if name != "phase"},
                 phase=Phase(data["phase"]),
@@ -270,12 +275,3 @@ _PLAIN = (
     "run", "rank", "world", "pid", "attempt", "start", "progress", "heartbeat_ns", "updated_ns", "read_ns", "phase",
     "phase_since_ns", "step", "first_step", "step_time_s",
 )  # fmt: skip
-
-
-def _event_list(event: FlightEvent) -> list[Any]:
-    return [getattr(event, name) for name in FlightEvent.__slots__]
-
-
-def _group_state(name: str, kind: str, runs: Sequence[Sequence[int]] | None, *numbers: int) -> GroupState:
-    ranks = None if runs is None else RankRuns(tuple((first, count, distance) for first, count, distance in runs))
-    return GroupState(name, kind, ranks, *numbers)

@@ -10,7 +10,8 @@ import pytest
 
 from megascale.core.rank import Rank
 from megascale.core.storage import Location
-from megascale.operate.show.rank_details import MOST_LINES, place_in, read_rank_details, read_rank_stack
+from megascale.operate.show.neighbours import place_in
+from megascale.operate.show.rank_details import MOST_LINES, read_rank_details, read_rank_stack
 from megascale.operate.show.run_reader import RunReader
 from megascale.operate.store import query
 from megascale.operate.store.table_files import TableFile, write_rows
@@ -39,7 +40,7 @@ def test_place_incidents_error_and_output(tmp_path: Path) -> None:
     view = RunReader(folder).read()
     details = read_rank_details(view, 1)
     assert place_in(view, 1).groups == {"tp": (0, 1), "pp": (1, 3)}
-    assert [each.id for each in details.incidents] == [1, 2]
+    assert details.incidents == tuple(f"incident {n}, step 7: rank 1 was killed by SIGKILL" for n in (1, 2))
     assert details.error == "out of memory"
     assert (len(details.output), details.output[-1]) == (MOST_LINES, "line 199")
     assert details.log == logs / "rank-1.log"

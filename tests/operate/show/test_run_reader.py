@@ -12,8 +12,7 @@ import pytest
 from megascale.cli.main import main
 from megascale.core.errors import Exit
 from megascale.core.rank import Rank
-from megascale.operate.show.frame import letters_of
-from megascale.operate.show.rank_states import STALE_S, RankStatesReader
+from megascale.operate.show.live_reader import STALE_S, LiveStateReader
 from megascale.operate.show.run_config import RunFolderError
 from megascale.operate.show.run_reader import RunReader
 from megascale.record import log_files
@@ -77,7 +76,7 @@ def test_a_run_whose_live_file_nobody_writes_any_more(tmp_path: Path) -> None:
 
 def test_a_file_that_advances_is_not_stale_whatever_the_writer_s_clock_says(tmp_path: Path) -> None:
     now = [time.time()]
-    reader = RankStatesReader(tmp_path, lambda: now[0])
+    reader = LiveStateReader(tmp_path, lambda: now[0])
     write_live(tmp_path, [RUNS], age_s=3600.0)
     assert reader.read().stale
     write_live(tmp_path, [RUNS], age_s=3598.0)
@@ -124,7 +123,7 @@ def test_a_first_step_that_takes_long_is_no_standstill(tmp_path: Path) -> None:
     write_live(folder, slow)
     view = RunReader(folder).read()
     assert (view.standstill, view.step_limit_s) == ("", 300.0)
-    assert letters_of(view, ()) == ["."] * 4
+    assert view.letters(()) == ["."] * 4
     write_live(folder, hung)
     assert RunReader(folder).read().state == "stands still"
     write_metrics(folder, range(1, 11))

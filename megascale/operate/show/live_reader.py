@@ -19,11 +19,10 @@ from megascale.record.live_file import LIVE_FILE, LiveState, read_live_file
 from megascale.record.log_files import local_states
 from megascale.record.rank_state import RankStatus
 
-STALE_S = 10.0
-"""Seconds after the time of the next write from which a live file is said to be stale."""
+STALE_S = 10.0  # seconds after the time of the next write from which a live file is said to be stale
 
 
-class RankStatesReader:
+class LiveStateReader:
     """Reads the states of the ranks of a run, again and again. The clock of the host that writes may differ: a file
     whose time advances between two reads is as old as the change.
     """
