@@ -17,6 +17,7 @@ import pytest
 
 from megascale.core.rank import Rank
 from megascale.core.storage import Location
+from megascale.operate.node.stacks import stack_of
 from megascale.operate.show import diagnosis
 from megascale.operate.show.diagnosis import RunDiagnosis, diagnose
 from megascale.operate.show.diagnosis_text import diagnosis_json, diagnosis_text
@@ -47,7 +48,7 @@ def shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def found_in(run: Path) -> RunDiagnosis:
     view = RunReader(run).read()
-    return diagnose(view, read_last_states(view))
+    return diagnose(view, read_last_states(view), stack_of)
 
 
 def test_from_the_event_store_alone(tmp_path: Path) -> None:
