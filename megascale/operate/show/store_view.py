@@ -71,35 +71,39 @@ def read_store_view(
     Raises: StoreError
     """
 
-    def analyse(store: duckdb.DuckDBPyConnection) -> StoreView | None:
+    def read(store: duckdb.DuckDBPyConnection) -> StoreView | None:
         opened(store)
-        cube = recent_cube(store, BUBBLE_STEPS)
-        if not len(cube.steps) or not len(cube.places.rank):
-            return None
-        world = int(fetch(store, _WORLD)["world"][0])
-        hosts = recent_host_outliers(store)
-        memory = fetch(store, f"SELECT rank, max(peak_memory_bytes) AS bytes FROM steps WHERE {_LAST} GROUP BY rank")
-        places, nodes = cube.places, [""] * world
-        for rank, node in zip(places.rank.tolist(), places.node.tolist(), strict=True):
-            nodes[rank] = places.nodes[node]
-        return StoreView(
-            heat_map(cube),
-            _by_rank(world, places.rank, slowness(cube)),
-            _by_rank(world, memory["rank"], memory["bytes"]),
-            tuple(nodes),
-            tuple(findings(store)),
-            run_breakdown(store, folder, cube),
-            hosts if hosts.hosts else None,
-            int(fetch(store, "SELECT coalesce(sum(events_lost), 0) AS lost FROM steps")["lost"][0]),
-            tuple(filter(None, (crowd_note(places),))),
-        )
+        return _analyse(store, folder)
 
-    reading = read_store(folder, analyse)
+    reading = read_store(folder, read)
+    if reading.value is None and reading.notes:
+        raise StoreError("; ".join(reading.notes))
     if reading.value is None:
-        if reading.notes:
-            raise StoreError("; ".join(reading.notes))
         return None
     return replace(reading.value, notes=(*reading.notes, *reading.value.notes))
+
+
+def _analyse(store: duckdb.DuckDBPyConnection, folder: Path) -> StoreView | None:
+    cube = recent_cube(store, BUBBLE_STEPS)
+    if not len(cube.steps) or not len(cube.places.rank):
+        return None
+    world = int(fetch(store, _WORLD)["world"][0])
+    hosts = recent_host_outliers(store)
+    memory = fetch(store, f"SELECT rank, max(peak_memory_bytes) AS bytes FROM steps WHERE {_LAST} GROUP BY rank")
+    places, nodes = cube.places, [""] * world
+    for rank, node in zip(places.rank.tolist(), places.node.tolist(), strict=True):
+        nodes[rank] = places.nodes[node]
+    return StoreView(
+        heat_map(cube),
+        _by_rank(world, places.rank, slowness(cube)),
+        _by_rank(world, memory["rank"], memory["bytes"]),
+        tuple(nodes),
+        tuple(findings(store)),
+        run_breakdown(store, folder, cube),
+        hosts if hosts.hosts else None,
+        int(fetch(store, "SELECT coalesce(sum(events_lost), 0) AS lost FROM steps")["lost"][0]),
+        tuple(filter(None, (crowd_note(places),))),
+    )
 
 
 def _by_rank(world: int, ranks: np.ndarray, values: np.ndarray) -> np.ndarray:
