@@ -26,7 +26,7 @@ from megascale.data.mix.mixture_spec import mixture_spec
 from megascale.data.read.identity import replaced_datasets, write_identities
 from megascale.device import detect_device
 from megascale.operate.node import affinity
-from megascale.operate.node.failure import exit_status_of, is_peer_lost, write_error, write_stop
+from megascale.operate.node.failure import exit_status_of, is_peer_lost, write_end, write_error
 from megascale.record.layout import Phase
 from megascale.record.log import RankLog
 from megascale.record.log_files import FLIGHT_RECORD_VARIABLE
@@ -93,7 +93,7 @@ def _report_stop(message: str, status: Exit, rank: Rank, log: RankLog) -> None:
     """Report a signal that ends this rank at once. The store may be in use by the main thread: peers are not told."""
     log.end(status)
     with contextlib.suppress(OSError):
-        if not write_stop(message, status, rank):
+        if not write_end(rank, status, message):
             print(f"{rank}: {message}", file=sys.stderr, flush=True)
 
 
