@@ -91,7 +91,7 @@ def _announce_failed_start(error: MegascaleError, rank: Rank, options: argparse.
         folder = observe.get("dir") if isinstance(observe, dict) else None
     default = ObserveConfig.model_fields["dir"].default
     with contextlib.suppress(ImportError):  # torch cannot be loaded here
-        from megascale.comm.init import announce_failed_start
+        from megascale.comm.meeting import announce_failed_start
 
         announce_failed_start(rank, error.message, Path(folder if isinstance(folder, str) else default))
 
