@@ -17,8 +17,7 @@ import numpy as np
 
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.rank import format_ranks
-from megascale.operate.diagnose.hang.dumped_records import read_dumped_records
-from megascale.operate.diagnose.hang.flight import DUMP_FOLDER, find_suspect
+from megascale.operate.diagnose.hang.flight import DUMP_FOLDER, find_suspect, read_dumped_records
 from megascale.operate.show.run_view import RunView
 from megascale.operate.store.query import StoreError, fetch
 from megascale.operate.store.reading import read_store
