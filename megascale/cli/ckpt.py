@@ -91,7 +91,7 @@ def _list(options: argparse.Namespace) -> int:
         except CheckpointError as error:
             row["error"] = error.message
         rows.append(row)
-    unfinished = [str(attempt.path) for attempt in folders.unfinished_checkpoints(folder)]
+    unfinished = [str(attempt.path) for attempt in folders.list_checkpoints(folder, complete=False)]
     lines = [
         f"{row['path']}  {format_bytes(row['bytes'])}  "
         + (row.get("error") or f"{format_count(row['tokens'])} tokens, {_layout(row['layout'])}")
