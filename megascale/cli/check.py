@@ -18,7 +18,6 @@ from megascale.config.toml_writer import to_toml
 from megascale.core.errors import ConfigError, DataError, Exit, Problem
 from megascale.core.units import format_bytes, format_count
 from megascale.data.mix.batch_shape import BatchShape
-from megascale.data.mix.mixture_spec import mixture_spec
 from megascale.data.read.identity import replaced_datasets
 from megascale.layout.chunks import stages_of
 from megascale.layout.parameters import parameter_count
@@ -29,6 +28,7 @@ from megascale.plan.account.attended import describe_documents
 from megascale.plan.account.memory import fullest_rank
 from megascale.schedule.check import check_schedule
 from megascale.schedule.ir import ScheduleError, build_schedule
+from megascale.train.run_splits import mixture_spec
 
 RANKS_OF_HOST = 8
 """Most ranks of a host here: a larger job usually has several hosts."""
@@ -132,8 +132,7 @@ def packing_loss(config: RunConfig) -> str:
         return ""
     from megascale.data.mix.mixture import Mixture  # imports numpy
 
-    mixture = Mixture(mixture_spec(config, "train"))
-    padding, left_out = mixture.padding(), mixture.left_out()
+    padding, left_out = Mixture(mixture_spec(config, "train")).best_fit_losses()
     text = f"; {padding:.2%} of the tokens are padding" if padding else ""
     return text + (f"; {left_out} rests of one token, which have no label, are left out" if left_out else "")
 

@@ -18,8 +18,8 @@ from megascale.core.units import format_bytes
 from megascale.data.mix.bucket_summary import describe_buckets
 from megascale.data.mix.build_indices import BuiltIndices, build_indices
 from megascale.data.mix.mixture import Mixture
-from megascale.data.mix.mixture_spec import mixture_spec
 from megascale.data.read.index_files import MEMORY_ENTRIES
+from megascale.train.run_splits import mixture_spec
 
 
 def add_index_arguments(sub: argparse.ArgumentParser) -> None:

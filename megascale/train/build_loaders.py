@@ -12,13 +12,13 @@ from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
 from megascale.data.mix.batch_shape import BatchShape, StepOrder, reads_samples, reads_tokens
 from megascale.data.mix.loader import Loader
-from megascale.data.mix.mixture import Mixture, build_mixture
-from megascale.data.mix.mixture_spec import mixture_spec
+from megascale.data.mix.mock_mixture import build_mixture
 from megascale.data.mix.samples import SampleSource
 from megascale.device import Device
 from megascale.layout.document_shards import row_sharding
 from megascale.layout.sequence_shard import sequence_chunks
 from megascale.plan.account.flops import sequence_flops
+from megascale.train.run_splits import mixture_spec
 
 if TYPE_CHECKING:
     from megascale.data.mix.hybrid_batches import HybridPool
@@ -100,6 +100,8 @@ def _evaluation_batches(config: RunConfig, mesh: Mesh) -> int:
         return config.train.eval_steps
     batches = 0
     if mesh.rank == 0:
+        from megascale.data.mix.mixture import Mixture
+
         samples = Mixture(mixture_spec(config, "valid")).samples_without_repetition()
         batches = min(config.train.eval_steps, samples // config.batch.total)
         if batches == 0:

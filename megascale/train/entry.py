@@ -22,7 +22,6 @@ from megascale.core.errors import CheckpointError, Exit, LostPeerError, Megascal
 from megascale.core.files import exists, write_text
 from megascale.core.limits import PROCESSES_HINT, lacks_threads, os_error_hint
 from megascale.core.rank import NODE_VARIABLE, Rank
-from megascale.data.mix.mixture_spec import mixture_spec
 from megascale.data.read.identity import replaced_datasets, write_identities
 from megascale.device import detect_device
 from megascale.operate.node import affinity
@@ -38,6 +37,7 @@ from megascale.train.rank_record import rank_record
 from megascale.train.reporter import Reporter, open_writers
 from megascale.train.resume import OpenWeights, load_initial_state
 from megascale.train.run import Run
+from megascale.train.run_splits import mixture_spec
 from megascale.train.saves import Saves
 from megascale.train.stop import StopRequest
 from megascale.train.stored_attempt import begin_stored_attempt

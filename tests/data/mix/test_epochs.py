@@ -29,7 +29,6 @@ def test_the_epochs_used_last_stay_open() -> None:
     for key in (1, 2, 1, 3, 1, 2):
         read(key)
     assert opened == [1, 2, 3, 2]
-    assert len(epochs) == 2
 
 
 def open_files(folder: Path) -> int:
