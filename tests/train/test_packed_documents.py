@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
-from megascale.data.mix.mixture import build_mixture
+from megascale.data.mix.mock_mixture import build_mixture
 from megascale.data.mix.samples import Sample
 from megascale.parallel.microbatch import MicroBatch, StepBatch
 from megascale.parallel.rng import Dropout

@@ -36,8 +36,14 @@ class ReadRequest(NamedTuple):
 class _Span(NamedTuple):
     """Bytes [start, stop) of a file, in whole checksum blocks, that cover the parts of a request."""
 
-    byte_range: tuple[str, int, int]
+    file: str
+    start: int
+    stop: int
     request: ReadRequest
+
+    @property
+    def byte_range(self) -> tuple[str, int, int]:
+        return self[:3]
 
 
 def plan_reads(path: Location, saved: manifest.Manifest, tensors: Mapping[str, GlobalTensor]) -> list[ReadRequest]:
@@ -99,11 +105,10 @@ class CheckpointReader:
         local = [span for span in spans if span.byte_range not in common] if shared else spans
         for read, group_spans in ((self._read_range_shared, shared), (self._read_range, local)):
             for run in _adjacent(group_spans):
-                file, first, _ = run[0].byte_range
-                data = read(self.path / file, first, run[-1].byte_range[2])
+                first = run[0].start
+                data = read(self.path / run[0].file, first, run[-1].stop)
                 for span in run:
-                    _, start, stop = span.byte_range
-                    self._fill(span, data[start - first : stop - first])
+                    self._fill(span, data[span.start - first : span.stop - first])
 
     def _span(self, request: ReadRequest) -> _Span:
         """Return the checksum blocks from the first to the last requested element."""
@@ -113,7 +118,7 @@ class CheckpointReader:
         last = max(_element([o + n - 1 for o, n in zip(*part, strict=True)], strides) for part, _ in request.parts)
         start, stop = first * itemsize // block * block, (last * itemsize // block + 1) * block
         stop = min(stop, math.prod(shard.size) * itemsize)
-        return _Span((shard.file, shard.start + start, shard.start + stop), request)
+        return _Span(shard.file, shard.start + start, shard.start + stop, request)
 
     def _read_range(self, path: Location, start: int, stop: int) -> Tensor:
         data = torch.empty(stop - start, dtype=torch.uint8)
@@ -150,7 +155,7 @@ class CheckpointReader:
     def _fill(self, span: _Span, data: Tensor) -> None:
         """Check the CRC-32s of a span, and copy the requested parts."""
         (name, shard, parts), block = span.request, self.saved.checksum_block_bytes
-        dtype, start = self.saved.tensors[name].torch_dtype, span.byte_range[1] - shard.start
+        dtype, start = self.saved.tensors[name].torch_dtype, span.start - shard.start
         first = start // block
         sums = tuple(zlib.crc32(part.numpy()) for part in data.split(block))
         if sums != shard.sums[first : first + len(sums)]:
@@ -168,11 +173,8 @@ def _adjacent(spans: Iterable[_Span]) -> Iterator[list[_Span]]:
     """Group adjacent spans into reads of at most `MAX_READ_BYTES`."""
     run: list[_Span] = []
     for span in spans:
-        file, start, stop = span.byte_range
-        if run and not (
-            (run[-1].byte_range[0], run[-1].byte_range[2]) == (file, start)
-            and stop - run[0].byte_range[1] <= MAX_READ_BYTES
-        ):
+        adjacent = run and (run[-1].file, run[-1].stop) == (span.file, span.start)
+        if run and not (adjacent and span.stop - run[0].start <= MAX_READ_BYTES):
             yield run
             run = []
         run.append(span)
