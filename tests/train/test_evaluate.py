@@ -82,7 +82,7 @@ def reference_loss(rank: Rank, config: Any) -> float:
             batch = run.valid_loader.batch(8 * index)
             for row in range(8):
                 micro_batch = batch.micro_batch(row)
-                total += float(run.stages[0](None, micro_batch))
+                total += float(run.stages[0](None, micro_batch).losses[0].total)
                 tokens += micro_batch.labels.numel()
     return total / tokens
 

@@ -20,9 +20,9 @@ from megascale.data.mix.samples import Sample
 from megascale.parallel.microbatch import MicroBatch, StepBatch
 from megascale.parallel.rng import Dropout
 from megascale.plan.account.flops import token_flops
+from megascale.train.batch_totals import per_token, take_scores
 from megascale.train.evaluate import evaluate
 from megascale.train.run_splits import mixture_spec
-from megascale.train.score_totals import per_token, take_scores
 from megascale.train.step import train_step
 from tests.data.datasets import ORIGIN, write_documents
 from tests.runs import MODELS, build_run, config_of, settings
