@@ -52,8 +52,8 @@ def plain_gradients(config: Any) -> dict[str, Tensor]:
 def whole_batch(config: Any) -> Any:
     """Return the samples of the first step as one micro-batch."""
     from megascale.data.mix.loader import BatchShape, Loader
-    from megascale.data.mix.mixture import build_mixture
-    from megascale.data.mix.mixture_spec import mixture_spec
+    from megascale.data.mix.mock_mixture import build_mixture
+    from megascale.train.run_splits import mixture_spec
 
     total = config.batch.total
     samples = build_mixture(mixture_spec(config, "train"))

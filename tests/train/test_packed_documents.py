@@ -15,17 +15,16 @@ from torch import Tensor
 
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
-from megascale.data.mix.mixture import build_mixture
-from megascale.data.mix.mixture_spec import mixture_spec
+from megascale.data.mix.mock_mixture import build_mixture
 from megascale.data.mix.samples import Sample
-from megascale.data.prepare import dataset_writer
 from megascale.parallel.microbatch import MicroBatch, StepBatch
 from megascale.parallel.rng import Dropout
 from megascale.plan.account.flops import token_flops
 from megascale.train.batch_totals import per_token, take_scores
 from megascale.train.evaluate import evaluate
+from megascale.train.run_splits import mixture_spec
 from megascale.train.step import train_step
-from tests.data.datasets import ORIGIN
+from tests.data.datasets import ORIGIN, write_documents
 from tests.runs import MODELS, build_run, config_of, settings
 from tests.train.test_layout_invariance import GEMMA_LIKE, LAYOUTS
 from tests.worlds import run_world
@@ -65,7 +64,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     random = np.random.default_rng(0)
     documents = [random.integers(VOCABULARY, size=length) for length in random.integers(1, 40, size=60)]
     prefix = tmp_path_factory.mktemp("packed") / "documents"
-    dataset_writer.write_dataset(prefix, documents, ORIGIN, VOCABULARY)
+    write_documents(prefix, documents, ORIGIN, VOCABULARY)
     return prefix
 
 
