@@ -86,7 +86,8 @@ def given(model: ModelConfig, parameters: dict[str, Any], **backends: str) -> An
 
     from megascale.comm.group import single_rank_group
     from megascale.device import detect_device
-    from megascale.model.modules import LayerContext, LayerOps
+    from megascale.model.layer_ops import LayerOps
+    from megascale.model.modules import LayerContext
     from megascale.ops.select import OpContext
     from megascale.parallel.tp_overlap import TensorParallel
 
@@ -158,7 +159,8 @@ def scale_and_clip(run: Any, tokens: float = 1.0) -> float:
     one = torch.ones((), dtype=torch.float64)
     clipping = run.optimizer.compute_clipping(square, tokens * one, loss=one)
     for index in range(len(run.buffers.buckets)):
-        run.optimizer.shards[index].scale_grad(clipping.grad_factor)
+        grad = run.optimizer.shards[index].bucket.grad
+        grad.mul_(clipping.grad_factor.to(grad.dtype))
     return float(clipping.norm)
 
 

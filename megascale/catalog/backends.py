@@ -189,7 +189,7 @@ _CARDS = {
         _card("torch", "torch's flash kernel for CPUs", "partial_attention:TorchFlash"),
     ],
     "rope": [
-        _card("compile", "a formula, compiled by torch.compile", "rope:CompiledRope", ("rope",), dtypes=()),
+        _card("compile", "a formula, compiled by torch.compile", "compiled:CompiledRope", ("rope",), dtypes=()),
         _card("torch", "torch's operators", "rope:TorchRope", multi_pass=("rope",)),
     ],
     "norm": [
@@ -223,7 +223,7 @@ _CARDS = {
         _card("torch", "torch's operators", "activation:TorchActivation", multi_pass=("swiglu", "geglu")),
     ],
     "cross_entropy": [
-        _card("compile", "a kernel each for sums and gradient, by torch.compile", "cross_entropy:CompiledCrossEntropy"),
+        _card("compile", "a kernel each for sums and gradient, by torch.compile", "compiled:CompiledCrossEntropy"),
         _card("torch", "torch's operators, over blocks of tokens", "cross_entropy:TorchCrossEntropy", multi_pass=True),
     ],
     "wgrad": [

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import functools
 import os
 import sys
@@ -15,18 +16,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from megascale.core.env_numbers import whole_number
-from megascale.core.errors import ConfigError, MegascaleError, Problem
+from megascale.core.errors import ConfigError, Exit, MegascaleError, Problem
 from megascale.core.limits import raise_soft_limits
 from megascale.core.process import usable_cores
 from megascale.core.rank import NODE_VARIABLE
 from megascale.operate.channel.secret import inheritable_secret, job_secret
 from megascale.operate.driver.scheduler.port import ADDRESS_VARIABLE, DRIVER_VARIABLE, SLOTS_VARIABLE
-from megascale.operate.node.node_place import NodePlace
+from megascale.operate.node.ranks import NodePlace
 
 OPEN_FILES = 1 << 16
 
-NO_DESCRIPTOR = -1
-"""An observer starts no ranks, which would read the secret from a descriptor."""
+NO_DESCRIPTOR = -1  # an observer starts no ranks, which would read the secret from a descriptor
 
 GRPC_DEFAULTS = {
     "GRPC_ENABLE_FORK_SUPPORT": "0",  # the children of an agent are other programs
@@ -46,11 +46,12 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the subcommand and return its exit status."""
+    """Run the subcommand, and end this process with its exit status."""
     os.environ.update(GRPC_DEFAULTS | os.environ)
     from megascale.operate.channel.agent_channel import AgentChannel  # imports gRPC, which reads these variables
+    from megascale.operate.channel.handshake import NotAPeerError
     from megascale.operate.channel.streams import tls_from_environment
-    from megascale.operate.node.agent import Agent, leave_process
+    from megascale.operate.node.agent import Agent
     from megascale.operate.node.observed_ranks import ObservedRanks
 
     place = place_from_environment(os.environ)
@@ -64,11 +65,18 @@ def run(options: argparse.Namespace) -> int:
     try:
         connect = functools.partial(AgentChannel, place.driver, secret, tls=tls_from_environment())
         status = asyncio.run(Agent(place, connect, descriptor, observe).run())
+    except NotAPeerError as error:
+        hint = "give all agents the secret of the job's supervisor"
+        print(MegascaleError(f"the driver at {place.driver}: {error}", hint=hint), file=sys.stderr)
+        status = int(Exit.UNCLASSIFIED)
     except MegascaleError as error:
         print(error, file=sys.stderr)
         status = int(error.exit_status)
-    leave_process(status)  # also after an error: gRPC may abort a process that ends in order
-    return status
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    # at once, whatever a thread waits for, such as a sick device; gRPC may abort a process that ends in order
+    os._exit(status)
 
 
 def place_from_environment(env: Mapping[str, str]) -> NodePlace:

@@ -21,7 +21,7 @@ from megascale.core.errors import ConfigError, Problem
 from megascale.core.files import exists, is_folder, write_text
 from megascale.core.process import die_with_parent, usable_cores
 from megascale.core.rank import Rank, rank_from_environment
-from megascale.operate.driver.one_host import OneHost, run_on_this_host
+from megascale.operate.driver.one_host import run_on_this_host
 from megascale.operate.node.failure import write_end, write_error
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def _check_output(path: Path) -> None:
 def _start(words: list[str], processes: int) -> int:
     """Run a command with `processes` ranks on this host; return the exit status."""
     with tempfile.TemporaryDirectory() as folder:
-        return run_on_this_host(OneHost(words, processes, Path(folder)))
+        return run_on_this_host(words, processes, Path(folder))
 
 
 def _run_rank(work: RankWork, *, gpus: bool) -> int:

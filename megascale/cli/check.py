@@ -23,7 +23,7 @@ from megascale.data.read.identity import replaced_datasets
 from megascale.layout.chunks import stages_of
 from megascale.layout.parameters import parameter_count
 from megascale.layout.topology import topology_of
-from megascale.operate.node.host_limits import limit_findings, memory_findings
+from megascale.operate.node.host_limits import datasets_by_split, limit_findings, memory_findings
 from megascale.plan.account.activation_offload import host_bytes
 from megascale.plan.account.attended import describe_documents
 from megascale.plan.account.memory import fullest_rank
@@ -160,9 +160,10 @@ def host_warnings(config: RunConfig) -> Iterator[str]:
     start. The hosts of the run may have other limits.
     """
     ranks = min(config.world_size, RANKS_OF_HOST)
-    findings = list(limit_findings(config, ranks))
+    datasets, saves = datasets_by_split(config.data, config.train.eval_every), bool(config.checkpoint.every)
+    findings = list(limit_findings(datasets, config.world_size, ranks, saves=saves))
     if config.checkpoint.memory_every:
-        findings += memory_findings(config, ranks, fullest_rank(config).optimizer)
+        findings += memory_findings(config.checkpoint, ranks, fullest_rank(config).optimizer)
     for finding in findings:
         yield f"this host  {finding.key}: {finding.message}  -> {finding.hint}"
     if config.checkpoint.resume != "never":

@@ -1,5 +1,6 @@
-"""`megascale collect`: the collector of a run's ranks on this host under torchrun or srun, which each launcher's first
-rank starts; of several the first collects from all.
+"""`megascale collect`: the agent of a run's ranks on this host that torchrun or srun has started, without a job's
+driver: it finds them, collects their events and serves their metrics. The first rank of each launcher starts one; of
+several the first collects from all.
 
 Its standard input is a pipe from that rank, and ends when the rank does. The process ends soon after the last rank.
 """
@@ -7,29 +8,32 @@ Its standard input is a pipe from that rank, and ends when the rank does. The pr
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
+import functools
 import os
 import select
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megascale.config.run import RunConfig
 from megascale.core.errors import Exit
 from megascale.core.files import SHARED_MEMORY, lock_to_build
-from megascale.core.process import module_command, process_exists
+from megascale.core.process import module_command
 from megascale.operate.print_line import print_line
-from megascale.operate.store.collector import POLL_S, Collector, CollectorThread
-from megascale.record.log_files import find_logs, folder_key, remove_log
-from megascale.record.log_reader import read_state
-from megascale.record.rank_state import LogError
+from megascale.record.log_files import folder_key
 
-LAST_ROWS_S = 5.0
-"""Seconds that a rank that ends in order waits for its collector, which a container may end with it."""
+if TYPE_CHECKING:
+    from megascale.config.train import ObserveConfig
+    from megascale.operate.channel.ends import DriverEnd
+    from megascale.operate.channel.messages import Welcome
+
+LAST_ROWS_S = 5.0  # seconds that a rank that ends in order waits for its collector, which a container may end with it
+POLL_S = 0.5  # seconds between looks for ranks, and for the lock of another collector
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
@@ -40,12 +44,12 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 
 @contextlib.contextmanager
-def collector_process(config: RunConfig) -> Iterator[None]:
-    """Collect from the ranks of a run on this host, in a process of its own, until they have ended. This process, which
-    is one of them, trains in the `with` block.
+def collector_process(folder: Path, observe: ObserveConfig) -> Iterator[None]:
+    """Collect from the ranks of the run in `folder` on this host, in a process of its own, until they have ended. This
+    process, which is one of them, trains in the `with` block.
     """
-    words = module_command("megascale", "collect", str(config.folder))
-    words += ["--metrics-address", config.observe.metrics_address, "--metrics-port", str(config.observe.metrics_port)]
+    words = module_command("megascale", "collect", str(folder))
+    words += ["--metrics-address", observe.metrics_address, "--metrics-port", str(observe.metrics_port)]
     try:  # in a session of its own: torchrun ends the sessions of its ranks
         process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
     except OSError as error:
@@ -68,48 +72,57 @@ def run(options: argparse.Namespace) -> int:
     mark = SHARED_MEMORY / f"megascale-{os.geteuid()}-{folder_key(options.folder):x}"
     try:
         while (lock := lock_to_build(mark)) is None:
-            if _has_ended(first):
+            if select.select([sys.stdin.fileno()], [], [], POLL_S)[0] or os.getppid() != first:
                 return Exit.OK
     except OSError as error:
         print_line(f"WARNING: no event store, because {error.filename} cannot be opened: {error.strerror}")
         return Exit.UNCLASSIFIED
     with lock:
-        _collect(options, first)
+        asyncio.run(_collect(options, first))
         Path(lock.name).unlink(missing_ok=True)
     return Exit.OK
 
 
-def _collect(options: argparse.Namespace, first: int) -> None:
+async def _collect(options: argparse.Namespace, first: int) -> None:
     """Collect until all ranks have ended. `first`: the process of the rank that started this one."""
-    from megascale.operate.node.node_exporter import watching_host
-    from megascale.operate.store.exporter import MetricsEndpoint
+    from megascale.operate.channel.ends import AgentEnd, DriverEnd
+    from megascale.operate.channel.messages import Welcome
+    from megascale.operate.node.agent import Agent
+    from megascale.operate.node.observed_ranks import ObservedRanks
+    from megascale.operate.node.ranks import NodePlace
 
-    paths: dict[int, Path] = {}
-    pids: dict[int, int] = {}
-    thread = CollectorThread(Collector(paths, print_line), print_line)
-    name, host = options.folder.name, socket.gethostname()
-    endpoint = MetricsEndpoint(options.metrics_address, options.metrics_port, name, options.folder, host, host)
-    with watching_host(thread.collector, endpoint, print_line):
-        while not _has_ended(first):
-            _find_ranks(options.folder, paths, pids)
-    while any(process_exists(pid) for pid in pids.values() if pid != first):
-        time.sleep(POLL_S / 5)
-    thread.finish()
-    for path in paths.values():
-        remove_log(path)
-
-
-def _has_ended(parent: int) -> bool:
-    """Wait a moment, and return True if standard input or the parent has ended."""
-    readable, _, _ = select.select([sys.stdin.fileno()], [], [], POLL_S)
-    return bool(readable) or os.getppid() != parent
+    folder, host, end = options.folder, socket.gethostname(), DriverEnd()
+    place = NodePlace(host, host, "", 0, run=folder.name, folder=folder, alone=True)
+    observe = functools.partial(ObservedRanks, folder, collected=True)
+    agent = Agent(place, functools.partial(AgentEnd, end), -1, observe, print_line)
+    address, port = options.metrics_address, options.metrics_port
+    welcome = Welcome(POLL_S, POLL_S, 0.0, 0.0, folder.name, str(folder), address, port)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(agent.run(heeds_signals=False))
+        group.create_task(_drive(end, welcome, first))
 
 
-def _find_ranks(folder: Path, paths: dict[int, Path], pids: dict[int, int]) -> None:
-    """Add the logs of the run's ranks that have begun on this host, and their processes."""
-    key = folder_key(folder)
-    for path in set(find_logs(folder.name)) - set(paths.values()):
-        with contextlib.suppress(OSError, LogError):
-            state = read_state(path, head_only=True)
-            if state.folder == key and process_exists(state.pid):  # the pattern of "a" holds for "a-b"
-                paths[state.rank], pids[state.rank] = path, state.pid
+async def _drive(end: DriverEnd, welcome: Welcome, first: int) -> None:
+    """Take the part of a driver: let the agent leave once the first rank, which may wait for it, and all others have
+    ended.
+    """
+    from megascale.operate.channel.ends import Disconnected
+    from megascale.operate.channel.messages import Heartbeat, Leave
+
+    loop, stdin = asyncio.get_running_loop(), sys.stdin.fileno()
+    node, _ = await anext(end)
+    end.send(node, welcome)
+
+    def take_end() -> None:
+        loop.remove_reader(stdin)
+        end.inbox.put_nowait((node, Disconnected("the first rank has ended")))
+
+    loop.add_reader(stdin, take_end)
+    pids, has_ended = set[int](), False
+    async for _, message in end:
+        if isinstance(message, Heartbeat):
+            pids = {status.pid for status in message.ranks}
+        has_ended = has_ended or isinstance(message, Disconnected) or os.getppid() != first
+        if has_ended and pids <= {first}:
+            end.send(node, Leave(""))
+            return

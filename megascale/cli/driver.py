@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import socket
+from pathlib import Path
 
 from megascale.cli.main import add_config_arguments
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
+from megascale.core.process import STOP_ORDER
 from megascale.core.run_folder import LOGS, RunFolder
 from megascale.operate.channel.secret import job_secret
 
@@ -33,13 +35,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def _drive(options: argparse.Namespace, config: RunConfig) -> int:
+    from megascale.cli.smaller_layout import smaller_layout
+    from megascale.operate.channel.driver_server import DriverServer
+    from megascale.operate.channel.streams import tls_from_environment
     from megascale.operate.driver.drive_job import drive_job
     from megascale.operate.driver.job_state import JobPlan
     from megascale.operate.driver.scheduler.adapters import ADAPTERS
     from megascale.operate.driver.scheduler.remote import SchedulerClient
-    from megascale.operate.driver.shrink import smaller_layout
 
-    host, _, port = options.listen.rpartition(":")
+    fault, settings, observe = config.fault, config.checkpoint, config.observe
     adapter, per_node = ADAPTERS[options.scheduler], config.world_size // options.nodes
     plan = JobPlan(
         config.name,
@@ -50,27 +54,26 @@ async def _drive(options: argparse.Namespace, config: RunConfig) -> int:
         takeover=options.takeover,
         requestable=adapter.requestable,
         revivable=adapter.revivable,
-        checks=config.fault.check_nodes,
-        resuming=("checkpoint.resume=auto",) if config.checkpoint.resume == "never" else (),
+        checks=fault.check_nodes,
+        resuming=("checkpoint.resume=auto",) if settings.resume == "never" else (),
         smaller=lambda nodes: smaller_layout(config, per_node, nodes),
         folder=str(config.folder),
-        metrics_address=config.observe.metrics_address,
-        metrics_port=config.observe.metrics_port,
+        metrics_address=observe.metrics_address,
+        metrics_port=observe.metrics_port,
+        stops=(STOP_ORDER,),  # of the supervisor
     )
-    settings = config.checkpoint
-    wait_s = settings.retry_timeout_s / config.fault.same_step_failures  # that many attempts wait
-    folder = RunFolder(
-        str(config.folder.resolve()),
-        options.run_id,
-        config.checkpoint_folder,
-        settings.memory_dir if settings.every and settings.memory_every else "",
-        wait_s,
-    ).read_again()
+    copies = settings.memory_dir if settings.every and settings.memory_every else ""
+    wait_s = settings.retry_timeout_s / fault.same_step_failures  # that many attempts wait
+    path = str(config.folder.resolve())
+    folder = RunFolder(path, options.run_id, config.checkpoint_folder, copies, wait_s).read_again()
+    host, _, port = options.listen.rpartition(":")
+    server = DriverServer(job_secret(None), host, int(port), tls_from_environment(), config.name)
     size = {"nodes": options.nodes, "world": config.world_size, "scheduler": options.scheduler}
     scheduler = await SchedulerClient.connect(socket.socket(fileno=options.scheduler_descriptor))
     try:
-        listen = host, int(port)
-        launch = size if options.first else None
-        return await drive_job(config, plan, scheduler, job_secret(None), listen, launch, scheduler.report_end, folder)
+        return await drive_job(
+            plan, fault, scheduler, server, size if options.first else None, scheduler.report_end, folder,
+            Path(copies) if copies else None,
+        )  # fmt: skip
     finally:
         await scheduler.close()

@@ -44,7 +44,8 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    from megascale.operate.driver.supervisor import LaunchPlan, supervise
+    from megascale.operate.driver.supervisor import supervise
+    from megascale.operate.node.node_ranks import remove_lost_records
 
     config = load_config(options.config, options.overrides)
     if found := list(problems(options, config)):
@@ -60,8 +61,11 @@ def run(options: argparse.Namespace) -> int:
         run_id, _ = read_token(config.folder)
         arguments = (options.config, *options.overrides, *size, "--run-id", run_id)
         count, slots = options.nodes + options.spares, config.world_size // options.nodes
-        plan = LaunchPlan(config.folder, arguments, count, options.scheduler, slots, config.fault.stop_grace_s)
-        return asyncio.run(supervise(plan))
+        grace_s = config.fault.stop_grace_s
+        try:
+            return asyncio.run(supervise(config.folder, arguments, count, options.scheduler, slots, grace_s))
+        finally:
+            remove_lost_records(config.folder.name)
 
 
 def _write_manifest(options: argparse.Namespace, config: RunConfig) -> int:

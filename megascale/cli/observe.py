@@ -24,17 +24,13 @@ from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.network import LOOPBACK, address_for_others, address_toward, join_port, listen, reserve_port
-from megascale.core.process import die_with_parent, module_command
+from megascale.core.process import die_with_parent, module_command, stop_signals
 from megascale.core.rank import NODE_VARIABLE
 from megascale.core.run_folder import LOGS
-from megascale.operate.channel.secret import job_secret
 from megascale.operate.driver.scheduler.port import ADDRESS_VARIABLE, DRIVER_VARIABLE
 
-PORT = 29600
-"""Port of the driver, unless --driver names another."""
-
-LEAVE_S = 5.0
-"""Seconds that the observer of the driver's host has to leave."""
+PORT = 29600  # port of the driver, unless --driver names another
+LEAVE_S = 5.0  # seconds that the observer of the driver's host has to leave
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
@@ -141,19 +137,24 @@ def _observing(command: Sequence[str], env: Mapping[str, str]) -> Iterator[None]
 
 async def _drive(config: RunConfig, driver: DriverEndpoint) -> int:
     """Reach verdicts about the ranks of all hosts, until they have ended."""
+    from megascale.operate.channel.driver_server import DriverServer
+    from megascale.operate.channel.secret import job_secret
+    from megascale.operate.channel.streams import tls_from_environment
     from megascale.operate.driver.drive_job import drive_job
     from megascale.operate.driver.job_state import JobPlan
     from megascale.operate.driver.scheduler.none import NoScheduler
     from megascale.operate.print_line import print_line
 
     config.folder.mkdir(parents=True, exist_ok=True)
-    observe = config.observe
+    observe, settings = config.observe, config.checkpoint
     plan = JobPlan(
-        config.name, 0, 0, (), str(config.folder / LOGS), revivable=False, observed=True,
-        folder=str(config.folder), metrics_address=observe.metrics_address, metrics_port=observe.metrics_port,
+        config.name, 0, 0, (), str(config.folder / LOGS), revivable=False, observed=True, folder=str(config.folder),
+        metrics_address=observe.metrics_address, metrics_port=observe.metrics_port, stops=tuple(stop_signals()),
     )  # fmt: skip
     size = {"nodes": 0, "world": 0, "scheduler": "none"}  # the observers find them
     where = join_port(driver.name, driver.port)
     print_line(f"watching the ranks of {config.name}; observers of their hosts join at {where}")
-    endpoint = driver.listens_at, driver.port
-    return await drive_job(config, plan, NoScheduler(), job_secret(Path(observe.dir)), endpoint, size)
+    secret, tls = job_secret(Path(observe.dir)), tls_from_environment()
+    server = DriverServer(secret, driver.listens_at, driver.port, tls, config.name)
+    copies = Path(settings.memory_dir) if settings.every and settings.memory_every else None
+    return await drive_job(plan, config.fault, NoScheduler(), server, size, copies=copies)

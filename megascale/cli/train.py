@@ -28,7 +28,7 @@ from megascale.core.run_folder import LOGS, TOKEN_VARIABLE, check_known, read_to
 from megascale.operate.diagnose.hang import flight
 from megascale.operate.node import environment
 from megascale.operate.node.failure import write_end, write_error
-from megascale.operate.node.host_limits import limit_findings, wanted_open_files
+from megascale.operate.node.host_limits import datasets_by_split, limit_findings, wanted_open_files
 from megascale.operate.store.settings import StoreSettings
 from megascale.record.log_files import FLIGHT_RECORD_VARIABLE, log_of_rank
 
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
         if place.local_rank == 0 and collected and FLIGHT_RECORD_VARIABLE not in os.environ:
             from megascale.cli.collect import collector_process
 
-            held.enter_context(collector_process(config))  # else the launcher or agent collects
+            held.enter_context(collector_process(config.folder, config.observe))  # else the launcher or agent collects
         try:
             from megascale.train.entry import run_rank
         except Exception as error:
@@ -91,22 +91,19 @@ def _announce_failed_start(error: MegascaleError, rank: Rank, options: argparse.
         folder = observe.get("dir") if isinstance(observe, dict) else None
     default = ObserveConfig.model_fields["dir"].default
     with contextlib.suppress(ImportError):  # torch cannot be loaded here
-        from megascale.comm.init import announce_failed_start
+        from megascale.comm.meeting import announce_failed_start
 
         announce_failed_start(rank, error.message, Path(folder if isinstance(folder, str) else default))
 
 
 def _launch_ranks(options: argparse.Namespace, config: RunConfig) -> int:
     """Launch the layout's ranks on this host. What only a launcher needs is imported here: a rank starts without."""
-    from megascale.operate.driver.one_host import OneHost, run_on_this_host
+    from megascale.operate.driver.one_host import run_on_this_host
 
     if warning := environment.warn_of_idle_hosts(config.world_size):
         print(warning, file=sys.stderr)
-    observe = config.observe
-    words = ["train", options.config, *options.overrides]
-    return run_on_this_host(
-        OneHost(words, config.world_size, config.folder, observe.metrics_address, observe.metrics_port)
-    )
+    words, observe = ["train", options.config, *options.overrides], config.observe
+    return run_on_this_host(words, config.world_size, config.folder, (observe.metrics_address, observe.metrics_port))
 
 
 def _load_config(options: argparse.Namespace, rank: Rank | None) -> RunConfig:
@@ -144,8 +141,9 @@ def raise_limits(config: RunConfig, ranks: int) -> None:
 
     Raises: ConfigError if a hard limit is lower.
     """
-    raise_soft_limits(wanted_open_files(config))
-    if findings := list(limit_findings(config, ranks)):
+    datasets, world = datasets_by_split(config.data, config.train.eval_every), config.world_size
+    raise_soft_limits(wanted_open_files(datasets, world))
+    if findings := list(limit_findings(datasets, world, ranks, saves=bool(config.checkpoint.every))):
         where = f"host {socket.gethostname()}"
         raise ConfigError([Problem(where, finding.key, finding.message, finding.hint) for finding in findings])
 

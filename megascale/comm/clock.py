@@ -33,16 +33,12 @@ def clock_offset(
     world.control.barrier(f"clock {label}")
     if world.index == 0:
         for asker in range(1, shared.add("hosts", 0) + 1):
-            _answer(shared, asker, now)
+            for turn in range(ROUND_TRIPS):
+                shared.get(f"{asker} asks {turn}")
+                shared.set(f"answer {turn} to {asker}", repr(now()))
     if asks:
         shared.set(f"offset of {host}", repr(_ask(shared, number, now)))
     return now(), float(shared.get(f"offset of {host}")) if elsewhere else 0.0
-
-
-def _answer(store: Store, asker: int, now: Callable[[], float]) -> None:
-    for turn in range(ROUND_TRIPS):
-        store.get(f"{asker} asks {turn}")
-        store.set(f"answer {turn} to {asker}", repr(now()))
 
 
 def _ask(store: Store, number: int, now: Callable[[], float]) -> float:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megascale.comm.shared_memory import host_key
+from megascale.comm.host_ranks import host_key
 from megascale.core.errors import LostPeerError
 from megascale.core.process import process_exists
 from megascale.core.rank import MAX_RANKS_NAMED, format_ranks
@@ -227,10 +227,12 @@ def describe_lost(rank: int, peers: Sequence[int]) -> str:
         silent = [peer for peer in silent if not job.check([_lost_by_key(peer)])]
     ended = [peer for peer in silent if _has_ended(job, peer)]
     others = [peer for peer in silent if peer not in ended]
+    places = (job.get(_process_key(peer)).decode() for peer in others if job.check([_process_key(peer)]))
+    hosts = [place.split(" ")[2] for place in places]
     first = job.get(_LOST_KEY).decode() if job.check([_LOST_KEY]) else ""
     parts = [
         f"the process of {format_ranks(ended)} has ended" if ended else "",
-        f"no answer from {_with_hosts(job, others)}" if others else "",
+        f"no answer from {format_ranks(others)} on {', '.join(dict.fromkeys(hosts))}" if others else "",
         f"the first to say so: {first.removeprefix(_EXITED)}" if first and f"rank {rank} of" not in first else "",
     ]
     return "".join(f"; {part}" for part in parts if part)
@@ -246,11 +248,6 @@ def _process_key(rank: int) -> str:
 
 def _lost_by_key(rank: int) -> str:
     return f"control/lost by/{rank}"
-
-
-def _with_hosts(job: _Store, ranks: Sequence[int]) -> str:
-    hosts = (job.get(_process_key(rank)).decode().split(" ")[2] for rank in ranks if job.check([_process_key(rank)]))
-    return f"{format_ranks(ranks)} on {', '.join(dict.fromkeys(hosts))}"
 
 
 def _has_ended(job: _Store, rank: int) -> bool:

@@ -14,10 +14,13 @@ from collections.abc import Iterator
 from torch.distributed import Store
 
 from megascale.core.errors import Problem
-from megascale.core.network import LOOPBACK, address_toward, is_loopback
-from megascale.core.rank import launcher_store, rendezvous_endpoint
+from megascale.core.network import LOOPBACK, address_toward, has_loopback, is_loopback
+from megascale.core.rank import launcher_store, on_one_host, rendezvous_endpoint
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
+
+GLOO_STORE_VARIABLE = "GLOO_ENABLE_STORE_V2_API"
+"""Environment variable: gloo reads the addresses of a group's ranks in one request, not in two for each rank."""
 
 _SIOCGIFADDR = 0x8915  # of netdevice(7)
 _IFREQ = struct.Struct("16s24s")  # name, and a union that begins with a sockaddr_in
@@ -42,6 +45,21 @@ def publish_address(store: Store) -> None:
     """Tell the other ranks an address at which they reach this host."""
     if not is_loopback(address := own_address(first_host())):
         store.set(_KEY, address)
+
+
+def prepare_gloo(backend: str, store: Store, world: int) -> str:
+    """Set what gloo reads from the environment, for a job of `world` ranks: on hosts with loopback. Returns the backend
+    to open: one that needs no network for a rank alone on a host without.
+    """
+    if not has_loopback():
+        if backend != "gloo" or world > 1:
+            return backend
+        import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers the backend
+
+        return "fake"  # a rank alone communicates with no one
+    os.environ.setdefault(GLOO_STORE_VARIABLE, "1")
+    choose_gloo_interface(store, one_host=world == 1 or on_one_host(world))
+    return backend
 
 
 def choose_gloo_interface(store: Store, *, one_host: bool) -> None:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import os
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megascale.comm.shared_memory import host_key
+from megascale.core.rank import NODE_VARIABLE
+
+
+def host_key() -> str:
+    """Return a key that is equal for processes of the same host. A network namespace counts as a host (a testbed), and
+    so does a namespace of process ids (a container): ids mean nothing elsewhere. So does a node of `driver.scheduler`.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    network, processes = (Path(f"/proc/self/ns/{kind}").stat().st_ino for kind in ("net", "pid"))
+    return f"{boot}/{network}/{processes}/{os.environ.get(NODE_VARIABLE, '')}"
 
 
 def publish_rank(store: Any, rank: int) -> None:

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import time
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed import DistError, Store
 
-from megascale.comm import agreement, control
-from megascale.comm.agreement import FAILED_START_S, Record, check_agreement
-from megascale.comm.gloo_interface import choose_gloo_interface, interface_problems, publish_address
-from megascale.comm.host_ranks import publish_rank
+from megascale.comm.control import leave_job
+from megascale.comm.gloo_interface import interface_problems, prepare_gloo
 from megascale.comm.lost_peer import opening_group
+from megascale.comm.meeting import Record, meet
 from megascale.comm.nccl_options import environment_problems, nccl_options, set_network_patience
-from megascale.comm.rendezvous import open_store
 from megascale.config.launch import LaunchConfig
 from megascale.config.nccl import NcclConfig
-from megascale.core.errors import ConfigError, MegascaleError
-from megascale.core.network import has_loopback
-from megascale.core.rank import Rank, on_one_host
+from megascale.core.errors import ConfigError
+from megascale.core.rank import Rank
 from megascale.device import Device
-from megascale.operate.channel.secret import job_secret
-
-GLOO_STORE_VARIABLE = "GLOO_ENABLE_STORE_V2_API"
-"""Environment variable: gloo reads the addresses of a group's ranks in one request, not in two for each rank."""
 
 STORE_IDLE_S = 0.05
 """Seconds in which a thread of NCCL's that asks the store once a second ends its request after the shutdown."""
@@ -64,14 +55,8 @@ def init_distributed(
         raise ConfigError(problems)
     set_network_patience(device.backend, nccl, os.environ)
     timeout = datetime.timedelta(seconds=launch.start_timeout_s)
-    backend, store = device.backend, _meet(rank, timeout, record or {}, folder)
-    if backend == "gloo" and rank.world_size == 1 and not has_loopback():
-        import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers a backend that needs no network
-
-        backend = "fake"  # a rank alone communicates with no one
-    if has_loopback():
-        os.environ.setdefault(GLOO_STORE_VARIABLE, "1")
-        choose_gloo_interface(store, one_host=rank.world_size == 1 or on_one_host(rank.world_size))
+    store = meet(rank, timeout, record or {}, folder)
+    backend = prepare_gloo(device.backend, store, rank.world_size)
     with opening_group("world", range(rank.world_size), rank.rank):
         dist.init_process_group(
             backend,
@@ -83,30 +68,10 @@ def init_distributed(
         )
 
 
-def _meet(rank: Rank, timeout: datetime.timedelta, record: Record, folder: Path | None) -> Store:
-    """Return the job's store when all ranks have come and agree on `record`."""
-    if rank.world_size == 1:
-        return dist.HashStore()
-    store = open_store(rank, job_secret(folder), timeout)
-    publish_address(store)
-    publish_rank(store, rank.rank)
-    check_agreement(store, rank, record)
-    return store
-
-
-def announce_failed_start(rank: Rank, reason: str, folder: Path | None) -> None:
-    """Tell the ranks of other hosts, which would wait for this one, why it does not come. `folder`: as of
-    `init_distributed`. A store that cannot be reached within seconds is left alone.
-    """
-    with contextlib.suppress(MegascaleError, OSError, DistError):
-        store = open_store(rank, job_secret(folder), datetime.timedelta(seconds=FAILED_START_S))
-        agreement.announce_failed_start(store, rank, reason)
-
-
 def shutdown_distributed() -> None:
     """Leave the job, if this process has joined one."""
     if dist.is_initialized():
-        control.leave_job()
+        leave_job()
         world = dist.group.WORLD
         dist.destroy_process_group()
         time.sleep(STORE_IDLE_S)

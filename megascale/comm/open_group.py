@@ -4,16 +4,12 @@ for large groups), shared memory, or messages.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
 
-from megascale.comm import shared_memory
 from megascale.comm.group import Group, single_rank_group
 from megascale.comm.lost_peer import opening_group
 from megascale.comm.nccl_options import nccl_options
@@ -22,8 +18,6 @@ from megascale.comm.progress import work_wrapper
 from megascale.comm.timeout import Timeout
 from megascale.comm.work import TransportWork, WrapWork
 from megascale.config.nccl import NcclConfig
-from megascale.core.process import usable_cores
-from megascale.core.rank import local_world_size
 from megascale.record.recorder import Recorder
 
 MAX_DIRECT_RANKS = 8
@@ -115,34 +109,10 @@ def open_transport(group: Group, slot_bytes: int, timeout: Timeout) -> None:
     group.transport = ProcessGroupTransport(group.process_group, work_wrapper(group.name, timer))
     if timer.synchronous and group.size <= MAX_DIRECT_RANKS:
         group.transport = group.p2p_transport
-        if slot_bytes and (ring := _open_ring(group, slot_bytes)) is not None:
+        if not slot_bytes:
+            return
+        from megascale.comm.shared_memory import open_ring
+
+        if (ring := open_ring(group, slot_bytes)) is not None:
             timeout.register(ring.set_timeout)
             group.transport, group.p2p_transport = ring, None  # the compute thread copies: no overlap
-
-
-def _open_ring(group: Group, slot_bytes: int) -> shared_memory.SharedMemoryTransport | None:
-    """Open a shared-memory ring, allocated by the group's first rank; None on every rank if the ranks are on several
-    hosts, or if a rank fails to, with `group.ring_problem` set.
-    """
-    key = shared_memory.host_key() if shared_memory.is_available() else str(group.index)
-    found = group.control.gather((key, os.getpid()), "shared memory")
-    crowded = local_world_size(default=group.size) > usable_cores()
-    spin = 5e-6 if crowded else 100e-6  # seconds; with more ranks than cores, let other ranks run
-    path, ring, problem = None, None, ""
-    with contextlib.ExitStack() as allocated:
-        if found is not None and len({host for host, _ in found}) == 1:  # on the group's first rank
-            try:
-                path = str(allocated.enter_context(shared_memory.allocated_ring(group.size, slot_bytes)))
-            except OSError as error:
-                problem = error.strerror or str(error)
-        processes, path, problem = group.control.broadcast((found, path, problem), "shared memory")
-        pids = [pid for _, pid in processes]
-        if path is None and not problem:
-            return None  # on several hosts
-        if path is not None:
-            try:
-                ring = shared_memory.SharedMemoryTransport(Path(path), group.size, group.index, pids, slot_bytes, spin)
-            except OSError as error:
-                problem = error.strerror or str(error)
-        group.ring_problem = next(filter(None, group.control.all_gather(problem, "shared memory")), "")
-    return None if group.ring_problem else ring

@@ -24,10 +24,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megascale.comm.group import Group
+from megascale.comm.host_ranks import host_key
 from megascale.comm.work import TransportWork
 from megascale.core.errors import LostPeerError
-from megascale.core.process import process_exists
-from megascale.core.rank import NODE_VARIABLE
+from megascale.core.process import process_exists, usable_cores
+from megascale.core.rank import local_world_size
 
 RING_SLOTS = 4  # rounds that a rank may be ahead of the slowest rank
 CACHE_LINE_BYTES = 64  # distance of the counters: a cache line each
@@ -43,15 +45,6 @@ class _Timespec(ctypes.Structure):
 def is_available() -> bool:
     """Return True if this machine supports the transport: Linux on x86-64."""
     return platform.machine() in _SYS_FUTEX and hasattr(os, "memfd_create")
-
-
-def host_key() -> str:
-    """Return a key that is equal for processes of the same host. A network namespace counts as a host (a testbed), and
-    so does a namespace of process ids (a container): ids mean nothing elsewhere. So does a node of `driver.scheduler`.
-    """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    network, processes = (Path(f"/proc/self/ns/{kind}").stat().st_ino for kind in ("net", "pid"))
-    return f"{boot}/{network}/{processes}/{os.environ.get(NODE_VARIABLE, '')}"
 
 
 @contextlib.contextmanager
@@ -266,3 +259,31 @@ def _combine(out: Tensor, terms: Sequence[Tensor], op: str) -> None:
     torch.add(terms[0], terms[1], out=out)
     for term in terms[2:]:
         out += term
+
+
+def open_ring(group: Group, slot_bytes: int) -> SharedMemoryTransport | None:
+    """Open a shared-memory ring, allocated by the group's first rank; None on every rank if the ranks are on several
+    hosts, or if a rank fails to, with `group.ring_problem` set.
+    """
+    key = host_key() if is_available() else str(group.index)
+    found = group.control.gather((key, os.getpid()), "shared memory")
+    crowded = local_world_size(default=group.size) > usable_cores()
+    spin = 5e-6 if crowded else 100e-6  # seconds; with more ranks than cores, let other ranks run
+    path, ring, problem = None, None, ""
+    with contextlib.ExitStack() as allocated:
+        if found is not None and len({host for host, _ in found}) == 1:  # on the group's first rank
+            try:
+                path = str(allocated.enter_context(allocated_ring(group.size, slot_bytes)))
+            except OSError as error:
+                problem = error.strerror or str(error)
+        processes, path, problem = group.control.broadcast((found, path, problem), "shared memory")
+        pids = [pid for _, pid in processes]
+        if path is None and not problem:
+            return None  # on several hosts
+        if path is not None:
+            try:
+                ring = SharedMemoryTransport(Path(path), group.size, group.index, pids, slot_bytes, spin)
+            except OSError as error:
+                problem = error.strerror or str(error)
+        group.ring_problem = next(filter(None, group.control.all_gather(problem, "shared memory")), "")
+    return None if group.ring_problem else ring

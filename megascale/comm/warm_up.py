@@ -35,7 +35,10 @@ def warm_up(mesh: Mesh, device: Device, links: Iterable[Link], sizes: Sequence[i
     _collectives(mesh.reduction_groups[-1], sizes[:1], device)  # the only group not covered above; it reduces scalars
     for group in (mesh.tp, mesh.cp_heads, mesh.cp_keys):
         if sizes and group.p2p_transport is not None:
-            _pieces(group, device)
+            part = torch.zeros(1, device=device.torch_device)  # every pair: tp sends pieces, cp heads, keys and values
+            for _, work in all_gather_pieces(group, part.new_empty(group.size), part, 1, label="warm up"):
+                work.wait()
+            device.synchronize()
     mesh.p2p.connect(device.torch_device, links)
     device.release_memory()
 
@@ -48,12 +51,4 @@ def _collectives(group: Group, sizes: Sequence[int], device: Device) -> None:
         all_reduce(group, full, label="warm up")
         all_gather(group, full, part, label="warm up")
         reduce_scatter(group, part, full, label="warm up")
-    device.synchronize()
-
-
-def _pieces(group: Group, device: Device) -> None:
-    """Connect every pair of a group's ranks: tp sends pieces between all pairs, cp heads, keys and values."""
-    part = torch.zeros(1, device=device.torch_device)
-    for _, work in all_gather_pieces(group, part.new_empty(group.size), part, 1, label="warm up"):
-        work.wait()
     device.synchronize()

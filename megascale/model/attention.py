@@ -11,8 +11,6 @@ from megascale.catalog.layers import NORMS
 from megascale.model.modules import LayerContext, Linear, Norm
 from megascale.ops.core_attention import AttentionMask
 from megascale.ops.rope import layer_rope, rope_at, rope_table
-from megascale.parallel.kv_exchange import VisibleScores, attend_to_all
-from megascale.parallel.kv_store import StoredKV
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Recomputation, recompute_in_backward
 from megascale.parallel.sharded_norm import sharded_rms_norms
@@ -132,15 +130,10 @@ class Attention(nn.Module):
             return self._cp.attention(q, k, v, self._window, shard, boundaries, self._index).flatten(2)
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
         if batch is not None and batch.keys is not None:
-            out_bhsd = self._attend_to_chunks(q, k, v, batch)
+            assert shard is not None and self._partial_attend is not None, "a chunk has a place in its sequence"
+            place = shard, boundaries, self._window, self._index
+            out_bhsd = batch.keys.attend(q, k, v, *place, self._partial_attend)
         else:
             mask = AttentionMask(self._window, boundaries, keep, self._model.dropout)
             out_bhsd = self._attend(q, k, v, mask)
         return out_bhsd.permute(2, 0, 1, 3).flatten(2)
-
-    def _attend_to_chunks(self, q: Tensor, k: Tensor, v: Tensor, batch: MicroBatch) -> Tensor:
-        """Attend with a chunk's q [b, heads, n, d] to its sequence up to there. k, v [b, kv heads, n, d]: its own."""
-        shard, partial = batch.shard, self._partial_attend
-        assert shard is not None and batch.keys is not None and partial is not None, "a chunk has keys and a place"
-        visible = VisibleScores(shard.parts, shard.index, shard.length, self._window, batch.boundaries)
-        return attend_to_all(q, k, v, StoredKV(batch.keys, visible, self._index), partial)

@@ -24,7 +24,8 @@ class Embedding(nn.Module):
         self.position = context.parameters.get("embedding.position.weight")
         self._vocabulary = vocabulary
         self._tp = context.tp
-        self._scale = _rounded(context.model.embedding_scale, self.token.dtype)
+        # rounded to the dtype of the result, as transformers does for Gemma
+        self._scale = float(torch.tensor(context.model.embedding_scale, dtype=self.token.dtype))
         self._drop = lambda x, batch: residual_dropout(x, batch, "embedding", context)
 
     def forward(self, tokens_sb: Tensor, batch: MicroBatch) -> Tensor:
@@ -47,8 +48,3 @@ class Embedding(nn.Module):
         if spans is None:
             return self.position[rows].unsqueeze(1)
         return torch.cat([self.position[slice(*span)] for span in spans]).unsqueeze(1)
-
-
-def _rounded(scale: float, dtype: torch.dtype) -> float:
-    """Round a factor to the dtype of the result, as transformers does for Gemma."""
-    return float(torch.tensor(scale, dtype=dtype))

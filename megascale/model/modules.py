@@ -10,56 +10,18 @@ from torch import Tensor, nn
 
 from megascale.config.model import ModelConfig
 from megascale.layout.recompute_policy import NO_RECOMPUTE, RecomputePolicy
-from megascale.ops.activation import Activate
-from megascale.ops.compiled import CompileFn, block_compile_fn
-from megascale.ops.core_attention import CoreAttention
-from megascale.ops.cross_entropy import CrossEntropy
-from megascale.ops.norm import AddNormalize, Normalize
-from megascale.ops.rope import Rotate
-from megascale.ops.select import OpContext, build_op
+from megascale.model.layer_ops import LayerOps
 from megascale.parallel.linear_gemms import HIGH_PRECISION_GEMMS, LinearGemms
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Recomputation, recomputation
 from megascale.parallel.tp_overlap import LinearParams, TensorParallel
 
 if TYPE_CHECKING:
-    from megascale.ops.partial_attention import PartialAttention
     from megascale.parallel.context_parallel import ContextParallel
     from megascale.parallel.input_offload import ActivationOffload
 
 Parameters = Mapping[str, nn.Parameter]
 """This rank's parameters by global name (`layout.tensors`)."""
-
-
-@dataclass(frozen=True)
-class LayerOps:
-    """The device's operators, by selected backend (`ops.select`).
-
-    `compile_fn`: torch.compile for functions inside a block, with train.compile; the identity otherwise.
-    `partial_attend`: None unless ranks exchange keys and values.
-    """
-
-    attend: CoreAttention
-    rotate: Rotate
-    normalize: Normalize
-    add_normalize: AddNormalize
-    activate: Activate
-    cross_entropy: CrossEntropy
-    compile_fn: CompileFn
-    partial_attend: PartialAttention | None = None
-
-    @classmethod
-    def from_context(cls, setting: OpContext) -> LayerOps:
-        """Select the best available backend of every operator, or the configured backend.
-
-        Raises: BackendError if a configured backend is unsupported here, or torch.compile does not work
-        """
-        compile_fn = block_compile_fn(setting)  # first, for its error: a backend's error would hide the cause
-        attend, rotate, normalize = (build_op(name, setting) for name in ("attention", "rope", "norm"))
-        add_normalize, activate = (build_op(name, setting) for name in ("add_norm", "activation"))
-        cross_entropy = build_op("cross_entropy", setting)
-        partial = build_op("partial_attention", setting) if setting.uses("partial_attention") else None
-        return cls(attend, rotate, normalize, add_normalize, activate, cross_entropy, compile_fn, partial)
 
 
 @dataclass(frozen=True)

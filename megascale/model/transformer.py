@@ -12,7 +12,7 @@ from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, padded_vocab
 from megascale.model.embedding import Embedding
 from megascale.model.modules import LayerContext, Norm
 from megascale.parallel.linear_cross_entropy import linear_cross_entropy
-from megascale.parallel.microbatch import MicroBatch
+from megascale.parallel.microbatch import Loss, MicroBatch, StageOutput
 from megascale.parallel.recompute import recompute_in_backward
 from megascale.parallel.tensor import column_parallel_linear
 from megascale.parallel.tp_overlap import LinearParams
@@ -45,7 +45,7 @@ class Head(nn.Module):
 
 
 class Stage(nn.Module):
-    """One virtual pipeline stage: maps the previous stage's activation to the next activation, or to the summed loss.
+    """One virtual pipeline stage: maps the previous stage's activation to the next activation, or to the loss.
 
     The first stage takes None and reads the tokens. `bucket_boundary` is called with (module name, module input) before
     every layer and the head, and returns the input (`parallel.param_and_grad_buffers`).
@@ -91,6 +91,8 @@ class Stage(nn.Module):
             store=self._store,
         )
 
-    def forward(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
+    def forward(self, x_sbh: Tensor | None, batch: MicroBatch) -> StageOutput:
         x_sbh = self.hidden_states(x_sbh, batch)
-        return x_sbh if self.head is None else self.head(self._bucket_boundary("head", x_sbh), batch)
+        if self.head is None:
+            return StageOutput(x_sbh)
+        return StageOutput(None, (Loss(self.head(self._bucket_boundary("head", x_sbh), batch)),))

@@ -31,19 +31,15 @@ def _faster_backends(choice: BackendChoice, context: OpContext) -> list[str]:
     candidates = {
         name: reason for name, reason in choice.rejected.items() if unmet_requirement(cards[name], need) is None
     }
+    if not candidates:
+        return []
     attention = operation == "attention"
-    if not candidates or not (
-        _is_outdated(choice, context) if attention else is_multi_pass(cards[choice.backend], need)
-    ):
+    slow = is_multi_pass(cards[choice.backend], need)
+    if attention:  # newer kernels are faster than torch's with windows or documents, or where its kernel is outdated
+        masked = any(context.model.windows) or context.document_mask
+        slow = choice.backend == "torch" and (masked or torch_attention_outdated(context))
+    if not slow:
         return []
     if attention and "flash" in candidates and not need.has_window:
         candidates["flash"] = FLASH3.missing_reason() or candidates["flash"]  # torch includes version 2
     return [f"{name}: {reason}" for name, reason in candidates.items() if not isinstance(reason, NotByDefault)]
-
-
-def _is_outdated(choice: BackendChoice, context: OpContext) -> bool:
-    """Return True for torch's attention if newer kernels are faster: with windows or documents, or with an outdated
-    kernel.
-    """
-    masked = any(context.model.windows) or context.document_mask
-    return choice.backend == "torch" and (masked or torch_attention_outdated(context))

@@ -1,4 +1,4 @@
-"""torch.compile: its requirements, and formulas of norms and activations for Inductor to fuse.
+"""torch.compile: its requirements, and the backends with formulas for Inductor to fuse: norms, activations, rope, loss.
 
 With train.compile, the operations between a block's linear layers are compiled. The linear layers stay eager: they
 communicate, and accumulate into main gradients outside autograd.
@@ -7,6 +7,7 @@ communicate, and accumulate into main gradients outside autograd.
 from __future__ import annotations
 
 import getpass
+import math
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ import stat
 import sysconfig
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +27,14 @@ from megascale.catalog.layers import ACTIVATIONS, NORMS
 from megascale.core.files import exists
 from megascale.device import Device
 from megascale.ops.activation import Activate
+from megascale.ops.cross_entropy import CrossEntropy, LogitsKernels, soft_cap, soft_cap_derivative
 from megascale.ops.library import TRITON
 from megascale.ops.norm import AddNormalize, Normalize, compose_add_norm, other_norm_requested, widened
-from megascale.ops.select import BackendError, NotByDefault, OpContext
+from megascale.ops.rope import Rotate, rotate_by, rotation
+from megascale.ops.select import BackendError, CompileFn, NotByDefault, OpContext
 
 RECOMPILE_LIMIT = 128
 """Graphs per function before torch falls back to eager. The casts of one block exceed torch's default, 8."""
-
-CompileFn = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Maps a function to its compiled form, or to itself."""
 
 
 def cpp_compiler() -> str:
@@ -84,14 +85,12 @@ def _cache_problem() -> str | None:
     return f"another user made {folder}, from which torch would run compiled code; set TORCHINDUCTOR_CACHE_DIR"
 
 
-def block_compile_fn(context: OpContext) -> CompileFn:
-    """Return the function that a block applies to its fusible functions: compilation, or the identity.
+def block_compile_fn(device: Device) -> CompileFn:
+    """Return the compilation that a block applies to its fusible functions under train.compile.
 
-    Raises: BackendError if train.compile is set and torch.compile cannot run
+    Raises: BackendError if torch.compile cannot run
     """
-    if not context.compiled:
-        return lambda function: function
-    if reason := compile_unsupported_reason(context.device):
+    if reason := compile_unsupported_reason(device):
         raise BackendError(f"train.compile: {reason}", hint="install it, or train.compile=false")
     return compile_function
 
@@ -142,6 +141,17 @@ class CompiledActivation:
         return compile_function(_ACTIVATIONS.get(name) or ACTIVATIONS[name].load())
 
 
+class CompiledRope:
+    """A compiled kernel for forward and a compiled kernel for backward."""
+
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        not_default = NotByDefault("on a CPU compiling delays the first step") if context.device.is_cpu else None
+        return compile_unsupported_reason(context.device) or not_default
+
+    def build(self, context: OpContext) -> Rotate:
+        return partial(rotate_by, compile_function(rotation))
+
+
 def _not_by_default(context: OpContext, name: str, one_kernel: tuple[str, ...]) -> NotByDefault | None:
     if context.device.is_cpu:
         return NotByDefault("on a CPU compiling delays the first step")
@@ -183,3 +193,44 @@ def geglu(gate_up: Tensor) -> Tensor:
 
 _NORMS = {"layernorm": layer_norm, "rmsnorm": rms_norm, "rmsnorm_1p": rms_norm_1p}
 _ACTIVATIONS = {"swiglu": swiglu, "geglu": geglu}
+
+
+class CompiledCrossEntropy:
+    """A compiled kernel for the statistics and another for the gradient. On a CPU only on request."""
+
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        slow = NotByDefault("takes seconds to compile on a CPU") if context.device.is_cpu else None
+        return compile_unsupported_reason(context.device) or slow
+
+    def build(self, context: OpContext) -> CrossEntropy:
+        return LogitsKernels(
+            compile_function(fused_statistics),
+            compile_function(fused_gradient),
+            context.model.logit_softcap,
+            context.z_loss,
+        ).cross_entropy
+
+
+def fused_statistics(
+    logits: Tensor, columns: Tensor, wide: torch.dtype, cap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Implement `LogitsKernels.statistics` without writing [t, n]. Inductor compiles maximum and sum of exponentials to
+    an online softmax (Milakov and Gimelshein 2018): on a GPU the logits are read once.
+    """
+    scores = soft_cap(logits.to(wide), cap)
+    highest = scores.amax(-1, keepdim=True)
+    total = (scores - highest).exp().sum(-1, keepdim=True)
+    total = torch.where(highest == -math.inf, 0.0, total).squeeze(1)  # a shard may contain only padding
+    peak = highest.squeeze(1).clamp(min=torch.finfo(wide).min)
+    return peak, total, scores.gather(1, columns.unsqueeze(1)).squeeze(1)
+
+
+def fused_gradient(
+    logits: Tensor, columns: Tensor, peak: Tensor, scale: Tensor, minus: Tensor, cap: float | None
+) -> None:
+    """Implement `LogitsKernels.gradient`."""
+    is_label = torch.arange(logits.shape[1], device=logits.device) == columns.unsqueeze(1)
+    scores = soft_cap(logits.to(peak.dtype), cap)
+    grad = (scores - peak.unsqueeze(1)).exp() * scale.unsqueeze(1)
+    grad = torch.where(is_label, grad - minus.unsqueeze(1), grad)
+    logits.copy_(grad if cap is None else grad * soft_cap_derivative(scores, cap))

@@ -9,7 +9,6 @@ alone: the loss stays the cross-entropy. Its derivative is 2 a w_t Z softmax(z_t
 
 A backend computes on one device with a rank's columns of the logits z. The caller (`parallel.linear_cross_entropy`)
 provides the all-reduces between kernels as `Reduce`. `Targets`, `CrossEntropy`, `LogitsKernels`: the interface.
-`TorchCrossEntropy`, `CompiledCrossEntropy`: the backends.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ import torch
 from torch import Tensor
 
 from megascale.layout.loss import BLOCK_BYTES
-from megascale.ops import compiled
-from megascale.ops.select import NotByDefault, OpBackend, OpContext
+from megascale.ops.select import OpBackend, OpContext
 
 
 @dataclass(frozen=True)
@@ -127,22 +125,17 @@ def statistics(logits: Tensor, columns: Tensor, wide: torch.dtype, cap: float | 
 
 def gradient(logits: Tensor, columns: Tensor, peak: Tensor, scale: Tensor, minus: Tensor, cap: float | None) -> None:
     """Implement `LogitsKernels.gradient`."""
+    in_place = logits.dtype == peak.dtype and cap is None  # `statistics` wrote the exponentials over the logits
     for rows in _blocks(logits, peak.dtype):
-        _block_gradient(logits[rows], columns[rows], peak[rows], scale[rows], minus[rows], cap)
-
-
-def _block_gradient(
-    block: Tensor, columns: Tensor, peak: Tensor, scale: Tensor, minus: Tensor, cap: float | None
-) -> None:
-    in_place = block.dtype == peak.dtype and cap is None  # `statistics` wrote the exponentials over the logits
-    capped = block if in_place else soft_cap(block.to(peak.dtype), cap)
-    derivative = None if cap is None else soft_cap_derivative(capped, cap)
-    grad = block if in_place else _exponentials(capped, peak)
-    grad.mul_(scale.unsqueeze(1)).scatter_add_(1, columns.unsqueeze(1), -minus.unsqueeze(1))
-    if derivative is not None:
-        grad.mul_(derivative)
-    if not in_place:
-        block.copy_(grad)
+        block = logits[rows]
+        capped = block if in_place else soft_cap(block.to(peak.dtype), cap)
+        derivative = None if cap is None else soft_cap_derivative(capped, cap)
+        grad = block if in_place else _exponentials(capped, peak[rows])
+        grad.mul_(scale[rows].unsqueeze(1)).scatter_add_(1, columns[rows].unsqueeze(1), -minus[rows].unsqueeze(1))
+        if derivative is not None:
+            grad.mul_(derivative)
+        if not in_place:
+            block.copy_(grad)
 
 
 def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
@@ -167,44 +160,3 @@ def _blocks(logits: Tensor, wide: torch.dtype) -> list[slice]:
     block_bytes = BLOCK_BYTES if logits.is_cpu else GPU_BLOCK_BYTES
     rows = max(1, block_bytes // (logits.shape[1] * wide.itemsize))
     return [slice(start, start + rows) for start in range(0, len(logits), rows)]
-
-
-class CompiledCrossEntropy:
-    """A compiled kernel for the statistics and another for the gradient. On a CPU only on request."""
-
-    def unsupported_reason(self, context: OpContext) -> str | None:
-        slow = NotByDefault("takes seconds to compile on a CPU") if context.device.is_cpu else None
-        return compiled.compile_unsupported_reason(context.device) or slow
-
-    def build(self, context: OpContext) -> CrossEntropy:
-        return LogitsKernels(
-            compiled.compile_function(fused_statistics),
-            compiled.compile_function(fused_gradient),
-            context.model.logit_softcap,
-            context.z_loss,
-        ).cross_entropy
-
-
-def fused_statistics(
-    logits: Tensor, columns: Tensor, wide: torch.dtype, cap: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Implement `LogitsKernels.statistics` without writing [t, n]. Inductor compiles maximum and sum of exponentials to
-    an online softmax (Milakov and Gimelshein 2018): on a GPU the logits are read once.
-    """
-    scores = soft_cap(logits.to(wide), cap)
-    highest = scores.amax(-1, keepdim=True)
-    total = (scores - highest).exp().sum(-1, keepdim=True)
-    total = torch.where(highest == -math.inf, 0.0, total).squeeze(1)  # a shard may contain only padding
-    peak = highest.squeeze(1).clamp(min=torch.finfo(wide).min)
-    return peak, total, scores.gather(1, columns.unsqueeze(1)).squeeze(1)
-
-
-def fused_gradient(
-    logits: Tensor, columns: Tensor, peak: Tensor, scale: Tensor, minus: Tensor, cap: float | None
-) -> None:
-    """Implement `LogitsKernels.gradient`."""
-    is_label = torch.arange(logits.shape[1], device=logits.device) == columns.unsqueeze(1)
-    scores = soft_cap(logits.to(peak.dtype), cap)
-    grad = (scores - peak.unsqueeze(1)).exp() * scale.unsqueeze(1)
-    grad = torch.where(is_label, grad - minus.unsqueeze(1), grad)
-    logits.copy_(grad if cap is None else grad * soft_cap_derivative(scores, cap))

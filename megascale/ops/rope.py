@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,10 +19,9 @@ from torch import Tensor
 from megascale.config.model import ModelConfig
 from megascale.device import copy_to_device
 from megascale.layout.sequence_shard import Spans
-from megascale.ops import compiled
 from megascale.ops.boundaries import Boundaries
 from megascale.ops.rope_scaling import scaled_frequencies
-from megascale.ops.select import NotByDefault, OpBackend, OpContext
+from megascale.ops.select import OpBackend, OpContext
 
 Rotate = Callable[[Tensor, int, Tensor, Tensor], Tensor]
 """Arguments: heads [s, b, n, d]; `turned`, the number of leading heads (queries and keys) to rotate, values being left
@@ -87,23 +86,13 @@ class TorchRope(OpBackend):
         return rotate_heads
 
 
-class CompiledRope:
-    """A compiled kernel for forward and a compiled kernel for backward."""
-
-    def unsupported_reason(self, context: OpContext) -> str | None:
-        not_default = NotByDefault("on a CPU compiling delays the first step") if context.device.is_cpu else None
-        return compiled.compile_unsupported_reason(context.device) or not_default
-
-    def build(self, context: OpContext) -> Rotate:
-        return partial(_rotate, compiled.compile_function(rotation))
-
-
 def rotate_heads(qkv_sbnd: Tensor, turned: int, cos: Tensor, sin: Tensor) -> Tensor:
     """Implement `Rotate`."""
-    return _rotate(_turn, qkv_sbnd, turned, cos, sin)
+    return rotate_by(_turn, qkv_sbnd, turned, cos, sin)
 
 
-def _rotate(turn: Turn, qkv_sbnd: Tensor, turned: int, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_by(turn: Turn, qkv_sbnd: Tensor, turned: int, cos: Tensor, sin: Tensor) -> Tensor:
+    """Implement `Rotate` with an implementation of `Turn` for both directions."""
     if torch.compiler.is_compiling():  # inside a compiled block
         return rotation(qkv_sbnd, turned, cos, sin)
     return _RotateHeads.apply(qkv_sbnd, turned, cos, sin, turn)

@@ -18,6 +18,9 @@ from megascale.config.model import ModelConfig
 from megascale.core.errors import Exit, MegascaleError
 from megascale.device import Device
 
+CompileFn = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Maps a function to its compiled form, or to itself."""
+
 
 class BackendError(MegascaleError):
     """The requested backend or compiler cannot run on this machine."""

@@ -13,10 +13,10 @@ from megascale.config.train import OptimizerConfig
 from megascale.core.errors import ConfigError, Problem
 from megascale.layout.param_groups import ParamGroup
 from megascale.ops.optimizer import Elementwise, Segment, UpdateInput, UpdateRule, is_function
-from megascale.optim.adam import adam, adam_options
+from megascale.optim.clipping import Clipping
 from megascale.optim.compensated import split, whole
 from megascale.optim.optimizer_shard import OptimizerShard
-from megascale.optim.updates import Clipping, Parts, Rules, Updates
+from megascale.optim.updates import Parts, Rules, Updates
 
 CHUNK = 1 << 22
 """Elements that are updated at a time, to bound temporary tensors."""
@@ -50,6 +50,8 @@ def build_rule(shard: OptimizerShard, group: ParamGroup, config: OptimizerConfig
     own = {"name": group.rule, "weight_decay": group.weight_decay, "options": dict(options)}
     settings = config.model_copy(update=own)
     if group.rule == REST and shard.residual is not None:
+        from megascale.optim.adam import adam, adam_options
+
         rule, options = adam, adam_options(config)
     if is_function(rule):
         return FunctionRule(segments, settings, rule, options)

@@ -9,12 +9,15 @@ from megascale.config.batch_rampup import BatchSizes
 from megascale.config.train import OptimizerConfig
 
 
-def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[int], float]:
-    """Return the learning rate as a function of the step, counted from 1, for a run of `steps`.
+def learning_rate(config: OptimizerConfig, steps: int, sizes: BatchSizes | None = None) -> Callable[[int], float]:
+    """Return the learning rate as a function of the step, counted from 1, for a run of `steps`. `sizes`: of batches
+    during a ramp-up, if there is one.
 
     The rate rises linearly to lr over `warmup_steps`, then decays toward min_lr, reached one step after the last:
     no step trains at a rate of 0.
     """
+    if sizes is not None:
+        return _by_samples(config, steps, sizes)
     curve = DECAYS[config.decay].load()
     after_warmup = steps - config.warmup_steps
     decay_steps = min(config.decay_steps or max(steps // 10, 1), after_warmup)
@@ -28,10 +31,8 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[int], float]
     return at
 
 
-def learning_rate_by_samples(config: OptimizerConfig, steps: int, sizes: BatchSizes) -> Callable[[int], float]:
-    """Return the learning rate as a function of the step for a run of `steps` with a batch ramp-up.
-
-    It is the function of samples that `learning_rate` is with `sizes.total` samples a step: `warmup_steps` and
+def _by_samples(config: OptimizerConfig, steps: int, sizes: BatchSizes) -> Callable[[int], float]:
+    """Return the function of samples that `learning_rate` is with `sizes.total` samples a step: `warmup_steps` and
     `decay_steps` count in steps of the whole batch, which has fewer samples while the batch grows.
     """
     curve, unit, total = DECAYS[config.decay].load(), sizes.total, sizes.before_step(steps + 1)

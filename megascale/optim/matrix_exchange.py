@@ -97,7 +97,11 @@ class MatrixExchange:
             for source, message in enumerate(self._incoming)
         ]
         self.release()
-        matrices = {number: self._joined(number, parts) for number, *parts in zip(mine, *by_source, strict=True)}
+        matrices = {}
+        for number, *parts in zip(mine, *by_source, strict=True):
+            place = self._places[number]
+            cut = [part.view(place.local_shape(self._topology, tp)) for tp, part in enumerate(parts)]
+            matrices[number] = torch.cat(cut, place.tensor.sharding["tp"]) if len(cut) > 1 else cut[0]
         for number in self.owned:  # of those, tp replicates the others
             if number not in matrices:
                 matrices[number] = shards[number].view(self._places[number].local_shape(self._topology, me))
@@ -157,12 +161,6 @@ class MatrixExchange:
     def release(self) -> None:
         """Free the messages of a completed exchange."""
         self._incoming, self._outgoing, self._own, self._flat = [], [], {}, self._new(0)
-
-    def _joined(self, number: int, parts: Sequence[Tensor]) -> Tensor:
-        """Join the tp shards of a matrix."""
-        place = self._places[number]
-        shards = [part.view(place.local_shape(self._topology, tp)) for tp, part in enumerate(parts)]
-        return torch.cat(shards, place.tensor.sharding["tp"]) if len(shards) > 1 else shards[0]
 
     def _cut(self, number: int, update: Tensor) -> list[Tensor]:
         """Cut an update into tp shards."""

@@ -19,9 +19,10 @@ from megascale.comm.collectives import all_reduce
 from megascale.layout.buckets import SlotRange
 from megascale.layout.owners import OwnedMatrix, assign_owners
 from megascale.ops.optimizer import UpdateInput, UpdateRule
+from megascale.optim.clipping import Clipping
 from megascale.optim.element_updates import apply_direction, copy_unless
 from megascale.optim.matrix_exchange import MatrixExchange
-from megascale.optim.updates import Clipping, Parts, Updates
+from megascale.optim.updates import Parts, Updates
 from megascale.parallel.param_and_grad_buffers import Bucket
 
 

@@ -16,12 +16,10 @@ from torch import Tensor
 from megascale.comm.collectives import all_reduce
 from megascale.comm.mesh import Mesh
 from megascale.layout.buckets import SlotRange
-from megascale.ops.optimizer import NeedsParamNorms, Segment
+from megascale.ops.optimizer import NeedsParamNorms
+from megascale.optim.clipping import Clipping, sums_of_squares
 from megascale.optim.optimizer_shard import OptimizerShard
-from megascale.optim.updates import Clipping, Parts, Updates
-
-ROW = 1 << 14
-"""Elements whose squares are summed in the tensor's own dtype."""
+from megascale.optim.updates import Parts, Updates
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,10 @@ class NormUpdates(Updates):
     def __init__(self, parts: Parts) -> None:
         shards, mesh = self._shards, self._mesh = parts.shards, parts.mesh
         rule = cast(type[NeedsParamNorms], parts.rules[parts.config.name])
-        self._rules = [rule(_segments(shard, mesh), parts.config) for shard in shards]
+        self._rules = []
+        for shard in shards:  # a segment for each tensor with elements in a shard, without padding after parameters
+            ranges = shard.bucket.layout.tensor_ranges(*shard.bucket.shard, mesh.topology)
+            self._rules.append(rule([shard.segment(item, tuple(shard.state)) for item in ranges], parts.config))
         self._shard_params: list[_ShardParams] = []
         self._tied = slice(0)  # position of a tied embedding, shared by the first and last stages
         self._count = 0
@@ -62,7 +63,8 @@ class NormUpdates(Updates):
     def compute(self, lr: float, step: int, clipping: Clipping) -> None:
         with self._mesh.recorder.action("compute_updates"):
             for shard, rule in zip(self._shards, self._rules, strict=True):
-                shard.scale_grad(clipping.grad_factor)
+                grad = shard.bucket.grad
+                grad.mul_(clipping.grad_factor.to(grad.dtype))
                 rule.compute_updates(step, clipping.skip)
             self.norms = self._compute_norms()
 
@@ -86,12 +88,6 @@ class NormUpdates(Updates):
         return squares.sqrt_()
 
 
-def _segments(shard: OptimizerShard, mesh: Mesh) -> list[Segment]:
-    """Return a segment for every tensor with elements in a shard, without padding after parameters."""
-    ranges = shard.bucket.layout.tensor_ranges(*shard.bucket.shard, mesh.topology)
-    return [shard.segment(item, tuple(shard.state)) for item in ranges]
-
-
 def _matrices(shard: OptimizerShard, elements: tuple[int, int], mesh: Mesh) -> list[SlotRange]:
     found = shard.bucket.layout.tensor_ranges(*elements, mesh.topology)
     return [item for item in found if item.slot.parameter.is_matrix]
@@ -107,20 +103,3 @@ def _shard_params(shard: OptimizerShard, matrices: Sequence[SlotRange], first: i
         [item.view(shard.master, bucket.shard[0]) for item in counted],
         [item.view(bucket.grad, bucket.shard[0]) for item in counted],
     )
-
-
-def sum_of_squares(x: Tensor) -> Tensor:
-    """Sum the squares of x [n]: an f64 scalar.
-
-    Summed by rows, because a CPU sums in fp32: over many millions of fp32 elements the error would reach 0.1%.
-    """
-    full_rows = x.numel() // ROW * ROW
-    rows = torch.linalg.vector_norm(x[:full_rows].view(-1, ROW), dim=1)
-    return rows.double().square().sum() + torch.linalg.vector_norm(x[full_rows:]).double().square()
-
-
-def sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Sum the squares of n tensors, [n], f64. GPUs sum in small blocks, many tensors per kernel."""
-    if tensors[0].is_cpu:
-        return torch.stack([sum_of_squares(tensor) for tensor in tensors])
-    return torch.stack(torch._foreach_norm(list(tensors))).double().square_()

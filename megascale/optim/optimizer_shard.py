@@ -59,10 +59,6 @@ class OptimizerShard:
         """Bytes of optimizer state and separate master weights."""
         return sum(t.nbytes for t in self.state.values()) + (self.master.nbytes if self.has_own_master else 0)
 
-    def scale_grad(self, factor: Tensor) -> None:
-        """Multiply the gradient by a device scalar, for a rule whose kernel does not."""
-        self.bucket.grad.mul_(factor.to(self.bucket.grad.dtype))
-
     def copy_to_params(self) -> None:
         """Round a separate `master` into this rank's shard of the bucket's weights."""
         if self.has_own_master:

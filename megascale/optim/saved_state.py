@@ -49,12 +49,13 @@ def begin_with_rests(tensors: Mapping[str, GlobalTensor], saved: Collection[str]
     """Return buffers for what compensated weights of a checkpoint have beside them (`low.NAME`), if `tensors` have full
     master weights, into which `add_rests` adds it.
     """
-    names = [name.removeprefix(WEIGHTS) for name in tensors if name.startswith(WEIGHTS)]
-    return {
-        f"{LOW}.{name}": _like(tensors[WEIGHTS + name])
-        for name in names
-        if f"{LOW}.{name}" in saved and f"{LOW}.{name}" not in tensors
-    }
+    rests = {}
+    for name, tensor in tensors.items():
+        low = f"{LOW}.{name.removeprefix(WEIGHTS)}"
+        if name.startswith(WEIGHTS) and low in saved and low not in tensors:
+            shards = [replace(shard, data=torch.empty_like(shard.data)) for shard in tensor.shards]
+            rests[low] = replace(tensor, shards=shards)
+    return rests
 
 
 def add_rests(tensors: Mapping[str, GlobalTensor], rests: Mapping[str, GlobalTensor]) -> None:
@@ -63,7 +64,3 @@ def add_rests(tensors: Mapping[str, GlobalTensor], rests: Mapping[str, GlobalTen
         weights = tensors[WEIGHTS + name.removeprefix(f"{LOW}.")]
         for shard, part in zip(weights.shards, rest.shards, strict=True):
             shard.data.add_(part.data)
-
-
-def _like(tensor: GlobalTensor) -> GlobalTensor:
-    return replace(tensor, shards=[replace(shard, data=torch.empty_like(shard.data)) for shard in tensor.shards])

@@ -19,11 +19,10 @@ from megascale.catalog.optimizers import MATRIX_UNITS
 from megascale.comm.mesh import Mesh
 from megascale.config.train import OptimizerConfig
 from megascale.layout.param_groups import ParamGroups, element_ranges
+from megascale.optim.clipping import Clipping, local_sq_norm
 from megascale.optim.element_updates import ElementUpdates
-from megascale.optim.norms import NormUpdates, sum_of_squares
 from megascale.optim.optimizer_shard import LOW, gather_shares, global_tensors, new_shard
-from megascale.optim.saved_state import add_rests, begin_with_rests, fresh_state, saved_groups
-from megascale.optim.updates import Clipping, Parts, Rules, Updates
+from megascale.optim.updates import Parts, Rules, Updates
 from megascale.parallel.param_and_grad_buffers import Bucket
 from megascale.parallel.stateful import GlobalTensor
 
@@ -37,7 +36,11 @@ def updates_of(unit_of_work: str) -> type[Updates]:
         from megascale.optim.matrix_updates import MatrixUpdates
 
         return MatrixUpdates
-    return {"elements": ElementUpdates, "param_norms": NormUpdates}[unit_of_work]
+    if unit_of_work == "param_norms":
+        from megascale.optim.norms import NormUpdates
+
+        return NormUpdates
+    return ElementUpdates
 
 
 class ShardedOptimizer:
@@ -79,8 +82,7 @@ class ShardedOptimizer:
 
         Over the job, every parameter of the model counts once.
         """
-        counted = bucket.grad[: counted_elements(bucket, self._mesh)]
-        return sum_of_squares(counted) if len(counted) else counted.new_zeros((), dtype=torch.float64)
+        return local_sq_norm(bucket, tp=self._mesh.tp.index)
 
     def compute_clipping(self, sq_norm: Tensor, tokens: Tensor, loss: Tensor) -> Clipping:
         """Compute the clipping of gradients summed over `tokens`, from the squared norm and loss sums over the job."""
@@ -139,6 +141,8 @@ class ShardedOptimizer:
         """Return all tensors but state that the checkpoint has of another rule: it begins at zero, and `fresh_state`
         has its names. Full master weights add up the two of compensated ones.
         """
+        from megascale.optim.saved_state import begin_with_rests, fresh_state, saved_groups
+
         tensors = self.global_tensors()
         parameters = (slot.parameter for shard in self.shards for slot in shard.bucket.layout.slots)
         fresh = fresh_state(tensors, parameters, self._groups, saved_groups(config))
@@ -152,8 +156,11 @@ class ShardedOptimizer:
 
     def end_load(self) -> None:
         """All-gather replicated shards (`zero = 0`), which their data-parallel replicas have read in shares."""
-        add_rests(self.global_tensors(), self._rests)
-        self._rests = {}
+        if self._rests:
+            from megascale.optim.saved_state import add_rests
+
+            add_rests(self.global_tensors(), self._rests)
+            self._rests = {}
         gather_shares(self.shards)
         self.end_restore()
 
@@ -165,16 +172,3 @@ class ShardedOptimizer:
         """Round master weights into this rank's shards of the weights, after a checkpoint was loaded."""
         for shard in self.shards:
             shard.copy_to_params()
-
-
-def counted_elements(bucket: Bucket, mesh: Mesh) -> int:
-    """Count the elements at the beginning of a bucket's shard that this rank contributes to sums over the job.
-
-    Replicas count once: the dp replicas with zero = 0, a tied embedding, and parameters replicated over tp.
-    """
-    if bucket.tied_group.index or bucket.replicas.index:
-        return 0
-    start, stop = bucket.shard
-    if mesh.tp.index:
-        stop = min(stop, bucket.layout.replicated[0])  # tp rank 0 counts the replicated parameters
-    return max(0, stop - start)

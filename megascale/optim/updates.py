@@ -1,34 +1,27 @@
-"""The common part of the updates of all units of work: `Updates`, and the clipping of a step's gradients."""
+"""The common part of the updates of all units of work."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from megascale.comm.mesh import Mesh
 from megascale.config.train import OptimizerConfig
-from megascale.layout.owners import OwnedMatrix
 from megascale.layout.param_groups import ParamGroups
 from megascale.ops.optimizer import Rule
+from megascale.optim.clipping import Clipping
 from megascale.optim.optimizer_shard import OptimizerShard
 from megascale.parallel.param_and_grad_buffers import Bucket
 
+if TYPE_CHECKING:
+    from megascale.layout.owners import OwnedMatrix
+
 Rules = Mapping[str, Rule]
 """The rules of all groups by name."""
-
-
-@dataclass(frozen=True)
-class Clipping:
-    """Device scalars of a step: `norm`, f64, of the mean gradient before clipping; `grad_factor`, f64, to scale all
-    gradients by; `skip`, f32, 1 to skip the update (then `grad_factor` is 1).
-    """
-
-    norm: Tensor
-    grad_factor: Tensor
-    skip: Tensor
 
 
 @dataclass(frozen=True)

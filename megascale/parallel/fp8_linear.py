@@ -12,180 +12,31 @@ serve the transpose too, the same codes serve rowwise and columnwise: they are a
 transposed for wgrad. Otherwise the high-precision tensor is saved, and quantized a second time for wgrad. Weights are
 quantized once per step, not once per micro-batch.
 
-`Fp8State` holds amax statistics and history of the whole model, `Fp8Gemms` are the GEMMs of one layer, and
-`build_linear_gemms` returns them, or high-precision GEMMs for a layer that is not FP8.
+`Fp8Gemms` are the GEMMs of one layer, with the model's `parallel.fp8_state`; `build_linear_gemms` returns them, or
+high-precision GEMMs for a layer that is not FP8.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megascale.comm.collectives import all_reduce
-from megascale.comm.mesh import Mesh
-from megascale.comm.totals import max_over_job, sum_over_job
-from megascale.config.backends import Fp8Config
-from megascale.config.model import ModelConfig
 from megascale.device import profiler_range
-from megascale.layout.blocks import block_spec, fp8_operands
-from megascale.layout.chunks import fp8_weights
-from megascale.layout.tensors import ParamSpec
-from megascale.ops.fp8 import TORCH_KERNELS, Fp8Kernels
 from megascale.ops.quantized import Quantized
-from megascale.ops.recipe import Quantizer, build_recipe
+from megascale.parallel.fp8_state import Fp8State
 from megascale.parallel.grad_accumulation import accumulate_grad
 from megascale.parallel.linear_gemms import HIGH_PRECISION_GEMMS, LinearGemms, Operand, OperandName
-from megascale.parallel.stateful import GlobalTensor, TensorShard
 from megascale.parallel.tp_overlap import TensorParallel
-from megascale.record.label import Label
-
-
-@dataclass(frozen=True)
-class CastStats:
-    """Quantization statistics of one operand in a step: amax, and the fractions of its elements that saturated or
-    underflowed to zero.
-    """
-
-    amax: float
-    saturated: float
-    underflow: float
-
-
-class Fp8State:
-    """Amax of every FP8 operand of the whole model in this step, and with delayed scaling the amax history.
-
-    Every rank has entries for all operands. `layers`: those with FP8 GEMMs. `weights`: specs of the FP8 weights by
-    name. `names`: the operands. `labels`: their event labels. `history` [operands, steps]: newest first, zero where
-    missing. `has_history`: the history has an entry. `token_groups`: the groups over which micro-batches have their
-    tokens.
-    """
-
-    def __init__(
-        self,
-        model: ModelConfig,
-        fp8: Fp8Config,
-        layers: range,
-        mesh: Mesh,
-        device: torch.device,
-        kernels: Fp8Kernels = TORCH_KERNELS,
-    ) -> None:
-        self.recipe = build_recipe(fp8.recipe, kernels)
-        self.weights = fp8_weights(model, layers)
-        self.labels = {
-            f"layers.{index}.{operand}": Label.for_layer(index, operand)
-            for index in layers
-            for operand in fp8_operands(block_spec(model, index))
-        }
-        self.names = list(self.labels)
-        self._mesh = mesh
-        self.token_groups = [group for group in (mesh.cp_heads, mesh.cp_keys) if group.size > 1]
-        self._init_std = model.init_std
-        self._index = {name: index for index, name in enumerate(self.names)}
-        self._amax = torch.zeros(len(self.names), dtype=torch.float32, device=device)
-        shape = len(self.names), 3  # saturated, underflowed, all elements
-        self._cast_counts = torch.zeros(shape, dtype=torch.float32, device=device)
-        steps = fp8.history if self.recipe.uses_history else 0
-        self.history = torch.zeros(len(self.names), steps, dtype=torch.float32, device=device)
-        self.has_history = False
-        self.weight_version = 0
-        self.collects_stats = False
-
-    def uses_own_amax(self, quantizer: Quantizer) -> bool:
-        """True if scales come from the tensor being quantized; with delayed scaling only until there is a history."""
-        return quantizer.scaling == "current" or (quantizer.scaling == "delayed" and not self.has_history)
-
-    def static_scales(self, parameter: ParamSpec) -> dict[str, float]:
-        """Return static scales that bring the operands of a layer to unit size.
-
-        Inputs of column-parallel layers come from norms, at unit size; row-parallel inputs are taken as of unit size.
-        Weights start at their initial standard deviation. dY is the gradient of the logits, about 1 if losses are
-        summed, times at least two weights of std init_std: the head's, and the last of the block.
-        """
-        return {"input": 1.0, "weight": parameter.parts[0].std, "gradient": self._init_std**2}
-
-    def invalidate_weights(self) -> None:
-        """Mark the quantized weights as outdated, after an update of the weights."""
-        self.weight_version += 1
-
-    def begin_step(self, *, collect_stats: bool) -> None:
-        """Reset the step's statistics. `collect_stats`: count saturated and underflowed elements in this step."""
-        self.invalidate_weights()  # the last step updated the weights
-        self.collects_stats = collect_stats and bool(self.names)
-        self._amax.zero_()
-        self._cast_counts.zero_()
-
-    def update_history(self) -> None:
-        """Push the step's amax over all ranks to the history, after the last backward. A collective call."""
-        if not self.history.numel():
-            return
-        max_over_job(self._mesh, self._amax, label="fp8 amax")
-        self.history.copy_(torch.cat([self._amax.unsqueeze(1), self.history[:, :-1]], 1))
-        self.has_history = True
-
-    def take_cast_stats(self) -> dict[str, CastStats]:
-        """Return the last step's statistics over all ranks; empty if not collected. A collective call."""
-        if not self.collects_stats:
-            return {}
-        self.collects_stats = False
-        sum_over_job(self._mesh, self._cast_counts, label="fp8 cast stats")
-        if not self.history.numel():  # else `update_history` has reduced the amax
-            max_over_job(self._mesh, self._amax, label="fp8 amax")
-        stats = zip(self.names, self._amax.tolist(), self._cast_counts.tolist(), strict=True)
-        return {
-            name: CastStats(amax, saturated / max(total, 1), underflowed / max(total, 1))
-            for name, amax, (saturated, underflowed, total) in stats
-        }
-
-    def global_tensors(self) -> dict[str, GlobalTensor]:
-        """Return the amax history [steps] of each operand (`fp8_history.OPERAND`), all of it on each rank; see
-        `parallel.stateful.Stateful`.
-        """
-        rows = zip(self.names, self.history, strict=True) if self.history.numel() else ()
-        shape = tuple(self.history.shape[1:])
-        return {
-            f"fp8_history.{name}": GlobalTensor(shape, row.dtype, [TensorShard((0,), shape, row)]) for name, row in rows
-        }
-
-    def flat_tensors(self) -> list[Tensor]:
-        return [self.history]
-
-    def begin_load(self, saved: Mapping[str, Sequence[int]], config: Mapping[str, Any]) -> dict[str, GlobalTensor]:
-        """Have the first rank read the history if all of it is saved; otherwise begin a new history."""
-        history = self.global_tensors()
-        complete = all(tuple(saved.get(name, ())) == tensor.shape for name, tensor in history.items())
-        self.has_history = bool(history) and complete
-        self.history.zero_()
-        return history if self.has_history and self._mesh.rank == 0 else {}
-
-    def end_load(self) -> None:
-        if self.has_history:  # zero but on the first rank
-            sum_over_job(self._mesh, self.history)
-
-    def end_restore(self) -> None:
-        self.has_history = bool(self.history.numel())
-
-    def record_amax(self, name: str, amax: Tensor) -> None:
-        """Update an operand's amax of this step with the amax of a cast, an element per scale."""
-        step_amax = self._amax[self._index[name]]
-        torch.maximum(step_amax, amax.amax(), out=step_amax)
-
-    def record_cast_stats(self, name: str, counts: Tensor) -> None:
-        """Add a cast's counts [3]: saturated, underflowed, and all elements."""
-        self._cast_counts[self._index[name]] += counts
-
-    def history_amax(self, name: str) -> Tensor:
-        """The maximum of an operand's amax history."""
-        return self.history[self._index[name]].amax()
 
 
 @dataclass
-class Fp8Gemms:
-    """The FP8 GEMMs of one layer, an implementation of `linear_gemms.LinearGemms`.
+class Fp8Gemms(LinearGemms):
+    """The FP8 GEMMs of one layer.
 
     `state`: of the whole model. `shard_dim`: the dimension of the weight that tp shards: 0 column-parallel, 1
     row-parallel. `static_scales`: by operand. The operands `input`, `weight` and `gradient` are X, W and dY.
@@ -325,4 +176,4 @@ def build_linear_gemms(name: str, state: Fp8State, tp: TensorParallel) -> Linear
     parameter = state.weights.get(f"{name}.weight")
     if parameter is None:
         return HIGH_PRECISION_GEMMS
-    return Fp8Gemms(name, state, tp, parameter.sharding["tp"], state.static_scales(parameter))
+    return Fp8Gemms(name, state, tp, parameter.sharding["tp"], state.static_scales(parameter.parts[0].std))

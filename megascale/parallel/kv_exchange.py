@@ -55,9 +55,7 @@ class VisibleScores:
         return self.boundaries.shared(key, lambda: mask_blocks(queries, keys, self.window, starts, self.length))
 
 
-@lru_cache(256)
-def _blocks_of_whole_rows(queries: Spans, keys: Spans, window: int | None) -> MaskBlocks:
-    return mask_blocks(queries, keys, window)
+_blocks_of_whole_rows = lru_cache(256)(mask_blocks)
 
 
 AttendForward = Callable[[Tensor, MaskBlocks], None]

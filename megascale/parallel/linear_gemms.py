@@ -1,4 +1,4 @@
-"""The GEMMs of a linear layer, in the parameters' own dtype (`HighPrecisionGemms`), or FP8 (`parallel.fp8_linear`).
+"""The GEMMs of a linear layer, in the parameters' own dtype, or FP8 (`parallel.fp8_linear`).
 
 For Y = X W^T + b with X [s, b, k] and W [n, k], tokens flattened in wgrad:
 
@@ -10,7 +10,7 @@ For Y = X W^T + b with X [s, b, k] and W [n, k], tokens flattened in wgrad:
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,16 +26,17 @@ OperandName = Literal["input", "gradient"]
 """The operands with a token dimension: the input X, and the output gradient dY."""
 
 
-class LinearGemms(Protocol):
-    """The three GEMMs of one linear layer, and the conversion (quantization) of their operands.
+class LinearGemms:
+    """The three GEMMs of one linear layer, in the tensors' dtype (bf16, fp32, fp64). A subclass may quantize operands.
 
     `wgrad_in_pieces`: wgrad may be computed for a part of the tokens at a time.
     """
 
-    wgrad_in_pieces: bool
+    wgrad_in_pieces = True
 
     def input_operand(self, x: Tensor) -> Operand:
         """Convert an input [s, b, k] for the forward GEMM, before any all-gather."""
+        return x
 
     def wgrad_source(self, x: Tensor, operand: Operand) -> Operand:
         """Return what wgrad transposes and quantizes: x in bf16, or `operand` if one scale holds for the tensor.
@@ -43,73 +44,37 @@ class LinearGemms(Protocol):
         x: an input, whose source is saved for backward, or an output gradient. `operand`: x as quantized for forward or
         dgrad.
         """
+        return x
 
     def grad_operand(self, grad: Tensor) -> Operand:
         """Convert an output gradient [s, b, n] for dgrad."""
+        return grad
 
     def before_all_gather(self, grad: Tensor) -> Operand:
         """Convert this rank's shard of an output gradient to the form in which it is all-gathered."""
+        return grad
 
     def after_all_gather(self, grad: Operand) -> Operand:
         """Convert all-gathered rows of an output gradient for dgrad."""
+        return grad
 
     def weight_for_forward(self, weight: Tensor) -> Operand:
         """Convert the weight, [n, k]."""
-
-    def weight_for_dgrad(self, weight: Tensor) -> Operand:
-        """Convert the transpose of the weight, [k, n]."""
-
-    def gemm(self, x: Operand, weight: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Compute x [..., k] weight^T [k, n] + bias [n]: [..., n] in `dtype`; unquantized operands already have it."""
-
-    def gemm_out(
-        self, out: Tensor, x: Operand, weight: Operand, bias: Tensor | None = None, *, add: bool = False
-    ) -> None:
-        """Write x weight^T + bias into out [..., n], or add x weight^T to out with `add`."""
-
-    def operand_for_wgrad(self, name: OperandName, x: Operand) -> Operand:
-        """Convert an input or output gradient for wgrad; x is its `wgrad_source`."""
-
-    def accumulate_wgrad(self, weight: Tensor, grad: Operand, x: Operand) -> Tensor | None:
-        """Add grad^T x, summed over tokens, to the weight's gradient; both operands come from `operand_for_wgrad`.
-
-        Returns the gradient if the weight has no `main_grad`, for autograd to accumulate.
-        """
-
-
-class HighPrecisionGemms:
-    """GEMMs in the dtype of the tensors (bf16, fp32, fp64), without conversion."""
-
-    wgrad_in_pieces = True
-
-    def input_operand(self, x: Tensor) -> Operand:
-        return x
-
-    def wgrad_source(self, x: Tensor, operand: Operand) -> Operand:
-        return x
-
-    def grad_operand(self, grad: Tensor) -> Operand:
-        return grad
-
-    def before_all_gather(self, grad: Tensor) -> Operand:
-        return grad
-
-    def after_all_gather(self, grad: Operand) -> Operand:
-        return grad
-
-    def weight_for_forward(self, weight: Tensor) -> Operand:
         return weight
 
     def weight_for_dgrad(self, weight: Tensor) -> Operand:
+        """Convert the transpose of the weight, [k, n]."""
         return weight.t()
 
     def gemm(self, x: Operand, weight: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Compute x [..., k] weight^T [k, n] + bias [n]: [..., n] in `dtype`; unquantized operands already have it."""
         assert isinstance(x, Tensor) and isinstance(weight, Tensor)
         return F.linear(x, weight, bias)
 
     def gemm_out(
         self, out: Tensor, x: Operand, weight: Operand, bias: Tensor | None = None, *, add: bool = False
     ) -> None:
+        """Write x weight^T + bias into out [..., n], or add x weight^T to out with `add`."""
         assert isinstance(x, Tensor) and isinstance(weight, Tensor)
         rows, result = flatten_tokens(x), out.view(-1, out.shape[-1])
         if add:
@@ -120,14 +85,19 @@ class HighPrecisionGemms:
             torch.addmm(bias, rows, weight.t(), out=result)
 
     def operand_for_wgrad(self, name: OperandName, x: Operand) -> Operand:
+        """Convert an input or output gradient for wgrad; x is its `wgrad_source`."""
         return x
 
     def accumulate_wgrad(self, weight: Tensor, grad: Operand, x: Operand) -> Tensor | None:
+        """Add grad^T x, summed over tokens, to the weight's gradient; both operands come from `operand_for_wgrad`.
+
+        Returns the gradient if the weight has no `main_grad`, for autograd to accumulate.
+        """
         assert isinstance(grad, Tensor) and isinstance(x, Tensor)
         return accumulate_wgrad(weight, flatten_tokens(grad), flatten_tokens(x))
 
 
-HIGH_PRECISION_GEMMS = HighPrecisionGemms()
+HIGH_PRECISION_GEMMS = LinearGemms()
 
 
 class WeightOperand(NamedTuple):

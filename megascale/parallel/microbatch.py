@@ -1,10 +1,12 @@
-"""The samples of a step on one rank, as micro-batches: the data that pipeline stages read beside the activations."""
+"""The samples of a step on one rank, as micro-batches: the data that pipeline stages read beside the activations; and
+what a stage returns for one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -46,6 +48,25 @@ class MicroBatch:
             self.boundaries.release()
         if forward_only and self.keys is not None and self.shard is not None and self.shard.is_last:
             self.keys.clear()
+
+
+class Loss(NamedTuple):
+    """A term of the loss: `total`, a scalar, over this rank's tokens of a micro-batch, times `constant`, equal on all
+    ranks and in all micro-batches of a step.
+
+    Gradients are sums of all terms, divided once by the labels of the step, when they are clipped. The cross-entropy of
+    these labels therefore has the constant 1; a mean over n others, weighted by a, has a x labels / n.
+    """
+
+    total: Tensor
+    constant: float = 1.0
+
+
+class StageOutput(NamedTuple):
+    """The activation for the next stage, None of the last, and the terms that this stage adds to the loss."""
+
+    activation: Tensor | None
+    losses: tuple[Loss, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -121,15 +121,6 @@ class Bucket:
                 all_reduce(self._tp, partial, label=f"{self.label} partial gradients")
         all_reduce(self.tied_group, self.grad, label=self.label)  # no-op for an untied bucket: a single-rank group
 
-    def start_param_gather(self) -> None:
-        """Start the all-gather of the updated weights, where ranks update shards."""
-        with self.group.recorder.scope(self.chunk):
-            self.storage.start_gather()
-
-    def finish_param_gather(self) -> None:
-        """Wait for the all-gather of the weights in flight, if any: on a GPU the stream waits, not the host."""
-        self.storage.acquire_weights()
-
     def _zero_missing_grads(self) -> None:
         """Zero the gradients without contributions since the last reduction."""
         for parameter in self.parameters.values():
@@ -208,6 +199,11 @@ class ParamAndGradBuffers:
         """The parameters of a chunk by name."""
         return {name: p for bucket in self.chunks[chunk] for name, p in bucket.parameters.items()}
 
+    def shards(self) -> Iterator[tuple[nn.Parameter, ParamSpec]]:
+        """Yield this rank's shard of each parameter."""
+        for bucket in self.buckets:
+            yield from ((bucket.parameters[slot.parameter.name], slot.parameter) for slot in bucket.layout.slots)
+
     def begin_step(self) -> None:
         """Begin a step: its first contributions overwrite the gradients of the last step."""
         for bucket in self.buckets:
@@ -216,7 +212,7 @@ class ParamAndGradBuffers:
     def wait_params(self, chunk: int) -> None:
         """Wait for the all-gather of the weights of a chunk's first bucket group, before a forward of the chunk."""
         for bucket in next(iter(self._by_first_module[chunk].values()), ()):
-            bucket.finish_param_gather()
+            bucket.storage.acquire_weights()
 
     def make_bucket_boundary(self, chunk: int) -> Callable[[str, Tensor], Tensor]:
         """Return boundary(module, x) -> x, for the chunk's forward to call with the name and the input of a module.
@@ -276,14 +272,15 @@ class ParamAndGradBuffers:
 
     def start_param_gather(self, bucket: Bucket) -> None:
         """Start the all-gather of a bucket's updated weights. Call in the order in which forwards need the buckets."""
-        bucket.start_param_gather()
+        with bucket.group.recorder.scope(bucket.chunk):
+            bucket.storage.start_gather()
         if not self._overlap.on:
-            bucket.finish_param_gather()
+            bucket.storage.acquire_weights()
 
     def finish_param_gather(self) -> None:
         """Wait until all weights are complete."""
         for bucket in self.buckets:
-            bucket.finish_param_gather()
+            bucket.storage.acquire_weights()
 
     def _acquire_gradients(self, buckets: Sequence[Bucket]) -> None:
         """Have full gradients. Before an allocation wait until at most one chunk's reduction is in flight, to bound
@@ -311,7 +308,7 @@ class _BucketBoundary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, buffers: ParamAndGradBuffers, buckets: Sequence[Bucket]) -> Tensor:
         for bucket in buckets:
-            bucket.finish_param_gather()
+            bucket.storage.acquire_weights()
         ctx.buffers, ctx.buckets = buffers, buckets
         return x.view_as(x)
 

@@ -1,7 +1,7 @@
 """Pipeline executor: runs one rank's list of actions (`schedule.ir`), in their order.
 
     F               wait for the activation and, only without sp, all-gather its shards over tp; run the chunk's
-                    forward; save its output's autograd edge
+                    forward; save the autograd edges of its output and of the terms of the loss that it adds
     R               run a forward again, from its saved input; the first one has saved nothing else
     B               wait for the output gradient and, only without sp, all-gather its shards; run the chunk's backward
     SEND_F, SEND_B  send the output of F to the next virtual stage, the input gradient of B to the previous stage
@@ -20,22 +20,21 @@ flight: the executor cannot run again. Split backwards (I, W) are refused: weigh
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megascale.comm.collectives import all_gather
-from megascale.comm.group import Group, TrackedWork
+from megascale.comm.group import TrackedWork
 from megascale.comm.mesh import Mesh
 from megascale.layout.stages import Placement
-from megascale.parallel.backward import run_backward
-from megascale.parallel.microbatch import MicroBatch
+from megascale.parallel.activation_messages import P2PActivationSpec
+from megascale.parallel.microbatch import MicroBatch, StageOutput
 from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
+from megascale.parallel.recompute import run_backward
 from megascale.record.label import Label
 from megascale.schedule.dependencies import Neighbours, neighbours
 from megascale.schedule.ir import COMPUTE_KINDS, SERVED, Action, Kind, RankSchedule, ScheduleError
@@ -50,48 +49,15 @@ class Batch(Protocol):
     def micro_batch(self, index: int) -> MicroBatch: ...
 
 
-@dataclass(frozen=True)
-class P2PActivationSpec:
-    """Format of the activations, and of their gradients, that stages send: `shape`, `dtype`, and split over `tp`.
-
-    Without sequence parallelism `shape` is [s, b, h], and the tp ranks hold replicas: a rank sends 1 / tp of the
-    activation, and the receivers all-gather the shards (the scatter/gather optimization, Narayanan et al. 2021, 4.1).
-    With sequence parallelism a rank sends all of its shard, `shape` [s / tp, b, h], and `tp` is a single-rank group.
-    """
-
-    shape: tuple[int, int, int]
-    dtype: torch.dtype
-    device: torch.device
-    tp: Group
-
-    def with_rows(self, rows: int | None) -> P2PActivationSpec:
-        """Return the format for a micro-batch of one row of `rows` tokens; None: this format."""
-        return self if rows is None else replace(self, shape=(rows, 1, self.shape[2]))
-
-    def receive_buffer(self) -> Tensor:
-        """Allocate a flat buffer for this rank's shard."""
-        return torch.empty(math.prod(self.shape) // self.tp.size, dtype=self.dtype, device=self.device)
-
-    def local_shard(self, full: Tensor) -> Tensor:
-        """This rank's shard of an activation, contiguous and flat."""
-        return full.contiguous().view(self.tp.size, -1)[self.tp.index]
-
-    def gather_full(self, shard: Tensor, label: Label) -> Tensor:
-        """All-gather the received shards into the activation [s, b, h]; with a single-rank group only reshape."""
-        if self.tp.size > 1:
-            full = shard.new_empty(self.tp.size * shard.numel())  # flat: gloo requires this
-            all_gather(self.tp, full, shard, label=label)
-            shard = full
-        return shard.view(self.shape)
-
-
 @dataclass
 class _Saved:
-    """A forward's remains for its backward: the autograd edge of its output; `received`, which gets the gradient of a
-    received input; and with offload the input of the chunk's last block.
+    """A forward's remains for its backward: the autograd edges of its activation, if it has one, and of its losses,
+    with their `constants`; `received`, which gets the gradient of a received input; and with offload the input of the
+    chunk's last block.
     """
 
-    edge: GradientEdge
+    edges: list[GradientEdge]
+    constants: list[float]
     received: _ReceivedGrad | None
     offloaded: OffloadedInput | None
 
@@ -165,7 +131,7 @@ class PipelineExecutor:
     def run_actions(self, actions: RankSchedule, batch: Batch) -> Tensor:
         """Run the actions of one training step, or of one evaluation: forward-only if no action is a B.
 
-        Returns the summed loss of this rank's micro-batches, a scalar; zero on ranks without the last stage.
+        Returns the sum of all terms of the loss in this rank's micro-batches, a scalar; zero without any.
         Raises: ScheduleError for split backwards
         """
         kinds = {action.kind for action in actions}
@@ -231,33 +197,32 @@ class _Execution:
             self._dropped[action.chunk, action.microbatch] = x
         with torch.set_grad_enabled(self._training and not dropped):
             out = self._run_stage(action, x)
-        if self._is_last(action):  # its output is the loss
-            self._loss += out
-            if self._training and self._p.on_loss is not None:
-                self._p.on_loss(action.microbatch, micro_batch, out)
-        else:
-            self._to_send[action] = out
+        for loss in out.losses:
+            self._loss += loss.total if loss.constant == 1 else loss.constant * loss.total
+        if out.activation is not None:
+            self._to_send[action] = out.activation
+        elif self._training and self._p.on_loss is not None:
+            self._p.on_loss(action.microbatch, micro_batch, out.losses[0].total)
         if dropped or not self._training:
             micro_batch.release(forward_only=not self._training)
 
-    def _run_stage(self, action: Action, x: Tensor | None) -> Tensor:
-        """Run the chunk's forward, and return its output, detached. With gradients enabled, its output's edge is saved:
-        backward needs no more, and a sent output is freed when its send completes.
+    def _run_stage(self, action: Action, x: Tensor | None) -> StageOutput:
+        """Run the chunk's forward, and return its output, detached. With gradients enabled, its autograd edges are
+        saved: backward needs no more, and a sent output is freed when its send completes.
         """
         saves = torch.is_grad_enabled()
         received: _ReceivedGrad | None = None
         if saves and x is not None:
             received = _ReceivedGrad()
             x = _Received.apply(x, self._p.loss_scalar(0.0).requires_grad_(), received)
-        out: Tensor = self._p.stages[action.chunk](x, self._batch.micro_batch(action.microbatch))
+        activation, losses = self._p.stages[action.chunk](x, self._batch.micro_batch(action.microbatch))
         if saves:
             offloaded = self._p.offload.end_forward() if self._p.offload is not None else None
-            self._saved[action.chunk, action.microbatch] = _Saved(get_gradient_edge(out), received, offloaded)
-        return out.detach()
-
-    def _is_last(self, action: Action) -> bool:
-        """Return True if the output of the action's forward is the loss."""
-        return self._stage(action) == self._p.placement.count - 1
+            roots = [*([] if activation is None else [activation]), *(loss.total for loss in losses)]
+            edges, constants = [get_gradient_edge(root) for root in roots], [loss.constant for loss in losses]
+            self._saved[action.chunk, action.microbatch] = _Saved(edges, constants, received, offloaded)
+        detached = tuple(loss._replace(total=loss.total.detach()) for loss in losses)
+        return StageOutput(None if activation is None else activation.detach(), detached)
 
     def _stage(self, action: Action) -> int:
         return self._p.placement.stage(self._p.channels.rank, action.chunk)
@@ -271,10 +236,9 @@ class _Execution:
         if self._p.offload is not None and saved.offloaded is not None:  # loaded while the gradient arrives
             self._p.offload.fetch(saved.offloaded)
         grad = self._wait_received(action)
-        if grad is None:  # the last stage: its output is the loss
-            grad = self._p.loss_scalar(1.0)
+        grads = [*([] if grad is None else [grad]), *map(self._p.loss_scalar, saved.constants)]
         with self._p.buffers.backward(action.chunk, last=is_last):
-            run_backward(saved.edge, grad)
+            run_backward(saved.edges, grads)
         if not any(microbatch == action.microbatch for _, microbatch in self._saved):
             self._batch.micro_batch(action.microbatch).release()
         if saved.received is not None:
@@ -298,7 +262,7 @@ class _Execution:
     def _wait_received(self, action: Action) -> Tensor | None:
         """Wait for the activation or gradient that another rank sends for an action; None at an end of the pipeline."""
         if action not in self._receiving:
-            at_end = self._is_last(action) if action.kind is Kind.B else self._stage(action) == 0
+            at_end = self._stage(action) == (self._p.placement.count - 1 if action.kind is Kind.B else 0)
             assert at_end, f"no RECV was posted for {action}"
             return None
         receive, shard = self._receiving.pop(action)

@@ -7,13 +7,21 @@ function run twice. `recompute_in_backward` recomputes a function; a `Recomputat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 
-from megascale.parallel.backward import run_backward
+
+def run_backward(outputs: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor]) -> None:
+    """Accumulate gradients into the leaves of `outputs`, tensors or their autograd edges. `grads`: of the outputs.
+
+    `torch.autograd.backward` does the same after a check for which it imports sympy: half a second of a rank's start.
+    The engine checks the gradient's shape as well. Megatron-LM calls the engine too (`custom_backward`).
+    """
+    _engine_run_backward(tuple(outputs), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class Recomputation(NamedTuple):
@@ -64,7 +72,7 @@ class _Recomputed(torch.autograd.Function):
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
             out = ctx.recompute(leaf)
-        run_backward(out, grads[0])
+        run_backward([out], grads)
         return leaf.grad, None, None, None
 
 

@@ -222,12 +222,8 @@ def _save_for_wgrad(
             ctx.restore.append((len(x.tensors), x.constructor()))
         else:
             saved.append(x if recompute is None else recompute.x)
-            ctx.restore.append((1, _itself if recompute is None else recompute.function))
+            ctx.restore.append((1, (lambda x: x) if recompute is None else recompute.function))
     ctx.save_for_backward(*saved, *params)
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x
 
 
 def _saved_sources(ctx: Any) -> tuple[list[Callable[[], Operand]], Sequence[Tensor | None]]:

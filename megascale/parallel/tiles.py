@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from megascale.layout.pieces import split_rows
-from megascale.parallel.backward import run_backward
-from megascale.parallel.recompute import Recomputation
+from megascale.parallel.recompute import Recomputation, run_backward
 
 TokenFunction = Callable[[Tensor, bool], Tensor]
 """A function of x [rows, b, h], token by token, to the same shape. False as its second argument: only the tensors saved
@@ -69,6 +68,6 @@ def _backward_of_tile(ctx: Any, saved: Tensor, grad: Tensor) -> Tensor:
     with torch.enable_grad():
         leaf = tile.detach().requires_grad_()
         out = ctx.function(leaf, False)
-    run_backward(out, grad)
+    run_backward([out], [grad])
     assert leaf.grad is not None, "the result depends on the tile"
     return leaf.grad

@@ -21,13 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megascale.catalog.recipes import ROW, TENSOR
-from megascale.comm import symmetric_memory
 from megascale.comm.collectives import (
     ReduceScatterPieces,
     all_gather,
@@ -42,6 +41,9 @@ from megascale.layout.pieces import MAX_GPU_P2P_RANKS, MAX_PIECES, MIN_GPU_GEMM_
 from megascale.ops.quantized import Quantized
 from megascale.parallel.linear_gemms import HIGH_PRECISION_GEMMS, LinearGemms, Operand, WeightOperand
 from megascale.record.label import Label
+
+if TYPE_CHECKING:
+    from megascale.comm.symmetric_memory import ScaledMatrix, SymmetricMemory
 
 SCALE_ALIGNMENT = 4
 """Row scales in 16 bytes: cuBLAS requires the fp32 row scales of a GEMM to be aligned to 16 bytes."""
@@ -60,13 +62,14 @@ class TensorParallel:
     """The tp group and its communication settings.
 
     `sequence_parallel`: activations between layers are sharded along dimension 0. `overlap`: communicate during GEMMs.
-    `symmetric_memory`: use torch's fused operators. `gpu`: GEMMs run on a GPU and need many rows.
+    `symmetric_memory`: torch's fused operators, where peers map each other's memory. `gpu`: GEMMs run on a GPU and need
+    many rows.
     """
 
     group: Group
     sequence_parallel: bool = False
     overlap: bool = True
-    symmetric_memory: bool = False
+    symmetric_memory: SymmetricMemory | None = None
     gpu: bool = False
 
     @property
@@ -112,20 +115,20 @@ class TensorParallel:
         """Return the scales of the gathered x: all-gathered, unless one holds for the rows of all ranks."""
         return self.gather(x.scale, label.with_suffix("scales"))[0] if x.scales_differ_by_row else x.scale
 
-    def can_use_symmetric_memory(self, inputs: Sequence[Operand], weights: Iterable[Operand], rows: int) -> bool:
-        """True if torch's fused operators can run these GEMMs, with `rows` rows per rank.
+    def fused_for(self, inputs: Sequence[Operand], weights: Iterable[Operand], rows: int) -> SymmetricMemory | None:
+        """Return torch's fused operators if they can run these GEMMs, with `rows` rows per rank.
 
         The operators take a single input, and operands without scales, or all with a scale per tensor, or per row.
         """
-        if not (self.symmetric_memory and self.activations_sharded and self.overlap):
-            return False
-        if len(inputs) > 1 or rows < MIN_GPU_GEMM_ROWS:
-            return False
+        fused = self.symmetric_memory if self.activations_sharded and self.overlap else None
+        if fused is None or len(inputs) > 1 or rows < MIN_GPU_GEMM_ROWS:
+            return None
         blocks = {x.block if isinstance(x, Quantized) else None for x in (*inputs, *weights)}
         if blocks == {None}:
-            return True
+            return fused
         aligned = rows % SCALE_ALIGNMENT == 0
-        return symmetric_memory.has_scaled_matmul() and (blocks == {TENSOR} or (blocks == {ROW} and aligned))
+        serves = blocks == {TENSOR} or (blocks == {ROW} and aligned)
+        return fused if serves and fused.has_scaled_matmul() else None
 
     def num_pieces(self, shard: Operand) -> int:
         """Return the number of pieces into which the communication of `shard` [s, b, k] is split; 0: one collective."""
@@ -154,8 +157,8 @@ def all_gather_matmul(
     on_rows = on_rows or (lambda full, rows: None)
     pieces = tp.num_pieces(shard) if tp.activations_sharded else 0
     operands = [weight.operand for weight in weights]
-    if tp.can_use_symmetric_memory([shard], operands, shard.shape[:-1].numel()):
-        full, outputs = _symmetric_all_gather_matmul(shard, operands, tp, label, dtype)
+    if (fused := tp.fused_for([shard], operands, shard.shape[:-1].numel())) is not None:
+        full, outputs = _fused_all_gather_matmul(shard, operands, tp, fused, label, dtype)
         pairs = zip(outputs, weights, strict=True)
         outputs = [out if bias is None else out.add_(bias) for out, (_, bias, _) in pairs]
     elif not pieces:
@@ -168,21 +171,22 @@ def all_gather_matmul(
     return full, outputs
 
 
-def _symmetric_all_gather_matmul(
-    shard: Operand, weights: Sequence[Operand], tp: TensorParallel, label: Label, dtype: torch.dtype
-) -> tuple[Operand, list[Tensor]]:
+def _fused_all_gather_matmul(
+    shard: Operand, weights: Sequence[Operand], tp: TensorParallel, fused: SymmetricMemory, label: Label,
+    dtype: torch.dtype,
+) -> tuple[Operand, list[Tensor]]:  # fmt: skip
     if isinstance(shard, Tensor):
         matrices = [weight.t() for weight in weights if isinstance(weight, Tensor)]
-        return symmetric_memory.all_gather_matmul(tp.group, shard.contiguous(), matrices, label=label)
+        return fused.all_gather_matmul(shard.contiguous(), matrices, label=label)
     scale = tp.gather_scale(shard, label)
     scaled = [_scaled_matrix(weight) for weight in weights if isinstance(weight, Quantized)]
-    data, outputs = symmetric_memory.all_gather_scaled_matmul(tp.group, shard.data, scale, scaled, dtype, label=label)
+    data, outputs = fused.all_gather_scaled_matmul(shard.data, scale, scaled, dtype, label=label)
     return shard.gathered(data, scale), outputs
 
 
-def _scaled_matrix(weight: Quantized) -> symmetric_memory.ScaledMatrix:
+def _scaled_matrix(weight: Quantized) -> ScaledMatrix:
     """Transpose a weight [n, k] to the right-hand operand [k, n], and its scale, [] or [1, n] for per-row scales."""
-    return symmetric_memory.ScaledMatrix(weight.data.t(), weight.scale.t(), weight.use_fast_accum)
+    return weight.data.t(), weight.scale.t(), weight.use_fast_accum
 
 
 def _all_gather_matmul_pieces(
@@ -220,8 +224,8 @@ def matmul_reduce_scatter(
     every rank would contribute its copy.
     """
     x, weight = inputs[0], weights[0].operand
-    if tp.can_use_symmetric_memory(inputs, [w.operand for w in weights], x.shape[:-1].numel() // tp.size):
-        return _symmetric_matmul_reduce_scatter(x, weight, tp, label, dtype)
+    if (fused := tp.fused_for(inputs, [w.operand for w in weights], x.shape[:-1].numel() // tp.size)) is not None:
+        return _fused_matmul_reduce_scatter(x, weight, fused, label, dtype)
     full = x.new_empty(*x.shape[:-1], weight.shape[0], dtype=dtype)
 
     def compute_rows(rows: slice) -> None:
@@ -251,11 +255,10 @@ def matmul_reduce_scatter(
     return full
 
 
-def _symmetric_matmul_reduce_scatter(
-    x: Operand, weight: Operand, tp: TensorParallel, label: Label, dtype: torch.dtype
+def _fused_matmul_reduce_scatter(
+    x: Operand, weight: Operand, fused: SymmetricMemory, label: Label, dtype: torch.dtype
 ) -> Tensor:
     if isinstance(x, Tensor) and isinstance(weight, Tensor):
-        return symmetric_memory.matmul_reduce_scatter(tp.group, x, weight.t(), label=label)
+        return fused.matmul_reduce_scatter(x, weight.t(), label=label)
     assert isinstance(x, Quantized) and isinstance(weight, Quantized), "both operands are FP8, or neither"
-    scaled = _scaled_matrix(weight)
-    return symmetric_memory.scaled_matmul_reduce_scatter(tp.group, x.data, x.scale, scaled, dtype, label=label)
+    return fused.scaled_matmul_reduce_scatter(x.data, x.scale, _scaled_matrix(weight), dtype, label=label)

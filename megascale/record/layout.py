@@ -163,3 +163,8 @@ class Phase(StrEnum):
 
 PHASES = tuple(Phase)
 """Phases by the number in the file."""
+
+TAGS = ("first step", "gc", "evaluation", "checkpoint", "data", "restart", "profile")
+"""What a step contains besides training, by the bits of its `tags`: parts of its time that are not those of an ordinary
+step.
+"""

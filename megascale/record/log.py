@@ -84,7 +84,7 @@ class LogIdentity:
 
 class StepRow(NamedTuple):
     """A step, with the fields of a place. Times in seconds of the host's monotonic clock; `train`: without evaluations
-    and saves; `tags`: a bit for each of `operate.store.schema.TAGS`.
+    and saves; `tags`: a bit for each of `record.layout.TAGS`.
     """
 
     start: float

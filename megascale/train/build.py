@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
@@ -13,46 +13,51 @@ from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.schedules import SCHEDULES
 from megascale.checkpoint.checkpoints import Checkpoints
 from megascale.checkpoint.format.state import Progress
-from megascale.comm import symmetric_memory
-from megascale.comm.group import Group, single_rank_group
 from megascale.comm.mesh import Mesh, open_mesh
 from megascale.comm.warm_up import warm_up
 from megascale.config.batch_rampup import batch_sizes
+from megascale.config.data import DataConfig
+from megascale.config.parallel import ParallelConfig
 from megascale.config.run import RunConfig
-from megascale.config.train import OptimizerConfig, TrainConfig
+from megascale.config.train import BatchConfig, OptimizerConfig, TrainConfig
 from megascale.core.rank import Rank
-from megascale.data.mix.loader import Loader
 from megascale.device import Device, profiler_range
 from megascale.layout.chunks import chunk_buckets, fp8_layers, stages_of
 from megascale.layout.param_groups import ParamGroups
 from megascale.layout.recompute_policy import recompute_policy
+from megascale.layout.stages import Stages
+from megascale.layout.tensors import ParamSpec
 from megascale.layout.topology import topology_of
 from megascale.model.initialize import init_parameters
-from megascale.model.modules import LayerContext, LayerOps
+from megascale.model.layer_ops import LayerOps
+from megascale.model.modules import LayerContext
 from megascale.model.transformer import Stage
 from megascale.ops import select
 from megascale.ops.select import OpContext
 from megascale.ops.wgrad import Wgrad
-from megascale.optim.lr import learning_rate, learning_rate_by_samples
+from megascale.optim.lr import learning_rate
 from megascale.optim.sharded import ShardedOptimizer
-from megascale.parallel.fp8_linear import Fp8State, build_linear_gemms
+from megascale.parallel.activation_messages import P2PActivationSpec
 from megascale.parallel.param_and_grad_buffers import Overlap, ParamAndGradBuffers
-from megascale.parallel.pipeline import P2PActivationSpec, PipelineExecutor
+from megascale.parallel.pipeline import PipelineExecutor
 from megascale.parallel.stateful import Stateful
 from megascale.parallel.tp_overlap import TensorParallel
 from megascale.record.log import RankLog
 from megascale.record.recorder import Recorder
 from megascale.schedule.ir import RankSchedule, build_schedule, forwards_only
 from megascale.schedule.lower import lower
+from megascale.train.batch_totals import batch_totals
 from megascale.train.build_loaders import build_loaders
 from megascale.train.op_context import op_context
-from megascale.train.run import Dtypes, Run
-from megascale.train.step_hooks import build_step_hooks
+from megascale.train.run import Dtypes, Hooks, Run
 from megascale.train.stop import StopRequest
 
 if TYPE_CHECKING:
+    from megascale.comm.group import Group
+    from megascale.data.mix.loader import Loader
     from megascale.optim.step_guard import StepGuard
     from megascale.parallel.context_parallel import ContextParallel
+    from megascale.parallel.fp8_state import Fp8State
     from megascale.parallel.input_offload import ActivationOffload
     from megascale.train.noise_scale import NoiseScale
     from megascale.train.policy_state import PolicyState
@@ -62,15 +67,8 @@ KEPT_ORDERS = 32
 """Orders of actions that are kept; steps have a few numbers of micro-batches."""
 
 
-def build_mesh(
-    config: RunConfig,
-    rank: Rank,
-    device: Device,
-    log: RankLog | None = None,
-) -> Mesh:
-    """Open and warm up this rank's process groups. Requires `comm.init.init_distributed`. `log`: this
-    rank's.
-    """
+def build_mesh(config: RunConfig, rank: Rank, device: Device, log: RankLog | None = None) -> Mesh:
+    """Open and warm up this rank's process groups. Requires `comm.init.init_distributed`. `log`: this rank's."""
     placement = stages_of(config).placement
     recorder = Recorder(device.timer(), log, enabled=config.observe.record, named_range=profiler_range)
     mesh = open_mesh(
@@ -94,49 +92,38 @@ def build_rank_run(
 
     `init_weights`: draw the initial weights; otherwise they are zero.
     """
-    dtypes = run_dtypes(config)
-    tp = build_tensor_parallel(config, mesh.tp, device)
-    context = op_context(config, device)
-    buffers = build_buffers(config, mesh, dtypes, device.torch_device, select.build_op("wgrad", context))
+    p, layout, dtypes, on = config.parallel, stages_of(config), run_dtypes(config.train.precision), device.torch_device
+    tp, context = build_tensor_parallel(mesh.tp, device, p, overlap=config.overlap.tp), op_context(config, device)
+    chunks, wgrad = chunk_buckets(config, mesh.coord.pp), select.build_op("wgrad", context)
+    buffers = build_buffers(chunks, mesh, p, dtypes, on, wgrad, overlap=config.overlap.dp)
     if init_weights:
-        initialize_weights(buffers, mesh, device, config.train.seed)
-    kernels = select.build_op("linear", context)
-    fp8_state = Fp8State(config.model, config.fp8, fp8_layers(config), mesh, device.torch_device, kernels)
-    offload = build_offload(config.train, device)
-    stages = build_stages(config, mesh, buffers, tp, LayerOps.from_context(context), fp8_state, offload)
-    optimizer, guard = build_optimizer(config.optimizer, mesh, buffers, context, device.torch_device)
+        init_parameters(buffers.shards(), mesh.topology, mesh.coord, config.train.seed, device.host_threads())
+    fp8_state = build_fp8(config, mesh, context)
+    operators, offload = LayerOps.from_context(context), build_offload(config.train, device)
+    cp = build_context_parallel(p, mesh, operators, overlap=config.overlap.cp)
+    layers = LayerContext(config.model, {}, tp, operators, cp=cp, offload=offload)
+    stages = build_stages(layout, mesh.coord.pp, config.train, buffers, layers, fp8_state)
+    optimizer, guard = build_optimizer(config.optimizer, mesh, buffers, context, on)
     mesh.recorder.log.start_parts.begin("indices")
-    noise_scale = build_noise_scale(config, mesh, buffers, device.torch_device)
+    noise_scale = build_noise_scale(config.train, mesh, buffers, on, sequence=p.sp)
     average = build_average(config.train, optimizer, mesh)
-    train, valid, valid_batches = build_loaders(config, mesh, device)
-    pipeline = build_pipeline(config, mesh, stages, buffers, dtypes, device.torch_device, offload)
-    policy = build_policy(config, mesh, pipeline, train, device.torch_device)
-    parts: list[Stateful | None] = [optimizer, fp8_state, guard, noise_scale, average, policy]
-    order_of = lru_cache(KEPT_ORDERS)(partial(build_order, config, mesh.coord.pp))
+    train, valid, valid_batches = build_loaders(config, mesh, on)
+    shape = config.row_tokens, config.batch.micro, config.model.hidden_size
+    spec, placement, overlap = P2PActivationSpec.of(shape, dtypes[0], on, tp), layout.placement, config.overlap.pp
+    pipeline = PipelineExecutor(stages, placement, buffers, mesh, spec, dtypes[1], overlap=overlap, offload=offload)
+    policy = build_policy(config, mesh, pipeline, train, on)
+    sizes = batch_sizes(config.batch) if config.batch.rampup else None
+    parts = (optimizer, fp8_state, guard, noise_scale, average, policy)
     mesh.recorder.log.start_parts.begin("build")
     return Run(
-        config=config,
-        device=device,
-        mesh=mesh,
-        dtypes=dtypes,
-        stages=stages,
-        buffers=buffers,
-        fp8_state=fp8_state,
-        noise_scale=noise_scale,
-        policy=policy,
-        average=average,
-        optimizer=optimizer,
-        pipeline=pipeline,
-        order_of=order_of,
-        train_loader=train,
-        valid_loader=valid,
-        valid_batches=valid_batches,
-        lr=build_learning_rate(config),
-        checkpoints=build_checkpoints(config, mesh, parts, device),
-        progress=Progress(),
-        stop=stop,
-        step_hooks=build_step_hooks(config, noise_scale),
-    )
+        config=config, device=device, mesh=mesh, dtypes=dtypes, stages=stages, buffers=buffers, fp8_state=fp8_state,
+        noise_scale=noise_scale, policy=policy, average=average, optimizer=optimizer, pipeline=pipeline,
+        order_of=lru_cache(KEPT_ORDERS)(partial(build_order, config, mesh.coord.pp)),
+        train_loader=train, valid_loader=valid, valid_batches=valid_batches,
+        lr=learning_rate(config.optimizer, config.train.steps, sizes),
+        checkpoints=build_checkpoints(config, mesh, parts, device), progress=Progress(), stop=stop,
+        step_hooks=build_step_hooks(config.batch, config.data, fp8_state, noise_scale),
+    )  # fmt: skip
 
 
 def build_checkpoints(config: RunConfig, mesh: Mesh, parts: Sequence[Stateful | None], device: Device) -> Checkpoints:
@@ -146,10 +133,24 @@ def build_checkpoints(config: RunConfig, mesh: Mesh, parts: Sequence[Stateful | 
     return Checkpoints(config.checkpoint, config.model, saved, *folders, mesh, present, device)
 
 
-def build_tensor_parallel(config: RunConfig, group: Group, device: Device) -> TensorParallel:
+def build_tensor_parallel(group: Group, device: Device, parallel: ParallelConfig, *, overlap: bool) -> TensorParallel:
     """Return the tensor parallelism of this rank, whose peers' memory is mapped where communication overlaps."""
-    maps_peers = config.overlap.tp and symmetric_memory.can_map_peers(group, device)
-    return TensorParallel(group, config.parallel.sp, config.overlap.tp, maps_peers, gpu=not device.is_cpu)
+    fused = None
+    if overlap and group.size > 1 and not device.is_cpu:
+        from megascale.comm.symmetric_memory import SymmetricMemory, can_map_peers
+
+        fused = SymmetricMemory(group) if can_map_peers(group, device) else None
+    return TensorParallel(group, parallel.sp, overlap, fused, gpu=not device.is_cpu)
+
+
+def build_fp8(config: RunConfig, mesh: Mesh, context: OpContext) -> Fp8State | None:
+    """Build the statistics of FP8 operands, with the kernels of the selected backend; None without FP8."""
+    if not config.train.quantizes:
+        return None
+    from megascale.parallel.fp8_state import Fp8State
+
+    kernels = select.build_op("linear", context)
+    return Fp8State(config.model, config.fp8, fp8_layers(config), mesh, context.device.torch_device, kernels)
 
 
 def build_optimizer(
@@ -167,16 +168,15 @@ def build_optimizer(
 
 
 def build_noise_scale(
-    config: RunConfig, mesh: Mesh, buffers: ParamAndGradBuffers, device: torch.device
+    settings: TrainConfig, mesh: Mesh, buffers: ParamAndGradBuffers, device: torch.device, *, sequence: bool
 ) -> NoiseScale | None:
-    """Build what measures the gradient noise scale, with `train.noise_scale_every`."""
-    if not config.train.noise_scale_every:
+    """Build what measures the gradient noise scale, with `train.noise_scale_every`. `sequence`: with sp."""
+    if not settings.noise_scale_every:
         return None
     from megascale.optim.first_gradient import FirstGradient
     from megascale.train.noise_scale import NoiseScale
 
-    gradient = FirstGradient(buffers.buckets, mesh, sequence=config.parallel.sp)
-    return NoiseScale(config.train, gradient, mesh, device)
+    return NoiseScale(settings, FirstGradient(buffers.buckets, mesh, sequence=sequence), mesh, device)
 
 
 def build_offload(settings: TrainConfig, device: Device) -> ActivationOffload | None:
@@ -203,83 +203,83 @@ def build_policy(
     """Build the state of the data policy, with `data.policy`."""
     if config.data.policy is None:
         return None
+    from megascale.data.mix.batch_shape import BatchShape
     from megascale.train.policy_state import PolicyState
 
-    return PolicyState(config, mesh, pipeline, loader, device)
+    shape = BatchShape(config.batch.total, config.batch.micro, config.dp)
+    policy = PolicyState(config.data, shape, loader.change_weights, mesh, device)
+    pipeline.on_loss = policy.add_loss if policy.uses_losses else None
+    return policy
 
 
-def build_learning_rate(config: RunConfig) -> Callable[[int], float]:
-    """Return the learning rate as a function of the step."""
-    if config.batch.rampup is None:
-        return learning_rate(config.optimizer, config.train.steps)
-    return learning_rate_by_samples(config.optimizer, config.train.steps, batch_sizes(config.batch))
+def build_step_hooks(
+    batch: BatchConfig, data: DataConfig, fp8_state: Fp8State | None, noise_scale: NoiseScale | None
+) -> Hooks:
+    """Return the hooks of the features that are part of a step: totals over the batch, or state that follows."""
+    hooks = Hooks(batch_totals(batch, data, noise_scale))
+    if fp8_state is not None:
+        from megascale.train.fp8_casts import Fp8Steps
+
+        hooks.add(Fp8Steps(fp8_state))
+    return hooks
 
 
-def run_dtypes(config: RunConfig) -> Dtypes:
+def run_dtypes(precision: str) -> Dtypes:
     """The compute and accumulation dtypes of `train.precision`."""
-    facts = PRECISIONS[config.train.precision].facts
+    facts = PRECISIONS[precision].facts
     return getattr(torch, facts["compute_dtype"]), getattr(torch, facts["accumulate_dtype"])
 
 
 def build_buffers(
-    config: RunConfig, mesh: Mesh, dtypes: Dtypes, device: torch.device, wgrad: Wgrad
-) -> ParamAndGradBuffers:
-    """Allocate this rank's weights and main gradients. `wgrad`: the GEMM that accumulates into the gradients."""
-    # without tying, an embedding that is alone in a chunk must not be reduced between first and last stage
-    untied = replace(mesh, tied=single_rank_group("tied"))
+    chunks: Sequence[Sequence[Sequence[ParamSpec]]], mesh: Mesh, parallel: ParallelConfig, dtypes: Dtypes,
+    device: torch.device, wgrad: Wgrad, *, overlap: bool,
+) -> ParamAndGradBuffers:  # fmt: skip
+    """Allocate this rank's weights and main gradients. `chunks`: the parameters of its buckets
+    (`layout.chunks.chunk_buckets`). `wgrad`: the GEMM that accumulates into the gradients.
+    """
     return ParamAndGradBuffers(
-        chunk_buckets(config, mesh.coord.pp),
-        mesh if config.model.tie_embeddings else untied,
-        zero=config.parallel.zero,
-        sequence=config.parallel.sp,
-        overlap=Overlap(config.overlap.dp, in_backward=config.parallel.cp_mode != "hybrid"),
+        chunks,
+        mesh,
+        zero=parallel.zero,
+        sequence=parallel.sp,
+        overlap=Overlap(overlap, in_backward=parallel.cp_mode != "hybrid"),
         dtypes=dtypes,
         device=device,
         wgrad=wgrad,
     )
 
 
-def initialize_weights(buffers: ParamAndGradBuffers, mesh: Mesh, device: Device, seed: int) -> None:
-    """Draw this rank's initial weights, which do not depend on the layout."""
-    parameters = (
-        (bucket.parameters[slot.parameter.name], slot.parameter)
-        for bucket in buffers.buckets
-        for slot in bucket.layout.slots
-    )
-    init_parameters(parameters, mesh.topology, mesh.coord, seed, device.host_threads())
-
-
 def build_stages(
-    config: RunConfig,
-    mesh: Mesh,
-    buffers: ParamAndGradBuffers,
-    tp: TensorParallel,
-    operators: LayerOps,
-    fp8_state: Fp8State,
-    offload: ActivationOffload | None = None,
-) -> list[Stage]:
-    """Build the modules of this rank's model chunks over the weights in `buffers`."""
-    layout, stages = stages_of(config), []
-    cp = context_parallel(config, mesh, operators)
-    linear_gemms = partial(build_linear_gemms, state=fp8_state, tp=tp)
-    for chunk in range(config.parallel.vpp):
-        index = layout.index(mesh.coord.pp, chunk)
-        first, last = index == 0, index == layout.count - 1
-        recompute = recompute_policy(config.train, chunk)
-        parameters, stored = buffers.parameters(chunk), offload if recompute.offload else None
-        context = LayerContext(config.model, parameters, tp, operators, linear_gemms, recompute, cp, stored)
-        stages.append(Stage(context, layout.layers(index), first, last, buffers.make_bucket_boundary(chunk)))
+    layout: Stages, pp_rank: int, settings: TrainConfig, buffers: ParamAndGradBuffers, context: LayerContext,
+    fp8_state: Fp8State | None = None,
+) -> list[Stage]:  # fmt: skip
+    """Build the modules of this rank's model chunks over the weights in `buffers`. `context`: of all chunks, without
+    parameters and recomputation.
+    """
+    if fp8_state is not None:
+        from megascale.parallel.fp8_linear import build_linear_gemms
+
+        context = replace(context, linear_gemms=partial(build_linear_gemms, state=fp8_state, tp=context.tp))
+    stages = []
+    for chunk in range(len(buffers.chunks)):
+        index, recompute = layout.index(pp_rank, chunk), recompute_policy(settings, chunk)
+        offload = context.offload if recompute.offload else None
+        own = replace(context, parameters=buffers.parameters(chunk), recompute=recompute, offload=offload)
+        ends = index == 0, index == layout.count - 1
+        stages.append(Stage(own, layout.layers(index), *ends, buffers.make_bucket_boundary(chunk)))
     return stages
 
 
-def context_parallel(config: RunConfig, mesh: Mesh, operators: LayerOps) -> ContextParallel | None:
+def build_context_parallel(
+    parallel: ParallelConfig, mesh: Mesh, operators: LayerOps, *, overlap: bool
+) -> ContextParallel | None:
     """Return the attention of ranks that share a sequence; None if each has whole ones."""
-    if config.parallel.cp == 1 and config.parallel.cp_mode != "hybrid":
+    if parallel.cp == 1 and parallel.cp_mode != "hybrid":
         return None
     from megascale.parallel.context_parallel import ContextParallel
 
-    gathers, attend, part = config.parallel.cp_mode == "allgather", operators.attend, operators.partial_attend
-    return ContextParallel(mesh.cp_heads, mesh.cp_keys, attend, part, gathers, config.overlap.cp)
+    gathers, attend, part = parallel.cp_mode == "allgather", operators.attend, operators.partial_attend
+    return ContextParallel(mesh.cp_heads, mesh.cp_keys, attend, part, gathers, overlap)
 
 
 def build_order(config: RunConfig, pp_rank: int, count: int, training: bool) -> RankSchedule:
@@ -296,21 +296,3 @@ def build_order(config: RunConfig, pp_rank: int, count: int, training: bool) -> 
         compute = build_schedule(SCHEDULES[p.schedule].load(), p.pp, p.vpp, count)
     compute = compute if training else forwards_only(compute)
     return lower(compute, stages_of(config).placement, training=training, reduce_each=p.zero == 2)[pp_rank]
-
-
-def build_pipeline(
-    config: RunConfig,
-    mesh: Mesh,
-    stages: list[Stage],
-    buffers: ParamAndGradBuffers,
-    dtypes: Dtypes,
-    device: torch.device,
-    offload: ActivationOffload | None = None,
-) -> PipelineExecutor:
-    """Build the executor of this rank's pipeline actions."""
-    m = config.model
-    rows = config.row_tokens // mesh.tp.size if config.parallel.sp else config.row_tokens
-    tp = single_rank_group("tp") if config.parallel.sp else mesh.tp
-    p2p_spec = P2PActivationSpec((rows, config.batch.micro, m.hidden_size), dtypes[0], device, tp)
-    placement, overlap = stages_of(config).placement, config.overlap.pp
-    return PipelineExecutor(stages, placement, buffers, mesh, p2p_spec, dtypes[1], overlap=overlap, offload=offload)

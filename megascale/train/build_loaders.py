@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from megascale.comm.mesh import Mesh
+import torch
+
 from megascale.config.batch_rampup import batch_sizes
-from megascale.config.dataset_files import SplitName
 from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
 from megascale.data.mix.batch_shape import BatchShape, StepOrder, reads_samples, reads_tokens
 from megascale.data.mix.loader import Loader
 from megascale.data.mix.mixture import Mixture, build_mixture
-from megascale.data.mix.mixture_spec import mixture_spec
-from megascale.data.mix.samples import SampleSource
-from megascale.device import Device
-from megascale.layout.document_shards import row_sharding
+from megascale.data.mix.mixture_spec import MixtureSpec, mixture_spec
 from megascale.layout.sequence_shard import sequence_chunks
-from megascale.plan.account.flops import sequence_flops
 
 if TYPE_CHECKING:
+    from megascale.comm.mesh import Mesh
+    from megascale.config.dataset_files import SplitName
     from megascale.data.mix.hybrid_batches import HybridPool
+    from megascale.data.mix.samples import SampleSource
+    from megascale.layout.document_shards import RowSharding
 
 
-def build_loaders(config: RunConfig, mesh: Mesh, device: Device) -> tuple[Loader, Loader | None, int]:
+def build_loaders(config: RunConfig, mesh: Mesh, device: torch.device) -> tuple[Loader, Loader | None, int]:
     """Build the loaders of training and validation data. Also returns the batches per evaluation.
 
     Raises: DataError on rank 0 for unusable data, and without memory for a host's reader.
@@ -32,15 +32,18 @@ def build_loaders(config: RunConfig, mesh: Mesh, device: Device) -> tuple[Loader
     shape = BatchShape(config.batch.total, config.batch.micro, config.dp)
     sizes = batch_sizes(config.batch) if config.batch.rampup else None
     orders: dict[SplitName, StepOrder] = {"train": StepOrder(shape, config.samples, sizes=sizes)}
-    if mesh.rank == 0:
-        for split in ("train", "valid") if config.train.eval_every else ("train",):
-            _check_data(config, split)
-    valid_batches = _evaluation_batches(config, mesh) if config.train.eval_every else 0
+    splits: tuple[SplitName, ...] = ("train", "valid") if config.train.eval_every else ("train",)
+    specs = {split: mixture_spec(config, split) for split in splits}
+    if mesh.rank == 0:  # the headers of all datasets, for all ranks, which open what they read when they read it
+        for spec in specs.values():
+            build_mixture(spec).check()
+    valid_batches = 0
+    if config.train.eval_every:
+        valid_batches = _evaluation_batches(specs["valid"], config.train.eval_steps, config.batch.total, mesh)
     if valid_batches:
         orders["valid"] = StepOrder(shape, valid_batches * config.batch.total, again=True)
-    recipe = config.fp8.recipe if config.train.quantizes else None
-    sources = _open_sources(config, mesh, orders)
-    sharding = row_sharding(config.parallel, config.model, recipe, mesh.coord.cp)
+    sources = _open_sources(specs, mesh, orders)
+    sharding, pool = _row_sharding(config, mesh), _hybrid_pool(config, mesh)
     train, *valid = (
         Loader(
             sources.get(split),
@@ -48,11 +51,11 @@ def build_loaders(config: RunConfig, mesh: Mesh, device: Device) -> tuple[Loader
             mesh.coord.dp,
             dropout=config.model.dropout if split == "train" else 0.0,
             seed=config.train.seed,
-            device=device.torch_device,
+            device=device,
             reads_tokens=reads_tokens(mesh.topology, mesh.rank),
             sharding=sharding,
             chunks=sequence_chunks(config.model.seq_length, config.data.chunk_tokens),
-            pool=hybrid_pool(config, mesh),
+            pool=pool,
             sizes=order.sizes,
         )
         for split, order in orders.items()
@@ -60,11 +63,22 @@ def build_loaders(config: RunConfig, mesh: Mesh, device: Device) -> tuple[Loader
     return train, valid[0] if valid else None, valid_batches
 
 
-def hybrid_pool(config: RunConfig, mesh: Mesh) -> HybridPool | None:
+def _row_sharding(config: RunConfig, mesh: Mesh) -> RowSharding | None:
+    """Return how this rank shares sequences; None for whole ones."""
+    if config.parallel.cp == 1 or config.parallel.cp_mode == "hybrid":
+        return None
+    from megascale.layout.document_shards import row_sharding
+
+    recipe = config.fp8.recipe if config.train.quantizes else None
+    return row_sharding(config.parallel, config.model, recipe, mesh.coord.cp)
+
+
+def _hybrid_pool(config: RunConfig, mesh: Mesh) -> HybridPool | None:
     """Return this rank of the pool of hybrid data parallelism; None in other modes."""
     if config.parallel.cp_mode != "hybrid":
         return None
     from megascale.data.mix.hybrid_batches import HybridPool
+    from megascale.plan.account.flops import sequence_flops
 
     assert config.data.max_tokens_per_rank is not None, "the rules of hybrid data parallelism demand it"
     pool, most = (mesh.dp.index, mesh.dp.size), config.data.max_tokens_per_rank
@@ -72,38 +86,32 @@ def hybrid_pool(config: RunConfig, mesh: Mesh) -> HybridPool | None:
     return HybridPool(*pool, most, sequence_flops(config.model), config.parallel.pp, reads)
 
 
-def _check_data(config: RunConfig, split: SplitName) -> None:
-    """Open the headers of all datasets of a split, for all ranks, which open what they read when they read it.
-
-    Raises: DataError for unusable data.
-    """
-    build_mixture(mixture_spec(config, split)).check()
-
-
 def _open_sources(
-    config: RunConfig, mesh: Mesh, orders: Mapping[SplitName, StepOrder]
+    specs: Mapping[SplitName, MixtureSpec], mesh: Mesh, orders: Mapping[SplitName, StepOrder]
 ) -> Mapping[SplitName, SampleSource]:
     """Open the samples of each split; none on a rank that needs none."""
-    if not reads_samples(config.data.mask, mesh.topology, mesh.rank):
+    data = specs["train"].data
+    if not reads_samples(data.mask, mesh.topology, mesh.rank):
         return {}
-    specs = {split: mixture_spec(config, split) for split in orders}
-    if config.data.reader == "host":
+    if data.reader == "host":
         from megascale.data.host_reader.host_samples import open_host_samples
 
-        return open_host_samples(specs, mesh, orders)
+        return open_host_samples({split: specs[split] for split in orders}, mesh, orders)
     return {split: build_mixture(specs[split], 0 if order.again else order.end) for split, order in orders.items()}
 
 
-def _evaluation_batches(config: RunConfig, mesh: Mesh) -> int:
-    """Global batches of an evaluation, at most as many as the data has without repetition. Rank 0 reads their sizes."""
-    if config.data.mock:
-        return config.train.eval_steps
+def _evaluation_batches(spec: MixtureSpec, steps: int, batch: int, mesh: Mesh) -> int:
+    """Global batches of an evaluation, at most as many as the data has without repetition. Rank 0 reads their sizes.
+    `steps`: those configured; `batch`: samples of one.
+    """
+    if spec.data.mock:
+        return steps
     batches = 0
     if mesh.rank == 0:
-        samples = Mixture(mixture_spec(config, "valid")).samples_without_repetition()
-        batches = min(config.train.eval_steps, samples // config.batch.total)
+        samples = Mixture(spec).samples_without_repetition()
+        batches = min(steps, samples // batch)
         if batches == 0:
-            what = f"{samples} samples to validate on are fewer than one global batch of {config.batch.total}"
+            what = f"{samples} samples to validate on are fewer than one global batch of {batch}"
             raise DataError(what, hint="more data, another data.split, or a smaller batch.global")
     count: int = mesh.world.control.broadcast(batches, "batches of an evaluation")
     return count

@@ -17,33 +17,25 @@ from megascale.comm.control import announce_exit, describe_lost
 from megascale.comm.rendezvous import remember_run
 from megascale.comm.store import count_requests
 from megascale.config.run import RunConfig
-from megascale.config.toml_writer import to_toml
 from megascale.core.errors import CheckpointError, Exit, LostPeerError, MegascaleError
-from megascale.core.files import exists, write_text
 from megascale.core.limits import PROCESSES_HINT, lacks_threads, os_error_hint
 from megascale.core.rank import NODE_VARIABLE, Rank
-from megascale.data.mix.mixture_spec import mixture_spec
-from megascale.data.read.identity import replaced_datasets, write_identities
 from megascale.device import detect_device
 from megascale.operate.node import affinity
-from megascale.operate.node.failure import exit_status_of, is_peer_lost, write_error, write_stop
+from megascale.operate.node.failure import exit_status_of, is_peer_lost, write_end, write_error
 from megascale.record.layout import Phase
 from megascale.record.log import RankLog
-from megascale.record.log_files import FLIGHT_RECORD_VARIABLE
-from megascale.record.metrics_writers import MetricsWriter
 from megascale.train.build import build_mesh, build_rank_run
 from megascale.train.loop import train
 from megascale.train.peak_flops import find_peak_flops
-from megascale.train.rank_record import rank_record
 from megascale.train.reporter import Reporter, open_writers
 from megascale.train.resume import OpenWeights, load_initial_state
 from megascale.train.run import Run
 from megascale.train.saves import Saves
 from megascale.train.stop import StopRequest
-from megascale.train.stored_attempt import begin_stored_attempt
 
 if TYPE_CHECKING:
-    from megascale.train.fault_injection import FaultInjection
+    from megascale.record.metrics_writers import MetricsWriter
 
 STORE_ANSWER_S = 2.0
 """Seconds that a failing rank waits for the job's store."""
@@ -63,45 +55,34 @@ def run_rank(config: RunConfig, rank: Rank, open_weights: OpenWeights, log: Rank
         init.shutdown_distributed()
     except (Exception, KeyboardInterrupt, SystemExit) as error:  # a library may call sys.exit
         with stop.deferred():  # launchers end the other ranks by a signal, which is not the cause
-            if exit_status_of(error) == Exit.CONFIG and log.path and FLIGHT_RECORD_VARIABLE not in os.environ:
-                log.path.unlink(missing_ok=True)  # nothing to diagnose, and no launcher removes it
-            if exit_status_of(error) == Exit.DO_NOT_REQUEUE and not rank.local_rank and NODE_VARIABLE not in os.environ:
-                _say_copies(config)  # else the driver does
+            _clean_up(config, exit_status_of(error), rank, log)
             log.end(exit_status_of(error))
-            _exit_with_error(_explain(error), rank)
+            if lacks_threads(error):
+                error = MegascaleError(f"a thread cannot be started: {error}", hint=PROCESSES_HINT)
+            _exit_with_error(error, rank)
     return status
 
 
-def _say_copies(config: RunConfig) -> None:
-    from megascale.operate.node.stored_copies import copies_notice
+def _clean_up(config: RunConfig, status: int, rank: Rank, log: RankLog) -> None:
+    """Do at a rank's end what a launcher does, where there is none."""
+    from megascale.record.log_files import FLIGHT_RECORD_VARIABLE
 
-    with contextlib.suppress(OSError):
-        if notice := copies_notice(Path(config.checkpoint.memory_dir), config.folder):
-            print(notice, file=sys.stderr, flush=True)
+    if status == Exit.CONFIG and log.path and FLIGHT_RECORD_VARIABLE not in os.environ:
+        log.path.unlink(missing_ok=True)  # nothing to diagnose
+    if status == Exit.DO_NOT_REQUEUE and not rank.local_rank and NODE_VARIABLE not in os.environ:
+        from megascale.operate.node.stored_copies import copies_notice
 
-
-def _injection(config: RunConfig, rank: Rank) -> FaultInjection | None:
-    """Return the injection of `fault.inject`; None, as always in training proper, without."""
-    if not config.fault.inject:
-        return None
-    from megascale.train.fault_injection import fault_injection
-
-    return fault_injection(config, rank)
+        with contextlib.suppress(OSError):
+            if notice := copies_notice(Path(config.checkpoint.memory_dir), config.folder):
+                print(notice, file=sys.stderr, flush=True)
 
 
 def _report_stop(message: str, status: Exit, rank: Rank, log: RankLog) -> None:
     """Report a signal that ends this rank at once. The store may be in use by the main thread: peers are not told."""
     log.end(status)
     with contextlib.suppress(OSError):
-        if not write_stop(message, status, rank):
+        if not write_end(rank, status, message):
             print(f"{rank}: {message}", file=sys.stderr, flush=True)
-
-
-def _explain(error: BaseException) -> BaseException:
-    """Return the error of a missing thread with a hint, and every other error as it is."""
-    return (
-        MegascaleError(f"a thread cannot be started: {error}", hint=PROCESSES_HINT) if lacks_threads(error) else error
-    )
 
 
 def _exit_with_error(error: BaseException, rank: Rank) -> Never:
@@ -139,22 +120,22 @@ def _ask_store(question: Callable[[], str | None]) -> str:
     return answers[0] if answers else ""
 
 
-def _run(
-    config: RunConfig,
-    rank: Rank,
-    stop: StopRequest,
-    open_weights: OpenWeights,
-    log: RankLog,
-) -> Exit:
+def _run(config: RunConfig, rank: Rank, stop: StopRequest, open_weights: OpenWeights, log: RankLog) -> Exit:
     log.set_phase(Phase.RENDEZVOUS)
     device = detect_device(rank.local_rank)
     affinity.bind_to_local_cores(device.pci_address)
-    record = rank_record(config, rank, device) if rank.world_size > 1 else None
-    folder = Path(config.observe.dir)
+    record, injection, folder = None, None, Path(config.observe.dir)
+    if rank.world_size > 1:
+        from megascale.train.rank_record import rank_record
+
+        record = rank_record(config, rank, device)
     init.init_distributed(rank, device, config.launch, config.nccl, record=record, folder=folder)
     log.start_parts.count = count_requests
     remember_run(rank)
-    injection = _injection(config, rank)
+    if config.fault.inject:
+        from megascale.train.fault_injection import fault_injection
+
+        injection = fault_injection(config.fault.inject, rank, config.folder)
     log.set_phase(Phase.GROUPS)
     mesh = build_mesh(config, rank, device, log)
     log.set_phase(Phase.BUILD)
@@ -172,7 +153,10 @@ def _run(
         if run.progress.step >= config.train.steps:
             _save_finished(run, reporter)
             return Exit.OK
-        begin_stored_attempt(run, peak)
+        if config.observe.store:
+            from megascale.train.stored_attempt import begin_stored_attempt
+
+            begin_stored_attempt(run, peak)
         return train(run, reporter)
     finally:
         reporter.close()
@@ -181,29 +165,24 @@ def _run(
 def _open_reporter(run: Run, peak: Peak | None, resumed: str) -> Reporter:
     """Open what reports of the run, and say how it begins. `resumed`: what it was resumed from, "" for nothing."""
     config, step = run.config, run.progress.step
-    writes = run.mesh.rank == 0
-    replaced = replaced_datasets(config.data, config.folder) if writes and step else []
-    reporter = Reporter(config, run.device, peak, _prepare_folder(config, step) if writes else [], run.mesh.recorder)
-    if writes and step:
+    if run.mesh.rank:
+        return Reporter(config, run.device, peak, [], run.mesh.recorder)
+    from megascale.data.read.identity import replaced_datasets
+    from megascale.train.run_summary import run_summary
+
+    replaced = replaced_datasets(config.data, config.folder) if step else []
+    reporter = Reporter(config, run.device, peak, _prepare_folder(config, step), run.mesh.recorder)
+    if step:
         reporter.load_history(config.folder)
-    buckets = ""
-    if writes and config.data.packing == "decompose":
+    texts = [run_summary(run, peak)]
+    if config.fault.inject:
+        texts.append(f"WARNING: this run injects faults: {config.fault.inject}")
+    if config.data.packing == "decompose":
         from megascale.data.mix.bucket_summary import describe_buckets
+        from megascale.data.mix.mixture_spec import mixture_spec
 
-        buckets = describe_buckets(mixture_spec(config, "train"))
-    summary = []
-    if writes:
-        from megascale.train.run_summary import run_summary
-
-        summary.append(run_summary(run, peak))
-    texts = [
-        *summary,
-        f"WARNING: this run injects faults: {config.fault.inject}" if config.fault.inject else "",
-        buckets,
-        resumed,
-        *(f"WARNING: {text}" for text in replaced),
-    ]
-    for text in filter(None, texts):
+        texts.append(describe_buckets(mixture_spec(config, "train")))
+    for text in filter(None, [*texts, resumed, *(f"WARNING: {text}" for text in replaced)]):
         reporter.write_message(text)
     return reporter
 
@@ -224,12 +203,16 @@ def _prepare_folder(config: RunConfig, resumed_step: int) -> list[MetricsWriter]
 
     Raises: CheckpointError if the folder cannot be written: it could when the run began
     """
+    from megascale.config.toml_writer import to_toml
+    from megascale.core.files import exists, write_text
+    from megascale.data.read.identity import write_identities
+
     try:
         path = config.folder / "config.toml"
         if resumed_step < config.train.steps or not exists(path):
             write_text(path, to_toml(config))
             write_identities(config.data, config.folder)
-        return open_writers(config, resumed_step)
+        return open_writers(config.folder, config.train.steps, resumed_step, tensorboard=config.observe.tensorboard)
     except OSError as error:
         what = f"{error.filename or config.folder} cannot be written: {error.strerror or error}"
         raise CheckpointError(what, hint=os_error_hint(error, "see the file system of the run's folder")) from None

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 def evaluate(run: Run) -> EvaluationMetrics:
     """Compute the mean loss per token over a fixed set of validation batches, without dropout."""
     assert run.valid_loader is not None, "a run that evaluates has validation data"
-    run.fp8_state.invalidate_weights()
+    if run.fp8_state is not None:
+        run.fp8_state.invalidate_weights()
     loss = torch.zeros((), dtype=run.dtypes[1], device=run.device.torch_device)
     tokens = 0.0
     for batch in run.valid_loader.batches(run.valid_batches):
@@ -57,7 +58,7 @@ class Evaluations(Hook):
         with run.mesh.recorder.activity(Phase.EVALUATION):
             metrics = evaluate(run)
             if run.average is not None and run.average.has_begun:
-                with run.average.in_place_of_weights(run.buffers, run.fp8_state):
+                with run.average.in_place_of_weights(run.buffers):
                     metrics = replace(metrics, averaged_loss=evaluate(run).valid_loss)
             self._reporter.write(metrics)
         run.hooks.evaluation_ends(run, metrics)

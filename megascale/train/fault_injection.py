@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +23,6 @@ from torch import Tensor
 from megascale.comm.group import CommunicationFault, Group
 from megascale.comm.work import LateWork, TransportWork
 from megascale.config.injection import Fault, parse_injection
-from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.rank import Rank
 from megascale.operate.node.inject import Injector, describe, stop_process, strike
@@ -69,17 +69,15 @@ class FaultInjection:
         for group in run.mesh.groups:
             group.fault_hook = _GroupMoments(self, group)
         run.mesh.recorder.on_action = self._before_action
-        if planned := [kind for kind in ("slow_compute", "delay_message") if self._injector.plans(kind)]:
-            _require_host_time(run, planned[0])
+        planned = [kind for kind in ("slow_compute", "delay_message") if self._injector.plans(kind)]
+        if planned and not run.mesh.recorder.timer.synchronous:  # a pause of the host would slow nothing
+            message, hint = f"{planned[0]} needs processors, not {run.device.name}", "slow works on every device"
+            raise ConfigError([Problem("configuration", "fault.inject", message, hint)])
         if "slow_compute" in planned:
             run.mesh.recorder.after_action = self._lengthen
-        run.train_loader.fault_hook = self._before_batch
+        run.train_loader.fault_hook = lambda: self.reach("data", run.progress.step + 1)
         if run.checkpoints.saver is not None:
             run.checkpoints.saver.fault_hook = self._reach_in_save
-
-    def _before_batch(self) -> None:
-        assert self._run is not None
-        self.reach("data", self._run.progress.step + 1)
 
     def _before_action(self, name: str) -> None:
         assert self._run is not None
@@ -175,22 +173,16 @@ class _LateSends:
         self._thread = ThreadPoolExecutor(1, "late messages")
 
     def send(self, delay_s: float, start: Callable[[], TransportWork]) -> TransportWork:
-        return LateWork(self._thread.submit(self._send, time.monotonic() + delay_s, start))
+        due = time.monotonic() + delay_s
 
-    def _send(self, due: float, start: Callable[[], TransportWork]) -> TransportWork:
-        time.sleep(max(0.0, due - time.monotonic()))
-        return start().in_background()
+        def send_when_due() -> TransportWork:
+            time.sleep(max(0.0, due - time.monotonic()))
+            return start().in_background()
 
-
-def _require_host_time(run: Run, kind: str) -> None:
-    """Raise ConfigError on a device whose work the host does not wait for: a pause of the host would slow nothing."""
-    if not run.mesh.recorder.timer.synchronous:
-        message, hint = f"{kind} needs processors, not {run.device.name}", "slow works on every device"
-        raise ConfigError([Problem("configuration", "fault.inject", message, hint)])
+        return LateWork(self._thread.submit(send_when_due))
 
 
-def fault_injection(config: RunConfig, rank: Rank) -> FaultInjection | None:
-    """Return the injection of `fault.inject`; None, as always in training proper, without."""
-    if not (injection := parse_injection(config.fault.inject)):
-        return None
-    return FaultInjection(Injector(injection, rank.rank, rank.world_size, config.folder))
+def fault_injection(inject: str, rank: Rank, folder: Path) -> FaultInjection | None:
+    """Return the injection of `fault.inject` in a run's folder; None without faults."""
+    injection = parse_injection(inject)
+    return FaultInjection(Injector(injection, rank.rank, rank.world_size, folder)) if injection else None

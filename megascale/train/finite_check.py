@@ -52,7 +52,20 @@ def check_step_finite(run: Run, local_loss: float, total_loss: float, norm: floa
     """
     if math.isfinite(total_loss) and math.isfinite(norm):
         return
-    reports_of_ranks = run.mesh.world.control.all_gather(asdict(_report(run, local_loss)), "non-finite values")
+    coord, buckets = run.mesh.coord, list(enumerate(run.buffers.buckets))
+    report = NonFiniteReport(
+        rank=run.mesh.rank,
+        host=socket.gethostname(),
+        pp_tp=[coord.pp, coord.tp],
+        local_loss=local_loss,
+        nonfinite_weights=[
+            name for _, b in buckets for name, p in b.parameters.items() if not bool(p.isfinite().all())
+        ],
+        nonfinite_grads={name: i for i, b in buckets for name in _nonfinite_params(b, b.grad, b.shard[0])},
+        nonfinite_buckets=[i for i, b in buckets if b.group.size == 1 or not b.storage.local_grad_finite()],
+        incomplete=any(bucket.storage.checks_vectors_only for _, bucket in buckets),
+    )
+    reports_of_ranks = run.mesh.world.control.all_gather(asdict(report), "non-finite values")
     reports = [NonFiniteReport(**fields) for fields in reports_of_ranks]
     raise DivergenceError(
         f"step {run.progress.step + 1}: {_first_cause(reports, run.config.model)}; nothing was updated or saved",
@@ -109,24 +122,6 @@ def all_finite(values: Tensor) -> Tensor:
     min and max propagate NaN and take one read, while isfinite() also writes a tensor of the same size.
     """
     return torch.stack(values.aminmax()).isfinite().all()
-
-
-def _report(run: Run, local_loss: float) -> NonFiniteReport:
-    coord, buckets = run.mesh.coord, run.buffers.buckets
-    return NonFiniteReport(
-        rank=run.mesh.rank,
-        host=socket.gethostname(),
-        pp_tp=[coord.pp, coord.tp],
-        local_loss=local_loss,
-        nonfinite_weights=[name for b in buckets for name, p in b.parameters.items() if not bool(p.isfinite().all())],
-        nonfinite_grads={
-            name: index for index, b in enumerate(buckets) for name in _nonfinite_params(b, b.grad, b.shard[0])
-        },
-        nonfinite_buckets=[
-            i for i, bucket in enumerate(buckets) if bucket.group.size == 1 or not bucket.storage.local_grad_finite()
-        ],
-        incomplete=any(bucket.storage.checks_vectors_only for bucket in buckets),
-    )
 
 
 def _nonfinite_params(bucket: Bucket, values: Tensor, start: int) -> list[str]:

@@ -6,16 +6,9 @@ from megascale.config.batch_rampup import batch_sizes
 from megascale.core.errors import Exit
 from megascale.record.layout import Phase
 from megascale.record.rank_state import UNORDERED_SIGNAL
-from megascale.train.evaluate import Evaluations
-from megascale.train.kernel_shares import KernelShares
-from megascale.train.plan_record import PlanRecord
-from megascale.train.reporter import Reporter, StepRecords
-from megascale.train.run import Hook, Hooks, Run, StepResult
-from megascale.train.saves import Saves
-from megascale.train.scheduled_gc import ScheduledGC
-from megascale.train.skipped_steps import SkippedSteps
-from megascale.train.spike import SpikeAlert
-from megascale.train.start_report import StartReport
+from megascale.train.reporter import Reporter
+from megascale.train.run import Run
+from megascale.train.standard_hooks import standard_hooks
 from megascale.train.step import train_step
 from megascale.train.step_rows import StepRows
 
@@ -32,7 +25,22 @@ def train(run: Run, reporter: Reporter) -> Exit:
         run.hooks.run_begins(run)
         log.set_phase(Phase.STEP)
         with run.stop.deferred(), StepRows(run) as rows:
-            stopped = _train_steps(run, reporter, rows)
+            stopped, first_step = False, run.progress.step + 1
+            while run.progress.step < run.config.train.steps and not stopped:
+                rows.begin(run.progress.step + 1)
+                run.hooks.step_begins(run)
+                reporter.start_step()
+                with run.mesh.recorder.activity(Phase.DATA):
+                    batch = run.train_loader.batch(run.progress.samples)
+                result = train_step(run, batch)
+                reporter.end_step(result)
+                rows.end(result)
+                if run.progress.step == first_step:
+                    run.mesh.timeout.tighten()
+                run.hooks.step_ends(run, result)
+                stopped = result.stop
+            run.buffers.finish_param_gather()
+            run.pipeline.finish_sends()
             run.hooks.run_ends(run)
     except BaseException as error:
         run.hooks.run_fails(run, error)
@@ -46,61 +54,3 @@ def train(run: Run, reporter: Reporter) -> Exit:
     saved = ", which is saved" if run.config.checkpoint.every else "; nothing was saved: checkpoint.every = 0"
     reporter.write_message(f"stopped by a signal after step {run.progress.step}{saved}")
     return Exit.STOPPED
-
-
-def standard_hooks(run: Run, reporter: Reporter) -> Hooks:
-    """Return the hooks of every run, then those of plug-ins. Replicas are checked before a save of the step."""
-    features: list[Hook] = []
-    if run.config.train.check_replicas:
-        from megascale.train.replica_check import ReplicaCheck
-
-        features.append(ReplicaCheck())
-    if run.policy is not None:
-        from megascale.train.policy_updates import PolicyUpdates
-
-        features.append(PolicyUpdates(run.policy, reporter))
-    return Hooks(
-        [
-            StartReport(reporter),
-            KernelShares(),
-            *features,
-            StepRecords(reporter),
-            SpikeAlert(run.config.fault, reporter),
-            SkippedSteps(reporter),
-            WeightAveraging(),
-            Evaluations(reporter),
-            Saves(reporter),
-            ScheduledGC(),
-            PlanRecord(),
-            run.hooks,
-        ]
-    )
-
-
-class WeightAveraging(Hook):
-    """Updates the average of the weights after a step."""
-
-    def step_ends(self, run: Run, result: StepResult) -> None:
-        if run.average is not None:
-            run.average.update(run.progress.step)
-
-
-def _train_steps(run: Run, reporter: Reporter, rows: StepRows) -> bool:
-    """Train until the last step or a stop request. Returns True for a stop request."""
-    stopped, first_step = False, run.progress.step + 1
-    while run.progress.step < run.config.train.steps and not stopped:
-        rows.begin(run.progress.step + 1)
-        run.hooks.step_begins(run)
-        reporter.start_step()
-        with run.mesh.recorder.activity(Phase.DATA):
-            batch = run.train_loader.batch(run.progress.samples)
-        result = train_step(run, batch)
-        reporter.end_step(result)
-        rows.end(result)
-        if run.progress.step == first_step:
-            run.mesh.timeout.tighten()
-        run.hooks.step_ends(run, result)
-        stopped = result.stop
-    run.buffers.finish_param_gather()
-    run.pipeline.finish_sends()
-    return stopped

@@ -42,13 +42,10 @@ class PlanRecord(Hook):
 
         file, device = run.config.folder / PLAN_FILE, run.device
         profile = THIS_MACHINE if device.is_cpu else profile_of(device.name, device.total_memory())
-        if profile and (not device.is_cpu or is_file(path_of("hardware", THIS_MACHINE), optional=True)):
-            self._start(run, profile, file)
-        else:
+        if not profile or (device.is_cpu and not is_file(path_of("hardware", THIS_MACHINE), optional=True)):
             hint = "`megascale bench profile` measures it" if device.is_cpu else "configs/hardware has none"
             _write(file, {"reason": f"no profile of {device.name}: {hint}"})
-
-    def _start(self, run: Run, profile: str, file: Path) -> None:
+            return
         command = module_command("megascale", "plan", str(run.config.folder / "config.toml"), "--json")
         command += ["--gpus", str(run.config.world_size), "--hardware", profile]
         with contextlib.suppress(OSError, RuntimeError):  # a run without a plan trains as well

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -10,14 +10,12 @@ from torch import Tensor
 
 from megascale.catalog.data_policies import DATA_POLICIES
 from megascale.comm.mesh import Mesh
-from megascale.config.run import RunConfig
+from megascale.config.data import DataConfig
 from megascale.data.mix.batch_shape import BatchShape
 from megascale.data.mix.data_policy import DataPolicy, MixtureWeights, numbers, shares
-from megascale.data.mix.loader import Loader
 from megascale.data.mix.skipped_ranges import order_index
 from megascale.optim.replicated_state import ReplicatedState
 from megascale.parallel.microbatch import MicroBatch
-from megascale.parallel.pipeline import PipelineExecutor
 from megascale.plan.account.step_totals import DATASET_LOSSES, DATASET_TOKENS, vector_name
 from megascale.train.step_totals import StepTotals
 
@@ -28,13 +26,15 @@ MIXTURE = "data_policy.mixture"
 class PolicyState(ReplicatedState):
     """The weights of the mixture, losses and tokens [datasets] since the last update, and the policy with its state.
 
-    On the last stage `pipeline` tells the losses of micro-batches, of one sample each, if the policy uses losses.
+    `shape`: of a step's batch. `change_weights`: lets the loader follow new weights. If the policy `uses_losses`, the
+    pipeline tells `add_loss` those of micro-batches, of one sample each, on the last stage.
     """
 
     def __init__(
-        self, config: RunConfig, mesh: Mesh, pipeline: PipelineExecutor, loader: Loader, device: torch.device
-    ) -> None:
-        card, train = DATA_POLICIES[str(config.data.policy)], config.data.train
+        self, data: DataConfig, shape: BatchShape, change_weights: Callable[[MixtureWeights], None], mesh: Mesh,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        card, train = DATA_POLICIES[str(data.policy)], data.train
         assert isinstance(train, list), "a policy changes the weights of a blend"
         self.weights = MixtureWeights.first([weight for weight, _ in train])
         self.policy: DataPolicy = card.load()(np.array(shares(self.weights.newest)))
@@ -43,19 +43,17 @@ class PolicyState(ReplicatedState):
         self._own = f"data_policy.{card.name}"
         sizes = {MIXTURE: numbers(len(train)) + self.sums.size, self._own: 1 + len(self.policy.state)}
         super().__init__(sizes, mesh, device)
-        self._config, self._rank = config, mesh.coord.dp
-        self._shape = BatchShape(config.batch.total, config.batch.micro, config.dp)
-        self._loader = loader
+        self._skip, self._rank = data.skip, mesh.coord.dp
+        self._shape = shape
+        self._change_weights = change_weights
         self._parts = torch.zeros(self.sums.shape, dtype=torch.float64, device=device)  # of this rank, in this step
         self._first = 0
-        if self.uses_losses:
-            pipeline.on_loss = self._add_loss
         self._blend = self.weights.blend()
 
     def apply_weights(self) -> None:
         """Read samples by the present weights from now on."""
         self._blend = self.weights.blend()
-        self._loader.change_weights(self.weights)
+        self._change_weights(self.weights)
 
     def save_state(self) -> None:
         """Keep the weights, the sums and the state of the policy for the next checkpoint."""
@@ -90,8 +88,9 @@ class PolicyState(ReplicatedState):
             self.policy.state[:] = own
         self.apply_weights()
 
-    def _add_loss(self, index: int, micro_batch: MicroBatch, loss: Tensor) -> None:
+    def add_loss(self, index: int, micro_batch: MicroBatch, loss: Tensor) -> None:
+        """Add the loss of a micro-batch to that of its dataset."""
         sample = self._first + self._shape.rows(index, self._rank)[0]
-        dataset, _ = self._blend.locate(order_index(sample, self._config.data.skip))
+        dataset, _ = self._blend.locate(order_index(sample, self._skip))
         self._parts[0, dataset] += loss
         self._parts[1, dataset] += micro_batch.loss_tokens

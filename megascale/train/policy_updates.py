@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megascale.config.batch_rampup import batch_sizes
-from megascale.config.run import RunConfig, dataset_prefixes
+from megascale.config.run import dataset_prefixes
 from megascale.core.errors import DataError
 from megascale.data.mix.data_policy import DataPolicy, DataReport, next_place, shares
 from megascale.data.mix.skipped_ranges import order_index
@@ -68,7 +68,11 @@ class PolicyUpdates(Hook):
             state.apply_weights()
         state.policy.state[:] = own
         state.sums[:] = 0
-        self._reporter.write(MixtureUpdate(run.progress.step, place, _described(run.config, after, means)))
+        numbers = {}
+        for number, prefix in enumerate(dataset_prefixes(run.config.data.train)):
+            loss = {"loss": float(means[number])} if math.isfinite(means[number]) else {}
+            numbers[f"{number} {PurePosixPath(prefix).name}"] = {"weight": after[number], **loss}
+        self._reporter.write(MixtureUpdate(run.progress.step, place, numbers))
 
 
 def _asked(name: str, policy: DataPolicy, report: DataReport) -> tuple[list[float], list[float], str]:
@@ -78,12 +82,3 @@ def _asked(name: str, policy: DataPolicy, report: DataReport) -> tuple[list[floa
         what = f"the data policy {name} has found {found.tolist()} after step {report.step}"
         return [], [], f"{what}: not {len(report.weights)} weights of 0 or above, and some above 0"
     return list(shares(found.tolist())), policy.state.tolist(), ""
-
-
-def _described(config: RunConfig, weights: tuple[float, ...], losses: np.ndarray) -> dict[str, dict[str, float]]:
-    """The weight and, where it is known, the loss of each dataset by number and name."""
-    names = [PurePosixPath(prefix).name for prefix in dataset_prefixes(config.data.train)]
-    return {
-        f"{number} {name}": {"weight": weight} | ({"loss": float(loss)} if math.isfinite(loss) else {})
-        for number, (name, weight, loss) in enumerate(zip(names, weights, losses.tolist(), strict=True))
-    }

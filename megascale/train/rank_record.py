@@ -49,7 +49,14 @@ def rank_record(config: RunConfig, rank: Rank, device: Device, env: Mapping[str,
     sections: dict[str, Mapping[str, str]] = {
         "configuration": dict(_flatten(config.model_dump(mode="json", by_alias=True))),
         "code": code_digests(),
-        "version": _versions(),
+        "version": {
+            "megascale": megascale.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            **gpu_stack_versions(),
+            "numpy": version("numpy"),
+            **{library.package: found for library in LIBRARIES if (found := library.version)},
+        },
         "environment": variables,
         "data": {
             name: value
@@ -77,18 +84,6 @@ def code_digests(folder: Path = Path(megascale.__file__).parent) -> dict[str, st
     return {
         str(path.relative_to(folder.parent)): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
         for path in sorted(folder.rglob("*.py"))
-    }
-
-
-def _versions() -> dict[str, str]:
-    """The versions of this package, Python, torch, the GPU stack, and the libraries that compute or order samples."""
-    return {
-        "megascale": megascale.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        **gpu_stack_versions(),
-        "numpy": version("numpy"),
-        **{library.package: found for library in LIBRARIES if (found := library.version)},
     }
 
 

@@ -146,22 +146,18 @@ def _differing(sums: Sequence[tuple[Group, Tensor]], device: torch.device) -> li
 
 def _describe(run: Run, copies: Sequence[Copy]) -> tuple[str, list[int]]:
     """Describe the parameters that differ, and return the ranks that hold them; the same on every rank."""
+    parts = [(copy, name, checksum(copy.values[start:stop])) for copy in copies for name, start, stop in copy.parts]
+    differ = _differing([(copy.group, total) for copy, _, total in parts], run.device.torch_device)
     found = [
-        [copy.group.name, list(copy.group.ranks), name, str(values.item())]
-        for copy, name, values in _differing_parts(copies, run.device.torch_device)
+        [copy.group.name, list(copy.group.ranks), name, str(total.item())]
+        for (copy, name, total), differs in zip(parts, differ, strict=True)
+        if differs
     ]
     report = {"host": socket.gethostname(), "found": found[:MAX_NAMED]}
     control = run.mesh.world.control
     reports = control.gather(report, "replicas that differ")
     text, ranks = control.broadcast(None if reports is None else describe_reports(reports), "replicas that differ")
     return text, ranks
-
-
-def _differing_parts(copies: Sequence[Copy], device: torch.device) -> Iterator[tuple[Copy, str, Tensor]]:
-    """Yield (copy, name, checksum) of the parameters that differ among the ranks of their group."""
-    parts = [(copy, name, checksum(copy.values[start:stop])) for copy in copies for name, start, stop in copy.parts]
-    differ = _differing([(copy.group, total) for copy, _, total in parts], device)
-    return (part for part, differs in zip(parts, differ, strict=True) if differs)
 
 
 def describe_reports(reports: Sequence[dict[str, Any]]) -> tuple[str, list[int]]:

@@ -11,23 +11,20 @@ from typing import TYPE_CHECKING
 
 from megascale.catalog.accelerators import Peak
 from megascale.config.run import RunConfig
-from megascale.core.files import exists
 from megascale.core.outages import Outages
-from megascale.device import Device
 from megascale.layout.parts.part import Scores
-from megascale.parallel.fp8_linear import CastStats
 from megascale.plan.account.flops import hardware_flops, mfu, token_flops
 from megascale.record.metrics import MetricsRecord, StepMetrics
-from megascale.record.metrics_writers import JsonLinesWriter, MetricsWriter, TensorBoardWriter, TerminalWriter
 from megascale.record.recorder import Recorder
-from megascale.train.cast_monitor import CastMonitor
-from megascale.train.run import Hook
-from megascale.train.score_totals import per_token, take_scores
-from megascale.train.step import is_logged_step
+from megascale.train.batch_totals import per_token, take_scores
 
 if TYPE_CHECKING:
     from megascale.checkpoint.format.state import Progress
-    from megascale.train.run import Run, StepResult
+    from megascale.device import Device
+    from megascale.parallel.fp8_state import CastStats
+    from megascale.record.metrics_writers import MetricsWriter
+    from megascale.train.fp8_casts import CastMonitor
+    from megascale.train.run import StepResult
 
 METRICS_FILE = "metrics.jsonl"
 """Metrics file in the run's folder."""
@@ -48,7 +45,11 @@ class Reporter:
         self._peak = peak
         self._writers = writers
         self._recorder = recorder
-        self._cast_monitor = CastMonitor()
+        self._cast_monitor: CastMonitor | None = None
+        if config.train.quantizes:
+            from megascale.train.fp8_casts import CastMonitor
+
+            self._cast_monitor = CastMonitor()
         self.outages = Outages()
         self._step_tokens = config.batch.total * config.model.seq_length  # processed tokens; the loss may mask some
         self._steps = self._tokens = 0
@@ -59,8 +60,8 @@ class Reporter:
 
     def load_history(self, folder: Path) -> None:
         """Restore the FP8 cast monitor of a resumed run from the metrics file."""
-        if exists(metrics := folder / METRICS_FILE, optional=True):
-            self._cast_monitor.load_history(metrics)
+        if self._cast_monitor is not None:
+            self._cast_monitor.load_history(folder / METRICS_FILE)
 
     def start_step(self) -> None:
         """Start the step's clock, which `end_step` stops."""
@@ -119,7 +120,7 @@ class Reporter:
                 fp8={name: asdict(stats) for name, stats in cast_stats.items()},
             )
         )
-        for warning in self._cast_monitor.update(cast_stats):
+        for warning in self._cast_monitor.update(cast_stats) if self._cast_monitor is not None else ():
             self.write_message(f"WARNING: step {progress.step}: {warning}")
         self._steps = self._tokens = 0
         self._loss_tokens = 0.0
@@ -155,24 +156,14 @@ class Reporter:
                 self.write_message(f"WARNING: {writer.name} lacks its last records: {error.strerror or error}")
 
 
-class StepRecords(Hook):
-    """Writes the metrics of logged steps; a step without a label has no loss, and no record."""
+def open_writers(folder: Path, steps: int, resumed_step: int, *, tensorboard: bool) -> list[MetricsWriter]:
+    """Open rank 0's writers in the folder of a run of `steps`: metrics file, terminal and TensorBoard."""
+    from megascale.record.metrics_writers import JsonLinesWriter, TensorBoardWriter, TerminalWriter
 
-    def __init__(self, reporter: Reporter) -> None:
-        self._reporter = reporter
-
-    def step_ends(self, run: Run, result: StepResult) -> None:
-        if is_logged_step(run.config.train, run.progress.step) and result.loss_tokens:
-            noise_scale = run.noise_scale.value if run.noise_scale else None
-            self._reporter.write_step(result, run.progress, run.fp8_state.take_cast_stats(), noise_scale)
-
-
-def open_writers(config: RunConfig, resumed_step: int) -> list[MetricsWriter]:
-    """Open rank 0's writers: metrics file, terminal and TensorBoard."""
     writers: list[MetricsWriter] = [
-        JsonLinesWriter(config.folder / METRICS_FILE, resumed_step),
-        TerminalWriter(config.train.steps, resumed_step),
+        JsonLinesWriter(folder / METRICS_FILE, resumed_step),
+        TerminalWriter(steps, resumed_step),
     ]
-    if config.observe.tensorboard:
-        writers.append(TensorBoardWriter(config.folder / "tensorboard", resumed_step))
+    if tensorboard:
+        writers.append(TensorBoardWriter(folder / "tensorboard", resumed_step))
     return writers

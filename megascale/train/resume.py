@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,17 +10,13 @@ from torch import Tensor
 
 from megascale.checkpoint.collective_errors import on_all_ranks
 from megascale.checkpoint.format.state import Region
-from megascale.config.decomposition import CYCLE, MIN_PIECE
 from megascale.config.model import ModelConfig
-from megascale.config.run import HF_PREFIX, RunConfig
-from megascale.core.errors import CheckpointError, ConfigError, Problem
+from megascale.config.run import HF_PREFIX
+from megascale.core.errors import CheckpointError
 from megascale.core.units import format_count
-from megascale.data.mix.blend import blend_parts, same_order
-from megascale.data.mix.skipped_ranges import Ranges, below, read_before
 from megascale.parallel.stateful import WEIGHTS
 from megascale.train.finite_check import all_finite
 from megascale.train.run import InitialState, Run
-from megascale.train.weight_companions import keep_companions
 
 
 class InitialWeights(Protocol):
@@ -52,16 +47,16 @@ def load_initial_state(run: Run, open_weights: OpenWeights) -> str:
     resumed = run.checkpoints.resume()
     lines = [f"WARNING: {text}" for text in run.checkpoints.warnings]
     if run.mesh.rank == 0 and run.config.checkpoint.every:
-        lines += [f"WARNING: {text}" for text in keep_companions(run.config, resumed.path if resumed else None)]
+        from megascale.train.weight_companions import keep_companions
+
+        warnings = keep_companions(
+            run.config.folder, run.config.data, run.config.checkpoint.resume, resumed.path if resumed else None
+        )
+        lines += [f"WARNING: {text}" for text in warnings]
     if resumed is None:
         return "\n".join(lines + _load_initial_weights(run, open_weights))
     run.progress = resumed.progress
-    data = resumed.config.get("data", {})
-    _check_skipped(run.config, data.get("skip", []), run.progress.samples)
-    if run.config.checkpoint.resume == "auto":  # the start from another run's checkpoint may have other data
-        _check_turns(run.config, resumed.config, run.progress.samples)
-        _check_weights(run.config, data, run.progress.samples)
-        _check_policy(run.config, data)
+    _check_order(run, resumed.config)
     source = str(resumed.path) if resumed.path else "the copies in memory"
     run.origin = InitialState(source, run.progress.step)
     _check_finite(run, lambda name: f"{source}: {name}")
@@ -82,72 +77,16 @@ def load_initial_state(run: Run, open_weights: OpenWeights) -> str:
     return "\n".join(lines + [f"changed since the checkpoint: {change}" for change in resumed.changes])
 
 
-def _check_skipped(config: RunConfig, saved: Ranges, samples: int) -> None:
-    """Check that `data.skip` is as it was for the `samples` that the saved run has read: another range among those
-    would move all samples after them.
+def _check_order(run: Run, saved: Mapping[str, Any]) -> None:
+    """Check that the run goes on in the order of samples of the `saved` configuration. Raises: ConfigError"""
+    from megascale.train.resumed_order import check_policy, check_skipped, check_turns, check_weights
 
-    Raises: ConfigError on every rank
-    """
-    end = read_before(samples, saved)
-    if below(end, saved) != below(end, config.data.skip):
-        message = f"differs from the checkpoint's {saved} below {end}, up to where the run has read its samples"
-        hint = "keep its ranges, and leave out later samples only, or resume from an earlier checkpoint"
-        raise ConfigError([Problem("data", "data.skip", message, hint)])
-
-
-def _check_turns(config: RunConfig, saved: Mapping[str, Any], samples: int) -> None:
-    """Check that decomposed documents have the order of lengths that they had for the saved run, which has read
-    `samples`: in another, all samples would move.
-
-    Raises: ConfigError on every rank
-    """
-    if not samples or config.data.packing != "decompose" or saved.get("data", {}).get("packing") != "decompose":
-        return
-    data, turn = saved["data"], saved["data"]["bucket_samples"] or saved["batch"]["global"]
-    now = config.data.bucket_samples or config.batch.total
-    if turn != now:
-        message = f"has turns of {now} samples of a length, and the checkpoint of {turn}"
-        raise ConfigError([Problem("data", "data.bucket_samples", message, f"data.bucket_samples = {turn}")])
-    for key, default in (
-        ("min_piece", min(MIN_PIECE, config.model.seq_length)),
-        ("curriculum", None),
-        ("cycle", CYCLE),
-    ):
-        if (before := data[key] or default) != (found := getattr(config.data, key) or default):
-            message = f"is {found}, and the order of the samples that the run has read is of {before}"
-            raise ConfigError([Problem("data", f"data.{key}", message, f"data.{key} = {json.dumps(before)}")])
-
-
-def _check_weights(config: RunConfig, saved: Mapping[str, Any], samples: int) -> None:
-    """Check that the blend's weights are as they were for the `samples` that the saved run has read: with others, the
-    run would read samples of its datasets again, and leave others out.
-
-    Raises: ConfigError on every rank
-    """
-    end = read_before(samples, config.data.skip)
-    before, now = (
-        blend_parts([weight for weight, _ in source], changes) if isinstance(source, list) else [(0, [1.0])]
-        for source, changes in (
-            (saved.get("train"), saved.get("weights", [])),
-            (config.data.train, config.data.weights),
-        )
-    )
-    if not same_order(before, now, end, config.data.packing == "decompose"):
-        weights = [part for part in before if part[0] < end]
-        message = f"has other weights below {end}, up to where the run has read its samples, than {weights}"
-        hint = f"data.weights = {[[start, list(part)] for start, part in weights]}, and new weights from {end} on"
-        raise ConfigError([Problem("data", "data.weights", message, hint)])
-
-
-def _check_policy(config: RunConfig, saved: Mapping[str, Any]) -> None:
-    """Check that a run whose data policy has changed the weights has one: by the configured weights it would read
-    samples of its datasets again, and leave others out.
-
-    Raises: ConfigError on every rank
-    """
-    if (before := saved.get("policy")) and not config.data.policy:
-        message = f"is not set, and {before} has changed the weights of the blend so far"
-        raise ConfigError([Problem("data", "data.policy", message, "data.policy = fixed keeps its last weights")])
+    config, before, samples = run.config, saved.get("data", {}), run.progress.samples
+    check_skipped(config.data, before.get("skip", []), samples)
+    if config.checkpoint.resume == "auto":  # the start from another run's checkpoint may have other data
+        check_turns(config.data, config.batch.total, config.model.seq_length, saved, samples)
+        check_weights(config.data, before, samples)
+        check_policy(config.data, before)
 
 
 def _load_initial_weights(run: Run, open_weights: OpenWeights) -> list[str]:

@@ -1,7 +1,7 @@
 """A run on one rank: its objects (`Run`), and hooks: what acts at named moments, such as metrics, evaluations, saves.
 
     run_begins
-      step_begins  add_totals  step_ends                     for every step
+      step_begins  backwards_end  add_totals  step_ends      for every step
         evaluation_ends, save_starts, save_ends                as they happen
     run_ends or run_fails
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megascale.device import Device
     from megascale.model.transformer import Stage
     from megascale.optim.sharded import ShardedOptimizer
-    from megascale.parallel.fp8_linear import Fp8State
+    from megascale.parallel.fp8_state import Fp8State
     from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
     from megascale.parallel.pipeline import PipelineExecutor
     from megascale.record.metrics import EvaluationMetrics
@@ -82,8 +82,11 @@ class Hook:
     def step_begins(self, run: Run) -> None:
         """Act before the batch of a step is read."""
 
+    def backwards_end(self, run: Run) -> None:
+        """Act after the last backward of a step, while gradients are reduced; a hook of the step itself only."""
+
     def add_totals(self, run: Run, totals: StepTotals) -> None:
-        """Add named totals of this step, after its backwards; `StepResult.totals` has the sums over all ranks."""
+        """Add named totals of this step, after its reductions; `StepResult.totals` has the sums over all ranks."""
 
     def step_ends(self, run: Run, result: StepResult) -> None:
         """Act after a step; `run.progress` counts it."""
@@ -122,6 +125,10 @@ class Hooks(Hook):
         for hook in self._hooks:
             hook.step_begins(run)
 
+    def backwards_end(self, run: Run) -> None:
+        for hook in self._hooks:
+            hook.backwards_end(run)
+
     def add_totals(self, run: Run, totals: StepTotals) -> None:
         for hook in self._hooks:
             hook.add_totals(run, totals)
@@ -156,8 +163,8 @@ class Run:
     """All objects of a run on one rank. A resume replaces `progress` and `origin`; other state is loaded in place.
 
     `order_of`: the actions for a number of micro-batches, in training or not. `step_hooks`: features of the step
-    itself; `hooks`: those of plug-ins before training, all other hooks in training. `noise_scale`, `policy` (the data
-    policy's state), `average`: None if there is none.
+    itself; `hooks`: those of plug-ins before training, all other hooks in training. None if there is none: `fp8_state`,
+    `noise_scale`, `policy` (the data policy's state), `average`.
     """
 
     config: RunConfig
@@ -166,7 +173,7 @@ class Run:
     dtypes: Dtypes
     stages: list[Stage]
     buffers: ParamAndGradBuffers
-    fp8_state: Fp8State
+    fp8_state: Fp8State | None
     noise_scale: NoiseScale | None
     policy: PolicyState | None
     average: WeightAverage | None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megascale.core.errors import NoLossTokensError
-from megascale.data.mix.skipped_ranges import order_index, read_before
 from megascale.train.run import Hook
 
 if TYPE_CHECKING:
@@ -30,21 +29,21 @@ class SkippedSteps(Hook):
         """Raises: NoLossTokensError on every rank, if no step of the run so far has had a label"""
         if result.totals.get("skipped"):
             run.mesh.recorder.log.count("skipped_steps")
-            reason = _spike(run, result) if result.loss_tokens else _no_label(run, result)
+            reason = (
+                f"loss {result.loss:.4g} or gradient norm {result.grad_norm:.4g} is over "
+                f"{run.config.optimizer.skip_sigma:g} standard deviations above recent steps"
+                if result.loss_tokens
+                else _no_label(run, result)
+            )
             self._reporter.write_message(f"WARNING: step {run.progress.step} was not applied: {reason}")
         if not run.progress.tokens and run.progress.step >= MOST_WITHOUT_LABELS:
             what = f"no label of the first {run.progress.step} steps counts in the loss"
             raise NoLossTokensError(what, hint="check the data with `megascale data inspect`, and data.sample_weight")
 
 
-def _spike(run: Run, result: StepResult) -> str:
-    return (
-        f"loss {result.loss:.4g} or gradient norm {result.grad_norm:.4g} is over "
-        f"{run.config.optimizer.skip_sigma:g} standard deviations above recent steps"
-    )
-
-
 def _no_label(run: Run, result: StepResult) -> str:
+    from megascale.data.mix.skipped_ranges import order_index, read_before
+
     end, skip = run.progress.samples, run.config.data.skip
     size = int(result.totals.get("samples", run.config.batch.total))  # fewer in a batch ramp-up
     first, stop = order_index(end - size, skip), read_before(end, skip)

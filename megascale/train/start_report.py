@@ -36,7 +36,9 @@ class StartReport(Hook):
             return
         self._done = True
         parts = run.mesh.recorder.log.start_parts.end()
-        _write_events(run, parts)
+        for part in parts:  # activities of the host outside of steps
+            name = PREFIX + NAMES.get(part.name, part.name)
+            run.mesh.recorder.log.write_activity(name, 0, part.begun, part.ended, 0.0)
         by_rank = run.mesh.world.control.gather(sum_parts(parts), "start")
         if by_rank is not None:
             self._reporter.write_message(describe_start(by_rank))
@@ -70,10 +72,3 @@ def describe_start(by_rank: Sequence[PartTotals]) -> str:
     requests = [round(sum(part[1] for part in parts.values())) for parts in by_rank]
     most = max(requests[1:])
     return f"{text}; {requests[0]} requests of rank 0 to the job's store, at most {most} of another rank"
-
-
-def _write_events(run: Run, parts: Sequence[StartPart]) -> None:
-    """Write the parts into the log, as activities of the host outside of steps."""
-    for part in parts:
-        name = PREFIX + NAMES.get(part.name, part.name)
-        run.mesh.recorder.log.write_activity(name, 0, part.begun, part.ended, 0.0)

@@ -37,10 +37,9 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
     recorder.step = step
     run.buffers.begin_step()
     run.step_hooks.step_begins(run)
-    run.fp8_state.begin_step(collect_stats=run.config.fp8.monitor and is_logged_step(run.config.train, step))
     order = run.order_of(len(batch.micro_batches), True)
     loss = run.pipeline.run_actions(order, batch)  # sum over this rank's tokens
-    run.fp8_state.update_history()
+    run.step_hooks.backwards_end(run)
     with recorder.action("grad_norm"):  # a bucket's norm overlaps the reductions of later buckets
         sq_norm = sum(
             (run.optimizer.local_sq_norm(bucket) for bucket in run.buffers.finish_reductions()),

@@ -5,31 +5,20 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from megascale.operate.store.schema import TAGS
 from megascale.plan.account.flops import token_flops
 from megascale.record.events import PAUSE
-from megascale.record.layout import Phase
+from megascale.record.layout import TAGS, Phase
 from megascale.record.log import StepRow
-from megascale.train.score_totals import per_token, take_scores
+from megascale.train.batch_totals import per_token, take_scores
 
 if TYPE_CHECKING:
     from megascale.train.run import Run, StepResult
 
 TAG_SHARES = {Phase.GC: 0.02, Phase.EVALUATION: 0.0, Phase.CHECKPOINT: 0.02, Phase.DATA: 0.25}
 """Shares of a step's training time above which an activity of the host is a tag of the step."""
-
-
-@dataclass(frozen=True)
-class _Trained:
-    """A step that has been trained, before the evaluation and save after it."""
-
-    start: float
-    end: float
-    result: StepResult
 
 
 class StepRows:
@@ -47,7 +36,7 @@ class StepRows:
         self._model = config.model
         self._first = run.progress.step + 1
         self._start = self._gc_start = 0.0
-        self._trained: _Trained | None = None
+        self._trained: tuple[float, float, StepResult] | None = None  # start and end of training, before what follows
         self._collections: list[tuple[float, float]] = []  # a collection may interrupt a write into the log
 
     def __enter__(self) -> StepRows:
@@ -70,7 +59,7 @@ class StepRows:
 
     def end(self, result: StepResult) -> None:
         """Note that a step has been trained."""
-        self._trained = _Trained(self._start, time.perf_counter(), result)
+        self._trained = self._start, time.perf_counter(), result
 
     def _take_collection(self, phase: str, info: Mapping[str, int]) -> None:
         now = time.perf_counter()
@@ -90,32 +79,26 @@ class StepRows:
         activities, trained, self._trained = self._recorder.take_activities(), self._trained, None
         if trained is None:
             return
-        step, train = self._recorder.window, trained.end - trained.start
+        step, (start, end, result) = self._recorder.window, trained
+        train, samples, scores = end - start, result.totals.get("samples"), take_scores(self._model, result.totals)
+        # fewer tokens while the batch grows; FLOPs by the documents that the step has attended to
+        tokens = self._tokens if samples is None else int(samples) * self._model.seq_length
+        flops = self._flops * tokens / self._tokens
+        if scores is not None:
+            flops = tokens * token_flops(self._model, per_token([scores], tokens)).full
         row = StepRow(
             step=step,
-            start=trained.start,
+            start=start,
             end=time.perf_counter(),
             train=train,
             tags=self._tags(step, {name: seconds / train for name, seconds in activities.items()}),
-            loss=trained.result.loss,
-            grad_norm=trained.result.grad_norm,
-            tokens=self._tokens_of(trained.result),
-            flops=self._flops_of(trained.result),
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            tokens=tokens,
+            flops=flops,
             peak_memory_bytes=self._run.device.peak_memory(),
         )
         self._recorder.log.write_step(row)
-
-    def _flops_of(self, result: StepResult) -> float:
-        """Return the model FLOPs of a step, by the documents that it has attended to."""
-        scores, tokens = take_scores(self._model, result.totals), self._tokens_of(result)
-        if scores is None:
-            return self._flops * tokens / self._tokens
-        return tokens * token_flops(self._model, per_token([scores], tokens)).full
-
-    def _tokens_of(self, result: StepResult) -> int:
-        """Return the tokens of a step, fewer while the batch grows."""
-        samples = result.totals.get("samples")
-        return self._tokens if samples is None else int(samples) * self._model.seq_length
 
     def _tags(self, step: int, shares: Mapping[str, float]) -> int:
         """Return the bits of a step's tags."""

@@ -39,7 +39,9 @@ class StepTotals:
         """Add totals over this rank's tokens of micro-batches, which count once: on tp rank 0 of the last stage."""
         coord = self._mesh.coord
         counts = coord.pp == self._mesh.topology.pp - 1 and coord.tp == 0
-        self.add(**(parts if counts else {name: _nothing(part) for name, part in parts.items()}))
+        if not counts:
+            parts = {n: torch.zeros_like(part) if isinstance(part, Tensor) else 0.0 for n, part in parts.items()}
+        self.add(**parts)
 
     def add_per_sequence(self, **parts: Total) -> None:
         """Add totals over micro-batches of whole sequences, which the ranks that share them count once."""
@@ -67,7 +69,3 @@ def _names(total: str, part: Total) -> list[str]:
         if isinstance(part, Tensor) and part.dim()
         else [total]
     )
-
-
-def _nothing(part: Total) -> Total:
-    return torch.zeros_like(part) if isinstance(part, Tensor) else 0.0

@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator
 from megascale.core.errors import Exit
 from megascale.core.process import ORDER_WAIT_S, STOP_ORDER, StopRequests, end_by_signal, stop_signals
 from megascale.core.rank import STORE_VARIABLE
-from megascale.record.log_files import ATTEMPT_VARIABLE
 
 
 class StopRequest:
@@ -98,6 +97,8 @@ class StopRequest:
 
     def _heed_alone(self, number: signal.Signals) -> None:
         """Heed a signal that the parent of this rank did not get."""
+        from megascale.record.log_files import ATTEMPT_VARIABLE
+
         stops_job = self._deferred and ATTEMPT_VARIABLE not in os.environ
         then = "the job saves and stops" if stops_job else "this rank ends"
         _print_stop(f"received {number.name}, which nobody of this job sent: {then}", Exit.STOPPED)

@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megascale.catalog.accelerators import Peak
 from megascale.comm.clock import clock_offset
-from megascale.comm.shared_memory import host_key
+from megascale.comm.host_ranks import host_key
 from megascale.core.env_numbers import whole_number
 from megascale.core.storage import Location
 from megascale.operate.store.attempts import begin_attempt
@@ -22,24 +22,18 @@ if TYPE_CHECKING:
 
 
 def begin_stored_attempt(run: Run, peak: Peak | None) -> None:
-    """Begin an attempt, unless `observe.store` is off. A collective of all ranks: rank 0 decides the attempt's number
-    and says what its clock shows, and each host measures by how much rank 0's clock is ahead of its own.
+    """Begin an attempt. A collective of all ranks: rank 0 decides the attempt's number and says what its clock shows,
+    and each host measures by how much rank 0's clock is ahead of its own.
     """
-    if not run.config.observe.store:
-        return
     world = run.mesh.world
     _, ahead_s = clock_offset(world, _get_default_store(), "start", host_key())
-    begun = world.control.broadcast(_begin(run) if run.mesh.rank == 0 else None, "event store")
-    epoch_ns = begun["epoch_ns"] + round(ahead_s * 1e9)
-    run.mesh.recorder.log.set_ready(begun["attempt"], epoch_ns, run.mesh.coord._asdict(), peak.flops if peak else 0)
-
-
-def _begin(run: Run) -> dict[str, int]:
-    """Return the attempt's number, and ns since 1970 at the zero of this host's monotonic clock."""
     attempt, epoch_ns = whole_number(os.environ, ATTEMPT_VARIABLE), time.time_ns() - time.monotonic_ns()
-    store = Location(run.config.store_folder, retry_s=0)
-    try:
-        attempt = begin_attempt(store, attempt, new_run=attempt == 0 and run.progress.step == 0)
-    except OSError as error:
-        print(f"WARNING: the event store {store} cannot be used: {error.strerror or error}", file=sys.stderr)
-    return {"attempt": attempt, "epoch_ns": epoch_ns}
+    if run.mesh.rank == 0:
+        store = Location(run.config.store_folder, retry_s=0)
+        try:
+            attempt = begin_attempt(store, attempt, new_run=attempt == 0 and run.progress.step == 0)
+        except OSError as error:
+            print(f"WARNING: the event store {store} cannot be used: {error.strerror or error}", file=sys.stderr)
+    attempt, first_ns = world.control.broadcast((attempt, epoch_ns), "event store")
+    epoch_ns = first_ns + round(ahead_s * 1e9)  # ns since 1970 at the zero of this host's monotonic clock
+    run.mesh.recorder.log.set_ready(attempt, epoch_ns, run.mesh.coord._asdict(), peak.flops if peak else 0)

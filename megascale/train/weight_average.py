@@ -21,7 +21,6 @@ from megascale.comm.mesh import Mesh
 from megascale.comm.totals import sum_over_job
 from megascale.config.train import TrainConfig
 from megascale.optim.optimizer_shard import OptimizerShard, gather_shares, global_tensors
-from megascale.parallel.fp8_linear import Fp8State
 from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
 from megascale.parallel.stateful import AVERAGE, AVERAGE_UPDATES, WEIGHTS, GlobalTensor
 
@@ -67,7 +66,7 @@ class WeightAverage:
         return torch.stack(snapshots).mean(0) if len(snapshots) > 1 else snapshots[0]
 
     @contextmanager
-    def in_place_of_weights(self, buffers: ParamAndGradBuffers, fp8_state: Fp8State) -> Iterator[None]:
+    def in_place_of_weights(self, buffers: ParamAndGradBuffers) -> Iterator[None]:
         """Put the average in place of the weights on all ranks, and the weights back at the end, bit for bit."""
         buffers.finish_param_gather()
         kept = [None if shard.has_own_master else shard.master.clone() for shard in self._shards]
@@ -80,7 +79,6 @@ class WeightAverage:
                 shard.master.copy_(master)
             shard.copy_to_params()
         _gather(buffers)
-        fp8_state.invalidate_weights()
 
     def global_tensors(self) -> dict[str, GlobalTensor]:
         tensors = global_tensors(self._shards, self._mesh)

@@ -89,7 +89,7 @@ def digests(rank: Rank) -> list[str]:
     def corrupted(run: Any, count: int) -> Any:
         first = train(run, 1)
         bucket = run.buffers.buckets[0]
-        bucket.finish_param_gather()
+        bucket.storage.acquire_weights()
         bucket.weights.view(torch.int32)[5] ^= 1
         rest = train(run, count - 1)
         return first[0] + rest[0], first[1] + rest[1]

@@ -133,7 +133,7 @@ def ends(rank: Rank) -> None:
     from torch.distributed.distributed_c10d import _get_default_store
 
     from megascale.comm.control import _process_key
-    from megascale.comm.shared_memory import host_key
+    from megascale.comm.host_ranks import host_key
 
     process = subprocess.Popen(["true"])
     process.wait()
@@ -170,11 +170,11 @@ def test_the_error_of_a_wait_names_the_missing_ranks(case: str) -> None:
 
 def last_words(rank: Rank) -> float:
     """The seconds that a rank takes to leave; the last rank is late."""
-    from megascale.comm import init
+    from megascale.comm import control
 
     time.sleep(0.5 if rank.rank == rank.world_size - 1 else 0.0)
     start = time.monotonic()
-    init.control.leave_job()
+    control.leave_job()
     return time.monotonic() - start
 
 

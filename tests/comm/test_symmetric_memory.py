@@ -66,10 +66,14 @@ def _multiply(rank: Rank) -> None:
     draw = torch.Generator().manual_seed(0)
     parts, inputs = torch.randn(2, 3, 2, 4, generator=draw), torch.randn(2, 6, 2, 4, generator=draw)
     matrices = torch.randn(2, 4, 5, generator=draw)
-    full, outputs = symmetric_memory.all_gather_matmul(group, parts[rank.rank], list(matrices), label="gather")
+    full, outputs = symmetric_memory.SymmetricMemory(group).all_gather_matmul(
+        parts[rank.rank], list(matrices), label="gather"
+    )
     torch.testing.assert_close(full, parts.flatten(0, 1))
     torch.testing.assert_close(outputs, [full @ matrix for matrix in matrices])
-    rows = symmetric_memory.matmul_reduce_scatter(group, inputs[rank.rank], matrices[rank.rank], label="scatter")
+    rows = symmetric_memory.SymmetricMemory(group).matmul_reduce_scatter(
+        inputs[rank.rank], matrices[rank.rank], label="scatter"
+    )
     torch.testing.assert_close(rows, (inputs @ matrices.unsqueeze(1)).sum(0).chunk(2)[rank.rank])
     assert called == ["fused_all_gather_matmul", "fused_matmul_reduce_scatter"]
 
@@ -80,14 +84,14 @@ def test_fused_operators_are_a_collective_and_a_matmul() -> None:
 
 def test_older_fp8_operators_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before torch 2.8 the reduce-scatter operator had no output shape."""
-    assert symmetric_memory.has_scaled_matmul.__wrapped__()
+    assert symmetric_memory._has_scaled_matmul.__wrapped__()
     older = torch.library.Library("symm_mem_older", "DEF")
     older.define("fused_all_gather_scaled_matmul(Tensor A) -> Tensor")
     monkeypatch.setattr(torch.ops, "symm_mem", torch.ops.symm_mem_older)
-    assert not symmetric_memory.has_scaled_matmul.__wrapped__()
+    assert not symmetric_memory._has_scaled_matmul.__wrapped__()
     older.define(
         "fused_scaled_matmul_reduce_scatter(Tensor A, Tensor B, Tensor A_scale, Tensor B_scale, str reduce_op, "
         "int scatter_dim, str group_name, Tensor? bias = None, Tensor? result_scale = None, "
         "ScalarType? out_dtype = None, bool use_fast_accum = False) -> Tensor"
     )
-    assert not symmetric_memory.has_scaled_matmul.__wrapped__()
+    assert not symmetric_memory._has_scaled_matmul.__wrapped__()

@@ -14,6 +14,7 @@ import torch
 from megascale.catalog.backends import BACKENDS
 from megascale.catalog.recipes import ROW
 from megascale.config.backends import BackendsConfig
+from megascale.model.layer_ops import LayerOps
 from megascale.ops import compiled
 from megascale.ops.compiled import block_compile_fn, compile_unsupported_reason
 from megascale.ops.select import BackendError, NotByDefault, build_op, select_backend
@@ -90,7 +91,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert compile_unsupported_reason(CPU) == "no C++ compiler: there is no no-such-compiler"
     with pytest.raises(BackendError, match=r"train\.compile: no C\+\+ compiler") as caught:
-        block_compile_fn(replace(setting(), compiled=True))
+        block_compile_fn(setting().device)
     assert caught.value.exit_status == 2
 
 
@@ -135,7 +136,7 @@ def test_an_operation_absent_from_the_model_is_not_compiled() -> None:
 
 
 def test_an_eager_block_compiles_nothing() -> None:
-    assert block_compile_fn(setting())(build_op) is build_op
+    assert LayerOps.from_context(setting()).compile_fn(build_op) is build_op
 
 
 def test_compiled_code_of_another_user_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

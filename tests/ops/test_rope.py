@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megascale.ops import compiled
-from megascale.ops.rope import CompiledRope, Rope, layer_rope, rope_table, rotate_heads, rotation
+from megascale.ops.compiled import CompiledRope
+from megascale.ops.rope import Rope, layer_rope, rope_table, rotate_heads, rotation
 from megascale.ops.selftest import difference
 from tests.ops.settings import setting
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from megascale.comm.collectives import all_reduce
 from megascale.comm.mesh import Mesh
 from megascale.layout.topology import Topology
-from megascale.ops.cross_entropy import LogitsKernels, Targets, fused_gradient, fused_statistics, gradient, statistics
+from megascale.ops.compiled import fused_gradient, fused_statistics
+from megascale.ops.cross_entropy import LogitsKernels, Targets, gradient, statistics
 from tests.thread_world import simulate
 
 TOKENS, VOCABULARY, COEFFICIENT = 6, 16, 0.03

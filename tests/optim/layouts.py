@@ -14,6 +14,7 @@ from torch import Tensor
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.comm.mesh import Mesh
 from megascale.config.run import RunConfig
+from megascale.layout.chunks import chunk_buckets
 from megascale.layout.param_groups import ParamGroups
 from megascale.layout.tensors import ParamSpec, TensorSpec
 from megascale.layout.topology import topology_of
@@ -80,7 +81,10 @@ class Trained:
     """A rank's optimizer after steps with drawn gradients."""
 
     def __init__(self, mesh: Mesh, config: RunConfig, steps: int = STEPS, skipped: Sequence[int] = ()) -> None:
-        buffers = build_buffers(config, mesh, run_dtypes(config), torch.device("cpu"), torch_wgrad)
+        buffers = build_buffers(
+            chunk_buckets(config, mesh.coord.pp), mesh, config.parallel, run_dtypes(config.train.precision),
+            torch.device("cpu"), torch_wgrad, overlap=config.overlap.dp,
+        )  # fmt: skip
         for bucket in buffers.buckets:
             for slot in bucket.layout.slots:
                 bucket.parameters[slot.parameter.name].data.copy_(local(slot.parameter, mesh, 0))

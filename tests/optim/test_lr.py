@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megascale.catalog.decays import DECAYS
 from megascale.config.batch_rampup import BatchSizes
 from megascale.config.train import OptimizerConfig
-from megascale.optim.lr import learning_rate, learning_rate_by_samples
+from megascale.optim.lr import learning_rate
 
 LR, MIN_LR = 3e-4, 2e-5
 
@@ -43,10 +43,10 @@ def test_a_ramp_up_is_the_same_function_of_the_samples(decay: str, run: Any, uni
     steps, warmup, decay_steps = run
     keys = {"lr": LR, "min_lr": MIN_LR, "warmup_steps": warmup, "decay": decay, "decay_steps": decay_steps}
     config = OptimizerConfig(**keys)
-    plain = learning_rate_by_samples(config, steps, BatchSizes(unit, unit, 1, 0))
+    plain = learning_rate(config, steps, BatchSizes(unit, unit, 1, 0))
     assert [plain(step) for step in range(1, steps + 1)] == pytest.approx(course(decay, run), rel=1e-12)
     sizes = BatchSizes(2 * unit, unit, unit, 2 * unit)  # the first two steps have half a batch
-    grown = learning_rate_by_samples(config, steps + 1, sizes)
+    grown = learning_rate(config, steps + 1, sizes)
     assert [grown(step + 1) for step in range(1, steps + 1)] == pytest.approx(course(decay, run), rel=1e-12)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megascale.catalog.recipes import RECIPES, ROW
 from megascale.comm.mesh import Mesh, open_mesh
+from megascale.comm.symmetric_memory import SymmetricMemory
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.layout.chunks import fp8_layers, fp8_weights
@@ -23,7 +24,8 @@ from megascale.ops import fp8
 from megascale.ops.fp8 import Fp8Kernels, scaled_matmul
 from megascale.ops.quantized import Quantized
 from megascale.parallel import tp_overlap
-from megascale.parallel.fp8_linear import Fp8Gemms, Fp8State, build_linear_gemms
+from megascale.parallel.fp8_linear import Fp8Gemms, build_linear_gemms
+from megascale.parallel.fp8_state import Fp8State
 from megascale.parallel.tensor import column_parallel_linear, row_parallel_linear
 from megascale.parallel.tp_overlap import LinearParams, TensorParallel
 from megascale.plan.account.memory import state_bytes
@@ -244,7 +246,8 @@ def all_gradients(rank: Rank, configs: dict[str, RunConfig]) -> dict[str, dict[s
 def first_gradients(rank: Rank, config: RunConfig) -> dict[str, Array]:
     run = build_run(rank, config)
     run.buffers.begin_step()
-    run.fp8_state.begin_step(collect_stats=False)
+    if run.fp8_state is not None:
+        run.fp8_state.begin_step(collect_stats=False)
     run.pipeline.run_actions(train_order(run), run.train_loader.batch(0))
     buckets = list(run.buffers.finish_reductions())
     return {name: p.main_grad.numpy() for b in buckets for name, p in b.parameters.items()}
@@ -329,7 +332,6 @@ def gradients_by_both(rank: Rank, config: RunConfig) -> tuple[dict[str, Array], 
 
     Also count, with the second, transposing copies of FP8 matrices, and calls that write the transpose only.
     """
-    from megascale.parallel import fp8_linear
 
     plain, copies, turned = first_gradients(rank, config), 0, 0
     transpose, make = Quantized.t, Fp8State.__init__
@@ -349,7 +351,7 @@ def gradients_by_both(rank: Rank, config: RunConfig) -> tuple[dict[str, Array], 
     def with_kernel(self: Fp8State, *given: Any) -> None:
         make(self, *given[:-1], Fp8Kernels(cast_transpose=kernel))
 
-    Quantized.t, fp8_linear.Fp8State.__init__ = counting, with_kernel  # type: ignore[method-assign]
+    Quantized.t, Fp8State.__init__ = counting, with_kernel  # type: ignore[method-assign]
     return plain, first_gradients(rank, config), copies, turned
 
 
@@ -519,8 +521,8 @@ def with_fused_operators(rank: Rank, config: RunConfig) -> tuple[list[str], dict
     tp_overlap.MIN_GPU_GEMM_ROWS = 64
     mesh, called = open_mesh(Topology(tp=2), rank.rank, tied=False), serve_on_cpus()
     plain, fused = (
-        two_layers(rank, config, mesh, TensorParallel(mesh.tp, sequence_parallel=True, symmetric_memory=fused))
-        for fused in (False, True)
+        two_layers(rank, config, mesh, TensorParallel(mesh.tp, sequence_parallel=True, symmetric_memory=memory))
+        for memory in (None, SymmetricMemory(mesh.tp))
     )
     return called, plain, fused
 

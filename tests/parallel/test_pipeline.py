@@ -16,6 +16,7 @@ from megascale.catalog.schedules import SCHEDULES
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.layout.stages import looped
+from megascale.parallel.microbatch import Loss, StageOutput
 from megascale.parallel.pipeline import PipelineExecutor
 from megascale.record.label import Label
 from megascale.record.recorder import Recorder
@@ -78,7 +79,7 @@ class Watched(nn.Module):
         self._stage = stage
         self._counts = counts
 
-    def forward(self, x: Tensor | None, batch: Any) -> Tensor:
+    def forward(self, x: Tensor | None, batch: Any) -> StageOutput:
         out = self._stage(x, batch)
         if not torch.is_grad_enabled():
             return out
@@ -86,7 +87,9 @@ class Watched(nn.Module):
         counts["alive"] += 1
         counts["peak"] = max(counts["peak"], counts["alive"])
         weakref.finalize(token, lambda: counts.update(alive=counts["alive"] - 1))
-        return _Alive.apply(out, token)
+        if out.activation is not None:
+            return StageOutput(_Alive.apply(out.activation, token))
+        return StageOutput(None, (Loss(_Alive.apply(out.losses[0].total, token)),))
 
 
 def executed(rank: Rank, configs: list[RunConfig]) -> list[dict[str, Any]]:
@@ -158,6 +161,11 @@ def test_tied_embeddings_have_the_sum_of_both_stages(ranks: Any, alone: Any) -> 
             np.testing.assert_allclose(gradient, expected["embedding"], rtol=1e-10, atol=1e-12)
 
 
+def roots_of(out: StageOutput) -> list[Tensor]:
+    activations = [] if out.activation is None else [out.activation]
+    return [*activations, *(loss.total for loss in out.losses)]
+
+
 def evaluated(rank: Rank, config: RunConfig) -> tuple[float, int]:
     """Evaluate a batch: its loss, and the graphs created."""
     run = build_run(rank, config)
@@ -165,7 +173,9 @@ def evaluated(rank: Rank, config: RunConfig) -> tuple[float, int]:
     run.pipeline.stages = [Watched(stage, counts) for stage in run.stages]
     requires_grad: list[bool] = []
     for stage in run.stages:
-        stage.register_forward_hook(lambda module, x, out: requires_grad.append(out.requires_grad))
+        stage.register_forward_hook(
+            lambda module, x, out: requires_grad.append(any(root.requires_grad for root in roots_of(out)))
+        )
     loss = float(run.pipeline.run_actions(valid_order(run), run.train_loader.batch(0)))
     assert len(requires_grad) == config.num_microbatches * config.parallel.vpp
     return loss, sum(requires_grad)
@@ -176,6 +186,44 @@ def test_an_evaluation_saves_nothing_for_backward(alone: Any, tmp_path: Path) ->
     first, last = run_world(2, evaluated, config)
     assert first == (0.0, 0)
     assert last == (pytest.approx(alone[COUNTS.index(3)]["loss"], rel=1e-12), 0)
+
+
+class Penalized(nn.Module):
+    """A stage that adds the sum of its activation's squares to the loss."""
+
+    def __init__(self, stage: nn.Module, constant: float) -> None:
+        super().__init__()
+        self._stage = stage
+        self._constant = constant
+
+    def forward(self, x: Tensor | None, batch: Any) -> StageOutput:
+        out = self._stage(x, batch)
+        if out.activation is None:
+            return out
+        return out._replace(losses=(Loss(out.activation.square().sum(), self._constant),))
+
+
+def penalized(rank: Rank, config: RunConfig) -> list[tuple[float, Any]]:
+    """The loss and the gradients of this rank, by the constant of the term."""
+    found = []
+    for constant in (0.0, 0.25, 0.5):
+        run = build_run(rank, config)
+        run.pipeline.stages = [Penalized(stage, constant) for stage in run.stages]
+        run.buffers.begin_step()
+        loss = float(run.pipeline.run_actions(train_order(run), run.train_loader.batch(0)))
+        grads = [bucket.grad.clone() for bucket in run.buffers.finish_reductions()]
+        found.append((loss, torch.cat(grads).numpy()))
+    return found
+
+
+def test_any_stage_adds_a_term_to_the_loss(tmp_path: Path) -> None:
+    config = config_of(settings(GPT, tmp_path, batch__global=2, parallel__pp=2, train__precision="fp64"), tmp_path)
+    first, last = run_world(2, penalized, config)
+    (without, plain), (once, quarter), (twice, half) = first
+    assert without == 0.0 and once > 0 and twice == pytest.approx(2 * once, rel=1e-12)
+    assert np.abs(quarter - plain).max() > 1e-3
+    np.testing.assert_allclose(half - plain, 2 * (quarter - plain), rtol=1e-9, atol=1e-12)
+    assert len({loss for loss, _ in last}) == 1, "the last stage adds the cross-entropy alone"
 
 
 class Sending:

@@ -16,7 +16,7 @@ from megascale.catalog.recipes import RECIPES
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.model import mlp, modules
-from megascale.parallel.fp8_linear import CastStats
+from megascale.parallel.fp8_state import CastStats
 from megascale.parallel.recompute import recomputation, recompute_in_backward
 from tests.marks import only_quick
 from tests.parallel.test_tp_overlap import Outcome, outcome
@@ -284,7 +284,7 @@ def surviving_tensors(rank: Rank, configs: list[RunConfig]) -> list[tuple[int, l
         (stage,) = run.stages
         for layer in stage.layers.values():
             layer.register_forward_pre_hook(enter)
-        loss = stage(None, run.train_loader.batch(0).micro_batch(0))
+        loss = stage(None, run.train_loader.batch(0).micro_batch(0)).losses[0].total
         assert not any(each.expired() for each in saved)
         loss.backward()
         results.append((len(saved), alive))

@@ -55,7 +55,7 @@ def with_averages(rank: Rank, config: Any, first: float | None) -> tuple[list[fl
     unsaved = config.checkpoint.model_copy(update={"every": 0, "memory_every": 0})
     run = build_run(rank, config.model_copy(update={"checkpoint": unsaved}))
     part = averages(run.mesh)
-    parts = [run.optimizer, run.fp8_state, *([] if first == -1.0 else [part])]
+    parts = [run.optimizer, *([] if first == -1.0 else [part])]
     checkpoints = build_checkpoints(config, run.mesh, parts, run.device)
     if first is None:
         assert checkpoints.resume() is not None

@@ -234,20 +234,22 @@ def test_fused_operators_need_many_rows() -> None:
     import torch.distributed._symmetric_memory  # registers the fused operators
 
     from megascale.catalog.recipes import BLOCK_1D, ROW, TENSOR
+    from megascale.comm.symmetric_memory import SymmetricMemory
     from megascale.ops.quantized import Quantized
     from megascale.parallel.tp_overlap import TensorParallel
 
-    axis = TensorParallel(Group("tp", (0, 1), 0), sequence_parallel=True, symmetric_memory=True)
+    group = Group("tp", (0, 1), 0)
+    axis = TensorParallel(group, sequence_parallel=True, symmetric_memory=SymmetricMemory(group))
     plain = torch.empty(1, 1, 8, device="meta")
     one, each, blocks = (Quantized(plain, plain, block) for block in (TENSOR, ROW, BLOCK_1D))
     for x, weight, rows in ((plain, plain, 512), (plain, plain, 513), (one, one, 513), (each, each, 516)):
-        assert axis.can_use_symmetric_memory([x], [weight, weight], rows)
+        assert axis.fused_for([x], [weight, weight], rows)
     for x, weight, rows in (
         (plain, plain, 511), (one, one, 511), (each, each, 513), (plain, each, 512), (blocks, blocks, 512),
         (one, each, 512),
     ):  # fmt: skip
-        assert not axis.can_use_symmetric_memory([x], [weight], rows)
-    assert not axis.can_use_symmetric_memory([plain, plain], [plain, plain], 512)
+        assert not axis.fused_for([x], [weight], rows)
+    assert not axis.fused_for([plain, plain], [plain, plain], 512)
 
 
 ROWS_OF_GEMMS: dict[tuple[bool, int], list[list[int]]] = {  # by sequence parallelism and tokens
@@ -288,7 +290,7 @@ def rows_of_gemms(rank: Rank, group: Group, sequence: bool, tokens: int) -> list
     import torch
 
     from megascale.parallel import tp_overlap
-    from megascale.parallel.linear_gemms import HighPrecisionGemms
+    from megascale.parallel.linear_gemms import LinearGemms
     from megascale.parallel.tensor import column_parallel_linear, row_parallel_linear
 
     tp_overlap.MIN_PIECE_BYTES = 512
@@ -302,7 +304,7 @@ def rows_of_gemms(rank: Rank, group: Group, sequence: bool, tokens: int) -> list
     ):
         rows = list[int]()
 
-        class Counting(HighPrecisionGemms):
+        class Counting(LinearGemms):
             def gemm(self, x: Any, *more: Any) -> Any:
                 rows.append(x.shape[0])  # noqa: B023
                 return super().gemm(x, *more)

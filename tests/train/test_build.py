@@ -13,13 +13,14 @@ from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.device import detect_device
-from megascale.layout.chunks import chunk_buckets, fp8_layers
+from megascale.layout.chunks import chunk_buckets, fp8_layers, stages_of
 from megascale.layout.parameters import parameter_count
 from megascale.layout.tensors import padded_vocab
-from megascale.model.modules import LayerOps
+from megascale.model.layer_ops import LayerOps
+from megascale.model.modules import LayerContext
 from megascale.model.transformer import Stage
 from megascale.ops.select import OpContext
-from megascale.parallel.fp8_linear import Fp8State
+from megascale.parallel.fp8_state import Fp8State
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.param_and_grad_buffers import Overlap, ParamAndGradBuffers
 from megascale.parallel.rng import Dropout
@@ -41,12 +42,13 @@ def on_meta(config: RunConfig) -> tuple[Stage, ParamAndGradBuffers]:
         zero=config.parallel.zero,
         sequence=False,
         overlap=Overlap(on=True),
-        dtypes=run_dtypes(config),
+        dtypes=run_dtypes(config.train.precision),
         device=device,
     )
     context = OpContext(config.model, config.backends, torch.bfloat16, detect_device(allow_gpu=False))
     fp8_state = Fp8State(config.model, config.fp8, fp8_layers(config), mesh, device)
-    (stage,) = build_stages(config, mesh, buffers, TensorParallel(mesh.tp), LayerOps.from_context(context), fp8_state)
+    layers = LayerContext(config.model, {}, TensorParallel(mesh.tp), LayerOps.from_context(context))
+    (stage,) = build_stages(stages_of(config), 0, config.train, buffers, layers, fp8_state)
     return stage, buffers
 
 
@@ -62,7 +64,7 @@ def test_a_model_is_built_and_run_on_meta() -> None:
     assert sum(bucket.grad.untyped_storage().nbytes() for bucket in buffers.buckets) > 4 * parameter_count(model)
 
     ids = torch.zeros(model.seq_length, 1, dtype=torch.int64, device="meta")
-    loss = stage(None, MicroBatch(ids, ids, None, Dropout(0.0, 0, [0], torch.device("cpu"))))
+    ((loss, _),) = stage(None, MicroBatch(ids, ids, None, Dropout(0.0, 0, [0], torch.device("cpu")))).losses
     assert loss.is_meta and loss.shape == ()
     loss.backward()
 

@@ -31,7 +31,7 @@ def trained(rank: Rank, config: Any) -> Any:
     from megascale.train.reporter import Reporter
 
     run = build_run(rank, config)
-    injection = fault_injection(config, rank)
+    injection = fault_injection(config.fault.inject, rank, config.folder)
     if injection is not None:
         injection.attach(run)
     messages: list[str] = []
@@ -118,7 +118,7 @@ def events_of_step_2(rank: Rank, config: Any) -> list[Any]:
     from megascale.train.loop import train
     from megascale.train.reporter import Reporter
 
-    run, injection = build_run(rank, config), fault_injection(config, rank)
+    run, injection = build_run(rank, config), fault_injection(config.fault.inject, rank, config.folder)
     assert injection is not None
     injection.attach(run)
     train(run, Reporter(config, run.device, None, [], run.mesh.recorder))
@@ -139,7 +139,10 @@ def test_a_slow_processor_lengthens_an_action_by_its_own_time(tmp_path: Path) ->
     from megascale.train.fault_injection import fault_injection
 
     config = configured(tmp_path, 1, fault__inject="slow_compute rank=0 step=2 factor=3")
-    run, injection = build_run(Rank(0, 1, 0, "host"), config), fault_injection(config, Rank(0, 1, 0, "host"))
+    run, injection = (
+        build_run(Rank(0, 1, 0, "host"), config),
+        fault_injection(config.fault.inject, Rank(0, 1, 0, "host"), config.folder),
+    )
     assert injection is not None
     injection.attach(run)
     recorder = run.mesh.recorder

@@ -12,7 +12,7 @@ import pytest
 
 from megascale.core.rank import Rank
 from megascale.data.prepare import dataset_writer
-from megascale.operate.store.schema import TAGS
+from megascale.record.layout import TAGS
 from megascale.train.loop import train
 from megascale.train.reporter import Reporter
 from tests.data.datasets import ORIGIN, write_dataset

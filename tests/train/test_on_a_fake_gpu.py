@@ -104,7 +104,7 @@ def step_and_evaluate(config: Any, rank: int) -> None:
         run = build_fake(config, rank)
         assert all(block.attention._tp.gpu for stage in run.stages for block in stage.layers.values())
         watch.crossings.clear()
-        steps = 1 + bool(run.fp8_state.history.numel())
+        steps = 1 + bool(run.fp8_state is not None and run.fp8_state.history.numel())
         for _ in range(steps):
             train_step(run, run.train_loader.batch(run.progress.samples))
         evaluate(run)

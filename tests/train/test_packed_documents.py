@@ -22,8 +22,8 @@ from megascale.data.prepare import dataset_writer
 from megascale.parallel.microbatch import MicroBatch, StepBatch
 from megascale.parallel.rng import Dropout
 from megascale.plan.account.flops import token_flops
+from megascale.train.batch_totals import per_token, take_scores
 from megascale.train.evaluate import evaluate
-from megascale.train.score_totals import per_token, take_scores
 from megascale.train.step import train_step
 from tests.data.datasets import ORIGIN
 from tests.runs import MODELS, build_run, config_of, settings

@@ -177,7 +177,7 @@ def test_every_writer_gets_every_record_and_message(tmp_path: Path) -> None:
 def test_tensorboard_is_written_only_with_observe_tensorboard(tensorboard: bool, tmp_path: Path) -> None:
     config = config_of(settings(GPT, tmp_path, observe__tensorboard=tensorboard), tmp_path)
     config.folder.mkdir(parents=True)
-    for writer in open_writers(config, 0):
+    for writer in open_writers(config.folder, config.train.steps, 0, tensorboard=config.observe.tensorboard):
         writer.close()
     assert (config.folder / "metrics.jsonl").exists()
     assert (config.folder / "tensorboard").exists() is tensorboard

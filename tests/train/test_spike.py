@@ -50,7 +50,13 @@ def spiking(rank: Rank, config: Any) -> None:
 
     run.optimizer.compute_clipping = scaled
     config.folder.mkdir(parents=True)
-    reporter = Reporter(config, run.device, None, open_writers(config, 0), run.mesh.recorder)
+    reporter = Reporter(
+        config,
+        run.device,
+        None,
+        open_writers(config.folder, config.train.steps, 0, tensorboard=config.observe.tensorboard),
+        run.mesh.recorder,
+    )
     assert train(run, reporter) == 0, "an alert is no reason to stop"
     reporter.close()
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from megascale.core.rank import Rank
-from megascale.operate.store.schema import TAGS
-from megascale.record.layout import Phase
+from megascale.record.layout import TAGS, Phase
 from megascale.train.run import Run, StepResult
 from megascale.train.step_rows import StepRows
 from tests.recorded_events import drain

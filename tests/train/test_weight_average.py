@@ -38,7 +38,7 @@ def kept(rank: Rank, config: Any, *others: Any) -> tuple[dict[str, Any], list[tu
         train_step(run, run.train_loader.batch(run.progress.samples))
         run.average.update(run.progress.step)
     run.checkpoints.save(run.progress)
-    with run.average.in_place_of_weights(run.buffers, run.fp8_state):
+    with run.average.in_place_of_weights(run.buffers):
         tensors = run.optimizer.global_tensors()
         weights = {name: shard.data.tolist() for name, tensor in tensors.items() for shard in tensor.shards}
     said = []
@@ -112,7 +112,7 @@ def averaged(rank: Rank, config: Any) -> tuple[float, bool, bool, list[float]]:
     means = [run.average.mean(shard) for shard in run.average._shards]
     worst = max(float((mean - right).abs().max()) for mean, right in zip(means, expected, strict=True))
     before = evaluate(run).valid_loss
-    with run.average.in_place_of_weights(run.buffers, run.fp8_state):
+    with run.average.in_place_of_weights(run.buffers):
         average_loss = evaluate(run).valid_loss
     same = evaluate(run).valid_loss == before and average_loss != before
     same = same and all(torch.equal(s.master, old) for s, old in zip(run.optimizer.shards, kept[-1], strict=True))

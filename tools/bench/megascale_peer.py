@@ -100,7 +100,11 @@ def main() -> None:
             samples, shape, run.mesh.coord.dp, dropout=dropout, seed=seed, device=device.torch_device
         )
         config.folder.mkdir()
-        writers = open_writers(config, 0) if rank.rank == 0 else []
+        writers = (
+            open_writers(config.folder, config.train.steps, 0, tensorboard=config.observe.tensorboard)
+            if rank.rank == 0
+            else []
+        )
         watch = Stopwatch(config, device, find_peak_flops(run), writers, run.mesh.recorder).watch(run)
         train(run, watch)
         watch.lap()

@@ -95,7 +95,8 @@ class Simulation:
         self._ticking = -1
         self._running_since: float | None = None
         self._hung = False
-        self.job = Job(plan, settings, JobHistory(), self._hang_verdict, self.now)
+        self.job = Job(plan, settings, JobHistory(), self.now)
+        self.job.hang_verdict = self._hang_verdict
         self._expect(plan.nodes + spares)
 
     # time

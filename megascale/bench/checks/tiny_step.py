@@ -100,6 +100,6 @@ def weights_digest(run: Run, losses: list[float]) -> str:
     """Return a fingerprint of the losses and of this rank's weights, to the bit."""
     digest = hashlib.sha256(" ".join(loss.hex() for loss in losses).encode())
     for bucket in run.buffers.buckets:
-        bucket.finish_param_gather()
+        bucket.storage.acquire_weights()
         digest.update(bucket.weights.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]

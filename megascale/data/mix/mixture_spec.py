@@ -10,7 +10,7 @@ from megascale.config.data import DataConfig, WeightChange
 from megascale.config.dataset_files import SplitName, split_source
 from megascale.config.decomposition import Decomposition, decomposition, is_decomposed
 from megascale.config.run import RunConfig, dataset_prefixes
-from megascale.operate.node.host_limits import max_open_epochs
+from megascale.operate.node.host_limits import datasets_by_split, max_open_epochs
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ def mixture_spec(config: RunConfig, split: SplitName) -> MixtureSpec:
     pieces = decomposition(*sections) if is_decomposed(config.data, split) else None
     datasets = len(dataset_prefixes(split_source(config.data, split)[0]))
     buckets = len(pieces.pieces) if pieces else 1
-    open_epochs = max_open_epochs(config, datasets * buckets) if datasets else 0
+    splits = datasets_by_split(config.data, config.train.eval_every)
+    open_epochs = max_open_epochs(splits, config.world_size, datasets * buckets) if datasets else 0
     sizes = config.model.seq_length, config.model.vocab_size
     return MixtureSpec(split, config.data, *sizes, config.train.seed, pieces, open_epochs)

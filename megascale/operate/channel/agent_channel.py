@@ -8,16 +8,14 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import grpc.aio
 
-from megascale.operate.channel.ends import Greeting
+from megascale.operate.channel.ends import AgentEnd, Greeting
 from megascale.operate.channel.gate import ADMISSION_S
-from megascale.operate.channel.handshake import ClientHandshake, NotAPeerError, Seal, Session
+from megascale.operate.channel.handshake import ClientHandshake, NotAPeerError, Seal
 from megascale.operate.channel.messages import AgentMessage, DriverMessage, MessageError
 from megascale.operate.channel.streams import (
     CLIENT_OPTIONS,
@@ -26,7 +24,6 @@ from megascale.operate.channel.streams import (
     OUTBOX_MESSAGES,
     PURPOSE,
     Tls,
-    client_credentials,
     first_end,
     open_sealed,
     read,
@@ -42,8 +39,8 @@ _LOST = (
 """Errors of a connection that ends: gRPC raises InvalidStateError for a call that the other end has finished."""
 
 
-class AgentChannel:
-    """The agent's end. In `async with` it connects, and connects again; iterating gives the driver's messages.
+class AgentChannel(AgentEnd):
+    """The agent's end. In `async with` it connects, and connects again.
 
     `greeting`: returns what each new connection sends first, a Hello and what the driver may have missed. Iterating
     raises NotAPeerError if the driver refuses this process, or does not know the secret, at the first connection.
@@ -61,25 +58,19 @@ class AgentChannel:
 
     @property
     def lost_s(self) -> float:
-        """Seconds since the connection was lost; 0 while it stands."""
         return 0.0 if self._outbox is not None else time.monotonic() - self._lost_at
 
-    async def __aenter__(self) -> AgentChannel:
+    async def __aenter__(self) -> Self:
         self._task = asyncio.ensure_future(self._keep_connected())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         with contextlib.suppress(TimeoutError):
             if self._outbox is not None:
                 await asyncio.wait_for(self._outbox.join(), 1.0)
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
-
-    def __aiter__(self) -> AsyncIterator[DriverMessage]:
-        return self
 
     async def __anext__(self) -> DriverMessage:
         message = await self._inbox.get()
@@ -88,7 +79,6 @@ class AgentChannel:
         return message
 
     def send(self, message: AgentMessage) -> bool:
-        """Send a message, without waiting. Return False while the driver is lost: the message is dropped."""
         if self._outbox is None:
             return False
         try:
@@ -120,12 +110,21 @@ class AgentChannel:
         if self._tls is None:
             channel = grpc.aio.insecure_channel(self._address, options=CLIENT_OPTIONS)
         else:
-            channel = grpc.aio.secure_channel(self._address, client_credentials(self._tls), options=CLIENT_OPTIONS)
+            own = grpc.ssl_channel_credentials(self._tls.authority, self._tls.key, self._tls.certificate)
+            channel = grpc.aio.secure_channel(self._address, own, options=CLIENT_OPTIONS)
         async with channel:
             handshake = ClientHandshake(self._secret, PURPOSE)
             call = channel.stream_stream(METHOD)(metadata=((HELLO_KEY, handshake.hello),))
             async with asyncio.timeout(2 * ADMISSION_S):
-                session = await _prove(call, handshake)
+                try:
+                    challenge = await read(call)
+                except (EOFError, grpc.aio.AioRpcError):
+                    if await call.code() == grpc.StatusCode.UNAUTHENTICATED:
+                        what = "the driver refused this agent: it has another secret than this process"
+                        raise NotAPeerError(what) from None
+                    raise
+                proof, session = handshake.answer(challenge)
+                await call.write(proof)
             outbox: asyncio.Queue[AgentMessage] = asyncio.Queue(OUTBOX_MESSAGES)
             for message in self._greeting():
                 outbox.put_nowait(message)
@@ -148,16 +147,3 @@ class AgentChannel:
             if not isinstance(message, DriverMessage):
                 raise MessageError(f"the driver sent a {type(message).__name__}")
             await self._inbox.put(message)
-
-
-async def _prove(call: Any, handshake: ClientHandshake) -> Session:
-    """Answer the driver's challenge. Raises: NotAPeerError if either end does not know the other's secret"""
-    try:
-        challenge = await read(call)
-    except (EOFError, grpc.aio.AioRpcError):
-        if await call.code() == grpc.StatusCode.UNAUTHENTICATED:
-            raise NotAPeerError("the driver refused this agent: it has another secret than this process") from None
-        raise
-    proof, session = handshake.answer(challenge)
-    await call.write(proof)
-    return session

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Never
+from typing import Any, Never, Self
 
 import grpc
 import grpc.aio
@@ -22,16 +20,9 @@ import grpc.aio
 from megascale.core.errors import Exit
 from megascale.core.limits import raise_soft_limits
 from megascale.core.network import LOOPBACK, join_port
-from megascale.operate.channel.ends import Disconnected
+from megascale.operate.channel.ends import Disconnected, DriverEnd
 from megascale.operate.channel.gate import ADMISSION_S, MOST_STRANGERS, print_refusal
-from megascale.operate.channel.handshake import (
-    HELLO_BYTES,
-    PROOF_BYTES,
-    NotAPeerError,
-    Seal,
-    ServerHandshake,
-    Session,
-)
+from megascale.operate.channel.handshake import HELLO_BYTES, PROOF_BYTES, NotAPeerError, Seal, ServerHandshake, Session
 from megascale.operate.channel.messages import AgentMessage, DriverMessage, Hello, Leave, MessageError, to_json
 from megascale.operate.channel.streams import (
     HELLO_KEY,
@@ -43,21 +34,18 @@ from megascale.operate.channel.streams import (
     first_end,
     open_sealed,
     read,
-    server_credentials,
     write_all,
 )
 from megascale.operate.print_line import print_line
 
-INBOX_MESSAGES = 8192
-"""Messages of all agents that wait for the driver; then the agents wait."""
+INBOX_MESSAGES = 8192  # messages of all agents that wait for the driver; then the agents wait
 
 
 @dataclass(eq=False)
 class _Peer:
-    """A connected agent: its start, messages to be sent, and the tasks of its connection."""
+    """A connected agent: its start, and the tasks of its connection."""
 
     started: float
-    outbox: asyncio.Queue[DriverMessage] = field(default_factory=lambda: asyncio.Queue(OUTBOX_MESSAGES))
     tasks: list[asyncio.Task[str]] = field(default_factory=list)
 
     def disconnect(self) -> None:
@@ -65,9 +53,8 @@ class _Peer:
             task.cancel()
 
 
-class DriverServer:
-    """The driver's end. In `async with` it listens; iterating gives (node, message) of all agents in order of arrival,
-    with Disconnected when a connection ends.
+class DriverServer(DriverEnd):
+    """The driver's end. In `async with` it listens.
 
     `host`: address to listen at. `port`: 0 for any. `run`: the run whose observers may join, "" for any.
     Raises: OSError if it cannot listen there
@@ -76,27 +63,22 @@ class DriverServer:
     def __init__(
         self, secret: bytes, host: str = LOOPBACK, port: int = 0, tls: Tls | None = None, run: str = ""
     ) -> None:
+        super().__init__(INBOX_MESSAGES)
         self._secret = secret
         self._host = host
         self._tls = tls
         self._run = run
         self._peers: dict[str, _Peer] = {}
         self._unproved = 0
-        self._inbox: asyncio.Queue[tuple[str, AgentMessage | Disconnected]] = asyncio.Queue(INBOX_MESSAGES)
         self.port = port
         self.refused = 0
-
-    @property
-    def agents(self) -> frozenset[str]:
-        """The nodes whose agents are connected."""
-        return frozenset(self._peers)
 
     @property
     def address(self) -> str:
         """Host and port of the listening socket."""
         return join_port(self._host, self.port)
 
-    async def __aenter__(self) -> DriverServer:
+    async def __aenter__(self) -> Self:
         raise_soft_limits()
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         handler = grpc.stream_stream_rpc_method_handler(self._serve)
@@ -106,7 +88,9 @@ class DriverServer:
             if self._tls is None:
                 port = self._server.add_insecure_port(self.address)
             else:
-                port = self._server.add_secure_port(self.address, server_credentials(self._tls))
+                pair = self._tls.key, self._tls.certificate
+                proved = grpc.ssl_server_credentials([pair], self._tls.authority, require_client_auth=True)
+                port = self._server.add_secure_port(self.address, proved)
         except RuntimeError as error:
             raise OSError(f"cannot listen at {self.address}: {error}") from None
         if not port:
@@ -115,37 +99,31 @@ class DriverServer:
         await self._server.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         for peer in list(self._peers.values()):
             peer.disconnect()
         await self._server.stop(grace=0.5)
-
-    def __aiter__(self) -> AsyncIterator[tuple[str, AgentMessage | Disconnected]]:
-        return self
-
-    async def __anext__(self) -> tuple[str, AgentMessage | Disconnected]:
-        return await self._inbox.get()
 
     def send(self, node: str, message: DriverMessage) -> bool:
         """Send a message to a node's agent, without waiting. Return False if it is not connected, or takes no messages:
         it is disconnected then.
         """
-        peer = self._peers.get(node)
-        if peer is None:
-            return False
         try:
-            peer.outbox.put_nowait(message)
+            return super().send(node, message)
         except asyncio.QueueFull:
-            peer.disconnect()
+            self._peers[node].disconnect()
             return False
-        return True
 
     async def _serve(self, requests: object, context: Any) -> None:
         """Serve one call: admit, then read and write until either ends."""
         session = await self._admit(context)
-        hello = await _read_hello(context, session.received)
+        try:
+            hello = open_sealed(session.received, await asyncio.wait_for(read(context), ADMISSION_S))
+            if not isinstance(hello, Hello):
+                raise MessageError(f"the first message is a {type(hello).__name__}, not a Hello")
+        except (NotAPeerError, MessageError, EOFError, TimeoutError) as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            raise
         node, peer = hello.node, _Peer(hello.started)
         if (refusal := self._refusal(hello)) is not None:
             await context.write(session.sent.seal(to_json(refusal)))
@@ -153,18 +131,20 @@ class DriverServer:
         if (earlier := self._peers.get(node)) is not None:
             earlier.disconnect()
         self._peers[node] = peer
-        await self._inbox.put((node, hello))
+        outbox: asyncio.Queue[DriverMessage] = asyncio.Queue(OUTBOX_MESSAGES)
+        self.outboxes[node] = outbox
+        await self.inbox.put((node, hello))
         peer.tasks += [
             asyncio.ensure_future(self._receive(node, context, session.received)),
-            asyncio.ensure_future(write_all(peer.outbox, context, session.sent)),
+            asyncio.ensure_future(write_all(outbox, context, session.sent)),
         ]
         reason = "the connection was lost"
         try:
             reason = await first_end(peer.tasks)
         finally:  # gRPC cancels this task when the agent's process ends
             if self._peers.get(node) is peer:
-                del self._peers[node]
-                await self._inbox.put((node, Disconnected(reason)))
+                del self._peers[node], self.outboxes[node]
+                await self.inbox.put((node, Disconnected(reason)))
 
     def _refusal(self, hello: Hello) -> Leave | None:
         """Return what an agent without a place here is told: it watches another run, or a later one has joined."""
@@ -213,20 +193,8 @@ class DriverServer:
                 message = open_sealed(seal, await read(context))
                 if not isinstance(message, AgentMessage):
                     raise MessageError(f"an agent sent a {type(message).__name__}")
-                await self._inbox.put((node, message))
+                await self.inbox.put((node, message))
         except EOFError:
             return "the agent ended the connection"
         except (NotAPeerError, MessageError) as error:
             return str(error)
-
-
-async def _read_hello(context: Any, seal: Seal) -> Hello:
-    """Return an admitted agent's first message; abort the call if it is anything else."""
-    try:
-        message = open_sealed(seal, await asyncio.wait_for(read(context), ADMISSION_S))
-        if not isinstance(message, Hello):
-            raise MessageError(f"the first message is a {type(message).__name__}, not a Hello")
-        return message
-    except (NotAPeerError, MessageError, EOFError, TimeoutError) as error:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        raise

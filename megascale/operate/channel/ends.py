@@ -1,16 +1,15 @@
 """The two ends of the connection between the driver of a job and the agents of its nodes.
 
-- `DriverEnd`, `AgentEnd`: what both ask of a connection; over gRPC `driver_server` and `agent_channel` have those
-- `LocalDriverEnd`: the driver's end of a connection to an agent in the same process and event loop
+`DriverEnd` and `AgentEnd` are those of a connection in one process and event loop; `driver_server` and `agent_channel`
+have those over gRPC.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from megascale.operate.channel.messages import AgentMessage, DriverMessage, Hello
 
@@ -25,59 +24,26 @@ class Disconnected:
     reason: str
 
 
-class DriverEnd(Protocol):
-    """The driver's end. Iterating gives (node, message) of all agents, with Disconnected when a connection ends."""
+class DriverEnd:
+    """The driver's end. Iterating gives (node, message) of all agents in order of arrival, with Disconnected when a
+    connection ends. `most`: messages that wait; then the agents wait, 0 for no limit. `outboxes`: messages to be sent,
+    by node.
+    """
+
+    def __init__(self, most: int = 0) -> None:
+        self.inbox: asyncio.Queue[tuple[str, AgentMessage | Disconnected]] = asyncio.Queue(most)
+        self.outboxes: dict[str, asyncio.Queue[DriverMessage]] = {}
 
     @property
     def agents(self) -> frozenset[str]:
         """The nodes whose agents are connected."""
+        return frozenset(self.outboxes)
 
     def send(self, node: str, message: DriverMessage) -> bool:
         """Send a message to a node's agent, without waiting. Return False if it is not connected."""
-
-    def __aiter__(self) -> AsyncIterator[tuple[str, AgentMessage | Disconnected]]: ...
-
-
-class AgentEnd(Protocol):
-    """The agent's end. In `async with` it is connected; iterating gives the driver's messages."""
-
-    @property
-    def lost_s(self) -> float:
-        """Seconds since the connection was lost; 0 while it stands."""
-
-    def send(self, message: AgentMessage) -> bool:
-        """Send a message, without waiting. Return False while the driver is lost: the message is dropped."""
-
-    def __aiter__(self) -> AsyncIterator[DriverMessage]: ...
-
-    async def __aenter__(self) -> object: ...
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-class LocalDriverEnd:
-    """The driver's end of a connection in this process. `connect` makes the end of its one agent."""
-
-    def __init__(self) -> None:
-        self.inbox: asyncio.Queue[tuple[str, AgentMessage | Disconnected]] = asyncio.Queue()
-        self.connected: dict[str, LocalAgentEnd] = {}
-
-    def connect(self, greeting: Greeting) -> LocalAgentEnd:
-        """Return the end of an agent."""
-        return LocalAgentEnd(self, greeting)
-
-    @property
-    def agents(self) -> frozenset[str]:
-        """The node whose agent is connected."""
-        return frozenset(self.connected)
-
-    def send(self, node: str, message: DriverMessage) -> bool:
-        """Send a message to the agent."""
-        if node not in self.connected:
+        if node not in self.outboxes:
             return False
-        self.connected[node].inbox.put_nowait(message)
+        self.outboxes[node].put_nowait(message)
         return True
 
     def __aiter__(self) -> Self:
@@ -87,32 +53,35 @@ class LocalDriverEnd:
         return await self.inbox.get()
 
 
-class LocalAgentEnd:
-    """The agent's end of a connection in this process, which stands as long as the `async with` block runs."""
+class AgentEnd:
+    """The agent's end. In `async with` it is connected; iterating gives the driver's messages."""
 
-    lost_s = 0.0
-
-    def __init__(self, driver: LocalDriverEnd, greeting: Greeting) -> None:
-        self.inbox: asyncio.Queue[DriverMessage] = asyncio.Queue()
+    def __init__(self, driver: DriverEnd, greeting: Greeting) -> None:
+        self._messages: asyncio.Queue[DriverMessage] = asyncio.Queue()
         self._driver = driver
         self._greeting = greeting
         self._node = ""
+
+    @property
+    def lost_s(self) -> float:
+        """Seconds since the connection was lost; 0 while it stands."""
+        return 0.0
 
     async def __aenter__(self) -> Self:
         hello, *more = self._greeting()
         assert isinstance(hello, Hello)
         self._node = hello.node
-        self._driver.connected[self._node] = self
+        self._driver.outboxes[self._node] = self._messages
         for message in (hello, *more):
             self.send(message)
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        del self._driver.connected[self._node]
+        del self._driver.outboxes[self._node]
         self._driver.inbox.put_nowait((self._node, Disconnected("the agent has ended")))
 
     def send(self, message: AgentMessage) -> bool:
-        """Send a message to the driver."""
+        """Send a message, without waiting. Return False while the driver is lost: the message is dropped."""
         self._driver.inbox.put_nowait((self._node, message))
         return True
 
@@ -120,4 +89,4 @@ class LocalAgentEnd:
         return self
 
     async def __anext__(self) -> DriverMessage:
-        return await self.inbox.get()
+        return await self._messages.get()

@@ -17,11 +17,8 @@ from dataclasses import dataclass, field
 
 from megascale.operate.channel.handshake import HELLO_BYTES, PROOF_BYTES, ServerHandshake, Session
 
-ADMISSION_S = 5.0
-"""Seconds in which a new connection must prove that it knows the secret."""
-
-MOST_STRANGERS = 256
-"""Most connections without proof; another closes the oldest."""
+ADMISSION_S = 5.0  # seconds in which a new connection must prove that it knows the secret
+MOST_STRANGERS = 256  # most connections without proof; another closes the oldest
 
 Admit = Callable[[socket.socket, Session], None]
 """Function (connection, seals): take over an admitted, non-blocking connection."""

@@ -26,24 +26,16 @@ NONCE_BYTES = MAC_BYTES = 32
 HELLO_BYTES = CHALLENGE_BYTES = NONCE_BYTES + MAC_BYTES
 PROOF_BYTES = MAC_BYTES
 
-TAG_BYTES = 16
-"""Bytes of a message's seal: a keyed BLAKE2b of that length."""
-
-HEAD = struct.Struct(f"<I{TAG_BYTES}s")
-"""Head of a message: bytes of the content, and its seal."""
-
-_NUMBER = struct.Struct("<Q")
-"""Number of a message in its direction, before its content in the seal."""
-
-RETRY_S = 0.1
-"""Seconds between attempts to reach a server that does not listen yet."""
+TAG_BYTES = 16  # bytes of a message's seal: a keyed BLAKE2b of that length
+HEAD = struct.Struct(f"<I{TAG_BYTES}s")  # head of a message: bytes of the content, and its seal
+_NUMBER = struct.Struct("<Q")  # number of a message in its direction, before its content in the seal
+RETRY_S = 0.1  # seconds between attempts to reach a server that does not listen yet
 
 _FOR_A_MOMENT = (
     errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT,
 )  # fmt: skip
 
-ATTEMPTS = 3
-"""Handshakes until a server that hangs up is given up: strangers may have crowded out the first ones."""
+ATTEMPTS = 3  # handshakes until a server that hangs up is given up: strangers may have crowded out the first ones
 
 
 class NotAPeerError(ConnectionError):
@@ -86,52 +78,56 @@ class Session:
     received: Seal
 
 
-class ClientHandshake:
-    """A handshake on the client's end."""
+class _Handshake:
+    """The part of both ends: a MAC over a step's name, the purpose and the random bytes so far."""
 
     def __init__(self, secret: bytes, purpose: str) -> None:
         self._secret, self._purpose = secret, purpose.encode()
-        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._nonces = b""
 
-    @property
-    def hello(self) -> bytes:
-        """The first message, HELLO_BYTES long."""
-        return self._nonce + _mac(self._secret, b"hello", self._purpose, self._nonce)
+    def _mac(self, step: bytes) -> bytes:
+        """HMAC-SHA256 over parts, each with its length before it."""
+        parts = (step, self._purpose, self._nonces)
+        text = b"".join(struct.pack("<Q", len(part)) + part for part in parts)
+        return hmac.digest(self._secret, text, "sha256")
+
+
+class ClientHandshake(_Handshake):
+    """A handshake on the client's end. `hello`: the first message, HELLO_BYTES long."""
+
+    def __init__(self, secret: bytes, purpose: str) -> None:
+        super().__init__(secret, purpose)
+        self._nonces = secrets.token_bytes(NONCE_BYTES)
+        self.hello = self._nonces + self._mac(b"hello")
 
     def answer(self, challenge: bytes) -> tuple[bytes, Session]:
         """Return the proof that answers the server's challenge, and the client's seals.
 
         Raises: NotAPeerError if the server does not know the secret
         """
-        nonces = self._nonce + challenge[:NONCE_BYTES]
-        if not hmac.compare_digest(challenge[NONCE_BYTES:], _mac(self._secret, b"server", self._purpose, nonces)):
+        self._nonces = self.hello[:NONCE_BYTES] + challenge[:NONCE_BYTES]
+        if not hmac.compare_digest(challenge[NONCE_BYTES:], self._mac(b"server")):
             raise NotAPeerError("it does not know the job's secret")
-        to_server, to_client = _direction_keys(self._secret, self._purpose, nonces)
-        return _mac(self._secret, b"client", self._purpose, nonces), Session(Seal(to_server), Seal(to_client))
+        return self._mac(b"client"), Session(Seal(self._mac(b"to server")), Seal(self._mac(b"to client")))
 
 
-class ServerHandshake:
+class ServerHandshake(_Handshake):
     """A handshake on the server's end."""
-
-    def __init__(self, secret: bytes, purpose: str) -> None:
-        self._secret, self._purpose = secret, purpose.encode()
-        self._nonces = b""
 
     def challenge(self, hello: bytes) -> bytes | None:
         """Return the challenge that answers a client's hello; None for a stranger's."""
-        nonce, mac = hello[:NONCE_BYTES], hello[NONCE_BYTES:]
-        if not hmac.compare_digest(mac, _mac(self._secret, b"hello", self._purpose, nonce)):
+        self._nonces = hello[:NONCE_BYTES]
+        if not hmac.compare_digest(hello[NONCE_BYTES:], self._mac(b"hello")):
             return None
         own = secrets.token_bytes(NONCE_BYTES)
-        self._nonces = nonce + own
-        return own + _mac(self._secret, b"server", self._purpose, self._nonces)
+        self._nonces += own
+        return own + self._mac(b"server")
 
     def admit(self, proof: bytes) -> Session | None:
         """Return the server's seals if a client's proof is right; None for a stranger's."""
-        if not hmac.compare_digest(proof, _mac(self._secret, b"client", self._purpose, self._nonces)):
+        if not hmac.compare_digest(proof, self._mac(b"client")):
             return None
-        to_server, to_client = _direction_keys(self._secret, self._purpose, self._nonces)
-        return Session(Seal(to_client), Seal(to_server))
+        return Session(Seal(self._mac(b"to client")), Seal(self._mac(b"to server")))
 
 
 def connect(address: tuple[str, int], secret: bytes, purpose: str, timeout: float) -> tuple[socket.socket, Session]:
@@ -201,13 +197,3 @@ def receive_message(connection: socket.socket, session: Session, max_bytes: int)
     content = receive_exactly(connection, size)
     session.received.check(tag, content)
     return content
-
-
-def _direction_keys(secret: bytes, purpose: bytes, nonces: bytes) -> tuple[bytes, bytes]:
-    return _mac(secret, b"to server", purpose, nonces), _mac(secret, b"to client", purpose, nonces)
-
-
-def _mac(key: bytes, *parts: bytes) -> bytes:
-    """HMAC-SHA256 over parts, each with its length before it."""
-    text = b"".join(struct.pack("<Q", len(part)) + part for part in parts)
-    return hmac.digest(key, text, "sha256")

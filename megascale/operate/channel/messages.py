@@ -104,7 +104,6 @@ class Hello(_Checked):
     slots: int
     attempt: int | None = None
     ranks: tuple[int, ...] = ()
-    checks: Mapping[str, Any] | None = None
     observer: bool = False
     run: str = ""
     started: float = 0.0

@@ -18,8 +18,7 @@ from pathlib import Path
 from megascale.core.env_numbers import whole_number
 from megascale.core.errors import ConfigError, Problem
 
-SECRET_VARIABLE = "MEGASCALE_JOB_SECRET"
-"""Environment variable: the secret as text, the same on every host."""
+SECRET_VARIABLE = "MEGASCALE_JOB_SECRET"  # environment variable: the secret as text, the same on every host
 
 DESCRIPTOR_VARIABLE = "MEGASCALE_JOB_SECRET_FD"
 """Environment variable of a rank: the descriptor from which the secret is read, set by megascale's launcher."""
@@ -29,11 +28,8 @@ SECRET_FILE = ".megascale-secret-{user}"
 in the run's folder, because hosts that disagree about the run's name must meet to say so.
 """
 
-MIN_CHARACTERS = 32
-"""Fewest characters of MEGASCALE_JOB_SECRET."""
-
-WRITE_S = 5.0
-"""Seconds that a rank waits for another rank to finish the file."""
+MIN_CHARACTERS = 32  # fewest characters of MEGASCALE_JOB_SECRET
+WRITE_S = 5.0  # seconds that a rank waits for another rank to finish the file
 
 MAKE_HINT = f"export {SECRET_VARIABLE}=$(openssl rand -hex 32), the same on every host"
 

@@ -10,14 +10,9 @@ from collections.abc import Iterable
 
 OK, TIMED_OUT = b"ok", b"timed out"
 
-PURPOSE = "job's store"
-"""The purpose of the handshake."""
-
-REFUSED_KEY = "refused strangers"
-"""Key of the store: a text of connections that were refused; absent without any."""
-
-MAX_MESSAGE_BYTES = 64 << 20
-"""Longest message in bytes."""
+PURPOSE = "job's store"  # the purpose of the handshake
+REFUSED_KEY = "refused strangers"  # key of the store: a text of connections that were refused; absent without any
+MAX_MESSAGE_BYTES = 64 << 20  # longest message in bytes
 
 _LENGTH = struct.Struct("<I")
 

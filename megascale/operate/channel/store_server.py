@@ -32,8 +32,7 @@ from megascale.operate.channel.store_messages import (
     unpack,
 )
 
-READ_BYTES = 1 << 16
-"""Most bytes that are read from a connection at a time; Python allocates them for each read."""
+READ_BYTES = 1 << 16  # most bytes that are read from a connection at a time; Python allocates them for each read
 
 
 @dataclass(eq=False)

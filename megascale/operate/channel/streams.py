@@ -17,22 +17,14 @@ from megascale.operate.channel.gate import ADMISSION_S
 from megascale.operate.channel.handshake import HEAD, NotAPeerError, Seal
 from megascale.operate.channel.messages import Message, from_json, to_json
 
-PURPOSE = "job's driver"
-"""Purpose of the handshake."""
+PURPOSE = "job's driver"  # purpose of the handshake
 
 METHOD = "/megascale.Driver/Connect"
 
-HELLO_KEY = "megascale-hello-bin"
-"""Key of a call's metadata: the first message of the handshake."""
-
-OUTBOX_MESSAGES = 256
-"""Messages that wait to be sent to one peer; an agent that does not take them is disconnected."""
-
-MAX_MESSAGE_BYTES = 16 << 20
-"""Most bytes of a message: the flight records of a node's ranks."""
-
-KEEPALIVE_S = 5.0
-"""Seconds between probes of an idle connection, and seconds in which the other end must answer one."""
+HELLO_KEY = "megascale-hello-bin"  # key of a call's metadata: the first message of the handshake
+OUTBOX_MESSAGES = 256  # messages that wait to be sent to one peer; an agent that does not take them is disconnected
+MAX_MESSAGE_BYTES = 16 << 20  # most bytes of a message: the flight records of a node's ranks
+KEEPALIVE_S = 5.0  # seconds between probes of an idle connection, and seconds in which the other end must answer one
 
 TLS_VARIABLES = ("MEGASCALE_TLS_CERTIFICATE", "MEGASCALE_TLS_KEY", "MEGASCALE_TLS_CA")
 """Environment variables: PEM files of this process's certificate and key, and of the authority of both ends."""
@@ -131,13 +123,3 @@ async def first_end(tasks: Sequence[asyncio.Task[str]]) -> str:
         return "disconnected"
     error = first.exception()
     return first.result() if error is None else (str(error) or type(error).__name__)
-
-
-def server_credentials(tls: Tls) -> grpc.ServerCredentials:
-    """Return the credentials of a server that asks its clients for certificates of the same authority."""
-    return grpc.ssl_server_credentials([(tls.key, tls.certificate)], tls.authority, require_client_auth=True)
-
-
-def client_credentials(tls: Tls) -> grpc.ChannelCredentials:
-    """Return the credentials of a client with a certificate of its own."""
-    return grpc.ssl_channel_credentials(tls.authority, tls.key, tls.certificate)

@@ -10,8 +10,7 @@ from typing import Any
 
 from megascale.core.files import exists
 
-METRICS_FILE = "metrics.jsonl"
-"""The file of metrics in the run's folder."""
+METRICS_FILE = "metrics.jsonl"  # the file of metrics in the run's folder
 
 
 class AlertReader:

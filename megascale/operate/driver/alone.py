@@ -19,10 +19,9 @@ from megascale.operate.driver.classify import Finding, classify_ends, is_cascade
 from megascale.operate.driver.end_stages import finish, runs_ranks, stop_attempt
 from megascale.operate.driver.incidents import Culprit
 from megascale.operate.driver.job_state import SETTLE_S, JobState
-from megascale.operate.driver.watch_stages import collect_records
+from megascale.operate.driver.stages import collect_records
 
-END_S = 10.0
-"""Seconds that the other ranks have to end, before they are killed."""
+END_S = 10.0  # seconds that the other ranks have to end, before they are killed
 
 CAUSE_S = 3.0
 """Seconds after the first end of a rank that lost another, or was aborted, in which the first cause may end."""
@@ -41,7 +40,12 @@ def settle(job: JobState, now: float) -> None:
     if now < job.deadline:
         return
     if is_clear:
-        _end(job, attempt.finding(job.roster) if attempt.lost else _first_cause(attempt), now)
+        if attempt.lost:
+            _end(job, attempt.finding(job.roster), now)
+            return
+        ends = attempt.ends.items()  # one of which has ended on its own account: an abort is a consequence then
+        waited = {rank: replace(end, peer_lost=end.peer_lost or end.status == -signal.SIGABRT) for rank, end in ends}
+        _end(job, classify_ends(waited, attempt.node_of), now)
     else:
         collect_records(job, now)
 
@@ -69,21 +73,14 @@ def _end(job: JobState, fault: Finding, now: float) -> None:
     stop_attempt(job, now, END_S)
 
 
-def _first_cause(attempt: Attempt) -> Finding:
-    """Return the finding about ranks one of which has ended on its own account: an abort is a consequence then."""
-    ends = attempt.ends.items()
-    waited = {rank: replace(end, peer_lost=end.peer_lost or end.status == -signal.SIGABRT) for rank, end in ends}
-    return classify_ends(waited, attempt.node_of)
-
-
 def _finding_of_waits(job: JobState) -> Finding:
     """Return the finding about ranks that lost another, or were aborted: the rank that they waited for, if one is
     known.
     """
     attempt, verdict = job.present_attempt, job.verdict
     first = classify_ends(attempt.ends, attempt.node_of)
-    if (missing := job.plan.missing_rank()) is not None:
-        rank, reason = missing
+    if (suspect := job.plan.find_suspect()) is not None:
+        rank, reason = suspect.rank, suspect.reason
         is_aborted = rank in attempt.ends and attempt.ends[rank].status == -signal.SIGABRT
         reason = f"killed by SIGABRT; {reason}" if is_aborted else reason
         return _finding_about(attempt, rank, reason, first.since)
@@ -91,15 +88,12 @@ def _finding_of_waits(job: JobState) -> Finding:
         return first
     if verdict.confident and verdict.ranks:
         return _finding_about(attempt, verdict.ranks[0], f"{verdict.kind}: {'; '.join(verdict.evidence)}", first.since)
-    if first.end is not None and (stuck := _named_by_most(attempt)) is not None:
+    # the rank that has not ended and that most others name as lost, none of which names another
+    named = Counter(end.peers[0] for end in attempt.ends.values() if end.error and len(end.peers) == 1)
+    stuck = next((rank for rank, _ in named.most_common() if rank not in attempt.ends), None)
+    if first.end is not None and stuck is not None:
         return _finding_about(attempt, stuck, f"does not answer: {first.end.error}", first.since)
     return first
-
-
-def _named_by_most(attempt: Attempt) -> int | None:
-    """Return the rank that has not ended and that most others name as lost; None if they name none alone."""
-    named = Counter(end.peers[0] for end in attempt.ends.values() if end.error and len(end.peers) == 1)
-    return next((rank for rank, _ in named.most_common() if rank not in attempt.ends), None)
 
 
 def _finding_about(attempt: Attempt, rank: int, evidence: str, since: float) -> Finding:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from megascale.core.errors import Exit
+from megascale.core.rank import format_ranks
 from megascale.operate.channel.messages import RankEnd, RankStatus
 from megascale.operate.driver.classify import (
     IS_STOPPED,
@@ -85,11 +88,6 @@ class Attempt:
         return bool(self.lost or self.failures)
 
     @property
-    def has_cause(self) -> bool:
-        """True once a rank has ended out of order on its own account."""
-        return bool(self.causes)
-
-    @property
     def has_left_in_order(self) -> bool:
         """True once every rank has left the job in order."""
         return len(self.ends) == self.world and not self.failures
@@ -99,6 +97,29 @@ class Attempt:
         """The exit status of a job all of whose ranks have left in order, and whose statuses are therefore known."""
         return max(end.status for end in self.ends.values() if end.status is not None)
 
+    def why_unsaved(self, late: str, *, at_once: bool) -> str:
+        """Return why a job that was asked to stop may not have saved. `late`: the limit that has passed, "" for none;
+        `at_once`: it was asked twice.
+        """
+        if not self.watch.has_new_step:
+            return "stopped before the first step"
+        if at_once:
+            return "stopped at once, without saving"
+        if late:
+            return f"stopped: the ranks had not saved{late}"
+        errors = [end.error for end in self.ends.values() if end.error and not end.peer_lost]
+        why = f": {errors[0]}" if errors else ""
+        return f"stopped: {format_ranks(sorted(self.failures))} failed before all had saved{why}"
+
+    @property
+    def status_of_stop(self) -> int:
+        """The status of a job that was asked to stop: an error of its own, such as a failed save, goes first."""
+        ends, stops = self.ends.values(), (Exit.STOPPED, Exit.INTERRUPTED)
+        errors = [end.exit_status for end in ends if end.error and not end.peer_lost and end.exit_status not in stops]
+        if errors:
+            return max(status or Exit.UNCLASSIFIED for status in errors)
+        return Exit.OK if ends and all(end.in_order and end.status == 0 for end in ends) else Exit.STOPPED
+
     def is_free(self, node: str) -> bool:
         """Return True if no rank of this attempt runs on a node any more, or the node is lost."""
         return node not in self.busy
@@ -107,17 +128,15 @@ class Attempt:
         """Take ends of a node's ranks, any number of times; an observer may tell ends of the next attempt's ranks."""
         ranks = self.placement.get(node, ())
         for end in ends:
-            if end.rank in ranks:
-                self._add_end(end)
+            if end.rank not in ranks:
+                continue
+            self.ends[end.rank] = end
+            self.watch.step = max(self.watch.step, end.step)
+            failed = not end.in_order
+            for group, among in ((self.failures, failed), (self.causes, failed and not is_cascade(end))):
+                (group.add if among else group.discard)(end.rank)
         if all(rank in self.ends for rank in ranks):
             self.busy.discard(node)
-
-    def _add_end(self, end: RankEnd) -> None:
-        self.ends[end.rank] = end
-        self.watch.step = max(self.watch.step, end.step)
-        failed = not end.in_order
-        for ranks, among in ((self.failures, failed), (self.causes, failed and not is_cascade(end))):
-            (ranks.add if among else ranks.discard)(end.rank)
 
     def lose(self, lost: LostNode) -> None:
         """Take a node for lost."""
@@ -139,10 +158,8 @@ class Attempt:
         self.answered.add(node)
         self.states.update(states)
         for rank, values in records.items():
-            try:
+            with contextlib.suppress(LogError):
                 self.records[rank] = RankState.from_dict(values)
-            except LogError:
-                continue
 
     def forget_answers(self) -> None:
         """Drop the answers to an earlier Collect."""

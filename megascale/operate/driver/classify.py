@@ -18,7 +18,7 @@ from megascale.core.rank import format_ranks
 from megascale.operate.channel.messages import RankEnd
 from megascale.operate.driver.incidents import Culprit, IncidentClass
 from megascale.operate.driver.roster import format_nodes
-from megascale.operate.node.failure import how_ended
+from megascale.operate.node.rank_ends import how_ended
 
 if TYPE_CHECKING:
     from megascale.operate.diagnose.hang.hang import Verdict
@@ -36,12 +36,12 @@ STORAGE_PATTERNS = frozenset({"disk_full", "storage_error", "io_error", "bus_err
 CASCADE_PATTERNS = frozenset({"nccl_cascade", "nccl_watchdog", "collective_timeout", "peer_lost"})
 """Names of `health.observations`: they say what the output shows, never who is to blame."""
 
-_RAISED = {
-    Exit.CONFIG: "config",
-    Exit.DATA: "data",
-    Exit.CHECKPOINT: "checkpoint",
-    Exit.DO_NOT_REQUEUE: "diverged",
+_PERMANENT: Mapping[int | None, tuple[IncidentClass, str]] = {
+    Exit.DO_NOT_REQUEUE: ("divergence", "see the steps before in metrics.jsonl; resume from a checkpoint"),
+    Exit.DATA: ("data", "fix the data, then launch the job once more"),
+    Exit.CONFIG: ("software", "fix the configuration, then launch the job once more"),
 }
+"""Exit statuses of errors that a restart would meet again: the class, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -139,14 +139,9 @@ def _classify_end(end: RankEnd, culprit: Culprit, followers: tuple[int, ...]) ->
         class_, permanent = "node", False
     elif not patterns.isdisjoint(STORAGE_PATTERNS) or end.status == -signal.SIGBUS:
         class_, hint = "storage", "see the space and the health of the file system; a mapped file may have been cut"
-    raised = _RAISED.get(Exit(end.exit_status)) if end.exit_status in list(Exit) else None
-    if raised == "diverged":
-        class_, permanent, hint = "divergence", True, "see the steps before in metrics.jsonl; resume from a checkpoint"
-    elif raised == "data":
-        class_, permanent, hint = "data", True, "fix the data, then launch the job once more"
-    elif raised == "config":
-        class_, permanent, hint = "software", True, "fix the configuration, then launch the job once more"
-    elif raised == "checkpoint":
+    if end.exit_status in _PERMANENT:
+        (class_, hint), permanent = _PERMANENT[end.exit_status], True
+    elif end.exit_status == Exit.CHECKPOINT:
         class_ = "storage"
     evidence = (
         *(f"its output shows {name}" for name in sorted(patterns) if ":" not in name),
@@ -209,8 +204,6 @@ def classify_lost_nodes(
     return Finding("node", what, culprit, since, signature, evidence, followers=tuple(sorted(followers)))
 
 
-_HANG_CLASS: Mapping[str, IncidentClass] = {"storage": "storage", "network": "network"}
-
 IS_STOPPED = "is stopped (SIGSTOP, a debugger or a frozen container)"
 
 _HANG_WORDS = {
@@ -225,7 +218,6 @@ _HANG_WORDS = {
     "device": "waits for its device",
     "network": "waits for data that other ranks have sent",
 }
-
 
 _PLURALS = {
     "is": "are", "was": "were", "has": "have", "computes": "compute", "sleeps": "sleep", "waits": "wait",
@@ -252,7 +244,8 @@ def classify_hang(
     """
     ranks = tuple(verdict.ranks)
     culprit = Culprit(ranks, _nodes(ranks or doubted, node_of), verdict.group)
-    class_ = _HANG_CLASS.get(verdict.kind, "hang")
+    class_: IncidentClass = "storage" if verdict.kind == "storage" else "hang"
+    class_ = "network" if verdict.kind == "network" else class_
     words = _conjugate(_HANG_WORDS.get(verdict.kind, "makes no progress"), ranks)
     what = f"{culprit} {words}" if verdict.confident and ranks else f"the job hangs, and the culprit is among {culprit}"
     if not ranks:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 from megascale.operate.driver.classify import Finding, classify_lost_nodes
 from megascale.operate.driver.commands import CheckNodes, Say
-from megascale.operate.driver.incidents import Action, Culprit, Incident, JobHistory, describe, describe_recovery
+from megascale.operate.driver.incidents import Action, Culprit, Incident, describe, describe_recovery
 from megascale.operate.driver.job_state import JobState
-from megascale.operate.driver.policy import RESTARTS
 from megascale.operate.driver.roster import format_nodes
 
 SUSPECTED = ("hang", "network", "node", "storage", "unknown")
@@ -19,37 +18,20 @@ SUSPECTED = ("hang", "network", "node", "storage", "unknown")
 def record(job: JobState, finding: Finding, action: Action, now: float) -> Incident:
     """Log and print an incident."""
     incident = Incident(
-        job.history.next_id(),
-        finding.class_,
-        finding.what,
-        finding.culprit,
-        finding.evidence,
-        finding.hint,
-        finding.signature,
-        job.history.attempt,
-        completed_step(job),
-        min(finding.since, now) or now,
-        now,
-        finding.followers,
-        action,
-    )
+        job.history.next_id(), finding.class_, finding.what, finding.culprit, finding.evidence, finding.hint,
+        finding.signature, job.history.attempt, completed_step(job), min(finding.since, now) or now, now,
+        finding.followers, action,
+    )  # fmt: skip
     job.log({"event": "incident", "time": now, "incident": incident.to_dict()})
     job.do(Say(describe(incident)))
-    if job.plan.checks:
-        check_nodes(job, incident)
-    return incident
-
-
-def check_nodes(job: JobState, incident: Incident) -> None:
-    """Order checks of the nodes that an incident puts in doubt; those that run ranks again are held meanwhile."""
-    members, attempt = job.roster.members, job.attempt
-    placement = attempt.placement if attempt is not None else ()
+    members, placement = job.roster.members, () if job.attempt is None else job.attempt.placement
     running = [node for node in placement if node in members and members[node].connected]
-    nodes, paths = tuple(nodes_in_doubt(incident, running)), incident.class_ == "network"
-    if nodes:
+    if job.plan.checks and (nodes := nodes_in_doubt(incident, running)):
         report = incident.action.kind == "wait"
-        job.hold(() if report else nodes)
-        job.do(CheckNodes(nodes, paths, report))
+        for node in nodes if not report else ():  # no ranks are started there until the checks are done
+            members[node].held = True
+        job.do(CheckNodes(tuple(nodes), incident.class_ == "network", report))
+    return incident
 
 
 def nodes_in_doubt(incident: Incident, running: Sequence[str]) -> Sequence[str]:
@@ -124,14 +106,6 @@ def note_progress(job: JobState, now: float) -> None:
     ids = [incident.id for incident in awaiting]
     job.log({"event": "recovered", "time": now, "incidents": ids, "resumed_step": resumed, "steps_lost": lost})
     job.do(*(Say(describe_recovery(job.history.incidents[id_])) for id_ in ids))
-
-
-def undone_decision(history: JobHistory) -> Incident | None:
-    """Return the last incident if no attempt has followed its decision."""
-    last = history.incidents.get(max(history.incidents, default=0))
-    if last is None or last.attempt != history.attempt or last.action.kind not in (*RESTARTS, "stop"):
-        return None
-    return last
 
 
 def has_silent_node(job: JobState, now: float) -> bool:

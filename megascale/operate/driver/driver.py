@@ -8,37 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megascale.core.errors import CheckpointError, Exit
-from megascale.core.process import STOP_ORDER, stop_signals
-from megascale.core.run_folder import RunFolder
 from megascale.operate.channel.ends import Disconnected, DriverEnd
 from megascale.operate.channel.messages import Leave, Start
+from megascale.operate.driver.alerts import METRICS_FILE, AlertReader
 from megascale.operate.driver.commands import CheckNodes, Command, Finish, Log, Say, Send
-from megascale.operate.driver.incidents import IncidentLog
 from megascale.operate.driver.job import Job
-from megascale.operate.driver.live_job import LiveWriter
-from megascale.operate.driver.scheduler.port import Scheduler
 from megascale.operate.driver.scheduler_calls import SchedulerCalls
 from megascale.operate.print_line import print_line
 
 if TYPE_CHECKING:
-    from megascale.operate.driver.alerts import AlertReader
+    from megascale.core.append_file import AppendFile
+    from megascale.core.run_folder import RunFolder
     from megascale.operate.driver.node_admission import NodeGate
+    from megascale.operate.driver.scheduler.port import Scheduler
 
-TICK_S = 0.2
-"""Seconds between looks at deadlines."""
-
-LEAVE_S = 1.0
-"""Seconds that agents have to leave at the end of the job."""
-
-PAUSE_S = 2.0
-"""A driver that was not scheduled for so long has heard nobody, and takes nobody for lost."""
+TICK_S = 0.2  # seconds between looks at deadlines
+LEAVE_S = 1.0  # seconds that agents have to leave at the end of the job
+PAUSE_S = 2.0  # a driver that was not scheduled for so long has heard nobody, and takes nobody for lost
 
 
 class Clock:
@@ -54,7 +49,8 @@ class Clock:
 
 class Driver:
     """The driver of `job`. `folder`: of the run, which every attempt must find, and whose copies in memory a node that
-    is replaced removes; `log`: None for a job whose driver is not restarted. `status`: of the job, once it has ended.
+    is replaced removes; `log`: None for a job whose driver is not restarted; `say`: prints a line for people. `status`:
+    of the job, once it has ended.
     """
 
     def __init__(
@@ -62,20 +58,19 @@ class Driver:
         job: Job,
         server: DriverEnd,
         scheduler: Scheduler,
-        log: IncidentLog | None,
+        log: AppendFile | None,
         clock: Clock,
-        alerts: AlertReader | None = None,
-        live: LiveWriter | None = None,
         folder: RunFolder | None = None,
+        say: Callable[[str], None] = print_line,
     ) -> None:
         self._job = job
         self._server = server
         self._calls = SchedulerCalls(scheduler, job, clock.now, self.perform)
         self._log = log
         self._clock = clock
-        self._alerts = alerts
-        self._live = live
+        self._alerts = None if log is None else AlertReader(Path(job.plan.folder) / METRICS_FILE)
         self._folder = folder
+        self._say = say
         self._attempt_of_token = -1
         self._log_fails = False
         self._gate: NodeGate | None = None
@@ -87,26 +82,22 @@ class Driver:
 
     async def run(self) -> int:
         """Drive the job to its end, and return its exit status."""
-        loop = asyncio.get_running_loop()
-        stops = stop_signals() if self._job.plan.observed else [STOP_ORDER]  # of the supervisor
-        stops = [] if self._job.plan.alone else stops  # of whom the launcher tells
+        stops = self._job.plan.stops
         for number in stops:
-            loop.add_signal_handler(number, self.request_stop)
+            asyncio.get_running_loop().add_signal_handler(number, self.request_stop)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)
-        calls = self._calls
-        parts: Sequence[Coroutine] = (self._receive(), self._tick(), calls.run(), calls.watch_agents())
+        parts: Sequence[Coroutine] = (self._receive(), self._tick(), self._calls.run(), self._calls.watch_agents())
         tasks = [asyncio.ensure_future(part) for part in parts]
-        if self._live is not None:
-            tasks.append(asyncio.ensure_future(self._live.run(self._job, self._clock.now)))
         try:
             await asyncio.wait([self.status, *tasks], return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
                 if task.done():
                     task.result()  # raises what ended it
             status = await self.status
-            await self._let_agents_leave()
-            if self._live is not None:
-                await self._live.finish(self._job, self._clock.now())
+            with contextlib.suppress(TimeoutError):  # until the agents have taken their last message, and are gone
+                async with asyncio.timeout(LEAVE_S):
+                    while self._server.agents:
+                        await asyncio.sleep(0.02)
             return status
         finally:
             tasks += self._gate.examinations if self._gate is not None else ()
@@ -117,13 +108,6 @@ class Driver:
     def request_stop(self, status: int = Exit.STOPPED) -> None:
         """Take a request to stop the job. `status`: of a job that has not trained."""
         self.perform(self._job.request_stop(self._clock.now(), status))
-
-    async def _let_agents_leave(self) -> None:
-        """Wait until the agents have taken their last message, and are gone."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LEAVE_S):
-                while self._server.agents:
-                    await asyncio.sleep(0.02)
 
     def perform(self, commands: Sequence[Command]) -> None:
         """Carry out commands, in order."""
@@ -149,15 +133,11 @@ class Driver:
                 case _:
                     self._calls.put(command)
 
-    def _say(self, text: str) -> None:
-        if not self._job.plan.alone:  # its launcher reports the end
-            print_line(text)
-
     def _append(self, command: Log) -> None:
         if self._log is None:
             return
         try:
-            self._log.append(command.event)
+            self._log.append(json.dumps(command.event).encode() + b"\n")
         except OSError as error:  # the job is more important than its log, which is written once it can be
             if not self._log_fails:
                 print_line(f"WARNING: the log of incidents cannot be written: {error.strerror or error}")

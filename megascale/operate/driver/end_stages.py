@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from megascale.core.errors import Exit
-from megascale.core.rank import format_ranks
-from megascale.operate.channel.messages import (
-    Leave,
-    RankEnd,
-    Stop,
-)
-from megascale.operate.driver.attempt import Attempt
+from megascale.operate.channel.messages import Leave, Stop
 from megascale.operate.driver.classify import Finding
 from megascale.operate.driver.commands import Finish, Request, Say, Send
-from megascale.operate.driver.decisions import (
-    completed_step,
-    record,
-    summary,
-)
+from megascale.operate.driver.decisions import completed_step, record, summary
 from megascale.operate.driver.incidents import Action
 from megascale.operate.driver.job_state import JobState, Stage
 from megascale.operate.driver.policy import SparePool, decide
 from megascale.operate.driver.roster import Member, format_nodes
 
-KILL_S = 10.0
-"""Seconds beyond their grace in which a node must end its ranks."""
-
-
-JOIN_S = 60.0
-"""Seconds that an agent has to start and join, besides the time of its checks."""
+KILL_S = 10.0  # seconds beyond their grace in which a node must end its ranks
+JOIN_S = 60.0  # seconds that an agent has to start and join, besides the time of its checks
 
 
 def conclude(job: JobState, finding: Finding, now: float) -> None:
@@ -103,10 +88,11 @@ def carry_out(job: JobState, now: float) -> None:
     attempt, incident = job.attempt, job.pending
     job.pending = None
     if job.stop_requests:
-        ends = list(attempt.ends.values()) if attempt is not None else []
-        if attempt is not None and not all(end.in_order for end in ends):
-            job.do(Say(why_unsaved(job, attempt, now)))
-        finish(job, status_of_stop(ends), now)
+        if attempt is not None and not all(end.in_order for end in attempt.ends.values()):
+            late = now >= job.deadline - KILL_S
+            limit = f" within fault.stop_grace_s = {job.settings.stop_grace_s:g}" if late else ""
+            job.do(Say(attempt.why_unsaved(limit, at_once=job.stop_requests > 1)))
+        finish(job, Exit.STOPPED if attempt is None else attempt.status_of_stop, now)
         return
     if incident is not None and incident.action.kind == "stop":
         finish(job, incident.action.status, now)
@@ -124,45 +110,18 @@ def carry_out(job: JobState, now: float) -> None:
     if spares < 0:
         job.do(Request(-spares))
     lost = [node for node in job.used if node not in job.roster.members]
-    if not job.plan.revivable:
-        _give_places_to_spares(job, lost[: max(0, spares)])
+    left = [] if job.plan.revivable else lost[: max(0, spares)]  # lost beside the culprits, and may not come back
+    if left:
+        job.places = [None if node in left else node for node in job.places]
+        job.do(Say(f"a spare takes the place of {format_nodes(left)}, lost meanwhile"))
     pause_s = job.start_agents(lost)
     wait_s = job.settings.replacement_wait_s if spares < 0 and job.plan.requestable else 0.0
     job.enter(Stage.GATHER, now + max(pause_s + join_s(job), wait_s))
 
 
-def _give_places_to_spares(job: JobState, lost: Sequence[str]) -> None:
-    """Free the places of nodes that were lost beside the culprits, and may not come back."""
-    job.places = [None if node in lost else node for node in job.places]
-    if lost:
-        job.do(Say(f"a spare takes the place of {format_nodes(lost)}, lost meanwhile"))
-
-
 def join_s(job: JobState) -> float:
     """Return the seconds that an agent has to join, checks included."""
     return JOIN_S + (job.settings.check_timeout_s if job.plan.checks else 0.0)
-
-
-def why_unsaved(job: JobState, attempt: Attempt, now: float) -> str:
-    """Return why a job that was asked to stop may not have saved."""
-    if not attempt.watch.has_new_step:
-        return "stopped before the first step"
-    if job.stop_requests > 1:
-        return "stopped at once, without saving"
-    if now >= job.deadline - KILL_S:
-        return f"stopped: the ranks had not saved within fault.stop_grace_s = {job.settings.stop_grace_s:g}"
-    errors = [end.error for end in attempt.ends.values() if end.error and not end.peer_lost]
-    why = f": {errors[0]}" if errors else ""
-    return f"stopped: {format_ranks(sorted(attempt.failures))} failed before all had saved{why}"
-
-
-def status_of_stop(ends: Sequence[RankEnd]) -> int:
-    """Return the status of a job that was asked to stop: an error of its own, such as a failed save, goes first."""
-    stops = (Exit.STOPPED, Exit.INTERRUPTED)
-    errors = [end.exit_status for end in ends if end.error and not end.peer_lost and end.exit_status not in stops]
-    if errors:
-        return max(status or Exit.UNCLASSIFIED for status in errors)
-    return Exit.OK if ends and all(end.in_order and end.status == 0 for end in ends) else Exit.STOPPED
 
 
 def take_stop_request(job: JobState, now: float) -> None:

@@ -17,6 +17,7 @@ from megascale.core.append_file import AppendFile
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.files import exists
 from megascale.core.rank import format_ranks
+from megascale.core.run_folder import TOKEN
 
 LOG_FILE = "incidents.jsonl"
 
@@ -34,13 +35,14 @@ IncidentClass = Literal[
 HANGS = ("hang: ", "storage: waiting", "network: waiting")
 """Beginnings of the signatures of incidents without progress, in which other ranks wait and have not failed."""
 
-EVIDENCE_SHOWN = 3
-"""Observations in the line for people; the log has all."""
+EVIDENCE_SHOWN = 3  # observations in the line for people; the log has all
 
 ActionKind = Literal["restart", "replace", "replace_group", "shrink", "stop", "alert", "wait"]
 """Actions: restart the ranks in place; replace nodes by spares; replace all nodes of a parallel group; restart with
 fewer replicas; stop the job; only report; wait for the network to recover.
 """
+
+RESTARTS = ("restart", "replace", "replace_group", "shrink")  # actions that start a new attempt
 
 
 @dataclass(frozen=True)
@@ -186,15 +188,39 @@ class JobHistory:
 
     def apply(self, event: Mapping[str, Any]) -> None:
         """Add a line of the log. Raises: MegascaleError for a line of another kind."""
-        kind = event["event"]
-        if kind not in _APPLY:
-            raise MegascaleError(f"no event of a job's log: {kind!r}", hint="another version of megascale wrote it")
-        _APPLY[kind](self, event)
+        match event["event"]:
+            case "launch":
+                self.launched, self.attempts, self.drivers, self.ended = event["time"], 0, 0, None
+                self.nodes, self.overrides = (), ()
+                if event["scheduler"] == "local":
+                    self.excluded.clear()  # its nodes are named anew in each launch
+            case "driver":
+                self.drivers += 1
+            case "attempt":
+                self.attempt, self.nodes, self.world = event["attempt"], tuple(event["nodes"]), event["world"]
+                self.overrides = tuple(event["overrides"])
+                self.attempts += 1
+            case "incident":
+                incident = Incident.from_dict(event["incident"])
+                self.incidents[incident.id] = incident
+                self.step = max(self.step, incident.step)
+            case "recovered":
+                found = {"recovered": event["time"]} | {key: event[key] for key in ("resumed_step", "steps_lost")}
+                self.incidents |= {id_: replace(self.incidents[id_], **found) for id_ in event["incidents"]}
+            case "excluded":
+                self.excluded[event["node"]] = event["until"]
+            case "ended":
+                self.ended = event["status"]
+                self.step = max(self.step, event["step"])
+                self.looked_at = self.next_id() - 1 if self.ended == Exit.DO_NOT_REQUEUE else self.looked_at
+            case kind:
+                raise MegascaleError(f"no event of a job's log: {kind!r}", hint="another version of megascale wrote it")
 
     @property
     def open(self) -> list[Incident]:
         """Incidents after which no new step has been seen yet, the oldest first."""
-        return [incident for incident in self.incidents.values() if _awaits_step(incident)]
+        each = self.incidents.values()
+        return [one for one in each if one.recovered is None and one.action.kind not in ("stop", "alert", "wait")]
 
     @property
     def recent(self) -> list[Incident]:
@@ -205,85 +231,33 @@ class JobHistory:
         """Return the id of the next incident, from 1."""
         return max(self.incidents, default=0) + 1
 
-
-def _awaits_step(incident: Incident) -> bool:
-    return incident.recovered is None and incident.action.kind not in ("stop", "alert", "wait")
-
-
-def _apply_launch(history: JobHistory, event: Mapping[str, Any]) -> None:
-    history.launched, history.attempts, history.drivers, history.ended = event["time"], 0, 0, None
-    history.nodes, history.overrides = (), ()
-    if event["scheduler"] == "local":
-        history.excluded.clear()  # its nodes are named anew in each launch
-
-
-def _apply_driver(history: JobHistory, event: Mapping[str, Any]) -> None:
-    history.drivers += 1
-
-
-def _apply_attempt(history: JobHistory, event: Mapping[str, Any]) -> None:
-    history.attempt, history.nodes, history.world = event["attempt"], tuple(event["nodes"]), event["world"]
-    history.overrides = tuple(event["overrides"])
-    history.attempts += 1
-
-
-def _apply_incident(history: JobHistory, event: Mapping[str, Any]) -> None:
-    incident = Incident.from_dict(event["incident"])
-    history.incidents[incident.id] = incident
-    history.step = max(history.step, incident.step)
-
-
-def _apply_recovered(history: JobHistory, event: Mapping[str, Any]) -> None:
-    for id_ in event["incidents"]:
-        history.incidents[id_] = replace(
-            history.incidents[id_],
-            recovered=event["time"],
-            resumed_step=event["resumed_step"],
-            steps_lost=event["steps_lost"],
-        )
-
-
-def _apply_excluded(history: JobHistory, event: Mapping[str, Any]) -> None:
-    history.excluded[event["node"]] = event["until"]
-
-
-def _apply_ended(history: JobHistory, event: Mapping[str, Any]) -> None:
-    history.ended = event["status"]
-    history.step = max(history.step, event["step"])
-    if history.ended == Exit.DO_NOT_REQUEUE:
-        history.looked_at = history.next_id() - 1
-
-
-_APPLY = {
-    "launch": _apply_launch,
-    "driver": _apply_driver,
-    "attempt": _apply_attempt,
-    "incident": _apply_incident,
-    "recovered": _apply_recovered,
-    "excluded": _apply_excluded,
-    "ended": _apply_ended,
-}
-
-
-class IncidentLog:
-    """The log of a job, open for its one driver. A torn last line is removed. Raises: OSError"""
-
-    def __init__(self, path: Path) -> None:
-        _remove_torn_line(path)
-        self._file = AppendFile(path, in_run=True)
-
     @property
-    def pending(self) -> int:
-        """Number of events that are not in the file yet."""
-        return self._file.pending
+    def undone(self) -> Incident | None:
+        """The last incident if no attempt has followed its decision."""
+        last = self.incidents.get(max(self.incidents, default=0))
+        if last is None or last.attempt != self.attempt or last.action.kind not in (*RESTARTS, "stop"):
+            return None
+        return last
 
-    def append(self, event: Mapping[str, Any]) -> None:
-        """Append an event, whole or not at all. Raises: OSError; the line is written with the next one then."""
-        self._file.append(json.dumps(event).encode() + b"\n")
 
-    def flush(self) -> None:
-        """Write the pending events. Raises: OSError"""
-        self._file.flush()
+def open_log(path: Path) -> AppendFile:
+    """Open the log of a job for its one driver. A line without an end is cut off: its driver died while it wrote, and
+    what it says was never carried out.
+
+    Raises: MegascaleError
+    """
+    try:
+        if exists(path) and (text := path.read_bytes()) and not text.endswith(b"\n"):
+            os.truncate(path, text.rfind(b"\n") + 1)
+        return AppendFile(path, in_run=True)
+    except OSError as error:
+        what = f"{path}: the log of incidents cannot be opened: {error.strerror or error}"
+        raise MegascaleError(what, hint="see the file system of the run's folder") from None
+
+
+def is_lost(path: Path) -> bool:
+    """Return True if the run's folder, in which the log is, is not there any more."""
+    return not exists(path.parent / TOKEN)
 
 
 def read_history(path: Path) -> JobHistory:
@@ -316,9 +290,3 @@ def read_events(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _unreadable(path: Path, number: int, found: str) -> MegascaleError:
     hint = "remove the line, or move the file away: the job then starts a new log"
     return MegascaleError(f"{path}:{number}: the line cannot be read: {found}", hint=hint)
-
-
-def _remove_torn_line(path: Path) -> None:
-    """Cut off a line without an end: its driver died while it wrote, and what it says was never carried out."""
-    if exists(path) and (text := path.read_bytes()) and not text.endswith(b"\n"):
-        os.truncate(path, text.rfind(b"\n") + 1)

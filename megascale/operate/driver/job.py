@@ -17,15 +17,13 @@ outlive the process is in the history, each event of which is logged before it i
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from megascale.config.fault import FaultConfig
 from megascale.core.errors import Exit
 from megascale.operate.channel.messages import (
     AgentMessage,
+    CheckDone,
     Heartbeat,
     Hello,
     Leave,
@@ -36,29 +34,23 @@ from megascale.operate.channel.messages import (
     StoreOpened,
     Welcome,
 )
-from megascale.operate.driver import alone, decisions, end_stages, start_stages, watch_stages
+from megascale.operate.driver import alone, decisions, end_stages, stages
 from megascale.operate.driver.attempt import Attempt, LostNode
 from megascale.operate.driver.commands import Command, Exclude, Request, Say, Send
-from megascale.operate.driver.incidents import JobHistory
-from megascale.operate.driver.job_state import JobPlan, JobState, Stage
+from megascale.operate.driver.job_state import JobState, Stage
 from megascale.operate.driver.roster import format_nodes
-from megascale.record.rank_state import RankState
 
-if TYPE_CHECKING:
-    from megascale.operate.diagnose.hang.hang import Verdict
-
-START_S = 5.0
-"""Seconds after an order to start ranks in which a heartbeat without ranks may be older than the order."""
+START_S = 5.0  # seconds after an order to start ranks in which a heartbeat without ranks may be older than the order
 
 ACT: dict[Stage, Callable[[JobState, float], None]] = {
-    Stage.TAKEOVER: start_stages.takeover,
-    Stage.GATHER: start_stages.gather,
-    Stage.OPEN: start_stages.open_store,
-    Stage.RUN: watch_stages.run,
-    Stage.SETTLE: watch_stages.settle,
-    Stage.COLLECT: watch_stages.collect,
+    Stage.TAKEOVER: stages.takeover,
+    Stage.GATHER: stages.gather,
+    Stage.OPEN: stages.open_store,
+    Stage.RUN: stages.run,
+    Stage.SETTLE: stages.settle,
+    Stage.COLLECT: stages.collect,
     Stage.STOP: end_stages.stop,
-    Stage.OBSERVE: watch_stages.observe,
+    Stage.OBSERVE: stages.observe,
     Stage.DONE: lambda job, now: None,
 }
 
@@ -67,20 +59,6 @@ ACT_ALONE = ACT | {Stage.SETTLE: alone.settle, Stage.COLLECT: alone.collect, Sta
 
 class Job(JobState):
     """A job. Every event returns the commands to carry out, in order; times are Unix seconds and never go back."""
-
-    def __init__(
-        self,
-        plan: JobPlan,
-        settings: FaultConfig,
-        history: JobHistory,
-        hang_verdict: Callable[[Mapping[int, RankState], Mapping[int, str]], Verdict],
-        now: float,
-    ) -> None:
-        super().__init__(plan, settings, history, hang_verdict, now)
-        if plan.observed:
-            self.enter(Stage.OBSERVE, math.inf)
-        elif plan.takeover:
-            start_stages.begin_takeover(self, now)
 
     def expect(self, names: Sequence[str], now: float) -> list[Command]:
         """The scheduler holds these nodes for the job. Those that the log excludes are given back for others."""
@@ -122,7 +100,7 @@ class Job(JobState):
         """Time has passed."""
         for node in self.roster.silent(now, self.settings.node_lost_s):
             self.lose(node, f"no heartbeat for {now - self.roster.members[node].heard:.1f} s", now)
-        start_stages.prepare(self)
+        stages.prepare(self)
         return self._advance(now)
 
     def forgive(self, seconds: float) -> None:
@@ -172,9 +150,8 @@ class Job(JobState):
         if hello.node in self.roster.excluded:
             self.do(Send(hello.node, Leave(f"node {hello.node} was replaced")))
             return
-        settings = self.settings
-        times = settings.heartbeat_s, settings.poll_s, settings.agent_grace_s, settings.stop_grace_s
-        plan = self.plan
+        plan, fault = self.plan, self.settings
+        times = fault.heartbeat_s, fault.poll_s, fault.agent_grace_s, fault.stop_grace_s
         self.do(Send(hello.node, Welcome(*times, plan.run, plan.folder, plan.metrics_address, plan.metrics_port)))
         heard = self.roster.members[hello.node].heard if hello.node in self.roster.members else now
         self.roster.join(hello, now)
@@ -192,8 +169,8 @@ class Job(JobState):
     def _take(self, node: str, message: AgentMessage, now: float) -> None:
         """Take a message of a joined node into the state."""
         attempt, member = self.attempt, self.roster.members[node]
-        of_attempt = getattr(message, "attempt", None)  # an observer's has no number; CheckDone is of no attempt
-        current = attempt is not None and (self.plan.observed or of_attempt == attempt.number)
+        number = None if isinstance(message, Hello | CheckDone) else message.attempt  # observers count their own
+        current = attempt is not None and (self.plan.observed or number == attempt.number)
         if isinstance(message, Heartbeat):
             self.heartbeats += 1
             if message.ranks or now - member.started > START_S:
@@ -223,7 +200,7 @@ class Job(JobState):
                 attempt.add_ends(node, message.ends)
                 attempt.stuck |= {node} if message.stuck else set()
             case StoreOpened():
-                start_stages.start_ranks(self, message.address, now)
+                stages.start_ranks(self, message.address, now)
             case Records():
                 attempt.add_records(node, message.records, message.states)
             case Stacks():

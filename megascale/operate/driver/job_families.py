@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import get_args
 
 from megascale.operate.driver.incidents import ActionKind, Incident, IncidentClass
 from megascale.operate.driver.job import Job
 from megascale.operate.node.threads import call_in_loop
+from megascale.operate.print_line import print_line
+from megascale.operate.store.exporter import DRIVER, MetricsEndpoint, exporting
 from megascale.operate.store.families import Labels, MetricFamily
 
-LOOP_S = 2.0
-"""Longest time that a scrape waits for the driver's event loop."""
+LOOP_S = 2.0  # longest time that a scrape waits for the driver's event loop
 
 
 def job_families(job: Job, now: float, labels: Labels) -> list[MetricFamily]:
     """Return the families of a job. `labels`: of all series."""
     nodes = MetricFamily("job_nodes", "gauge", "nodes of the job by state; missing: places without a node")
-    for state, number in _nodes(job, now).items():
+    members = job.roster.members
+    training = sum(node in members and members[node].connected for node in job.used)
+    states = {"training": training, "spare": len(job.roster.spares(job.used))}
+    states |= {"excluded": sum(until > now for until in job.history.excluded.values())}
+    states |= {"missing": len(job.places) - training}
+    for state, number in states.items():
         nodes.add(number, labels | {"state": state})
     age = MetricFamily("job_node_heartbeat_age_seconds", "gauge", "time since the last message of a node's agent")
-    for name, member in job.roster.members.items():
+    for name, member in members.items():
         age.add(max(0.0, now - member.heard), labels | {"node": name})
     incidents = list(job.history.incidents.values())
     classes, actions = Counter(one.class_ for one in incidents), Counter(one.action.kind for one in incidents)
@@ -33,7 +42,8 @@ def job_families(job: Job, now: float, labels: Labels) -> list[MetricFamily]:
     for action in get_args(ActionKind):
         by_action.add(actions[action], labels | {"action": action})
     recoveries = _recoveries(incidents)
-    lost = "steps that were trained a second time"
+    lost, recovery = "steps that were trained a second time", "time from faults to first new steps"
+    waits = "incidents without a new step since"
     return [
         nodes,
         age,
@@ -43,22 +53,20 @@ def job_families(job: Job, now: float, labels: Labels) -> list[MetricFamily]:
         _counter("job_attempts", "starts of all ranks", job.history.attempt + 1, labels),
         _counter("job_driver_starts", "drivers of this launch", job.history.drivers, labels),
         _counter("job_steps_lost", lost, sum(steps for _, steps in recoveries), labels),
-        _counter(
-            "job_recovery_seconds",
-            "time from faults to first new steps",
-            sum(seconds for seconds, _ in recoveries),
-            labels,
-        ),
-        MetricFamily(
-            "job_incidents_open", "gauge", "incidents without a new step since", [(labels, len(job.history.open))]
-        ),
+        _counter("job_recovery_seconds", recovery, sum(seconds for seconds, _ in recoveries), labels),
+        MetricFamily("job_incidents_open", "gauge", waits, [(labels, len(job.history.open))]),
     ]
 
 
-def job_metrics(job: Job, clock: Callable[[], float], node: str) -> Callable[[], list[MetricFamily]]:
-    """Return a function for the thread of an exporter: what `job_families` returns in this event loop."""
-    loop, labels = asyncio.get_running_loop(), {"run": job.plan.run, "node": node}
-    return lambda: call_in_loop(loop, lambda: job_families(job, clock(), labels), LOOP_S)
+def exporting_job(job: Job, clock: Callable[[], float]) -> contextlib.AbstractContextManager[str | None]:
+    """Serve the metrics of a job during a `with` block in its driver, which asks this event loop for them."""
+    loop, plan = asyncio.get_running_loop(), job.plan
+    endpoint = MetricsEndpoint(
+        plan.metrics_address, plan.metrics_port, plan.run, Path(plan.folder), DRIVER, socket.gethostname()
+    )
+    return exporting(
+        lambda: call_in_loop(loop, lambda: job_families(job, clock(), endpoint.labels), LOOP_S), endpoint, print_line
+    )
 
 
 def _recoveries(incidents: Sequence[Incident]) -> list[tuple[float, int]]:
@@ -75,11 +83,3 @@ def _recoveries(incidents: Sequence[Incident]) -> list[tuple[float, int]]:
 
 def _counter(name: str, help_text: str, value: float, labels: Labels) -> MetricFamily:
     return MetricFamily(name, "counter", help_text, [(labels, value)])
-
-
-def _nodes(job: Job, now: float) -> dict[str, int]:
-    training = [node for node in job.used if (member := job.roster.members.get(node)) is not None and member.connected]
-    spares = job.roster.spares(job.used)
-    excluded = sum(until > now for until in job.history.excluded.values())
-    missing = len(job.places) - len(training)
-    return {"training": len(training), "spare": len(spares), "excluded": excluded, "missing": missing}

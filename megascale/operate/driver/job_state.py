@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -9,22 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 from megascale.config.fault import FaultConfig
 from megascale.core.errors import Exit
-from megascale.operate.channel.messages import (
-    Leave,
-)
+from megascale.operate.channel.messages import Leave
 from megascale.operate.driver.attempt import Attempt, LostNode
 from megascale.operate.driver.classify import Finding
 from megascale.operate.driver.commands import Command, Exclude, Log, Request, Say, Send, StartAgent
 from megascale.operate.driver.incidents import Incident, JobHistory
-from megascale.operate.driver.roster import Roster, format_nodes
+from megascale.operate.driver.roster import Roster, format_nodes, place_ranks
+from megascale.operate.driver.watch import ProgressWatch
 from megascale.record.rank_state import RankState
 
 if TYPE_CHECKING:
+    from megascale.operate.diagnose.hang.flight import Suspect
     from megascale.operate.diagnose.hang.hang import Verdict
-    from megascale.operate.driver.shrink import SmallerLayout
 
-SETTLE_S = 0.5
-"""Seconds after a failure in which an earlier failure may become known."""
+SETTLE_S = 0.5  # seconds after a failure in which an earlier failure may become known
+
+REJOIN_S = 8.0
+"""Seconds that a new driver waits for the agents of a running attempt, but for those that are known to have ended."""
 
 
 class Stage(StrEnum):
@@ -42,6 +44,17 @@ class Stage(StrEnum):
 
 
 @dataclass(frozen=True)
+class SmallerLayout:
+    """The layout of the next attempt of a job that goes on with fewer nodes. `nodes`: with ranks; `overrides`: further
+    `key=value` arguments.
+    """
+
+    nodes: int
+    world_size: int
+    overrides: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class JobPlan:
     """The ranks of a job. `run`: its name; `arguments`: of its ranks; `resuming`: further ones once this launch has
     trained; `logs`: folder of the ranks' logs; `takeover`: an earlier driver of this launch may have left an attempt
@@ -50,7 +63,8 @@ class JobPlan:
     (`driver.alone`), with its ranks' logs in `logs` itself.
     `overrides`: further arguments of a layout that has shrunk; `smaller`: the layout for a number of nodes.
     `folder`: of the run; `metrics_address`, `metrics_port`: where agents serve metrics, as in `[observe]`.
-    `missing_rank`: the rank that torch's flight recorder shows as missing, and what shows it; None without any.
+    `find_suspect`: returns the rank that torch's flight recorder shows as missing; None without any.
+    `stops`: signals at which the driver's process is asked to stop the job.
     """
 
     run: str
@@ -70,12 +84,8 @@ class JobPlan:
     folder: str = ""
     metrics_address: str = ""
     metrics_port: int = 0
-    missing_rank: Callable[[], tuple[int, str] | None] = lambda: None
-
-    @property
-    def layout(self) -> dict[str, Any]:
-        """The layout in the log."""
-        return {"world": self.world, "overrides": list(self.overrides)}
+    find_suspect: Callable[[], Suspect | None] = lambda: None
+    stops: tuple[int, ...] = ()
 
     def resumed(self, history: JobHistory) -> JobPlan:
         """Return the plan with the layout of an earlier driver of this launch."""
@@ -96,18 +106,11 @@ class JobState:
     attempt. `incomplete_at`: when to say that ranks of another launcher are not found, None while none is missing.
     """
 
-    def __init__(
-        self,
-        plan: JobPlan,
-        settings: FaultConfig,
-        history: JobHistory,
-        hang_verdict: Callable[[Mapping[int, RankState], Mapping[int, str]], Verdict],
-        now: float,
-    ) -> None:
+    def __init__(self, plan: JobPlan, settings: FaultConfig, history: JobHistory, now: float) -> None:
         self.plan = plan.resumed(history)
         self.settings = settings
         self.history = history
-        self.hang_verdict = hang_verdict
+        self.hang_verdict = _hang_verdict
         self.roster = Roster(node for node, until in history.excluded.items() if until > now)
         self.places: list[str | None] = [None] * self.plan.nodes
         self.attempt: Attempt | None = None
@@ -129,6 +132,14 @@ class JobState:
         self.first_steps: dict[str, float] = {}
         self.incomplete_at: float | None = None
         self.commands: list[Command] = []
+        if plan.observed:
+            self.enter(Stage.OBSERVE, math.inf)
+        elif plan.takeover and history.nodes:  # its attempt may still run, or its last decision wait to be carried out
+            self.places = [*history.nodes]
+            placement = place_ranks(history.nodes, self.plan.world)
+            self.attempt = Attempt(history.attempt, placement, ProgressWatch(settings, now))
+            self.pending = history.undone
+            self.enter(Stage.TAKEOVER, now + REJOIN_S)
 
     @property
     def present_attempt(self) -> Attempt:
@@ -153,6 +164,16 @@ class JobState:
     def enter(self, stage: Stage, deadline: float) -> None:
         """Enter a stage."""
         self.stage, self.deadline = stage, deadline
+
+    def begin_attempt(self, nodes: Sequence[str], placement: Mapping[str, tuple[int, ...]], now: float) -> Attempt:
+        """Log and begin an attempt."""
+        number, layout = self.history.attempt + 1, {"world": self.plan.world, "overrides": list(self.plan.overrides)}
+        self.log({"event": "attempt", "time": now, "attempt": number, "nodes": list(nodes), **layout})
+        self.attempt = Attempt(number, placement, ProgressWatch(self.settings, now))
+        spares = self.roster.spares(nodes)
+        more = f"; spare: {format_nodes(spares)}" if spares else ""
+        self.do(Say(f"attempt {number}: {self.plan.world} ranks on {format_nodes(nodes)}{more}"))
+        return self.attempt
 
     def lose(self, node: str, reason: str, now: float, since: float | None = None) -> None:
         """Take a node for lost, with the ranks on it. `since`: time of the loss, by default of the last message."""
@@ -191,11 +212,6 @@ class JobState:
         self.log({"event": "excluded", "time": now, "node": node, "reason": reason, "until": until})
         self.do(Exclude(node, reason, until))
 
-    def hold(self, nodes: Sequence[str]) -> None:
-        """These nodes start no ranks until their checks are done."""
-        for node in nodes:
-            self.roster.members[node].held = True
-
     def leave_out(self, node: str, reason: str, now: float) -> None:
         """Take out a node that failed its checks."""
         self.do(Say(f"node {node} failed its checks: {reason}"))
@@ -219,3 +235,9 @@ class JobState:
         attempt = self.attempt
         started = self.stage not in (Stage.GATHER, Stage.DONE)
         return started and attempt is not None and node in attempt.placement and not attempt.is_free(node)
+
+
+def _hang_verdict(records: Mapping[int, RankState], states: Mapping[int, str]) -> Verdict:
+    from megascale.operate.diagnose.hang.hang import hang_verdict  # few jobs ask
+
+    return hang_verdict(records, states)

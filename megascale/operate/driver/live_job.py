@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
+from megascale.core.outages import Outages
 from megascale.operate.channel.messages import RankStatus
 from megascale.operate.driver.job import Job
 from megascale.operate.node.threads import call_in_thread
 from megascale.operate.print_line import print_line
 from megascale.record.layout import Phase
-from megascale.record.live_file import EVERY_S, SHOWN_STATES, LiveFile, LiveRank, LiveState
+from megascale.record.live_file import EVERY_S, LIVE_FILE, SHOWN_STATES, LiveFile, LiveRank, LiveState
 
-FINISH_S = 1.0
-"""Seconds that the end of the job waits for a file server."""
+FINISH_S = 1.0  # seconds that the end of the job waits for a file server
 
 
 def live_state(job: Job, now: float) -> LiveState:
@@ -42,33 +43,34 @@ def _live_rank(status: RankStatus, age_s: float) -> LiveRank:
     return LiveRank(status.phase, status.step, int(status.idle_s + age_s), int(status.silent_s + age_s), state)
 
 
-class LiveWriter:
-    """Writes the live file. The driver waits for no write but the last."""
+@contextlib.asynccontextmanager
+async def writing_live_file(job: Job, clock: Callable[[], float]) -> AsyncIterator[None]:
+    """Write the live file of a job during the block, and its last state at the end. Only that write is waited for."""
+    file, outages = LiveFile(Path(job.plan.folder) / LIVE_FILE), Outages()
 
-    def __init__(self, file: LiveFile) -> None:
-        self._file = file
-        self._fails = False
-
-    async def run(self, job: Job, clock: Callable[[], float]) -> None:
-        """Write the state of a job until cancelled."""
-        while True:
-            await asyncio.sleep(await self._write(live_state(job, clock()), None))
-
-    async def finish(self, job: Job, now: float) -> None:
-        """Write the state of a job that has ended."""
-        with contextlib.suppress(TimeoutError):
-            await self._write(live_state(job, now), FINISH_S)
-
-    async def _write(self, state: LiveState, timeout_s: float | None) -> float:
-        """Write a state, and return the seconds until the next. Raises: TimeoutError"""
+    async def write(timeout_s: float | None) -> float:
+        """Write the present state, and return the seconds until the next write. Raises: TimeoutError"""
+        state = live_state(job, clock())
         try:
-            pause_s = await call_in_thread(lambda: self._file.write(state), timeout_s)
+            pause_s = await call_in_thread(lambda: file.write(state), timeout_s)
         except TimeoutError:
             raise
         except (OSError, RuntimeError) as error:  # the job is more important than its picture
-            if not self._fails:
+            if outages.begins("live"):
                 print_line(f"WARNING: the live file cannot be written: {error}")
-            self._fails = True
             return EVERY_S
-        self._fails = False
+        outages.ends("live")
         return pause_s
+
+    async def go_on() -> None:
+        while True:
+            await asyncio.sleep(await write(None))
+
+    writing = asyncio.ensure_future(go_on())
+    try:
+        yield
+        with contextlib.suppress(TimeoutError):
+            await write(FINISH_S)
+    finally:
+        writing.cancel()
+        await asyncio.gather(writing, return_exceptions=True)

@@ -24,8 +24,7 @@ from megascale.operate.health.diagnose import DiagnosisPlan, check_joining, diag
 from megascale.operate.health.node_runs import CheckedNode
 from megascale.operate.health.remote_checks import RemoteChecks
 
-LATE_S = 2.0
-"""Seconds that a node, once measured, waits for others at most, beyond the time of its own checks."""
+LATE_S = 2.0  # seconds that a node, once measured, waits for others at most, beyond the time of its own checks
 
 MOST_COMPARED = 64
 """Most hosts with whose values a joining node's are compared. More would hardly change the median, and the work of a
@@ -52,20 +51,26 @@ class NodeAdmission:
         self._all_measured.clear()
 
         async def others(results: Sequence[CheckResult]) -> Mapping[str, Sequence[CheckResult]]:
-            self._remember(hello, results)
+            self._results.setdefault(hello.host, {})[hello.node] = results
             self._end_measuring(examination)
-            await self._wait_for_others(time.monotonic() - start + LATE_S)
+            with contextlib.suppress(TimeoutError):  # the first nodes of a job join at the same time
+                async with asyncio.timeout(time.monotonic() - start + LATE_S):
+                    await self._all_measured.wait()
+            async with self._turn:  # one comparison in each turn of the event loop, which has other work
+                await asyncio.sleep(0)
             return self._others(hello.host)
 
-        node = _checked_node(hello)
         try:
-            results, bad = await check_joining(node, self._checks.run, others, self._plan)
+            results, bad = await check_joining(_checked_node(hello), self._checks.run, others, self._plan)
         finally:
             self._end_measuring(examination)
+        on_host = self._results.setdefault(hello.host, {})
         if bad:
-            self._forget(hello)
+            on_host.pop(hello.node, None)  # absent if the node was examined twice at a time
         else:
-            self._remember(hello, results)
+            on_host[hello.node] = results
+        if not on_host:
+            del self._results[hello.host]
         return "; ".join(f"{verdict.check}: {verdict.reason}" for verdict in bad)
 
     async def examine_paths(self, hellos: Sequence[Hello]) -> tuple[dict[str, str], Mapping[tuple[str, str], str]]:
@@ -74,27 +79,10 @@ class NodeAdmission:
         nodes = {verdict.node: verdict.reason for verdict in found.verdicts if verdict.check == "reach" and verdict.bad}
         return nodes, found.bad_links
 
-    def _remember(self, hello: Hello, results: Sequence[CheckResult]) -> None:
-        self._results.setdefault(hello.host, {})[hello.node] = results
-
-    def _forget(self, hello: Hello) -> None:
-        on_host = self._results.get(hello.host, {})
-        on_host.pop(hello.node, None)  # absent if the node was examined twice at a time
-        if not on_host:
-            self._results.pop(hello.host, None)
-
     def _end_measuring(self, examination: object) -> None:
         self._measuring.discard(examination)
         if not self._measuring:
             self._all_measured.set()
-
-    async def _wait_for_others(self, timeout_s: float) -> None:
-        """Wait until the nodes that are being measured have results: the first nodes of a job join at the same time."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._all_measured.wait()
-        async with self._turn:  # one comparison in each turn of the event loop, which has other work
-            await asyncio.sleep(0)
 
     def _others(self, host: str) -> dict[str, Sequence[CheckResult]]:
         """Return the results to compare the node of a host with: of many hosts some, evenly spread."""

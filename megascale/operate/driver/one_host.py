@@ -14,11 +14,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from megascale.config.fault import FaultConfig
 from megascale.core.errors import ConfigError, Exit, MegascaleError, Problem
@@ -26,7 +24,7 @@ from megascale.core.network import LOOPBACK, has_loopback
 from megascale.core.process import StopRequests, handling_stops
 from megascale.core.rank import format_ranks
 from megascale.core.run_folder import LOGS
-from megascale.operate.channel.ends import LocalDriverEnd
+from megascale.operate.channel.ends import AgentEnd, DriverEnd
 from megascale.operate.channel.messages import RankEnd
 from megascale.operate.channel.secret import new_secret, secret_descriptor
 from megascale.operate.diagnose.hang import flight
@@ -36,53 +34,22 @@ from megascale.operate.driver.driver import Clock, Driver
 from megascale.operate.driver.incidents import JobHistory
 from megascale.operate.driver.job import Job
 from megascale.operate.driver.job_state import JobPlan
-from megascale.operate.driver.live_job import LiveWriter
+from megascale.operate.driver.live_job import writing_live_file
 from megascale.operate.driver.scheduler.none import NoScheduler
 from megascale.operate.node.agent import Agent
-from megascale.operate.node.failure import describe_status, try_find_suspect
-from megascale.operate.node.node_place import NodePlace
 from megascale.operate.node.node_ranks import LOG_NAME
-from megascale.operate.node.workers import remove_old_logs
+from megascale.operate.node.rank_ends import describe_status, try_find_suspect
+from megascale.operate.node.ranks import NodePlace
 from megascale.operate.print_line import print_line
-from megascale.record.live_file import LIVE_FILE, LiveFile
-from megascale.record.rank_state import RankState
 
-if TYPE_CHECKING:
-    from megascale.operate.diagnose.hang.hang import Verdict
-
-POLL_S = 1.0
-"""Seconds between looks at the states of the ranks; of their ends the kernel tells at once."""
-
-LAST_LINES = 20
-"""Most lines of a rank's output in a report."""
+POLL_S = 1.0  # seconds between looks at the states of the ranks; of their ends the kernel tells at once
+LAST_LINES = 20  # most lines of a rank's output in a report
 
 
-@dataclass(frozen=True)
-class OneHost:
-    """A job on this host: `python -m megascale ARGUMENTS` as `world` ranks. `folder`: of the run.
-
-    Rank 0 shares this terminal; the other ranks write to `folder`/logs/rank-N.log. `metrics_address`, `metrics_port`:
-    where metrics are served, as in `[observe]`.
-    """
-
-    arguments: Sequence[str]
-    world: int
-    folder: Path
-    metrics_address: str = ""
-    metrics_port: int = 0
-
-    @property
-    def plan(self) -> JobPlan:
-        """The job as its driver knows it."""
-        return JobPlan(
-            self.folder.name, 1, self.world, tuple(self.arguments), str(self.folder / LOGS), revivable=False,
-            alone=True, folder=str(self.folder), metrics_address=self.metrics_address, metrics_port=self.metrics_port,
-            missing_rank=functools.partial(_missing_rank, self.folder / flight.DUMP_FOLDER),
-        )  # fmt: skip
-
-
-def run_on_this_host(order: OneHost) -> int:
-    """Run a job on this host to its end, and return its exit status.
+def run_on_this_host(arguments: Sequence[str], world: int, folder: Path, metrics: tuple[str, int] = ("", 0)) -> int:
+    """Run a job on this host to its end, `python -m megascale ARGUMENTS` as `world` ranks, and return its exit status.
+    `folder`: of the run; `metrics`: address and port where they are served, as in `[observe]`. Rank 0 shares this
+    terminal; the other ranks write to `folder`/logs/rank-N.log.
 
     At the first request to stop the ranks are ordered to finish their step and save; the second kills them.
 
@@ -91,10 +58,17 @@ def run_on_this_host(order: OneHost) -> int:
     if not has_loopback():
         what = "the loopback interface is down, and the ranks need it"
         raise ConfigError([Problem(f"host {socket.gethostname()}", "", what, "ip link set lo up")])
-    stops = _Stops()
+    stops, logs = _Stops(), folder / LOGS
+    plan = JobPlan(
+        folder.name, 1, world, tuple(arguments), str(logs), revivable=False, alone=True, folder=str(folder),
+        metrics_address=metrics[0], metrics_port=metrics[1],
+        find_suspect=functools.partial(try_find_suspect, folder / flight.DUMP_FOLDER),
+    )  # fmt: skip
     with handling_stops(stops.receive), secret_descriptor(new_secret()) as secret:
-        remove_old_logs(order.folder / LOGS)
-        job = asyncio.run(_run(order, secret, stops))
+        logs.mkdir(parents=True, exist_ok=True)
+        for old in logs.glob("rank-*.*"):
+            old.unlink()
+        job = asyncio.run(_run(plan, secret, stops))
     if job.fault is not None and job.fault.end is not None and not job.fault.end.started:
         raise MegascaleError(job.fault.end.error or "")
     return Exit.UNCLASSIFIED if job.history.ended is None else job.history.ended
@@ -126,36 +100,24 @@ class _Stops:
             self._driver.request_stop(Exit.INTERRUPTED if self._requests.first == signal.SIGINT else Exit.STOPPED)
 
 
-async def _run(order: OneHost, secret: int, stops: _Stops) -> Job:
+async def _run(plan: JobPlan, secret: int, stops: _Stops) -> Job:
     """Run driver and agent to the job's end, and print what has ended it, if that was not its last step."""
-    clock, end = Clock(), LocalDriverEnd()
-    job = Job(order.plan, FaultConfig(poll_s=POLL_S), JobHistory(), _hang_verdict, clock.now())
-    live = LiveWriter(LiveFile(order.folder / LIVE_FILE))
-    driver = Driver(job, end, NoScheduler(), None, clock, live=live)
-    place = NodePlace(socket.gethostname(), LOOPBACK, "", order.world, folder=order.folder, alone=True)
-    agent = Agent(place, end.connect, secret, say=print_line)
+    clock, end = Clock(), DriverEnd()
+    job = Job(plan, FaultConfig(poll_s=POLL_S), JobHistory(), clock.now())
+    driver = Driver(job, end, NoScheduler(), None, clock, say=lambda text: None)  # `_report` tells of the end
+    place = NodePlace(socket.gethostname(), LOOPBACK, "", plan.world, folder=Path(plan.folder), alone=True)
+    agent = Agent(place, functools.partial(AgentEnd, end), secret, say=print_line)
 
     async def drive() -> None:
-        await driver.run()
-        _report(job, order.folder / LOGS)
+        async with writing_live_file(job, clock.now):
+            await driver.run()
+        _report(job, Path(plan.logs))
 
     async with asyncio.TaskGroup() as group:
         group.create_task(drive())
         group.create_task(agent.run(heeds_signals=False))
         stops.pass_to(driver)
     return job
-
-
-def _hang_verdict(records: Mapping[int, RankState], states: Mapping[int, str]) -> Verdict:
-    from megascale.operate.diagnose.hang.hang import hang_verdict  # few jobs ask
-
-    return hang_verdict(records, states)
-
-
-def _missing_rank(dumps: Path) -> tuple[int, str] | None:
-    """Return the rank that torch's flight recorder shows as missing, and what shows it."""
-    suspect = try_find_suspect(dumps)
-    return None if suspect is None else (suspect.rank, suspect.reason)
 
 
 def _report(job: Job, logs: Path) -> None:

@@ -21,13 +21,10 @@ from dataclasses import dataclass
 from megascale.config.fault import FaultConfig
 from megascale.core.errors import Exit
 from megascale.operate.driver.classify import Finding
-from megascale.operate.driver.incidents import Action, Incident
+from megascale.operate.driver.incidents import RESTARTS, Action, Incident
 from megascale.operate.driver.roster import format_nodes
 
 HOUR_S = 3600.0
-
-RESTARTS = ("restart", "replace", "replace_group", "shrink")
-"""Actions that start a new attempt."""
 
 
 @dataclass(frozen=True)

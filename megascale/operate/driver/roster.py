@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from megascale.operate.channel.messages import Hello, RankStatus
 
-MOST_NAMED = 8
-"""Most nodes that a message names."""
+MOST_NAMED = 8  # most nodes that a message names
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
 """Seconds before the agent of a node is started again that ended before it joined: doubled from the first to the

@@ -19,11 +19,7 @@ class SchedulerCalls:
     """
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        job: Job,
-        now: Callable[[], float],
-        perform: Callable[[Sequence[Command]], None],
+        self, scheduler: Scheduler, job: Job, now: Callable[[], float], perform: Callable[[Sequence[Command]], None]
     ) -> None:
         self._scheduler = scheduler
         self._job = job

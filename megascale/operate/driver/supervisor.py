@@ -20,47 +20,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megascale.core.errors import Exit, MegascaleError
-from megascale.core.files import exists
-from megascale.core.network import join_port, reserve_port_as
+from megascale.core.errors import Exit
 from megascale.core.process import STOP_ORDER, StopRequests, die_with_parent, module_command, stop_signals
-from megascale.core.run_folder import TOKEN
 from megascale.operate.channel.secret import DESCRIPTOR_VARIABLE, SECRET_VARIABLE, new_secret, secret_descriptor
-from megascale.operate.driver.incidents import LOG_FILE, JobHistory, read_history
+from megascale.operate.driver.incidents import LOG_FILE, JobHistory, is_lost, read_history
 from megascale.operate.driver.scheduler.adapters import ADAPTERS
 from megascale.operate.driver.scheduler.port import AgentLaunch, Scheduler
 from megascale.operate.driver.scheduler.remote import serve
-from megascale.operate.node.node_ranks import remove_lost_records
 from megascale.operate.node.output import follow_rank_0
+from megascale.operate.node.threads import call_at_end
 from megascale.operate.print_line import print_line
 
 FINAL = (Exit.OK, Exit.CONFIG, Exit.DATA, Exit.CHECKPOINT, Exit.DO_NOT_REQUEUE)
 """Exit statuses after which the scheduler is not to start the job again: done, or an error that would recur."""
 
-SILENT_S = 30
-"""Seconds without a beat after which a driver is killed: it is stopped, or its event loop hangs."""
-
-AGENTS_END_S = 10.0
-"""Seconds in which agents without ranks leave."""
+SILENT_S = 30  # seconds without a beat after which a driver is killed: it is stopped, or its event loop hangs
+AGENTS_END_S = 10.0  # seconds in which agents without ranks leave
 
 CRASHES, CRASHES_S = 5, 60.0
 """Deaths of drivers, and the seconds in which they count together: the job is given up then."""
-
-
-@dataclass(frozen=True)
-class LaunchPlan:
-    """The order of `megascale launch`.
-
-    `arguments`: of the driver's subcommand; `folder`: of the run; `slots`: ranks of a node. `grace_s`: seconds in which
-    ranks may save that no driver stops.
-    """
-
-    folder: Path
-    arguments: tuple[str, ...]
-    nodes: int
-    scheduler: str
-    slots: int = 0
-    grace_s: float = 0.0
 
 
 @dataclass
@@ -102,53 +80,42 @@ class _Pulse:
         return self.missed is None or self.missed <= SILENT_S
 
 
-async def supervise(plan: LaunchPlan) -> int:
+async def supervise(
+    folder: Path, arguments: Sequence[str], nodes: int, scheduler: str, slots: int = 0, grace_s: float = 0.0
+) -> int:
     """Run a job to its end, through the deaths of drivers, and return its exit status. The caller holds the lock of the
     run's folder.
 
+    `folder`: of the run; `arguments`: of the driver's subcommand; `nodes`: of the job, spares included; `scheduler`:
+    name of the adapter; `slots`: ranks of a node. `grace_s`: seconds in which ranks may save that no driver stops.
+
     Raises: SchedulerError, MegascaleError for an unreadable log
     """
-    adapter = ADAPTERS[plan.scheduler]
-    before = read_history(plan.folder / LOG_FILE)
+    adapter = ADAPTERS[scheduler]
+    before = read_history(folder / LOG_FILE)
     secret = os.environ.get(SECRET_VARIABLE) or new_secret()
-    name, port = adapter.driver_endpoint()
     signals, loop = _Signals(), asyncio.get_running_loop()
     for number in stop_signals():
         loop.add_signal_handler(number, signals.receive, number)
-    reserved, host = _reserve(name, port)
+    reserved, listen, address = adapter.reserve()
     with reserved, secret_descriptor(secret) as descriptor:
-        port = reserved.getsockname()[1]
-        address = join_port(name, port)
-        scheduler = adapter.open(plan.nodes, AgentLaunch(address, secret, plan.folder / "logs", slots=plan.slots))
-        requeue, grace_s = True, plan.grace_s + AGENTS_END_S
-        output = asyncio.ensure_future(follow_rank_0(plan.folder / "logs", before.attempt + 1, sys.stdout))
+        logs = folder / "logs"
+        opened = adapter.open(nodes, AgentLaunch(address, secret, logs, slots=slots))
+        requeue, grace_s = True, grace_s + AGENTS_END_S
+        output = asyncio.ensure_future(follow_rank_0(logs, before.attempt + 1, sys.stdout))
         try:
-            arguments = (*plan.arguments, "--listen", f"{host}:{port}")
-            history = await _keep_driver(plan.folder / LOG_FILE, arguments, descriptor, scheduler, signals, before)
+            words = (*arguments, "--listen", listen)
+            history = await _keep_driver(folder / LOG_FILE, words, descriptor, opened, signals, before)
             requeue = history.ended not in FINAL
             grace_s = AGENTS_END_S if history.ended is not None else grace_s
         finally:
-            signals.end_agents = lambda: asyncio.ensure_future(scheduler.stop(requeue, 0.0))
-            await scheduler.stop(requeue, grace_s)
-            remove_lost_records(plan.folder.name)
+            signals.end_agents = lambda: asyncio.ensure_future(opened.stop(requeue, 0.0))
+            await opened.stop(requeue, grace_s)
             output.cancel()
             await asyncio.gather(output, return_exceptions=True)
     if history.ended == Exit.STOPPED and signals.requests.first == signal.SIGINT and not history.step:
         return Exit.INTERRUPTED
     return Exit.UNCLASSIFIED if history.ended is None else history.ended
-
-
-def _reserve(name: str, port: int) -> tuple[socket.socket, str]:
-    """Keep a port for the drivers, and return the host at which they listen for agents that know it as `name`.
-
-    Raises: MegascaleError
-    """
-    try:
-        return reserve_port_as(name, port)
-    except OSError as error:
-        what = f"the driver cannot listen at {join_port(name, port)}: {error.strerror or error}"
-        hint = "see that this host's name has an address, and that no other process has the port"
-        raise MegascaleError(what, hint=hint) from None
 
 
 async def _keep_driver(
@@ -175,7 +142,7 @@ async def _keep_driver(
         begun = history.launched != before.launched  # else the log ends with an earlier launch
         logged = history.ended if begun else None
         history = replace(history, ended=said[0] if said else logged)  # on a full disk the log lacks it
-        if history.ended is None and not exists(log.parent / TOKEN):
+        if history.ended is None and is_lost(log):
             print_line(f"the driver has ended, and so has the job: its log is lost with the run's folder {log.parent}")
             return replace(history, ended=Exit.DO_NOT_REQUEUE)
         if history.ended is not None:
@@ -211,11 +178,10 @@ def _start_driver(arguments: Sequence[str], scheduler: int, secret: int) -> subp
 
 async def _end_of(process: subprocess.Popen, pulse: _Pulse) -> int:
     """Wait for the end of a driver, without a thread; kill it when its pulse stops."""
-    ended, loop = asyncio.Event(), asyncio.get_running_loop()
-    descriptor = os.pidfd_open(process.pid)
+    ended = asyncio.Event()
+    call_at_end(process.pid, ended.set)
     try:
-        loop.add_reader(descriptor, ended.set)
-        while not ended.is_set():
+        while process.poll() is None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), 1.0)
             if not pulse.look():
@@ -223,9 +189,5 @@ async def _end_of(process: subprocess.Popen, pulse: _Pulse) -> int:
                 process.kill()
                 await ended.wait()
     finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
-        with contextlib.suppress(ProcessLookupError):
-            if process.poll() is None:
-                process.kill()
+        process.kill()  # unless it has been waited for
     return process.wait()

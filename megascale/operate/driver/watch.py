@@ -9,8 +9,7 @@ from megascale.config.fault import FaultConfig
 from megascale.operate.channel.messages import RankStatus
 from megascale.record.layout import Phase
 
-STOPPED_STATES = ("T", "t")
-"""Letters of /proc/PID/stat: stopped by a signal, or by a debugger."""
+STOPPED_STATES = ("T", "t")  # letters of /proc/PID/stat: stopped by a signal, or by a debugger
 
 FIRST_STEP_TIMES = 10
 """A hang in the first step of an attempt lasts at least this multiple of the first step in earlier attempts: what the

@@ -10,8 +10,7 @@ from pathlib import Path
 from megascale.core.env_numbers import openmp_threads
 from megascale.core.errors import ConfigError, Problem
 
-CPU_BIND_ENV = "MEGASCALE_CPU_BIND"
-"""Environment variable: `none` leaves every rank on its launcher's cores."""
+CPU_BIND_ENV = "MEGASCALE_CPU_BIND"  # environment variable: `none` leaves every rank on its launcher's cores
 
 _DEVICES = Path("/sys/bus/pci/devices")
 _TASKS = Path("/proc/self/task")

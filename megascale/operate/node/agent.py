@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -18,37 +17,32 @@ from dataclasses import replace
 from typing import Any
 
 from megascale.config.fault import FaultConfig
-from megascale.core.errors import Exit, MegascaleError
+from megascale.core.errors import Exit
 from megascale.core.outages import Outages
 from megascale.core.process import ORDER_WAIT_S, StopRequests, stop_signals
 from megascale.operate.channel.ends import AgentEnd, Greeting
-from megascale.operate.channel.handshake import NotAPeerError
 from megascale.operate.channel.messages import (
-    AgentMessage,
     Check,
     Collect,
     DriverMessage,
     Leave,
     OpenStore,
     Prepare,
+    Records,
+    Stacks,
     Start,
     Stop,
     Welcome,
 )
 from megascale.operate.node.agent_exporter import AgentExporter
 from megascale.operate.node.agent_ranks import AgentRanks, Observe
-from megascale.operate.node.node_exporter import METRICS_S
-from megascale.operate.node.node_place import DRIVER_LOST, NodePlace
+from megascale.operate.node.ranks import DRIVER_LOST, NodePlace
 from megascale.operate.node.threads import call_in_thread
 
-LOST_DRIVER_GRACE_S = 60.0
-"""Seconds that the ranks have to save when no driver has come back."""
-
-FIRST_SAMPLE_S = 0.5
-"""Seconds before the first sample of the host's metrics: ranks start first."""
-
-WAIT_NOTICE_S = 10.0
-"""Seconds without a driver after which the agent says that it waits."""
+LOST_DRIVER_GRACE_S = 60.0  # seconds that the ranks have to save when no driver has come back
+METRICS_S = 5.0  # seconds between samples of the host's metrics, and seconds that a sample may take
+FIRST_SAMPLE_S = 0.5  # seconds before the first sample of the host's metrics: ranks start first
+WAIT_NOTICE_S = 10.0  # seconds without a driver after which the agent says that it waits
 
 
 def _say(text: str) -> None:
@@ -74,7 +68,7 @@ class Agent:
         self._place = place
         self._say = say
         self._settings = FaultConfig()
-        self._channel = connect(self._greeting)
+        self._channel = connect(lambda: self._ranks.greeting())  # noqa: PLW0108  they are made below
         self._exporter = AgentExporter(place, lambda: self._channel.lost_s, say)
         self._outages = Outages()
         self._host: Mapping[str, float] = {}
@@ -89,7 +83,7 @@ class Agent:
         """Serve until the driver lets the agent leave, a signal ends it, or the driver stays away; return the exit
         status. `heeds_signals`: False if this process has a driver, which does.
 
-        Raises: MegascaleError if the driver has another secret
+        Raises: NotAPeerError if the driver has another secret
         """
         loop = asyncio.get_running_loop()
         self._leaving: asyncio.Future[int] = loop.create_future()
@@ -118,17 +112,9 @@ class Agent:
         if not task.cancelled() and (error := task.exception()) is not None and not self._leaving.done():
             self._leaving.set_exception(error)
 
-    def _greeting(self) -> list[AgentMessage]:
-        """Return the first messages of a connection."""
-        return self._ranks.greeting()
-
     async def _serve(self) -> None:
-        try:
-            async for message in self._channel:
-                await self._take(message)
-        except NotAPeerError as error:
-            what = f"the driver at {self._place.driver}: {error}"
-            raise MegascaleError(what, hint="give all agents the secret of the job's supervisor") from None
+        async for message in self._channel:
+            await self._take(message)
 
     async def _take(self, message: DriverMessage) -> None:
         match message:
@@ -160,11 +146,16 @@ class Agent:
     async def _collect(self, order: Collect) -> None:
         from megascale.operate.node.answers import read_records, take_stacks
 
-        if self._ranks.observes and self._ranks.present is not None:  # its count of attempts is this host's
-            order = replace(order, attempt=self._ranks.present.attempt)
-        self._channel.send(await read_records(self._ranks.present, order))
+        ranks = self._ranks.present
+        if ranks is None or not (self._ranks.observes or ranks.attempt == order.attempt):
+            self._channel.send(Records(order.attempt, {}, {}))
+            if order.stacks:
+                self._channel.send(Stacks(order.attempt, {}))
+            return
+        order = replace(order, attempt=ranks.attempt)  # an observer's count of attempts is this host's
+        self._channel.send(await read_records(ranks, order))
         if order.stacks:
-            self._channel.send(await take_stacks(self._ranks.present, order))
+            self._channel.send(await take_stacks(ranks, order))
 
     async def _check(self, order: Check) -> None:
         from megascale.operate.node.answers import check_node
@@ -237,11 +228,3 @@ class Agent:
         await self._ranks.leave(grace_s)
         if not self._leaving.done():
             self._leaving.set_result(int(status))
-
-
-def leave_process(status: int) -> None:
-    """End this process at once, whatever its threads wait for: a call to a sick device may never return."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
-            stream.flush()
-    os._exit(status)

@@ -1,4 +1,7 @@
-"""The exporter of an agent: metrics of its node and of its ranks for Prometheus, once the driver has said where."""
+"""The exporter of an agent: metrics of its node and of its ranks for Prometheus, once the driver has said where.
+
+What it needs is imported once ranks have started.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megascale.operate.channel.messages import Welcome
-from megascale.operate.node.node_exporter import node_families
-from megascale.operate.node.node_place import NodePlace
+from megascale.operate.node.ranks import NodePlace
 
 if TYPE_CHECKING:
     from megascale.operate.store.collector import Collector
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
 
 class AgentExporter:
     """Serves metrics from the first Welcome on that asks for it, in threads of its own, which read what the agent sets:
-    `collector` of the present ranks, and `host`, the last sample of the host's metrics. `lost_s` returns the seconds
-    without a driver.
+    `collector` of the present ranks, and `host`, the last sample of the host's metrics, empty when that is old: a dead
+    host must not look as it did before. `lost_s` returns the seconds without a driver.
     """
 
     def __init__(self, place: NodePlace, lost_s: Callable[[], float], say: Say) -> None:
@@ -49,8 +51,11 @@ class AgentExporter:
 
     def _families(self) -> list[MetricFamily]:
         from megascale.operate.store.families import MetricFamily
+        from megascale.operate.store.host_families import host_families
+        from megascale.operate.store.rank_families import rank_families
 
         assert self._endpoint is not None
         labels, text = self._endpoint.labels, "time without a driver; ranks train on meanwhile"
+        ranks = [] if self.collector is None else rank_families(self.collector, labels)
         lost = MetricFamily("agent_driver_lost_seconds", "gauge", text, [(labels, self._lost_s())])
-        return [*node_families(self.collector, self.host, labels), *([] if self._place.alone else [lost])]
+        return [*ranks, *host_families(self.host, labels), *([] if self._place.alone else [lost])]

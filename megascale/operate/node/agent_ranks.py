@@ -27,9 +27,8 @@ from megascale.operate.channel.messages import (
     Stop,
 )
 from megascale.operate.node.agent_exporter import AgentExporter
-from megascale.operate.node.node_place import NodePlace
 from megascale.operate.node.node_ranks import NodeRanks
-from megascale.operate.node.ranks import Ranks
+from megascale.operate.node.ranks import NodePlace, Ranks
 from megascale.operate.node.store_listener import StoreListener
 from megascale.operate.node.threads import call_in_thread
 
@@ -37,11 +36,8 @@ if TYPE_CHECKING:
     from megascale.operate.node.standby_process import StandbyProcess
     from megascale.operate.store.collector import CollectorThread
 
-COLLECTOR_S = 11.0
-"""Seconds that the agent waits at most for the event store."""
-
-COPIES_S = 30.0
-"""Seconds that the removal of copies in memory may take."""
+COLLECTOR_S = 11.0  # seconds that the agent waits at most for the event store
+COPIES_S = 30.0  # seconds that the removal of copies in memory may take
 
 Observe = Callable[[Callable[[RankEnd], None]], Ranks]
 """Function (what to call with each end of a rank): find the ranks of another launcher."""
@@ -82,6 +78,8 @@ class AgentRanks:
         self._held = Path()
         self.observes = observe is not None
         self.present: Ranks | None = observe(self._report_end) if observe else None
+        if self.present is not None and place.alone:
+            self._begin_collector(self.present)
 
     def greeting(self) -> list[AgentMessage]:
         """Return the first messages of a connection: what runs here, and what an earlier driver may have missed."""
@@ -157,10 +155,7 @@ class AgentRanks:
         if self.present is not ranks:  # another attempt has begun meanwhile
             return
         self._end_standby()
-        from megascale.operate.store.collector import Collector, CollectorThread  # ranks do not wait for it
-
-        self._collector = CollectorThread(Collector(ranks.record_paths, self._say), self._say)
-        self._exporter.collector = self._collector.collector
+        self._begin_collector(ranks)  # ranks do not wait for it
         self._store.close()
         self._changed()
 
@@ -200,8 +195,7 @@ class AgentRanks:
         """Kill the ranks that were started here, write what they have left, and remove it."""
         self._end_standby()
         if self.present is not None:
-            if not self.observes:
-                await self.present.stop(0)
+            await self.present.stop(0)
             await self._end_collector()
             self.present.close()
         self._store.close()
@@ -213,6 +207,12 @@ class AgentRanks:
 
             with contextlib.suppress(TimeoutError, RuntimeError):
                 await call_in_thread(lambda: remove_copies(Path(self.copies)), COPIES_S)
+
+    def _begin_collector(self, ranks: Ranks) -> None:
+        from megascale.operate.store.collector import Collector, CollectorThread
+
+        self._collector = CollectorThread(Collector(ranks.paths, self._say), self._say)
+        self._exporter.collector = self._collector.collector
 
     async def _end_collector(self, *, wait: bool = True) -> None:
         """Have the collector read what the ranks have left, and with `wait` write it."""

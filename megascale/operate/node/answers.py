@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
 
 from megascale.core.errors import MegascaleError
 from megascale.core.process import process_facts
@@ -15,14 +14,11 @@ from megascale.operate.node.stacks import STACK_S, stack_of
 from megascale.operate.node.threads import call_in_thread
 from megascale.record.log_files import process_states
 
-STACKS_AT_ONCE = 2
-"""Stacks that are taken at the same time: each takes a core for a moment."""
+STACKS_AT_ONCE = 2  # stacks that are taken at the same time: each takes a core for a moment
 
 
-async def read_records(ranks: Ranks | None, order: Collect) -> Records:
-    """Return the flight records of ranks, and the states of their processes; none of another attempt."""
-    if ranks is None or ranks.attempt != order.attempt:
-        return Records(order.attempt, {}, {})
+async def read_records(ranks: Ranks, order: Collect) -> Records:
+    """Return the flight records of ranks, and the states of their processes."""
     records = ranks.records(order.ranks)
     pids = ranks.processes(order.ranks)
     states = {rank: process_facts(pid)[0] for rank, pid in pids.items() if rank not in records}
@@ -32,15 +28,9 @@ async def read_records(ranks: Ranks | None, order: Collect) -> Records:
     return Records(order.attempt, {rank: record.to_dict(order.events) for rank, record in records.items()}, states)
 
 
-async def take_stacks(ranks: Ranks | None, order: Collect) -> Stacks:
+async def take_stacks(ranks: Ranks, order: Collect) -> Stacks:
     """Return the stacks of running ranks, or why there are none."""
-    if ranks is None or ranks.attempt != order.attempt:
-        return Stacks(order.attempt, {})
-    return Stacks(order.attempt, await _stacks(ranks.processes(order.ranks)))
-
-
-async def _stacks(pids: Mapping[int, int]) -> dict[int, str]:
-    turns = asyncio.Semaphore(STACKS_AT_ONCE)
+    turns, pids = asyncio.Semaphore(STACKS_AT_ONCE), ranks.processes(order.ranks)
 
     async def take(pid: int) -> str:
         async with turns:
@@ -49,7 +39,7 @@ async def _stacks(pids: Mapping[int, int]) -> dict[int, str]:
             except (TimeoutError, RuntimeError) as error:
                 return f"no stack of process {pid}: {str(error) or 'py-spy does not answer'}"
 
-    return dict(zip(pids, await asyncio.gather(*map(take, pids.values())), strict=True))
+    return Stacks(order.attempt, dict(zip(pids, await asyncio.gather(*map(take, pids.values())), strict=True)))
 
 
 async def check_node(order: Check, slots: int) -> CheckDone:

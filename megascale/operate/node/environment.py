@@ -16,8 +16,7 @@ from megascale.core.process import usable_cores
 from megascale.core.rank import local_world_size
 from megascale.operate.diagnose.hang import flight
 
-RENAMED_IN_TORCH = (2, 9)
-"""The first version of torch that reads `name`; earlier versions read `old_name`."""
+RENAMED_IN_TORCH = (2, 9)  # the first version of torch that reads `name`; earlier versions read `old_name`
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,6 @@ MULTI_RANK_DEFAULTS = (
 )
 """Defaults for runs of several ranks. `RUN` stands for the run's folder."""
 
-
 HOST_COUNTS = {
     "SLURM_JOB_NUM_NODES": "srun or launch/slurm.sbatch",
     "PBS_NUM_NODES": "launch/torchrun.sh on each host",
@@ -95,23 +93,18 @@ def set_defaults(run_folder: Path | None = None) -> None:
 
 
 def missing_defaults(
-    env: Mapping[str, str], run_folder: Path | None = None, torch_version: tuple[int, int] | None = None
+    env: Mapping[str, str], run_folder: Path | None = None, torch_version: tuple[int, ...] | None = None
 ) -> dict[str, str]:
     """Return the variables to add to an environment. `torch_version`: by default the installed torch's."""
-    torch_version = torch_version or _torch_version()
+    torch_version = torch_version or tuple(map(int, version("torch").split(".")[:2]))
     missing = {}
     for variable in (*COMMON_DEFAULTS, *(MULTI_RANK_DEFAULTS if run_folder else ())):
         names = [name for name in (variable.name, variable.old_name, *variable.aliases) if name]
         if not any(name in env for name in names):
             name = variable.old_name if variable.old_name and torch_version < RENAMED_IN_TORCH else variable.name
-            missing[name] = (
-                flight.dump_prefix(run_folder) if run_folder and variable.value.startswith("RUN/") else variable.value
-            )
+            missing[name] = variable.value
+            if run_folder and variable.value.startswith("RUN/"):
+                missing[name] = flight.dump_prefix(run_folder)
     if "LOCAL_WORLD_SIZE" in env and openmp_threads(env) is None:
         missing["OMP_NUM_THREADS"] = str(max(1, usable_cores() // local_world_size(1, env)))
     return missing
-
-
-def _torch_version() -> tuple[int, int]:
-    major, minor = version("torch").split(".")[:2]
-    return int(major), int(minor)

@@ -25,15 +25,9 @@ from typing import Any
 
 from megascale.config.injection import KINDS, PHASES, Fault, Injection, RandomFaults
 
-INJECTED_FILE = "injected.jsonl"
-"""The log of injected faults, in the run's folder."""
-
-RANDOM_PHASES = ("data", "forward", "backward", "optimizer")
-"""Phases of every rank in every step, whatever the layout."""
-
-
-GARBAGE = 50_000
-"""Objects of an injected garbage collection: it lasts a millisecond or more."""
+INJECTED_FILE = "injected.jsonl"  # the log of injected faults, in the run's folder
+RANDOM_PHASES = ("data", "forward", "backward", "optimizer")  # phases of every rank in every step, whatever the layout
+GARBAGE = 50_000  # objects of an injected garbage collection: it lasts a millisecond or more
 
 LASTING = ("slow", "slow_compute", "collect_garbage", "delay_message", "skip_collective")
 """Kinds with an effect at every moment of the phase in their steps."""
@@ -163,11 +157,8 @@ def random_faults(settings: RandomFaults, world: int, began: float) -> Iterator[
 def faults_of_target(injection: Injection, target: str, folder: Path) -> list[Fault]:
     """Return the remaining faults of nodes or of the driver, for the program that runs the test."""
     struck = InjectionLog(folder).struck()
-    return [
-        fault
-        for fault in injection.faults
-        if fault.target == target and not _used(struck, describe(fault), fault.times)
-    ]
+    mine = (fault for fault in injection.faults if fault.target == target)
+    return [fault for fault in mine if not _used(struck, describe(fault), fault.times)]
 
 
 def describe(fault: Fault) -> str:
@@ -175,21 +166,9 @@ def describe(fault: Fault) -> str:
     kind = KINDS[fault.kind]
     default = Fault(fault.kind, fault.step, phase="" if kind.phases else kind.phase)
     keys = (
-        "rank",
-        "node",
-        "peer",
-        "step",
-        "phase",
-        "for_s",
-        "delay_s",
-        "factor",
-        "mbit",
-        "cores",
-        "bit",
-        "steps",
-        "status",
-        "times",
-    )
+        "rank", "node", "peer", "step", "phase", "for_s", "delay_s", "factor", "mbit", "cores", "bit", "steps",
+        "status", "times",
+    )  # fmt: skip
     words = [f"{key}={value:g}" if isinstance(value := getattr(fault, key), float) else f"{key}={value}"
              for key in keys if key == "step" or getattr(fault, key) != getattr(default, key)]  # fmt: skip
     return " ".join([fault.kind, *words])

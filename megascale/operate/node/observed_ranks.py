@@ -14,48 +14,36 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megascale.core.process import process_exists, status_of_ended
-from megascale.operate.channel.messages import RankEnd, RankStatus
-from megascale.operate.node.failure import error_file_of
-from megascale.operate.node.rank_ends import describe_end
-from megascale.operate.node.ranks import call_at_end, rank_status
+from megascale.operate.channel.messages import RankEnd
+from megascale.operate.node.rank_ends import describe_end, error_file_of
+from megascale.operate.node.ranks import Ranks, WatchedRank
+from megascale.operate.node.threads import call_at_end
 from megascale.record.layout import Phase
-from megascale.record.log_files import find_logs, folder_key
+from megascale.record.log_files import find_logs, folder_key, remove_log
 from megascale.record.log_reader import LogReader
 from megascale.record.rank_state import LogError, RankState
 
 
 @dataclass
-class _Observed:
-    """A rank. `log`: open, because a rank removes the file as it ends; `record`: the head when it was last read;
-    `error_file`: in which the rank may write its end.
-    """
+class _Observed(WatchedRank):
+    """`log`: open, because a rank may remove the file as it ends; `error_file`: in which it may write its end."""
 
-    path: Path
-    log: LogReader
     record: RankState
+    log: LogReader
     error_file: Path | None
-    found: float
 
 
-class ObservedRanks:
-    """The ranks of the run in `folder` on this host. `on_end` is called in the event loop with each end.
-
-    `attempt` counts the times that the launcher has started ranks again; `world`: ranks of the job, 0 before one is
-    found.
+class ObservedRanks(Ranks):
+    """The ranks of the run in `folder` on this host. `attempt` counts the times that the launcher has started ranks
+    again; `world`: 0 before one is found. `collected`: nobody but this process removes their logs.
     """
 
-    def __init__(self, folder: Path, on_end: Callable[[RankEnd], None]) -> None:
-        self.attempt = self.world = 0
-        self.ends: dict[int, RankEnd] = {}
+    def __init__(self, folder: Path, on_end: Callable[[RankEnd], None], *, collected: bool = False) -> None:
+        super().__init__(0, 0, on_end)
         self._key = folder_key(folder)
-        self._on_end = on_end
+        self._collected = collected
         self._ranks: dict[int, _Observed] = {}
         self._run = folder.name
-
-    @property
-    def running(self) -> tuple[int, ...]:
-        """The ranks whose processes have not ended."""
-        return tuple(rank for rank in self._ranks if rank not in self.ends)
 
     def poll(self) -> None:
         """Find ranks that have begun their records, and read the records of known ones."""
@@ -65,7 +53,7 @@ class ObservedRanks:
         for rank in self.running:
             observed = self._ranks[rank]
             observed.record = observed.log.state(head_only=True)
-            if not process_exists(observed.record.pid):
+            if not process_exists(observed.pid):
                 self._end(rank, observed)
 
     def _find(self, path: Path) -> None:
@@ -77,57 +65,39 @@ class ObservedRanks:
             return
         if record.folder != self._key:  # of another run of this name, or of "a-b" for "a"
             return
-        earlier = self._ranks.get(record.rank)
-        if not process_exists(record.pid) or (earlier is not None and earlier.record.start > record.start):
+        pid, rank, earlier = record.pid, record.rank, self._ranks.get(record.rank)
+        if not process_exists(pid) or (earlier is not None and earlier.record.start > record.start):
             return
         if earlier is not None:  # the launcher has started the ranks again
             self.attempt += 1
             self._ranks = {rank: self._ranks[rank] for rank in self.running}
             self.ends = {}
         self.world = record.world
-        observed = self._ranks[record.rank] = _Observed(
-            path, log, record, error_file_of(record.pid, record.rank), time.monotonic()
-        )
+        observed = _Observed(pid, path, time.monotonic(), record, log, error_file_of(pid, rank))
+        self._ranks[rank], self.paths[rank] = observed, path
         with contextlib.suppress(ProcessLookupError):
-            call_at_end(record.pid, lambda: self._end(record.rank, observed))
+            call_at_end(pid, lambda: self._end(rank, observed))
 
     def _end(self, rank: int, observed: _Observed) -> None:
         if rank in self.ends or self._ranks.get(rank) is not observed:
             return
-        observed.record = observed.log.state(head_only=True)  # its last words, which the last poll may have missed
-        record = observed.record
-        status = status_of_ended(record.pid)
+        observed.record = record = observed.log.state(head_only=True)  # its last words, which `poll` may have missed
+        status = status_of_ended(observed.pid)
         status = record.exit_status if status is None else status
         end = describe_end(rank, status, time.time(), observed.error_file, since=record.start)
         done = record.phase == Phase.DONE and end.status is not None and end.status == record.exit_status
-        end = replace(end, in_order=end.in_order or done, step=record.step)
-        self.ends[rank] = end
-        self._on_end(end)
-
-    def statuses(self) -> tuple[RankStatus, ...]:
-        """Return the states of the running ranks, as of the last `poll`."""
-        found = ((rank, self._ranks[rank]) for rank in self.running)
-        return tuple(rank_status(rank, one.record.pid, one.record, one.found) for rank, one in found)
+        self._add_end(replace(end, in_order=end.in_order or done, step=record.step))
 
     def records(self, ranks: Sequence[int] | None = None) -> dict[int, RankState]:
-        """Read the flight records of ranks, by default of all."""
-        found = {}
-        for rank in self._ranks if ranks is None else ranks:
-            with contextlib.suppress(KeyError):
-                found[rank] = self._ranks[rank].log.state()
-        return found
-
-    def processes(self, ranks: Sequence[int] | None = None) -> dict[int, int]:
-        """Return the process ids of running ranks, by default of all."""
-        wanted = self.running if ranks is None else [rank for rank in ranks if rank in self.running]
-        return {rank: self._ranks[rank].record.pid for rank in wanted}
+        wanted = self._ranks if ranks is None else ranks
+        return {rank: self._ranks[rank].log.state() for rank in wanted if rank in self._ranks}
 
     async def stop(self, grace_s: float, *, save: bool = False) -> tuple[int, ...]:
         """Leave the ranks alone: their launcher ends them."""
         return self.running
 
     def close(self) -> None:
-        """Remove the records of ranks that have ended."""
-        for rank, observed in self._ranks.items():
-            if rank in self.ends:
-                observed.path.unlink(missing_ok=True)
+        """Remove the records of ranks that have ended; those of collected ranks at once."""
+        for rank, path in self.paths.items():
+            if self._collected or rank in self.ends:
+                remove_log(path)

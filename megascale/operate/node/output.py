@@ -9,8 +9,7 @@ from typing import IO, BinaryIO
 
 POLL_S = 0.2
 
-LOG = "attempt-{attempt}/rank-0.log"
-"""File of rank 0's output in the folder of logs."""
+LOG = "attempt-{attempt}/rank-0.log"  # file of rank 0's output in the folder of logs
 
 
 async def follow_rank_0(logs: Path, attempt: int, stream: IO[str]) -> None:
@@ -18,7 +17,8 @@ async def follow_rank_0(logs: Path, attempt: int, stream: IO[str]) -> None:
     log = _Log(logs / LOG.format(attempt=attempt))
     try:
         while True:
-            later = _next_attempt(logs, attempt)
+            names = (path.parent.name.removeprefix("attempt-") for path in logs.glob(LOG.format(attempt="*")))
+            later = min((int(name) for name in names if name.isdecimal() and int(name) > attempt), default=None)
             log.copy(stream)
             if later is not None:
                 attempt = later
@@ -29,12 +29,6 @@ async def follow_rank_0(logs: Path, attempt: int, stream: IO[str]) -> None:
     finally:
         log.copy(stream)
         log.close()
-
-
-def _next_attempt(logs: Path, attempt: int) -> int | None:
-    """Return the first attempt after `attempt` that has output."""
-    names = (path.parent.name.removeprefix("attempt-") for path in logs.glob(LOG.format(attempt="*")))
-    return min((int(name) for name in names if name.isdecimal() and int(name) > attempt), default=None)
 
 
 class _Log:

@@ -17,11 +17,8 @@ from collections.abc import Mapping, Sequence
 from megascale.core.process import die_with_parent, module_command
 from megascale.record.start_parts import TASK_TIME_VARIABLE
 
-MOST_DESCRIPTORS = 8
-"""Most descriptors of a task."""
-
-GIVE_S = 5.0
-"""Seconds in which a task must fit into the socket of a process that does not read it yet."""
+MOST_DESCRIPTORS = 8  # most descriptors of a task
+GIVE_S = 5.0  # seconds in which a task must fit into the socket of a process that does not read it yet
 
 _END = b"\n"
 

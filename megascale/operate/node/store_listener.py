@@ -11,14 +11,9 @@ from megascale.core.network import LOOPBACK, is_loopback, listen, listen_as
 from megascale.operate.channel.messages import OpenStore, StoreOpened
 from megascale.operate.node.threads import call_in_thread
 
-GIVE_UP_S = 20.0
-"""Seconds in which the store is opened, as long as the driver waits for it."""
-
-LOOK_UP_S = 5.0
-"""Seconds that a look-up of the node's name may take."""
-
-AGAIN_S = 0.5
-"""Seconds between two tries."""
+GIVE_UP_S = 20.0  # seconds in which the store is opened, as long as the driver waits for it
+LOOK_UP_S = 5.0  # seconds that a look-up of the node's name may take
+AGAIN_S = 0.5  # seconds between two tries
 
 
 class StoreListener:
@@ -44,26 +39,24 @@ class StoreListener:
         if order.attempt != self._attempt:
             self.close()
             self._attempt = order.attempt
+
+        def open_socket() -> socket.socket:
+            reachable = order.reachable and not is_loopback(self._address)
+            return listen_as(self._address) if reachable else listen(LOOPBACK)
+
         last = time.monotonic() + GIVE_UP_S
         while self._socket is None and self._attempt == order.attempt and time.monotonic() < last:
             try:
-                opened = await call_in_thread(lambda: self._listen(order.reachable), LOOK_UP_S)
+                opened = await call_in_thread(open_socket, LOOK_UP_S)
             except (OSError, RuntimeError) as error:
                 why = str(error) or f"no answer within {LOOK_UP_S:g} s"
                 say(f"the job's store cannot be opened at {self._address}: {why}")
                 await asyncio.sleep(AGAIN_S)
-            else:
-                self._take(order.attempt, opened)
-
-    def _take(self, attempt: int, opened: socket.socket) -> None:
-        """Keep a new socket, unless another order came while it was opened."""
-        if self._socket is None and self._attempt == attempt:
-            self._socket = opened
-        else:
-            opened.close()
-
-    def _listen(self, reachable: bool) -> socket.socket:
-        return listen_as(self._address) if reachable and not is_loopback(self._address) else listen(LOOPBACK)
+                continue
+            if self._socket is None and self._attempt == order.attempt:
+                self._socket = opened
+            else:  # another order came while it was opened
+                opened.close()
 
     def socket_of(self, attempt: int) -> socket.socket | None:
         """Return the socket if it was opened for an attempt."""

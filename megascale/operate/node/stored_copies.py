@@ -27,8 +27,7 @@ from megascale.core.units import format_bytes
 RUN_FILE = "run"
 """Name of the file, beside copies, with the run's folder. Processes that make copies hold a shared lock of it."""
 
-HOLD_ATTEMPTS = 100
-"""Attempts to make a folder that others remove meanwhile."""
+HOLD_ATTEMPTS = 100  # attempts to make a folder that others remove meanwhile
 
 
 def remove_copies(folder: Path) -> None:

@@ -1,7 +1,8 @@
-"""Calls between an event loop and threads.
+"""Calls between an event loop, and threads and processes.
 
 - `call_in_thread`: what may never return, such as a call to a sick GPU or file server, beside the loop
 - `call_in_loop`: from a thread
+- `call_at_end`: when a process has ended
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
+import os
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -26,13 +29,13 @@ async def call_in_thread(function: Callable[[], T], timeout_s: float | None) -> 
     result: asyncio.Future[T] = loop.create_future()
 
     def run() -> None:
-        value, error = None, None
+        set_result: Callable[[], None]
         try:
-            value = function()
-        except Exception as raised:
-            error = raised
+            set_result = functools.partial(result.set_result, function())
+        except Exception as error:
+            set_result = functools.partial(result.set_exception, error)
         with contextlib.suppress(RuntimeError):  # the loop has been closed
-            loop.call_soon_threadsafe(_set, result, value, error)
+            loop.call_soon_threadsafe(lambda: None if result.done() else set_result())
 
     threading.Thread(target=run, name=getattr(function, "__name__", "call"), daemon=True).start()
     return await asyncio.wait_for(result, timeout_s)
@@ -56,10 +59,22 @@ def call_in_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], T], tim
     return result.result(timeout_s)
 
 
-def _set(result: asyncio.Future, value: object, error: Exception | None) -> None:
-    if result.done():
+def call_at_end(pid: int, ended: Callable[[], object]) -> None:
+    """Have the event loop call `ended` as soon as a process has ended; never on a kernel without pidfd.
+
+    Raises: ProcessLookupError
+    """
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except OSError:
         return
-    if error is not None:
-        result.set_exception(error)
-    else:
-        result.set_result(value)
+    loop = asyncio.get_running_loop()
+
+    def take() -> None:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+        ended()
+
+    loop.add_reader(descriptor, take)

@@ -19,13 +19,19 @@ from typing import TYPE_CHECKING
 
 from megascale.core.errors import MegascaleError
 from megascale.core.limits import os_error_hint
+from megascale.core.network import is_loopback
 from megascale.core.process import STOP_ORDER, die_with_parent, module_command
-from megascale.core.rank import STORE_VARIABLE
+from megascale.core.rank import NODE_VARIABLE, STORE_VARIABLE
+from megascale.core.run_folder import TOKEN_VARIABLE
+from megascale.operate.channel.messages import RankEnd, Start
 from megascale.operate.channel.secret import DESCRIPTOR_VARIABLE
-from megascale.operate.node.failure import ERROR_FILE, ERROR_FILE_NAME, ProcessEnd
+from megascale.operate.node.failure import ERROR_FILE, ERROR_FILE_NAME
+from megascale.record.log_files import ATTEMPT_VARIABLE
 
 if TYPE_CHECKING:
     from megascale.operate.node.standby_process import StandbyProcess
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 KILL_S = 5.0
 """Seconds in which a killed process must end. One in uninterruptible sleep, on a dead disk or file server, does not."""
@@ -42,10 +48,10 @@ class Worker:
     rank: int
     process: subprocess.Popen
     log: Path | None
-    end: ProcessEnd | None = None
+    end: RankEnd | None = None
     orders: int = 0
 
-    def ended(self) -> ProcessEnd | None:
+    def ended(self) -> RankEnd | None:
         """Return the end of the process, at the time at which it was first seen; None while the process runs. Its
         process group is killed then: the rank's children may hold memory of its device.
         """
@@ -58,7 +64,7 @@ class Worker:
             # not `wait`: a signal handler that comes here while it runs would wait for its lock for ever
             if (status := self.process.poll()) is None:
                 return None
-            self.end = ProcessEnd(status, time.time())
+            self.end = RankEnd(self.rank, status, time.time())
         return self.end
 
     def signal(self, number: int) -> None:
@@ -92,13 +98,18 @@ class Launch:
     logs: Path
     env: Mapping[str, str] = field(default_factory=dict)
 
+    @classmethod
+    def of_order(cls, order: Start, node: str, secret: int) -> Launch:
+        """Return the launch that a driver has ordered. `node`: "" if nothing starts its ranks again."""
+        restarts = {NODE_VARIABLE: node, ATTEMPT_VARIABLE: str(order.attempt)} if node else {}
+        token = {TOKEN_VARIABLE: order.folder.token} if order.folder else {}
+        env = {**restarts, **token, **order.env}
+        if is_loopback(order.store.rpartition(":")[0]):
+            env.setdefault(GLOO_INTERFACE, os.environ.get(GLOO_INTERFACE, "lo"))
+        return cls(order.arguments, order.world, order.ranks, order.store, secret, Path(order.logs), env)
+
     def start(
-        self,
-        rank: int,
-        *,
-        listener: socket.socket | None = None,
-        log: Path | None = None,
-        env: Mapping[str, str] | None = None,
+        self, rank: int, *, listener: socket.socket | None = None, log: Path | None = None, env: Mapping[str, str] = {}
     ) -> Worker:
         """Start a rank in a new process. `listener`: on rank 0, the socket that listens at `store`. `log`: None for
         this process's own output. `env`: further variables of the rank.
@@ -120,7 +131,9 @@ class Launch:
                     preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509  a call of the kernel, no lock
                 )
         except OSError as error:
-            raise _cannot_start(rank, self.world, error) from None
+            what = f"rank {rank} of {self.world} cannot be started on {socket.gethostname()}: {error.strerror}"
+            hint = os_error_hint(error, "free memory on the host, or fewer ranks on it")
+            raise MegascaleError(f"{what}{f': {error.filename}' if error.filename else ''}", hint=hint) from None
         return Worker(rank, process, log)
 
     def start_in(
@@ -137,7 +150,7 @@ class Launch:
         store = {} if listener is None else {STORE_VARIABLE: (f"{self.store}:", listener.fileno())}
         return {DESCRIPTOR_VARIABLE: ("", self.secret), **store}
 
-    def _variables(self, rank: int, more: Mapping[str, str] | None) -> dict[str, str]:
+    def _variables(self, rank: int, more: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of a rank, but for what `_descriptors` names."""
         place = {
             "RANK": str(rank),
@@ -147,20 +160,7 @@ class Launch:
             STORE_VARIABLE: self.store,
             ERROR_FILE: str(self.logs / ERROR_FILE_NAME.format(rank)),
         }
-        return {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, **place, **self.env, **(more or {})}
-
-
-def remove_old_logs(logs: Path) -> None:
-    """Make the folder of the ranks' logs, and remove those of earlier ranks."""
-    logs.mkdir(parents=True, exist_ok=True)
-    for old in logs.glob("rank-*.*"):
-        old.unlink()
-
-
-def _cannot_start(rank: int, world: int, error: OSError) -> MegascaleError:
-    what = f"rank {rank} of {world} cannot be started on {socket.gethostname()}: {error.strerror}"
-    hint = os_error_hint(error, "free memory on the host, or fewer ranks on it")
-    return MegascaleError(f"{what}{f': {error.filename}' if error.filename else ''}", hint=hint)
+        return {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, **place, **self.env, **more}
 
 
 def ending(workers: Sequence[Worker], grace_s: float, *, save: bool = False) -> Iterator[float]:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megascale.operate.store.rank_totals import RankTotals
-from megascale.operate.store.schema import STEP_AXIS, TABLES, TAGS
+from megascale.operate.store.schema import STEP_AXIS, TABLES
 from megascale.operate.store.table_files import Columns
+from megascale.record.layout import TAGS
 from megascale.record.log_reader import Drained, LogReader, event_dtype, step_dtype
 
 if TYPE_CHECKING:

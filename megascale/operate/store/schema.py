@@ -4,7 +4,7 @@ A table is a set of Parquet files in RUN/events, one for each node and interval.
 clock, durations ns, sizes bytes. Text columns are dictionary-encoded.
 
 - `TABLES`: all tables by name, each a tuple of `Column`
-- `TAGS`: what a step may contain besides training, in the column `tags` of `steps`
+- `record.layout.TAGS`: what a step may contain besides training, in the column `tags` of `steps`
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ ColumnType = Literal["int8", "int16", "int32", "int64", "float64", "text"]
 
 STEP_AXIS = "step"
 """The axis of a whole step: the row of `step_parts` with its duration."""
-
-TAGS = ("first step", "gc", "evaluation", "checkpoint", "data", "restart", "profile")
-"""Tags of a step, joined by commas: parts of its time that are not those of an ordinary step."""
 
 COLD_TAGS = ("first step", "restart", "profile")
 """Tags of steps that are never ordinary."""

@@ -84,7 +84,8 @@ def dry_run(config: RunConfig, rank: int, *, collectives_in_pieces: bool = True,
                 run = build_rank_run(config, mesh, device, StopRequest(), init_weights=False)
             _set_state_kinds(run, counter_mode)
             state = +recorder.counts.live_bytes
-            run.fp8_state.has_history = True
+            if run.fp8_state is not None:
+                run.fp8_state.has_history = True
             # chunks have more keys than the one before, and planned micro-batches differ
             if replay_modules and config.num_chunks == 1 and config.parallel.cp_mode != "hybrid":
                 replay_equal_modules(run, ModuleCostCache(counter_mode, run.dtypes[1]))

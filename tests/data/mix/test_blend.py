@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megascale.core.errors import ConfigError
 from megascale.data.mix.blend import MOST_AHEAD, Blend, ChangingBlend, Part, blend_parts, same_order
-from megascale.train.resume import _check_weights
+from megascale.train.resumed_order import check_weights
 from tests.data.datasets import data_config, mixture_of, write_dataset
 from tests.data.resumed_jobs import check_resumed
 from tests.jobs import Job, job_config
@@ -149,16 +149,16 @@ def test_a_resume_with_other_weights_says_what_to_write(tmp_path: Path) -> None:
     saved = {"train": [[0.5, "x/a"], [0.5, "x/b"]]}
     config = data_config(tmp_path, [(0.2, tmp_path / "a"), (0.8, tmp_path / "b")])
     with pytest.raises(ConfigError, match=r"data.weights = \[\[0, \[0.5, 0.5\]\]\], and new weights from 24 on"):
-        _check_weights(config, saved, 24)
+        check_weights(config.data, saved, 24)
     later = config.data.model_copy(update={"weights": [(0, [0.5, 0.5]), (24, [0.2, 0.8])]})
-    _check_weights(config.model_copy(update={"data": later}), saved, 24)
+    check_weights(later, saved, 24)
     with pytest.raises(ConfigError, match="has other weights below 25"):
-        _check_weights(config.model_copy(update={"data": later}), saved, 25)
+        check_weights(later, saved, 25)
     saved = {"train": [[2, "x/a"], [8, "x/b"]]}
-    _check_weights(config, saved, 24)
+    check_weights(config.data, saved, 24)
     decomposed = config.data.model_copy(update={"packing": "decompose"})
     with pytest.raises(ConfigError, match=r"data.weights = \[\[0, \[2, 8\]\]\]"):
-        _check_weights(config.model_copy(update={"data": decomposed}), saved, 24)
+        check_weights(decomposed, saved, 24)
 
 
 def test_a_mixture_reads_every_sample_of_a_dataset_in_its_order(tmp_path: Path) -> None:

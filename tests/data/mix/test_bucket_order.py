@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError
 from megascale.data.mix.blend import MOST_AHEAD, ChangingBlend
 from megascale.data.mix.bucket_order import BucketOrder, Curriculum
-from megascale.train.resume import _check_turns
+from megascale.train.resumed_order import check_turns
 from tests.data.datasets import write_dataset
 from tests.data.read.test_decomposed_index import LENGTHS, decomposed
 from tests.data.resumed_jobs import check_resumed
@@ -77,11 +78,15 @@ def test_a_resume_keeps_the_order_of_lengths(tmp_path: Path) -> None:
     write_dataset(tmp_path / "set", LENGTHS)
     config = decomposed(tmp_path)
     saved: dict[str, Any] = config.model_dump(mode="json", by_alias=True)
+
+    def check(now: RunConfig, samples: int) -> None:
+        check_turns(now.data, now.batch.total, now.model.seq_length, saved, samples)
+
     smaller = config.model_copy(update={"batch": config.batch.model_copy(update={"total": 4})})
-    _check_turns(config, saved, 8)
-    _check_turns(smaller, saved, 0)
+    check(config, 8)
+    check(smaller, 0)
     with pytest.raises(ConfigError, match=r"turns of 4 samples of a length, and the checkpoint of 8"):
-        _check_turns(smaller, saved, 8)
+        check(smaller, 8)
     for key, value, message in (
         ("curriculum", "grow_p2", 'data.curriculum = "mixed"'),
         ("min_piece", 4, "data.min_piece = 2"),
@@ -89,11 +94,11 @@ def test_a_resume_keeps_the_order_of_lengths(tmp_path: Path) -> None:
     ):
         other = config.model_copy(update={"data": config.data.model_copy(update={key: value})})
         with pytest.raises(ConfigError, match=message):
-            _check_turns(other, saved, 8)
+            check(other, 8)
     same = config.model_copy(update={"data": config.data.model_copy(update={"cycle": 128})})
-    _check_turns(same, saved, 8)
+    check(same, 8)
     kept = smaller.model_copy(update={"data": smaller.data.model_copy(update={"bucket_samples": 8})})
-    _check_turns(kept, saved, 8)
+    check(kept, 8)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from megascale.operate.channel.ends import Disconnected, LocalDriverEnd
+from megascale.operate.channel.ends import AgentEnd, Disconnected, DriverEnd
 from megascale.operate.channel.messages import Heartbeat, Hello, Leave, RanksEnded
 
 HELLO, MISSED = Hello("n0", "h", "127.0.0.1", 2), RanksEnded(0, ())
@@ -12,8 +12,8 @@ HELLO, MISSED = Hello("n0", "h", "127.0.0.1", 2), RanksEnded(0, ())
 
 def test_both_ends_send_in_order_until_the_agent_leaves() -> None:
     async def test() -> None:
-        driver = LocalDriverEnd()
-        agent = driver.connect(lambda: [HELLO, MISSED])
+        driver = DriverEnd()
+        agent = AgentEnd(driver, lambda: [HELLO, MISSED])
         assert not driver.agents and not driver.send("n0", Leave("too early"))
         async with agent:
             assert driver.agents == {"n0"} and agent.lost_s == 0

@@ -32,7 +32,7 @@ from megascale.operate.channel.messages import (
 
 MESSAGES: tuple[Message, ...] = (
     Hello("n0", "host", "10.0.0.1", 8),
-    Hello("n0", "host", "10.0.0.1", 8, 3, (8, 9), {"gemm": {"rate": 1.5}}, observer=True, started=12.5),
+    Hello("n0", "host", "10.0.0.1", 8, 3, (8, 9), observer=True, started=12.5),
     Heartbeat(1.5, 3, (RankStatus(8, 123, "step", 17, 1 << 40, 0.25, state="S", rss=1 << 33),), {"cpu": 0.5}),
     RanksEnded(3, (RankEnd(8, -9, 1.5), RankEnd(9, 1, 1.6, "lost é", "LostPeerError", True, (8,), (9,), 1)), (10,)),
     StoreOpened(3, "10.0.0.1:4000"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from megascale.config.fault import FaultConfig
 from megascale.core.errors import Exit
 from megascale.core.process import STOP_ORDER
 from megascale.operate.channel.messages import Collect, Hello, RankEnd, RanksEnded, Records, Start, Stop, StoreOpened
+from megascale.operate.diagnose.hang.flight import Suspect
 from megascale.operate.diagnose.hang.hang import Verdict
 from megascale.operate.driver.alone import CAUSE_S, END_S
 from megascale.operate.driver.commands import Command, Finish, Send
@@ -27,14 +27,13 @@ WORLD = 5
 class OneHost:
     """A job of five ranks that train on a node whose agent answers at once. `time`: 0 as they start."""
 
-    def __init__(
-        self, verdict: Verdict = NOTHING_KNOWN, missing_rank: Callable[[], tuple[int, str] | None] = lambda: None
-    ) -> None:
+    def __init__(self, verdict: Verdict = NOTHING_KNOWN, suspect: Suspect | None = None) -> None:
         plan = JobPlan(
-            "run", 1, WORLD, ("train",), "/logs", revivable=False, alone=True, missing_rank=missing_rank
+            "run", 1, WORLD, ("train",), "/logs", revivable=False, alone=True, find_suspect=lambda: suspect
         )  # fmt: skip
         self.time = 0.0
-        self.job = Job(plan, FaultConfig(), JobHistory(), lambda records, states: verdict, self.time)
+        self.job = Job(plan, FaultConfig(), JobHistory(), self.time)
+        self.job.hang_verdict = lambda records, states: verdict
         self.commands: list[Command] = []
         self.hear(Hello("n", "n", "127.0.0.1", WORLD))
         self.hear(StoreOpened(0, "127.0.0.1:1"))
@@ -142,9 +141,9 @@ def test_a_rank_that_does_not_answer_is_the_one_that_the_others_name() -> None:
 
 
 def test_a_stuck_rank_before_those_whose_watchdogs_ended_them() -> None:
-    one = OneHost(missing_rank=lambda: (3, "never joined"))
+    one = OneHost(suspect=Suspect(3, None, "never joined"))
     assert one.culprit(*aborted(0, 1, 2)) == (3, 1, "never joined")
-    one = OneHost(missing_rank=lambda: (3, "never joined"))
+    one = OneHost(suspect=Suspect(3, None, "never joined"))
     assert one.culprit(*aborted(1, 3)) == (3, 1, "killed by SIGABRT; never joined"), "an abort of its own"
 
 
@@ -155,7 +154,7 @@ def test_without_dumps_the_first_that_aborted() -> None:
 
 @pytest.mark.parametrize("end", [RankEnd(2, -signal.SIGKILL, 2.0), RankEnd(2, -signal.SIGSEGV, 3.0), failed(2, 3.0)])
 def test_an_own_end_before_what_the_watchdogs_say(end: RankEnd) -> None:
-    one = OneHost(missing_rank=lambda: (3, "never joined"))
+    one = OneHost(suspect=Suspect(3, None, "never joined"))
     assert one.culprit(*aborted(0, 1), end) == (2, 1, end.error or str(end.status))
 
 

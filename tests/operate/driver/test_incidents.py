@@ -13,10 +13,10 @@ from megascale.operate.driver.incidents import (
     Action,
     Culprit,
     Incident,
-    IncidentLog,
     JobHistory,
     describe,
     describe_recovery,
+    open_log,
     read_history,
 )
 
@@ -37,9 +37,9 @@ EVENTS: list[dict[str, Any]] = [
 
 
 def log_of(path: Path, events: list[dict[str, Any]]) -> JobHistory:
-    log = IncidentLog(path)
+    log = open_log(path)
     for event in events:
-        log.append(event)
+        log.append(json.dumps(event).encode() + b"\n")
     return read_history(path)
 
 
@@ -67,7 +67,7 @@ def test_a_torn_last_line_is_left_out_and_removed(tmp_path: Path, cut: int) -> N
     whole = path.read_bytes()
     path.write_bytes(whole[:-cut])
     assert read_history(path).open, "its recovery was not written"
-    IncidentLog(path).append(EVENTS[-1])
+    open_log(path).append(json.dumps(EVENTS[-1]).encode() + b"\n")
     assert path.read_bytes() == whole
 
 

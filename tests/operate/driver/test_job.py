@@ -32,8 +32,7 @@ from megascale.operate.driver.commands import Exclude, Finish, Request, Say, Sen
 from megascale.operate.driver.decisions import ends_to_replace, summary
 from megascale.operate.driver.incidents import Action, Culprit, Incident, JobHistory
 from megascale.operate.driver.job import Job
-from megascale.operate.driver.job_state import SETTLE_S, JobPlan, Stage
-from megascale.operate.driver.shrink import SmallerLayout
+from megascale.operate.driver.job_state import SETTLE_S, JobPlan, SmallerLayout, Stage
 from megascale.operate.driver.watch import ProgressWatch
 from megascale.record.layout import NEWEST
 from megascale.record.log import LogIdentity, RankLog
@@ -305,7 +304,7 @@ def test_a_node_that_is_checked_is_not_named_where_too_few_are_left() -> None:
     cluster = Cluster().start()
     cluster.send("a", RanksEnded(0, (RankEnd(0, -9, 1.0),)))
     cluster.tick(1.0)
-    cluster.job.hold(["a"])
+    cluster.job.roster.members["a"].held = True
     cluster.send("b", RanksEnded(0, (), stuck=(1,)))
     _, incident = cluster.job.history.incidents.values()
     assert (incident.culprit.nodes, incident.action.kind) == ((), "stop")
@@ -314,7 +313,7 @@ def test_a_node_that_is_checked_is_not_named_where_too_few_are_left() -> None:
 def test_a_node_that_an_earlier_launch_has_replaced_is_given_back_for_another() -> None:
     history = JobHistory(attempt=3, excluded={"b": 900.0, "c": 900.0, "d": 50.0})
     plan = JobPlan("run", 2, 2, ("train",), "/logs", requestable=True, revivable=False)
-    job = Job(plan, FaultConfig(), history, lambda records, states: Verdict("collective"), 100.0)
+    job = Job(plan, FaultConfig(), history, 100.0)
     commands = [c for c in job.expect(["a", "b"], 100.0) if not isinstance(c, Say)]
     assert commands == [Exclude("b", "it was replaced before", 900.0), Request(1)]
     assert Request(1) in job.expect(["c"], 101.0), "it was replaced, too"
@@ -327,7 +326,7 @@ def test_a_node_that_an_earlier_launch_has_replaced_is_given_back_for_another() 
 def test_a_job_without_a_node_in_place_of_an_excluded_one_says_so() -> None:
     plan = JobPlan("run", 2, 2, ("train",), "/logs", requestable=True, revivable=False)
     history = JobHistory(attempt=3, excluded={"b": 900.0})
-    job = Job(plan, FaultConfig(), history, lambda records, states: Verdict("collective"), 100.0)
+    job = Job(plan, FaultConfig(), history, 100.0)
     job.expect(["a", "b"], 100.0)
     job.refused(101.0)
     (incident,) = job.history.incidents.values()
@@ -427,7 +426,8 @@ class Cluster:
 
     def __init__(self, history: JobHistory | None = None, *, takeover: bool = False, **more: Any) -> None:
         plan = JobPlan("run", 2, 2, ("train",), "/logs", takeover=takeover, **more)
-        self.job = Job(plan, FaultConfig(), history or JobHistory(), lambda records, states: Verdict("collective"), 0.0)
+        self.job = Job(plan, FaultConfig(), history or JobHistory(), 0.0)
+        self.job.hang_verdict = lambda records, states: Verdict("collective")
         self.now = 0.0
 
     def send(self, node: str, message: Any, after: float = 0.0) -> list[Any]:
@@ -617,7 +617,7 @@ def test_a_save_that_fails_at_a_stop_is_the_status() -> None:
 
 def test_a_node_that_is_lost_while_the_job_gathers_is_replaced_at_once() -> None:
     plan = JobPlan("run", 2, 2, ("train",), "/logs", revivable=False)
-    job = Job(plan, FaultConfig(), JobHistory(), lambda records, states: Verdict("collective"), 0.0)
+    job = Job(plan, FaultConfig(), JobHistory(), 0.0)
     job.expect(["a", "b"], 0.0)
     for node in "abc":
         job.receive(node, Hello(node, node, node, 1), 0.0)
@@ -844,7 +844,7 @@ def test_the_loss_of_an_idle_node_disturbs_nobody(spares: int) -> None:
 
 
 def test_a_job_that_is_stopped_without_ranks_says_so() -> None:
-    job = Job(PLAN, FaultConfig(), JobHistory(), lambda records, states: Verdict("collective"), 0.0)
+    job = Job(PLAN, FaultConfig(), JobHistory(), 0.0)
     assert job.stage == Stage.GATHER
     assert [c.text for c in job.request_stop(1.0) if isinstance(c, Say)] == ["stopping: no ranks run"]
     assert job.request_stop(2.0) == []
@@ -860,7 +860,7 @@ def test_a_launch_without_incidents_of_its_own_names_none() -> None:
 
 def job_that_lost_b(plan: JobPlan) -> Job:
     """Return a job of three nodes that may shrink, after the verdict about the loss of node b."""
-    job = Job(plan, FaultConfig(shrink=True), JobHistory(), lambda records, states: Verdict("collective"), 0.0)
+    job = Job(plan, FaultConfig(shrink=True), JobHistory(), 0.0)
     job.expect(["a", "b", "c"], 0.0)
     for node in "abc":
         job.receive(node, Hello(node, node, node, 1), 0.0)
@@ -871,7 +871,7 @@ def job_that_lost_b(plan: JobPlan) -> Job:
 
 
 def test_without_a_spare_the_layout_shrinks_and_a_new_driver_knows_it() -> None:
-    smaller = lambda nodes: SmallerLayout(nodes, nodes, nodes)  # noqa: E731
+    smaller = lambda nodes: SmallerLayout(nodes, nodes, (f"parallel.dp={nodes}",))  # noqa: E731
     plan = JobPlan("run", 3, 3, ("train", "parallel.dp=3"), "/logs", revivable=False, smaller=smaller)
     job = job_that_lost_b(plan)
     assert job.history.incidents[1].action.kind == "shrink"
@@ -880,12 +880,12 @@ def test_without_a_spare_the_layout_shrinks_and_a_new_driver_knows_it() -> None:
     started = [c.message for c in job.receive("a", StoreOpened(1, "a:2"), 3.0) if isinstance(c, Send)]
     assert [(order.ranks, order.world) for order in started] == [((0,), 2), ((1,), 2)]
     assert started[0].arguments == ("train", "parallel.dp=3", "parallel.dp=2")
-    new = Job(plan, FaultConfig(), job.history, lambda records, states: Verdict("collective"), 4.0)
+    new = Job(plan, FaultConfig(), job.history, 4.0)
     assert (new.plan.nodes, new.plan.world, new.plan.overrides) == (2, 2, ("parallel.dp=2",))
 
 
 def test_a_job_that_cannot_shrink_any_more_when_its_ranks_have_ended_stops() -> None:
-    smaller = lambda nodes: SmallerLayout(2, 2, 2) if nodes == 2 else None  # noqa: E731
+    smaller = lambda nodes: SmallerLayout(2, 2, ("parallel.dp=2",)) if nodes == 2 else None  # noqa: E731
     plan = JobPlan("run", 3, 3, ("train",), "/logs", revivable=False, smaller=smaller)
     job = job_that_lost_b(plan)
     job.receive("a", RanksEnded(0, (RankEnd(0, -9, 2.0, stopped=True),)), 2.0)

@@ -12,12 +12,12 @@ from megascale.config.fault import FaultConfig
 from megascale.core.errors import Exit
 from megascale.operate.channel.messages import Heartbeat, RankEnd, RanksEnded, RankStatus
 from megascale.operate.driver.job_state import JobPlan
-from megascale.operate.driver.live_job import LiveWriter, live_state
-from megascale.record.live_file import LIVE_FILE, LiveFile, LiveRank, read_live_file
+from megascale.operate.driver.live_job import live_state, writing_live_file
+from megascale.record.live_file import LIVE_FILE, LiveRank, read_live_file
 
 
-def simulated_job() -> Simulation:
-    sim = Simulation(JobPlan("run", 4, 16, ("train",), "/logs"), FaultConfig(), 0)
+def simulated_job(folder: Path = Path()) -> Simulation:
+    sim = Simulation(JobPlan("run", 4, 16, ("train",), "/logs", folder=str(folder)), FaultConfig(), 0)
     sim.run(1000.0)
     assert sim.trains
     assert sim.job.attempt is not None
@@ -76,20 +76,17 @@ def test_before_the_first_attempt_all_ranks_are_unknown() -> None:
 
 
 def test_the_last_state_has_the_job_s_status(tmp_path: Path) -> None:
-    sim = simulated_job()
-    path, writer = tmp_path / LIVE_FILE, LiveWriter(LiveFile(tmp_path / LIVE_FILE))
+    sim, path = simulated_job(tmp_path), tmp_path / LIVE_FILE
 
     async def end_while_it_is_written() -> None:
-        task = asyncio.ensure_future(writer.run(sim.job, lambda: sim.now))
-        while not path.exists():
-            await asyncio.sleep(0.01)
-        assert read_live_file(path).status is None
-        sim.job.request_stop(sim.now)
-        for node, ranks in sim.job.attempt.placement.items():
-            ends = tuple(RankEnd(rank, Exit.STOPPED, sim.now, in_order=True) for rank in ranks)
-            sim.job.receive(node, RanksEnded(0, ends), sim.now)
-        await writer.finish(sim.job, sim.now)
-        task.cancel()
+        async with writing_live_file(sim.job, lambda: sim.now):
+            while not path.exists():
+                await asyncio.sleep(0.01)
+            assert read_live_file(path).status is None
+            sim.job.request_stop(sim.now)
+            for node, ranks in sim.job.attempt.placement.items():
+                ends = tuple(RankEnd(rank, Exit.STOPPED, sim.now, in_order=True) for rank in ranks)
+                sim.job.receive(node, RanksEnded(0, ends), sim.now)
 
     asyncio.run(end_while_it_is_written())
     last = read_live_file(path)
@@ -98,12 +95,11 @@ def test_the_last_state_has_the_job_s_status(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    sim = simulated_job()
-    writer = LiveWriter(LiveFile(tmp_path / "absent" / LIVE_FILE))
+    sim = simulated_job(tmp_path / "absent")
 
     async def write_twice() -> None:
-        await writer.finish(sim.job, sim.now)
-        await writer.finish(sim.job, sim.now)
+        async with writing_live_file(sim.job, lambda: sim.now):
+            await asyncio.sleep(0.2)
 
     asyncio.run(write_twice())
     assert capsys.readouterr().err.count("the live file cannot be written") == 1

@@ -33,7 +33,7 @@ from megascale.operate.driver.classify import Finding
 from megascale.operate.driver.decisions import nodes_in_doubt, record
 from megascale.operate.driver.driver import Clock, Driver
 from megascale.operate.driver.end_stages import stop_attempt
-from megascale.operate.driver.incidents import Action, Culprit, Incident, IncidentLog, JobHistory, read_events
+from megascale.operate.driver.incidents import Action, Culprit, Incident, JobHistory, open_log, read_events
 from megascale.operate.driver.job import Job
 from megascale.operate.driver.job_state import JobPlan
 from megascale.operate.driver.node_admission import MOST_COMPARED, NodeAdmission
@@ -126,9 +126,9 @@ def drive(
 
     async def play() -> Job:
         clock = Clock()
-        plan = JobPlan("run", nodes, 2 * nodes, ("train",), str(folder), checks=checks)
-        job = Job(plan, FaultConfig(), JobHistory(), lambda records, states: None, clock.now())  # type: ignore[arg-type, return-value]
-        log = IncidentLog(folder / "incidents.jsonl")
+        plan = JobPlan("run", nodes, 2 * nodes, ("train",), str(folder), checks=checks, folder=str(folder))
+        job = Job(plan, FaultConfig(), JobHistory(), clock.now())
+        log = open_log(folder / "incidents.jsonl")
         async with DriverServer(SECRET) as server:
             cluster.server = server
             driver = Driver(job, server, cluster, log, clock)  # type: ignore[arg-type]

@@ -38,7 +38,7 @@ from megascale.operate.driver.incidents import LOG_FILE, JobHistory, read_histor
 from megascale.operate.driver.job import Job
 from megascale.operate.driver.job_state import JobPlan, Stage
 from megascale.operate.driver.live_job import live_state
-from megascale.operate.driver.watch_stages import FIND_S
+from megascale.operate.driver.stages import FIND_S
 from tests.jobs import SECONDS, heed_signals, job_config
 from tests.operate.driver.test_one_host import with_planted
 from tests.operate.node.test_torchrun import Torchrun, free_port
@@ -51,7 +51,8 @@ class Observed:
     def __init__(self) -> None:
         verdict = Verdict("stopped", (1,))
         plan = JobPlan("run", 0, 0, (), "/logs", revivable=False, observed=True)
-        self.job = Job(plan, FaultConfig(agent_grace_s=60.0), JobHistory(), lambda records, states: verdict, 0.0)
+        self.job = Job(plan, FaultConfig(agent_grace_s=60.0), JobHistory(), 0.0)
+        self.job.hang_verdict = lambda records, states: verdict
         self.sent: list[Send] = []
         self.said: list[str] = []
         self.status: int | None = None

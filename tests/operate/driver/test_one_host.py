@@ -18,7 +18,7 @@ import pytest
 
 from megascale.core.errors import Exit, MegascaleError
 from megascale.operate.diagnose.hang import flight
-from megascale.operate.driver.one_host import OneHost, run_on_this_host
+from megascale.operate.driver.one_host import run_on_this_host
 from megascale.operate.node import environment
 from tests.jobs import Job, heed_signals, job_config, lives, wait_until_gone
 from tests.operate.diagnose.hang.dumps import Recorder
@@ -100,7 +100,7 @@ def run_watchdog(folder: Path, monkeypatch: pytest.MonkeyPatch, **planted: objec
     (folder / "site").mkdir()
     (folder / "site" / "sitecustomize.py").write_text(WATCHDOG.format(folder=str(folder / "flight"), **planted))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder / "site"), str(Path(__file__).parents[3])]))
-    assert run_on_this_host(OneHost(["--version"], 4, folder)) == Exit.UNCLASSIFIED
+    assert run_on_this_host(["--version"], 4, folder) == Exit.UNCLASSIFIED
 
 
 @pytest.mark.parametrize("stuck", [0, 3])
@@ -195,7 +195,7 @@ def test_a_rank_that_cannot_be_started_ends_the_others(tmp_path: Path, monkeypat
     real = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", popen)
     with pytest.raises(MegascaleError, match=r"rank 1 of 3 cannot be started on .*: Resource temp.* -> `ulimit -u`"):
-        run_on_this_host(OneHost(["check", "/dev/zero"], 3, tmp_path))
+        run_on_this_host(["check", "/dev/zero"], 3, tmp_path)
     assert started[0].returncode is not None
 
 
@@ -213,7 +213,7 @@ def test_last_words_of_a_rank_are_read_as_they_were_written(tmp_path: Path) -> N
     """In the encoding of the locale, which ranks share with their launcher."""
     (tmp_path / "sitecustomize.py").write_text(LAST_WORDS)
     code = "import sys; from pathlib import Path; from megascale.operate.driver import one_host\n"
-    code += "sys.exit(one_host.run_on_this_host(one_host.OneHost(['--version'], 2, Path(sys.argv[1]))))"
+    code += "sys.exit(one_host.run_on_this_host(['--version'], 2, Path(sys.argv[1])))"
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])
     env = dict(os.environ, PYTHONIOENCODING="latin-1", PYTHONUTF8="1", PYTHONPATH=path)
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env, stderr=subprocess.PIPE)
@@ -235,7 +235,7 @@ def test_a_failure_is_reported_without_the_log_of_a_lost_folder(
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(RENAMES.format(run=str(tmp_path / "run")))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])]))
-    assert run_on_this_host(OneHost(["--version"], 2, tmp_path / "run")) == 5
+    assert run_on_this_host(["--version"], 2, tmp_path / "run") == 5
     failed = f"megascale: rank 1 of 2 on {socket.gethostname()} failed: ended with status 5 and no error"
     output = f"its output: {tmp_path}/run/logs/rank-1.log"
     assert capfd.readouterr().err.splitlines()[-3:] == [failed, output, "the other 1 rank was ended"]

@@ -19,6 +19,7 @@ from megascale.core.network import LOOPBACK, reserve_port
 from megascale.core.rank import NODE_VARIABLE
 from megascale.core.run_folder import RunFolder
 from megascale.operate.channel.agent_channel import AgentChannel
+from megascale.operate.channel.driver_server import DriverServer
 from megascale.operate.channel.messages import Hello, Leave, Welcome
 from megascale.operate.driver.drive_job import drive_job
 from megascale.operate.driver.incidents import LOG_FILE
@@ -62,10 +63,11 @@ def test_the_last_copies_of_a_host_leave_nothing(tmp_path: Path) -> None:
 @contextlib.asynccontextmanager
 async def driven(config: RunConfig, folder: RunFolder | None) -> AsyncIterator[str]:
     """The address of the driver of a job in `folder`."""
-    plan = JobPlan("run", 1, 1, (), str(config.folder / "logs"), revivable=False)
+    plan = JobPlan("run", 1, 1, (), str(config.folder / "logs"), revivable=False, folder=str(config.folder))
     with reserve_port() as reserved:
         listen = LOOPBACK, reserved.getsockname()[1]
-        driving = asyncio.ensure_future(drive_job(config, plan, NoScheduler(), SECRET, listen, folder=folder))
+        server = DriverServer(SECRET, *listen)
+        driving = asyncio.ensure_future(drive_job(plan, config.fault, NoScheduler(), server, folder=folder))
         try:
             yield f"{listen[0]}:{listen[1]}"
         finally:

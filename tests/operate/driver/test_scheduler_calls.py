@@ -33,7 +33,7 @@ class Scheduler:
 
 def new_job(history: JobHistory | None = None) -> Job:
     plan = JobPlan("run", 2, 2, ("train",), "/logs", requestable=True)
-    return Job(plan, FaultConfig(), history or JobHistory(), lambda records, states: None, 0.0)  # type: ignore[arg-type, return-value]
+    return Job(plan, FaultConfig(), history or JobHistory(), 0.0)
 
 
 def test_an_agent_is_started_after_its_pause_unless_the_node_has_joined() -> None:
@@ -59,7 +59,7 @@ def test_a_new_driver_is_told_of_agents_that_have_ended_without_one() -> None:
     """The end of an agent that was told to a driver as it died is told to no other."""
     history = JobHistory(attempt=0, nodes=("a", "b"), world=2)
     plan = JobPlan("run", 2, 2, ("train",), "/logs", takeover=True)
-    job = Job(plan, FaultConfig(), history, lambda records, states: None, 0.0)  # type: ignore[arg-type, return-value]
+    job = Job(plan, FaultConfig(), history, 0.0)
     scheduler = Scheduler("bc")
 
     async def play() -> None:

@@ -18,6 +18,7 @@ from megascale.cli.main import main
 from megascale.config.loading import load_config
 from megascale.core.errors import Exit
 from megascale.core.run_folder import read_token, write_token
+from megascale.operate.channel.driver_server import DriverServer
 from megascale.operate.channel.secret import SECRET_VARIABLE, new_secret
 from megascale.operate.driver import drive_job, supervisor
 from megascale.operate.driver.driver import Driver
@@ -26,7 +27,6 @@ from megascale.operate.driver.job_state import JobPlan
 from megascale.operate.driver.scheduler.adapters import Adapter
 from megascale.operate.driver.scheduler.none import NoScheduler
 from megascale.operate.driver.scheduler.port import AgentLaunch
-from megascale.operate.driver.supervisor import LaunchPlan
 from tests.operate.driver.launched import launch_config
 
 EARLIER = [
@@ -134,9 +134,9 @@ def test_the_end_is_told_and_its_lines_are_written_as_soon_as_the_log_can_be(
 
     async def body() -> int:
         back = asyncio.ensure_future(come_back()) if heals else None
-        plan = JobPlan("run", 1, 1, (), str(config.folder / "logs"))
-        listen, size = ("127.0.0.1", 0), {"nodes": 1, "world": 1, "scheduler": "none"}
-        status = await drive_job.drive_job(config, plan, NoScheduler(), b"x" * 32, listen, size, told.append)
+        plan = JobPlan("run", 1, 1, (), str(config.folder / "logs"), folder=str(config.folder))
+        server, size = DriverServer(b"x" * 32), {"nodes": 1, "world": 1, "scheduler": "none"}
+        status = await drive_job.drive_job(plan, config.fault, NoScheduler(), server, size, told.append)
         if back is not None:
             await back
         return status
@@ -153,7 +153,7 @@ def test_the_end_is_told_and_its_lines_are_written_as_soon_as_the_log_can_be(
 
 def test_the_driver_tells_its_supervisor_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def end(*arguments: Any) -> int:
-        arguments[-2](93)
+        arguments[5](93)
         return 93
 
     monkeypatch.setattr(drive_job, "drive_job", end)
@@ -187,7 +187,7 @@ def test_agents_know_the_driver_by_name_and_it_listens_where_they_reach_it(
     monkeypatch.setitem(supervisor.ADAPTERS, "other", adapter)
     monkeypatch.setattr(supervisor, "_keep_driver", keep_driver)
     monkeypatch.setattr(socket, "getaddrinfo", lambda name, port, type: [(type, 0, 0, "", ("127.0.1.1", port))])
-    assert asyncio.run(supervisor.supervise(LaunchPlan(tmp_path, (), 1, "other"))) == Exit.OK
+    assert asyncio.run(supervisor.supervise(tmp_path, (), 1, "other")) == Exit.OK
     (name, port), (host, listened) = (address.rsplit(":", 1) for address in told)
     assert (name, host) == ("node7", "")
     assert port == listened

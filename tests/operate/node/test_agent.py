@@ -49,7 +49,7 @@ from megascale.operate.driver.classify import classify_ends
 from megascale.operate.node import agent, store_listener
 from megascale.operate.node.agent import Agent
 from megascale.operate.node.agent_ranks import AgentRanks
-from megascale.operate.node.node_place import DRIVER_LOST, NodePlace
+from megascale.operate.node.ranks import DRIVER_LOST, NodePlace
 from megascale.operate.node.stored_copies import stored_copies
 from megascale.record.rank_state import RankState
 from tests.core.test_run_folder import known

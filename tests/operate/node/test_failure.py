@@ -11,15 +11,8 @@ import pytest
 from megascale.core.errors import DataError, Exit, LostPeerError
 from megascale.core.rank import Rank
 from megascale.operate.diagnose.hang import flight
-from megascale.operate.node.failure import (
-    ERROR_FILE,
-    describe_status,
-    is_peer_lost,
-    main,
-    read_records,
-    write_end,
-    write_error,
-)
+from megascale.operate.node.failure import ERROR_FILE, is_peer_lost, read_records, write_end, write_error
+from megascale.operate.node.rank_ends import describe_status, main
 from tests.operate.diagnose.hang.dumps import Recorder
 
 

@@ -61,8 +61,8 @@ def test_a_rank_that_a_signal_ends_alone_at_the_start_is_named(tmp_path: Path) -
     (tmp_path / "sitecustomize.py").write_text(
         "import os, time\n"
         "if os.environ.get('RANK') == '0':\n"
-        "    import megascale.comm.init as init\n"
-        "    init.open_store = lambda *args: time.sleep(600)\n"
+        "    import megascale.comm.meeting as meeting\n"
+        "    meeting.open_store = lambda *args: time.sleep(600)\n"
     )
     while not (log := job.folder / "logs" / "rank-1.log").exists() or "has waited" not in log.read_text():
         assert job.process.poll() is None

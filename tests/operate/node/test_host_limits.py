@@ -7,16 +7,31 @@ from pathlib import Path
 
 import pytest
 
+from megascale.config.finding import Finding
 from megascale.config.run import RunConfig
 from megascale.operate.node import host_limits
-from megascale.operate.node.host_limits import (
-    limit_findings,
-    max_open_epochs,
-    memory_findings,
-    min_open_files,
-    wanted_open_files,
-)
+from megascale.operate.node.host_limits import datasets_by_split, memory_findings
 from tests.runs import GPT, config_of, settings
+
+
+def needs(config: RunConfig) -> tuple[list[int], int]:
+    return datasets_by_split(config.data, config.train.eval_every), config.world_size
+
+
+def wanted_open_files(config: RunConfig) -> int:
+    return host_limits.wanted_open_files(*needs(config))
+
+
+def min_open_files(config: RunConfig) -> int:
+    return host_limits.min_open_files(*needs(config))
+
+
+def max_open_epochs(config: RunConfig, of_split: int) -> int:
+    return host_limits.max_open_epochs(*needs(config), of_split)
+
+
+def limit_findings(config: RunConfig, ranks: int) -> list[Finding]:
+    return list(host_limits.limit_findings(*needs(config), ranks, saves=bool(config.checkpoint.every)))
 
 
 def run_of(folder: Path, datasets: int = 0, **overrides: object) -> RunConfig:
@@ -58,7 +73,7 @@ def test_fewer_stay_open_under_a_low_limit(tmp_path: Path, file_limit: object, m
     file_limit(1024, 1024)  # type: ignore[operator]
     assert max_open_epochs(config, 400) == (1024 - 256) // 3
     assert max_open_epochs(evaluated, 400) == (1024 - 256) // 3 // 2
-    assert not list(limit_findings(config, 1))
+    assert not limit_findings(config, 1)
     file_limit(sys.maxsize, sys.maxsize)  # type: ignore[operator]
     monkeypatch.setattr(host_limits, "memory_map_limit", lambda: 1000)
     assert max_open_epochs(config, 400) == 166
@@ -87,8 +102,8 @@ def test_processes_are_counted_for_other_users_than_root(tmp_path: Path, monkeyp
 
 def test_copies_in_memory_that_do_not_fit_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = run_of(tmp_path, checkpoint__every=1, checkpoint__memory_every=1, checkpoint__memory_dir=str(tmp_path))
-    assert not list(memory_findings(config, 1, 1000))
+    assert not list(memory_findings(config.checkpoint, 1, 1000))
     monkeypatch.setattr(host_limits, "_free_bytes", lambda folder: 1 << 10)
-    [finding] = memory_findings(config, 2, 1000)
+    [finding] = memory_findings(config.checkpoint, 2, 1000)
     assert "has 1.00 KiB free, copies of 2 ranks need up to 3.91 KiB" in finding.message
-    assert not list(memory_findings(run_of(tmp_path, checkpoint__every=1), 2, 1000))
+    assert not list(memory_findings(run_of(tmp_path, checkpoint__every=1).checkpoint, 2, 1000))

@@ -19,10 +19,10 @@ from megascale.core.network import LOOPBACK
 from megascale.core.run_folder import read_token, write_token
 from megascale.operate.channel.messages import RankEnd, Start
 from megascale.operate.driver.classify import classify_ends
-from megascale.operate.node import node_ranks
-from megascale.operate.node.node_place import NodePlace
+from megascale.operate.node import node_ranks, rank_ends
 from megascale.operate.node.node_ranks import NodeRanks, remove_lost_records
 from megascale.operate.node.rank_ends import describe_end
+from megascale.operate.node.ranks import NodePlace
 from megascale.record.log_files import log_path
 from tests.core.test_run_folder import known
 from tests.marks import needs_mount
@@ -85,7 +85,7 @@ def test_ranks_are_not_started_when_the_folder_of_logs_does_not_answer(
 ) -> None:
     monkeypatch.setattr(node_ranks, "FILES_S", 0.05)
     answer = threading.Event()
-    monkeypatch.setattr(NodeRanks, "_prepare_logs", lambda self, restore: answer.wait(30))
+    monkeypatch.setattr(node_ranks, "prepare_logs", lambda order, node, restore: answer.wait(30))
     ends: list[RankEnd] = []
     asyncio.run(ranks_of(tmp_path, ends).start(None, []))
     answer.set()
@@ -100,15 +100,14 @@ def test_no_rank_starts_after_a_stop(fails: bool, tmp_path: Path, monkeypatch: p
     """A signal ends the agent while the folder of logs is made. If that fails, no rank of the attempt has ended."""
     begun, answer = threading.Event(), threading.Event()
 
-    def prepare(ranks: NodeRanks, *, restore: bool) -> None:
+    def prepare(order: Start, node: str, *, restore: bool) -> None:
         begun.set()
         answer.wait(30)
         if fails:
             raise OSError(errno.EIO, "Input/output error")
-        prepare_logs(ranks, restore=restore)
+        rank_ends.prepare_logs(order, node, restore=restore)
 
-    prepare_logs = NodeRanks._prepare_logs
-    monkeypatch.setattr(NodeRanks, "_prepare_logs", prepare)
+    monkeypatch.setattr(node_ranks, "prepare_logs", prepare)
 
     async def body() -> None:
         ranks = ranks_of(tmp_path, ends := [])
@@ -195,7 +194,7 @@ def test_ranks_start_once_the_folder_is_back_and_has_space(
             write_token(mkdir(run), "id", "first")
         await sleep(min(seconds, 0.01))
 
-    monkeypatch.setattr(node_ranks, "check_space", check_space)
+    monkeypatch.setattr(rank_ends, "check_space", check_space)
     monkeypatch.setattr(asyncio, "sleep", pause)
     asyncio.run(asyncio.wait_for(until_ended(ranks_in(run, ends, 1000.0), ends), 60))
     assert [end.status for end in ends] == [0, 0] and len(looks) == (3 if trouble == "full" else 1)

@@ -77,7 +77,7 @@ def test_the_environment_says_where_to_meet() -> None:
 
 def test_the_status_of_a_job_is_that_of_the_rank_that_failed_first(tmp_path: Path) -> None:
     def status() -> tuple[str, str]:
-        command = [sys.executable, "-m", "megascale.operate.node.failure", str(tmp_path), "143"]
+        command = [sys.executable, "-m", "megascale.operate.node.rank_ends", str(tmp_path), "143"]
         result = subprocess.run(command, capture_output=True, text=True, check=True)
         return result.stdout.strip(), result.stderr.strip()
 

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.operate.store.node_rows import NodeRows, RankRows, Texts, row_type, step_parts
-from megascale.operate.store.schema import TABLES, TAGS
+from megascale.operate.store.schema import TABLES
 from megascale.operate.store.table_files import arrow_table
 from megascale.record.label import Label
+from megascale.record.layout import TAGS
 from megascale.record.log_reader import LogReader
 from tests.operate.store.played_ranks import EPOCH_NS, PlayedRank
 

@@ -66,7 +66,8 @@ def held(rank: Rank, configs: list[RunConfig]) -> list[int]:
     for config in configs:
         run = build_run(rank, config)
         (stage,), micro_batch = run.stages, run.train_loader.batch(0).micro_batch(0)
-        run.fp8_state.begin_step(collect_stats=False)
+        if run.fp8_state is not None:
+            run.fp8_state.begin_step(collect_stats=False)
         stage(None, micro_batch)  # fills caches
         sizes.append(held_bytes(lambda stage=stage, micro_batch=micro_batch: stage(None, micro_batch)))
     return sizes

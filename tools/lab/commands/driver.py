@@ -21,6 +21,7 @@ from pathlib import Path
 from lab import LAB
 from lab.simulation import Simulation
 from megascale.config.fault import FaultConfig
+from megascale.core.append_file import AppendFile
 from megascale.core.errors import Exit
 from megascale.operate.channel.agent_channel import AgentChannel
 from megascale.operate.channel.driver_server import DriverServer
@@ -37,9 +38,8 @@ from megascale.operate.channel.messages import (
     to_json,
 )
 from megascale.operate.channel.secret import DESCRIPTOR_VARIABLE, job_secret, new_secret, secret_descriptor
-from megascale.operate.diagnose.hang.hang import Verdict
 from megascale.operate.driver.driver import Clock, Driver
-from megascale.operate.driver.incidents import IncidentLog, JobHistory
+from megascale.operate.driver.incidents import JobHistory
 from megascale.operate.driver.job import Job
 from megascale.operate.driver.job_state import JobPlan
 from megascale.operate.driver.scheduler.none import NoScheduler
@@ -102,7 +102,7 @@ async def measure(options: argparse.Namespace, processes: list[subprocess.Popen]
     count, settings = options.agents, FaultConfig(check_nodes=False)
     plan = JobPlan("bench", count, count * options.ranks, (), "/")
     clock = Clock()
-    job = Job(plan, settings, JobHistory(), lambda records, states: Verdict("collective"), clock.now())
+    job = Job(plan, settings, JobHistory(), clock.now())
     text = new_secret()
     with secret_descriptor(text) as descriptor:
         os.environ[DESCRIPTOR_VARIABLE] = str(descriptor)
@@ -111,7 +111,7 @@ async def measure(options: argparse.Namespace, processes: list[subprocess.Popen]
                 size = min(AGENTS_PER_PROCESS, count - first)
                 words = [sys.executable, LAB, "driver", "--serve", server.address, str(first), str(size)]
                 processes.append(subprocess.Popen(words, pass_fds=[descriptor]))
-            driver = Driver(job, server, NoScheduler(), IncidentLog(Path(os.devnull)), clock)
+            driver = Driver(job, server, NoScheduler(), AppendFile(Path(os.devnull)), clock)
             running = asyncio.ensure_future(driver.run())
             deadline = time.monotonic() + JOIN_S
             while job.attempt is None or not job.attempt.watch.has_new_step:

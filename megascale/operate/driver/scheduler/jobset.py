@@ -1,4 +1,4 @@
-"""Kubernetes: the manifest of a run as a JobSet, and the scheduler inside its pods.
+"""Kubernetes: the manifest of a run as a JobSet, inside of whose pods there is no scheduler (`scheduler.none`).
 
 The JobSet has a pod for the driver, and an agent in each of N + K further pods, spares included, each on a node of its
 own. Kubernetes restarts containers in place and replaces lost pods; which pods train is the driver's decision.
@@ -15,7 +15,6 @@ Sources: jobset.x-k8s.io/v1alpha2 (0.11 and later, feature gate InPlaceRestart),
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
@@ -31,8 +30,6 @@ from megascale.operate.driver.scheduler.port import (
     AGENT_COMMAND,
     DRIVER_VARIABLE,
     SLOTS_VARIABLE,
-    AgentEnd,
-    Node,
     SchedulerError,
 )
 
@@ -83,17 +80,14 @@ class JobSetPlan:
 
 def manifest(plan: JobSetPlan) -> str:
     """Return the manifest, two YAML documents: the secret and the JobSet."""
-    return "---\n".join(f"{_yaml(document)}\n" for document in (_secret(plan), jobset(plan)))
-
-
-def _secret(plan: JobSetPlan) -> dict[str, Any]:
-    return {
+    secret = {
         "apiVersion": "v1",
         "kind": "Secret",
         "metadata": {"name": plan.name},
         "type": "Opaque",
         "stringData": {_SECRET_KEY: plan.secret},
     }
+    return "---\n".join(f"{_yaml(document)}\n" for document in (secret, jobset(plan)))
 
 
 def jobset(plan: JobSetPlan) -> dict[str, Any]:
@@ -101,6 +95,7 @@ def jobset(plan: JobSetPlan) -> dict[str, Any]:
     launch = [plan.python, "-m", "megascale", "launch", *plan.arguments, "--scheduler", "jobset"]
     agent = [plan.python, *AGENT_COMMAND[1:]]
     gpus = {"resources": {"limits": {"nvidia.com/gpu": plan.gpus}}} if plan.gpus else {}
+    driver = _pod(plan, "driver", launch, {}) | {"restartPolicy": "Never"}  # podFailurePolicy asks for it
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -115,7 +110,7 @@ def jobset(plan: JobSetPlan) -> dict[str, Any]:
                 "rules": [{"name": "recurs", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
             },
             "replicatedJobs": [
-                {"name": "driver", "replicas": 1, "template": {"spec": _job(1, _driver_pod(plan, launch), _RULES)}},
+                {"name": "driver", "replicas": 1, "template": {"spec": _job(1, driver, _RULES)}},
                 {
                     "name": "agent",
                     "replicas": 1,
@@ -152,17 +147,10 @@ def _job(pods: int, pod: dict[str, Any], rules: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def _driver_pod(plan: JobSetPlan, command: list[str]) -> dict[str, Any]:
-    return _pod(plan, "driver", command, {}) | {"restartPolicy": "Never"}  # podFailurePolicy asks for it
-
-
 def _agent_pod(plan: JobSetPlan, command: list[str], resources: Mapping[str, Any]) -> dict[str, Any]:
     """Return an agent's pod: one on a node, with the node's shared memory for copies of the state."""
     labels = {"jobset.sigs.k8s.io/jobset-name": plan.name, "jobset.sigs.k8s.io/replicatedjob-name": "agent"}
-    others = {
-        "labelSelector": {"matchLabels": labels},
-        "topologyKey": "kubernetes.io/hostname",
-    }
+    others = {"labelSelector": {"matchLabels": labels}, "topologyKey": "kubernetes.io/hostname"}
     pod = _pod(plan, "agent", command, resources)
     pod["containers"][0]["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
     pod["volumes"].append({"name": "shm", "emptyDir": {"medium": "Memory"}})
@@ -199,18 +187,15 @@ def _yaml(value: Any, indent: int = 0) -> str:
     """Format nested values as YAML in block style. Scalars are JSON, which is YAML."""
     space = "  " * indent
     if isinstance(value, Mapping) and value:
-        lines = [f"{space}{key}:{_after(item, indent)}" for key, item in value.items()]
-        return "\n".join(lines)
+        nested = {key: isinstance(item, Mapping | list) and bool(item) for key, item in value.items()}
+        after = {
+            key: "\n" + _yaml(item, indent + 1) if nested[key] else f" {json.dumps(item)}"
+            for key, item in value.items()
+        }
+        return "\n".join(f"{space}{key}:{text}" for key, text in after.items())
     if isinstance(value, list) and value:
         return "\n".join(f"{space}- {_yaml(item, indent + 1).lstrip()}" for item in value)
     return f"{space}{json.dumps(value)}"
-
-
-def _after(value: Any, indent: int) -> str:
-    """Format what follows a key."""
-    if isinstance(value, Mapping | list) and value:
-        return "\n" + _yaml(value, indent + 1)
-    return f" {json.dumps(value)}"
 
 
 def driver_endpoint(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
@@ -221,37 +206,3 @@ def driver_endpoint(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
         what = f"this is no pod of a JobSet: {ADDRESS_VARIABLE} or {DRIVER_VARIABLE} is not set"
         raise SchedulerError(what, hint=hint)
     return host, int(port)
-
-
-class PodScheduler:
-    """`Scheduler` in the driver's pod. Pods of agents start by themselves, and join; their number is the manifest's. A
-    node is excluded by name: the agent of a new pod on it is turned away.
-    """
-
-    async def nodes(self) -> Sequence[Node]:
-        return ()
-
-    async def without_agent(self) -> Sequence[str]:
-        """Return no node: Kubernetes starts the agents."""
-        return ()
-
-    async def start_agent(self, node: str) -> None:
-        """Do nothing: Kubernetes restarts the container of an agent that has ended."""
-
-    async def next_end(self) -> AgentEnd:
-        """Never return: only missing heartbeats say that an agent ended."""
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async def exclude(self, node: str, reason: str, until: float | None) -> None:
-        """Do nothing: the driver turns the node away. To keep pods off it, cordon the node."""
-
-    async def request(self, count: int) -> Sequence[Node]:
-        """Return no node: a replacement joins by itself."""
-        return ()
-
-    async def release(self, node: str) -> None:
-        """Do nothing: the driver has told the agent to leave."""
-
-    async def stop(self, requeue: bool, grace_s: float) -> None:
-        """Do nothing: the end of the driver's pod ends the JobSet."""

@@ -19,17 +19,10 @@ from pathlib import Path
 from megascale.core.network import LOOPBACK
 from megascale.core.rank import NODE_VARIABLE
 from megascale.operate.channel.secret import DESCRIPTOR_VARIABLE, secret_descriptor
-from megascale.operate.driver.scheduler.port import (
-    LAUNCH_VARIABLE,
-    AgentEnd,
-    AgentLaunch,
-    Node,
-    SchedulerError,
-)
-from megascale.operate.driver.scheduler.processes import AgentProcesses
+from megascale.operate.driver.scheduler.port import LAUNCH_VARIABLE, AgentLaunch, Node, SchedulerError
+from megascale.operate.driver.scheduler.processes import HeldNodes
 
 _DEATH_S = 10.0  # limit for the end of killed processes
-
 
 TESTBED_VARIABLE = "MEGASCALE_TESTBED"
 """Environment variable of `megascale launch --scheduler testbed`, which runs on the first host of an open testbed: the
@@ -53,38 +46,23 @@ def hosts_from_environment(env: Mapping[str, str] = os.environ) -> list[NodeHost
     return [NodeHost(**each) for each in json.loads(env[TESTBED_VARIABLE])]
 
 
-class LocalScheduler:
-    """`Scheduler` on this host: node0 to node{count-1} at first, and `extra` more on request (None: no limit).
+class LocalScheduler(HeldNodes):
+    """`Scheduler` on this host: node0 to node{count-1} at first, and more on request.
 
     `hosts`: of a testbed, host i for node i; their number limits the nodes.
     """
 
-    def __init__(
-        self, count: int, agent: AgentLaunch, extra: int | None = None, hosts: Sequence[NodeHost] | None = None
-    ) -> None:
-        self._agent = agent
+    def __init__(self, count: int, agent: AgentLaunch, hosts: Sequence[NodeHost] | None = None) -> None:
         self._hosts = hosts
-        self._most = count + extra if extra is not None else None
-        if hosts is not None:
-            self._most = min(len(hosts), self._most or len(hosts))
-            if count > len(hosts):
-                raise SchedulerError(f"{count} nodes on a testbed of {len(hosts)} hosts")
+        if hosts is not None and count > len(hosts):
+            raise SchedulerError(f"{count} nodes on a testbed of {len(hosts)} hosts")
         self.launch = secrets.token_hex(8)
-        self._processes = AgentProcesses()
-        self._held = {node.name: node for node in map(self._node, range(count))}
         self._given = count
-        self._released: list[Node] = []
-        self._excluded: dict[str, float] = {}
-
-    async def nodes(self) -> Sequence[Node]:
-        return tuple(self._held.values())
-
-    async def without_agent(self) -> Sequence[str]:
-        return [node for node in self._held if self._processes.pid(node) is None]
+        super().__init__(agent, map(self._node, range(count)))
 
     async def start_agent(self, node: str) -> None:
         self._check_held(node)
-        await self._kill(node)
+        await self._end(node)
         host = self._host(int(node.removeprefix("node")))
         command = [*host.prefix, *self._agent.command]
         env = dict(os.environ) | dict(host.environment) | self._agent.variables(self._held[node])
@@ -93,40 +71,28 @@ class LocalScheduler:
             env[DESCRIPTOR_VARIABLE] = str(secret)
             self._processes.start(node, command, env, self._agent.log(self._held[node]), [secret])
 
-    async def next_end(self) -> AgentEnd:
-        return await self._processes.next_end()
-
-    async def exclude(self, node: str, reason: str, until: float | None) -> None:
-        self._excluded[node] = float("inf") if until is None else until
-
     async def request(self, count: int) -> Sequence[Node]:
-        allowed = [node for node in self._released if self._excluded.get(node.name, 0) <= time.time()][:count]
-        for node in allowed:
-            self._released.remove(node)
-        limit = count - len(allowed) if self._most is None else min(count - len(allowed), self._most - self._given)
-        if not allowed and not limit:
+        again = self._take(count)
+        wanted = count - len(again)
+        limit = wanted if self._hosts is None else min(wanted, len(self._hosts) - self._given)
+        if not again and not limit:
             raise SchedulerError("there is no further node")
-        new = [*allowed, *map(self._node, range(self._given, self._given + limit))]
+        new = [*map(self._node, range(self._given, self._given + limit))]
         self._given += limit
         self._held |= {node.name: node for node in new}
-        return tuple(new)
-
-    async def release(self, node: str) -> None:
-        self._check_held(node)
-        await self._kill(node)
-        self._released.append(self._held.pop(node))
+        return (*again, *new)
 
     async def stop(self, requeue: bool, grace_s: float) -> None:
-        await self._processes.end_all(grace_s)
+        await self._processes.end(list(self._held), grace_s)
         for node in self._held:
-            await self._kill(node)
+            await self._end(node)
 
     def processes(self, node: str) -> list[int]:
         """Return the processes of a node: its agent, ranks and their children."""
         return node_processes(self.launch, node)
 
-    async def _kill(self, node: str) -> None:
-        await self._processes.end([node], 0)
+    async def _end(self, node: str) -> None:
+        await super()._end(node)
         deadline = time.monotonic() + _DEATH_S
         while pids := self.processes(node):
             if time.monotonic() > deadline:
@@ -135,10 +101,6 @@ class LocalScheduler:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             await asyncio.sleep(0.01)
-
-    def _check_held(self, node: str) -> None:
-        if node not in self._held:
-            raise SchedulerError(f"the job does not hold node {node}")
 
     def _node(self, number: int) -> Node:
         return Node(f"node{number}", self._host(number).address)

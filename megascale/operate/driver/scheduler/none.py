@@ -1,41 +1,41 @@
-"""No scheduler: another launcher runs the ranks, and the agents, its observers, join by themselves."""
+"""No scheduler: nodes join by themselves."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 
-from megascale.operate.driver.scheduler.port import AgentEnd, Node, SchedulerError
+from megascale.operate.driver.scheduler.port import AgentEnd, Node
 
 
 class NoScheduler:
-    """The scheduler port (`scheduler.port`) of a job that is only watched."""
+    """`Scheduler` of a job whose agents others start: observers beside the ranks of another launcher, the agent in this
+    process, or pods of a JobSet, whose number is the manifest's. A node is excluded by name: the driver turns away an
+    agent that joins on it. To keep pods off it, cordon the node.
+    """
 
     async def nodes(self) -> Sequence[Node]:
-        """Return no node: nodes join by themselves."""
         return ()
 
     async def without_agent(self) -> Sequence[str]:
-        """Return no node: observers start by themselves."""
         return ()
 
     async def start_agent(self, node: str) -> None:
-        """Raises: SchedulerError"""
-        raise SchedulerError(f"the observer of node {node} is not started from here")
+        """Do nothing: Kubernetes restarts the container of an agent that has ended."""
 
     async def next_end(self) -> AgentEnd:
-        """Never return: only missing heartbeats say that an observer ended."""
+        """Never return: only missing heartbeats say that an agent ended."""
         return await asyncio.get_running_loop().create_future()
 
     async def exclude(self, node: str, reason: str, until: float | None) -> None:
-        """Nothing is held."""
+        """Do nothing: the driver has told the agent to leave."""
 
     async def request(self, count: int) -> Sequence[Node]:
-        """Raises: SchedulerError"""
-        raise SchedulerError("another launcher holds the nodes")
+        """Return no node: a replacement joins by itself."""
+        return ()
 
     async def release(self, node: str) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
     async def stop(self, requeue: bool, grace_s: float) -> None:
-        """Nothing runs."""
+        """Do nothing: agents leave at the driver's word, and the end of its pod ends a JobSet."""

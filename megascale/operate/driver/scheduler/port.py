@@ -7,7 +7,7 @@ driver in a process of its own calls the adapter through `remote.SchedulerClient
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -19,14 +19,12 @@ from megascale.core.rank import NODE_VARIABLE
 ADDRESS_VARIABLE = "MEGASCALE_NODE_ADDRESS"
 """Environment variable of an agent: the name or address by which other nodes reach its node."""
 
-DRIVER_VARIABLE = "MEGASCALE_DRIVER"
-"""Environment variable of an agent: `host:port` of the driver."""
+DRIVER_VARIABLE = "MEGASCALE_DRIVER"  # environment variable of an agent: `host:port` of the driver
 
 SLOTS_VARIABLE = "MEGASCALE_NODE_SLOTS"
 """Environment variable of an agent: ranks that its node runs, each with a device; by default one a usable core."""
 
-LAUNCH_VARIABLE = "MEGASCALE_LAUNCH"
-"""Environment variable of all processes of a launch: a random id."""
+LAUNCH_VARIABLE = "MEGASCALE_LAUNCH"  # environment variable of all processes of a launch: a random id
 
 AGENT_COMMAND = tuple(module_command("megascale", "agent"))
 
@@ -57,21 +55,20 @@ class AgentEnd:
 @dataclass(frozen=True)
 class AgentLaunch:
     """How agents are started. `driver`: its `host:port`; `secret`: the job's, never on a command line; `logs`: folder
-    of the agents' output, agent-NODE.log; `environment`: further variables; `slots`: ranks of a node, 0 for one a core.
+    of the agents' output, agent-NODE.log; `slots`: ranks of a node, 0 for one a core.
     """
 
     driver: str
     secret: str = field(repr=False)
     logs: Path
     command: Sequence[str] = AGENT_COMMAND
-    environment: Mapping[str, str] = field(default_factory=dict)
     slots: int = 0
 
     def variables(self, node: Node) -> dict[str, str]:
         """Return the variables of a node's agent, without the secret."""
         names = {NODE_VARIABLE: node.name, ADDRESS_VARIABLE: node.address, DRIVER_VARIABLE: self.driver}
         slots = {SLOTS_VARIABLE: str(self.slots)} if self.slots else {}
-        return slots | dict(self.environment) | names
+        return slots | names
 
     def log(self, node: Node) -> Path:
         """Return the file of the agent's output."""

@@ -1,4 +1,8 @@
-"""Agents as child processes: started without threads, each in its own session, and waited for by the event loop."""
+"""Agents as child processes: started without threads, each in its own session, and waited for by the event loop.
+
+- `AgentProcesses`: the children; `HeldNodes`: an adapter's nodes, with a child each
+- `run`: another command
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,17 @@ import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 from megascale.core.process import die_with_parent
-from megascale.operate.driver.scheduler.port import AgentEnd, SchedulerError
+from megascale.operate.driver.scheduler.port import AgentEnd, AgentLaunch, Node, SchedulerError
+from megascale.operate.node.threads import call_at_end
 
-LAST_LINES = 20
-"""Lines of an agent's output in its `AgentEnd`."""
+LAST_LINES = 20  # lines of an agent's output in its `AgentEnd`
 
 _LAST_BYTES = 16 << 10
 
@@ -25,7 +30,6 @@ _LAST_BYTES = 16 << 10
 @dataclass
 class _Child:
     process: subprocess.Popen
-    log: Path
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     expected: bool = False  # killed by this process: no `AgentEnd`
 
@@ -73,20 +77,18 @@ class AgentProcesses:
         except OSError as error:
             what = f"the agent of node {node} cannot be started: {error.strerror}: {error.filename}"
             raise SchedulerError(what) from None
-        self._forget_ends(node)
-        child = self._children[node] = _Child(process, log)
-        on_end(process, lambda: self._on_end(node, child))
-
-    def _forget_ends(self, node: str) -> None:
-        """Drop an end that nobody has asked for yet: the node has another child now."""
-        for _ in range(self._ends.qsize()):
+        for _ in range(self._ends.qsize()):  # of an earlier child: nobody has asked for its end yet
             if (end := self._ends.get_nowait()).node != node:
                 self._ends.put_nowait(end)
+        child = self._children[node] = _Child(process)
 
-    def signal(self, node: str, number: int) -> None:
-        """Send a signal to the process group of a node's child."""
-        if node in self._children:
-            self._children[node].signal(number)
+        def take_end() -> None:
+            status = process.wait()
+            child.ended.set()
+            if not child.expected:
+                self._ends.put_nowait(AgentEnd(node, status, last_lines(log)))
+
+        call_at_end(process.pid, take_end)
 
     async def end(self, nodes: Sequence[str], grace: float) -> None:
         """End the children of nodes without an `AgentEnd`: SIGTERM, and SIGKILL after `grace` seconds."""
@@ -97,18 +99,56 @@ class AgentProcesses:
             await _signal_and_wait(running, signal.SIGTERM, grace)
         await _signal_and_wait(running, signal.SIGKILL, None)
 
-    async def end_all(self, grace: float) -> None:
-        """End all children."""
-        await self.end(list(self._children), grace)
-
     async def next_end(self) -> AgentEnd:
         """Wait for the next end of a child that nobody asked for."""
         return await self._ends.get()
 
-    def _on_end(self, node: str, child: _Child) -> None:
-        child.ended.set()
-        if not child.expected:
-            self._ends.put_nowait(AgentEnd(node, child.process.returncode, last_lines(child.log)))
+
+class HeldNodes:
+    """The part of an adapter that holds nodes, on each of which a child process is or starts its agent. `grace_s`: for
+    a child to end; `others`: nodes that the job does not hold, and may get.
+    """
+
+    def __init__(self, agent: AgentLaunch, held: Iterable[Node], others: Iterable[Node] = (), grace_s: float = 0.0):
+        self._agent = agent
+        self._processes = AgentProcesses()
+        self._held = {node.name: node for node in held}
+        self._others = list(others)
+        self._grace_s = grace_s
+        self._excluded: dict[str, float] = {}
+
+    async def nodes(self) -> Sequence[Node]:
+        return tuple(self._held.values())
+
+    async def without_agent(self) -> Sequence[str]:
+        return [node for node in self._held if self._processes.pid(node) is None]
+
+    async def next_end(self) -> AgentEnd:
+        return await self._processes.next_end()
+
+    async def exclude(self, node: str, reason: str, until: float | None) -> None:
+        self._excluded[node] = float("inf") if until is None else until
+
+    async def release(self, node: str) -> None:
+        self._check_held(node)
+        await self._end(node)
+        self._others.append(self._held.pop(node))
+
+    async def _end(self, node: str) -> None:
+        """End what runs on a node."""
+        await self._processes.end([node], self._grace_s)
+
+    def _take(self, count: int) -> list[Node]:
+        """Hold up to `count` of the other nodes, without those that are excluded now, and return them."""
+        new = [node for node in self._others if self._excluded.get(node.name, 0) <= time.time()][:count]
+        for node in new:
+            self._others.remove(node)
+            self._held[node.name] = node
+        return new
+
+    def _check_held(self, node: str) -> None:
+        if node not in self._held:
+            raise SchedulerError(f"the job does not hold node {node}")
 
 
 def _open_log(log: Path) -> BinaryIO:
@@ -119,28 +159,15 @@ def _open_log(log: Path) -> BinaryIO:
         return open(os.devnull, "ab")
 
 
-def on_end(process: subprocess.Popen, call: Callable[[], object]) -> None:
-    """Wait for a process in the event loop, then call `call`. asyncio's own watcher would use a thread."""
-    loop, descriptor = asyncio.get_running_loop(), os.pidfd_open(process.pid)
-
-    def ended() -> None:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
-        process.wait()
-        call()
-
-    loop.add_reader(descriptor, ended)
-
-
 async def run(*command: str) -> tuple[int, str]:
     """Run a command and return its exit status and output, errors included. Raises: OSError"""
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
         ended = asyncio.Event()
-        on_end(process, ended.set)
+        call_at_end(process.pid, ended.set)  # asyncio's own watcher would use a thread
         await ended.wait()
         output.seek(0)
-        return process.returncode, output.read().decode(errors="replace").strip()
+        return process.wait(), output.read().decode(errors="replace").strip()
 
 
 async def _signal_and_wait(children: Sequence[_Child], number: int, seconds: float | None) -> None:

@@ -23,14 +23,12 @@ from megascale.operate.print_line import print_line
 
 CALLS = ("nodes", "without_agent", "start_agent", "next_end", "exclude", "request", "release", "stop")
 
-BEAT_S = 1.0
-"""Seconds between the beats of a client."""
+BEAT_S = 1.0  # seconds between the beats of a client
 
 MOST_LINE_BYTES = 1 << 26
 """Most bytes of a line: the nodes of a job of 10,000 take half a mebibyte, and asyncio's default is 64 KiB."""
 
-MOST_REASON = 1000
-"""Most characters of the reason for an exclusion, which may be the message of any error."""
+MOST_REASON = 1000  # most characters of the reason for an exclusion, which may be the message of any error
 
 
 async def serve(
@@ -44,7 +42,7 @@ async def serve(
     `heard` is called at each of its beats, `ended` with the status of a job that has ended. A driver that sends
     anything else than such lines is hung up on.
     """
-    reader, writer = await _open(connection)
+    reader, writer = await asyncio.open_connection(sock=connection, limit=MOST_LINE_BYTES)
     calls: set[asyncio.Task[None]] = set()
     try:
         while line := await reader.readline():
@@ -67,10 +65,6 @@ async def serve(
             task.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
         writer.close()
-
-
-async def _open(connection: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    return await asyncio.open_connection(sock=connection, limit=MOST_LINE_BYTES)
 
 
 async def _answer(scheduler: Scheduler, call: dict[str, Any], writer: asyncio.StreamWriter) -> None:
@@ -109,7 +103,7 @@ class SchedulerClient:
     @classmethod
     async def connect(cls, connection: socket.socket) -> SchedulerClient:
         """Return the client at one end of a socket pair."""
-        return cls(*await _open(connection))
+        return cls(*await asyncio.open_connection(sock=connection, limit=MOST_LINE_BYTES))
 
     async def nodes(self) -> Sequence[Node]:
         return [Node(**each) for each in await self._call("nodes")]
@@ -172,17 +166,15 @@ class SchedulerClient:
         try:
             with contextlib.suppress(ConnectionError):
                 while line := await reader.readline():
-                    self._take(json.loads(line))
+                    message = json.loads(line)
+                    answer = self._waiting.get(message["id"])
+                    if answer is None or answer.done():  # its caller was cancelled
+                        continue
+                    if "error" in message:
+                        answer.set_exception(SchedulerError(message["error"], hint=message["hint"]))
+                    else:
+                        answer.set_result(message["result"])
         finally:  # whatever ended it, nobody is left waiting
             for answer in self._waiting.values():
                 if not answer.done():
                     answer.set_exception(SchedulerError("the supervisor has ended"))
-
-    def _take(self, message: dict[str, Any]) -> None:
-        answer = self._waiting.get(message["id"])  # None: its caller was cancelled
-        if answer is None or answer.done():
-            return
-        if "error" in message:
-            answer.set_exception(SchedulerError(message["error"], hint=message["hint"]))
-        else:
-            answer.set_result(message["result"])

@@ -17,8 +17,8 @@ from dataclasses import replace
 
 from megascale.operate.channel.secret import SECRET_VARIABLE
 from megascale.operate.driver.scheduler.port import AgentEnd, AgentLaunch, Node, SchedulerError
-from megascale.operate.driver.scheduler.processes import AgentProcesses, run
-from megascale.operate.node.node_place import DRIVER_LOST
+from megascale.operate.driver.scheduler.processes import HeldNodes, run
+from megascale.operate.node.ranks import DRIVER_LOST
 
 SUCCESSOR_VARIABLE = "MEGASCALE_SUCCESSOR"
 """Environment variable: the id of the job that takes over when this one ends without success."""
@@ -29,8 +29,7 @@ DRAIN_VARIABLE = "MEGASCALE_SLURM_DRAIN"
 RELEASE_GRACE_S = 5.0
 """Seconds that Slurm has to kill a step; then only its client is killed, because the node does not answer."""
 
-LOOK_S = 15
-"""Seconds between looks of an agent without a driver at the nodes of the job."""
+LOOK_S = 15  # seconds between looks of an agent without a driver at the nodes of the job
 
 STOP_GRACE_S = 35.0
 """Seconds that Slurm has to kill the steps at the end of the job: longer than Slurm's KillWait, 30 s by default."""
@@ -94,11 +93,8 @@ exit "$status"
 """
 
 
-class SlurmScheduler:
-    """`Scheduler` in an allocation: its first `count` nodes, and further nodes on request.
-
-    `successor`: job that takes over, told to avoid excluded nodes; `drain`: drain excluded nodes, where permitted.
-    """
+class SlurmScheduler(HeldNodes):
+    """`Scheduler` in an allocation: its first `count` nodes, and further nodes on request."""
 
     def __init__(
         self, count: int, agent: AgentLaunch, allocation: Sequence[Node], env: Mapping[str, str] = os.environ
@@ -106,34 +102,24 @@ class SlurmScheduler:
         if count > len(allocation):
             hint = f"sbatch --nodes={count}, or fewer --nodes and --spares"
             raise SchedulerError(f"{count} nodes of an allocation of {len(allocation)}", hint=hint)
-        self._agent = agent
+        super().__init__(agent, allocation[:count], allocation[count:], RELEASE_GRACE_S)
         self._env = dict(env)
-        self._processes = AgentProcesses()
-        self._held = {node.name: node for node in allocation[:count]}
-        self._others = list(allocation[count:])
-        self._excluded: dict[str, float] = {}
-
-    async def nodes(self) -> Sequence[Node]:
-        return tuple(self._held.values())
-
-    async def without_agent(self) -> Sequence[str]:
-        return [node for node in self._held if self._processes.pid(node) is None]
 
     async def start_agent(self, node: str) -> None:
         self._check_held(node)
-        await self._processes.end([node], RELEASE_GRACE_S)
+        await self._end(node)
         env = self._env | self._agent.variables(self._held[node]) | {SECRET_VARIABLE: self._agent.secret}
         command = ["srun", *_STEP, f"--nodelist={node}", *self.step_command()]
         self._processes.start(node, command, env, self._agent.log(self._held[node]))
 
     async def next_end(self) -> AgentEnd:
         """Wait for the end of a step: after the loss of a node for Slurm's SlurmdTimeout, and with status 0."""
-        end = await self._processes.next_end()
+        end = await super().next_end()
         of_agent = tuple(line for line in end.last_lines if not line.startswith(_SLURM_LINES))
         return replace(end, last_lines=of_agent or end.last_lines)
 
     async def exclude(self, node: str, reason: str, until: float | None) -> None:
-        self._excluded[node] = float("inf") if until is None else until
+        await super().exclude(node, reason, until)
         if self._env.get(DRAIN_VARIABLE) == "1":
             await self._tell("update", f"NodeName={node}", "State=DRAIN", f"Reason=megascale: {reason}")
         if successor := self._env.get(SUCCESSOR_VARIABLE):
@@ -142,21 +128,12 @@ class SlurmScheduler:
             await self._tell("update", f"JobId={successor}", f"ExcNodeList={names}")
 
     async def request(self, count: int) -> Sequence[Node]:
-        new = [node for node in self._others if self._excluded.get(node.name, 0) <= time.time()][:count]
-        if not new:
+        if not (new := self._take(count)):
             raise SchedulerError("the allocation has no further node")
-        for node in new:
-            self._others.remove(node)
-            self._held[node.name] = node
         return tuple(new)
 
-    async def release(self, node: str) -> None:
-        self._check_held(node)
-        await self._processes.end([node], RELEASE_GRACE_S)
-        self._others.append(self._held.pop(node))
-
     async def stop(self, requeue: bool, grace_s: float) -> None:
-        await self._processes.end_all(STOP_GRACE_S if grace_s else 0.0)
+        await self._processes.end([*self._held], STOP_GRACE_S if grace_s else 0.0)
         successor = self._env.get(SUCCESSOR_VARIABLE)
         if successor and not requeue:
             await run("scancel", successor)
@@ -166,10 +143,6 @@ class SlurmScheduler:
         if driver := self._env.get("SLURMD_NODENAME"):
             return ["sh", "-c", _STEP_SCRIPT, driver, *self._agent.command]
         return list(self._agent.command)
-
-    def _check_held(self, node: str) -> None:
-        if node not in self._held:
-            raise SchedulerError(f"the job does not hold node {node}")
 
     async def _tell(self, *arguments: str) -> None:
         """Run scontrol; a refusal stands in the output of the supervisor, because the job goes on without."""

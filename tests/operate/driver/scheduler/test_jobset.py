@@ -15,7 +15,8 @@ import yaml
 from megascale.cli.main import main
 from megascale.core.errors import Exit
 from megascale.operate.driver.scheduler.adapters import ADAPTERS
-from megascale.operate.driver.scheduler.jobset import JobSetPlan, PodScheduler, driver_endpoint, manifest
+from megascale.operate.driver.scheduler.jobset import JobSetPlan, driver_endpoint, manifest
+from megascale.operate.driver.scheduler.none import NoScheduler
 from megascale.operate.driver.scheduler.port import SchedulerError
 from tests.jobs import job_config
 from tests.operate.driver.scheduler.jobset_schema import JOBSET, SECRET, mistakes, webhook_mistakes
@@ -135,7 +136,7 @@ def test_the_driver_in_its_pod() -> None:
     assert ADAPTERS["jobset"].driver_endpoint is driver_endpoint
 
     async def use() -> None:
-        scheduler = PodScheduler()
+        scheduler = NoScheduler()
         assert not await scheduler.nodes() and not await scheduler.request(3)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(scheduler.next_end(), 0.05)

@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 
 from lab.testbed import HostLink, Testbed, export_testbed
+from megascale.core.network import LOOPBACK
 from megascale.core.process import process_exists
 from megascale.operate.driver.scheduler.local import (
     LocalScheduler,
+    NodeHost,
     hosts_from_environment,
     node_processes,
 )
@@ -118,7 +120,7 @@ def test_an_excluded_node_comes_back_after_its_time_only(tmp_path: Path) -> None
         await asyncio.sleep(0.3)
         assert [node.name for node in await scheduler.request(5)] == ["node0"]
 
-    run(tmp_path, use, extra=0)
+    run(tmp_path, use, hosts=[NodeHost(LOOPBACK)] * 2)
 
 
 def test_a_second_agent_of_a_node_takes_the_place_of_the_first(tmp_path: Path) -> None:

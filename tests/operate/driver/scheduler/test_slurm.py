@@ -14,7 +14,7 @@ import pytest
 
 from megascale.operate.driver.scheduler.port import AgentLaunch, Node, SchedulerError
 from megascale.operate.driver.scheduler.slurm import SlurmScheduler, allocation_nodes, this_node
-from megascale.operate.node.node_place import DRIVER_LOST
+from megascale.operate.node.ranks import DRIVER_LOST
 from tests.marks import only_quick
 from tests.operate.node.slurm import Slurm, missing
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megascale.parallel.fp8_linear import CastStats
-from megascale.train.cast_monitor import WARM_UP_RECORDS, CastMonitor
+from megascale.parallel.fp8_state import CastStats
+from megascale.train.fp8_casts import WARM_UP_RECORDS, CastMonitor
 
 
 def test_a_warning_names_the_tensor_and_its_usual_share() -> None:

@@ -1,4 +1,6 @@
-"""Monitor of FP8 casts: warns of a rise in saturation or underflow before the loss diverges."""
+"""FP8 casts in training: the statistics of a step (`Fp8Steps`), and a monitor that warns of a rise in saturation or
+underflow before the loss diverges (`CastMonitor`).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,10 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megascale.parallel.fp8_linear import CastStats
+from megascale.core.files import exists
+from megascale.parallel.fp8_state import CastStats, Fp8State
+from megascale.train.run import Hook, Run
+from megascale.train.step import is_logged_step
 
 MIN_SHARE = {"saturated": 1e-3, "underflow": 0.05}
 """Shares of a tensor's elements below which no rise is reported."""
@@ -21,6 +26,20 @@ WARM_UP_RECORDS = 3
 """Records before the first warning; also the largest number of tensors in a warning."""
 
 
+class Fp8Steps(Hook):
+    """Begins the statistics of a step, and moves them to the history of delayed scaling after its last backward."""
+
+    def __init__(self, state: Fp8State) -> None:
+        self._state = state
+
+    def step_begins(self, run: Run) -> None:
+        logged = is_logged_step(run.config.train, run.progress.step + 1)
+        self._state.begin_step(collect_stats=run.config.fp8.monitor and logged)
+
+    def backwards_end(self, run: Run) -> None:
+        self._state.update_history()
+
+
 class CastMonitor:
     """Exponential moving averages of every tensor's saturated and underflowed shares."""
 
@@ -29,12 +48,12 @@ class CastMonitor:
         self._records = 0
 
     def load_history(self, metrics: Path) -> None:
-        """Restore the running means of a resumed run from the metrics file."""
-        for line in metrics.read_text(encoding="utf-8").splitlines():
+        """Restore the running means of a resumed run from the metrics file, if there is one."""
+        text = metrics.read_text(encoding="utf-8") if exists(metrics, optional=True) else ""
+        for line in text.splitlines():
             stats = json.loads(line).get("fp8") or {}
-            list(
-                self.update({name: CastStats(**values) for name, values in stats.items()})
-            )  # warnings were printed then
+            for _ in self.update({name: CastStats(**values) for name, values in stats.items()}):
+                pass  # warnings were printed then
 
     def update(self, cast_stats: Mapping[str, CastStats]) -> Iterator[str]:
         """Add a record. Yields warnings of tensors whose saturation or underflow rose."""

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from megascale.cli.smaller_layout import smaller_layout
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
-from megascale.operate.driver.shrink import SmallerLayout, smaller_layout
+from megascale.operate.driver.job_state import SmallerLayout
 from tests.jobs import Job, curve, finish, job_config
 from tests.runs import GPT
 
@@ -20,22 +21,26 @@ def config(folder: Path, **overrides: object) -> RunConfig:
 @pytest.mark.parametrize(
     ("dp", "batch", "ranks_per_node", "nodes", "smaller"),
     [
-        (4, 12, 2, 3, SmallerLayout(3, 6, 3)),
-        (4, 8, 2, 3, SmallerLayout(2, 4, 2)),  # 3 does not divide the batch
-        (4, 8, 4, 1, SmallerLayout(2, 4, 1)),
-        (4, 8, 8, 1, SmallerLayout(2, 4, 1)),
-        (2, 8, 2, 1, SmallerLayout(1, 2, 1)),
-        (6, 12, 4, 2, SmallerLayout(4, 8, 2)),
-        (6, 12, 4, 1, SmallerLayout(2, 4, 1)),
+        (4, 12, 2, 3, (3, 6, 3)),
+        (4, 8, 2, 3, (2, 4, 2)),  # 3 does not divide the batch
+        (4, 8, 4, 1, (2, 4, 1)),
+        (4, 8, 8, 1, (2, 4, 1)),
+        (2, 8, 2, 1, (1, 2, 1)),
+        (6, 12, 4, 2, (4, 8, 2)),
+        (6, 12, 4, 1, (2, 4, 1)),
         (1, 8, 2, 4, None),
         (4, 8, 1, 1, None),  # a replica needs two ranks
     ],
 )
 def test_the_largest_legal_dp_that_fits(
-    tmp_path: Path, dp: int, batch: int, ranks_per_node: int, nodes: int, smaller: SmallerLayout | None
+    tmp_path: Path, dp: int, batch: int, ranks_per_node: int, nodes: int, smaller: tuple[int, int, int] | None
 ) -> None:
     run = config(tmp_path, parallel__tp=2, parallel__dp=dp, batch__global=batch, batch__micro=1)
-    assert smaller_layout(run, ranks_per_node, nodes) == smaller
+    layout = None
+    if smaller is not None:
+        dp, world_size, nodes_left = smaller
+        layout = SmallerLayout(nodes_left, world_size, (f"parallel.dp={dp}",))
+    assert smaller_layout(run, ranks_per_node, nodes) == layout
 
 
 def test_a_smaller_layout_is_without_the_faults_of_ranks_that_it_lacks(tmp_path: Path) -> None:
@@ -54,7 +59,7 @@ def test_the_curve_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
     undisturbed = curve(finish(job_config(tmp_path / "wide", GPT, **wide)))
     path = job_config(tmp_path / "lost", GPT, **wide)
     layout = smaller_layout(load_config(str(path)), ranks_per_node=1, nodes=3)
-    assert layout is not None and layout.dp == 2
+    assert layout is not None and layout.overrides == ("parallel.dp=2",)
     job = Job(path)
     job.wait_for_step(5)
     job.kill()

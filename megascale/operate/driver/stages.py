@@ -1,4 +1,6 @@
-"""The life of an attempt (`driver.job`): ranks are watched, and a fault has time to show its first cause."""
+"""The life of an attempt (`driver.job`): nodes fill the places, the store opens, ranks start or are taken over. They
+are watched, and a fault has time to show its first cause.
+"""
 
 from __future__ import annotations
 
@@ -7,40 +9,120 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megascale.core.errors import Exit
-from megascale.operate.channel.messages import (
-    Collect,
-    RankStatus,
-)
-from megascale.operate.driver.attempt import Attempt
+from megascale.operate.channel.messages import Collect, OpenStore, Prepare, RankStatus, Start
+from megascale.operate.driver.attempt import Attempt, LostNode
 from megascale.operate.driver.commands import Say, Send
-from megascale.operate.driver.decisions import (
-    has_silent_node,
-    note_progress,
-    waits_for_network,
-)
-from megascale.operate.driver.end_stages import (
-    conclude,
-    finish,
-)
-from megascale.operate.driver.job_state import SETTLE_S, JobState, Stage
-from megascale.operate.driver.roster import format_nodes
+from megascale.operate.driver.decisions import has_silent_node, missing_nodes, note_progress, waits_for_network
+from megascale.operate.driver.end_stages import conclude, finish, join_s, stop_attempt, take_stop_request
+from megascale.operate.driver.job_state import REJOIN_S, SETTLE_S, JobState, Stage
+from megascale.operate.driver.roster import format_nodes, place_ranks
 from megascale.operate.driver.watch import ProgressWatch
 from megascale.record.layout import NEWEST
 
-RECONNECT_S = 2.0
-"""Seconds that an agent whose ranks other ranks have lost has to connect again."""
-
+OPEN_S = 20.0  # seconds that rank 0's node has to open the job's store
+RECONNECT_S = 2.0  # seconds that an agent whose ranks other ranks have lost has to connect again
 
 LOOK_S = 0.2
 """Least seconds between two looks at all nodes or ranks: for a hang, or for a node whose connection was lost."""
 
-
 FIND_S = 20.0
 """Seconds after the first ranks of a job are found in which the others should be, by the observers of their hosts."""
 
+MOST_STACKS = 4  # most culprits whose stacks are collected
 
-MOST_STACKS = 4
-"""Most culprits whose stacks are collected."""
+
+def takeover(job: JobState, now: float) -> None:
+    """Wait for the agents of the attempt that have not ended; go on if all of them run it, else end it and start
+    another.
+    """
+    attempt = job.present_attempt
+    joined = [node for node in attempt.placement if node in job.roster.members]
+    missing = set(attempt.placement).difference(joined, attempt.lost)
+    if not missing:
+        job.deadline = min(job.deadline, now + SETTLE_S)  # what has ended since follows each Hello
+    if now < job.deadline:
+        return
+    for node in missing:
+        attempt.lose(LostNode(node, f"its agent has not joined the new driver within {REJOIN_S:.0f} s", now))
+    if job.stop_requests:
+        job.enter(Stage.RUN, math.inf)
+        take_stop_request(job, now)
+        return
+    running = [node for node in joined if job.roster.members[node].attempt == attempt.number or attempt.is_free(node)]
+    job.do(
+        Say(f"a new driver takes over: {len(running)} of {len(attempt.placement)} nodes run attempt {attempt.number}")
+    )
+    if job.pending is None and len(running) == len(attempt.placement):
+        job.enter(Stage.RUN, math.inf)
+    elif job.pending is None and attempt.lost:
+        job.enter(Stage.SETTLE, now)
+    else:
+        stop_attempt(job, now, job.settings.end_grace_s)
+
+
+def gather(job: JobState, now: float) -> None:
+    """Fill every place with an idle node, then begin an attempt."""
+    roster = job.roster
+    broken = [node for node in job.places if node in roster.failed]
+    possible = [name for name in roster.order if name not in roster.excluded and name not in roster.failed]
+    known = roster.failed or job.failed_checks or (job.history.attempt >= 0 and roster.order)
+    too_few = known and len(possible) < job.plan.nodes and not job.plan.requestable
+    if job.history.attempt < 0 and job.places.count(None) == len(job.places) and now < job.begun + join_s(job):
+        first = possible[: job.plan.nodes]
+        if len(first) == len(job.places) and all(map(roster.is_idle, first)):
+            job.places = [*first]  # else a node that joins late would be a spare, and the ranks out of order
+    else:
+        idle = roster.spares(node for node in job.places if node)
+        job.places = [node or (idle.pop(0) if idle else None) for node in job.places]
+    if all(node and roster.is_idle(node) for node in job.places):
+        nodes = job.used
+        job.begin_attempt(nodes, place_ranks(nodes, job.plan.world), now)
+        job.do(Send(nodes[0], OpenStore(job.history.attempt, reachable=len(nodes) > 1)))
+        job.enter(Stage.OPEN, now + OPEN_S)
+    elif broken or too_few or now >= job.deadline:
+        busy = [node for node in job.used if not roster.is_idle(node)]
+        missing = broken or ([] if too_few else [node for node in busy if node not in roster.members] or busy)
+        job.attempt = None
+        conclude(job, missing_nodes(job, missing, now), now)
+
+
+def open_store(job: JobState, now: float) -> None:
+    """Wait for the store; `start_ranks` follows."""
+    attempt = job.present_attempt
+    if now >= job.deadline:
+        job.lose(next(iter(attempt.placement)), f"it did not open the job's store within {OPEN_S:.0f} s", now)
+    if attempt.lost:
+        job.enter(Stage.SETTLE, now)
+
+
+def start_ranks(job: JobState, store: str, now: float) -> None:
+    """Start all ranks of the attempt, whose store listens."""
+    attempt = job.present_attempt
+    if job.stage != Stage.OPEN:
+        return
+    plan = job.plan
+    logs = plan.logs if plan.alone else f"{plan.logs}/attempt-{attempt.number}"
+    resuming = plan.resuming if job.history.attempts > 1 and job.history.step else ()
+    arguments = (*plan.arguments, *plan.overrides, *resuming)
+    for node, ranks in attempt.placement.items():
+        member = job.roster.members[node]
+        member.attempt, member.started, member.standby = attempt.number, now, 0
+        job.do(Send(node, Start(attempt.number, plan.run, plan.world, ranks, store, arguments, logs, {})))
+    longest = max(job.first_steps.get(node, math.inf) for node in attempt.placement)
+    attempt.watch = ProgressWatch(job.settings, now, longest)
+    job.enter(Stage.RUN, math.inf)
+
+
+def prepare(job: JobState) -> None:
+    """Have processes in standby on the nodes that may run ranks of the next attempt, once this one trains."""
+    attempt, standby = job.attempt, job.settings.standby
+    if job.plan.alone or job.stage != Stage.RUN or attempt is None or not attempt.noted or standby == "none":
+        return
+    ranks = attempt.world // len(attempt.placement)
+    for node in [*job.roster.spares(attempt.placement), *(attempt.placement if standby == "nodes" else ())]:
+        if (member := job.roster.members.get(node)) is not None and member.standby != ranks:
+            member.standby = ranks
+            job.do(Send(node, Prepare(ranks)))
 
 
 def run(job: JobState, now: float) -> None:
@@ -51,7 +133,7 @@ def run(job: JobState, now: float) -> None:
         finish(job, attempt.status, now)
     elif attempt.failed:
         job.enter(Stage.SETTLE, math.inf)
-    elif not job.plan.alone and _hangs(job, now):
+    elif not job.plan.alone and _hangs(job, attempt, now):
         collect_records(job, now)
     elif not attempt.noted or job.waiting_since is not None:
         note_progress(job, now)
@@ -66,9 +148,8 @@ def collect_records(job: JobState, now: float) -> None:
     job.enter(Stage.COLLECT, now + job.settings.evidence_s)
 
 
-def _hangs(job: JobState, now: float) -> bool:
+def _hangs(job: JobState, attempt: Attempt, now: float) -> bool:
     """Look at all ranks, at most every LOOK_S: heartbeats of 1,500 agents call this 1,500 times a second."""
-    attempt = job.present_attempt
     if now < job.next_look or not attempt.watch.is_idle(now):
         return False
     job.next_look = now + LOOK_S
@@ -78,7 +159,7 @@ def _hangs(job: JobState, now: float) -> bool:
 def settle(job: JobState, now: float) -> None:
     """Wait for the first cause of a failure: ranks that lost a peer may end before the lost peer is known."""
     attempt, settings = job.present_attempt, job.settings
-    if attempt.has_cause or attempt.lost:
+    if attempt.causes or attempt.lost:
         limit = now + SETTLE_S
     else:
         limit = now + settings.node_lost_s + settings.heartbeat_s
@@ -200,10 +281,7 @@ def _begin_observing(job: JobState, found: Sequence[tuple[str, RankStatus]], now
     for node, status in sorted(found, key=lambda each: each[1].rank):
         placement[node] = (*placement.get(node, ()), status.rank)
     job.plan = replace(job.plan, nodes=len(placement), world=len(found))
-    number, nodes = job.history.attempt + 1, list(placement)
-    job.log({"event": "attempt", "time": now, "attempt": number, "nodes": nodes, **job.plan.layout})
-    job.attempt = Attempt(number, placement, ProgressWatch(job.settings, now))
-    job.attempt.processes = {status.rank: status.pid for _, status in found}
-    job.attempt.watch.beat([status for _, status in found], now)
-    job.do(Say(f"attempt {number}: {job.plan.world} ranks on {format_nodes(nodes)}"))
+    attempt = job.begin_attempt(list(placement), placement, now)
+    attempt.processes = {status.rank: status.pid for _, status in found}
+    attempt.watch.beat([status for _, status in found], now)
     job.enter(Stage.RUN, math.inf)
