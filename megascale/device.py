@@ -1,12 +1,4 @@
-"""The compute device: the only file that names CUDA. All other code takes a `Device` as an argument.
-
-- `Device`, `detect_device`: this process's GPU or CPU
-- `Mark`, `StreamTimer`: moments in a GPU's work, and their times (of a CPU's: `record.recorder.HostTimer`)
-- `profiler_range`: a named range in torch's profiler
-- `Wait`, `HostBuffers`, `PlainBuffers`, `PinnedBuffers`: copies of tensors in host memory, made beside compute
-- `copy_to_device`: a copy that does not block the host
-- `gpu_count`, `no_gpu_reason`, `gpu_stack_versions`, `is_out_of_memory`: facts about GPUs and errors
-"""
+"""The compute device: the only file that names CUDA. All other code takes a `Device` as an argument."""
 
 from __future__ import annotations
 
@@ -328,7 +320,7 @@ def detect_device(local_rank: int = 0, allow_gpu: bool = True) -> Device:
     Raises: DeviceError if the host has GPUs, but fewer than local ranks.
     """
     if not (allow_gpu and torch.cuda.is_available()):
-        torch.set_num_threads(_threads())
+        torch.set_num_threads(openmp_threads() or max(1, usable_cores() // local_world_size(default=1)))
         return Device(torch.device("cpu"), "gloo")
     if local_rank >= gpu_count():
         raise DeviceError(
@@ -337,11 +329,6 @@ def detect_device(local_rank: int = 0, allow_gpu: bool = True) -> Device:
         )
     torch.cuda.set_device(local_rank)
     return Device(torch.device("cuda", local_rank), "nccl")
-
-
-def _threads() -> int:
-    """Return the threads of this process: OMP_NUM_THREADS, else the cores divided among the host's ranks."""
-    return openmp_threads() or max(1, usable_cores() // local_world_size(default=1))
 
 
 def _processor() -> str:

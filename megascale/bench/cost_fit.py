@@ -1,8 +1,6 @@
 """Non-negative least squares: fits a cost per call, FLOP or byte to measured seconds.
 
-    seconds_i ~ explained_i + sum_j cost_j * amount_ij,  cost_j >= 0
-
-`Measurement` is a sample, `fit_costs` solves, `mean_relative_error` judges the fit.
+seconds_i ~ explained_i + sum_j cost_j * amount_ij,  cost_j >= 0
 """
 
 from __future__ import annotations
@@ -38,9 +36,8 @@ def fit_costs(samples: Sequence[Measurement]) -> tuple[float, ...]:
     """Fit the seconds per unit of each amount, with least squares of the relative errors. A cost is never negative."""
     weights = torch.tensor([1 / sample.median for sample in samples], dtype=torch.float64)
     amounts = torch.tensor([sample.amounts for sample in samples], dtype=torch.float64) * weights[:, None]
-    scale = (
-        amounts.abs().amax(0).clamp_min(torch.finfo(torch.float64).tiny)
-    )  # FLOPs and calls differ by many orders of magnitude
+    # FLOPs and calls differ by many orders of magnitude
+    scale = amounts.abs().amax(0).clamp_min(torch.finfo(torch.float64).tiny)
     active = list(range(amounts.shape[1]))
     result = torch.zeros(amounts.shape[1], dtype=torch.float64)
     target = torch.tensor([[1 - sample.explained_s / sample.median] for sample in samples], dtype=torch.float64)

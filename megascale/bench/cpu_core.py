@@ -1,7 +1,6 @@
 """Timings of GEMMs and attention on one CPU core, by shape and dtype, in seconds of processor time.
 
-Processor time excludes other processes, apart from their use of caches and memory bandwidth. `measure_gemms` and
-`measure_attention` return samples for `cost_fit`.
+Processor time excludes other processes, apart from their use of caches and memory bandwidth.
 """
 
 from __future__ import annotations
@@ -27,10 +26,8 @@ ATTENTION_SHAPES = (
 """(heads, keys, head_dim)."""
 
 ROUNDS = 5
-"""Timings of every shape."""
 
 TIMING_S = 2e-3
-"""Minimum seconds of a timed group of calls."""
 
 
 def time_calls(work: Callable[[], object], rounds: int = ROUNDS) -> tuple[float, ...]:

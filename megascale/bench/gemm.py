@@ -110,12 +110,11 @@ def attainable_peak(model: ModelConfig, rows: int, precision: str, device: Devic
     """Measure the highest rate among the model's own GEMMs in the dtype of `train.precision`; None if no GEMM runs in
     that dtype. FP8 takes the best FP8 variant, whichever training uses, and leaves out the head, which is in bf16.
     """
-    formats = (
-        tuple(name for name in default_formats(device) if name in FP8_FORMATS) if precision == "fp8" else (precision,)
-    )
+    is_fp8 = precision == "fp8"
+    formats = tuple(name for name in default_formats(device) if name in FP8_FORMATS) if is_fp8 else (precision,)
     if not set(formats) <= set(FORMATS):
         return None
-    shapes = model_gemms(model, rows)[: -1 if precision == "fp8" else None]
+    shapes = model_gemms(model, rows)[: -1 if is_fp8 else None]
     best_rate = highest_rate(list(measure_rates(shapes, formats, device, repeats=5, seconds=0.2)), formats)
     if best_rate is None:
         return None
@@ -150,16 +149,11 @@ def _gemm_fn(shape: GemmShape, name: str, device: Device) -> Callable[[], object
     if device.is_cpu and (name == "tf32" or name.endswith("_fast")):
         raise ValueError("a GPU-only dtype")
     x, weight = (torch.randn(rows, shape.k, device=device.torch_device) for rows in (shape.m, shape.n))
-    operands = (
-        _quantize(x, weight, name) if name in FP8_FORMATS else (x.to(TORCH_DTYPES[name]), weight.to(TORCH_DTYPES[name]))
-    )
-    size = sum(operand.nbytes for operand in operands)
-    copies = [
-        operands,
-        *(tuple(o.clone() for o in operands) for _ in range(min(MAX_OPERAND_COPIES - 1, CACHE_BYTES // size))),
-    ]
-    turns = itertools.cycle(copies)
-    if name in FP8_FORMATS:
+    is_fp8 = name in FP8_FORMATS
+    operands = _quantize(x, weight, name) if is_fp8 else tuple(each.to(TORCH_DTYPES[name]) for each in (x, weight))
+    more = min(MAX_OPERAND_COPIES - 1, CACHE_BYTES // sum(operand.nbytes for operand in operands))
+    turns = itertools.cycle([operands, *(tuple(each.clone() for each in operands) for _ in range(more))])
+    if is_fp8:
         return lambda: _scaled(*next(turns), fast=name.endswith("_fast"))
     out = torch.empty(shape.m, shape.n, dtype=TORCH_DTYPES[name], device=device.torch_device)
 
@@ -186,7 +180,6 @@ def _scaled(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, fast: boo
 
 @contextlib.contextmanager
 def _tf32(wanted: bool) -> Iterator[None]:
-    """Allow or forbid tf32 for fp32 GEMMs within the context."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if wanted else "highest")
     try:

@@ -1,7 +1,5 @@
 """Bandwidth and latency between ranks: collectives of tensor and data parallelism and point-to-point messages of
 pipelines, through the transports of training on this host (`megascale bench links`).
-
-`measure_links` times the operations, `fit_link` fits bandwidth and latency to the timings.
 """
 
 from __future__ import annotations
@@ -14,26 +12,24 @@ from typing import Any, cast
 import torch
 
 from megascale.bench.cost_fit import Measurement, fit_costs, rate_of_cost
-from megascale.bench.quartiles import Quartiles, intervals
+from megascale.bench.quartiles import Quartiles
+from megascale.bench.timed_group import open_ranks, time_together
 from megascale.comm.collectives import all_gather, all_reduce, reduce_scatter
-from megascale.comm.mesh import Mesh, open_mesh
-from megascale.comm.totals import device_barrier, max_over_job
+from megascale.comm.mesh import Mesh
 from megascale.core.units import format_bytes
 from megascale.device import Device
 from megascale.layout.stages import looped
 from megascale.layout.topology import Topology
 from megascale.plan.simulate.link_time import Operation, Route
-from megascale.record.recorder import Recorder
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 OPERATIONS = (*COLLECTIVES, "message")
 """A message is timed as half of a ping-pong between two pipeline stages."""
 
+FITS: dict[str, Sequence[str]] = {"collectives": COLLECTIVES, "messages": ("message",)}
+
 SIZES = (4 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20)
 """Tensor sizes in bytes, from latency-bound to bandwidth-bound."""
-
-TIMING_S = 2e-3
-"""Minimum seconds of a timed group of operations: above a clock's resolution, below a scheduler's time slice."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +69,7 @@ class LinkCost:
 
 def measure_links(device: Device, rank: int, world: int, sizes: Sequence[int], repeats: int = 20) -> list[LinkTiming]:
     """Time every operation with every size among all ranks of an initialised job. A rank returns its own timings."""
-    tensor, pipeline = (
-        open_mesh(topology, rank, tied=False, recorder=Recorder(device.timer(), enabled=False))
-        for topology in (Topology(tp=world), Topology(pp=world))
-    )
+    tensor, pipeline = (open_ranks(each, rank, device) for each in (Topology(tp=world), Topology(pp=world)))
     pipeline.p2p.connect(device.torch_device, looped(world, 1).links)
     timings = []
     for operation in OPERATIONS:
@@ -84,7 +77,7 @@ def measure_links(device: Device, rank: int, world: int, sizes: Sequence[int], r
             numel = max(1, size // 4 // world) * world
             work = _operation_fn(operation, tensor, pipeline, torch.zeros(numel, device=device.torch_device))
             halves = 2 if operation == "message" else 1
-            seconds = [passed / halves for passed in _time(work, device, tensor, repeats)]
+            seconds = [passed / halves for passed in time_together(work, tensor, device, repeats)]
             timings.append(LinkTiming(operation, world, 4 * numel, Quartiles.from_values(seconds)))
     return timings
 
@@ -114,28 +107,6 @@ def _operation_fn(operation: str, tensor: Mesh, pipeline: Mesh, full: torch.Tens
     return ping_pong
 
 
-def _time(work: Callable[[], object], device: Device, mesh: Mesh, repeats: int) -> list[float]:
-    """Time `work` in seconds, `repeats` times."""
-    seconds: list[float] = []
-    group = 1
-    for number in range(repeats + 2):  # 0 warms up, 1 determines the group
-        device_barrier(mesh, device.torch_device)
-        timer = device.timer()
-        marks = [timer.mark()]
-        for _ in range(group):
-            work()
-        marks.append(timer.mark())
-        device.synchronize()
-        (passed,) = intervals(timer, marks)
-        if number == 1:
-            once = torch.tensor([passed], dtype=torch.float64, device=device.torch_device)
-            max_over_job(mesh, once)  # every rank must take the same number of calls
-            group = max(1, math.ceil(TIMING_S / float(once)))
-        elif number > 1:
-            seconds.append(passed / group)
-    return seconds
-
-
 def fit_link(timings: Sequence[LinkTiming], operations: Sequence[str]) -> LinkCost:
     """Fit bandwidth and latency to the timings of some operations. The lower quartile of every size is used, because
     other load on the machine only slows an operation down.
@@ -159,7 +130,7 @@ def table(timings: Sequence[LinkTiming], device: Device) -> str:
         rate = f"{timing.bus_bytes / s.median / 1e9:.2f} GB/s"
         size = format_bytes(timing.bytes)
         lines.append(f"{timing.operation:15} {size:>10}  {s.median * 1e6:>11,.1f} {quartiles:>22}  {rate:>14}")
-    for name, operations in (("collectives", COLLECTIVES), ("messages", ("message",))):
+    for name, operations in FITS.items():
         cost = fit_link(timings, operations)
         lines.append(f"{name}: {cost.bandwidth / 1e9:.2f} GB/s, latency {cost.latency * 1e6:.1f} us per message")
     return "\n".join(lines)
@@ -167,11 +138,10 @@ def table(timings: Sequence[LinkTiming], device: Device) -> str:
 
 def as_json(timings: Sequence[LinkTiming], device: Device) -> dict[str, Any]:
     """Return the timings, and the fitted bandwidth and latency, as JSON values."""
-    fits = {"collectives": COLLECTIVES, "messages": ("message",)}
     return {
         "device": device.name,
         "ranks": timings[0].ranks,
         "torch": torch.__version__,
         "results": [asdict(timing) | {"travelled": timing.bus_bytes} for timing in timings],
-        **{name: asdict(fit_link(timings, operations)) for name, operations in fits.items()},
+        **{name: asdict(fit_link(timings, operations)) for name, operations in FITS.items()},
     }

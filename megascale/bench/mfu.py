@@ -13,6 +13,7 @@ from typing import Any
 
 from megascale.bench.quartiles import Quartiles
 from megascale.catalog.accelerators import Peak
+from megascale.catalog.presets import PRESETS
 from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
 from megascale.core.units import format_bytes, format_count, format_flops
@@ -184,6 +185,11 @@ def model_with_layers(model: ModelConfig, layers: int) -> ModelConfig:
     return model.model_copy(update={"num_layers": layers, "window": window})
 
 
+def whole_model(model: ModelConfig) -> ModelConfig:
+    """Return the model with all layers of its preset."""
+    return model_with_layers(model, max(model.num_layers, PRESETS.get(model.preset or "", {}).get("num_layers", 0)))
+
+
 def config_with_layers(config: RunConfig, layers: int) -> RunConfig:
     """Return the run with another number of layers, all in one model chunk."""
     parallel = config.parallel.model_copy(update={"layers_per_chunk": None})
@@ -194,9 +200,14 @@ def table(speed: MfuResult) -> str:
     """Format the result as text."""
     config, machine, step = speed.config, speed.machine, speed.step
     model, batch = config.model, config.batch
+    layers, total = model.num_layers, speed.full_model.num_layers
+    cut = f"all {layers} layers"
+    if layers < total:
+        head, full_head = speed.head_share(layers), speed.head_share(total)
+        cut = f"{layers} of {total} layers (head: {head:.0%} of the FLOPs, {full_head:.0%} in the whole model)"
     backends = ", ".join(f"{operation} {name}" for operation, name in machine.backends.items())
     lines = [
-        f"{config.name}: {_slice(speed)}, {format_count(parameter_count(model))} parameters, {config.train.precision}",
+        f"{config.name}: {cut}, {format_count(parameter_count(model))} parameters, {config.train.precision}",
         f"on {machine.device}, torch {machine.torch}; {backends}",
         f"{batch.total} x {model.seq_length} tokens per step in micro-batches of {batch.micro}; "
         f"{step.count} timed steps after {speed.warm_up} warm-up steps",
@@ -209,31 +220,21 @@ def table(speed: MfuResult) -> str:
         "",
         f"{'attention matrix':16}{'full':>16}{'causal':>16}",
         _row("model FLOPs", [format_flops(getattr(speed.flops, c) * speed.tokens_per_s) for c in CONVENTIONS]),
-        *_utilisation(speed),
     ]
-    if shares := [f"{name:<13} {share:6.1%}" for name, share in speed.kernels.items() if share >= 5e-4]:
-        rows = ["    ".join(shares[start : start + 4]) for start in range(0, len(shares), 4)]
+    against = {
+        "mfu": ("MFU", machine.peak),
+        "hfu": ("HFU", None),
+        "of_attainable": ("of attainable", machine.attainable),
+    }
+    for name, shares in speed.utilisation.items():
+        label, peak = against[name]
+        cells = ["n/a" if share is None else f"{share:.1%}" for share in shares.values()]
+        note = f"  of {format_flops(peak.flops)} ({peak.source})" if peak else ""
+        lines.append(_row(label, cells) + note)
+    if parts := [f"{name:<13} {share:6.1%}" for name, share in speed.kernels.items() if share >= 5e-4]:
+        rows = ["    ".join(parts[start : start + 4]) for start in range(0, len(parts), 4)]
         lines += ["", "share of a step's time", *rows]
     return "\n".join(lines)
-
-
-def _slice(speed: MfuResult) -> str:
-    layers, total_layers = speed.config.model.num_layers, speed.full_model.num_layers
-    if layers == total_layers:
-        return f"all {layers} layers"
-    head, full_head = speed.head_share(layers), speed.head_share(total_layers)
-    return f"{layers} of {total_layers} layers (head: {head:.0%} of the FLOPs, {full_head:.0%} in the whole model)"
-
-
-def _utilisation(speed: MfuResult) -> list[str]:
-    machine, lines = speed.machine, []
-    against = {"mfu": machine.peak, "hfu": machine.peak, "of_attainable": machine.attainable}
-    for name, shares in speed.utilisation.items():
-        peak = against[name]
-        cells = ["n/a" if share is None else f"{share:.1%}" for share in shares.values()]
-        note = f"  of {format_flops(peak.flops)} ({peak.source})" if peak and name != "hfu" else ""
-        lines.append(_row({"mfu": "MFU", "hfu": "HFU", "of_attainable": "of attainable"}[name], cells) + note)
-    return lines
 
 
 def _row(name: str, cells: list[str]) -> str:

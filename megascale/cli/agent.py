@@ -32,7 +32,6 @@ GRPC_DEFAULTS = {
     "GRPC_ENABLE_FORK_SUPPORT": "0",  # the children of an agent are other programs
     "GRPC_VERBOSITY": "ERROR",
 }
-"""Environment variables of gRPC."""
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:

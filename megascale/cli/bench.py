@@ -7,11 +7,9 @@ import json
 from typing import Any
 
 from megascale.bench import mfu
-from megascale.catalog.presets import PRESETS
 from megascale.cli import bench_ranks
-from megascale.cli.argument_types import at_least, non_negative_int, positive_int
-from megascale.cli.main import sentence
-from megascale.cli.notes import print_progress
+from megascale.cli.arguments import add_json, at_least, checked, non_negative_int, positive_int, read_digits, sentence
+from megascale.cli.command_output import print_progress
 from megascale.config.loading import check_rules, load_config, load_config_tree
 from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
@@ -32,12 +30,12 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     environment.set_defaults()
-    of_jobs = {"links": bench_ranks.run_links, "profile": bench_ranks.run_profile}
-    if options.benchmark in of_jobs:
-        return of_jobs[options.benchmark](options)
-    benchmark = {"mfu": run_mfu, "gemm": run_gemm}[options.benchmark]
+    if options.benchmark == "links":
+        return bench_ranks.run_links(options)
+    if options.benchmark == "profile":
+        return bench_ranks.run_profile(options)
     with exit_on_stop_signals():
-        benchmark(options)
+        (run_mfu if options.benchmark == "mfu" else run_gemm)(options)
     return Exit.OK
 
 
@@ -55,20 +53,13 @@ def _add_mfu(benchmarks: Any) -> None:
     )  # fmt: skip
     steps, warm, profiled = mfu.MIN_TIMED_STEPS, mfu.WARM_UP_STEPS, mfu.PROFILED_STEPS
     timed = at_least(steps, f"the median needs {steps} timed steps or more")
-    one.add_argument(
-        "--steps", type=timed, default=steps, metavar="N", help=f"timed steps, at least {steps} (default: {steps})"
-    )
-    one.add_argument(
-        "--warm-up", type=positive_int, default=warm, metavar="N", help=f"untimed steps first (default: {warm})"
-    )
-    one.add_argument(
-        "--profile",
-        type=non_negative_int,
-        default=profiled,
-        metavar="N",
-        help=f"profiled steps last (default: {profiled})",
-    )
-    one.add_argument("--json", action="store_true", help="print one JSON object")
+    steps_help = f"timed steps, at least {steps} (default: {steps})"
+    one.add_argument("--steps", type=timed, default=steps, metavar="N", help=steps_help)
+    warm_up = f"untimed steps first (default: {warm})"
+    one.add_argument("--warm-up", type=positive_int, default=warm, metavar="N", help=warm_up)
+    profile = f"profiled steps last (default: {profiled})"
+    one.add_argument("--profile", type=non_negative_int, default=profiled, metavar="N", help=profile)
+    add_json(one)
 
 
 def run_mfu(options: argparse.Namespace) -> None:
@@ -101,41 +92,33 @@ def _mfu_config(
     if config.train.steps < steps.total:
         config = read(enough)
     if config.world_size != 1:
-        message, hint = (
-            f"the layout needs {config.world_size} processes",
-            "bench mfu runs on one device: set tp, pp and dp to 1",
-        )
+        message = f"the layout needs {config.world_size} processes"
+        hint = "bench mfu runs on one device: set tp, pp and dp to 1"
         raise ConfigError([Problem(options.config or "command line", "parallel", message, hint)])
-    total_layers = max(config.model.num_layers, PRESETS.get(config.model.preset or "", {}).get("num_layers", 0))
-    wanted = config if layers is None or layers == "fit" else _slice_model(config, int(layers), total_layers)
-    return wanted, mfu.model_with_layers(config.model, total_layers)
-
-
-def _slice_model(config: RunConfig, layers: int, total_layers: int) -> RunConfig:
-    """Reduce the run's model of `total_layers` layers to its first `layers`.
-
-    Raises: ConfigError with every rule that the slice breaks
-    """
-    if layers > total_layers:
-        message, hint = f"the model has {total_layers} layers, not {layers}", f"give 1 to {total_layers}, or fit"
-        raise ConfigError([Problem("command line", "--layers", message, hint)])
-    config = mfu.config_with_layers(config, layers)
-    check_rules(config, f"--layers {layers}")
-    return config
+    whole = mfu.whole_model(config.model)
+    if layers is not None and layers != "fit":
+        if int(layers) > whole.num_layers:
+            hint = f"give 1 to {whole.num_layers}, or fit"
+            message = f"the model has {whole.num_layers} layers, not {layers}"
+            raise ConfigError([Problem("command line", "--layers", message, hint)])
+        config = mfu.config_with_layers(config, int(layers))
+        check_rules(config, f"--layers {layers}")
+    return config, whole
 
 
 def _add_gemm(benchmarks: Any) -> None:
     help_line = "measure the GEMM throughput of this device, by shape and dtype"
     one = benchmarks.add_parser("gemm", help=help_line, description=sentence(help_line))
+    size = checked("a GEMM shape: give MxKxN, such as 8192x4096x14336", _size)
     one.add_argument(
-        "--sizes", nargs="+", type=_size, metavar="MxKxN", help="x [m, k] times weight [n, k] (default: squares, and "
+        "--sizes", nargs="+", type=size, metavar="MxKxN", help="x [m, k] times weight [n, k] (default: squares, and "
         "on a GPU the GEMMs of llama3-8b and gpt3-175b with micro-batches of 8,192 tokens)",
     )  # fmt: skip
     one.add_argument(
         "--dtypes", nargs="+", metavar="NAME", help="fp64, fp32, tf32, bf16; fp8 (a scale per row), fp8_tensorwise "
         "(a scale per tensor); fp8_fast, fp8_tensorwise_fast (with fast accumulation)",
     )  # fmt: skip
-    one.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(one)
 
 
 def run_gemm(options: argparse.Namespace) -> None:
@@ -152,9 +135,8 @@ def run_gemm(options: argparse.Namespace) -> None:
     measured = list(gemm.measure_rates(shapes, options.dtypes or gemm.default_formats(device), device))
     print(json.dumps(gemm.as_json(measured, device)) if options.json else gemm.table(measured, device))
     if all(rate.rate is None for rate in measured):
-        raise MegascaleError(
-            f"no GEMM could be measured: {measured[0].unsupported_reason}", hint="give other --sizes or --dtypes"
-        )
+        what = f"no GEMM could be measured: {measured[0].unsupported_reason}"
+        raise MegascaleError(what, hint="give other --sizes or --dtypes")
 
 
 def _layers(text: str) -> str:
@@ -167,7 +149,7 @@ def _layers(text: str) -> str:
 
 
 def _size(text: str) -> tuple[int, ...]:
-    parts = text.lower().split("x")
-    if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a GEMM shape: give MxKxN, such as 8192x4096x14336")
-    return tuple(map(int, parts))
+    sizes = tuple(map(read_digits, text.lower().split("x")))
+    if len(sizes) != 3 or not all(sizes):
+        raise ValueError(text)
+    return sizes

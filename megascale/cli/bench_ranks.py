@@ -5,7 +5,6 @@ launches the ranks, unless a job did.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import tempfile
@@ -13,14 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megascale.cli.argument_types import at_least, positive_int
-from megascale.cli.main import sentence
-from megascale.cli.notes import print_progress
+from megascale.cli.arguments import add_json, at_least, positive_int, sentence
+from megascale.cli.command_output import print_progress
 from megascale.config.profile_files import THIS_MACHINE, path_of
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.files import exists, is_folder, write_text
-from megascale.core.process import die_with_parent, usable_cores
-from megascale.core.rank import Rank, rank_from_environment
+from megascale.core.process import usable_cores
+from megascale.core.rank import Rank, die_with_torchrun, rank_from_environment
 from megascale.operate.driver.one_host import run_on_this_host
 from megascale.operate.node.failure import write_end, write_error
 
@@ -30,20 +28,17 @@ if TYPE_CHECKING:
 RankWork = Callable[["Device", Rank], None]
 
 SEVERAL = at_least(2, "communication needs two ranks or more")
-"""The type of `--processes`."""
 
 
 def add_links(benchmarks: Any) -> None:
     """Declare the arguments of `bench links`."""
     help_line = "measure bandwidth and latency of training's collectives and messages between ranks of this host"
     one = benchmarks.add_parser("links", help=help_line, description=sentence(help_line))
-    one.add_argument(
-        "--processes", type=SEVERAL, metavar="N", help="ranks, 2 or more (default: one per GPU, or per core)"
-    )
-    one.add_argument(
-        "--sizes", type=positive_int, nargs="+", metavar="BYTES", help="tensor sizes (default: 4 KiB to 32 MiB)"
-    )
-    one.add_argument("--json", action="store_true", help="print one JSON object")
+    processes = "ranks, 2 or more (default: one per GPU, or per core)"
+    one.add_argument("--processes", type=SEVERAL, metavar="N", help=processes)
+    sizes = "tensor sizes (default: 4 KiB to 32 MiB)"
+    one.add_argument("--sizes", type=positive_int, nargs="+", metavar="BYTES", help=sizes)
+    add_json(one)
 
 
 def run_links(options: argparse.Namespace) -> int:
@@ -66,14 +61,11 @@ def add_profile(benchmarks: Any) -> None:
     """Declare the arguments of `bench profile`."""
     help_line = "measure a hardware profile of this machine's processor, for plan --hardware this"
     one = benchmarks.add_parser("profile", help=help_line, description=sentence(help_line))
-    one.add_argument(
-        "--processes", type=SEVERAL, metavar="N", help="concurrent ranks, 2 or more (default: one per core)"
-    )
-    one.add_argument(
-        "--output", type=Path, metavar="FILE.toml", help="the profile (default: the file of --hardware this, "
-        f"{path_of('hardware', THIS_MACHINE)})",
-    )  # fmt: skip
-    one.add_argument("--json", action="store_true", help="print one JSON object")
+    processes = "concurrent ranks, 2 or more (default: one per core)"
+    one.add_argument("--processes", type=SEVERAL, metavar="N", help=processes)
+    output = f"the profile (default: the file of --hardware this, {path_of('hardware', THIS_MACHINE)})"
+    one.add_argument("--output", type=Path, metavar="FILE.toml", help=output)
+    add_json(one)
     one.add_argument("--oversubscribed", type=Path, help=argparse.SUPPRESS)  # result of the first job, for the second
 
 
@@ -88,46 +80,29 @@ def run_profile(options: argparse.Namespace) -> int:
             words += ["--oversubscribed", f"{folder}/oversubscribed.json"]
             return _start(words, 2 * processes) or _start(words, processes)
 
-    def oversubscribed_work(device: Device, rank: Rank) -> None:
-        from megascale.bench import profile
-
-        if rank.rank == 0:
-            print_progress("steps with two ranks per core")
-        steps = profile.measure_oversubscribed(device, rank)
-        if rank.rank == 0:
-            write_text(options.oversubscribed, json.dumps(vars(steps)))
-
     def work(device: Device, rank: Rank) -> None:
-        from megascale.bench import profile
+        from megascale.bench import profile, profile_fit, profile_steps
 
-        oversubscribed = None
-        if options.oversubscribed:
-            text = options.oversubscribed.read_text(encoding="utf-8")
-            oversubscribed = profile.OversubscribedSteps(**json.loads(text))
         log = print_progress if rank.rank == 0 else lambda text: None
+        oversubscribed = None
+        if first := options.oversubscribed:
+            if not exists(first):
+                log("steps with two ranks per core")
+                steps = profile_steps.measure_oversubscribed(device, rank)
+                if rank.rank == 0:
+                    write_text(first, json.dumps(vars(steps)))
+                return
+            oversubscribed = profile_steps.OversubscribedSteps(**json.loads(first.read_text(encoding="utf-8")))
         measured = profile.measure_profile(device, rank.rank, rank.world_size, log, oversubscribed=oversubscribed)
         if measured is None:
             return
-        profile.write_profile(output, measured.tree, _heading(device, rank.world_size, measured))
+        profile_fit.write_profile(output, measured, device.name, rank.world_size)
         if options.json:
-            print(json.dumps({"output": str(output), **profile.as_json(measured)}))
+            print(json.dumps({"output": str(output), **profile_fit.as_json(measured)}))
         else:
-            print(f"{profile.table(measured)}\n\nwritten: {output}")
+            print(f"{profile_fit.table(measured)}\n\nwritten: {output}")
 
-    return _run_rank(
-        oversubscribed_work if options.oversubscribed and not exists(options.oversubscribed) else work, gpus=False
-    )
-
-
-def _heading(device: Device, ranks: int, profile: Any) -> str:
-    import torch
-
-    day = datetime.datetime.now(datetime.UTC).date()
-    worst = max(profile.quality.values(), key=lambda quality: quality.ratio).ratio
-    return (
-        f"{device.name}, {usable_cores()} cores: `megascale bench profile` with {ranks} ranks and torch "
-        f"{torch.__version__}, {day}\nThe slowest round took at most {worst:.2f} times the quickest."
-    )
+    return _run_rank(work, gpus=False)
 
 
 def _check_output(path: Path) -> None:
@@ -139,23 +114,19 @@ def _check_output(path: Path) -> None:
         if is_folder(path) or not os.access(path.parent, os.W_OK):
             raise OSError(0, "cannot be written")
     except OSError as error:
-        raise ConfigError(
-            [Problem("command line", "--output", f"{path}: {error.strerror}", "give another file")]
-        ) from None
+        problem = Problem("command line", "--output", f"{path}: {error.strerror}", "give another file")
+        raise ConfigError([problem]) from None
 
 
 def _start(words: list[str], processes: int) -> int:
-    """Run a command with `processes` ranks on this host; return the exit status."""
     with tempfile.TemporaryDirectory() as folder:
         return run_on_this_host(words, processes, Path(folder))
 
 
 def _run_rank(work: RankWork, *, gpus: bool) -> int:
-    """Run `work` as one rank of the job."""
     rank = rank_from_environment()
     assert rank is not None, "a rank runs inside a job"
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent(os.getppid())  # a killed torchrun leaves its workers running
+    die_with_torchrun()
     from megascale.comm import init
     from megascale.device import detect_device
 
@@ -172,7 +143,6 @@ def _run_rank(work: RankWork, *, gpus: bool) -> int:
 
 
 def _default(*, gpus: bool) -> int:
-    """Default number of ranks: one per device, at least two."""
     from megascale import device
 
     return max(2, (device.gpu_count() if gpus else 0) or usable_cores())

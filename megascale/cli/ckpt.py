@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megascale.cli.arguments import add_json
+from megascale.cli.command_output import warn
 from megascale.core.errors import CheckpointError, Exit
-from megascale.core.files import SHARED_MEMORY, is_file, why_unreadable, write_text
+from megascale.core.files import SHARED_MEMORY, why_unreadable, write_text
+from megascale.core.storage import Location
 from megascale.core.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from megascale.checkpoint.format import manifest
-    from megascale.core.storage import Location
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
@@ -34,14 +35,12 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     diff.add_argument("second", metavar="OTHER")
     copies = verbs.add_parser("copies", help="list the copies in memory on this host, or free their memory")
     copies.add_argument("run", metavar="RUN", nargs="?", type=Path, help="folder of a run (default: of all runs)")
-    copies.add_argument(
-        "--remove", action="store_true", help="remove those of RUN, by default of all runs whose folders are gone"
-    )
-    copies.add_argument(
-        "--memory-dir", metavar="DIR", type=Path, default=SHARED_MEMORY, help=f"(default: {SHARED_MEMORY})"
-    )
+    remove = "remove those of RUN, by default of all runs whose folders are gone"
+    copies.add_argument("--remove", action="store_true", help=remove)
+    memory = f"(default: {SHARED_MEMORY})"
+    copies.add_argument("--memory-dir", metavar="DIR", type=Path, default=SHARED_MEMORY, help=memory)
     for verb in (listing, show, verify, diff, copies):
-        verb.add_argument("--json", action="store_true", help="print one JSON object")
+        add_json(verb)
     model = verbs.add_parser("model", help="print the section [model] of a checkpoint or of Hugging Face weights")
     model.add_argument("source", metavar="SOURCE", help=f"{checkpoint_help}; or of Hugging Face weights")
     model.add_argument("--output", metavar="FILE", type=Path, help="write a TOML file instead, for `extends`")
@@ -58,10 +57,8 @@ def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status: 4 if `verify` finds damage, 1 if `diff` finds a difference, or if
     copies in use were to be removed.
     """
-    verbs = {"list": _list, "show": _show, "verify": _verify, "diff": _diff, "copies": _copies}
-    verbs |= {"model": _model, "convert": _convert}
     try:
-        return verbs[options.verb](options)
+        return VERBS[options.verb](options)
     except OSError as error:
         hint = "check its name, its permissions and the network"
         raise CheckpointError(f"{error.filename}: {error.strerror}", hint=hint) from None
@@ -74,7 +71,6 @@ def _say(options: argparse.Namespace, facts: dict[str, Any], lines: list[str]) -
 def _list(options: argparse.Namespace) -> int:
     from megascale.checkpoint import folders
     from megascale.checkpoint.format import manifest
-    from megascale.core.storage import Location
 
     run = Location(options.run)
     folder = run / "checkpoints" if (run / "checkpoints").is_folder() else run
@@ -82,21 +78,18 @@ def _list(options: argparse.Namespace) -> int:
         raise CheckpointError(f"there is no folder {folder}", hint="give a run's folder")
     if (folder / manifest.NAME).exists():
         raise CheckpointError(f"{folder} is itself a checkpoint", hint=f"use megascale ckpt show {folder}")
-    rows = []
+    rows, lines = list[dict[str, Any]](), list[str]()
     for stored in folders.complete_checkpoints(folder):
         row: dict[str, Any] = {"path": str(stored.path), "step": stored.step, "bytes": stored.path.size()}
         try:
             facts = manifest.read(stored.path).facts
             row |= {"tokens": facts.progress.tokens, "layout": facts.layout}
+            about = f"{format_count(facts.progress.tokens)} tokens, {_layout(facts.layout)}"
         except CheckpointError as error:
-            row["error"] = error.message
+            about = row["error"] = error.message
         rows.append(row)
+        lines.append(f"{row['path']}  {format_bytes(row['bytes'])}  {about}")
     unfinished = [str(attempt.path) for attempt in folders.unfinished_checkpoints(folder)]
-    lines = [
-        f"{row['path']}  {format_bytes(row['bytes'])}  "
-        + (row.get("error") or f"{format_count(row['tokens'])} tokens, {_layout(row['layout'])}")
-        for row in rows
-    ]
     lines += [f"{path}  is unfinished, or being written: the next start of the run removes it" for path in unfinished]
     _say(options, {"checkpoints": rows, "unfinished": unfinished}, lines or [f"no checkpoints in {folder}"])
     return Exit.OK
@@ -131,7 +124,6 @@ def _show(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     from megascale.checkpoint import folders, offline
     from megascale.checkpoint.format import manifest
-    from megascale.core.storage import Location
 
     path = folders.find_checkpoint(Location(options.checkpoint))
     try:
@@ -147,18 +139,19 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _diff(options: argparse.Namespace) -> int:
     (first, ours), (second, theirs) = _open_checkpoint(options.first), _open_checkpoint(options.second)
-    facts = _facts_differ(_flatten(ours.facts.model_dump(mode="json")), _flatten(theirs.facts.model_dump(mode="json")))
-    differences = {}
-    for name in ours.tensors.keys() | theirs.tensors.keys():
-        if difference := _tensors_differ((first, ours), (second, theirs), name):
-            differences[name] = difference
-    lines = [
-        *(f"{key}: {text}" for key, text in facts.items()),
-        *(f"{n}: {differences[n]}" for n in sorted(differences)),
-    ]
-    same = len(ours.tensors.keys() | theirs.tensors.keys()) - len(differences)
+    facts = [_flatten(saved.facts.model_dump(mode="json")) for saved in (ours, theirs)]
+    changed = {
+        key: f"{facts[0].get(key, '-')} -> {facts[1].get(key, '-')}"
+        for key in dict.fromkeys([*facts[0], *facts[1]])
+        if facts[0].get(key, "-") != facts[1].get(key, "-")
+    }
+    names = ours.tensors.keys() | theirs.tensors.keys()
+    compared = {name: _tensors_differ((first, ours), (second, theirs), name) for name in names}
+    differences = {name: text for name, text in compared.items() if text}
+    same = len(names) - len(differences)
+    lines = [f"{key}: {text}" for key, text in [*changed.items(), *sorted(differences.items())]]
     lines.append(f"{same} tensors are bit-equal, {len(differences)} differ")
-    _say(options, {"facts": facts, "tensors": differences, "equal": same}, lines)
+    _say(options, {"facts": changed, "tensors": differences, "equal": same}, lines)
     return Exit.UNCLASSIFIED if differences else Exit.OK
 
 
@@ -175,15 +168,6 @@ def _copies(options: argparse.Namespace) -> int:
     _say(options, {"copies": rows}, lines or [f"no copies in {options.memory_dir}"])
     kept = run is not None and options.remove and any(row["state"] != "removed" for row in rows)
     return Exit.UNCLASSIFIED if kept else Exit.OK
-
-
-def _facts_differ(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, str]:
-    missing = "-"
-    return {
-        key: f"{ours.get(key, missing)} -> {theirs.get(key, missing)}"
-        for key in dict.fromkeys([*ours, *theirs])
-        if ours.get(key, missing) != theirs.get(key, missing)
-    }
 
 
 def _tensors_differ(
@@ -211,8 +195,7 @@ def _tensors_differ(
 
 def _model(options: argparse.Namespace) -> int:
     from megascale.config.toml_writer import section_to_toml
-    from megascale.convert.conversion import read_model_section
-    from megascale.core.storage import Location
+    from megascale.convert.saved_weights import read_model_section
 
     text = section_to_toml("model", read_model_section(Location(options.source)))
     if options.output is None:
@@ -224,15 +207,13 @@ def _model(options: argparse.Namespace) -> int:
 
 def _convert(options: argparse.Namespace) -> int:
     from megascale.checkpoint import folders
-    from megascale.checkpoint.format import manifest
     from megascale.convert import conversion
-    from megascale.convert.config_file import CONFIG_FILE
-    from megascale.core.storage import Location
+    from megascale.convert.saved_weights import weights_folder
 
     dtype = conversion.DTYPES.get(options.dtype)
-    folder, warnings = Location(options.source).local_path, list[str]()
+    warnings = list[str]()
     try:
-        if folder and is_file(folder / CONFIG_FILE) and not is_file(folder / manifest.NAME):
+        if folder := weights_folder(Location(options.source).local_path):
             if options.average:
                 raise CheckpointError(f"{folder} has no average of the weights", hint="leave out --average")
             conversion.from_huggingface(folder, options.output, dtype)
@@ -245,8 +226,7 @@ def _convert(options: argparse.Namespace) -> int:
         where = f" {error.filename}:" if error.filename and str(error.filename) != str(options.output) else ""
         message = f"cannot convert into {options.output}:{where} {error.strerror}"
         raise CheckpointError(message, hint="give another folder, or free disk space") from None
-    for warning in warnings:
-        print(f"WARNING: {warning}", file=sys.stderr)
+    warn(warnings)
     print(f"{options.output}: {format_bytes(Location(str(options.output)).size())}")
     return Exit.OK
 
@@ -266,7 +246,6 @@ def _file(text: str) -> Path:
 def _open_checkpoint(path: str) -> tuple[Location, manifest.Manifest]:
     from megascale.checkpoint import folders
     from megascale.checkpoint.format import manifest
-    from megascale.core.storage import Location
 
     location = folders.find_checkpoint(Location(path))
     return location, manifest.read(location)
@@ -281,8 +260,13 @@ def _layout(layout: dict[str, int]) -> str:
 
 
 def _flatten(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
-    """Flatten a tree to its leaves by dotted name."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         leaves |= _flatten(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value}
     return leaves
+
+
+VERBS = {
+    "list": _list, "show": _show, "verify": _verify, "diff": _diff, "copies": _copies, "model": _model,
+    "convert": _convert,
+}  # fmt: skip

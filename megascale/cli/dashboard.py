@@ -9,6 +9,7 @@ import secrets
 import socket
 from pathlib import Path
 
+from megascale.cli.arguments import checked, read_digits
 from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.network import LOOPBACK, is_loopback
 from megascale.core.process import interrupt_on_stop_signals
@@ -21,28 +22,23 @@ ANY_ADDRESS = ("0.0.0.0", "::")
 EXTRA_HINT = "pip install 'megascale[dashboard]'; megascale watch and megascale report do without"
 
 
-def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Declare the subcommand's arguments."""
-    sub.add_argument("folders", metavar="RUN", type=Path, nargs="+", help="folders of runs, shown side by side")
-    sub.add_argument(
-        "--host", default=LOOPBACK, help="address to listen on (127.0.0.1); others send the token in clear"
-    )
-    base = "path of the pages at a reverse proxy, whether it strips the path or not, such as /proxy/8050/ (/)"
-    sub.add_argument("--base-path", metavar="PATH", type=_base_path, default="/", help=base)
-    sub.add_argument("--port", type=_port, help=f"port (default: {PORT}, or a free one)")
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65_535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port")
-    return int(text)
-
-
 def _base_path(text: str) -> str:
     path = f"{text.rstrip('/')}/"
     if not re.fullmatch(r"/([\w.~@%+-]+/)*", path, re.ASCII) or re.search(r"/\.\.?/", path):
-        raise argparse.ArgumentTypeError(f"{text!r} is not the path of an address, such as /proxy/8050/")
+        raise ValueError(text)
     return path
+
+
+def add_arguments(sub: argparse.ArgumentParser) -> None:
+    """Declare the subcommand's arguments."""
+    sub.add_argument("folders", metavar="RUN", type=Path, nargs="+", help="folders of runs, shown side by side")
+    host = "address to listen on (127.0.0.1); others send the token in clear"
+    sub.add_argument("--host", default=LOOPBACK, help=host)
+    base = "path of the pages at a reverse proxy, whether it strips the path or not, such as /proxy/8050/ (/)"
+    base_path = checked("the path of an address, such as /proxy/8050/", _base_path)
+    sub.add_argument("--base-path", metavar="PATH", type=base_path, default="/", help=base)
+    port = checked("a port", read_digits, lambda number: number <= 65_535)
+    sub.add_argument("--port", type=port, help=f"port (default: {PORT}, or a free one)")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -8,8 +8,8 @@ import argparse
 import json
 from pathlib import Path
 
-from megascale.cli.argument_types import own_file
-from megascale.cli.notes import warn
+from megascale.cli.arguments import add_json, own_file
+from megascale.cli.command_output import warn, writing
 from megascale.core.errors import Exit
 from megascale.core.files import write_text
 from megascale.core.process import exit_on_stop_signals
@@ -25,7 +25,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     instead.add_argument("--slow", action="store_true", help=slow)
     hosts = "name hosts whose metrics (CPU, GPUs, links, disks) stay far from the others', from the event store"
     instead.add_argument("--hosts", action="store_true", help=hosts)
-    sub.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(sub)
     picture = "write a picture of who waits for whom"
     sub.add_argument("--picture", metavar="FILE.svg", type=own_file(".svg", FILE_START), help=picture)
 
@@ -50,15 +50,11 @@ def run(options: argparse.Namespace) -> int:
         view = RunReader(options.folder).read()
         found = diagnose(view, read_last_states(view))
         print(json.dumps(diagnosis_json(found)) if options.json else diagnosis_text(found))
-        if options.picture is None:
-            return Exit.OK
-        from megascale.operate.show.charts.wait_picture import wait_picture
+        if options.picture is not None:
+            from megascale.operate.show.charts.wait_picture import wait_picture
 
-        try:
-            write_text(options.picture, wait_picture(found))
-        except OSError as error:
-            what = f"{options.picture}: cannot be written: {error.strerror}"
-            raise RunFolderError(what, hint="give another file") from None
+            with writing(options.picture):
+                write_text(options.picture, wait_picture(found))
     return Exit.OK
 
 

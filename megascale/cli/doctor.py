@@ -12,12 +12,13 @@ import shutil
 import subprocess
 import textwrap
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import megascale
 from megascale.cli import doctor_nodes
+from megascale.cli.arguments import add_json
 from megascale.config.loading import load_config, load_config_tree
 from megascale.config.run import RunConfig
 from megascale.core.errors import Exit
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from megascale.device import Device
     from megascale.ops.selftest import BackendReport, OperationReport
 
-BUILT_IN = "the built-in model"
 LLAMA_LIKE = """
 name = "llama-like"
 [model]
@@ -56,19 +56,16 @@ lr = 1e-3
 [data]
 mock = true
 """
-"""The configuration to check if the user gives none."""
 
 WIDTH = 118
-"""Maximum width of the text in columns."""
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
-    sub.add_argument(
-        "config", metavar="CONFIG", nargs="?", help="a TOML file (default: a small Llama, in fp32 and in bf16)"
-    )
+    config = "a TOML file (default: a small Llama, in fp32 and in bf16)"
+    sub.add_argument("config", metavar="CONFIG", nargs="?", help=config)
     sub.add_argument("overrides", metavar="key=value", nargs="*", help="override a setting, as section.key=value")
-    sub.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(sub)
     doctor_nodes.add_arguments(sub)
 
 
@@ -81,13 +78,27 @@ def run(options: argparse.Namespace) -> int:
     configs = configs_to_check(options.config, options.overrides)
     from rich.console import Console
 
+    from megascale.catalog.backends import BACKENDS
     from megascale.device import detect_device
+    from megascale.ops.advice import slow_backend_hint
+    from megascale.ops.select import BackendError
+    from megascale.ops.selftest import check_backends
+    from megascale.train.op_context import op_context
 
     device = detect_device()
+    settings = {name: op_context(config, device) for name, config in configs.items()}
+    reports: dict[str, list[OperationReport]] = {name: [] for name in settings}
     with Console(stderr=True).status("", spinner="line") as status:  # torch.compile takes seconds
         facts = machine_facts(device, list(configs))
-        reports = {name: check_operations(config, device, name, status.update) for name, config in configs.items()}
-    hints = slow_operations(configs.values(), device)
+        for name, setting in settings.items():
+            for operation in filter(setting.uses, BACKENDS):
+                status.update(f"testing {operation} in {name}")
+                reports[name].append(check_backends(operation, setting))
+    slow = []
+    for setting in settings.values():
+        with contextlib.suppress(BackendError):  # the operation's report names the problem
+            slow.append(slow_backend_hint(setting))
+    hints = list(dict.fromkeys(filter(None, slow)))
     flat = [report for per_operation in reports.values() for report in per_operation]
     ok = not any(report.problem or any(verdict.failed for verdict in report.verdicts) for report in flat)
     if options.json:
@@ -106,43 +117,13 @@ def configs_to_check(path: str | None, overrides: Sequence[str]) -> dict[str, Ru
     """
     if path and "=" in path and not exists(path):
         overrides = [path, *overrides]
-    elif path:
-        loaded_config = load_config(path, overrides, skip_sections=["data"])
-        return {loaded_config.train.precision: loaded_config}
-    override_lists = [[f"train.precision={name}", *overrides] for name in ("fp32", "bf16")]
-    loaded = [load_config_tree(tomllib.loads(LLAMA_LIKE), BUILT_IN, words) for words in override_lists]
+        path = None
+    if path:
+        loaded = [load_config(path, overrides, skip_sections=["data"])]
+    else:
+        words = [[f"train.precision={name}", *overrides] for name in ("fp32", "bf16")]
+        loaded = [load_config_tree(tomllib.loads(LLAMA_LIKE), "the built-in model", each) for each in words]
     return {config.train.precision: config for config in loaded}
-
-
-def check_operations(
-    config: RunConfig, device: Device, precision: str, progress: Callable[[str], None]
-) -> list[OperationReport]:
-    """Ask every backend of every operation in use if it can serve, and self-test the backends that can."""
-    from megascale.catalog.backends import BACKENDS
-    from megascale.ops.selftest import check_backends
-    from megascale.train.op_context import op_context
-
-    setting, reports = op_context(config, device), []
-    for operation in filter(setting.uses, BACKENDS):
-        progress(f"testing {operation} in {precision}")
-        reports.append(check_backends(operation, setting))
-    return reports
-
-
-def slow_operations(configs: Iterable[RunConfig], device: Device) -> list[str]:
-    """List a sentence for every operation with a faster backend that is not installed, without duplicates. A
-    configuration without a backend is skipped.
-    """
-    from megascale.ops.advice import slow_backend_hint
-    from megascale.ops.select import BackendError
-    from megascale.train.op_context import op_context
-
-    hints: dict[str, None] = {}
-    for config in configs:
-        with contextlib.suppress(BackendError):  # the operation's report names the problem
-            if text := slow_backend_hint(op_context(config, device)):
-                hints[text] = None
-    return list(hints)
 
 
 def machine_facts(device: Device, precisions: Sequence[str]) -> dict[str, Any]:
@@ -165,7 +146,7 @@ def machine_facts(device: Device, precisions: Sequence[str]) -> dict[str, Any]:
         "memory_bytes": device.total_memory(),
         "peaks": {name: _peak(device, name) for name in precisions},
         "gpu_software": gpu_stack_versions(),
-        "cpp_compiler": _first_line(compiled.cpp_compiler(), "--version"),
+        "cpp_compiler": _version_of(compiled.cpp_compiler()),
         "cannot_compile": compiled.compile_unsupported_reason(device),
         "libraries": {library.package: library.version for library in LIBRARIES},
     }
@@ -186,12 +167,12 @@ def _peak(device: Device, precision: str) -> dict[str, Any]:
     return {"flops": stated and stated.flops, "measured": None}
 
 
-def _first_line(*command: str) -> str | None:
-    """Run a program and return the first line of its output; None if the program is missing."""
-    if shutil.which(command[0]) is None:
+def _version_of(program: str) -> str | None:
+    """The first line of what a program says about itself; None if it is missing."""
+    if shutil.which(program) is None:
         return None
-    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-    return (completed.stdout.splitlines() or [command[0]])[0]
+    completed = subprocess.run([program, "--version"], capture_output=True, text=True, check=False, timeout=30)
+    return (completed.stdout.splitlines() or [program])[0]
 
 
 def describe_machine(facts: dict[str, Any]) -> list[str]:
@@ -200,19 +181,15 @@ def describe_machine(facts: dict[str, Any]) -> list[str]:
     cores = f"{facts['cores']} cores, {facts['threads']} threads"
     peaks = [f"{name} {_stated(peak)}" for name, peak in facts["peaks"].items()]
     software = ", ".join(f"{name} {version}" for name, version in facts["gpu_software"].items())
-    cannot = facts["cannot_compile"]
-    compiler = (
-        f"{facts['cpp_compiler'] or 'none'}; torch.compile {f'cannot compile: {cannot}' if cannot else 'can compile'}"
-    )
-    libraries = ", ".join(f"{name} {version or '-'}" for name, version in facts["libraries"].items())
+    compiles = f"cannot compile: {facts['cannot_compile']}" if facts["cannot_compile"] else "can compile"
     versions = ", ".join(f"{name} {facts[name]}" for name in ("megascale", "python", "torch"))
     rows = {
         "versions": f"{versions}, {facts['system']}",
         "device": f"{count}{facts['device']}, {format_bytes(facts['memory_bytes'])}; {cores}",
         "peak": ", ".join(peaks),
         "GPU": software or "this torch was built without GPU support",
-        "C++": compiler,
-        "libraries": libraries,
+        "C++": f"{facts['cpp_compiler'] or 'none'}; torch.compile {compiles}",
+        "libraries": ", ".join(f"{name} {version or '-'}" for name, version in facts["libraries"].items()),
     }
     return [line for name, text in rows.items() for line in _wrap(f"{name:<12}", text)]
 
@@ -231,9 +208,10 @@ def table(reports: dict[str, list[OperationReport]]) -> list[str]:
         for number, verdicts in enumerate(zip(*(report.verdicts for report in operation_reports), strict=True)):
             operation = operation_reports[0].operation if number == 0 else ""
             cells = "".join(f"{_cell(verdict):<17}" for verdict in verdicts)
-            lines += _wrap(
-                f"{operation:<18}{verdicts[0].backend:<10}{cells}", _reason(dict(zip(reports, verdicts, strict=True)))
-            )
+            why = [verdict.error or ("" if verdict.chosen else verdict.reason or "") for verdict in verdicts]
+            each = "; ".join(f"{name}: {text}" for name, text in zip(reports, why, strict=True) if text)
+            reason = why[0] if len(set(why)) == 1 else each  # stated once if all precisions share it
+            lines += _wrap(f"{operation:<18}{verdicts[0].backend:<10}{cells}", reason)
     lines.append("")
     lines += _wrap("", LEGEND)
     problems = {report.problem for per_operation in reports.values() for report in per_operation if report.problem}
@@ -252,16 +230,6 @@ def _cell(verdict: BackendReport) -> str:
         return "-"
     word = "FAILS" if verdict.failed else "used" if verdict.chosen else "ok"
     return word if verdict.difference is None else f"{word} {verdict.difference:.1e}"
-
-
-def _reason(verdicts: dict[str, BackendReport]) -> str:
-    """The reason why a backend does not serve, stated once if all precisions share the reason."""
-    reasons = {
-        name: verdict.error or ("" if verdict.chosen else verdict.reason or "") for name, verdict in verdicts.items()
-    }
-    if len(set(reasons.values())) == 1:
-        return next(iter(reasons.values()))
-    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
 
 
 def _wrap(start: str, text: str) -> list[str]:

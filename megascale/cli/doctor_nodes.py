@@ -10,11 +10,12 @@ import argparse
 import asyncio
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from megascale.cli.argument_types import at_least
+from megascale.cli.arguments import at_least
 from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.network import LOOPBACK, address_toward
 from megascale.core.rank import NODE_VARIABLE, Rank, rank_from_environment, rendezvous_endpoint
@@ -24,7 +25,6 @@ from megascale.operate.health.checks.result import CheckResult
 from megascale.operate.health.checks.runner import run_check
 from megascale.operate.health.diagnose import FULL, Diagnosis, DiagnosisPlan, diagnose
 from megascale.operate.health.node_runs import CheckedNode
-from megascale.operate.health.node_verdicts import NodeVerdict
 
 if TYPE_CHECKING:
     from megascale.comm.store import JobStore
@@ -33,6 +33,8 @@ PLANS = {"quick": DiagnosisPlan(), "full": FULL, "paths": DiagnosisPlan(checks="
 
 LONG_TABLE = 16
 """Nodes above which the table has only checks with a finding, and one line for the others of a check."""
+
+QUIET = ("ok", "skipped", "alone")
 
 START_S = 120.0
 """Seconds in which the ranks of all hosts must come."""
@@ -64,10 +66,10 @@ def run_nodes(options: argparse.Namespace) -> int:
             hint = "--nodes N for N processes of this host, or start it with torchrun or srun"
             raise ConfigError([Problem("command line", "--nodes", "no launcher has started this process", hint)])
         diagnosis = asyncio.run(diagnose_processes(options.nodes, plan))
-    elif (from_launcher := _diagnose_hosts(rank, plan)) is None:
+    elif (found := _diagnose_hosts(rank, plan)) is None:
         return Exit.OK
     else:
-        diagnosis = from_launcher
+        diagnosis = found
     print(json.dumps(as_json(diagnosis)) if options.json else "\n".join(table(diagnosis)))
     return Exit.OK if diagnosis.ok else Exit.UNCLASSIFIED
 
@@ -100,7 +102,8 @@ def _diagnose_hosts(rank: Rank, plan: DiagnosisPlan) -> Diagnosis | None:
     slots = max(local_rank for _, _, local_rank in told) + 1
     try:
         if rank.rank == 0:
-            names = _unique_names(hosts)
+            several = {name for name, count in Counter(hosts.values()).items() if count > 1}  # containers, testbeds
+            names = {index: f"{name}#{index}" if name in several else name for index, name in hosts.items()}
             places = [CheckedNode(names[index], str(told[index][1]), slots) for index in hosts]
             return asyncio.run(_direct(store, {names[index]: index for index in hosts}, places, plan))
         if rank.local_rank == 0:
@@ -110,12 +113,6 @@ def _diagnose_hosts(rank: Rank, plan: DiagnosisPlan) -> Diagnosis | None:
         store.set(f"left/{rank.rank}", "")
         if rank.rank == 0:  # it has the store
             store.wait([f"left/{other}" for other in range(rank.world_size)])
-
-
-def _unique_names(hosts: Mapping[int, str]) -> dict[int, str]:
-    """Name nodes by their hosts; containers and testbeds may have several of one name."""
-    several = {name for name in hosts.values() if list(hosts.values()).count(name) > 1}
-    return {index: f"{name}#{index}" if name in several else name for index, name in hosts.items()}
 
 
 async def _direct(
@@ -170,8 +167,13 @@ def table(diagnosis: Diagnosis) -> list[str]:
     lines = [f"{'node':<{width}}{'check':<13}{'value':>14}  {'other nodes':>14}  {'seconds':>7}  verdict"]
     for name in dict.fromkeys(verdict.check for verdict in diagnosis.verdicts):
         some = [verdict for verdict in diagnosis.verdicts if verdict.check == name]
-        shown = some if len(nodes) <= LONG_TABLE else [verdict for verdict in some if verdict.kind not in _QUIET]
-        lines += [_line(verdict, width) for verdict in shown]
+        shown = some if len(nodes) <= LONG_TABLE else [verdict for verdict in some if verdict.kind not in QUIET]
+        for one in shown:
+            value, reference = _with_unit(one.value, one.unit), _with_unit(one.reference, one.unit)
+            reason = f": {one.reason}" if one.kind not in ("ok", "alone") else ""
+            seconds = f"{one.duration_s:7.1f}" if one.duration_s else ""
+            row = f"{one.node:<{width}}{one.check:<13}{value:>14}  {reference:>14}  {seconds:>7}  {one.kind}{reason}"
+            lines.append(row)
         if len(shown) < len(some):
             lines.append(f"{'others':<{width}}{name:<13}{len(some) - len(shown)} nodes ok")
     lines.append("")
@@ -182,24 +184,14 @@ def table(diagnosis: Diagnosis) -> list[str]:
     return [*lines, f"{len(nodes)} nodes in {diagnosis.duration_s:.0f} s: {verdict}"]
 
 
-_QUIET = ("ok", "skipped", "alone")
-
-
-def _line(verdict: NodeVerdict, width: int) -> str:
-    value, reference = (_with_unit(number, verdict.unit) for number in (verdict.value, verdict.reference))
-    reason = f": {verdict.reason}" if verdict.kind not in ("ok", "alone") else ""
-    seconds = f"{verdict.duration_s:7.1f}" if verdict.duration_s else ""
-    return (
-        f"{verdict.node:<{width}}{verdict.check:<13}{value:>14}  {reference:>14}  {seconds:>7}  {verdict.kind}{reason}"
-    )
-
-
 def _with_unit(value: float | None, unit: str) -> str:
     if value is None:
         return "-"
-    formats = {"byte/s": lambda: f"{format_bytes(value)}/s", "FLOP/s": lambda: format_flops(value)}
-    formats["s"] = lambda: f"{value * 1e3:.2f} ms"
-    return formats.get(unit, lambda: f"{value:g}")()
+    if unit == "byte/s":
+        return f"{format_bytes(value)}/s"
+    if unit == "FLOP/s":
+        return format_flops(value)
+    return f"{value * 1e3:.2f} ms" if unit == "s" else f"{value:g}"
 
 
 def as_json(diagnosis: Diagnosis) -> dict[str, Any]:

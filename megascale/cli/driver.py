@@ -7,7 +7,7 @@ import asyncio
 import socket
 from pathlib import Path
 
-from megascale.cli.main import add_config_arguments
+from megascale.cli.arguments import add_config_arguments
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.core.process import STOP_ORDER

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megascale.cli.argument_types import positive_float, rank_ranges, step_range
-from megascale.cli.notes import warn
+from megascale.cli.arguments import add_json, positive_float, rank_ranges, step_range
+from megascale.cli.command_output import warn
 from megascale.core.errors import Exit
 from megascale.core.process import exit_on_stop_signals
 from megascale.operate.store.query import Answer, StoreError, answer, open_store
@@ -28,31 +28,26 @@ DEFAULT_SPANS = "per_step"
 """Preset of span groups that is exported."""
 
 MAX_CELL = 60
-"""Most characters of a text in the printed table."""
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
-    sub.add_argument(
-        "run_dir", metavar="RUN", nargs="?", help="the run's folder, or the path or URL of its event store"
-    )
+    folder = "the run's folder, or the path or URL of its event store"
+    sub.add_argument("run_dir", metavar="RUN", nargs="?", help=folder)
     sub.add_argument("query", metavar="QUERY", nargs="?", help="a SELECT, or the name of a ready query (see --list)")
-    sub.add_argument(
-        "--last", metavar="SECONDS", type=positive_float, help="only what was stored in the last seconds of the run"
-    )
+    last = "only what was stored in the last seconds of the run"
+    sub.add_argument("--last", metavar="SECONDS", type=positive_float, help=last)
     export = sub.add_argument_group("export to OpenTelemetry, in the place of a query")
-    export.add_argument(
-        "--otlp", metavar="URL", help="send spans to an OTLP/HTTP receiver, such as http://localhost:4318"
-    )
+    receiver = "send spans to an OTLP/HTTP receiver, such as http://localhost:4318"
+    export.add_argument("--otlp", metavar="URL", help=receiver)
     export.add_argument("--spans", choices=SPAN_GROUPS, help=f"Megatron-LM's presets of span groups ({DEFAULT_SPANS})")
     export.add_argument("--ranks", metavar="LIST", type=rank_ranges, help="ranks, such as 0,1,4-7 (the first)")
-    export.add_argument(
-        "--steps", metavar="A:B", type=step_range, help=f"steps A to B, both included (the last {OTLP_STEPS})"
-    )
+    steps = f"steps A to B, both included (the last {OTLP_STEPS})"
+    export.add_argument("--steps", metavar="A:B", type=step_range, help=steps)
     form = sub.add_mutually_exclusive_group()
     form.add_argument("--list", action="store_true", help="list the ready queries")
     form.add_argument("--schema", action="store_true", help="describe the tables")
-    form.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(form)
     form.add_argument("--csv", action="store_true", help="print CSV with a head line")
 
 
@@ -87,7 +82,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    """Send spans to a receiver of OpenTelemetry."""
     from megascale.operate.store.otlp import choose, export_spans
 
     if options.query is not None:
@@ -130,17 +124,13 @@ def _in_utc(value: Any) -> Any:
 def format_rows(found: Answer) -> str:
     """Format rows as a table: numbers to the right, texts to the left."""
     cells = [[_cell(value) for value in row] for row in found.rows]
-    widths = [max(len(line[index]) for line in [found.columns, *cells]) for index in range(len(found.columns))]
-    right = [
-        all(isinstance(row[index], int | float | decimal.Decimal | None) for row in found.rows)
-        for index in range(len(found.columns))
-    ]
-    lines = [
-        "  ".join(
-            cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(line, widths, right, strict=True)
-        ).rstrip()
-        for line in [found.columns, *cells]
-    ]
+    columns = []
+    for index, name in enumerate(found.columns):
+        texts = [name, *(line[index] for line in cells)]
+        number = all(isinstance(row[index], int | float | decimal.Decimal | None) for row in found.rows)
+        width = max(map(len, texts))
+        columns.append([text.rjust(width) if number else text.ljust(width) for text in texts])
+    lines = ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
     return "\n".join([*lines, "" if cells else "no rows"]).rstrip()
 
 

@@ -25,30 +25,26 @@ def compare_initial_model(config: RunConfig) -> list[str]:
     resume = config.checkpoint.resume
     if resume == "never":
         return []
-    newest = next(_newest_checkpoints(Path(config.checkpoint_folder)), None)
-    try:
-        if newest is None and resume.startswith(HF_PREFIX):
-            folder = absolute_path(resume.removeprefix(HF_PREFIX))
-            model = read_model_config(folder)[1].model_dump(mode="json", by_alias=True, exclude={"preset"})
-            check_small_files(folder)
-            return _compare(config, folder, {"model": model})
-    except CheckpointError as error:
-        raise _problem(error.message, error.hint) from None
-    if newest is None and resume != "auto":
-        newest = next(_newest_checkpoints(Path(resume)), None)
-    saved = _saved_config(newest) if newest else None
-    return _compare(config, newest, saved) if newest and saved else []
-
-
-def _compare(config: RunConfig, place: Path, saved: dict[str, Any]) -> list[str]:
+    newest = place = next(_newest_checkpoints(Path(config.checkpoint_folder)), None)
+    saved: dict[str, Any] | None
+    if newest is None and resume.startswith(HF_PREFIX):
+        place = absolute_path(resume.removeprefix(HF_PREFIX))
+        try:
+            saved = {"model": read_model_config(place)[1].model_dump(mode="json", by_alias=True, exclude={"preset"})}
+            check_small_files(place)
+        except CheckpointError as error:
+            raise ConfigError([Problem("checkpoint.resume", "", error.message, error.hint)]) from None
+    else:
+        if newest is None and resume != "auto":
+            place = next(_newest_checkpoints(Path(resume)), None)
+        saved = _saved_config(place) if place else None
+    if not saved:
+        return []
     if different := model_differences(saved["model"], config.model):
-        raise _problem(f"{place} is of another model: {different}", SAME_MODEL_HINT)
+        message = f"{place} is of another model: {different}"
+        raise ConfigError([Problem("checkpoint.resume", "", message, SAME_MODEL_HINT)])
     current = config.model_dump(by_alias=True, mode="json")
     return [f"differs from {place}: {text}" for text in config_changes(saved, current)]
-
-
-def _problem(message: str, hint: str) -> ConfigError:
-    return ConfigError([Problem("checkpoint.resume", "", message, hint)])
 
 
 def _newest_checkpoints(folder: Path) -> Iterator[Path]:

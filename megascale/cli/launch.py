@@ -10,9 +10,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megascale.cli.argument_types import non_negative_int, positive_int
-from megascale.cli.main import add_config_arguments
-from megascale.cli.train import lock_run_folder, raise_limits
+from megascale.cli.arguments import add_config_arguments, non_negative_int, positive_int
+from megascale.cli.run_lock import lock_run_folder, raise_limits
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.config.time_rules import launch_findings

@@ -11,8 +11,13 @@ from pathlib import Path
 from types import ModuleType
 
 import megascale
-from megascale.cli.standard_streams import discard_unwritable_output, open_closed_streams
-from megascale.cli.text_encoding import escape_output, name_files_in_utf8
+from megascale.cli.arguments import sentence
+from megascale.cli.standard_streams import (
+    discard_unwritable_output,
+    escape_output,
+    name_files_in_utf8,
+    open_closed_streams,
+)
 from megascale.cli.torch_import import torch_import_problem
 from megascale.core.errors import ConfigError, Exit, MegascaleError, Problem
 from megascale.core.registry import closest_name
@@ -62,11 +67,6 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     return top
 
 
-def sentence(help_line: str) -> str:
-    """Return a line of help as a sentence, for the head of a command's own help."""
-    return f"{help_line[0].upper()}{help_line[1:]}."
-
-
 def command_module(command: str) -> ModuleType:
     """Import the module of a subcommand."""
     return importlib.import_module(f"megascale.cli.{command.replace(' ', '_')}")
@@ -78,7 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         open_closed_streams()
         name_files_in_utf8()
     escape_output()
-    words = _join_second_command(list(sys.argv[1:] if arguments is None else arguments))
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if (two_words := " ".join(words[:2])) in SECOND_COMMANDS:
+        words[:2] = [two_words]
     if arguments is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # imports may swallow KeyboardInterrupt or print a traceback: Ctrl-C ends the process until a command handles it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -110,12 +112,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(Exit.UNCLASSIFIED)
 
 
-def _join_second_command(words: list[str]) -> list[str]:
-    """Join the first words to one if they are a command of two words."""
-    joined = " ".join(words[:2])
-    return [joined, *words[2:]] if joined in SECOND_COMMANDS else words
-
-
 def _check_current_folder() -> None:
     """Check that the current folder is there: without it torch's libraries end the process as they are loaded.
 
@@ -139,15 +135,3 @@ def _parse(top: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Names
         hint = "  -> settings have no dashes: section.key=value" if "overrides" in options else ""
         top.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     return options
-
-
-def add_config_arguments(sub: argparse.ArgumentParser) -> None:
-    """Declare CONFIG and key=value, the arguments of every subcommand that reads a run's configuration."""
-    sub.add_argument("config", metavar="CONFIG", help="the run's TOML file")
-    sub.add_argument(
-        "overrides",
-        metavar="key=value",
-        nargs="*",
-        default=[],
-        help="override a setting of the file, as section.key=value",
-    )

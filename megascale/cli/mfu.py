@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megascale.cli.notes import warn
-from megascale.core.errors import Exit, MegascaleError
+from megascale.cli.command_output import warn
+from megascale.core.errors import Exit
 from megascale.core.files import is_file
 
 if TYPE_CHECKING:
@@ -18,18 +18,11 @@ if TYPE_CHECKING:
     from megascale.operate.diagnose.slow.mfu_breakdown import MfuBreakdown
 
 
-class MfuError(MegascaleError):
-    """A run without complete steps in its event store."""
-
-    exit_status = Exit.CONFIG
-
-
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
     sub.add_argument("run", metavar="RUN", help="the run's folder, or its event store (a folder or a URL)")
-    sub.add_argument(
-        "--json", action="store_true", help="print one JSON object: the breakdown with its waterfall, and the drift"
-    )
+    json_help = "print one JSON object: the breakdown with its waterfall, and the drift"
+    sub.add_argument("--json", action="store_true", help=json_help)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -38,6 +31,7 @@ def run(options: argparse.Namespace) -> int:
     from megascale.operate.diagnose.slow.drift import drift
     from megascale.operate.show.run_breakdown import BUBBLE_STEPS, run_breakdown
     from megascale.operate.show.run_config import CONFIG_FILE
+    from megascale.operate.store.query import StoreError
     from megascale.operate.store.reading import read_store
     from megascale.operate.store.table_files import STORE_FOLDER
 
@@ -53,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     warn(reading.notes)
     breakdown, change = reading.value
     if breakdown is None:
-        raise MfuError(f"{options.run}: no complete step yet", hint="rows come some seconds after their step")
+        raise StoreError(f"{options.run}: no complete step yet", hint="rows come some seconds after their step")
     if options.json:
         print(json.dumps({"breakdown": breakdown.to_json(), "drift": change.to_json()}))
         return Exit.OK

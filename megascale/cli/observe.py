@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megascale.cli.agent import GRPC_DEFAULTS
-from megascale.cli.main import add_config_arguments
+from megascale.cli.arguments import add_config_arguments
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Problem

@@ -6,9 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
-from megascale.cli.argument_types import float_within, positive_int
-from megascale.cli.main import add_config_arguments
-from megascale.cli.plan import print_tables
+from megascale.cli.arguments import add_config_arguments, add_json, float_within, positive_int
+from megascale.cli.plan_output import print_tables
 from megascale.config.loading import load_config
 from megascale.core.errors import Exit
 from megascale.plan.search import batch_report
@@ -33,7 +32,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--loss", type=float_within(*LOSSES, why), metavar="L", help=loss)
     gpus = "number of devices, for dp (default: the fewest that the layout needs)"
     sub.add_argument("--gpus", type=positive_int, metavar="N", help=gpus)
-    sub.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(sub)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megascale.cli.argument_types import positive_int
+from megascale.cli.arguments import positive_int
 from megascale.config.run import RunConfig
 from megascale.config.section import AUTO
 from megascale.core.errors import ConfigError, Problem
@@ -16,7 +16,6 @@ from megascale.core.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from megascale.plan.search.length_distribution import LengthDistribution
     from megascale.plan.simulate.profiles import Hardware, Stack
 
 NOT_WITH_LENGTHS = ("search", "exact", "sweep", "timeline", "plot", "tokens")
@@ -31,18 +30,13 @@ def add_length_arguments(sub: argparse.ArgumentParser) -> None:
     most = "tokens of a rank in a micro-batch (default: the most that fit in memory)"
     group.add_argument("--max-tokens-per-rank", type=positive_int, metavar="N", help=most)
     chunk = (
-        "also plan chunks of N tokens, which depend on each other in long sequences; auto: the fastest N and K that fit"
+        "also plan chunks of N tokens, which depend on each other in long sequences; auto: the fastest N and K that "
     )
+    chunk += "fit"
     group.add_argument("--chunk-tokens", type=_tokens_or_auto, metavar="N|auto", default=0, help=chunk)
     keep = "chunks of a sequence that keep their activations (default: 1)"
     group.add_argument("--keep-chunks", type=positive_int, metavar="K", default=1, help=keep)
     group.add_argument("--length-steps", type=positive_int, metavar="N", default=4, help="steps to draw (default: 4)")
-
-
-def refused_with_lengths(options: argparse.Namespace) -> str:
-    """Say which given options do not go with `--lengths`; empty if all do."""
-    unfit = [f"--{name}" for name in NOT_WITH_LENGTHS if options.lengths and getattr(options, name)]
-    return f"--lengths plans the layout of CONFIG: leave out {' and '.join(unfit)}" if unfit else ""
 
 
 def _tokens_or_auto(text: str) -> int | str:
@@ -50,18 +44,21 @@ def _tokens_or_auto(text: str) -> int | str:
 
 
 def report(options: argparse.Namespace, config: RunConfig, hardware: Hardware, stack: Stack) -> Iterable[str | Table]:
-    """Plan a resolved configuration, and return what to print.
-
-    Raises: ConfigError, DataError
-    """
-    from megascale.plan.search import length_report  # imports numpy, which other plans do without
+    """Plan a resolved configuration, and return what to print. Raises: ConfigError, DataError"""
+    from megascale.data.read.indexed_dataset import open_dataset  # imports numpy, which other plans do without
+    from megascale.plan.search import length_report
+    from megascale.plan.search.length_distribution import KINDS, of_lengths, parse_lengths
     from megascale.plan.search.length_plan import LengthPlan, choose_chunks, fitting_tokens
 
     if config.parallel.vpp > 1 and (options.chunk_tokens or config.parallel.pp > 1):
         what = f"is {config.parallel.vpp}, and unequal micro-batches are planned with one model chunk per rank"
         raise ConfigError([Problem("command line", "parallel.vpp", what, "plan with parallel.vpp=1")])
     longest = config.model.seq_length
-    lengths = read_lengths(options.lengths, longest)
+    text = options.lengths
+    if (":" in text or text in KINDS) and "://" not in text:
+        lengths = parse_lengths(text, longest)
+    else:
+        lengths = of_lengths(text, open_dataset(text).lengths, longest)
     given = options.max_tokens_per_rank or config.data.max_tokens_per_rank
     most = given or fitting_tokens(config, hardware, stack, longest)
     plan = LengthPlan(config, hardware, stack, lengths, most, steps=options.length_steps)
@@ -70,16 +67,3 @@ def report(options: argparse.Namespace, config: RunConfig, hardware: Hardware, s
         chunk_tokens, keep = choose_chunks(plan) if options.chunk_tokens == AUTO else chosen
         plan = replace(plan, chunk_tokens=chunk_tokens, keep=keep)
     return [json.dumps(length_report.length_json(plan))] if options.json else length_report.tables(plan)
-
-
-def read_lengths(text: str, longest: int) -> LengthDistribution:
-    """Read a distribution, or the document lengths of a dataset's index.
-
-    Raises: ConfigError, DataError
-    """
-    from megascale.data.read.indexed_dataset import open_dataset
-    from megascale.plan.search.length_distribution import KINDS, of_lengths, parse_lengths
-
-    if (":" in text or text in KINDS) and "://" not in text:
-        return parse_lengths(text, longest)
-    return of_lengths(text, open_dataset(text).lengths, longest)

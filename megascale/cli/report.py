@@ -5,16 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megascale.cli.argument_types import own_file
-from megascale.cli.notes import warn
-from megascale.core.errors import Exit, MegascaleError
+from megascale.cli.arguments import own_file
+from megascale.cli.command_output import warn, writing
+from megascale.core.errors import Exit
 from megascale.core.files import write_text
-
-
-class ReportError(MegascaleError):
-    """A report that cannot be written."""
-
-    exit_status = Exit.CONFIG
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
@@ -35,20 +29,18 @@ def run(options: argparse.Namespace) -> int:
     from megascale.operate.show.store_view import read_store_view
     from megascale.operate.store.query import StoreError
 
-    view, notes = RunReader(options.folder).read(), []
+    view = RunReader(options.folder).read()
     store = None
     try:
         store = read_store_view(options.folder)
+        notes = list(store.notes)
     except StoreError as error:
-        notes.append(f"without the analyses of events: {error.message}")
-    notes += store.notes if store is not None else ()
+        notes = [f"without the analyses of events: {error.message}"]
     warn(notes)
     events = pictured_events(options.folder, view.topology)
     report = render_report(view, store, render_svg(events) if events else "", notes)
     path = options.output or options.folder / "report.html"
-    try:
+    with writing(path):
         write_text(path, report)
-    except OSError as error:
-        raise ReportError(f"{path}: cannot be written: {error.strerror}", hint="give another file") from None
     print(f"{path}: {len(report.encode()) / 1024:.0f} KiB, open it in a browser")
     return Exit.OK

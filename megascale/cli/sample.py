@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megascale.cli.argument_types import non_negative_int, positive_int
+from megascale.cli.arguments import checked, non_negative_int, positive_int
 from megascale.core.errors import CheckpointError, Exit
 
 
@@ -13,17 +13,12 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     checkpoint_help = "folder of a checkpoint, of a run (its newest checkpoint), or of Hugging Face weights"
     sub.add_argument("checkpoint", metavar="CHECKPOINT", help=checkpoint_help)
     sub.add_argument("--prompt", type=_text, action="append", metavar="TEXT", help="text to continue; may be repeated")
-    sub.add_argument(
-        "--tokens", type=positive_int, default=100, metavar="N", help="maximum tokens to generate (default: 100)"
-    )
-    sub.add_argument("--temperature", type=_positive, default=0.8, help="0: always the likeliest token (default: 0.8)")
-    sub.add_argument(
-        "--top-k",
-        type=non_negative_int,
-        default=50,
-        metavar="K",
-        help="sample from the K likeliest tokens; 0: from all (default: 50)",
-    )
+    tokens = "maximum tokens to generate (default: 100)"
+    sub.add_argument("--tokens", type=positive_int, default=100, metavar="N", help=tokens)
+    warmth = checked("a number from 0 to 100", float, lambda number: 0 <= number < 100)
+    sub.add_argument("--temperature", type=warmth, default=0.8, help="0: always the likeliest token (default: 0.8)")
+    top_k = "sample from the K likeliest tokens; 0: from all (default: 50)"
+    sub.add_argument("--top-k", type=non_negative_int, default=50, metavar="K", help=top_k)
     sub.add_argument("--seed", type=_seed, default=0, help="random seed (default: 0)")
     sub.add_argument("--average", action="store_true", help="by the average of the weights (train.average)")
     sub.add_argument("--tokenizer", metavar="NAME|FILE", help="(default: the tokenizer of the training run)")
@@ -36,8 +31,9 @@ def run(options: argparse.Namespace) -> int:
     from megascale.core.storage import Location
     from megascale.device import detect_device
 
-    drawing = options.tokens, options.temperature, options.top_k, options.seed
-    params = SamplingParams(*drawing, options.tokenizer, options.eod)
+    params = SamplingParams(
+        options.tokens, options.temperature, options.top_k, options.seed, options.tokenizer, options.eod
+    )
     source = find_weights(Location(options.checkpoint))
     prompts, device = options.prompt or [""], detect_device().torch_device
     try:
@@ -58,14 +54,4 @@ def _text(text: str) -> str:
 def _seed(text: str) -> int:
     if (number := non_negative_int(text)) >= 1 << 63:
         raise argparse.ArgumentTypeError(f"{text} is not below 2^63")
-    return number
-
-
-def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < 100:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 100")
     return number

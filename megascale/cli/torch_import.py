@@ -12,7 +12,6 @@ PREFIXES = ("TORCH_LOGS", "TORCH_TRACE", "TORCH_DEVICE")
 """Beginnings of the names of environment variables that torch reads as it is imported."""
 
 MAX_CHARACTERS = 200
-"""Characters of torch's error that are shown."""
 
 
 def torch_import_problem(error: BaseException, env: Mapping[str, str] = os.environ) -> ConfigError | None:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from megascale.operate.show.store_follower import StoreFollower
 
 EVERY_S = 1.0
-"""Seconds between two frames."""
 
 LINES_OF_A_PIPE = 50
 """Lines of a frame that goes to a file or a pipe."""

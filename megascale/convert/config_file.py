@@ -51,10 +51,7 @@ def check_small_files(folder: Path) -> None:
 
 
 def read_json(path: Path) -> ConfigKeys:
-    """Read a JSON object from a file.
-
-    Raises: CheckpointError
-    """
+    """Read a JSON object from a file. Raises: CheckpointError"""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

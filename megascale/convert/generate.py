@@ -36,11 +36,7 @@ class SamplingParams:
 
 
 def generate_text(
-    source: Location,
-    prompts: Sequence[str],
-    params: SamplingParams,
-    device: torch.device,
-    average: bool = False,
+    source: Location, prompts: Sequence[str], params: SamplingParams, device: torch.device, average: bool = False
 ) -> Iterator[str]:
     """Yield every prompt with its continuation. `source`: a checkpoint, or a Hugging Face folder. `average`: by the
     average of a checkpoint's weights.

@@ -1,7 +1,4 @@
-"""Hugging Face folders: config.json, weights in safetensors files, and a tokenizer.
-
-PretrainedWeights: read such a folder. export_model: write one. model_tensors: the tensors of a model.
-"""
+"""Hugging Face folders, read and written: config.json, and weights in safetensors files."""
 
 from __future__ import annotations
 
@@ -72,7 +69,9 @@ class PretrainedWeights:
         index, path = self.folder / INDEX_FILE, self.folder / WEIGHTS_FILE
         if exists(index):
             weight_map = read_json(index).get("weight_map")
-            if not isinstance(weight_map, dict) or not all(_is_name(file) for file in weight_map.values()):
+            if not isinstance(weight_map, dict) or not all(
+                isinstance(file, str) and Path(file).name == file for file in weight_map.values()
+            ):
                 raise CheckpointError(f"{index} has no map of weights to files beside it")
             if exists(path) and WEIGHTS_FILE not in weight_map.values():
                 what = f"{self.folder} has {WEIGHTS_FILE}, and {INDEX_FILE}, which names other files"
@@ -131,13 +130,11 @@ class PretrainedWeights:
         raise CheckpointError(what, hint=hint)
 
     def _shape_and_dtype(self, hf_name: str) -> tuple[tuple[int, ...], str]:
-        """Shape and safetensors dtype of a stored tensor."""
         with _open_safetensors(self.files[hf_name]) as file:
             stored = file.get_slice(hf_name)
             return tuple(stored.get_shape()), stored.get_dtype()
 
     def _bytes(self, hf_name: str, rows: slice) -> Tensor:
-        """Rows of a stored matrix, as bytes."""
         with _open_safetensors(self.files[hf_name]) as file:
             return file.get_slice(hf_name)[rows].view(torch.uint8)
 
@@ -157,10 +154,7 @@ class PretrainedWeights:
         return f"{self.files[hf_name]}: {hf_name}"
 
     def hf_name(self, name: str) -> str:
-        """The name of a megascale tensor in these files.
-
-        Raises: CheckpointError if the tensor is missing
-        """
+        """The name of a megascale tensor in these files. Raises: CheckpointError if the tensor is missing"""
         return self._stored_name(self._places[name].name)
 
     def _stored_name(self, name: str) -> str:
@@ -223,10 +217,6 @@ def _files(places: dict[str, Place], model: ModelConfig, dtype: torch.dtype) -> 
             group = []
         group.append((name, parts))
     yield group
-
-
-def _is_name(file: Any) -> bool:
-    return isinstance(file, str) and Path(file).name == file
 
 
 @contextmanager

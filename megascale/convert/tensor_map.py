@@ -1,8 +1,4 @@
-"""The place of megascale's tensors in Hugging Face's: names, transposition and fused tensors.
-
-Place: where a tensor lies. tensor_map: the places of all tensors of a model. read_region: a region of a tensor from a
-stored one. assemble: a stored tensor from the tensors that it holds.
-"""
+"""The place of megascale's tensors in Hugging Face's: names, transposition and fused tensors."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from megascale.data.prepare.tokenizer import FileTokenizer, Tokenizer, load_toke
 from megascale.data.read.indexed_dataset import TokenizerInfo
 
 ID_FILES = ("generation_config.json", "config.json")
-"""Files that may have `eos_token_id`: an id, or a list of ids, each of which ends a text."""
+"""Files that may have `eos_token_id`: an id, or a list of ids, each of which ends a text. The first counts."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,15 @@ def add_tokenizer(
         return keys, [f"no tokenizer included: {error.message}; give another with --tokenizer FILE"]
     if file.parent != folder:
         _copy_tokenizer(file, folder)
+    if not exists(path := folder / "tokenizer_config.json"):
+        made: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.seq_length}
+        if tokenizer is not None:
+            ids = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eod}
+            made |= {key: tokenizer.token(id) for key, id in ids.items() if id is not None}
+        write_text(path, json.dumps(made, indent=2, ensure_ascii=False) + "\n")
     if tokenizer is None:
-        _write_tokenizer_config(folder, model, {})
         what = f"no file says which token of {file.name} ends a text"
         return keys, [f"no eos_token_id included: {what}; give --eod TOKEN"]
-    tokens = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eod}
-    _write_tokenizer_config(folder, model, {k: tokenizer.token(i) for k, i in tokens.items() if i is not None})
     return _ids(tokenizer) | keys | _add_eos(keys, folder, tokenizer.eod), missing
 
 
@@ -82,14 +85,6 @@ def data_tokenizer(source: Location) -> TokenizerInfo | None:
         raise CheckpointError(what, hint="remove it, and give --tokenizer and --eod") from None
 
 
-def eos_ids(folder: Path) -> list[int]:
-    """The ids that end a text of the model in `folder`: those of generation_config.json, else of config.json."""
-    for name in ID_FILES:
-        if ids := _id_list(_read_object(Location(str(folder / name)))):
-            return ids
-    return []
-
-
 def load_framed(source: Location, folder: Path, name: str | None, eod: str | None) -> FramedTokenizer:
     """Load the tokenizer of `source`, whose Hugging Face files are in `folder`, or the one of a `name` or file and with
     the token `eod`, if given. The training data's description says which ids begin and end a text; for foreign weights
@@ -97,7 +92,8 @@ def load_framed(source: Location, folder: Path, name: str | None, eod: str | Non
 
     Raises: DataError, CheckpointError
     """
-    info, stop = data_tokenizer(source), eos_ids(folder)
+    info = data_tokenizer(source)
+    stop = next(filter(None, (_id_list(_read_object(Location(str(folder / file)))) for file in ID_FILES)), [])
     given, name = name, name or _tokenizer_of(source, folder, info)
     has_file = name not in TOKENIZERS.cards
     identity = fingerprint(Path(name)) if has_file and is_file(name) else name
@@ -161,14 +157,6 @@ def _load(file: Path, most: int | None, eod: str | int | None) -> FileTokenizer 
     return FileTokenizer(file, eod)
 
 
-def _write_tokenizer_config(folder: Path, model: ModelConfig, tokens: dict[str, str]) -> None:
-    """Write tokenizer_config.json for a tokenizer without one."""
-    path = folder / "tokenizer_config.json"
-    if not exists(path):
-        keys = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.seq_length} | tokens
-        write_text(path, json.dumps(keys, indent=2, ensure_ascii=False) + "\n")
-
-
 def _add_eos(keys: dict[str, Any], folder: Path, eod: int | None) -> dict[str, Any]:
     """The `eos_token_id` of config.json with `eod` among its ids; generation_config.json gets it too."""
     if eod is None:
@@ -182,9 +170,7 @@ def _add_eos(keys: dict[str, Any], folder: Path, eod: int | None) -> dict[str, A
 
 def _with_id(keys: dict[str, Any], eod: int) -> dict[str, Any]:
     ids = _id_list(keys)
-    if eod in ids:
-        return {"eos_token_id": keys["eos_token_id"]}
-    return {"eos_token_id": [*ids, eod] if ids else eod}
+    return {"eos_token_id": keys["eos_token_id"] if eod in ids else [*ids, eod] if ids else eod}
 
 
 def _id_list(keys: dict[str, Any]) -> list[int]:

@@ -54,16 +54,11 @@ class AppendFile:
             while self._pending:
                 end = file.seek(0, os.SEEK_END)
                 try:
-                    _write(file.fileno(), self._pending[0])
+                    rest = memoryview(self._pending[0])
+                    while rest:  # a disk that fills up takes a part, and refuses the rest with an error
+                        rest = rest[os.write(file.fileno(), rest) :]
                 except OSError:
                     with contextlib.suppress(OSError):
                         file.truncate(end)  # a part of a record would spoil the next
                     raise
                 self._pending.popleft()
-
-
-def _write(descriptor: int, data: bytes) -> None:
-    """Write all of `data`: a disk that fills up takes a part, and refuses the rest with an error."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]

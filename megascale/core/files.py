@@ -171,21 +171,16 @@ def build_once(path: Path, build: Callable[[], None]) -> None:
     while not exists(path):
         if lock := lock_to_build(path):
             with lock:
-                if not exists(path):
-                    _build_unless_built(path, build)
+                try:
+                    if not exists(path):
+                        build()
+                except OSError:
+                    if not exists(path):
+                        raise
                 Path(lock.name).unlink(missing_ok=True)
             return
         notice.print_if_due(lambda: f"{path}, which another process builds")
         time.sleep(min(0.01 + notice.waited_s / 8, 1.0))
-
-
-def _build_unless_built(path: Path, build: Callable[[], None]) -> None:
-    """Raises: OSError, if no other process has built `path` meanwhile"""
-    try:
-        build()
-    except OSError:
-        if not exists(path):
-            raise
 
 
 def lock_to_build(path: Path) -> IO[bytes] | None:
@@ -250,7 +245,6 @@ def is_folder(path: str | Path, *, optional: bool = False) -> bool:
 
 
 def _mode(path: str | Path, optional: bool) -> int:
-    """The mode of what is at a path, or 0."""
     try:
         return Path(path).stat().st_mode
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a null byte, which no name has

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
+from collections.abc import Callable
 
 BACKLOG = 4096
 """Connections that wait in the kernel to be accepted, at most; the kernel's own limit (somaxconn) applies."""
@@ -27,13 +28,18 @@ def listen_as(name: str, port: int = 0) -> socket.socket:
     to itself, as on Debian.
     Raises: OSError
     """
+    return _where_others_reach(name, port, listen)[0]
+
+
+def _where_others_reach(name: str, port: int, take: Callable[[str, int], socket.socket]) -> tuple[socket.socket, str]:
+    """Take a port at the address by which other hosts reach this one as `name`; return the socket and the address."""
     address = address_for_others(name, str(socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0]))
     try:
-        return listen(address, port)
+        return take(address, port), address
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
-        return listen(ALL_INTERFACES, port)
+        return take(ALL_INTERFACES, port), ALL_INTERFACES
 
 
 def reserve_port(host: str = LOOPBACK, port: int = 0) -> socket.socket:
@@ -59,13 +65,7 @@ def reserve_port_as(name: str, port: int = 0) -> tuple[socket.socket, str]:
 
     Raises: OSError
     """
-    host = address_for_others(name, str(socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0]))
-    try:
-        return reserve_port(host, port), host
-    except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:
-            raise
-        return reserve_port(ALL_INTERFACES, port), ALL_INTERFACES
+    return _where_others_reach(name, port, reserve_port)
 
 
 def address_for_others(name: str, address: str) -> str:

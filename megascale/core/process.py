@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 
@@ -42,15 +43,10 @@ def module_command(module: str, *arguments: str) -> list[str]:
     The child imports from the current folder only if this process does. `python -m` alone always would, before Python's
     own library: whoever can write into the folder in which a job is started could run code as its owner.
     """
-    searched = [entry for entry in sys.path if entry in ("", _current_folder())]
-    return [sys.executable, *([] if searched else ["-P"]), "-m", module, *arguments]
-
-
-def _current_folder() -> str:
-    try:
-        return str(Path.cwd())
-    except OSError:  # it was removed
-        return ""
+    current = {""}
+    with contextlib.suppress(OSError):  # it was removed
+        current.add(str(Path.cwd()))
+    return [sys.executable, *([] if current.intersection(sys.path) else ["-P"]), "-m", module, *arguments]
 
 
 def process_exists(pid: int) -> bool:
@@ -160,26 +156,22 @@ class StopRequests:
         return True
 
 
-@contextlib.contextmanager
-def exit_on_stop_signals() -> Iterator[None]:
+def exit_on_stop_signals() -> AbstractContextManager[None]:
     """Raise SystemExit(128 + signal number), as a shell reports, on a stop signal in the block, to close open files."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
 
-    with handling_stops(leave):
-        yield
+    return handling_stops(leave)
 
 
-@contextlib.contextmanager
-def interrupt_on_stop_signals() -> Iterator[None]:
+def interrupt_on_stop_signals() -> AbstractContextManager[None]:
     """Raise KeyboardInterrupt on a stop signal in the block: the ordinary end of what runs until then."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    with handling_stops(leave):
-        yield
+    return handling_stops(leave)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from megascale.core.env_numbers import whole_number
 from megascale.core.errors import ConfigError, Problem
+from megascale.core.process import die_with_parent
 
 STORE_VARIABLE = "MEGASCALE_STORE"
 """`host:port` of the store, set by megascale's launcher; on rank 0 `host:port:fd`, `fd` being the listening socket."""
@@ -29,7 +30,6 @@ both nodes are processes of a single host.
 """
 
 MAX_RANKS_NAMED = 16
-"""Most ranks that a message names."""
 
 _MPI_VARIABLES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -62,29 +62,24 @@ def rank_from_environment(env: Mapping[str, str] = os.environ) -> Rank | None:
     Raises: ConfigError for a variable that is not a number, for variables that contradict each other, and for a second
     task of `srun --pty`.
     """
-    if "RANK" in env or "WORLD_SIZE" in env:
-        return _torch_rank(env)
+    for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        if name not in env and other in env:
+            hint = f"set both, or unset {other}, and megascale train starts the ranks"
+            raise ConfigError([_problem(other, f"{env[other]!r}, but {name} is not set", hint)])
+    if "RANK" in env:
+        return _rank(env, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     tasks = whole_number(env, "SLURM_STEP_NUM_TASKS", 1)
     if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:
-        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
         if tasks == 1:
             return None
         if "SLURM_PTY_PORT" not in env:
-            return _rank(env, *names)
+            return _rank(env, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
         if whole_number(env, "SLURM_PROCID"):
             what = "srun --pty gives its terminal to task 0; this is another task"
             raise ConfigError([_problem("SLURM_PTY_PORT", what, "srun without --pty, or with --ntasks 1")])
         return None
     found = [names for names in _MPI_VARIABLES if names[0] in env and whole_number(env, names[1], 1) > 1]
     return _rank(env, *found[0]) if found else None
-
-
-def _torch_rank(env: Mapping[str, str]) -> Rank:
-    for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
-        if name not in env:
-            hint = f"set both, or unset {other}, and megascale train starts the ranks"
-            raise ConfigError([_problem(other, f"{env[other]!r}, but {name} is not set", hint)])
-    return _rank(env, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def _rank(env: Mapping[str, str], name: str, size: str, local: str, local_size: str = "") -> Rank:
@@ -108,6 +103,12 @@ def local_world_size(default: int, env: Mapping[str, str] = os.environ) -> int:
     Raises: ConfigError for a variable that is not a number above 0.
     """
     return whole_number(env, "LOCAL_WORLD_SIZE", default, least=1)
+
+
+def die_with_torchrun() -> None:
+    """Let this process end with torchrun, if that has started it: a killed torchrun leaves its workers running."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(os.getppid())
 
 
 def rendezvous_endpoint(env: Mapping[str, str] = os.environ) -> tuple[str, int] | None:

@@ -75,10 +75,7 @@ class Registry:
 
     @cached_property
     def cards(self) -> dict[str, Card]:
-        """All cards by name.
-
-        Raises: MegascaleError if a plug-in's name is already in use.
-        """
+        """All cards by name. Raises: MegascaleError if a plug-in's name is already in use"""
         cards = {card.name: card for card in self._builtin_cards}
         for point in installed_entry_points().select(group=self.group):
             card: Card = point.load()

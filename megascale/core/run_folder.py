@@ -26,7 +26,6 @@ folder made anew, or a copy of a folder at another place, is another run to copi
 """
 
 LOGS = "logs"
-"""The folder of logs in a run's folder."""
 
 TOKEN_VARIABLE = "MEGASCALE_RUN_TOKEN"
 """Environment variable of a rank: the token that the driver has read last."""

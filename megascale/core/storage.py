@@ -19,12 +19,10 @@ from megascale.core.readable import FileFacts
 from megascale.core.wait_notice import WaitNotice
 
 WRITE_HINT = "check that it is mounted, space, permissions"
-"""Hint of errors in writing."""
 
 T = TypeVar("T")
 
 UPLOAD_BLOCK_BYTES = 32 << 20
-"""Bytes of one part of a multipart upload."""
 
 PAUSES = 0.25, 10.0
 """First and longest pause between attempts in seconds; every pause doubles the last."""
@@ -40,7 +38,6 @@ ERRNO_BY_CLASS = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES
 
 
 RANGE_BYTES = 64 << 10
-"""Bytes of a request of a RangedFile."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +98,7 @@ class Location:
         return self._retry(lambda fs, path: fs.du(path))
 
     def facts(self) -> FileFacts:
-        """Return the size and version of a file.
-
-        Raises: FileNotFoundError
-        """
+        """Return the size and version of a file. Raises: FileNotFoundError"""
         found = self._retry(_info)
         if found.get("type") != "file":
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.url)
@@ -199,20 +193,15 @@ class Location:
             return True
         return error.errno == errno.EINVAL or (self.local_path is not None and error.errno == errno.EIO)
 
-    def _file_system(self) -> tuple[Any, str]:
-        """Return the file system and the path in it. A local path may contain `::`, which chains URLs in fsspec."""
-        if self.local_path is None:
-            fs, path = url_to_fs(self.url)
-            return fs, path
-        return LocalFileSystem(), str(absolute_path(self.local_path))
-
     def _retry(self, action: Callable[[Any, str], T]) -> T:
         """Call `action(file system, path)` until it succeeds, fails permanently, or `retry_s` is over."""
         end, pause = time.monotonic() + self.retry_s, PAUSES[0]
         notice = WaitNotice(self.url)
         while True:
             try:
-                return action(*self._file_system())
+                local = self.local_path  # it may contain `::`, which chains URLs in fsspec
+                fs, path = url_to_fs(self.url) if local is None else (LocalFileSystem(), str(absolute_path(local)))
+                return action(fs, path)
             except Exception as error:  # clients of object stores raise errors of any class
                 if self._is_permanent(error) or time.monotonic() + pause > end:
                     raise _as_os_error(error, self.url) from error

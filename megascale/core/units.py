@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 
 GIB = 1024**3
 MIB = 1024**2
@@ -11,26 +12,25 @@ MIB = 1024**2
 
 def format_count(value: float) -> str:
     """1234567 -> '1.23M'. For parameters, tokens and other counts."""
-    for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.2f}{suffix}"
-    return f"{value:.0f}"
+    return _scaled(value, ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")), "", 2)
 
 
 def format_bytes(value: float) -> str:
     """2147483648 -> '2.00 GiB'."""
-    for size, suffix in ((1024**4, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (1024, "KiB")):
-        if abs(value) >= size:
-            return f"{value / size:.2f} {suffix}"
-    return f"{value:.0f} B"
+    return _scaled(value, ((1024**4, " TiB"), (GIB, " GiB"), (MIB, " MiB"), (1024, " KiB")), " B", 2)
 
 
 def format_flops(value: float) -> str:
     """9.89e14 -> '989.0 TFLOP/s'. `value` in FLOP/s."""
-    for size, suffix in ((1e15, "PFLOP/s"), (1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s")):
+    units = ((1e15, " PFLOP/s"), (1e12, " TFLOP/s"), (1e9, " GFLOP/s"), (1e6, " MFLOP/s"))
+    return _scaled(value, units, " FLOP/s", 1)
+
+
+def _scaled(value: float, units: Sequence[tuple[float, str]], one: str, digits: int) -> str:
+    for size, suffix in units:
         if abs(value) >= size:
-            return f"{value / size:.1f} {suffix}"
-    return f"{value:.0f} FLOP/s"
+            return f"{value / size:.{digits}f}{suffix}"
+    return f"{value:.0f}{one}"
 
 
 def format_duration(seconds: float) -> str:

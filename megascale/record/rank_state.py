@@ -7,8 +7,8 @@ or holds Python's lock, and after its end.
 - `RankRuns`: ranks in short
 - `LogError`: what is not a log
 
-The flight recorder of `torch.distributed`, which `hang.flight` reads, is another: a dump that a process writes at its
-end. `hang.dumped_records` makes states of its dumps.
+The flight recorder of `torch.distributed` is another: a dump that a process writes at its end. `hang.flight` makes
+states of its dumps.
 """
 
 from __future__ import annotations

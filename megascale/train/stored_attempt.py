@@ -14,7 +14,7 @@ from megascale.comm.clock import clock_offset
 from megascale.comm.host_ranks import host_key
 from megascale.core.env_numbers import whole_number
 from megascale.core.storage import Location
-from megascale.operate.store.attempts import begin_attempt
+from megascale.operate.store.table_files import begin_attempt
 from megascale.record.log_files import ATTEMPT_VARIABLE
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megascale.bench import links
+from megascale.bench import links, timed_group
 from megascale.bench.links import COLLECTIVES, OPERATIONS, LinkTiming, fit_link
 from megascale.bench.quartiles import Quartiles
 from megascale.cli.main import main
@@ -20,7 +20,7 @@ SIZES = [64, 4096]
 def measured(rank: Rank) -> list[LinkTiming]:
     from megascale.device import detect_device
 
-    links.TIMING_S = 0.0
+    timed_group.TIMING_S = 0.0
     return links.measure_links(detect_device(allow_gpu=False), rank.rank, rank.world_size, SIZES, repeats=2)
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from megascale.bench import mfu_run
+from megascale.bench import mfu_memory, mfu_run, timed_steps
 from megascale.bench.mfu import LayerFit, StepCounts
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.config.run import RunConfig
-from megascale.core.errors import ConfigError, MegascaleError
+from megascale.core.errors import MegascaleError
 from megascale.core.rank import Rank
 from megascale.device import Device
 from megascale.layout.parameters import layer_params
@@ -25,6 +25,7 @@ from megascale.model import modules
 from megascale.ops import select
 from megascale.plan.account.memory import state_bytes
 from megascale.train import kernels
+from megascale.train.op_context import op_context
 from tests.marks import only_quick
 from tests.runs import LLAMA, build_run, config_of, settings
 from tests.worlds import run_world
@@ -45,7 +46,7 @@ def losses_of(rank: Rank, given: RunConfig) -> tuple[list[float], list[float]]:
     """Return the losses of the benchmark and of the trainer's own loop."""
     from tests.runs import train_curve
 
-    _, losses = mfu_run.time_steps(build_run(rank, given), 4)
+    _, losses = timed_steps.time_steps(build_run(rank, given), 4)
     return losses, [loss for loss, _ in train_curve(rank, given, 4)]
 
 
@@ -92,8 +93,8 @@ def backends(rank: Rank, given: RunConfig) -> tuple[dict[str, str], set[str]]:
         return build(operation, setting)
 
     select.build_op = modules.build_op = watched
-    run = build_run(rank, given)
-    return mfu_run._Bench(Rank(0, 1, 0, "here"), CPU, STEPS, lambda text: None).backends(run), built
+    build_run(rank, given)
+    return dict(select.selected_backends(op_context(given, CPU))), built
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def shares_of_none(rank: Rank, given: RunConfig) -> dict[str, float]:
 
 
 def saved(rank: Rank, given: RunConfig) -> int:
-    return mfu_run._saved_by_layer(build_run(rank, given))
+    return mfu_memory.saved_by_layer(build_run(rank, given))
 
 
 def test_saved_tensors_of_a_layer_are_counted(tmp_path: Path) -> None:
@@ -146,14 +147,14 @@ def fit(given: RunConfig, free: float, first: int) -> LayerFit:
     Device.peak_memory = lambda self: peaks[-1]  # type: ignore[method-assign]
     Device.synchronize = lambda self: peaks.append(1000 + first)  # type: ignore[method-assign]
     Device.release_memory = lambda self: peaks.append(1000)  # type: ignore[method-assign]
-    return mfu_run._Bench(Rank(0, 1, 0, "here"), CPU, STEPS, lambda text: None).fit_layers(given, 1000)
+    return mfu_memory.fit_layers(given, 1000, Rank(0, 1, 0, "here"), CPU, lambda text: None)
 
 
 def fitted(rank: Rank, given: RunConfig, spare: float) -> LayerFit:
     """Fit layers on a device with memory for one layer and `spare` further layers."""
     first = 10_000_000
     layer = fit(given, 1e12, first).layer
-    return fit(given, (first + spare * layer) / (1 - mfu_run.RESERVED_SHARE) + 1, first)
+    return fit(given, (first + spare * layer) / (1 - mfu_memory.RESERVED_SHARE) + 1, first)
 
 
 @pytest.mark.parametrize(("spare", "layers"), [(0.5, 1), (3.5, 4)])
@@ -180,12 +181,16 @@ def test_in_fp8_every_further_layer_is_quantized(tmp_path: Path) -> None:
 
 def sized(rank: Rank, given: RunConfig, layers: int) -> str:
     """Return the error for a number of layers that fit."""
-    mfu_run._Bench.fit_layers = lambda self, config, whole: LayerFit(whole, layers, 1, 1, 1)  # type: ignore[method-assign]
-    mfu_run._Bench.time_and_profile = lambda self, config, *_: "it runs"  # type: ignore[assignment,method-assign,return-value]
+    mfu_run.fit_layers = lambda config, whole, *_: LayerFit(whole, layers, 1, 1, 1)
+
+    def runs(*_: Any) -> Any:
+        raise MegascaleError("it runs")
+
+    mfu_run.build_run = runs
     torch.distributed.destroy_process_group()
     try:
-        return str(mfu_run.measure_mfu(given, given.model, STEPS, lambda text: None, fit=True))
-    except ConfigError as error:
+        mfu_run.measure_mfu(given, given.model, STEPS, lambda text: None, fit=True)
+    except MegascaleError as error:
         return str(error)
     finally:
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -224,7 +229,7 @@ def test_a_further_layer_has_the_window_with_the_most_memory(tmp_path: Path) -> 
 
 def optimizing(rank: Rank, given: RunConfig) -> set[tuple[str, str]]:
     run = build_run(rank, given)
-    result = kernels.profile_kernels(lambda: mfu_run.time_steps(run, 1), run.device)
+    result = kernels.profile_kernels(lambda: timed_steps.time_steps(run, 1), run.device)
     return {(kernel.name, kernels.classify(kernel.name, kernel.enclosing)) for kernel in result.kernels}
 
 
@@ -238,7 +243,7 @@ def test_all_kernels_of_the_optimizer_count_as_optimizer(tmp_path: Path, name: s
 def casting(rank: Rank, given: RunConfig) -> tuple[dict[str, float], Counter[str]]:
     """Return the shares of a step and the number of operators by purpose."""
     run = build_run(rank, given)
-    profile = kernels.profile_kernels(lambda: mfu_run.time_steps(run, 1), run.device)
+    profile = kernels.profile_kernels(lambda: timed_steps.time_steps(run, 1), run.device)
     return kernels.time_shares(profile, 1.0), Counter(kernels.classify(k.name, k.enclosing) for k in profile.kernels)
 
 
@@ -250,14 +255,12 @@ def test_quantization_has_a_separate_share(tmp_path: Path, recipe: str) -> None:
     assert operators["quantise"] > operators["copies"]
 
 
-def test_a_model_too_large_for_a_cpu_is_refused_before_it_is_built(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_too_large_for_a_cpu_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Device, "free_memory", lambda self: 10_000)
     with pytest.raises(
         MegascaleError, match=r"test with 4 layers does not fit in the device's memory: it needs .* free"
     ):
-        mfu_run._check_memory(config(tmp_path), Device(torch.device("cpu"), "gloo"))
+        mfu_memory.check_memory(1 << 30, "test", 4, Device(torch.device("cpu"), "gloo"))
 
 
 def unfit(rank: Rank, given: RunConfig) -> str:
@@ -277,7 +280,7 @@ def test_out_of_memory_is_one_message(words: str, tmp_path: Path, monkeypatch: p
     def full(*_: Any) -> None:
         raise (torch.OutOfMemoryError if "CUDA" in words else RuntimeError)(words)
 
-    monkeypatch.setattr(mfu_run, "build_rank_run", full)
+    monkeypatch.setattr(mfu_run, "build_run", full)
     given = config(tmp_path)
     with pytest.raises(
         MegascaleError, match="test with 4 layers does not fit in the device's memory  -> give --layers fit"

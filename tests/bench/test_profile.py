@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from megascale.bench import cpu_core, links, profile
+from megascale.bench import cpu_core, links, profile, profile_fit, profile_steps, timed_group
 from megascale.bench.cost_fit import Measurement
 from megascale.bench.links import OPERATIONS, LinkTiming
-from megascale.bench.profile import CASES, PrecisionMeasurements, fit_profile, write_profile
+from megascale.bench.profile_fit import MeasuredProfile, PrecisionMeasurements, Quality, fit_profile, write_profile
+from megascale.bench.profile_steps import CASES
 from megascale.bench.quartiles import Quartiles
 from megascale.cli import bench_ranks
 from megascale.cli.main import main
@@ -58,7 +59,7 @@ def as_measured(ratio: float = 1.0) -> PrecisionMeasurements:
     """Return the measurements that the planner predicts for the true machine."""
     hardware = profiles.Hardware.model_validate(truth())
     stack = profiles.stack_on(hardware, "megascale")
-    configs = [profile._config(case, "fp32", "") for case in CASES]
+    configs = [profile_steps.case_config(case, "fp32", "") for case in CASES]
     steps = [Measurement((), (estimate(config, hardware, stack).step_s,)) for config in configs]
     sizes = [(1.0, float(f), float(b)) for f, b in itertools.product((1e4, 1e7, 1e9), (1e4, 1e6, 1e8))]
     kernels = [
@@ -102,16 +103,18 @@ def test_known_oversubscription_is_recovered(monkeypatch: pytest.MonkeyPatch) ->
     true, patient = (profiles.Hardware.model_validate(each) for each in (tree, truth()))
     stack = profiles.stack_on(true, "megascale")
     for ranks, others in ((4, 1), (8, 3)):
-        config = profile._oversubscribed_config(ranks, "")
+        config = profile_steps.oversubscribed_config(ranks, "")
         said, least = (estimate(config, each, stack).step_s for each in (true, patient))
         assert config.world_size == ranks and said - least == pytest.approx(others * 0.002 * mean_calls(config))
-        apart = estimate(profile._config(profile.SINGLE_RANK_CASE, "fp32", ""), patient, stack).step_s
+        apart = estimate(profile_steps.single_rank_config(""), patient, stack).step_s
         for pace in (1.0, 1.25):  # of the machine, while these steps ran and others of the profile did not
-            steps = profile.OversubscribedSteps(ranks, (pace * said,) * 3, (pace * apart,) * 3)
+            steps = profile_steps.OversubscribedSteps(ranks, (pace * said,) * 3, (pace * apart,) * 3)
             fitted = fit_profile(2**33, links_of(), {"fp32": as_measured()}, steps)
             assert fitted.tree["node"]["turn_s"] == pytest.approx(0.002, rel=0.1)
             assert fitted.quality["steps between them"].error == pytest.approx(1 - 1 / pace, abs=0.02)
-    alone = fit_profile(2**33, links_of(), {"fp32": as_measured()}, profile.OversubscribedSteps(2, (9.0,), (apart,)))
+    alone = fit_profile(
+        2**33, links_of(), {"fp32": as_measured()}, profile_steps.OversubscribedSteps(2, (9.0,), (apart,))
+    )
     assert alone.tree["node"]["turn_s"] == 0.0  # nobody shares
 
 
@@ -122,9 +125,10 @@ def test_a_disturbed_measurement_is_refused() -> None:
 
 def test_a_written_profile_is_read(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "own.toml"
-    write_profile(path, truth(), "a machine\nmeasured")
+    write_profile(path, MeasuredProfile(truth(), {"links": Quality(0.0, 1.5)}), "a machine", 2)
     loaded = profiles.hardware(str(path))
-    assert path.read_text().startswith("# a machine\n# measured\n")
+    assert path.read_text().startswith("# a machine, ")
+    assert "# The slowest round took at most 1.50 times the quickest.\n" in path.read_text()
     assert loaded.model_dump(exclude={"name"}) == profiles.Hardware.model_validate(truth()).model_dump(exclude={"name"})
     assert loaded.name == "own"
 
@@ -149,9 +153,11 @@ def quick(rank: Rank) -> Any:
     from megascale.device import detect_device
 
     small: dict[Any, dict[str, Any]] = {
-        links: {"SIZES": (4096, 65536), "TIMING_S": 0.0},
+        links: {"SIZES": (4096, 65536)},
+        timed_group: {"TIMING_S": 0.0},
         cpu_core: {"TIMING_S": 1e-4},
-        profile: {"ROUNDS": 3, "CASES": CASES[:4], "MAX_ERROR": math.inf, "MAX_RATIO": math.inf},
+        profile_steps: {"ROUNDS": 3, "CASES": CASES[:4]},
+        profile_fit: {"MAX_ERROR": math.inf, "MAX_RATIO": math.inf},
     }
     for module, values in small.items():
         vars(module).update(values)
@@ -167,16 +173,16 @@ def test_all_ranks_measure_at_the_same_time() -> None:
     assert said == ["links", "GEMMs and attention in fp32", "steps in fp32"]
     hardware = profiles.Hardware.model_validate(tree)
     assert 1e8 < hardware.device.measured["fp32"].rate < 1e14
-    config = profile._config(CASES[3], "fp32", "")
+    config = profile_steps.case_config(CASES[3], "fp32", "")
     assert estimate(config, hardware, profiles.stack_on(hardware, "megascale")).step_s > 0
 
 
-def oversubscribed(rank: Rank) -> profile.OversubscribedSteps:
+def oversubscribed(rank: Rank) -> profile_steps.OversubscribedSteps:
     from megascale.device import detect_device
 
     small = CASES[0]._replace(layers=2)
-    vars(profile).update({"OVERSUBSCRIBED_ROUNDS": 2, "OVERSUBSCRIBED_CASE": small, "SINGLE_RANK_CASE": small})
-    return profile.measure_oversubscribed(detect_device(allow_gpu=False), rank)
+    vars(profile_steps).update({"OVERSUBSCRIBED_ROUNDS": 2, "OVERSUBSCRIBED_CASE": small, "SINGLE_RANK_CASE": small})
+    return profile_steps.measure_oversubscribed(detect_device(allow_gpu=False), rank)
 
 
 def test_oversubscribed_steps_are_measured() -> None:
@@ -200,15 +206,17 @@ def write_own(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str) -> int
         work(Device(torch.device("cpu"), "gloo"), Rank(0, jobs[-1], 0, "here"))
         return 0
 
-    def measure(*_: Any, oversubscribed: profile.OversubscribedSteps) -> profile.MeasuredProfile:
+    def measure(*_: Any, oversubscribed: profile_steps.OversubscribedSteps) -> MeasuredProfile:
         assert oversubscribed.ranks == jobs[0] == 2 * jobs[1]
-        return profile.MeasuredProfile(truth(), {"GEMMs in fp32": profile.Quality(0.031, 1.25)})
+        return MeasuredProfile(truth(), {"GEMMs in fp32": Quality(0.031, 1.25)})
 
     monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
     monkeypatch.setattr(bench_ranks, "_start", start)
     monkeypatch.setattr(bench_ranks, "_run_rank", alone)
     monkeypatch.setattr(
-        profile, "measure_oversubscribed", lambda _, rank: profile.OversubscribedSteps(rank.world_size, (1.0,), (1.0,))
+        profile_steps,
+        "measure_oversubscribed",
+        lambda _, rank: profile_steps.OversubscribedSteps(rank.world_size, (1.0,), (1.0,)),
     )
     monkeypatch.setattr(profile, "measure_profile", measure)
     return main(["bench", "profile", *words])

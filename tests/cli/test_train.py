@@ -55,7 +55,7 @@ def test_rank_0_of_torchrun_says_whatever_keeps_it_from_the_runs_folder(
 ) -> None:
     """To torchrun, and to the ranks of other hosts, which would wait."""
     announced: list[MegascaleError] = []
-    monkeypatch.setattr(train, "_announce_failed_start", lambda error, *_: announced.append(error))
+    monkeypatch.setattr(train, "announce_failed_start", lambda error, *_: announced.append(error))
     (tmp_path / "runs" / "test").mkdir(parents=True)
     (tmp_path / "runs" / "test" / name).symlink_to(name)  # a loop
     with pytest.raises(MegascaleError) as failed:

@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.cli.check import summary
+from megascale.cli.check_summary import summary
 from megascale.config.batch_rampup import BatchSizes, batch_sizes, full_batch_steps, samples_of_run
 from megascale.config.run import RunConfig
 from tests.runs import GPT, config_of, settings

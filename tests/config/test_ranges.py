@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from megascale.cli.check import host_warnings, summary
+from megascale.cli.check_run import host_warnings
+from megascale.cli.check_summary import summary
 from megascale.config.loading import load_config_tree, sections
 from megascale.config.run import RunConfig
 from megascale.config.toml_writer import to_toml

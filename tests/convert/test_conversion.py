@@ -23,9 +23,10 @@ from megascale.checkpoint.format import manifest
 from megascale.config.model import ModelConfig, model_differences
 from megascale.convert import huggingface
 from megascale.convert.config_file import CONFIG_FILE
-from megascale.convert.conversion import from_huggingface, read_model_section, to_huggingface
+from megascale.convert.conversion import from_huggingface, to_huggingface
 from megascale.convert.families.config_json import read_model
 from megascale.convert.huggingface import INDEX_FILE, WEIGHTS_FILE, PretrainedWeights
+from megascale.convert.saved_weights import read_model_section
 from megascale.convert.tensor_map import model_tensors
 from megascale.core.errors import CheckpointError, DataError
 from megascale.core.files import fingerprint

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megascale.cli.which_samples import step_range
+from megascale.cli.data_which import step_range
 from megascale.config.batch_rampup import batch_sizes
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
@@ -62,7 +62,9 @@ def test_a_step_has_the_schedule_of_its_batch(tmp_path: Path) -> None:
 
 def test_the_samples_of_a_step_are_known(tmp_path: Path) -> None:
     config = configure(tmp_path)
-    assert [step_range(config, step) for step in range(1, 8)] == [(sum(SIZES[:step]), SIZES[step]) for step in range(7)]
+    assert [step_range(config.batch, config.folder, step) for step in range(1, 8)] == [
+        (sum(SIZES[:step]), SIZES[step]) for step in range(7)
+    ]
 
 
 @pytest.mark.slow

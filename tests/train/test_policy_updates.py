@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megascale.catalog.data_policies import DATA_POLICIES
-from megascale.cli.which_samples import samples_of_step
+from megascale.cli.data_which import samples_of_step
 from megascale.config.run import RunConfig
 from megascale.core.errors import CheckpointError, ConfigError, DataError
 from megascale.core.rank import Rank

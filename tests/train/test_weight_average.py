@@ -14,7 +14,8 @@ from megascale.checkpoint.format import manifest
 from megascale.checkpoint.offline import write_weights
 from megascale.cli.main import main
 from megascale.config.model import ModelConfig
-from megascale.convert.conversion import SavedWeights, average_of_weights, to_huggingface
+from megascale.convert.conversion import to_huggingface
+from megascale.convert.saved_weights import SavedWeights, average_of_weights
 from megascale.convert.tensor_map import model_tensors
 from megascale.core.errors import Exit
 from megascale.core.rank import Rank

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megascale.operate.diagnose.slow.host_series import WATCHED, HostTable, split_device
+from megascale.operate.diagnose.slow.host_series import WATCHED, HostTable
+from megascale.operate.store.host_families import split_device
 
 SAMPLE_S, MINUTES = 5.0, 15
 GB, MB = 1e9, 1e6

@@ -17,15 +17,12 @@ from typing import Any
 import torch
 
 from megascale.bench.checks.rank_group import rank_group
-from megascale.bench.mfu_run import time_steps
+from megascale.bench.timed_steps import build_run, time_steps
 from megascale.config.loading import load_config_tree
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
 from megascale.device import Device
 from megascale.operate.health.checks.result import CheckResult
-from megascale.train.build import build_mesh, build_rank_run
-from megascale.train.run import Run
-from megascale.train.stop import StopRequest
 
 TINY = """
 name = "tiny-step"
@@ -60,7 +57,6 @@ record = false
 STEPS = 2
 
 REPEATED = "differs from run to run"
-"""Digest of a node whose two runs differ."""
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVIDIA_TF32_OVERRIDE": "0"}
 """Variables that cuBLAS reads when it starts."""
@@ -90,14 +86,11 @@ def tiny_config(world: int, precision: str) -> RunConfig:
 
 
 def train_and_digest(config: RunConfig, rank: Rank, device: Device) -> str:
-    """Train from the initial weights on a rank of an initialised job; return the fingerprint of this rank."""
-    run = build_rank_run(config, build_mesh(config, rank, device), device, StopRequest())
+    """Train from the initial weights on a rank of an initialised job; return the fingerprint, to the bit, of the losses
+    and of this rank's weights.
+    """
+    run = build_run(config, device, rank)
     _, losses = time_steps(run, STEPS)
-    return weights_digest(run, losses)
-
-
-def weights_digest(run: Run, losses: list[float]) -> str:
-    """Return a fingerprint of the losses and of this rank's weights, to the bit."""
     digest = hashlib.sha256(" ".join(loss.hex() for loss in losses).encode())
     for bucket in run.buffers.buckets:
         bucket.storage.acquire_weights()

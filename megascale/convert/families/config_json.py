@@ -1,8 +1,4 @@
-"""Conversions of config.json to `[model]` and back, by the families.
-
-FAMILIES: the families by `model_type`. family_of_config, family_of_model: lookups. read_model, make_config: config.json
-to `[model]` and back.
-"""
+"""Conversions of config.json to `[model]` and back, by the families."""
 
 from __future__ import annotations
 
@@ -20,18 +16,10 @@ from megascale.core.errors import CheckpointError
 FAMILIES = {
     family.name: family
     for family in (
-        gpt2.FAMILY,
-        llama.FAMILY,
-        llama.MISTRAL,
-        qwen.QWEN2,
-        qwen.QWEN3,
-        gemma.GEMMA2,
-        gemma.GEMMA3,
-        llama.OLMO2,
-        gpt_neox.FAMILY,
-        llama.PHI3,
+        gpt2.FAMILY, llama.FAMILY, llama.MISTRAL, qwen.QWEN2, qwen.QWEN3, gemma.GEMMA2, gemma.GEMMA3, llama.OLMO2,
+        gpt_neox.FAMILY, llama.PHI3,
     )
-}
+}  # fmt: skip
 """Families by the `model_type` of config.json. The first that computes a model is the one it is exported as."""
 
 GROUPS = (ROPE_KEYS, WINDOW_KEYS)
@@ -49,10 +37,7 @@ ROPE_ONLY = {"rope_theta", "rope_scaling", "rotary_fraction", "local_rope_theta"
 
 
 def family_of_config(config: ConfigKeys, where: str) -> Family:
-    """The family of a config.json.
-
-    Raises: CheckpointError for an unknown `model_type`
-    """
+    """The family of a config.json. Raises: CheckpointError for an unknown `model_type`"""
     kind = config.get("model_type")
     if isinstance(kind, str) and kind in FAMILIES:
         return FAMILIES[kind]
@@ -107,11 +92,12 @@ def family_of_model(model: ModelConfig, preferred: str | None = None) -> Family:
 
 
 def _differences(there: ModelConfig, here: ModelConfig) -> dict[str, Any]:
-    """The keys of `there` that differ from `here`."""
     ignored = IGNORED | (ROPE_ONLY if here.position == there.position == "learned" else set())
-    keys = [key for key in ModelConfig.model_fields if key not in ignored]
-    found = {key: getattr(there, key) for key in keys if getattr(there, key) != getattr(here, key)}
-    found = {ModelConfig.model_fields[key].alias or key: value for key, value in found.items()}
+    found = {
+        field.alias or key: getattr(there, key)
+        for key, field in ModelConfig.model_fields.items()
+        if key not in ignored and getattr(there, key) != getattr(here, key)
+    }
     return found | ({"window": there.window} if there.windows != here.windows else {})
 
 
@@ -146,9 +132,8 @@ def _with_reach(model: ModelConfig, given: ModelConfig | None) -> ModelConfig:
     scaling = model.rope_scaling or {}
     if scaling.get("type") == "dynamic":
         length = scaling.get("original_seq_length", model.seq_length)
-        return model.model_copy(
-            update={"seq_length": length, "rope_scaling": scaling | {"original_seq_length": length}}
-        )
+        scaling = scaling | {"original_seq_length": length}
+        return model.model_copy(update={"seq_length": length, "rope_scaling": scaling})
     return model.model_copy(update={"seq_length": max(model.seq_length, given.seq_length if given else 0)})
 
 

@@ -1,8 +1,4 @@
-"""The description of a family: keys of config.json and `[model]`, and names of tensors, both ways.
-
-Key: a key of config.json. Fused: a tensor of config.json's architecture that holds several of megascale's. Family: the
-description. `require`, `value`: reading of config.json.
-"""
+"""The description of a family: keys of config.json and `[model]`, and names of tensors, both ways."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ from megascale.config.model import ModelConfig
 ConfigKeys = dict[str, Any]
 
 REQUIRED = object()
-"""The default of a key that config.json must have."""
 
 
 @dataclass(frozen=True)
@@ -113,9 +108,6 @@ class SizeError(ValueError):
 
 
 def require(config: ConfigKeys, key: str, *allowed: Any) -> None:
-    """Check that a key is missing or has one of the `allowed` values.
-
-    Raises: ValueError
-    """
+    """Check that a key is missing or has one of the `allowed` values. Raises: ValueError"""
     if config.get(key, allowed[0]) not in allowed:
         raise ValueError(f"{key} is {config[key]!r}, not {' or '.join(map(repr, allowed))}")

@@ -56,12 +56,7 @@ def _write_attention(model: ModelConfig) -> ConfigKeys:
 
 def _read_caps(config: ConfigKeys) -> ConfigKeys:
     defaults = {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}
-    caps = {ours: (defaults | config)[theirs] for ours, theirs in CAPS.items()}
-    return {ours: cap for ours, cap in caps.items() if cap is not None}
-
-
-def _write_caps(model: ModelConfig) -> ConfigKeys:
-    return {theirs: getattr(model, ours) for ours, theirs in CAPS.items()}
+    return {ours: cap for ours, theirs in CAPS.items() if (cap := (defaults | config)[theirs]) is not None}
 
 
 def _read_gemma3(config: ConfigKeys) -> ConfigKeys:
@@ -72,11 +67,8 @@ def _read_gemma3(config: ConfigKeys) -> ConfigKeys:
     full = full | (config.get("rope_scaling") or {})
     keys = _read_attention(config, config.get("sliding_window_pattern") or 6) | read_scaling(config, full)
     local = float(sliding.get("rope_theta") or config.get("rope_local_base_freq") or 1e4)
-    return (
-        keys
-        | {"rope_theta": float(full.get("rope_theta") or config.get("rope_theta") or 1e6)}
-        | ({"local_rope_theta": local} if "window" in keys else {})
-    )
+    keys |= {"local_rope_theta": local} if "window" in keys else {}
+    return keys | {"rope_theta": float(full.get("rope_theta") or config.get("rope_theta") or 1e6)}
 
 
 def _write_local_rope(model: ModelConfig) -> ConfigKeys:
@@ -85,7 +77,8 @@ def _write_local_rope(model: ModelConfig) -> ConfigKeys:
 
 GEMMA2 = Family(
     "gemma2", "Gemma2ForCausalLM", GEMMA, GEMMA_KEYS, OUTER, "model.layers", GEMMA_LAYER, REQUIRED,
-    (read_rope, partial(_read_attention, pattern=2), _read_caps), (write_rope, _write_attention, _write_caps),
+    (read_rope, partial(_read_attention, pattern=2), _read_caps),
+    (write_rope, _write_attention, lambda model: {theirs: getattr(model, ours) for ours, theirs in CAPS.items()}),
     ROTARY_BUFFERS,
 )  # fmt: skip
 GEMMA3 = Family(

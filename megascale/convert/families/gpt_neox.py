@@ -32,9 +32,8 @@ def _read(config: ConfigKeys) -> ConfigKeys:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     if hidden % heads:
         raise ValueError(f"hidden_size is {hidden!r}, not a multiple of num_attention_heads = {heads!r}")
-    if (
-        config.get("head_dim", hidden // heads) != hidden // heads
-    ):  # transformers rotates by it, and splits heads without
+    # transformers rotates by head_dim, and splits heads without
+    if config.get("head_dim", hidden // heads) != hidden // heads:
         raise ValueError(f"head_dim is {config['head_dim']!r}, not hidden_size / num_attention_heads")
     rope = read_rope(config, theta_key="rotary_emb_base", fraction=("rotary_pct", 0.25))
     return rope | {

@@ -80,13 +80,10 @@ def _read_biases(config: ConfigKeys) -> ConfigKeys:
     return {"bias": biases[0]}
 
 
-def _write_biases(model: ModelConfig) -> ConfigKeys:
-    return {"attention_bias": model.bias, "mlp_bias": model.bias}
-
-
 FAMILY = Family(
     "llama", "LlamaForCausalLM", LLAMA, KEYS, OUTER, "model.layers", LAYER, {"hidden_act": ("silu",)},
-    (_read_biases, read_rope, read_head_dim), (write_rope, write_head_dim, _write_biases), ROTARY_BUFFERS,
+    (_read_biases, read_rope, read_head_dim),
+    (write_rope, write_head_dim, lambda model: {"attention_bias": model.bias, "mlp_bias": model.bias}), ROTARY_BUFFERS,
 )  # fmt: skip
 
 MISTRAL = Family(

@@ -23,7 +23,6 @@ from megascale.convert.families.window_keys import FULL, SLIDING, read_windows, 
 QWEN_KEYS = KEYS | {"num_kv_heads": kv_heads(32), "seq_length": Key("max_position_embeddings", 32_768, size=True)}
 QWEN3_LAYER = LAYER | {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
 QWEN3_HEAD_DIM = 128
-"""The head_dim of a Qwen3 whose config.json has none."""
 
 
 def _read_windows(config: ConfigKeys) -> ConfigKeys:

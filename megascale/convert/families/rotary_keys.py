@@ -25,7 +25,6 @@ SCALINGS: dict[str, dict[str, str]] = {
 
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", "partial_rotary_factor",
              "rotary_pct", "rotary_emb_base", ORIGINAL)  # fmt: skip
-"""Keys of config.json that together describe the rotary positions."""
 
 
 def read_rope(
@@ -48,17 +47,12 @@ def read_rope(
     if (original := config.get(ORIGINAL)) is not None:  # takes precedence over that of the table
         keys = keys | {ORIGINAL: original}
     base = float(keys.get("rope_theta") or config.get(theta_key) or theta)
-    return {"rope_theta": base} | read_scaling(config, keys) | _read_fraction(config, keys, fraction)
-
-
-def _read_fraction(config: ConfigKeys, keys: ConfigKeys, fraction: tuple[str, float] | None) -> ConfigKeys:
+    found = {"rope_theta": base} | read_scaling(config, keys)
     name, default = fraction or ("partial_rotary_factor", 1.0)
-    found = keys.get("partial_rotary_factor")
-    share = found if found is not None else config.get(name)
-    share = default if share is None else share
+    share = next((x for x in (keys.get("partial_rotary_factor"), config.get(name)) if x is not None), default)
     if fraction is None and share != 1:
         raise ValueError(f"{name} is {share!r}, not 1.0")
-    return {} if share == 1 else {"rotary_fraction": float(share)}
+    return found | ({} if share == 1 else {"rotary_fraction": float(share)})
 
 
 def read_scaling(config: ConfigKeys, keys: ConfigKeys) -> ConfigKeys:
@@ -83,14 +77,9 @@ def read_scaling(config: ConfigKeys, keys: ConfigKeys) -> ConfigKeys:
 
 
 def write_rope(model: ModelConfig) -> ConfigKeys:
-    """The rope keys of a config.json, which every version of transformers reads."""
-    return {"rope_theta": model.rope_theta, "rope_scaling": write_scaling(model)}
-
-
-def write_scaling(model: ModelConfig) -> ConfigKeys | None:
-    """The key `rope_scaling` of a config.json; None without scaling."""
-    scaling = model.rope_scaling
-    if not scaling:
-        return None
-    kind = scaling["type"]
-    return {"rope_type": kind} | {theirs: scaling[ours] for ours, theirs in SCALINGS[kind].items() if ours in scaling}
+    """The rope keys of a config.json, which every version of transformers reads; `rope_scaling` is None without one."""
+    written = None
+    if scaling := model.rope_scaling:
+        theirs = SCALINGS[scaling["type"]]
+        written = {"rope_type": scaling["type"]} | {theirs[ours]: scaling[ours] for ours in theirs if ours in scaling}
+    return {"rope_theta": model.rope_theta, "rope_scaling": written}

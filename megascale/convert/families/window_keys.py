@@ -12,7 +12,6 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 WINDOW_KEYS = ("sliding_window", "layer_types", "use_sliding_window", "max_window_layers", "sliding_window_pattern",
                "_sliding_window_pattern")  # fmt: skip
-"""Keys of config.json that together describe the windows."""
 
 
 def read_one_window(config: ConfigKeys, default: int | None) -> ConfigKeys:

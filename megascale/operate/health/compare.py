@@ -84,20 +84,14 @@ def compare_links(
     return {pair: Comparison(rate, reference, rate < reference - bound) for pair, rate in rates.items()}
 
 
-DigestVerdict = Literal["equal", "differs", "no majority"]
-
-
-def compare_digests(digests: Mapping[str, str]) -> dict[str, DigestVerdict]:
+def compare_digests(digests: Mapping[str, str]) -> dict[str, Literal["ok", "differs", "undecided"]]:
     """Compare fingerprints of the same computation on nodes of the same kind: a minority is wrong. Without a majority,
     such as with two nodes, a difference has no culprit.
     """
-    counts = Counter(digests.values())
-    if len(counts) <= 1:
-        return dict.fromkeys(digests, "equal")
-    digest, count = counts.most_common(1)[0]
+    digest, count = Counter(digests.values()).most_common(1)[0]
     if 2 * count <= len(digests):
-        return dict.fromkeys(digests, "no majority")
-    return {node: "equal" if mine == digest else "differs" for node, mine in digests.items()}
+        return dict.fromkeys(digests, "undecided")
+    return {node: "ok" if mine == digest else "differs" for node, mine in digests.items()}
 
 
 def _mad(values: Sequence[float], center: float) -> float:

@@ -73,9 +73,11 @@ class Diagnosis:
 async def diagnose(nodes: Sequence[CheckedNode], run: RunOnNode, plan: DiagnosisPlan = DiagnosisPlan()) -> Diagnosis:
     """Diagnose `nodes`, in the order of their places in the network."""
     start = time.monotonic()
-    session = _Session(NodeRuns(nodes, run, plan.arguments, plan.timeout_s, at_once=plan.at_once), plan)
+    places = {place.node: place for place in nodes}
+    session = _Session(NodeRuns(places, run, plan.arguments, plan.timeout_s, plan.at_once), plan)
     if plan.checks:
-        await session.check_each()
+        results = await _check_alone(session.nodes, plan)
+        session.verdicts += (await _measure_low_again(session.nodes, plan, results, results))[1]
     if plan.paths and len(nodes) > 1:
         await session.check_together()
     return session.diagnosis(time.monotonic() - start)
@@ -92,7 +94,7 @@ async def check_joining(
 
     `others` is asked once the node's own results are there; the first node of a job has none to compare with.
     """
-    nodes = NodeRuns([node], run, plan.arguments, plan.timeout_s, at_once=plan.at_once)
+    nodes = NodeRuns({node.node: node}, run, plan.arguments, plan.timeout_s, plan.at_once)
     results = await _check_alone(nodes, plan)
     known = await others(results[node.node])
     results, verdicts = await _measure_low_again(nodes, plan, {**known, **results}, results)
@@ -100,8 +102,7 @@ async def check_joining(
 
 
 async def _check_alone(nodes: NodeRuns, plan: DiagnosisPlan) -> dict[str, list[CheckResult]]:
-    """Check every node alone; return the results of single checks."""
-    answers = await nodes.run_on_all(plan.checks)
+    answers = await nodes.run_on(nodes.places, plan.checks)
     return {node: list(answer.flat) for node, answer in answers.items()}
 
 
@@ -126,33 +127,30 @@ class _Session:
     """A running diagnosis: the findings so far."""
 
     def __init__(self, nodes: NodeRuns, plan: DiagnosisPlan) -> None:
-        self._nodes = nodes
+        self.nodes = nodes
         self._plan = plan
-        self._verdicts: list[NodeVerdict] = []
+        self.verdicts: list[NodeVerdict] = []
         self._links: dict[tuple[str, str], str] = {}
         self._undecided: list[str] = []
 
-    async def check_each(self) -> None:
-        """Check every node alone."""
-        results = await _check_alone(self._nodes, self._plan)
-        _, verdicts = await _measure_low_again(self._nodes, self._plan, results, results)
-        self._verdicts += verdicts
-
     async def check_together(self) -> None:
         """Check the paths between the nodes."""
-        opened = await self._nodes.run_on_all(OPEN_ENDPOINT, timeout_s=ENDPOINT_START_S)
+        opened = await self.nodes.run_on(self.nodes.places, OPEN_ENDPOINT, timeout_s=ENDPOINT_START_S)
         endpoints = {node: str(one.details["address"]) for node, one in opened.items() if not one.problem}
-        self._verdicts += [
+        self.verdicts += [
             NodeVerdict(node, "reach", "failed", reason=one.problem) for node, one in opened.items() if one.problem
         ]
         try:
             reached = await self._check_reach(endpoints)
-            await self._check_clocks(reached)
+            if len(reached) > 1:
+                reference = {"reference": next(iter(reached.values()))}
+                results = await self.nodes.run_on(reached, "clock", dict.fromkeys(reached, reference))
+                self.verdicts += judge_check("clock", results)
             for name in self._plan.pairs:
                 await self._search(name, reached)
         finally:
             addresses = {node: {"address": address} for node, address in endpoints.items()}
-            await self._nodes.run_on(endpoints, CLOSE_ENDPOINT, addresses)
+            await self.nodes.run_on(endpoints, CLOSE_ENDPOINT, addresses)
 
     async def _check_reach(self, endpoints: Mapping[str, str]) -> dict[str, str]:
         """Connect every node to all others; return the endpoints of the nodes that are reached."""
@@ -160,7 +158,7 @@ class _Session:
             node: {"peers": {peer: address for peer, address in endpoints.items() if peer != node}}
             for node in endpoints
         }
-        results = await self._nodes.run_on(endpoints, "reach", others)
+        results = await self.nodes.run_on(endpoints, "reach", others)
         unreached = {node: one.details.get("unreached", {}) for node, one in results.items()}
         broken = explain_broken(endpoints, ((node, peer) for node, peers in unreached.items() for peer in peers))
         for node, result in results.items():
@@ -169,29 +167,22 @@ class _Session:
             if node in broken.nodes:
                 errors = [*unreached[node].values(), *(peers[node] for peers in unreached.values() if node in peers)]
                 kind, reason = "failed", f"no connection with most other nodes: {errors[0]}"
-            self._verdicts.append(
+            self.verdicts.append(
                 NodeVerdict(node, "reach", kind, result.unit, result.value, 0.0, reason, result.duration_s)
             )
         for a, b in broken.links:
             self._links[a, b] = f"no connection: {unreached[a].get(b) or unreached[b][a]}"
         return {node: address for node, address in endpoints.items() if node not in broken.nodes}
 
-    async def _check_clocks(self, endpoints: Mapping[str, str]) -> None:
-        if len(endpoints) > 1:
-            reference = {"reference": next(iter(endpoints.values()))}
-            results = await self._nodes.run_on(endpoints, "clock", dict.fromkeys(endpoints, reference))
-            self._verdicts += judge_check("clock", results)
-
     async def _search(self, name: str, endpoints: Mapping[str, str]) -> None:
-        """Search by pairs of nodes for bad nodes and links."""
-        rounds = PairRounds(name, self._nodes, endpoints, self._plan.tolerance)
+        rounds = PairRounds(name, self.nodes, endpoints, self._plan.tolerance)
         culprits = await rounds.search(all_links=self._plan.all_links and name == "link")
         for node in endpoints:
             best, reference = rounds.best_rate(node), rounds.reference()
             bad = node in culprits.nodes
             reason = f"slow with {', '.join(rounds.slow_partners(node))}" if bad else ""
             unit = str(CHECKS[name].facts["unit"])
-            self._verdicts.append(NodeVerdict(node, name, "low" if bad else "ok", unit, best, reference, reason))
+            self.verdicts.append(NodeVerdict(node, name, "low" if bad else "ok", unit, best, reference, reason))
         for a, b in culprits.links:
             self._links.setdefault((min(a, b), max(a, b)), f"{name}: {rounds.describe((a, b))}")
         self._undecided += [f"{a} - {b}: {name}: {rounds.describe((a, b))}" for a, b in culprits.undecided]
@@ -199,11 +190,11 @@ class _Session:
     def diagnosis(self, duration_s: float) -> Diagnosis:
         """Return the findings."""
         nodes: dict[str, tuple[str, ...]] = {}
-        for verdict in self._verdicts:
+        for verdict in self.verdicts:
             if verdict.bad:
                 nodes[verdict.node] = (*nodes.get(verdict.node, ()), f"{verdict.check}: {verdict.reason}")
-        undecided = [f"{v.node}: {v.check}: {v.reason}" for v in self._verdicts if v.kind == "undecided"]
-        return Diagnosis(tuple(self._verdicts), nodes, self._links, (*undecided, *self._undecided), duration_s)
+        undecided = [f"{v.node}: {v.check}: {v.reason}" for v in self.verdicts if v.kind == "undecided"]
+        return Diagnosis(tuple(self.verdicts), nodes, self._links, (*undecided, *self._undecided), duration_s)
 
 
 def _better(old: CheckResult, new: CheckResult) -> CheckResult:

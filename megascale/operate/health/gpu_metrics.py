@@ -39,7 +39,10 @@ class GpuMetrics:
                 gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
             ),
         }
-        self._take_xids()
+        with contextlib.suppress(nvml.NVMLError):  # among them: no further error now
+            while self._events is not None:
+                event = nvml.nvmlEventSetWait_v2(self._events, 0)
+                self._xids.setdefault(nvml.nvmlDeviceGetIndex(event.device), []).append(int(event.eventData))
         with contextlib.suppress(nvml.NVMLError):  # a GPU that is lost may take all with it: those of before are lost
             self._count = nvml.nvmlDeviceGetCount()
         for index in range(self._count):
@@ -53,13 +56,6 @@ class GpuMetrics:
                     with contextlib.suppress(nvml.NVMLError):
                         found[f"gpu{index}.{name}"] = float(read(gpu))
             yield from found.items() if found else [(f"gpu{index}.lost", 1.0)]
-
-    def _take_xids(self) -> None:
-        """Take the errors since the last call, without waiting for more."""
-        with contextlib.suppress(self._nvml.NVMLError):  # among them: no further error now
-            while self._events is not None:
-                event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
-                self._xids.setdefault(self._nvml.nvmlDeviceGetIndex(event.device), []).append(int(event.eventData))
 
 
 def load_nvml() -> types.ModuleType | None:

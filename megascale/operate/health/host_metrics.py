@@ -50,11 +50,15 @@ class HostMetrics:
                     metrics |= {f"disk.{name}.free": float(usage.free), f"disk.{name}.size": float(usage.total)}
         if (pause := self._pause.count()) is not None:
             metrics["network.pause"] = float(pause)
-        metrics |= dict(_clock_metrics())
-        metrics |= dict(_infiniband_metrics(INFINIBAND))
-        if self._gpus is not None:
-            metrics |= dict(self._gpus.sample())
-        return metrics
+        for port in sorted(INFINIBAND.glob("*/ports/*")):
+            prefix = f"infiniband.{port.parts[-3]}.{port.name}"
+            for counter in _IB_COUNTERS:
+                with contextlib.suppress(OSError, ValueError):
+                    value = float((port / "counters" / counter).read_text(encoding="ascii"))
+                    metrics[f"{prefix}.{counter}"] = value
+            with contextlib.suppress(OSError):
+                metrics[f"{prefix}.active"] = float("ACTIVE" in (port / "state").read_text())
+        return metrics | (dict(self._gpus.sample()) if self._gpus is not None else {})
 
 
 def _host_metrics() -> Iterator[tuple[str, float]]:
@@ -73,6 +77,11 @@ def _host_metrics() -> Iterator[tuple[str, float]]:
         yield "network.received", float(network.bytes_recv)
         yield "network.errors", float(network.errin + network.errout)
         yield "network.drops", float(network.dropin + network.dropout)
+    clock = _Timex()  # the kernel's account of the host's clock, which NTP or PTP keeps, in seconds
+    if ctypes.CDLL(None).adjtimex(ctypes.byref(clock)) >= 0:
+        yield "clock.offset_s", clock.offset * (1e-9 if clock.status & _CLOCK_IN_NANOSECONDS else 1e-6)
+        yield "clock.error_s", clock.maxerror * 1e-6
+        yield "clock.synchronized", float(not clock.status & _CLOCK_UNSYNCHRONIZED)
 
 
 class _Timex(ctypes.Structure):
@@ -85,23 +94,3 @@ class _Timex(ctypes.Structure):
         ("status", ctypes.c_int),
         ("rest", ctypes.c_long * 32),
     )
-
-
-def _clock_metrics() -> Iterator[tuple[str, float]]:
-    """The kernel's account of the host's clock, which NTP or PTP keeps: offset and largest error, in seconds."""
-    clock = _Timex()
-    if ctypes.CDLL(None).adjtimex(ctypes.byref(clock)) < 0:
-        return
-    yield "clock.offset_s", clock.offset * (1e-9 if clock.status & _CLOCK_IN_NANOSECONDS else 1e-6)
-    yield "clock.error_s", clock.maxerror * 1e-6
-    yield "clock.synchronized", float(not clock.status & _CLOCK_UNSYNCHRONIZED)
-
-
-def _infiniband_metrics(root: Path) -> Iterator[tuple[str, float]]:
-    for port in sorted(root.glob("*/ports/*")):
-        for counter in _IB_COUNTERS:
-            with contextlib.suppress(OSError, ValueError):
-                value = float((port / "counters" / counter).read_text(encoding="ascii"))
-                yield f"infiniband.{port.parts[-3]}.{port.name}.{counter}", value
-        with contextlib.suppress(OSError):
-            yield f"infiniband.{port.parts[-3]}.{port.name}.active", float("ACTIVE" in (port / "state").read_text())

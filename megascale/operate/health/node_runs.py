@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from megascale.core.errors import MegascaleError
@@ -24,28 +24,16 @@ class CheckedNode:
     slots: int = 1
 
 
+@dataclass(frozen=True)
 class NodeRuns:
-    """Runs checks on `nodes` by `run`. `arguments` of all checks; `at_once`: False for nodes that share a host."""
+    """Runs checks by `run` on nodes, `places` by name. `arguments`: of all checks; `at_once`: not in turns."""
 
-    def __init__(
-        self,
-        nodes: Sequence[CheckedNode],
-        run: RunOnNode,
-        arguments: Mapping[str, Any],
-        timeout_s: float,
-        *,
-        at_once: bool,
-    ) -> None:
-        self._places = {place.node: place for place in nodes}
-        self._run = run
-        self._arguments = arguments
-        self._timeout_s = timeout_s
-        self.at_once = at_once
-        self._groups = itertools.count()
-
-    async def run_on_all(self, name: str, timeout_s: float | None = None) -> dict[str, CheckResult]:
-        """Run a check on all nodes."""
-        return await self.run_on(self._places, name, timeout_s=timeout_s)
+    places: Mapping[str, CheckedNode]
+    run: RunOnNode
+    arguments: Mapping[str, Any]
+    timeout_s: float
+    at_once: bool
+    groups: Iterator[int] = field(default_factory=itertools.count)
 
     async def run_on(
         self,
@@ -64,19 +52,19 @@ class NodeRuns:
         self, node: str, name: str, arguments: Mapping[str, Any], timeout_s: float | None = None
     ) -> CheckResult:
         """Run a check on a node; a node that does not answer has a result that says why."""
-        place = self._places[node]
-        given = {**self._arguments, "slots": place.slots, "host": place.host, **arguments}
+        place = self.places[node]
+        given = {**self.arguments, "slots": place.slots, "host": place.host, **arguments}
         try:
-            return await self._run(node, name, given, timeout_s or self._timeout_s)
+            return await self.run(node, name, given, timeout_s or self.timeout_s)
         except (OSError, MegascaleError) as error:
             return CheckResult(name, problem=str(error))
 
     async def run_as_group(self, nodes: Sequence[str], name: str, endpoint: str) -> list[CheckResult]:
         """Run a check of a group whose ranks are the slots of `nodes`. `endpoint`: address of the first node's."""
-        world = sum(self._places[node].slots for node in nodes)
-        key, first, calls = f"group {next(self._groups)}", 0, []
+        world = sum(self.places[node].slots for node in nodes)
+        key, first, calls = f"group {next(self.groups)}", 0, []
         for node in nodes:
-            ranks = list(range(first, first + self._places[node].slots))
+            ranks = list(range(first, first + self.places[node].slots))
             first += len(ranks)
             group = {"world": world, "ranks": ranks, "endpoint": endpoint, "key": key}
             calls.append(self.run_on_one(node, name, {"group": group}))

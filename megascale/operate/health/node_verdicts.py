@@ -55,7 +55,12 @@ def judge_check(
     name: str, results: Mapping[str, CheckResult], tolerance: float = TOLERANCE, of: Collection[str] | None = None
 ) -> list[NodeVerdict]:
     """Judge one check of all nodes, or of the nodes `of`."""
-    compared = _compare_by_platform(name, results, tolerance)
+    usable = {node: result for node, result in results.items() if not (result.problem or result.skipped)}
+    compared: dict[str, Compared] = {}
+    for platform in dict.fromkeys(result.platform for result in usable.values()):
+        same = {node: result for node, result in usable.items() if result.platform == platform}
+        if len(same) > 1:  # of the same hardware and software
+            compared |= _compare(name, same, tolerance)
     verdicts = []
     for node in results if of is None else [node for node in of if node in results]:
         result = results[node]
@@ -72,23 +77,19 @@ def judge_check(
 
 Compared = tuple[Kind, float | None, str]
 
-
-def _compare_by_platform(name: str, results: Mapping[str, CheckResult], tolerance: float) -> dict[str, Compared]:
-    """Compare the nodes that have the same hardware and software."""
-    usable = {node: result for node, result in results.items() if not (result.problem or result.skipped)}
-    compared: dict[str, Compared] = {}
-    for platform in dict.fromkeys(result.platform for result in usable.values()):
-        same = {node: result for node, result in usable.items() if result.platform == platform}
-        if len(same) > 1:
-            compared |= _compare(name, same, tolerance)
-    return compared
+DIGESTS = {
+    "ok": "",
+    "differs": "its result is not the other nodes', to the bit",
+    "undecided": "nodes differ to the bit, without a majority: repeat it with a third node",
+}
 
 
 def _compare(name: str, results: Mapping[str, CheckResult], tolerance: float) -> dict[str, Compared]:
     facts = CHECKS[name].facts
     values = {node: result.value for node, result in results.items() if result.value is not None}
     if facts["better"] == "digest":
-        return _compare_digests(results)
+        kinds = compare_digests({node: result.digest for node, result in results.items()})
+        return {node: (kind, None, DIGESTS[kind]) for node, kind in kinds.items()}
     if facts["better"] == "same":
         return {
             node: ("differs" if one.low else "ok", one.reference, f"{one.value - one.reference:+.3g} from the median")
@@ -100,13 +101,3 @@ def _compare(name: str, results: Mapping[str, CheckResult], tolerance: float) ->
             for node, one in compare_high(values, facts["noise"], tolerance).items()
         }
     return {}
-
-
-def _compare_digests(results: Mapping[str, CheckResult]) -> dict[str, Compared]:
-    kinds: dict[str, tuple[Kind, str]] = {
-        "equal": ("ok", ""),
-        "differs": ("differs", "its result is not the other nodes', to the bit"),
-        "no majority": ("undecided", "nodes differ to the bit, without a majority: repeat it with a third node"),
-    }
-    verdicts = compare_digests({node: result.digest for node, result in results.items()})
-    return {node: (kinds[verdict][0], None, kinds[verdict][1]) for node, verdict in verdicts.items()}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 LAST_LINES = 20
@@ -21,80 +20,55 @@ _TAIL_BYTES = 64 << 10
 """Bytes at the end of a log in which observations are looked for."""
 
 
-@dataclass(frozen=True)
-class Observation:
-    """A pattern of a line, a regular expression that is compiled as an output is read, and what it shows. `name`: for
-    policies; `what`: for people.
-    """
-
-    name: str
-    what: str
-    pattern: str
-
-
-def _seen(name: str, what: str, *patterns: str) -> Observation:
-    return Observation(name, what, "|".join(f"(?:{pattern})" for pattern in patterns))
-
-
 def _xid(*numbers: int) -> str:
     """Return the pattern of errors by these numbers that NVIDIA's kernel driver logs."""
     return rf"\bXid \([^)]*\): (?:{'|'.join(map(str, numbers))})\b"
 
 
-OBSERVATIONS = (
-    _seen("cuda_oom", "the GPU's memory was full", r"CUDA out of memory", r"torch\.(cuda\.)?OutOfMemoryError",
-          r"CUDA_ERROR_OUT_OF_MEMORY", r"CUBLAS_STATUS_ALLOC_FAILED"),
-    _seen("host_oom", "the host's memory was full", r"\bMemoryError\b", r"std::bad_alloc", r"Cannot allocate memory",
-          r"DefaultCPUAllocator: can't allocate memory"),
-    _seen("linux_oom_kill", "the kernel killed a process for its memory", r"[Oo]ut of memory: Killed process",
-          r"oom-kill:", r"oom_kill event", r"Memory cgroup out of memory"),
-    _seen("gpu_ecc", "a GPU's memory had an error that its code could not correct", r"uncorrectable ECC",
-          r"double.bit ECC", r"CUDA_ERROR_ECC_UNCORRECTABLE", _xid(48, 63, 64, 94, 95)),
-    _seen("gpu_lost", "a GPU has fallen off the bus", r"GPU has fallen off the bus", _xid(79),
-          r"GPU is lost", r"CUDA_ERROR_DEVICE_UNAVAILABLE", r"no CUDA-capable device is detected"),
-    _seen("gpu_hardware_fault", "a GPU reported a fault of its hardware or driver",
-          r"unspecified launch failure", r"CUDA_ERROR_LAUNCH_FAILED", r"[Hh]ardware stack error",
-          r"CUDA_ERROR_HARDWARE_STACK_ERROR", r"NVLink.*(?:fatal|error)",
-          _xid(61, 62, 69, 74, 109, 119, 120, 121, 140, 143, 158)),
-    _seen("gpu_illegal_access", "a kernel read or wrote outside of its memory", r"illegal memory access",
-          r"CUDA_ERROR_ILLEGAL_ADDRESS", r"misaligned address", _xid(13, 31)),
-    _seen("cuda_assert", "an assertion on the GPU failed", r"device-side assert triggered", r"CUDA_KERNEL_ASSERT"),
-    _seen("cuda_error", "a call of CUDA failed", r"CUDA error:", r"CUDA_ERROR_", r"CUBLAS_STATUS_", r"CUDNN_STATUS_"),
-    _seen("nccl_watchdog", "NCCL's watchdog gave up a collective", r"Watchdog caught collective operation timeout",
-          r"watchdog thread terminated", r"ProcessGroupNCCL'?s watchdog"),
-    _seen("nccl_network", "NCCL lost a connection of the network", r"NCCL WARN NET/IB.*(?:error|failed)",
-          r"ibv_poll_cq.*error", r"NET/IB : Got completion .* error", r"transport retry counter exceeded",
-          r"vendor err 129"),
-    _seen("nccl_cascade", "a communicator ended because of an error elsewhere", r"NCCL communicator was aborted",
-          r"ncclRemoteError", r"remote process exited or there was a network error", r"ncclInternalError",
-          r"NCCL error"),
-    _seen("peer_lost", "another process closed its connection", r"[Cc]onnection (?:closed|reset) by peer",
-          r"[Cc]onnection refused", r"[Bb]roken pipe", r"timed out waiting \d+ s for", r"\bLostPeerError\b"),
-    _seen("collective_timeout", "a collective took longer than its timeout",
-          r"[Tt]imed out waiting \d+ms for (?:recv|send)", r"collective operation timeout", r"[Ww]ait timeout after"),
-    _seen("gloo_mismatch", "two ranks gave a collective tensors of different sizes", r"gloo::EnforceNotMet"),
-    _seen("disk_full", "a file system was full", r"No space left on device", r"\bENOSPC\b", r"Disk quota exceeded",
-          r"unexpected pos \d+ vs \d+"),
-    _seen("io_error", "a read or write failed", r"Input/output error", r"\bEIO\b", r"Stale file handle",
-          r"Remote I/O error"),
-    _seen("storage_error", "a file system or object store did not answer", r"Transport endpoint is not connected",
-          r"Read-only file system", r"SlowDown", r"ServiceUnavailable", r"EndpointConnectionError",
-          r"server .* not responding"),
-    _seen("disk_failure", "a disk reported a fault", r"blk_update_request: .*error", r"Buffer I/O error",
-          r"EXT4-fs error", r"XFS .*(?:corruption|I/O error)", r"nvme.*(?:reset|timeout|failed)"),
-    _seen("bus_error", "a mapped file was shorter than its map, or /dev/shm was full", r"\bBus error\b", r"\bSIGBUS\b"),
-    _seen("segmentation_fault", "native code read or wrote outside of its memory", r"Segmentation fault",
-          r"\bSIGSEGV\b"),
-    _seen("native_abort", "native code ended the process", r"terminate called", r"Fatal Python error: Aborted",
-          r"double free or corruption", r"malloc\(\): "),
-    _seen("not_finite", "a loss, gradient or weight was not finite", r"\bDivergenceError\b", r"is not finite"),
-    _seen("too_many_files", "a limit of open files was reached", r"Too many open files"),
-    _seen("no_thread", "a limit of processes or threads was reached", r"can't start new thread",
-          r"Resource temporarily unavailable"),
-    _seen("import_failed", "a module or library could not be loaded", r"\bModuleNotFoundError\b", r"\bImportError\b",
-          r"cannot open shared object file"),
-)  # fmt: skip
-"""All observations. Several may hold for one line."""
+OBSERVATIONS: dict[str, tuple[str, ...]] = {
+    "cuda_oom": (r"CUDA out of memory", r"torch\.(cuda\.)?OutOfMemoryError", r"CUDA_ERROR_OUT_OF_MEMORY",
+        r"CUBLAS_STATUS_ALLOC_FAILED"),
+    "host_oom": (r"\bMemoryError\b", r"std::bad_alloc", r"Cannot allocate memory",
+        r"DefaultCPUAllocator: can't allocate memory"),
+    "linux_oom_kill": (r"[Oo]ut of memory: Killed process", r"oom-kill:", r"oom_kill event",
+        r"Memory cgroup out of memory"),
+    "gpu_ecc": (r"uncorrectable ECC", r"double.bit ECC", r"CUDA_ERROR_ECC_UNCORRECTABLE", _xid(48, 63, 64, 94, 95)),
+    "gpu_lost": (r"GPU has fallen off the bus", _xid(79), r"GPU is lost", r"CUDA_ERROR_DEVICE_UNAVAILABLE",
+        r"no CUDA-capable device is detected"),
+    "gpu_hardware_fault": (r"unspecified launch failure", r"CUDA_ERROR_LAUNCH_FAILED", r"[Hh]ardware stack error",
+        r"CUDA_ERROR_HARDWARE_STACK_ERROR", r"NVLink.*(?:fatal|error)",
+        _xid(61, 62, 69, 74, 109, 119, 120, 121, 140, 143, 158)),
+    "gpu_illegal_access": (r"illegal memory access", r"CUDA_ERROR_ILLEGAL_ADDRESS", r"misaligned address",
+        _xid(13, 31)),
+    "cuda_assert": (r"device-side assert triggered", r"CUDA_KERNEL_ASSERT"),
+    "cuda_error": (r"CUDA error:", r"CUDA_ERROR_", r"CUBLAS_STATUS_", r"CUDNN_STATUS_"),
+    "nccl_watchdog": (r"Watchdog caught collective operation timeout", r"watchdog thread terminated",
+        r"ProcessGroupNCCL'?s watchdog"),
+    "nccl_network": (r"NCCL WARN NET/IB.*(?:error|failed)", r"ibv_poll_cq.*error", r"NET/IB : Got completion .* error",
+        r"transport retry counter exceeded", r"vendor err 129"),
+    "nccl_cascade": (r"NCCL communicator was aborted", r"ncclRemoteError",
+        r"remote process exited or there was a network error", r"ncclInternalError", r"NCCL error"),
+    "peer_lost": (r"[Cc]onnection (?:closed|reset) by peer", r"[Cc]onnection refused", r"[Bb]roken pipe",
+        r"timed out waiting \d+ s for", r"\bLostPeerError\b"),
+    "collective_timeout": (r"[Tt]imed out waiting \d+ms for (?:recv|send)", r"collective operation timeout",
+        r"[Ww]ait timeout after"),
+    "gloo_mismatch": (r"gloo::EnforceNotMet",),
+    "disk_full": (r"No space left on device", r"\bENOSPC\b", r"Disk quota exceeded", r"unexpected pos \d+ vs \d+"),
+    "io_error": (r"Input/output error", r"\bEIO\b", r"Stale file handle", r"Remote I/O error"),
+    "storage_error": (r"Transport endpoint is not connected", r"Read-only file system", r"SlowDown",
+        r"ServiceUnavailable", r"EndpointConnectionError", r"server .* not responding"),
+    "disk_failure": (r"blk_update_request: .*error", r"Buffer I/O error", r"EXT4-fs error",
+        r"XFS .*(?:corruption|I/O error)", r"nvme.*(?:reset|timeout|failed)"),
+    "bus_error": (r"\bBus error\b", r"\bSIGBUS\b"),
+    "segmentation_fault": (r"Segmentation fault", r"\bSIGSEGV\b"),
+    "native_abort": (r"terminate called", r"Fatal Python error: Aborted", r"double free or corruption",
+        r"malloc\(\): "),
+    "not_finite": (r"\bDivergenceError\b", r"is not finite"),
+    "too_many_files": (r"Too many open files",),
+    "no_thread": (r"can't start new thread", r"Resource temporarily unavailable"),
+    "import_failed": (r"\bModuleNotFoundError\b", r"\bImportError\b", r"cannot open shared object file"),
+}  # fmt: skip
+"""Names of observations, for policies, with the patterns of lines that show each. Several may hold for one line."""
 
 _ERROR = re.compile(r"^(?:[\w.]+\.)?([A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning))(?::|$)")
 """The last line of a traceback: the class of the error, and its message."""
@@ -105,7 +79,7 @@ def observe(lines: Iterable[str]) -> tuple[str, ...]:
     of Python is added as `python:CLASS`.
     """
     text = list(lines)
-    found = [seen.name for seen in OBSERVATIONS if any(re.search(seen.pattern, line) for line in text)]
+    found = [name for name, patterns in OBSERVATIONS.items() if any(map(re.compile("|".join(patterns)).search, text))]
     errors = [match[1] for line in text if (match := _ERROR.match(line))]
     return tuple(found + [f"python:{error}" for error in errors[-1:]])
 

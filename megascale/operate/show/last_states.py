@@ -15,8 +15,7 @@ from typing import Any
 
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.rank import format_ranks
-from megascale.operate.diagnose.hang.dumped_records import read_dumped_records
-from megascale.operate.diagnose.hang.flight import DUMP_FOLDER
+from megascale.operate.diagnose.hang.flight import DUMP_FOLDER, read_dumped_records
 from megascale.operate.show.run_view import RunView
 from megascale.operate.store.query import StoreError, fetch
 from megascale.operate.store.reading import read_store

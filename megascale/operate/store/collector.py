@@ -15,31 +15,27 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megascale.core.errors import MegascaleError
 from megascale.core.outages import Outages
 from megascale.core.process import process_exists, usable_cores
 from megascale.operate.store.node_store import NodeStore
 from megascale.operate.store.rank_spread import RankSpread
+from megascale.operate.store.schema import TABLES
 from megascale.operate.store.settings import StoreSettings
 from megascale.operate.store.table_files import Columns
 from megascale.record.log_reader import LogReader
 from megascale.record.rank_state import LogError, RankState
 
 if TYPE_CHECKING:  # numpy takes a while, and threads
-    from megascale.operate.store.node_rows import NodeRows, RankRows
+    from megascale.operate.store.node_rows import RankRows, Texts
 
-POLL_S = 0.5
-"""Seconds between drains of the logs."""
-
-DRAIN_S, FINISH_S = 2.0, 10.0
-"""Seconds in which all is read, and written, once the ranks have ended. Only a dead disk takes longer."""
-
-MAX_INTERVALS_WAITING = 12
-"""Most intervals whose rows wait for a store that cannot be written; then the oldest are dropped."""
+POLL_S = 0.5  # seconds between drains of the logs
+DRAIN_S, FINISH_S = 2.0, 10.0  # until all is read, and written, after the ranks' end; only a dead disk takes longer
+MAX_INTERVALS_WAITING = 12  # intervals whose rows wait for a store that cannot be written; then the oldest are dropped
 
 Say = Callable[[str], None]
 
@@ -54,7 +50,7 @@ class Collector:
         self._ranks: dict[int, RankRows] = {}  # of logs whose events are stored
         self._states: dict[int, RankState] = {}
         self._known: set[int] = set()  # ranks in the table `ranks`
-        self._rows: NodeRows | None = None
+        self._texts: Texts | None = None
         self._host_metrics: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=1000)
         self._settings: StoreSettings | None = None
         self._store: NodeStore | None = None
@@ -87,39 +83,42 @@ class Collector:
         for rank, path in dict(self._paths).items():
             if rank not in self._logs:
                 with contextlib.suppress(OSError, LogError):
-                    self._add(rank, LogReader(path))
+                    self._logs[rank] = log = LogReader(path)
+                    if log.note:
+                        from megascale.operate.store.node_rows import RankRows, Texts
+
+                        self._texts = self._texts or Texts()
+                        self._settings = self._settings or StoreSettings(**log.note)
+                        self._ranks[rank] = RankRows(log)
         for rows in self._ranks.values():
             rows.ended = not process_exists(rows.log.pid)  # before the drain: nothing comes after
             rows.drain()
 
-    def _add(self, rank: int, log: LogReader) -> None:
-        if note := log.note:
-            from megascale.operate.store.node_rows import NodeRows, RankRows
-
-            self._rows = self._rows or NodeRows()
-            self._settings = self._settings or StoreSettings.from_note(note)
-            self._ranks[rank] = RankRows(log)
-        self._logs[rank] = log
-
     def write(self) -> None:
         """Write what was drained and the states that were read. Says once that the store cannot be written."""
-        if self._settings is None or self._rows is None:
+        settings = self._settings
+        if settings is None or self._texts is None:
             return
-        ready = self.ranks
-        if ready:
-            self._queue(self._rows.take(list(ready.values())) | self._host_columns())
+        if ready := self.ranks:
+            from megascale.operate.store.node_rows import take_rows
+
+            tables = take_rows(list(ready.values()), self._texts)
+            tables["host_metrics"] = _columns("host_metrics", self._host_rows(settings.node))
+            if not settings.events_h:
+                del tables["events"]
+            self._queue(tables)
         try:
-            self._store_rows(ready)
+            self._store_rows(ready, settings)
         except OSError as error:
             if self._outages.begins("store"):
-                what = f"the event store {self._settings.url} cannot be written: {error.strerror or error}"
+                what = f"the event store {settings.url} cannot be written: {error.strerror or error}"
                 self._say(f"WARNING: {what}; tried again every {self.interval_s:g} s")
             return
         self._outages.ends("store")
         if missing := self._outages.ends("dropped"):
             self._say(f"the event store is written again; the rows of {missing} intervals are missing")
-        if 0 in ready and self._settings.tensorboard:
-            self._write_spread(self._settings, last=ready[0].ended)
+        if 0 in ready and settings.tensorboard:
+            self._write_spread(settings, last=ready[0].ended)
 
     def missing(self) -> int:
         """Return the intervals whose rows have not reached the store, dropped or waiting; dropped ones count once."""
@@ -137,9 +136,6 @@ class Collector:
         self._outages.ends("spread")
 
     def _queue(self, tables: dict[str, Columns]) -> None:
-        assert self._settings is not None
-        if not self._settings.events_h:
-            del tables["events"]
         start_ms, self._last_ms = self._last_ms, max(self._last_ms + 1, time.time_ns() // 1_000_000)
         filled = {table: columns for table, columns in tables.items() if len(next(iter(columns.values())))}
         self._waiting.append((start_ms, self._last_ms, filled))
@@ -147,10 +143,19 @@ class Collector:
             self._waiting.popleft()
             self._outages.begins("dropped")
 
-    def _store_rows(self, ready: Mapping[int, RankRows]) -> None:
-        store = self._open_store(ready)
+    def _store_rows(self, ready: Mapping[int, RankRows], settings: StoreSettings) -> None:
+        store = self._open_store(ready, settings)
         if ready.keys() - self._known:  # before their steps: readers know the ranks of all rows
-            store.replace("ranks", self._rank_columns(ready))
+            states = [rows.log.state(head_only=True) for rows in ready.values()]
+            cores = usable_cores(state.pid for state in states)
+            rows: list[dict[str, Any]] = [
+                {
+                    "attempt": state.stored_attempt, "rank": state.rank, "world": state.world, "node": settings.node,
+                    "host": socket.gethostname(), "pid": state.pid, **state.coord, "cores": cores,
+                    "peak_flops": float(state.peak_flops), "start_ns": round(state.start * 1e9),
+                } for state in states
+            ]  # fmt: skip
+            store.replace("ranks", _columns("ranks", rows))
             self._known |= ready.keys()
         while self._waiting:
             start_ms, end_ms, tables = self._waiting[0]
@@ -160,19 +165,23 @@ class Collector:
                 del tables[table]
             self._waiting.popleft()
         if self._states:
-            store.replace("states", self._state_columns())
+            epoch_ns, attempt = self._epoch_ns(), self._stored_attempt
+            rows = [
+                {"attempt": attempt, "rank": rank, "time_ns": state.read_ns + epoch_ns,
+                 "record": json.dumps(state.to_dict())} for rank, state in self._states.items()
+            ]  # fmt: skip
+            store.replace("states", _columns("states", rows))
         store.prune()
 
-    def _open_store(self, ready: Mapping[int, RankRows]) -> NodeStore:
+    def _open_store(self, ready: Mapping[int, RankRows], settings: StoreSettings) -> NodeStore:
         """Return the store of the present attempt, whose number a log has once its rank trains."""
-        assert self._settings is not None
         state = next(iter((ready or self._ranks).values())).log.state(head_only=True)
         attempt = state.attempt if state.stored_attempt is None else state.stored_attempt
         if self._store is not None and attempt != self._stored_attempt:
             self._store.discard("states")
             self._store = self._spread = None
         if self._store is None:
-            self._store, self._stored_attempt = NodeStore(self._settings, attempt, self._say), attempt
+            self._store, self._stored_attempt = NodeStore(settings, attempt, self._say), attempt
         return self._store
 
     def _epoch_ns(self) -> int:
@@ -182,42 +191,22 @@ class Collector:
         first = next(iter(self.ranks.values()), None)
         return first.log.state(head_only=True).epoch_ns if first else time.time_ns() - time.monotonic_ns()
 
-    def _rank_columns(self, ready: Mapping[int, RankRows]) -> Columns:
-        assert self._settings is not None
-        states = [rows.log.state(head_only=True) for rows in ready.values()]
-        return {
-            **{name: [getattr(state, name) for state in states] for name in ("rank", "world", "pid")},
-            **{axis: [state.coord[axis] for state in states] for axis in ("tp", "cp", "dp", "pp")},
-            "attempt": [state.stored_attempt for state in states],
-            "node": [self._settings.node] * len(states),
-            "host": [socket.gethostname()] * len(states),
-            "peak_flops": [float(state.peak_flops) for state in states],
-            "cores": [usable_cores(state.pid for state in states)] * len(states),
-            "start_ns": [round(state.start * 1e9) for state in states],
-        }
-
     def read_states(self) -> None:
         """Read the states of the ranks."""
         self._states = {rank: rows.log.state() for rank, rows in self._ranks.items()}
 
-    def _state_columns(self) -> Columns:
-        epoch_ns = self._epoch_ns()
-        return {
-            "attempt": [self._stored_attempt] * len(self._states),
-            "rank": list(self._states),
-            "time_ns": [state.read_ns + epoch_ns for state in self._states.values()],
-            "record": [json.dumps(state.to_dict()) for state in self._states.values()],
-        }
-
-    def _host_columns(self) -> dict[str, Columns]:
+    def _host_rows(self, node: str) -> list[dict[str, Any]]:
         """Return the samples of the host's metrics since the last call, by rank 0's clock."""
-        assert self._settings is not None
         to_rank_0 = self._epoch_ns() - (time.time_ns() - time.monotonic_ns())
         samples = [self._host_metrics.popleft() for _ in range(len(self._host_metrics))]
-        rows = [(at + to_rank_0, name, value) for at, metrics in samples for name, value in metrics.items()]
-        times, names, values = (list(column) for column in zip(*rows, strict=True)) if rows else ([], [], [])
-        node = [self._settings.node] * len(rows)
-        return {"host_metrics": {"node": node, "time_ns": times, "metric": names, "value": values}}
+        return [
+            {"node": node, "time_ns": at + to_rank_0, "metric": name, "value": value}
+            for at, metrics in samples for name, value in metrics.items()
+        ]  # fmt: skip
+
+
+def _columns(table: str, rows: Sequence[Mapping[str, Any]]) -> Columns:
+    return {column.name: [row[column.name] for row in rows] for column in TABLES[table]}
 
 
 class CollectorThread:

@@ -8,25 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megascale.config.run import RunConfig
 from megascale.core.files import write_text
 from megascale.operate.store.families import Labels, MetricFamily, exposition
 from megascale.operate.store.metrics_server import MetricsServer, Say
 
-TARGETS = "prometheus"
-"""Folder of the targets' files, in the run's folder."""
-
-DRIVER = "driver"
-"""Name of the driver, which has no node, in the label `node`."""
-
-CLOSE_S = 1.0
-"""Seconds that the end of a process waits for a file server."""
+TARGETS = "prometheus"  # folder of the targets' files, in the run's folder
+DRIVER = "driver"  # name of the driver, which has no node, in the label `node`
+CLOSE_S = 1.0  # seconds that the end of a process waits for a file server
 
 _WILDCARDS = ("0.0.0.0", "::", "")
 
@@ -44,12 +37,6 @@ class MetricsEndpoint:
     folder: Path
     name: str
     reach: str
-
-    @classmethod
-    def of_run(cls, config: RunConfig, name: str) -> MetricsEndpoint:
-        """Return the endpoint of a process of this host in a run."""
-        host, port = config.observe.metrics_address, config.observe.metrics_port
-        return cls(host, port, config.name, config.folder, name, socket.gethostname())
 
     @property
     def labels(self) -> Labels:
@@ -80,16 +67,12 @@ def exporting(
         return
     try:
         server = MetricsServer(lambda: exposition(families()), endpoint.host, endpoint.port, say)
-    except OSError as error:
-        say(f"WARNING: no metrics at {endpoint.host}:{endpoint.port}: {error.strerror or error}")
-        yield None
-        return
-    address = endpoint.address(server.port)
-    thread = threading.Thread(target=_serve, args=(server, endpoint, address, say), name="metrics", daemon=True)
-    try:
+        address = endpoint.address(server.port)
+        thread = threading.Thread(target=_serve, args=(server, endpoint, address, say), name="metrics", daemon=True)
         thread.start()
-    except RuntimeError as error:
-        say(f"WARNING: no metrics: {error}")
+    except (OSError, RuntimeError) as error:  # no port, or no thread
+        where = f" at {endpoint.host}:{endpoint.port}" if isinstance(error, OSError) else ""
+        say(f"WARNING: no metrics{where}: {getattr(error, 'strerror', None) or error}")
         yield None
         return
     try:

@@ -5,7 +5,7 @@ Names have their unit, counters end with `_total` in the text, and labels have f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -26,6 +26,27 @@ class MetricFamily:
     def add(self, value: float, labels: Mapping[str, str]) -> None:
         """Add a series."""
         self.samples.append((dict(labels), value))
+
+
+class Families:
+    """Families that grow series by series, each described where its values are known. `labels`: of all series."""
+
+    def __init__(self, labels: Labels) -> None:
+        self._labels = labels
+        self._by_name: dict[str, MetricFamily] = {}
+
+    def gauge(self, name: str, help_text: str, value: float, labels: Labels | None = None) -> None:
+        """Add a series to a gauge."""
+        self._by_name.setdefault(name, MetricFamily(name, "gauge", help_text)).add(value, self._labels | (labels or {}))
+
+    def counter(self, name: str, help_text: str, value: float, labels: Labels | None = None) -> None:
+        """Add a series to a counter."""
+        self._by_name.setdefault(name, MetricFamily(name, "counter", help_text)).add(
+            value, self._labels | (labels or {})
+        )
+
+    def __iter__(self) -> Iterator[MetricFamily]:
+        return iter(self._by_name.values())
 
 
 def exposition(families: Iterable[MetricFamily]) -> bytes:

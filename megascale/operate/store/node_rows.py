@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megascale.operate.store.rank_totals import RankTotals
 from megascale.operate.store.schema import STEP_AXIS, TABLES
 from megascale.operate.store.table_files import Columns
+from megascale.record.events import COMPUTE, HOST_AXIS
 from megascale.record.layout import TAGS
 from megascale.record.log_reader import Drained, LogReader, event_dtype, step_dtype
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-KEYS = ("attempt", "rank", "step", "axis", "name", "chunk")
-"""Columns of `step_parts` by which events are summed."""
+_AXIS = 1 << 16  # a key of `RankTotals` is the index of the axis times this number, plus the index of the name
+KEYS = ("attempt", "rank", "step", "axis", "name", "chunk")  # columns of `step_parts` by which events are summed
 
 
 def row_type(table: str) -> np.dtype:
@@ -37,14 +37,6 @@ def concatenate_rows(parts: Sequence[np.ndarray], dtype: np.dtype) -> np.ndarray
         rows[end : end + len(part)] = part
         end += len(part)
     return rows
-
-
-def columns_of(table: str, rows: np.ndarray, texts: Texts) -> Columns:
-    """Return rows as columns."""
-    return {
-        column.name: texts.column(rows[column.name]) if column.type == "text" else rows[column.name]
-        for column in TABLES[table]
-    }
 
 
 class Texts:
@@ -62,6 +54,50 @@ class Texts:
         import pyarrow as pa
 
         return pa.DictionaryArray.from_arrays(pa.array(indices), pa.array(list(self._indices), pa.string()))
+
+
+@dataclass
+class RankTotals:
+    """Sums since the rank's start, which never decrease. `train_s`: time of steps, without evaluations and saves;
+    `lost`: events that were overwritten before they were read. One thread adds, others may read.
+    """
+
+    train_s: float = 0.0
+    tokens: int = 0
+    flops: float = 0.0
+    lost: int = 0
+    _seconds: dict[int, tuple[float, float]] = field(default_factory=dict)  # busy and exposed, by axis and name
+
+    def add(self, drained: Drained) -> None:
+        """Add new events and steps."""
+        events, steps = drained.events, drained.steps
+        self.train_s += float(steps["train"].sum())
+        self.tokens += int(steps["tokens"].sum())
+        self.flops += float(steps["flops"].sum())
+        self.lost += drained.lost
+        keys, place = np.unique(events["axis"].astype(np.int64) * _AXIS + events["name"], return_inverse=True)
+        busy = np.maximum(events["end"] - events["start"] - events["exposed"], 0.0)  # rounded: a bit below 0
+        sums = (np.bincount(place, times, len(keys)).tolist() for times in (busy, events["exposed"]))
+        for key, *more in zip(keys.tolist(), *sums, strict=True):
+            busy_s, exposed_s = self._seconds.get(key, (0.0, 0.0))
+            self._seconds[key] = busy_s + more[0], exposed_s + more[1]
+
+    def seconds(self, texts: Sequence[str]) -> tuple[float, dict[str, float], dict[str, float]]:
+        """Return the time of compute without the waits in it, in which compute waited for communication by axis, and
+        in which training waited for an activity of the host, such as data, by name. `texts`: of the log.
+        """
+        compute_s, exposed, host = 0.0, dict[str, float](), dict[str, float]()
+        for key, (busy_s, exposed_s) in self._seconds.copy().items():
+            if max(where := divmod(key, _AXIS)) >= len(texts):
+                continue
+            axis, name = (texts[at] for at in where)
+            if axis == COMPUTE:
+                compute_s += busy_s
+            elif axis == HOST_AXIS:
+                host[name] = host.get(name, 0.0) + exposed_s
+            else:
+                exposed[axis] = exposed.get(axis, 0.0) + exposed_s
+        return compute_s, exposed, host
 
 
 @dataclass
@@ -99,23 +135,21 @@ class RankRows:
         events = _rows("events", records, who, state.epoch_ns, strings)
         records = concatenate_rows([part.steps for part in drained], step_dtype())
         steps = _rows("steps", records, who, state.epoch_ns, strings)
-        steps["tags"] = _tag_texts(records["tags"], texts)
-        self._count_lost(steps, drained)
+        tags, inverse = np.unique(records["tags"], return_inverse=True)
+        joined = [",".join(tag for bit, tag in enumerate(TAGS) if int(bits) >> bit & 1) for bits in tags]
+        steps["tags"] = texts.indices(joined)[inverse]
+        first = 0
+        for part in drained:  # lost events count in the next step that has ended
+            self.lost += part.lost
+            if len(part.steps):
+                steps["events_lost"][first], self.lost = self.lost, 0
+                first += len(part.steps)
         self.last_step = max(self.last_step, int(steps["step"].max(initial=0)))
         waiting = concatenate_rows([self.waiting, events], events.dtype)
         # a step's last communication may end in the next step
         closed = (waiting["step"] < max(1, self.last_step)) | self.ended
         self.waiting = waiting[~closed]
         return events, steps, waiting[closed]
-
-    def _count_lost(self, steps: np.ndarray, drained: Sequence[Drained]) -> None:
-        """Count lost events in the next step that has ended."""
-        first = 0
-        for part in drained:
-            self.lost += part.lost
-            if len(part.steps):
-                steps["events_lost"][first], self.lost = self.lost, 0
-                first += len(part.steps)
 
 
 _DURATIONS = ("exposed_ns", "train_ns")
@@ -136,13 +170,6 @@ def _rows(table: str, records: np.ndarray, who: Mapping[str, int], epoch_ns: int
         elif name in fields:
             rows[name] = records[name]
     return rows
-
-
-def _tag_texts(tags: np.ndarray, texts: Texts) -> np.ndarray:
-    """Return indices of the texts of tags, which are bits."""
-    found, inverse = np.unique(tags, return_inverse=True)
-    joined = [",".join(tag for bit, tag in enumerate(TAGS) if int(bits) >> bit & 1) for bits in found]
-    return texts.indices(joined)[inverse] if joined else np.empty(0, np.int32)
 
 
 def step_parts(events: np.ndarray, steps: np.ndarray, texts: Texts) -> np.ndarray:
@@ -175,15 +202,15 @@ def step_parts(events: np.ndarray, steps: np.ndarray, texts: Texts) -> np.ndarra
     return rows
 
 
-class NodeRows:
-    """Makes the rows of a node's ranks."""
-
-    def __init__(self) -> None:
-        self._texts = Texts()
-
-    def take(self, ranks: Sequence[RankRows]) -> dict[str, Columns]:
-        """Return the new rows of `events`, `steps` and `step_parts`, of ranks that have begun to train."""
-        taken = [rank.take(self._texts) for rank in ranks]
-        events, steps, closed = (concatenate_rows(parts, parts[0].dtype) for parts in zip(*taken, strict=True))
-        tables = {"events": events, "steps": steps, "step_parts": step_parts(closed, steps, self._texts)}
-        return {table: columns_of(table, rows, self._texts) for table, rows in tables.items()}
+def take_rows(ranks: Sequence[RankRows], texts: Texts) -> dict[str, Columns]:
+    """Return the new rows of `events`, `steps` and `step_parts`, of ranks of a node that have begun to train."""
+    taken = [rank.take(texts) for rank in ranks]
+    events, steps, closed = (concatenate_rows(parts, parts[0].dtype) for parts in zip(*taken, strict=True))
+    tables = {"events": events, "steps": steps, "step_parts": step_parts(closed, steps, texts)}
+    return {
+        table: {
+            column.name: texts.column(rows[column.name]) if column.type == "text" else rows[column.name]
+            for column in TABLES[table]
+        }
+        for table, rows in tables.items()
+    }

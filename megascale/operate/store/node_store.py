@@ -33,22 +33,16 @@ from megascale.operate.store.table_files import (
 if TYPE_CHECKING:
     import pyarrow as pa
 
-FAN_IN = 8
-"""Files that are merged at once."""
-
-MAX_MERGED_BYTES = 8 << 20
-"""Largest sum of files that are merged, which are read into ten times the memory."""
+FAN_IN = 8  # files that are merged at once
+MAX_MERGED_BYTES = 8 << 20  # largest sum of files that are merged, which are read into ten times the memory
 
 GRACE_S = 300.0
 """Seconds until a covered file is removed: the longest reading of a live store. With thousands of nodes some file is
 covered at every moment, and an analysis opens each file several times.
 """
 
-_SETTLED = 99
-"""Level of files that are merged no more."""
-
-_PRUNED = ("events", "step_parts", "host_metrics", "steps")
-"""Tables whose oldest files are removed for others' sake, in this order."""
+_SETTLED = 99  # level of files that are merged no more
+_PRUNED = ("events", "step_parts", "host_metrics", "steps")  # the oldest files go for others' sake, in this order
 
 
 @dataclass
@@ -71,16 +65,13 @@ class NodeStore:
         self._say = say
         self._begin_ms = _now_ms()
         self._covered: list[_Written] = []
-        self._files: dict[str, list[_Written]] = {table: self._earlier(table) for table in TABLES}
-
-    def _earlier(self, table: str) -> list[_Written]:
-        """Find the files of this node's earlier attempts, which count for its size. Covered files are left from
-        earlier collectors.
-        """
-        files = [file for file in all_files(self._store, table) if file.node == self._node]
-        kept = dict.fromkeys(uncovered(files))
-        self._cover([_Written(file, 0, _SETTLED) for file in files if file not in kept])  # their sizes are small
-        return [_Written(file, (self._store / file.path).size(), _SETTLED) for file in kept]
+        self._files: dict[str, list[_Written]] = {}
+        for table in TABLES:  # files of this node's earlier attempts count for its size
+            files = [file for file in all_files(self._store, table) if file.node == self._node]
+            kept = dict.fromkeys(uncovered(files))
+            # left from earlier collectors; their sizes are small
+            self._cover([_Written(file, 0, _SETTLED) for file in files if file not in kept])
+            self._files[table] = [_Written(file, (self._store / file.path).size(), _SETTLED) for file in kept]
 
     def write(self, table: str, columns: Columns, start_ms: int, end_ms: int) -> None:
         """Write the rows of an interval."""
@@ -111,11 +102,10 @@ class NodeStore:
         while events and events[0].file.end_ms < _now_ms() - self._settings.events_h * 3_600_000:
             self._forget("events", events[0])
         for table in _PRUNED:
-            while self._files[table] and self._size() > self._settings.max_bytes:
+            while self._files[table] and self._settings.max_bytes < sum(
+                written.size for files in (*self._files.values(), self._covered) for written in files
+            ):
                 self._forget(table, self._files[table][0])
-
-    def _size(self) -> int:
-        return sum(written.size for files in (*self._files.values(), self._covered) for written in files)
 
     def _write(self, table: str, columns: Columns, start_ms: int, end_ms: int) -> None:
         place = self._store.local_path
@@ -130,6 +120,8 @@ class NodeStore:
         files.append(written)
 
     def _merge(self, table: str) -> None:
+        import pyarrow as pa
+
         files = self._files[table]
         while (level := files[-1].level) < _SETTLED:
             group = [written for written in files[-FAN_IN:] if written.level == level]
@@ -142,16 +134,10 @@ class NodeStore:
             parts = [rows for written in group if (rows := self._rows(table, written)) is not None]
             if len(parts) < FAN_IN:  # without the unreadable ones, as soon as there are enough
                 return
-            files[-FAN_IN:] = [self._merged(group, parts)]
+            file = TableFile(table, self._node, self._attempt, group[0].file.start_ms, group[-1].file.end_ms)
+            rows = pa.concat_tables(parts).unify_dictionaries().combine_chunks()
+            files[-FAN_IN:] = [_Written(file, write_table(self._store, file, rows), level + 1)]
             self._cover(group)
-
-    def _merged(self, group: list[_Written], parts: list[pa.Table]) -> _Written:
-        import pyarrow as pa
-
-        first, last = group[0].file, group[-1].file
-        file = TableFile(first.table, self._node, self._attempt, first.start_ms, last.end_ms)
-        rows = pa.concat_tables(parts).unify_dictionaries().combine_chunks()
-        return _Written(file, write_table(self._store, file, rows), group[0].level + 1)
 
     def _rows(self, table: str, written: _Written) -> pa.Table | None:
         """Read a file for a merge; None for a removed or damaged file, which later merges leave out: the rows of other

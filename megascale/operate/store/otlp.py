@@ -10,16 +10,18 @@ import contextlib
 import itertools
 import logging
 import socket
+import sys
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from logging.handlers import BufferingHandler
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from megascale import __version__
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.rank import format_ranks
-from megascale.operate.store.query import NEWEST_STEP, fetch
+from megascale.operate.store.query import NEWEST_STEP, fetch, fetch_rows
 from megascale.operate.store.spans import OTLP_STEPS, SpanSelection, TraceSpan, read_spans, span_id, trace_id
 
 if TYPE_CHECKING:
@@ -27,13 +29,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan
 
-BATCH = 512
-"""Spans in a request."""
-
-TRACES_PATH = "/v1/traces"
-
-CONNECT_S = 10.0
-"""Longest time until the receiver's host answers."""
+BATCH = 512  # spans in a request
+CONNECT_S = 10.0  # longest time until the receiver's host answers
 
 
 class OtlpError(MegascaleError):
@@ -78,7 +75,7 @@ def traces_url(url: str) -> str:
         valid = False
     if not valid:
         raise OtlpError(f"{url!r} is no URL of an OTLP/HTTP receiver", hint="such as http://localhost:4318")
-    return url if parts.path.strip("/") else f"{url.rstrip('/')}{TRACES_PATH}"
+    return url if parts.path.strip("/") else f"{url.rstrip('/')}/v1/traces"
 
 
 def export_spans(store: duckdb.DuckDBPyConnection, run: str, choice: SpanSelection, url: str) -> Exported:
@@ -97,9 +94,10 @@ def export_spans(store: duckdb.DuckDBPyConnection, run: str, choice: SpanSelecti
     with _log_lines() as lines:
         exporter = OTLPSpanExporter(endpoint=endpoint)
         try:
-            for spans in _batches(read_spans(store, choice)):
+            found = read_spans(store, choice)
+            while spans := list(itertools.islice(found, BATCH)):
                 if exporter.export([*_sdk_spans(run, spans, resources)]) is not SpanExportResult.SUCCESS:
-                    why = lines[0] if lines else "no reason is known"
+                    why = lines[0].getMessage() if lines else "no reason is known"
                     raise OtlpError(f"{endpoint} does not take spans: {why}", hint="is it an OTLP/HTTP receiver?")
                 count += len(spans)
                 steps |= {(span.attempt, span.step) for span in spans}
@@ -124,33 +122,17 @@ def _connect(endpoint: str) -> None:
         raise OtlpError(f"nothing answers at {host}:{port}: {why}", hint="start a collector, or check --otlp") from None
 
 
-class _Lines(logging.Handler):
-    """Keeps the texts of what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 @contextlib.contextmanager
-def _log_lines() -> Iterator[list[str]]:
+def _log_lines() -> Iterator[list[logging.LogRecord]]:
     """Collect what OpenTelemetry logs in a `with` block, in the place of stderr: a failure says its first line."""
-    logger, handler = logging.getLogger("opentelemetry"), _Lines()
+    logger, handler = logging.getLogger("opentelemetry"), BufferingHandler(sys.maxsize)
     propagated, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
     try:
-        yield handler.texts
+        yield handler.buffer
     finally:
         logger.removeHandler(handler)
         logger.propagate = propagated
-
-
-def _batches(spans: Iterator[TraceSpan]) -> Iterator[list[TraceSpan]]:
-    while batch := list(itertools.islice(spans, BATCH)):
-        yield batch
 
 
 def rank_resources(store: duckdb.DuckDBPyConnection, run: str) -> dict[tuple[int, int], Resource]:
@@ -160,10 +142,8 @@ def rank_resources(store: duckdb.DuckDBPyConnection, run: str) -> dict[tuple[int
     axes = {"tp": "tensor_parallel", "cp": "context_parallel", "dp": "data_parallel", "pp": "pipeline_parallel"}
     sizes = ", ".join(f"1 + max({axis}) OVER (PARTITION BY attempt) AS {axis}s" for axis in axes)
     once = "QUALIFY row_number() OVER (PARTITION BY attempt, rank ORDER BY start_ns DESC) = 1"
-    found = fetch(store, f"SELECT *, {sizes} FROM ranks {once}")
     resources = {}
-    for values in zip(*(column.tolist() for column in found.values()), strict=True):
-        row = dict(zip(found, values, strict=True))
+    for row in fetch_rows(store, f"SELECT *, {sizes} FROM ranks {once}"):
         attributes: dict[str, Any] = {
             "service.name": "megascale",
             "service.version": __version__,
@@ -191,17 +171,11 @@ def _sdk_spans(
 
     scope, sampled = InstrumentationScope("megascale", __version__), TraceFlags(TraceFlags.SAMPLED)
     for span in spans:
-
-        def context(key: str, rank: int, span: TraceSpan = span) -> SpanContext:
-            return SpanContext(trace_id(run, span), span_id(run, span, key, rank), is_remote=False, trace_flags=sampled)
-
-        yield ReadableSpan(
-            name=span.name,
-            context=context(span.key, span.rank),
-            parent=context(span.parent, span.parent_rank) if span.parent else None,
-            resource=resources.get((span.attempt, span.rank)),
-            attributes=span.attributes,
-            start_time=span.start_ns,
-            end_time=span.end_ns,
-            instrumentation_scope=scope,
+        own, parent = (
+            SpanContext(trace_id(run, span), span_id(run, span, key, rank), is_remote=False, trace_flags=sampled)
+            for key, rank in ((span.key, span.rank), (span.parent, span.parent_rank))
         )
+        yield ReadableSpan(
+            span.name, own, parent if span.parent else None, resources.get((span.attempt, span.rank)), span.attributes,
+            start_time=span.start_ns, end_time=span.end_ns, instrumentation_scope=scope,
+        )  # fmt: skip

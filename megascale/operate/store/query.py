@@ -10,6 +10,7 @@ A run that goes on merges its files: `store.reading` reads again where one has g
 
 from __future__ import annotations
 
+import contextlib
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,18 +20,13 @@ from typing import TYPE_CHECKING, Any
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.files import is_file
 from megascale.core.storage import Location
-from megascale.operate.store.schema import TABLES, ColumnType
+from megascale.operate.store.schema import TABLES
 from megascale.operate.store.table_files import STORE_FOLDER, TableFile, arrow_schema, list_files
 
 if TYPE_CHECKING:
     import duckdb
     import numpy as np
     import pyarrow as pa
-
-SQL_TYPES: dict[ColumnType, str] = {
-    "int8": "TINYINT", "int16": "SMALLINT", "int32": "INTEGER", "int64": "BIGINT", "float64": "DOUBLE",
-    "text": "VARCHAR",
-}  # fmt: skip
 
 NEWEST_STEP = "(SELECT coalesce(max(step), 0) FROM steps WHERE attempt = (SELECT max(attempt) FROM steps))"
 """The newest step of the last attempt, in SQL."""
@@ -54,10 +50,16 @@ def store_of(run: str | Path) -> Location:
 
     Raises: StoreError if there is none
     """
-    given = Location(str(run), retry_s=0)
+    given, config = Location(str(run), retry_s=0), dict[str, Any]()
+    places = [given / STORE_FOLDER, given]
+    if given.local_path is not None and is_file(file := given.local_path / "config.toml"):
+        with contextlib.suppress(ValueError, OSError):
+            config = tomllib.loads(file.read_text(encoding="utf-8"))
+    if (parent := config.get("observe", {}).get("store_dir")) and "name" in config:
+        places.insert(0, Location(f"{parent}/{config['name']}", retry_s=0))
     try:
-        for place in (_configured_store(given), given / STORE_FOLDER, given):
-            if place is not None and _STORE_TABLES & set(place.list_names()):
+        for place in places:
+            if _STORE_TABLES & set(place.list_names()):
                 return place
     except OSError as error:
         raise StoreError(f"{run}: cannot be read: {error.strerror or error}", hint="check path and access") from None
@@ -67,23 +69,8 @@ def store_of(run: str | Path) -> Location:
     raise StoreError(f"{run}: no event store", hint=hint)
 
 
-def _configured_store(run: Location) -> Location | None:
-    """Return the store that the configuration in a local run's folder names; None without one."""
-    if run.local_path is None or not is_file(file := run.local_path / "config.toml"):
-        return None
-    try:
-        config = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError):
-        return None
-    parent = config.get("observe", {}).get("store_dir")
-    return Location(f"{parent}/{config['name']}", retry_s=0) if parent and "name" in config else None
-
-
-BATCH_ROWS = 1_000_000
-"""Rows of a batch of `fetch_coded`, whose texts are in memory."""
-
-TRIES = 5
-"""Times that the files of a live run are listed, until all of them can be opened."""
+BATCH_ROWS = 1_000_000  # rows of a batch of `fetch_coded`, whose texts are in memory
+TRIES = 5  # times that the files of a live run are listed, until all of them can be opened
 
 
 def open_store(
@@ -151,8 +138,7 @@ def _open_files(
 
 def _make_view(connection: duckdb.DuckDBPyConnection, store: Location, table: str, paths: Sequence[str]) -> None:
     if not paths:
-        columns = ", ".join(f"NULL::{SQL_TYPES[column.type]} AS {column.name}" for column in TABLES[table])
-        connection.execute(f"CREATE VIEW {table} AS SELECT {columns} WHERE false")
+        connection.register(table, arrow_schema(table).empty_table())
     elif store.local_path is not None:
         by_name = ", union_by_name = true" if table == "ranks" else ""  # files of earlier versions have fewer columns
         connection.execute(f"CREATE VIEW {table} AS FROM read_parquet({_literals(paths)}{by_name})")
@@ -186,6 +172,17 @@ def fetch(connection: duckdb.DuckDBPyConnection, sql: str, parameters: Sequence[
     return {
         name: np.ma.filled(column, np.nan) if column.dtype.kind == "f" else column for name, column in columns.items()
     }
+
+
+Row = dict[str, Any]
+"""A row of a query, by column."""
+
+
+def fetch_rows(connection: duckdb.DuckDBPyConnection, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
+    """Return the rows of a query as `fetch` reads them, with values of Python. Raises: as `fetch`"""
+    found = fetch(connection, sql, parameters)
+    rows = zip(*(column.tolist() for column in found.values()), strict=True)
+    return [dict(zip(found, row, strict=True)) for row in rows]
 
 
 def fetch_coded(connection: duckdb.DuckDBPyConnection, sql: str) -> dict[str, np.ndarray | pa.DictionaryArray]:

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megascale.layout.topology import AXES
 from megascale.operate.store.reading import read_store
 from megascale.record.events import COMPUTE, HOST_AXIS, Event, RankEvents, follow_channels, single_wait
 
 if TYPE_CHECKING:
     import duckdb
 
-NEWEST_EVENTS = 1 << 15
-"""Most events of a rank that are read unless steps are asked for: those of the newest whole steps."""
-
-NEWEST_STEPS = 2000
-"""Most steps that are read unless others are asked for."""
+NEWEST_EVENTS = 1 << 15  # most events of a rank that are read unless steps are asked for: of the newest whole steps
+NEWEST_STEPS = 2000  # most steps that are read unless others are asked for
 
 _SAME = (
     "axis", "name", "part", "step", "chunk", "microbatch", "sequence", "bytes", "peer", "layer", "stage", "direction",
 )  # fmt: skip
-_OTHER = ("group_name", "start_ns", "end_ns", "issue_ns", "exposed_ns")
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ def read_rank_events(run: Path, wanted: Callable[[int], bool], steps: range | No
 
 def _read(store: duckdb.DuckDBPyConnection, wanted: Callable[[int], bool], steps: range | None) -> list[StoredRank]:
     [(attempt,)] = store.execute("SELECT coalesce(max(attempt), -1) FROM ranks").fetchall()
-    known = "SELECT rank, world, host, tp, cp, dp, pp FROM ranks WHERE attempt = ? ORDER BY rank"
+    known = f"SELECT rank, world, host, {', '.join(AXES)} FROM ranks WHERE attempt = ? ORDER BY rank"
     ranks = [row for row in store.execute(known, [attempt]).fetchall() if wanted(row[0])]
     chosen = _newest_steps(store, attempt, ranks[0][0] if ranks else 0) if steps is None else steps
     where = "WHERE attempt = ? AND step >= ? AND step < ? AND rank IN (SELECT unnest(?))"
@@ -61,27 +58,24 @@ def _read(store: duckdb.DuckDBPyConnection, wanted: Callable[[int], bool], steps
     for rank, step, count in store.execute(f"SELECT rank, step, events_lost FROM steps {where}", given).fetchall():
         complete[rank].add(step)
         lost[rank] += count
-    columns = ", ".join((*_SAME, *_OTHER))
+    columns = ", ".join((*_SAME, "group_name", "start_ns", "end_ns", "issue_ns", "exposed_ns"))
     rows = f"SELECT rank, {columns} FROM events {where} AND axis <> '{HOST_AXIS}' ORDER BY rank, issue_ns"
     found = store.execute(rows, given).fetchall()
     origin = min((row[-2] for row in found), default=0)
-    for rank, *fields in found:
-        events[rank].append(_event(dict(zip((*_SAME, *_OTHER), fields, strict=True)), origin))
+    for rank, *same, group, start_ns, end_ns, issue_ns, exposed_ns in found:
+        start, end, issue = ((at - origin) / 1e9 for at in (start_ns, end_ns, issue_ns))
+        fields: dict[str, Any] = dict(zip(_SAME, same, strict=True))
+        if fields["axis"] != COMPUTE:
+            fields |= {"group": group, "issue": issue, "waits": single_wait(issue, end, exposed_ns / 1e9)}
+        events[rank].append(Event(**fields, start=start, end=end))
     return [
         StoredRank(
             RankEvents(
-                rank,
-                world,
-                {"tp": tp, "cp": cp, "dp": dp, "pp": pp},
-                host,
-                (),
-                lost[rank],
+                rank, world, dict(zip(AXES, coords, strict=True)), host, (), lost[rank],
                 tuple(follow_channels(events[rank])),
-            ),
-            frozenset(complete[rank]),
-        )
-        for rank, world, host, tp, cp, dp, pp in ranks
-    ]
+            ), frozenset(complete[rank]),
+        ) for rank, world, host, *coords in ranks
+    ]  # fmt: skip
 
 
 def _newest_steps(store: duckdb.DuckDBPyConnection, attempt: int, rank: int) -> range:
@@ -97,12 +91,3 @@ def _newest_steps(store: duckdb.DuckDBPyConnection, attempt: int, rank: int) -> 
             break
         first = step
     return range(first, newest + 1)
-
-
-def _event(row: Mapping[str, Any], origin_ns: int) -> Event:
-    start, end, issue = ((row[name] - origin_ns) / 1e9 for name in ("start_ns", "end_ns", "issue_ns"))
-    same = {name: row[name] for name in _SAME}
-    if row["axis"] == COMPUTE:
-        return Event(**same, start=start, end=end)
-    waits = single_wait(issue, end, row["exposed_ns"] / 1e9)
-    return Event(**same, start=start, end=end, group=row["group_name"], issue=issue, waits=waits)

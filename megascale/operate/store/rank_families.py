@@ -7,11 +7,10 @@ the one that is missing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from megascale.core.process import process_facts
-from megascale.operate.store.families import Labels, MetricFamily
+from megascale.operate.store.families import Families, Labels, MetricFamily
 from megascale.record.rank_state import RankState
 
 if TYPE_CHECKING:
@@ -19,87 +18,72 @@ if TYPE_CHECKING:
     from megascale.operate.store.node_rows import RankRows
 
 _OF_STATE = {
-    "loss": MetricFamily("loss", "gauge", "mean loss of the last step"),
-    "grad_norm": MetricFamily("grad_norm", "gauge", "norm of the gradients of the last step, before clipping"),
-    "spikes": MetricFamily("spike_alerts", "counter", "spikes of the loss or of the gradient norm"),
-    "skipped_steps": MetricFamily("skipped_steps", "counter", "steps that were not applied: a spike, or no label"),
-    "checkpoint_step": MetricFamily("checkpoint_step", "gauge", "step of the last complete checkpoint of this attempt"),
-    "checkpoint_time": MetricFamily("checkpoint_timestamp_seconds", "gauge", "when it was complete, Unix time"),
-    "checkpoint_failures": MetricFamily("checkpoint_failures", "counter", "checkpoints that could not be written"),
+    "loss": ("loss", "mean loss of the last step"),
+    "grad_norm": ("grad_norm", "norm of the gradients of the last step, before clipping"),
+    "checkpoint_step": ("checkpoint_step", "step of the last complete checkpoint of this attempt"),
+    "checkpoint_time": ("checkpoint_timestamp_seconds", "when it was complete, Unix time"),
 }
-"""The job's families by the name of a total in rank 0's state."""
+_COUNTS = {
+    "spikes": ("spike_alerts", "spikes of the loss or of the gradient norm"),
+    "skipped_steps": ("skipped_steps", "steps that were not applied: a spike, or no label"),
+    "checkpoint_failures": ("checkpoint_failures", "checkpoints that could not be written"),
+}
+"""The job's gauges and counters by the name of a total in rank 0's state."""
 
 
 def rank_families(collector: Collector, labels: Labels) -> list[MetricFamily]:
     """Return the families of the ranks that a collector knows. `labels`: of all series."""
-    known, states = collector.ranks, collector.live_states()
-    rows = {rank: rows for rank, rows in sorted(known.items()) if rank in states}
-    families = [*_families_of_states(states, labels), *_families_of_rows(rows, states, labels)]
-    if states:
-        world = max(state.world for state in states.values())
-        families.append(MetricFamily("world_size", "gauge", "ranks of the job's attempt", [(labels, world)]))
-    if 0 in states:
-        families += _job_families(states[0], labels)
-    if 0 in rows:
-        families += _work_families(rows[0], states[0], labels)
-    return [family for family in families if family.samples]
-
-
-def _families_of_states(states: Mapping[int, RankState], labels: Labels) -> list[MetricFamily]:
-    phase = MetricFamily("rank_phase", "gauge", "1: what the rank does now")
-    step = MetricFamily("rank_step", "gauge", "current step, from 1")
-    idle = MetricFamily("rank_idle_seconds", "gauge", "time without progress")
-    silent = MetricFamily("rank_heartbeat_age_seconds", "gauge", "time without a beat of the rank's heartbeat thread")
-    step_time = MetricFamily("rank_step_time_seconds", "gauge", "median time of recent steps")
-    started = MetricFamily("rank_start_time_seconds", "gauge", "start of the rank's process, Unix time")
-    memory = MetricFamily("rank_resident_memory_bytes", "gauge", "memory of the rank's process on the host")
+    found, known, states = Families(labels), collector.ranks, collector.live_states()
     for rank, state in states.items():
-        of_rank = labels | {"rank": str(rank)}
-        phase.add(1, of_rank | {"phase": str(state.phase)})
-        step.add(state.step, of_rank)
-        idle.add(state.idle_s, of_rank)
-        silent.add(state.silent_s, of_rank)
-        started.add(state.start, of_rank)
-        memory.add(process_facts(state.pid)[1], of_rank)
-        if state.step_time_s:
-            step_time.add(state.step_time_s, of_rank)
-    return [phase, step, idle, silent, step_time, started, memory]
+        _add_state(found, {"rank": str(rank)}, state)
+    for rank, rows in sorted(known.items()):
+        if rank in states:
+            _add_totals(found, {"rank": str(rank)}, states[rank], rows)
+    if states:
+        found.gauge("world_size", "ranks of the job's attempt", max(state.world for state in states.values()))
+    if 0 in states:
+        _add_job(found, states[0], known.get(0))
+    return list(found)
 
 
-def _families_of_rows(
-    rows_by_rank: Mapping[int, RankRows], states: Mapping[int, RankState], labels: Labels
-) -> list[MetricFamily]:
-    info = MetricFamily("rank_info", "gauge", "1: the rank's place in the layout")
-    train = MetricFamily("rank_train_seconds", "counter", "time of steps, without evaluations and saves")
-    compute = MetricFamily("rank_compute_seconds", "counter", "time of compute, without waits for communication")
-    exposed = MetricFamily("rank_exposed_communication_seconds", "counter", "time in which compute waited, by axis")
-    host = MetricFamily("rank_host_seconds", "counter", "time in which training waited for the host, by activity")
-    lost = MetricFamily("rank_events_lost", "counter", "events that were overwritten before they were read")
-    for rank, rows in rows_by_rank.items():
-        of_rank, texts, totals = labels | {"rank": str(rank)}, rows.log.texts(), rows.totals
-        info.add(1, of_rank | {axis: str(index) for axis, index in states[rank].coord.items()})
-        train.add(totals.train_s, of_rank)
-        compute.add(totals.compute_s(texts), of_rank)
-        lost.add(totals.lost, of_rank)
-        for axis, seconds in totals.exposed_s(texts).items():
-            exposed.add(seconds, of_rank | {"axis": axis})
-        for activity, seconds in totals.host_s(texts).items():
-            host.add(seconds, of_rank | {"activity": activity})
-    return [info, train, compute, exposed, host, lost]
+def _add_job(found: Families, state: RankState, rows: RankRows | None) -> None:
+    """Add what rank 0 knows of the job. `rows`: of the work of all ranks since the start of this attempt."""
+    for add, of_state in ((found.gauge, _OF_STATE), (found.counter, _COUNTS)):
+        for name, described in of_state.items():
+            if name in state.totals:
+                add(*described, state.totals[name])
+    if rows is not None:
+        found.counter("tokens", "tokens that all ranks have processed", rows.totals.tokens)
+        found.counter("model_flops", "model FLOPs of all ranks, full-attention convention", rows.totals.flops)
+        if peak := state.peak_flops * state.world:
+            found.gauge("peak_flops_per_second", "peak FLOP/s of all devices together", peak)
 
 
-def _job_families(state: RankState, labels: Labels) -> Iterator[MetricFamily]:
-    for name, family in _OF_STATE.items():
-        if name in state.totals:
-            yield MetricFamily(family.name, family.kind, family.help, [(labels, state.totals[name])])
+def _add_state(found: Families, rank: Labels, state: RankState) -> None:
+    found.gauge("rank_phase", "1: what the rank does now", 1, rank | {"phase": str(state.phase)})
+    found.gauge("rank_step", "current step, from 1", state.step, rank)
+    found.gauge("rank_idle_seconds", "time without progress", state.idle_s, rank)
+    beat = "time without a beat of the rank's heartbeat thread"
+    found.gauge("rank_heartbeat_age_seconds", beat, state.silent_s, rank)
+    if state.step_time_s:
+        found.gauge("rank_step_time_seconds", "median time of recent steps", state.step_time_s, rank)
+    found.gauge("rank_start_time_seconds", "start of the rank's process, Unix time", state.start, rank)
+    memory = process_facts(state.pid)[1]
+    found.gauge("rank_resident_memory_bytes", "memory of the rank's process on the host", memory, rank)
 
 
-def _work_families(rows: RankRows, state: RankState, labels: Labels) -> Iterator[MetricFamily]:
-    """The work of all ranks since the start of this attempt, by rank 0's log."""
-    totals, peak = rows.totals, state.peak_flops * state.world
-    yield MetricFamily("tokens", "counter", "tokens that all ranks have processed", [(labels, totals.tokens)])
-    text = "model FLOPs of all ranks, full-attention convention"
-    yield MetricFamily("model_flops", "counter", text, [(labels, totals.flops)])
-    if peak:
-        text = "peak FLOP/s of all devices together"
-        yield MetricFamily("peak_flops_per_second", "gauge", text, [(labels, peak)])
+def _add_totals(found: Families, rank: Labels, state: RankState, rows: RankRows) -> None:
+    totals = rows.totals
+    compute_s, exposed_s, host_s = totals.seconds(rows.log.texts())
+    place = {axis: str(index) for axis, index in state.coord.items()}
+    found.gauge("rank_info", "1: the rank's place in the layout", 1, rank | place)
+    found.counter("rank_train_seconds", "time of steps, without evaluations and saves", totals.train_s, rank)
+    compute = "time of compute, without waits for communication"
+    found.counter("rank_compute_seconds", compute, compute_s, rank)
+    exposed = "time in which compute waited, by axis"
+    for axis, seconds in exposed_s.items():
+        found.counter("rank_exposed_communication_seconds", exposed, seconds, rank | {"axis": axis})
+    host = "time in which training waited for the host, by activity"
+    for activity, seconds in host_s.items():
+        found.counter("rank_host_seconds", host, seconds, rank | {"activity": activity})
+    found.counter("rank_events_lost", "events that were overwritten before they were read", totals.lost, rank)

@@ -18,17 +18,10 @@ from megascale.operate.store.settings import StoreSettings
 from megascale.record.events import COMPUTE, HOST_AXIS, PAUSE
 from megascale.record.tensorboard_file import TensorBoardFile
 
-EVERY_S = 30.0
-"""Least seconds between points."""
-
-MAX_SHARE = 0.01
-"""Largest share of the time that reading the store may take: with many nodes points are farther apart."""
-
-LAST_S = 1.0
-"""Longest reading of the store, in seconds, that the end of a run waits for."""
-
-FOLDER = "ranks"
-"""Folder in the run's TensorBoard folder: TensorBoard shows it as a run of its own."""
+EVERY_S = 30.0  # least seconds between points
+MAX_SHARE = 0.01  # largest share of the time that reading the store may take: with many nodes points are farther apart
+LAST_S = 1.0  # longest reading of the store, in seconds, that the end of a run waits for
+FOLDER = "ranks"  # folder in the run's TensorBoard folder: TensorBoard shows it as a run of its own
 
 _SPREAD = f"""
 WITH mine AS (SELECT * FROM steps WHERE attempt = $attempt),

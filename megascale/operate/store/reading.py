@@ -53,19 +53,14 @@ def read_store(
             told = error if isinstance(error, StoreReadError) else read_error(error)
             if not isinstance(told, StoreReadError):
                 raise told from None
-            failure = _failing_file(str(told))
+            named = re.search(r"[^\s\"']+?\.parquet", str(told))
+            failure = named[0] if named else str(told)
             again = failure in failures  # at first a file may have gone
             found = damaged_files(store_of(run), damaged, last_s, tables) if again and search else {}
             if not found and (again or len(failures) >= TRIES):
                 raise told from None
             failures.append(failure)
             damaged |= found
-
-
-def _failing_file(message: str) -> str:
-    """Return the file that an error names; the whole message, if it names none."""
-    named = re.search(r"[^\s\"']+?\.parquet", message)
-    return named[0] if named else message
 
 
 def damaged_files(
@@ -96,18 +91,11 @@ def _damage(file: Location) -> str:
     try:
         if file.local_path is None:
             pq.read_table(io.BytesIO(data))
-        else:
-            _read_all(file)
+            return ""
+        rows, given = "read_parquet([$path]) rows", {"path": str(file)}
+        with duckdb.connect() as connection:  # all rows, and the names of the columns
+            connection.execute(f"SELECT max(hash(rows)) FROM {rows}", given)
+            connection.execute(f"FROM {rows} LIMIT 0", given).fetchnumpy()
     except (pa.ArrowException, duckdb.Error, UnicodeDecodeError, OSError):
         return f"{file} is damaged; its rows are missing; remove it" if file.exists() else ""
     return ""
-
-
-def _read_all(file: Location) -> None:
-    """Read all rows, and the names of the columns, with DuckDB."""
-    import duckdb
-
-    rows = "read_parquet([$path]) rows"
-    with duckdb.connect() as connection:
-        connection.execute(f"SELECT max(hash(rows)) FROM {rows}", {"path": str(file)})
-        connection.execute(f"FROM {rows} LIMIT 0", {"path": str(file)}).fetchnumpy()

@@ -16,11 +16,9 @@ from megascale.record.layout import EVENT_FIELDS, STEP_FIELDS, Fields
 
 ColumnType = Literal["int8", "int16", "int32", "int64", "float64", "text"]
 
-STEP_AXIS = "step"
-"""The axis of a whole step: the row of `step_parts` with its duration."""
+STEP_AXIS = "step"  # the axis of a whole step: the row of `step_parts` with its duration
 
-COLD_TAGS = ("first step", "restart", "profile")
-"""Tags of steps that are never ordinary."""
+COLD_TAGS = ("first step", "restart", "profile")  # tags of steps that are never ordinary
 
 COMMON = 0.2
 """Share of the steps from which on a tag is common, such as that of a save in every step: it tells no class of steps,
@@ -57,10 +55,7 @@ def _recorded(fields: Fields, **meanings: str) -> tuple[Column, ...]:
     )
 
 
-_WHO = (
-    Column("attempt", "int16", "attempt of the job, from 0"),
-    Column("rank", "int32", "global rank"),
-)
+_WHO = (Column("attempt", "int16", "attempt of the job, from 0"), Column("rank", "int32", "global rank"))
 
 _PART = _recorded(
     EVENT_FIELDS,

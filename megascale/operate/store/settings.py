@@ -6,9 +6,10 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Self
 
-from megascale.config.run import RunConfig
+from megascale.config.train import ObserveConfig
 from megascale.core.rank import NODE_VARIABLE
 
 
@@ -28,20 +29,10 @@ class StoreSettings:
     in_run: bool = False
 
     @classmethod
-    def from_config(cls, config: RunConfig, env: Mapping[str, str] = os.environ) -> StoreSettings:
-        """Return the settings of a rank on this host."""
-        observe = config.observe
+    def of_rank(cls, observe: ObserveConfig, url: str, folder: Path, env: Mapping[str, str] = os.environ) -> Self:
+        """Return the settings of a rank on this host. `url`, `folder`: of its run's store, and of the run."""
         return cls(
-            config.store_folder,
-            env.get(NODE_VARIABLE) or socket.gethostname(),
-            observe.store_interval_s,
-            observe.store_bytes,
+            url, env.get(NODE_VARIABLE) or socket.gethostname(), observe.store_interval_s, observe.store_bytes,
             observe.store_events_h if observe.events else 0.0,
-            str(config.folder / "tensorboard") if observe.tensorboard else "",
-            observe.store_dir is None,
-        )
-
-    @classmethod
-    def from_note(cls, note: Mapping[str, Any]) -> StoreSettings:
-        """Return the settings in the note of a log."""
-        return cls(**note)
+            str(folder / "tensorboard") if observe.tensorboard else "", observe.store_dir is None,
+        )  # fmt: skip

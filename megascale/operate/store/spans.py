@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from megascale.operate.store.query import fetch
+from megascale.operate.store.query import Row, fetch_rows
 from megascale.record.events import COMPUTE, HOST_AXIS, OPTIMIZER_ACTIONS
 from megascale.schedule.ir import COMPUTE_KINDS
 
@@ -31,13 +31,8 @@ reduction of gradients; also micro-batches and all other communication.
 
 TRAIN_STEP, FORWARD_BACKWARD = "megatron.train_step", "megatron.forward_backward"
 
-OTLP_STEPS = 100
-"""Steps that are exported unless asked otherwise."""
-
-STEPS_AT_ONCE = 20
-"""Steps that are read together."""
-
-Row = dict[str, Any]
+OTLP_STEPS = 100  # steps that are exported unless asked otherwise
+STEPS_AT_ONCE = 20  # steps that are read together
 
 _HOST = {
     "evaluation": ("megatron.evaluate", 0),
@@ -116,10 +111,7 @@ def read_spans(store: duckdb.DuckDBPyConnection, choice: SpanSelection) -> Itera
 def _rows(store: duckdb.DuckDBPyConnection, columns: str, table: str, choice: SpanSelection) -> list[Row]:
     chosen = "step BETWEEN ? AND ? AND rank IN (SELECT unnest(?::INTEGER[]))"
     sql = f"SELECT attempt, step, rank, {columns} FROM {table} WHERE {chosen} ORDER BY ALL"
-    found = fetch(store, sql, [choice.first, choice.last, list(choice.ranks)])
-    return [
-        dict(zip(found, row, strict=True)) for row in zip(*(column.tolist() for column in found.values()), strict=True)
-    ]
+    return fetch_rows(store, sql, [choice.first, choice.last, list(choice.ranks)])
 
 
 def _step_spans(store: duckdb.DuckDBPyConnection, choice: SpanSelection) -> Iterator[TraceSpan]:

@@ -4,6 +4,7 @@ A file stands in the place of all files of its table, node and attempt whose spa
 written before their parts are removed, and readers count no row twice.
 
 - `TableFile`: a name; `list_files`: the files that count
+- `begin_attempt`: each start of the ranks that trains has a number of its own
 - `write_rows`: rows as a file, written atomically
 """
 
@@ -20,8 +21,7 @@ from megascale.operate.store.schema import TABLES
 if TYPE_CHECKING:
     import pyarrow as pa
 
-STORE_FOLDER = "events"
-"""Folder of the event store in a run's folder."""
+STORE_FOLDER = "events"  # folder of the event store in a run's folder
 
 Columns = dict[str, Any]
 """Columns of a table by name: arrays or lists of equal length, of text also dictionary arrays of pyarrow."""
@@ -79,6 +79,21 @@ def uncovered(files: Iterable[TableFile]) -> list[TableFile]:
         if not (kept and kept[-1].covers(file)):
             kept.append(file)
     return kept
+
+
+def begin_attempt(store: Location, attempt: int, *, new_run: bool) -> int:
+    """Return the number of an attempt that begins: `attempt` as its launcher counts, or one above those in the store. A
+    new run removes the tables of an earlier run.
+
+    Raises: OSError
+    """
+    found = {table: all_files(store, table) for table in TABLES}
+    if not new_run:
+        return max([attempt, *(file.attempt + 1 for file in found["ranks"])])
+    for files in found.values():
+        for file in files:
+            (store / file.path).remove()
+    return attempt
 
 
 def write_rows(store: Location, file: TableFile, columns: Columns) -> int:

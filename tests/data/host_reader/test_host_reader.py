@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megascale.cli.check import reader_bytes, summary
+from megascale.cli.check_summary import memory_facts, summary
 from megascale.config.run import RunConfig
 from megascale.core.errors import DataError, LostPeerError
 from megascale.core.files import lock_to_build
@@ -211,10 +211,10 @@ def test_check_tells_the_memory_of_the_reader(process: Any) -> None:
     config = config.model_copy(update={"data": config.data.model_copy(update={"reader": "host"})})
     status = Path(f"/proc/{supervisor.pid}/status").read_text()
     own = int(status.split("RssAnon:")[1].split()[0]) << 10
-    size = reader_bytes(config)
+    size = memory_facts(config)["reader_bytes"]
     assert readers.work.memory.bytes + own <= size <= readers.work.memory.bytes + PROCESS_BYTES + (1 << 20)
     assert f"memory of a host's reader {format_bytes(size)}" in summary(config)
-    assert reader_bytes(readers.config) == 0 and "host's reader" not in summary(readers.config)
+    assert memory_facts(readers.config)["reader_bytes"] == 0 and "host's reader" not in summary(readers.config)
 
 
 def test_only_the_samples_of_a_host_are_read(tmp_path: Path) -> None:

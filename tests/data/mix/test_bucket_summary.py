@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megascale.cli.check import data_summary
+from megascale.cli.check_data import data_summary
 from megascale.cli.main import main
 from megascale.data.mix.bucket_summary import describe_buckets, summarize_buckets
 from megascale.data.mix.mixture_spec import mixture_spec

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale.cli.check import data_summary
+from megascale.cli.check_data import data_summary
 from megascale.config.run import RunConfig
 from megascale.data.read import index_files
 from megascale.data.read.best_fit import (

@@ -40,7 +40,7 @@ LINES = {
 
 
 def test_every_observation_has_a_line_that_shows_it() -> None:
-    assert [seen.name for seen in OBSERVATIONS] == list(LINES)
+    assert list(OBSERVATIONS) == list(LINES)
     for name, line in LINES.items():
         assert name in observe([line]), line
 

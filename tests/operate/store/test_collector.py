@@ -13,10 +13,10 @@ import pytest
 from megascale.core.storage import Location
 from megascale.operate.store import collector as collector_module
 from megascale.operate.store import node_store
-from megascale.operate.store.attempts import begin_attempt
 from megascale.operate.store.collector import Collector, CollectorThread
 from megascale.operate.store.node_store import NodeStore
 from megascale.operate.store.query import StoreError, open_store
+from megascale.operate.store.table_files import begin_attempt
 from megascale.record.layout import Phase
 from megascale.record.rank_state import RankState
 from tests.operate.store.played_ranks import EPOCH_NS, PlayedRank

@@ -8,13 +8,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from lab.simulation import Simulation
 from megascale.config.fault import FaultConfig
 from megascale.operate.driver.job_families import job_families
 from megascale.operate.driver.job_state import JobPlan
 from megascale.operate.store.collector import Collector
 from megascale.operate.store.families import MetricFamily
-from megascale.operate.store.host_families import host_families
+from megascale.operate.store.host_families import host_families, split_device
 from megascale.operate.store.rank_families import rank_families
 from megascale.record.log import LogIdentity, open_log
 from tests.operate.store.every_metric import LABELS, every_family, host_sample, played_ranks
@@ -109,7 +111,7 @@ def test_a_rank_whose_events_are_not_stored_has_its_state(tmp_path: Path) -> Non
 
 def test_every_metric_of_a_host_is_exported_with_its_unit() -> None:
     sample = host_sample()
-    families = list(host_families(sample, LABELS))
+    families = host_families(sample, LABELS)
     assert sum(len(family.samples) for family in families) == len(sample)
     found = by_name(families)
     gpu, port = LABELS | {"gpu": "0"}, LABELS | {"device": "mlx5_0", "port": "1"}
@@ -118,6 +120,19 @@ def test_every_metric_of_a_host_is_exported_with_its_unit() -> None:
     assert found["infiniband_transmitted_bytes"] == [(port, 8.0)]
     assert 0 <= found["host_cpu_utilization_ratio"][0][1] <= 1
     assert {labels["filesystem"] for labels, _ in found["host_filesystem_free_bytes"]} == {"shm", "run"}
+
+
+@pytest.mark.parametrize(
+    ("metric", "name", "device"),
+    [
+        ("gpu11.memory.used", "gpu.memory.used", "gpu11"),
+        ("infiniband.mlx5_0.1.port_xmit_data", "infiniband.port_xmit_data", "mlx5_0.1"),
+        ("disk.shm.free", "disk.free", "shm"),
+        ("cpu.percent", "cpu.percent", ""),
+    ],
+)
+def test_devices_of_metrics(metric: str, name: str, device: str) -> None:
+    assert split_device(metric) == (name, device)
 
 
 def test_nodes_and_incidents_of_a_job() -> None:

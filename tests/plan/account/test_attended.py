@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.cli.check import summary
+from megascale.cli.check_summary import summary
 from megascale.config.run import RunConfig
 from megascale.plan.account.attended import (
     count_scores_in,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from lab import faults, soak
 from lab.fault_cases import CASES, FaultCase
-from megascale.cli.argument_types import positive_int
-from megascale.cli.notes import print_progress
+from megascale.cli.arguments import positive_int
+from megascale.cli.command_output import print_progress
 from megascale.config.injection import InjectionError, parse_injection
 from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.files import write_text

@@ -11,8 +11,8 @@ from pathlib import Path
 from lab import observe
 from lab.observe import Judgement
 from lab.observe_jobs import SLOWDOWNS, judge_job
-from megascale.cli.argument_types import non_negative_int
-from megascale.cli.notes import print_progress
+from megascale.cli.arguments import non_negative_int
+from megascale.cli.command_output import print_progress
 from megascale.core.errors import Exit
 from megascale.core.files import write_text
 from megascale.core.process import exit_on_stop_signals

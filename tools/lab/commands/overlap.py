@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from lab import overlap
-from megascale.cli.argument_types import at_least, positive_int
-from megascale.cli.notes import print_progress
+from megascale.cli.arguments import at_least, positive_int
+from megascale.cli.command_output import print_progress
 from megascale.core.errors import Exit
 from megascale.core.process import exit_on_stop_signals
 

@@ -6,8 +6,8 @@ import argparse
 import json
 
 from lab import startup
-from megascale.cli.argument_types import at_least, positive_int
-from megascale.cli.notes import print_progress
+from megascale.cli.arguments import at_least, positive_int
+from megascale.cli.command_output import print_progress
 from megascale.core.errors import Exit
 from megascale.core.limits import raise_soft_limits
 from megascale.core.process import exit_on_stop_signals

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from lab.hosts import TIMED_OUT, TIMEOUT, CommandResult, run_on_hosts, run_torchrun
 from lab.testbed import Host, HostLink, Testbed
-from megascale.cli.argument_types import positive_int
+from megascale.cli.arguments import positive_int
 from megascale.core.errors import Exit
 from megascale.core.process import exit_on_stop_signals
 

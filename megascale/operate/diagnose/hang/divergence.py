@@ -34,17 +34,10 @@ from megascale.operate.diagnose.hang.waits import WaitGraph
 from megascale.record.layout import COLLECTIVE
 from megascale.record.rank_state import RankRuns
 
-MOST_KIN = 16
-"""Most ranks of a group that a rank is compared with."""
-
-MOST_COMPARED = 64
-"""Most ranks whose longer records are asked for."""
-
-FEWEST_PRECEDENTS = 3
-"""Fewest other micro-batches or layers, all alike, that speak against a rank without its kin."""
-
-_SEVERAL_KIN, _ONE_AND_PRECEDENTS, _PRECEDENTS, _UNDECIDED = 3, 2, 1, 0
-"""Certainties."""
+MOST_KIN = 16  # most ranks of a group that a rank is compared with
+MOST_COMPARED = 64  # most ranks whose longer records are asked for
+FEWEST_PRECEDENTS = 3  # fewest other micro-batches or layers, all alike, that speak against a rank without its kin
+_SEVERAL_KIN, _ONE_AND_PRECEDENTS, _PRECEDENTS, _UNDECIDED = 3, 2, 1, 0  # certainties
 
 _WORDS = {
     CallMatch.OTHER_STEP: "in earlier steps",
@@ -95,34 +88,30 @@ class _Comparison:
     """The calls of ranks in a hang, of their kin, and of all ranks of their roles."""
 
     def __init__(self, graph: WaitGraph, suspects: Iterable[int]) -> None:
-        self._records = graph.records
+        self.records = graph.records
         self.suspects = [rank for rank in suspects if rank in graph.records]
         self._role_of = {rank: role_of(record) for rank, record in graph.records.items()}
         self._ranks_of: defaultdict[Role, list[int]] = defaultdict(list)
         for rank, role in self._role_of.items():
             self._ranks_of[role].append(rank)
         self._kin: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
-        self._groups: defaultdict[int, set[tuple[str, RankRuns]]] = defaultdict(set)
+        self.groups: defaultdict[int, set[tuple[str, RankRuns]]] = defaultdict(set)
         for name, members, ranks in graph.contested():
             for rank in ranks:
-                self._groups[rank].add((name, members))
+                self.groups[rank].add((name, members))
         self._programs: dict[int, CallSequence] = {}
         self._everywhere: dict[Role, defaultdict[Call, Counter[Follower]]] = {}
 
     def program(self, rank: int) -> CallSequence:
         """Return the calls of a rank."""
         if rank not in self._programs:
-            self._programs[rank] = CallSequence(self._records[rank])
+            self._programs[rank] = CallSequence(self.records[rank])
         return self._programs[rank]
-
-    def contested(self, rank: int) -> set[str]:
-        """Return the names of the groups in which a rank waits, or others wait for the rank."""
-        return {name for name, _ in self._groups[rank]}
 
     def kin(self, rank: int) -> list[tuple[str, tuple[int, ...]]]:
         """Return the names of the groups of a rank, the nearest first, with other ranks of its role there."""
         if rank not in self._kin:
-            role, states = self._role_of[rank], self._records[rank].groups.values()
+            role, states = self._role_of[rank], self.records[rank].groups.values()
             groups = [(s.name, s.ranks) for s in states if s.kind == COLLECTIVE and s.ranks is not None]
             alike = {
                 name: tuple(islice((m for m in ranks if m != rank and self._role_of.get(m) == role), MOST_KIN))
@@ -172,7 +161,7 @@ class _Comparison:
     def turn(self, certainty: int, step: _Step, usual: Call, precedent: str) -> _Turn | None:
         """Return the turn of a rank away from the `usual` call; None if the turn explains no wait."""
         rank, _, call, following = step
-        contested = self.contested(rank)
+        contested = {name for name, _ in self.groups[rank]}  # in which it waits, or others wait for it
         if usual.group[0] in contested:
             text = f"left out {usual} in step {usual.step}: after {call} it went on to {following}"
         elif following.group[0] in contested:
@@ -181,18 +170,11 @@ class _Comparison:
             return None
         return _Turn(certainty, rank, f"rank {rank} {text}, otherwise than {precedent}")
 
-    def groups(self) -> dict[tuple[str, RankRuns], list[int]]:
-        """Return the contested groups, each with its ranks that have a record."""
-        found: dict[tuple[str, RankRuns], list[int]] = {}
-        for group in {group for rank in self.suspects for group in self._groups[rank]}:
-            found[group] = [rank for rank in group[1] if rank in self._records]
-        return found
-
     def worth_reading(self, found: Iterable[int]) -> tuple[int, ...]:
         """Return the ranks whose longer records would tell more: the ranks found, else the suspects in the smallest
         groups; with their nearest kin, and other ranks of their roles.
         """
-        by_group = sorted(self.suspects, key=lambda rank: min((len(m) for _, m in self._groups[rank]), default=0))
+        by_group = sorted(self.suspects, key=lambda rank: min((len(m) for _, m in self.groups[rank]), default=0))
         ranks: dict[int, None] = {}
         for rank in list(found)[:MOST_COMPARED] or by_group[:MOST_COMPARED]:
             nearest = [kin[:3] for _, kin in self.kin(rank)[:1]]
@@ -276,7 +258,8 @@ def _judge_by_precedents(
 
 def _shifted_ranks(comparison: _Comparison) -> Iterator[_Turn]:
     """Yield the ranks on which a call has another sequence number in its group than on most ranks of the group."""
-    for (name, _), ranks in comparison.groups().items():
+    for name, members in {group for rank in comparison.suspects for group in comparison.groups[rank]}:
+        ranks = [rank for rank in members if rank in comparison.records]
         numbers: defaultdict[Call, dict[int, int]] = defaultdict(dict)
         for rank in ranks:
             program = comparison.program(rank)

@@ -1,15 +1,17 @@
-"""Analysis of NCCL's flight recorder: find the rank that other ranks wait for, from the dumps in the run's folder.
+"""Dumps of NCCL's flight recorder in the run's folder, as the states of ranks that the analysis of a hang reads.
 
 When an operation exceeds its group's timeout, every rank dumps its last operations: the watchdog of the waiting rank
 asks the other ranks through the store. A minute later the watchdogs end the waiting ranks, but not a stuck rank. Rank a
 waits for rank b if a has started and not finished an operation that b has not started. The suspect is a rank that
-others wait for and that waits for no rank.
+others wait for and that waits for no rank. What the host waits for is not in a dump: a rank with one operation that
+others have not started waits there, a rank with several waits for its device.
 
-- `find_suspect`: the analysis; `python -m megascale.operate.diagnose.hang.flight FOLDER` prints its result
-- `read_waits`: what it is made of; `hang.dumped_records` makes states of ranks of it
+- `find_suspect`: a line about the suspect; `python -m megascale.operate.diagnose.hang.flight FOLDER` prints it
+- `read_dumped_records`: states of ranks, for `hang.hang`
 - `dump_prefix`, `make_dump_folder`: the folder of the dumps
 
-Dumps are in the format of torch.distributed.flight_recorder, version 2: a pickle of plain containers.
+Dumps are in the format of torch.distributed.flight_recorder, version 2: a pickle of plain containers. Their sequence
+numbers of collectives are torch's; those of messages count the ones in flight, whose first is the same at both ends.
 """
 
 from __future__ import annotations
@@ -20,26 +22,25 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megascale.core.rank import format_ranks
+from megascale.record.layout import COLLECTIVE, RECEIVE, SEND, Phase
+from megascale.record.rank_state import FlightEvent, GroupState, RankRuns, RankState, Wait
 
-DUMP_FOLDER = "flight"
-"""Name of the dumps' folder in the run's folder."""
-
-MOST_BYTES = 256 << 20
-"""Most bytes of a dump. 2,000 operations with their stacks take less than 10 MB."""
+DUMP_FOLDER = "flight"  # name of the dumps' folder in the run's folder
+MADE_OF_DUMP = 0  # the `pid` of a state that is made of a dump
+MOST_BYTES = 256 << 20  # most bytes of a dump; 2,000 operations with their stacks take less than 10 MB
 
 _NAME = re.compile(r"(?P<host>.*)_rank_(?P<rank>\d+)")
 _DUMP_ERRORS = (
     OSError, pickle.UnpicklingError, EOFError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError,
     MemoryError, RecursionError,
 )  # fmt: skip
-_POINT_TO_POINT = re.compile(r"(?P<kind>send|recv) (?P<self>\d+)(?:->|<-)(?P<peer>\d+)")
+_POINT_TO_POINT = re.compile(r"(?P<kind>send|recv) \d+(?:->|<-)(?P<peer>\d+)")
 
 
 def dump_prefix(run: Path) -> str:
@@ -56,23 +57,6 @@ def make_dump_folder(run: Path) -> None:
 
 
 @dataclass(frozen=True)
-class FlightOperation:
-    """An operation that a rank has started.
-
-    `sequence_id` counts the group's collectives, or this rank's messages in the group. `members`: the group's ranks in
-    order. `endpoints`: sender and receiver of a message. `started_at`: seconds since the epoch.
-    """
-
-    group: str
-    description: str
-    name: str
-    sequence_id: int
-    members: tuple[int, ...]
-    endpoints: tuple[int, int] | None
-    started_at: float
-
-
-@dataclass(frozen=True)
 class Suspect:
     """The rank that other ranks wait for. `host` is None without a dump of the rank."""
 
@@ -84,160 +68,188 @@ class Suspect:
         return f"rank {self.rank}{f' on {self.host}' if self.host else ''} {self.reason}"
 
 
-class FlightDump:
-    """The operations that a rank on `host` had started, the last at `last_started_at`, in seconds since the epoch as
-    `written_at`. `groups`: ranks by name of the
-    group, `descriptions`: of the groups with an operation.
-
-    Raises: an error of `_DUMP_ERRORS` if `recorded` is not in the flight recorder's format.
-    """
-
-    def __init__(self, host: str, recorded: Mapping[str, Any], written_at: float = 0.0) -> None:
-        self.host, self.written_at = host, written_at
-        self.groups = {name: _ranks(group["ranks"]) for name, group in recorded["pg_config"].items()}
-        self._entries: list[Mapping[str, Any]] = [_checked_entry(entry) for entry in recorded.get("entries", [])]
-        self.last_started_at = max((entry["time_created_ns"] / 1e9 for entry in self._entries), default=0.0)
-        self.last_collective_id: dict[str, int] = {}
-        self.descriptions: dict[str, str] = dict(entry["process_group"] for entry in self._entries)
-        for entry in self._entries:
-            if not entry["is_p2p"]:
-                self.last_collective_id[entry["process_group"][0]] = entry["collective_seq_id"]
-
-    @cached_property
-    def unfinished(self) -> list[FlightOperation]:
-        """The operations that were started and are not done.
-
-        The operations of a batch have no end; the entry "coalesced" after them has the end of the batch.
-        """
-        launches: dict[tuple[str, int, int], list[Mapping[str, Any]]] = {}
-        for entry in self._entries:
-            key = entry["process_group"][0], entry["collective_seq_id"], entry["p2p_seq_id"]
-            launches.setdefault(key, []).append(entry)
-        batches = [batch for batch in launches.values() if not _is_completed(batch[-1])]
-        return [self._operation(entry) for batch in batches for entry in (batch[:-1] or batch)]
-
-    def _operation(self, entry: Mapping[str, Any]) -> FlightOperation:
-        group, description = entry["process_group"]
-        members = self.groups.get(group, ())
-        name = entry["profiling_name"].partition(":")[2]
-        endpoints = None
-        if (message := _POINT_TO_POINT.fullmatch(name)) and len(members) > 1:
-            name, rank, peer = message["kind"], members[int(message["self"])], members[int(message["peer"])]
-            endpoints = (rank, peer) if name == "send" else (peer, rank)
-        sequence = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
-        return FlightOperation(group, description, name, sequence, members, endpoints, entry["time_created_ns"] / 1e9)
-
-    def has_started(self, operation: FlightOperation) -> bool:
-        """Return True if this rank has started another rank's operation. A pair's messages complete in order, so a
-        message that the peer waits for is unfinished here too, if started.
-        """
-        if operation.endpoints is None:
-            return self.last_collective_id.get(operation.group, -1) >= operation.sequence_id
-        return any(o.group == operation.group and o.endpoints == operation.endpoints for o in self.unfinished)
-
-
-ReadDump = Callable[[int], FlightDump | None]
-"""Function (rank): return the rank's dump; None without a readable dump."""
-
-
-class DumpedWaits(NamedTuple):
-    """The `dumps` that were read, None for one that cannot be; the wait graph from the first waiting rank on: by rank,
-    the (missing rank, operation) that it waits for. `dumped`: all ranks with a dump.
-    """
-
-    dumps: Mapping[int, FlightDump | None]
-    waits: Mapping[int, Sequence[tuple[int, FlightOperation]]]
-    dumped: Container[int]
-
-    def operations(self, rank: int) -> list[FlightOperation]:
-        """Return the operations that a rank has started and others have not, as far as their dumps were read."""
-        dump = self.dumps.get(rank)
-        unfinished = dump.unfinished if dump else []
-        return [operation for operation in unfinished if _missing(operation, self.dumped, self.dumps.get)]
-
-
 def find_suspect(folder: Path) -> Suspect | None:
-    """Return the rank that the other ranks wait for; None without dumps, or if no rank waits."""
-    found = read_waits(folder)
-    return _suspect(found.waits, found.dumps.get) if found is not None else None
-
-
-def read_waits(folder: Path) -> DumpedWaits | None:
-    """Return the waits in the dumps of a folder; None without dumps, or if no rank waits.
-
-    From the first waiting rank on, only dumps of groups in which a rank waits are read.
+    """Return the rank that the other ranks wait for: a rank without a dump, else a rank that waits for no rank, else
+    the rank whose last operation started first. None without dumps, or if no rank waits.
     """
-    paths = _dumps(folder)
-    dumps: dict[int, FlightDump | None] = {}
-
-    def read(rank: int) -> FlightDump | None:
-        if rank in paths and rank not in dumps:
-            dumps[rank] = _read(paths[rank])
-        return dumps.get(rank)
-
-    for first in sorted(paths):
-        waits = _waits(first, paths, read)
-        if any(waits.values()):
-            return DumpedWaits(dumps, waits, paths)
-    return None
-
-
-def _waits(first: int, paths: Container[int], read: ReadDump) -> dict[int, list[tuple[int, FlightOperation]]]:
-    """Return the wait graph from rank `first` on: by rank, the (missing rank, operation) that it waits for."""
-    waits: dict[int, list[tuple[int, FlightOperation]]] = {}
-    to_visit = [first]
-    while to_visit:
-        rank = to_visit.pop()
-        if rank not in waits:
-            dump = read(rank)
-            unfinished = dump.unfinished if dump else []
-            waits[rank] = [(missing, op) for op in unfinished for missing in _missing(op, paths, read)]
-            to_visit += [missing for missing, _ in waits[rank]]
-    return waits
-
-
-def _missing(operation: FlightOperation, paths: Container[int], read: ReadDump) -> list[int]:
-    """Return the ranks that have not started an operation. A rank with an unreadable dump counts as started."""
-    ranks = operation.endpoints or operation.members
-    return [rank for rank in ranks if rank not in paths or ((dump := read(rank)) and not dump.has_started(operation))]
-
-
-def _suspect(waits: Mapping[int, Sequence[tuple[int, FlightOperation]]], read: ReadDump) -> Suspect:
-    """Choose among the ranks that others wait for: a rank without a dump, else a rank that waits for no rank, else the
-    rank whose last operation started first.
-    """
-    awaited: dict[int, list[FlightOperation]] = {}
-    for rank_waits in waits.values():
-        for missing, operation in rank_waits:
-            awaited.setdefault(missing, []).append(operation)
-    last_start = {rank: dump.last_started_at for rank in awaited if (dump := read(rank))}
-    silent = [rank for rank in awaited if rank not in last_start]
-    idle = [rank for rank in awaited if not waits[rank]]
-    rank = min(silent or idle or awaited, key=lambda rank: (last_start.get(rank, 0.0), rank))
-    operation = min(awaited[rank], key=lambda op: (op.started_at, op.group))
-    waiting = [r for r in operation.endpoints or operation.members if (d := read(r)) and d.has_started(operation)]
-    dump = read(rank)
-    if dump:
-        return Suspect(rank, dump.host, _describe_wait(operation, waiting))
+    dumps = _Dumps(folder)
+    states = dumps.states
+    awaited: dict[int, list[tuple[int, FlightEvent]]] = {}
+    for waiting, waits in dumps.waits.items():
+        for missing, event in waits:
+            awaited.setdefault(missing, []).append((waiting, event))
+    if not awaited:
+        return None
+    last_ns = {rank: state.updated_ns for rank in awaited if (state := states.get(rank))}
+    silent = [rank for rank in awaited if rank not in last_ns]
+    idle = [rank for rank in awaited if not dumps.waits[rank]]
+    rank = min(silent or idle or awaited, key=lambda rank: (last_ns.get(rank, 0), rank))
+    waiting, event = min(awaited[rank], key=lambda wait: (wait[1].issued_ns, wait[1].group.partition(" ")[0]))
+    reason = _describe_wait(dumps, waiting, event)
+    if state := states.get(rank):
+        return Suspect(rank, state.node, reason)
     also_silent = sorted(set(silent) - {rank})
     also = f", nor did {format_ranks(also_silent)}" if also_silent else ""
-    return Suspect(rank, None, f"{_describe_wait(operation, waiting)}; it left no dump{also}")
+    return Suspect(rank, None, f"{reason}; it left no dump{also}")
 
 
-def _describe_wait(operation: FlightOperation, waiting: Sequence[int]) -> str:
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(operation.started_at))
-    group = f"group {operation.description}"
-    if operation.endpoints is None:
-        wait = f"{format_ranks(waiting)} wait" if len(waiting) > 1 else f"{format_ranks(waiting)} waits"
-        return f"never joined {operation.name} {operation.sequence_id} of {group}, in which {wait} since {since}"
-    if operation.name == "recv":
-        return f"never sent the message of {group} for which rank {operation.endpoints[1]} waits since {since}"
-    return f"never received the message of {group} that rank {operation.endpoints[0]} sends since {since}"
+def _describe_wait(dumps: _Dumps, rank: int, event: FlightEvent) -> str:
+    """Return what the rank that `rank` waits for has not done."""
+    group = dumps.group(rank, event)
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.issued_ns / 1e9))
+    name = f"group {group.name}"
+    if event.kind == RECEIVE:
+        return f"never sent the message of {name} for which rank {rank} waits since {since}"
+    if event.kind == SEND:
+        return f"never received the message of {name} that rank {rank} sends since {since}"
+    waiting = [one for one in group.ranks or () if dumps.states.get(one) and not dumps.lacks(one, rank, event)]
+    wait = f"{format_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''}"
+    return f"never joined {event.name} {event.sequence} of {name}, in which {wait} since {since}"
 
 
-def _is_completed(entry: Mapping[str, Any]) -> bool:
-    """Return True if an operation is done. gloo retires only completed operations, NCCL also timed-out operations."""
-    return entry["state"] == "completed" or (entry["retired"] and entry["profiling_name"].startswith("gloo:"))
+def read_dumped_records(folder: Path, run: str, world: int) -> dict[int, RankState]:
+    """Return the states of ranks in groups in which a rank waits. Empty without such a rank, if every awaited rank
+    waits itself, which dumps alone do not resolve, or if a dump cannot be read.
+    """
+    dumps = _Dumps(folder)
+    awaited = {missing for waits in dumps.waits.values() for missing, _ in waits}
+    if None in dumps.states.values() or all(dumps.waits.get(rank) for rank in awaited):
+        return {}
+    states = {rank: state for rank, state in sorted(dumps.states.items()) if state is not None}
+    read_ns = max(state.read_ns for state in states.values())
+    found = {}
+    for rank, state in states.items():
+        awaiting = [event for event in state.open if any(dumps.lacks(one, rank, event) for one in _ends(state, event))]
+        places = {(event.group, event.sequence) for event in awaiting}
+        since_ns = min((event.issued_ns for event in awaiting), default=0)
+        wait = Wait("waiting", *places.pop(), since_ns) if len(places) == 1 else Wait("device", "", 0, since_ns)
+        found[rank] = replace(state, run=run, world=world, heartbeat_ns=read_ns, read_ns=read_ns,
+                              wait=wait if awaiting else None)  # fmt: skip
+    return found
+
+
+class _Dumps:
+    """The dumps of a folder: from the first waiting rank on, only those of groups in which a rank waits are read.
+
+    `states`: of the ranks whose dumps were read, None for one that cannot be; `waits`: by rank, the (missing rank,
+    event) that it waits for, empty if no rank waits.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._paths = _dumps(folder)
+        self.states: dict[int, RankState | None] = {}
+        self.waits: dict[int, list[tuple[int, FlightEvent]]] = {}
+        for first in sorted(self._paths):
+            self._follow(first)
+            if any(self.waits.values()):
+                return
+        self.waits = {}
+
+    def _follow(self, first: int) -> None:
+        """Follow the waits from a rank on."""
+        self.waits, to_visit = {}, [first]
+        while to_visit:
+            rank = to_visit.pop()
+            if rank in self.waits:
+                continue
+            self.waits[rank] = []
+            if (state := self._read(rank)) is None:
+                continue
+            for event in state.open:
+                ends = _ends(state, event)
+                for other in ends:
+                    self._read(other)
+                self.waits[rank] += [(other, event) for other in ends if self.lacks(other, rank, event)]
+            to_visit += [missing for missing, _ in self.waits[rank]]
+
+    def _read(self, rank: int) -> RankState | None:
+        if rank in self._paths and rank not in self.states:
+            self.states[rank] = _read(self._paths[rank])
+        return self.states.get(rank)
+
+    def group(self, rank: int, event: FlightEvent) -> GroupState:
+        """Return the group of an event of a rank."""
+        state = self.states[rank]
+        assert state is not None
+        return state.groups[event.group]
+
+    def lacks(self, other: int, rank: int, event: FlightEvent) -> bool:
+        """Return True if a rank has not started an event of `rank`. A rank whose dump is not read, or unreadable,
+        counts as started. A pair's messages complete in order, so a message that the peer waits for is unfinished here
+        too, if started.
+        """
+        if other not in self._paths:
+            return True
+        state, key = self.states.get(other), event.group
+        if event.peer >= 0:
+            side = RECEIVE if event.kind == SEND else SEND
+            key = f"{self.group(rank, event).name} {side} {rank}"
+        return state is not None and (key not in state.groups or state.groups[key].issued <= event.sequence)
+
+
+def _ends(state: RankState, event: FlightEvent) -> Sequence[int]:
+    """Return the ranks that an event of a rank needs."""
+    group = state.groups.get(event.group)
+    return (event.peer,) if event.peer >= 0 else tuple(group.ranks or ()) if group else ()
+
+
+def _state_of(rank: int, host: str, recorded: Mapping[str, Any], written_ns: int) -> RankState:
+    """Return what a rank had started, and what has not ended, by its dump.
+
+    The operations of a batch have no end; the entry "coalesced" after them has the end of the batch.
+    Raises: an error of `_DUMP_ERRORS` if `recorded` is not in the flight recorder's format
+    """
+    ranks = {name: _ranks(group["ranks"]) for name, group in recorded["pg_config"].items()}
+    runs = {name: RankRuns.from_ranks(members) for name, members in ranks.items()}
+    entries = recorded.get("entries", [])
+    launches: dict[tuple[str, int, int], list[Mapping[str, Any]]] = {}
+    last: dict[str, tuple[str, int]] = {}
+    for entry in entries:
+        for name, has_type in _FIELDS.items():
+            if not has_type(entry[name]):
+                raise TypeError(f"{name} in a dump has an unexpected type: {entry[name]!r}")
+        group, _ = entry["process_group"]
+        launches.setdefault((group, entry["collective_seq_id"], entry["p2p_seq_id"]), []).append(entry)
+        if not entry["is_p2p"]:
+            last[group] = _group_name(entry), entry["collective_seq_id"] + 1
+    # gloo retires only completed operations, NCCL also timed-out operations
+    batches = [
+        batch for batch in launches.values() if batch[-1]["state"] != "completed"
+        and not (batch[-1]["retired"] and batch[-1]["profiling_name"].startswith("gloo:"))
+    ]  # fmt: skip
+    groups, events = dict[str, GroupState](), list[FlightEvent]()
+    for entry in (entry for batch in batches for entry in (batch[:-1] or batch)):
+        group, _ = entry["process_group"]
+        events.append(event := _event(entry, ranks.get(group, ())))
+        if event.peer >= 0:
+            count = groups[event.group].issued + 1 if event.group in groups else 1
+            name = _group_name(entry)
+            groups[event.group] = GroupState(name, event.kind, runs[group], count, count, 0, event.peer)
+    for group, (name, issued) in last.items():
+        ended = min((event.sequence for event in events if event.group == name), default=issued)
+        groups[name] = GroupState(name, COLLECTIVE, runs.get(group, RankRuns(())), issued, issued, ended)
+    updated_ns = max((entry["time_created_ns"] for entry in entries), default=0)
+    return RankState(
+        "", rank, 0, MADE_OF_DUMP, 0, 0.0, 0, written_ns, updated_ns, written_ns, Phase.STEP, updated_ns, 0, 0.0, {},
+        groups, None, tuple(events), tuple(events), node=host,
+    )  # fmt: skip
+
+
+def _event(entry: Mapping[str, Any], members: Sequence[int]) -> FlightEvent:
+    """Return an operation that has not ended. `members`: the ranks of its group, in order."""
+    name, key, began_ns = entry["profiling_name"].partition(":")[2], _group_name(entry), entry["time_created_ns"]
+    if (message := _POINT_TO_POINT.fullmatch(name)) and len(members) > 1:
+        kind, peer = SEND if message["kind"] == "send" else RECEIVE, members[int(message["peer"])]
+        key = f"{key} {kind} {peer}"
+        return FlightEvent(kind, message["kind"], key, 0, peer, 0, -1, -1, began_ns, began_ns, 0)
+    number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
+    return FlightEvent(COLLECTIVE, name, key, number, -1, 0, -1, -1, began_ns, began_ns, 0)
+
+
+def _group_name(entry: Mapping[str, Any]) -> str:
+    """Return a group's description, which is the same on all ranks; its name, if it was opened without one."""
+    group, description = entry["process_group"]
+    return (group if description == "undefined" else description).replace(" ", "_")
 
 
 def _is_int64(value: object) -> bool:
@@ -256,14 +268,6 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "is_p2p": lambda value: type(value) is bool,
 }
 """The fields read from an operation, with a check of the type."""
-
-
-def _checked_entry(entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return `entry` if its fields have the expected types. Raises: TypeError"""
-    for name, has_type in _FIELDS.items():
-        if not has_type(entry[name]):
-            raise TypeError(f"{name} in a dump has an unexpected type: {entry[name]!r}")
-    return entry
 
 
 def _ranks(recorded: str | Sequence[int]) -> tuple[int, ...]:
@@ -286,20 +290,18 @@ class _SafeUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"a dump names {module}.{name}")
 
 
-def _read(path: Path) -> FlightDump | None:
+def _read(path: Path) -> RankState | None:
     """Read a rank's dump; return None, with a line on stderr, for an invalid or truncated file."""
     match = _NAME.fullmatch(path.name)
     try:
         if match is None or path.stat().st_size > MOST_BYTES:
             raise ValueError(f"more than {MOST_BYTES} bytes")
         with path.open("rb") as file:
-            dump = FlightDump(match["host"], _SafeUnpickler(file).load(), path.stat().st_mtime)
-        dump.unfinished  # noqa: B018  raises here if the entries are invalid
+            return _state_of(int(match["rank"]), match["host"], _SafeUnpickler(file).load(), path.stat().st_mtime_ns)
     except _DUMP_ERRORS as error:
         reason = f"{type(error).__name__}: {error}"[:200].replace("\n", " ")
         print(f"megascale: the flight record {path} cannot be read and is left out: {reason}", file=sys.stderr)
         return None
-    return dump
 
 
 def main(folders: Sequence[str]) -> Iterator[str]:

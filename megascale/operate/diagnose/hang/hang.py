@@ -24,18 +24,17 @@ from typing import Literal
 
 from megascale.core.rank import format_ranks
 from megascale.operate.diagnose.hang.divergence import divergent_ranks
-from megascale.operate.diagnose.hang.dumped_records import MADE_OF_DUMP
+from megascale.operate.diagnose.hang.flight import MADE_OF_DUMP
 from megascale.operate.diagnose.hang.waits import WaitGraph, WaitPlace, is_issuing, place_name, wait_graph
 from megascale.record.layout import Phase
-from megascale.record.rank_state import SILENT_S, FlightEvent, RankState
+from megascale.record.rank_state import SILENT_S, RankState
 
 VerdictKind = Literal[
     "stopped", "dead", "spinning", "locked", "storage", "data", "collective", "network", "divergence", "device",
     "unknown",
 ]  # fmt: skip
 
-MOST_EVIDENCE = 8
-"""Most lines of evidence."""
+MOST_EVIDENCE = 8  # most lines of evidence
 
 _STOPPED, _DEAD, _DISK, _RUNNING = ("T", "t"), ("Z", "X"), "D", "R"
 _STORAGE_PHASES = (Phase.CHECKPOINT, Phase.LOAD)
@@ -165,15 +164,11 @@ def _describe_rank(rank: int, graph: WaitGraph, states: Mapping[int, str]) -> st
     if rank in graph.places:
         verb = "issuing" if is_issuing(record) else "waiting in"
         return f"{text}, {verb} {place_name(graph.places[rank], graph)}"
-    last = next((event for event in reversed(record.last) if event.kind == "action"), None)
-    return f"{text}, in no collective{_describe_action(last)}"
-
-
-def _describe_action(event: FlightEvent | None) -> str:
-    if event is None:
-        return ""
-    where = f" of micro-batch {event.microbatch} on chunk {event.chunk}" if event.microbatch >= 0 else ""
-    return f", {'after' if event.ended_ns else 'in'} {event.name}{where}"
+    text += ", in no collective"
+    if (last := next((event for event in reversed(record.last) if event.kind == "action"), None)) is not None:
+        where = f" of micro-batch {last.microbatch} on chunk {last.chunk}" if last.microbatch >= 0 else ""
+        text += f", {'after' if last.ended_ns else 'in'} {last.name}{where}"
+    return text
 
 
 def _describe_place(place: WaitPlace, graph: WaitGraph) -> str:

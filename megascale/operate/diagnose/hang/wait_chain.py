@@ -8,11 +8,11 @@ them to the culprit.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from megascale.core.rank import format_ranks
-from megascale.operate.diagnose.hang.waits import WaitGraph, WaitPlace, place_name
+from megascale.operate.diagnose.hang.waits import WaitGraph, place_name
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,9 +57,13 @@ class WaitLink:
 
 def waiting_sets(graph: WaitGraph) -> list[WaitingSet]:
     """Return the waits of a graph, those of most ranks first. A rank that is stuck in a call's issue waits for none."""
-    found = [
-        _set_in(place, ranks, graph) for place, all_ in graph.waiting.items() if (ranks := set(all_) - graph.stuck)
-    ]
+    found = []
+    for place, waiting in graph.waiting.items():
+        if ranks := tuple(sorted(set(waiting) - graph.stuck)):
+            mixed = place in graph.mixed  # where members have made different calls, each waits for the others
+            awaited = tuple(sorted(place.members if mixed else graph.missing[place]))
+            what = f"in {place_name(place, graph)}"
+            found.append(WaitingSet(what, place.key, place.sequence, place.members, ranks, awaited, mixed))
     for waits, what in ((graph.on_phase, "in phase {}"), (graph.on_device, "for its device")):
         same: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
         for rank, awaited in waits.items():
@@ -68,14 +72,6 @@ def waiting_sets(graph: WaitGraph) -> list[WaitingSet]:
             WaitingSet(name, "", -1, (), tuple(sorted(ranks)), waits[ranks[0]]) for (name, _), ranks in same.items()
         ]
     return sorted(found, key=lambda each: (-len(each.ranks), each.ranks))
-
-
-def _set_in(place: WaitPlace, ranks: Collection[int], graph: WaitGraph) -> WaitingSet:
-    """Return the ranks in a place. Where members have made different calls, each waits for the others."""
-    mixed = place in graph.mixed
-    awaited = tuple(sorted(place.members if mixed else graph.missing[place]))
-    what = f"in {place_name(place, graph)}"
-    return WaitingSet(what, place.key, place.sequence, place.members, tuple(sorted(ranks)), awaited, mixed)
 
 
 def distances(sets: Sequence[WaitingSet], culprits: Collection[int]) -> dict[WaitingSet, int]:
@@ -103,18 +99,18 @@ def wait_chain(sets: Sequence[WaitingSet], culprits: Collection[int]) -> list[Wa
     """Return the shortest chain to a culprit, from the rank farthest from all; empty if no rank waits for one."""
     far = distances(sets, culprits)
     links = {rank: (far[each], each) for each in far for rank in each.ranks}
+
+    def distance(rank: int) -> float:
+        if rank in culprits:
+            return 0
+        return links[rank][0] if rank in links else float("inf")
+
     start = max((rank for rank in links if rank not in culprits), key=lambda rank: (links[rank][0], -rank), default=-1)
     chain: list[WaitLink] = []
     rank = start
     while rank in links and rank not in culprits:
         here = links[rank][1]
-        awaited = min(here.awaited, key=lambda other: _distance(other, links, culprits))
+        awaited = min(here.awaited, key=distance)
         chain.append(WaitLink(rank, here, awaited))
         rank = awaited
     return chain
-
-
-def _distance(rank: int, links: Mapping[int, tuple[int, WaitingSet]], culprits: Collection[int]) -> float:
-    if rank in culprits:
-        return 0
-    return links[rank][0] if rank in links else float("inf")

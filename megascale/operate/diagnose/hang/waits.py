@@ -12,17 +12,17 @@ If none is missing, the data themselves are: they were sent, or should have been
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from megascale.operate.diagnose.hang.components import closed_components
 from megascale.record.layout import COLLECTIVE, CONTROL, PHASES, RECEIVE, SEND, Phase
 from megascale.record.rank_state import GroupState, RankRuns, RankState
 
+Node = TypeVar("Node", bound=Hashable)
+
 _ORDER = {phase: index for index, phase in enumerate(PHASES)}
-_JOINING = (Phase.RENDEZVOUS, Phase.GROUPS)
-"""Phases in which a rank waits for ranks that are not as far, and no group tells of it."""
+_JOINING = (Phase.RENDEZVOUS, Phase.GROUPS)  # a rank waits for ranks that are not as far, and no group tells of it
 
 
 class WaitPlace(NamedTuple):
@@ -59,12 +59,6 @@ class WaitGraph:
     on_phase: dict[int, tuple[int, ...]] = field(default_factory=dict)
     on_device: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
-    def waits_for(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that a rank waits for; empty if it waits for none."""
-        if rank in self.places:
-            return () if rank in self.stuck else self.missing[self.places[rank]]
-        return self.on_phase.get(rank, ()) or self.on_device.get(rank, ())
-
     def waits(self, rank: int) -> bool:
         """Return True if a rank waits, be it for a rank or for data."""
         return (rank in self.places and rank not in self.stuck) or rank in self.on_phase or rank in self.on_device
@@ -75,17 +69,14 @@ class WaitGraph:
             if missing or place in self.mixed:
                 members = RankRuns(()) if place.is_message else place.members
                 yield place.key.partition(" ")[0], members, {*self.waiting[place], *missing}
-        for key, members in self._on_device():
-            yield key.partition(" ")[0], members, set(members)
-
-    def _on_device(self) -> set[tuple[str, RankRuns]]:
-        """Return the groups of ranks that wait for their devices, with collectives in flight."""
-        return {
+        in_flight = {
             (key, state.ranks)
             for rank in self.on_device
             for key, state in self.records[rank].groups.items()
             if state.kind == COLLECTIVE and state.ranks is not None and state.issued > state.completed
         }
+        for key, members in in_flight:
+            yield key.partition(" ")[0], members, set(members)
 
     def cycle(self) -> tuple[int, ...]:
         """Return the ranks in which every chain of waits ends: all wait for each other."""
@@ -100,7 +91,7 @@ class WaitGraph:
         for rank in self.records:
             if rank in self.places:
                 edges[rank] = (self.places[rank],)
-            elif awaited := self.waits_for(rank):
+            elif awaited := self.on_phase.get(rank) or self.on_device.get(rank):
                 edges[rank] = (("ranks", id(awaited)),)
                 edges["ranks", id(awaited)] = awaited
             else:
@@ -120,8 +111,9 @@ def wait_graph(records: Mapping[int, RankState]) -> WaitGraph:
     """Return the wait graph of the ranks with a record. Ranks without one count as missing wherever they belong."""
     graph = WaitGraph(records)
     for rank, record in records.items():
-        if (place := _place(rank, record)) is not None:
-            graph.places[rank] = place
+        if (wait := record.wait) is not None and (state := record.groups.get(wait.group)) is not None:
+            members = RankRuns.from_ranks((rank, state.peer)) if state.peer >= 0 else state.ranks
+            graph.places[rank] = place = WaitPlace(wait.group, members or RankRuns(()), wait.sequence)
             graph.waiting.setdefault(place, []).append(rank)
     for place, waiting in graph.waiting.items():
         graph.missing[place] = missing = _missing_in(place, waiting, records)
@@ -145,15 +137,6 @@ def place_name(place: WaitPlace, graph: WaitGraph) -> str:
 def is_issuing(record: RankState) -> bool:
     """Return True if a rank has entered a communication and not issued it."""
     return record.wait is not None and record.wait.kind == "issuing"
-
-
-def _place(rank: int, record: RankState) -> WaitPlace | None:
-    wait = record.wait
-    state = record.groups.get(wait.group) if wait is not None else None
-    if wait is None or state is None:
-        return None
-    members = RankRuns.from_ranks((rank, state.peer)) if state.peer >= 0 else state.ranks
-    return WaitPlace(wait.group, members or RankRuns(()), wait.sequence)
 
 
 def _missing_in(place: WaitPlace, waiting: Sequence[int], records: Mapping[int, RankState]) -> tuple[int, ...]:
@@ -229,8 +212,10 @@ def _add_devices(graph: WaitGraph) -> None:
                 place = WaitPlace(key, RankRuns.from_ranks((rank, state.peer)), state.issued - 1)
                 peers.update(_missing_peer(place, rank, graph.records))
             elif state.ranks is not None:
-                if (key, state.ranks) not in behind:
-                    behind[key, state.ranks] = _behind(key, state.ranks, graph.records)
+                if (key, state.ranks) not in behind:  # those that have issued less than another one
+                    issued = {at: of.issued if (of := _state(graph.records, at, key)) else 0 for at in state.ranks}
+                    most = max(issued.values())
+                    behind[key, state.ranks] = tuple(at for at, count in issued.items() if count < most)
                 found = behind[key, state.ranks]
                 groups[id(found)] = found
         same = tuple(groups), frozenset(peers)
@@ -239,8 +224,39 @@ def _add_devices(graph: WaitGraph) -> None:
         graph.on_device[rank] = joined[same] if joined[same] != (rank,) else ()
 
 
-def _behind(key: str, ranks: RankRuns, records: Mapping[int, RankState]) -> tuple[int, ...]:
-    """Return the ranks of a group that have issued less than another one."""
-    issued = {rank: state.issued if (state := _state(records, rank, key)) else 0 for rank in ranks}
-    most = max(issued.values())
-    return tuple(rank for rank, count in issued.items() if count < most)
+def closed_components(edges: Mapping[Node, Sequence[Node]]) -> Iterator[set[Node]]:
+    """Yield the strongly connected components without edges to other nodes (Tarjan 1972). `edges`: targets by node."""
+    order: dict[Node, int] = {}
+    low: dict[Node, int] = {}
+    path: list[Node] = []
+    complete: set[Node] = set()
+    for root in edges:
+        visits = [(root, iter(edges[root]))] if root not in order else []
+        while visits:
+            node, targets = visits[-1]
+            if node not in order:
+                order[node] = low[node] = len(order)
+                path.append(node)
+            for target in targets:
+                if target not in order:
+                    visits.append((target, iter(edges.get(target, ()))))
+                    break
+                if target not in complete:
+                    low[node] = min(low[node], order[target])
+            else:
+                visits.pop()
+                if visits:
+                    below = visits[-1][0]
+                    low[below] = min(low[below], low[node])
+                if low[node] == order[node]:
+                    component = _take_down_to(node, path)
+                    complete |= component
+                    if all(target in component for member in component for target in edges.get(member, ())):
+                        yield component
+
+
+def _take_down_to(node: Node, path: list[Node]) -> set[Node]:
+    taken = {node}
+    while (last := path.pop()) != node:
+        taken.add(last)
+    return taken

@@ -19,17 +19,10 @@ from megascale.operate.store.schema import STEP_AXIS
 if TYPE_CHECKING:
     import duckdb
 
-MAX_ROWS = 12_000_000
-"""Most rows of `step_parts` that a cube is made of: 50 steps of 12,288 ranks with 20 parts."""
-
-RECENT_STEPS = 500
-"""Most steps of a cube of all ranks."""
-
-COUNTED_STEPS = 8
-"""Newest steps whose rows are counted; of the very last some are missing yet."""
-
-SAMPLED_RANKS, SAMPLED_STEPS = 64, 2000
-"""Most ranks and steps of a sample of the whole run: with 20 parts 2.6 million rows."""
+MAX_ROWS = 12_000_000  # most rows of `step_parts` that a cube is made of: 50 steps of 12,288 ranks with 20 parts
+RECENT_STEPS = 500  # most steps of a cube of all ranks
+COUNTED_STEPS = 8  # newest steps whose rows are counted; of the very last some are missing yet
+SAMPLED_RANKS, SAMPLED_STEPS = 64, 2000  # most ranks and steps of a sample of the run: with 20 parts 2.6 million rows
 
 _RANKS_WITH_PARTS = (
     "SELECT attempt, step, count(DISTINCT rank) AS with_parts FROM step_parts "
@@ -42,16 +35,12 @@ _WHOLE = " AND ".join((
 ))  # fmt: skip
 """The condition, in SQL, for a step of its last attempt with rows of all ranks."""
 
-STEP_COLUMNS = ("attempt", "rank", "step", "train_ns", "tags", "tokens", "flops")
-"""Columns of `steps` that a cube is made of."""
-
 MESSAGE_COLUMNS = (
     "attempt", "rank", "step", "name", "layer", "stage", "direction", "microbatch", "peer", "start_ns", "end_ns",
 )  # fmt: skip
 """Columns of `events` that the delays of messages are taken from."""
 
-MESSAGE_ROWS = 2_000_000
-"""Most rows of `events` that the delays of messages are taken from: those of the newest steps."""
+MESSAGE_ROWS = 2_000_000  # most rows of `events` that the delays of messages are taken from: those of the newest steps
 
 _MEASURES = ("count", "total_ns", "exposed_ns", "bytes", "last_issue_ns")
 
@@ -100,7 +89,8 @@ def _read(store: duckdb.DuckDBPyConnection, ranks: Columns, condition: str) -> S
     condition = f"step > 0 AND attempt >= {first_alike(ranks)} AND {condition}"
     columns = ", ".join(("attempt", "rank", "step", *Part._fields, *_MEASURES))
     step_parts = fetch_coded(store, f"SELECT {columns} FROM step_parts WHERE axis <> '{STEP_AXIS}' AND {condition}")
-    steps = fetch_coded(store, f"SELECT {', '.join(STEP_COLUMNS)} FROM steps WHERE {condition}")
+    columns = "attempt, rank, step, train_ns, tags, tokens, flops"
+    steps = fetch_coded(store, f"SELECT {columns} FROM steps WHERE {condition}")
     return StepCube.from_tables(step_parts, steps, ranks)
 
 

@@ -16,22 +16,15 @@ import numpy as np
 
 from megascale.core.rank import format_ranks
 from megascale.operate.diagnose.slow.mfu_breakdown import ACTIONS
-from megascale.operate.diagnose.slow.peers import BLOCKS, PERSISTENT_BLOCKS, lower_median
+from megascale.operate.diagnose.slow.peers import BLOCKS, PERSISTENT_BLOCKS, Groups, lower_median
 from megascale.operate.diagnose.slow.step_cube import OTHER, Floats, StepCube
 from megascale.operate.diagnose.slow.step_levels import change_points, relative_work
 from megascale.record.events import COMPUTE
 
-POINTS = 400
-"""Most points of a series: longer runs are averaged over blocks of steps."""
-
-MIN_GROWTH = 0.02
-"""Smallest growth of a part, as a share of the step."""
-
-NEWEST = 50
-"""Newest steps in which a growth shows, but at most half of the run."""
-
-CORRELATED = 0.5
-"""Smallest correlation of the entries' spread with pauses that names them."""
+POINTS = 400  # most points of a series: longer runs are averaged over blocks of steps
+MIN_GROWTH = 0.02  # smallest growth of a part, as a share of the step
+NEWEST = 50  # newest steps in which a growth shows, but at most half of the run
+CORRELATED = 0.5  # smallest correlation of the entries' spread with pauses that names them
 
 
 @dataclass(frozen=True)
@@ -105,21 +98,17 @@ class Drift:
 
     def to_text(self) -> str:
         """Return a line for each change."""
-        lines = [_growth_line(growth) for growth in self.growths]
+        lines = []
+        for growth in self.growths:
+            cost = "" if growth.mfu_points is None else f", {100 * growth.mfu_points:.1f} points of MFU"
+            where = f"on {format_ranks(growth.ranks)}" if growth.ranks else "on most ranks"
+            times = f"from {growth.before_s * 1e3:.4g} to {growth.after_s * 1e3:.4g} ms a step"
+            lines.append(f"{growth.part} grew {times} since step {growth.since}, {where}{cost}")
         if self.spread:
             lines.append(self.spread.to_text())
         if lines and self.mfu_before and self.mfu_after:
             lines.insert(0, f"MFU went from {self.mfu_before:.1%} to {self.mfu_after:.1%}")
         return "\n".join(lines) or "no part of a step has grown"
-
-
-def _growth_line(growth: Growth) -> str:
-    cost = "" if growth.mfu_points is None else f", {100 * growth.mfu_points:.1f} points of MFU"
-    where = f"on {format_ranks(growth.ranks)}" if growth.ranks else "on most ranks"
-    return (
-        f"{growth.part} grew from {growth.before_s * 1e3:.4g} to {growth.after_s * 1e3:.4g} ms a step since step "
-        f"{growth.since}, {where}{cost}"
-    )
 
 
 def drift(cube: StepCube, peak_flops: float = 0.0) -> Drift:
@@ -132,37 +121,30 @@ def drift(cube: StepCube, peak_flops: float = 0.0) -> Drift:
         return Drift((), None, 0.0, 0.0, None, None)
     wall = cube.wall.mean(0, dtype=np.float64)
     work = relative_work(cube.tokens, cube.flops, wall)
-    blocks = np.array_split(np.arange(len(wall)), min(POINTS, len(wall)))
-    walls = _blocks(wall / work, blocks)
+    walls = np.array([block.mean() for block in _blocks(wall / work)])
     step_before, step_after, cut_of_steps = _ends(walls)
     growths, cuts = [], []
     for name, values in _series(cube):
-        series = values.mean(0, dtype=np.float64) / work
-        before, after, since = _ends(_blocks(series, blocks))
-        if since is None or after - before < MIN_GROWTH * step_before or not _persists(series, before, after):
+        if (found := _growth(values.mean(0, dtype=np.float64) / work, MIN_GROWTH * step_before)) is None:
             continue
-        cut, of_work = blocks[since][0], values / work
+        before, after, since, cut = found
+        of_work = values / work
         by_rank = of_work[:, cut:].mean(1) - of_work[:, :cut].mean(1)
-        everywhere = lower_median(by_rank) >= (after - before) / 2
+        everywhere = bool(lower_median(by_rank) >= (after - before) / 2)
         ranks = () if everywhere else tuple(map(int, cube.places.rank[by_rank > by_rank.max() / 2]))
         cuts.append((after - before, since))
-        growths.append(Growth(name, int(cube.steps[cut]), before, after, bool(everywhere), None, ranks))
+        growths.append(Growth(name, int(cube.steps[cut]), before, after, everywhere, None, ranks))
     if cut_of_steps is None and cuts:  # the steps vary too much to tell: before and after the largest growth
         _, at = max(cuts)
         step_before, step_after = float(walls[:at].mean()), float(walls[at:].mean())
-    mfus = [_mfu(cube, seconds, peak_flops) for seconds in (step_before, step_after)]
-    growths = [replace(each, mfu_points=_mfu_points(each, step_after, mfus[1])) for each in growths]
+    steps, flops = (step_before, step_after), float(cube.flops.mean())
+    mfu_before, mfu_after = (flops / (one * peak_flops) if peak_flops and one else None for one in steps)
+    if mfu_after is not None:
+        for at, growth in enumerate(growths):
+            more = growth.after_s - growth.before_s
+            growths[at] = replace(growth, mfu_points=mfu_after * more / max(step_after - more, 1e-12))
     growths.sort(key=lambda growth: growth.before_s - growth.after_s)
-    return Drift(tuple(growths), entry_spread(cube, step_before), step_before, step_after, mfus[0], mfus[1])
-
-
-def _mfu(cube: StepCube, seconds: float, peak_flops: float) -> float | None:
-    return float(cube.flops.mean()) / (seconds * peak_flops) if peak_flops and seconds else None
-
-
-def _mfu_points(growth: Growth, step_s: float, mfu: float | None) -> float | None:
-    more = growth.after_s - growth.before_s
-    return None if mfu is None else mfu * more / max(step_s - more, 1e-12)
+    return Drift(tuple(growths), entry_spread(cube, step_before), *steps, mfu_before, mfu_after)
 
 
 def _series(cube: StepCube) -> Iterator[tuple[str, Floats]]:
@@ -177,8 +159,9 @@ def _series(cube: StepCube) -> Iterator[tuple[str, Floats]]:
     yield OTHER, cube.other
 
 
-def _blocks(values: Floats, blocks: list) -> Floats:
-    return np.array([values[block].mean() for block in blocks])
+def _blocks(values: Floats) -> list[Floats]:
+    """Split a series into blocks of steps, POINTS at most."""
+    return np.array_split(values, min(POINTS, len(values)))
 
 
 def _ends(values: Floats) -> tuple[float, float, int | None]:
@@ -189,10 +172,18 @@ def _ends(values: Floats) -> tuple[float, float, int | None]:
     return float(values[: cuts[0]].mean()), float(values[cuts[-1] :].mean()), cuts[0]
 
 
-def _persists(values: Floats, before: float, after: float) -> bool:
-    """Return True if a series has grown by half of its growth or more in most blocks of the newest steps."""
+def _growth(values: Floats, least: float) -> tuple[float, float, int, int] | None:
+    """Return the means of the first and the last segment of a series, and block and position where the second begins,
+    if it has grown by `least` or more, and by half of that in most blocks of the newest steps.
+    """
+    blocks = _blocks(values)
+    before, after, since = _ends(np.array([block.mean() for block in blocks]))
+    if since is None or after - before < least:
+        return None
     newest = np.array_split(values[-min(NEWEST, len(values) // 2) :], BLOCKS)
-    return sum(float(block.mean()) >= (before + after) / 2 for block in newest) >= PERSISTENT_BLOCKS
+    if sum(float(block.mean()) >= (before + after) / 2 for block in newest) < PERSISTENT_BLOCKS:
+        return None
+    return before, after, since, sum(map(len, blocks[:since]))
 
 
 def entry_spread(cube: StepCube, step_s: float) -> EntrySpread | None:
@@ -200,39 +191,32 @@ def entry_spread(cube: StepCube, step_s: float) -> EntrySpread | None:
     MIN_GROWTH of the step.
     """
     known = (cube.entered_ns > 0).all(0)
-    entered, code = cube.entered_ns[:, known], cube.places.group_codes("dp")
-    order = np.argsort(code, kind="stable")
-    starts = np.flatnonzero(np.append(True, np.diff(code[order]) != 0))
-    sizes = np.diff(np.append(starts, len(order)))
-    if not known.any() or sizes.max() < 2:
+    entered, groups = cube.entered_ns[:, known], Groups.of(cube.places.group_codes("dp"))
+    sizes = groups.sizes
+    if not known.any() or sizes.max(initial=0) < 2:
         return None
-    late = entered[order]
-    first, last = np.minimum.reduceat(late, starts), np.maximum.reduceat(late, starts)
-    spread = (last - first).mean(0) / 1e9
-    blocks = np.array_split(np.arange(len(spread)), min(POINTS, len(spread)))
-    before, after, since = _ends(_blocks(spread, blocks))
-    if since is None or after - before < MIN_GROWTH * step_s or not _persists(spread, before, after):
+    last = groups.reduce(np.maximum, entered)
+    spread = (last - groups.reduce(np.minimum, entered)).mean(0) / 1e9
+    if (found := _growth(spread, MIN_GROWTH * step_s)) is None:
         return None
-    is_last = late[:, blocks[since][0] :] == np.repeat(last, sizes, 0)[:, blocks[since][0] :]
+    before, after, _, cut = found
+    is_last = entered[groups.order, cut:] == np.repeat(last, sizes, 0)[:, cut:]
     often = is_last.mean(1)
-    most = np.maximum.reduceat(often, starts)
-    last_ranks = tuple(sorted(int(rank) for rank in cube.places.rank[order[often == np.repeat(most, sizes)]]))
-    correlation = _correlation(spread, _pause_spread(cube)[known])
-    since_step = int(cube.steps[known][blocks[since][0]])
-    same_rank, chance = float(most.mean()), 1 / float(sizes.mean())
-    return EntrySpread(before, after, since_step, same_rank, last_ranks, chance, correlation)
+    most = np.maximum.reduceat(often, groups.starts)
+    last_ranks = tuple(sorted(map(int, cube.places.rank[groups.order[often == np.repeat(most, sizes)]])))
+    # the changes of the series are compared: two series that grow are correlated anyway
+    changes = np.diff(spread), np.diff(_pause_spread(cube)[known])
+    correlated = len(spread) > 2 and min(map(np.std, changes)) > 0
+    return EntrySpread(
+        before, after, int(cube.steps[known][cut]), float(most.mean()), last_ranks, 1 / float(sizes.mean()),
+        float(np.corrcoef(*changes)[0, 1]) if correlated else None,
+    )  # fmt: skip
 
 
 def _pause_spread(cube: StepCube) -> Floats:
     """Return by how much the pauses of replicas differ, [S]: the longest of each stage, added up."""
-    coords, shape = cube.places.coords, [int(cube.places.coords[axis].max()) + 1 for axis in ("cp", "dp", "pp")]
-    stages = np.zeros((*shape, len(cube.steps)))
-    np.maximum.at(stages, tuple(coords[axis] for axis in ("cp", "dp", "pp")), cube.gc)
+    coords = [cube.places.coords[axis] for axis in ("cp", "dp", "pp")]
+    stages = np.zeros((*(int(one.max()) + 1 for one in coords), len(cube.steps)))
+    np.maximum.at(stages, tuple(coords), cube.gc)
     pauses = stages.sum(2)
     return np.asarray(pauses.max((0, 1)) - pauses.min((0, 1)))
-
-
-def _correlation(spread: Floats, pauses: Floats) -> float | None:
-    """Return the correlation of the changes of two series: two series that grow are correlated anyway."""
-    changes = np.diff(spread), np.diff(pauses)
-    return float(np.corrcoef(*changes)[0, 1]) if len(spread) > 2 and min(map(np.std, changes)) > 0 else None

@@ -1,12 +1,14 @@
 """The causes that slow a run down, in plain words: the findings of all analyses, each cause once.
 
 `findings` reads an event store, `combine` decides: what the steps lost is measured against the job's own steps before
-(`slow.step_levels`), the suspects of all analyses share it (`slow.job_cost`), and what none of them explains
+(`slow.step_levels`), and the suspects of all analyses share it: the model (`slow.job_cost`) says which of them lost
+more. Where there are no steps before the onset, the model's seconds are all that is known. What no suspect explains
 concerns all ranks. A cause that costs less than the run's steps vary is no finding.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -16,29 +18,17 @@ import numpy as np
 from megascale.operate.diagnose.slow.cube_queries import recent_cube, recent_messages, sampled_cube
 from megascale.operate.diagnose.slow.drift import entry_spread
 from megascale.operate.diagnose.slow.finding import JOB, Finding, FindingKind, SlowCause, SlowCulprit
-from megascale.operate.diagnose.slow.loss_shares import (
-    MIN_COST_NOISE,
-    MIN_CROWDED_SHARE,
-    MIN_LASTING,
-    MIN_UNMEASURED_SHARE,
-    Share,
-    divide,
-    is_large,
-    lasting,
-    mean_cost,
-)
 from megascale.operate.diagnose.slow.peers import lower_median
 from megascale.operate.diagnose.slow.slow_links import slow_links
-from megascale.operate.diagnose.slow.step_cube import Columns, Integers, Places, StepCube
+from megascale.operate.diagnose.slow.step_cube import Booleans, Columns, Floats, Places, StepCube
 from megascale.operate.diagnose.slow.step_levels import (
     MAX_EXCESS,
     MIN_EXPLAINED,
     MIN_REST_SHARE,
     StepLevels,
     Stretch,
-    predict_seconds,
+    excess_seconds,
     shifts_of,
-    slow_steps,
     step_levels,
 )
 from megascale.operate.diagnose.slow.stragglers import gc_pauses, slow_groups, stragglers
@@ -47,21 +37,27 @@ from megascale.record.events import COMPUTE
 if TYPE_CHECKING:
     import duckdb
 
-MIN_DATA_SHARE = 0.05
-"""Smallest share of a step in which the ranks that read data do nothing else, to be named."""
+MIN_COST_SHARE = 0.005  # smallest share of a step that a cause costs to be named
+MIN_COST_NOISE = 2.0  # smallest cost of a cause, in deviations of the mean of a block of like steps: below, it is noise
 
-MIN_SLOW_STEPS_SHARE = 0.01
-"""Smallest share of the time that single slow steps cost to be named."""
+MIN_CROWDED_SHARE, MIN_UNMEASURED_SHARE = 0.25, 0.5
+"""Smallest cost of a cause that names ranks which share their host's cores, as a share of the job's own steps before,
+and without such steps, of a step; also of ranks without peers. What ranks take from each other is smaller.
+"""
 
-MAX_SLOW_STEPS = 0.2
-"""Largest share of slow steps: with more, steps vary for a reason that the prediction does not know."""
-
+MIN_LASTING = 0.5  # share of its cost that a cause costs as long as it lasts
+MIN_DATA_SHARE = 0.05  # smallest share of a step in which the ranks that read data do nothing else, to be named
+MIN_SLOW_STEPS_SHARE = 0.01  # smallest share of the time that single slow steps cost to be named
+MAX_SLOW_STEPS = 0.2  # largest share of slow steps: with more, steps vary for a reason that the prediction lacks
 
 CAUSES: dict[FindingKind, tuple[FindingKind, ...]] = {
     "compute": ("pause",), "data": ("pause",), "host": ("pause",), "link": ("pause", "compute", "host"),
     "communication": ("link", "pause", "compute", "host"),
 }  # fmt: skip
 """Kinds of causes by the kind of their effects on the same ranks."""
+
+Costs = dict[Stretch, float]
+"""Seconds of a step that a cause costs, by stretch, in order."""
 
 
 def findings(store: duckdb.DuckDBPyConnection) -> list[Finding]:
@@ -94,7 +90,7 @@ def combine(cube: StepCube, sample: StepCube, events: Columns) -> list[Finding]:
         shifts = {at for suspect in suspects for at in shifts_of(suspect.seconds[like])}
         levels = step_levels(cube, sample, cube.steps[like[sorted(shifts)]].tolist())
     large = list(_large(cube, levels, _suspects(cube, levels, events), crowded=bool(cube.places.crowded)))
-    shares, rest = divide(cube, levels, large)
+    shares, rest = _divide(cube, levels, large)
     found = [_finding(levels, suspect, costs) for suspect, costs in zip(large, shares, strict=True)]
     noise_s = levels.noise_s(cube.steps, sum((suspect.seconds for suspect in large), np.zeros(len(cube.steps))))
     found += _rest(cube.places, sample, levels, rest, noise_s)
@@ -107,19 +103,19 @@ def _large(cube: StepCube, levels: StepLevels, suspects: Sequence[SlowCause], *,
     """Yield the suspects that cost enough to be named, from the first to the last stretch with MIN_LASTING of their
     mean cost. `crowded`: ranks share cores.
     """
-    shares, _ = divide(cube, levels, suspects)
+    shares, _ = _divide(cube, levels, suspects)
     for suspect, costs in zip(suspects, shares, strict=True):
-        most = [at for at, share in enumerate(costs) if share.cost_s >= MIN_LASTING * mean_cost(costs)]
+        most = [at for at, cost_s in enumerate(costs.values()) if cost_s >= MIN_LASTING * _mean_cost(costs)]
         core, noise_s = slice(min(most), max(most) + 1), levels.noise_s(cube.steps, suspect.seconds)
-        if is_large(costs[core], noise_s, crowded=crowded and bool(suspect.culprit.ranks)):
+        if _is_large(dict([*costs.items()][core]), noise_s, crowded=crowded and bool(suspect.culprit.ranks)):
             yield replace(suspect, seen=frozenset(sorted(suspect.seen)[core]))
 
 
-def _finding(levels: StepLevels, cause: SlowCause, costs: Sequence[Share]) -> Finding:
-    last, step_s = costs[-1].stretch, float(np.mean([stretch.seconds for stretch, _ in costs]))
+def _finding(levels: StepLevels, cause: SlowCause, costs: Costs) -> Finding:
+    (first, *_), last = costs, next(reversed(costs))
     until = None if last == levels.stretches[-1] else last.last
-    cost_s, since = mean_cost(costs), costs[0].stretch.first
-    return Finding(cause.kind, cause.culprit, since, until, cost_s, cost_s / step_s, cause.evidence)
+    cost_s, step_s = _mean_cost(costs), float(np.mean([stretch.seconds for stretch in costs]))
+    return Finding(cause.kind, cause.culprit, first.first, until, cost_s, cost_s / step_s, cause.evidence)
 
 
 def _suspects(cube: StepCube, levels: StepLevels, events: Columns) -> list[SlowCause]:
@@ -136,7 +132,7 @@ def _suspects(cube: StepCube, levels: StepLevels, events: Columns) -> list[SlowC
             kept.append(suspect)
         elif suspect.kind == "communication" and kept[cause].kind == "link":
             kept[cause] = _link_of_group(cube.places, kept[cause], suspect)
-    return [lasting(cube, levels, suspect) for suspect in kept]
+    return [_lasting(cube, levels, suspect) for suspect in kept]
 
 
 def _explains(cube: StepCube, levels: StepLevels, cause: SlowCause, suspect: SlowCause) -> bool:
@@ -166,22 +162,26 @@ def _link_of_group(places: Places, link: SlowCause, group: SlowCause) -> SlowCau
     return replace(link, seconds=link.seconds + group.seconds, seen=link.seen | group.seen, evidence=evidence)
 
 
-def _rest(
-    places: Places, sample: StepCube, levels: StepLevels, rest: Sequence[Share], noise_s: float
-) -> Iterator[Finding]:
+def _rest(places: Places, sample: StepCube, levels: StepLevels, rest: Costs, noise_s: float) -> Iterator[Finding]:
     """Yield what the newest steps lost that no suspect explains: by what grew, on which stages of `places`."""
-    went_on: list[Share] = []
-    for share in reversed(rest):
-        if share.cost_s < max(MIN_REST_SHARE * share.stretch.seconds, MIN_COST_NOISE * noise_s):
+    went_on: Costs = {}
+    for stretch, cost_s in reversed(rest.items()):
+        if cost_s < max(MIN_REST_SHARE * stretch.seconds, MIN_COST_NOISE * noise_s):
             break
-        went_on.insert(0, share)
+        went_on = {stretch: cost_s} | went_on
     if went_on:
-        ends = went_on[0].stretch.first, went_on[-1].stretch.last
-        kind, stages, evidence = _what_grew(sample, ends, went_on[-1].stretch, mean_cost(went_on))
-        who = _culprit(places, np.flatnonzero(np.isin(places.coords["pp"], stages)))
-        crowded = bool(who.ranks and places.crowded)
-        if crowded and not is_large(went_on, noise_s, crowded=True, has_peers=False):
-            kind, who = "job", JOB
+        (first, *_), newest = went_on, next(reversed(went_on))
+        kind, stages, evidence = _what_grew(sample, (first.first, newest.last), newest, _mean_cost(went_on))
+        mine = np.isin(places.coords["pp"], stages)
+        ranks, nodes = places.rank[mine], np.unique(places.node[mine])
+        who = SlowCulprit.of_ranks(ranks, places.nodes[nodes[0]] if len(nodes) == 1 < len(ranks) else "")
+        if len(nodes) > 1 == len(stages):
+            who = SlowCulprit("stage", who.ranks, stage=stages[0])
+        crowded = bool(len(ranks) and places.crowded)
+        if crowded and not _is_large(went_on, noise_s, crowded=True, has_peers=False):
+            kind = "job"
+        if kind == "job" or not len(ranks):
+            who = JOB
         yield _finding(levels, SlowCause(kind, who, np.zeros(0), frozenset(), evidence), went_on)
 
 
@@ -216,16 +216,6 @@ def _what_grew(
     return "compute" if kind == "job" else kind, stages[most].tolist(), tuple(lines)
 
 
-def _culprit(places: Places, at: Integers) -> SlowCulprit:
-    """Return the ranks of whole stages, by position: their node, the stage, or the ranks."""
-    if not len(at):
-        return JOB
-    nodes, stages = np.unique(places.node[at]), np.unique(places.coords["pp"][at])
-    if len(stages) == 1 and len(nodes) > 1:
-        return SlowCulprit("stage", tuple(map(int, places.rank[at])), stage=int(stages[0]))
-    return SlowCulprit.of_ranks(places.rank[at], places.nodes[nodes[0]] if len(nodes) == 1 < len(at) else "")
-
-
 def _data_of_all(cube: StepCube, levels: StepLevels, found: Sequence[Finding]) -> Iterator[Finding]:
     """Yield the reading of data, if it takes long on the median of the ranks that read."""
     newest = levels.stretches[-1]
@@ -242,8 +232,8 @@ def _data_of_all(cube: StepCube, levels: StepLevels, found: Sequence[Finding]) -
 def _single_steps(cube: StepCube, noise_s: float) -> Iterator[Finding]:
     """Yield the steps that take longer than their work predicts, if they cost much."""
     wall, ordinary = cube.wall.mean(0, dtype=np.float64), np.asarray(cube.ordinary.all(0))
-    slow = slow_steps(cube.tokens, cube.flops, wall, ordinary)
-    excess = np.where(slow, wall - predict_seconds(cube.tokens, cube.flops, wall, ordinary), 0.0)
+    excess = excess_seconds(cube.tokens, cube.flops, wall, ordinary)
+    slow = excess > 0
     cost_s, share = float(excess.mean()), float(excess.sum() / max(wall.sum(), 1e-12))
     if share < MIN_SLOW_STEPS_SHARE or cost_s < MIN_COST_NOISE * noise_s or not 0 < slow.mean() <= MAX_SLOW_STEPS:
         return
@@ -259,3 +249,61 @@ def _single_steps(cube: StepCube, noise_s: float) -> Iterator[Finding]:
         f"{float(grown[rank, part]):.3g} s",
     )
     yield Finding("steps", JOB, int(cube.steps[slow][0]), None, cost_s, share, evidence)
+
+
+def _lasting(cube: StepCube, levels: StepLevels, suspect: SlowCause) -> SlowCause:
+    """Return a suspect that is also seen in the stretches next to those in which it shows, as long as it costs
+    MIN_LASTING of what it does there: a short stretch, or one without messages in the store, does not show it.
+    """
+    costs = [_mean(suspect.seconds, cube.within(stretch[:2])) for stretch in levels.stretches]
+    seen, numbers = set(suspect.seen), range(len(costs))
+    for before, number in (*itertools.pairwise(numbers), *itertools.pairwise(reversed(numbers))):
+        if before in seen and costs[number] >= max(MIN_LASTING * costs[before], 1e-12):
+            seen.add(number)
+    return replace(suspect, seen=frozenset(seen))
+
+
+def _is_large(costs: Costs, noise_s: float, *, crowded: bool, has_peers: bool = True) -> bool:
+    """Return True if a cause costs enough to be named. `crowded`: it names ranks that share cores; `has_peers`: others
+    that do the same do not lose as much.
+    """
+    cost_s = _mean_cost(costs)
+    step_s = float(np.mean([each.seconds if each.usual_s is None else each.usual_s for each in costs]))
+    least = MIN_COST_SHARE
+    if crowded:
+        measured = has_peers and all(each.usual_s is not None for each in costs)
+        least = MIN_CROWDED_SHARE if measured else MIN_UNMEASURED_SHARE
+    return cost_s >= max(least * step_s, MIN_COST_NOISE * noise_s)
+
+
+def _mean_cost(costs: Costs) -> float:
+    weights = [stretch.last - stretch.first + 1 for stretch in costs]
+    return float(np.average([*costs.values()], weights=weights))
+
+
+def _divide(cube: StepCube, levels: StepLevels, suspects: Sequence[SlowCause]) -> tuple[list[Costs], Costs]:
+    """Divide what was lost: return the costs of each suspect, in the stretches in which it shows, and what is left.
+
+    A suspect costs what it did in the usual steps, if it showed there, and its part of the loss since then, in
+    proportion to what grew by the model. Without usual steps it costs what the model says, at most the step.
+    """
+    shares: list[Costs] = [{} for _ in suspects]
+    rest: Costs = {}
+    for number, stretch in enumerate(levels.stretches):
+        now, before = (cube.within(ends) for ends in (stretch[:2], stretch.usual))
+        here = [at for at, suspect in enumerate(suspects) if number in suspect.seen]
+        old = {at: _mean(suspects[at].seconds, before) for at in here}
+        grown = {at: max(0.0, _mean(suspects[at].seconds, now) - old[at]) for at in here}
+        whole, most = sum(grown.values()), stretch.seconds if stretch.usual_s is None else stretch.lost_s
+        least = MIN_EXPLAINED * most if stretch.usual_s is not None else 0.0
+        scale = most / whole if whole > most or (whole >= least and stretch.usual_s is not None and whole) else 1.0
+        for at in here:
+            earlier = (levels.stretches[one].last for one in suspects[at].seen)
+            lasts = any(stretch.usual[0] <= last <= stretch.usual[1] for last in earlier)
+            shares[at][stretch] = scale * grown[at] + (max(0.0, old[at]) if lasts else 0.0)
+        rest[stretch] = max(0.0, stretch.lost_s - scale * whole)
+    return shares, rest
+
+
+def _mean(seconds: Floats, steps: Booleans) -> float:
+    return float(seconds[steps].mean()) if steps.any() else 0.0

@@ -19,13 +19,13 @@ from megascale.operate.diagnose.slow.finding import SlowCulprit
 from megascale.operate.diagnose.slow.job_cost import Excess, Model, job_costs, times_of
 from megascale.operate.diagnose.slow.peers import (
     BLOCKS,
+    MAD_TO_DEVIATION,
     MIN_SCORE,
-    NOISE_FLOOR,
     PERSISTENT_BLOCKS,
-    PeerComparison,
-    compare,
+    Groups,
     deviation_of,
     lower_median,
+    peer_median,
 )
 from megascale.operate.diagnose.slow.step_cube import OTHER, Floats, Integers, Part, StepCube
 from megascale.operate.diagnose.slow.step_levels import MIN_EXPLAINED
@@ -34,17 +34,15 @@ from megascale.record.events import COMPUTE, HOST_AXIS, PAUSE
 Kind = Literal["pause", "compute", "data", "host"]
 KINDS: tuple[Kind, ...] = ("pause", "compute", "data", "host")
 
-MIN_RATIO = 1.03
-"""Smallest ratio to the peers' median."""
-
-MIN_SHARE = 0.005
-"""Smallest excess, as a share of the step."""
+MIN_RATIO = 1.03  # smallest ratio to the peers' median
+MIN_SHARE = 0.005  # smallest excess, as a share of the step
 
 MIN_SCORE_OF_PAIR, MIN_RATIO_OF_PAIR, MIN_SHARE_OF_PAIR = 8.0, 1.08, 0.02
 """Deviations, ratio and excess of a rank with a single peer, whose deviation is known from ERROR_BLOCKS means only."""
 
-MIN_STEPS = 8
-"""Fewest steps of a window."""
+MIN_STEPS = 8  # fewest steps of a window
+ERROR_BLOCKS = 10  # blocks of a window whose means give its standard error
+NOISE_FLOOR = 0.005  # smallest deviation of a mean, as a share of the median: less says nothing about a machine
 
 
 @dataclass(frozen=True)
@@ -89,24 +87,25 @@ class HeatMap:
         return np.divide(self.seconds, self.peer_s, out=np.ones_like(self.seconds), where=self.peer_s > 0)
 
 
-class Loss(NamedTuple):
-    """Seconds that a step of a window lost, beside the `usual` steps."""
-
-    usual: StepCube
-    seconds: float
-
-
-def heat_map(cube: StepCube, loss: Loss | None = None) -> HeatMap:
-    """Compare all ranks over the ordinary steps of a window. A rank whose excess grew by MIN_EXPLAINED of a `loss` is
-    an outlier as well, also if only some of its steps are long.
+def heat_map(cube: StepCube, usual: StepCube | None = None, lost_s: float = 0.0) -> HeatMap:
+    """Compare all ranks over the ordinary steps of a window. If its steps lost `lost_s` seconds beside the `usual`
+    ones, a rank whose excess grew by MIN_EXPLAINED of that is an outlier as well, also if only some of its steps are
+    long.
     """
-    names, values = zip(*_columns(cube), strict=True)
+    names, kinds, values = zip(*_columns(cube), strict=True)
     shown = compare(cube, np.stack(values, 2))
-    outliers = _find_outliers(cube, loss) if len(cube.steps) >= MIN_STEPS else []
-    outliers = [replace(each, parts=_longer_parts(cube, each, names, shown)) for each in outliers]
+    outliers = _find_outliers(cube, usual, lost_s) if len(cube.steps) >= MIN_STEPS else []
+    found = []
+    for outlier, cost in zip(outliers, job_costs(cube, [excess_of(cube, each) for each in outliers]), strict=True):
+        ranks, cost_s = cube.places.index(np.array(outlier.culprit.ranks)), float(cost[cube.ordinary_steps].mean())
+        excess = (shown.seconds - shown.peer_s)[ranks].mean(0)
+        longer = [(name, float(more)) for name, kind, more in zip(names, kinds, excess, strict=True)
+                  if kind == outlier.kind and more > 0]  # fmt: skip
+        parts = tuple(sorted(longer, key=lambda part: -part[1])[:3])
+        found.append(replace(outlier, parts=parts, cost_s=cost_s, cost_share=cost_s / max(cube.step_s, 1e-12)))
+    found.sort(key=lambda outlier: -outlier.cost_s)
     first, last = (int(cube.steps[0]), int(cube.steps[-1])) if len(cube.steps) else (0, 0)
-    found = tuple(_with_costs(cube, outliers))
-    return HeatMap(first, last, cube.step_s, cube.places.rank, names, shown.seconds, shown.peer_s, found)
+    return HeatMap(first, last, cube.step_s, cube.places.rank, names, shown.seconds, shown.peer_s, tuple(found))
 
 
 def slowness(cube: StepCube) -> Floats:
@@ -115,14 +114,56 @@ def slowness(cube: StepCube) -> Floats:
     return (compared.seconds / np.maximum(compared.peer_s, 1e-12) - 1)[:, 0]
 
 
-def _columns(cube: StepCube) -> Iterator[tuple[str, Floats]]:
-    settled = ("gc", "evaluation", "checkpoint")
+class PeerComparison(NamedTuple):
+    """Means of a window beside the peers' median, and the deviation of the mean, each [R, C]."""
+
+    seconds: Floats
+    peer_s: Floats
+    deviation: Floats
+
+    @property
+    def score(self) -> Floats:
+        return (self.seconds - self.peer_s) / self.deviation
+
+
+def compare(cube: StepCube, values: Floats) -> PeerComparison:
+    """Compare the means of `values` [R, S, C] with the medians of peers: ranks of the same pipeline stage.
+
+    Of an even number of peers the lower median counts. The deviation is the largest of: the MAD of the peers' means;
+    the standard error of a peer's difference to the others, from means of blocks of steps, which depend less on each
+    other than steps do; the noise floor. What makes steps longer for all peers, such as uneven work, is no error.
+    """
+    seconds, stage = cube.mean(values), cube.places.coords["pp"]
+    peer_s, spread = peer_median(seconds, stage), np.zeros_like(seconds)
+    mad = MAD_TO_DEVIATION * peer_median(np.abs(seconds - peer_s), stage)
+    blocks = np.array_split(np.arange(len(cube.steps)), min(ERROR_BLOCKS, max(1, len(cube.steps))))
+    means = np.stack([cube.take(block).mean(values[:, block]) for block in blocks], 1)  # [R, block, C]
+    for mine in Groups.of(stage).members if len(blocks) > 1 else ():
+        others = means[mine][::-1] if len(mine) == 2 else lower_median(means[mine])
+        spread[mine] = lower_median(_standard_error(means[mine] - others))
+    floor = np.maximum(NOISE_FLOOR * np.abs(peer_s), 1e-4 * cube.step_s + 1e-12)
+    return PeerComparison(seconds, peer_s, np.fmax(np.fmax(mad, spread), floor))
+
+
+def _standard_error(means: Floats) -> Floats:
+    """Return the standard error of the mean of blocks [R, block, C] that are known; NaN for fewer than two."""
+    known = ~np.isnan(means)
+    count = known.sum(1)
+    mean = np.where(known, means, 0.0).sum(1) / np.maximum(1, count)
+    squares = np.where(known, (means - mean[:, None]) ** 2, 0.0).sum(1)
+    return np.asarray(np.sqrt(squares / np.where(count > 1, (count - 1) * count, np.nan)))
+
+
+def _columns(cube: StepCube) -> Iterator[tuple[str, Kind | None, Floats]]:
+    """Yield the columns: name, kind of the outliers that they explain, and times [R, S]."""
     for at, part in enumerate(cube.parts):
-        if part.axis in (COMPUTE, HOST_AXIS) and part.name not in settled:
-            yield str(part), cube.own[:, :, at]
-    yield str(Part(HOST_AXIS, OTHER)), cube.other
+        if part.axis == COMPUTE:
+            yield str(part), "compute", cube.own[:, :, at]
+        elif part.axis == HOST_AXIS and part.name not in ("gc", "evaluation", "checkpoint"):
+            yield str(part), "host" if part.name == PAUSE else "data", cube.own[:, :, at]
+    yield str(Part(HOST_AXIS, OTHER)), "host", cube.other
     for axis in cube.axes:
-        yield f"{axis} wait", cube.wait_of(axis)
+        yield f"{axis} wait", None, cube.wait_of(axis)
 
 
 def _sums(cube: StepCube) -> Floats:
@@ -131,7 +172,7 @@ def _sums(cube: StepCube) -> Floats:
     return np.stack([cube.paused, *own, sum(own)], 2)
 
 
-def _find_outliers(cube: StepCube, loss: Loss | None) -> list[Outlier]:
+def _find_outliers(cube: StepCube, usual: StepCube | None, lost_s: float) -> list[Outlier]:
     """Return outliers by KINDS, without their parts and costs; a slow node in place of its ranks."""
     sums, stage = _sums(cube), cube.places.coords["pp"]
     whole, pair = compare(cube, sums), (np.bincount(stage)[stage] == 2)[:, None]  # ranks with a single peer
@@ -149,10 +190,10 @@ def _find_outliers(cube: StepCube, loss: Loss | None) -> list[Outlier]:
     slow = ((whole.score >= np.where(pair, MIN_SCORE_OF_PAIR, MIN_SCORE)) & (excess >= least) & lasting)[
         :, : len(KINDS)
     ]
-    if loss is not None:
-        usual = compare(loss.usual, _sums(loss.usual))
-        grown = excess - np.nan_to_num(usual.seconds - usual.peer_s)
-        lost = (grown >= np.maximum(MIN_EXPLAINED * loss.seconds, least)) & lasting
+    if usual is not None:
+        before = compare(usual, _sums(usual))
+        grown = excess - np.nan_to_num(before.seconds - before.peer_s)
+        lost = (grown >= np.maximum(MIN_EXPLAINED * lost_s, least)) & lasting
         slow[lost[:, 0], 0] = True
         slow[lost[:, -1], 1 + grown[lost[:, -1], 1 : len(KINDS)].argmax(1)] = True
     found = []
@@ -173,8 +214,7 @@ def _slow_nodes(cube: StepCube, relative: Floats) -> Iterator[tuple[int, Integer
     """Yield the nodes of several ranks whose median rank is an outlier among all nodes, and their ranks' positions.
     `relative` [R]: excess over the peers' median.
     """
-    order = np.argsort(cube.places.node, kind="stable")
-    members = np.split(order, np.flatnonzero(np.diff(cube.places.node[order])) + 1)
+    members = Groups.of(cube.places.node).members
     several = [ranks for ranks in members if len(ranks) > 1]
     if len(members) < 2 or not several:
         return
@@ -196,36 +236,10 @@ def _outlier(cube: StepCube, kind: Kind, members: Integers, node: str, values: P
     )  # fmt: skip
 
 
-def _longer_parts(
-    cube: StepCube, outlier: Outlier, names: tuple[str, ...], shown: PeerComparison
-) -> tuple[tuple[str, float], ...]:
-    """Return the parts of the outlier's kind that are longer than the peers', on the mean of its ranks."""
-    if outlier.kind == "pause":
-        return ()
-    kinds = {str(part): "compute" if part.axis == COMPUTE else "data"
-             for part in cube.parts if part.name not in ("gc", PAUSE)}  # fmt: skip
-    ranks = cube.places.index(np.array(outlier.culprit.ranks))
-    excess = (shown.seconds - shown.peer_s)[ranks].mean(0)
-    longer = [(name, float(more)) for name, more in zip(names, excess, strict=True)
-              if kinds.get(name, "host") == outlier.kind and more > 0 and not name.endswith(" wait")]  # fmt: skip
-    return tuple(sorted(longer, key=lambda part: -part[1])[:3])
-
-
 def excess_of(cube: StepCube, outlier: Outlier) -> Excess:
     """Return by how much an outlier's ranks exceed their peers in each step: without its fault a rank is like them."""
     ranks, stage = cube.places.index(np.array(outlier.culprit.ranks)), cube.places.coords["pp"]
     times: dict[Model, Floats] = {"compute": cube.other} if outlier.kind == "host" else times_of(cube)
     of_kind: dict[Kind, tuple[Model, ...]] = {"pause": ("gc",), "data": ("data",)}
-    more: dict[Model, Floats] = {}
-    for part in times.keys() & of_kind.get(outlier.kind, ("compute", "optimizer")):
-        peers = {role: lower_median(times[part][stage == role]) for role in np.unique(stage[ranks])}
-        more[part] = times[part][ranks] - np.stack([peers[stage[rank]] for rank in ranks])
-    return Excess(ranks, more)
-
-
-def _with_costs(cube: StepCube, outliers: list[Outlier]) -> Iterator[Outlier]:
-    """Yield the outliers with their costs, the costliest first."""
-    costs = job_costs(cube, [excess_of(cube, outlier) for outlier in outliers])
-    means = [float(cost[cube.ordinary_steps].mean()) for cost in costs]
-    for cost, outlier in sorted(zip(means, outliers, strict=True), key=lambda pair: -pair[0]):
-        yield replace(outlier, cost_s=cost, cost_share=cost / max(cube.step_s, 1e-12))
+    parts = times.keys() & of_kind.get(outlier.kind, ("compute", "optimizer"))
+    return Excess(ranks, {part: (times[part] - peer_median(times[part], stage))[ranks] for part in parts})

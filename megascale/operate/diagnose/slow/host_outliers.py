@@ -21,19 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megascale.operate.diagnose.slow.host_series import WATCHED, HostSeries, HostTable, read_host_table, read_series
+from megascale.operate.diagnose.slow.peers import MAD_TO_DEVIATION
 from megascale.operate.store.query import fetch
 
 if TYPE_CHECKING:
     import duckdb
 
-_SIGMAS = 1.4826
-"""Standard deviations of a normal distribution in a median absolute deviation."""
-
-LEAST_HOSTS = 4
-"""Fewer hosts have no majority to compare with."""
-
-COMPANY = 2
-"""Other hosts at the same distance that make a host no outlier: hosts of another pipeline stage differ together."""
+LEAST_HOSTS = 4  # fewer hosts have no majority to compare with
+COMPANY = 2  # other hosts at the same distance that make a host no outlier: those of a stage differ together
 
 
 @dataclass(frozen=True)
@@ -91,19 +86,16 @@ class HostComparison:
 
     def __str__(self) -> str:
         """Return the extent of the comparison, and a line for each outlier or for the reason why there is none."""
-        alone = self.hosts - self.compared
+        least, alone = OutlierSettings.continuity_s / 60, self.hosts - self.compared
         what = f"in stages of fewer than {LEAST_HOSTS} hosts, which have no majority"
         rest = f"; {alone} {'more ' if self.compared else ''}{what}" if alone else ""
         extent = f"compared {self.compared} hosts by their metrics over {self.minutes:.0f} min{rest}"
-        return "\n".join([extent, *(map(str, self.outliers) if self.outliers else [self._none()])])
-
-    def _none(self) -> str:
-        least = OutlierSettings.continuity_s / 60
+        none = "no host stays far from the others"
         if not self.compared:
-            return "nothing can be said about these hosts"
-        if self.minutes < least:
-            return f"nothing can be said yet: a host is named once it has stayed apart for {least:.0f} min"
-        return "no host stays far from the others"
+            none = "nothing can be said about these hosts"
+        elif self.minutes < least:
+            none = f"nothing can be said yet: a host is named once it has stayed apart for {least:.0f} min"
+        return "\n".join([extent, *(map(str, self.outliers) if self.outliers else [none])])
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields, and the summary of each outlier."""
@@ -135,21 +127,14 @@ def recent_host_outliers(store: duckdb.DuckDBPyConnection) -> HostComparison:
     """Compare the hosts by the newest samples of an event store, each with those of the same pipeline stages in the
     newest attempt.
     """
-    newest = "SELECT DISTINCT node, pp FROM ranks WHERE attempt = (SELECT max(attempt) FROM ranks)"
-    roles = stage_roles(fetch(store, newest))
+    newest = "FROM ranks WHERE attempt = (SELECT max(attempt) FROM ranks) GROUP BY node"
+    stages = fetch(store, f"SELECT node, list_sort(list(DISTINCT pp))::VARCHAR AS stages {newest}")
+    roles = dict(zip(stages["node"].tolist(), stages["stages"].tolist(), strict=True))
     table = read_host_table(store)
     hosts = Counter(roles.get(node, "") for node in table.nodes)
     compared = sum(count for count in hosts.values() if count >= LEAST_HOSTS)
     minutes = float(np.ptp(table.time_ns)) / 60e9 if len(table.time_ns) else 0.0
     return HostComparison(tuple(find_host_outliers(table, roles=roles)), len(table.nodes), compared, minutes)
-
-
-def stage_roles(ranks: Mapping[str, NDArray]) -> dict[str, str]:
-    """Return the pipeline stages of each node, as its role. `ranks`: columns `node` and `pp` of the table `ranks`."""
-    stages: dict[str, set[int]] = {}
-    for node, stage in zip(ranks["node"].tolist(), ranks["pp"].tolist(), strict=True):
-        stages.setdefault(node, set()).add(stage)
-    return {node: ",".join(map(str, sorted(of_node))) for node, of_node in stages.items()}
 
 
 def outliers_in_series(
@@ -160,24 +145,22 @@ def outliers_in_series(
         return []
     means = window_means(series.values, max(1, round(settings.window_s / settings.sample_s)))
     distance = distances(means, floor, settings)
-    outlying = distance > farthest_by_chance(means.shape[1]) + settings.margin
+    farthest_by_chance = math.sqrt(2 * math.log(means.shape[1]))  # of healthy series, if distances are normal
+    outlying = distance > farthest_by_chance + settings.margin
     found = []
     for index, (first, last) in persistent(outlying, settings).items():
         stay = slice(first, last + 1)
-        if company(means[stay], index, series.nodes) >= COMPANY:
+        apart = np.abs(means[stay, index] - _medians(means[stay]))
+        beside = np.abs(means[stay] - means[stay, index : index + 1]) < apart[:, None] / 2
+        near = series.nodes[2 * beside.sum(axis=0) > len(apart)]
+        if len({*near.tolist()} - {int(series.nodes[index])}) >= COMPANY:
             continue
-        found.append(
-            HostOutlier(
-                node=nodes[series.nodes[index]],
-                metric=series.metric,
-                device=series.devices[index],
-                since_ns=int(series.times_ns[first]),
-                until_ns=int(series.times_ns[last]),
-                distance=float(np.median(distance[stay, index])),
-                value=float(np.median(means[stay, index])),
-                usual=float(np.nanmedian(means[stay])),
-            )
-        )
+        one = HostOutlier(
+            nodes[series.nodes[index]], series.metric, series.devices[index], int(series.times_ns[first]),
+            int(series.times_ns[last]), distance=float(np.median(distance[stay, index])),
+            value=float(np.median(means[stay, index])), usual=float(np.nanmedian(means[stay])),
+        )  # fmt: skip
+        found.append(one)
     return found
 
 
@@ -203,24 +186,11 @@ def distances(means: NDArray[np.float32], floor: float, settings: OutlierSetting
     """
     centre = _medians(means)
     apart = np.abs(means - centre[:, None])
-    spread = _SIGMAS * _medians(apart)
+    spread = MAD_TO_DEVIATION * _medians(apart)
     spread = np.fmax(spread, np.nanmedian(spread)) * (1 + 1 / means.shape[1])
     least = np.fmax(floor, settings.share * np.abs(centre))
     apart /= np.fmax(spread, least)[:, None]
     return apart
-
-
-def farthest_by_chance(series: int) -> float:
-    """Return a bound for the distance of the farthest of `series` healthy series, if distances are normal."""
-    return math.sqrt(2 * math.log(series))
-
-
-def company(means: NDArray[np.float32], index: int, nodes: NDArray[np.integer]) -> int:
-    """Return the number of other hosts that are nearer to a series than half its distance from the median series."""
-    apart = np.abs(means[:, index] - _medians(means))
-    beside = np.abs(means - means[:, index : index + 1]) < apart[:, None] / 2
-    nearer = 2 * beside.sum(axis=0) > len(means)
-    return len(set(nodes[nearer].tolist()) - {int(nodes[index])})
 
 
 def _medians(rows: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -3,73 +3,28 @@
 Counters become rates per second. A bin without a sample gets the nearest one, if that is near enough, and otherwise
 NaN: a host without samples has no value, and is not compared.
 
-- `WATCHED`: metrics in which hosts of a job are alike while all are healthy
 - `HostTable`: columns of the table; `read_host_table`: from an event store
 - `HostSeries`: a metric of all hosts; `read_series`: those of a table
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megascale.operate.store.host_families import HOST_METRICS, split_device
 from megascale.operate.store.query import fetch
 
 if TYPE_CHECKING:
     import duckdb
 
 
-@dataclass(frozen=True)
-class Watched:
-    """A metric in which hosts are compared. `counter`: its samples are totals. `floor`: a difference that means
-    nothing, in the metric's unit, or in units per second of a counter.
-    """
-
-    counter: bool
-    floor: float
-
-
-_MEGABYTE = 1e6
-
-WATCHED: Mapping[str, Watched] = {
-    "network.pause": Watched(True, 10.0),
-    "infiniband.port_xmit_wait": Watched(True, 1e6),
-    "cpu.percent": Watched(False, 1.5),
-    "gpu.percent": Watched(False, 1.5),
-    "gpu.power_w": Watched(False, 5.0),
-    "gpu.clock_mhz": Watched(False, 15.0),
-    "gpu.temperature": Watched(False, 1.5),
-    "gpu.memory.used": Watched(False, 100 * _MEGABYTE),
-    "gpu.pcie_width": Watched(False, 0.5),
-    "infiniband.port_xmit_data": Watched(True, _MEGABYTE),
-    "infiniband.port_rcv_data": Watched(True, _MEGABYTE),
-    "network.sent": Watched(True, _MEGABYTE),
-    "network.received": Watched(True, _MEGABYTE),
-    "network.errors": Watched(True, 1.0),
-    "network.drops": Watched(True, 1.0),
-    "memory.available": Watched(False, 500 * _MEGABYTE),
-    "memory.swapped_in": Watched(True, _MEGABYTE),
-    "disk.read": Watched(True, _MEGABYTE),
-    "disk.written": Watched(True, _MEGABYTE),
-}
-"""Metrics by name, without the device, in the order in which an outlier's metrics are told."""
-
-_GPU = re.compile(r"gpu(\d+)\.(.+)")
-_PORT = re.compile(r"infiniband\.(.+)\.([^.]+)")
-
-
-def split_device(metric: str) -> tuple[str, str]:
-    """Return the name without the device, and the device: ("gpu.percent", "gpu3"), ("cpu.percent", "")."""
-    if match := _GPU.fullmatch(metric):
-        return f"gpu.{match[2]}", f"gpu{match[1]}"
-    if match := _PORT.fullmatch(metric):
-        return f"infiniband.{match[2]}", match[1]
-    return metric, ""
+WATCHED = {name: metric for name, metric in HOST_METRICS.items() if metric.floor}
+"""Metrics in which hosts of a job are alike while all are healthy."""
 
 
 @dataclass(frozen=True)
@@ -137,43 +92,34 @@ def read_series(table: HostTable, sample_s: float, gap_s: float) -> list[HostSer
         name, device = split_device(metric)
         if name in WATCHED:
             parts[name].append((device, order[ends[index] : ends[index + 1]]))
-    return [_series(table, name, devices, times, bins, reach) for name, devices in parts.items() if devices]
-
-
-def _series(
-    table: HostTable,
-    name: str,
-    devices: Sequence[tuple[str, NDArray[np.integer]]],
-    times: NDArray[np.int64],
-    bins: NDArray[np.int64],
-    reach: int,
-) -> HostSeries:
-    nodes, names, columns = [], [], []
-    for device, rows in devices:
-        node = table.node[rows]
-        known = np.flatnonzero(np.bincount(node))
-        place = np.searchsorted(known, np.arange(len(table.nodes)))[node]
-        samples = np.full((len(times), len(known)), np.nan)
-        samples[bins[rows], place] = table.value[rows]
-        if WATCHED[name].counter:
-            when = np.zeros(samples.shape)
-            when[bins[rows], place] = (table.time_ns[rows] - times[0]) / 1e9
-            samples = _rates(samples, when, reach)
-        columns.append(_fill(samples, reach))
-        nodes.append(known)
-        names += [device] * len(known)
-    return HostSeries(name, np.concatenate(nodes), names, times, np.concatenate(columns, axis=1))
+    found = []
+    for name, devices in parts.items():
+        nodes, names, columns = [], [], []
+        for device, rows in devices:
+            node = table.node[rows]
+            known = np.flatnonzero(np.bincount(node))
+            place = np.searchsorted(known, np.arange(len(table.nodes)))[node]
+            samples = np.full((len(times), len(known)), np.nan)
+            samples[bins[rows], place] = table.value[rows]
+            if WATCHED[name].counter:
+                when = np.zeros(samples.shape)
+                when[bins[rows], place] = (table.time_ns[rows] - times[0]) / 1e9
+                samples = _rates(samples, when, reach)
+            columns.append(_fill(samples, reach))
+            nodes.append(known)
+            names += [device] * len(known)
+        if devices:
+            found.append(HostSeries(name, np.concatenate(nodes), names, times, np.concatenate(columns, axis=1)))
+    return found
 
 
 def _rates(totals: NDArray[np.float64], seconds: NDArray[np.float64], reach: int) -> NDArray[np.float64]:
     """Return increases per second since the sample before, up to `reach` bins ago; NaN where a total has begun anew."""
     rates = np.full(totals.shape, np.nan)
     with np.errstate(invalid="ignore"):
-        for distance in range(1, reach + 1):
+        rates[1:] = np.diff(totals, axis=0) / np.diff(seconds, axis=0)  # most have one in the bin before
+        for distance in range(2, reach + 1):
             later, earlier = slice(distance, None), slice(None, -distance)
-            if distance == 1:
-                rates[later] = (totals[later] - totals[earlier]) / (seconds[later] - seconds[earlier])
-                continue
             row, column = np.nonzero(np.isnan(rates[later]) & ~np.isnan(totals[later]) & ~np.isnan(totals[earlier]))
             increase = totals[row + distance, column] - totals[row, column]
             rates[row + distance, column] = increase / (seconds[row + distance, column] - seconds[row, column])

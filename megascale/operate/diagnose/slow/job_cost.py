@@ -22,11 +22,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from megascale.layout.topology import DATA_AXES
-from megascale.operate.diagnose.slow.step_cube import Booleans, Floats, Integers, StepCube
+from megascale.operate.diagnose.slow.peers import Groups
+from megascale.operate.diagnose.slow.step_cube import Floats, Integers, StepCube
 from megascale.record.events import COMPUTE, OPTIMIZER_ACTIONS
 
-FORWARD_SHARE = 1 / 3
-"""Share of the forward in a micro-batch's compute."""
+FORWARD_SHARE = 1 / 3  # share of the forward in a micro-batch's compute
 
 Model = Literal["compute", "optimizer", "data", "gc"]
 
@@ -53,49 +53,37 @@ def job_costs(cube: StepCube, causes: Sequence[Excess]) -> list[Floats]:
     for excess in causes:
         for part, more in excess.seconds.items():
             parts[part][excess.ranks] -= more
-    stages = _Stages.from_cube(cube)
-    seconds = stages.replica_seconds(parts) if causes else np.zeros(0)
+    replica = np.unique(cube.places.codes(*DATA_AXES), return_inverse=True)[1]
+    stage, forwards = cube.places.coords["pp"], max(1, cube.forwards)
+    seconds = _replica_seconds(parts, replica, stage, forwards) if causes else np.zeros(0)
     costs = []
     for excess in causes:
-        affected = np.isin(stages.replica, stages.replica[excess.ranks])
+        affected = np.isin(replica, replica[excess.ranks])
         slower = {part: values[affected] for part, values in parts.items()}
         for part, more in excess.seconds.items():
             slower[part][(np.cumsum(affected) - 1)[excess.ranks]] += more
-        others = np.delete(seconds, np.unique(stages.replica[excess.ranks]), 0).max(0, initial=0.0)
-        passes = np.maximum(others, stages.take(affected).replica_seconds(slower).max(0)) - seconds.max(0)
+        others = np.delete(seconds, np.unique(replica[excess.ranks]), 0).max(0, initial=0.0)
+        mine = _replica_seconds(slower, replica[affected], stage[affected], forwards).max(0)
+        passes = np.maximum(others, mine) - seconds.max(0)
         ends = parts["optimizer"][~affected].max(0, initial=0.0)
         costs.append(passes + np.maximum(ends, slower["optimizer"].max(0)) - parts["optimizer"].max(0))
     return costs
 
 
-class _Stages(NamedTuple):
-    """The replica [R], from 0 on, and the pipeline stage [R] of ranks; `forwards` of a rank in a step."""
-
-    replica: Integers
-    stage: Integers
-    forwards: int
-
-    @classmethod
-    def from_cube(cls, cube: StepCube) -> _Stages:
-        replica = np.unique(cube.places.codes(*DATA_AXES), return_inverse=True)[1]
-        return cls(replica, cube.places.coords["pp"], max(1, cube.forwards))
-
-    def take(self, ranks: Booleans) -> _Stages:
-        return self._replace(replica=self.replica[ranks], stage=self.stage[ranks])
-
-    def replica_seconds(self, parts: Mapping[Model, Floats]) -> Floats:
-        """Return the seconds of the replicas up to the optimizer, [replicas, S]."""
-        order = np.lexsort((self.stage, self.replica))
-        stage, number = self.stage[order], np.unique(self.replica[order], return_inverse=True)[1]
-        firsts = np.flatnonzero(np.append(True, (stage[1:] != stage[:-1]) | (number[1:] != number[:-1])))
-        slowest = [np.maximum.reduceat(parts[part][order], firsts) for part in ("compute", "data", "gc")]
-        replicas, p = int(number.max()) + 1, int(stage.max()) + 1
-        stages, data, paused = np.zeros((3, replicas, p, slowest[0].shape[1]))
-        for values, of_part in zip((stages, data, paused), slowest, strict=True):
-            values[number[firsts], stage[firsts]] = of_part
-        one, start = stages / self.forwards, data
-        for at in range(1, p):
-            start[:, at] = np.maximum(data[:, at], start[:, at - 1] + one[:, at - 1])
-        after = one.sum(1, keepdims=True) - np.cumsum(one, 1)
-        warm_up = np.arange(p - 1, -1, -1)[:, None] * one * FORWARD_SHARE
-        return np.asarray((start + stages + np.maximum(0.0, after - warm_up)).max(1) + paused.sum(1))
+def _replica_seconds(parts: Mapping[Model, Floats], replica: Integers, stage: Integers, forwards: int) -> Floats:
+    """Return the seconds of the replicas up to the optimizer, [replicas, S]. `replica`, `stage` [R]: of the ranks.
+    `forwards`: of a rank in a step.
+    """
+    replicas, number = np.unique(replica, return_inverse=True)
+    p = int(stage.max()) + 1
+    groups = Groups.of(number * p + stage)
+    stages, data, paused = np.zeros((3, len(replicas), p, parts["compute"].shape[1]))
+    at = groups.order[groups.starts]
+    for values, part in ((stages, parts["compute"]), (data, parts["data"]), (paused, parts["gc"])):
+        values[number[at], stage[at]] = groups.reduce(np.maximum, part)
+    one, start = stages / forwards, data
+    for late in range(1, p):
+        start[:, late] = np.maximum(data[:, late], start[:, late - 1] + one[:, late - 1])
+    after = one.sum(1, keepdims=True) - np.cumsum(one, 1)
+    warm_up = np.arange(p - 1, -1, -1)[:, None] * one * FORWARD_SHARE
+    return np.asarray((start + stages + np.maximum(0.0, after - warm_up)).max(1) + paused.sum(1))

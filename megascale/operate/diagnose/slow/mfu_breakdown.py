@@ -32,18 +32,14 @@ PLANNED = {
 }  # fmt: skip
 """Causes of a plan (`simulate.step_time.Estimate`) by part of the breakdown."""
 
-GEMMS, ATTENTION, ELEMENTWISE = "GEMMs", "attention", "element-wise"
-KERNEL_PARTS = {GEMMS: "gemm", ATTENTION: "attention", ELEMENTWISE: "elementwise"}
+KERNEL_PARTS = {"GEMMs": "gemm", "attention": "attention", "element-wise": "elementwise"}
 """Parts of forward and backward by the purposes of kernels, and their causes in a plan."""
 
 PLANNED_COMPUTE = ("gemm", "attention", "elementwise", "recompute", "host", "offload")
 """Causes of a plan that are measured as forward and backward together."""
 
-BUBBLE_AXES = ("pp", "world", "dp")
-"""Axes in whose waits ranks spend the bubble, in the order in which it is taken out of them."""
-
-MIN_SHOWN = 5e-4
-"""Smallest share of the time that the table shows."""
+BUBBLE_AXES = ("pp", "world", "dp")  # in whose waits ranks spend the bubble, in the order in which it is taken out
+MIN_SHOWN = 5e-4  # smallest share of the time that the table shows
 
 
 class Level(NamedTuple):
@@ -102,8 +98,8 @@ class MfuBreakdown:
         """Return the table."""
         rows = [("part of the time", "s/step", "share", "MFU points", "plan s/step"), *self._rows()]
         first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        cells = [[name.ljust(first), *map(str.rjust, row, widths)] for name, *row in rows]
-        return "\n".join([*("  ".join(row).rstrip() for row in cells), *self._notes()])
+        lines = ["  ".join([name.ljust(first), *map(str.rjust, row, widths)]).rstrip() for name, *row in rows]
+        return "\n".join([*lines, *self._notes()])
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         per_step = self.wall_s / max(1, self.steps)
@@ -146,29 +142,14 @@ class MfuBreakdown:
         yield from self.remarks
 
 
-@dataclass(frozen=True)
-class WallTime:
-    """Seconds `inside_s` of a cube's steps without those under a profiler, and `outside` by part, as means over ranks.
-    `left_out` steps took `left_out_s`, which is no part of either.
-    """
-
-    inside_s: float
-    outside: Mapping[str, float]
-    left_out: int = 0
-    left_out_s: float = 0.0
-
-    @property
-    def total_s(self) -> float:
-        return self.inside_s + sum(self.outside.values())
-
-
-def wall_time(cube: StepCube, steps: Columns, profiled: Booleans) -> WallTime:
-    """Return the wall time of a cube's steps, from the first to the last, over all attempts. `steps`: the table, with
-    all attempts, and also with steps that the cube lacks: their time is known, but not what was done in it. `profiled`:
-    rows of it.
+def _wall_time(cube: StepCube, steps: Columns, profiled: Booleans) -> tuple[float, dict[str, float], tuple[int, float]]:
+    """Return the wall time of a cube's steps, from the first to the last, over all attempts, as means over ranks: the
+    seconds of steps without those under a profiler, those outside by part, and number and seconds of steps that are
+    left out of both. `steps`: the table, with all attempts, and also with steps that the cube lacks: their time is
+    known, but not what was done in it. `profiled`: rows of it.
     """
     if not len(cube.steps):
-        return WallTime(0.0, {})
+        return 0.0, {}, (0, 0.0)
     columns = {name: np.asarray(steps[name]) for name in ("attempt", "step", "rank", "start_ns", "end_ns")}
     first, last = int(cube.steps[0]), int(cube.steps[-1])
     # of the last attempt up to the cube's last: the next steps are not whole
@@ -195,7 +176,7 @@ def wall_time(cube: StepCube, steps: Columns, profiled: Booleans) -> WallTime:
     }  # fmt: skip
     outside[BETWEEN] = max(0.0, float(end.max() - start.min()) - left_out_s - inside_s - sum(outside.values()))
     named = {name: seconds for name, seconds in outside.items() if seconds}
-    return WallTime(inside_s, named, int((stays & ~known).sum() + absent.sum()), left_out_s)
+    return inside_s, named, (int((stays & ~known).sum() + absent.sum()), left_out_s)
 
 
 def kernel_shares(purposes: Mapping[str, float]) -> dict[str, float]:
@@ -204,8 +185,8 @@ def kernel_shares(purposes: Mapping[str, float]) -> dict[str, float]:
     """
     inside = {name: seconds for name, seconds in purposes.items() if name not in ("optimizer", "communication")}
     gemms, attention, whole = inside.get("gemm", 0.0), inside.get("attention", 0.0), sum(inside.values())
-    parts = {GEMMS: gemms, ATTENTION: attention, ELEMENTWISE: whole - gemms - attention}
-    return {name: seconds / whole for name, seconds in parts.items()} if whole else {}
+    parts = zip(KERNEL_PARTS, (gemms, attention, whole - gemms - attention), strict=True)
+    return {name: seconds / whole for name, seconds in parts} if whole else {}
 
 
 def mfu_breakdown(
@@ -218,7 +199,7 @@ def mfu_breakdown(
     """
     first, last = (int(cube.steps[0]), int(cube.steps[-1])) if len(cube.steps) else (0, -1)
     tags = np.array(["profile" in tags.split(",") for tags in np.asarray(steps["tags"]).tolist()], bool)
-    wall = wall_time(cube, steps, tags)
+    inside_s, outside, (left_out, left_out_s) = _wall_time(cube, steps, tags)
     cube = cube.take(~np.isin(cube.steps, np.asarray(steps["step"])[tags]))
     seconds: dict[str, float] = dict.fromkeys((FORWARD, BACKWARD, OPTIMIZER), 0.0)
     for at, part in enumerate(cube.parts):
@@ -235,12 +216,12 @@ def mfu_breakdown(
         taken = min(left, seconds.get(axis, 0.0))
         seconds[axis], left = seconds.get(axis, 0.0) - taken, left - taken
         seconds[BUBBLE] = seconds.get(BUBBLE, 0.0) + taken
-    seconds[OTHER] = wall.inside_s - sum(value for name, value in seconds.items() if name != OTHER)
-    seconds |= wall.outside
-    flops, wall_s = float(cube.flops.sum()), wall.total_s
+    seconds[OTHER] = inside_s - sum(value for name, value in seconds.items() if name != OTHER)
+    seconds |= outside
+    flops, wall_s = float(cube.flops.sum()), inside_s + sum(outside.values())
     mfu = flops / (wall_s * peak_flops) if peak_flops and wall_s else None
-    lacks = f"{wall.left_out} steps are left out, {wall.left_out_s:.4g} s: the store lacks rows of some ranks or of all"
+    lacks = f"{left_out} steps are left out, {left_out_s:.4g} s: the store lacks rows of some ranks or of all"
     return MfuBreakdown(
         first, last, len(cube.steps), wall_s, seconds, mfu, plan or {}, kernel_shares(purposes or {}),
-        profiled_step, (lacks,) if wall.left_out else (),
+        profiled_step, (lacks,) if left_out else (),
     )  # fmt: skip

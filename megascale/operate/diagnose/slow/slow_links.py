@@ -16,28 +16,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from megascale.layout.topology import DATA_AXES
 from megascale.operate.diagnose.slow.finding import CulpritKind, SlowCause, SlowCulprit
-from megascale.operate.diagnose.slow.peers import MAD_TO_DEVIATION, MIN_SCORE, lower_median
+from megascale.operate.diagnose.slow.peers import MAD_TO_DEVIATION, MIN_SCORE, lower_median, peer_median
 from megascale.operate.diagnose.slow.step_cube import Booleans, Columns, Floats, Integers, Places, StepCube, dictionary
 from megascale.operate.diagnose.slow.step_levels import StepLevels
 
-MIN_RATIO = 1.5
-"""Smallest ratio of a slow cell to its peers."""
+MIN_RATIO = 1.5  # smallest ratio of a slow cell to its peers
 
 FEW_CELLS, MIN_RATIO_OF_FEW = 3, 3.0
 """Fewer cells between the same stages than these do not show how much healthy ones differ; their smallest ratio."""
 
-MIN_EXCESS_S = 50e-6
-"""Smallest excess of a slow cell: below, the clocks and the threads that note the end differ."""
-
-NOISE_FLOOR = 0.05
-"""Smallest deviation of a cell's mean, as a share of the peers'."""
+MIN_EXCESS_S = 50e-6  # smallest excess of a slow cell: below, the clocks and the threads that note the end differ
+NOISE_FLOOR = 0.05  # smallest deviation of a cell's mean, as a share of the peers'
 
 Edge = tuple[int, int]
 """Sending and receiving unit: nodes, or ranks if all are on one node."""
@@ -62,10 +58,13 @@ class Messages(NamedTuple):
     @classmethod
     def of_table(cls, events: Columns, places: Places) -> Messages:
         """Pair the sends and receives in the table `events`."""
-        receives, sends, forward = (_is(events, *each) for each in (
-            ("name", "receive"), ("name", "send"), ("direction", "forward")
-        ))  # fmt: skip
-        at = np.flatnonzero((np.asarray(events["peer"]) >= 0) & (receives | sends))
+
+        def rows_with(name: str, text: str) -> Booleans:
+            values, code = dictionary(events[name])
+            return np.array([value == text for value in values], bool)[code]
+
+        receives, forward = rows_with("name", "receive"), rows_with("direction", "forward")
+        at = np.flatnonzero((np.asarray(events["peer"]) >= 0) & (receives | rows_with("name", "send")))
         receives, rank, peer = receives[at], np.asarray(events["rank"])[at], np.asarray(events["peer"])[at]
         sender, receiver = np.where(receives, peer, rank), np.where(receives, rank, peer)
         numbers = [np.asarray(events[key])[at] for key in ("attempt", "step", "stage", "microbatch", "layer")]
@@ -89,12 +88,6 @@ class Messages(NamedTuple):
         return Messages(*(column[mine] for column in self))
 
 
-def _is(events: Columns, name: str, text: str) -> Booleans:
-    """Return which rows have a text in a column."""
-    values, code = dictionary(events[name])
-    return np.array([value == text for value in values], bool)[code]
-
-
 @dataclass(frozen=True)
 class SlowPath:
     """A slow node or link. `kind` "send", "receive" or "node" (both), or "link"; `delay_s`, `peer_s`: mean delay in its
@@ -111,52 +104,44 @@ class SlowPath:
     receivers: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class DelayMatrix:
-    """Cells of ranks that send to each other: `sender`, `receiver` [C], their mean `delay_s`, the `peer_s` of cells
-    between the same stages, the number of `messages` in a step, and whether the cell is `slow`.
+def slow_paths(found: Messages, places: Places) -> Iterator[SlowPath]:
+    """Yield the slow nodes and links by the delays of messages, in cells of ranks that send to each other.
+
+    Beside the median of its peers counts the deviation among them, or the error of the cell's mean and of the peers',
+    where that is larger.
     """
-
-    sender: Integers
-    receiver: Integers
-    delay_s: Floats
-    peer_s: Floats
-    messages: Floats
-    slow: Booleans
-    paths: tuple[SlowPath, ...] = ()
-
-
-def delay_matrix(found: Messages, places: Places) -> DelayMatrix:
-    """Return the delays of messages, and the slow paths that explain them."""
     sender, receiver, step, delay = found
     changes = np.diff(sender) + np.diff(receiver) * 1j != 0
     starts = np.flatnonzero(np.append(True, changes)) if len(sender) else sender
-    counts = np.diff(np.append(starts, len(sender)))
-    cells = places.index(sender[starts]), places.index(receiver[starts])
+    counts, receiver = np.diff(np.append(starts, len(sender))), receiver[starts]
+    ranks = np.stack([places.index(sender[starts]), places.index(receiver)], 1)  # [cells, 2]
     mean = np.add.reduceat(delay, starts) / counts if len(sender) else delay
     steps = max(1, len(np.unique(step)))
-    peer_s, deviation, ratio = _compare(cells, mean, _cell_errors(delay, step, mean, counts, steps), places)
+    stage, here = places.coords["pp"], places.node[ranks[:, 0]] == places.node[ranks[:, 1]]
+    role = (stage[ranks[:, 0]] * (int(stage.max(initial=0)) + 1) + stage[ranks[:, 1]]) * 2 + here
+    peer_s, error = peer_median(mean, role), _cell_errors(delay, step, mean, counts, steps)
+    spread = MAD_TO_DEVIATION * peer_median(np.abs(mean - peer_s), role)
+    errors = np.hypot(error, peer_median(error, role))
+    deviation = np.maximum(errors, np.maximum(spread, NOISE_FLOOR * peer_s))
+    ratio = np.where(np.bincount(role)[role] >= FEW_CELLS, MIN_RATIO, MIN_RATIO_OF_FEW)
     slow = (mean - peer_s > np.maximum(MIN_SCORE * deviation, MIN_EXCESS_S)) & (mean >= ratio * peer_s)
-    matrix = DelayMatrix(sender[starts], receiver[starts], mean, peer_s, counts / steps, slow)
-    return replace(matrix, paths=tuple(_slow_paths(matrix, _Cells.from_places(*cells, places), places)))
-
-
-def _slow_paths(matrix: DelayMatrix, cells: _Cells, places: Places) -> Iterator[SlowPath]:
-    """Yield the nodes and links that explain the slow cells."""
-    for kind, ends, edges in _explain(cells.edges(matrix.slow)):
-        mine = matrix.slow & cells.among(edges)
-        ranks = np.unique(cells.ranks[mine][np.isin(cells.units[mine], ends)])
-        excess = (matrix.delay_s - matrix.peer_s) * matrix.messages
+    excess = (mean - peer_s) * (counts / steps)  # of a step
+    units = places.node[ranks] if len(places.nodes) > 1 else ranks
+    pairs, pair, cells = np.unique(units, axis=0, return_inverse=True, return_counts=True)
+    pair = pair.reshape(-1)
+    share = np.bincount(pair, slow, len(pairs)) / cells
+    edges = {(int(a), int(b)): bool(part > 0.5) for (a, b), part in zip(pairs, share, strict=True)}
+    for kind, ends, chosen in _explain(edges):
+        mine = slow & np.array([edge in chosen for edge in edges], bool)[pair]
         worst = np.flatnonzero(mine)[np.argmax(excess[mine])]
-        stages = places.coords["pp"][cells.ranks[mine]]
-        per_step_s = sum(
-            float(excess[mine][(stages == direction).all(1)].max()) for direction in np.unique(stages, axis=0)
-        )
+        between = stage[ranks[mine]]
+        per_step_s = sum(float(excess[mine][(between == one).all(1)].max()) for one in np.unique(between, axis=0))
         nodes = tuple(places.nodes[end] for end in dict.fromkeys(ends)) if len(places.nodes) > 1 else ()
         who: CulpritKind = "link" if kind == "link" else "node" if nodes else "ranks"
+        culprits = places.rank[np.unique(ranks[mine][np.isin(units[mine], ends)])]
         yield SlowPath(
-            kind, SlowCulprit(who, tuple(map(int, places.rank[ranks])), nodes), float(matrix.delay_s[worst]),
-            float(matrix.peer_s[worst]), per_step_s, tuple(map(int, np.unique(matrix.receiver[mine]))),
+            kind, SlowCulprit(who, tuple(map(int, culprits)), nodes), float(mean[worst]), float(peer_s[worst]),
+            per_step_s, tuple(map(int, np.unique(receiver[mine]))),
         )  # fmt: skip
 
 
@@ -171,55 +156,19 @@ def _cell_errors(delay: Floats, step: Integers, mean: Floats, counts: Integers, 
     return np.asarray(np.sqrt(np.bincount(cell, (of_step - mean[cell]) ** 2, len(counts))) / steps)
 
 
-def _compare(
-    cells: tuple[Integers, Integers], delay: Floats, error: Floats, places: Places
-) -> tuple[Floats, Floats, Floats]:
-    """Return the median delay of each cell's peers; the deviation: among the peers, or the `error` of the cell's mean
-    and of the peers', where that is larger; and the smallest ratio to the peers of a slow cell.
-    """
-    stage, here = places.coords["pp"], places.node[cells[0]] == places.node[cells[1]]
-    role = (stage[cells[0]] * (int(stage.max(initial=0)) + 1) + stage[cells[1]]) * 2 + here
-    peer_s, deviation, ratio = np.empty_like(delay), np.empty_like(delay), np.empty_like(delay)
-    for code in np.unique(role):
-        mine = role == code
-        peer_s[mine] = median = lower_median(delay[mine])
-        spread = MAD_TO_DEVIATION * lower_median(np.abs(delay[mine] - median))
-        errors = np.hypot(error[mine], lower_median(error[mine]))
-        deviation[mine] = np.maximum(errors, max(float(spread), NOISE_FLOOR * float(median)))
-        ratio[mine] = MIN_RATIO if mine.sum() >= FEW_CELLS else MIN_RATIO_OF_FEW
-    return peer_s, deviation, ratio
-
-
-class _Cells(NamedTuple):
-    """Cells with the positions of `ranks` [C, 2] and of `units` [C, 2], nodes or ranks."""
-
-    ranks: Integers
-    units: Integers
-
-    @classmethod
-    def from_places(cls, sender: Integers, receiver: Integers, places: Places) -> _Cells:
-        ranks = np.stack([sender, receiver], 1)
-        return cls(ranks, places.node[ranks] if len(places.nodes) > 1 else ranks)
-
-    def edges(self, slow: Booleans) -> dict[Edge, bool]:
-        """Return the pairs of units, and whether most cells of the pair are slow."""
-        pairs, cell = np.unique(self.units, axis=0, return_inverse=True)
-        share = np.bincount(cell.reshape(-1), slow, len(pairs)) / np.bincount(cell.reshape(-1), minlength=len(pairs))
-        return {(int(a), int(b)): bool(part > 0.5) for (a, b), part in zip(pairs, share, strict=True)}
-
-    def among(self, edges: set[Edge]) -> Booleans:
-        """Return which cells belong to some pairs of units."""
-        return np.array([(int(a), int(b)) in edges for a, b in self.units], bool)
-
-
 def _explain(edges: Mapping[Edge, bool]) -> Iterator[tuple[PathKind, Edge, set[Edge]]]:
     """Yield the units all of whose edges to or from several others are slow, then the links of the remaining slow
     edges; with the kind, the unit or both ends, and the edges.
     """
     slow = {edge for edge, is_slow in edges.items() if is_slow}
     rest = set(slow)
+
+    def all_slow(unit: int, side: int) -> bool:
+        mine = [is_slow for edge, is_slow in edges.items() if edge[side] == unit]
+        return len(mine) > 1 and all(mine)
+
     for unit, _ in Counter(end for edge in slow for end in edge).most_common():
-        sides = [side for side in (0, 1) if _all_slow(edges, unit, side)]
+        sides = [side for side in (0, 1) if all_slow(unit, side)]
         chosen = {edge for edge in slow if any(edge[side] == unit for side in sides)}
         if chosen & rest:
             yield "node" if len(sides) == 2 else ("send", "receive")[sides[0]], (unit, unit), chosen
@@ -228,18 +177,13 @@ def _explain(edges: Mapping[Edge, bool]) -> Iterator[tuple[PathKind, Edge, set[E
         yield "link", ends, rest & {ends, ends[::-1]}
 
 
-def _all_slow(edges: Mapping[Edge, bool], unit: int, side: int) -> bool:
-    mine = [is_slow for edge, is_slow in edges.items() if edge[side] == unit]
-    return len(mine) > 1 and all(mine)
-
-
 def slow_links(cube: StepCube, levels: StepLevels, events: Columns) -> Iterator[SlowCause]:
     """Yield the slow nodes and links of the stretches of which there are messages in the table `events`."""
     found: dict[str, dict[int, SlowPath]] = {}
     messages = Messages.of_table(events, cube.places)
     for number, stretch in enumerate(levels.stretches):
         mine = messages.within(stretch.first, stretch.last)
-        for path in delay_matrix(mine, cube.places).paths if len(mine.step) else ():
+        for path in slow_paths(mine, cube.places) if len(mine.step) else ():
             found.setdefault(str(path.culprit), {})[number] = path
     for seen in found.values():
         path = seen[max(seen)]

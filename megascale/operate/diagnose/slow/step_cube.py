@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megascale.layout.topology import AXES, DATA_AXES
-from megascale.operate.store.schema import COLD_TAGS, COMMON, STEP_AXIS
+from megascale.operate.store.schema import COLD_TAGS, COMMON
 from megascale.record.events import COMPUTE, HOST_AXIS, PAUSE
 from megascale.schedule.ir import Kind
 
@@ -30,8 +30,7 @@ Booleans = npt.NDArray[Any]
 Columns = Mapping[str, npt.NDArray[Any]]
 """A table's columns by name: arrays, of text also dictionary arrays of pyarrow, with the codes of the store's files."""
 
-OTHER = "other"
-"""Name of the host's part of a step outside of all recorded actions, waits and activities."""
+OTHER = "other"  # name of the host's part of a step outside of all recorded actions, waits and activities
 
 CLASS_TAGS = frozenset({"gc", "evaluation", "checkpoint"})
 """Tags of steps that a known cause has made longer: these are not compared with the others, unless they are common."""
@@ -85,8 +84,15 @@ class Places:
         last = last[np.argsort(np.asarray(ranks["rank"])[last])]
         nodes, node = np.unique(np.asarray(ranks["node"])[last].astype(str), return_inverse=True)
         coords = {axis: np.asarray(ranks[axis])[last] for axis in AXES}
-        crowded = _crowded({name: column[last] for name, column in ranks.items()}) if "cores" in ranks else ()
-        return cls(np.asarray(ranks["rank"])[last], node, tuple(map(str, nodes)), coords, crowded)
+        crowded = list[tuple[str, int, int]]()
+        if "cores" in ranks:  # agents on one host count its cores alike; 0: not known
+            names = np.asarray(ranks["host"])[last].astype(str)
+            hosts, host, count = np.unique(names, return_inverse=True, return_counts=True)
+            cores = np.zeros(len(hosts), int)
+            np.maximum.at(cores, host, np.ma.filled(ranks["cores"][last], 0))
+            few = np.flatnonzero((cores > 0) & (cores < count))
+            crowded = [(str(hosts[at]), int(count[at]), int(cores[at])) for at in few]
+        return cls(np.asarray(ranks["rank"])[last], node, tuple(map(str, nodes)), coords, tuple(crowded))
 
     def index(self, ranks: Integers) -> Integers:
         """Return the positions of `ranks`; -1 for unknown ranks."""
@@ -104,15 +110,6 @@ class Places:
         """Return a code for each rank, equal for the ranks of a communication group along `axis`."""
         along = {"dp": DATA_AXES}.get(axis, (axis,))
         return self.codes(*(other for other in AXES if other not in along)) if along[0] in AXES else self.codes()
-
-
-def _crowded(ranks: Columns) -> tuple[tuple[str, int, int], ...]:
-    """Return the hosts with fewer cores than ranks. Agents on one host count its cores alike; 0: not known."""
-    hosts, host, count = np.unique(np.asarray(ranks["host"]).astype(str), return_inverse=True, return_counts=True)
-    cores = np.zeros(len(hosts), int)
-    np.maximum.at(cores, host, np.ma.filled(ranks["cores"], 0))
-    few = np.flatnonzero((cores > 0) & (cores < count))
-    return tuple((str(hosts[at]), int(count[at]), int(cores[at])) for at in few)
 
 
 def first_alike(ranks: Columns) -> int:
@@ -246,38 +243,35 @@ class _Rows(NamedTuple):
     """
 
     table: Columns
-    at: Integers | slice
     rank: Integers
     step: Integers
 
     @classmethod
     def of_table(cls, table: Columns, places: Places, steps: Integers, attempts: Integers) -> _Rows:
         (ranks, rank), (numbers, step) = dictionary(table["rank"]), dictionary(table["step"])
-        if not len(steps):
-            return cls(table, step[:0], rank[:0], step[:0])
-        position = np.searchsorted(steps, numbers).clip(max=len(steps) - 1)
+        position = np.searchsorted(steps, numbers)
+        known = np.append(steps, -1)[position] == numbers
         rank = places.index(np.array(ranks, int)).astype(np.int32)[rank]
-        step = np.where(steps[position] == numbers, position, -1).astype(np.int32)[step]
-        known = (rank >= 0) & (step >= 0) & (attempts[step] == table["attempt"])
-        return cls(table, slice(None), rank, step).take(known)
+        step = np.where(known, position, -1).astype(np.int32)[step]
+        last = np.append(attempts, -1)[step] == table["attempt"]
+        return cls(table, rank, step).take((rank >= 0) & (step >= 0) & last)
 
     def column(self, name: str) -> npt.NDArray[Any]:
-        return np.asarray(self.table[name])[self.at]
-
-    def codes(self, name: str) -> tuple[list[Any], Integers]:
-        """Return the distinct values of a column, of these rows and of others, and each row's index among them."""
-        values, code = dictionary(self.table[name])
-        return values, code[self.at]
+        return np.asarray(self.table[name])
 
     def take(self, chosen: Booleans) -> _Rows:
         if chosen.all():
             return self
-        at = np.flatnonzero(chosen) if isinstance(self.at, slice) else self.at[chosen]
-        return self._replace(at=at, rank=self.rank[chosen], step=self.step[chosen])
+        at = np.flatnonzero(chosen)
+        table = {
+            name: column[at] if isinstance(column, np.ndarray) else column.take(at)
+            for name, column in self.table.items()
+        }
+        return _Rows(table, self.rank[at], self.step[at])
 
     def parts(self) -> tuple[tuple[Part, ...], Integers]:
         """Return the parts of these rows in ascending order, and each row's index among them."""
-        columns, code = [self.codes(name) for name in Part._fields], np.zeros(len(self.rank), np.int32)
+        columns, code = [dictionary(self.table[name]) for name in Part._fields], np.zeros(len(self.rank), np.int32)
         for values, index in columns:
             code = code * len(values) + index
         there = np.flatnonzero(np.bincount(code))
@@ -296,7 +290,7 @@ def _step_arrays(rows: _Rows, shape: tuple[int, int]) -> dict[str, Any]:
     tokens, flops = np.zeros(shape[1]), np.zeros(shape[1])
     wall[rows.rank, rows.step] = rows.column("train_ns") / 1e9
     tokens[rows.step], flops[rows.step] = rows.column("tokens"), rows.column("flops")
-    tags, code = rows.codes("tags")
+    tags, code = dictionary(rows.table["tags"])
     named = [frozenset(tag.split(",")) for tag in tags]
     cold = np.array([not names.isdisjoint(COLD_TAGS) for names in named], bool)[code]
     warm[rows.step[cold]] = False
@@ -309,9 +303,6 @@ def _step_arrays(rows: _Rows, shape: tuple[int, int]) -> dict[str, Any]:
 
 def _part_arrays(rows: _Rows, shape: tuple[int, int]) -> dict[str, Any]:
     """Return the fields of a cube that the table `step_parts` has."""
-    axes, axis = rows.codes("axis")
-    if STEP_AXIS in axes:
-        rows = rows.take(axis != axes.index(STEP_AXIS))
     parts, part = rows.parts()
     total, exposed = rows.column("total_ns") / 1e9, rows.column("exposed_ns") / 1e9
     compute, host = (np.array([key.axis == axis for key in parts], bool)[part] for axis in (COMPUTE, HOST_AXIS))
@@ -328,8 +319,7 @@ def _part_arrays(rows: _Rows, shape: tuple[int, int]) -> dict[str, Any]:
     exposed[compute | host] = 0.0
     wait = sums(exposed)
     entered, reduces = np.zeros(shape, np.int64), np.array([key[:2] in REDUCTIONS for key in parts], bool)[part]
-    issued = rows.take(reduces)
-    np.maximum.at(entered, (issued.rank, issued.step), issued.column("last_issue_ns"))
+    np.maximum.at(entered, (rows.rank[reduces], rows.step[reduces]), rows.column("last_issue_ns")[reduces])
     sizes = np.bincount(rows.rank * len(parts) + part, rows.column("bytes"), shape[0] * len(parts))
     forwards = [rows.column("count")[part == at] for at, key in enumerate(parts) if key[:2] == (COMPUTE, Kind.F)]
     return {

@@ -22,32 +22,15 @@ import numpy as np
 from megascale.operate.diagnose.slow.peers import MAD_TO_DEVIATION
 from megascale.operate.diagnose.slow.step_cube import Booleans, Floats, Integers, StepCube
 
-MIN_SHIFT = 6.0
-"""Smallest shift of a mean in standard errors: the largest of all cuts of a noisy series reaches 4."""
-
-MIN_RARE_SHIFT = 3.0
-"""Smallest shift of a mean, in standard errors, at the largest shift, where one mean is less than half of the other."""
-
-MIN_SEGMENT = 8
-"""Fewest points of a segment."""
-
-MAX_NOISE = 5.0
-"""Deviations from the median of its neighbours to which an outlier is clipped."""
-
-WINDOW = 50
-"""Most steps of a stretch."""
-
-BLOCK = 10
-"""Steps whose mean varies by the noise of a run: what other programs take away lasts longer than a step."""
-
-MAX_EXCESS = 0.25
-"""Largest share by which an ordinary step exceeds its prediction."""
-
-ROUNDS = 3
-"""Fits, each without the steps that the last one calls slow."""
-
-MIN_REST_SHARE = 0.02
-"""Smallest share of a step that is lost for no known cause, to be told, or to look for its cause."""
+MIN_SHIFT = 6.0  # smallest shift of a mean in standard errors: the largest of all cuts of a noisy series reaches 4
+MIN_RARE_SHIFT = 3.0  # smallest shift, in standard errors, where one mean is less than half of the other
+MIN_SEGMENT = 8  # fewest points of a segment
+MAX_NOISE = 5.0  # deviations from the median of its neighbours to which an outlier is clipped
+WINDOW = 50  # most steps of a stretch
+BLOCK = 10  # steps whose mean varies by the noise of a run: what other programs take away lasts longer than a step
+MAX_EXCESS = 0.25  # largest share by which an ordinary step exceeds its prediction
+ROUNDS = 3  # fits, each without the steps that the last one calls slow
+MIN_REST_SHARE = 0.02  # smallest share of a step that is lost for no known cause, to be told, or to look for its cause
 
 MIN_EXPLAINED = 1 / 3
 """Share of a loss from which on the causes that are known explain all of it: the model is not more exact, and a process
@@ -109,18 +92,13 @@ def step_levels(recent: StepCube, sample: StepCube, onsets: Iterable[int] = ()) 
     steps, work = number.astype(int), relative_work(tokens, flops, wall)
     seconds = wall / work
     longer = np.maximum(0.0, seconds - np.median(seconds)) if len(seconds) else seconds
-    cuts = sorted({*change_points(seconds), *shifts_of(longer), *np.searchsorted(steps, sorted(onsets)).tolist()})
-    bounds = [0, *_apart(cuts, len(steps)), len(steps)] if len(steps) else []
+    bounds = [0]  # cuts that leave segments of MIN_SEGMENT points or more
+    for cut in sorted({*change_points(seconds), *shifts_of(longer), *np.searchsorted(steps, sorted(onsets)).tolist()}):
+        if min(cut - bounds[-1], len(steps) - cut) >= MIN_SEGMENT:
+            bounds.append(cut)
+    bounds += [len(steps)] if len(steps) else []
     levels = tuple(slice(*ends) for ends in itertools.pairwise(bounds))
     return StepLevels(steps, seconds, work, levels, tuple(_stretches(steps, seconds, levels)))
-
-
-def _apart(cuts: Sequence[int], size: int) -> Iterator[int]:
-    """Yield the cuts that leave segments of MIN_SEGMENT points or more."""
-    last = 0
-    for cut in cuts:
-        if min(cut - last, size - cut) >= MIN_SEGMENT:
-            yield (last := cut)
 
 
 def relative_work(tokens: Floats, flops: Floats, wall: Floats) -> Floats:
@@ -170,9 +148,13 @@ def _stretches(number: Integers, seconds: Floats, levels: Sequence[slice]) -> It
 
 def change_points(values: Floats, threshold: float = MIN_SHIFT) -> list[int]:
     """Return the positions at which a new segment of a series begins, in ascending order."""
-    noise = MAD_TO_DEVIATION * float(np.median(np.abs(np.diff(values)))) / np.sqrt(2) if len(values) > 1 else 0.0
-    noise = max(noise, 1e-4 * float(np.abs(values).mean()) if len(values) else 0.0, 1e-12)
-    values = _without_outliers(values, noise)
+    if len(values) < 2 * MIN_SEGMENT:
+        return []
+    noise = MAD_TO_DEVIATION * float(np.median(np.abs(np.diff(values)))) / np.sqrt(2)
+    noise = max(noise, 1e-4 * float(np.abs(values).mean()), 1e-12)
+    padded = np.pad(values, MIN_SEGMENT, mode="symmetric")
+    median = np.median(np.lib.stride_tricks.sliding_window_view(padded, 2 * MIN_SEGMENT + 1), 1)
+    values = np.clip(values, median - MAX_NOISE * noise, median + MAX_NOISE * noise)  # without outliers
     cuts: list[int] = []
     open_segments = [(0, len(values))]
     while open_segments:
@@ -185,15 +167,6 @@ def change_points(values: Floats, threshold: float = MIN_SHIFT) -> list[int]:
             cuts.append(cut)
             open_segments += [(start, cut), (cut, stop)]
     return sorted(cuts)
-
-
-def _without_outliers(values: Floats, noise: float) -> Floats:
-    """Return a series whose outliers are clipped to MAX_NOISE deviations from the median of their neighbours."""
-    if not len(values):
-        return values
-    padded = np.pad(values, MIN_SEGMENT, mode="symmetric")
-    median = np.median(np.lib.stride_tricks.sliding_window_view(padded, 2 * MIN_SEGMENT + 1), 1)
-    return np.asarray(np.clip(values, median - MAX_NOISE * noise, median + MAX_NOISE * noise))
 
 
 def _shifts(values: Floats, noise: float) -> Floats:
@@ -229,6 +202,7 @@ def predict_seconds(tokens: Floats, squares: Floats, seconds: Floats, ordinary: 
     return predicted
 
 
-def slow_steps(tokens: Floats, squares: Floats, seconds: Floats, ordinary: Booleans) -> Booleans:
-    """Return which ordinary steps exceed their prediction by MAX_EXCESS."""
-    return ordinary & (seconds > (1 + MAX_EXCESS) * predict_seconds(tokens, squares, seconds, ordinary))
+def excess_seconds(tokens: Floats, squares: Floats, seconds: Floats, ordinary: Booleans) -> Floats:
+    """Return by how much ordinary steps exceed their prediction; 0 for those below MAX_EXCESS of it."""
+    predicted = predict_seconds(tokens, squares, seconds, ordinary)
+    return np.where(ordinary & (seconds > (1 + MAX_EXCESS) * predicted), seconds - predicted, 0.0)

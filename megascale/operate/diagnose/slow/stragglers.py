@@ -14,23 +14,18 @@ import numpy as np
 from megascale.core.rank import format_ranks
 from megascale.layout.topology import AXES
 from megascale.operate.diagnose.slow.finding import JOB, SlowCause, SlowCulprit
-from megascale.operate.diagnose.slow.heatmap import MIN_STEPS, Kind, Loss, Outlier, excess_of, heat_map
+from megascale.operate.diagnose.slow.heatmap import MIN_STEPS, Kind, Outlier, excess_of, heat_map
 from megascale.operate.diagnose.slow.job_cost import Excess, job_costs
-from megascale.operate.diagnose.slow.peers import MIN_SCORE, deviation_of, lower_median
+from megascale.operate.diagnose.slow.peers import MIN_SCORE, Groups, deviation_of, lower_median
 from megascale.operate.diagnose.slow.step_cube import Floats, Integers, StepCube
 from megascale.operate.diagnose.slow.step_levels import MIN_REST_SHARE, StepLevels
 
 MIN_GROUP_RATIO, MIN_GROUP_SHARE = 1.5, 0.01
 """Smallest ratio of a slow group's transfer to its peers', and its smallest excess, as a share of the step."""
 
-MIN_PAUSED_SHARE = 0.02
-"""Smallest share of the steps with a pause of some ranks: rarer ones are planned, or no habit."""
-
-SAME_SIZE = 0.1
-"""Largest relative difference in bytes between a group and its next larger peer."""
-
-PERSISTENT = 0.8
-"""Share of the steps in which a slow group is slow."""
+MIN_PAUSED_SHARE = 0.02  # smallest share of the steps with a pause of some ranks: rarer ones are planned, or no habit
+SAME_SIZE = 0.1  # largest relative difference in bytes between a group and its next larger peer
+PERSISTENT = 0.8  # share of the steps in which a slow group is slow
 
 REASONS: dict[Kind, str] = {
     "pause": "stands still longer (stopped, frozen, or without a core)",
@@ -44,8 +39,7 @@ def stragglers(cube: StepCube, levels: StepLevels) -> Iterator[SlowCause]:
     for number, stretch in enumerate(levels.stretches):
         now, usual = (cube.take(cube.within(ends)) for ends in (stretch[:2], stretch.usual))
         lost = stretch.lost_s >= MIN_REST_SHARE * stretch.seconds and len(usual.steps) >= MIN_STEPS
-        loss = Loss(usual, stretch.lost_s) if lost else None
-        for outlier in heat_map(now, loss=loss).outliers:
+        for outlier in heat_map(now, usual if lost else None, stretch.lost_s).outliers:
             found.setdefault((outlier.kind, outlier.culprit), []).append((number, outlier))
     nodes = {(kind, rank): who for kind, who in found if who.nodes for rank in who.ranks}
     joined: dict[tuple[Kind, SlowCulprit], list[tuple[int, Outlier]]] = {}
@@ -115,20 +109,13 @@ def slow_groups(cube: StepCube, levels: StepLevels) -> Iterator[SlowCause]:
     the groups along the axis that carry as many bytes; a group without peers is compared with its usual steps.
     """
     for axis in [axis for axis in cube.axes if axis in AXES and axis != "pp"]:
-        code, parts = cube.places.group_codes(axis), cube.select(axis)
-        order = np.argsort(code, kind="stable")
-        starts = np.flatnonzero(np.append(True, np.diff(code[order]) != 0))
-        transfer = np.minimum.reduceat(cube.wait[order][:, :, parts], starts).sum(2)
-        size = np.maximum.reduceat(cube.bytes[order][:, parts], starts).sum(1)
-        members = np.split(cube.places.rank[order], starts[1:])
-        for peers in _alike(size):
+        groups, parts = Groups.of(cube.places.group_codes(axis)), cube.select(axis)
+        transfer = groups.reduce(np.minimum, cube.wait[:, :, parts]).sum(2)
+        size = groups.reduce(np.maximum, cube.bytes[:, parts]).sum(1)
+        members = [cube.places.rank[at] for at in groups.members]
+        order = np.argsort(size, kind="stable")
+        for peers in np.split(order, np.flatnonzero(np.diff(size[order]) > SAME_SIZE * size[order][:-1]) + 1):
             yield from _slow_groups(cube, levels, axis, transfer[peers], [members[peer] for peer in peers])
-
-
-def _alike(size: Floats) -> list[Integers]:
-    """Return the positions of groups that carry as many bytes."""
-    order = np.argsort(size, kind="stable")
-    return np.split(order, np.flatnonzero(np.diff(size[order]) > SAME_SIZE * size[order][:-1]) + 1)
 
 
 def _slow_groups(

@@ -189,3 +189,13 @@ class EndpointClient:
         if "error" in answer:
             raise TimeoutError(answer["error"])
         return answer
+
+
+def try_request(address: str, secret: bytes, do: str, timeout_s: float) -> str:
+    """Make a request to the endpoint at `address`; return why it failed, "" if it was answered."""
+    try:
+        with EndpointClient(address, secret, timeout_s) as endpoint:
+            endpoint.request(do)
+    except OSError as error:
+        return f"{address}: {error.strerror or error}"
+    return ""

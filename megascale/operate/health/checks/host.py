@@ -10,7 +10,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from megascale.core.limits import memory_map_limit, open_file_limits, process_limits
@@ -28,20 +28,18 @@ MIN_SHARED_MEMORY_PER_SLOT = 8 << 20
 
 def check_limits(arguments: Mapping[str, Any]) -> CheckResult:
     """Compare the limits with the needs of `slots` ranks. The value is the number of limits that are too low."""
-    found = list(_low_limits(int(arguments.get("slots", 1))))
-    return CheckResult("limits", value=float(len(found)), problem="; ".join(found))
-
-
-def _low_limits(slots: int) -> Iterator[str]:
+    slots, found = int(arguments.get("slots", 1)), list[str]()
     if (files := open_file_limits()[1]) < MIN_OPEN_FILES:
-        yield f"{files} open files, {MIN_OPEN_FILES} are needed: `ulimit -n`"
+        found.append(f"{files} open files, {MIN_OPEN_FILES} are needed: `ulimit -n`")
     if (maps := memory_map_limit()) < MIN_MEMORY_MAPS:
-        yield f"{maps} memory maps, {MIN_MEMORY_MAPS} are needed: `sysctl vm.max_map_count`"
+        found.append(f"{maps} memory maps, {MIN_MEMORY_MAPS} are needed: `sysctl vm.max_map_count`")
     if os.geteuid() and (processes := process_limits()[1]) < (needed := MIN_PROCESSES_PER_SLOT * slots):
-        yield f"{processes} processes, {needed} are needed: `ulimit -u`"
+        found.append(f"{processes} processes, {needed} are needed: `ulimit -u`")
     status = os.statvfs("/dev/shm")
     if (free := status.f_bavail * status.f_frsize) < (shared := MIN_SHARED_MEMORY_PER_SLOT * slots):
-        yield f"{format_bytes(free)} free in /dev/shm, {format_bytes(shared)} are needed: `docker run --shm-size`"
+        space = f"{format_bytes(free)} free in /dev/shm, {format_bytes(shared)} are needed"
+        found.append(f"{space}: `docker run --shm-size`")
+    return CheckResult("limits", value=float(len(found)), problem="; ".join(found))
 
 
 MEMORY_BYTES = 64 << 20

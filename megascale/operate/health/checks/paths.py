@@ -16,14 +16,13 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from megascale.operate.health.checks.endpoint import EndpointClient, check_secret
+from megascale.operate.health.checks.endpoint import EndpointClient, check_secret, try_request
 from megascale.operate.health.checks.result import CheckResult
 
 REACH_S = 3.0
 """Seconds in which an endpoint must answer."""
 
 CONNECTIONS = 64
-"""Concurrent connections of a node."""
 
 
 def check_reach(arguments: Mapping[str, Any]) -> CheckResult:
@@ -32,20 +31,12 @@ def check_reach(arguments: Mapping[str, Any]) -> CheckResult:
     The value is the number of nodes not reached, and the detail `unreached` has the errors by node.
     """
     peers: Mapping[str, str] = arguments["peers"]
-    connect = partial(_error, secret=check_secret(arguments), timeout_s=float(arguments.get("reach_s", REACH_S)))
+    secret, timeout_s = check_secret(arguments), float(arguments.get("reach_s", REACH_S))
+    connect = partial(try_request, secret=secret, do="time", timeout_s=timeout_s)
     with ThreadPoolExecutor(min(CONNECTIONS, max(1, len(peers)))) as threads:
         errors = dict(zip(peers, threads.map(connect, peers.values()), strict=True))
     unreached = {node: error for node, error in errors.items() if error}
     return CheckResult("reach", value=float(len(unreached)), details={"unreached": unreached})
-
-
-def _error(address: str, secret: bytes, timeout_s: float) -> str:
-    try:
-        with EndpointClient(address, secret, timeout_s) as endpoint:
-            endpoint.request("time")
-    except OSError as error:
-        return f"{address}: {error.strerror or error}"
-    return ""
 
 
 ROUND_TRIPS = 8

@@ -1,7 +1,7 @@
 """The processes of a node's checks: a check that hangs, crashes or imports torch leaves the caller as it was.
 
-    caller: agent or doctor  --  stdin: a CheckRequest as JSON  -->   check_process, one per rank or device
-                             <-- stdout: a CheckResult a line   --
+    caller: agent or doctor  --  stdin: names, arguments, caller as JSON  -->   check_process, one per rank or device
+                             <-- stdout: a CheckResult a line             --
 
 Processes inherit the job's secret with the environment, and end with the caller.
 """
@@ -15,7 +15,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -25,7 +25,7 @@ from megascale.core.process import module_command
 from megascale.core.rank import STORE_VARIABLE
 from megascale.core.registry import Card
 from megascale.operate.channel.secret import DESCRIPTOR_VARIABLE, SECRET_VARIABLE, new_secret
-from megascale.operate.health.checks.endpoint import EndpointClient, check_secret
+from megascale.operate.health.checks.endpoint import check_secret, try_request
 from megascale.operate.health.checks.result import CheckError, CheckResult
 
 OPEN_ENDPOINT, CLOSE_ENDPOINT = "open_endpoint", "close_endpoint"
@@ -35,22 +35,12 @@ RANK_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_USE_AGENT_STORE", STORE_VARIABLE,
 )  # fmt: skip
-"""Variables of a rank, which a check's process must not inherit."""
 
 LAST_LINES = 3
 """Lines of a failed process's stderr that its result repeats."""
 
 END_S = 2.0
 """Seconds in which a killed process must end; a process that waits for a dead disk does not, and is left behind."""
-
-
-@dataclass(frozen=True)
-class CheckRequest:
-    """The checks that a process runs, one after the other. `parent`: process id of the caller."""
-
-    names: tuple[str, ...]
-    arguments: Mapping[str, Any]
-    parent: int
 
 
 def checks_named(name: str) -> list[Card]:
@@ -74,8 +64,11 @@ async def run_check(name: str, arguments: Mapping[str, Any], timeout_s: float) -
 
     Raises: CheckError for an unknown check
     """
-    if name in (OPEN_ENDPOINT, CLOSE_ENDPOINT):
-        return await (_open_endpoint if name == OPEN_ENDPOINT else _close_endpoint)(arguments, timeout_s)
+    if name == OPEN_ENDPOINT:
+        return await _open_endpoint(arguments, timeout_s)
+    if name == CLOSE_ENDPOINT:
+        asked = arguments["address"], check_secret(arguments), "end", timeout_s
+        return CheckResult(name, problem=await asyncio.to_thread(try_request, *asked))
     start, cards = time.monotonic(), checks_named(name)
     results: list[CheckResult] = []
     for runs_on, some in groupby(cards, lambda card: str(card.facts["runs_on"])):
@@ -144,9 +137,16 @@ async def _run_process(
     """Run checks in one process; a check without a result gets one that says why."""
     start, lines = time.monotonic(), list[bytes]()
     process = await _start_process(names, arguments, env, descriptors)
+    stdout, stderr = process.stdout, process.stderr
+    assert stdout is not None and stderr is not None, "the process was started with pipes"
+
+    async def read_lines() -> None:
+        async for line in stdout:
+            lines.append(line)
+
     try:
         async with asyncio.timeout(timeout_s):
-            err = await _read(process, lines)
+            _, err, _ = await asyncio.gather(read_lines(), stderr.read(), process.wait())
         problem = _end_of(process.returncode or 0, err)
     except TimeoutError:
         await _kill(process)
@@ -154,10 +154,9 @@ async def _run_process(
     except asyncio.CancelledError:
         await _kill(process)
         raise
-    results = [CheckResult.from_dict(json.loads(line)) for line in lines]
     seconds = time.monotonic() - start
-    missing = [CheckResult(name, duration_s=seconds, problem=problem) for name in names[len(results) :]]
-    return [*results, *missing]
+    missing = [CheckResult(name, duration_s=seconds, problem=problem) for name in names[len(lines) :]]
+    return [*(CheckResult.from_dict(json.loads(line)) for line in lines), *missing]
 
 
 async def _open_endpoint(arguments: Mapping[str, Any], timeout_s: float) -> CheckResult:
@@ -179,20 +178,6 @@ async def _open_endpoint(arguments: Mapping[str, Any], timeout_s: float) -> Chec
     return CheckResult(OPEN_ENDPOINT, duration_s=time.monotonic() - start, problem=problem, details=details)
 
 
-async def _close_endpoint(arguments: Mapping[str, Any], timeout_s: float) -> CheckResult:
-    """End the endpoint at `address`."""
-
-    def close() -> str:
-        try:
-            with EndpointClient(arguments["address"], check_secret(arguments), timeout_s) as endpoint:
-                endpoint.request("end")
-        except OSError as error:
-            return f"{arguments['address']}: {error.strerror or error}"
-        return ""
-
-    return CheckResult(CLOSE_ENDPOINT, problem=await asyncio.to_thread(close))
-
-
 def secret_descriptors(env: Mapping[str, str]) -> list[int]:
     """Return the descriptors that a process inherits with the job's secret."""
     return [int(env[DESCRIPTOR_VARIABLE])] if DESCRIPTOR_VARIABLE in env else []
@@ -201,34 +186,18 @@ def secret_descriptors(env: Mapping[str, str]) -> list[int]:
 async def _start_process(
     names: Sequence[str], arguments: Mapping[str, Any], env: Mapping[str, str], descriptors: Sequence[int]
 ) -> asyncio.subprocess.Process:
-    """Start a process with a request."""
     process = await asyncio.create_subprocess_exec(
         *module_command("megascale.operate.health.checks.check_process"),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         env=dict(env), pass_fds=descriptors, start_new_session=True, limit=1 << 24,
     )  # fmt: skip
     assert process.stdin is not None, "the process was started with pipes"
-    process.stdin.write(json.dumps(asdict(CheckRequest(tuple(names), arguments, os.getpid()))).encode())
+    process.stdin.write(json.dumps([list(names), dict(arguments), os.getpid()]).encode())
     process.stdin.close()
     return process
 
 
-async def _read(process: asyncio.subprocess.Process, lines: list[bytes]) -> bytes:
-    """Add the lines of stdout to `lines` as they come, and return stderr at the process's end."""
-    stdout, stderr = process.stdout, process.stderr
-    assert stdout is not None and stderr is not None, "the process was started with pipes"
-
-    async def read_lines() -> None:
-        async for line in stdout:
-            lines.append(line)
-
-    _, err = await asyncio.gather(read_lines(), stderr.read())
-    await process.wait()
-    return err
-
-
 async def _kill(process: asyncio.subprocess.Process) -> None:
-    """Kill a process and its children, and wait for its end."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(TimeoutError):
@@ -258,11 +227,3 @@ def _combined(results: Sequence[CheckResult]) -> CheckResult:
         digest=" ".join(result.digest for result in results).strip(),
         details={"devices": [{"value": result.value, **result.details} for result in results]},
     )
-
-
-def read_request(text: str) -> CheckRequest:
-    """Read the request of the caller. Raises: CheckError"""
-    try:
-        return CheckRequest(**json.loads(text))
-    except (TypeError, ValueError) as error:
-        raise CheckError(f"not a request for checks: {error}", hint="megascale doctor --nodes runs checks") from None

@@ -34,10 +34,7 @@ def receive_for(connection: socket.socket, seconds: float) -> float:
 
 
 def send_until_answer(connection: socket.socket) -> None:
-    """Send until the other end answers or hangs up.
-
-    Raises: OSError if the transfer stalls
-    """
+    """Send until the other end answers or hangs up. Raises: OSError if the transfer stalls"""
     block = memoryview(bytes(BLOCK_BYTES))
     connection.setblocking(False)
     while True:

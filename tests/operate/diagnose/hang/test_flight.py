@@ -1,4 +1,6 @@
-"""The suspect of the flight recorder's dumps: dumps made by hand in torch's format, and dumps of real ranks."""
+"""The suspect of the flight recorder's dumps, and the verdict about the states made of them, with its chain of waits:
+dumps made by hand in torch's format, and dumps of real ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,9 @@ import pytest
 
 from megascale.core.rank import Rank
 from megascale.operate.diagnose.hang import flight
+from megascale.operate.diagnose.hang.hang import Verdict, hang_verdict
+from megascale.operate.diagnose.hang.wait_chain import wait_chain, waiting_sets
+from megascale.operate.diagnose.hang.waits import wait_graph
 from tests.operate.diagnose.hang.dumps import START, Recorder
 from tests.worlds import run_world
 
@@ -222,6 +227,64 @@ def test_the_command(tmp_path: Path) -> None:
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert lines[0].startswith(f"{tmp_path}: rank 3 on node1 never joined all_reduce 2 of group dp")
     assert lines[1] == f"{tmp_path / 'none'}: no rank is known to wait for another"
+
+
+def verdict_in(folder: Path) -> tuple[Verdict, list[str]]:
+    """Return the verdict, and the chain of waits."""
+    records = flight.read_dumped_records(folder, "run", len(WORLD))
+    verdict = hang_verdict(records, {})
+    suspect = flight.find_suspect(folder)
+    assert suspect is not None and suspect.rank in verdict.ranks
+    return verdict, list(map(str, wait_chain(waiting_sets(wait_graph(records)), verdict.ranks)))
+
+
+@pytest.mark.parametrize("victim", WORLD)
+def test_the_verdict_about_the_rank_that_never_joined(victim: int, tmp_path: Path) -> None:
+    stuck(tmp_path, victim)
+    verdict, chain = verdict_in(tmp_path)
+    assert (verdict.kind, verdict.ranks, verdict.group, verdict.confident) == ("collective", (victim,), "dp", True)
+    first = min(rank for rank in WORLD if rank != victim)
+    assert chain == [f"rank {first} waits in all_reduce 2 of group dp (with 2 other ranks) for rank {victim}"]
+
+
+def test_the_verdict_about_a_rank_without_a_dump(tmp_path: Path) -> None:
+    stuck(tmp_path)
+    (tmp_path / "node1_rank_3").unlink()
+    verdict, _ = verdict_in(tmp_path)
+    assert (verdict.kind, verdict.ranks) == ("unknown", (3,))
+
+
+def test_a_chain_through_ranks_that_wait_themselves(tmp_path: Path) -> None:
+    """Rank 0 waits for 1 in dp, 1 for a message of 2, and 2 for 3 in tp."""
+    ranks = recorders(dp=[0, 1], pp=[1, 2], tp=[2, 3])
+    ranks[0].collective("dp", at=4, done=False)
+    ranks[1].message("pp", "recv", 2, at=3, done=False)
+    ranks[2].collective("tp", "all_gather_into_tensor", at=2, done=False)
+    write(tmp_path, ranks)
+    verdict, chain = verdict_in(tmp_path)
+    assert verdict.ranks == (3,)
+    assert chain == [
+        "rank 0 waits in all_reduce 1 of group dp for rank 1",
+        "rank 1 waits in recv 0 of group pp receive 2 for rank 2",
+        "rank 2 waits in all_gather_into_tensor 1 of group tp for rank 3",
+    ]
+
+
+def test_a_rank_with_several_operations_waits_for_its_device(tmp_path: Path) -> None:
+    ranks = recorders(dp=WORLD, tp=[0, 1])
+    ranks[0].collective("tp", at=1, done=False)
+    for rank in (ranks[0], ranks[2], ranks[3]):
+        rank.collective("dp", at=2, done=False)
+    write(tmp_path, ranks)
+    verdict, _ = verdict_in(tmp_path)
+    assert (verdict.kind, verdict.ranks) == ("collective", (1,))
+
+
+def test_nothing_is_made_of_dumps_that_cannot_tell(tmp_path: Path) -> None:
+    assert flight.read_dumped_records(tmp_path, "run", 4) == {}
+    stuck(tmp_path)
+    (tmp_path / "node1_rank_2").write_bytes(b"cut")
+    assert flight.read_dumped_records(tmp_path, "run", 4) == {}
 
 
 def leave_a_real_dump(rank: Rank, folder: Path) -> None:

@@ -14,9 +14,8 @@ from lab.fleet_times import FleetFault, FleetLayout
 from lab.observe import findings_of
 from megascale.layout.topology import Topology
 from megascale.operate.diagnose.slow.finding import JOB, Finding
-from megascale.operate.diagnose.slow.findings import combine, crowd_note, findings
+from megascale.operate.diagnose.slow.findings import MIN_COST_SHARE, combine, crowd_note, findings
 from megascale.operate.diagnose.slow.heatmap import heat_map
-from megascale.operate.diagnose.slow.loss_shares import MIN_COST_SHARE
 from megascale.operate.diagnose.slow.step_cube import Part, StepCube
 from megascale.operate.store.query import open_store
 

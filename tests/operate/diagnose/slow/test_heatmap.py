@@ -12,7 +12,7 @@ from lab.fleet_tables import cube_of
 from lab.fleet_times import FleetFault, FleetLayout
 from megascale.layout.topology import Topology
 from megascale.operate.diagnose.slow import heatmap
-from megascale.operate.diagnose.slow.heatmap import HeatMap, Loss, heat_map
+from megascale.operate.diagnose.slow.heatmap import HeatMap, heat_map
 from megascale.operate.diagnose.slow.step_cube import Part, Places, StepCube
 
 WIDE = FleetLayout(Topology(tp=4, pp=4, dp=4), microbatches=16)
@@ -121,8 +121,8 @@ def test_a_rank_whose_excess_explains_the_loss_is_an_outlier() -> None:
     window = replace(cube, own=own).take(slice(30, 60))
     lost = float((own - cube.own)[3, 30:].sum(1).mean())
     assert not heat_map(window).outliers
-    assert names(heat_map(window, loss=Loss(usual, lost))) == {"rank 3"}
-    assert not heat_map(cube.take(slice(30, 60)), loss=Loss(usual, lost)).outliers
+    assert names(heat_map(window, usual, lost)) == {"rank 3"}
+    assert not heat_map(cube.take(slice(30, 60)), usual, lost).outliers
 
 
 @pytest.mark.filterwarnings("error")

@@ -16,7 +16,6 @@ from megascale.operate.diagnose.slow.host_outliers import (
     OutlierSettings,
     find_host_outliers,
     recent_host_outliers,
-    stage_roles,
 )
 from megascale.operate.diagnose.slow.host_series import HostTable, read_host_table
 from megascale.operate.store.query import open_store
@@ -111,11 +110,6 @@ def test_hosts_of_one_role_are_compared_with_each_other() -> None:
     assert fleet.culprit is not None
     roles[fleet.culprit] = "alone"
     assert find_host_outliers(fleet.table, roles=roles) == []
-
-
-def test_roles_are_pipeline_stages() -> None:
-    ranks = {"node": np.array(["a", "a", "b", "b"], object), "pp": np.array([1, 0, 1, 1])}
-    assert stage_roles(ranks) == {"a": "0,1", "b": "1"}
 
 
 def test_the_newest_samples_of_an_event_store(tmp_path: Path) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import pytest
 
-from megascale.operate.diagnose.slow.host_series import HostTable, read_series, split_device
+from megascale.operate.diagnose.slow.host_series import HostTable, read_series
 from megascale.operate.diagnose.slow.step_cube import dictionary
 
 S = 10**9
@@ -20,18 +19,6 @@ def table(samples: Mapping[tuple[str, str], Sequence[tuple[float, float]]]) -> H
     (nodes, of_node), (metrics, of_metric) = (dictionary(np.array(column, object)) for column in (node, metric))
     time_ns = (np.array(seconds) * S).astype(np.int64)
     return HostTable(nodes, metrics, of_node, of_metric, time_ns, np.array(value, float))
-
-
-@pytest.mark.parametrize(
-    ("metric", "name", "device"),
-    [
-        ("gpu11.memory.used", "gpu.memory.used", "gpu11"),
-        ("infiniband.mlx5_0.1.port_xmit_data", "infiniband.port_xmit_data", "mlx5_0.1"),
-        ("cpu.percent", "cpu.percent", ""),
-    ],
-)
-def test_devices_of_metrics(metric: str, name: str, device: str) -> None:
-    assert split_device(metric) == (name, device)
 
 
 def test_hosts_that_sample_at_different_times_are_aligned() -> None:

@@ -15,7 +15,7 @@ from lab.fleet_times import FleetFault, FleetLayout
 from lab.observe import findings_of
 from megascale.layout.topology import Topology
 from megascale.operate.diagnose.slow.finding import SlowCulprit
-from megascale.operate.diagnose.slow.slow_links import DelayMatrix, Messages, SlowPath, delay_matrix, message_waits
+from megascale.operate.diagnose.slow.slow_links import Messages, SlowPath, message_waits, slow_paths
 from megascale.operate.diagnose.slow.step_cube import Columns, Places
 
 NODES_OF_4 = FleetLayout(Topology(tp=4, pp=4, dp=4), node_ranks=4, steps=12)
@@ -25,32 +25,29 @@ WIDE = FleetLayout(Topology(tp=2, pp=4, dp=4), node_ranks=2, steps=60)
 NARROW = FleetLayout(Topology(pp=2, dp=2), node_ranks=4, steps=60)
 
 
-def matrix_of(fleet: Fleet, events: Columns | None = None) -> DelayMatrix:
-    places = Places.from_table(fleet.tables["ranks"])
-    return delay_matrix(Messages.of_table(fleet.tables["events"] if events is None else events, places), places)
+def messages_of(fleet: Fleet, events: Columns) -> Messages:
+    return Messages.of_table(events, Places.from_table(fleet.tables["ranks"]))
 
 
-def matrix(layout: FleetLayout, fault: FleetFault) -> DelayMatrix:
-    return matrix_of(Fleet(layout, 1, fault))
+def paths_of(fleet: Fleet) -> list[SlowPath]:
+    return list(slow_paths(messages_of(fleet, fleet.tables["events"]), Places.from_table(fleet.tables["ranks"])))
 
 
 @pytest.mark.parametrize(
     "layout", [NODES_OF_4, FleetLayout(Topology(tp=2, pp=4, dp=2), chunks=2, node_ranks=2, steps=12)]
 )
 def test_healthy_links(layout: FleetLayout) -> None:
-    found = matrix(layout, FleetFault())
-    assert not found.slow.any()
-    assert found.paths == ()
+    assert paths_of(Fleet(layout, 1)) == []
 
 
 def test_a_slow_node() -> None:
-    (found,) = matrix(NODES_OF_4, FleetFault("link", node=5, factor=4)).paths
+    (found,) = paths_of(Fleet(NODES_OF_4, 1, FleetFault("link", node=5, factor=4)))
     assert (found.kind, str(found.culprit), found.culprit.ranks) == ("node", "node n0005", (20, 21, 22, 23))
     assert found.delay_s == pytest.approx(4 * found.peer_s, rel=0.1)
 
 
 def test_a_slow_link() -> None:
-    (found,) = matrix(NODES_OF_4, FleetFault("link", node=5, peer=9, factor=4)).paths
+    (found,) = paths_of(Fleet(NODES_OF_4, 1, FleetFault("link", node=5, peer=9, factor=4)))
     assert (found.kind, str(found.culprit)) == ("link", "link node n0005 - node n0009")
     assert found.per_step_s == pytest.approx(8 * 3 * 0.0004, rel=0.1)  # 8 micro-batches, 3 times longer
 
@@ -62,7 +59,7 @@ def test_a_node_that_sends_slowly() -> None:
     node = events["rank"] // 4
     receives = (events["name"] == "receive") & (events["peer"] // 4 == 6)
     events["end_ns"][receives] += 2_000_000
-    (found,) = matrix_of(fleet).paths
+    (found,) = paths_of(fleet)
     assert (found.kind, str(found.culprit)) == ("send", "node n0006")
     assert set(node[receives].tolist()) == {2, 10}
 
@@ -74,7 +71,7 @@ def test_a_link_that_holds_up_some_messages_of_each_step(steps: range, named: bo
     events = fleet.tables["events"]
     held = (events["name"] == "receive") & (events["rank"] // 4 == 9) & (events["peer"] // 4 == 5)
     events["end_ns"][held & (events["microbatch"] == 3) & np.isin(events["step"], steps)] += 40_000_000
-    found = matrix_of(fleet).paths
+    found = paths_of(fleet)
     assert [str(path.culprit) for path in found] == ["link node n0005 - node n0009"] * named
 
 
@@ -83,7 +80,7 @@ def test_ranks_of_one_node_are_told_apart() -> None:
     fleet = Fleet(layout, 3)
     events = fleet.tables["events"]
     events["end_ns"][(events["name"] == "receive") & (events["rank"] == 4) & (events["peer"] == 2)] += 5_000_000
-    (found,) = matrix_of(fleet).paths
+    (found,) = paths_of(fleet)
     assert (found.kind, str(found.culprit), found.culprit.ranks) == ("link", "link rank 2 - rank 4", (2, 4))
 
 
@@ -91,15 +88,16 @@ def test_a_message_of_one_side_is_left_out() -> None:
     fleet = Fleet(NODES_OF_4, 4)
     events = fleet.tables["events"]
     kept = ~((events["name"] == "send") & (events["rank"] == 0))
-    found = matrix_of(fleet, {name: column[kept] for name, column in events.items()})
+    found = messages_of(fleet, {name: column[kept] for name, column in events.items()})
     assert 0 not in found.sender
-    assert len(found.sender) == 95
+    assert len(np.unique(found.sender * 64 + found.receiver)) == 95
 
 
 def test_no_messages() -> None:
     fleet = Fleet(FleetLayout(Topology(dp=4), steps=12), 5)
     empty = {name: column[:0] for name, column in Fleet(NODES_OF_4, 1).tables["events"].items()}
-    assert matrix_of(fleet, empty).paths == ()
+    places = Places.from_table(fleet.tables["ranks"])
+    assert list(slow_paths(messages_of(fleet, empty), places)) == []
 
 
 @pytest.mark.parametrize("jitter", [0.3, 1.0])
@@ -122,7 +120,7 @@ def test_the_cost_is_about_what_the_job_loses(fault: FleetFault, jitter: float) 
     assert f"n{fault.node:04d}" in finding.culprit.nodes
     lost = float(slow.seconds.mean() - healthy.seconds.mean())
     assert 0.7 * lost < finding.cost_s < 2.5 * lost  # without steps before it the model is all that is known
-    (path,) = matrix_of(slow).paths
+    (path,) = paths_of(slow)
     assert path.per_step_s > 5 * lost  # what the messages are late is far more than what the job loses
 
 
@@ -145,7 +143,7 @@ def test_a_link_that_nobody_waits_for_costs_nothing() -> None:
     events = fleet.tables["events"]
     events["end_ns"][(events["name"] == "receive") & (events["peer"] // 2 == 5)] += 4_000_000
     cube = cube_of(fleet)
-    paths = matrix_of(fleet).paths
+    paths = paths_of(fleet)
     assert [str(path.culprit) for path in paths] == ["node n0005"]
     assert message_waits(cube, paths[0]).mean() < 0.1 * paths[0].per_step_s
     assert findings_of(fleet) == []

@@ -11,7 +11,7 @@ from lab.fleet_times import FleetFault, FleetLayout
 from megascale.layout.topology import Topology
 from megascale.operate.diagnose.slow.finding import JOB, SlowCause
 from megascale.operate.diagnose.slow.step_cube import StepCube
-from megascale.operate.diagnose.slow.step_levels import predict_seconds, slow_steps, step_levels
+from megascale.operate.diagnose.slow.step_levels import excess_seconds, predict_seconds, step_levels
 from megascale.operate.diagnose.slow.stragglers import gc_pauses, slow_groups, stragglers
 
 WIDE = FleetLayout(Topology(tp=4, pp=4, dp=4), steps=150)
@@ -107,8 +107,7 @@ def test_predicts_by_tokens_and_squared_lengths() -> None:
     seconds = (2e-5 * tokens + 3e-8 * squares) * draw.normal(1, 0.02, 200)
     seconds[[50, 120]] *= 1.6
     ordinary = np.ones(200, bool)
-    slow = slow_steps(tokens, squares, seconds, ordinary)
-    assert np.flatnonzero(slow).tolist() == [50, 120]
+    assert np.flatnonzero(excess_seconds(tokens, squares, seconds, ordinary)).tolist() == [50, 120]
     error = predict_seconds(tokens, squares, seconds, ordinary) / (2e-5 * tokens + 3e-8 * squares) - 1
     assert np.abs(error).max() < 0.02
     assert (seconds > 1.25 * np.median(seconds)).sum() > 10  # without the prediction healthy steps look slow
@@ -119,4 +118,4 @@ def test_equal_steps_are_predicted_by_their_median() -> None:
     seconds[7] = 3.0
     ones = np.ones(40)
     assert predict_seconds(ones, 5 * ones, seconds, ones > 0) == pytest.approx(2.0)
-    assert np.flatnonzero(slow_steps(ones, 5 * ones, seconds, ones > 0)).tolist() == [7]
+    assert np.flatnonzero(excess_seconds(ones, 5 * ones, seconds, ones > 0)).tolist() == [7]

@@ -1,17 +1,20 @@
-"""The documents that a step of a run has read, by arithmetic: from the run's configuration and the sample indices."""
+"""`megascale data which`: the documents that a step has read, by arithmetic from the configuration and the indices."""
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megascale.cli.arguments import add_json, positive_int
 from megascale.config.batch_rampup import batch_sizes
 from megascale.config.run import RunConfig
-from megascale.core.errors import DataError
+from megascale.config.train import BatchConfig
+from megascale.core.errors import DataError, Exit
 from megascale.data.mix.blend import ChangingBlend, Part, blend_parts
 from megascale.data.mix.mixture import Mixture
 from megascale.data.mix.mixture_spec import mixture_spec
@@ -33,6 +36,37 @@ class ReadSample:
     pieces: list[Piece]
 
 
+def add_arguments(sub: argparse.ArgumentParser) -> None:
+    """Declare the verb's arguments."""
+    sub.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
+    sub.add_argument("--step", metavar="N", type=positive_int, required=True, help="a step of the run, from 1")
+    add_json(sub)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the verb and return its exit status."""
+    from megascale.operate.show.run_config import read_run_config
+
+    if (config := read_run_config(options.run)) is None:
+        raise DataError(f"{options.run} is no run's folder: it has no config.toml", hint="the folder of a run")
+    step, samples = options.step, samples_of_step(config, options.step)
+    recorded = max(recorded_samples(config.folder))
+    if options.json:
+        parts = [asdict(sample) | {"pieces": [piece._asdict() for piece in sample.pieces]} for sample in samples]
+        print(json.dumps({"step": step, "recorded": step <= recorded, "samples": parts}))
+        return Exit.OK
+    if step > recorded:
+        print(f"the records of the run end at step {recorded}: by its configuration, step {step} reads")
+    first, last = samples[0], samples[-1]
+    print(
+        f"step {step}: samples {first.sample} to {last.sample}, in the order of samples {first.order} to {last.order}"
+    )
+    for sample in samples:
+        documents = ", ".join(f"{piece.document} [{piece.start}:{piece.stop}]" for piece in sample.pieces)
+        print(f"{sample.order}  {sample.dataset}  epoch {sample.epoch}  documents {documents}")
+    return Exit.OK
+
+
 def samples_of_step(config: RunConfig, step: int) -> list[ReadSample]:
     """The samples of a step, counted from 1.
 
@@ -41,14 +75,14 @@ def samples_of_step(config: RunConfig, step: int) -> list[ReadSample]:
     """
     if config.data.mock:
         raise DataError("mock data has no documents", hint="a run with data.train")
-    if step > (last := max(config.train.steps, recorded_steps(config))):
+    if step > (last := max(config.train.steps, *recorded_samples(config.folder))):
         raise DataError(f"{config.folder} has no step {step}: train.steps is {last}", hint=f"--step 1 to {last}")
-    first, count = step_range(config, step)
+    first, count = step_range(config.batch, config.folder, step)
     unweighted = config.data.model_copy(update={"sample_weight": None})  # a plug-in that this host may lack
     spec = mixture_spec(config.model_copy(update={"data": unweighted}), "train")
     mixture = Mixture(spec, config.samples)
     if config.data.policy:
-        mixture.follow(ChangingBlend(blend_parts(spec.weights, _policy_changes(config))))
+        mixture.follow(ChangingBlend(blend_parts(spec.weights, _policy_changes(config.folder, config.data.policy))))
     found = []
     for sample in range(first, first + count):
         dataset, number = mixture.locate(sample)
@@ -57,30 +91,25 @@ def samples_of_step(config: RunConfig, step: int) -> list[ReadSample]:
     return found
 
 
-def recorded_steps(config: RunConfig) -> int:
-    """The last step in the run's metrics, 0 without metrics."""
-    return max(_recorded_samples(config.folder / METRICS_FILE), default=0)
-
-
-def step_range(config: RunConfig, step: int) -> tuple[int, int]:
+def step_range(batch: BatchConfig, folder: Path, step: int) -> tuple[int, int]:
     """The first sample of a step, and the number of its samples: by the configured batches, if they agree with the
     samples in the run's metrics; else by the metrics alone.
 
     Raises: DataError for a batch that may have changed between two records
     """
-    recorded = {0: 0} | _recorded_samples(config.folder / METRICS_FILE)
+    recorded = recorded_samples(folder)
     before = max(number for number in recorded if number < step)
     after = min((number for number in recorded if number >= step), default=None)
-    sizes, ends = batch_sizes(config.batch), [recorded[before]]
+    sizes, ends = batch_sizes(batch), [recorded[before]]
     for _ in range(before, after or step):
         ends.append(ends[-1] + sizes.at(ends[-1]))
     if after is None or ends[-1] == recorded[after]:
         return ends[step - 1 - before], ends[step - before] - ends[step - 1 - before]
-    batch = _equal_batch(config, recorded, before, after)
-    return recorded[before] + (step - 1 - before) * batch, batch
+    equal = _equal_batch(recorded, before, after)
+    return recorded[before] + (step - 1 - before) * equal, equal
 
 
-def _equal_batch(config: RunConfig, recorded: dict[int, int], before: int, after: int) -> int:
+def _equal_batch(recorded: Mapping[int, int], before: int, after: int) -> int:
     """The batch of all steps between two records of a run with another batch than configured. It may have changed
     between the two: an equal mean before or after them is the proof that it has not.
 
@@ -98,32 +127,31 @@ def _equal_batch(config: RunConfig, recorded: dict[int, int], before: int, after
     raise DataError(what, hint="set them in that file as they were at that time, if they were the same in these steps")
 
 
-def _recorded_samples(path: Path) -> dict[int, int]:
-    """Samples of the run by step, at each record; after a resume the later record counts."""
-    return dict(_records(path, lambda record: (int(record["step"]), int(record["samples"]))))
+def recorded_samples(folder: Path) -> dict[int, int]:
+    """Samples of a run by step, at each record of its metrics and at step 0; after a resume the later record counts."""
+    return {0: 0} | dict(_records(folder, lambda record: (int(record["step"]), int(record["samples"]))))
 
 
-def _policy_changes(config: RunConfig) -> list[Part]:
+def _policy_changes(folder: Path, policy: str | None) -> list[Part]:
     """The weights that a data policy has found, each with the place in the order of samples where they begin.
 
     Raises: DataError for a run whose first steps are in another run's records, with changes that are missing here
     """
-    path = config.folder / METRICS_FILE
-    if (first := min(_recorded_samples(path), default=1)) > 1:
-        what = f"{path} begins with step {first}: how {config.data.policy} has changed the weights before is not known"
+    if (first := min(filter(None, recorded_samples(folder)), default=1)) > 1:
+        unknown = f"how {policy} has changed the weights before is not known"
         hint = "put the records of the run that it began from, up to that checkpoint's step, before those of this file"
-        raise DataError(what, hint=hint)
+        raise DataError(f"{folder / METRICS_FILE} begins with step {first}: {unknown}", hint=hint)
 
     def part(record: Any) -> Part:
         return int(record["place"]), [float(numbers["weight"]) for numbers in record["mixture"].values()]
 
-    return list(_records(path, part))
+    return list(_records(folder, part))
 
 
-def _records(path: Path, facts: Callable[[Any], T]) -> Iterator[T]:
-    """Yield `facts` of the records of a metrics file, but of other kinds of records, and of those that were cut."""
+def _records(folder: Path, facts: Callable[[Any], T]) -> Iterator[T]:
+    """Yield `facts` of the records of a run's metrics, but of other kinds of records, and of those that were cut."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = (folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
     except OSError:
         return
     for line in lines:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
-from megascale.operate.diagnose.hang.components import closed_components
+from megascale.operate.diagnose.hang.waits import closed_components
 
 
 def reachable(edges: dict[int, list[int]], node: int) -> set[int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megascale.cli.train import lock_run_folder
+from megascale.cli.run_lock import lock_run_folder
 from megascale.config.loading import load_config
 from megascale.core.errors import ConfigError
 from megascale.core.files import LOCK_FILE

@@ -1,0 +1,51 @@
+"""The training data of a configuration, in a line or two: tokens, epochs, and what packing loses."""
+
+from __future__ import annotations
+
+from megascale.config.dataset_files import document_range, read_all_dataset_files, split_source
+from megascale.config.run import RunConfig
+from megascale.core.errors import DataError
+from megascale.core.units import format_count
+from megascale.data.mix.mixture_spec import mixture_spec
+
+RANKS_OF_HOST = 8
+"""Most ranks of a host here, which share a reader of the data: a larger job usually has several hosts."""
+
+
+def data_summary(config: RunConfig) -> str:
+    """Describe the training data, with the largest number of epochs over a dataset, and by the lengths of the documents
+    what packing pads or leaves out; empty for mock data.
+    """
+    source, fractions = split_source(config.data, "train")
+    if config.data.mock or source is None:
+        return ""
+    blend = [(1.0, source)] if isinstance(source, str) else source
+    packing, buckets = config.data.packing, list[int]()
+    mixture = None
+    if packing in ("decompose", "best_fit"):
+        from megascale.data.mix.mixture import Mixture  # imports numpy
+
+        mixture = Mixture(mixture_spec(config, "train"))
+    if mixture and packing == "decompose":  # which leaves tokens out
+        buckets = [sum(samples) for samples in mixture.bucket_samples()]
+    total, epochs = 0, 0.0
+    found = read_all_dataset_files([prefix for _, prefix in blend])
+    for number, (weight, prefix) in enumerate(blend):
+        files = found[prefix]
+        if isinstance(files, DataError):
+            raise files
+        tokens = files.tokens_in(*document_range(files.documents, fractions))
+        samples = config.samples * weight / sum(weight for weight, _ in blend)
+        epoch = buckets[number] if buckets else (tokens - 1) // config.model.seq_length
+        total, epochs = total + tokens, max(epochs, samples / epoch)
+    count, most = (f"{len(blend)} datasets", " at most") if len(blend) > 1 else ("a dataset", "")
+    text = f"trains on {format_count(total)} tokens of {count}, {epochs:.3g} epochs{most}"
+    if mixture and packing == "best_fit":
+        padding, left_out = mixture.padding(), mixture.left_out()
+        text += f"; {padding:.2%} of the tokens are padding" if padding else ""
+        text += f"; {left_out} rests of one token, which have no label, are left out" if left_out else ""
+    if packing == "decompose":
+        from megascale.data.mix.bucket_summary import describe_buckets  # imports numpy
+
+        text += f"\n{describe_buckets(mixture_spec(config, 'train'))}"
+    return f"{text}\n"

@@ -1,0 +1,41 @@
+"""Checks beyond the configuration, for `megascale check`: a plug-in's schedule, limits of this host, and datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megascale.catalog.schedules import SCHEDULES
+from megascale.cli.check_data import RANKS_OF_HOST
+from megascale.config.run import RunConfig
+from megascale.core.errors import ConfigError, Problem
+from megascale.data.read.identity import replaced_datasets
+from megascale.layout.stages import Placement
+from megascale.operate.node.host_limits import datasets_by_split, limit_findings, memory_findings
+from megascale.plan.account.memory import fullest_rank
+from megascale.schedule.check import check_schedule
+from megascale.schedule.ir import ScheduleError, build_schedule
+
+
+def check_plug_in_schedule(name: str, placement: Placement, m: int) -> None:
+    """Check the schedule of another package with `m` micro-batches. Tests prove the others. Raises: ConfigError"""
+    if (card := SCHEDULES[name]).target.startswith("megascale."):
+        return
+    try:
+        check_schedule(build_schedule(card.load(), placement.p, placement.v, m), placement, m)
+    except ScheduleError as error:
+        raise ConfigError([Problem(card.target, "parallel.schedule", str(error))]) from error
+
+
+def host_warnings(config: RunConfig) -> Iterator[str]:
+    """Describe limits of this host that a run would exceed here, and datasets that were replaced since the run's last
+    start. The hosts of the run may have other limits.
+    """
+    ranks = min(config.world_size, RANKS_OF_HOST)
+    datasets, saves = datasets_by_split(config.data, config.train.eval_every), bool(config.checkpoint.every)
+    findings = list(limit_findings(datasets, config.world_size, ranks, saves=saves))
+    if config.checkpoint.memory_every:
+        findings += memory_findings(config.checkpoint, ranks, fullest_rank(config).optimizer)
+    for finding in findings:
+        yield f"this host  {finding.key}: {finding.message}  -> {finding.hint}"
+    if config.checkpoint.resume != "never":
+        yield from replaced_datasets(config.data, config.folder)

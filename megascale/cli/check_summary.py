@@ -1,0 +1,69 @@
+"""The answer of `megascale check`: a line about the run, and the memory of the rank and of the host that need most."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megascale.cli.check_data import RANKS_OF_HOST, data_summary
+from megascale.config.run import RunConfig
+from megascale.core.units import format_bytes, format_count
+from megascale.data.mix.batch_shape import BatchShape
+from megascale.data.mix.mixture_spec import mixture_spec
+from megascale.layout.parameters import parameter_count
+from megascale.layout.topology import topology_of
+from megascale.plan.account.activation_offload import host_bytes
+from megascale.plan.account.attended import describe_documents
+from megascale.plan.account.memory import fullest_rank
+
+
+def memory_facts(config: RunConfig) -> dict[str, Any]:
+    """Return the peak memory of the rank with the highest peak, and of its host, in bytes by kind.
+
+    `reader_bytes`: of the reader of the job's first host, on which are up to RANKS_OF_HOST ranks, 0 without one;
+    `host_activation_bytes`: of the rank with most block inputs there, 0 without `train.activation_offload`.
+    """
+    rank, reader = fullest_rank(config), 0
+    if config.data.reader == "host":
+        from megascale.data.host_reader.reader_memory import reader_shape  # imports numpy
+
+        ranks = range(min(config.world_size, RANKS_OF_HOST))
+        shape = BatchShape(config.batch.total, config.batch.micro, config.dp)
+        splits = 2 if config.train.eval_every else 1
+        reader = reader_shape(mixture_spec(config, "train"), shape, topology_of(config), ranks, splits).bytes
+    stages = range(config.parallel.pp if config.train.activation_offload else 0)
+    state = {"weights": rank.parameters, "gradients": rank.gradients, "optimizer": rank.optimizer}
+    return {
+        "state_bytes": {**state, "total": sum(state.values())},
+        "activation_bytes": {"total": rank.activations},
+        "transient_bytes": rank.transient,
+        "total_bytes": rank.total,
+        "reader_bytes": reader,
+        "host_activation_bytes": max((host_bytes(config, stage) for stage in stages), default=0),
+    }
+
+
+def summary(config: RunConfig) -> str:
+    """Describe the run in one line, and list the peak memory of the rank with the highest peak, by kind."""
+    p, m, memory = config.parallel, config.model, memory_facts(config)
+    cp = f" x cp {p.cp} {p.cp_mode}" if p.cp > 1 else ""
+    vpp = f" (vpp {p.vpp})" if p.vpp > 1 else ""
+    layout = f"tp {p.tp}{' sp' if p.sp else ''}{cp} x pp {p.pp}{vpp} x dp {config.dp}"
+    tokens, whole = config.batch.total * m.seq_length, config.samples * m.seq_length
+    rampup = " after the ramp-up" if config.batch.rampup else ""
+    documents = f"{text}\n" if (text := describe_documents(config.data)) else ""
+    rank = fullest_rank(config)
+    lines = [f"  {kind:<12}{format_bytes(size):>10}" for kind, size in {**vars(rank), "total": rank.total}.items()]
+    if size := memory["host_activation_bytes"]:
+        lines.append(f"block inputs of a rank in host memory {format_bytes(size)}")
+    if size := memory["reader_bytes"]:
+        lines.append(f"memory of a host's reader {format_bytes(size)}")
+    return "\n".join(
+        [
+            f"{config.name}: {format_count(parameter_count(m))} parameters, {layout} = {config.world_size} processes, "
+            f"{config.num_microbatches} micro-batches of {config.batch.micro}, "
+            f"{format_count(tokens)} tokens per step{rampup}, "
+            f"{format_count(whole)} in {config.train.steps} steps: no mistakes found",
+            f"{data_summary(config)}{documents}memory of the fullest rank",
+            *lines,
+        ]
+    )

@@ -1,0 +1,84 @@
+"""Weights and model of a checkpoint, as a conversion reads them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from megascale.checkpoint import folders, offline
+from megascale.checkpoint.format import manifest
+from megascale.config.model import ModelConfig
+from megascale.convert.config_file import CONFIG_FILE, read_model_config
+from megascale.convert.tensor_map import model_tensors
+from megascale.core.errors import CheckpointError
+from megascale.core.files import is_file
+from megascale.core.storage import Location
+from megascale.parallel.stateful import AVERAGE, AVERAGE_UPDATES, WEIGHTS
+
+
+def weights_folder(path: Path | None) -> Path | None:
+    """Return a folder of Hugging Face weights; None for a checkpoint, and for remote storage."""
+    return path if path and is_file(path / CONFIG_FILE) and not is_file(path / manifest.NAME) else None
+
+
+def read_model_section(source: Location) -> dict[str, Any]:
+    """The keys of `[model]` of Hugging Face weights, or of a checkpoint or a run, without keys that have no value.
+
+    Raises: CheckpointError if there are none, or their model is unsupported
+    """
+    if folder := weights_folder(source.local_path):
+        _, model = read_model_config(folder)
+    else:
+        checkpoint = folders.find_checkpoint(source)
+        model = saved_model(checkpoint, manifest.read(checkpoint))
+    keys = model.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"preset"})
+    return keys | ({"positions": model.position_rows} if model.position_rows else {})  # whatever seq_length becomes
+
+
+def saved_model(source: Location, saved: manifest.Manifest) -> ModelConfig:
+    """Read the `[model]` of a checkpoint. Raises: CheckpointError"""
+    try:
+        return ModelConfig.model_validate(saved.facts.config.get("model"))
+    except ValidationError as error:
+        what = f"{source}: this version of megascale cannot read its [model]: {error.errors()[0]['msg']}"
+        raise CheckpointError(what, hint="use the version that wrote the checkpoint") from None
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """Tensors of a checkpoint in `source` that are weights: the means of those with the `prefixes`."""
+
+    source: Location
+    saved: manifest.Manifest
+    prefixes: tuple[str, ...] = (WEIGHTS,)
+
+    def widest_dtype(self, model: ModelConfig) -> torch.dtype:
+        """Return the smallest dtype that holds the stored dtypes of a model's weights."""
+        names = [self.prefixes[0] + tensor.name for tensor in model_tensors(model)]
+        stored = {getattr(torch, self.saved.tensors[name].dtype) for name in names if name in self.saved.tensors}
+        return functools.reduce(torch.promote_types, stored or {torch.float32})
+
+    def read(self, name: str) -> Tensor:
+        """Read a weight. Raises: DamagedError if it is missing or damaged"""
+        found = []
+        for prefix in self.prefixes:
+            if prefix + name not in self.saved.tensors:
+                raise manifest.DamagedError(f"{self.source} has no tensor {prefix}{name}")
+            found.append(offline.read_tensor(self.source, self.saved, prefix + name))
+        return torch.stack(found).mean(0) if len(found) > 1 else found[0]
+
+
+def average_of_weights(source: Location, saved: manifest.Manifest) -> SavedWeights:
+    """Return the average: of `lawa` the mean of the snapshots so far. Raises: CheckpointError without one"""
+    kept = {name.partition(".")[0] for name in saved.tensors if name.startswith(AVERAGE)} - {AVERAGE_UPDATES}
+    taken = int(offline.read_tensor(source, saved, AVERAGE_UPDATES)) if AVERAGE_UPDATES in saved.tensors else 0
+    if not taken:
+        hint = "train.average = ema or lawa keeps one, every train.average_every steps"
+        raise CheckpointError(f"{source} has no average of the weights", hint=hint)
+    return SavedWeights(source, saved, tuple(f"{AVERAGE}{index}." for index in range(min(taken, len(kept)))))
