@@ -116,7 +116,7 @@ class Reference:
 
 STEPS = 4
 RUN: dict[str, Any] = {
-    "train__steps": STEPS, "optimizer__name": "lamb", "optimizer__lr": 2e-2, "optimizer__eps": 1e-6,
+    "train__steps": STEPS, "batch__global": 4, "optimizer__name": "lamb", "optimizer__lr": 2e-2, "optimizer__eps": 1e-6,
     "optimizer__clip_norm": 0.1,
 }  # fmt: skip
 PLAIN = {"optimizer__bias_correction": False}
