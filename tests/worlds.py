@@ -5,28 +5,19 @@ Ranks are forked from a server that has imported torch, so that a world of four 
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import socket
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from megascale.core.rank import Rank
 from megascale.operate.channel.secret import SECRET_VARIABLE, new_secret
-
-_PRELOAD = [
-    "numpy.random",
-    "torch",
-    "torch.distributed.checkpoint",
-    "megascale.model.block",
-    "megascale.ops.flex",
-    "megascale.optim.adamw",
-    "megascale.train.build",
-    "megascale.train.step",
-    "megascale.train.loop",
-]
 
 SECONDS = 300
 """A world that takes longer is stuck."""
@@ -43,7 +34,9 @@ def run_world(world: int, function: Callable[..., Any], *arguments: Any, gpu: bo
     Raises: RankFailed with the first traceback that a rank sent.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(["tests.preloaded"])
+    with contextlib.chdir(Path(__file__).parents[1]):  # the server's path has its working directory
+        forkserver.ensure_running()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

@@ -9,31 +9,27 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from megascale.checkpoint import companions
 from megascale.checkpoint.collective_errors import on_first_rank
 from megascale.checkpoint.folders import Pruner
 from megascale.checkpoint.format import manifest
-from megascale.checkpoint.format.state import Progress, Region
 from megascale.checkpoint.load.resumer import Resumer, ResumeResult, write_saved_marker
 from megascale.checkpoint.load.state_loader import StateLoader
-from megascale.checkpoint.save.attempt import SaveResult
-from megascale.checkpoint.save.saver import CheckpointSaver
-from megascale.comm.mesh import Mesh
-from megascale.config.model import ModelConfig
+from megascale.checkpoint.save.saver import CheckpointSaver, SaveResult
 from megascale.config.toml_writer import config_changes
-from megascale.config.train import CheckpointConfig
 from megascale.core.files import exists
 from megascale.core.run_folder import TOKEN, copies_folder, read_token, write_token
 from megascale.core.storage import Location
-from megascale.device import Device
-from megascale.operate.channel.secret import job_secret
-from megascale.operate.node.stored_copies import remove_copies
-from megascale.parallel.stateful import Stateful
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megascale.checkpoint.format.state import Progress, Region
     from megascale.checkpoint.memory.memory_checkpoints import MemoryCheckpoints
+    from megascale.comm.mesh import Mesh
+    from megascale.config.model import ModelConfig
+    from megascale.config.train import CheckpointConfig
+    from megascale.device import Device
+    from megascale.parallel.stateful import Stateful
 
 
 class Checkpoints:
@@ -42,8 +38,7 @@ class Checkpoints:
     `config`: the run's configuration, as `RunConfig.model_dump(by_alias=True, mode="json")`. `run`: the run's folder;
     `location`: of its checkpoints, a path or a URL.
 
-    `warnings`: checkpoints that `resume` passed over, and why. `resumed_from_memory`: True if the state came from
-    in-memory copies, so that storage may not have it.
+    `resumed_from_memory`: True if the state came from in-memory copies, so that storage may not have it.
     """
 
     def __init__(
@@ -62,23 +57,25 @@ class Checkpoints:
         self._run = run
         self._mesh = mesh
         self._memory_checkpoints: MemoryCheckpoints | None = None
-        self.saver: CheckpointSaver | None = None
         if settings.every and settings.memory_every:
             from megascale.checkpoint.memory.memory_checkpoints import MemoryCheckpoints
+            from megascale.operate.channel.secret import job_secret
 
             secret = job_secret(run.parent) if mesh.world.size > 1 else b""
             memory = Path(settings.memory_dir)
             self._memory_checkpoints = MemoryCheckpoints(memory, run, settings.replicate, mesh, secret)
+        self.saver: CheckpointSaver | None = None
         if settings.every:
-            flat_tensors = [tensor for part in parts for tensor in part.flat_tensors()]
-            state = {name: tensor for part in parts for name, tensor in part.global_tensors().items()}
+            rule = config["optimizer"]
+            # what tells states of equal names and shapes apart: update rules and the kind of average
+            meaning = json.dumps([rule["name"], rule["options"], rule["groups"], config["train"]["average"]])
             self.saver = CheckpointSaver(
-                state,
-                flat_tensors,
+                {name: tensor for part in parts for name, tensor in part.global_tensors().items()},
+                [tensor for part in parts for tensor in part.flat_tensors()],
                 settings.file_bytes,
                 self._memory_checkpoints,
-                run / companions.FOLDER,
-                _meaning(config),
+                run,
+                meaning,
                 mesh,
                 device,
             )
@@ -92,7 +89,7 @@ class Checkpoints:
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings of `resume`, a line each."""
+        """Warnings of `resume`, a line each: checkpoints that it passed over, and why."""
         return self._resumer.warnings
 
     @property
@@ -164,10 +161,7 @@ class Checkpoints:
             self._pruner.start(excluded=self._resumer.damaged)
 
     def wait_for_prune(self) -> None:
-        """Wait for the deletion in progress.
-
-        Raises: CheckpointError if it failed
-        """
+        """Wait for the deletion in progress. Raises: CheckpointError if it failed"""
         self._pruner.wait()
 
     def resume(self) -> ResumeResult | None:
@@ -180,7 +174,7 @@ class Checkpoints:
         if result and result.path and result.path.url.startswith(f"{self.folder}/"):
             self._mark_saved(result.progress.step)
         if not self._settings.memory_every:
-            invalidate_copies(Path(self._settings.memory_dir), self._run, self._mesh)
+            _invalidate_copies(Path(self._settings.memory_dir), self._run.resolve(), self._mesh)
         if self._memory_checkpoints:
             step = result.progress.step if result and self.resumed_from_memory else None
             self.warnings.extend(self._memory_checkpoints.keep_only_step(step))
@@ -213,18 +207,11 @@ class Checkpoints:
         self._saved_step = step
 
 
-def _meaning(config: Mapping[str, Any]) -> str:
-    """Return what tells states of equal names and shapes apart: update rules and the kind of average."""
-    rule = config["optimizer"]
-    return json.dumps([rule["name"], rule["options"], rule["groups"], config["train"]["average"]])
-
-
-def invalidate_copies(parent: Path, run: Path, mesh: Mesh) -> None:
+def _invalidate_copies(parent: Path, run: Path, mesh: Mesh) -> None:
     """Invalidate and remove all copies of a run: a start without in-memory checkpoints may go back to earlier steps.
 
     Raises: CheckpointError on every rank if the run's folder cannot be written
     """
-    run = run.resolve()
 
     def invalidate() -> str:
         if not exists(run / TOKEN):
@@ -234,4 +221,6 @@ def invalidate_copies(parent: Path, run: Path, mesh: Mesh) -> None:
         return run_id
 
     if run_id := on_first_rank(mesh.world, invalidate, "copies to invalidate"):
+        from megascale.operate.node.stored_copies import remove_copies
+
         remove_copies(copies_folder(parent, run_id, run / TOKEN))

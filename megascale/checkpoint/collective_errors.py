@@ -60,7 +60,6 @@ def on_all_ranks(group: Group, work: Callable[[], T], label: str) -> T:
 
 
 def _describe_error(error: Exception) -> tuple[str, str, str]:
-    """Return class name, text and hint."""
     if not isinstance(error, CheckpointError):
         return CheckpointError.__name__, f"{type(error).__name__}: {error}", ""
     kind = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in ERROR_TYPES)

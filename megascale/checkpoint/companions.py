@@ -9,9 +9,13 @@ from __future__ import annotations
 import zlib
 from pathlib import Path
 
+from megascale.checkpoint import folders
 from megascale.checkpoint.format import manifest
+from megascale.core.errors import CheckpointError
 from megascale.core.files import atomic_file
-from megascale.core.storage import Location
+from megascale.core.limits import os_error_hint
+from megascale.core.run_folder import check_known
+from megascale.core.storage import WRITE_HINT, Location
 
 FOLDER = "companions"
 """The folder of companions in a run's folder."""
@@ -52,11 +56,25 @@ def copy_companions(source: Location, target: Location, names: tuple[str, ...] =
     return copied
 
 
-def write_companion(folder: Path, name: str, data: bytes) -> None:
-    """Write a companion atomically into a folder, which is made if it is missing.
+def make_checkpoint_folder(
+    folder: Location, step: int, companions: Path
+) -> tuple[Location, dict[str, manifest.StoredFile]]:
+    """Make the folder of a checkpoint within `folder`, with copies of the run's `companions`, which it returns, too.
 
-    Raises: OSError
+    Raises: CheckpointError
     """
+    check_known(companions.parent)
+    try:
+        path = folders.fresh_folder(folder, step)
+        path.make_folder()
+        return path, copy_companions(Location(str(companions)), path)
+    except OSError as error:
+        what = f"rank 0: cannot make {error.filename}: {error.strerror or error}"
+        raise CheckpointError(what, hint=os_error_hint(error, WRITE_HINT)) from None
+
+
+def write_companion(folder: Path, name: str, data: bytes) -> None:
+    """Write a companion atomically into a folder, which is made if it is missing. Raises: OSError"""
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_file(folder / name) as file:
         file.write(data)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -35,18 +35,11 @@ def complete_checkpoints(folder: Location) -> list[StoredCheckpoint]:
 
     Raises: CheckpointError
     """
-    return sorted(_list(folder, complete=True), key=lambda stored: (stored.step, stored.attempt))
+    return sorted(list_checkpoints(folder, complete=True), key=lambda stored: (stored.step, stored.attempt))
 
 
-def unfinished_checkpoints(folder: Location) -> list[StoredCheckpoint]:
-    """List the attempts in a folder without a manifest: aborted, or in progress.
-
-    Raises: CheckpointError
-    """
-    return list(_list(folder, complete=False))
-
-
-def _list(folder: Location, *, complete: bool) -> Iterator[StoredCheckpoint]:
+def list_checkpoints(folder: Location, *, complete: bool) -> Iterator[StoredCheckpoint]:
+    """Yield complete checkpoints, or attempts without a manifest: aborted, or in progress. Raises: CheckpointError"""
     try:
         for name in folder.list_names():
             match = _FOLDER.fullmatch(name)
@@ -97,10 +90,7 @@ def name_warning(path: Location, step: int) -> str | None:
 
 
 def fresh_folder(folder: Location, step: int) -> Location:
-    """Return an unused folder for a checkpoint of `step`, without making it.
-
-    Raises: OSError
-    """
+    """Return an unused folder for a checkpoint of `step`, without making it. Raises: OSError"""
     used = set(folder.list_names())
     names = (f"step-{step:08d}" + (f".{attempt}" if attempt else "") for attempt in itertools.count())
     return folder / next(name for name in names if name not in used)
@@ -111,7 +101,10 @@ def remove_unfinished(folder: Location) -> list[str]:
 
     Raises: CheckpointError if the folder cannot be read
     """
-    return [problem.message for problem in _remove_all(attempt.path for attempt in unfinished_checkpoints(folder))]
+    return [
+        problem.message
+        for problem in _remove_all([attempt.path for attempt in list_checkpoints(folder, complete=False)])
+    ]
 
 
 def prune(folder: Location, keep: int, every: int = 0, excluded: Collection[Location] = ()) -> None:
@@ -137,42 +130,27 @@ class Pruner:
         self._deletion: Future[None] | None = None
 
     def start(self, excluded: Collection[Location]) -> None:
-        """Wait for the deletion in progress, then start the next.
-
-        Raises: CheckpointError if the former failed
-        """
+        """Wait for the deletion in progress, then start the next. Raises: CheckpointError if the former failed"""
         try:
             self.wait()
         finally:
             self._deletion = self._thread.submit(prune, *self._arguments, excluded=list(excluded))
 
     def wait(self) -> None:
-        """Wait for the deletion in progress.
-
-        Raises: CheckpointError if it failed
-        """
         deletion, self._deletion = self._deletion, None
         if deletion is not None:
             deletion.result()
 
 
-def _remove_all(paths: Iterable[Location]) -> list[CheckpointError]:
-    """Delete checkpoints, and return the errors."""
+def _remove_all(paths: Sequence[Location]) -> list[CheckpointError]:
+    """Delete checkpoints, the manifest first, and return the errors. A symbolic link goes without its target."""
     problems = []
     for path in paths:
         try:
-            _remove(path)
-        except CheckpointError as error:
-            problems.append(error)
+            if not (path.local_path and path.local_path.is_symlink()):
+                (path / manifest.NAME).remove()
+            path.remove()
+        except OSError as error:
+            hint = os_error_hint(error, "check permissions")
+            problems.append(CheckpointError(f"{path} cannot be removed: {error.strerror}", hint=hint))
     return problems
-
-
-def _remove(path: Location) -> None:
-    """Delete a checkpoint, the manifest first. A symbolic link is deleted without its target."""
-    try:
-        if not (path.local_path and path.local_path.is_symlink()):
-            (path / manifest.NAME).remove()
-        path.remove()
-    except OSError as error:
-        hint = os_error_hint(error, "check permissions")
-        raise CheckpointError(f"{path} cannot be removed: {error.strerror}", hint=hint) from None

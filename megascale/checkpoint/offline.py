@@ -11,12 +11,7 @@ from typing import Any
 import torch
 
 from megascale.checkpoint.format import manifest
-from megascale.checkpoint.format.safetensors_file import (
-    MAX_READ_BYTES,
-    MIN_CHECKSUM_BLOCK_BYTES,
-    SafetensorsFile,
-    TensorEntry,
-)
+from megascale.checkpoint.format.safetensors_file import MAX_READ_BYTES, MIN_CHECKSUM_BLOCK_BYTES, SafetensorsFile
 from megascale.checkpoint.format.state import SAFETENSORS_DTYPES, Progress, slices
 from megascale.checkpoint.load.reader import CheckpointReader, ReadRequest
 from megascale.core.storage import Location
@@ -27,14 +22,11 @@ FILE_BYTES = 2 << 30
 
 
 def read_tensor(folder: Location, saved: manifest.Manifest, name: str) -> torch.Tensor:
-    """Read a tensor in its global shape.
-
-    Raises: DamagedError if a part of it is missing or fails its checksum
-    """
+    """Read a tensor in its global shape. Raises: DamagedError if a part of it is missing or fails its checksum"""
     tensor = saved.tensors[name]
     if sum(math.prod(shard.size) for shard in tensor.shards) != math.prod(tensor.shape):
         raise manifest.DamagedError(f"{folder} holds only a part of {name}")
-    data = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+    data = torch.empty(tensor.shape, dtype=tensor.torch_dtype)
     requests = []
     for shard in tensor.shards:
         whole = (0,) * len(shard.size), shard.size
@@ -127,13 +119,13 @@ def _write_file(
     entries = []
     for key, tensor in tensors.items():
         data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
-        entries.append(TensorEntry(key, SAFETENSORS_DTYPES[tensor.dtype], list(tensor.shape), data))
-    file = SafetensorsFile(entries, MIN_CHECKSUM_BLOCK_BYTES)
+        entries.append((key, SAFETENSORS_DTYPES[tensor.dtype], list(tensor.shape), data))
+    file = SafetensorsFile(name, entries, MIN_CHECKSUM_BLOCK_BYTES)
     Location(str(folder / name)).write_chunks(file.iter_bytes)
     files[name] = manifest.StoredFile(bytes=file.size, crc32=file.crc32)
     stored = {}
     for key, tensor in tensors.items():
-        shape, (start, sums) = tuple(tensor.shape), file.locations[key]
-        shard = manifest.StoredShard(offset=(0,) * len(shape), size=shape, file=name, start=start, sums=tuple(sums))
+        shape = tuple(tensor.shape)
+        shard = manifest.StoredShard(offset=(0,) * len(shape), size=shape, **file.locations[key])
         stored[key] = manifest.StoredTensor.from_torch(shape, tensor.dtype, (shard,))
     return stored

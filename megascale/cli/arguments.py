@@ -32,7 +32,7 @@ def add_config_arguments(sub: argparse.ArgumentParser) -> None:
     )
 
 
-def add_json(sub: argparse.ArgumentParser) -> None:
+def add_json(sub: argparse._ActionsContainer) -> None:
     """Declare --json."""
     sub.add_argument("--json", action="store_true", help="print one JSON object")
 

@@ -6,7 +6,7 @@ from megascale.config.dataset_files import document_range, read_all_dataset_file
 from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
 from megascale.core.units import format_count
-from megascale.data.mix.mixture_spec import mixture_spec
+from megascale.train.run_splits import mixture_spec
 
 RANKS_OF_HOST = 8
 """Most ranks of a host here, which share a reader of the data: a larger job usually has several hosts."""
@@ -41,7 +41,7 @@ def data_summary(config: RunConfig) -> str:
     count, most = (f"{len(blend)} datasets", " at most") if len(blend) > 1 else ("a dataset", "")
     text = f"trains on {format_count(total)} tokens of {count}, {epochs:.3g} epochs{most}"
     if mixture and packing == "best_fit":
-        padding, left_out = mixture.padding(), mixture.left_out()
+        padding, left_out = mixture.best_fit_losses()
         text += f"; {padding:.2%} of the tokens are padding" if padding else ""
         text += f"; {left_out} rests of one token, which have no label, are left out" if left_out else ""
     if packing == "decompose":

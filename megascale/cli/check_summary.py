@@ -8,11 +8,11 @@ from megascale.cli.check_data import RANKS_OF_HOST, data_summary
 from megascale.config.run import RunConfig
 from megascale.core.units import format_bytes, format_count
 from megascale.data.mix.batch_shape import BatchShape
-from megascale.data.mix.mixture_spec import mixture_spec
 from megascale.layout.parameters import parameter_count
 from megascale.layout.topology import topology_of
 from megascale.plan.account.attended import describe_documents
 from megascale.plan.account.memory import JobMemory
+from megascale.train.run_splits import mixture_spec
 
 
 def memory_facts(config: RunConfig) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def _list(options: argparse.Namespace) -> int:
             about = row["error"] = error.message
         rows.append(row)
         lines.append(f"{row['path']}  {format_bytes(row['bytes'])}  {about}")
-    unfinished = [str(attempt.path) for attempt in folders.unfinished_checkpoints(folder)]
+    unfinished = [str(attempt.path) for attempt in folders.list_checkpoints(folder, complete=False)]
     lines += [f"{path}  is unfinished, or being written: the next start of the run removes it" for path in unfinished]
     _say(options, {"checkpoints": rows, "unfinished": unfinished}, lines or [f"no checkpoints in {folder}"])
     return Exit.OK

@@ -14,8 +14,8 @@ from megascale.core.units import format_bytes
 from megascale.data.mix.bucket_summary import describe_buckets
 from megascale.data.mix.build_indices import build_indices
 from megascale.data.mix.mixture import Mixture
-from megascale.data.mix.mixture_spec import mixture_spec
 from megascale.data.read.index_files import MEMORY_ENTRIES
+from megascale.train.run_splits import mixture_spec
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:

@@ -17,8 +17,8 @@ from megascale.config.train import BatchConfig
 from megascale.core.errors import DataError, Exit
 from megascale.data.mix.blend import ChangingBlend, Part, blend_parts
 from megascale.data.mix.mixture import Mixture
-from megascale.data.mix.mixture_spec import mixture_spec
 from megascale.data.read.epoch_index import Piece
+from megascale.train.run_splits import mixture_spec
 
 METRICS_FILE = "metrics.jsonl"
 

@@ -42,13 +42,14 @@ def run(options: argparse.Namespace) -> int:
         with exit_on_stop_signals():
             (_print_slow if options.slow else _print_hosts)(options)
         return Exit.OK
+    from megascale.operate.node.stacks import stack_of
     from megascale.operate.show.diagnosis import diagnose
     from megascale.operate.show.diagnosis_text import diagnosis_json, diagnosis_text
     from megascale.operate.show.last_states import read_last_states
 
     with exit_on_stop_signals():
         view = RunReader(options.folder).read()
-        found = diagnose(view, read_last_states(view))
+        found = diagnose(view, read_last_states(view), stack_of)
         print(json.dumps(diagnosis_json(found)) if options.json else diagnosis_text(found))
         if options.picture is not None:
             from megascale.operate.show.charts.wait_picture import wait_picture

@@ -37,7 +37,7 @@ def write_files(options: argparse.Namespace, plan: Plan, sweep: list[Plan]) -> N
     """Write the files of --timeline, --plot and --output. Raises: ConfigError"""
     if options.timeline:
         with writing(options.timeline):
-            chrome_trace.write_trace(options.timeline, (chrome_trace.rank_trace(rank, 0.0) for rank in events(plan)))
+            chrome_trace.write_trace(options.timeline, events(plan), 0.0)
     if options.plot:
         with writing(options.plot):
             plot.draw(options.plot, plan, sweep)

@@ -30,12 +30,13 @@ def run(options: argparse.Namespace) -> int:
     from megascale.operate.store.query import StoreError
 
     view = RunReader(options.folder).read()
+    notes = list[str]()
     store = None
     try:
         store = read_store_view(options.folder)
-        notes = list(store.notes)
     except StoreError as error:
-        notes = [f"without the analyses of events: {error.message}"]
+        notes.append(f"without the analyses of events: {error.message}")
+    notes += store.notes if store is not None else ()
     warn(notes)
     events = pictured_events(options.folder, view.topology)
     report = render_report(view, store, render_svg(events) if events else "", notes)

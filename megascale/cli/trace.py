@@ -46,9 +46,8 @@ def run(options: argparse.Namespace) -> int:
         records = read_ranks(options.folder, options.ranks, options.steps)
         steps = select_steps(records, options.steps, lambda: read_ranks(options.folder, options.ranks, None))
         ranks = [filter_steps(record.events, steps) for record in records]
-        origin = min(time for events in ranks for time in chrome_trace.step_starts(events).values())
         with writing(path):
-            stats = chrome_trace.write_trace(path, (chrome_trace.rank_trace(events, origin) for events in ranks))
+            stats = chrome_trace.write_trace(path, ranks, chrome_trace.first_start(ranks))
         if options.svg:
             pictured = ranks[:MAX_SVG_RANKS] if options.ranks is None else ranks
             if options.steps is None:

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 
 from megascale.record.label import Label
 
-COMPUTE = "compute"
-"""The axis of compute actions."""
+COMPUTE = "compute"  # the axis of compute actions
 
 HOST_AXIS = "host"
 """The axis of what the host does beside compute and communication: data, gc, evaluation, checkpoint, pause."""

@@ -31,8 +31,7 @@ from enum import StrEnum
 MAGIC = int.from_bytes(b"MSRECORD", "little")
 FORMAT = 4
 
-WORD = 8
-"""Bytes of a number in the header."""
+WORD = 8  # bytes of a number in the header
 
 (
     MAGIC_WORD, FORMAT_WORD, RANK, WORLD, PID, ATTEMPT, START, PLACES, FOLDER, VERSION, HEARTBEAT, UPDATED, PHASE,
@@ -66,8 +65,7 @@ NOTE_OFFSET, NOTE_BYTES = GROUPS_OFFSET + GROUP_BYTES * GROUPS, 8192
 
 TEXTS_OFFSET = NOTE_OFFSET + NOTE_BYTES
 TEXT_BYTES, TEXTS = 64, 1024
-OTHER_TEXT = 1
-"""Index of the text that stands for those that no longer fit; index 0 is the empty text."""
+OTHER_TEXT = 1  # index of the text that stands for those that no longer fit; index 0 is the empty text
 
 PLACES_OFFSET = TEXTS_OFFSET + TEXT_BYTES * TEXTS
 
@@ -122,11 +120,8 @@ CAPACITY = 1 << 15
 second.
 """
 
-SMALL_CAPACITY = 512
-"""Places of a log of which only the state is read."""
-
-NEWEST = 256
-"""Most actions and communications in a rank's state."""
+SMALL_CAPACITY = 512  # places of a log of which only the state is read
+NEWEST = 256  # most actions and communications in a rank's state
 
 
 def log_bytes(capacity: int) -> int:
@@ -161,8 +156,7 @@ class Phase(StrEnum):
     PROFILE = "profile"
 
 
-PHASES = tuple(Phase)
-"""Phases by the number in the file."""
+PHASES = tuple(Phase)  # phases by the number in the file
 
 TAGS = ("first step", "gc", "evaluation", "checkpoint", "data", "restart", "profile")
 """What a step contains besides training, by the bits of its `tags`: parts of its time that are not those of an ordinary

@@ -3,7 +3,7 @@
 The driver of `megascale launch` or the launcher of `megascale train` writes the file, and a viewer on any host with the
 folder reads it. Columns are runs of equal values, so a healthy job of any size takes a kilobyte.
 
-- `LiveRank`, `LiveState`: the content; `read_live_file`: from a file
+- `LiveState`: the content; `read_live_file`: from a file
 - `LiveFile`: the writer, and how often it may write
 """
 
@@ -16,70 +16,55 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megascale.core.run_folder import check_not_lost
-from megascale.record.rank_state import RankState
+from megascale.record.layout import Phase
+from megascale.record.rank_state import RankStatus
 
-LIVE_FILE = "live.json"
-"""The file's name in the run's folder."""
+LIVE_FILE = "live.json"  # the file's name in the run's folder
 
 FORMAT = 1
 
-EVERY_S = 1.0
-"""Seconds between two writes of a file of ordinary size."""
-
-MOST_BYTES_PER_S = 64 << 10
-"""Bytes per second beyond which the file is written less often."""
-
-MOST_BYTES = 16 << 20
-"""Most bytes of a file that a reader takes."""
-
-MOST_RANKS = 1 << 20
-"""Most ranks of a file that a reader takes."""
-
-
-class LiveRank(NamedTuple):
-    """The state of a rank.
-
-    `phase`: of `record.layout.Phase`, "" before the rank has begun. `step`: the current step, -1 before the first.
-    `idle_s`: whole seconds without progress; `silent_s`: without a heartbeat. `state`: the process's letter in /proc
-    if it is stopped (T), waits for a disk (D), or has failed (X); "" otherwise.
-    """
-
-    phase: str = ""
-    step: int = -1
-    idle_s: int = 0
-    silent_s: int = 0
-    state: str = ""
-
+EVERY_S = 1.0  # seconds between two writes of a file of ordinary size
+MOST_BYTES_PER_S = 64 << 10  # bytes per second beyond which the file is written less often
+MOST_BYTES = 16 << 20  # most bytes of a file that a reader takes
+MOST_RANKS = 1 << 20  # most ranks of a file that a reader takes
 
 SHOWN_STATES = ("T", "t", "D", "Z", "X")
 """Letters of processes that do not run; whether a process runs or sleeps changes all the time, and tells nothing."""
 
-
-def live_rank(state: RankState | None, letter: str) -> LiveRank:
-    """Return what the live file says of a rank with this state, or none yet, whose process has a letter in /proc."""
-    shown = letter if letter in SHOWN_STATES else ""
-    if state is None:
-        return LiveRank(state=shown)
-    return LiveRank(str(state.phase), state.step, int(state.idle_s), int(state.silent_s), shown)
+_COLUMNS = {"phase": str, "step": int, "idle_s": int, "silent_s": int, "state": str}
 
 
 @dataclass(frozen=True)
 class LiveState:
-    """The state of a job at `time`, in Unix seconds.
+    """The state of a job at `time`, in Unix seconds, with a status of each rank.
 
     `stage`: of a driver, "" without one. `status`: the job's exit status, None while it runs. `next_s`: seconds until
-    the next write.
+    the next write. What a reader adds: `source`, "live file" or "flight records", "" for neither; `age_s`, since when
+    it is known; `stale`: nobody writes the file any more, and the job has not ended.
     """
 
     time: float
     attempt: int
-    ranks: Sequence[LiveRank]
+    ranks: Sequence[RankStatus]
     stage: str = ""
     status: int | None = None
     next_s: float = EVERY_S
+    source: str = ""
+    age_s: float = 0.0
+    stale: bool = False
+
+    @property
+    def step(self) -> int:
+        """The newest step of any rank; 0 before the first."""
+        return max((rank.step for rank in self.ranks), default=0)
+
+    @property
+    def idle_s(self) -> int:
+        """Seconds for which no rank has made progress. A rank that is done makes none."""
+        return min((int(rank.idle_s) for rank in self.ranks if rank.phase not in ("", Phase.DONE)), default=0)
 
 
 class LiveFile:
@@ -95,7 +80,19 @@ class LiveFile:
         """Write a state, and return the seconds until the next write. The file is not flushed to disk: a power cut may
         take it. Raises: OSError
         """
-        body = json.dumps(_to_json(state), separators=(",", ":"))
+        ranks = state.ranks
+        columns: dict[str, list[str] | list[int]] = {
+            "phase": [each.phase for each in ranks],
+            "step": [each.step for each in ranks],
+            "idle_s": [int(each.idle_s) for each in ranks],
+            "silent_s": [int(each.silent_s) for each in ranks],
+            "state": [each.state if each.state in SHOWN_STATES else "" for each in ranks],
+        }
+        body = json.dumps(
+            {"time": round(state.time, 3), "attempt": state.attempt, "stage": state.stage, "status": state.status}
+            | {name: [[value, len(list(run))] for value, run in itertools.groupby(columns[name])] for name in _COLUMNS},
+            separators=(",", ":"),
+        )
         next_s = max(EVERY_S, len(body) / MOST_BYTES_PER_S)
         with self._lock:
             if self._must_be_there:
@@ -121,27 +118,19 @@ def read_live_file(path: Path) -> LiveState | None:
         raise ValueError(f"{path}: not a live file: {type(error).__name__}: {error}") from None
 
 
-def _to_json(state: LiveState) -> dict[str, Any]:
-    plain = {"time": round(state.time, 3), "attempt": state.attempt, "stage": state.stage, "status": state.status}
-    columns = zip(*state.ranks, strict=True) if state.ranks else ((),) * len(LiveRank._fields)
-    runs = ([[value, len(list(run))] for value, run in itertools.groupby(column)] for column in columns)
-    return plain | dict(zip(LiveRank._fields, runs, strict=True))
-
-
 def _from_json(data: Mapping[str, Any]) -> LiveState:
     if data["format"] != FORMAT:
         raise ValueError(f"format {data['format']!r}")
-    columns = [_column(data[name], type(default)) for name, default in LiveRank._field_defaults.items()]
+    rows = zip(*(_column(data[name], kind) for name, kind in _COLUMNS.items()), strict=False)
+    ranks = (
+        RankStatus(rank, 0, phase, step, idle_s=idle_s, silent_s=silent_s, state=state)
+        for rank, (phase, step, idle_s, silent_s, state) in enumerate(rows)
+    )
     status, stage = data["status"], data["stage"]
     if not (isinstance(stage, str) and (status is None or isinstance(status, int))):
         raise TypeError(f"stage {stage!r}, status {status!r}")
     return LiveState(
-        float(data["time"]),
-        int(data["attempt"]),
-        tuple(map(LiveRank, *columns)),
-        stage,
-        status,
-        float(data["next_s"]),
+        float(data["time"]), int(data["attempt"]), tuple(ranks), stage, status, float(data["next_s"]), "live file"
     )
 
 

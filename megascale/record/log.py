@@ -31,17 +31,10 @@ from megascale.record.layout import COLLECTIVE, EVENT, OPEN, PHASES, PLACE_BYTES
 from megascale.record.start_parts import StartParts
 from megascale.record.tables import LogTables
 
-HEARTBEAT_S = 0.25
-"""Seconds between beats of the heartbeat thread."""
-
-MIN_PAUSE_S = 0.1
-"""Least seconds by which a beat is late, to be a pause of the process."""
-
-RECENT_STEPS = 5
-"""Steps of the median step time."""
-
-MOST_PAUSES = 1000
-"""Most pauses that are kept until a step ends."""
+HEARTBEAT_S = 0.25  # seconds between beats of the heartbeat thread
+MIN_PAUSE_S = 0.1  # least seconds by which a beat is late, to be a pause of the process
+RECENT_STEPS = 5  # steps of the median step time
+MOST_PAUSES = 1000  # most pauses that are kept until a step ends
 
 Handle = tuple[int, int, int]
 """A communication in the log: its row in the table of groups, its sequence number there, the number of its event."""
@@ -51,8 +44,7 @@ Place = tuple[int, int, int]
 
 NO_PLACE: Place = (0, -1, -1)
 
-UNTIMED = ("", -1)
-"""Axis and number of a communication that gets no times and is not stored, such as control data."""
+UNTIMED = ("", -1)  # axis and number of a communication that gets no times and is not stored, such as control data
 
 # names of this module, because a look-up in another module costs a twentieth of a write
 _pack_event, _now = layout.EVENT_STRUCT.pack_into, time.monotonic_ns
@@ -357,18 +349,6 @@ class RankLog:
         self._count = self._words[_COUNT] = number + 1
 
 
-def start_heartbeat(log: RankLog) -> None:
-    """Beat in a thread, to the end of the process. It stands still while another thread holds Python's lock."""
-
-    def run() -> None:
-        while True:
-            log.beat()
-            time.sleep(HEARTBEAT_S)
-
-    with contextlib.suppress(RuntimeError):  # this process may have no thread left
-        threading.Thread(target=run, name="flight record", daemon=True).start()
-
-
 def open_log(identity: LogIdentity, path: Path | None, capacity: int = layout.SMALL_CAPACITY) -> RankLog:
     """Begin the log of this process in a new file at `path`, and its heartbeat. Without a path, or if the file cannot
     be made (a warning on stderr), the log is in memory that no other process reads.
@@ -382,7 +362,14 @@ def open_log(identity: LogIdentity, path: Path | None, capacity: int = layout.SM
         return RankLog(identity)
     log = RankLog(identity, memory)
     log.path = path
-    start_heartbeat(log)
+
+    def beat() -> None:  # it stands still while another thread holds Python's lock
+        while True:
+            log.beat()
+            time.sleep(HEARTBEAT_S)
+
+    with contextlib.suppress(RuntimeError):  # this process may have no thread left
+        threading.Thread(target=beat, name="flight record", daemon=True).start()
     return log
 
 

@@ -31,8 +31,7 @@ FLIGHT_RECORD_VARIABLE = "MEGASCALE_FLIGHT_RECORD"
 ATTEMPT_VARIABLE = "MEGASCALE_ATTEMPT"
 """Environment variable of a rank: the number of the job's present attempt, from 0."""
 
-LOOK_S = 0.25
-"""Seconds between two looks at the CPU time of a process."""
+LOOK_S = 0.25  # seconds between two looks at the CPU time of a process
 
 
 def folder_key(folder: Path) -> int:

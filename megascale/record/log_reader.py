@@ -9,6 +9,7 @@ kind of file.
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
 import os
@@ -50,18 +51,16 @@ def read_state(path: Path, *, head_only: bool = False) -> RankState:
 
 def event_dtype() -> np.dtype:
     """Return the type of a log's events."""
-    return _dtype(layout.EVENT_FIELDS)
+    import numpy as np
+
+    return np.dtype([(name, f"<{kind}") for name, kind in layout.EVENT_FIELDS])
 
 
 def step_dtype() -> np.dtype:
     """Return the type of a log's steps, which take as many bytes as events."""
-    return _dtype(layout.STEP_FIELDS)
-
-
-def _dtype(fields: layout.Fields) -> np.dtype:
     import numpy as np
 
-    return np.dtype([(name, f"<{kind}") for name, kind in fields])
+    return np.dtype([(name, f"<{kind}") for name, kind in layout.STEP_FIELDS])
 
 
 @dataclass(frozen=True)
@@ -191,7 +190,14 @@ def _state(head: bytes, newest: bytes, read_ns: int) -> RankState:
     if len(head) > layout.TOTALS_OFFSET:
         texts = _texts(head[layout.TEXTS_OFFSET :], header[layout.TEXT_COUNT])
         groups = [_group(head, index) for index in range(_bounded(header[layout.GROUP_COUNT], layout.GROUPS))]
-        totals = _totals(head, _bounded(header[layout.TOTAL_COUNT], layout.TOTALS), texts)
+        pairs = layout.TOTAL.iter_unpack(head[layout.TOTALS_OFFSET : layout.GROUPS_OFFSET])
+        count = _bounded(header[layout.TOTAL_COUNT], layout.TOTALS)
+        totals = {_text_at(texts, name): value for name, value in itertools.islice(pairs, count)}
+    wait = None
+    if (kind := _WAIT_KINDS.get(header[layout.WAIT_KIND])) is not None:
+        index = header[layout.WAIT_GROUP]
+        group = groups[index].key if 0 <= index < len(groups) else ""
+        wait = Wait(kind, group, header[layout.WAIT_SEQUENCE], header[layout.WAIT_SINCE])
     events = _events(newest, groups, texts)
     ready = header[layout.READY] == 1
     axes = {"tp": layout.TP, "cp": layout.CP, "dp": layout.DP, "pp": layout.PP}
@@ -215,7 +221,7 @@ def _state(head: bytes, newest: bytes, read_ns: int) -> RankState:
         step_time_s=header[layout.STEP_TIME] / _NS,
         totals=totals,
         groups={group.key: group for group in groups},
-        wait=_wait(header, groups),
+        wait=wait,
         open=tuple(event for event in events if not event.ended_ns),
         last=tuple(events),
         stored_attempt=header[layout.STORED_ATTEMPT] if ready else None,
@@ -243,11 +249,6 @@ def _text_at(texts: Sequence[str], index: int) -> str:
     return texts[index] if 0 <= index < len(texts) else ""
 
 
-def _totals(head: bytes, count: int, texts: Sequence[str]) -> dict[str, float]:
-    pairs = layout.TOTAL.iter_unpack(head[layout.TOTALS_OFFSET : layout.GROUPS_OFFSET])
-    return {_text_at(texts, name): value for (name, value), _ in zip(pairs, range(count), strict=False)}
-
-
 def _group(head: bytes, index: int) -> GroupState:
     start = layout.GROUPS_OFFSET + index * layout.GROUP_BYTES
     numbers = _GROUP_NUMBERS.unpack_from(head, start)
@@ -267,26 +268,17 @@ def _group(head: bytes, index: int) -> GroupState:
     )
 
 
-def _wait(header: Sequence[int], groups: Sequence[GroupState]) -> Wait | None:
-    if (kind := _WAIT_KINDS.get(header[layout.WAIT_KIND])) is None:
-        return None
-    index = header[layout.WAIT_GROUP]
-    group = groups[index].key if 0 <= index < len(groups) else ""
-    return Wait(kind, group, header[layout.WAIT_SEQUENCE], header[layout.WAIT_SINCE])
-
-
 def _events(newest: bytes, groups: Sequence[GroupState], texts: Sequence[str]) -> list[FlightEvent]:
     """Return the newest actions and communications in copied places, in the order of their issue."""
     places = layout.EVENT_STRUCT.iter_unpack(newest)
     fields = sorted(place for place in places if place[0] > 0 and place[-1] != layout.STEP_END)
-    return [_event(each, groups, texts) for each in fields if each[17] != layout.ACTIVITY][-layout.NEWEST :]
-
-
-def _event(fields: Sequence[Any], groups: Sequence[GroupState], texts: Sequence[str]) -> FlightEvent:
-    _, issued, waiting, ended, order, _, size, _, _, _, _, step, microbatch, peer, layer, _, chunk, row = fields[:18]
-    known = groups[row] if 0 <= row < len(groups) else None
-    name, part = fields[19:21]
-    return FlightEvent(
-        known.kind if known else "action", _text_at(texts, name), known.key if known else "", order, peer, step,
-        microbatch, chunk, issued, waiting, ended, size, _text_at(texts, part), layer,
-    )  # fmt: skip
+    found = []
+    for each in [each for each in fields if each[17] != layout.ACTIVITY][-layout.NEWEST :]:
+        _, issued, waiting, ended, order, _, size, _, _, _, _, step, microbatch, peer, layer, _, chunk, row = each[:18]
+        known = groups[row] if 0 <= row < len(groups) else None
+        name, part = each[19:21]
+        found.append(FlightEvent(
+            known.kind if known else "action", _text_at(texts, name), known.key if known else "", order, peer, step,
+            microbatch, chunk, issued, waiting, ended, size, _text_at(texts, part), layer,
+        ))  # fmt: skip
+    return found

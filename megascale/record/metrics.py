@@ -7,8 +7,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-MOST_NAMED = 8
-"""Most datasets in the line of an update."""
+MOST_NAMED = 8  # most datasets in the line of an update
 
 
 @dataclass(frozen=True)

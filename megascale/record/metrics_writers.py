@@ -51,7 +51,11 @@ class JsonLinesWriter(MetricsWriter):
     name = "metrics.jsonl"
 
     def __init__(self, path: Path, resumed_step: int) -> None:
-        write_text(path, "".join(_lines_until(path, resumed_step)) if resumed_step and exists(path) else "")
+        kept = list[str]()
+        if resumed_step and exists(path):  # without lines that a crash left truncated or corrupt
+            with open(path, encoding="utf-8", errors="replace") as file:
+                kept = [line for line in file if line.endswith("\n") and _step(line) <= resumed_step]
+        write_text(path, "".join(kept))
         self._file = AppendFile(path, in_run=True)
 
     def write(self, record: MetricsRecord) -> None:
@@ -59,12 +63,6 @@ class JsonLinesWriter(MetricsWriter):
 
     def close(self) -> None:
         self._file.flush()
-
-
-def _lines_until(path: Path, step: int) -> list[str]:
-    """Return the lines of a metrics file up to a step, without lines that a crash left truncated or corrupt."""
-    with open(path, encoding="utf-8", errors="replace") as file:
-        return [line for line in file if line.endswith("\n") and _step(line) <= step]
 
 
 def _step(line: str) -> float:

@@ -4,6 +4,7 @@ Another process reads it (`record.log_reader`) without the rank's help: while th
 or holds Python's lock, and after its end.
 
 - `RankState`, `GroupState`, `FlightEvent`, `Wait`: a state as values; `to_dict` and `from_dict` are its JSON form
+- `RankStatus`: a state in short, as nodes report it and viewers show it
 - `RankRuns`: ranks in short
 - `LogError`: what is not a log
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from megascale.core.errors import MegascaleError
 from megascale.record import layout
@@ -24,14 +25,9 @@ from megascale.record.layout import Phase
 UNORDERED_SIGNAL = "unordered_signal"
 """Total of a rank: the number of the signal to it alone at which it has stopped the job."""
 
-SILENT_S = 2.0
-"""Seconds without a heartbeat, eight beats, after which a rank is stopped, or code holds Python's lock."""
-
-LAST_EVENTS = 16
-"""Events in the JSON form of a record by default, besides those in flight."""
-
-MAX_OPEN_EVENTS = 32
-"""Most events in flight in the JSON form of a record: the newest."""
+SILENT_S = 2.0  # seconds without a heartbeat, eight beats, after which a rank is stopped, or code holds Python's lock
+LAST_EVENTS = 16  # events in the JSON form of a record by default, besides those in flight
+MAX_OPEN_EVENTS = 32  # most events in flight in the JSON form of a record: the newest
 
 
 class LogError(MegascaleError):
@@ -134,6 +130,29 @@ class Wait:
     since_ns: int
 
 
+class RankStatus(NamedTuple):
+    """The state of a rank in short.
+
+    `phase`: of `record.layout.Phase`, "" before the rank has begun its record. `step`: the current step, -1 before the
+    first. `progress`, `step_time_s`, `first_step`: as in `RankState`. `idle_s`: seconds without progress; `silent_s`:
+    without a beat of the rank's heartbeat thread. `waits`: for the end of a communication, or for its device. `state`:
+    the letter of /proc/PID/stat (R, S, D, T, Z), "" if unknown, "X" for a rank that has failed. `rss`: bytes.
+    """
+
+    rank: int
+    pid: int
+    phase: str = ""
+    step: int = -1
+    progress: int = 0
+    idle_s: float = 0.0
+    silent_s: float = 0.0
+    step_time_s: float = 0.0
+    first_step: int = 0
+    waits: bool = False
+    state: str = ""
+    rss: int = 0
+
+
 @dataclass(frozen=True)
 class RankState:
     """The state of a rank at a moment, its flight record.
@@ -193,6 +212,23 @@ class RankState:
         """Seconds without a heartbeat, when the record was read."""
         return max(0, self.read_ns - self.heartbeat_ns) / 1e9
 
+    def status(self, now_ns: int, letter: str = "", rss: int = 0) -> RankStatus:
+        """Return the state in short, as of `now_ns` of the host's monotonic clock."""
+        return RankStatus(
+            self.rank,
+            self.pid,
+            phase=str(self.phase),
+            step=self.step,
+            progress=self.progress,
+            idle_s=max(0, now_ns - self.updated_ns) / 1e9,
+            silent_s=max(0, now_ns - self.heartbeat_ns) / 1e9,
+            step_time_s=self.step_time_s,
+            first_step=self.first_step,
+            waits=self.wait is not None and self.wait.kind in ("waiting", "device"),
+            state=letter,
+            rss=rss,
+        )
+
     def to_dict(self, events: int = LAST_EVENTS) -> dict[str, Any]:
         """Return the JSON form, with the newest `events`: lists in the order of the fields, to be short."""
         plain = {name: getattr(self, name) for name in _PLAIN}
@@ -203,15 +239,25 @@ class RankState:
                 for g in self.groups.values()
             ],
             "wait": self.wait and [getattr(self.wait, name) for name in Wait.__slots__],
-            "open": [_event_list(event) for event in self.open[-MAX_OPEN_EVENTS:]],
-            "last": [_event_list(event) for event in self.last[max(0, len(self.last) - events) :]],
+            "open": [
+                [getattr(event, name) for name in FlightEvent.__slots__] for event in self.open[-MAX_OPEN_EVENTS:]
+            ],
+            "last": [
+                [getattr(event, name) for name in FlightEvent.__slots__]
+                for event in self.last[max(0, len(self.last) - events) :]
+            ],
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RankState:
         """Return the state of a JSON form. Raises: LogError for anything else."""
         try:
-            states = [_group_state(*fields) for fields in data["groups"]]
+            states = [
+                GroupState(
+                    name, kind, None if runs is None else RankRuns(tuple((a, n, d) for a, n, d in runs)), *numbers
+                )
+                for name, kind, runs, *numbers in data["groups"]
+            ]
             return cls(
                 **{name: data[name] for name in _PLAIN if name != "phase"},
                 phase=Phase(data["phase"]),
@@ -229,12 +275,3 @@ _PLAIN = (
     "run", "rank", "world", "pid", "attempt", "start", "progress", "heartbeat_ns", "updated_ns", "read_ns", "phase",
     "phase_since_ns", "step", "first_step", "step_time_s",
 )  # fmt: skip
-
-
-def _event_list(event: FlightEvent) -> list[Any]:
-    return [getattr(event, name) for name in FlightEvent.__slots__]
-
-
-def _group_state(name: str, kind: str, runs: Sequence[Sequence[int]] | None, *numbers: int) -> GroupState:
-    ranks = None if runs is None else RankRuns(tuple((first, count, distance) for first, count, distance in runs))
-    return GroupState(name, kind, ranks, *numbers)

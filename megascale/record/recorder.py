@@ -55,12 +55,10 @@ class HostTimer:
         return mark
 
 
-MAX_MARKS_AT_ONCE = 32
-"""Most records that `resolve_oldest_marks` resolves while a step is issued: 0.1 ms."""
+MAX_MARKS_AT_ONCE = 32  # most records that `resolve_oldest_marks` resolves while a step is issued: 0.1 ms
 
 
-MIN_ACTIVITY_S = 1e-4
-"""Shortest activity of the host that is recorded, in seconds."""
+MIN_ACTIVITY_S = 1e-4  # shortest activity of the host that is recorded, in seconds
 
 MemoryKind = Literal["parameters", "gradients", "optimizer", "activations", "logits", "buffers"]
 """The purpose of a tensor."""

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-IMPORT = "import"
-"""The first part, which begins with the process, or when a process in standby gets its task."""
+IMPORT = "import"  # the first part, which begins with the process, or when a process in standby gets its task
 
 TASK_TIME_VARIABLE = "MEGASCALE_TASK_TIME"
 """Environment variable of a process that was in standby: when it got its task, in seconds of the boot's clock."""

@@ -12,14 +12,15 @@ from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
 from megascale.data.mix.batch_shape import BatchShape, StepOrder, reads_samples, reads_tokens
 from megascale.data.mix.loader import Loader
-from megascale.data.mix.mixture import Mixture, build_mixture
-from megascale.data.mix.mixture_spec import MixtureSpec, mixture_spec
+from megascale.data.mix.mock_mixture import build_mixture
 from megascale.layout.sequence_shard import sequence_chunks
+from megascale.train.run_splits import mixture_spec
 
 if TYPE_CHECKING:
     from megascale.comm.mesh import Mesh
     from megascale.config.dataset_files import SplitName
     from megascale.data.mix.hybrid_batches import HybridPool
+    from megascale.data.mix.mixture_spec import MixtureSpec
     from megascale.data.mix.samples import SampleSource
     from megascale.layout.document_shards import RowSharding
 
@@ -108,6 +109,8 @@ def _evaluation_batches(spec: MixtureSpec, steps: int, batch: int, mesh: Mesh) -
         return steps
     batches = 0
     if mesh.rank == 0:
+        from megascale.data.mix.mixture import Mixture
+
         samples = Mixture(spec).samples_without_repetition()
         batches = min(steps, samples // batch)
         if batches == 0:

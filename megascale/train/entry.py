@@ -179,7 +179,7 @@ def _open_reporter(run: Run, peak: Peak | None, resumed: str) -> Reporter:
         texts.append(f"WARNING: this run injects faults: {config.fault.inject}")
     if config.data.packing == "decompose":
         from megascale.data.mix.bucket_summary import describe_buckets
-        from megascale.data.mix.mixture_spec import mixture_spec
+        from megascale.train.run_splits import mixture_spec
 
         texts.append(describe_buckets(mixture_spec(config, "train")))
     for text in filter(None, [*texts, resumed, *(f"WARNING: {text}" for text in replaced)]):

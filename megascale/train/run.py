@@ -20,7 +20,7 @@ import torch
 if TYPE_CHECKING:
     from megascale.checkpoint.checkpoints import Checkpoints
     from megascale.checkpoint.format.state import Progress
-    from megascale.checkpoint.save.attempt import SaveResult
+    from megascale.checkpoint.save.saver import SaveResult
     from megascale.comm.mesh import Mesh
     from megascale.config.run import RunConfig
     from megascale.data.mix.loader import Loader

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from megascale.checkpoint.save.attempt import SaveResult
+from megascale.checkpoint.save.saver import SaveResult
 from megascale.core.errors import CheckpointError, DivergenceError, NoLossTokensError, ReplicasDifferError
 from megascale.record.layout import Phase
 from megascale.train.finite_check import check_state_finite

@@ -6,6 +6,8 @@ import json
 import re
 import shutil
 import zlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 from pydantic import ValidationError
 
 from megascale.core.rank import Rank
-from tests.runs import FAMILIES, build_run, config_of, gather_weights, settings
+from tests.runs import FAMILIES, build_run, builds, config_of, gather_weights, settings
 from tests.worlds import run_world
 
 SAVERS: dict[str, dict[str, Any]] = {
@@ -36,7 +38,7 @@ LOADERS: dict[str, dict[str, Any]] = SAVERS | {
 
 
 def config_in(folder: Path, family: str = "gpt", **layout: Any) -> Any:
-    defaults = {"checkpoint__every": 1, "train__precision": "bf16"}
+    defaults = {"checkpoint__every": 1, "train__precision": "bf16", "batch__global": 4}
     return config_of(settings(FAMILIES[family], folder, **defaults | layout), folder)
 
 
@@ -117,7 +119,7 @@ def test_any_layout_loads_any_other(saver: str, family: str, tmp_path: Path) -> 
         assert loaded.keys() == saved.keys(), loader
         for name, tensor in saved.items():
             assert np.array_equal(loaded[name], tensor), (loader, name)
-        assert all(progress == {"step": 2, "samples": 16, "tokens": 256} for _, progress, _ in results)
+        assert all(progress == {"step": 2, "samples": 8, "tokens": 128} for _, progress, _ in results)
         assert all(all(sums.values()) for _, _, sums in results if family == "llama"), "weights were gathered"
 
 
@@ -133,29 +135,59 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copy(saved: Path, tmp_path: Path) -> tuple[Any, Path]:
     """Configuration and checkpoint folder of a copy of the run, to be damaged."""
-    shutil.copytree(saved / "test", tmp_path / "test")
-    return config_in(tmp_path, parallel__tp=2), tmp_path / "test" / "checkpoints" / "step-00000002"
+    return copied(saved, tmp_path)
+
+
+def copied(saved: Path, folder: Path) -> tuple[Any, Path]:
+    shutil.copytree(saved / "test", folder / "test")
+    return config_in(folder, parallel__tp=2), folder / "test" / "checkpoints" / "step-00000002"
 
 
 def resume_error(rank: Rank, config: Any) -> tuple[str, int]:
     """Text and exit status of the error of a resume."""
+    return resume_errors(rank, [config])[0]
+
+
+def resume_errors(rank: Rank, configs: list[Any]) -> list[tuple[str, int]]:
+    """Texts and exit statuses of the errors of resumes of runs of one layout."""
     from megascale.core.errors import CheckpointError
 
-    run = build_run(rank, config)
-    before = state_of(run)
-    try:
-        run.checkpoints.resume()
-    except CheckpointError as error:
-        return str(error), int(error.exit_status)
-    return ("nothing was changed" if state_of(run) == before else "resumed"), 0
+    errors = []
+    for run in builds(rank, configs):
+        before = state_of(run)
+        try:
+            run.checkpoints.resume()
+            errors.append(("nothing was changed" if state_of(run) == before else "resumed", 0))
+        except CheckpointError as error:
+            errors.append((str(error), int(error.exit_status)))
+    return errors
 
 
 def damage_error(config: Any) -> str:
     """The error of a resume from a damaged checkpoint, equal on all ranks."""
-    results = run_world(config.world_size, resume_error, config)
-    assert {status for _, status in results} == {4}
-    assert len({text for text, _ in results}) == 1
-    return results[0][0]
+    return damage_errors([config])[0]
+
+
+def damage_errors(configs: list[Any]) -> list[str]:
+    """The errors of resumes from damaged checkpoints, each equal on all ranks."""
+    texts = []
+    for errors in zip(*run_world(configs[0].world_size, resume_errors, configs), strict=True):
+        assert {status for _, status in errors} == {4}, errors
+        ((text, _),) = set(errors)
+        texts.append(text)
+    return texts
+
+
+def errors_by_damage(saved: Path, folder: Path, damages: dict[str, Callable[[Path], object]]) -> dict[str, str]:
+    """Damage the checkpoint of a copy of the run in each of several ways: the errors of resumes from them, with DAMAGED
+    in place of the checkpoint's folder.
+    """
+    copies = {name: copied(saved, folder / str(number)) for number, name in enumerate(damages)}
+    for name, (_, place) in copies.items():
+        damages[name](place)
+    texts = damage_errors([config for config, _ in copies.values()])
+    places = [str(place) for _, place in copies.values()]
+    return {name: text.replace(place, "DAMAGED") for name, place, text in zip(copies, places, texts, strict=True)}
 
 
 def edit(folder: Path, change: Any) -> None:
@@ -187,7 +219,7 @@ def test_contents_of_a_checkpoint(copy: tuple[Any, Path]) -> None:
         "rank-00001-000.safetensors",
     ]
     facts = json.loads((folder / "manifest.json").read_text())["manifest"]["facts"]
-    assert facts["progress"] == {"step": 2, "samples": 16, "tokens": 256}
+    assert facts["progress"] == {"step": 2, "samples": 8, "tokens": 128}
     assert facts["layout"] == {"tp": 2, "cp": 1, "dp": 1, "pp": 1}
     assert facts["config"]["model"]["num_layers"] == 4
     assert {"torch", "megascale"} <= facts["versions"].keys()
@@ -195,24 +227,29 @@ def test_contents_of_a_checkpoint(copy: tuple[Any, Path]) -> None:
     assert max(sizes) < 1.5 * min(sizes), "the ranks share the writing of replicated tensors"
 
 
-def test_a_flipped_bit_is_detected(copy: tuple[Any, Path]) -> None:
-    config, folder = copy
-    path = folder / "rank-00001-000.safetensors"
-    whole_file = path.read_bytes()
+def test_a_flipped_bit_is_detected(saved: Path, tmp_path: Path) -> None:
+    file = "rank-00001-000.safetensors"
+    whole_file = (saved / "test/checkpoints/step-00000002" / file).read_bytes()
     header = 8 + int.from_bytes(whole_file[:8], "little")
-    for place in range(header, len(whole_file), (len(whole_file) - header) // 5):
+
+    def flip(folder: Path, place: int) -> None:
         broken = bytearray(whole_file)
         broken[place] ^= 1 << place % 8
-        path.write_bytes(broken)
-        assert "rank-00001-000.safetensors" in damage_error(config)
+        (folder / file).write_bytes(broken)
+
+    places = range(header, len(whole_file), (len(whole_file) - header) // 5)
+    texts = errors_by_damage(saved, tmp_path, {str(place): partial(flip, place=place) for place in places})
+    assert len(texts) >= 5 and all(file in text for text in texts.values()), texts
 
 
-@pytest.mark.parametrize("cut", [0, 7, 1000, -1])
-def test_a_truncated_file_is_refused(cut: int, copy: tuple[Any, Path]) -> None:
-    config, folder = copy
-    path = folder / "rank-00000-000.safetensors"
-    path.write_bytes(path.read_bytes()[:cut])
-    assert str(path) in damage_error(config)
+def test_a_truncated_file_is_refused(saved: Path, tmp_path: Path) -> None:
+    file = "rank-00000-000.safetensors"
+
+    def cut(folder: Path, end: int) -> None:
+        (folder / file).write_bytes((folder / file).read_bytes()[:end])
+
+    texts = errors_by_damage(saved, tmp_path, {str(end): partial(cut, end=end) for end in (0, 7, 1000, -1)})
+    assert all(f"DAMAGED/{file}" in text for text in texts.values()), texts
 
 
 def test_a_missing_file_is_refused(copy: tuple[Any, Path]) -> None:
@@ -221,11 +258,13 @@ def test_a_missing_file_is_refused(copy: tuple[Any, Path]) -> None:
     assert "rank-00001-000.safetensors" in damage_error(config)
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"format": 99}', "[]", '{"format": 2}', "\n\n"])
-def test_a_damaged_manifest_is_refused(text: str, copy: tuple[Any, Path]) -> None:
-    config, folder = copy
-    (folder / "manifest.json").write_text(text)
-    assert str(folder) in damage_error(config)
+def test_a_damaged_manifest_is_refused(saved: Path, tmp_path: Path) -> None:
+    def write(folder: Path, text: str) -> None:
+        (folder / "manifest.json").write_text(text)
+
+    manifests = ("", "{", '{"format": 99}', "[]", '{"format": 2}', "\n\n")
+    texts = errors_by_damage(saved, tmp_path, {text: partial(write, text=text) for text in manifests})
+    assert all("DAMAGED" in text for text in texts.values()), texts
 
 
 def test_a_missing_tensor_is_refused(copy: tuple[Any, Path]) -> None:
@@ -240,18 +279,19 @@ def test_an_incomplete_tensor_is_refused(copy: tuple[Any, Path]) -> None:
     assert f"{folder} holds only a part of weights.layers.1.mlp.up.weight" in damage_error(config)
 
 
-@pytest.mark.parametrize("where", [{"offset": [0, -1]}, {"size": [1, 10**9]}, {"size": [8]}, {"start": -8}], ids=str)
-def test_an_impossible_shard_is_refused(where: dict[str, Any], copy: tuple[Any, Path]) -> None:
-    config, folder = copy
+def test_an_impossible_shard_is_refused(saved: Path, tmp_path: Path) -> None:
+    def misplace(folder: Path, where: dict[str, Any]) -> None:
+        def change(content: dict[str, Any]) -> None:
+            content["tensors"]["weights.layers.1.mlp.up.weight"]["boxes"][0] |= where
 
-    def misplace(content: dict[str, Any]) -> None:
-        content["tensors"]["weights.layers.1.mlp.up.weight"]["boxes"][0] |= where
+        with pytest.raises(ValidationError, match="a shard"):
+            edit(folder, change)
+        rewrite(folder, change)
 
-    with pytest.raises(ValidationError, match="a shard"):
-        edit(folder, misplace)
-    rewrite(folder, misplace)
-    text = damage_error(config)
-    assert f"{folder}/manifest.json is damaged: tensors.weights.layers.1.mlp.up.weight: Value error, a shard" in text
+    places: list[dict[str, Any]] = [{"offset": [0, -1]}, {"size": [1, 10**9]}, {"size": [8]}, {"start": -8}]
+    texts = errors_by_damage(saved, tmp_path, {str(where): partial(misplace, where=where) for where in places})
+    expected = "DAMAGED/manifest.json is damaged: tensors.weights.layers.1.mlp.up.weight: Value error, a shard"
+    assert all(expected in text for text in texts.values()), texts
 
 
 def test_another_model_is_refused_by_name(copy: tuple[Any, Path]) -> None:

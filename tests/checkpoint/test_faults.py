@@ -19,16 +19,13 @@ from typing import Any
 
 import pytest
 
-from megascale.checkpoint.format import manifest
 from megascale.cli.main import main
 from megascale.core.errors import Exit
-from megascale.core.storage import Location
 from tests.checkpoint.faults import ENDS, KilledRun, complete, config_in, in_progress, poll, step_of, writers
 from tests.jobs import Job, curve, finish
 
 FILES = "rank-00000-000.safetensors", "rank-00001-000.safetensors"
 EXECUTED = "executed"
-FORMAT_AT = len('{"format": ')
 
 
 def survives(folder: Path, kills: Iterable[tuple[str, bool]], seed: int, **layout: Any) -> KilledRun:
@@ -229,26 +226,6 @@ def test_keep_does_not_count_damaged_checkpoints(copy: tuple[Path, Path]) -> Non
     status, out, err = Job(config, f"train.steps={last}", "checkpoint.keep=1").end()
     assert status == 0 and f"resumed from {folder / older}: " in out, (status, out, err)
     assert f"step-{last:08d}" in complete(folder)
-
-
-def every_flip_is_damage(folder: Path, places: Iterable[int]) -> None:
-    text = (folder / "manifest.json").read_bytes()
-    for place in places:
-        for bit in range(8):
-            broken = bytearray(text)
-            broken[place] ^= 1 << bit
-            with pytest.raises(manifest.DamagedError):
-                manifest.parse(Location(str(folder)), bytes(broken))
-
-
-def test_a_flipped_bit_of_a_manifest_is_damage(saved: Path) -> None:
-    folder = saved / "runs/test/checkpoints/step-00000004"
-    size = (folder / "manifest.json").stat().st_size
-    every_flip_is_damage(folder, {*range(200), *range(200, size, 509), size - 2, size - 1})
-
-
-def test_a_flipped_bit_of_the_format_number_is_damage(saved: Path) -> None:
-    every_flip_is_damage(saved / "runs/test/checkpoints/step-00000004", [FORMAT_AT])
 
 
 @pytest.mark.parametrize("file", [FILES[0], ".metadata"])

@@ -14,7 +14,6 @@ from megascale.checkpoint.format.safetensors_file import (
     MAX_CHECKSUMS,
     MIN_CHECKSUM_BLOCK_BYTES,
     SafetensorsFile,
-    TensorEntry,
     checksum_block_bytes,
     crc32_combine,
 )
@@ -39,10 +38,8 @@ def test_safetensors_loads_the_file(tmp_path: Path) -> None:
     tensors = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(5, dtype=torch.bfloat16), "c": torch.zeros(0, 3)}
     dtypes = {"a": "F32", "b": "BF16", "c": "F32"}
     file = SafetensorsFile(
-        [
-            TensorEntry(name, dtypes[name], list(t.shape), t.view(-1).view(torch.uint8).numpy().data)
-            for name, t in tensors.items()
-        ],
+        "file",
+        [(name, dtypes[name], list(t.shape), t.view(-1).view(torch.uint8).numpy().data) for name, t in tensors.items()],
         checksum_block_bytes=16,
     )
     data = b"".join(bytes(part) for part in file.iter_bytes())
@@ -50,6 +47,7 @@ def test_safetensors_loads_the_file(tmp_path: Path) -> None:
     found = load_file(tmp_path / "file")
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     assert file.size == len(data) and file.crc32 == zlib.crc32(data)
-    start, sums = file.locations["a"]
-    assert sums == [zlib.crc32(data[at : at + 16]) for at in range(start, start + 48, 16)]
-    assert file.locations["b"][1] == [zlib.crc32(data[file.locations["b"][0] :][:10])] and file.locations["c"][1] == []
+    name, start, sums = file.locations["a"].values()
+    assert name == "file" and sums == [zlib.crc32(data[at : at + 16]) for at in range(start, start + 48, 16)]
+    b, c = file.locations["b"], file.locations["c"]
+    assert b["sums"] == [zlib.crc32(data[b["start"] :][:10])] and c["sums"] == []

@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 
 from megascale.cli.main import main
-from megascale.data.prepare import dataset_writer
-from tests.data.datasets import ORIGIN
+from tests.data.datasets import ORIGIN, write_documents
 from tests.data.prepare.test_tokenizer import byte_level
 from tests.jobs import heed_signals
 
@@ -207,7 +206,7 @@ def test_a_missing_or_changed_tokenizer(
 
 
 def test_a_dataset_of_another_tool(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    dataset_writer.write_dataset(Path("set"), [np.frombuffer(b"text", np.uint8)], ORIGIN, 300)
+    write_documents(Path("set"), [np.frombuffer(b"text", np.uint8)], ORIGIN, 300)
     Path("set.json").unlink()
     assert main(["data", "inspect", "set"]) == 0
     assert capsys.readouterr().out == (

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from megascale.cli.main import main
-from megascale.data.prepare import dataset_writer
 from megascale.data.read.indexed_dataset import TokenizerInfo
+from tests.data.datasets import write_documents
 
 JOB = ["plan", "configs/gpu/llama3-8b.toml", "--gpus", "64", "--hardware", "h100", "--length-steps", "2"]
 SIZES = ["model.seq_length=131072", "batch.global=32"]
@@ -106,7 +106,7 @@ def test_chunks_are_searched(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_dataset_s_own_lengths(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     documents = [np.zeros(length, np.int32) for length in (100, 300, 300_000)]
-    dataset_writer.write_dataset(tmp_path / "corpus", documents, TokenizerInfo("bytes", "", 0), 257)
+    write_documents(tmp_path / "corpus", documents, TokenizerInfo("bytes", "", 0), 257)
     plan = planned(capsys, "--lengths", str(tmp_path / "corpus"), "--max-tokens-per-rank", "8192")
     assert plan["longest"] == 131072 and plan["ways"][2]["context_bytes"] > 0
 

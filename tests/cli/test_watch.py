@@ -19,9 +19,8 @@ import pytest
 
 from megascale.cli.main import main
 from megascale.core.errors import Exit
-from megascale.record.live_file import LiveRank
 from tests.jobs import Job, job_config
-from tests.operate.show.folders import RUNS, make_run, write_live
+from tests.operate.show.folders import RUNS, live_rank, make_run, write_live
 from tests.runs import GPT
 
 SECONDS = 60
@@ -88,9 +87,9 @@ def test_frames_follow_the_run_until_it_ends(tmp_path: Path) -> None:
     assert "\x1b[?1049h" in terminal.text, "on the alternate screen"
     assert "\x1b[30;48;" in terminal.text, "in colours"
     assert "▁" in terminal.text
-    write_live(folder, [*RUNNING[1:], LiveRank("step", 5, 30, 30, "T")], age_s=AHEAD_S)
+    write_live(folder, [*RUNNING[1:], live_rank("step", 5, 30, 30, "T")], age_s=AHEAD_S)
     terminal.wait_for("stopped: rank 3")
-    write_live(folder, [LiveRank("done", 10)] * 4, status=0)
+    write_live(folder, [live_rank("done", 10)] * 4, status=0)
     assert terminal.end() == Exit.OK
     assert terminal.text.rindex("\x1b[?1049l") < terminal.text.rindex("= done 4"), "the last frame stays"
 

@@ -40,8 +40,8 @@ def values(rank: int, count: int, dtype: Any) -> Any:
     return torch.randn(count, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)
 
 
-def exercise(rank: Rank, transport: str) -> list[str]:
-    """Run every operation on many sizes; return the results as text, to compare them over ranks."""
+def exercise(rank: Rank, transport: str) -> list[bytes]:
+    """Run every operation on many sizes; return the results, to compare them over ranks."""
     import torch
 
     from megascale.comm.collectives import all_gather, all_reduce, reduce_scatter
@@ -56,7 +56,7 @@ def exercise(rank: Rank, transport: str) -> list[str]:
         total = mine.clone()
         all_reduce(group, total)
         torch.testing.assert_close(total, sum(everyone), rtol=tolerance, atol=tolerance)
-        results.append(str(total.double().tolist()))
+        results.append(total.double().numpy().tobytes())
 
         most = mine.clone()
         all_reduce(group, most, "max")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,10 @@ import numpy as np
 from megascale.config.dataset_files import SplitName
 from megascale.config.run import RunConfig
 from megascale.data.mix.mixture import Mixture
-from megascale.data.mix.mixture_spec import mixture_spec
 from megascale.data.mix.samples import Sample
 from megascale.data.prepare import dataset_writer
 from megascale.data.read import indexed_dataset
+from megascale.train.run_splits import mixture_spec
 from tests.runs import GPT, config_of, settings
 
 VOCABULARY = 60_000
@@ -26,12 +26,26 @@ PADDING = -1
 Source = Path | Sequence[tuple[float, Path]] | None
 
 
+def write_documents(
+    prefix: Path, documents: Iterable[np.ndarray], origin: indexed_dataset.TokenizerInfo, vocab_size: int
+) -> indexed_dataset.DatasetInfo:
+    """Write a dataset of `documents` (arrays of token ids, eod included)."""
+    with dataset_writer.DatasetWriter(prefix, dataset_writer.token_dtype(vocab_size)) as writer:
+        try:
+            for ids in documents:
+                writer.append(ids, np.array([len(ids)], dtype=np.int64), vocab_size)
+            return writer.commit(origin, vocab_size)
+        except BaseException:
+            writer.discard()
+            raise
+
+
 def write_dataset(prefix: Path, lengths: Sequence[int], first: int = 0) -> list[np.ndarray]:
     """Write documents of the given lengths, with tokens `first`, `first` + 1, ... Returns the documents."""
     ends = np.cumsum([first, *lengths])
     documents = [np.arange(start, stop) for start, stop in pairwise(ends)]
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    dataset_writer.write_dataset(prefix, documents, ORIGIN, VOCABULARY)
+    write_documents(prefix, documents, ORIGIN, VOCABULARY)
     return documents
 
 

@@ -13,12 +13,12 @@ from megascale.catalog.presets import PRESETS
 from megascale.cli.main import main
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
-from megascale.data.prepare import dataset_writer
 from megascale.data.read import indexed_dataset
 from megascale.layout.chunks import fp8_layers
 from megascale.layout.parameters import parameter_count
 from megascale.plan.account.memory import JobMemory
 from megascale.plan.account.state_bytes import state_bytes
+from tests.data.datasets import write_documents
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -63,7 +63,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir(parents=True)
     for name in ("train", "valid"):
         origin = indexed_dataset.TokenizerInfo("bytes", "bytes", 256)
-        dataset_writer.write_dataset(folder / name, [np.zeros(100_000, np.int32)], origin, 257)
+        write_documents(folder / name, [np.zeros(100_000, np.int32)], origin, 257)
         (folder / f"{name}.json").unlink()
     (folder / "tokenizer.json").touch()
     return tmp_path

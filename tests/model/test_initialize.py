@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import settings as settings_of_examples
 from hypothesis import strategies as st
 
 from megascale.config.model import ModelConfig
@@ -81,6 +82,7 @@ def models(draw: st.DrawFn) -> tuple[ModelConfig, int]:
     return model, tp
 
 
+@settings_of_examples(max_examples=40)
 @given(models(), st.sampled_from([1, 50, 333, 1 << 20]))
 def test_every_tp_holds_the_same_tensors(drawn: tuple[ModelConfig, int], block: int) -> None:
     """A shard may start and end inside a block."""

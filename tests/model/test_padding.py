@@ -17,7 +17,7 @@ from tests.marks import only_quick
 from tests.runs import FAMILIES, build_run, config_of, settings, total_of, valid_order
 from tests.worlds import run_world
 
-STEPS = 4
+STEPS = 3
 
 
 def train(rank: Rank, config: RunConfig, multiple: int) -> tuple[list[tuple[float, float]], int, bool, list[float]]:
@@ -56,7 +56,8 @@ def test_padding(family: str, tmp_path: Path) -> None:
     """Pad 101 tokens to 101, 128 and 200 rows; with 200 the second of two ranks holds one token."""
     curves = []
     for tp, multiple, rows in ((1, 1, 101), (1, 64, 128), (2, 64, 128), (2, 100, 200)):
-        config = config_of(settings(FAMILIES[family], tmp_path, parallel__tp=tp, parallel__dp=1), tmp_path)
+        layout = {"parallel__tp": tp, "parallel__dp": 1, "batch__global": 4}
+        config = config_of(settings(FAMILIES[family], tmp_path, **layout), tmp_path)
         ranks = run_world(config.world_size, train, config, multiple)
         tables = 1 if config.model.tie_embeddings else 2
         assert sum(padding for _, padding, _, _ in ranks) == (rows - 101) * tables

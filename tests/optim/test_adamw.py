@@ -292,5 +292,6 @@ WRITE_ONLY = (torch.ops.aten.copy_, torch.ops.aten.fill_, torch.ops.aten.zero_)
 def test_a_step_moves_42_bytes_per_parameter(tmp_path: Path) -> None:
     """The sum of the table in `optim.adamw`."""
     model = LLAMA | {"hidden_size": 64, "ffn_size": 128}
-    ((results),) = run_world(1, moved, config_of(settings(model, tmp_path, train__precision="bf16"), tmp_path))
+    tree = settings(model, tmp_path, train__precision="bf16", batch__global=2)
+    ((results),) = run_world(1, moved, config_of(tree, tmp_path))
     assert results == pytest.approx(42, rel=0.01)

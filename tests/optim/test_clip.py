@@ -28,6 +28,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp4": {"parallel__pp": 4},
 }
 WIDE = {"num_kv_heads": 4}  # for tp = 4
+BATCH = 4
 
 
 def plain_gradients(config: Any) -> dict[str, Tensor]:
@@ -52,8 +53,8 @@ def plain_gradients(config: Any) -> dict[str, Tensor]:
 def whole_batch(config: Any) -> Any:
     """Return the samples of the first step as one micro-batch."""
     from megascale.data.mix.loader import BatchShape, Loader
-    from megascale.data.mix.mixture import build_mixture
-    from megascale.data.mix.mixture_spec import mixture_spec
+    from megascale.data.mix.mock_mixture import build_mixture
+    from megascale.train.run_splits import mixture_spec
 
     total = config.batch.total
     samples = build_mixture(mixture_spec(config, "train"))
@@ -92,7 +93,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], l
     """Results by (family, layout) and rank."""
     folder = tmp_path_factory.mktemp("clip")
     keys = [(family, name) for name in LAYOUTS for family in FAMILIES]
-    configs = [config_of(settings(FAMILIES[f] | WIDE, folder, **LAYOUTS[name]), folder) for f, name in keys]
+    run = {"batch__global": BATCH}
+    configs = [config_of(settings(FAMILIES[f] | WIDE, folder, **run, **LAYOUTS[name]), folder) for f, name in keys]
     return {key: run_threads(config, clipped) for key, config in zip(keys, configs, strict=True)}
 
 
@@ -102,7 +104,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     folder = tmp_path_factory.mktemp("plain")
     measured = {}
     for family, sizes in FAMILIES.items():
-        gradients = plain_gradients(config_of(settings(sizes | WIDE, folder), folder))
+        gradients = plain_gradients(config_of(settings(sizes | WIDE, folder, batch__global=BATCH), folder))
         measured[family] = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
     return measured
 

@@ -116,7 +116,7 @@ class Reference:
 
 STEPS = 4
 RUN: dict[str, Any] = {
-    "train__steps": STEPS, "optimizer__name": "lamb", "optimizer__lr": 2e-2, "optimizer__eps": 1e-6,
+    "train__steps": STEPS, "batch__global": 4, "optimizer__name": "lamb", "optimizer__lr": 2e-2, "optimizer__eps": 1e-6,
     "optimizer__clip_norm": 0.1,
 }  # fmt: skip
 PLAIN = {"optimizer__bias_correction": False}
@@ -158,10 +158,10 @@ def by_the_formula(config: Any) -> Reference:
     have a trust ratio each.
     """
     from megascale.data.mix.loader import BatchShape, Loader
-    from megascale.data.mix.mixture import build_mixture
-    from megascale.data.mix.mixture_spec import mixture_spec
+    from megascale.data.mix.mock_mixture import build_mixture
     from megascale.model.initialize import init_parameters
     from megascale.model.transformer import Stage
+    from megascale.train.run_splits import mixture_spec
 
     o, total = config.optimizer, config.batch.total
     parameters, parts = {}, dict[str, dict[str, int]]()

@@ -76,13 +76,16 @@ FROZEN = [{"kinds": ["embedding", "head", "norm"], "name": "adamw", "lr_mult": 0
 """Only matrices of blocks are trained, since the head's steps would hide theirs."""
 
 
+RUN = {"train__precision": "fp32", "batch__micro": 8}
+
+
 def moved(folder: Path, optimizer: dict[str, Any], width: int, base: int, seeds: range) -> float:
     """How far steps move the logits of a model of this width, in units of a model of width 32: the geometric mean over
     seeds, of which one says little (GaLore's: 0.6 to 1.4 times AdamW's).
     """
     keys = {"lr": 0.02, "weight_decay": 0.0, **optimizer}
     configs = [
-        configuration(folder / f"{size}-{seed}", keys, model_of(size, of), train__precision="fp32", train__seed=seed)
+        configuration(folder / f"{size}-{seed}", keys, model_of(size, of), **RUN, train__seed=seed)
         for seed in seeds
         for size, of in ((32, 32), (width, base))
     ]

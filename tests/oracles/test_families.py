@@ -97,7 +97,8 @@ def test_steps_from_foreign_weights_are_equal_in_all_layouts(name: str, folders:
     curves = {}
     for key, layout in layouts.items():
         resume = {"checkpoint__resume": f"hf:{folders / name}"}
-        config = config_of(settings(model, tmp_path / key, train__steps=STEPS, **resume, **layout), tmp_path)
+        run = {"train__steps": STEPS, "batch__global": 4} | resume | layout
+        config = config_of(settings(model, tmp_path / key, **run), tmp_path)
         curves[key] = run_world(config.world_size, steps, config)[0]
     first = np.array(curves.pop("one process"))
     assert len(first) == STEPS and (first[:, 1] > 0).all()

@@ -70,18 +70,26 @@ def operands(layer: str, tokens: int = 128) -> list[Tensor]:
     return results
 
 
-def casts(rank: Rank, config: RunConfig, layer: str, sequence: bool) -> list[Array]:
+LAYERS = ("attention.qkv", "attention.out")
+
+
+def all_casts(rank: Rank, configs: list[RunConfig], sequence: bool) -> dict[tuple[str, str], list[Array]]:
+    """Return the `casts` by recipe and layer."""
+    mesh = open_mesh(Topology(tp=rank.world_size), rank.rank, tied=False)
+    return {(config.fp8.recipe, layer): casts(mesh, config, layer, sequence) for config in configs for layer in LAYERS}
+
+
+def casts(mesh: Mesh, config: RunConfig, layer: str, sequence: bool) -> list[Array]:
     """Quantize this rank's shards of the operands, and dequantize."""
-    tp = rank.world_size
-    group = open_mesh(Topology(tp=tp), rank.rank, tied=False)
-    axis = TensorParallel(group.tp, sequence)
-    scaling = state_of(config, group)
+    tp, index = mesh.tp.size, mesh.tp.index
+    axis = TensorParallel(mesh.tp, sequence)
+    scaling = state_of(config, mesh)
     gemms = build_linear_gemms(f"layers.1.{layer}", scaling, axis)
     assert isinstance(gemms, Fp8Gemms)
     x, weight, grad = operands(layer)
     column = gemms.shard_dim == 0
-    part = weight.chunk(tp, gemms.shard_dim)[rank.rank].contiguous()
-    here = lambda t, cut: t.chunk(tp, cut)[rank.rank].contiguous()  # noqa: E731
+    part = weight.chunk(tp, gemms.shard_dim)[index].contiguous()
+    here = lambda t, cut: t.chunk(tp, cut)[index].contiguous()  # noqa: E731
     if column:
         x, grad = here(x, 0) if sequence else x, here(grad, 2)
     else:
@@ -96,34 +104,47 @@ def casts(rank: Rank, config: RunConfig, layer: str, sequence: bool) -> list[Arr
     return [each.dequantize().numpy() for each in results if isinstance(each, Quantized)]
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> list[RunConfig]:
+    return [configured(tmp_path_factory.mktemp("wide"), recipe, WIDE) for recipe in RECIPES.names()]
+
+
+@pytest.fixture(scope="module")
+def quantized_alone(wide: list[RunConfig]) -> dict[tuple[str, str], list[Array]]:
+    return run_world(1, all_casts, wide, False)[0]
+
+
+@pytest.fixture(scope="module", params=only_quick([False, True], True))
+def quantized(request: Any, wide: list[RunConfig]) -> tuple[bool, list[dict[tuple[str, str], list[Array]]]]:
+    """Quantize on two ranks: whether they divide the sequence, and the `casts` by rank."""
+    return request.param, run_world(2, all_casts, wide, request.param)
+
+
 @recipes
-@pytest.mark.parametrize("sequence", only_quick([False, True], True))
-@pytest.mark.parametrize("layer", ["attention.qkv", "attention.out"])
-def test_two_ranks_quantize_as_one_process(recipe: str, sequence: bool, layer: str, tmp_path: Path) -> None:
-    config = configured(tmp_path, recipe, WIDE)
-    (alone,) = run_world(1, casts, config, layer, False)
-    ranks = run_world(2, casts, config, layer, sequence)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_two_ranks_quantize_as_one_process(recipe: str, layer: str, quantized: Any, quantized_alone: Any) -> None:
+    sequence, ranks = quantized
     column = layer == "attention.qkv"
     cuts = [(0 if sequence else None) if column else 2, 0 if column else 1, 1 if column else 0,
             2 if column else (0 if sequence else None)]  # fmt: skip
     for index, cut in enumerate(cuts):
-        parts = [rank[index] for rank in ranks]
+        parts = [rank[recipe, layer][index] for rank in ranks]
         together = parts[0] if cut is None else np.concatenate(parts, cut)
-        assert np.array_equal(together, alone[index]), ("input", "weight", "transposed weight", "gradient")[index]
+        operand = ("input", "weight", "transposed weight", "gradient")[index]
+        assert np.array_equal(together, quantized_alone[recipe, layer][index]), operand
 
 
-def test_without_the_amax_all_reduce_operands_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = configured(tmp_path, "tensorwise", WIDE)
-    (alone,) = run_world(1, casts, config, "attention.out", False)
-    ranks = run_world(2, casts_without_reduction, config, "attention.out", True)
-    assert not np.array_equal(np.concatenate([rank[0] for rank in ranks], 2), alone[0])
+def test_without_the_amax_all_reduce_operands_differ(tmp_path: Path, quantized_alone: Any) -> None:
+    ranks = run_world(2, casts_without_reduction, [configured(tmp_path, "tensorwise", WIDE)], True)
+    first, second = (rank["tensorwise", "attention.out"][0] for rank in ranks)
+    assert not np.array_equal(np.concatenate([first, second], 2), quantized_alone["tensorwise", "attention.out"][0])
 
 
-def casts_without_reduction(rank: Rank, *arguments: Any) -> list[Array]:
+def casts_without_reduction(rank: Rank, *arguments: Any) -> dict[tuple[str, str], list[Array]]:
     from megascale.parallel import fp8_linear
 
     fp8_linear.all_reduce = lambda *_, **__: None  # type: ignore[assignment]
-    return casts(rank, *arguments)
+    return all_casts(rank, *arguments)
 
 
 TOKENS = 512  # a run of consecutive tokens is a whole block on two ranks that exchange keys
@@ -160,10 +181,9 @@ def _placed(operand: Any, places: list[int]) -> Array:
     return whole.numpy()
 
 
-def test_ranks_that_share_sequences_quantize_as_one_process(tmp_path: Path) -> None:
-    configs = [configured(tmp_path, recipe, WIDE) for recipe in RECIPES.names()]
-    (alone,) = run_world(1, casts_of_shared_tokens, configs)
-    first, second = run_world(2, casts_of_shared_tokens, configs)
+def test_ranks_that_share_sequences_quantize_as_one_process(wide: list[RunConfig]) -> None:
+    (alone,) = run_world(1, casts_of_shared_tokens, wide)
+    first, second = run_world(2, casts_of_shared_tokens, wide)
     assert [name for name, whole in alone.items() if not np.array_equal(first[name] + second[name], whole)] == []
 
 
@@ -198,10 +218,18 @@ def test_layouts_train_equally(recipe: str, layout: str, tmp_path: Path) -> None
         assert norm == pytest.approx(expected_norm, rel=5e-2)
 
 
+@pytest.fixture(scope="module")
+def gradients(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Array]]:
+    """Compute a first step's gradients in bf16 and by each recipe."""
+    folder = tmp_path_factory.mktemp("gradients")
+    configs = {recipe: configured(folder, recipe) for recipe in RECIPES.names()}
+    configs["bf16"] = configured(folder, "tensorwise", train__precision="bf16")
+    return run_world(1, all_gradients, configs)[0]
+
+
 @recipes
-def test_gradients_are_close_to_bf16(recipe: str, tmp_path: Path) -> None:
-    bf16_grads = run_world(1, first_gradients, configured(tmp_path, recipe, train__precision="bf16"))[0]
-    fp8_grads = run_world(1, first_gradients, configured(tmp_path, recipe))[0]
+def test_gradients_are_close_to_bf16(recipe: str, gradients: dict[str, dict[str, Array]]) -> None:
+    bf16_grads, fp8_grads = gradients["bf16"], gradients[recipe]
     assert bf16_grads.keys() == fp8_grads.keys()
     for name, expected in bf16_grads.items():
         assert distance(fp8_grads[name], expected) < 0.15, name
@@ -211,6 +239,10 @@ def test_gradients_are_close_to_bf16(recipe: str, tmp_path: Path) -> None:
 
 def distance(actual: Array, expected: Array) -> float:
     return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
+
+
+def all_gradients(rank: Rank, configs: dict[str, RunConfig]) -> dict[str, dict[str, Array]]:
+    return {name: first_gradients(rank, config) for name, config in configs.items()}
 
 
 def first_gradients(rank: Rank, config: RunConfig) -> dict[str, Array]:
@@ -255,11 +287,15 @@ def count_weight_casts(rank: Rank, config: RunConfig) -> list[int]:
     return counts
 
 
-@recipes
-def test_every_fp8_gemm_is_the_backends(recipe: str, tmp_path: Path) -> None:
-    config = configured(tmp_path, recipe, batch__global=2, batch__micro=1)
-    (count,) = run_world(1, count_gemms, config)
-    assert count == 3 * 8 * 2  # forward, dgrad and wgrad, 8 layers, 2 micro-batches
+def test_every_fp8_gemm_is_the_backends(tmp_path: Path) -> None:
+    configs = [configured(tmp_path, recipe, batch__global=2, batch__micro=1) for recipe in RECIPES.names()]
+    (counts,) = run_world(1, count_all_gemms, configs)
+    # forward, dgrad and wgrad, 8 layers, 2 micro-batches
+    assert counts == dict.fromkeys(RECIPES.names(), 3 * 8 * 2)
+
+
+def count_all_gemms(rank: Rank, configs: list[RunConfig]) -> dict[str, int]:
+    return {config.fp8.recipe: count_gemms(rank, config) for config in configs}
 
 
 def count_gemms(rank: Rank, config: RunConfig) -> int:

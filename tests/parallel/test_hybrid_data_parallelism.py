@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megascale.config.run import RunConfig
-from megascale.data.mix import mixture
+from megascale.data.mix import mock_mixture
 from megascale.layout.hybrid.planner import plan_hybrid
 from megascale.plan.account.context_bytes import Heads, context_bytes
 from megascale.plan.account.flops import sequence_flops
@@ -33,7 +33,7 @@ POOLS = {
 @pytest.fixture(autouse=True)
 def unequal_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples of mock data have documents of unequal lengths."""
-    monkeypatch.setattr(mixture, "equal_documents", lambda length, document: DOCUMENTS)
+    monkeypatch.setattr(mock_mixture, "equal_documents", lambda length, document: DOCUMENTS)
 
 
 def check(family: str, pool: dict[str, Any], keys: dict[str, Any], folder: Path) -> None:
@@ -53,7 +53,7 @@ def test_rings_meet_in_pipelines(tmp_path: Path) -> None:
 
 
 def test_a_rank_may_have_no_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixture, "equal_documents", lambda length, document: [length])
+    monkeypatch.setattr(mock_mixture, "equal_documents", lambda length, document: [length])
     check("gpt", layout(cp=2, dp=2) | {"data__max_tokens_per_rank": 24}, {"batch__global": 2}, tmp_path)
 
 
@@ -63,7 +63,7 @@ def test_a_ring_in_the_last_backward_waits_for_no_reduction(
     overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A ring is a rank's first micro-batch where another rank has packs before it, and is the last of some rank."""
-    monkeypatch.setattr(mixture, "equal_documents", lambda length, document: [15, 9])
+    monkeypatch.setattr(mock_mixture, "equal_documents", lambda length, document: [15, 9])
     buckets = {"overlap__dp": overlap, "overlap__bucket_bytes": 2000, "model__num_layers": 4}
     check("llama", layout(cp=2) | {"data__max_tokens_per_rank": 12}, {"batch__global": 1} | buckets, tmp_path)
 
@@ -79,7 +79,7 @@ def test_no_pool_changes_a_run(pool: str, family: str, keys: dict[str, Any], tmp
 @pytest.mark.slow
 def test_documents_from_16_to_4096_tokens_in_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     documents = [4096, 16, 1500, 64, 420, 2048]
-    monkeypatch.setattr(mixture, "equal_documents", lambda length, document: documents)
+    monkeypatch.setattr(mock_mixture, "equal_documents", lambda length, document: documents)
     keys = {"model__seq_length": sum(documents), "batch__global": 4}
     check("llama", layout(dp=4, pp=2) | {"data__max_tokens_per_rank": 2100}, keys, tmp_path)
 

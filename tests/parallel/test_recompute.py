@@ -197,6 +197,7 @@ def test_recomputation_adds_these_collectives(sequence: bool, block: str, tmp_pa
     The block's last reduction is skipped, the only one of the parallel block. Selective recomputation adds none.
     """
     layout = {"parallel__tp": 2, "parallel__sp": sequence, "model__block": block, "train__precision": "fp32"}
+    layout["batch__global"] = 2
     trees = [
         settings(FAMILIES["gpt"], tmp_path, **layout, **{f"train__{key}": value for key, value in setting.items()})
         for setting in SETTINGS.values()

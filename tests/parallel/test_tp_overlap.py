@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.catalog.layers import BLOCKS
+from megascale.comm.group import Group
 from megascale.comm.p2p_collectives import P2PTransport
 from megascale.comm.work import COMPLETED
 from megascale.config.run import RunConfig
@@ -80,7 +81,8 @@ def switched(rank: Rank, configs: list[RunConfig]) -> list[Outcome]:
 @pytest.mark.parametrize("layout", only_quick(LAYOUTS, "tp2 sp"))
 def test_overlap_changes_no_result(layout: str, tmp_path: Path) -> None:
     family = GPT if "pp" in layout else LLAMA | {"num_kv_heads": 4}
-    common: dict[str, Any] = {"train__precision": "fp32", "model__block": "parallel" if "sp" in layout else "serial"}
+    common: dict[str, Any] = {"train__precision": "fp32", "train__steps": 3}
+    common["model__block"] = "parallel" if "sp" in layout else "serial"
     common["model__num_layers"] = 4 if "vpp2" in layout else 2
     common |= LAYOUTS[layout]
     trees = [settings(family, tmp_path, **common, **off) for off in ({}, *OFF.values())]
@@ -194,6 +196,7 @@ def traffic(rank: Rank, config: RunConfig) -> Any:
 @pytest.mark.parametrize("sequence", only_quick([False, True], True))
 def test_pieces_move_the_same_bytes(sequence: bool, block: str, tmp_path: Path) -> None:
     layout = {"parallel__tp": 2, "parallel__sp": sequence, "model__block": block, "train__precision": "fp32"}
+    layout["batch__global"] = 2
     trees = [settings(FAMILIES["gpt"], tmp_path, **layout, overlap__tp=on) for on in (True, False)]
     on, off = (run_world(2, traffic, config_of(tree, tmp_path)) for tree in trees)
     for pieces, wholes in zip(on, off, strict=True):
@@ -211,7 +214,6 @@ def test_pieces_move_the_same_bytes(sequence: bool, block: str, tmp_path: Path) 
 def test_no_piece_on_a_gpu_has_a_small_gemm(rows: int, batch: int, size: int, sequence: bool, width: int) -> None:
     import torch
 
-    from megascale.comm.group import Group
     from megascale.parallel.tp_overlap import TensorParallel
 
     group = Group(
@@ -232,7 +234,6 @@ def test_fused_operators_need_many_rows() -> None:
     import torch.distributed._symmetric_memory  # registers the fused operators
 
     from megascale.catalog.recipes import BLOCK_1D, ROW, TENSOR
-    from megascale.comm.group import Group
     from megascale.comm.symmetric_memory import SymmetricMemory
     from megascale.ops.quantized import Quantized
     from megascale.parallel.tp_overlap import TensorParallel
@@ -251,37 +252,49 @@ def test_fused_operators_need_many_rows() -> None:
     assert not axis.fused_for([plain, plain], [plain, plain], 512)
 
 
-@pytest.mark.parametrize(
-    "sequence, tokens, expected",
-    [
-        (True, 4096, [[2048, 512, 512, 512, 512], [512, 512, 512, 512, 2048]]),
-        (True, 1000, [[1000], [1000]]),
-        (False, 4096, [[4096], [1024, 1024, 1024, 1024]]),
-        (False, 500, [[500], [500]]),
-    ],
-)
-def test_gemms_on_a_gpu_have_many_rows(sequence: bool, tokens: int, expected: list[list[int]]) -> None:
-    for (rows, results), (_, plain) in run_world(2, rows_of_gemms, sequence, tokens):
-        assert rows == expected
+ROWS_OF_GEMMS: dict[tuple[bool, int], list[list[int]]] = {  # by sequence parallelism and tokens
+    (True, 4096): [[2048, 512, 512, 512, 512], [512, 512, 512, 512, 2048]],
+    (True, 1000): [[1000], [1000]],
+    (False, 4096): [[4096], [1024, 1024, 1024, 1024]],
+    (False, 500): [[500], [500]],
+}
+
+
+@pytest.fixture(scope="module")
+def gemms() -> list[dict[tuple[bool, int], Any]]:
+    return run_world(2, rows_of_all_gemms)
+
+
+@pytest.mark.parametrize("case", ROWS_OF_GEMMS)
+def test_gemms_on_a_gpu_have_many_rows(case: tuple[bool, int], gemms: list[dict[tuple[bool, int], Any]]) -> None:
+    for rank in gemms:
+        (rows, results), (_, plain) = rank[case]
+        assert rows == ROWS_OF_GEMMS[case]
         for result, same in zip(results, plain, strict=True):
             np.testing.assert_allclose(result, same, rtol=1e-12)
 
 
-def rows_of_gemms(rank: Rank, sequence: bool, tokens: int) -> list[Any]:
+def rows_of_all_gemms(rank: Rank) -> dict[tuple[bool, int], list[Any]]:
+    from megascale.comm.mesh import open_mesh
+    from megascale.layout.topology import Topology
+
+    group = open_mesh(Topology(tp=2), rank.rank, tied=False).tp
+    send_messages(group)
+    return {case: rows_of_gemms(rank, group, *case) for case in ROWS_OF_GEMMS}
+
+
+def rows_of_gemms(rank: Rank, group: Group, sequence: bool, tokens: int) -> list[Any]:
     """Record the rows of every GEMM in a column-parallel and a row-parallel forward, and the results, with the GPU
     settings and without overlap.
     """
     import torch
 
-    from megascale.comm.mesh import open_mesh
-    from megascale.layout.topology import Topology
     from megascale.parallel import tp_overlap
     from megascale.parallel.linear_gemms import LinearGemms
     from megascale.parallel.tensor import column_parallel_linear, row_parallel_linear
 
     tp_overlap.MIN_PIECE_BYTES = 512
-    group, measured = open_mesh(Topology(tp=2), rank.rank, tied=False).tp, []
-    send_messages(group)
+    measured: list[Any] = []
     draw = torch.Generator().manual_seed(rank.rank)
     normal = partial(torch.randn, generator=draw, dtype=torch.float64)
     full, part = normal(tokens, 1, 8), normal(tokens // 2 if sequence else tokens, 1, 8)
@@ -311,7 +324,7 @@ def rows_of_gemms(rank: Rank, sequence: bool, tokens: int) -> list[Any]:
 def test_the_parallel_block_halves_the_collectives(tmp_path: Path) -> None:
     calls = {}
     for block in ("serial", "parallel"):
-        tree = settings(GPT, tmp_path, parallel__tp=2, model__block=block, overlap__tp=False)
+        tree = settings(GPT, tmp_path, parallel__tp=2, model__block=block, overlap__tp=False, batch__global=2)
         config = config_of(tree, tmp_path)
         (measured, _) = run_world(2, traffic, config)
         calls[block] = measured["tp"]["all_reduce"][0] // config.num_microbatches
@@ -322,7 +335,8 @@ def test_the_parallel_block_halves_the_collectives(tmp_path: Path) -> None:
 def test_a_boundary_is_sent_in_shards(tmp_path: Path) -> None:
     """A rank sends 1 / tp of the activation: without sp a slice, with sp its shard."""
     for sequence in (False, True):
-        tree = settings(GPT, tmp_path, parallel__tp=2, parallel__pp=2, parallel__sp=sequence, train__precision="fp32")
+        layout = {"parallel__tp": 2, "parallel__pp": 2, "parallel__sp": sequence, "batch__global": 3}
+        tree = settings(GPT | {"num_layers": 2}, tmp_path, train__precision="fp32", **layout)
         config = config_of(tree, tmp_path)
         m = config.model
         part = 4 * m.seq_length * config.batch.micro * m.hidden_size // 2
@@ -352,6 +366,7 @@ def gathers(rank: Rank, config: RunConfig) -> list[tuple[str, float]]:
 
 def test_weights_are_gathered_in_the_order_of_their_need(tmp_path: Path) -> None:
     layout = {"parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2, "overlap__bucket_bytes": 20_000}
+    layout["batch__global"] = 4
     for rank in run_world(4, gathers, config_of(settings(GPT, tmp_path, **layout), tmp_path)):
         assert len({part for part, _ in rank}) > 2
         needed = [time for _, time in rank]

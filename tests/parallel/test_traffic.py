@@ -35,7 +35,8 @@ def traffic_of_a_step(rank: Rank, configs: list[Any]) -> list[Counts]:
 
 def measure(tmp_path: Any, family: str, **layout: Any) -> tuple[Any, list[Counts]]:
     """Return the traffic by rank, after checking that overlap does not change it."""
-    trees = [settings(FAMILIES[family], tmp_path, train__precision="fp32", **layout, **more) for more in ({}, OFF)]
+    layout = {"train__precision": "fp32", "batch__global": 4} | layout
+    trees = [settings(FAMILIES[family], tmp_path, **layout, **more) for more in ({}, OFF)]
     configs = [config_of(tree, tmp_path) for tree in trees]
     ranks = run_world(configs[0].world_size, traffic_of_a_step, configs)
     for on, off in ranks:
@@ -162,7 +163,7 @@ def traffic_of_a_large_job(rank: Rank, configs: list[Any]) -> list[Counts]:
 
 def test_a_large_job_reduces_axis_by_axis(tmp_path: Any) -> None:
     layout = {"parallel__tp": 2, "parallel__pp": 2}
-    config = config_of(settings(GPT, tmp_path, train__precision="fp32", **layout), tmp_path)
+    config = config_of(settings(GPT, tmp_path, train__precision="fp32", batch__global=2, **layout), tmp_path)
     for (rank,) in run_world(4, traffic_of_a_large_job, [config]):
         sums = {name: operations for name, operations in rank.items() if name.startswith("world") and operations}
         assert sums == {name: {"all_gather": (1, 2 * 8 * 6)} for name in ("world.tp", "world.pp")}

@@ -8,15 +8,21 @@ from pathlib import Path
 import pytest
 
 from megascale.record import live_file
-from megascale.record.live_file import LIVE_FILE, LiveFile, LiveRank, LiveState, read_live_file
+from megascale.record.live_file import LIVE_FILE, LiveFile, LiveState, read_live_file
+from megascale.record.rank_state import RankStatus
 
-RANKS = (LiveRank(), LiveRank("step", 41, 3, 0, "T"), LiveRank("data", 42), LiveRank("done", 42))
+RANKS = (
+    RankStatus(0, 0),
+    RankStatus(1, 0, "step", 41, idle_s=3, state="T"),
+    RankStatus(2, 0, "data", 42),
+    RankStatus(3, 0, "done", 42),
+)
 
 
 def test_a_state_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / LIVE_FILE
     assert read_live_file(path) is None
-    state = LiveState(1700000000.5, 3, RANKS, "run", 143)
+    state = LiveState(1700000000.5, 3, RANKS, "run", 143, source="live file")
     assert LiveFile(path).write(state) == live_file.EVERY_S
     assert read_live_file(path) == state
     assert [entry.name for entry in tmp_path.iterdir()] == [LIVE_FILE]
@@ -24,9 +30,9 @@ def test_a_state_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_a_healthy_job_of_12288_ranks_takes_a_kilobyte_and_a_mixed_one_is_written_less_often(tmp_path: Path) -> None:
     path = tmp_path / LIVE_FILE
-    LiveFile(path).write(LiveState(0.0, 0, [LiveRank("step", 7)] * 12288))
+    LiveFile(path).write(LiveState(0.0, 0, [RankStatus(rank, 9, "step", 7, state="S") for rank in range(12288)]))
     assert path.stat().st_size < 1024
-    mixed = [LiveRank(("step", "data")[rank % 2], rank, rank, rank) for rank in range(12288)]
+    mixed = [RankStatus(rank, 0, ("step", "data")[rank % 2], rank, idle_s=rank, silent_s=rank) for rank in range(12288)]
     pause_s = LiveFile(path).write(LiveState(0.0, 0, mixed))
     assert pause_s == pytest.approx(path.stat().st_size / live_file.MOST_BYTES_PER_S, rel=0.01)
     assert read_live_file(path).ranks == tuple(mixed)

@@ -599,6 +599,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[list[tuple[list[dict[
     """`communication` on two ranks of a plain run, of one with evaluations, and of one with fewer records."""
     folder = tmp_path_factory.mktemp("said")
     more = {"parallel__tp": 2, "train__steps": 4, "train__precision": "fp32", "train__eval_steps": 1}
+    more["batch__global"] = 2
     each = ({"train__eval_every": 0}, {"train__eval_every": 1}, {"train__eval_every": 0, "train__log_every": 100})
     return run_world(2, communication, [config_of(settings(GPT, folder, **more, **own), folder) for own in each])
 

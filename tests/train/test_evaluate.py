@@ -11,6 +11,8 @@ from megascale.core.rank import Rank
 from tests.runs import GPT, build_run, config_of, settings
 from tests.worlds import run_world
 
+BATCH = 4
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "micro2": {"batch__micro": 2},
     "dp2 zero2": {"parallel__dp": 2, "parallel__zero": 2},
@@ -37,7 +39,8 @@ def evaluations(rank: Rank, config: Any) -> list[tuple[float, ...]]:
 
 
 def configured(folder: Path, **changes: Any) -> Any:
-    tree = settings(GPT, folder, model__dropout=0.3, train__eval_every=5, train__eval_steps=3, **changes)
+    changes |= {"model__dropout": 0.3, "train__eval_every": 5, "train__eval_steps": 3, "batch__global": BATCH}
+    tree = settings(GPT, folder, **changes)
     return config_of(tree, folder)
 
 
@@ -50,7 +53,7 @@ def test_an_evaluation_is_the_mean_over_the_same_tokens_each_time(alone: Any) ->
     before, before_repeated, _, after, after_repeated, _, last = alone
     assert before == before_repeated and after == after_repeated
     assert len({loss for loss, _ in (before, after, last)}) == 3, "training changes the loss"
-    assert {tokens for _, tokens in (before, after, last)} == {3 * 8 * GPT["seq_length"]}
+    assert {tokens for _, tokens in (before, after, last)} == {3 * BATCH * GPT["seq_length"]}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -79,8 +82,8 @@ def reference_loss(rank: Rank, config: Any) -> float:
     total = tokens = 0.0
     with torch.no_grad():
         for index in range(3):
-            batch = run.valid_loader.batch(8 * index)
-            for row in range(8):
+            batch = run.valid_loader.batch(BATCH * index)
+            for row in range(BATCH):
                 micro_batch = batch.micro_batch(row)
                 total += float(run.stages[0](None, micro_batch).losses[0].total)
                 tokens += micro_batch.labels.numel()

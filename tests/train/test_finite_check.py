@@ -98,7 +98,7 @@ LAYOUTS = [
     ids=lambda layout: " ".join(f"{k[10:]}{v}" for k, v in layout.items()),
 )
 def test_the_error_names_the_fault_and_nothing_is_updated(layout: dict[str, Any], tmp_path: Path) -> None:
-    config = config_of(settings(LLAMA, tmp_path, train__precision="fp32", **layout), tmp_path)
+    config = config_of(settings(LLAMA, tmp_path, train__precision="fp32", batch__global=4, **layout), tmp_path)
     culprit, tp = last_rank_with_layer_2(config), config.parallel.tp
     same_tp = range(culprit // tp * tp, culprit + 1)  # a fault on one tp rank reaches the others
     ranks = run_world(config.world_size, diverge, config, culprit)
@@ -190,7 +190,8 @@ ISOLATED = ("layers.0.attention.qkv.weight", "layers.3.mlp.down.weight")
 def test_the_gradient_of_one_weight_is_named(tmp_path: Path) -> None:
     """With zero = 2 the source rank is unknown, so both ranks are reported."""
     layouts = [{"parallel__dp": 2, "parallel__zero": zero} for zero in (0, 1, 2)]
-    configs = [config_of(settings(LLAMA, tmp_path, train__precision="fp32", **layout), tmp_path) for layout in layouts]
+    run = {"train__precision": "fp32", "batch__global": 4}
+    configs = [config_of(settings(LLAMA, tmp_path, **run, **layout), tmp_path) for layout in layouts]
     ranks = run_world(2, isolated, configs)
     assert ranks[0] == ranks[1]
     for zero, texts_of_zero in zip((0, 1, 2), (ranks[0][n : n + 3] for n in (0, 3, 6)), strict=True):
@@ -251,30 +252,40 @@ def test_a_job_that_diverges_is_not_requeued(tmp_path: Path) -> None:
     assert saved == [f"step-{s:08d}" for s in range(3, step, 3)]
 
 
-def check_with_fault(rank: Rank, config: Any, which: str) -> str:
-    """Make one element of rank 1's state infinite after a step, and check the state."""
+STATE = ("master", "exp_avg", "exp_avg_sq")
+
+
+def check_with_faults(rank: Rank, config: Any) -> dict[str, str]:
+    """Make one element of rank 1's state infinite after a step, and check the state. Returns what is said, by STATE."""
     from megascale.core.errors import DivergenceError
     from megascale.train.finite_check import check_state_finite
 
     run = build_run(rank, config)
     train_two_steps(run)
     check_state_finite(run)
-    if rank.rank == 1:
-        shard = run.optimizer.shards[-1]
-        (shard.master if which == "master" else shard.state[which])[0] = math.inf
-    try:
-        check_state_finite(run)
-    except DivergenceError as error:
-        return str(error)
-    return "saved"
+    texts, shard = {}, run.optimizer.shards[-1]
+    for which in STATE:
+        element = (shard.master if which == "master" else shard.state[which])[:1]
+        kept = element.clone()
+        if rank.rank == 1:
+            element.fill_(math.inf)
+        try:
+            check_state_finite(run)
+            texts[which] = "saved"
+        except DivergenceError as error:
+            texts[which] = str(error)
+        element.copy_(kept)
+    check_state_finite(run)
+    return texts
 
 
-@pytest.mark.parametrize("which", ["master", "exp_avg", "exp_avg_sq"])
-def test_a_state_that_is_not_finite_is_not_saved(which: str, tmp_path: Path) -> None:
+def test_a_state_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:
     config = config_of(settings(LLAMA, tmp_path, train__precision="bf16", parallel__dp=2), tmp_path)
-    first, second = run_world(2, check_with_fault, config, which)
-    assert first == second
-    assert re.match(r"step 2: \S+ or its optimizer state is not finite on rank 1; nothing was saved", first)
+    first, second = run_world(2, check_with_faults, config)
+    assert first == second and first.keys() == set(STATE)
+    for which, text in first.items():
+        said = r"step 2: \S+ or its optimizer state is not finite on rank 1; nothing was saved"
+        assert re.match(said, text), (which, text)
 
 
 @pytest.mark.slow

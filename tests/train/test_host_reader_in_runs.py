@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from megascale.core.rank import Rank
-from megascale.data.prepare import dataset_writer
 from megascale.record.layout import TAGS
 from megascale.train.loop import train
 from megascale.train.reporter import Reporter
-from tests.data.datasets import ORIGIN, write_dataset
+from tests.data.datasets import ORIGIN, write_dataset, write_documents
 from tests.jobs import Job, curve, finish, job_config, lives
 from tests.recorded_events import drain
 from tests.runs import GPT, build_run, config_of, settings
@@ -27,7 +26,7 @@ MODEL = GPT | {"vocab_size": 8192, "num_layers": 2, "seq_length": 32}
 @pytest.mark.slow
 def test_a_step_that_waited_for_slow_storage_is_named(tmp_path: Path) -> None:
     documents = [np.full(1000, number) for number in range(6000)]  # 12 blocks of the cache
-    dataset_writer.write_dataset(tmp_path / "set" / "a", documents, ORIGIN, 8192)
+    write_documents(tmp_path / "set" / "a", documents, ORIGIN, 8192)
     size = (tmp_path / "set" / "a.bin").stat().st_size
     with slow_storage(tmp_path / "set", delay_s=0.5) as storage:
         overrides = {"data__mock": False, "data__train": f"{storage.url}/a", "data__split": [1.0, 0.0]}

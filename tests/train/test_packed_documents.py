@@ -15,22 +15,22 @@ from torch import Tensor
 
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
-from megascale.data.mix.mixture import build_mixture
-from megascale.data.mix.mixture_spec import mixture_spec
+from megascale.data.mix.mock_mixture import build_mixture
 from megascale.data.mix.samples import Sample
-from megascale.data.prepare import dataset_writer
 from megascale.parallel.microbatch import MicroBatch, StepBatch
 from megascale.parallel.rng import Dropout
 from megascale.plan.account.flops import token_flops
 from megascale.train.batch_totals import per_token, take_scores
 from megascale.train.evaluate import evaluate
+from megascale.train.run_splits import mixture_spec
 from megascale.train.step import train_step
-from tests.data.datasets import ORIGIN
+from tests.data.datasets import ORIGIN, write_documents
 from tests.runs import MODELS, build_run, config_of, settings
 from tests.train.test_layout_invariance import GEMMA_LIKE, LAYOUTS
 from tests.worlds import run_world
 
 STEPS = 3
+BATCH, QUICK_BATCH = 8, 4
 VOCABULARY = 101
 CPU = torch.device("cpu")
 
@@ -65,7 +65,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     random = np.random.default_rng(0)
     documents = [random.integers(VOCABULARY, size=length) for length in random.integers(1, 40, size=60)]
     prefix = tmp_path_factory.mktemp("packed") / "documents"
-    dataset_writer.write_dataset(prefix, documents, ORIGIN, VOCABULARY)
+    write_documents(prefix, documents, ORIGIN, VOCABULARY)
     return prefix
 
 
@@ -191,12 +191,12 @@ def joined(ranks: list[Outcome]) -> dict[str, Tensor]:
     return whole
 
 
-def check(layout: dict[str, Any], names: list[str], dataset: Path, folder: Path, separate: Any) -> None:
+def check(layout: dict[str, Any], names: list[str], batch: int, dataset: Path, folder: Path, separate: Any) -> None:
     if "parallel__cp" in layout and layout.get("parallel__cp_mode") != "ulysses":
         names = [name for name in names if "attention_softcap" not in CASES[name].model]
-    configs = [configure(CASES[name], dataset, folder, **layout) for name in names]
+    configs = [configure(CASES[name], dataset, folder, batch__global=batch, **layout) for name in names]
     ranks = run_world(configs[0].world_size, train_packed, configs)
-    for index, (name, expected) in enumerate(zip(names, separate(names), strict=True)):
+    for index, (name, expected) in enumerate(zip(names, separate(names, batch), strict=True)):
         outcomes = [outcomes[index] for outcomes in ranks]
         steps, evaluation = outcomes[0].steps, outcomes[0].evaluation
         assert [tokens for *_, tokens in steps] == [tokens for *_, tokens in expected.steps], name
@@ -220,21 +220,22 @@ def close(actual: Any, expected: Any, tolerance: float) -> None:
 @pytest.fixture(scope="module")
 def separate(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A function that returns the outcomes of separate documents."""
-    known: dict[str, Outcome] = {}
+    known: dict[tuple[str, int], Outcome] = {}
 
-    def outcomes(names: list[str]) -> list[Outcome]:
-        new = [name for name in names if name not in known]
-        configs = [configure(CASES[name], dataset, tmp_path_factory.mktemp("separate")) for name in new]
+    def outcomes(names: list[str], batch: int) -> list[Outcome]:
+        new = [name for name in names if (name, batch) not in known]
+        folder = tmp_path_factory.mktemp("separate")
+        configs = [configure(CASES[name], dataset, folder, batch__global=batch) for name in new]
         if new:
-            known.update(zip(new, run_world(1, train_separate, configs)[0], strict=True))
-        return [known[name] for name in names]
+            known.update(zip([(name, batch) for name in new], run_world(1, train_separate, configs)[0], strict=True))
+        return [known[name, batch] for name in names]
 
     return outcomes
 
 
 @pytest.mark.parametrize("layout", QUICK_LAYOUTS)
 def test_packed_documents_are_separate_documents(layout: str, dataset: Path, tmp_path: Path, separate: Any) -> None:
-    check(LAYOUTS[layout], QUICK_CASES, dataset, tmp_path, separate)
+    check(LAYOUTS[layout], QUICK_CASES, QUICK_BATCH, dataset, tmp_path, separate)
 
 
 @pytest.mark.slow
@@ -242,4 +243,4 @@ def test_packed_documents_are_separate_documents(layout: str, dataset: Path, tmp
 def test_packed_documents_are_separate_in_every_layout(
     layout: str, dataset: Path, tmp_path: Path, separate: Any
 ) -> None:
-    check(LAYOUTS[layout], list(CASES), dataset, tmp_path, separate)
+    check(LAYOUTS[layout], list(CASES), BATCH, dataset, tmp_path, separate)

@@ -31,12 +31,12 @@ STEPS = 16
 
 def write_datasets(folder: Path) -> None:
     """Datasets: one always the same token, which is learned at once, and others of random tokens."""
-    from megascale.data.prepare import dataset_writer
+    from tests.data.datasets import write_documents
 
     random = np.random.default_rng(0)
     for name in ("easy", "hard", "third"):
         documents = [np.full(40, 7) if name == "easy" else random.integers(VOCABULARY, size=40) for _ in range(60)]
-        dataset_writer.write_dataset(folder / name, documents, ORIGIN, VOCABULARY)
+        write_documents(folder / name, documents, ORIGIN, VOCABULARY)
 
 
 def configure(data: Path, folder: Path, **keys: Any) -> RunConfig:

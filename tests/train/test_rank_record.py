@@ -19,9 +19,8 @@ import pytest
 import megascale
 from megascale.core.errors import Exit
 from megascale.core.rank import Rank
-from megascale.data.prepare import dataset_writer
 from megascale.record.log_files import log_path
-from tests.data.datasets import ORIGIN
+from tests.data.datasets import ORIGIN, write_documents
 from tests.jobs import heed_signals
 from tests.marks import only_quick
 from tests.operate.node.test_torchrun import Torchrun, environment, free_port
@@ -79,7 +78,7 @@ def config(tmp_path: Path) -> Path:
     """A configuration for two ranks, with two datasets of equal size to choose from."""
     for number, name in enumerate("ab"):
         documents = [np.random.default_rng(number).integers(0, 101, 400) for _ in range(4)]
-        dataset_writer.write_dataset(tmp_path / name, documents, ORIGIN, 101)
+        write_documents(tmp_path / name, documents, ORIGIN, 101)
     data = {"data__mock": False, "data__train": str(tmp_path / "a"), "data__split": [1.0, 0.0]}
     tree = settings(GPT, tmp_path / "runs", train__precision="fp32", **data)
     return write_config(tree, tmp_path / "config.toml")

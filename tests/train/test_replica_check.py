@@ -89,7 +89,7 @@ def find(rank: Rank, config: Any) -> list[tuple[str, str, list[int], str]]:
 @pytest.mark.parametrize("layout", only_quick(LAYOUTS, "zero0 bf16", "tied pp2 dp2"))
 def test_one_flipped_bit_is_named(layout: str, tmp_path: Path) -> None:
     model, changes = LAYOUTS[layout]
-    config = config_of(settings(model, tmp_path, **changes), tmp_path)
+    config = config_of(settings(model, tmp_path, batch__global=4, **changes), tmp_path)
     ranks = run_world(config.world_size, find, config)
     assert ranks[0], "the layout has replicas"
     for kind in zip(*ranks, strict=True):
@@ -142,7 +142,7 @@ def calls(rank: Rank, configs: list[Any]) -> list[tuple[int, list[str]]]:
 
 
 def test_off_sends_nothing_and_on_sends_an_all_reduce_for_each_axis(tmp_path: Path) -> None:
-    base = {"parallel__tp": 2, "parallel__dp": 2, "train__steps": 4, "train__precision": "fp32"}
+    base = {"parallel__tp": 2, "parallel__dp": 2, "train__steps": 4, "train__precision": "fp32", "batch__global": 2}
     configs = [
         config_of(settings(LLAMA, tmp_path, **base, train__check_replicas=every), tmp_path) for every in (0, 2, 0)
     ]

@@ -14,7 +14,7 @@ from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
 from megascale.core.rank import Rank
 from megascale.core.registry import Card
-from megascale.data.mix.label_weights import weighted_mask
+from megascale.data.mix.label_weights import weigh_labels
 from tests.data.datasets import mixture_of, write_dataset
 from tests.docs.test_extending import install
 from tests.runs import GPT, build_run, config_of, settings
@@ -144,7 +144,7 @@ def test_weights_leave_out_what_the_mask_does_and_evaluations_have_none(data: Pa
 @pytest.mark.parametrize("weights", [-1.0, float("nan"), np.ones(7), np.array([1.0] * 7 + [-1])])
 def test_weights_that_cannot_be_used_are_one_line(weights: Any) -> None:
     with pytest.raises(DataError, match=r"data\.sample_weight has found weights for sample 5 in shape"):
-        weighted_mask(weights, None, 8, 5)
+        weigh_labels(lambda *_: weights, "plug_in", 5, "a", np.zeros(9), None)
 
 
 def test_an_error_of_the_plug_in_is_one_line_that_names_its_place(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

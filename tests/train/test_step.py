@@ -44,9 +44,9 @@ class Watched(SampleSource):
     """Samples that record their reads. Sample `bad` raises a DataError."""
 
     def __init__(self, run: Any, bad: int = -1) -> None:
-        self._run, self._samples, self._bad = run, run.train_loader._samples, bad
+        self._run, self._samples, self._bad = run, run.train_loader.samples, bad
         self.read: list[tuple[int, int]] = []
-        run.train_loader._samples = self
+        run.train_loader.samples = self
 
     def __getitem__(self, index: int) -> Any:
         self.read.append((index, self._run.progress.step))

@@ -17,33 +17,6 @@ from megascale.record.log_files import ATTEMPT_VARIABLE
 from tests.worlds import run_world
 
 
-def ended_by(rank: Rank, wait: Callable[[], None], in_training: bool, numbers: list[int]) -> int:
-    """The exit status of a process that waits and gets signals, the last of them until it ends; -1 if it never does."""
-    from megascale.train.stop import StopRequest
-
-    pid = os.fork()
-    if pid == 0:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
-        stop = StopRequest().install_handlers(lambda message, status: None)
-        if in_training:
-            with stop.deferred():
-                wait()
-        wait()
-        os._exit(0)
-    deadline, sent = time.monotonic() + 60, 0
-    time.sleep(0.5)
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        os.kill(pid, numbers[min(sent, len(numbers) - 1)])
-        sent += 1
-        time.sleep(0.3)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return -1
-
-
 def wait_in_cpp() -> None:
     """Wait for a store that no rank opens; Python runs no handler meanwhile."""
     from datetime import timedelta
@@ -57,21 +30,67 @@ def wait_in_python() -> None:
     time.sleep(100)
 
 
-@pytest.mark.parametrize("wait", [wait_in_cpp, wait_in_python])
-@pytest.mark.parametrize(
-    ("in_training", "numbers", "status"),
-    [
-        (False, [signal.SIGTERM], Exit.STOPPED),
-        (False, [signal.SIGINT], Exit.INTERRUPTED),
-        (True, [signal.SIGTERM], Exit.STOPPED),
-        (True, [signal.SIGINT], Exit.STOPPED),
-        (True, [signal.SIGHUP, signal.SIGTERM], Exit.STOPPED),
-    ],
-)
-def test_a_waiting_rank_hears_signals(
-    wait: Callable[[], None], in_training: bool, numbers: list[int], status: int
-) -> None:
-    assert run_world(1, ended_by, wait, in_training, numbers) == [status]
+WAITS = {"in C++": wait_in_cpp, "in Python": wait_in_python}
+ENDS: dict[tuple[bool, tuple[int, ...]], int] = {  # in training or before; signals; exit status
+    (False, (signal.SIGTERM,)): Exit.STOPPED,
+    (False, (signal.SIGINT,)): Exit.INTERRUPTED,
+    (True, (signal.SIGTERM,)): Exit.STOPPED,
+    (True, (signal.SIGINT,)): Exit.STOPPED,
+    (True, (signal.SIGHUP, signal.SIGTERM)): Exit.STOPPED,
+}
+Waiting = tuple[str, tuple[bool, tuple[int, ...]]]
+
+
+def ended_by(rank: Rank) -> dict[Waiting, int]:
+    """The exit statuses of processes that wait and get signals, the last of them until they end; -1 if one never does.
+    All of them wait at once.
+    """
+    pids = {(wait, end): waiting_process(WAITS[wait], end[0]) for wait in WAITS for end in ENDS}
+    ends: dict[Waiting, int] = {}
+    deadline, sent = time.monotonic() + 60, 0
+    time.sleep(0.5)
+    while len(ends) < len(pids) and time.monotonic() < deadline:
+        for waiting in pids.keys() - ends.keys():
+            numbers = waiting[1][1]
+            ended, status = os.waitpid(pids[waiting], os.WNOHANG)
+            if ended:
+                ends[waiting] = os.waitstatus_to_exitcode(status)
+            else:
+                os.kill(pids[waiting], numbers[min(sent, len(numbers) - 1)])
+        sent += 1
+        time.sleep(0.3)
+    for waiting in pids.keys() - ends.keys():
+        os.kill(pids[waiting], signal.SIGKILL)
+        os.waitpid(pids[waiting], 0)
+        ends[waiting] = -1
+    return ends
+
+
+def waiting_process(wait: Callable[[], None], in_training: bool) -> int:
+    """Fork a process that waits; return its id."""
+    from megascale.train.stop import StopRequest
+
+    pid = os.fork()
+    if pid:
+        return pid
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+    stop = StopRequest().install_handlers(lambda message, status: None)
+    if in_training:
+        with stop.deferred():
+            wait()
+    wait()
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def ends() -> dict[Waiting, int]:
+    return run_world(1, ended_by)[0]
+
+
+@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("end", ENDS)
+def test_a_waiting_rank_hears_signals(wait: str, end: tuple[bool, tuple[int, ...]], ends: dict[Waiting, int]) -> None:
+    assert ends[wait, end] == ENDS[end]
 
 
 def until(condition: Callable[[], bool]) -> bool:

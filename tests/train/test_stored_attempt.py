@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 from collections import Counter
@@ -12,13 +13,14 @@ from typing import Any
 import pytest
 
 from megascale.core.errors import Exit
+from megascale.operate.store.query import open_store
 from megascale.operate.store.rank_events import read_rank_events
 from megascale.record.events import COMPUTE, RankEvents
 from tests.jobs import Job, finish, job_config
 from tests.runs import GPT
 
 SIZES = GPT | {"num_layers": 2}
-STEPS = 4
+STEPS = 7
 RUN: dict[str, Any] = {
     "parallel__tp": 2,
     "train__steps": STEPS,
@@ -27,6 +29,10 @@ RUN: dict[str, Any] = {
     "optimizer__decay": "constant",
     "observe__store": True,
 }
+EVALUATIONS = {"train__eval_every": 3, "observe__store_interval_s": 1.0}
+EVALUATED = (3, 6, 7)
+"""Steps of which the store also has what ranks did in the evaluation after them."""
+
 MICRO_BATCHES = 8
 
 
@@ -41,6 +47,9 @@ class FinishedJob:
     def ranks(self) -> list[RankEvents]:
         return read(self.folder)
 
+    def query(self, sql: str) -> list[tuple[Any, ...]]:
+        return open_store(self.folder).execute(sql).fetchall()
+
 
 def read(folder: Path) -> list[RankEvents]:
     return [stored.events for stored in read_rank_events(folder, lambda rank: True, range(1000))]
@@ -48,7 +57,7 @@ def read(folder: Path) -> list[RankEvents]:
 
 @pytest.fixture(scope="module")
 def job_run(tmp_path_factory: pytest.TempPathFactory) -> FinishedJob:
-    config = job_config(tmp_path_factory.mktemp("job"), SIZES, **RUN)
+    config = job_config(tmp_path_factory.mktemp("job"), SIZES, **RUN, **EVALUATIONS)
     return FinishedJob(config, config.parent / "runs" / "test", finish(config))
 
 
@@ -65,7 +74,7 @@ def test_every_step_has_its_actions(job_run: FinishedJob) -> None:
             "step 0 holds events before the first step"
         )
         updates = []
-        for step in range(1, STEPS + 1):
+        for step in set(range(1, STEPS + 1)) - set(EVALUATED):
             actions = [event for event in rank.events if event.step == step and event.axis == COMPUTE]
             counts = Counter((event.name, event.chunk, event.microbatch) for event in actions)
             passes = {(name, 0, microbatch) for name in "FB" for microbatch in range(MICRO_BATCHES)}
@@ -80,7 +89,7 @@ def test_every_step_has_its_actions(job_run: FinishedJob) -> None:
 def test_the_metrics_agree_with_the_events_of_rank_0(job_run: FinishedJob) -> None:
     events = job_run.ranks()[0].events
     assert [record["step"] for record in job_run.steps] == list(range(1, STEPS + 1))
-    for record in job_run.steps:
+    for record in [record for record in job_run.steps if record["step"] not in EVALUATED]:
         comm = [event for event in events if event.step == record["step"] and event.axis != COMPUTE]
         calls, sizes = Counter(event.axis for event in comm), Counter[str]()
         for event in comm:
@@ -94,6 +103,32 @@ def test_the_metrics_agree_with_the_events_of_rank_0(job_run: FinishedJob) -> No
                 sum(event.exposed for event in comm if event.axis == axis), abs=1e-6
             )
             assert 0 < traffic["exposed_s"] < record["step_time_s"]
+
+
+def test_the_tables_agree_with_the_metrics_and_with_each_other(job_run: FinishedJob) -> None:
+    query = job_run.query
+    logged = [(record["step"], record["loss"], record["grad_norm"]) for record in job_run.steps]
+    for rank in range(2):
+        assert query(f"SELECT step, loss, grad_norm FROM steps WHERE rank = {rank} ORDER BY step") == logged
+    evaluated = query("SELECT DISTINCT step FROM steps WHERE tags LIKE '%evaluation%' ORDER BY step")
+    assert evaluated == [(step,) for step in EVALUATED]
+    assert query("SELECT rank, tp, world FROM ranks ORDER BY rank") == [(0, 0, 2), (1, 1, 2)]
+    # the same sums, from single events
+    sums = "sum(end_ns - start_ns)::BIGINT, sum(exposed_ns)::BIGINT, sum(bytes)::BIGINT"
+    events = query(f"SELECT rank, step, axis, name, chunk, {sums} FROM events WHERE step > 0 GROUP BY ALL ORDER BY ALL")
+    sums = "sum(total_ns)::BIGINT, sum(exposed_ns)::BIGINT, sum(bytes)::BIGINT"
+    parts = f"SELECT rank, step, axis, name, chunk, {sums} FROM step_parts WHERE step > 0 AND axis <> 'step'"
+    assert query(f"{parts} GROUP BY ALL ORDER BY ALL") == events and len(events) > STEPS * 2 * 5
+    # a step's actions and waits lie in its time
+    assert query(
+        """
+        SELECT count(*) FROM events JOIN steps USING (rank, step)
+        WHERE axis = 'compute' AND NOT events.start_ns BETWEEN steps.start_ns AND steps.end_ns"""
+    ) == [(0,)]
+    [(records,)] = query("SELECT list(record ORDER BY rank) FROM states")
+    states = [json.loads(text) for text in records]
+    assert [(state["step"], state["phase"]) for state in states] == [(STEPS, "done")] * 2
+    assert query("SELECT sum(events_lost) FROM steps") == [(0,)]
 
 
 def copy_of(job_run: FinishedJob, folder: Path) -> tuple[Path, Path]:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from megascale.checkpoint.folders import complete_checkpoints
 from megascale.checkpoint.format import manifest
-from megascale.checkpoint.save.attempt import SaveResult
+from megascale.checkpoint.save.saver import SaveResult
 from megascale.comm import init
 from megascale.comm.group import Group
 from megascale.config.loading import load_config_tree

@@ -26,7 +26,7 @@ def open_megascale(options: argparse.Namespace) -> Callable[[], Read]:
     """Import megascale; return the function that opens the data, as rank 0 does."""
     from megascale.config.loading import load_config_tree
     from megascale.data.mix.mixture import Mixture
-    from megascale.data.mix.mixture_spec import mixture_spec
+    from megascale.train.run_splits import mixture_spec
 
     model = {"num_layers": 1, "hidden_size": 64, "num_heads": 1}
     model |= {"vocab_size": VOCABULARY, "seq_length": options.seq_length}

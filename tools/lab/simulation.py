@@ -22,7 +22,6 @@ from megascale.operate.channel.messages import (
     OpenStore,
     RankEnd,
     RanksEnded,
-    RankStatus,
     Records,
     Start,
     Stop,
@@ -33,7 +32,7 @@ from megascale.operate.driver.commands import Command, Exclude, Finish, Request,
 from megascale.operate.driver.incidents import JobHistory
 from megascale.operate.driver.job import Job
 from megascale.operate.driver.job_state import JobPlan
-from megascale.record.rank_state import RankState
+from megascale.record.rank_state import RankState, RankStatus
 
 TICK_S = 0.5
 """Seconds between looks of the driver at deadlines, while a fault is dealt with."""

@@ -86,9 +86,13 @@ class StoredTensor(_FrozenModel):
                 raise ValueError(f"a shard beyond shape {list(self.shape)}: {list(shard.size)} at {list(shard.offset)}")
         return self
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
     @classmethod
     def from_torch(cls, shape: Sequence[int], dtype: torch.dtype, shards: tuple[StoredShard, ...]) -> StoredTensor:
-        """Describe a tensor of a torch dtype."""
         name: Any = str(dtype).removeprefix("torch.")
         return cls(shape=tuple(shape), dtype=name, boxes=shards)
 
@@ -104,7 +108,6 @@ class Facts(_FrozenModel):
 
     @classmethod
     def for_run(cls, progress: Progress, config: dict[str, Any], layout: dict[str, int]) -> Facts:
-        """Collect the facts of a run in this process."""
         versions = {"megascale": megascale.__version__, "torch": torch.__version__, "python": platform.python_version()}
         host = socket.gethostname()
         return cls(progress=replace(progress), config=config, layout=layout, versions=versions, host=host)
@@ -123,10 +126,7 @@ class Manifest(_FrozenModel):
 
 
 def write(folder: Location, manifest: Manifest) -> None:
-    """Write the manifest, and so complete the checkpoint.
-
-    Raises: CheckpointError if writing fails
-    """
+    """Write the manifest, and so complete the checkpoint. Raises: CheckpointError if writing fails"""
     body = manifest.model_dump_json(by_alias=True).encode()
     try:
         (folder / NAME).write(_BEFORE % (FORMAT, _sum(FORMAT, body)) + body + _AFTER)
@@ -144,10 +144,7 @@ def read(folder: Location) -> Manifest:
 
 
 def read_text(folder: Location) -> bytes:
-    """Read the text of a manifest.
-
-    Raises: DamagedError if it is missing, CheckpointError if unreadable
-    """
+    """Read the text of a manifest. Raises: DamagedError if it is missing, CheckpointError if unreadable"""
     try:
         return (folder / NAME).read()
     except OSError as error:
@@ -170,7 +167,13 @@ def parse(folder: Location, text: bytes) -> Manifest:
     path = folder / NAME
     head = _BEGINS.match(text)
     if head is None:
-        raise _unknown_format_error(path, text)
+        try:
+            first_format = isinstance(found := json.loads(text), dict) and found.get("format") == 1
+        except ValueError:
+            first_format = False
+        if first_format:  # it had no such line
+            raise CheckpointError(f"{path} has format 1, this version reads {FORMAT}", hint=VERSION_HINT)
+        raise DamagedError(f"{path} is damaged: it is no manifest")
     version, body = int(head.group(1)), text[head.end() :].removesuffix(_AFTER)
     if int(head.group(2)) != _sum(version, body) or text != _BEFORE % (version, int(head.group(2))) + body + _AFTER:
         raise DamagedError(f"{path} is damaged: its CRC-32 does not match its text")
@@ -184,16 +187,4 @@ def parse(folder: Location, text: bytes) -> Manifest:
 
 
 def _sum(version: int, body: bytes) -> int:
-    """Return the CRC-32 of the format version and the text of a manifest."""
     return zlib.crc32(b"%d\n%b" % (version, body))
-
-
-def _unknown_format_error(path: Location, text: bytes) -> CheckpointError:
-    """Return the error for a text without our first line; format 1 had none."""
-    try:
-        version = json.loads(text)["format"]
-    except (ValueError, LookupError, TypeError):
-        version = None
-    if version == 1:
-        return CheckpointError(f"{path} has format 1, this version reads {FORMAT}", hint=VERSION_HINT)
-    return DamagedError(f"{path} is damaged: it is no manifest")

@@ -7,6 +7,7 @@ import json
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 MIN_CHECKSUM_BLOCK_BYTES = 256 << 10
 """Smallest checksum block. A reader of a part of a tensor reads and checks whole blocks."""
@@ -23,55 +24,44 @@ def checksum_block_bytes(size: int) -> int:
     return max(MIN_CHECKSUM_BLOCK_BYTES, 1 << (size // MAX_CHECKSUMS).bit_length())
 
 
-@dataclass(frozen=True)
-class TensorEntry:
-    """A tensor of a file: key, dtype in safetensors' spelling, shape, and elements as bytes in row-major order."""
-
-    key: str
-    dtype: str
-    shape: Sequence[int]
-    data: memoryview
-
-
 @dataclass
 class SafetensorsFile:
-    """A file of `entries` with a checksum for every `checksum_block_bytes` of a tensor.
+    """A file of tensors, with a checksum for every `checksum_block_bytes` of a tensor. `entries`: of each tensor its
+    key, dtype in safetensors' spelling, shape, and elements as bytes in row-major order.
 
     Once `iter_bytes` is exhausted, `size` [bytes] and `crc32` describe the file, and `locations` maps the key of an
-    entry to its first byte in the file and the CRC-32s of its blocks.
+    entry to `file`, the name of this one, `start`, the first byte in it, and `sums`, the CRC-32s of its blocks.
     """
 
-    entries: Sequence[TensorEntry]
+    name: str
+    entries: Sequence[tuple[str, str, Sequence[int], memoryview]]
     checksum_block_bytes: int
     size: int = 0
     crc32: int = 0
-    locations: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
+    locations: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def iter_bytes(self) -> Iterator[bytes | memoryview]:
-        """Yield the bytes of the file, from the beginning."""
-        header = self._header()
+        """Yield the bytes of the file: the length of a JSON text in eight bytes, the text, which has dtype, shape and
+        byte range by key, and the elements.
+        """
+        ranges, end = {}, 0
+        for key, dtype, shape, data in self.entries:
+            start, end = end, end + len(data)
+            ranges[key] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+        text = json.dumps(ranges).encode()
+        text += b" " * (-len(text) % 8)
+        header = len(text).to_bytes(8, "little") + text
         self.size, self.crc32, self.locations = len(header), zlib.crc32(header), {}
         yield header
-        for entry in self.entries:
+        for key, _, _, data in self.entries:
             sums: list[int] = []
-            self.locations[entry.key] = self.size, sums
-            for at in range(0, len(entry.data), self.checksum_block_bytes):
-                part = entry.data[at : at + self.checksum_block_bytes]
+            self.locations[key] = {"file": self.name, "start": self.size, "sums": sums}
+            for at in range(0, len(data), self.checksum_block_bytes):
+                part = data[at : at + self.checksum_block_bytes]
                 sums.append(zlib.crc32(part))
                 self.crc32 = crc32_combine(self.crc32, sums[-1], len(part))
                 self.size += len(part)
                 yield part
-
-    def _header(self) -> bytes:
-        """Return the header: the length of its JSON in eight bytes, then dtype, shape and byte range by key."""
-        header, start = {}, 0
-        for entry in self.entries:
-            end = start + len(entry.data)
-            header[entry.key] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [start, end]}
-            start = end
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
 
 
 GENERATOR = 0xEDB88320

@@ -52,16 +52,16 @@ def split_shards(state: Mapping[str, GlobalTensor], file_bytes: int) -> dict[str
     """Split shards along dimension 0, so that each fits a file of `file_bytes` and MAX_SHARD_BYTES; a larger row stays
     in one shard.
     """
-    split, max_bytes = {}, min(MAX_SHARD_BYTES, file_bytes - HEADER_BYTES)
-    for name, tensor in state.items():
-        shards = [part for shard in tensor.shards for part in _split_rows(shard, max_bytes)]
-        split[name] = GlobalTensor(tensor.shape, tensor.dtype, shards)
-    return split
+    max_bytes = min(MAX_SHARD_BYTES, file_bytes - HEADER_BYTES)
 
+    def split(shard: TensorShard) -> Iterator[TensorShard]:
+        count, *rest = shard.size
+        rows = max(1, max_bytes // max(1, shard.data.nbytes // count))
+        for first in range(0, count, rows):
+            data = shard.data[first : first + rows]
+            yield TensorShard((shard.offset[0] + first, *shard.offset[1:]), (len(data), *rest), data)
 
-def _split_rows(shard: TensorShard, max_bytes: int) -> Iterator[TensorShard]:
-    count, *rest = shard.size
-    rows = max(1, max_bytes // max(1, shard.data.nbytes // count))
-    for first in range(0, count, rows):
-        data = shard.data[first : first + rows]
-        yield TensorShard((shard.offset[0] + first, *shard.offset[1:]), (len(data), *rest), data)
+    return {
+        name: GlobalTensor(tensor.shape, tensor.dtype, [part for shard in tensor.shards for part in split(shard)])
+        for name, tensor in state.items()
+    }

@@ -6,6 +6,7 @@ import math
 import operator
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -42,7 +43,6 @@ class _Span(NamedTuple):
 
     @property
     def byte_range(self) -> tuple[str, int, int]:
-        """File, start and stop."""
         return self[:3]
 
 
@@ -79,6 +79,7 @@ def _chunk(shard: manifest.StoredShard | TensorShard) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(shard.offset), sizes=torch.Size(shard.size))
 
 
+@dataclass
 class CheckpointReader:
     """Reads a complete checkpoint, for any layout; `bytes_read` counts the bytes of this rank.
 
@@ -86,14 +87,11 @@ class CheckpointReader:
     of the group call `read` together.
     """
 
-    def __init__(
-        self, path: Location, saved: manifest.Manifest, group: Group | None = None, device: torch.device | None = None
-    ) -> None:
-        self._path = path
-        self._saved = saved
-        self._group = group or single_rank_group("alone")
-        self._device = device
-        self.bytes_read = 0
+    path: Location
+    saved: manifest.Manifest
+    group: Group = field(default_factory=lambda: single_rank_group("alone"))
+    device: torch.device | None = None
+    bytes_read: int = 0
 
     def read(self, requests: Iterable[ReadRequest]) -> None:
         """Fill the requested parts, in file order. Adjacent byte ranges are merged into one read.
@@ -101,31 +99,26 @@ class CheckpointReader:
         Raises: DamagedError for a failed checksum or a missing byte, CheckpointError for unreadable storage
         """
         spans = sorted((self._span(request) for request in requests), key=lambda span: span.byte_range)
-        by_rank = self._group.control.all_gather([span.byte_range for span in spans], f"reading {self._path}")
+        by_rank = self.group.control.all_gather([span.byte_range for span in spans], f"reading {self.path}")
         common = set.intersection(*(set(map(tuple, ranges)) for ranges in by_rank))
-        shared = [span for span in spans if span.byte_range in common] if self._group.size > 1 else []
+        shared = [span for span in spans if span.byte_range in common] if self.group.size > 1 else []
         local = [span for span in spans if span.byte_range not in common] if shared else spans
         for read, group_spans in ((self._read_range_shared, shared), (self._read_range, local)):
             for run in _adjacent(group_spans):
                 first = run[0].start
-                data = read(self._path / run[0].file, first, run[-1].stop)
+                data = read(self.path / run[0].file, first, run[-1].stop)
                 for span in run:
                     self._fill(span, data[span.start - first : span.stop - first])
 
-    def _dtype(self, request: ReadRequest) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self._saved.tensors[request.name].dtype)
-        return dtype
-
     def _span(self, request: ReadRequest) -> _Span:
         """Return the checksum blocks from the first to the last requested element."""
-        shard, block, itemsize = request.shard, self._saved.checksum_block_bytes, self._dtype(request).itemsize
-        strides = _strides(shard.size)
+        shard, block, strides = request.shard, self.saved.checksum_block_bytes, _strides(request.shard.size)
+        itemsize = self.saved.tensors[request.name].torch_dtype.itemsize
         first = min(_element(offset, strides) for (offset, _), _ in request.parts)
         last = max(_element([o + n - 1 for o, n in zip(*part, strict=True)], strides) for part, _ in request.parts)
         start, stop = first * itemsize // block * block, (last * itemsize // block + 1) * block
-        return _Span(
-            shard.file, shard.start + start, shard.start + min(stop, math.prod(shard.size) * itemsize), request
-        )
+        stop = min(stop, math.prod(shard.size) * itemsize)
+        return _Span(shard.file, shard.start + start, shard.start + stop, request)
 
     def _read_range(self, path: Location, start: int, stop: int) -> Tensor:
         data = torch.empty(stop - start, dtype=torch.uint8)
@@ -143,7 +136,7 @@ class CheckpointReader:
 
         A share ends in a flag byte, 1 after any error: then every rank raises, and no rank waits in the all-gather.
         """
-        size, index = self._group.size, self._group.index
+        size, index = self.group.size, self.group.index
         share = -(-(stop - start) // size)
         part, problem = torch.zeros(share + 1, dtype=torch.uint8), None
         low, high = (min(start + edge * share, stop) for edge in (index, index + 1))
@@ -151,9 +144,9 @@ class CheckpointReader:
             part[: high - low] = self._read_range(path, low, high)
         except Exception as error:
             part[share], problem = 1, error
-        part = part.to(self._device)
+        part = part.to(self.device)
         out = part.new_empty(size * (share + 1))
-        all_gather(self._group, out, part, label=path.name)
+        all_gather(self.group, out, part, label=path.name)
         parts = out.cpu().view(size, share + 1)
         if problem is not None or bool(parts[:, share].any()):
             raise problem or OtherRankError(f"{path} cannot be read by another rank")
@@ -161,17 +154,18 @@ class CheckpointReader:
 
     def _fill(self, span: _Span, data: Tensor) -> None:
         """Check the CRC-32s of a span, and copy the requested parts."""
-        shard, block, dtype = span.request.shard, self._saved.checksum_block_bytes, self._dtype(span.request)
-        first = (span.start - shard.start) // block
+        (name, shard, parts), block = span.request, self.saved.checksum_block_bytes
+        dtype, start = self.saved.tensors[name].torch_dtype, span.start - shard.start
+        first = start // block
         sums = tuple(zlib.crc32(part.numpy()) for part in data.split(block))
         if sums != shard.sums[first : first + len(sums)]:
-            key = shard_key(span.request.name, shard.offset)
-            raise manifest.DamagedError(f"{self._path / shard.file}: the CRC-32 of {key} does not match")
+            key = shard_key(name, shard.offset)
+            raise manifest.DamagedError(f"{self.path / shard.file}: the CRC-32 of {key} does not match")
         if data.storage_offset() % dtype.itemsize:
             data = data.clone()
         elements, strides = data.view(dtype), _strides(shard.size)
-        base = elements.storage_offset() - (span.start - shard.start) // dtype.itemsize
-        for (offset, size), part in span.request.parts:
+        base = elements.storage_offset() - start // dtype.itemsize
+        for (offset, size), part in parts:
             part.copy_(elements.as_strided(size, strides, base + _element(offset, strides)))
 
 
@@ -189,7 +183,6 @@ def _adjacent(spans: Iterable[_Span]) -> Iterator[list[_Span]]:
 
 
 def _element(offset: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the index of the element at `offset` in row-major order."""
     return sum(map(operator.mul, offset, strides))
 
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megascale.checkpoint import folders
 from megascale.checkpoint.collective_errors import on_first_rank
 from megascale.checkpoint.format import manifest
-from megascale.checkpoint.format.state import Progress
-from megascale.checkpoint.load.state_loader import StateLoader
-from megascale.checkpoint.save.saver import CheckpointSaver
-from megascale.comm.mesh import Mesh
 from megascale.config.toml_writer import config_changes
 from megascale.config.train import HF_PREFIX
 from megascale.core.errors import CheckpointError
@@ -23,13 +19,17 @@ from megascale.core.limits import os_error_hint
 from megascale.core.run_folder import SAVED_MARKER, check_known
 from megascale.core.storage import Location
 
+if TYPE_CHECKING:
+    from megascale.checkpoint.format.state import Progress
+    from megascale.checkpoint.load.state_loader import StateLoader
+    from megascale.checkpoint.save.saver import CheckpointSaver
+    from megascale.comm.mesh import Mesh
+
 
 @dataclass(frozen=True)
 class ResumeResult:
-    """The checkpoint resumed from; `path` is None for in-memory copies.
-
-    `config`: the saved run's configuration; `changes`: keys of it that differ. `bytes`: bytes read from storage by all
-    ranks.
+    """The checkpoint resumed from; `path` is None for in-memory copies. `config`: the saved run's configuration;
+    `changes`: keys of it that differ. `bytes`: bytes read from storage by all ranks.
     """
 
     progress: Progress
@@ -39,6 +39,7 @@ class ResumeResult:
     bytes: int
 
 
+@dataclass
 class Resumer:
     """Loads the newest intact checkpoint, from memory or from storage; all ranks call `resume` together.
 
@@ -46,25 +47,15 @@ class Resumer:
     `warnings`: checkpoints passed over, and why. `damaged`: the damaged ones, with their error.
     """
 
-    def __init__(
-        self,
-        source: str,
-        config: Mapping[str, Any],
-        run: Path,
-        folder: Location,
-        loader: StateLoader,
-        saver: CheckpointSaver | None,
-        mesh: Mesh,
-    ) -> None:
-        self._source = source
-        self._config = config
-        self._run = run
-        self._folder = folder
-        self._loader = loader
-        self._saver = saver
-        self._mesh = mesh
-        self.warnings: list[str] = []
-        self.damaged: dict[Location, str] = {}
+    source: str
+    config: Mapping[str, Any]
+    run: Path
+    folder: Location
+    loader: StateLoader
+    saver: CheckpointSaver | None
+    mesh: Mesh
+    warnings: list[str] = field(default_factory=list)
+    damaged: dict[Location, str] = field(default_factory=dict)
 
     def resume(self) -> ResumeResult | None:
         """Load the newest intact checkpoint; None if there is none to resume from.
@@ -74,34 +65,34 @@ class Resumer:
 
         Raises: CheckpointError if it holds another model, DamagedError if all are damaged
         """
-        stored, self.warnings = self._find_candidates()
-        for step, path in stored:
-            if result := self._load_from_memory(step) or self._load_if_intact(path):
+        stored, self.warnings = on_first_rank(self.mesh.world, self._find, "the checkpoints to resume from")
+        for step, url in stored:
+            if result := self._load_from_memory(step) or self._load_if_intact(Location(url, self.folder.retry_s)):
                 return result
         if result := self._load_from_memory(0):
             return result
         if self.damaged:
             what = "no checkpoint is intact: " + "; ".join(self.damaged.values())
             raise manifest.DamagedError(what, hint="restore one, or start afresh under another name")
-        if not stored and self._source != "never":
-            on_first_rank(self._mesh.world, self._check_not_lost, "a start from scratch")
+        if not stored and self.source != "never":
+            on_first_rank(self.mesh.world, self._check_not_lost, "a start from scratch")
         return None
 
     def _load_from_memory(self, min_step: int) -> ResumeResult | None:
-        if self._saver is None or self._source == "never":
+        if self.saver is None or self.source == "never":
             return None
-        facts, problems = self._saver.load_from_memory(min_step)
+        facts, problems = self.saver.load_from_memory(min_step)
         self.warnings += [problem for problem in problems if problem not in self.warnings]
         if facts is None:
             return None
-        self._loader.check_same_model("the copy in memory", facts.config.get("model", {}))
-        self._loader.end_restore()
-        return ResumeResult(facts.progress, None, facts.config, config_changes(facts.config, self._config), 0)
+        self.loader.check_same_model("the copy in memory", facts.config.get("model", {}))
+        self.loader.end_restore()
+        return ResumeResult(facts.progress, None, facts.config, config_changes(facts.config, self.config), 0)
 
     def _load_if_intact(self, path: Location) -> ResumeResult | None:
         """Load a checkpoint; None, with a warning, if it is damaged."""
         try:
-            saved, bytes_read = self._loader.load(path)
+            saved, bytes_read = self.loader.load(path)
         except manifest.DamagedError as error:
             self.warnings.append(error.message)
             self.damaged[path] = error.message
@@ -109,53 +100,44 @@ class Resumer:
         if warning := folders.name_warning(path, saved.facts.progress.step):
             self.warnings.append(warning)
         config = saved.facts.config
-        return ResumeResult(saved.facts.progress, path, config, config_changes(config, self._config), bytes_read)
-
-    def _find_candidates(self) -> tuple[list[tuple[int, Location]], list[str]]:
-        """Return the steps and folders to try, newest first, and warnings; found by the first rank.
-
-        Raises: CheckpointError on every rank
-        """
-        stored, problems = on_first_rank(self._mesh.world, self._find, "the checkpoints to resume from")
-        return [(step, Location(url, self._folder.retry_s)) for step, url in stored], problems
+        return ResumeResult(saved.facts.progress, path, config, config_changes(config, self.config), bytes_read)
 
     def _find(self) -> tuple[list[tuple[int, str]], list[str]]:
-        """Look for the run's own checkpoints, or else those `checkpoint.resume` names; remove unfinished attempts."""
-        check_known(self._run)
-        source, complete = self._source, folders.complete_checkpoints(self._folder)
+        """Return the steps and folders to try, newest first, and warnings: the run's own checkpoints, or else those
+        that `checkpoint.resume` names. Unfinished attempts are removed. Raises: CheckpointError
+        """
+        check_known(self.run)
+        source, complete = self.source, folders.complete_checkpoints(self.folder)
         if source == "never" and complete:  # `keep` would take their later steps for the newest
             what = f"{complete[-1].path} is there, and checkpoint.resume is never"
             raise CheckpointError(what, hint="another name or checkpoint.dir, or checkpoint.resume=auto")
         if source != "never" and not complete and (last := self._last_folder()) is not None:
             return [], [f"{last} has no checkpoint of the run any more"]  # nothing is touched
-        problems = folders.remove_unfinished(self._folder)
-        if complete and (last := self._last_folder()) not in (None, str(self._folder)):
+        problems = folders.remove_unfinished(self.folder)
+        if complete and (last := self._last_folder()) not in (None, str(self.folder)):
             problems.append(f"the run saved last in {last}, and resumes from {complete[-1].path}")
-        if self._saver and not self._folder.local_path:  # a local folder was locked, and so written to, before
-            self._check_writable()
+        if self.saver and not self.folder.local_path:  # a local folder was locked, and so written to, before
+            try:
+                self.folder.check_writable()
+            except OSError as error:
+                hint = os_error_hint(error, "checkpoint.dir, permissions, the network")
+                raise CheckpointError(f"cannot write to {self.folder}: {error.strerror}", hint=hint) from None
         if complete or source in ("auto", "never") or source.startswith(HF_PREFIX):
             return [(stored.step, stored.path.url) for stored in reversed(complete)], problems
-        return [(0, path.url) for path in folders.find_checkpoints(Location(source, self._folder.retry_s))], problems
+        return [(0, path.url) for path in folders.find_checkpoints(Location(source, self.folder.retry_s))], problems
 
     def _check_not_lost(self) -> None:
         """Raise CheckpointError if the run has saved before (`SAVED_MARKER`) and no checkpoint is there."""
         if (folder := self._last_folder()) is not None:
-            what = f"the run has had checkpoints in {folder}, and {self._folder} has no complete one"
+            what = f"the run has had checkpoints in {folder}, and {self.folder} has no complete one"
             raise CheckpointError(what, hint="mount or restore it, or start afresh under another name")
 
     def _last_folder(self) -> str | None:
         """The folder of checkpoints at the run's last save, from `SAVED_MARKER`; None without a save."""
         try:
-            return (self._run / SAVED_MARKER).read_text(encoding="utf-8").strip()
+            return (self.run / SAVED_MARKER).read_text(encoding="utf-8").strip()
         except OSError:
             return None
-
-    def _check_writable(self) -> None:
-        try:
-            self._folder.check_writable()
-        except OSError as error:
-            what = f"cannot write to {self._folder}: {error.strerror}"
-            raise CheckpointError(what, hint=os_error_hint(error, "checkpoint.dir, permissions, the network")) from None
 
 
 def write_saved_marker(run: Path, folder: Location) -> None:

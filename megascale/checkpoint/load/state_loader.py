@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -16,17 +17,17 @@ from megascale.config.model import SAME_MODEL_HINT, ModelConfig, model_differenc
 from megascale.core.errors import CheckpointError
 from megascale.core.storage import Location
 from megascale.device import Device
-from megascale.parallel.stateful import WEIGHTS, GlobalTensor, Stateful
+from megascale.parallel.stateful import WEIGHTS, Stateful
 
 
+@dataclass(frozen=True)
 class StateLoader:
     """Loads state into the `parts` of a run; all ranks call the methods together."""
 
-    def __init__(self, model: ModelConfig, parts: Sequence[Stateful], mesh: Mesh, device: Device) -> None:
-        self._model = model
-        self._parts = parts
-        self._mesh = mesh
-        self._device = device
+    model: ModelConfig
+    parts: Sequence[Stateful]
+    mesh: Mesh
+    device: Device
 
     def load(self, path: Location) -> tuple[manifest.Manifest, int]:
         """Load a checkpoint. Returns its manifest and the bytes read by all ranks.
@@ -36,13 +37,21 @@ class StateLoader:
         # here: torch's planners take a second to import, and a start from copies in memory needs none
         from megascale.checkpoint.load.reader import CheckpointReader, plan_reads
 
-        saved = self._read_manifest(path)
+        text: list[bytes] = []
+        on_first_rank(self.mesh.world, lambda: text.append(manifest.read_text(path)), f"the manifest of {path}")
+        saved = manifest.parse(path, broadcast_bytes(self.mesh, b"".join(text), self.device.torch_device))
         self.check_same_model(path, saved.facts.config.get("model", {}))
-        reader = CheckpointReader(path, saved, self._mesh.tp, self._device.torch_device)
-        tensors, world = self._tensors_to_load(saved), self._mesh.world
+        reader = CheckpointReader(path, saved, self.mesh.tp, self.device.torch_device)
+        shapes = {name: tensor.shape for name, tensor in saved.tensors.items()}
+        begun = [part.begin_load(shapes, saved.facts.config) for part in self.parts]
+        tensors = {name: tensor for of_part in begun for name, tensor in of_part.items()}
+        if saved.facts.progress.step == 0 and all(name.startswith(WEIGHTS) for name in shapes):
+            tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(WEIGHTS)}  # it has no more
+        world = self.mesh.world
         requests = on_all_ranks(world, lambda: plan_reads(path, saved, tensors), f"the plan of {path}")
         on_all_ranks(world, lambda: reader.read(requests), f"reading {path}")
-        self._end_load()
+        for part in self.parts:
+            part.end_load()
         return saved, sum(world.control.all_gather(reader.bytes_read, f"bytes of {path}"))
 
     def load_weights(self, name: str, model: Mapping[str, Any], read: Callable[[str, Region], Tensor]) -> None:
@@ -51,41 +60,23 @@ class StateLoader:
         Raises: CheckpointError if `model`, from `name`, is another model
         """
         self.check_same_model(name, model)
-        for part in self._parts:
+        for part in self.parts:
             for tensor_name, tensor in part.global_tensors().items():
                 if tensor_name.startswith(WEIGHTS):
                     for shard in tensor.shards:
                         shard.data.copy_(read(tensor_name.removeprefix(WEIGHTS), (shard.offset, shard.size)))
-        self._end_load()
+        for part in self.parts:
+            part.end_load()
 
     def check_same_model(self, path: Location | str, saved: Mapping[str, Any]) -> None:
         """Compare `MODEL_KEYS` of a saved `[model]` section with this run's.
 
         Raises: CheckpointError with the keys that differ
         """
-        if different := model_differences(saved, self._model):
+        if different := model_differences(saved, self.model):
             raise CheckpointError(f"{path} is of another model: {different}", hint=SAME_MODEL_HINT)
 
     def end_restore(self) -> None:
         """Let all parts know of a load from memory."""
-        for part in self._parts:
+        for part in self.parts:
             part.end_restore()
-
-    def _read_manifest(self, path: Location) -> manifest.Manifest:
-        """Read the manifest on the first rank and broadcast it."""
-        text: list[bytes] = []
-        on_first_rank(self._mesh.world, lambda: text.append(manifest.read_text(path)), f"the manifest of {path}")
-        return manifest.parse(path, broadcast_bytes(self._mesh, b"".join(text), self._device.torch_device))
-
-    def _end_load(self) -> None:
-        for part in self._parts:
-            part.end_load()
-
-    def _tensors_to_load(self, saved: manifest.Manifest) -> dict[str, GlobalTensor]:
-        """Return the tensors that this rank reads: weights alone if the checkpoint holds no more."""
-        shapes = {name: tensor.shape for name, tensor in saved.tensors.items()}
-        config = saved.facts.config
-        tensors = {name: tensor for part in self._parts for name, tensor in part.begin_load(shapes, config).items()}
-        if saved.facts.progress.step == 0 and all(name.startswith(WEIGHTS) for name in shapes):
-            return {name: tensor for name, tensor in tensors.items() if name.startswith(WEIGHTS)}
-        return tensors

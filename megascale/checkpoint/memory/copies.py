@@ -55,11 +55,9 @@ class CopyFolder:
         self._in_use = hold_copies(self.path, self._run)
 
     def copy_path(self, rank: int, slot: int) -> Path:
-        """Return the file of a rank's slot."""
         return self.path / f"rank-{rank:05d}.{SLOTS[slot]}"
 
     def header_path(self, rank: int, slot: int) -> Path:
-        """Return the header of a rank's slot."""
         return _header_path(self.copy_path(rank, slot))
 
     def find(self, runs: Collection[str], layout_hash: str, rank: int, step: int) -> tuple[int, Header | None]:
@@ -97,18 +95,17 @@ class CopyFolder:
         """
         problem = ""
         for path in self.path.glob("rank-*.?"):
-            is_mapped = int(path.stem.removeprefix("rank-")) in mapped
-            header = _read_header(_header_path(path))
+            is_mapped, place = int(path.stem.removeprefix("rank-")) in mapped, _header_path(path)
+            header = _read_header(place)
             of_step = header is not None and header.run in (*runs, new_run) and header.step == step
             if header is not None and of_step and (is_mapped or keep_others):
-                renamed = header.model_copy(update={"run": new_run})
                 try:
-                    write_text(_header_path(path), renamed.model_dump_json(by_alias=True))
+                    write_text(place, header.model_copy(update={"run": new_run}).model_dump_json(by_alias=True))
                 except OSError as error:
-                    problem = f"{_header_path(path)}: {error.strerror}"
-                    _header_path(path).unlink(missing_ok=True)
+                    problem = f"{place}: {error.strerror}"
+                    place.unlink(missing_ok=True)
             else:
-                _header_path(path).unlink(missing_ok=True)
+                place.unlink(missing_ok=True)
                 if not is_mapped:
                     path.unlink(missing_ok=True)
         return problem
@@ -128,7 +125,6 @@ class CopyFolder:
 
 
 def _header_path(copy: Path) -> Path:
-    """Return the header of a copy."""
     return copy.with_name(f"{copy.name}.json")
 
 

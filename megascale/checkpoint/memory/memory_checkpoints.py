@@ -8,43 +8,31 @@ that another rank finds on its host and sends.
 from __future__ import annotations
 
 import math
-import socket
 import uuid
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from megascale.checkpoint.collective_errors import on_all_ranks, on_first_rank
-from megascale.checkpoint.format import manifest
-from megascale.checkpoint.memory.copies import SLOTS, CopyFolder, CopySlot, Header
+from megascale.checkpoint.memory.copies import SLOTS, CopyFolder, CopySlot
 from megascale.checkpoint.memory.placement import replica_ranks
+from megascale.checkpoint.memory.receivers import open_receivers
 from megascale.checkpoint.memory.replication import COPY_BLOCK_BYTES, SAVE_TIMEOUT_S, TIMEOUT_S
 from megascale.checkpoint.save.snapshot import Snapshot
-from megascale.checkpoint.save.writer_process import WriterProcess
-from megascale.comm.gloo_interface import first_host, own_address
-from megascale.comm.mesh import Mesh
 from megascale.core.errors import CheckpointError
-from megascale.core.network import LOOPBACK, is_loopback, reserve_port
 from megascale.core.run_folder import TOKEN, read_token, write_token
-from megascale.device import Device
+
+if TYPE_CHECKING:
+    from megascale.checkpoint.format import manifest
+    from megascale.checkpoint.save.writer_process import WriterProcess
+    from megascale.comm.mesh import Mesh
+    from megascale.device import Device
 
 SlotsByHost = Sequence[Mapping[int, Mapping[int, int]]]
 """Slot of a copy by holding rank, rank and step."""
-
-
-HostMemory = tuple[str, int, int]
-"""Host name, and device and inode of the folder of copies: equal for ranks that share memory."""
-
-
-class Receiver(NamedTuple):
-    """Address and port at which a rank receives copies, and its host's memory."""
-
-    address: str
-    port: int
-    memory: HostMemory
 
 
 class MemoryCheckpoints:
@@ -55,7 +43,7 @@ class MemoryCheckpoints:
     the next start.
 
     `replica_rank`: the rank whose host keeps a replica of this rank's copies, or None. `unreplicated_ranks`: number of
-    ranks without the replica asked for.
+    ranks without the replica asked for. `newest_complete_slot`: of a copy that is complete on every rank.
 
     Writers of ranks on several hosts receive copies from peers that know `secret`, the job's.
 
@@ -70,13 +58,13 @@ class MemoryCheckpoints:
         self._secret = secret.hex()
         self._folder = CopyFolder(parent, self._id, self._run / TOKEN)
         self._folder.create()
-        self._receivers, self._reserved = _open_receivers(mesh, self._folder.path)
+        self._receivers, self._reserved = open_receivers(mesh, self._folder.path)
         hosts = [receiver.memory for receiver in self._receivers]
         self.replica_rank = replica_ranks(mesh.topology, hosts)[mesh.rank] if replicate else None
         unreplicated = replicate and self.replica_rank is None
         self.unreplicated_ranks = sum(self._control.all_gather(unreplicated, "replicas"))
         self._replicate = replicate
-        self._newest_complete_slot: int | None = None
+        self.newest_complete_slot: int | None = None
 
     @property
     def _runs(self) -> list[str]:
@@ -91,17 +79,25 @@ class MemoryCheckpoints:
         address = self._receivers[self._mesh.rank][:2]
         return {"address": address, "folder": str(self._folder.path), "secret": self._secret}
 
-    def replica_args(self, slot: int) -> dict[str, Any] | None:
-        """Return the arguments of `send_replica` for this rank's copy in a slot; None without a replica."""
-        if self.replica_rank is None:
-            return None
-        return self._sender_args(self._folder.copy_path(self._mesh.rank, slot), self.replica_rank, SAVE_TIMEOUT_S)
+    def writer_request(
+        self, slot: int, snapshot_path: str, layout_hash: str, facts: manifest.Facts, *, replicate: bool
+    ) -> dict[str, dict[str, Any]]:
+        """Return the request to the writer (`writer.execute`) that makes the snapshot of a slot a valid copy, and with
+        `replicate` sends it to the host that keeps a replica.
+        """
+        rank = self._mesh.rank
+        header = {"run": self._runs[0], "what": layout_hash, "facts": facts.model_dump(mode="json")}
+        path = str(self._folder.header_path(rank, slot))
+        request = {"write_copy_header": {"snapshot_path": snapshot_path, "path": path, "header": header}}
+        if replicate and self.replica_rank is not None:
+            request["send_replica"] = self._sender_args(rank, slot, self.replica_rank, SAVE_TIMEOUT_S)
+        return request
 
-    def _sender_args(self, path: Path, rank: int, timeout_s: float) -> dict[str, Any]:
-        receiver = self._receivers[rank]
-        peer = f"rank {rank} on {receiver.memory[0]}"
-        to = {"peer": peer, "address": receiver[:2], "secret": self._secret, "timeout_s": timeout_s}
-        return {"path": str(path), **to}
+    def _sender_args(self, owner: int, slot: int, to: int, timeout_s: float) -> dict[str, Any]:
+        """Return the arguments of `send_replica` for the copy of rank `owner` in a slot."""
+        path, receiver = str(self._folder.copy_path(owner, slot)), self._receivers[to]
+        peer = f"rank {to} on {receiver.memory[0]}"
+        return {"path": path, "peer": peer, "address": receiver[:2], "secret": self._secret, "timeout_s": timeout_s}
 
     def allocate_slots(self, tensors: Sequence[Tensor], device: Device) -> list[Snapshot]:
         """Allocate this rank's slots.
@@ -119,23 +115,11 @@ class MemoryCheckpoints:
             self._folder.remove_unused(self._mesh.rank)
             raise
 
-    def header_path(self, slot: int) -> Path:
-        """Return the header of a slot of this rank."""
-        return self._folder.header_path(self._mesh.rank, slot)
-
-    def header_fields(self, layout_hash: str, facts: manifest.Facts) -> dict[str, Any]:
-        """Return the header of a copy without its checksums."""
-        return {"run": self._runs[0], "what": layout_hash, "facts": facts.model_dump(mode="json")}
-
     def next_slot(self) -> int:
         """Return the slot to overwrite, not the newest complete one, and invalidate its copy."""
-        slot = 0 if self._newest_complete_slot is None else 1 - self._newest_complete_slot
-        self.header_path(slot).unlink(missing_ok=True)
+        slot = 0 if self.newest_complete_slot is None else 1 - self.newest_complete_slot
+        self._folder.header_path(self._mesh.rank, slot).unlink(missing_ok=True)
         return slot
-
-    def mark_complete(self, slot: int) -> None:
-        """Record that the copy in `slot` is complete on every rank."""
-        self._newest_complete_slot = slot
 
     def load_newest(
         self, slots: Sequence[Snapshot], layout_hash: str, writer: WriterProcess, min_step: int
@@ -150,12 +134,17 @@ class MemoryCheckpoints:
         for step in steps:
             problem = self._send_missing(step, holders, writer)
             slot, header = self._folder.find(self._runs, layout_hash, self._mesh.rank, step)
-            problem = problem or self._copy_problem(slot, header, slots[slot])
+            if header is None:
+                problem = problem or "it has not arrived"
+            elif not problem:
+                sums = tuple(zlib.crc32(block.numpy()) for block in slots[slot].buffer.split(COPY_BLOCK_BYTES))
+                path = self._folder.copy_path(self._mesh.rank, slot)
+                problem = "" if sums == header.sums else f"the CRC-32 of {path} does not match"
             by_rank = self._control.all_gather(problem, f"the copies of step {step}")
             failures = [f"rank {rank}: {text}" for rank, text in enumerate(by_rank) if text]
             if header is not None and not failures:
                 slots[slot].copy_to_tensors()
-                self._newest_complete_slot = slot
+                self.newest_complete_slot = slot
                 return header.facts, problems
             problems.append(f"the copy of step {step} in memory is not used: {failures[0]}")
         return None, problems
@@ -178,11 +167,9 @@ class MemoryCheckpoints:
         return [f"a copy in memory of step {step} was lost, {problems[0]}; the next copy is due"] if problems else []
 
     def _write_starts(self, *starts: str) -> None:
-        """Write the ids of starts whose copies count."""
         on_first_rank(self._mesh.world, lambda: write_token(self._run, self._id, *starts), "the id of this start")
 
     def remove_copies(self) -> None:
-        """Free the memory of this run's copies on this host."""
         self._folder.remove()
 
     def _send_missing(self, step: int, holders: SlotsByHost, writer: WriterProcess) -> str:
@@ -193,44 +180,14 @@ class MemoryCheckpoints:
                 continue
             holder = next(holder for holder, host in enumerate(holders) if step in host.get(rank, {}))
             if holder == self._mesh.rank:
-                copy = self._folder.copy_path(rank, holders[holder][rank][step])
+                slot = holders[holder][rank][step]
                 try:
-                    writer.submit({"send_replica": self._sender_args(copy, rank, TIMEOUT_S)})
+                    writer.submit({"send_replica": self._sender_args(rank, slot, rank, TIMEOUT_S)})
                     writer.response(math.inf)
                 except CheckpointError as error:
                     problem = error.message
         self._control.barrier(f"the copies of step {step}")  # all copies have arrived
         return problem
-
-    def _copy_problem(self, slot: int, header: Header | None, snapshot: Snapshot) -> str:
-        """Check a copy against its checksums; "" if intact."""
-        if header is None:
-            return "it has not arrived"
-        sums = tuple(zlib.crc32(block.numpy()) for block in snapshot.buffer.split(COPY_BLOCK_BYTES))
-        path = self._folder.copy_path(self._mesh.rank, slot)
-        return "" if sums == header.sums else f"the CRC-32 of {path} does not match"
-
-
-def _open_receivers(mesh: Mesh, folder: Path) -> tuple[list[Receiver], socket.socket | None]:
-    """Gather the receivers of all ranks, and keep a port for this rank's writers, at the address that other hosts
-    reach. None is kept on a job's only host.
-
-    `folder`: this host's folder of copies. The socket takes no connection: while no writer listens, peers are refused,
-    and try again until their timeout (`replication.send_replica`).
-    """
-    control, facts = mesh.world.control, folder.stat()
-    memory = socket.gethostname(), facts.st_dev, facts.st_ino
-    memories = [tuple(each) for each in control.all_gather(memory, "hosts")]
-    if len(set(memories)) == 1:
-        return [Receiver(LOOPBACK, 0, memory)] * len(memories), None
-    here = own_address(first_host())
-    hosts = control.all_gather(here, "addresses")
-    if is_loopback(here):  # rank 0's host sees itself under another address than the rest
-        here = own_address(next((host for host in hosts if not is_loopback(host)), here))
-    reserved = reserve_port(here)
-    addresses = control.all_gather((here, reserved.getsockname()[1]), "ports")
-    each = zip(addresses, memories, strict=True)
-    return [Receiver(address, port, memory) for (address, port), memory in each], reserved
 
 
 def find_common_steps(

@@ -2,7 +2,7 @@
 
 An eviction takes the nodes of a whole parallel group when a hang has no single culprit, so a replica lies outside the
 tp, dp and pp groups of its owner where the layout allows (ByteRobust, section 6; arXiv 2509.16293). Every rank moves by
-the same displacement along the axes, (0, 1, 1) for example, so that every host keeps as many replicas as it has copies.
+the same displacement along the axes, 0 or a power of two on each, so that every host keeps as many replicas as copies.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def replica_ranks(topology: Topology, hosts: Sequence[Hashable]) -> list[int | N
         return [None] * topology.world_size
     placement = _Placement(topology, np.array([names[host] for host in hosts]))
     ranks = np.arange(topology.world_size)
-    shifted = [placement.displaced(shift) for shift in _displacements(topology)]
+    steps = ([0, *(1 << bit for bit in range((size - 1).bit_length()))] for size in _sizes(topology))
+    shifts = sorted((shift for shift in itertools.product(*steps) if any(shift)), key=lambda each: (sum(each), each))
+    shifted = [placement.displaced(shift) for shift in shifts]  # short ones first
     best = max(shifted, key=lambda others: int(placement.quality(ranks, others).sum()))  # the first of equals
     return placement.repaired(best).tolist()
 
@@ -52,7 +54,7 @@ class _Placement:
             self._groups.append(of_rank)
             self._on_host.append(on_host)
 
-    def displaced(self, shift: tuple[int, int, int]) -> np.ndarray:
+    def displaced(self, shift: tuple[int, ...]) -> np.ndarray:
         """Return for every rank the rank at its coordinates plus `shift`, (pp, data, tp)."""
         return np.roll(self._index, [-each for each in shift], axis=(0, 1, 2)).reshape(-1)
 
@@ -90,11 +92,3 @@ class _Placement:
 def _sizes(topology: Topology) -> tuple[int, int, int]:
     """Return the sizes of pp, of data and context parallelism, and of tp."""
     return topology.pp, topology.size(*DATA_AXES), topology.tp
-
-
-def _displacements(topology: Topology) -> list[tuple[int, int, int]]:
-    """Return displacements (pp, data, tp) to try, short ones first: 0 and powers of two along every axis."""
-    pp, data, tp = ([0, *(1 << bit for bit in range((size - 1).bit_length()))] for size in _sizes(topology))
-    return sorted(
-        (shift for shift in itertools.product(pp, data, tp) if any(shift)), key=lambda each: (sum(each), each)
-    )

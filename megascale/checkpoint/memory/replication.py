@@ -85,21 +85,20 @@ def serve_replicas(address: tuple[str, int], folder: str, secret: str) -> None:
     refused, which try again until their timeout (`send_replica`).
     """
     raise_soft_limits()
-    threading.Thread(target=_serve, args=(address, Path(folder), bytes.fromhex(secret)), daemon=True).start()
-
-
-def _serve(address: tuple[str, int], folder: Path, secret: bytes) -> None:
-    """Admit peers. Each gets a thread: a rank sends to one receiver at a time, and is sent to by few ranks."""
 
     def admit(connection: socket.socket, session: Session) -> None:
-        threading.Thread(target=_receive_copy, args=(connection, session, folder), daemon=True).start()
+        """Give a peer a thread: a rank sends to one receiver at a time, and is sent to by few ranks."""
+        threading.Thread(target=_receive_copy, args=(connection, session, Path(folder)), daemon=True).start()
 
-    selector = selectors.DefaultSelector()
-    gate = Gate(listen(*address, shared=True), selector, secret, PURPOSE, admit)
-    while True:
-        for key, _ in selector.select(1.0):
-            key.data()
-        gate.expire()
+    def serve() -> None:
+        selector = selectors.DefaultSelector()
+        gate = Gate(listen(*address, shared=True), selector, bytes.fromhex(secret), PURPOSE, admit)
+        while True:
+            for key, _ in selector.select(1.0):
+                key.data()
+            gate.expire()
+
+    threading.Thread(target=serve, daemon=True).start()
 
 
 def _receive_copy(connection: socket.socket, session: Session, folder: Path) -> None:

@@ -4,43 +4,75 @@
     writer                  write files, compute checksums
 
 The per-step all-reduce of metrics also sums the results of `poll`: all ranks learn in the same step that all writers
-are done, and call `complete` together.
+are done, and call `complete` together. Rank 0 writes the manifest after the files of all ranks: a folder without a
+manifest is no checkpoint. If a rank fails, the files of all ranks are removed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megascale.checkpoint import folders
-from megascale.checkpoint.collective_errors import on_first_rank
-from megascale.checkpoint.companions import copy_companions
+from megascale.checkpoint.collective_errors import on_all_ranks, on_first_rank
+from megascale.checkpoint.companions import FOLDER, make_checkpoint_folder
 from megascale.checkpoint.format import manifest
 from megascale.checkpoint.format.state import split_shards
-from megascale.checkpoint.save.attempt import SaveAttempt, SaveResult
 from megascale.checkpoint.save.snapshot import Snapshot
 from megascale.checkpoint.save.writer_process import WriterProcess
-from megascale.comm.mesh import Mesh
 from megascale.core.errors import CheckpointError
-from megascale.core.limits import os_error_hint
-from megascale.core.run_folder import check_known
-from megascale.core.storage import WRITE_HINT, Location
-from megascale.device import Device
-from megascale.parallel.stateful import GlobalTensor
+from megascale.core.wait_notice import WaitNotice
 
 if TYPE_CHECKING:
     from megascale.checkpoint.memory.memory_checkpoints import MemoryCheckpoints
     from megascale.checkpoint.save.write_plan import WritePlan
+    from megascale.comm.mesh import Mesh
+    from megascale.core.storage import Location
+    from megascale.device import Device
+    from megascale.parallel.stateful import GlobalTensor
 
-_NewFolder = tuple[Location, dict[str, manifest.StoredFile]]
-"""The folder of a checkpoint, and the companions in it."""
+
+@dataclass(frozen=True)
+class SaveResult:
+    """The outcome of a save; `error` if it failed, and then the removal of its files was attempted.
+
+    `path`: None for an in-memory copy. In seconds: `waited_s`, training waited for the end of the previous save;
+    `stalled_s`, training paused for the copy; `write_s`, from the copy to the end of the save.
+    """
+
+    path: Location | None
+    step: int
+    waited_s: float
+    stalled_s: float
+    write_s: float
+    error: CheckpointError | None
+
+
+@dataclass
+class _Attempt:
+    """A save in progress on this rank. Once the writer is done, `response` or `error` is set.
+
+    `path`: None for an in-memory copy. `waited_s`, `stalled_s`: as in `SaveResult`. `companions`: on the first rank,
+    the files that are in the folder already.
+    """
+
+    facts: manifest.Facts
+    slot: int
+    path: Location | None
+    waited_s: float
+    companions: Mapping[str, manifest.StoredFile]
+    started_at: float
+    stalled_s: float = 0.0
+    response: Mapping[str, Any] | None = None
+    error: CheckpointError | None = None
 
 
 class CheckpointSaver:
@@ -48,8 +80,8 @@ class CheckpointSaver:
 
     The shards of `state` are parts of `flat_tensors`. All methods except `poll` are collective; `complete` communicates
     only once the sums say that every rank is done. With `memory_checkpoints`, snapshots are in-memory checkpoints: two
-    slots, used in turn, that outlive the process. `companions`: a folder of files, such as a tokenizer, to copy into
-    each checkpoint. `meaning`: text of what the state means beyond its names and shapes. `fault_hook`: called with
+    slots, used in turn, that outlive the process. `run`: the run's folder, whose companions are copied into each
+    checkpoint. `meaning`: text of what the state means beyond its names and shapes. `fault_hook`: called with
     "snapshot" before the copy, "write" before the writer's request, and "commit" before the end of the save.
     """
 
@@ -59,13 +91,13 @@ class CheckpointSaver:
         flat_tensors: Sequence[Tensor],
         file_bytes: int,
         memory_checkpoints: MemoryCheckpoints | None,
-        companions: Path,
+        run: Path,
         meaning: str,
         mesh: Mesh,
         device: Device,
     ) -> None:
         self._mesh = mesh
-        self._companions = companions
+        self._companions = run / FOLDER
         self._state = split_shards(state, file_bytes)
         self._file_bytes = file_bytes
         self._memory_checkpoints = memory_checkpoints
@@ -79,12 +111,11 @@ class CheckpointSaver:
         self._mkdir_thread = ThreadPoolExecutor(1, "checkpoint-mkdir")
         self._layout_hash = _hash_layout(self._state, self._slots[0], meaning)
         self._plan: WritePlan | None = None
-        self._attempt: SaveAttempt | None = None
+        self._attempt: _Attempt | None = None
         self.fault_hook: Callable[[str], None] = lambda moment: None
 
     @property
     def writer_pid(self) -> int:
-        """Process id of the writer."""
         return self._writer.pid
 
     @property
@@ -109,63 +140,44 @@ class CheckpointSaver:
         start = time.monotonic()
         assert self._attempt is None, "a save is in progress"
         self.fault_hook("snapshot")
-        new_folder = None
+        made = None
         if folder is not None and self._mesh.rank == 0:
-            new_folder = self._mkdir_thread.submit(_make_folder, folder, facts.progress.step, self._companions)
+            made = self._mkdir_thread.submit(make_checkpoint_folder, folder, facts.progress.step, self._companions)
         slot = self._memory_checkpoints.next_slot() if self._memory_checkpoints else 0
         self._slots[slot].copy_from_tensors()
-        path = self._share_folder(folder, new_folder) if folder is not None else None
-        companions = new_folder.result()[1] if new_folder else {}
+        path = None
+        if folder is not None:
+            world, label = self._mesh.world, "the folder of a checkpoint"
+            path = folder / on_first_rank(world, lambda: made.result()[0].name if made else "", label)
+        companions = made.result()[1] if made else {}
         if path is not None and self._plan is None:
             from megascale.checkpoint.save.write_plan import make_write_plan  # torch's planners take a second to import
 
             self._plan = make_write_plan(self._state, self._slots[0], self._file_bytes, self._mesh)  # of all slots
-        plan = None if path is None else self._plan
-        self._attempt = attempt = SaveAttempt(self._mesh, facts, slot, path, plan, waited_s, companions)
+        self._attempt = attempt = _Attempt(facts, slot, path, waited_s, companions, time.monotonic())
         self.fault_hook("write")
         self._writer.submit(self._writer_request(attempt))
         attempt.stalled_s = time.monotonic() - start
 
-    def _share_folder(self, folder: Location, new_folder: Future[_NewFolder] | None) -> Location:
-        """Return the folder that rank 0 has created. `new_folder`: its future on rank 0, None on other ranks.
-
-        Raises: CheckpointError on every rank if the folder could not be created
+    def _writer_request(self, attempt: _Attempt) -> dict[str, dict[str, Any]]:
+        """Return the request to the writer (`writer.execute`): make the copy a valid in-memory checkpoint, with memory
+        checkpoints, and write files or else send a replica.
         """
-
-        def name() -> str:
-            assert new_folder is not None, "rank 0 creates it"
-            try:
-                return new_folder.result()[0].name
-            except OSError as error:
-                what = f"rank 0: cannot make {error.filename}: {error.strerror or error}"
-                raise CheckpointError(what, hint=os_error_hint(error, WRITE_HINT)) from None
-
-        return folder / on_first_rank(self._mesh.world, name, "the folder of a checkpoint")
-
-    def _writer_request(self, attempt: SaveAttempt) -> dict[str, dict[str, Any]]:
-        """Return the request to the writer (`writer.execute`).
-
-        With memory checkpoints `write_copy_header` makes the copy a valid in-memory checkpoint. A save to storage adds
-        `write_files`; an in-memory save adds `send_replica`, which sends this rank's copy to another host.
-        """
-        memory, snapshot_path = self._memory_checkpoints, self._slots[attempt.slot].path
+        snapshot_path = self._slots[attempt.slot].path
         request: dict[str, dict[str, Any]] = {}
-        if memory:
-            request["write_copy_header"] = {
-                "snapshot_path": snapshot_path,
-                "path": str(memory.header_path(attempt.slot)),
-                "header": memory.header_fields(self._layout_hash, attempt.facts),
-            }
-        if attempt.path is not None and attempt.plan is not None:
+        if self._memory_checkpoints:
+            to_memory = attempt.path is None
+            request = self._memory_checkpoints.writer_request(
+                attempt.slot, snapshot_path, self._layout_hash, attempt.facts, replicate=to_memory
+            )
+        if attempt.path is not None and self._plan is not None:
             request["write_files"] = {
                 "snapshot_path": snapshot_path,
                 "folder": attempt.path.url,
                 "retry_s": attempt.path.retry_s,
-                "checksum_block_bytes": attempt.plan.checksum_block_bytes,
-                "files": attempt.plan.files,
+                "checksum_block_bytes": self._plan.checksum_block_bytes,
+                "files": self._plan.files,
             }
-        elif memory and (sender_args := memory.replica_args(attempt.slot)):
-            request["send_replica"] = sender_args
         return request
 
     def load_from_memory(self, min_step: int) -> tuple[manifest.Facts | None, list[str]]:
@@ -179,7 +191,24 @@ class CheckpointSaver:
 
         `written`: the writer has served the request, including for in-memory saves. `wait`: block until then.
         """
-        return self._attempt.poll(self._writer, wait=wait) if self._attempt else (0.0, 0.0)
+        if (attempt := self._attempt) is None:
+            return 0.0, 0.0
+
+        def describe() -> str:
+            written = f"{attempt.path or 'a copy'} for {time.monotonic() - attempt.started_at:.0f} s"
+            what = f"its writer, process {self._writer.pid}, which has been writing {written}"
+            return f"{what}: is the storage responsive?"
+
+        if attempt.response is None and attempt.error is None:
+            # in place of a timeout: unresponsive storage, such as a lost mount, blocks the writer forever
+            notice = WaitNotice(f"rank {self._mesh.rank}")
+            try:
+                while (response := self._writer.response(notice.due_in_s if wait else 0.0)) is None and wait:
+                    notice.print_if_due(describe)
+                attempt.response = response
+            except CheckpointError as error:
+                attempt.error = error
+        return float(attempt.response is not None), float(attempt.error is not None)
 
     def complete(self, written: float, failed: float) -> SaveResult | None:
         """Complete or abort the save once every rank is done; `written` and `failed` are sums of `poll` over ranks.
@@ -192,10 +221,11 @@ class CheckpointSaver:
             return None
         self._attempt = None
         self.fault_hook("commit")
-        saved = attempt.finish(failed=bool(failed))
-        if saved.error is None and self._memory_checkpoints:  # a slot that is not marked is reused by the next save
-            self._memory_checkpoints.mark_complete(attempt.slot)
-        return saved
+        error = self._abort(attempt) if failed else self._commit(attempt)
+        if error is None and self._memory_checkpoints:  # a slot that is not marked is reused by the next save
+            self._memory_checkpoints.newest_complete_slot = attempt.slot
+        step, write_s = attempt.facts.progress.step, time.monotonic() - attempt.started_at
+        return SaveResult(attempt.path, step, attempt.waited_s, attempt.stalled_s, write_s, error)
 
     def wait(self) -> SaveResult | None:
         """Wait for the save in progress and complete it; return None without a save."""
@@ -203,6 +233,51 @@ class CheckpointSaver:
             return None
         failed = sum(self._mesh.world.control.all_gather(self.poll(wait=True)[1], "the end of a checkpoint"))
         return self.complete(self._mesh.world.size - failed, failed)
+
+    def _commit(self, attempt: _Attempt) -> CheckpointError | None:
+        """Gather what the writers have written and write the manifest on rank 0, which removes the files if it cannot.
+        Returns its error on every rank.
+        """
+        path, plan = attempt.path, self._plan
+        if path is None:
+            return None
+        assert plan is not None
+        written = self._mesh.world.control.gather(attempt.response, "the written shards")
+
+        def write_manifest() -> None:
+            try:
+                manifest.write(path, plan.build_manifest(attempt.facts, written or [], attempt.companions))
+            except CheckpointError:
+                _remove_files(path)
+                raise
+
+        try:
+            on_first_rank(self._mesh.world, write_manifest, "the manifest")
+        except CheckpointError as error:
+            return error
+        return None
+
+    def _abort(self, attempt: _Attempt) -> CheckpointError:
+        """Remove the files. Returns the error of the lowest rank that knows the cause."""
+
+        def report() -> None:
+            if attempt.error is not None:
+                raise attempt.error
+
+        try:
+            on_all_ranks(self._mesh.world, report, "errors of a save")
+        except CheckpointError as error:
+            return error
+        finally:
+            if self._mesh.rank == 0 and attempt.path is not None:
+                _remove_files(attempt.path)
+        raise AssertionError("no rank has failed")
+
+
+def _remove_files(path: Location) -> None:
+    """Remove the files of an attempt. Files that cannot be removed are deleted at the next start of the run."""
+    with contextlib.suppress(OSError):
+        path.remove()
 
 
 def _hash_layout(state: Mapping[str, GlobalTensor], snapshot: Snapshot, meaning: str) -> str:
@@ -212,11 +287,3 @@ def _hash_layout(state: Mapping[str, GlobalTensor], snapshot: Snapshot, meaning:
         for name, tensor in state.items()
     }
     return hashlib.sha256(json.dumps([snapshot.size, offsets, meaning]).encode()).hexdigest()
-
-
-def _make_folder(folder: Location, step: int, companions: Path) -> _NewFolder:
-    """Create the folder of a checkpoint, with copies of the run's companion files."""
-    check_known(companions.parent)
-    path = folders.fresh_folder(folder, step)
-    path.make_folder()
-    return path, copy_companions(Location(str(companions)), path)

@@ -48,13 +48,11 @@ class Snapshot:
         ]
 
     def copy_from_tensors(self) -> None:
-        """Copy the tensors into the snapshot."""
         for copy, tensor in zip(self._copies, self._tensors, strict=True):
             copy.copy_(tensor.view(-1), non_blocking=True)
         self._device.synchronize()
 
     def copy_to_tensors(self) -> None:
-        """Copy the snapshot back into the tensors."""
         for copy, tensor in zip(self._copies, self._tensors, strict=True):
             tensor.view(-1).copy_(copy)
         self._device.synchronize()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,15 +26,14 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from megascale.checkpoint.format import manifest
 from megascale.checkpoint.format.safetensors_file import checksum_block_bytes
 from megascale.checkpoint.format.state import SAFETENSORS_DTYPES, shard_key
-from megascale.checkpoint.save.snapshot import Snapshot
-from megascale.comm.mesh import Mesh
-from megascale.parallel.stateful import GlobalTensor
+
+if TYPE_CHECKING:
+    from megascale.checkpoint.save.snapshot import Snapshot
+    from megascale.comm.mesh import Mesh
+    from megascale.parallel.stateful import GlobalTensor
 
 ENTRY_BYTES = 192
 """Upper bound of a shard's entry in a file's header, without its key."""
-
-ShardDescriptions = Sequence[Any]
-"""A rank's shards as JSON: name, dtype and shape of a tensor, and offset and size of its shards."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +47,12 @@ class WritePlan:
     files: dict[str, list[list[Any]]]
     tensors: Mapping[str, TensorStorageMetadata]
 
-    def shard_locations(self, locations: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Return file, first byte and checksums by key, from the `locations` of the writer's response."""
-        keys = [(name, entry[0]) for name, entries in self.files.items() for entry in entries]
-        return {key: {"file": name, "start": locations[key][0], "sums": locations[key][1]} for name, key in keys}
-
     def build_manifest(
-        self, facts: manifest.Facts, ranks: Sequence[Any], companions: Mapping[str, manifest.StoredFile]
+        self, facts: manifest.Facts, written: Sequence[Any], companions: Mapping[str, manifest.StoredFile]
     ) -> manifest.Manifest:
-        """Build the manifest on rank 0; `ranks` holds, by rank, the shard locations and the files."""
-        locations = {key: location for of_rank, _ in ranks for key, location in of_rank.items()}
-        files = {name: manifest.StoredFile(**file) for _, files in ranks for name, file in files.items()}
+        """Build the manifest on rank 0. `written`: by rank, the response of `writer.write_files`."""
+        locations = {key: location for of_rank in written for key, location in of_rank["locations"].items()}
+        files = {name: manifest.StoredFile(**file) for of_rank in written for name, file in of_rank["files"].items()}
         stored = {}
         for name, tensor in self.tensors.items():
             shards = tuple(
@@ -75,16 +69,17 @@ class WritePlan:
 def make_write_plan(state: Mapping[str, GlobalTensor], snapshot: Snapshot, file_bytes: int, mesh: Mesh) -> WritePlan:
     """Plan the writes of all ranks. Collective. The plan depends on the layout alone, and serves every save."""
     control = mesh.world.control
-    ranks = control.gather(_describe_shards(state), "the plan of checkpoints")
     tensors: dict[str, TensorStorageMetadata] = {}
     shares = None
+    described = [
+        (name, str(tensor.dtype).removeprefix("torch."), tensor.shape, [(p.offset, p.size) for p in tensor.shards])
+        for name, tensor in state.items()
+    ]
+    ranks = control.gather(described, "the plan of checkpoints")
     if ranks is not None:
         writes, metadata = _assign_writes(ranks)
-        tensors = {
-            name: tensor
-            for name, tensor in metadata.state_dict_metadata.items()
-            if isinstance(tensor, TensorStorageMetadata)
-        }
+        found = metadata.state_dict_metadata.items()
+        tensors = {name: tensor for name, tensor in found if isinstance(tensor, TensorStorageMetadata)}
         size = sum(math.prod(tensor.size) * tensor.properties.dtype.itemsize for tensor in tensors.values())
         shares = [(indices, checksum_block_bytes(size)) for indices in writes]
     indices, block_bytes = control.scatter(shares, "the plan of checkpoints")
@@ -93,36 +88,26 @@ def make_write_plan(state: Mapping[str, GlobalTensor], snapshot: Snapshot, file_
     return WritePlan(block_bytes, files, tensors)
 
 
-def _describe_shards(state: Mapping[str, GlobalTensor]) -> ShardDescriptions:
-    """Describe the shards on this rank."""
-    return [
-        (name, str(tensor.dtype).removeprefix("torch."), tensor.shape, [(p.offset, p.size) for p in tensor.shards])
-        for name, tensor in state.items()
-    ]
-
-
-def _assign_writes(ranks: Sequence[ShardDescriptions]) -> tuple[list[list[int]], Metadata]:
-    """Assign every shard to one rank: indices of a rank's own shards, by rank; and the metadata of all."""
-    local = [_full_plan(descriptions) for descriptions in ranks]
+def _assign_writes(ranks: Sequence[Any]) -> tuple[list[list[int]], Metadata]:
+    """Assign every shard to one rank: indices of a rank's own shards, by rank; and the metadata of all. `ranks`: each
+    rank's shards as JSON: name, dtype and shape of a tensor, and offset and size of its shards.
+    """
+    local = []
+    for described in ranks:
+        items = []
+        for name, dtype, shape, shards in described:
+            properties = TensorProperties(dtype=getattr(torch, dtype))
+            for offset, size in shards:
+                chunk = ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(size))
+                data = TensorWriteData(chunk, properties, torch.Size(shape))
+                items.append(WriteItem(MetadataIndex(name, offset), WriteItemType.SHARD, tensor_data=data))
+        local.append(SavePlan(items))
     assigned, metadata = DefaultSavePlanner(False, False).create_global_plan(local)
-    places = [{_place(item): index for index, item in enumerate(plan.items)} for plan in local]
-    return [[of[_place(item)] for item in plan.items] for of, plan in zip(places, assigned, strict=True)], metadata
-
-
-def _full_plan(descriptions: ShardDescriptions) -> SavePlan:
-    """Return the plan of a rank that writes all of its shards."""
-    items = []
-    for name, dtype, shape, shards in descriptions:
-        properties = TensorProperties(dtype=getattr(torch, dtype))
-        for offset, size in shards:
-            chunk = ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(size))
-            data = TensorWriteData(chunk, properties, torch.Size(shape))
-            items.append(WriteItem(MetadataIndex(name, offset), WriteItemType.SHARD, tensor_data=data))
-    return SavePlan(items)
-
-
-def _place(item: WriteItem) -> tuple[str, Any]:
-    return item.index.fqn, item.index.offset
+    places = [{(item.index.fqn, item.index.offset): index for index, item in enumerate(plan.items)} for plan in local]
+    return [
+        [of_rank[item.index.fqn, item.index.offset] for item in plan.items]
+        for of_rank, plan in zip(places, assigned, strict=True)
+    ], metadata
 
 
 def _files(

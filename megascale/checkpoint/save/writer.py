@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megascale.checkpoint.format.safetensors_file import SafetensorsFile, TensorEntry
+from megascale.checkpoint.format.safetensors_file import SafetensorsFile
 from megascale.checkpoint.memory import replication
 from megascale.core.files import write_text
 from megascale.core.process import die_with_parent, stop_signals
@@ -29,9 +29,6 @@ from megascale.core.storage import Location
 
 NICE = 10
 """Niceness: training processes have priority."""
-
-StoredEntry = tuple[str, str, list[int], int, int]
-"""Key, dtype, shape, byte offset in the snapshot, and size in bytes."""
 
 
 def main(parent_pid: int) -> None:
@@ -86,17 +83,22 @@ def write_copy_header(snapshot_path: str, path: str, header: dict[str, Any]) -> 
 
 
 def write_files(
-    snapshot_path: str, folder: str, retry_s: float, checksum_block_bytes: int, files: dict[str, list[StoredEntry]]
+    snapshot_path: str,
+    folder: str,
+    retry_s: float,
+    checksum_block_bytes: int,
+    files: dict[str, list[tuple[str, str, list[int], int, int]]],
 ) -> dict[str, Any]:
     """Write the tensor shards in a snapshot as safetensors files with a checksum for every `checksum_block_bytes`.
+    `files`: for each shard key, dtype, shape, byte offset in the snapshot and size in bytes.
 
-    Returns `files`, size and CRC-32 by file name, and `locations`, first byte and checksums by key.
+    Returns `files`, size and CRC-32 by file name, and `locations`, as of `SafetensorsFile`.
     """
     written: dict[str, Any] = {"files": {}, "locations": {}}
     data = _map_snapshot(snapshot_path)
     for name, stored in files.items():
-        entries = [TensorEntry(key, dtype, shape, data[at : at + size]) for key, dtype, shape, at, size in stored]
-        file = SafetensorsFile(entries, checksum_block_bytes)
+        entries = [(key, dtype, shape, data[at : at + size]) for key, dtype, shape, at, size in stored]
+        file = SafetensorsFile(name, entries, checksum_block_bytes)
         (Location(folder, retry_s) / name).write_chunks(file.iter_bytes)
         written["files"][name] = {"bytes": file.size, "crc32": file.crc32}
         written["locations"] |= file.locations

@@ -49,7 +49,6 @@ class WriterProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the writer."""
         return self._process.pid
 
     def submit(self, request: Mapping[str, Any]) -> None:
@@ -83,7 +82,10 @@ class WriterProcess:
             left_s = max(0.0, until - time.monotonic())
             if self._answers.poll(1000 * min(left_s, STOPPED_S)):
                 if not (part := os.read(self._stdout, 1 << 16)):
-                    raise self._replaced()
+                    ended = CheckpointError(self._end())
+                    with contextlib.suppress(OSError):  # another one takes copies of other ranks at once, or is tried
+                        self._start()
+                    raise ended
                 self._response += part
             elif not self._end_if_stopped() and not left_s:
                 return None
@@ -128,15 +130,7 @@ class WriterProcess:
             return process_state(self._process.pid) == "T"
         return False
 
-    def _replaced(self) -> CheckpointError:
-        """Return the error of a request whose writer has ended. Another one takes copies of other ranks at once."""
-        error = CheckpointError(self._end())
-        with contextlib.suppress(OSError):  # the next request tries again
-            self._start()
-        return error
-
     def _end(self) -> str:
-        """Say how the writer has ended."""
         status = self._process.wait()
         how = f"has ended: signal {-status}" if status < 0 else f"has ended: status {status}"
         if self._was_stopped:

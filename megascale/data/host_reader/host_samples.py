@@ -10,23 +10,25 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from megascale.comm.control import ControlChannel
 from megascale.comm.host_ranks import ranks_of_host
-from megascale.comm.mesh import Mesh
-from megascale.config.dataset_files import SplitName
 from megascale.core.errors import DataError, LostPeerError
-from megascale.core.limits import os_error_hint
 from megascale.core.process import process_exists
 from megascale.core.wait_notice import WaitNotice
-from megascale.data.host_reader.reader_memory import MemoryShape, ReaderMemory, reader_shape
+from megascale.data.host_reader.reader_memory import END, ReaderMemory, reader_shape
 from megascale.data.host_reader.reader_process import ReaderWork
 from megascale.data.host_reader.reader_supervisor import WITHOUT_READER_HINT, ReaderSupervisor
 from megascale.data.host_reader.sample_record import decode_sample
-from megascale.data.mix.batch_shape import StepOrder
-from megascale.data.mix.data_policy import MixtureWeights
-from megascale.data.mix.mixture_spec import MixtureSpec
 from megascale.data.mix.samples import Sample, SampleSource
+
+if TYPE_CHECKING:
+    from megascale.comm.mesh import Mesh
+    from megascale.config.dataset_files import SplitName
+    from megascale.data.mix.batch_shape import StepOrder
+    from megascale.data.mix.data_policy import MixtureWeights
+    from megascale.data.mix.mixture_spec import MixtureSpec
 
 FIRST_POLL_S, LAST_POLL_S = 0.0002, 0.005
 """Seconds between two looks at the ring, at first and in a long wait."""
@@ -63,13 +65,7 @@ class HostSamples(SampleSource):
         self._consumed = 0
         self._end_reader = end_reader
 
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of tokens that the host's readers have read from the datasets, for all its ranks."""
-        return self._memory.bytes_read
-
     def change_weights(self, weights: MixtureWeights) -> None:
-        """Let the reader follow the weights; the first rank tells it."""
         if self._reader == 0:
             self._memory.write_weights(weights.to_numbers())
 
@@ -77,18 +73,17 @@ class HostSamples(SampleSource):
         """Let the reader work ahead, from the step that follows `consumed` samples."""
         if end:
             self._order = replace(self._order, end=end)
-            self._ring.set_end(end)
+            self._ring.set(END, end)  # before the request of the generation that is to know
         self._generation += 1
         self._number, self._next = 0, consumed
         self._ring.request(self._reader, self._generation, consumed)
 
     def is_ready(self, consumed: int) -> bool:
-        """Return True if `step(consumed)` need not wait."""
         return consumed == self._next and self._is_filled()
 
     @contextlib.contextmanager
     def step(self, consumed: int) -> Iterator[None]:
-        """Wait for the step that follows `consumed` samples; in the block its samples can be read.
+        """Wait for a step (`SampleSource.step`).
 
         Raises: DataError for a sample that cannot be read, and without a reader; LostPeerError if the rank that keeps
         the reader has ended
@@ -97,9 +92,9 @@ class HostSamples(SampleSource):
             self.begin(consumed)
         if not self._is_filled():
             self._wait()
-        found = self._ring.position(self._number)
+        found, error = self._ring.step(self._number)
         assert found == consumed, f"the host's reader has the step after {found} samples, not {consumed}"
-        if error := self._ring.error(self._number):
+        if error:
             raise DataError(**json.loads(error))
         self._consumed = consumed
         yield
@@ -112,7 +107,6 @@ class HostSamples(SampleSource):
         return decode_sample(self._ring.record(self._number, self._places[index - self._consumed]))
 
     def close(self) -> None:
-        """End the host's reader, if this rank keeps it."""
         self._end_reader()
 
     def _is_filled(self) -> bool:
@@ -156,8 +150,8 @@ def open_host_samples(
             supervisor = ReaderSupervisor(ReaderWork(specs, found.memory, orders, found.replicas), memory)
             supervisor.start()
             opened, close = (os.getpid(), memory.descriptor, ""), supervisor.close
-        except (OSError, DataError) as error:
-            opened = (0, 0, _explain(error, found.memory))
+        except DataError as error:
+            opened = (0, 0, error.message)
     pid, descriptor, problem = control.broadcast(opened, "the host's reader")
     if problem:
         raise DataError(problem, hint='fewer data.prefetch, or data.reader = "rank"')
@@ -167,10 +161,3 @@ def open_host_samples(
         split: HostSamples(memory, number, order, found.rows, readers.index(mesh.rank), (readers[0], pid), close)
         for number, (split, order) in enumerate(orders.items())
     }
-
-
-def _explain(error: OSError | DataError, shape: MemoryShape) -> str:
-    if isinstance(error, DataError):
-        return error.message
-    reason = os_error_hint(error, str(error.strerror))
-    return f"{shape.bytes} bytes of memory for the samples of this host cannot be had: {reason}"

@@ -2,14 +2,14 @@
 
 ReaderShape: the ranks of a host with samples to read, and the bytes of their memory. ReaderMemory, Ring: the memory:
 
-    head       numbers of 8 bytes: length of the failure's text; by split the bytes of samples read so far, the beats
-               of the reader, by which it shows that it does not hang, and its thread while it opens datasets
+    head       numbers of 8 bytes: length of the failure's text; by split the beats of the reader, by which it shows
+               that it does not hang, its thread while it opens datasets, and the end of the run's samples
     failure    text: why there is no reader any more
     readings   for each split a text: the sample that the reader reads
     weights    of a mixture that a data policy changes: how often they were written, and two places for them in turn
     rings      for each split: the steps that are filled; for each rank: the position that it has requested, the steps
                that it has released; each number with the generation that it belongs to, in one word
-    slots      for each split `depth` steps: position and status, then a record for each sample, or an error
+    slots      for each split `depth` steps: position, then a record for each sample, or an error
 
 A generation begins with a rank's request to read from another position, and is the reader's once all ranks have
 requested it. Within it, step n lies in slot n % depth from when `filled` is above n until every rank has released it.
@@ -31,6 +31,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megascale.config.data import dataset_prefixes
+from megascale.core.errors import DataError
+from megascale.core.limits import os_error_hint
 from megascale.data.host_reader.sample_record import record_bytes
 from megascale.data.mix.batch_shape import BatchShape, reads_samples
 from megascale.data.mix.data_policy import numbers
@@ -38,19 +40,19 @@ from megascale.data.mix.mixture_spec import MixtureSpec
 from megascale.layout.topology import Topology
 
 WORD = 8
-FAILURE_LENGTH, BYTES_READ, BEATS, OPENERS, ENDS = 0, 1, 4, 7, 10
-"""Places of the head's numbers; the bytes, beats, thread and end of each split have a place of their own."""
+FAILURE_LENGTH, BEATS, OPENER, END = 0, 1, 4, 7
+"""Places of the head's numbers; the beats, thread and end of each split have a place of their own. END: samples of the
+run, after which no step follows, 0 if no rank has said; OPENER: native id of the reader's thread while it opens
+datasets, else 0; BEATS do not change while a reader hangs.
+"""
 
 FAILURE_OFFSET, FAILURE_BYTES = 128, 3968
 READING_OFFSET, READING_BYTES = FAILURE_OFFSET + FAILURE_BYTES, 1024
 MOST_SPLITS = 3
 RINGS_OFFSET = READING_OFFSET + 4 * READING_BYTES
 
-READ, ERROR = range(2)
-"""Statuses of a step: its samples, or the error of the first sample that could not be read."""
-
-_SLOT_HEAD = struct.Struct("<qqq")
-"""Position, status, bytes of the error."""
+_SLOT_HEAD = struct.Struct("<qq8x")
+"""Position of a step, and bytes of the error of the first sample that could not be read, 0 without one."""
 
 PROCESS_BYTES = 64 << 20
 """Memory of the reader's process without samples; 51 MB are measured after its imports, 21 of them of files."""
@@ -59,7 +61,6 @@ _PAGE = 4096
 
 ERROR_BYTES = _PAGE
 """Most bytes of an error in place of a step's records."""
-
 
 _COUNT_BITS = 43
 """Bits of a number that stands beside its generation in a word."""
@@ -155,48 +156,31 @@ def reader_shape(
     return ReaderShape(readers, replicas, rows, memory)
 
 
+@dataclass(frozen=True)
 class ReaderMemory:
     """The memory at an open descriptor, of a shape that reader and ranks know."""
 
-    def __init__(self, descriptor: int, shape: MemoryShape) -> None:
-        self.descriptor = descriptor
-        self.shape = shape
+    descriptor: int
+    shape: MemoryShape
 
     @classmethod
     def allocate(cls, shape: MemoryShape) -> ReaderMemory:
-        """Raises: OSError without enough memory"""
-        descriptor = os.memfd_create("megascale-reader")
+        """Raises: DataError without enough memory"""
+        descriptor = None
         try:
+            descriptor = os.memfd_create("megascale-reader")
             os.fchmod(descriptor, 0o600)
             os.posix_fallocate(descriptor, 0, shape.bytes)
-        except OSError:
-            os.close(descriptor)
-            raise
+        except OSError as error:
+            if descriptor is not None:
+                os.close(descriptor)
+            what = f"{shape.bytes} bytes of memory for the samples of this host cannot be had"
+            reason = os_error_hint(error, str(error.strerror))
+            raise DataError(f"{what}: {reason}", hint='fewer data.prefetch, or data.reader = "rank"') from None
         return cls(descriptor, shape)
 
     def ring(self, split: int) -> Ring:
-        """The ring of a split, by its number."""
         return Ring(self.descriptor, self.shape, split)
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of tokens that readers of this host have read from the datasets."""
-        return sum(_numbers(self.descriptor, WORD * BYTES_READ, self.shape.splits))
-
-    @property
-    def beats(self) -> tuple[int, ...]:
-        """The beats of the reader of each split, until a reader hangs."""
-        return _numbers(self.descriptor, WORD * BEATS, self.shape.splits)
-
-    @property
-    def openers(self) -> tuple[int, ...]:
-        """By split the native id of the reader's thread while it opens datasets, else 0."""
-        return _numbers(self.descriptor, WORD * OPENERS, self.shape.splits)
-
-    def reading(self, split: int) -> str:
-        """The sample of a split that the reader has begun to read."""
-        text = os.pread(self.descriptor, READING_BYTES, READING_OFFSET + split * READING_BYTES)
-        return text.rstrip(b"\0").decode(errors="replace")
 
     def write_weights(self, numbers: Sequence[float]) -> None:
         """Write the weights of the training data's mixture, which hold for steps that no rank has released yet."""
@@ -207,7 +191,6 @@ class ReaderMemory:
 
     @property
     def weights_written(self) -> int:
-        """How often weights were written."""
         return _numbers(self.descriptor, self.shape.weights_offset, 1)[0]
 
     def weights(self) -> tuple[float, ...]:
@@ -216,7 +199,6 @@ class ReaderMemory:
         return struct.unpack(f"<{self.shape.weights}d", os.pread(self.descriptor, WORD * self.shape.weights, place))
 
     def fail(self, text: str) -> None:
-        """Say why no reader will fill the rings any more."""
         data = text.encode()[:FAILURE_BYTES]
         os.pwrite(self.descriptor, data, FAILURE_OFFSET)
         _set(self.descriptor, WORD * FAILURE_LENGTH, len(data))
@@ -236,7 +218,6 @@ class Ring:
         self._descriptor = descriptor
         self._shape = shape
         self._split = split
-        self._bytes = WORD * (BYTES_READ + split)
         self._words = RINGS_OFFSET + split * shape.ring_bytes
         self._slots = shape.slots_offset + split * shape.depth * shape.slot_bytes
 
@@ -246,7 +227,6 @@ class Ring:
         return Stamped.from_word(_numbers(self._descriptor, self._words, 1)[0])
 
     def requests(self) -> list[RankRequest]:
-        """The requests of the ranks, in their order."""
         words = _numbers(self._descriptor, self._words + WORD, 2 * self._shape.ranks)
         numbers = [Stamped.from_word(word) for word in words]
         return [
@@ -254,14 +234,18 @@ class Ring:
             for request, released in zip(numbers[::2], numbers[1::2], strict=True)
         ]
 
-    @property
-    def end(self) -> int:
-        """The samples of the run, after which no step follows; 0 if no rank has said."""
-        return _numbers(self._descriptor, WORD * (ENDS + self._split), 1)[0]
+    def get(self, place: int) -> int:
+        """The split's number at a place of the head."""
+        return _numbers(self._descriptor, WORD * (place + self._split), 1)[0]
 
-    def set_end(self, end: int) -> None:
-        """Say how many samples the run has, before the request of the generation that is to know."""
-        _set(self._descriptor, WORD * (ENDS + self._split), end)
+    def set(self, place: int, number: int) -> None:
+        _set(self._descriptor, WORD * (place + self._split), number)
+
+    @property
+    def reading(self) -> str:
+        """The sample that the reader has begun to read."""
+        text = os.pread(self._descriptor, READING_BYTES, READING_OFFSET + self._split * READING_BYTES)
+        return text.rstrip(b"\0").decode(errors="replace")
 
     def request(self, rank: int, generation: int, position: int) -> None:
         """Begin a generation on a rank, by its number among those that read."""
@@ -271,27 +255,21 @@ class Ring:
         """Note that a rank has read `steps` steps of a generation."""
         _set(self._descriptor, self._words + WORD * (2 + 2 * rank), Stamped(generation, steps).word)
 
-    def count_bytes(self, size: int) -> None:
-        """Add to the bytes of samples read."""
-        (total,) = _numbers(self._descriptor, self._bytes, 1)
-        _set(self._descriptor, self._bytes, total + size)
-
     def beat(self, reading: str = "") -> None:
         """Show that the reader does not hang. `reading`: the sample to be read next."""
         if reading:
             text = reading.encode()[:READING_BYTES].ljust(READING_BYTES, b"\0")
             os.pwrite(self._descriptor, text, READING_OFFSET + self._split * READING_BYTES)
-        place = WORD * (BEATS + self._split)
-        _set(self._descriptor, place, _numbers(self._descriptor, place, 1)[0] + 1)
+        self.set(BEATS, self.get(BEATS) + 1)
 
     @contextlib.contextmanager
     def opening(self) -> Iterator[None]:
         """Note that this thread opens datasets in the block; its processor times tell the supervisor of its work."""
-        _set(self._descriptor, WORD * (OPENERS + self._split), threading.get_native_id())
+        self.set(OPENER, threading.get_native_id())
         try:
             yield
         finally:
-            _set(self._descriptor, WORD * (OPENERS + self._split), 0)
+            self.set(OPENER, 0)
 
     def begin(self, generation: int) -> None:
         """Begin a generation in the reader, of which no step is filled."""
@@ -304,19 +282,14 @@ class Ring:
             os.pwrite(self._descriptor, record, start + _SLOT_HEAD.size + place * self._shape.record_bytes)
         assert len(error) <= ERROR_BYTES
         os.pwrite(self._descriptor, error, start + _SLOT_HEAD.size)
-        head = _SLOT_HEAD.pack(position, ERROR if error else READ, len(error))
-        os.pwrite(self._descriptor, head, start)
+        os.pwrite(self._descriptor, _SLOT_HEAD.pack(position, len(error)), start)
         _set(self._descriptor, self._words, Stamped(self.filled.generation, number + 1).word)
 
-    def position(self, number: int) -> int:
-        """The position of a filled step."""
-        return int(_SLOT_HEAD.unpack(os.pread(self._descriptor, _SLOT_HEAD.size, self._slot(number)))[0])
-
-    def error(self, number: int) -> bytes:
-        """The error of a filled step; empty without one."""
+    def step(self, number: int) -> tuple[int, bytes]:
+        """The position of a filled step, and its error; empty without one."""
         start = self._slot(number)
-        _, status, length = _SLOT_HEAD.unpack(os.pread(self._descriptor, _SLOT_HEAD.size, start))
-        return os.pread(self._descriptor, length, start + _SLOT_HEAD.size) if status == ERROR else b""
+        position, length = _SLOT_HEAD.unpack(os.pread(self._descriptor, _SLOT_HEAD.size, start))
+        return position, os.pread(self._descriptor, length, start + _SLOT_HEAD.size) if length else b""
 
     def record(self, number: int, place: int) -> bytes:
         """The record of a sample of a filled step, by its place among those of this host."""

@@ -23,12 +23,12 @@ from pydantic import TypeAdapter
 from megascale.config.dataset_files import SplitName
 from megascale.core.errors import DataError
 from megascale.core.process import die_with_parent, stop_signals
-from megascale.data.host_reader.reader_memory import ERROR_BYTES, MemoryShape, ReaderMemory, Ring
+from megascale.data.host_reader.reader_memory import END, ERROR_BYTES, MemoryShape, ReaderMemory, Ring
 from megascale.data.host_reader.sample_record import encode_sample
 from megascale.data.mix.batch_shape import StepOrder
 from megascale.data.mix.data_policy import MixtureWeights
-from megascale.data.mix.mixture import build_mixture
 from megascale.data.mix.mixture_spec import MixtureSpec
+from megascale.data.mix.mock_mixture import build_mixture
 
 IDLE_S = 0.002
 """Seconds between two looks at the ranks while there is nothing to read."""
@@ -47,12 +47,10 @@ class ReaderWork:
     ranks: Sequence[int]
 
     def to_json(self) -> bytes:
-        """Return the work in one line."""
         return TypeAdapter(ReaderWork).dump_json(self, by_alias=True)
 
     @classmethod
     def from_json(cls, text: bytes) -> ReaderWork:
-        """Return the work of `to_json`."""
         return TypeAdapter(ReaderWork).validate_json(text)
 
 
@@ -70,7 +68,6 @@ class SplitReader:
         self._follow_end()
 
     def run(self) -> None:
-        """Fill the ring until the process ends."""
         while True:
             self._ring.beat()
             if not self.fill_next():
@@ -89,39 +86,35 @@ class SplitReader:
             return False
         if filled - min(request.released for request in present) >= self._depth:
             return False
-        position = self._order.after(self._ring.position(filled - 1)) if filled else present[0].position
+        position = self._order.after(self._ring.step(filled - 1)[0]) if filled else present[0].position
         if position is None:
             return False
-        self._follow_weights()  # after the requests: a rank writes weights before it releases the step before them
-        self._fill(filled, position)
+        # weights are read after the requests: a rank writes them before it releases the step before them
+        if not self._order.again and (written := self._memory.weights_written) != self._weights:
+            self._weights = written
+            self._samples.change_weights(MixtureWeights.from_numbers(self._memory.weights()))
+        self._ring.fill(filled, position, *self._records(position))
         return True
 
     def _follow_end(self) -> None:
-        """Read up to the end that the ranks have said."""
-        if end := self._ring.end:
+        if end := self._ring.get(END):
             self._order = replace(self._order, end=end)
             self._samples.begin(0, end)
 
-    def _follow_weights(self) -> None:
-        """Use the weights that a data policy has found since the last step."""
-        if self._order.again or (written := self._memory.weights_written) == self._weights:
-            return
-        self._weights = written
-        self._samples.change_weights(MixtureWeights.from_numbers(self._memory.weights()))
-
-    def _fill(self, number: int, position: int) -> None:
+    def _records(self, position: int) -> tuple[list[bytes], bytes]:
+        """The records of the samples of the step at `position`; none, and an error, if one cannot be read."""
         indices = [position + row for row in self._order.shape_at(position).rows_of(self._ranks)]
         try:
-            records = [record for first in range(0, len(indices), FETCHED) for record in
-                       self._read(indices[first : first + FETCHED])]  # fmt: skip
+            return [record for first in range(0, len(indices), FETCHED) for record in
+                    self._read(indices[first : first + FETCHED])], b""  # fmt: skip
+        except DataError as error:
+            return [], encode_error(error.message, error.hint)
         except MemoryError:
             raise
-        except Exception as error:  # another reader would fail too
-            found = _as_data_error(error)
-            self._ring.fill(number, position, [], encode_error(found.message, found.hint))
-            return
-        self._ring.count_bytes(sum(map(self._samples.stored_bytes, indices)))
-        self._ring.fill(number, position, records)
+        except Exception as error:  # a bug: another reader would fail too
+            traceback.print_exception(error)
+            what = f"the reader of this host has failed: {type(error).__name__}: {error}"
+            return [], encode_error(what, "its traceback is above, in the output of the host")
 
     def _read(self, indices: Sequence[int]) -> Iterator[bytes]:
         """Yield the records of samples. Before each the memory tells which one is read, in case that storage hangs.
@@ -148,15 +141,6 @@ def encode_error(message: str, hint: str) -> bytes:
     return text
 
 
-def _as_data_error(error: Exception) -> DataError:
-    """Return the error of a sample as it is, and print the traceback of any other, which is a bug."""
-    if isinstance(error, DataError):
-        return error
-    traceback.print_exception(error)
-    what = f"the reader of this host has failed: {type(error).__name__}: {error}"
-    return DataError(what, hint="its traceback is above, in the output of the host")
-
-
 def main(descriptor: int, parent: int) -> None:
     """Read ahead until the parent process ends, or the standard input does."""
     die_with_parent(parent)
@@ -164,17 +148,17 @@ def main(descriptor: int, parent: int) -> None:
         signal.signal(number, signal.SIG_IGN)  # ranks finish their step, and need its samples
     work = ReaderWork.from_json(sys.stdin.buffer.readline())
     memory = ReaderMemory(descriptor, work.memory)
-    threading.excepthook = _end_with_error
+
+    def end(arguments: threading.ExceptHookArgs) -> None:
+        sys.excepthook(arguments.exc_type, arguments.exc_value or SystemExit(), arguments.exc_traceback)
+        sys.stderr.flush()
+        os._exit(1)
+
+    threading.excepthook = end
     for split in work.splits:
         threading.Thread(target=SplitReader(work, split, memory).run, name=f"read {split}", daemon=True).start()
     sys.stdin.buffer.read()
     os._exit(0)
-
-
-def _end_with_error(arguments: threading.ExceptHookArgs) -> None:
-    sys.excepthook(arguments.exc_type, arguments.exc_value or SystemExit(), arguments.exc_traceback)
-    sys.stderr.flush()
-    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from megascale.core.errors import DataError
 from megascale.core.limits import os_error_hint
 from megascale.core.process import module_command, process_state, thread_work
 from megascale.core.readable import is_url
-from megascale.data.host_reader.reader_memory import ReaderMemory
+from megascale.data.host_reader.reader_memory import BEATS, OPENER, ReaderMemory
 from megascale.data.host_reader.reader_process import ReaderWork
 from megascale.data.read.identity import run_prefixes
 
@@ -62,11 +62,12 @@ class _Pulse:
 
 
 class ReaderSupervisor:
-    """A context manager: the reader's process, which runs in the block."""
+    """Keeps a reader's process from its construction until `close`; replaces it once it is watched (`start`)."""
 
     def __init__(self, work: ReaderWork, memory: ReaderMemory) -> None:
         self._work = work
         self._memory = memory
+        self._rings = [memory.ring(split) for split in range(work.memory.splits)]
         self._ended = threading.Event()
         self._stopped_s = 0.0
         data = next(iter(work.specs.values())).data
@@ -78,15 +79,12 @@ class ReaderSupervisor:
 
     @property
     def pid(self) -> int:
-        """The present reader's process id."""
         return self._process.pid
 
     def start(self) -> None:
-        """Watch the reader from now on."""
         self._thread.start()
 
     def close(self) -> None:
-        """End the reader."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -95,7 +93,7 @@ class ReaderSupervisor:
     def _start(self) -> subprocess.Popen[bytes]:
         """Raises: DataError if the process cannot be started"""
         self._stopped_s, now, limit_s = 0.0, time.monotonic(), max(START_S, self._timeout_s)
-        self._pulses = [_Pulse(beats, now, now, limit_s) for beats in self._memory.beats]
+        self._pulses = [_Pulse(ring.get(BEATS), now, now, limit_s) for ring in self._rings]
         descriptor = self._memory.descriptor
         command = module_command("megascale.data.host_reader.reader_process", str(descriptor), str(os.getpid()))
         try:  # in a session of its own: Ctrl-C on the terminal is for the ranks, which finish their step
@@ -110,7 +108,9 @@ class ReaderSupervisor:
         return process
 
     def _watch(self) -> None:
-        """Keep a reader, and tell the ranks if that fails, which would wait without end."""
+        """Start a reader in place of one that has ended, was stopped or hangs, and tell the ranks if that fails, which
+        would wait without end. The kernel ends the reader with this thread.
+        """
         try:
             self._keep_reader()
         except Exception as error:
@@ -118,12 +118,12 @@ class ReaderSupervisor:
             raise
 
     def _keep_reader(self) -> None:
-        """Start a reader in place of one that has ended, was stopped or hangs; the kernel ends it with this thread."""
-        faults, last = 0, self._filled()
+        faults, last = 0, [ring.filled for ring in self._rings]
         while not self._ended.wait(POLL_S):
             if not (fault := self._fault()):
                 continue
-            faults, last = (1 if (filled := self._filled()) != last else faults + 1), filled
+            filled = [ring.filled for ring in self._rings]
+            faults, last = (1 if filled != last else faults + 1), filled
             what = f"the host's reader {fault}"
             self._end_process()
             if faults >= (MOST_HANGS if fault.startswith(HANGS) else MOST_ENDS):
@@ -141,18 +141,20 @@ class ReaderSupervisor:
         """Say what is wrong with the reader; "" if nothing is."""
         if (status := self._process.poll()) is not None:
             return f"has ended with status {status}"
-        self._stopped_s = self._stopped_s + POLL_S if self._is_stopped() else 0.0
+        with contextlib.suppress(OSError):
+            stopped = process_state(self._process.pid) in "Tt"
+            self._stopped_s = self._stopped_s + POLL_S if stopped else 0.0
         if self._stopped_s >= STOPPED_S:
             return "was stopped"
         if (split := self._hanging_split()) is not None:
-            return f"{HANGS} as it reads {self._memory.reading(split) or 'no sample yet'}"
+            return f"{HANGS} as it reads {self._rings[split].reading or 'no sample yet'}"
         return ""
 
     def _hanging_split(self) -> int | None:
         """The split of which the reader has not beaten for too long, nor its thread worked; None if all do."""
         now = time.monotonic()
-        for split, (beats, thread) in enumerate(zip(self._memory.beats, self._memory.openers, strict=True)):
-            before = self._pulses[split]
+        for split, (ring, before) in enumerate(zip(self._rings, self._pulses, strict=True)):
+            beats, thread = ring.get(BEATS), ring.get(OPENER)
             opens = thread and now - before.beaten_s < OPENING_S
             work = thread_work(self._process.pid, thread) if opens else before.work
             if beats != before.beats:
@@ -162,14 +164,6 @@ class ReaderSupervisor:
             elif now - before.since_s > before.limit_s:
                 return split
         return None
-
-    def _is_stopped(self) -> bool:
-        with contextlib.suppress(OSError):
-            return process_state(self._process.pid) in "Tt"
-        return False
-
-    def _filled(self) -> list[tuple[int, int]]:
-        return [self._memory.ring(split).filled for split in range(self._work.memory.splits)]
 
     def _end_process(self) -> None:
         """Kill the reader. One that hangs in the kernel ends when storage answers, before it can write anything."""

@@ -29,10 +29,7 @@ def record_bytes(seq_length: int) -> int:
 
 
 def encode_sample(sample: Sample) -> bytes:
-    """Return the record of a sample.
-
-    Raises: ValueError for whole numbers that do not fit four bytes
-    """
+    """Return the record of a sample. Raises: ValueError for whole numbers that do not fit four bytes"""
     facts, parts, documents = [], [], sample.documents
     for array in (sample.ids, sample.mask, None if documents is None else documents.starts):
         if array is None:

@@ -48,7 +48,6 @@ class Blend:
         self._nodes: dict[tuple[int, int], tuple[int, int]] = {}
 
     def locate(self, index: int) -> tuple[int, int]:
-        """The dataset of a sample, and the number of earlier samples of that dataset."""
         first, last = 0, len(self._weights)
         while last - first > 1:
             middle, share = self._node(first, last)
@@ -60,7 +59,6 @@ class Blend:
         return first, index
 
     def count(self, dataset: int, samples: int) -> int:
-        """Samples of a dataset among the first `samples` of the blend."""
         first, last = 0, len(self._weights)
         while last - first > 1:
             middle, share = self._node(first, last)
@@ -157,11 +155,9 @@ class ChangingBlend:
             self._parts.append(_Part(start, used, Blend([weights[dataset] for dataset in used]), counts))
 
     def locate(self, index: int) -> tuple[int, int]:
-        """The dataset of a sample, and the number of earlier samples of that dataset."""
         return self._at(index).locate(index)
 
     def count(self, dataset: int, samples: int) -> int:
-        """Samples of a dataset among the first `samples`."""
         return self._at(max(samples - 1, self._parts[0].start)).count(dataset, samples)
 
     def _at(self, index: int) -> _Part:

@@ -32,19 +32,16 @@ class Curriculum:
         self._turns = lru_cache(maxsize=4)(self._draw)
 
     def locate(self, index: int) -> tuple[int, int]:
-        """The bucket of a turn, and the number of earlier turns of that bucket."""
         cycle, place = divmod(index, self._cycle)
         bucket = self._turns(cycle)[place]
         return bucket, self.count(bucket, index)
 
     def count(self, bucket: int, turns: int) -> int:
-        """Turns of a bucket among the first `turns`."""
         cycle, place = divmod(turns, self._cycle)
         drawn = self._turns(cycle)[:place].count(bucket) if place else 0
         return self._blend.count(bucket, turns - place) + drawn
 
     def _draw(self, cycle: int) -> list[int]:
-        """The buckets of the turns of a cycle."""
         first = cycle * self._cycle
         left = [self._blend.count(bucket, first + self._cycle) - self._blend.count(bucket, first)
                 for bucket in range(len(self._odds))]  # fmt: skip
@@ -98,13 +95,11 @@ class BucketOrder:
         return self._turns.count(bucket, turns) * self._turn + drawn
 
     def locate(self, index: int) -> tuple[int, int]:
-        """The source of a sample, and the number of earlier samples of that source."""
         turn, place = divmod(index, self._turn)
         bucket, before = self._turns.locate(turn)
         dataset, number = self._datasets[bucket].locate(before * self._turn + place)
         return dataset * self._buckets + bucket, number
 
     def count(self, dataset: int, samples: int) -> int:
-        """Samples of a source among the first `samples`."""
         dataset, bucket = divmod(dataset, self._buckets)
         return self._datasets[bucket].count(dataset, self._before(bucket, samples))

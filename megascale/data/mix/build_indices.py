@@ -12,7 +12,7 @@ from pathlib import Path
 from megascale.core.errors import DataError
 from megascale.core.files import exists
 from megascale.data.mix.mixture import Mixture
-from megascale.data.read.index_files import IndexKey, check_index, open_dataset_of, open_index
+from megascale.data.read.index_files import IndexKey, map_index, open_dataset_of, open_index
 
 
 @dataclass(frozen=True)
@@ -30,29 +30,27 @@ class BuiltIndices:
 def build_indices(
     mixtures: Iterable[Mixture], workers: int, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> BuiltIndices:
-    """Build the missing index files of a run, and check those that exist. `mixtures`: of the run's
-    splits, with the expected samples of each. `progress`: called with the numbers of files done and of missing files.
+    """Build the missing index files of a run, and check those that exist. `mixtures`: of the run's splits, with the
+    expected samples of each. `progress`: called with the numbers of files done and of missing files.
 
     Raises: DataError for unusable datasets, damaged files, and a folder that cannot be written
     """
-    keys = [(folder, key) for mixture in mixtures for folder, key in _keys(mixture)]
+    keys = list[tuple[Path, IndexKey]]()
+    for mixture in mixtures:
+        mixture.check()
+        for dataset in mixture.datasets:
+            epochs = range(dataset.epochs if mixture.spec.is_train else 1)
+            keys += [(dataset.index_folder, dataset.index_key(epoch)) for epoch in epochs]
     large = list(dict.fromkeys((folder, key.file_name) for folder, key in keys if not key.is_small))
     by_name = {(folder, key.file_name): key for folder, key in keys}
     missing = [(folder, by_name[folder, name]) for folder, name in large if not exists(folder / name)]
     for folder, name in large:
         if exists(folder / name):
-            check_index(folder / name, by_name[folder, name])
+            map_index(folder / name, by_name[folder, name], again=True)
     for done, _ in enumerate(_built(missing, workers), start=1):
         progress(done, len(missing))
     size = sum((folder / name).stat().st_size for folder, name in large)
     return BuiltIndices(len(missing), len(large) - len(missing), len(keys) - len(large), size)
-
-
-def _keys(mixture: Mixture) -> Iterator[tuple[Path, IndexKey]]:
-    mixture.check()
-    for dataset in mixture.datasets:
-        for epoch in range(dataset.epochs if mixture.spec.is_train else 1):
-            yield dataset.index_folder, dataset.index_key(epoch)
 
 
 def _built(missing: list[tuple[Path, IndexKey]], workers: int) -> Iterator[None]:

@@ -74,16 +74,13 @@ class MixtureWeights:
 
     @classmethod
     def first(cls, weights: Sequence[float]) -> MixtureWeights:
-        """The weights of a run that begins."""
         return cls(((0, tuple(weights)),), (0,) * len(weights))
 
     @property
     def newest(self) -> Sequence[float]:
-        """The weights of the last part."""
         return self.parts[-1][1]
 
     def blend(self) -> ChangingBlend:
-        """The order of samples from the first part on."""
         return ChangingBlend(self.parts, self.before)
 
     def are_read(self, place: int) -> bool:
@@ -109,7 +106,6 @@ class MixtureWeights:
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[float]) -> MixtureWeights:
-        """Return the weights of `to_numbers`."""
         starts, rest = [int(start) for start in numbers[:LIVE_PARTS] if start >= 0], numbers[LIVE_PARTS:]
         count = len(rest) // (LIVE_PARTS + 1)
         before, *weights = (tuple(rest[count * part : count * (part + 1)]) for part in range(LIVE_PARTS + 1))

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,6 @@ from megascale.config.dataset_files import (
     without_labels,
 )
 from megascale.core.errors import DataError
-from megascale.core.readable import is_url
 from megascale.core.seeds import seed_of
 from megascale.data.mix.mixture_spec import MixtureSpec
 from megascale.data.read.epoch_index import EpochIndex, IndexShape, Piece
@@ -37,26 +37,16 @@ if TYPE_CHECKING:
     from megascale.data.read.block_cache import Block, BlockCache
 
 
-def open_cache(spec: MixtureSpec) -> BlockCache | None:
-    """Return the cache of all remote datasets of a split; None if all are local."""
-    if not any(map(is_url, spec.prefixes)):
-        return None
-    from megascale.data.read.block_cache import BlockCache
-
-    return BlockCache(spec.index_folder, spec.data.cache_bytes, spec.data.retry_timeout_s)
-
-
+@dataclass
 class DatasetSource:
     """The dataset `prefix`: its files, and the documents that the split reads. `cache`: of all remote datasets."""
 
-    def __init__(self, spec: MixtureSpec, prefix: str, cache: BlockCache | None) -> None:
-        self.spec = spec
-        self.prefix = prefix
-        self._cache = cache
+    spec: MixtureSpec
+    prefix: str
+    cache: BlockCache | None
 
     @cached_property
     def files(self) -> DatasetFiles:
-        """The headers of the files."""
         return read_dataset_files(self.prefix)
 
     @cached_property
@@ -106,27 +96,11 @@ class DatasetSource:
         return facts
 
     def open(self) -> IndexedDataset:
-        """Memory-map the files."""
-        return map_dataset(self.prefix, self.files, self._cache)
+        return map_dataset(self.prefix, self.files, self.cache)
 
 
-@dataclass(frozen=True)
-class OpenEpoch:
-    """The files of a dataset and the index of one of its epochs."""
-
-    files: IndexedDataset
-    index: EpochIndex
-
-    def pieces(self, number: int) -> list[Piece]:
-        """The parts of a sample, in their order."""
-        return self.index.pieces(number, self.files.lengths)
-
-    def read(self, number: int) -> np.ndarray:
-        """The tokens [s + 1] of a sample, i64."""
-        pieces = self.pieces(number)
-        if len(blocks := self.files.missing(pieces)) > 1:  # a single one is fetched as it is read
-            blocks[0].file.cache.fetch(blocks)
-        return np.concatenate([self.files.read(*piece) for piece in pieces], dtype=np.int64, casting="same_kind")
+OpenEpoch = tuple[IndexedDataset, EpochIndex]
+"""The files of a dataset and the index of one of its epochs."""
 
 
 class OpenEpochs:
@@ -139,7 +113,6 @@ class OpenEpochs:
         self._open: OrderedDict[Hashable, OpenEpoch] = OrderedDict()
 
     def get(self, key: Hashable, open_epoch: Callable[[], OpenEpoch]) -> OpenEpoch:
-        """Return the epoch of `key`, opened by `open_epoch` if it is closed."""
         if key in self._open:
             self._open.move_to_end(key)
             return self._open[key]
@@ -147,9 +120,6 @@ class OpenEpochs:
             self._open.popitem(last=False)
         epoch = self._open[key] = open_epoch()
         return epoch
-
-    def __len__(self) -> int:
-        return len(self._open)
 
 
 class EpochDataset:
@@ -161,11 +131,7 @@ class EpochDataset:
     """
 
     def __init__(
-        self,
-        source: DatasetSource,
-        open_epochs: OpenEpochs,
-        expected: Callable[[], int],
-        piece: int | None = None,
+        self, source: DatasetSource, open_epochs: OpenEpochs, expected: Callable[[], int], piece: int | None = None
     ) -> None:
         self.prefix = source.prefix
         self.piece = piece
@@ -188,11 +154,6 @@ class EpochDataset:
         return best_fit_shape(self._source.shape, self._source.lengths())
 
     @property
-    def token_bytes(self) -> int:
-        """Bytes of a token in the dataset."""
-        return self._source.files.token_bytes
-
-    @property
     def epochs(self) -> int:
         """Epochs that the expected samples are from."""
         return -(-expected // self.shape.samples) if (expected := self._expected()) else 0
@@ -203,10 +164,12 @@ class EpochDataset:
 
     def read(self, index: int) -> np.ndarray:
         """The tokens [s + 1] of a sample, i64, or fewer and the rest is padding. Samples never end."""
-        epoch, number = divmod(index, self.shape.samples)
-        opened = self._epoch(epoch)
+        files, _ = self._epoch(index // self.shape.samples)
         try:
-            tokens = opened.read(number)
+            pieces = self.pieces(index)
+            if len(blocks := files.missing(pieces)) > 1:  # a single one is fetched as it is read
+                blocks[0].file.cache.fetch(blocks)
+            tokens = np.concatenate([files.read(*piece) for piece in pieces], dtype=np.int64, casting="same_kind")
         except (IndexError, ValueError) as error:
             raise self._changed(index, str(error)) from None
         if not self.shape.fewest_tokens <= len(tokens) <= self.shape.seq_length + 1:
@@ -214,21 +177,16 @@ class EpochDataset:
         return tokens
 
     def missing(self, indices: Iterable[int]) -> list[Block]:
-        """Return the blocks that samples need of a remote dataset and that are not in the cache."""
-        by_epoch: dict[int, list[int]] = {}
-        for epoch, number in (divmod(index, self.shape.samples) for index in indices):
-            by_epoch.setdefault(epoch, []).append(number)
         blocks: dict[Block, None] = {}
-        for epoch, numbers in by_epoch.items():
-            opened = self._epoch(epoch)
-            pieces = (piece for number in numbers for piece in opened.pieces(number))
-            blocks |= dict.fromkeys(opened.files.missing(pieces))
+        for epoch, numbers in groupby(sorted(indices), key=lambda index: index // self.shape.samples):
+            pieces = (piece for number in numbers for piece in self.pieces(number))
+            blocks |= dict.fromkeys(self._epoch(epoch)[0].missing(pieces))
         return list(blocks)
 
     def pieces(self, index: int) -> list[Piece]:
-        """The parts of a sample, in their order."""
         epoch, number = divmod(index, self.shape.samples)
-        return self._epoch(epoch).pieces(number)
+        files, found = self._epoch(epoch)
+        return found.pieces(number, files.lengths)
 
     def index_key(self, epoch: int) -> IndexKey:
         """The index of an epoch. The seed is numpy's, which are u32."""
@@ -238,20 +196,19 @@ class EpochDataset:
 
     @property
     def index_folder(self) -> Path:
-        """The folder of the sample indices."""
         return self._source.spec.index_folder
 
     def _epoch(self, epoch: int) -> OpenEpoch:
-        return self._open_epochs.get((self.prefix, self.piece, epoch), lambda: self._open_epoch(epoch))
+        def open_epoch() -> OpenEpoch:
+            files, key = self._source.open(), self.index_key(epoch)
+            opened = files, open_index(self.index_folder, key, files)
+            if epoch + 1 < self.epochs and not (following := self.index_key(epoch + 1)).is_small:
+                from megascale.data.read.index_builder import build_in_background
 
-    def _open_epoch(self, epoch: int) -> OpenEpoch:
-        files, key = self._source.open(), self.index_key(epoch)
-        opened = OpenEpoch(files, open_index(self.index_folder, key, files))
-        if epoch + 1 < self.epochs and not (following := self.index_key(epoch + 1)).is_small:
-            from megascale.data.read.index_builder import build_in_background
+                build_in_background(self.index_folder, following)
+            return opened
 
-            build_in_background(self.index_folder, following)
-        return opened
+        return self._open_epochs.get((self.prefix, self.piece, epoch), open_epoch)
 
     def _changed(self, index: int, what: str) -> DataError:
         key = self.index_key(index // self.shape.samples)

@@ -24,26 +24,21 @@ def equal(sample: int, dataset: str, tokens: np.ndarray) -> float:
 def weigh_labels(
     weigh: Weigh, name: str | None, sample: int, dataset: str, tokens: np.ndarray, mask: np.ndarray | None
 ) -> np.ndarray:
-    """The weights of a sample's labels (`weighted_mask`) by the plug-in `name`. Other arguments: as of `weigh`.
+    """The weights [s] of a sample's labels, f32, by the plug-in `name`; `mask` leaves some labels out. Other arguments:
+    as of `weigh`.
 
-    Raises: DataError, also in place of any error of the plug-in, with its place
+    Raises: DataError for weights that are negative or not finite, or of another number, and in place of any error of
+    the plug-in, with its place
     """
+    count = len(tokens) - 1
     try:
-        return weighted_mask(weigh(sample, dataset, tokens), mask, len(tokens) - 1, sample)
+        found = np.asarray(weigh(sample, dataset, tokens), dtype=np.float32)
     except DataError:
         raise
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         what = f"data.sample_weight = {name} fails for sample {sample}, from {dataset}: {type(error).__name__}: {error}"
         raise DataError(what, hint=f"see {last.filename}:{last.lineno}") from None
-
-
-def weighted_mask(weights: float | np.ndarray, mask: np.ndarray | None, count: int, sample: int) -> np.ndarray:
-    """The weights [count] of a sample's labels, f32, of which `mask` leaves some out.
-
-    Raises: DataError for weights that are negative or not finite, or of another number
-    """
-    found = np.asarray(weights, dtype=np.float32)
     if found.shape not in ((), (count,)) or not np.isfinite(found).all() or (found < 0).any():
         what = f"data.sample_weight has found weights for sample {sample} in shape {list(found.shape)}"
         lowest, highest = (float(found.min()), float(found.max())) if found.size else (0.0, 0.0)

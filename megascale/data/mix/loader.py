@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from megascale.layout.document_shards import RowSharding
 
 
+@dataclass
 class Loader:
     """Loads the batches of a split on data-parallel rank `rank`. Between the first and the last pipeline stage
     micro-batches carry no tokens (`reads_tokens`): with a document mask they have the boundaries of documents, else
@@ -34,49 +35,35 @@ class Loader:
     `fault_hook`: called before a batch is read.
     """
 
-    def __init__(  # noqa: PLR0913
-        self,
-        samples: SampleSource | None,
-        shape: BatchShape,
-        rank: int,
-        *,
-        dropout: float,
-        seed: int,
-        device: torch.device,
-        reads_tokens: bool = True,
-        sharding: RowSharding | None = None,
-        chunks: Sequence[SequenceShard] = (),
-        pool: HybridPool | None = None,
-        sizes: BatchSizes | None = None,
-    ) -> None:
-        self._samples = samples
-        self._shape = shape
-        self._rank = rank
-        self._dropout = dropout
-        self._seed = seed
-        self._device = device
-        self._reads_tokens = reads_tokens
-        self._sharding = sharding
-        self._chunks = chunks
-        self._pool = pool
-        self._sizes = sizes
-        self._prefetched: tuple[int, StepBatch] | None = None
-        self.fault_hook: Callable[[], None] | None = None
+    samples: SampleSource | None
+    shape: BatchShape
+    rank: int
+    _: KW_ONLY
+    dropout: float
+    seed: int
+    device: torch.device
+    reads_tokens: bool = True
+    sharding: RowSharding | None = None
+    chunks: Sequence[SequenceShard] = ()
+    pool: HybridPool | None = None
+    sizes: BatchSizes | None = None
+    fault_hook: Callable[[], None] | None = None
+    _prefetched: tuple[int, StepBatch] | None = field(default=None, init=False)
 
     def change_weights(self, weights: MixtureWeights) -> None:
         """Follow the weights that a data policy has found, for the steps from their last part on."""
-        if self._samples is not None:
-            self._samples.change_weights(weights)
+        if self.samples is not None:
+            self.samples.change_weights(weights)
 
     def begin(self, consumed_samples: int, end: int = 0) -> None:
         """Let the samples be read ahead from here on, where they are. `end`: samples of the run, if known."""
-        if self._samples is not None:
-            self._samples.begin(consumed_samples, end)
+        if self.samples is not None:
+            self.samples.begin(consumed_samples, end)
 
     def close(self) -> None:
         """End what reads ahead, if this rank keeps it."""
-        if self._samples is not None:
-            self._samples.close()
+        if self.samples is not None:
+            self.samples.close()
 
     def batch(self, consumed_samples: int) -> StepBatch:
         """The batch of the step that follows `consumed_samples` samples of the run."""
@@ -85,12 +72,12 @@ class Loader:
             return prefetched[1]
         if self.fault_hook is not None:
             self.fault_hook()
-        shape = self._shape
-        if self._sizes is not None:
-            shape = replace(shape, global_batch=self._sizes.at(consumed_samples))
-        if self._samples is None:
+        shape = self.shape
+        if self.sizes is not None:
+            shape = replace(shape, global_batch=self.sizes.at(consumed_samples))
+        if self.samples is None:
             return self._read(consumed_samples, shape)
-        with self._samples.step(consumed_samples):
+        with self.samples.step(consumed_samples):
             return self._read(consumed_samples, shape)
 
     def prefetch(self, consumed_samples: int) -> None:
@@ -98,42 +85,41 @@ class Loader:
         trains on the batch reads again, and raises. A batch for which the host's reader must be waited for is left to
         that step, where the wait shows.
         """
-        if self._samples is not None and not self._samples.is_ready(consumed_samples):
+        if self.samples is not None and not self.samples.is_ready(consumed_samples):
             return
         with suppress(Exception):
             self._prefetched = (consumed_samples, self.batch(consumed_samples))
 
     def batches(self, count: int) -> Iterator[StepBatch]:
-        """The first `count` batches of the split."""
-        return (self.batch(index * self._shape.global_batch) for index in range(count))
+        return (self.batch(index * self.shape.global_batch) for index in range(count))
 
     def _read(self, consumed_samples: int, shape: BatchShape) -> StepBatch:
-        if self._pool is not None:
-            assert self._samples is not None, "a rank of a pool reads the documents of all samples"
+        if self.pool is not None:
+            assert self.samples is not None, "a rank of a pool reads the documents of all samples"
             samples = range(consumed_samples, consumed_samples + shape.global_batch)
-            dropout = Dropout(0.0, self._seed, [samples.start], self._device)
-            return StepBatch(self._pool.micro_batches(self._samples, samples, self._device, dropout))
+            dropout = Dropout(0.0, self.seed, [samples.start], self.device)
+            return StepBatch(self.pool.micro_batches(self.samples, samples, self.device, dropout))
         indices = range(shape.num_microbatches)
         return StepBatch([part for index in indices for part in self._micro_batches(consumed_samples, index)])
 
     def _micro_batches(self, consumed_samples: int, index: int) -> Iterator[MicroBatch]:
         """Read the samples of a micro-batch of whole sequences, and yield the parts of it that this rank trains on."""
         keys = None
-        if self._chunks:
+        if self.chunks:
             from megascale.parallel.kv_store import KVStore
 
             keys = KVStore()
-        indices = [consumed_samples + row for row in self._shape.rows(index, self._rank)]
-        dropout = Dropout(self._dropout, self._seed, indices, self._device)
-        if self._samples is None or not self._reads_tokens:
+        indices = [consumed_samples + row for row in self.shape.rows(index, self.rank)]
+        dropout = Dropout(self.dropout, self.seed, indices, self.device)
+        if self.samples is None or not self.reads_tokens:
             found = (
-                None if self._samples is None else boundaries_of([*map(self._samples.documents, indices)], self._device)
+                None if self.samples is None else boundaries_of([*map(self.samples.documents, indices)], self.device)
             )
             yield from (MicroBatch(None, None, None, dropout, found, shard, keys) for shard in self._shards(found))
             return
-        samples = [self._samples[number] for number in indices]
+        samples = [self.samples[number] for number in indices]
         documents = [sample.documents for sample in samples if sample.documents is not None]
-        boundaries = boundaries_of(documents, self._device) if documents else None
+        boundaries = boundaries_of(documents, self.device) if documents else None
         masks = [np.ones_like(s.labels) if s.mask is None else s.mask for s in samples]
         masked = any(sample.mask is not None for sample in samples)
         total = sum(mask.sum().item() for mask in masks)  # on the host: sums on the device would synchronize
@@ -149,14 +135,14 @@ class Loader:
 
     def _shards(self, boundaries: Boundaries | None) -> Sequence[SequenceShard | None]:
         """The parts of a sequence that are micro-batches of this rank: chunks, a shard, or all of it."""
-        if self._chunks:
-            return self._chunks
+        if self.chunks:
+            return self.chunks
         starts = None if boundaries is None else boundaries.starts
-        return [None if self._sharding is None else self._sharding.shard(starts)]
+        return [None if self.sharding is None else self.sharding.shard(starts)]
 
     def _to_device(self, rows: list[np.ndarray]) -> Tensor:
         """Stack rows [s] to [s, b] on the device."""
-        return copy_to_device(np.stack(rows, 1), self._device)
+        return copy_to_device(np.stack(rows, 1), self.device)
 
 
 def boundaries_of(rows: Sequence[DocumentStarts], device: torch.device) -> Boundaries:

@@ -1,7 +1,4 @@
-"""Blended samples of token datasets, in an order that depends on the seed and the sample index alone. No torch.
-
-Mixture: samples of datasets by weight. MockMixture: random tokens. build_mixture: the mixture that `[data]` configures.
-"""
+"""Blended samples of token datasets, in an order that depends on the seed and the sample index alone. No torch."""
 
 from __future__ import annotations
 
@@ -18,16 +15,15 @@ from megascale.config.dataset_files import READERS, other_tokens_hint
 from megascale.core.errors import DataError
 from megascale.core.readable import is_url
 from megascale.data.mix.blend import MOST_AHEAD, ChangingBlend, SampleOrder, blend_parts
-from megascale.data.mix.epochs import DatasetSource, EpochDataset, OpenEpochs, open_cache
+from megascale.data.mix.epochs import DatasetSource, EpochDataset, OpenEpochs
 from megascale.data.mix.mixture_spec import MixtureSpec
 from megascale.data.mix.samples import DocumentStarts, Sample, SampleSource, document_starts, label_mask
 from megascale.data.mix.skipped_ranges import order_index
-from megascale.layout.packs import equal_documents
 
 if TYPE_CHECKING:
     from megascale.data.mix.data_policy import MixtureWeights
     from megascale.data.mix.label_weights import Weigh
-    from megascale.data.read.best_fit import BestFitShape
+    from megascale.data.read.block_cache import BlockCache
 
 
 class Mixture(SampleSource):
@@ -41,12 +37,17 @@ class Mixture(SampleSource):
         self.spec = spec
         self.expected = expected
         self.shares = [weight / sum(spec.weights) for weight in spec.weights]
-        self._parts = blend_parts(spec.weights, spec.weight_changes)
+        self._parts = blend_parts(spec.weights, spec.data.weights if spec.is_train else [])
         self._skipped = spec.data.skip if spec.is_train else []
         self._followed: SampleOrder | None = None
         name = spec.data.sample_weight if spec.is_train else None
         self._weigh: Weigh | None = SAMPLE_WEIGHTS[name].load() if name else None
-        open_epochs, cache = OpenEpochs(spec.open_epochs), open_cache(spec)
+        open_epochs = OpenEpochs(spec.open_epochs)
+        cache: BlockCache | None = None
+        if any(map(is_url, spec.prefixes)):
+            from megascale.data.read.block_cache import BlockCache
+
+            cache = BlockCache(spec.index_folder, spec.data.cache_bytes, spec.data.retry_timeout_s)
         pieces = spec.decomposition.pieces if spec.decomposition else [None]
         found = [DatasetSource(spec, prefix, cache) for prefix in spec.prefixes]
         sources = [(source, piece) for source in found for piece in pieces]
@@ -102,10 +103,6 @@ class Mixture(SampleSource):
         return samples
 
     def check(self) -> None:
-        """Open the headers of all datasets.
-
-        Raises: DataError for files that cannot be used, or with fewer tokens than a sample has.
-        """
         with ThreadPoolExecutor(READERS if any(is_url(d.prefix) for d in self.datasets) else 1) as pool:
             list(pool.map(lambda dataset: dataset.shape, self.datasets))
 
@@ -121,18 +118,15 @@ class Mixture(SampleSource):
             for number, (dataset, share) in enumerate(zip(self.datasets, self.shares, strict=True))
         )
 
-    def padding(self) -> float:
-        """The share of padding in the tokens of samples, with best fit; no tokens are read for it."""
-        return sum(share * shape.padding for share, shape in zip(self.shares, self._best_fit_shapes(), strict=True))
-
-    def left_out(self) -> int:
-        """Rests of documents of a single token, which has no label after it and fills no place of its own."""
-        return sum(shape.left_out for shape in self._best_fit_shapes())
-
-    def _best_fit_shapes(self) -> list[BestFitShape]:
+    def best_fit_losses(self) -> tuple[float, int]:
+        """The share of padding in the tokens of samples, with best fit, for which no tokens are read; and the number of
+        documents' rests of a single token, which has no label after it and fills no place of its own.
+        """
         from megascale.data.read.best_fit import BestFitShape
 
-        return [dataset.shape for dataset in self.datasets if isinstance(dataset.shape, BestFitShape)]
+        shapes = [dataset.shape for dataset in self.datasets if isinstance(dataset.shape, BestFitShape)]
+        padding = sum(share * shape.padding for share, shape in zip(self.shares, shapes, strict=True))
+        return padding, sum(shape.left_out for shape in shapes)
 
     def order(self, index: int) -> int:
         """The place of a sample in the order of samples, of which `data.skip` leaves some out."""
@@ -148,14 +142,10 @@ class Mixture(SampleSource):
         return self.locate(index)[0].prefix
 
     def open(self, index: int) -> None:
-        """Open what a sample is read from; its index may be built for it."""
         dataset, number = self.locate(index)
         dataset.open(number)
 
     def fetch(self, indices: Iterable[int], fetched: Callable[[], object] = lambda: None) -> None:
-        """Fetch what samples need of all remote datasets, many blocks at a time, before they are read. `fetched` is
-        called after each block.
-        """
         by_dataset: dict[EpochDataset, list[int]] = {}
         for dataset, number in map(self.locate, indices):
             if is_url(dataset.prefix):
@@ -164,15 +154,14 @@ class Mixture(SampleSource):
         if blocks:
             blocks[0].file.cache.fetch(blocks, fetched)
 
-    def stored_bytes(self, index: int) -> int:
-        """Bytes of a sample's tokens in its dataset."""
-        dataset, _ = self.locate(index)
-        return (dataset.shape.seq_length + 1) * dataset.token_bytes
-
     def __getitem__(self, index: int) -> Sample:
         (dataset, number), data, length = self.locate(index), self.spec.data, self.spec.seq_length
-        ids = self._checked(index, dataset, dataset.read(number))
-        filled = len(ids)
+        ids, vocab_size = dataset.read(number), self.spec.vocab_size
+        smallest, largest, filled = int(ids.min()), int(ids.max()), len(ids)
+        if smallest < 0 or largest >= vocab_size:
+            odd = smallest if smallest < 0 else largest
+            what = f"sample {index}, from {dataset.prefix}, has token {odd}; model.vocab_size is {vocab_size}"
+            raise DataError(what, hint=other_tokens_hint(max(largest + 1, vocab_size)))
         ids = np.pad(ids, (0, length + 1 - filled)) if filled <= length else ids
         within = data.mask == "document"
         starts = self._starts(dataset, number, ids) if within else np.zeros(1, dtype=np.int64)
@@ -182,15 +171,6 @@ class Mixture(SampleSource):
 
             mask = weigh_labels(self._weigh, data.sample_weight, index, dataset.prefix, ids, mask)
         return Sample(ids, mask, DocumentStarts(starts, filled, length) if within else None)
-
-    def _checked(self, index: int, dataset: EpochDataset, tokens: np.ndarray) -> np.ndarray:
-        """Raises: DataError for a token outside the model's vocabulary"""
-        smallest, largest, vocab_size = int(tokens.min()), int(tokens.max()), self.spec.vocab_size
-        if smallest < 0 or largest >= vocab_size:
-            odd = smallest if smallest < 0 else largest
-            what = f"sample {index}, from {dataset.prefix}, has token {odd}; model.vocab_size is {vocab_size}"
-            raise DataError(what, hint=other_tokens_hint(max(largest + 1, vocab_size)))
-        return tokens
 
     def documents(self, index: int) -> DocumentStarts:
         if self.spec.data.eod is not None:  # the tokens decide, too
@@ -202,45 +182,3 @@ class Mixture(SampleSource):
     def _starts(self, dataset: EpochDataset, number: int, tokens: np.ndarray | None = None) -> np.ndarray:
         lengths = [piece.stop - piece.start for piece in dataset.pieces(number)]
         return document_starts(lengths, tokens, self.spec.data.eod)
-
-
-class MockMixture(SampleSource):
-    """Uniformly random tokens for speed measurements. The random generator of sample i is seeded with (seed, i). With
-    `data.mask = "document"`, documents of `data.document_length` tokens fill the sample.
-    """
-
-    def __init__(self, spec: MixtureSpec) -> None:
-        self._seed = (spec.seed << 1) + (not spec.is_train)
-        self._length, self._vocab = spec.seq_length, spec.vocab_size
-        self._mask: np.ndarray | None = None
-        self._documents: DocumentStarts | None = None
-        if spec.data.mask == "document":
-            starts = document_starts(equal_documents(self._length, spec.data.document_length))
-            self._documents = DocumentStarts(starts, self._length + 1, self._length)
-            self._mask = None if spec.data.boundary_loss else label_mask(starts, self._length)
-
-    def __getitem__(self, index: int) -> Sample:
-        ids = np.random.default_rng((self._seed, index)).integers(self._vocab, size=self._length + 1)
-        return Sample(ids, self._mask, self._documents)
-
-    def check(self) -> None:
-        """Do nothing: no file is read."""
-
-    def source_of(self, index: int) -> str:
-        """The origin of a sample, for messages."""
-        return "mock data"
-
-    def open(self, index: int) -> None:
-        """Do nothing: no file is read."""
-
-    def fetch(self, indices: Iterable[int], fetched: Callable[[], object] = lambda: None) -> None:
-        """Do nothing: no file is read."""
-
-    def stored_bytes(self, index: int) -> int:
-        """Bytes of a sample's tokens in a dataset: none."""
-        return 0
-
-
-def build_mixture(spec: MixtureSpec, expected: int = 0) -> Mixture | MockMixture:
-    """Build the mixture that `[data]` configures. `expected`: samples that the run reads."""
-    return MockMixture(spec) if spec.data.mock else Mixture(spec, expected)

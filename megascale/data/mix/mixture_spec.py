@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megascale.config.data import DataConfig, WeightChange, dataset_prefixes
+from megascale.config.data import DataConfig, dataset_prefixes
 from megascale.config.dataset_files import SplitName, split_source
-from megascale.config.decomposition import Decomposition, decomposition, is_decomposed
-from megascale.config.run import RunConfig
-from megascale.operate.node.host_limits import datasets_by_split, max_open_epochs
+from megascale.config.decomposition import Decomposition
 
 
 @dataclass(frozen=True)
@@ -43,11 +40,6 @@ class MixtureSpec:
         return [1.0] if source is None or isinstance(source, str) else [weight for weight, _ in source]
 
     @property
-    def weight_changes(self) -> Sequence[WeightChange]:
-        """The weights from a place in the order of samples on."""
-        return self.data.weights if self.is_train else []
-
-    @property
     def fractions(self) -> tuple[float, float]:
         """The range [start, stop) of the documents of each dataset to read, as fractions of their number."""
         return split_source(self.data, self.split)[1]
@@ -57,15 +49,3 @@ class MixtureSpec:
         """The folder of the sample indices: `data.cache`, or the folder cache beside the first dataset of train."""
         data = self.data
         return Path(data.cache) if data.cache else Path(dataset_prefixes(data.train)[0]).parent / "cache"
-
-
-def mixture_spec(config: RunConfig, split: SplitName) -> MixtureSpec:
-    """Return the specification of the samples of a run's split. `config`: resolved."""
-    sections = config.model, config.batch, config.data
-    pieces = decomposition(*sections) if is_decomposed(config.data, split) else None
-    datasets = len(dataset_prefixes(split_source(config.data, split)[0]))
-    buckets = len(pieces.pieces) if pieces else 1
-    splits = datasets_by_split(config.data, config.train.eval_every)
-    open_epochs = max_open_epochs(splits, config.world_size, datasets * buckets) if datasets else 0
-    sizes = config.model.seq_length, config.model.vocab_size
-    return MixtureSpec(split, config.data, *sizes, config.train.seed, pieces, open_epochs)

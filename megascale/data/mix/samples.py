@@ -8,7 +8,7 @@ which best fit leaves at the end of a sample, is neither a label nor a part of a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -61,11 +61,24 @@ class Sample:
 
 
 class SampleSource(ABC):
-    """The samples of a split by their number in the run. By default a source has nothing to prepare, follow or end."""
+    """The samples of a split by their number in the run. By default a source has nothing to prepare, follow or end, and
+    reads no file.
+    """
 
     @abstractmethod
     def __getitem__(self, index: int) -> Sample:
         """Read a sample."""
+
+    def check(self) -> None:  # noqa: B027
+        """Check all files. Raises: DataError for files that cannot be used, or with fewer tokens than a sample has"""
+
+    def open(self, index: int) -> None:  # noqa: B027
+        """Open what a sample is read from; its index may be built for it."""
+
+    def fetch(self, indices: Iterable[int], fetched: Callable[[], object] = lambda: None) -> None:  # noqa: B027
+        """Fetch what samples need of all remote datasets, many blocks at a time, before they are read. `fetched` is
+        called after each block.
+        """
 
     def documents(self, index: int) -> DocumentStarts:
         """The documents of a sample, with `data.mask = "document"`, for stages that need no tokens."""

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -40,23 +40,14 @@ class Encoding:
     skip_bad: bool
 
 
-@dataclass
-class Skipped:
-    """Documents that were skipped, by reason: their number, and the place of the first with its error."""
+Skipped = dict[str, tuple[int, str]]
+"""Documents that were skipped, by reason: their number, and the place of the first with its error."""
 
-    by_reason: dict[str, tuple[int, str]] = field(default_factory=dict)
 
-    def add(self, reason: str, count: int, first: str) -> None:
-        """Count documents that come after those counted before."""
-        before, place = self.by_reason.get(reason, (0, first))
-        self.by_reason[reason] = before + count, place
-
-    def joined(self, later: Skipped) -> Skipped:
-        """These, and those of later documents."""
-        both = Skipped(dict(self.by_reason))
-        for reason, (count, first) in later.by_reason.items():
-            both.add(reason, count, first)
-        return both
+def count_skipped(skipped: Skipped, reason: str, count: int, first: str) -> None:
+    """Count documents that come after those counted before."""
+    before, place = skipped.get(reason, (0, first))
+    skipped[reason] = before + count, place
 
 
 @dataclass
@@ -72,56 +63,43 @@ class EncodedChunks:
     skipped: Skipped
 
 
-class ChunkEncoder:
-    """Tokenizes chunks as `encoding` says."""
+def encode_chunks(encoding: Encoding, tokenizer: Tokenizer, chunks: Sequence[Chunk]) -> EncodedChunks:
+    """Tokenize the documents of chunks in order; documents without tokens are skipped.
 
-    def __init__(self, encoding: Encoding, tokenizer: Tokenizer) -> None:
-        self._encoding = encoding
-        self._tokenizer = tokenizer
-        self._bos = np.array([] if encoding.bos is None else [encoding.bos], dtype=np.int32)
-        self._eod = np.array([encoding.eod], dtype=np.int32)
-
-    def encode(self, chunks: Sequence[Chunk]) -> EncodedChunks:
-        """Tokenize the documents of chunks in order; documents without tokens are skipped.
-
-        Raises: DataError for what is no text, unless `skip_bad`
-        """
-        skipped, parts, lengths = Skipped(), [], list[int]()
-        for chunk in chunks:
-            for ids in self._encode_chunk(chunk, skipped):
-                if chunk.begins or not lengths:
-                    lengths.append(0)
-                lengths[-1] += len(ids)
-                parts.append(ids)
-        tokens = np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
-        continues = bool(parts) and not chunks[0].begins
-        return EncodedChunks(tokens, lengths, continues, bool(parts) and not chunks[-1].ends, skipped)
-
-    def _encode_chunk(self, chunk: Chunk, skipped: Skipped) -> Iterator[np.ndarray]:
-        texts, places = [], []
-        for place, text in read_documents(chunk, self._encoding.key):
-            if isinstance(text, str):
-                texts.append(text)
-                places.append(place)
-            elif self._encoding.skip_bad and chunk.begins and chunk.ends:
-                skipped.add(text.reason, 1, f"{text}")
-            else:
-                raise text
-        pieces = [split_text(text) for text in texts]
-        encoded = iter(self._tokenizer.encode(list(chain.from_iterable(pieces))))
-        for place, of_text in zip(places, pieces, strict=True):
-            ids = [np.asarray(next(encoded), dtype=np.int32) for _ in of_text]
-            if chunk.begins and chunk.ends and not any(map(len, ids)):
-                skipped.add(EMPTY, 1, place)
-                continue
-            before, after = [self._bos] if chunk.begins else [], [self._eod] if chunk.ends else []
-            yield np.concatenate([*before, *ids, *after])
+    Raises: DataError for what is no text, unless `skip_bad`
+    """
+    skipped, parts, lengths = Skipped(), list[np.ndarray](), list[int]()
+    for chunk in chunks:
+        for ids in _encode_chunk(encoding, tokenizer, chunk, skipped):
+            if chunk.begins or not lengths:
+                lengths.append(0)
+            lengths[-1] += len(ids)
+            parts.append(ids)
+    tokens = np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
+    continues = bool(parts) and not chunks[0].begins
+    return EncodedChunks(tokens, lengths, continues, bool(parts) and not chunks[-1].ends, skipped)
 
 
-def encode_here(encoding: Encoding, tokenizer: Tokenizer, tasks: Iterable[Sequence[Chunk]]) -> Generator[EncodedChunks]:
-    """Tokenize in this process."""
-    encoder = ChunkEncoder(encoding, tokenizer)
-    yield from map(encoder.encode, tasks)
+def _encode_chunk(encoding: Encoding, tokenizer: Tokenizer, chunk: Chunk, skipped: Skipped) -> Iterator[np.ndarray]:
+    texts, places = [], []
+    for place, text in read_documents(chunk, encoding.key):
+        if isinstance(text, str):
+            texts.append(text)
+            places.append(place)
+        elif encoding.skip_bad and chunk.begins and chunk.ends:
+            count_skipped(skipped, text.reason, 1, f"{text}")
+        else:
+            raise text
+    pieces = [split_text(text) for text in texts]
+    encoded = iter(tokenizer.encode(list(chain.from_iterable(pieces))))
+    for place, of_text in zip(places, pieces, strict=True):
+        ids = [np.asarray(next(encoded), dtype=np.int32) for _ in of_text]
+        if chunk.begins and chunk.ends and not any(map(len, ids)):
+            count_skipped(skipped, EMPTY, 1, place)
+            continue
+        before = [] if encoding.bos is None or not chunk.begins else [encoding.bos]
+        after = [encoding.eod] if chunk.ends else []
+        yield np.concatenate([np.array(before, np.int32), *ids, np.array(after, np.int32)])
 
 
 def encode_in_workers(encoding: Encoding, workers: int, tasks: Iterable[Sequence[Chunk]]) -> Generator[EncodedChunks]:
@@ -168,15 +146,15 @@ def _submit(pool: ProcessPoolExecutor, chunks: Sequence[Chunk]) -> Future[Encode
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-_worker_encoder: ChunkEncoder  # of a worker process, made once by `_start_worker`
+_worker: tuple[Encoding, Tokenizer]  # of a worker process, made once by `_start_worker`
 
 
 def _start_worker(encoding: Encoding, parent: int) -> None:
-    global _worker_encoder  # an initializer can hand its result to a worker only through a global
+    global _worker  # an initializer can hand its result to a worker only through a global
     die_with_parent(parent)  # else it would wait on its queue forever
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # --workers sets the parallelism, with a thread per worker
-    _worker_encoder = ChunkEncoder(encoding, load_tokenizer(encoding.tokenizer, encoding.eod))
+    _worker = encoding, load_tokenizer(encoding.tokenizer, encoding.eod)
 
 
 def _encode_in_worker(chunks: Sequence[Chunk]) -> EncodedChunks:
-    return _worker_encoder.encode(chunks)
+    return encode_chunks(*_worker, chunks)

@@ -3,8 +3,8 @@
     .NAME.bin.part, .NAME.lengths.part    the tokens and the document lengths so far
     .NAME.lock                            locked by the process that writes
 
-DatasetWriter: appends, and gives the files their names when all data is on disk. write_dataset: write documents.
-check_output: refuse an output that would replace an input.
+DatasetWriter: appends, and gives the files their names when all data is on disk. check_output: refuses an output that
+would replace an input.
 """
 
 from __future__ import annotations
@@ -69,21 +69,6 @@ def _file_id(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return facts.st_dev, facts.st_ino
-
-
-def write_dataset(prefix: Path, documents: Iterable[np.ndarray], origin: TokenizerInfo, vocab_size: int) -> DatasetInfo:
-    """Write a dataset of `documents` (arrays of token ids, eod included).
-
-    Raises: DataError if there is no document, a document cannot be stored, or the files cannot be written.
-    """
-    with DatasetWriter(prefix, token_dtype(vocab_size)) as writer:
-        try:
-            for ids in documents:
-                writer.append(ids, np.array([len(ids)], dtype=np.int64), vocab_size)
-            return writer.commit(origin, vocab_size)
-        except BaseException:
-            writer.discard()
-            raise
 
 
 def can_continue(prefix: Path, dtype: type[np.generic], start: tuple[int, int]) -> bool:
@@ -175,7 +160,6 @@ class DatasetWriter:
         return info
 
     def discard(self) -> None:
-        """Remove what is written."""
         for ending in ENDINGS:
             _part(self.prefix, ending).unlink(missing_ok=True)
 
@@ -201,7 +185,6 @@ class DatasetWriter:
         self._write(".idx", [header, *(lengths[s : s + BLOCK_ENTRIES] for s in starts)], offsets(), bounds)
 
     def _write(self, ending: str, *parts: Iterable[Any]) -> None:
-        """Write a file of parts, which are bytes or arrays, and flush it to disk."""
         with open(_part(self.prefix, ending), "wb") as file:
             for some in parts:
                 for part in some:
@@ -224,10 +207,7 @@ def explained_write(prefix: Path) -> Iterator[None]:
 
 
 def _open_at(path: Path, size: int) -> IO[bytes]:
-    """Open a file to append after its first `size` bytes.
-
-    Raises: DataError for a file that has fewer; OSError
-    """
+    """Open a file to append after its first `size` bytes. Raises: DataError for a file that has fewer; OSError"""
     if (found := _size(path)) < size:
         raise DataError(f"{path} has {found} bytes, not {size}", hint="the same command again, which starts anew")
     file = open(path, "ab")  # noqa: SIM115  the writer closes it

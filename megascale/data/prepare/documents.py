@@ -49,7 +49,6 @@ class Chunk:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the data."""
         return self.data.nbytes if self.kind == "rows" else len(self.data)
 
 
@@ -175,13 +174,10 @@ def _check_column(name: str, schema: Any, column: str) -> None:
 
 def _read_full(stream: IO[bytes], size: int) -> bytes:
     """Read `size` bytes, fewer at the end of the stream only: a read of a stream may return less."""
-    block = stream.read(size)
-    if len(block) in (0, size):
-        return block
-    parts, missing = [block], size - len(block)
-    while missing and (block := stream.read(missing)):
+    parts = []
+    while size and (block := stream.read(size)):
         parts.append(block)
-        missing -= len(block)
+        size -= len(block)
     return b"".join(parts)
 
 
@@ -244,15 +240,14 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _text_of(record: dict[str, Any], key: str, where: str) -> str:
-    """The text under `key`.
-
-    Raises: BadDocumentError without one
-    """
-    found, value = _look_up(record, key)
-    if not found:
-        keys = ", ".join(list(record)[:8]) + (", ..." if len(record) > 8 else "")
-        message = f"has no field '{key}': its fields are {keys or 'none'}"
-        raise BadDocumentError(f"no field '{key}'", where, message, "--key FIELD")
+    """The text under `key`. Raises: BadDocumentError without one"""
+    value: Any = record
+    for part in [key] if key in record else key.split("."):
+        if not isinstance(value, dict) or part not in value:
+            keys = ", ".join(list(record)[:8]) + (", ..." if len(record) > 8 else "")
+            message = f"has no field '{key}': its fields are {keys or 'none'}"
+            raise BadDocumentError(f"no field '{key}'", where, message, "--key FIELD")
+        value = value[part]
     if not isinstance(value, str):
         message = f"has {KINDS.get(type(value), 'null')} under '{key}', not a text"
         raise BadDocumentError("not a text", where, message, "--key FIELD, or fix the line")
@@ -263,17 +258,6 @@ def _text_of(record: dict[str, Any], key: str, where: str) -> str:
         message = f"has {surrogate}, half a character, under '{key}'"
         raise BadDocumentError("half a character", where, message, "fix or remove the line") from None
     return value
-
-
-def _look_up(record: dict[str, Any], key: str) -> tuple[bool, Any]:
-    if key in record:
-        return True, record[key]
-    value: Any = record
-    for part in key.split("."):
-        if not isinstance(value, dict) or part not in value:
-            return False, None
-        value = value[part]
-    return True, value
 
 
 def _rows(chunk: Chunk, key: str) -> Documents:

@@ -146,9 +146,19 @@ def _litdata(folder: Path) -> Iterator[Block]:
 def _lists(path: Path, key: str) -> Iterator[Block]:
     """Read a column of lists of token ids, a batch of rows at a time."""
     import pyarrow
+    from pyarrow import parquet
 
     with explained(str(path)):
-        for batch in _batches(path, key):
+        if path.suffix == ".arrow":
+            batches: Any = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path)))
+            names = batches.schema.names
+        else:
+            table = parquet.ParquetFile(path)
+            names, batches = table.schema_arrow.names, table.iter_batches(1024, columns=[key])
+        if key not in names:
+            what = f"{path} has no column '{key}': its columns are {', '.join(names[:8])}"
+            raise DataError(what, hint="--key COLUMN, such as input_ids")
+        for batch in batches:
             column = batch.column(key)
             if not hasattr(column, "flatten") or not pyarrow.types.is_integer(column.flatten().type):
                 what = f"{path} has {column.type} in column '{key}', not lists of token ids"
@@ -157,21 +167,3 @@ def _lists(path: Path, key: str) -> Iterator[Block]:
                 raise DataError(f"{path} has nulls in column '{key}'", hint="remove these rows")
             lengths = np.array([len(ids) for ids in column], dtype=np.int64)
             yield column.flatten().to_numpy(), lengths
-
-
-def _batches(path: Path, key: str) -> Iterator[Any]:
-    import pyarrow
-    from pyarrow import parquet
-
-    if path.suffix == ".arrow":
-        source = pyarrow.memory_map(str(path))
-        reader: Any = pyarrow.ipc.open_stream(source)
-        names, batches = reader.schema.names, reader
-    else:
-        table = parquet.ParquetFile(path)
-        names = table.schema_arrow.names
-        batches = table.iter_batches(1024, columns=[key]) if key in names else ()
-    if key not in names:
-        what = f"{path} has no column '{key}': its columns are {', '.join(names[:8])}"
-        raise DataError(what, hint="--key COLUMN, such as input_ids")
-    yield from batches

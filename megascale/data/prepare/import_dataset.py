@@ -66,11 +66,15 @@ def _copy(
     output: Path, blocks: Callable[[], Iterator[Block]], eod: int | None, tokenizer: Tokenizer | None
 ) -> DatasetInfo:
     """Write all blocks. Tokens are read twice without a tokenizer: the highest decides their dtype."""
-    vocab_size = tokenizer.vocab_size if tokenizer else _highest(blocks()) + 1
-    origin = None
+    origin: TokenizerInfo | None = None
     if tokenizer:
-        names = tokenizer.name, tokenizer.fingerprint
-        origin = TokenizerInfo(*names, tokenizer.eod, tokenizer.eod_origin)
+        vocab_size = tokenizer.vocab_size
+        origin = TokenizerInfo(tokenizer.name, tokenizer.fingerprint, tokenizer.eod, tokenizer.eod_origin)
+    else:
+        highest = max((int(tokens.max()) for tokens, _ in blocks() if len(tokens)), default=0)
+        if highest >= 2**31 - 1:
+            raise DataError(f"token {highest} is beyond 31 bits", hint="another --dtype, or another file")
+        vocab_size = highest + 1
     with DatasetWriter(output, token_dtype(vocab_size)) as writer:
         try:
             open_tokens = 0  # of a document that goes on in the next block, or in the next file
@@ -91,10 +95,3 @@ def _copy(
         except BaseException:
             writer.discard()
             raise
-
-
-def _highest(blocks: Iterator[Block]) -> int:
-    highest = max((int(tokens.max()) for tokens, _ in blocks if len(tokens)), default=0)
-    if highest >= 2**31 - 1:
-        raise DataError(f"token {highest} is beyond 31 bits", hint="another --dtype, or another file")
-    return highest

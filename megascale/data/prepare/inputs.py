@@ -59,30 +59,35 @@ def find_inputs(names: Sequence[str]) -> tuple[list[InputFile], int]:
 
     Raises: DataError for a name without files
     """
+    known = (*JSON_LINES, *TABLES, *TEXTS)
     files: list[InputFile] = []
     ignored = 0
     for name in names:
         with explained(name):
-            found, others = _find_remote(name) if "://" in name else _find_local(name)
-        files += found
-        ignored += others
+            found, of_folder = _find_remote(name) if "://" in name else _find_local(name)
+        kept = [file for file in found if not of_folder or file.suffixes[0] in known]
+        if not kept:
+            raise DataError(f"{name} has no file of {', '.join(known)}", hint=INPUT_HINT)
+        files += kept
+        ignored += len(found) - len(kept)
     return files, ignored
 
 
-def _find_local(name: str) -> tuple[list[InputFile], int]:
+def _find_local(name: str) -> tuple[list[InputFile], bool]:
+    """Return the files, and whether `name` is a folder's."""
     path = Path(name)
     if is_folder(path):
         files = [p for p in path.rglob("*") if is_file(p)]
         inside = sorted(str(p) for p in files if not any(part.startswith(".") for part in p.relative_to(path).parts))
-        return _known(name, inside, [_local(found) for found in inside])
+        return [_local(found) for found in inside], True
     if not exists(path) and any(character in name for character in MAGIC):
         matches = [found for found in sorted(glob.glob(name, recursive=True)) if is_file(found)]  # noqa: PTH207
         if not matches:
             raise DataError(f"{name} matches no file", hint=INPUT_HINT)
-        return [_local(found) for found in matches], 0
+        return [_local(found) for found in matches], False
     if not is_file(path):
         raise DataError(f"{name} {'is no file' if exists(path) else 'does not exist'}", hint=INPUT_HINT)
-    return [_local(name)], 0
+    return [_local(name)], False
 
 
 def _local(name: str) -> InputFile:
@@ -92,8 +97,8 @@ def _local(name: str) -> InputFile:
     return InputFile(name, facts.st_size, str(facts.st_mtime_ns))
 
 
-def _find_remote(url: str) -> tuple[list[InputFile], int]:
-    """Raises: DataError for a URL without files, and for storage that cannot be reached"""
+def _find_remote(url: str) -> tuple[list[InputFile], bool]:
+    """Return the files, and whether `url` is a folder's or a pattern. Raises: OSError for a URL without files"""
     from fsspec.core import url_to_fs
 
     from megascale.core.storage import file_version
@@ -105,16 +110,7 @@ def _find_remote(url: str) -> tuple[list[InputFile], int]:
     files = [InputFile(fs.unstrip_protocol(name), facts["size"], file_version(facts)) for name, facts in inside]
     if not files:
         raise FileNotFoundError(errno.ENOENT, "there is no such file", url)
-    if [name for name, _ in inside] == [path]:
-        return files, 0
-    return _known(url, [file.name for file in files], files)
-
-
-def _known(folder: str, names: list[str], files: list[InputFile]) -> tuple[list[InputFile], int]:
-    kept = [file for file in files if file.suffixes[0] in (*JSON_LINES, *TABLES, *TEXTS)]
-    if not kept:
-        raise DataError(f"{folder} has no file of {', '.join((*JSON_LINES, *TABLES, *TEXTS))}", hint=INPUT_HINT)
-    return kept, len(names) - len(kept)
+    return files, [name for name, _ in inside] != [path]
 
 
 @contextmanager

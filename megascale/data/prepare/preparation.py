@@ -25,7 +25,8 @@ from megascale.data.prepare.chunk_encoder import (
     EncodedChunks,
     Encoding,
     Skipped,
-    encode_here,
+    count_skipped,
+    encode_chunks,
     encode_in_workers,
 )
 from megascale.data.prepare.dataset_writer import (
@@ -81,7 +82,7 @@ class PrepareState:
     documents: int = 0
     highest_token: int = -1
     open_tokens: int = 0
-    skipped: Skipped = field(default_factory=Skipped)
+    skipped_by_reason: Skipped = field(default_factory=Skipped)
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Prepared:
     dataset: DatasetInfo
     files: int
     bytes: int
-    skipped: dict[str, tuple[int, str]]
+    skipped: Skipped
     ignored_files: int
     continued_after: int
 
@@ -136,11 +137,10 @@ def prepare_dataset(
         if not writer.documents:
             preparation.discard()
         dataset = writer.commit(origin, tokenizer.vocab_size, progress_file(request.output))
-    return Prepared(dataset, len(files), total, preparation.progress.skipped.by_reason, ignored, begun.documents)
+    return Prepared(dataset, len(files), total, preparation.progress.skipped_by_reason, ignored, begun.documents)
 
 
 def _plan(files: Sequence[InputFile], encoding: Encoding, tokenizer: Tokenizer) -> dict[str, str]:
-    """Digests of what decides the result, by name."""
     facts = {
         "inputs": [asdict(file) for file in files],
         "tokenizer": [tokenizer.fingerprint, tokenizer.vocab_size, encoding.eod, encoding.bos],
@@ -159,9 +159,8 @@ def _begin(
     """
     try:
         facts = json.loads(progress_file(output).read_text(encoding="utf-8"))
-        by_reason = facts.pop("skipped")["by_reason"]
-        skipped = Skipped({reason: (count, first) for reason, (count, first) in by_reason.items()})
-        found = PrepareState(highest_token=facts.pop("highest_token"), skipped=skipped, **facts)
+        skipped = {reason: (count, first) for reason, (count, first) in facts.pop("skipped_by_reason").items()}
+        found = PrepareState(highest_token=facts.pop("highest_token"), skipped_by_reason=skipped, **facts)
     except FileNotFoundError:
         return PrepareState(plan)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -180,33 +179,30 @@ def _begin(
     return found
 
 
+@dataclass
 class Preparation:
     """Appends to `writer` what `progress` lacks. The progress is replaced as a whole after every task, so that it is
-    true at any interruption; tokens beyond it are cut off when the preparation continues.
+    true at any interruption; tokens beyond it are cut off when the preparation continues. `ends`: file, chunks of it,
+    and bytes of input, at the end of each task that is not yet written.
     """
 
-    def __init__(
-        self, files: Sequence[InputFile], encoding: Encoding, writer: DatasetWriter, progress: PrepareState
-    ) -> None:
-        self.progress = progress
-        self._files = files
-        self._encoding = encoding
-        self._writer = writer
-        self._ends: deque[tuple[int, int, int]] = deque()
-        """File, chunks of it, and bytes of input, at the end of each task that is not yet written."""
+    files: Sequence[InputFile]
+    encoding: Encoding
+    writer: DatasetWriter
+    progress: PrepareState
+    ends: deque[tuple[int, int, int]] = field(default_factory=deque)
 
     def run(self, tokenizer: Tokenizer, workers: int, report: Callable[[int], None]) -> None:
         """Write all chunks that remain. `report`: called with the bytes of input that are done."""
-        done, saved = sum(file.size for file in self._files[: self.progress.file]), time.monotonic()
+        done, saved = sum(file.size for file in self.files[: self.progress.file]), time.monotonic()
         tasks = self._tasks()
-        results = (
-            encode_here(self._encoding, tokenizer, tasks)
-            if workers == 1
-            else encode_in_workers(self._encoding, workers, tasks)
-        )
+        if workers == 1:
+            results = (encode_chunks(self.encoding, tokenizer, chunks) for chunks in tasks)
+        else:
+            results = encode_in_workers(self.encoding, workers, tasks)
         with closing(tasks), closing(results):
             for encoded in results:
-                file, chunks, size = self._ends.popleft()
+                file, chunks, size = self.ends.popleft()
                 self.progress = self._append(encoded, file, chunks)
                 report(done := done + size)
                 if time.monotonic() - saved > SAVE_EVERY_S:
@@ -218,31 +214,25 @@ class Preparation:
         if not self.progress.documents:
             self.discard()
             return
-        self._writer.flush()
-        with explained_write(self._writer.prefix):
-            write_text(progress_file(self._writer.prefix), json.dumps(asdict(self.progress)))
+        self.writer.flush()
+        with explained_write(self.writer.prefix):
+            write_text(progress_file(self.writer.prefix), json.dumps(asdict(self.progress)))
 
     def discard(self) -> None:
-        """Remove the files and the progress."""
-        self._writer.discard()
-        progress_file(self._writer.prefix).unlink(missing_ok=True)
+        self.writer.discard()
+        progress_file(self.writer.prefix).unlink(missing_ok=True)
 
     def _append(self, encoded: EncodedChunks, file: int, chunks: int) -> PrepareState:
         lengths = list(encoded.lengths)
         if encoded.continues:
             lengths[0] += self.progress.open_tokens
         open_tokens = lengths.pop() if encoded.open_end else 0
-        self._writer.append(encoded.tokens, np.array(lengths, dtype=np.int64))
-        return PrepareState(
-            self.progress.plan,
-            file,
-            chunks,
-            self._writer.tokens,
-            self._writer.documents,
-            self._writer.highest_token,
-            open_tokens,
-            self.progress.skipped.joined(encoded.skipped),
-        )
+        writer, skipped = self.writer, dict(self.progress.skipped_by_reason)
+        writer.append(encoded.tokens, np.array(lengths, dtype=np.int64))
+        for reason, (count, first) in encoded.skipped.items():
+            count_skipped(skipped, reason, count, first)
+        written = writer.tokens, writer.documents, writer.highest_token
+        return PrepareState(self.progress.plan, file, chunks, *written, open_tokens, skipped)
 
     def _tasks(self) -> Generator[list[Chunk]]:
         """Group the chunks that remain to tasks of about CHUNK_BYTES."""
@@ -253,11 +243,11 @@ class Preparation:
                 task.append(chunk)
                 read, held, end = read + chunk.size, held + chunk.held_bytes, (file, number + 1)
                 if held >= CHUNK_BYTES:
-                    self._ends.append((*end, read))
+                    self.ends.append((*end, read))
                     yield task
                     task, read, held = [], 0, 0
         if task:
-            self._ends.append((*end, read))
+            self.ends.append((*end, read))
             yield task
 
     def _chunks(self) -> Generator[tuple[int, int, Chunk]]:
@@ -265,11 +255,11 @@ class Preparation:
         first_file, first_chunk = self.progress.file, self.progress.chunks
 
         def read(file: int) -> Iterator[tuple[int, int, Chunk]]:
-            chunks = enumerate(read_chunks(self._files[file], self._encoding.key))
+            chunks = enumerate(read_chunks(self.files[file], self.encoding.key))
             for number, chunk in islice(chunks, first_chunk if file == first_file else 0, None):
                 yield file, number, chunk
 
-        sources = (partial(read, file) for file in range(first_file, len(self._files)))
+        sources = (partial(read, file) for file in range(first_file, len(self.files)))
         return read_ahead(sources, FILES_AHEAD, CHUNKS_AHEAD)
 
 

@@ -6,7 +6,6 @@ SpecialToken: a token id, and the file that names the token. find_special_token:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -47,35 +46,23 @@ def find_special_token(rust: Rust, path: Path, kind: Literal["eos", "bos"]) -> S
     Raises: DataError for a file that is unreadable, or names a token that the tokenizer lacks
     """
     specials = {id: token.content for id, token in rust.get_added_tokens_decoder().items() if token.special}
-    for name, token in _named_tokens(path.parent, kind):
-        if (id := rust.token_to_id(token)) is None:
-            what = f"{path.parent / name} names the {kind}_token {token!r}, which {path} lacks"
-            raise DataError(what, hint="the tokenizer.json that belongs to the file, or --eod TOKEN")
-        return SpecialToken(id, f"{kind}_token of {name}")
-    for name, ids in _named_ids(path.parent, kind):
+    for name in TOKEN_FILES:
+        token = _read(path.parent / name).get(f"{kind}_token")
+        token = token.get("content") if isinstance(token, dict) else token  # an added token
+        if isinstance(token, str):
+            if (id := rust.token_to_id(token)) is None:
+                what = f"{path.parent / name} names the {kind}_token {token!r}, which {path} lacks"
+                raise DataError(what, hint="the tokenizer.json that belongs to the file, or --eod TOKEN")
+            return SpecialToken(id, f"{kind}_token of {name}")
+    for name in ID_FILES:
+        keys = _read(path.parent / name)
+        text = keys.get("text_config")  # a multimodal model keeps the ids of its text apart
+        ids = keys.get(f"{kind}_token_id", text.get(f"{kind}_token_id") if isinstance(text, dict) else None)
+        ids = ids if isinstance(ids, list) else [ids]
         if len(ids) == 1 and ids[0] in specials:
             return SpecialToken(ids[0], f"{kind}_token_id of {name}")
     usual = [id for id, content in specials.items() if content in USUAL_NAMES[kind]]
     return SpecialToken(usual[0], f"the one special token of a usual name in {path.name}") if len(usual) == 1 else None
-
-
-def _named_tokens(folder: Path, kind: str) -> Iterator[tuple[str, str]]:
-    """(file, token) of the files that name a token of `kind`. An added token is an object with its content."""
-    for name in TOKEN_FILES:
-        token = _read(folder / name).get(f"{kind}_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
-            yield name, token
-
-
-def _named_ids(folder: Path, kind: str) -> Iterator[tuple[str, list[Any]]]:
-    """(file, ids) of the files that name ids of `kind`. A multimodal model keeps the ids of its text apart."""
-    for name in ID_FILES:
-        keys = _read(folder / name)
-        text = keys.get("text_config")
-        ids = keys.get(f"{kind}_token_id", text.get(f"{kind}_token_id") if isinstance(text, dict) else None)
-        if ids is not None:
-            yield name, ids if isinstance(ids, list) else [ids]
 
 
 def missing_added_tokens(rust: Rust, folder: Path) -> list[str]:

@@ -102,12 +102,10 @@ class FileTokenizer:
         return find_special_token(self._rust, self._path, "eos")
 
     def token(self, id: int) -> str:
-        """The spelling of a token."""
         return self._rust.id_to_token(id) or ""
 
     @property
     def bos(self) -> int | None:
-        """The id that begins a text, as the files name it; None where none does."""
         found = find_special_token(self._rust, self._path, "bos")
         return found.id if found else None
 

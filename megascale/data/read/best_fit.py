@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,7 +57,9 @@ def best_fit(counts: Sequence[int], capacity: int) -> list[RowGroup]:
                 parts.append((room, RowGroup(group.rows - full - bool(rest), group.contents)))
             for remaining, part in parts:
                 if part.rows:
-                    _put(groups, rooms, remaining, part)
+                    if not groups[remaining]:
+                        insort(rooms, remaining)
+                    groups[remaining].append(part)
             left -= full * each + rest
     return [group for room in rooms for group in groups[room]]
 
@@ -74,25 +76,13 @@ def _take_fullest(groups: dict[int, list[RowGroup]], rooms: list[int], length: i
     return room, group
 
 
-def _put(groups: dict[int, list[RowGroup]], rooms: list[int], room: int, group: RowGroup) -> None:
-    if not groups[room]:
-        insort(rooms, room)
-    groups[room].append(group)
-
-
-def row_count(groups: Sequence[RowGroup]) -> int:
-    """Count the rows."""
-    return sum(group.rows for group in groups)
-
-
-def lengths_of(group: RowGroup) -> Iterator[int]:
-    """The lengths of the documents in a row of a group."""
-    return (length for length, documents in group.contents for _ in range(documents))
-
-
 @dataclass(frozen=True)
 class BestFitShape(IndexShape):
-    """The shape of an index: `parts` of documents in `rows` samples. `left_out`: rests of one token."""
+    """The shape of an index: `parts` of documents in `rows` samples. `left_out`: rests of one token.
+
+    `documents` of the index has a document for each part, and `starts` the first part of each row. A row with several
+    parts has the rests of documents of `seq_length` tokens or more, and shorter documents.
+    """
 
     parts: int
     rows: int
@@ -115,34 +105,48 @@ class BestFitShape(IndexShape):
         """The share of padding in the tokens of the samples."""
         return 1 - (self.tokens - self.left_out) / (self.rows * self.seq_length)
 
-    def build(self, lengths: np.ndarray, seed: int) -> BestFitIndex:
-        return build_best_fit_index(self, lengths, seed)
-
-    def index(self, documents: np.ndarray, starts: np.ndarray, order: np.ndarray) -> BestFitIndex:
-        return BestFitIndex(documents, starts, order, self.seq_length)
-
-
-@dataclass(frozen=True)
-class BestFitIndex(EpochIndex):
-    """An index whose `documents` has a document for each part, and `starts` the first part of each row. A row with
-    several parts has the rests of documents of `seq_length` tokens or more, and shorter documents.
-    """
-
-    seq_length: int
-
-    def pieces(self, index: int, lengths: np.ndarray) -> list[Piece]:
-        """The pieces of a row, as of `EpochIndex`; the label that follows a whole row is part of it."""
-        row, s = int(self.order[index]), self.seq_length
-        (place, start), (last, _) = self.starts[row : row + 2].tolist()
-        if not 0 <= place < last <= len(self.documents):
-            raise IndexError(f"row {row} has parts {place} to {last} of {len(self.documents)}")
-        documents = self.documents[place:last].tolist()
-        if min(documents) < 0:
-            raise IndexError(f"document {min(documents)}")
+    def pieces_of(self, index: EpochIndex, sample: int, lengths: np.ndarray) -> list[Piece]:
+        """The pieces of a row; the label that follows a whole row is part of it."""
+        (place, start), (last, _) = index.starts[sample : sample + 2].tolist()
+        documents, s = index.documents_of(sample, place, last), self.seq_length
         sizes = [int(lengths[document]) for document in documents]
         if len(documents) == 1:
             return [Piece(documents[0], start, min(start + s + 1, sizes[0]))]
         return [Piece(document, size - size % s, size) for document, size in zip(documents, sizes, strict=True)]
+
+    def build(self, lengths: np.ndarray, seed: int) -> EpochIndex:
+        random, s = np.random.RandomState(seed), self.seq_length
+        documents = np.arange(self.first, self.last, dtype=np.int32)
+        random.shuffle(documents)
+        sizes = np.array(lengths)[documents]
+        whole = sizes // s
+        parts, widths = [np.repeat(documents, whole)], [np.ones(int(whole.sum()), dtype=np.int64)]
+        ends = np.cumsum(whole)
+        offsets = [(np.arange(len(parts[0])) - np.repeat(ends - whole, whole)) * s]
+        rests = sizes % s
+        firsts = sizes - rests  # the first token of each rest
+        by_length = np.argsort(rests, kind="stable")  # of equal lengths in the shuffled order
+        counts = np.bincount(rests, minlength=s)
+        taken = np.cumsum(counts) - counts  # the place in `by_length` of the next document of each length
+        counts[:SHORTEST_REST] = 0
+        for group in best_fit(counts.tolist(), s):
+            columns = []  # the documents of each length in the rows, the next ones of it
+            for length, number in group.contents:
+                first = int(taken[length])
+                taken[length] += group.rows * number
+                columns.append(by_length[first : int(taken[length])].reshape(group.rows, number))
+            rows = np.concatenate(columns, 1)
+            parts.append(documents[rows].ravel())
+            widths.append(np.full(group.rows, rows.shape[1], dtype=np.int64))
+            offsets.append(firsts[rows[:, 0]])
+        places = np.cumsum(np.concatenate([[0], *widths]))
+        starts = np.stack([places, np.concatenate([*offsets, [0]])], 1).astype(np.int32)
+        if (int(places[-1]), len(starts) - 1) != (self.parts, self.rows):
+            found = f"{places[-1]} parts in {len(starts) - 1} rows"
+            raise ValueError(f"documents {self.first} to {self.last} have {found}, not {self.parts} in {self.rows}")
+        order = np.arange(self.samples, dtype=self.order_dtype)
+        random.shuffle(order)
+        return EpochIndex(self, np.concatenate(parts), starts, order)
 
 
 def best_fit_shape(concatenated: IndexShape, lengths: np.ndarray) -> BestFitShape:
@@ -158,46 +162,5 @@ def best_fit_shape(concatenated: IndexShape, lengths: np.ndarray) -> BestFitShap
         counts += np.bincount(block % s, minlength=s)
     left_out = int(counts[1:SHORTEST_REST].sum())
     counts[:SHORTEST_REST] = 0
-    rows = whole + row_count(best_fit(counts.tolist(), s))
+    rows = whole + sum(group.rows for group in best_fit(counts.tolist(), s))
     return BestFitShape(**vars(concatenated), parts=whole + int(counts.sum()), rows=rows, left_out=left_out)
-
-
-def build_best_fit_index(shape: BestFitShape, lengths: np.ndarray, seed: int) -> BestFitIndex:
-    """Build the index of an epoch. `lengths`: of all documents of the dataset, in tokens. `seed`: u32."""
-    random, s = np.random.RandomState(seed), shape.seq_length
-    documents = np.arange(shape.first, shape.last, dtype=np.int32)
-    random.shuffle(documents)
-    sizes = np.array(lengths)[documents]
-    whole = sizes // s
-    parts, widths = [np.repeat(documents, whole)], [np.ones(int(whole.sum()), dtype=np.int64)]
-    ends = np.cumsum(whole)
-    offsets = [(np.arange(len(parts[0])) - np.repeat(ends - whole, whole)) * s]
-    rests = sizes % s
-    firsts = sizes - rests  # the first token of each rest
-    by_length = np.argsort(rests, kind="stable")  # of equal lengths in the shuffled order
-    counts = np.bincount(rests, minlength=s)
-    taken = np.cumsum(counts) - counts  # the place in `by_length` of the next document of each length
-    counts[:SHORTEST_REST] = 0
-    for group in best_fit(counts.tolist(), s):
-        rows = _rows_of(group, by_length, taken)
-        parts.append(documents[rows].ravel())
-        widths.append(np.full(group.rows, rows.shape[1], dtype=np.int64))
-        offsets.append(firsts[rows[:, 0]])
-    places = np.cumsum(np.concatenate([[0], *widths]))
-    starts = np.stack([places, np.concatenate([*offsets, [0]])], 1).astype(np.int32)
-    if (int(places[-1]), len(starts) - 1) != (shape.parts, shape.rows):
-        found = f"{places[-1]} parts in {len(starts) - 1} rows"
-        raise ValueError(f"documents {shape.first} to {shape.last} have {found}, not {shape.parts} in {shape.rows}")
-    order = np.arange(shape.samples, dtype=shape.order_dtype)
-    random.shuffle(order)
-    return BestFitIndex(np.concatenate(parts), starts, order, s)
-
-
-def _rows_of(group: RowGroup, by_length: np.ndarray, taken: np.ndarray) -> np.ndarray:
-    """The documents in the rows of a group [rows, documents of a row], the next of each length; advances `taken`."""
-    columns = []
-    for length, documents in group.contents:
-        first = int(taken[length])
-        taken[length] += group.rows * documents
-        columns.append(by_length[first : int(taken[length])].reshape(group.rows, documents))
-    return np.concatenate(columns, 1)

@@ -21,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
@@ -75,18 +74,30 @@ class BlockCache:
 
         Raises: DataError
         """
-        path = self._place(url, size, version) / "whole"
+        path, location = self._place(url, size, version) / "whole", Location(url, self.retry_s)
+
+        def download() -> None:
+            with file_with_checksum(path) as write:
+                for start in range(0, size, DOWNLOAD_BYTES):
+                    write(fetch(location, start, min(DOWNLOAD_BYTES, size - start)))
+
+        def remove_if_damaged() -> None:
+            try:
+                check_file(path, size)
+            except ValueError:
+                path.unlink(missing_ok=True)
+                raise
+
         with self.explained(url):
             for _ in range(FETCHES_OF_DAMAGED):
-                build_once(path, lambda: self._download(Location(url, self.retry_s), size, path))
+                build_once(path, download)
                 with contextlib.suppress(ValueError, FileNotFoundError):  # removed here, or by another process
-                    once_a_version(path, lambda: _remove_if_damaged(path, size))
+                    once_a_version(path, remove_if_damaged)
                     return path
             raise _damaged_again(path)
 
     @contextlib.contextmanager
     def explained(self, url: str) -> Iterator[None]:
-        """Raise a DataError in place of an OSError."""
         try:
             yield
         except OSError as error:
@@ -97,11 +108,16 @@ class BlockCache:
             raise DataError(f"{where} cannot be used: {error.strerror or error}", hint=hint) from None
 
     def reserve(self, size: int) -> None:
-        """Count `size` more bytes of blocks, and remove old blocks where they would not fit.
-
-        Raises: OSError
-        """
-        with _locked(self._folder / "used") as file:
+        """Count `size` more bytes of blocks, and remove old blocks where they would not fit. Raises: OSError"""
+        path = self._folder / "used"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+            file.seek(0)
             text = file.read()
             used = int(text) if text.isdigit() else self._shrink(self.max_bytes)
             if used + size > self.max_bytes:
@@ -126,11 +142,6 @@ class BlockCache:
     def _place(self, url: str, size: int, version: str) -> Path:
         digest = hashlib.sha256(f"{url}\n{size}\n{version}".encode()).hexdigest()[:20]
         return self._folder / f"{Location(url).name[:64]}-{digest}"
-
-    def _download(self, location: Location, size: int, path: Path) -> None:
-        with file_with_checksum(path) as write:
-            for start in range(0, size, DOWNLOAD_BYTES):
-                write(fetch(location, start, min(DOWNLOAD_BYTES, size - start)))
 
     def _shrink(self, max_bytes: int) -> int:
         """Remove the blocks that were not read for longest, down to `max_bytes`, and what killed processes have left of
@@ -183,11 +194,6 @@ class CachedFile:
         numbers = {n for start, stop in ranges for n in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES))}
         return [Block(self, number) for number in sorted(numbers) if not exists(self._path(number))]
 
-    def build(self, number: int) -> None:
-        """Fetch a block, unless another process does. Raises: DataError"""
-        with self.cache.explained(self.location.url):
-            self._build(number)
-
     def _read_block(self, number: int, within: int, count: int) -> bytes:
         path, damaged = self._path(number), 0
         while True:
@@ -198,7 +204,7 @@ class CachedFile:
                 damaged += 1
             if damaged == FETCHES_OF_DAMAGED:
                 raise _damaged_again(path)
-            self._build(number)
+            self.build(number)
 
     def _is_intact(self, file: int, number: int) -> bool:
         """Check the size of a block, and at the first read by this process the checksum. Renew the time of last use."""
@@ -212,10 +218,10 @@ class CachedFile:
 
     @cached_property
     def _checked(self) -> bytearray:
-        """True for blocks checked by this process."""
         return bytearray(-(-self.size // BLOCK_BYTES))
 
-    def _build(self, number: int) -> None:
+    def build(self, number: int) -> None:
+        """Fetch a block, unless another process does. Raises: OSError"""
         build_once(self._path(number), lambda: self._fetch(number))
 
     def _fetch(self, number: int) -> None:
@@ -247,37 +253,35 @@ class Block:
 
     def build(self) -> None:
         """Fetch it into the cache, unless another process does. Raises: DataError"""
-        self.file.build(self.number)
+        with self.file.cache.explained(self.file.location.url):
+            self.file.build(self.number)
 
 
+@dataclass(frozen=True)
 class RemoteTokens:
     """The tokens of a remote file; `tokens[start:stop]` reads a range."""
 
-    def __init__(self, file: CachedFile, dtype: np.dtype) -> None:
-        self._file = file
-        self.dtype = dtype
+    file: CachedFile
+    dtype: np.dtype
 
     @property
     def itemsize(self) -> int:
         return self.dtype.itemsize
 
     def __len__(self) -> int:
-        return self._file.size // self.itemsize
+        return self.file.size // self.itemsize
 
     def __getitem__(self, part: slice) -> np.ndarray:
         start, stop, _ = part.indices(len(self))
-        return np.frombuffer(self._file.read(start * self.itemsize, stop * self.itemsize), self.dtype)
+        return np.frombuffer(self.file.read(start * self.itemsize, stop * self.itemsize), self.dtype)
 
     def missing(self, ranges: Iterable[tuple[int, int]]) -> list[Block]:
         """Return the blocks of ranges [start, stop) of tokens that are not in the cache."""
-        return self._file.missing((start * self.itemsize, stop * self.itemsize) for start, stop in ranges)
+        return self.file.missing((start * self.itemsize, stop * self.itemsize) for start, stop in ranges)
 
 
 def fetch(location: Location, start: int, count: int) -> bytes:
-    """Read `count` bytes of a remote file.
-
-    Raises: DataError for a file that is shorter; OSError
-    """
+    """Read `count` bytes of a remote file. Raises: DataError for a file that is shorter; OSError"""
     buffer = bytearray(count)
     found = location.read_into(memoryview(buffer), start)
     if found != count:
@@ -286,28 +290,5 @@ def fetch(location: Location, start: int, count: int) -> bytes:
     return bytes(buffer)
 
 
-def _remove_if_damaged(path: Path, size: int) -> None:
-    """Raises: ValueError"""
-    try:
-        check_file(path, size)
-    except ValueError:
-        path.unlink(missing_ok=True)
-        raise
-
-
 def _damaged_again(path: Path) -> OSError:
     return OSError(errno.EIO, "copies there do not stay as they were written", str(path))
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file, which is created if it is missing, and hold its lock."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+b") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-        file.seek(0)
-        yield file

@@ -31,10 +31,7 @@ def is_intact(data: bytes) -> bool:
 
 @contextlib.contextmanager
 def file_with_checksum(path: Path) -> Iterator[Callable[[bytes | memoryview], None]]:
-    """Write a file atomically by the returned function; the checksum follows at the end.
-
-    Raises: OSError
-    """
+    """Write a file atomically by the returned function; the checksum follows at the end. Raises: OSError"""
     checksum = 0
     with atomic_file(path) as file:
 

@@ -19,7 +19,11 @@ from megascale.data.read.epoch_index import BLOCK_DOCUMENTS, EpochIndex, IndexSh
 
 @dataclass(frozen=True)
 class DecomposedShape(IndexShape):
-    """The shape of an index of a bucket: `pieces` of `piece` tokens in the documents."""
+    """The shape of an index of a bucket: `pieces` of `piece` tokens in the documents.
+
+    `documents` of the index has the document of each piece, and `starts` the place of the first piece of each sample
+    and, for pieces that fill a sample, its first token.
+    """
 
     piece: int
     pieces: int
@@ -36,32 +40,26 @@ class DecomposedShape(IndexShape):
     def fewest_tokens(self) -> int:
         return self.seq_length
 
-    def build(self, lengths: np.ndarray, seed: int) -> DecomposedIndex:
-        return build_decomposed_index(self, lengths, seed)
+    def build(self, lengths: np.ndarray, seed: int) -> EpochIndex:
+        s, width = self.seq_length, self.seq_length // self.piece
+        counts = _pieces_of(np.array(lengths[self.first : self.last]), s, self.piece)
+        documents = np.repeat(np.arange(self.first, self.last, dtype=np.int32), counts)
+        if len(documents) != self.pieces:
+            found = f"{len(documents)} pieces of {self.piece} tokens, not {self.pieces}"
+            raise ValueError(f"documents {self.first} to {self.last} have {found}")
+        chosen = np.random.RandomState(seed).permutation(self.pieces)[: self.documents]
+        starts = np.zeros((self.samples + 1, 2), dtype=np.int32)
+        starts[:, 0] = np.arange(self.samples + 1) * width
+        if width == 1:
+            before = np.cumsum(counts) - counts  # pieces of earlier documents
+            starts[:-1, 1] = ((np.arange(self.pieces) - np.repeat(before, counts)) * s)[chosen]
+        order = np.arange(self.samples, dtype=self.order_dtype)  # pieces are shuffled already
+        return EpochIndex(self, documents[chosen], starts, order)
 
-    def index(self, documents: np.ndarray, starts: np.ndarray, order: np.ndarray) -> DecomposedIndex:
-        return DecomposedIndex(documents, starts, order, self.seq_length, self.piece)
-
-
-@dataclass(frozen=True)
-class DecomposedIndex(EpochIndex):
-    """An index whose `documents` has the document of each piece, and `starts` the place of the first piece of each
-    sample and, for pieces that fill a sample, its first token.
-    """
-
-    seq_length: int
-    piece: int
-
-    def pieces(self, index: int, lengths: np.ndarray) -> list[Piece]:
-        """The pieces of a sample, as of `EpochIndex`, without the label that follows the last token."""
-        row, size = int(self.order[index]), self.piece
-        place, start = self.starts[row].tolist()
-        last = place + self.seq_length // size
-        if not 0 <= place < last <= len(self.documents):
-            raise IndexError(f"sample {row} has pieces {place} to {last} of {len(self.documents)}")
-        documents = self.documents[place:last].tolist()
-        if min(documents) < 0:
-            raise IndexError(f"document {min(documents)}")
+    def pieces_of(self, index: EpochIndex, sample: int, lengths: np.ndarray) -> list[Piece]:
+        """The pieces of a sample, without the label that follows the last token."""
+        size, (place, start) = self.piece, index.starts[sample].tolist()
+        documents = index.documents_of(sample, place, place + self.seq_length // size)
         if size == self.seq_length:
             return [Piece(documents[0], start, start + size)]
         firsts = (int(lengths[document]) // (2 * size) * (2 * size) for document in documents)
@@ -84,21 +82,3 @@ def decomposed_shapes(
 def _pieces_of(lengths: np.ndarray, seq_length: int, piece: int) -> np.ndarray:
     """The number of pieces of `piece` tokens in documents of these lengths. Both sizes are powers of two."""
     return lengths // seq_length if piece == seq_length else (lengths & piece) // piece
-
-
-def build_decomposed_index(shape: DecomposedShape, lengths: np.ndarray, seed: int) -> DecomposedIndex:
-    """Build the index of an epoch. `lengths`: of all documents of the dataset, in tokens. `seed`: u32."""
-    s, width = shape.seq_length, shape.seq_length // shape.piece
-    counts = _pieces_of(np.array(lengths[shape.first : shape.last]), s, shape.piece)
-    documents = np.repeat(np.arange(shape.first, shape.last, dtype=np.int32), counts)
-    if len(documents) != shape.pieces:
-        found = f"{len(documents)} pieces of {shape.piece} tokens, not {shape.pieces}"
-        raise ValueError(f"documents {shape.first} to {shape.last} have {found}")
-    chosen = np.random.RandomState(seed).permutation(shape.pieces)[: shape.documents]
-    starts = np.zeros((shape.samples + 1, 2), dtype=np.int32)
-    starts[:, 0] = np.arange(shape.samples + 1) * width
-    if width == 1:
-        before = np.cumsum(counts) - counts  # pieces of earlier documents
-        starts[:-1, 1] = ((np.arange(shape.pieces) - np.repeat(before, counts)) * s)[chosen]
-    order = np.arange(shape.samples, dtype=shape.order_dtype)  # pieces are shuffled already
-    return DecomposedIndex(documents[chosen], starts, order, s, shape.piece)

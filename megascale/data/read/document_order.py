@@ -10,16 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from megascale.core.errors import DataError
-from megascale.data.read.epoch_index import EpochIndex, IndexShape, sample_starts
 
 HINT = "a .npy file with the number of each document once, such as numpy.save writes"
 
 
 def order_identity(path: str) -> list[str | int]:
-    """The file's path, size and time of change, by which an index is known.
-
-    Raises: DataError
-    """
+    """The file's path, size and time of change, by which an index is known. Raises: DataError"""
     try:
         facts = Path(path).stat()
     except OSError as error:
@@ -53,9 +49,3 @@ def read_order(identity: Sequence[str | int], first: int, last: int) -> np.ndarr
         what = f"{path} was replaced while the run reads by it: all epochs have the same order"
         raise DataError(what, hint="start again to read by the new file, or put back the old one with its time (cp -p)")
     return order
-
-
-def build_ordered_index(shape: IndexShape, lengths: np.ndarray, documents: np.ndarray) -> EpochIndex:
-    """Build the index of an epoch with `documents` in their order, i32, and with the samples as they follow."""
-    order = np.arange(shape.samples, dtype=shape.order_dtype)
-    return EpochIndex(documents, sample_starts(shape, lengths, documents), order)

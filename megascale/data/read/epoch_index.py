@@ -53,19 +53,33 @@ class IndexShape:
 
     def build(self, lengths: np.ndarray, seed: int) -> EpochIndex:
         """Build the index of an epoch. `lengths`: of all documents of the dataset, in tokens. `seed`: u32."""
-        return build_epoch_index(self, lengths, seed)
+        random = np.random.RandomState(seed)
+        documents = np.arange(self.first, self.last, dtype=np.int32)
+        random.shuffle(documents)
+        starts = sample_starts(self, lengths, documents)
+        order = np.arange(self.samples, dtype=self.order_dtype)
+        random.shuffle(order)
+        return EpochIndex(self, documents, starts, order)
 
-    def index(self, documents: np.ndarray, starts: np.ndarray, order: np.ndarray) -> EpochIndex:
-        """Return the index of these arrays."""
-        return EpochIndex(documents, starts, order)
+    def pieces_of(self, index: EpochIndex, sample: int, lengths: np.ndarray) -> list[Piece]:
+        """The pieces of a sample of an index (`EpochIndex.pieces`)."""
+        (place, start), (last, end) = index.starts[sample : sample + 2].tolist()
+        documents = index.documents_of(sample, place, last + 1)
+        ends = [*(int(lengths[document]) for document in documents[:-1]), end + 1]
+        return [
+            Piece(document, start if number == 0 else 0, stop)
+            for number, (document, stop) in enumerate(zip(documents, ends, strict=True))
+        ]
 
 
 @dataclass(frozen=True)
 class EpochIndex:
-    """`documents` [d], i32: the ids of the documents in their order. `starts` [n + 1, 2], i32: the place in `documents`
-    and the token in that document at which each sample starts. `order` [n]: the sample of each index.
+    """The index of an epoch of this shape. `documents` [d], i32: the ids of the documents in their order. `starts`
+    [n + 1, 2], i32: the place in `documents` and the token in that document at which each sample starts. `order` [n]:
+    the sample of each index.
     """
 
+    shape: IndexShape
     documents: np.ndarray
     starts: np.ndarray
     order: np.ndarray
@@ -75,29 +89,16 @@ class EpochIndex:
 
         Raises: IndexError for entries out of range
         """
-        sample = int(self.order[index])
-        (place, start), (last, end) = self.starts[sample : sample + 2].tolist()
-        if not 0 <= place <= last < len(self.documents):
-            raise IndexError(f"sample {sample} begins in document {place} and ends in {last} of {len(self.documents)}")
-        documents = self.documents[place : last + 1].tolist()
+        return self.shape.pieces_of(self, int(self.order[index]), lengths)
+
+    def documents_of(self, sample: int, first: int, stop: int) -> list[int]:
+        """The documents at places [first, stop), of a sample. Raises: IndexError"""
+        if not 0 <= first < stop <= len(self.documents):
+            raise IndexError(f"sample {sample} has documents {first} to {stop} of {len(self.documents)}")
+        documents: list[int] = self.documents[first:stop].tolist()
         if min(documents) < 0:
             raise IndexError(f"document {min(documents)}")
-        ends = [*(int(lengths[document]) for document in documents[:-1]), end + 1]
-        return [
-            Piece(document, start if number == 0 else 0, stop)
-            for number, (document, stop) in enumerate(zip(documents, ends, strict=True))
-        ]
-
-
-def build_epoch_index(shape: IndexShape, lengths: np.ndarray, seed: int) -> EpochIndex:
-    """Build the index of an epoch. `lengths`: of all documents of the dataset, in tokens. `seed`: u32."""
-    random = np.random.RandomState(seed)
-    documents = np.arange(shape.first, shape.last, dtype=np.int32)
-    random.shuffle(documents)
-    starts = sample_starts(shape, lengths, documents)
-    order = np.arange(shape.samples, dtype=shape.order_dtype)
-    random.shuffle(order)
-    return EpochIndex(documents, starts, order)
+        return documents
 
 
 def sample_starts(shape: IndexShape, lengths: np.ndarray, documents: np.ndarray) -> np.ndarray:

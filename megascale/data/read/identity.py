@@ -30,9 +30,14 @@ def dataset_identity(prefix: str) -> str:
     """Return the sizes of PREFIX.idx and PREFIX.bin and a digest of pieces of both, or the error of a file that cannot
     be read. A dataset that was replaced has another identity, unless it differs between the pieces only.
     """
-    if is_url(prefix):
-        return _remote_identity(prefix)
-    return _local_identity(f"{prefix}.idx", f"{prefix}.bin", what=" of tokens")
+    if not is_url(prefix):
+        return _local_identity(f"{prefix}.idx", f"{prefix}.bin", what=" of tokens")
+    try:
+        index, tokens = (file_facts(prefix + ending) for ending in (".idx", ".bin"))
+    except OSError as error:
+        return f"{prefix} cannot be read: {error.strerror}"
+    version = hashlib.sha256(f"{index}{tokens}".encode()).hexdigest()[:16]
+    return f"{tokens.size} bytes of tokens, version {version}"
 
 
 def _local_identity(*paths: str, what: str = "") -> str:
@@ -48,15 +53,6 @@ def _local_identity(*paths: str, what: str = "") -> str:
     except OSError as error:
         return f"{Path(error.filename or paths[0]).name} cannot be read: {error.strerror}"
     return f"{size} bytes{what}, digest {digest.hexdigest()[:16]}"
-
-
-def _remote_identity(prefix: str) -> str:
-    try:
-        index, tokens = (file_facts(prefix + ending) for ending in (".idx", ".bin"))
-    except OSError as error:
-        return f"{prefix} cannot be read: {error.strerror}"
-    version = hashlib.sha256(f"{index}{tokens}".encode()).hexdigest()[:16]
-    return f"{tokens.size} bytes of tokens, version {version}"
 
 
 def run_prefixes(data: DataConfig) -> list[str]:

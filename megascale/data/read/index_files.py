@@ -8,12 +8,11 @@ samples is a function of the dataset, the seed and the epoch, so that a process 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from megascale.core.limits import os_error_hint, with_os_error_hint
 from megascale.core.readable import is_url
 from megascale.core.units import format_bytes
 from megascale.data.read.checksum import CHECKSUM_BYTES, check_file, file_with_checksum, once_a_version
-from megascale.data.read.epoch_index import EpochIndex, IndexShape
+from megascale.data.read.epoch_index import EpochIndex, IndexShape, sample_starts
 from megascale.data.read.indexed_dataset import IndexedDataset, map_dataset
 
 FORMAT = "megascale epoch index 2"
@@ -88,36 +87,22 @@ def open_index(folder: Path, key: IndexKey, files: IndexedDataset) -> EpochIndex
     return map_index(path, key)
 
 
-def map_index(path: Path, key: IndexKey) -> EpochIndex:
-    """Memory-map the file of an index, and compare it with `key`, and with the checksum if nobody has.
+def map_index(path: Path, key: IndexKey, *, again: bool = False) -> EpochIndex:
+    """Memory-map the file of an index, and compare it with `key`, and with the checksum if nobody has, or `again`.
 
     Raises: DataError for a file that cannot be read, or is not the index
     """
-    with _explained(path):
-        index = _map(path, key)
-        once_a_version(path, lambda: _check_content(path, key))
-        return index
 
+    def check() -> None:
+        check_file(path, _layout(key)[1] - CHECKSUM_BYTES)
 
-def check_index(path: Path, key: IndexKey) -> None:
-    """Compare the file of an index with `key`, and all of it with its checksum.
-
-    Raises: DataError for a file that cannot be read, or is not the index
-    """
-    with _explained(path):
-        _map(path, key)
-        _check_content(path, key)
-
-
-def _check_content(path: Path, key: IndexKey) -> None:
-    check_file(path, _layout(key)[1] - CHECKSUM_BYTES)
-
-
-@contextlib.contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    """Raise a DataError in place of an OSError or a ValueError about an index file."""
     try:
-        yield
+        index = _map(path, key)
+        if again:
+            check()
+        else:
+            once_a_version(path, check)
+        return index
     except OSError as error:
         hint = os_error_hint(error, "files of data.cache must stay in place while a run reads them")
         raise DataError(f"{path} cannot be read: {error.strerror or error}", hint=hint) from None
@@ -153,10 +138,11 @@ def _build(key: IndexKey, files: IndexedDataset) -> EpochIndex:
     files.check_places(key.shape.first, key.shape.last, key.shape.tokens)
     if "order" not in key.dataset:
         return key.shape.build(files.lengths, key.seed)
-    from megascale.data.read.document_order import build_ordered_index, read_order
+    from megascale.data.read.document_order import read_order
 
-    documents = read_order(key.dataset["order"], key.shape.first, key.shape.last)
-    return build_ordered_index(key.shape, files.lengths, documents)
+    shape, documents = key.shape, read_order(key.dataset["order"], key.shape.first, key.shape.last)
+    order = np.arange(shape.samples, dtype=shape.order_dtype)  # samples as they follow
+    return EpochIndex(shape, documents, sample_starts(shape, files.lengths, documents), order)
 
 
 def _map(path: Path, key: IndexKey) -> EpochIndex:
@@ -174,7 +160,7 @@ def _map(path: Path, key: IndexKey) -> EpochIndex:
     documents, starts, order = (
         memory[start : start + count * np.dtype(dtype).itemsize].view(dtype) for start, count, dtype in places
     )
-    return key.shape.index(documents, starts.reshape(-1, 2), order)
+    return EpochIndex(key.shape, documents, starts.reshape(-1, 2), order)
 
 
 def _layout(key: IndexKey) -> tuple[list[tuple[int, int, type[np.generic]]], int]:

@@ -81,14 +81,10 @@ class IndexedDataset:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """The token ids of a document."""
         return self.read(index, 0, int(self.lengths[index]))
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        """The token ids [start, stop) of a document.
-
-        Raises: IndexError for tokens that are not there
-        """
+        """The token ids [start, stop) of a document. Raises: IndexError for tokens that are not there"""
         length, first = int(self.lengths[document]), int(self.offsets[document]) // self.tokens.itemsize
         part = self.tokens[first + start : first + stop]
         if not 0 <= start <= stop <= length or first < 0 or len(part) != stop - start:
@@ -149,23 +145,19 @@ def map_dataset(prefix: str | Path, files: DatasetFiles, cache: BlockCache | Non
         n, entries = files.documents, np.asarray(np.memmap(index, mode="r"))[HEADER.itemsize :]
         lengths, offsets, ends = np.split(entries[: 12 * n + 8 * files.bounds], [4 * n, 12 * n])
         dtype = np.dtype(DTYPE_CODES[files.dtype_code]).newbyteorder("<")
-        tokens = _open_tokens(files, dtype, cache)
+        name = f"{files.prefix}.bin"
+        tokens: np.ndarray | RemoteTokens = np.empty(0, dtype)
+        if files.tokens and cache is not None and is_url(name):
+            from megascale.data.read.block_cache import RemoteTokens
+
+            tokens = RemoteTokens(cache.open(name, files.tokens * dtype.itemsize, files.versions[1]), dtype)
+        elif files.tokens:
+            tokens = np.asarray(np.memmap(name, dtype, mode="r"))
     except OSError as error:
         hint = os_error_hint(error, "the files of a dataset must stay in place while a run reads them")
         raise DataError(f"{prefix} cannot be read: {error.strerror or error}", hint=hint) from None
     numbers = (lengths.view("<i4"), offsets.view("<i8"), ends.view("<i8"))
     return IndexedDataset(str(prefix), tokens, *numbers, _info_of(prefix, files.description))
-
-
-def _open_tokens(files: DatasetFiles, dtype: np.dtype, cache: BlockCache | None) -> np.ndarray | RemoteTokens:
-    if not files.tokens:
-        return np.empty(0, dtype)
-    name = f"{files.prefix}.bin"
-    if cache is not None and is_url(name):
-        from megascale.data.read.block_cache import RemoteTokens
-
-        return RemoteTokens(cache.open(name, files.tokens * dtype.itemsize, files.versions[1]), dtype)
-    return np.asarray(np.memmap(name, dtype, mode="r"))
 
 
 def read_info(prefix: str | Path) -> DatasetInfo | None:

@@ -20,7 +20,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megascale.core.errors import Exit
 from megascale.core.run_folder import RunFolder
-from megascale.record.rank_state import LAST_EVENTS
+from megascale.record.rank_state import LAST_EVENTS, RankStatus
 
 
 class MessageError(ValueError):
@@ -31,30 +31,6 @@ class _Checked:
     """Base of the classes below: pydantic checks their fields as they come from the wire."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
-
-
-@dataclass(frozen=True)
-class RankStatus(_Checked):
-    """The state of a rank's process, as its agent sees it.
-
-    From its flight record: `phase`, `step`, `progress`, `step_time_s` (of recent steps, 0 before the first has ended),
-    `idle_s` (seconds without progress), `silent_s` (seconds without a beat of the rank's heartbeat thread).
-    `first_step`: the first step of the attempt, 0 before. `waits`: for the end of a communication, or for its device.
-    `state`: the letter of /proc/PID/stat (R, S, D, T, Z), "" if unknown. `rss`: bytes.
-    """
-
-    rank: int
-    pid: int
-    phase: str = ""
-    step: int = -1
-    progress: int = 0
-    idle_s: float = 0.0
-    silent_s: float = 0.0
-    step_time_s: float = 0.0
-    first_step: int = 0
-    waits: bool = False
-    state: str = ""
-    rss: int = 0
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from megascale.core.errors import Exit
 from megascale.core.rank import format_ranks
-from megascale.operate.channel.messages import RankEnd, RankStatus
+from megascale.operate.channel.messages import RankEnd
 from megascale.operate.driver.classify import (
     IS_STOPPED,
     Finding,
@@ -24,7 +24,7 @@ from megascale.operate.driver.classify import (
 )
 from megascale.operate.driver.roster import Roster, node_by_rank
 from megascale.operate.driver.watch import STOPPED_STATES, ProgressWatch
-from megascale.record.rank_state import LogError, RankState
+from megascale.record.rank_state import LogError, RankState, RankStatus
 
 if TYPE_CHECKING:
     from megascale.operate.diagnose.hang.hang import Verdict

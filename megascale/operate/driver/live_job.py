@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from megascale.core.outages import Outages
-from megascale.operate.channel.messages import RankStatus
 from megascale.operate.driver.job import Job
 from megascale.operate.node.threads import call_in_thread
 from megascale.operate.print_line import print_line
 from megascale.record.layout import Phase
-from megascale.record.live_file import EVERY_S, LIVE_FILE, SHOWN_STATES, LiveFile, LiveRank, LiveState
+from megascale.record.live_file import EVERY_S, LIVE_FILE, LiveFile, LiveState
+from megascale.record.rank_state import RankStatus
 
 FINISH_S = 1.0  # seconds that the end of the job waits for a file server
 
@@ -21,26 +21,21 @@ FINISH_S = 1.0  # seconds that the end of the job waits for a file server
 def live_state(job: Job, now: float) -> LiveState:
     """Return the present state of all ranks."""
     attempt = job.attempt
-    ranks = [LiveRank()] * (job.plan.world if attempt is None else attempt.world)
+    ranks = [RankStatus(rank, 0) for rank in range(job.plan.world if attempt is None else attempt.world)]
     for node, on_node in attempt.placement.items() if attempt is not None else ():
         member = job.roster.members.get(node)
         for rank in on_node:
             if member is None:  # lost
-                ranks[rank] = LiveRank(state="X")
+                ranks[rank] = RankStatus(rank, 0, state="X")
             elif (status := member.statuses.get(rank)) is not None:
-                ranks[rank] = _live_rank(status, now - member.heard)
+                age_s = now - member.heard
+                ranks[rank] = status._replace(idle_s=status.idle_s + age_s, silent_s=status.silent_s + age_s)
     for number, end in attempt.ends.items() if attempt is not None else ():
         last = ranks[number]
         last = last._replace(step=max(last.step, end.step or -1))  # its last status may be gone
         ranks[number] = last._replace(phase=str(Phase.DONE)) if end.in_order else last._replace(state="X")
     stage = "" if job.plan.alone else str(job.stage)
     return LiveState(now, job.history.attempt, ranks, stage, job.history.ended)
-
-
-def _live_rank(status: RankStatus, age_s: float) -> LiveRank:
-    """Return the state of a rank as its agent has seen it `age_s` seconds ago."""
-    state = status.state if status.state in SHOWN_STATES else ""
-    return LiveRank(status.phase, status.step, int(status.idle_s + age_s), int(status.silent_s + age_s), state)
 
 
 @contextlib.asynccontextmanager

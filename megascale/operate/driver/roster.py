@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megascale.operate.channel.messages import Hello, RankStatus
+from megascale.operate.channel.messages import Hello
+from megascale.record.rank_state import RankStatus
 
 MOST_NAMED = 8  # most nodes that a message names
 

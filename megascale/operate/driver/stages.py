@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megascale.core.errors import Exit
-from megascale.operate.channel.messages import Collect, OpenStore, Prepare, RankStatus, Start
+from megascale.operate.channel.messages import Collect, OpenStore, Prepare, Start
 from megascale.operate.driver.attempt import Attempt, LostNode
 from megascale.operate.driver.commands import Say, Send
 from megascale.operate.driver.decisions import has_silent_node, missing_nodes, note_progress, waits_for_network
@@ -18,6 +18,7 @@ from megascale.operate.driver.job_state import REJOIN_S, SETTLE_S, JobState, Sta
 from megascale.operate.driver.roster import format_nodes, place_ranks
 from megascale.operate.driver.watch import ProgressWatch
 from megascale.record.layout import NEWEST
+from megascale.record.rank_state import RankStatus
 
 OPEN_S = 20.0  # seconds that rank 0's node has to open the job's store
 RECONNECT_S = 2.0  # seconds that an agent whose ranks other ranks have lost has to connect again

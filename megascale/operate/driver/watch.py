@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 
 from megascale.config.fault import FaultConfig
-from megascale.operate.channel.messages import RankStatus
 from megascale.record.layout import Phase
+from megascale.record.rank_state import RankStatus
 
 STOPPED_STATES = ("T", "t")  # letters of /proc/PID/stat: stopped by a signal, or by a debugger
 

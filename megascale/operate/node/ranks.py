@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megascale.core.process import process_facts
-from megascale.operate.channel.messages import RankEnd, RankStatus
+from megascale.operate.channel.messages import RankEnd
 from megascale.record.log_reader import read_state
-from megascale.record.rank_state import LogError, RankState
+from megascale.record.rank_state import LogError, RankState, RankStatus
 
 DRIVER_LOST = 75
 """Exit status of an agent whose driver stayed away for `fault.agent_grace_s`; EX_TEMPFAIL of sysexits.h."""
@@ -109,20 +109,7 @@ def rank_status(rank: int, pid: int, record: RankState | None, started: float) -
     """Return the state of a rank. `record`: the head of its flight record, None before it has begun; `started`: of the
     host's monotonic clock.
     """
-    (state, rss), now = process_facts(pid), time.monotonic()
+    (state, rss), now_ns = process_facts(pid), time.monotonic_ns()
     if record is None:
-        return RankStatus(rank, pid, idle_s=now - started, state=state, rss=rss)
-    return RankStatus(
-        rank,
-        pid,
-        phase=record.phase,
-        step=record.step,
-        progress=record.progress,
-        idle_s=max(0.0, now - record.updated_ns / 1e9),
-        silent_s=max(0.0, now - record.heartbeat_ns / 1e9),
-        step_time_s=record.step_time_s,
-        first_step=record.first_step,
-        waits=record.wait is not None and record.wait.kind in ("waiting", "device"),
-        state=state,
-        rss=rss,
-    )
+        return RankStatus(rank, pid, idle_s=now_ns / 1e9 - started, state=state, rss=rss)
+    return record.status(now_ns, state, rss)

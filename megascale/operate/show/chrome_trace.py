@@ -3,7 +3,7 @@
 A rank is a process with a row for compute and rows for every axis of communication, all on the clock of rank 0. Arrows
 lead from the send of a point-to-point message to its receive.
 
-rank_rows: the rows of a rank (Row, Slice). rank_trace: its part of the file. write_trace: the file (TraceStats).
+rank_rows: the rows of a rank (Row, Slice). write_trace: the file (TraceStats).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import heapq
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,16 +20,14 @@ from typing import Any, NamedTuple
 from megascale.core.files import atomic_file
 from megascale.record.events import COMPUTE, Event, RankEvents
 
-FILE_START = b'{"displayTimeUnit":"ms","traceEvents":['
-"""The first bytes of a timeline file."""
+FILE_START = b'{"displayTimeUnit":"ms","traceEvents":['  # the first bytes of a timeline file
 
 TICKS_PER_SECOND = 8_000_000
 """Ticks in a second. Viewers drop slices that overlap by a rounding error; an eighth of a microsecond is exact in the
 binary floats of all viewers.
 """
 
-AXIS_ORDER = ("tp", "cp", "pp", "dp", "tied", "world")
-"""Axes in display order; any further axes follow."""
+AXIS_ORDER = ("tp", "cp", "pp", "dp", "tied", "world")  # axes in display order; any further axes follow
 
 
 def axis_sort_key(axis: str) -> tuple[int, str]:
@@ -76,6 +74,11 @@ def step_starts(events: RankEvents) -> dict[int, float]:
         first = min(itertools.chain([event.start], (start for start, _ in event.waits)))
         starts[event.step] = min(first, starts.get(event.step, first))
     return {step: start + events.clock_offset(start) for step, start in starts.items()}
+
+
+def first_start(ranks: Iterable[RankEvents]) -> float:
+    """Return the start of the first event of some ranks, in seconds of rank 0's clock; 0 without events."""
+    return min((start for events in ranks for start in step_starts(events).values()), default=0.0)
 
 
 def rank_rows(events: RankEvents, origin: float) -> list[Row]:
@@ -150,26 +153,26 @@ class MessageEnd(NamedTuple):
     row: int
 
 
-@dataclass(frozen=True)
-class RankTrace:
-    """A rank's part of the timeline file: its items as JSON text, and its ends of messages."""
-
-    rank: int
-    num_slices: int
-    text: str
-    message_ends: list[MessageEnd]
-
-
-def rank_trace(events: RankEvents, origin: float) -> RankTrace:
-    """Build a rank's part of the timeline. `origin`: seconds of rank 0's clock at the timeline's start."""
-    rows_of_rank = rank_rows(events, origin)
-    items = [*_names(events, rows_of_rank), *_slice_items(events.rank, rows_of_rank)]
-    return RankTrace(
-        events.rank,
-        sum(len(row.slices) for row in rows_of_rank),
-        _json_items(items),
-        list(_message_ends(events.rank, rows_of_rank)),
-    )
+def _rank_items(events: RankEvents, rows_of_rank: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """Yield the names of a rank and of its rows, then the slices."""
+    rank = events.rank
+    named: list[tuple[str, int, dict[str, Any]]] = [
+        ("process_name", 0, {"name": f"rank {rank} ({rank_label(events)})"}),
+        ("process_labels", 0, {"labels": events.host}),
+        ("process_sort_index", 0, {"sort_index": rank}),
+    ]
+    for number, row in enumerate(rows_of_rank):
+        named.append(("thread_name", number, {"name": row.name}))
+        named.append(("thread_sort_index", number, {"sort_index": number}))
+    for name, number, args in named:
+        yield {"ph": "M", "name": name, "pid": rank, "tid": _thread(rank, number), "args": args}
+    for number, row in enumerate(rows_of_rank):
+        for slice in row.slices:
+            yield {
+                "ph": "X", "name": slice.name, "cat": "wait" if slice.wait else slice.event.axis, "pid": rank,
+                "tid": _thread(rank, number), "ts": _microseconds(slice.start),
+                "dur": _microseconds(slice.end - slice.start), "args": _details(slice),
+            }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -185,24 +188,32 @@ class TraceStats:
     reversed: int
 
 
-def write_trace(path: Path, parts: Iterable[RankTrace]) -> TraceStats:
-    """Write the timeline atomically.
+def write_trace(path: Path, ranks: Iterable[RankEvents], origin: float) -> TraceStats:
+    """Write the timeline of ranks atomically. `origin`: seconds of rank 0's clock at its start.
 
     Raises: OSError
     """
-    slices, ends, ranks = 0, list[MessageEnd](), set[int]()
+    slices, ends, written = 0, list[MessageEnd](), set[int]()
     with atomic_file(path, "w") as file:
         file.write(FILE_START.decode())
-        for part in parts:
-            file.write((",\n" if ranks else "\n") + part.text)
-            slices += part.num_slices
-            ends += part.message_ends
-            ranks.add(part.rank)
-        messages = _match_messages(end for end in ends if ranks.issuperset(end.key[:2]))
+        for events in ranks:
+            rows_of_rank = rank_rows(events, origin)
+            file.write((",\n" if written else "\n") + _json_items(_rank_items(events, rows_of_rank)))
+            slices += sum(len(row.slices) for row in rows_of_rank)
+            ends += _message_ends(events.rank, rows_of_rank)
+            written.add(events.rank)
+        messages = _match_messages(end for end in ends if written.issuperset(end.key[:2]))
         arrows = [(send, receive) for send, receive in messages if send and receive and send.start <= receive.end]
         # arrows follow all slices: a viewer attaches the end of an arrow to the slice that is open at that time
-        for number, (send, receive) in enumerate(arrows, 1):
-            file.write(",\n" + _json_items(_arrow(number, send, receive)))
+        for number, (send, receive) in enumerate(arrows, 1):  # both ends in their slices, the second not before
+            items = (
+                {
+                    "ph": phase, "name": "message", "cat": "message", "id": number, "bp": "e",
+                    "pid": end.rank, "tid": _thread(end.rank, end.row), "ts": _microseconds(tick),
+                }
+                for phase, end, tick in (("s", send, send.start), ("f", receive, max(send.start, receive.start)))
+            )  # fmt: skip
+            file.write(",\n" + _json_items(items))
         file.write("\n]}\n")
     single = sum(send is None or receive is None for send, receive in messages)
     return TraceStats(slices, len(arrows), single, len(messages) - single - len(arrows))
@@ -224,13 +235,6 @@ def matched_messages(ranks: Iterable[tuple[RankEvents, list[Row]]]) -> list[tupl
     return sorted(pairs, key=lambda pair: pair[0].start)
 
 
-def _arrow(number: int, send: MessageEnd, receive: MessageEnd) -> Iterator[dict[str, Any]]:
-    """The two items of an arrow, both within their slices, the second not before the first."""
-    for phase, end, tick in (("s", send, send.start), ("f", receive, max(send.start, receive.start))):
-        item = {"ph": phase, "name": "message", "cat": "message", "id": number, "bp": "e"}
-        yield {**item, "pid": end.rank, "tid": _thread(end.rank, end.row), "ts": _microseconds(tick)}
-
-
 def _message_ends(rank: int, rows_of_rank: list[Row]) -> Iterator[MessageEnd]:
     for number, row in enumerate(rows_of_rank):
         for start, end, event, wait in row.slices:
@@ -248,37 +252,6 @@ def _json_items(items: Iterable[dict[str, Any]]) -> str:
 def _thread(rank: int, row: int) -> int:
     """The thread id of a row. The id differs from the process id, which viewers reserve for the main thread."""
     return 1000 * (rank + 1) + row
-
-
-def _names(events: RankEvents, rows_of_rank: list[Row]) -> Iterator[dict[str, Any]]:
-    """The metadata items with the names and the order of a rank and its rows."""
-    rank = events.rank
-    named: list[tuple[str, int, dict[str, Any]]] = [
-        ("process_name", 0, {"name": f"rank {rank} ({rank_label(events)})"}),
-        ("process_labels", 0, {"labels": events.host}),
-        ("process_sort_index", 0, {"sort_index": rank}),
-    ]
-    for number, row in enumerate(rows_of_rank):
-        named.append(("thread_name", number, {"name": row.name}))
-        named.append(("thread_sort_index", number, {"sort_index": number}))
-    for name, number, args in named:
-        yield {"ph": "M", "name": name, "pid": rank, "tid": _thread(rank, number), "args": args}
-
-
-def _slice_items(rank: int, rows_of_rank: list[Row]) -> Iterator[dict[str, Any]]:
-    for number, row in enumerate(rows_of_rank):
-        thread = _thread(rank, number)
-        for slice in row.slices:
-            yield {
-                "ph": "X",
-                "name": slice.name,
-                "cat": "wait" if slice.wait else slice.event.axis,
-                "pid": rank,
-                "tid": thread,
-                "ts": _microseconds(slice.start),
-                "dur": _microseconds(slice.end - slice.start),
-                "args": _details(slice),
-            }
 
 
 def _microseconds(ticks: int) -> float:

@@ -1,18 +1,17 @@
-"""The curves of a run: loss, gradient norm, throughput, MFU and validation loss by step, from `metrics.jsonl`.
+"""Curves over steps from a run's metrics.jsonl, read again and again while the file grows.
 
-Resumes are joined: where a later record has a step that was recorded before, training went back, and the later record
+A record of step N removes what earlier records said of N and of later steps: training went back, and the later record
 and those after it count.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import itertools
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,20 +19,44 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megascale.core.units import format_count
+from megascale.record.metrics import Alert
+
 METRICS = ("loss", "grad_norm", "lr", "step_time_s", "tokens_per_s", "mfu_full", "mfu_causal", "peak_memory_bytes")
 """Metrics of logged steps that have a curve. A curve lacks what a record lacks, such as MFU without a peak: NaN."""
 
-MOST_POINTS = 2000
-"""Most points of a drawn curve."""
+MOST_POINTS = 2000  # most points of a drawn curve
 
 
-class Spike(NamedTuple):
-    """An alert: after `step`, `metric` was `value`, far above `recent`, its recent median."""
+class CurveKind(NamedTuple):
+    """How the curve of a metric is shown: its title, a short one, and the formats of a value (with its `unit` where
+    none is said), of a tick, and of a tick in d3's words.
+    """
 
-    step: int
-    metric: str
-    value: float
-    recent: float
+    title: str
+    label: str
+    value: Callable[[float], str]
+    tick: Callable[[float], str]
+    d3: str
+    unit: str = ""
+
+    def text(self, value: float) -> str:
+        """Return a value with its unit."""
+        return self.value(value) + (self.unit if math.isfinite(value) else "")
+
+
+CURVES = {
+    "loss": CurveKind("loss", "loss", "{:.4f}".format, "{:.3g}".format, "~g"),
+    "grad_norm": CurveKind("gradient norm", "grad norm", "{:.3g}".format, "{:.3g}".format, "~g"),
+    "tokens_per_s": CurveKind(
+        "tokens per second", "throughput", lambda speed: format_count(speed) if math.isfinite(speed) else "",
+        format_count, "~s", " tok/s",
+    ),
+    "mfu_full": CurveKind(
+        "MFU", "MFU", lambda mfu: f"{mfu:.1%}" if math.isfinite(mfu) else "n/a", lambda mfu: f"{100 * mfu:.3g}%", ".1%"
+    ),
+}  # fmt: skip
+"""The curves that are shown, by metric."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +66,7 @@ class Curves:
     steps: np.ndarray
     values: Mapping[str, np.ndarray]
     valid: tuple[tuple[int, float], ...] = ()
-    spikes: tuple[Spike, ...] = ()
+    alerts: tuple[Alert, ...] = ()
 
     @cached_property
     def last(self) -> dict[str, float]:
@@ -57,23 +80,18 @@ class Curves:
 
     def drawn(self, metric: str, points: int = MOST_POINTS) -> tuple[np.ndarray, np.ndarray]:
         """Return steps and finite values of a metric, thinned to about `points`: of each part of the curve its lowest
-        and its highest value, so that no spike is lost.
+        and its highest value, so that no spike is lost, and the last.
         """
         keep = np.isfinite(self.values[metric])
-        return thin_curve(self.steps[keep], self.values[metric][keep], points)
-
-
-def thin_curve(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the lowest and highest point of each of `points` / 2 parts of a curve, and its last point."""
-    if len(x) <= points:
-        return x, y
-    edges = np.linspace(0, len(x), max(1, points // 2) + 1).astype(int)
-    kept = {len(x) - 1}
-    for start, end in itertools.pairwise(edges):
-        if end > start:
-            kept |= {start + int(np.argmin(y[start:end])), start + int(np.argmax(y[start:end]))}
-    index = np.array(sorted(kept))
-    return x[index], y[index]
+        x, y = self.steps[keep], self.values[metric][keep]
+        if len(x) <= points:
+            return x, y
+        kept = {len(x) - 1}
+        for start, end in itertools.pairwise(np.linspace(0, len(x), max(1, points // 2) + 1).astype(int)):
+            if end > start:
+                kept |= {start + int(np.argmin(y[start:end])), start + int(np.argmax(y[start:end]))}
+        index = np.array(sorted(kept))
+        return x[index], y[index]
 
 
 class MetricsFile:
@@ -88,10 +106,9 @@ class MetricsFile:
 
     def _forget(self) -> None:
         self._offset = 0
-        self._steps: list[int] = []
-        self._columns: dict[str, list[float]] = {name: [] for name in METRICS}
+        self._logged: list[tuple[int, list[float]]] = []
         self._valid: list[tuple[int, float]] = []
-        self._spikes: list[Spike] = []
+        self._alerts: list[Alert] = []
         self._curves: Curves | None = None
 
     def read(self) -> Curves:
@@ -102,9 +119,10 @@ class MetricsFile:
                     self._add(json.loads(line))
             self._curves = None
         if self._curves is None:
-            columns = {name: np.array(column, dtype=float) for name, column in self._columns.items()}
-            steps = np.array(self._steps, dtype=np.int64)
-            self._curves = Curves(steps, columns, tuple(self._valid), tuple(self._spikes))
+            steps = np.array([step for step, _ in self._logged], dtype=np.int64)
+            columns = np.array([values for _, values in self._logged], dtype=float).reshape(-1, len(METRICS)).T
+            values = dict(zip(METRICS, columns, strict=True))
+            self._curves = Curves(steps, values, tuple(self._valid), tuple(self._alerts))
         return self._curves
 
     def _new_text(self) -> bytes:
@@ -127,23 +145,15 @@ class MetricsFile:
         """Add a record. Raises: ValueError, TypeError or KeyError for anything else"""
         step = int(record["step"])
         if "loss" in record:
-            values = {name: float(record.get(name, math.nan)) for name in METRICS}
-            self._go_back_to(step)
-            self._steps.append(step)
-            for name, value in values.items():
-                self._columns[name].append(value)
+            _append(self._logged, (step, [float(record.get(name, math.nan)) for name in METRICS]))
         elif "valid_loss" in record:
-            entry = (step, float(record["valid_loss"]))
-            while self._valid and self._valid[-1][0] >= step:
-                self._valid.pop()
-            self._valid.append(entry)
+            _append(self._valid, (step, float(record["valid_loss"])))
         elif "alert" in record:
-            self._spikes.append(Spike(step, str(record["alert"]), float(record["value"]), float(record["recent"])))
+            self._alerts.append(Alert(step, str(record["alert"]), float(record["value"]), float(record["recent"])))
 
-    def _go_back_to(self, step: int) -> None:
-        """Drop the records of `step` and later."""
-        if self._steps and self._steps[-1] >= step:
-            first = bisect.bisect_left(self._steps, step)
-            del self._steps[first:]
-            for column in self._columns.values():
-                del column[first:]
+
+def _append(entries: list, entry: tuple[int, Any]) -> None:
+    """Append an entry, and drop those of its step and later ones."""
+    while entries and entries[-1][0] >= entry[0]:
+        entries.pop()
+    entries.append(entry)

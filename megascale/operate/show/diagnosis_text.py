@@ -7,28 +7,17 @@ from typing import Any
 
 from megascale.core.rank import format_ranks
 from megascale.core.units import format_duration
-from megascale.operate.show.diagnosis import RunDiagnosis, nodes_of
+from megascale.operate.show.diagnosis import RunDiagnosis
 from megascale.operate.show.last_states import DUMPED
 from megascale.operate.show.rank_details import RankDetails
-from megascale.record.rank_state import FlightEvent, RankState
+from megascale.record.rank_state import FlightEvent
 
-MOST_SETS = 16
-"""Most rows of the table of waits."""
-
-MOST_LINKS = 12
-"""Most links of the chain: half of them at each end."""
-
-MOST_EVENTS = 8
-"""Most of a culprit's events."""
-
-LOG_LINES = 8
-"""Most lines of a culprit's output."""
-
-MOST_FRAMES = 30
-"""Most lines of a thread's stack."""
-
-FEW = 6
-"""Most ranks that a cell of the table names."""
+MOST_SETS = 16  # most rows of the table of waits
+MOST_LINKS = 12  # most links of the chain: half of them at each end
+MOST_EVENTS = 8  # most of a culprit's events
+LOG_LINES = 8  # most lines of a culprit's output
+MOST_FRAMES = 30  # most lines of a thread's stack
+FEW = 6  # most ranks that a cell of the table names
 
 
 def diagnosis_text(found: RunDiagnosis) -> str:
@@ -38,7 +27,12 @@ def diagnosis_text(found: RunDiagnosis) -> str:
 
 def _lines(found: RunDiagnosis) -> Iterator[str]:
     yield from _head(found)
-    yield from _seen(found)
+    for source, ranks in found.states.sources().items():
+        ages = [found.states.by_rank[rank].age_s for rank in ranks]
+        since = f", {format_duration(max(ages))} ago" if max(ages) >= 1 else ", now"
+        who = f"all {len(ranks)} ranks" if 1 < len(ranks) == found.view.world else format_ranks(ranks)
+        yield f"seen     {who}: {source}{since}"
+    yield from (f"note     {note}" for note in found.notes)
     if found.verdict is not None:
         yield from _section("evidence", found.verdict.evidence)
         yield from _section("where ranks wait, those nearest the culprit first", list(_table(found)))
@@ -63,54 +57,36 @@ def _head(found: RunDiagnosis) -> Iterator[str]:
     """Yield the verdict first, then the run."""
     view, verdict = found.view, found.verdict
     idle = format_duration(found.idle_s)
+    newest = max((record.step for record in found.states.by_rank.values()), default=0) or view.step
+    step = f"{newest:,}{f' of {view.steps:,}' if view.steps else ''}"
     if verdict is not None:
         yield f"HANGS: {found.what}" if view.is_live else f"HUNG when last seen: {found.what}"
         sure = "a single explanation" if verdict.confident else "not certain: see the evidence"
         where = f", in group {verdict.group}" if verdict.group else ""
         yield f"verdict  {verdict.kind}{where}; {sure}"
-        yield f"hang     no rank has made progress for {idle}, step {_step(found)}"
+        yield f"hang     no rank has made progress for {idle}, step {step}"
     elif found.condition == "hangs":
         yield f"HUNG, by torch's flight recorder alone: {found.what}"
     elif found.condition == "makes progress":
         last = f"as of {format_duration(found.age_s)} ago" if found.age_s else f"the last was {idle} ago"
-        yield f"NO HANG: the run makes progress, step {_step(found)}; {last}"
+        yield f"NO HANG: the run makes progress, step {step}; {last}"
         if found.slow_ranks:
             yield f"but {format_ranks(found.slow_ranks)} made none for {format_duration(found.limit_s)} or more"
         else:
             yield f"a standstill of {format_duration(found.limit_s)} is called a hang"
     elif found.condition == "is out of sight":
-        seen = f"when last seen, {format_duration(found.age_s)} ago, step {_step(found)}"
+        seen = f"when last seen, {format_duration(found.age_s)} ago, step {step}"
         yield f"NO HANG {seen}: the run is not running any more, or out of sight"
     elif found.condition == "has ended":
-        yield f"{_ended(found)}, step {_step(found)}"
+        if view.status and view.incidents and view.incidents[-1].class_ == "hang":  # a driver stopped it
+            yield f"HUNG before its end ({view.state}): {view.incidents[-1].what}, step {step}"
+        else:
+            yield f"NO HANG: the run has ended ({view.state}), step {step}"
     else:
         yield "UNKNOWN: no state of a rank is left, only dumps of torch's flight recorder, in which no rank waits"
     yield f"run      {view.folder}: {view.layout}; {view.state}"
     if found.error:
         yield f"error    {found.error}"
-
-
-def _ended(found: RunDiagnosis) -> str:
-    """Return how the run ended: stopped by a driver as it hung, or otherwise."""
-    view = found.view
-    if view.status and view.incidents and view.incidents[-1].class_ == "hang":
-        return f"HUNG before its end ({view.state}): {view.incidents[-1].what}"
-    return f"NO HANG: the run has ended ({view.state})"
-
-
-def _step(found: RunDiagnosis) -> str:
-    total = f" of {found.view.steps:,}" if found.view.steps else ""
-    step = max((record.step for record in found.states.by_rank.values()), default=0) or found.view.step
-    return f"{step:,}{total}"
-
-
-def _seen(found: RunDiagnosis) -> Iterator[str]:
-    for source, ranks in found.states.sources().items():
-        ages = [found.states.by_rank[rank].age_s for rank in ranks]
-        since = f", {format_duration(max(ages))} ago" if max(ages) >= 1 else ", now"
-        who = f"all {len(ranks)} ranks" if 1 < len(ranks) == found.view.world else format_ranks(ranks)
-        yield f"seen     {who}: {source}{since}"
-    yield from (f"note     {note}" for note in found.notes)
 
 
 def _table(found: RunDiagnosis) -> Iterator[str]:
@@ -125,7 +101,7 @@ def _table(found: RunDiagnosis) -> Iterator[str]:
         ))  # fmt: skip
     if len(rows) == 1:
         return
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
     if rest := found.waiting[MOST_SETS:]:
@@ -151,13 +127,13 @@ def _chain(found: RunDiagnosis) -> Iterator[str]:
 
 def _culprit(culprit: RankDetails) -> Iterator[str]:
     state = culprit.state
+    node = f" on {state.node}" if state is not None and state.node else ""
     if state is None:
         yield "has no flight record: its node may be lost, or it has not begun"
     elif state.source == DUMPED:
-        yield f"its dump{f' on {state.node}' if state.node else ''} has no operation of the last {_idle(state)}"
+        yield f"its dump{node} has no operation of the last {format_duration(state.idle_s)}"
     else:
-        letter = f", in state {state.letter}" if state.letter else ""
-        yield f"process {state.pid}{f' on {state.node}' if state.node else ''}{letter}"
+        yield f"process {state.pid}{node}{f', in state {state.letter}' if state.letter else ''}"
         since = format_duration((state.read_ns - state.phase_since_ns) / 1e9)
         silent = f"last heartbeat {state.silent_s:.1f} s before it was seen"
         yield f"phase {state.phase} for {since}, step {state.step}; {silent}"
@@ -166,23 +142,15 @@ def _culprit(culprit: RankDetails) -> Iterator[str]:
         yield from (f"  {event}" for event in events)
     if culprit.stack:
         yield "stack:"
-        yield from (f"  {line}" for line in _first_thread(culprit.stack))
+        # the first thread in py-spy's text is the main thread
+        head, *threads = culprit.stack.split("\nThread ")
+        first = f"Thread {threads[0]}".rstrip() if threads else head
+        yield from (f"  {line}" for line in first.splitlines()[:MOST_FRAMES])
+        if len(threads) > 1:
+            yield f"  and {len(threads) - 1} more threads: see --json"
     if culprit.log is not None:
         yield f"end of its output, {culprit.log}:"
         yield from (f"  {line}" for line in culprit.output[-LOG_LINES:])
-
-
-def _idle(state: RankState) -> str:
-    return format_duration(state.idle_s)
-
-
-def _first_thread(stack: str) -> list[str]:
-    """Return the lines of the first thread in py-spy's text, which is the main thread, and the number of the others."""
-    threads = stack.split("\nThread ")
-    if len(threads) == 1:
-        return stack.splitlines()[:MOST_FRAMES]
-    more = [f"and {len(threads) - 2} more threads: see --json"] if len(threads) > 2 else []
-    return [*f"Thread {threads[1]}".rstrip().splitlines()[:MOST_FRAMES], *more]
 
 
 def _events(culprit: RankDetails) -> list[str]:
@@ -211,7 +179,7 @@ def diagnosis_json(found: RunDiagnosis) -> dict[str, Any]:
         "age_s": round(found.age_s, 1),
         "slow_ranks": list(found.slow_ranks),
         "verdict": None if verdict is None else {
-            "kind": verdict.kind, "ranks": list(verdict.ranks), "nodes": nodes_of(verdict.ranks, states),
+            "kind": verdict.kind, "ranks": list(verdict.ranks), "nodes": states.nodes(verdict.ranks),
             "group": verdict.group, "confident": verdict.confident, "evidence": list(verdict.evidence),
         },
         "sources": [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 import numpy as np
@@ -12,21 +12,17 @@ import numpy as np
 import megascale
 from megascale.core.rank import format_ranks
 from megascale.core.units import format_bytes, format_count, format_duration, format_time
+from megascale.operate.diagnose.slow.mfu_breakdown import MfuBreakdown
 from megascale.operate.show.charts.report_charts import Bar, CellLevel, Mark, Series, bar_chart, grid_chart, line_chart
 from megascale.operate.show.charts.shapes import BLUE, GREEN, ORANGE, RED, STYLE
-from megascale.operate.show.frame import is_ill, verdict_of
+from megascale.operate.show.curves import CURVES
 from megascale.operate.show.rank_grid import rank_matrix
 from megascale.operate.show.run_view import RunView
 from megascale.operate.show.store_view import StoreView
 
-FILE_START = b"<!doctype html><!-- megascale report -->"
-"""The first bytes of a report."""
-
-MOST_POINTS = 800
-"""Most points of a curve."""
-
-MOST_ROWS = 200
-"""Most incidents and findings that are listed: the last, and the costliest."""
+FILE_START = b"<!doctype html><!-- megascale report -->"  # the first bytes of a report
+MOST_POINTS = 800  # most points of a curve
+MOST_ROWS = 200  # most incidents and findings that are listed: the last, and the costliest
 
 PAGE_STYLE = """
 body { font: 14px sans-serif; color: #222; max-width: 1100px; margin: 24px auto; padding: 0 16px }
@@ -44,25 +40,19 @@ SLOWNESS_LEVELS = (
 
 MEMORY_COLOURS = ("#eff3ff", "#bdd7e7", "#6baed6", "#3182bd", "#08519c")
 
-CURVES: dict[str, tuple[str, Callable[[float], str]]] = {
-    "loss": ("loss", "{:.3g}".format), "grad_norm": ("gradient norm", "{:.3g}".format),
-    "tokens_per_s": ("tokens per second", format_count), "mfu_full": ("MFU", lambda mfu: f"{100 * mfu:.3g}%"),
-}  # fmt: skip
-"""Title and format of a curve's values, by metric."""
-
 
 def render_report(view: RunView, store: StoreView | None, timeline: str, notes: Sequence[str] = ()) -> str:
     """Return the report. `store`: None without an event store; `timeline`: a picture as SVG, "" for none; `notes`: what
     is missing, and why.
     """
     sections = [
-        *_header(view, store),
+        *_header(view, store.verdicts if store is not None else None),
         *([_findings(store)] if store is not None else ()),
         _curves(view),
         *(_heat_map(view, store) if store is not None else ()),
-        *(_waterfall(store) if store is not None else ()),
+        *(_waterfall(store.breakdown) if store is not None and store.breakdown is not None else ()),
         *(["<h2>Timeline</h2>", timeline] if timeline else ()),
-        *(_memory(view, store) if store is not None else ()),
+        *(_memory(view, store.memory) if store is not None else ()),
         _incidents(view),
         *(f"<p class='note'>{escape(note)}</p>" for note in notes),
     ]
@@ -73,18 +63,18 @@ def render_report(view: RunView, store: StoreView | None, timeline: str, notes: 
     return "\n".join([FILE_START.decode(), head, "<body>", *sections, foot]) + "\n"
 
 
-def _header(view: RunView, store: StoreView | None) -> Iterator[str]:
-    last, findings = view.curves.last, store.verdicts if store is not None else None
-    bad = " bad" if is_ill(view, findings) else ""
+def _header(view: RunView, findings: Sequence[str] | None) -> Iterator[str]:
+    last = view.curves.last
     speed, mfu = last.get("tokens_per_s", math.nan), last.get("mfu_full", math.nan)
     yield f"<h1>{escape(view.name)}</h1>"
-    yield f"<p class='verdict{bad}'>{escape(verdict_of(view, findings))}</p>"
+    ill = " bad" if view.is_ill(findings) else ""
+    yield f"<p class='verdict{ill}'>{escape(view.verdict(findings))}</p>"
     yield _table([
         ("state", f"{view.state}, attempt {view.attempt}"),
         ("model", view.model),
         ("layout", view.layout),
-        ("step", f"{view.step:,}{f' of {view.steps:,}' if view.steps else ''}"),
-        ("loss", f"{last['loss']:.4f}" if last else ""),
+        ("step", view.progress),
+        ("loss", CURVES["loss"].value(last["loss"]) if last else ""),
         ("throughput", f"{format_count(speed)} tokens/s" if math.isfinite(speed) else ""),
         ("MFU", f"{mfu:.1%}, full-attention convention" if math.isfinite(mfu) else "the peak is not known"),
         ("folder", str(view.folder.resolve())),
@@ -107,7 +97,7 @@ def _curves(view: RunView) -> str:
     if view.curves.valid:
         steps, losses = zip(*view.curves.valid, strict=True)
         drawn["loss"].append(Series("validation", np.array(steps), np.array(losses), ORANGE))
-    charts = (line_chart(title, drawn[metric], marks, tick) for metric, (title, tick) in CURVES.items())
+    charts = (line_chart(kind.title, drawn[metric], marks, kind.tick) for metric, kind in CURVES.items())
     return f"<h2>Curves</h2><div class='charts'>{''.join(charts)}</div>"
 
 
@@ -115,12 +105,12 @@ def _heat_map(view: RunView, store: StoreView) -> Iterator[str]:
     matrix, heat = rank_matrix(view.topology), store.heat
     excess = matrix.of(store.slowness)
 
+    names = matrix.names(store.nodes)
+
     def note(row: int, column: int) -> str:
-        rank = int(matrix.ranks[row, column])
-        node = store.nodes[rank] if rank < len(store.nodes) else ""
         known = np.isfinite(excess[row, column])
         beside = f"{excess[row, column]:+.1%} beside its peers" if known else "not compared"
-        return f"rank {rank}{f' on {node}' if node else ''}: {beside}"
+        return f"{names[row, column]}: {beside}"
 
     title = f"compute time of each rank beside its peers, steps {heat.first_step} to {heat.last_step}"
     yield "<h2>Heat map</h2>"
@@ -139,9 +129,7 @@ def _heat_map(view: RunView, store: StoreView) -> Iterator[str]:
         yield f"<pre>{escape(str(store.hosts))}</pre>"
 
 
-def _waterfall(store: StoreView) -> Iterator[str]:
-    if (breakdown := store.breakdown) is None:
-        return
+def _waterfall(breakdown: MfuBreakdown) -> Iterator[str]:
     bars, left = [], 0.0
     for level in breakdown.waterfall:
         whole = level.name in ("peak", "achieved")
@@ -153,12 +141,12 @@ def _waterfall(store: StoreView) -> Iterator[str]:
     yield f"<pre>{escape(breakdown.to_text())}</pre>"
 
 
-def _memory(view: RunView, store: StoreView) -> Iterator[str]:
-    known = store.memory[np.isfinite(store.memory)]
+def _memory(view: RunView, memory: np.ndarray) -> Iterator[str]:
+    known = memory[np.isfinite(memory)]
     if not len(known) or not known.max():
         return
     matrix, low, high = rank_matrix(view.topology), float(known.min()), float(known.max())
-    values = matrix.of(store.memory)
+    values = matrix.of(memory)
     steps = [low + (high - low) * number / len(MEMORY_COLOURS) for number in range(len(MEMORY_COLOURS))]
     levels = [
         CellLevel(least, colour, format_bytes(least)) for least, colour in zip(steps, MEMORY_COLOURS, strict=True)

@@ -9,13 +9,15 @@ import json
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+
+import numpy as np
 
 from megascale.core.errors import Exit, MegascaleError
 from megascale.core.rank import format_ranks
-from megascale.operate.diagnose.hang.flight import DUMP_FOLDER, read_dumped_records
+from megascale.operate.diagnose.hang.flight import DUMP_FOLDER, find_suspect, read_dumped_records
 from megascale.operate.show.run_view import RunView
 from megascale.operate.store.query import StoreError, fetch
 from megascale.operate.store.reading import read_store
@@ -46,15 +48,9 @@ class LastStates:
     by_rank: Mapping[int, RankState]
     notes: tuple[str, ...] = ()
 
-    @property
-    def letters(self) -> dict[int, str]:
-        """The letters of the processes' states, as far as known, by rank."""
-        return {rank: state.letter for rank, state in self.by_rank.items() if state.letter}
-
-    @property
-    def nodes(self) -> dict[int, str]:
-        """The nodes, as far as known, by rank."""
-        return {rank: state.node for rank, state in self.by_rank.items() if state.node}
+    def nodes(self, ranks: Iterable[int]) -> list[str]:
+        """Return the known nodes of ranks."""
+        return sorted({self.by_rank[rank].node for rank in ranks if rank in self.by_rank} - {""})
 
     def sources(self) -> dict[str, list[int]]:
         """Return the ranks by the source of their states."""
@@ -69,14 +65,15 @@ def read_last_states(view: RunView, clock: Callable[[], float] = time.time) -> L
     live = local_states(view.folder) if view.is_live else {}
     letters = process_states(live)
     found = {rank: replace(state, source=SHARED, letter=letters.get(rank, "")) for rank, state in live.items()}
-    notes: tuple[str, ...] = ()
-    nodes: dict[int, str] = {}
+    nodes, stored, damaged = dict[int, str](), dict[int, RankState](), list[int]()
     try:
-        rows, nodes, notes = _stored(view)
+        read = read_store(view.folder, lambda store: (fetch(store, _STATES), fetch(store, _NODES)), tables=_TABLES)
+        (states, ranks), notes = read.value, read.notes
+        nodes = dict(zip(ranks["rank"].tolist(), ranks["node"].tolist(), strict=True))
+        if len(found) < view.world:
+            stored, damaged = _parse(states, view, clock())
     except StoreError as error:
-        rows = {}
         notes = (f"without the event store: {error.message}",)
-    stored, damaged = _parse(rows, view, clock()) if len(found) < view.world else ({}, [])
     if live:
         attempt = max(state.attempt for state in live.values())
         stored = {rank: state for rank, state in stored.items() if state.attempt == attempt}
@@ -93,6 +90,29 @@ def read_last_states(view: RunView, clock: Callable[[], float] = time.time) -> L
     return LastStates(named, notes)
 
 
+def _parse(states: Mapping[str, np.ndarray], view: RunView, now: float) -> tuple[dict[int, RankState], list[int]]:
+    """Return the states in rows of the event store, and the ranks whose rows are damaged."""
+    found, damaged = {}, []
+    known = view.states.ranks if view.is_live or view.states.stale else ()
+    for rank, at_ns, text in zip(*(states[name].tolist() for name in ("rank", "time_ns", "record")), strict=True):
+        try:
+            state = RankState.from_dict(json.loads(text))
+        except (LogError, ValueError, TypeError):
+            damaged.append(rank)
+            continue
+        letter = known[rank].state if rank < len(known) else ""
+        found[rank] = replace(state, source=STORED, age_s=max(0.0, now - at_ns / 1e9), letter=letter)
+    return found, damaged
+
+
+def notes_of_age(view: RunView, states: LastStates, idle_s: float) -> list[str]:
+    """Return notes about states of a live run from before the last progress of the job, `idle_s` ago."""
+    old = [rank for rank, state in states.by_rank.items() if state.age_s > max(1.0, idle_s)]
+    missing = sorted(set(range(view.world)) - states.by_rank.keys())
+    notes = [f"the states of {format_ranks(old)} are from before the hang: read the verdict with care"] if old else []
+    return notes + ([f"nothing is known about {format_ranks(missing)}"] if missing else [])
+
+
 def read_last_state(view: RunView, rank: int) -> RankState | None:
     """Return the last state of one rank: of the event store only its own row is read."""
     if view.is_live and (state := local_states(view.folder).get(rank)) is not None:
@@ -106,39 +126,17 @@ def read_last_state(view: RunView, rank: int) -> RankState | None:
 
 def read_dumped_states(view: RunView, clock: Callable[[], float] = time.time) -> LastStates:
     """Return the last states of a run's ranks from the dumps of torch's flight recorder; without them none."""
-    states = read_dumped_records(view.folder / DUMP_FOLDER, view.name, view.world)
+    dumped = read_dumped_records(view.folder / DUMP_FOLDER, view.name, view.world)
     now = clock()
-    return LastStates(
-        {
-            rank: replace(state, source=DUMPED, age_s=max(0.0, now - state.read_ns / 1e9))
-            for rank, state in states.items()
-        }
-    )
+    ages = {rank: max(0.0, now - state.read_ns / 1e9) for rank, state in dumped.items()}
+    return LastStates({rank: replace(state, source=DUMPED, age_s=ages[rank]) for rank, state in dumped.items()})
 
 
-def _stored(view: RunView) -> tuple[dict[int, tuple[int, str]], dict[int, str], tuple[str, ...]]:
-    """Return (time in ns, record as JSON) and the node of each rank in the event store, and what is told of damaged
-    files.
-
-    Raises: StoreError
-    """
-    read = read_store(view.folder, lambda store: (fetch(store, _STATES), fetch(store, _NODES)), tables=_TABLES)
-    states, ranks = read.value
-    rows = zip(*(states[name].tolist() for name in ("rank", "time_ns", "record")), strict=True)
-    nodes = zip(ranks["rank"].tolist(), ranks["node"].tolist(), strict=True)
-    return {rank: (at_ns, text) for rank, at_ns, text in rows}, dict(nodes), read.notes
-
-
-def _parse(rows: Mapping[int, tuple[int, Any]], view: RunView, now: float) -> tuple[dict[int, RankState], list[int]]:
-    """Return the states in rows of the event store, and the ranks whose rows are damaged."""
-    found, damaged = {}, []
-    known = view.states.ranks if view.is_live or view.states.stale else ()
-    for rank, (at_ns, text) in rows.items():
-        try:
-            state = RankState.from_dict(json.loads(text))
-        except (LogError, ValueError, TypeError):
-            damaged.append(rank)
-            continue
-        letter = known[rank].state if rank < len(known) else ""
-        found[rank] = replace(state, source=STORED, age_s=max(0.0, now - at_ns / 1e9), letter=letter)
-    return found, damaged
+def describe_dumps(run: Path) -> tuple[str, bool]:
+    """Return what the dumps of torch's flight recorder say, "" without dumps, and True if they name a rank."""
+    count = sum(1 for _ in (run / DUMP_FOLDER).glob("*_rank_*"))
+    if not count:
+        return "", False
+    suspect = find_suspect(run / DUMP_FOLDER)
+    text = f"{count} dump{'s' if count > 1 else ''}: {suspect or 'no rank is known to wait for another'}"
+    return text, suspect is not None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megascale.layout.chunks import stages_of
 from megascale.layout.stages import Placement, looped
 from megascale.layout.topology import AXES, DATA_AXES, Topology
+from megascale.operate.show.run_view import RunView
 from megascale.schedule.dependencies import neighbours
 from megascale.schedule.ir import forward
 
@@ -32,6 +33,15 @@ class RankPlace:
     flows: tuple[Flow, ...]
 
 
+def place_in(view: RunView, rank: int) -> RankPlace:
+    """Return the place of a rank in the layout of a run. Raises: IndexError for a rank outside the world"""
+    return place_of(
+        view.topology,
+        rank,
+        stages_of(view.config.model, view.config.parallel).placement if view.config is not None else None,
+    )
+
+
 def place_of(topology: Topology, rank: int, placement: Placement | None = None) -> RankPlace:
     """Return the place of a rank. `placement`: of the virtual stages; default one on each pipeline rank.
 
@@ -41,13 +51,12 @@ def place_of(topology: Topology, rank: int, placement: Placement | None = None) 
     index = tuple((axis, getattr(coord, axis), getattr(topology, axis)) for axis in AXES)
     axes = {"tp": ("tp",), "cp": ("cp",), "dp": DATA_AXES, "pp": ("pp",)}
     groups = {name: tuple(topology.group(rank, *along)) for name, along in axes.items() if topology.size(*along) > 1}
-    return RankPlace(rank, index, groups, tuple(_flows(topology, rank, placement or looped(topology.pp, 1))))
-
-
-def _flows(topology: Topology, rank: int, placement: Placement) -> Iterator[Flow]:
-    coord = topology.coord(rank)
+    placement = placement or looped(topology.pp, 1)
     found = [neighbours(forward(chunk, 0), coord.pp, placement) for chunk in range(placement.v)]
-    for stages, ways in zip(zip(*found, strict=True), (("from", "to"), ("to", "from")), strict=True):
-        for pp in sorted({placement.places[stage][0] for stage in stages if stage is not None}):
-            for way, what in zip(ways, ("activations", "gradients of activations"), strict=True):
-                yield Flow(way, topology.rank(coord._replace(pp=pp)), what)
+    flows = [
+        Flow(way, topology.rank(coord._replace(pp=pp)), what)
+        for stages, ways in zip(zip(*found, strict=True), (("from", "to"), ("to", "from")), strict=True)
+        for pp in sorted({placement.places[stage][0] for stage in stages if stage is not None})
+        for way, what in zip(ways, ("activations", "gradients of activations"), strict=True)
+    ]
+    return RankPlace(rank, index, groups, tuple(flows))

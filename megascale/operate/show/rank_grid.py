@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,12 @@ class RankMatrix:
         padded = np.full(self.ranks.size, np.nan)
         padded[: min(len(values), len(padded))] = values[: len(padded)]
         return padded[self.ranks]
+
+    def names(self, nodes: Sequence[str]) -> np.ndarray:
+        """Return the names of the ranks in the shape of the matrix: 'rank 3 on n0'. `nodes`: by rank, "" if unknown."""
+        known = dict(enumerate(nodes))
+        names = [f"rank {rank}" + (f" on {known[rank]}" if known.get(rank) else "") for rank in range(self.ranks.size)]
+        return np.array(names)[self.ranks]
 
 
 def rank_matrix(topology: Topology) -> RankMatrix:

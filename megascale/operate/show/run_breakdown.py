@@ -25,11 +25,8 @@ from megascale.schedule.ir import Kind
 if TYPE_CHECKING:
     import duckdb
 
-BUBBLE_STEPS = 50
-"""Steps whose forwards and backwards the bubble is computed from."""
-
-WORK = (Kind.F, Kind.B)
-"""The actions whose times make the bubble."""
+BUBBLE_STEPS = 50  # steps whose forwards and backwards the bubble is computed from
+WORK = (Kind.F, Kind.B)  # the actions whose times make the bubble
 
 
 def run_breakdown(store: duckdb.DuckDBPyConnection, folder: Path, recent: StepCube) -> MfuBreakdown | None:
@@ -39,37 +36,26 @@ def run_breakdown(store: duckdb.DuckDBPyConnection, folder: Path, recent: StepCu
     cube, steps = mean_cube(store)
     if not len(cube.steps):
         return None
-    purposes, step = _profile(folder / "kernels")
+    purposes, step = Counter[str](), 0  # seconds of kernels, summed over the pipeline stages that were profiled
+    for path in sorted((folder / "kernels").glob("stage-*.json")):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+            profile = json.loads(path.read_text(encoding="utf-8"))
+            purposes.update({str(name): float(value) for name, value in profile["seconds"].items()})
+            step = int(profile["step"])
+    try:
+        plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        plan = {"reason": f"{folder / 'plan.json'} cannot be read"}
     bubble_s, remarks = 0.0, list[str]()
     try:
         bubble_s = _bubble(recent, folder)
     except (OSError, MegascaleError) as error:
         remarks.append(f"the bubble is not computed: {error}")
     found = mfu_breakdown(
-        cube, steps, mean_peak_flops(store, steps), bubble_s=bubble_s, plan=_plan(folder), purposes=purposes,
-        profiled_step=step,
+        cube, steps, mean_peak_flops(store, steps), bubble_s=bubble_s,
+        plan=plan if isinstance(plan, dict) else {}, purposes=purposes, profiled_step=step,
     )  # fmt: skip
     return replace(found, remarks=(*found.remarks, *remarks))
-
-
-def _profile(folder: Path) -> tuple[Counter[str], int]:
-    """Return the seconds of kernels by purpose, summed over the pipeline stages that were profiled, and the step."""
-    seconds, step = Counter[str](), 0
-    for path in sorted(folder.glob("stage-*.json")):
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-            found = json.loads(path.read_text(encoding="utf-8"))
-            seconds.update({str(name): float(value) for name, value in found["seconds"].items()})
-            step = int(found["step"])
-    return seconds, step
-
-
-def _plan(folder: Path) -> dict[str, Any]:
-    """Return the plan that the run saved at its start, or the reason why there is none."""
-    try:
-        plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {"reason": f"{folder / 'plan.json'} cannot be read"}
-    return plan if isinstance(plan, dict) else {}
 
 
 def _bubble(cube: StepCube, folder: Path) -> float:

@@ -1,4 +1,4 @@
-"""The configuration in a run's folder."""
+"""The configuration in a run's folder, and its model in words."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from megascale.config.model import ModelConfig
 from megascale.config.run import RunConfig
 from megascale.config.section import ELSEWHERE
 from megascale.core.errors import Exit, MegascaleError
+from megascale.core.registry import MissingCardError
+from megascale.core.units import format_count
+from megascale.layout.parameters import parameter_count
 
 CONFIG_FILE = "config.toml"
 
@@ -37,3 +41,12 @@ def read_run_config(folder: Path) -> RunConfig | None:
         reason = str(error).splitlines()[0]
     hint = "look at the run with the version of megascale that wrote it, or give another folder"
     raise RunFolderError(f"{path}: not a run's configuration: {reason}", hint=hint)
+
+
+def model_words(model: ModelConfig, precision: str) -> str:
+    """Return a model in a few words."""
+    try:
+        size = f"{format_count(parameter_count(model))} parameters"
+    except MissingCardError as error:
+        size = f"an unknown number of parameters ({error.message})"
+    return f"{size} in {precision}, {model.num_layers} layers of {model.hidden_size}, sequences of {model.seq_length}"

@@ -11,14 +11,13 @@ from megascale.core.files import exists
 from megascale.operate.driver.alerts import METRICS_FILE
 from megascale.operate.driver.incidents import LOG_FILE, JobHistory, read_history
 from megascale.operate.show.curves import MetricsFile
-from megascale.operate.show.rank_states import RankStatesReader
+from megascale.operate.show.live_reader import LiveStateReader
 from megascale.operate.show.run_config import CONFIG_FILE, RunFolderError, read_run_config
 from megascale.operate.show.run_view import RunView
 from megascale.operate.show.standstill import with_standstill
 from megascale.record.live_file import LIVE_FILE
 
-RUN_FILES = (CONFIG_FILE, METRICS_FILE, LOG_FILE, LIVE_FILE)
-"""Files any of which makes a folder a run's."""
+RUN_FILES = (CONFIG_FILE, METRICS_FILE, LOG_FILE, LIVE_FILE)  # files any of which makes a folder a run's
 
 
 class RunReader:
@@ -36,7 +35,7 @@ class RunReader:
             )
         self.folder = folder
         self._metrics = MetricsFile(folder / METRICS_FILE)
-        self._states = RankStatesReader(folder, clock)
+        self._states = LiveStateReader(folder, clock)
         self._config: RunConfig | None = None
         self._config_version: tuple[int, int] | None = None
         self._history = JobHistory()

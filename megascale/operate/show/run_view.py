@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from megascale.config.fault import FaultConfig
+import numpy as np
+
 from megascale.config.run import RunConfig
 from megascale.core.errors import Exit
-from megascale.core.registry import MissingCardError
-from megascale.core.units import format_count
-from megascale.layout.parameters import parameter_count
+from megascale.core.rank import format_ranks
 from megascale.layout.topology import Topology, topology_of
 from megascale.operate.driver.incidents import Incident, JobHistory
 from megascale.operate.show.curves import Curves
-from megascale.operate.show.rank_states import IDLE_S, RankStates
+from megascale.operate.show.run_config import model_words
+from megascale.operate.show.signs import BAD_STATES, IDLE_S, SIGNS, letter_of
+from megascale.record.live_file import LiveState
 
 _STAGES = {
     "takeover": "a new driver takes over", "gather": "waits for nodes", "open": "starts", "run": "runs",
@@ -39,14 +42,9 @@ class RunView:
     config: RunConfig | None
     curves: Curves
     history: JobHistory
-    states: RankStates
+    states: LiveState
     standstill: str = ""
     step_limit_s: float = IDLE_S
-
-    @property
-    def fault(self) -> FaultConfig:
-        """The settings of the fault policy; the defaults before the configuration is known."""
-        return self.config.fault if self.config is not None else FaultConfig()
 
     @property
     def name(self) -> str:
@@ -67,15 +65,7 @@ class RunView:
     @cached_property
     def model(self) -> str:
         """The model in a few words."""
-        if self.config is None:
-            return ""
-        m = self.config.model
-        shape = f"{m.num_layers} layers of {m.hidden_size}, sequences of {m.seq_length}"
-        try:
-            size = f"{format_count(parameter_count(m))} parameters"
-        except MissingCardError as error:
-            size = f"an unknown number of parameters ({error.message})"
-        return f"{size} in {self.config.train.precision}, {shape}"
+        return model_words(self.config.model, self.config.train.precision) if self.config is not None else ""
 
     @property
     def layout(self) -> str:
@@ -96,6 +86,11 @@ class RunView:
         return self.config.train.steps if self.config is not None else 0
 
     @property
+    def progress(self) -> str:
+        """The newest known step, of how many."""
+        return f"{self.step:,}{f' of {self.steps:,}' if self.steps else ''}"
+
+    @property
     def attempt(self) -> int:
         """The newest attempt, from 0."""
         return max(0, self.history.attempt, self.states.attempt)
@@ -104,6 +99,11 @@ class RunView:
     def step_time_s(self) -> float:
         """Seconds of recent steps; NaN before the first record."""
         return self.curves.last.get("step_time_s", float("nan"))
+
+    @property
+    def left_s(self) -> float:
+        """Seconds to the last step at the recent speed; NaN before the first record."""
+        return (self.steps - self.step) * self.step_time_s
 
     @property
     def incidents(self) -> list[Incident]:
@@ -148,3 +148,40 @@ class RunView:
         if self.state in ("runs", "done"):
             return "good"
         return "warning" if self.status is None and self.states.source else "quiet"
+
+    def letters(self, slowness: Sequence[float] | np.ndarray) -> list[str]:
+        """Return the signs of all ranks. `slowness`: by rank, excess over its peers' compute time, or empty."""
+        letters = ["?"] * self.world
+        for rank, status in enumerate(() if self.states.stale else self.states.ranks[: self.world]):
+            excess = slowness[rank] if rank < len(slowness) else math.nan
+            letters[rank] = letter_of(status, excess, self.step_limit_s)
+        return letters
+
+    def verdict(self, findings: Sequence[str] | None, letters: Sequence[str] = ()) -> str:
+        """Return the verdict about the run in a line: why it stands still, what it recovers from, which ranks are in a
+        bad state, what was found, or what is known to be well. `findings`: the gravest first, None without analyses;
+        `letters`: of the ranks.
+        """
+        if self.standstill:
+            return self.standstill
+        if self.status is None and self.history.open:
+            incident = self.history.open[-1]
+            return f"recovers from incident {incident.id}: {incident.what}; {incident.action.reason}"
+        bad = {letter: [rank for rank, found in enumerate(letters) if found == letter] for letter in BAD_STATES}
+        if any(bad.values()):
+            texts = (f"{SIGNS[letter].meaning}: {format_ranks(ranks, 8)}" for letter, ranks in bad.items() if ranks)
+            return "; ".join(texts)
+        if findings:
+            more = f" (and {len(findings) - 1} more: megascale report)" if len(findings) > 1 else ""
+            return findings[0] + more
+        if not self.is_live or self.has_ended:
+            return "not analysed" if findings is None else "nothing is known to slow it down"
+        silent = [rank for rank, state in enumerate(self.states.ranks) if not state.phase]
+        if silent:
+            return f"{format_ranks(silent, 8)} of {self.world} not begun"
+        return f"all {self.world} ranks make progress" if self.world > 1 else "the rank makes progress"
+
+    def is_ill(self, findings: Sequence[str] | None, letters: Sequence[str] = ()) -> bool:
+        """Return True if `verdict` tells of something that is not as it should be."""
+        recovers = self.status is None and bool(self.history.open)
+        return bool(self.tone == "bad" or recovers or findings or set(BAD_STATES) & set(letters))

@@ -1,15 +1,4 @@
-"""The sign of a rank: one letter and one colour for what it does, or for how slow it is.
-
-| sign | a rank that |
-|---|---|
-| `.` | trains |
-| `+`, `x`, `#` | trains, and computes 3%, 10%, 30% slower than its peers |
-| `s`, `d`, `e`, `c`, `g` | starts; reads data; evaluates; saves a checkpoint; collects garbage |
-| `=` | is done |
-| `!` | has made no progress for too long |
-| `D`, `T`, `X` | waits for a disk; is stopped; has failed, or its node is lost |
-| `?` | says nothing |
-"""
+"""The sign of a rank: one letter and one colour for what it does, or for how slow it is."""
 
 from __future__ import annotations
 
@@ -17,12 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megascale.operate.show.rank_states import IDLE_S
 from megascale.record.layout import Phase
-from megascale.record.live_file import LiveRank
+from megascale.record.rank_state import RankStatus
 
-IDLE_STEPS = 3.0
-"""Recent steps without progress that are no news."""
+IDLE_S = 10.0  # seconds without progress that are no news
+IDLE_STEPS = 3.0  # recent steps without progress that are no news
 
 SLOW = (("#", 0.30), ("x", 0.10), ("+", 0.03))
 """Signs of slowness, and the excess over the peers' median from which they are shown."""
@@ -62,8 +50,7 @@ SIGNS = {
 
 _GRAVITY = {letter: place for place, letter in enumerate(SIGNS)}
 
-BAD_STATES = "XT!D"
-"""Letters of ranks that do not run as they should."""
+BAD_STATES = "XT!D"  # letters of ranks that do not run as they should
 
 STARTING = (Phase.IMPORT, Phase.RENDEZVOUS, Phase.GROUPS, Phase.BUILD, Phase.LOAD)
 """Phases of a rank before its first step."""
@@ -73,8 +60,7 @@ _PHASES = dict.fromkeys(map(str, STARTING), "s") | {
     str(Phase.DATA): "d", str(Phase.EVALUATION): "e", str(Phase.CHECKPOINT): "c", str(Phase.GC): "g",
     str(Phase.DONE): "=", str(Phase.STEP): ".", str(Phase.PROFILE): "p",
 }  # fmt: skip
-_SHORT = (Phase.STEP, Phase.DATA, Phase.GC)
-"""Phases that take no longer than a step."""
+_SHORT = (Phase.STEP, Phase.DATA, Phase.GC)  # phases that take no longer than a step
 
 
 def idle_limit_s(step_time_s: float) -> float:
@@ -82,7 +68,7 @@ def idle_limit_s(step_time_s: float) -> float:
     return max(IDLE_S, IDLE_STEPS * step_time_s) if math.isfinite(step_time_s) else IDLE_S
 
 
-def letter_of(rank: LiveRank, slowness: float, limit_s: float) -> str:
+def letter_of(rank: RankStatus, slowness: float, limit_s: float) -> str:
     """Return the letter of a rank. `slowness`: excess over its peers' compute time, such as 0.1, or NaN; `limit_s`:
     seconds without progress in a step, `standstill.step_limit_s`.
     """

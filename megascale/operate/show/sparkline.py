@@ -10,17 +10,9 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_LEVELS = "_.-=^"
 
 
-def sparkline(values: np.ndarray, width: int, levels: Sequence[str] = BLOCKS) -> str:
-    """Draw finite values as `width` characters at most, the mean of equally many values each, from the lowest to the
-    highest level.
-    """
-    values = values[np.isfinite(values)]
-    return bars(values, min(width, len(values)), 1, levels)[0]
-
-
 def bars(values: np.ndarray, width: int, rows: int, levels: Sequence[str] = BLOCKS) -> list[str]:
-    """Draw finite values as bars over `rows` lines of `width` characters: each bar is the mean of equally many values,
-    or of several one value. Without values the lines are empty.
+    """Draw finite values, from the lowest to the highest level, as bars over `rows` lines of `width` characters: each
+    bar is the mean of equally many values, or of several one value. Without values the lines are empty.
     """
     values = values[np.isfinite(values)]
     if not len(values) or width < 1:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
-from megascale.operate.diagnose.hang.hang import hang_verdict
+from megascale.config.fault import FaultConfig
+from megascale.core.units import format_duration
+from megascale.operate.diagnose.hang.hang import Verdict, hang_verdict
 from megascale.operate.driver.classify import classify_hang
-from megascale.operate.driver.incidents import with_evidence
-from megascale.operate.show.rank_states import IDLE_S
+from megascale.operate.driver.incidents import Culprit, with_evidence
 from megascale.operate.show.run_view import RunView
-from megascale.operate.show.signs import STARTING, idle_limit_s
+from megascale.operate.show.signs import IDLE_S, STARTING, idle_limit_s
 from megascale.record.layout import Phase
 from megascale.record.log_files import local_states, process_states
-from megascale.record.rank_state import RankState
+from megascale.record.rank_state import SILENT_S, RankState
 
 
 def with_standstill(view: RunView) -> RunView:
@@ -32,6 +33,21 @@ def with_standstill(view: RunView) -> RunView:
     return replace(view, standstill=text)
 
 
+def hang_words(verdict: Verdict, records: Mapping[int, RankState]) -> str:
+    """Return the verdict about a hang in words. A rank without a heartbeat, of whose process nothing is known, may be
+    stopped.
+    """
+    nodes = {rank: record.node for rank, record in records.items() if record.node}
+    if verdict.kind == "locked" and verdict.confident:
+        rank = verdict.ranks[0]
+        silent_s = records[rank].silent_s
+        if not records[rank].letter and silent_s > SILENT_S:
+            who = Culprit((rank,), (nodes[rank],) if rank in nodes else ())
+            why = "it is stopped (SIGSTOP, a debugger or a frozen container), or code holds Python's lock"
+            return f"{who} has had no heartbeat for {format_duration(silent_s)}: {why}"
+    return classify_hang(verdict, 0.0, nodes, tuple(records), {}).what
+
+
 def step_limit_s(records: Collection[RankState], view: RunView, *, restarted: bool = False) -> float:
     """Return the seconds without progress from which a rank in a step makes none. `records`: of ranks, as far as known.
     `restarted`: no step is known since a restart.
@@ -44,14 +60,18 @@ def step_limit_s(records: Collection[RankState], view: RunView, *, restarted: bo
         has_stepped = any(record.step_time_s > 0 or 0 < record.first_step < record.step for record in records)
     else:
         has_stepped = bool(view.curves.last) and not restarted
-    return max(idle_limit_s(step_s), 0.0 if has_stepped else view.fault.start_hang_s)
+    return max(idle_limit_s(step_s), 0.0 if has_stepped else _settings(view).start_hang_s)
 
 
 def standstill_limit_s(phases: Iterable[str], view: RunView, step_s: float) -> float:
     """Return the seconds without progress on any rank, with ranks in these phases, from which a job stands still.
     `step_s`: `step_limit_s`.
     """
-    settings = view.fault
+    settings = _settings(view)
     slow_s = {str(Phase.EVALUATION): settings.evaluation_hang_s, str(Phase.CHECKPOINT): settings.checkpoint_hang_s}
     slow_s |= dict.fromkeys(map(str, (*STARTING, Phase.PROFILE)), settings.start_hang_s)
     return max([step_s, *(slow_s.get(str(phase), 0.0) for phase in phases)])
+
+
+def _settings(view: RunView) -> FaultConfig:
+    return view.config.fault if view.config is not None else FaultConfig()

@@ -13,13 +13,11 @@ from megascale.operate.store.reading import read_store
 from megascale.operate.store.schema import has_rare_tag
 from megascale.record.events import RankEvents
 
-OFFERED_STEPS = 200
-"""Steps from which a user may choose: the newest."""
+OFFERED_STEPS = 200  # steps from which a user may choose: the newest
 
 _LAST = "attempt = (SELECT max(attempt) FROM ranks)"
 
-PICTURED_RANKS = 8
-"""Most ranks of a report's picture."""
+PICTURED_RANKS = 8  # most ranks of a report's picture
 
 
 def steps_with_events(folder: Path) -> list[int]:

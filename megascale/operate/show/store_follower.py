@@ -16,17 +16,10 @@ from megascale.operate.store.query import store_of
 if TYPE_CHECKING:
     import duckdb
 
-LEAST_PAUSE_S = 5.0
-"""Seconds between two analyses of a run that goes on."""
-
-MOST_SHARE = 0.1
-"""Most of a core's time that repeated analyses take, with pauses of MOST_PAUSE_S at most."""
-
-MOST_PAUSE_S = 30.0
-"""Longest pause between two analyses, unless one takes longer: what is shown is never much older."""
-
-STOP_S = 10.0
-"""Longest wait for an analysis that is interrupted."""
+LEAST_PAUSE_S = 5.0  # seconds between two analyses of a run that goes on
+MOST_SHARE = 0.1  # most of a core's time that repeated analyses take, with pauses of MOST_PAUSE_S at most
+MOST_PAUSE_S = 30.0  # longest pause between two analyses, unless one takes longer: what is shown is never much older
+STOP_S = 10.0  # longest wait for an analysis that is interrupted
 
 
 class StoreFollower:
@@ -72,6 +65,11 @@ class StoreFollower:
     def hasten(self) -> None:
         """Analyse soon, without the rest of the pause: the run has ended."""
         self._due.set()
+
+    @property
+    def problem(self) -> str:
+        """Why there are no analyses, or no newer ones."""
+        return self.error or ("" if self.latest is not None else self.note)
 
     @property
     def note(self) -> str:

@@ -83,17 +83,13 @@ def mean_over_ranks(shares: Sequence[AxisCommunication]) -> list[AxisCommunicati
 def format_shares(shares: Sequence[AxisCommunication]) -> str:
     """Format a table with a heading."""
     lines = [("rank", "axis", "calls", "bytes", "communication", "exposed", "hidden")]
-    for share in shares:
-        lines.append(
-            (
-                "all" if share.rank is None else str(share.rank),
-                share.axis,
-                f"{share.calls:.1f}".removesuffix(".0"),
-                format_bytes(share.bytes),
-                f"{share.communication_s * 1e3:.3f} ms",
-                f"{share.exposed_s * 1e3:.3f} ms",
-                "-" if share.hidden is None else f"{share.hidden:.1%}",
-            )
+    lines += [
+        (
+            "all" if share.rank is None else str(share.rank), share.axis, f"{share.calls:.1f}".removesuffix(".0"),
+            format_bytes(share.bytes), f"{share.communication_s * 1e3:.3f} ms", f"{share.exposed_s * 1e3:.3f} ms",
+            "-" if share.hidden is None else f"{share.hidden:.1%}",
         )
+        for share in shares
+    ]  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)

@@ -24,17 +24,16 @@ from megascale.core.rank import NODE_VARIABLE, Rank
 from megascale.core.units import format_bytes
 from megascale.data.host_reader import reader_supervisor
 from megascale.data.host_reader.host_samples import HostSamples
-from megascale.data.host_reader.reader_memory import PROCESS_BYTES, MemoryShape, ReaderMemory
+from megascale.data.host_reader.reader_memory import OPENER, PROCESS_BYTES, MemoryShape, ReaderMemory
 from megascale.data.host_reader.reader_process import ReaderWork, SplitReader
 from megascale.data.host_reader.reader_supervisor import MOST_ENDS, ReaderSupervisor
 from megascale.data.host_reader.sample_record import decode_sample, encode_sample, record_bytes
 from megascale.data.mix.batch_shape import BatchShape, StepOrder
 from megascale.data.mix.mixture import Mixture
-from megascale.data.mix.mixture_spec import mixture_spec
 from megascale.data.mix.samples import DocumentStarts, Sample
-from megascale.data.prepare import dataset_writer
 from megascale.data.read.index_files import MEMORY_ENTRIES
-from tests.data.datasets import ORIGIN, SEQUENCE, VOCABULARY, data_config, mixture_of, write_dataset
+from megascale.train.run_splits import mixture_spec
+from tests.data.datasets import ORIGIN, SEQUENCE, VOCABULARY, data_config, mixture_of, write_dataset, write_documents
 from tests.runs import build_run
 from tests.worlds import run_world
 
@@ -224,7 +223,6 @@ def test_only_the_samples_of_a_host_are_read(tmp_path: Path) -> None:
         view.begin(0)
     SplitReader(readers.work, "train", readers.memory).fill_next()
     assert readers.rows == [1, 3, 5, 7]
-    assert readers.memory.bytes_read == 4 * (SEQUENCE + 1) * 2
     assert [readers.read(view, 0) for view in range(3)] == 3 * [expected(config, readers.rows, 0)]
 
 
@@ -310,7 +308,7 @@ def hanging(folder: Path) -> tuple[Readers, ReaderSupervisor, Path]:
 def test_a_reader_that_hangs_is_replaced_at_the_same_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     readers, supervisor, index = hanging(tmp_path)
     first = supervisor.pid
-    while not readers.memory.reading(0):
+    while not readers.memory.ring(0).reading:
         time.sleep(0.02)
     index.unlink()
     (tmp_path / "kept").rename(index)  # the server answers, but the reader waits for ever
@@ -341,7 +339,7 @@ def test_a_reader_that_hangs_again_is_named(tmp_path: Path) -> None:
 
 def test_a_reader_that_waits_for_an_index_does_not_hang(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Another process builds it for longer than a sample may take to read; then this reader builds it."""
-    dataset_writer.write_dataset(tmp_path / "a", [np.array([1, 2, 3])] * MEMORY_ENTRIES, ORIGIN, VOCABULARY)
+    write_documents(tmp_path / "a", [np.array([1, 2, 3])] * MEMORY_ENTRIES, ORIGIN, VOCABULARY)
     config = data_config(tmp_path, tmp_path / "a", train__steps=STEPS, data__reader_timeout_s=1.0)
     dataset = mixture_of(config).datasets[0]
     readers, path = Readers(config, 1, [0]), dataset.index_folder / dataset.index_key(0).file_name
@@ -351,13 +349,13 @@ def test_a_reader_that_waits_for_an_index_does_not_hang(tmp_path: Path, capfd: p
     supervisor.start()
     try:
         readers.views[0].begin(0)
-        while not readers.memory.reading(0):
+        while not readers.memory.ring(0).reading:
             time.sleep(0.02)
         first = supervisor.pid
         time.sleep(3.0)
         lock.close()
         assert readers.read(0, 0) == expected(config, readers.rows, 0)
-        assert (supervisor.pid, readers.memory.openers) == (first, (0,))
+        assert (supervisor.pid, readers.memory.ring(0).get(OPENER)) == (first, 0)
     finally:
         supervisor.close()
     assert "WARNING" not in capfd.readouterr().err
@@ -404,9 +402,7 @@ def test_ranks_do_not_wait_for_the_reader_of_a_rank_that_has_ended(tmp_path: Pat
 
 
 def batches_of(rank: Rank, configs: list[RunConfig]) -> list[Any]:
-    """For each configuration: the batches of two steps and two evaluations, the bytes that the host's reader has read,
-    and whether this rank has mapped tokens.
-    """
+    """For each configuration: the batches of two steps and two evaluations, and whether this rank has mapped tokens."""
     found, mesh = [], None
     for config in configs:
         run = build_run(rank, config, mesh)
@@ -421,8 +417,7 @@ def batches_of(rank: Rank, configs: list[RunConfig]) -> list[Any]:
             for part in (micro_batch.tokens, micro_batch.labels, micro_batch.mask)
         ]
         mesh.world.control.barrier("all have read")
-        bytes_read = getattr(run.train_loader._samples, "bytes_read", None)
-        found.append((tensors, [batch.loss_tokens for batch in batches], bytes_read, ".bin" in maps_of(os.getpid())))
+        found.append((tensors, [batch.loss_tokens for batch in batches], ".bin" in maps_of(os.getpid())))
         run.train_loader.close()
     return found
 
@@ -448,10 +443,8 @@ def test_a_world_reads_the_same_batches_once_a_host(layout: dict[str, int], tmp_
     results = run_world(4, batches_of, [config, by_rank])
     for host, alone in results:
         assert host[:2] == alone[:2]
-    (first, _, bytes_read, mapped), (_, _, _, maps_itself) = results[0]
+    (first, _, mapped), (_, _, maps_itself) = results[0]
     assert first[0] is not None and maps_itself and not mapped
-    step = BATCH * (SEQUENCE + 1) * 2  # six steps were read, and up to two of each split ahead
-    assert bytes_read % step == 0 and 6 * step <= bytes_read <= 10 * step
 
 
 def ramped_batches_of(rank: Rank, configs: list[RunConfig]) -> list[Any]:
@@ -491,7 +484,7 @@ def test_documents_and_a_ramp_up_reach_all_stages(tmp_path: Path) -> None:
 
 
 def batch_on_a_host_of_two(rank: Rank, config: RunConfig) -> Any:
-    """A step's tokens, with two ranks on each of two hosts, and the bytes that this host has read."""
+    """A step's tokens, with two ranks on each of two hosts, and the rows of a step that this host reads."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     from megascale.comm.host_ranks import publish_rank, ranks_of_host
@@ -502,7 +495,7 @@ def batch_on_a_host_of_two(rank: Rank, config: RunConfig) -> Any:
     batches = [run.train_loader.batch(BATCH * step) for step in range(3)]
     run.mesh.world.control.barrier("all have read")
     tokens = [part.tokens.tolist() for batch in batches for part in batch.micro_batches]
-    return ranks_of_host(rank.rank), tokens, run.train_loader._samples.bytes_read
+    return ranks_of_host(rank.rank), tokens, list(run.train_loader.samples._places)
 
 
 @pytest.mark.slow
@@ -511,5 +504,4 @@ def test_each_of_two_hosts_reads_its_own_samples_only(tmp_path: Path) -> None:
     results = run_world(4, batch_on_a_host_of_two, config)
     assert [ranks for ranks, _, _ in results] == [(0, 1), (0, 1), (2, 3), (2, 3)]
     assert results[0][1] == results[1][1] != results[2][1] == results[3][1]
-    half = BATCH // 2 * (SEQUENCE + 1) * 2
-    assert {bytes_read for _, _, bytes_read in results} <= {3 * half, 4 * half}
+    assert [rows for _, _, rows in results] == [[0, 2, 4, 6]] * 2 + [[1, 3, 5, 7]] * 2

@@ -16,7 +16,7 @@ from megascale.data.host_reader.reader_process import ReaderWork, SplitReader
 from megascale.data.host_reader.reader_supervisor import ReaderSupervisor
 from megascale.data.host_reader.sample_record import record_bytes
 from megascale.data.mix.batch_shape import BatchShape, StepOrder
-from megascale.data.mix.mixture_spec import mixture_spec
+from megascale.train.run_splits import mixture_spec
 from tests.data.datasets import SEQUENCE, mixture_of
 from tests.data.host_reader.test_host_reader import blend
 

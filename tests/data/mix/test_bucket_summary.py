@@ -9,7 +9,7 @@ import pytest
 from megascale.cli.check_data import data_summary
 from megascale.cli.main import main
 from megascale.data.mix.bucket_summary import describe_buckets, summarize_buckets
-from megascale.data.mix.mixture_spec import mixture_spec
+from megascale.train.run_splits import mixture_spec
 from tests.data.datasets import SEQUENCE, data_config, mixture_of, write_dataset
 from tests.data.read.test_decomposed_index import LENGTHS, decomposed
 

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, DataError
-from megascale.data.mix.mixture import Mixture, MockMixture, build_mixture
-from megascale.data.mix.mixture_spec import mixture_spec
+from megascale.data.mix.mixture import Mixture
+from megascale.data.mix.mock_mixture import MockMixture, build_mixture
+from megascale.train.run_splits import mixture_spec
 from tests.data.datasets import SEQUENCE, VOCABULARY, data_config, mixture_of, write_dataset
 from tests.runs import GPT, config_of
 from tests.runs import settings as settings_of

@@ -19,10 +19,11 @@ from tests.worlds import run_world
 
 def read_everywhere(rank: Rank, config: RunConfig) -> tuple[list[list[int]], int]:
     """Return the samples that a rank reads, and the number of indices that it builds, all of which are files."""
-    from megascale.data.read import epoch_index, index_files
+    from megascale.data.read import index_files
+    from megascale.data.read.epoch_index import IndexShape
 
-    build, built = epoch_index.build_epoch_index, []
-    epoch_index.build_epoch_index = lambda *arguments: built.append(arguments) or build(*arguments)
+    build, built = IndexShape.build, []
+    IndexShape.build = lambda *arguments: built.append(arguments) or build(*arguments)  # type: ignore[method-assign]
     index_files.MEMORY_ENTRIES = 0
     samples = mixture_of(config)
     read = [[*samples[i].tokens.tolist(), int(samples[i].labels[-1])] for i in range(40)]

@@ -16,8 +16,8 @@ from megascale.cli.main import main
 from megascale.config.loading import load_config
 from megascale.core.storage import Location
 from megascale.data.mix.mixture import Mixture
-from megascale.data.mix.mixture_spec import mixture_spec
 from megascale.data.read import block_cache
+from megascale.train.run_splits import mixture_spec
 from tests.data.datasets import data_config, write_dataset
 from tests.runs import GPT, settings, write_config
 from tests.s3_server import FailingStore, s3_server

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.data.mix.loader import BatchShape, Loader
-from megascale.data.mix.mixture import MockMixture
-from megascale.data.mix.mixture_spec import mixture_spec
+from megascale.data.mix.mock_mixture import MockMixture
 from megascale.data.mix.samples import DocumentStarts, Sample, document_starts, label_mask
+from megascale.train.run_splits import mixture_spec
 from tests.data.datasets import SEQUENCE, data_config, mixture_of, positions_of, write_dataset
 
 LENGTHS = [13, 5, 1, 40, 8, 9, 30, 2, 21, 17, 16, 33]

@@ -14,16 +14,8 @@ from hypothesis import strategies as st
 from megascale.cli.check_data import data_summary
 from megascale.config.run import RunConfig
 from megascale.data.read import index_files
-from megascale.data.read.best_fit import (
-    BestFitIndex,
-    BestFitShape,
-    best_fit,
-    best_fit_shape,
-    build_best_fit_index,
-    lengths_of,
-    row_count,
-)
-from megascale.data.read.epoch_index import IndexShape
+from megascale.data.read.best_fit import BestFitShape, RowGroup, best_fit, best_fit_shape
+from megascale.data.read.epoch_index import EpochIndex, IndexShape
 from tests.data.datasets import PADDING, SEQUENCE, data_config, mixture_of, positions_of, write_dataset
 from tests.data.read.epochs_of_pieces import check_shuffling, next_index
 
@@ -48,6 +40,11 @@ def one_by_one(lengths: list[int], capacity: int) -> list[int]:
     return sorted(rows)
 
 
+def lengths_of(group: RowGroup) -> list[int]:
+    """The lengths of the documents in a row of a group."""
+    return [length for length, documents in group.contents for _ in range(documents)]
+
+
 @given(st.integers(1, 30), st.data())
 def test_groups_are_rows_of_best_fit_decreasing(capacity: int, data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, capacity), max_size=40))
@@ -55,7 +52,6 @@ def test_groups_are_rows_of_best_fit_decreasing(capacity: int, data: st.DataObje
     rows = [list(lengths_of(group)) for group in groups for _ in range(group.rows)]
     assert Counter(length for row in rows for length in row) == Counter(lengths)
     assert sorted(map(sum, rows)) == one_by_one(lengths, capacity)
-    assert len(rows) == row_count(groups)
 
 
 def test_time_depends_on_the_lengths_not_on_the_documents() -> None:
@@ -71,7 +67,7 @@ def test_an_index_has_every_token_with_a_label_once(lengths: list[int], seq_leng
     sizes = np.array([7] * first + lengths, dtype=np.int32)
     whole = IndexShape(first, len(sizes), sum(lengths), seq_length)
     shape = best_fit_shape(whole, sizes)
-    index = build_best_fit_index(shape, sizes, 3)
+    index = shape.build(sizes, 3)
     seen = Counter[tuple[int, int]]()
     for sample in range(shape.samples):
         pieces = index.pieces(sample, sizes)
@@ -116,7 +112,7 @@ def document_by_document(shape: BestFitShape, sizes: np.ndarray, seed: int) -> t
 def test_an_index_is_the_one_of_plain_loops(lengths: list[int], seq_length: int, seed: int) -> None:
     sizes = np.array(lengths, dtype=np.int32)
     shape = best_fit_shape(IndexShape(0, len(sizes), sum(lengths), seq_length), sizes)
-    index = build_best_fit_index(shape, sizes, seed)
+    index = shape.build(sizes, seed)
     assert (index.documents.tolist(), index.starts.tolist()) == document_by_document(shape, sizes, seed)
 
 
@@ -124,7 +120,7 @@ def test_epochs_shuffle_what_stands_together() -> None:
     sizes = np.array([3, 5] * 40, dtype=np.int32)
     shape = best_fit_shape(IndexShape(0, 80, 320, 8), sizes)
     assert (shape.samples, shape.padding) == (40, 0)
-    check_shuffling(lambda seed: build_best_fit_index(shape, sizes, seed), sizes, 40)
+    check_shuffling(lambda seed: shape.build(sizes, seed), sizes, 40)
 
 
 def test_samples_are_whole_documents(tmp_path: Path) -> None:
@@ -154,8 +150,9 @@ def test_samples_are_whole_documents(tmp_path: Path) -> None:
         "every token but a document's first"
     )
     assert padding == count * SEQUENCE - sum(LENGTHS) + left_out
-    assert samples.padding() == pytest.approx(padding / (count * SEQUENCE))
-    told = f"{samples.padding():.2%} of the tokens are padding; {left_out} rests of one token, which have no label"
+    share, _ = samples.best_fit_losses()
+    assert share == pytest.approx(padding / (count * SEQUENCE))
+    told = f"{share:.2%} of the tokens are padding; {left_out} rests of one token, which have no label"
     assert told in data_summary(config)
 
 
@@ -164,7 +161,7 @@ def test_no_row_is_without_a_label(tmp_path: Path) -> None:
     write_dataset(tmp_path / "set", [SEQUENCE + 1] * 8)
     samples = mixture_of(packed(tmp_path, data__mask="document"))
     (dataset,) = samples.datasets
-    assert dataset.shape.samples == 8 and samples.left_out() == 8
+    assert dataset.shape.samples == 8 and samples.best_fit_losses()[1] == 8
     masks = [samples[index].mask for index in range(8)]
     assert all(mask is None or mask.sum() for mask in masks)
     assert sorted(int(samples[index].labels[-1]) for index in range(8)) == [9 * n + 8 for n in range(8)]
@@ -194,7 +191,7 @@ def test_an_index_in_a_file_is_the_one_in_memory(epoch: int) -> None:
         files = index_files.open_dataset_of(key, folder)
         index_files.write_index(folder / key.file_name, key, files)
         mapped, built = index_files.map_index(folder / key.file_name, key), index_files._build(key, files)
-        assert isinstance(mapped, BestFitIndex) and isinstance(key.shape, BestFitShape)
+        assert isinstance(mapped.shape, BestFitShape) and mapped.shape == key.shape
         pieces = [[index.pieces(i, files.lengths) for i in range(key.shape.samples)] for index in (mapped, built)]
         assert pieces[0] == pieces[1]
         plain = mixture_of(data_config(folder, folder / "set")).datasets[0].index_key(epoch)
@@ -205,15 +202,16 @@ def test_the_next_epoch_is_built_in_the_background(tmp_path: Path, monkeypatch: 
     write_dataset(tmp_path / "set", LENGTHS)
     config = packed(tmp_path)
     (dataset,) = mixture_of(config, expected=60).datasets
-    assert isinstance(next_index(dataset, monkeypatch), BestFitIndex)
+    assert isinstance(next_index(dataset, monkeypatch).shape, BestFitShape)
 
 
 def test_damaged_entries_are_refused() -> None:
     sizes = np.array([3, 5], dtype=np.int32)
-    index = BestFitIndex(np.array([0, -1]), np.array([[0, 0], [1, 0], [1, 0], [2, 0]]), np.array([0, 1, 2]), 8)
+    shape = BestFitShape(0, 1, 3, 8, parts=4, rows=2, left_out=0)
+    index = EpochIndex(shape, np.array([0, -1]), np.array([[0, 0], [1, 0], [1, 0], [2, 0]]), np.array([0, 1, 2]))
     assert index.pieces(0, sizes) == [(0, 0, 3)]
     for sample in (1, 2):
         with pytest.raises(IndexError):
             index.pieces(sample, sizes)
     with pytest.raises(ValueError, match="1 parts in 1 rows, not 4 in 2"):
-        build_best_fit_index(BestFitShape(0, 1, 3, 8, parts=4, rows=2, left_out=0), sizes, 1)
+        shape.build(sizes, 1)

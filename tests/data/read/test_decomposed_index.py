@@ -16,13 +16,8 @@ from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
 from megascale.data.mix.build_indices import build_indices
 from megascale.data.read import index_files
-from megascale.data.read.decomposed_index import (
-    DecomposedIndex,
-    DecomposedShape,
-    build_decomposed_index,
-    decomposed_shapes,
-)
-from megascale.data.read.epoch_index import IndexShape
+from megascale.data.read.decomposed_index import DecomposedShape, decomposed_shapes
+from megascale.data.read.epoch_index import EpochIndex, IndexShape
 from tests.data.datasets import SEQUENCE, data_config, mixture_of, positions_of, write_dataset
 from tests.data.read.epochs_of_pieces import check_shuffling, next_index
 
@@ -52,7 +47,7 @@ def test_buckets_have_the_greedy_pieces_of_documents_once(lengths: list[int], po
             else:
                 piece //= 2
     for piece, shape in decomposed_shapes(whole, sizes, [2**n for n in range(power + 1)]).items():
-        index = build_decomposed_index(shape, sizes, 3)
+        index = shape.build(sizes, 3)
         seen = Counter[tuple[int, int, int]]()
         for sample in range(shape.samples):
             pieces = index.pieces(sample, sizes)
@@ -66,7 +61,7 @@ def test_buckets_have_the_greedy_pieces_of_documents_once(lengths: list[int], po
 def test_epochs_shuffle_what_stands_together() -> None:
     sizes = np.array([12, 4] * 40, dtype=np.int32)
     shape = decomposed_shapes(IndexShape(0, 80, 640, 8), sizes, [4])[4]
-    check_shuffling(lambda seed: build_decomposed_index(shape, sizes, seed), sizes, 40)
+    check_shuffling(lambda seed: shape.build(sizes, seed), sizes, 40)
 
 
 def test_a_sample_has_pieces_of_one_length_and_no_label_across_them(tmp_path: Path) -> None:
@@ -142,7 +137,7 @@ def test_an_index_in_a_file_is_the_one_in_memory(epoch: int, bucket: int) -> Non
         files = index_files.open_dataset_of(key, folder)
         index_files.write_index(folder / key.file_name, key, files)
         mapped, built = index_files.map_index(folder / key.file_name, key), index_files._build(key, files)
-        assert isinstance(mapped, DecomposedIndex) and isinstance(key.shape, DecomposedShape)
+        assert isinstance(mapped.shape, DecomposedShape) and mapped.shape == key.shape
         pieces = [[index.pieces(i, files.lengths) for i in range(key.shape.samples)] for index in (mapped, built)]
         assert pieces[0] == pieces[1] and pieces[0]
         assert len({dataset.index_key(epoch).file_name for dataset in datasets}) == 3
@@ -154,7 +149,7 @@ def test_indices_are_built_in_advance_and_in_the_background(tmp_path: Path, monk
     config = decomposed(tmp_path, train__steps=5)
     mixture = mixture_of(config, expected=config.train.steps * config.batch.total)
     dataset = mixture_of(config, expected=600).datasets[1]
-    assert isinstance(next_index(dataset, monkeypatch), DecomposedIndex)
+    assert isinstance(next_index(dataset, monkeypatch).shape, DecomposedShape)
     assert build_indices([mixture], 1).found == 2, "epochs 0 and 1 of the bucket"
     assert build_indices([mixture], 1).built == 0
 
@@ -162,11 +157,12 @@ def test_indices_are_built_in_advance_and_in_the_background(tmp_path: Path, monk
 def test_damaged_entries_are_refused() -> None:
     sizes = np.array([4, 6], dtype=np.int32)
     starts = np.array([[0, 0], [2, 0], [4, 0]])
-    index = DecomposedIndex(np.array([0, 1, -1, 1]), starts, np.array([0, 1]), 8, 4)
+    shape = DecomposedShape(0, 2, 10, 8, piece=4, pieces=5)
+    index = EpochIndex(shape, np.array([0, 1, -1, 1]), starts, np.array([0, 1]))
     assert index.pieces(0, sizes) == [(0, 0, 4), (1, 0, 4)]
     with pytest.raises(IndexError, match="document -1"):
         index.pieces(1, sizes)
-    with pytest.raises(IndexError, match="pieces 2 to 4 of 3"):
-        DecomposedIndex(np.array([0, 1, 1]), starts, np.array([0, 1]), 8, 4).pieces(1, sizes)
+    with pytest.raises(IndexError, match="documents 2 to 4 of 3"):
+        EpochIndex(shape, np.array([0, 1, 1]), starts, np.array([0, 1])).pieces(1, sizes)
     with pytest.raises(ValueError, match="2 pieces of 4 tokens, not 5"):
-        build_decomposed_index(DecomposedShape(0, 2, 10, 8, piece=4, pieces=5), sizes, 1)
+        shape.build(sizes, 1)

@@ -18,12 +18,11 @@ import pytest
 from megascale.core.errors import DataError, Exit
 from megascale.core.files import lock_to_build, temporary_path
 from megascale.data.mix.mixture import Mixture
-from megascale.data.prepare import dataset_writer
-from megascale.data.read import epoch_index, index_builder, index_files
+from megascale.data.read import index_builder, index_files
 from megascale.data.read.checksum import CHECKSUM_BYTES, with_checksum
-from megascale.data.read.epoch_index import EpochIndex
+from megascale.data.read.epoch_index import EpochIndex, IndexShape
 from megascale.data.read.index_files import IndexKey
-from tests.data.datasets import ORIGIN, data_config, mixture_of, write_dataset
+from tests.data.datasets import ORIGIN, data_config, mixture_of, write_dataset, write_documents
 from tests.runs import GPT, settings, write_config
 
 
@@ -55,7 +54,7 @@ def test_a_file_is_built_once_and_read_as_it_was_built(
     before = read(samples)
     assert index_file(tmp_path).read_bytes()[:1] == b"{"
     assert not list((tmp_path / "cache").glob("*epoch2*")), "an epoch's index is built while the epoch before is read"
-    monkeypatch.setattr(epoch_index, "build_epoch_index", lambda *arguments: pytest.fail("the index was built again"))
+    monkeypatch.setattr(IndexShape, "build", lambda *arguments: pytest.fail("the index was built again"))
     config = data_config(tmp_path, tmp_path / "a")
     assert read(mixture_of(config)) == before
     monkeypatch.undo()
@@ -286,7 +285,7 @@ def test_what_is_built_in_memory_is_what_is_built_as_a_file(samples: Mixture, tm
 
 @pytest.mark.slow
 def test_a_job_with_a_poisoned_index_ends_with_status_3(tmp_path: Path) -> None:
-    dataset_writer.write_dataset(tmp_path / "a", [np.zeros(2, dtype=np.int32)] * 70_000, ORIGIN, 101)
+    write_documents(tmp_path / "a", [np.zeros(2, dtype=np.int32)] * 70_000, ORIGIN, 101)
     model = GPT | {"seq_length": 16}
     data = {"data__mock": False, "data__train": str(tmp_path / "a"), "data__split": [1.0, 0.0]}
     config = write_config(settings(model, tmp_path / "runs", **data, train__steps=3), tmp_path / "config.toml")

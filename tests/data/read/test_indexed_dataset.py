@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megascale.core.errors import DataError
 from megascale.data.prepare import dataset_writer
 from megascale.data.read import indexed_dataset
-from tests.data.datasets import ORIGIN
+from tests.data.datasets import ORIGIN, write_documents
 
 VOCABULARIES = st.sampled_from([300, 65_499, 65_500, 200_000])
 
@@ -34,7 +34,7 @@ def corpora(draw: st.DrawFn) -> tuple[int, list[np.ndarray]]:
 def prefix(tmp_path: Path) -> Path:
     """The prefix of a dataset of three documents and 6 tokens."""
     path = tmp_path / "set"
-    dataset_writer.write_dataset(path, [np.array([1, 2, 3]), np.array([4]), np.array([5, 6])], ORIGIN, 300)
+    write_documents(path, [np.array([1, 2, 3]), np.array([4]), np.array([5, 6])], ORIGIN, 300)
     return path
 
 
@@ -46,7 +46,7 @@ def file(prefix: Path, ending: str) -> Path:
 def test_a_dataset_is_read_as_written(corpus: tuple[int, list[np.ndarray]]) -> None:
     vocabulary, documents = corpus
     with tempfile.TemporaryDirectory() as folder:
-        made = dataset_writer.write_dataset(Path(folder) / "set", documents, ORIGIN, vocabulary)
+        made = write_documents(Path(folder) / "set", documents, ORIGIN, vocabulary)
         reader = indexed_dataset.open_dataset(Path(folder) / "set")
         assert [reader[i].tolist() for i in range(len(reader))] == [d.tolist() for d in documents]
     assert reader.info == made
@@ -62,7 +62,7 @@ def test_files_equal_those_of_megatron_core(corpus: tuple[int, list[np.ndarray]]
     vocabulary, documents = corpus
     with tempfile.TemporaryDirectory() as folder:
         ours, theirs = f"{folder}/ours", f"{folder}/theirs"
-        dataset_writer.write_dataset(Path(ours), documents, ORIGIN, vocabulary)
+        write_documents(Path(ours), documents, ORIGIN, vocabulary)
         builder = IndexedDatasetBuilder(theirs + ".bin", dtype=DType.optimal_dtype(vocabulary))
         for document in documents:
             builder.add_document(torch.from_numpy(document), [len(document)])
@@ -170,7 +170,7 @@ def test_entries_out_of_range_are_refused(part: str, entry: int, value: int, pre
 
 def test_files_of_two_datasets_are_refused(prefix: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    dataset_writer.write_dataset(other, [np.array([1, 2]), np.array([3, 4, 5, 6])], ORIGIN, 300)
+    write_documents(other, [np.array([1, 2]), np.array([3, 4, 5, 6])], ORIGIN, 300)
     file(other, ".idx").replace(file(prefix, ".idx"))
     with pytest.raises(DataError, match=r"set.json is of another dataset: 3 documents and 6 tokens, not 2 and 6"):
         indexed_dataset.open_dataset(prefix)
@@ -192,20 +192,20 @@ def test_a_path_with_its_ending_is_explained(prefix: Path) -> None:
 
 def test_a_dataset_without_documents_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the input has no text"):
-        dataset_writer.write_dataset(tmp_path / "set", [], ORIGIN, 300)
+        write_documents(tmp_path / "set", [], ORIGIN, 300)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="document 1 has token 300, but the vocabulary has 300"):
-        dataset_writer.write_dataset(tmp_path / "set", [np.array([1]), np.array([2, 300])], ORIGIN, 300)
+        write_documents(tmp_path / "set", [np.array([1]), np.array([2, 300])], ORIGIN, 300)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_document_too_long_for_the_format_is_refused(tmp_path: Path) -> None:
     endless = np.broadcast_to(np.uint16(1), (2**31,))
     with pytest.raises(DataError, match="document 0 has 2,147,483,648 tokens"):
-        dataset_writer.write_dataset(tmp_path / "set", [endless], ORIGIN, 300)
+        write_documents(tmp_path / "set", [endless], ORIGIN, 300)
 
 
 def test_a_failed_write_leaves_the_old_dataset(prefix: Path) -> None:
@@ -216,7 +216,7 @@ def test_a_failed_write_leaves_the_old_dataset(prefix: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        dataset_writer.write_dataset(prefix, documents(), ORIGIN, 300)
+        write_documents(prefix, documents(), ORIGIN, 300)
     assert {path.name: path.read_bytes() for path in prefix.parent.iterdir()} == before
 
 
@@ -232,7 +232,7 @@ def test_a_death_between_renames_mixes_no_datasets(prefix: Path, renamed: int, m
 
     monkeypatch.setattr(Path, "replace", dying)
     with pytest.raises(DataError, match="cannot be written: Input/output error"):
-        dataset_writer.write_dataset(prefix, [np.array([11, 12]), np.array([13, 14, 15, 16])], ORIGIN, 300)
+        write_documents(prefix, [np.array([11, 12]), np.array([13, 14, 15, 16])], ORIGIN, 300)
     monkeypatch.undo()
     with pytest.raises(DataError, match="there is no file"):
         indexed_dataset.open_dataset(prefix)
@@ -251,7 +251,7 @@ def test_a_writer_continues_after_what_is_on_disk(tmp_path: Path) -> None:
     with dataset_writer.DatasetWriter(tmp_path / "set", np.uint16, start) as writer:
         write(tmp_path / "set", writer, range(5, 9))
         writer.commit(ORIGIN, 300)
-    dataset_writer.write_dataset(tmp_path / "whole", (np.arange(n) for n in range(1, 9)), ORIGIN, 300)
+    write_documents(tmp_path / "whole", (np.arange(n) for n in range(1, 9)), ORIGIN, 300)
     for ending in (".bin", ".idx", ".json"):
         assert file(tmp_path / "set", ending).read_bytes() == file(tmp_path / "whole", ending).read_bytes()
     with pytest.raises(DataError, match=r"\.set\.bin\.part has 0 bytes, not 200"):
@@ -261,7 +261,7 @@ def test_a_writer_continues_after_what_is_on_disk(tmp_path: Path) -> None:
 def test_an_index_of_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, entries in (("one", 1 << 20), ("many", 3)):
         monkeypatch.setattr(dataset_writer, "BLOCK_ENTRIES", entries)
-        dataset_writer.write_dataset(tmp_path / name, (np.arange(n) for n in range(1, 12)), ORIGIN, 300)
+        write_documents(tmp_path / name, (np.arange(n) for n in range(1, 12)), ORIGIN, 300)
     assert file(tmp_path / "one", ".idx").read_bytes() == file(tmp_path / "many", ".idx").read_bytes()
 
 

@@ -19,7 +19,6 @@ from megascale.operate.channel.messages import (
     OpenStore,
     RankEnd,
     RanksEnded,
-    RankStatus,
     Records,
     Stacks,
     Start,
@@ -29,6 +28,7 @@ from megascale.operate.channel.messages import (
     from_json,
     to_json,
 )
+from megascale.record.rank_state import RankStatus
 
 MESSAGES: tuple[Message, ...] = (
     Hello("n0", "host", "10.0.0.1", 8),
@@ -75,7 +75,7 @@ def test_a_figure_that_is_not_finite_arrives() -> None:
         (b'Leave {"reason": "x", "colour": "red"}', "colour: Unexpected"),
         (b'Leave {"reason": 4}', "reason: Input should be a valid string"),
         (b'RanksEnded {"attempt": 1, "ends": [{"rank": 1}]}', "ends.0.status: Field required"),
-        (b'Heartbeat {"time": 1.0, "ranks": [{"rank": 1, "pid": 2, "name": 3}]}', "ranks.0.name: Unexpected"),
+        (b'Heartbeat {"time": 1.0, "ranks": [{"rank": 1, "pid": 2, "name": 3}]}', "ranks.0.name: Extra inputs"),
     ],
 )
 def test_anything_else_is_refused(data: bytes, expected: str) -> None:

@@ -20,7 +20,6 @@ from megascale.operate.channel.messages import (
     Prepare,
     RankEnd,
     RanksEnded,
-    RankStatus,
     Records,
     Start,
     Stop,
@@ -37,7 +36,7 @@ from megascale.operate.driver.watch import ProgressWatch
 from megascale.record.layout import NEWEST
 from megascale.record.log import LogIdentity, RankLog
 from megascale.record.log_reader import LogReader
-from megascale.record.rank_state import RankState
+from megascale.record.rank_state import RankState, RankStatus
 
 PLAN = JobPlan("run", 4, 16, ("train",), "/logs")
 
@@ -177,8 +176,8 @@ def test_the_phase_of_a_rank_that_waits_explains_no_hang() -> None:
     watch.beat([status(7, 0.0)], 1.0)
     watch.beat([status(8, 0.0)], 2.0)
     waiting = RankStatus(1, 1, "checkpoint", 8, 1, 4.0, 0.0, 0.5, 7, waits=True)
-    saving = replace(waiting, waits=False)
-    stuck = replace(status(8, 4.0), waits=False)
+    saving = waiting._replace(waits=False)
+    stuck = status(8, 4.0)._replace(waits=False)
     assert watch.hangs([stuck, waiting], 6.0)
     assert not watch.hangs([stuck, saving], 6.0)
     assert not watch.hangs([waiting, waiting], 6.0)

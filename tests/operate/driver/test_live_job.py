@@ -10,10 +10,11 @@ import pytest
 from lab.simulation import Simulation
 from megascale.config.fault import FaultConfig
 from megascale.core.errors import Exit
-from megascale.operate.channel.messages import Heartbeat, RankEnd, RanksEnded, RankStatus
+from megascale.operate.channel.messages import Heartbeat, RankEnd, RanksEnded
 from megascale.operate.driver.job_state import JobPlan
 from megascale.operate.driver.live_job import live_state, writing_live_file
-from megascale.record.live_file import LIVE_FILE, LiveRank, read_live_file
+from megascale.record.live_file import LIVE_FILE, read_live_file
+from megascale.record.rank_state import RankStatus
 
 
 def simulated_job(folder: Path = Path()) -> Simulation:
@@ -31,7 +32,7 @@ def test_all_ranks_of_a_job_that_trains() -> None:
     sim = simulated_job()
     state = live_state(sim.job, sim.now)
     assert (state.stage, state.status, state.attempt) == ("run", None, 0)
-    assert state.ranks == [LiveRank("step", 5)] * 16
+    assert [(rank.rank, rank.phase, rank.step) for rank in state.ranks] == [(rank, "step", 5) for rank in range(16)]
 
 
 def test_the_age_of_a_heartbeat_counts_as_time_without_progress() -> None:
@@ -39,7 +40,7 @@ def test_the_age_of_a_heartbeat_counts_as_time_without_progress() -> None:
     before = live_state(sim.job, sim.now).ranks[5]
     sim.job.roster.members["node1"].heard -= 100.0
     after = live_state(sim.job, sim.now).ranks[5]
-    assert (after.idle_s - before.idle_s, after.silent_s - before.silent_s) == (100, 100)
+    assert (after.idle_s - before.idle_s, after.silent_s - before.silent_s) == (100.0, 100.0)
 
 
 def test_a_lost_node_s_ranks_have_failed() -> None:

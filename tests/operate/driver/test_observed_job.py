@@ -28,7 +28,6 @@ from megascale.operate.channel.messages import (
     Leave,
     RankEnd,
     RanksEnded,
-    RankStatus,
     Records,
     Welcome,
 )
@@ -39,6 +38,7 @@ from megascale.operate.driver.job import Job
 from megascale.operate.driver.job_state import JobPlan, Stage
 from megascale.operate.driver.live_job import live_state
 from megascale.operate.driver.stages import FIND_S
+from megascale.record.rank_state import RankStatus
 from tests.jobs import SECONDS, heed_signals, job_config
 from tests.operate.driver.test_one_host import with_planted
 from tests.operate.node.test_torchrun import Torchrun, free_port

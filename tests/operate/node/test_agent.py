@@ -36,7 +36,6 @@ from megascale.operate.channel.messages import (
     OpenStore,
     Prepare,
     RanksEnded,
-    RankStatus,
     Records,
     Stacks,
     Start,
@@ -51,7 +50,7 @@ from megascale.operate.node.agent import Agent
 from megascale.operate.node.agent_ranks import AgentRanks
 from megascale.operate.node.ranks import DRIVER_LOST, NodePlace
 from megascale.operate.node.stored_copies import stored_copies
-from megascale.record.rank_state import RankState
+from megascale.record.rank_state import RankState, RankStatus
 from tests.core.test_run_folder import known
 from tests.jobs import lives, standby_processes
 from tests.operate.health.nodes import Node, driver, flight_records, gone, key_of, node, rank_environment, run, within

@@ -10,10 +10,19 @@ from typing import Any
 
 from megascale.config.toml_writer import to_toml
 from megascale.operate.driver.incidents import LOG_FILE, Action, Culprit, Incident
-from megascale.record.live_file import LIVE_FILE, LiveFile, LiveRank, LiveState
+from megascale.record.live_file import LIVE_FILE, LiveFile, LiveState
+from megascale.record.rank_state import RankStatus
 from tests.runs import GPT, config_of, settings
 
-RUNS = LiveRank("step", 5)
+
+def live_rank(
+    phase: str = "", step: int = -1, idle_s: float = 0.0, silent_s: float = 0.0, state: str = ""
+) -> RankStatus:
+    """A rank as the live file knows it, of any number."""
+    return RankStatus(0, 0, phase, step, idle_s=idle_s, silent_s=silent_s, state=state)
+
+
+RUNS = live_rank("step", 5)
 
 
 def make_run(folder: Path, steps: int = 10, total: int = 20, **overrides: Any) -> Path:
@@ -40,7 +49,7 @@ def write_metrics(folder: Path, steps: Iterable[int], **values: Any) -> None:
         file.writelines(json.dumps(metrics_record(step, **values)) + "\n" for step in steps)
 
 
-def write_live(folder: Path, ranks: Sequence[LiveRank], age_s: float = 0.0, **fields: Any) -> None:
+def write_live(folder: Path, ranks: Sequence[RankStatus], age_s: float = 0.0, **fields: Any) -> None:
     """Write the live file, as if `age_s` seconds ago."""
     LiveFile(folder / LIVE_FILE).write(LiveState(time.time() - age_s, 0, ranks, **fields))
 

@@ -56,8 +56,7 @@ def misplaced(spans: Iterable[tuple[int, int]]) -> int:
 
 def merged(path: Path, ranks: list[RankEvents]) -> tuple[chrome_trace.TraceStats, list[dict]]:
     """Write the timeline of ranks. Returns its counts and the items of the file."""
-    origin = min((time for events in ranks for time in chrome_trace.step_starts(events).values()), default=0.0)
-    written = chrome_trace.write_trace(path, [chrome_trace.rank_trace(events, origin) for events in ranks])
+    written = chrome_trace.write_trace(path, ranks, chrome_trace.first_start(ranks))
     document = json.loads(path.read_text())
     assert set(document) == {"traceEvents", "displayTimeUnit"}
     return written, document["traceEvents"]

@@ -10,7 +10,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.operate.show.curves import MetricsFile, Spike, thin_curve
+from megascale.operate.show.curves import Curves, MetricsFile
+from megascale.record.metrics import Alert
 from tests.operate.show.folders import metrics_record, write_metrics
 
 
@@ -25,7 +26,7 @@ def test_what_is_appended_is_added(tmp_path: Path) -> None:
         lines.write('{"step": 3, "lo')
     curves = file.read()
     assert curves.valid == ((2, 4.5),)
-    assert curves.spikes == (Spike(2, "loss", 9.0, 3.0),)
+    assert curves.alerts == (Alert(2, "loss", 9.0, 3.0),)
     assert curves.steps.tolist() == [1, 2], "a line that is still being written does not count"
     with open(tmp_path / "metrics.jsonl", "a") as lines:
         lines.write('ss": 2.5}\n')
@@ -65,7 +66,7 @@ def test_lines_that_are_no_records_are_left_out(tmp_path: Path) -> None:
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(2, 50))
 def test_thinning_keeps_order_ends_and_extremes(values: list[float], points: int) -> None:
     x, y = np.arange(len(values)), np.array(values)
-    thin_x, thin_y = thin_curve(x, y, points)
+    thin_x, thin_y = Curves(x, {"y": y}).drawn("y", points)
     assert len(thin_x) <= max(points, 2) + 1
     assert (np.diff(thin_x) > 0).all()
     assert (thin_y.min(), thin_y.max(), thin_x[-1]) == (y.min(), y.max(), x[-1])

@@ -17,6 +17,7 @@ import pytest
 
 from megascale.core.rank import Rank
 from megascale.core.storage import Location
+from megascale.operate.node.stacks import stack_of
 from megascale.operate.show import diagnosis
 from megascale.operate.show.diagnosis import RunDiagnosis, diagnose
 from megascale.operate.show.diagnosis_text import diagnosis_json, diagnosis_text
@@ -25,10 +26,9 @@ from megascale.operate.show.run_reader import RunReader
 from megascale.operate.store.table_files import TableFile, write_rows
 from megascale.record import log_files
 from megascale.record.layout import Phase
-from megascale.record.live_file import LiveRank
 from megascale.record.log_files import FLIGHT_RECORD_VARIABLE, log_of_rank
 from tests.operate.diagnose.hang.test_flight import recorders, stuck, write
-from tests.operate.show.folders import incident, make_run, write_incidents, write_live, write_metrics
+from tests.operate.show.folders import incident, live_rank, make_run, write_incidents, write_live, write_metrics
 from tests.operate.show.hung_runs import CULPRIT, hanging_records, make_hung_run, write_states
 from tests.operate.store.tables import rows
 
@@ -48,7 +48,7 @@ def shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def found_in(run: Path) -> RunDiagnosis:
     view = RunReader(run).read()
-    return diagnose(view, read_last_states(view))
+    return diagnose(view, read_last_states(view), stack_of)
 
 
 def test_from_the_event_store_alone(tmp_path: Path) -> None:
@@ -73,24 +73,24 @@ def test_a_stopped_rank_of_whose_process_nothing_is_known(tmp_path: Path) -> Non
     """A rank without a heartbeat may be stopped, or hold Python's lock; a live file that is no longer written tells."""
     run = make_hung_run(tmp_path, hanging_records("stop"))
     assert "rank 5 on node1 has had no heartbeat for 5s: it is stopped (SIGSTOP" in found_in(run).what
-    ranks = [LiveRank("step", 2, 60, 60, "T" if rank == CULPRIT else "") for rank in range(8)]
+    ranks = [live_rank("step", 2, 60, 60, "T" if rank == CULPRIT else "") for rank in range(8)]
     write_live(run, ranks, age_s=LONG_AGO_S)
     assert found_in(run).what == "rank 5 on node1 is stopped (SIGSTOP, a debugger or a frozen container)"
 
 
 def test_a_run_that_makes_progress_is_not_called_hung(tmp_path: Path) -> None:
     run = make_hung_run(tmp_path)  # the store has old states
-    write_live(run, [LiveRank("step", 3, 2)] * 8)
+    write_live(run, [live_rank("step", 3, 2)] * 8)
     found = found_in(run)
     assert (found.condition, found.verdict) == ("makes progress", None)
     assert diagnosis_text(found).startswith("NO HANG: the run makes progress, step 2 of 20; the last was 2s ago")
-    write_live(run, [LiveRank("step", 3, 60)] * 8)
+    write_live(run, [live_rank("step", 3, 60)] * 8)
     assert found_in(run).condition == "hangs"
 
 
 def test_runs_that_have_ended_are_not_called_hung(tmp_path: Path) -> None:
     run = make_hung_run(tmp_path)
-    write_live(run, [LiveRank("done", 20)] * 8, status=0)
+    write_live(run, [live_rank("done", 20)] * 8, status=0)
     assert diagnosis_text(found_in(run)).startswith("NO HANG: the run has ended (done)")
     (run / "live.json").unlink()
     write_states(run, {rank: replace(r, phase=Phase.DONE, wait=None) for rank, r in hanging_records().items()})
@@ -274,7 +274,7 @@ def test_another_job_of_the_same_name_on_this_host(
 ) -> None:
     """It has another folder, and is at the same step."""
     run = make_run(tmp_path)
-    write_live(run, [LiveRank("step", 10)] * 4)
+    write_live(run, [live_rank("step", 10)] * 4)
     path = shared_memory / f"megascale-{os.geteuid()}-test-2-00001.flight"
     env = {FLIGHT_RECORD_VARIABLE: str(path)}
     with log_of_rank(tmp_path / "other" / "test", Rank(1, 4, 0, "h"), env) as other:
@@ -290,7 +290,7 @@ def test_some_ranks_are_on_other_hosts(
     monkeypatch.setattr(diagnosis, "standstill_limit_s", lambda *_: 0.0)
     ranks[3].kill()
     ranks[3].wait()
-    write_live(run, [LiveRank("step", 10, 30)] * 4)
+    write_live(run, [live_rank("step", 10, 30)] * 4)
     record = replace(hanging_records()[3], world=4)
     write_states(run, {3: record}, age_s=50.0)
     found = found_in(run)

@@ -10,15 +10,15 @@ import pytest
 
 from megascale.core.rank import Rank
 from megascale.core.storage import Location
-from megascale.operate.show.rank_details import MOST_LINES, place_in, read_rank_details, read_rank_stack
+from megascale.operate.show.neighbours import place_in
+from megascale.operate.show.rank_details import MOST_LINES, read_rank_details, read_rank_stack
 from megascale.operate.show.run_reader import RunReader
 from megascale.operate.store import query
 from megascale.operate.store.table_files import TableFile, write_rows
 from megascale.record import log_files
-from megascale.record.live_file import LiveRank
 from megascale.record.log_files import ATTEMPT_VARIABLE, FLIGHT_RECORD_VARIABLE, log_of_rank
 from megascale.record.log_reader import read_state
-from tests.operate.show.folders import incident, make_run, write_incidents, write_live
+from tests.operate.show.folders import incident, live_rank, make_run, write_incidents, write_live
 from tests.operate.store.tables import rows
 
 
@@ -40,7 +40,7 @@ def test_place_incidents_error_and_output(tmp_path: Path) -> None:
     view = RunReader(folder).read()
     details = read_rank_details(view, 1)
     assert place_in(view, 1).groups == {"tp": (0, 1), "pp": (1, 3)}
-    assert [each.id for each in details.incidents] == [1, 2]
+    assert details.incidents == tuple(f"incident {n}, step 7: rank 1 was killed by SIGKILL" for n in (1, 2))
     assert details.error == "out of memory"
     assert (len(details.output), details.output[-1]) == (MOST_LINES, "line 199")
     assert details.log == logs / "rank-1.log"
@@ -60,7 +60,7 @@ def test_an_error_file_that_says_nothing(content: str, tmp_path: Path) -> None:
 
 def test_the_record_of_a_rank_on_this_host(tmp_path: Path, shared_memory: Path) -> None:
     folder = make_run(tmp_path)
-    write_live(folder, [LiveRank("step", 1)] * 4)
+    write_live(folder, [live_rank("step", 1)] * 4)
     path = shared_memory / f"megascale-{os.geteuid()}-test-1-00002.flight"
     with log_of_rank(folder, Rank(2, 4, 0, "h"), {FLIGHT_RECORD_VARIABLE: str(path)}) as record:
         record.begin_step(1)
@@ -74,7 +74,7 @@ def test_the_record_of_a_rank_on_this_host(tmp_path: Path, shared_memory: Path) 
 
 def test_a_record_of_another_run_of_the_same_name_is_left_out(tmp_path: Path, shared_memory: Path) -> None:
     folder = make_run(tmp_path)
-    write_live(folder, [LiveRank("step", 50)] * 4)
+    write_live(folder, [live_rank("step", 50)] * 4)
     path = shared_memory / f"megascale-{os.geteuid()}-test-1-00002.flight"
     other = tmp_path / "elsewhere" / "test"
     with log_of_rank(other, Rank(2, 4, 0, "h"), {FLIGHT_RECORD_VARIABLE: str(path)}) as record:
@@ -116,7 +116,7 @@ def test_only_the_table_of_states_is_opened(tmp_path: Path, monkeypatch: pytest.
 def test_a_rank_is_found_at_any_step_by_any_path_of_its_folder(tmp_path: Path, shared_memory: Path) -> None:
     """Whatever the live file said a second ago: a rank may train hundreds of steps a second."""
     folder = make_run(tmp_path)
-    write_live(folder, [LiveRank("step", 50)] * 4)
+    write_live(folder, [live_rank("step", 50)] * 4)
     link = tmp_path / "link"
     link.symlink_to(folder)
     path = shared_memory / f"megascale-{os.geteuid()}-test-1-00000.flight"
@@ -130,7 +130,7 @@ def test_a_rank_is_found_at_any_step_by_any_path_of_its_folder(tmp_path: Path, s
 def test_the_newest_of_two_records_of_a_rank(tmp_path: Path, shared_memory: Path) -> None:
     """The rank of an attempt that is being stopped may still live."""
     folder = make_run(tmp_path)
-    write_live(folder, [LiveRank("step", 5)] * 4)
+    write_live(folder, [live_rank("step", 5)] * 4)
     for attempt in (1, 0):  # the second is the newer one
         path = shared_memory / f"megascale-{os.geteuid()}-test-{attempt}-00000.flight"
         env = {FLIGHT_RECORD_VARIABLE: str(path), ATTEMPT_VARIABLE: str(attempt)}

@@ -12,14 +12,13 @@ import pytest
 from megascale.cli.main import main
 from megascale.core.errors import Exit
 from megascale.core.rank import Rank
-from megascale.operate.show.frame import letters_of
-from megascale.operate.show.rank_states import STALE_S, RankStatesReader
+from megascale.operate.show.live_reader import STALE_S, LiveStateReader
 from megascale.operate.show.run_config import RunFolderError
 from megascale.operate.show.run_reader import RunReader
 from megascale.record import log_files
-from megascale.record.live_file import LIVE_FILE, LiveRank
+from megascale.record.live_file import LIVE_FILE
 from megascale.record.log_files import FLIGHT_RECORD_VARIABLE, log_of_rank
-from tests.operate.show.folders import RUNS, incident, make_run, write_incidents, write_live, write_metrics
+from tests.operate.show.folders import RUNS, incident, live_rank, make_run, write_incidents, write_live, write_metrics
 from tests.operate.show.stores import make_stored_run
 from tests.runs import toml
 
@@ -35,7 +34,7 @@ def records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_a_run_that_trains(tmp_path: Path) -> None:
     folder = make_run(tmp_path, steps=10, total=20)
-    write_live(folder, [LiveRank("step", 12)] * 4, stage="run")
+    write_live(folder, [live_rank("step", 12)] * 4, stage="run")
     view = RunReader(folder).read()
     assert (view.name, view.state, view.step, view.steps, view.attempt) == ("test", "runs", 12, 20, 0)
     assert (view.topology.tp, view.topology.pp, view.world) == (2, 2, 4)
@@ -47,7 +46,7 @@ def test_a_run_that_trains(tmp_path: Path) -> None:
 
 def test_a_run_before_its_first_step(tmp_path: Path) -> None:
     """Neither configuration nor metrics are there before all ranks have joined."""
-    write_live(tmp_path, [LiveRank("import", 0)] * 8)
+    write_live(tmp_path, [live_rank("import", 0)] * 8)
     view = RunReader(tmp_path).read()
     assert (view.name, view.world, view.steps, view.model) == (tmp_path.name, 8, 0, "")
     assert view.state == "runs"
@@ -58,11 +57,11 @@ def test_a_run_before_its_first_step(tmp_path: Path) -> None:
 )
 def test_a_run_that_has_ended(status: int, state: str, tmp_path: Path) -> None:
     folder = make_run(tmp_path)
-    write_live(folder, [LiveRank("done", 10)] * 4, status=int(status), age_s=1e6)
+    write_live(folder, [live_rank("done", 10)] * 4, status=int(status), age_s=1e6)
     write_metrics(folder, [])
     view = RunReader(folder).read()
     assert view.has_ended is False, "metrics that are newer than the file are another job's"
-    write_live(folder, [LiveRank("done", 10)] * 4, status=int(status))
+    write_live(folder, [live_rank("done", 10)] * 4, status=int(status))
     view = RunReader(folder).read()
     assert (view.state, view.has_ended) == (state, True)
 
@@ -77,7 +76,7 @@ def test_a_run_whose_live_file_nobody_writes_any_more(tmp_path: Path) -> None:
 
 def test_a_file_that_advances_is_not_stale_whatever_the_writer_s_clock_says(tmp_path: Path) -> None:
     now = [time.time()]
-    reader = RankStatesReader(tmp_path, lambda: now[0])
+    reader = LiveStateReader(tmp_path, lambda: now[0])
     write_live(tmp_path, [RUNS], age_s=3600.0)
     assert reader.read().stale
     write_live(tmp_path, [RUNS], age_s=3598.0)
@@ -90,9 +89,9 @@ def test_a_file_that_advances_is_not_stale_whatever_the_writer_s_clock_says(tmp_
 
 def test_a_run_that_stands_still(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
-    write_live(folder, [LiveRank("step", 5, 50)] * 3 + [LiveRank("step", 5, 0)])
+    write_live(folder, [live_rank("step", 5, 50)] * 3 + [live_rank("step", 5, 0)])
     assert RunReader(folder).read().standstill == ""
-    write_live(folder, [LiveRank("step", 5, 50)] * 3 + [LiveRank("done", 5, 99)])
+    write_live(folder, [live_rank("step", 5, 50)] * 3 + [live_rank("done", 5, 99)])
     view = RunReader(folder).read()
     assert view.standstill == "no rank has made progress for 50 s"
     assert view.state == "stands still"
@@ -113,18 +112,18 @@ def test_a_folder_that_may_not_be_entered(tmp_path: Path, monkeypatch: pytest.Mo
 )
 def test_a_phase_that_takes_long_is_no_standstill(phase: str, seconds: int, tmp_path: Path) -> None:
     folder = make_run(tmp_path)
-    write_live(folder, [LiveRank("step", 5, seconds)] * 3 + [LiveRank(phase, 5, seconds)])
+    write_live(folder, [live_rank("step", 5, seconds)] * 3 + [live_rank(phase, 5, seconds)])
     assert RunReader(folder).read().standstill == ""
 
 
 def test_a_first_step_that_takes_long_is_no_standstill(tmp_path: Path) -> None:
     """Neither of a run, nor after a restart, nor one that the ranks' own records tell of."""
     folder = make_run(tmp_path, steps=0)
-    slow, hung = [LiveRank("step", 1, 25)] * 4, [LiveRank("step", 1, 301)] * 4
+    slow, hung = [live_rank("step", 1, 25)] * 4, [live_rank("step", 1, 301)] * 4
     write_live(folder, slow)
     view = RunReader(folder).read()
     assert (view.standstill, view.step_limit_s) == ("", 300.0)
-    assert letters_of(view, ()) == ["."] * 4
+    assert view.letters(()) == ["."] * 4
     write_live(folder, hung)
     assert RunReader(folder).read().state == "stands still"
     write_metrics(folder, range(1, 11))
@@ -136,7 +135,7 @@ def test_a_first_step_that_takes_long_is_no_standstill(tmp_path: Path) -> None:
 
 def test_the_records_of_ranks_on_this_host_tell_the_time_of_a_step(tmp_path: Path, records: Path) -> None:
     folder = make_run(tmp_path)
-    write_live(folder, [LiveRank("step", 11, 25)] * 4)
+    write_live(folder, [live_rank("step", 11, 25)] * 4)
     env = {FLIGHT_RECORD_VARIABLE: str(records / f"megascale-{os.geteuid()}-test-1-00000.flight")}
     with log_of_rank(folder, Rank(0, 4, 0, "h"), env) as record:
         record.begin_step(11)

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from megascale.operate.show.sparkline import ASCII_LEVELS, BLOCKS, bars, sparkline
+from megascale.operate.show.sparkline import ASCII_LEVELS, BLOCKS, bars
 
 
 def test_the_lowest_and_the_highest_part_have_the_ends_of_the_levels() -> None:
-    assert sparkline(np.arange(8.0), 8) == BLOCKS
-    assert sparkline(np.repeat(np.arange(5.0), 7), 5, ASCII_LEVELS) == ASCII_LEVELS
+    assert bars(np.arange(8.0), 8, 1) == [BLOCKS]
+    assert bars(np.repeat(np.arange(5.0), 7), 5, 1, ASCII_LEVELS) == [ASCII_LEVELS]
 
 
 def test_what_is_not_finite_is_left_out() -> None:
-    assert sparkline(np.array([np.nan, 1.0, np.inf, 2.0]), 10) == BLOCKS[0] + BLOCKS[-1]
-    assert sparkline(np.array([np.nan]), 10) == sparkline(np.array([]), 10) == ""
+    assert bars(np.array([np.nan, 1.0, np.inf, 2.0]), 2, 1) == [BLOCKS[0] + BLOCKS[-1]]
+    assert bars(np.array([np.nan]), 10, 1) == bars(np.array([]), 10, 1) == [""]
 
 
 def test_a_constant_curve_is_flat() -> None:
-    assert sparkline(np.ones(30), 10) == BLOCKS[0] * 10
+    assert bars(np.ones(30), 10, 1) == [BLOCKS[0] * 10]
 
 
 def test_bars_of_several_lines() -> None:

@@ -31,37 +31,6 @@ def left_logs() -> list[Path]:
     return sorted(SHARED_MEMORY.glob(f"megascale-{os.geteuid()}-test-*.flight"))
 
 
-def test_a_job_s_store_agrees_with_its_metrics(tmp_path: Path) -> None:
-    job = Job(job_config(tmp_path, GPT, parallel__tp=2, train__steps=7, **STORED))
-    status, _, err = job.end()
-    assert status == 0, err
-    logged = [(record["step"], record["loss"], record["grad_norm"]) for record in job.steps()]
-    for rank in range(2):
-        assert query(job, f"SELECT step, loss, grad_norm FROM steps WHERE rank = {rank} ORDER BY step") == logged
-    assert query(job, "SELECT DISTINCT step FROM steps WHERE tags LIKE '%evaluation%' ORDER BY step") == [
-        (3,), (6,), (7,),
-    ]  # fmt: skip
-    assert query(job, "SELECT rank, tp, world FROM ranks ORDER BY rank") == [(0, 0, 2), (1, 1, 2)]
-    # the same sums, from single events
-    sums = "sum(end_ns - start_ns)::BIGINT, sum(exposed_ns)::BIGINT, sum(bytes)::BIGINT"
-    events = query(
-        job, f"SELECT rank, step, axis, name, chunk, {sums} FROM events WHERE step > 0 GROUP BY ALL ORDER BY ALL"
-    )
-    sums = "sum(total_ns)::BIGINT, sum(exposed_ns)::BIGINT, sum(bytes)::BIGINT"
-    parts = f"SELECT rank, step, axis, name, chunk, {sums} FROM step_parts WHERE step > 0 AND axis <> 'step'"
-    assert query(job, f"{parts} GROUP BY ALL ORDER BY ALL") == events and len(events) > 7 * 2 * 5
-    # a step's actions and waits lie in its time
-    assert query(
-        job,
-        """
-        SELECT count(*) FROM events JOIN steps USING (rank, step)
-        WHERE axis = 'compute' AND NOT events.start_ns BETWEEN steps.start_ns AND steps.end_ns""",
-    ) == [(0,)]
-    [(records,)] = query(job, "SELECT list(record ORDER BY rank) FROM states")
-    assert [(json.loads(text)["step"], json.loads(text)["phase"]) for text in records] == [(7, "done"), (7, "done")]
-    assert query(job, "SELECT sum(events_lost) FROM steps") == [(0,)]
-
-
 def test_each_row_is_stored_once_however_many_launchers_share_the_host(tmp_path: Path) -> None:
     config = job_config(tmp_path, GPT, parallel__tp=2, train__steps=4, observe__store=True)
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -45,7 +45,7 @@ def counted_each(rank: Rank, configs) -> list[int]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_model_flops_equal_torchs_counter(family, tmp_path) -> None:
     sizes = FAMILIES[family] | {"hidden_size": 64, "seq_length": 64, "vocab_size": 512}
-    config = config_of(settings(sizes, tmp_path, train__precision="fp32"), tmp_path)
+    config = config_of(settings(sizes, tmp_path, train__precision="fp32", batch__global=2), tmp_path)
     tokens = config.batch.total * config.model.seq_length
     (flops,) = run_world(1, counted, config)
     assert flops == pytest.approx(token_flops(config.model).full * tokens, rel=1e-3)
@@ -58,8 +58,8 @@ BLOCKS = ["serial", "parallel", "parallel_two_norms", "sandwich", "post_norm"]
 @pytest.mark.parametrize("family", only_quick(FAMILIES, "gpt"))
 def test_hardware_flops_equal_torchs_counter(family, block, tmp_path) -> None:
     sizes = FAMILIES[family] | {"hidden_size": 64, "seq_length": 64, "vocab_size": 512, "block": block}
-    tokens = 8 * 64
-    shares, trees = {}, [settings(sizes, tmp_path, train__precision="fp32", **more) for more in RECOMPUTE.values()]
+    tokens, run = 2 * 64, {"train__precision": "fp32", "batch__global": 2}
+    shares, trees = {}, [settings(sizes, tmp_path, **run, **more) for more in RECOMPUTE.values()]
     configs = [config_of(tree, tmp_path) for tree in trees]
     (counts,) = run_world(1, counted_each, configs)
     for name, config, flops in zip(RECOMPUTE, configs, counts, strict=True):

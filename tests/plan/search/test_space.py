@@ -17,6 +17,8 @@ from megascale.config.world_rules import world_findings
 from megascale.plan.search.space import LAYOUT_KEYS, MIN_SHARED_TOKENS, Layout, Space
 
 DEVICES = 12
+MICRO = (1, 2, 3, 4, 5, 6, 12)
+"""Samples of a micro-batch that are tried: of the others up to DEVICES none divides the batches of a case."""
 TREE = {
     "name": "small",
     "model": {"num_layers": 5, "hidden_size": 96, "num_heads": 6, "num_kv_heads": 3, "ffn_size": 192,
@@ -55,7 +57,7 @@ def all_legal(space: Space) -> set[Layout]:
         range(1, 8),
         schedules,
         counts,
-        counts,
+        MICRO,
         ("none", "selective", "full"),
         range(3),
     )

@@ -31,7 +31,6 @@ from megascale.operate.channel.messages import (
     Hello,
     Message,
     OpenStore,
-    RankStatus,
     Start,
     StoreOpened,
     from_json,
@@ -43,6 +42,7 @@ from megascale.operate.driver.incidents import JobHistory
 from megascale.operate.driver.job import Job
 from megascale.operate.driver.job_state import JobPlan
 from megascale.operate.driver.scheduler.none import NoScheduler
+from megascale.record.rank_state import RankStatus
 
 AGENTS_PER_PROCESS = 250
 JOIN_S = 120.0

@@ -19,7 +19,7 @@ from lab.hosts import run_torchrun
 from lab.overlap import COMMON_SETTINGS, Settings, settings_to_toml, timed_steps
 from lab.testbed import HostLink, Testbed
 from megascale.core.files import write_text
-from megascale.data.prepare.dataset_writer import write_dataset
+from megascale.data.prepare.dataset_writer import DatasetWriter
 from megascale.data.read.indexed_dataset import TokenizerInfo
 
 VOCABULARY = 2048
@@ -61,8 +61,10 @@ def write_documents(prefix: Path, options: argparse.Namespace) -> np.ndarray:
     lengths = np.clip(drawn, 16, options.longest).astype(int)
     needed = 2 * options.longest * options.batch * options.steps
     lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), needed)) + 1]
-    documents = (chance.integers(0, VOCABULARY, length) for length in lengths)
-    write_dataset(prefix, documents, TokenizerInfo("random", "0", VOCABULARY - 1), VOCABULARY)
+    with DatasetWriter(prefix, np.uint16) as writer:
+        for length in lengths:
+            writer.append(chance.integers(0, VOCABULARY, length), np.array([length]))
+        writer.commit(TokenizerInfo("random", "0", VOCABULARY - 1), VOCABULARY)
     return lengths
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,22 +12,17 @@ import numpy as np
 from megascale.operate.show.charts.shapes import BLUE, GREY, RED, document, line, nice_ticks, rect, text
 
 WIDTH, HEIGHT = 520, 220
-LEFT, RIGHT, TOP, BOTTOM = 64, WIDTH - 12, 26, HEIGHT - 24
-"""Pixels: size of the chart, and edges of the drawing in it."""
+LEFT, RIGHT, TOP, BOTTOM = 64, WIDTH - 12, 26, HEIGHT - 24  # pixels: size of the chart, and edges of the drawing in it
 
 SIDE_MARGIN = 1e-9
 
-BAR_LEFT, BAR_WIDTH, PITCH = 190, 560, 20
-"""Pixels left of the bars, of a whole bar, and from one bar to the next."""
-
-CELLS_WIDTH, BELOW_CELLS = 970, 30
-"""Pixels: width of the cells, and what is below them."""
+BAR_LEFT, BAR_WIDTH, PITCH = 190, 560, 20  # pixels left of the bars, of a whole bar, and from one bar to the next
+CELLS_WIDTH, BELOW_CELLS = 970, 30  # pixels: width of the cells, and what is below them
 
 MIN_SIDE, MAX_SIDE, MIN_LINED = 2.0, 36.0, 5.0
 """Pixels of a cell's side, and of the smallest cells with lines between them."""
 
-MOST_NOTES = 2000
-"""Most cells that have a text beside the pointer."""
+MOST_NOTES = 2000  # most cells that have a text beside the pointer
 
 
 class Series(NamedTuple):
@@ -67,34 +62,23 @@ def line_chart(title: str, series: Sequence[Series], marks: Sequence[Mark], tick
         return document(WIDTH, 60, title, [text(WIDTH / 2, 40, "no data", "middle")])
     x = _scale(np.concatenate([each.x for each in drawn]), LEFT, RIGHT)
     y = _scale(np.concatenate([each.y for each in drawn]), BOTTOM, TOP)
-    body = [*_grid(x, y, tick), *_marks(marks, x)]
+    body = []
+    for value in nice_ticks(y.low, y.high, 5):
+        body += [line(LEFT, y(value), f"H{RIGHT}", "#e5e5e5"), text(LEFT - 6, y(value) + 4, tick(value), "right")]
+    body += [text(x(value), HEIGHT - 8, f"{value:,.0f}", "middle") for value in nice_ticks(x.low, x.high, 6)]
+    for mark in marks:
+        if x.low <= mark.step <= x.high:
+            body.append(line(x(mark.step), TOP, f"V{BOTTOM}", RED, " stroke-dasharray='3 2'", mark.note))
+            body.append(text(x(mark.step) + 2, TOP + 9, mark.label))
     for each in drawn:
         points = " ".join(f"{x(step):.1f} {y(value):.1f}" for step, value in zip(each.x, each.y, strict=True))
         body.append(f"<polyline points='{points}' fill='none' stroke='{each.colour}' stroke-width='1.5'/>")
-    return document(WIDTH, HEIGHT, title, [*body, *(_names(drawn) if len(drawn) > 1 else ())])
-
-
-def _grid(x: _Scale, y: _Scale, tick: Callable[[float], str]) -> Iterator[str]:
-    for value in nice_ticks(y.low, y.high, 5):
-        yield line(LEFT, y(value), f"H{RIGHT}", "#e5e5e5")
-        yield text(LEFT - 6, y(value) + 4, tick(value), "right")
-    for value in nice_ticks(x.low, x.high, 6):
-        yield text(x(value), HEIGHT - 8, f"{value:,.0f}", "middle")
-
-
-def _marks(marks: Sequence[Mark], x: _Scale) -> Iterator[str]:
-    for mark in marks:
-        if x.low <= mark.step <= x.high:
-            yield line(x(mark.step), TOP, f"V{BOTTOM}", RED, " stroke-dasharray='3 2'", mark.note)
-            yield text(x(mark.step) + 2, TOP + 9, mark.label)
-
-
-def _names(series: Sequence[Series]) -> Iterator[str]:
-    x = LEFT + 8
-    for each in series:
-        yield line(x, BOTTOM - 8, "h14", each.colour, " stroke-width='3'")
-        yield text(x + 18, BOTTOM - 4, each.name)
-        x += 30 + 7 * len(each.name)
+    left = LEFT + 8
+    for each in drawn if len(drawn) > 1 else ():
+        body.append(line(left, BOTTOM - 8, "h14", each.colour, " stroke-width='3'"))
+        body.append(text(left + 18, BOTTOM - 4, each.name))
+        left += 30 + 7 * len(each.name)
+    return document(WIDTH, HEIGHT, title, body)
 
 
 def _scale(values: np.ndarray, start: float, end: float) -> _Scale:
@@ -156,22 +140,14 @@ def grid_chart(
         small = f"<path d='M{x:.1f} {y:.1f}h{side:.1f}v{side:.1f}h{-side:.1f}'/>"
         cells[level].append(small if many else rect(x, y, side, side, note=note(row, column)))
     body += [f"<g fill='{colour}'>{''.join(shapes)}</g>" for colour, shapes in cells.items()]
-    body += _lines(rows, columns, side) if side >= MIN_LINED else ()
+    if side >= MIN_LINED:
+        for column in range(1, columns):
+            body.append(line(LEFT + column * side, TOP, f"v{rows * side:.1f}", "white"))
+        for row in range(1, rows):
+            body.append(line(LEFT, TOP + row * side, f"h{columns * side:.1f}", "white"))
     body += [text(LEFT - 6, TOP + row * side + min(side, 12), name, "right") for row, name in enumerate(labels) if name]
-    legend = list(_legend(levels, height))
-    return document(LEFT + max(CELLS_WIDTH, side * columns) + 10, height, title, [*body, *legend])
-
-
-def _lines(rows: int, columns: int, side: float) -> Iterator[str]:
-    for column in range(1, columns):
-        yield line(LEFT + column * side, TOP, f"v{rows * side:.1f}", "white")
-    for row in range(1, rows):
-        yield line(LEFT, TOP + row * side, f"h{columns * side:.1f}", "white")
-
-
-def _legend(levels: Sequence[CellLevel], height: float) -> Iterator[str]:
-    x = LEFT
-    for level in levels:
-        yield rect(x, height - 18, 10, 10, level.colour)
-        yield text(x + 14, height - 9, level.meaning)
-        x += 32 + 7 * len(level.meaning)
+    left = LEFT
+    for each in levels:
+        body += [rect(left, height - 18, 10, 10, each.colour), text(left + 14, height - 9, each.meaning)]
+        left += 32 + 7 * len(each.meaning)
+    return document(LEFT + max(CELLS_WIDTH, side * columns) + 10, height, title, body)

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from megascale.operate.show.charts.shapes import FILE_START, rect, text
-from megascale.operate.show.chrome_trace import TICKS_PER_SECOND, Row, Slice, rank_label, rank_rows, step_starts
+from megascale.operate.show.chrome_trace import TICKS_PER_SECOND, Row, Slice, first_start, rank_label, rank_rows
 from megascale.record.events import COMPUTE, RankEvents
 from megascale.schedule.ir import COMPUTE_KINDS
 
@@ -42,19 +42,14 @@ BOTTOM = 30
 
 STYLE = ".head{font-weight:bold}.right{text-anchor:end}.middle,.bar{text-anchor:middle}.bar{fill:white}"
 
-MIN_WIDTH = 0.3
-"""Minimum pixels of a slice, or of a gap between slices of the same colour, that is drawn."""
-
-MAX_BYTES = 200_000
-"""Maximum bytes of a picture. A larger picture is drawn more coarsely."""
-
-LETTER_WIDTH = 7
-"""Maximum pixels of a letter."""
+MIN_WIDTH = 0.3  # minimum pixels of a slice, or of a gap between slices of the same colour, that is drawn
+MAX_BYTES = 200_000  # maximum bytes of a picture. A larger picture is drawn more coarsely
+LETTER_WIDTH = 7  # maximum pixels of a letter
 
 
 def render_svg(ranks: Sequence[RankEvents]) -> str:
     """All events of some ranks as an SVG document."""
-    origin = min((time for events in ranks for time in step_starts(events).values()), default=0.0)
+    origin = first_start(ranks)
     rows_by_rank = [(events, rank_rows(events, origin)) for events in ranks]
     end = max((slice.end for _, rows in rows_by_rank for row in rows for slice in row.slices), default=1)
     scale = (WIDTH - LEFT - RIGHT) / max(end, 1)
@@ -76,7 +71,13 @@ def _document(ranks: Sequence[tuple[RankEvents, list[Row]]], scale: float, thin:
             body += _bars(row, y, scale, thin)
             y += ROW_PITCH
         y += RANK_GAP + (ROW_PITCH if len(rows_of_rank) == 1 else 0)
-    kinds = {slice_kind(slice) for _, rows_of_rank in ranks for row in rows_of_rank for slice in row.slices}
+    legend, x = list[str](), LEFT
+    for name in ordered_kinds(
+        {slice_kind(slice) for _, rows_of_rank in ranks for row in rows_of_rank for slice in row.slices}
+    ):
+        legend.append(rect(x, 8, BAR_HEIGHT, BAR_HEIGHT, COLOURS.get(name, OTHER_COLOUR)))
+        legend.append(text(x + BAR_HEIGHT + 4, 8 + BAR_HEIGHT - 3, name))
+        x += BAR_HEIGHT + 4 + LETTER_WIDTH * len(name) + 14
     height = y + BOTTOM
     title = "Compute and communication of " + ", ".join(f"rank {events.rank}" for events, _ in ranks)
     head = (
@@ -84,7 +85,7 @@ def _document(ranks: Sequence[tuple[RankEvents, list[Row]]], scale: float, thin:
         f"font-family='sans-serif' font-size='11' role='img'>\n<title>{title}</title>\n<style>{STYLE}</style>\n"
         f"<rect width='{WIDTH}' height='{height}' fill='white'/>"
     )
-    return "\n".join([head, *_legend(kinds), *_axis(scale, y), *body, "</svg>"]) + "\n"
+    return "\n".join([head, *legend, *_axis(scale, y), *body, "</svg>"]) + "\n"
 
 
 def slice_kind(slice: Slice) -> str:
@@ -97,26 +98,27 @@ def slice_kind(slice: Slice) -> str:
     return kind.runs if kind is not None else "other compute"
 
 
-def _order(kinds: Iterable[str]) -> list[str]:
+def ordered_kinds(kinds: Iterable[str]) -> list[str]:
+    """Return kinds in the order in which they are drawn."""
     known = list(COLOURS)
     return sorted(kinds, key=lambda kind: (known.index(kind) if kind in COLOURS else len(known), kind))
 
 
 def _bars(row: Row, y: int, scale: float, thin: float) -> Iterator[str]:
-    """The bars of a row, a path per colour; then the labels of wide compute bars."""
+    """The bars of a row, a path per colour; then the labels of wide compute bars: the action's name if it fits, else
+    the micro-batch number if that fits.
+    """
     kinds: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for slice in row.slices:
         kinds[slice_kind(slice)].append((LEFT + slice.start * scale, LEFT + slice.end * scale))
-    for name in _order(kinds):
-        if path := "".join(_bar(left, right, y) for left, right in merge_thin_spans(kinds[name], thin)):
+    for name in ordered_kinds(kinds):
+        path = ""
+        for left, right in merge_thin_spans(kinds[name], thin):
+            width = right - left - (0.5 if right - left > 2 else 0)  # half a pixel separates neighbours
+            path += f"M{left:.2f} {y}h{width:.2f}v{BAR_HEIGHT}h{-width:.2f}z"
+        if path:
             yield f"<path fill='{COLOURS.get(name, OTHER_COLOUR)}' d='{path}'/>"
-    if row.name == COMPUTE:
-        yield from _labels(row, y, scale, thin)
-
-
-def _labels(row: Row, y: int, scale: float, thin: float) -> Iterator[str]:
-    """The labels inside bars: the action's name if it fits, else the micro-batch number if that fits."""
-    for slice in row.slices:
+    for slice in row.slices if row.name == COMPUTE else ():
         width = (slice.end - slice.start) * scale
         if slice.wait or width < thin:
             continue
@@ -143,21 +145,6 @@ def merge_thin_spans(spans: Iterable[tuple[float, float]], thin: float) -> Itera
             run = (run[0], max(run[1], right)) if run else (left, right)
     if run and run[1] - run[0] >= thin:
         yield run
-
-
-def _bar(left: float, right: float, y: int) -> str:
-    width = right - left
-    if width > 2:  # a gap of half a pixel separates neighbours
-        width -= 0.5
-    return f"M{left:.2f} {y}h{width:.2f}v{BAR_HEIGHT}h{-width:.2f}z"
-
-
-def _legend(kinds: Iterable[str]) -> Iterator[str]:
-    x = LEFT
-    for name in _order(kinds):
-        yield rect(x, 8, BAR_HEIGHT, BAR_HEIGHT, COLOURS.get(name, OTHER_COLOUR))
-        yield text(x + BAR_HEIGHT + 4, 8 + BAR_HEIGHT - 3, name)
-        x += BAR_HEIGHT + 4 + LETTER_WIDTH * len(name) + 14
 
 
 def _axis(scale: float, y: int) -> Iterator[str]:

@@ -7,28 +7,19 @@ same column and group are one box, so that a job of any size has a picture of a 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megascale.core.rank import format_ranks
 from megascale.operate.diagnose.hang.wait_chain import WaitingSet
 from megascale.operate.show.charts.shapes import BLUE, GREY, RED, STYLE, document, line, rect, text
-from megascale.operate.show.diagnosis import RunDiagnosis, nodes_of
+from megascale.operate.show.diagnosis import RunDiagnosis
 
-MOST_PLACES = 20
-"""Most places with a box each."""
-
-MOST_COLUMNS = 8
-"""Most columns of boxes that wait; what is farther from the culprit stands in the first."""
-
-BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y, MARGIN, TOP = 270, 54, 60, 16, 12, 44
-"""Pixels."""
-
-MOST_LETTERS = 46
-"""Most letters of a line in a box."""
-
-FEW = 5
-"""Most ranks that a box names."""
+MOST_PLACES = 20  # most places with a box each
+MOST_COLUMNS = 8  # most columns of boxes that wait; what is farther from the culprit stands in the first
+BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y, MARGIN, TOP = 270, 54, 60, 16, 12, 44  # pixels
+MOST_LETTERS = 46  # most letters of a line in a box
+FEW = 5  # most ranks that a box names
 
 _HEAD = (
     f"<style>{STYLE}</style><defs><marker id='arrow' viewBox='0 0 8 8' refX='8' refY='4' markerWidth='8' "
@@ -69,17 +60,27 @@ def wait_picture(found: RunDiagnosis) -> str:
     """Draw the waits of a diagnosis as SVG; of a run that does not hang, only its title."""
     if found.verdict is None:
         return document(640, 40, f"{found.view.name}: the run {found.condition}", [_HEAD])
-    culprit = _Box(0)
-    boxes = _boxes(found)
-    columns = _columns(boxes, culprit)
-    _place(columns)
-    width = 2 * MARGIN + len(columns) * (BOX_WIDTH + GAP_X) - GAP_X
-    height = TOP + max(len(column) for column in columns) * (BOX_HEIGHT + GAP_Y) + MARGIN
-    arrows = [_arrow(box, other) for box, other in _waits(boxes, culprit, found.verdict.ranks)]
-    shapes = [shape for box in boxes for shape in _draw(box)]
+    boxes, culprit = _boxes(found), _Box(0)
+    columns = _columns([*boxes, culprit])
+    most = max(len(column) for column in columns)
+    for index, column in enumerate(columns):
+        for row, box in enumerate(column):
+            box.x = MARGIN + index * (BOX_WIDTH + GAP_X)
+            box.y = TOP + (row + (most - len(column)) / 2) * (BOX_HEIGHT + GAP_Y)
+    shapes = [_arrow(box, other) for box, other in _waits(boxes, culprit, found.verdict.ranks)]
+    for box in boxes:
+        lines = box.lines()
+        shapes += _draw(box, BLUE if box.links else GREY, lines, "; ".join(filter(None, lines)))
+    verdict, nodes = found.verdict, found.states.nodes(found.verdict.ranks)
+    who = format_ranks(verdict.ranks, FEW) if verdict.ranks else "no rank is known to be at fault"
+    where = f" on {', '.join(nodes[:2])}{f' and {len(nodes) - 2} more' if len(nodes) > 2 else ''}" if nodes else ""
+    state = found.culprits[0].state if found.culprits else None
+    phase = f"phase {state.phase}, step {state.step}" if state else "no flight record"
+    sure = verdict.kind if verdict.confident else f"{verdict.kind}, not certain"
+    shapes += _draw(culprit, RED, (who + where, sure, phase), "; ".join(verdict.evidence))
     title = f"{found.view.name}: {found.what}"
-    width = max(width, 7 * len(title))
-    return document(width, height, title, [_HEAD, *arrows, *shapes, *_draw_culprit(culprit, found)])
+    width = max(2 * MARGIN + len(columns) * (BOX_WIDTH + GAP_X) - GAP_X, 7 * len(title))
+    return document(width, TOP + most * (BOX_HEIGHT + GAP_Y) + MARGIN, title, [_HEAD, *shapes])
 
 
 def _boxes(found: RunDiagnosis) -> list[_Box]:
@@ -96,27 +97,20 @@ def _role(each: WaitingSet) -> str:
     return " ".join(each.group.split()[:2]) if each.group else each.what
 
 
-def _columns(boxes: Sequence[_Box], culprit: _Box) -> list[list[_Box]]:
-    """Return the boxes by column: without a chain, the farthest, ..., the nearest, the culprit."""
+def _columns(boxes: Sequence[_Box]) -> list[list[_Box]]:
+    """Return the boxes by column: without a chain, the farthest, ..., the nearest, the culprit, which is the last."""
+    *waiting, culprit = boxes
     by_links: defaultdict[int, list[_Box]] = defaultdict(list)
-    for box in boxes:
+    for box in waiting:
         by_links[box.links].append(box)
     order = [0, *sorted(by_links.keys() - {0}, reverse=True)]
     columns = [sorted(by_links[links], key=lambda box: -len(box.ranks)) for links in order if by_links[links]]
     return [*columns, [culprit]]
 
 
-def _place(columns: Sequence[Sequence[_Box]]) -> None:
-    most = max(len(column) for column in columns)
-    for index, column in enumerate(columns):
-        for row, box in enumerate(column):
-            box.x = MARGIN + index * (BOX_WIDTH + GAP_X)
-            box.y = TOP + (row + (most - len(column)) / 2) * (BOX_HEIGHT + GAP_Y)
-
-
 def _waits(boxes: Sequence[_Box], culprit: _Box, culprits: Sequence[int]) -> Iterator[tuple[_Box, _Box]]:
     """Yield each pair of boxes of which the first waits for the second."""
-    box_of: Mapping[int, _Box] = {rank: box for box in boxes for each in box.sets for rank in each.ranks}
+    box_of = {rank: box for box in boxes for each in box.sets for rank in each.ranks}
     named = set(culprits)
     for box in boxes:
         awaited = {rank for each in box.sets for rank in each.awaited}
@@ -141,31 +135,9 @@ def _arrow(box: _Box, other: _Box) -> str:
     return line(x, y, path, GREY, " stroke-width='1.5' marker-end='url(#arrow)'")
 
 
-def _draw(box: _Box) -> Iterator[str]:
-    lines = box.lines()
-    yield _frame(box, BLUE if box.links else GREY, "; ".join(filter(None, lines)))
-    yield from _write(box, lines)
-
-
-def _draw_culprit(box: _Box, found: RunDiagnosis) -> Iterator[str]:
-    assert found.verdict is not None
-    verdict = found.verdict
-    nodes = nodes_of(verdict.ranks, found.states)
-    who = format_ranks(verdict.ranks, FEW) if verdict.ranks else "no rank is known to be at fault"
-    where = f" on {', '.join(nodes[:2])}{f' and {len(nodes) - 2} more' if len(nodes) > 2 else ''}" if nodes else ""
-    state = found.culprits[0].state if found.culprits else None
-    phase = f"phase {state.phase}, step {state.step}" if state else "no flight record"
-    sure = verdict.kind if verdict.confident else f"{verdict.kind}, not certain"
-    yield _frame(box, RED, "; ".join(verdict.evidence))
-    yield from _write(box, (who + where, sure, phase))
-
-
-def _frame(box: _Box, colour: str, note: str) -> str:
+def _draw(box: _Box, colour: str, lines: Sequence[str], note: str) -> Iterator[str]:
     edge = rect(box.x, box.y, BOX_WIDTH, BOX_HEIGHT, colour)
-    return edge + rect(box.x + 2, box.y + 2, BOX_WIDTH - 4, BOX_HEIGHT - 4, "white", note)
-
-
-def _write(box: _Box, lines: Sequence[str]) -> Iterator[str]:
+    yield edge + rect(box.x + 2, box.y + 2, BOX_WIDTH - 4, BOX_HEIGHT - 4, "white", note)
     for row, words in enumerate(lines):
         cut = words if len(words) <= MOST_LETTERS else f"{words[: MOST_LETTERS - 3]}..."
         yield text(box.x + 8, box.y + 16 + 15 * row, cut, "" if row else "title")

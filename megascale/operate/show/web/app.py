@@ -10,9 +10,8 @@ from dash import Dash, Input, Output, State, dcc, html, no_update
 from flask import Flask
 
 from megascale.operate.show.web import (
-    heat_map_page,
+    heat_map_pages,
     incident_page,
-    memory_page,
     mfu_page,
     overview_page,
     rank_page,
@@ -25,12 +24,11 @@ from megascale.operate.show.web.token_gate import protect
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-TICK_S = 2.0
-"""Seconds between two looks at the runs."""
+TICK_S = 2.0  # seconds between two looks at the runs
 
 PAGES: tuple[Page, ...] = (
-    overview_page.PAGE, heat_map_page.PAGE, rank_page.PAGE, timeline_page.PAGE, mfu_page.PAGE, memory_page.PAGE,
-    incident_page.PAGE,
+    overview_page.PAGE, heat_map_pages.HEAT_PAGE, rank_page.PAGE, timeline_page.PAGE, mfu_page.PAGE,
+    heat_map_pages.MEMORY_PAGE, incident_page.PAGE,
 )  # fmt: skip
 
 
@@ -49,7 +47,18 @@ def make_app(runs: dict[str, WatchedRun], token: str, cookie: str = "megascale-d
         title=", ".join(runs),
         update_title="",
     )
-    app.layout = _layout(runs)
+    names = list(runs)
+    picker = dcc.Dropdown(names, names[0], id=RUN, clearable=False, searchable=False, className="run")
+    tabs = [dcc.Tab(page.layout, label=page.title, value=page.key, className="tab") for page in PAGES]
+    app.layout = html.Div(
+        [
+            html.Header([html.Div(id="header"), html.Div(picker, hidden=len(names) == 1)]),
+            dcc.Tabs(tabs, id=TABS, value=PAGES[0].key),
+            dcc.Interval(TICK, interval=TICK_S * 1000),
+            dcc.Store(NEWS),
+            dcc.Store(PICKED, data=0),
+        ]
+    )
     _follow(app, runs)
     for page in PAGES:
         page.register(app, runs)
@@ -69,21 +78,6 @@ def below(base: str, app: WSGIApplication) -> WSGIApplication:
     return handle
 
 
-def _layout(runs: dict[str, WatchedRun]) -> html.Div:
-    names = list(runs)
-    picker = dcc.Dropdown(names, names[0], id=RUN, clearable=False, searchable=False, className="run")
-    tabs = [dcc.Tab(page.layout(), label=page.title, value=page.key, className="tab") for page in PAGES]
-    return html.Div(
-        [
-            html.Header([html.Div(id="header"), html.Div(picker, hidden=len(names) == 1)]),
-            dcc.Tabs(tabs, id=TABS, value=PAGES[0].key),
-            dcc.Interval(TICK, interval=TICK_S * 1000),
-            dcc.Store(NEWS),
-            dcc.Store(PICKED, data=0),
-        ]
-    )
-
-
 def _follow(app: Dash, runs: dict[str, WatchedRun]) -> None:
     """Keep the header up to date, and let the visible page know when there is something new."""
     outputs = [Output("header", "children"), Output(NEWS, "data")]
@@ -92,10 +86,14 @@ def _follow(app: Dash, runs: dict[str, WatchedRun]) -> None:
     @app.callback(outputs, inputs, State(NEWS, "data"), running=PAUSED)
     def update(tick: int | None, name: str, before: str | None) -> list:
         view, problem = runs[name].view(), runs[name].problem
-        share = f" of {view.steps:,}" if view.steps else ""
-        words = f"step {view.step:,}{share} \u00b7 attempt {view.attempt} \u00b7 {view.layout}"
+        words = f"step {view.progress} \u00b7 attempt {view.attempt} \u00b7 {view.layout}"
         state = html.Span(view.state, className=f"state {view.tone}")
         news = str([run.news for run in runs.values()])
-        parts = [html.H1(name), state, html.Span(words, className="words"), html.Span(problem, className="bad")]
-        parts.insert(3, html.Span(runs[name].store_note, className="words"))
+        parts = [
+            html.H1(name),
+            state,
+            html.Span(words, className="words"),
+            html.Span(runs[name].store.note, className="words"),
+            html.Span(problem, className="bad"),
+        ]
         return [parts, no_update if news == before else news]

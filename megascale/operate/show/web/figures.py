@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -10,41 +11,31 @@ import plotly.graph_objects as go
 
 from megascale.core.units import format_bytes
 from megascale.operate.diagnose.slow.mfu_breakdown import MfuBreakdown
+from megascale.operate.show.charts.shapes import RED
+from megascale.operate.show.curves import CURVES
 from megascale.operate.show.rank_grid import RankMatrix
 from megascale.operate.show.run_view import RunView
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 """Colours of runs, from Okabe and Ito's palette for colour-blind readers."""
 
-RED = "#b2182b"
 HEAT_SCALE = ((0.0, "#eef5f0"), (0.1, "#fdd0a2"), (0.35, "#fd8d3c"), (0.7, "#d94801"), (1.0, "#7f2704"))
 MEMORY_SCALE = "Blues"
 GREY = "#d9d9d9"
 
-LEAST_HEAT, MOST_HEAT = 0.1, 0.5
-"""Excess over the peers at the dark end of the scale, at least and at most."""
-
-CURVE_HEIGHT, WATERFALL_HEIGHT = 270, 420
-"""Pixels of a curve and of a waterfall."""
+LEAST_HEAT, MOST_HEAT = 0.1, 0.5  # excess over the peers at the dark end of the scale, at least and at most
+CURVE_HEIGHT, WATERFALL_HEIGHT = 270, 420  # pixels of a curve and of a waterfall
 
 MOST_NUMBERED, MOST_LINED, MOST_TICKS = 256, 2048, 32
 """Most cells of a heat map with their rank's number, and with lines between them; most columns with a number each."""
 
-LEAST_SHOWN = 5e-4
-"""Smallest part of a waterfall, as a share of 1."""
-
-CURVES = {
-    "loss": ("loss", "~g"), "grad_norm": ("gradient norm", "~g"), "tokens_per_s": ("tokens per second", "~s"),
-    "mfu_full": ("MFU", ".1%"),
-}  # fmt: skip
-"""Title and format by metric."""
+LEAST_SHOWN = 5e-4  # smallest part of a waterfall, as a share of 1
 
 
 def curve_figure(metric: str, views: Mapping[str, RunView]) -> go.Figure:
     """Return the curves of a metric of several runs, with the incidents of each as marks."""
-    title, form = CURVES[metric]
-    figure = blank_figure(title, CURVE_HEIGHT)
-    for (name, view), colour in zip(views.items(), _colours(len(views)), strict=True):
+    figure = blank_figure(CURVES[metric].title, CURVE_HEIGHT)
+    for (name, view), colour in zip(views.items(), itertools.cycle(COLOURS), strict=False):
         steps, values = view.curves.drawn(metric)
         figure.add_scatter(x=steps, y=values, mode="lines", name=name, line={"color": colour, "width": 1.5})
         if metric == "loss" and view.curves.valid:
@@ -52,7 +43,7 @@ def curve_figure(metric: str, views: Mapping[str, RunView]) -> go.Figure:
             dots = {"color": colour, "symbol": "diamond", "size": 7}
             figure.add_scatter(x=x, y=y, mode="markers", name=f"{name}, validation", marker=dots)
         _mark_incidents(figure, view, steps, values)
-    figure.update_yaxes(tickformat=form)
+    figure.update_yaxes(tickformat=CURVES[metric].d3)
     figure.update_xaxes(title="step", title_standoff=4, tickformat=",d")
     figure.update_layout(showlegend=len(views) > 1 or any(view.curves.valid for view in views.values()))
     return figure
@@ -78,7 +69,7 @@ def excess_figure(title: str, matrix: RankMatrix, excess: np.ndarray, nodes: Seq
     most = float(np.nanmax(values, initial=0.0))
     figure = _heat_map(title, matrix, values, HEAT_SCALE, (0.0, min(MOST_HEAT, max(LEAST_HEAT, most))))
     figure.update_traces(hovertemplate="%{customdata}<br>%{z:+.1%} beside its peers<extra></extra>")
-    figure.update_traces(customdata=_names(matrix, nodes), colorbar={"tickformat": ".0%", "title": "excess"})
+    figure.update_traces(customdata=matrix.names(nodes), colorbar={"tickformat": ".0%", "title": "excess"})
     return figure
 
 
@@ -89,7 +80,7 @@ def memory_figure(matrix: RankMatrix, memory: np.ndarray, nodes: Sequence[str]) 
     least = min(low - (high - low) / 4, (1 - LEAST_HEAT) * high)  # ranks that hardly differ look alike
     figure = _heat_map("peak memory by rank", matrix, gib, MEMORY_SCALE, (least, high))
     texts = np.vectorize(lambda value: format_bytes(value * 1024**3) if math.isfinite(value) else "unknown")(gib)
-    figure.update_traces(customdata=np.char.add(np.char.add(_names(matrix, nodes), ": "), texts))
+    figure.update_traces(customdata=np.char.add(np.char.add(matrix.names(nodes), ": "), texts))
     figure.update_traces(hovertemplate="%{customdata}<extra></extra>", colorbar={"title": "GiB"})
     return figure
 
@@ -112,12 +103,6 @@ def _heat_map(
     figure.update_xaxes(dtick=1 if matrix.ranks.shape[1] <= MOST_TICKS else None)
     figure.update_layout(plot_bgcolor=GREY)
     return figure
-
-
-def _names(matrix: RankMatrix, nodes: Sequence[str]) -> np.ndarray:
-    known = dict(enumerate(nodes))
-    names = [f"rank {rank}" + (f" on {known[rank]}" if known.get(rank) else "") for rank in range(matrix.ranks.size)]
-    return np.array(names)[matrix.ranks]
 
 
 def waterfall_figure(breakdown: MfuBreakdown) -> go.Figure:
@@ -163,7 +148,3 @@ def empty_figure() -> go.Figure:
     figure.update_xaxes(visible=False)
     figure.update_yaxes(visible=False)
     return figure
-
-
-def _colours(count: int) -> list[str]:
-    return [COLOURS[number % len(COLOURS)] for number in range(count)]

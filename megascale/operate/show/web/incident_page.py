@@ -5,40 +5,31 @@ from __future__ import annotations
 from dash import Output, html
 
 from megascale.core.units import format_duration, format_time
-from megascale.operate.driver.incidents import Incident
 from megascale.operate.show.web.page import Page, Runs, following, note, table
 
-KEY = "incidents"
 HEAD = (
     "", "time", "step", "class", "what happened", "culprit", "what was done", "recovered in", "steps lost", "evidence",
 )  # fmt: skip
-MOST = 500
-"""Most incidents that are listed: the newest."""
-
-
-def _layout() -> html.Div:
-    return html.Div(id="incident-list")
+MOST = 500  # most incidents that are listed: the newest
 
 
 def _show(runs: Runs, name: str) -> list:
     view = runs[name].view()
-    incidents = view.incidents[::-1][:MOST]
-    spikes = [
-        f"step {spike.step}: {spike.metric} {spike.value:.4g}, recently {spike.recent:.4g}"
-        for spike in view.curves.spikes
+    rows = [
+        (
+            str(each.id), format_time(each.since), str(each.step), each.class_, each.what, str(each.culprit),
+            each.action.reason, "" if each.recovery_s is None else format_duration(each.recovery_s),
+            "" if each.steps_lost is None else str(each.steps_lost), "; ".join(each.evidence),
+        )
+        for each in view.incidents[::-1][:MOST]
+    ]  # fmt: skip
+    alerts = [
+        f"step {each.step}: {each.alert} {each.value:.4g}, recently {each.recent:.4g}" for each in view.curves.alerts
     ]
-    found = table(HEAD, map(_row, incidents), "incident-table") if incidents else note("No incident is recorded.")
-    more = [html.H2("Spikes"), html.Ul([html.Li(spike) for spike in spikes[-MOST:]])] if spikes else []
+    found = table(HEAD, rows, "incident-table") if rows else note("No incident is recorded.")
+    more = [html.H2("Spikes"), html.Ul([html.Li(alert) for alert in alerts[-MOST:]])] if alerts else []
     return [[found, *more]]
 
 
-def _row(incident: Incident) -> tuple[str, ...]:
-    recovery = format_duration(incident.recovery_s) if incident.recovery_s is not None else ""
-    return (
-        str(incident.id), format_time(incident.since), str(incident.step),
-        incident.class_, incident.what, str(incident.culprit), incident.action.reason, recovery,
-        "" if incident.steps_lost is None else str(incident.steps_lost), "; ".join(incident.evidence),
-    )  # fmt: skip
-
-
-PAGE = Page(KEY, "Incidents", _layout, following(KEY, [Output("incident-list", "children")], _show))
+LAYOUT = html.Div(id="incident-list")
+PAGE = Page("incidents", "Incidents", LAYOUT, following("incidents", [Output("incident-list", "children")], _show))

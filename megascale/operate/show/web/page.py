@@ -26,11 +26,11 @@ Runs = dict[str, WatchedRun]
 
 @dataclass(frozen=True)
 class Page:
-    """A page. `key`: of its tab; `layout`: makes its content; `register`: adds its callbacks."""
+    """A page. `key`: of its tab; `register`: adds its callbacks."""
 
     key: str
     title: str
-    layout: Callable[[], html.Div]
+    layout: html.Div
     register: Callable[[Dash, Runs], None]
 
 

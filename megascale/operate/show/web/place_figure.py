@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from megascale.operate.show.neighbours import Flow, RankPlace
+from megascale.operate.show.neighbours import RankPlace
 from megascale.operate.show.signs import SIGNS
 from megascale.operate.show.web.figures import blank_figure
 
-NUMBERED = 24
-"""Most cells of a row that show their rank's number; others show it beside the pointer."""
+NUMBERED = 24  # most cells of a row that show their rank's number; others show it beside the pointer
 
 FLOW_COLOURS = {"activations": "#0072b2", "gradients of activations": "#d55e00"}
 
@@ -22,12 +21,19 @@ def place_figure(place: RankPlace, letters: Sequence[str]) -> go.Figure:
     rows = {axis: row for row, axis in enumerate(reversed(place.groups))}
     for axis, row in rows.items():
         _add_group(figure, place, axis, row, letters)
+    pipeline, row = place.groups.get("pp", ()), rows.get("pp", 0)
     for flow in place.flows:
-        _add_arrow(figure, place, flow, rows["pp"])
+        ends = (place.rank, flow.rank) if flow.direction == "to" else (flow.rank, place.rank)
+        tail, head = (pipeline.index(rank) * _spacing(pipeline) for rank in ends)
+        lift = 0.3 if flow.what == "activations" else -0.3
+        figure.add_annotation(
+            x=head, y=row + lift, ax=tail, ay=row + lift, xref="x", yref="y", axref="x", ayref="y", text="",
+            arrowhead=2, arrowwidth=2, arrowcolor=FLOW_COLOURS[flow.what], standoff=14, startstandoff=14,
+            hovertext=f"{flow.what} from rank {ends[0]} to rank {ends[1]}",
+        )  # fmt: skip
     for number, (what, colour) in enumerate(FLOW_COLOURS.items() if place.flows else ()):
         words = f"<b style='color:{colour}'>\u2192 {what}</b>"
-        pipeline = place.groups["pp"]
-        at = {"x": len(pipeline) * _spacing(pipeline) - 0.8, "y": rows["pp"] + 0.2 - 0.4 * number}
+        at = {"x": len(pipeline) * _spacing(pipeline) - 0.8, "y": row + 0.2 - 0.4 * number}
         figure.add_annotation(**at, text=words, showarrow=False, xanchor="left")
     figure.update_layout(showlegend=False)
     figure.update_xaxes(visible=False, range=[-0.7, NUMBERED])
@@ -42,7 +48,6 @@ def _add_group(figure: go.Figure, place: RankPlace, axis: str, row: int, letters
     group = place.groups[axis]
     signs = [SIGNS[letters[rank]] for rank in group]
     numbered = len(group) <= NUMBERED
-    own = [rank == place.rank for rank in group]
     figure.add_scatter(
         x=[number * _spacing(group) for number in range(len(group))],
         y=[row] * len(group),
@@ -57,8 +62,8 @@ def _add_group(figure: go.Figure, place: RankPlace, axis: str, row: int, letters
             "size": 32 if numbered else 8,
             "color": [sign.colour for sign in signs],
             "line": {
-                "color": ["black" if mine else "white" for mine in own],
-                "width": [3 if mine else 0 for mine in own],
+                "color": ["black" if rank == place.rank else "white" for rank in group],
+                "width": [3 if rank == place.rank else 0 for rank in group],
             },
         },
     )
@@ -67,16 +72,3 @@ def _add_group(figure: go.Figure, place: RankPlace, axis: str, row: int, letters
 def _spacing(group: Sequence[int]) -> float:
     """Return the distance of a row's cells: a row holds NUMBERED cells of full size side by side."""
     return min(2.0, NUMBERED / len(group))
-
-
-def _add_arrow(figure: go.Figure, place: RankPlace, flow: Flow, row: int) -> None:
-    """Draw an arrow between the rank and a neighbour in the pipeline, activations above and gradients below."""
-    group = place.groups["pp"]
-    ends = (place.rank, flow.rank) if flow.direction == "to" else (flow.rank, place.rank)
-    tail, head = (group.index(rank) * _spacing(group) for rank in ends)
-    lift = 0.3 if flow.what == "activations" else -0.3
-    figure.add_annotation(
-        x=head, y=row + lift, ax=tail, ay=row + lift, xref="x", yref="y", axref="x", ayref="y", text="",
-        arrowhead=2, arrowwidth=2, arrowcolor=FLOW_COLOURS[flow.what], standoff=14, startstandoff=14,
-        hovertext=f"{flow.what} from rank {ends[0]} to rank {ends[1]}",
-    )  # fmt: skip

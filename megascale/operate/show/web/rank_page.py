@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from dash import Dash, Input, Output, ctx, dcc, html
 from dash.development.base_component import Component
@@ -11,10 +11,8 @@ from dash.exceptions import PreventUpdate
 
 from megascale.core.rank import format_ranks
 from megascale.core.units import format_bytes, format_time
-from megascale.operate.driver.incidents import with_evidence
-from megascale.operate.show.frame import letters_of
-from megascale.operate.show.neighbours import RankPlace
-from megascale.operate.show.rank_details import RankDetails, place_in, read_rank_details, read_rank_stack
+from megascale.operate.show.neighbours import RankPlace, place_in
+from megascale.operate.show.rank_details import RankDetails, read_rank_details, read_rank_stack
 from megascale.operate.show.run_view import RunView
 from megascale.operate.show.signs import SIGNS
 from megascale.operate.show.store_view import StoreView
@@ -33,20 +31,10 @@ from megascale.operate.show.web.page import (
     table,
 )
 from megascale.operate.show.web.place_figure import place_figure
-from megascale.record.rank_state import FlightEvent, RankState
+from megascale.record.rank_state import RankState
 
 KEY, PLACE = "ranks", "place"
-SHOWN_EVENTS = 24
-"""Events of the flight record that are listed: the newest."""
-
-
-def _layout() -> html.Div:
-    number = dcc.Input(0, id="rank", type="number", min=0, step=1, debounce=True, className="control")
-    button = html.Button("stack of its process", id="read-stack")
-    controls = [html.Label("rank"), number, note("A click on a cell picks its rank."), button]
-    return html.Div(
-        [html.Div(controls, className="row"), graph(PLACE), html.Div(id="rank-stack"), html.Div(id="rank-details")]
-    )
+SHOWN_EVENTS = 24  # events of the flight record that are listed: the newest
 
 
 def _register(app: Dash, runs: Runs) -> None:
@@ -72,13 +60,13 @@ def _register(app: Dash, runs: Runs) -> None:
     def update(rank: int, tick: int | None, name: str, tab: str) -> list:
         if tab != KEY:
             raise PreventUpdate
-        view, store = runs[name].view(), runs[name].store
+        view, store = runs[name].view(), runs[name].store.latest
         rank = min(max(rank, 0), view.world - 1)
-        details = read_rank_details(view, rank)
-        letters = letters_of(view, store.slowness if store is not None else ())
+        letters = view.letters(store.slowness if store is not None else ())
         place = place_in(view, rank)
         figure = place_figure(place, letters)
-        return [figure, height_of(figure), html.Div(list(_details(view, store, details, place, letters[rank])))]
+        details = _details(view, store, read_rank_details(view, rank), place, letters[rank])
+        return [figure, height_of(figure), html.Div(list(details))]
 
     @app.callback(
         Output("rank-stack", "children"),
@@ -96,51 +84,50 @@ def _register(app: Dash, runs: Runs) -> None:
 def _details(
     view: RunView, store: StoreView | None, details: RankDetails, place: RankPlace, letter: str
 ) -> Iterator[Component]:
+    places = [
+        *((axis, f"{index} of {size}") for axis, index, size in place.index),
+        *((f"{axis} group", format_ranks(group, 12)) for axis, group in place.groups.items()),
+        *((f"{flow.what} {flow.direction}", f"rank {flow.rank}") for flow in place.flows),
+    ]
     yield html.Div(
         [
-            html.Div([html.H2("Place"), facts(_place(place))]),
-            html.Div([html.H2("State"), facts(_state(view, store, details, letter))]),
+            html.Div([html.H2("Place"), facts(places)]),
+            html.Div([html.H2("State"), facts(state_facts(view, store, details, letter))]),
         ],
         className="columns",
     )
     if details.incidents:
         yield html.H2("Incidents")
-        yield html.Ul(
-            [
-                html.Li(with_evidence(f"incident {each.id}, step {each.step}: {each.what}", each.evidence))
-                for each in details.incidents
-            ]
-        )
+        yield html.Ul([html.Li(incident) for incident in details.incidents])
     if details.error:
         yield html.H2("Error")
         yield html.Pre(details.error)
-    if details.state is not None:
-        yield html.H2(f"Last events, from the {details.state.source}")
-        yield _events(details.state)
+    if (state := details.state) is not None:
+        yield html.H2(f"Last events, from the {state.source}")
+        yield _events(state)
         yield html.H2("Groups")
-        yield _groups(details.state)
+        groups = [
+            (
+                key, "" if each.ranks is None else str(len(each.ranks)),
+                str(each.entered), str(each.issued), str(each.completed),
+            )
+            for key, each in state.groups.items()
+        ]  # fmt: skip
+        yield table(("group", "ranks", "entered", "issued", "completed"), groups)
     if details.output:
         yield html.H2(f"Output: {details.log}")
         yield html.Pre("\n".join(details.output))
 
 
-def _place(place: RankPlace) -> Iterator[tuple[str, str]]:
-    for axis, index, size in place.index:
-        yield axis, f"{index} of {size}"
-    for axis, group in place.groups.items():
-        yield f"{axis} group", format_ranks(group, 12)
-    for flow in place.flows:
-        yield f"{flow.what} {flow.direction}", f"rank {flow.rank}"
-
-
-def _state(view: RunView, store: StoreView | None, details: RankDetails, letter: str) -> Iterator[tuple[str, str]]:
+def state_facts(view: RunView, store: StoreView | None, details: RankDetails, letter: str) -> Iterator[tuple[str, str]]:
+    """Yield names and values of what is known about a rank with a sign."""
     rank = details.rank
     yield "sign", f"{letter}  {SIGNS[letter].meaning}"
     if rank < len(view.states.ranks):
-        state = view.states.ranks[rank]
-        yield "phase", state.phase or "not begun"
-        yield "step", f"{state.step:,}" if state.step > 0 else "none yet"
-        yield "without progress", f"{state.idle_s} s"
+        status = view.states.ranks[rank]
+        yield "phase", status.phase or "not begun"
+        yield "step", f"{status.step:,}" if status.step > 0 else "none yet"
+        yield "without progress", f"{int(status.idle_s)} s"
     if store is not None and rank < len(store.slowness):
         slowness, memory = float(store.slowness[rank]), float(store.memory[rank])
         yield "node", store.nodes[rank] or "unknown"
@@ -151,41 +138,29 @@ def _state(view: RunView, store: StoreView | None, details: RankDetails, letter:
         if record.wait is not None:
             place = f" {record.wait.sequence} of group {record.wait.group}" if record.wait.group else ""
             yield "waits", f"{record.wait.kind}{place}, for {(record.read_ns - record.wait.since_ns) / 1e9:.1f} s"
-        yield from ((name.replace("_", " "), _total(name, value)) for name, value in record.totals.items())
-
-
-def _total(name: str, value: float) -> str:
-    if name.endswith("_time"):
-        return format_time(value)
-    return f"{value:,.0f}" if value.is_integer() else f"{value:.6g}"
+        for name, value in record.totals.items():
+            text = f"{value:,.0f}" if value.is_integer() else f"{value:.6g}"
+            yield name.replace("_", " "), format_time(value) if name.endswith("_time") else text
 
 
 def _events(record: RankState) -> html.Table:
-    head = ("operation", "group", "number", "tensor", "peer", "step", "micro-batch", "chunk", "bytes", "duration")
-    return table(head, map(_event, record.last[-SHOWN_EVENTS:][::-1]), "event-table")
-
-
-def _event(event: FlightEvent) -> Sequence[str]:
-    duration = f"{(event.ended_ns - event.issued_ns) / 1e6:.3f} ms" if event.ended_ns else "in flight"
-    layer = f" of layer {event.layer}" if event.layer >= 0 else ""
-    return (
-        event.name, event.group, "" if event.sequence < 0 or not event.group else str(event.sequence),
-        f"{event.part}{layer}", "" if event.peer < 0 else str(event.peer), str(event.step or ""),
-        "" if event.microbatch < 0 else str(event.microbatch), "" if event.chunk < 0 else str(event.chunk),
-        format_bytes(event.bytes) if event.bytes else "", duration,
-    )  # fmt: skip
-
-
-def _groups(record: RankState) -> html.Table:
     rows = [
         (
-            key,
-            str(len(state.ranks)) if state.ranks is not None else "",
-            *map(str, (state.entered, state.issued, state.completed)),
+            event.name, event.group, "" if event.sequence < 0 or not event.group else str(event.sequence),
+            f"{event.part}{f' of layer {event.layer}' if event.layer >= 0 else ''}",
+            "" if event.peer < 0 else str(event.peer), str(event.step or ""),
+            "" if event.microbatch < 0 else str(event.microbatch), "" if event.chunk < 0 else str(event.chunk),
+            format_bytes(event.bytes) if event.bytes else "",
+            f"{(event.ended_ns - event.issued_ns) / 1e6:.3f} ms" if event.ended_ns else "in flight",
         )
-        for key, state in record.groups.items()
-    ]
-    return table(("group", "ranks", "entered", "issued", "completed"), rows)
+        for event in record.last[-SHOWN_EVENTS:][::-1]
+    ]  # fmt: skip
+    head = ("operation", "group", "number", "tensor", "peer", "step", "micro-batch", "chunk", "bytes", "duration")
+    return table(head, rows, "event-table")
 
 
-PAGE = Page(KEY, "Ranks", _layout, _register)
+NUMBER = dcc.Input(0, id="rank", type="number", min=0, step=1, debounce=True, className="control")
+BUTTON = html.Button("stack of its process", id="read-stack")
+CONTROLS = html.Div([html.Label("rank"), NUMBER, note("A click on a cell picks its rank."), BUTTON], className="row")
+LAYOUT = html.Div([CONTROLS, graph(PLACE), html.Div(id="rank-stack"), html.Div(id="rank-details")])
+PAGE = Page(KEY, "Ranks", LAYOUT, _register)

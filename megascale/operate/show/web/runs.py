@@ -11,14 +11,13 @@ from megascale.core.errors import MegascaleError
 from megascale.operate.show.run_reader import RunReader
 from megascale.operate.show.run_view import RunView
 from megascale.operate.show.store_follower import StoreFollower
-from megascale.operate.show.store_view import StoreView
 
-FRESH_S = 1.0
-"""Seconds in which what was read is given again."""
+FRESH_S = 1.0  # seconds in which what was read is given again
 
 
 class WatchedRun:
-    """A run. `name`: unique in the dashboard; `problem`: why it could not be read the last time, "" otherwise.
+    """A run. `name`: unique in the dashboard; `problem`: why it could not be read the last time, "" otherwise; `store`:
+    the analyses of its event store.
 
     Raises: RunFolderError
     """
@@ -31,7 +30,7 @@ class WatchedRun:
         self._lock = threading.Lock()
         self._view = self._reader.read()
         self._read = time.monotonic()
-        self._store = StoreFollower(folder).start()
+        self.store = StoreFollower(folder).start()
 
     def view(self) -> RunView:
         """Return the model of the run."""
@@ -41,7 +40,7 @@ class WatchedRun:
                     had_ended = self._view.has_ended
                     self._view, self.problem = self._reader.read(), ""
                     if self._view.has_ended and not had_ended:
-                        self._store.hasten()
+                        self.store.hasten()
                 except MegascaleError as error:
                     self.problem = str(error)
                 self._read = time.monotonic()
@@ -49,35 +48,14 @@ class WatchedRun:
 
     def close(self) -> None:
         """End the analyses."""
-        self._store.stop()
-
-    @property
-    def store(self) -> StoreView | None:
-        """The newest analyses of the run's event store; None before the first."""
-        return self._store.latest
+        self.store.stop()
 
     @property
     def news(self) -> tuple:
         """A value that differs whenever there is something new."""
         view = self.view()
-        return (
-            view.step,
-            view.curves.last_step,
-            view.state,
-            len(view.incidents),
-            self._store.version,
-            self.store_problem,
-        )
-
-    @property
-    def store_problem(self) -> str:
-        """Why there are no analyses."""
-        return self._store.error or ("" if self._store.latest is not None else self._store.note)
-
-    @property
-    def store_note(self) -> str:
-        """A line about the analyses: their age and newest step, or why there are none."""
-        return self._store.note
+        incidents = len(view.incidents)
+        return view.step, view.curves.last_step, view.state, incidents, self.store.version, self.store.problem
 
 
 def watched_runs(folders: Iterable[Path]) -> dict[str, WatchedRun]:

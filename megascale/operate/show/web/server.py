@@ -8,11 +8,8 @@ from typing import Any
 
 from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler
 
-MOST_CONNECTIONS = 64
-"""Connections that are served at a time; others wait."""
-
-TIMEOUT_S = 30.0
-"""Seconds in which a connection must send its request."""
+MOST_CONNECTIONS = 64  # connections that are served at a time; others wait
+TIMEOUT_S = 30.0  # seconds in which a connection must send its request
 
 
 class _Handler(WSGIRequestHandler):

@@ -11,7 +11,7 @@ from dash.exceptions import PreventUpdate
 from flask import Flask, Response, abort, request
 
 from megascale.layout.topology import Topology
-from megascale.operate.show.chrome_trace import rank_trace, step_starts, write_trace
+from megascale.operate.show.chrome_trace import first_start, write_trace
 from megascale.operate.show.step_events import events_of, opening_step, steps_with_events
 from megascale.operate.show.web.figures import empty_figure
 from megascale.operate.show.web.page import PICKED, RUN, TABS, Page, Runs, figure_of, graph, height_of, note
@@ -19,26 +19,9 @@ from megascale.operate.show.web.timeline_figure import timeline_figure
 
 KEY = "timeline"
 ORDERS = {"pp": "pipeline stages", "dp": "replicas", "tp": "tensor-parallel ranks", "all": "all ranks"}
-MOST_RANKS, MOST_STEPS = 64, 5
-"""Most ranks and steps of a timeline."""
+MOST_RANKS, MOST_STEPS = 64, 5  # most ranks and steps of a timeline
 
 DOWNLOAD = "/perfetto.json"
-
-
-def _layout() -> html.Div:
-    choices = [{"label": label, "value": key} for key, label in ORDERS.items()]
-    counts = list(range(1, MOST_STEPS + 1))
-    controls = [
-        html.Label("order"),
-        dcc.Dropdown(choices, "pp", id="order", clearable=False, className="control"),
-        html.Label("from step"),
-        dcc.Dropdown([], None, id="step", clearable=False, className="control"),
-        html.Label("steps"),
-        dcc.Dropdown(counts, 1, id="step-count", clearable=False, className="control narrow"),
-        html.A("file for Perfetto", id="download", href="", download="timeline.json"),
-    ]
-    words = note("The ranks of the picked rank's group. White gaps are bubbles.")
-    return html.Div([html.Div(controls, className="row"), words, graph("timeline"), html.Div(id="timeline-note")])
 
 
 def _register(app: Dash, runs: Runs) -> None:
@@ -87,10 +70,9 @@ def serve_download(server: Flask, runs: Runs) -> None:
         except (KeyError, ValueError, IndexError):
             abort(404)
         events = events_of(view.folder, ranks, range(step, step + min(count, MOST_STEPS)))
-        origin = min((start for each in events for start in step_starts(each).values()), default=0.0)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "timeline.json"
-            write_trace(path, (rank_trace(each, origin) for each in events))
+            write_trace(path, events, first_start(events))
             return Response(path.read_bytes(), mimetype="application/json")
 
 
@@ -102,4 +84,16 @@ def chosen_ranks(topology: Topology, rank: int, order: str) -> list[int]:
     return topology.group(min(max(rank, 0), topology.world_size - 1), *axes)[:MOST_RANKS]
 
 
-PAGE = Page(KEY, "Timeline", _layout, _register)
+CHOICES = [{"label": label, "value": key} for key, label in ORDERS.items()]
+CONTROLS = [
+    html.Label("order"),
+    dcc.Dropdown(CHOICES, "pp", id="order", clearable=False, className="control"),
+    html.Label("from step"),
+    dcc.Dropdown([], None, id="step", clearable=False, className="control"),
+    html.Label("steps"),
+    dcc.Dropdown(list(range(1, MOST_STEPS + 1)), 1, id="step-count", clearable=False, className="control narrow"),
+    html.A("file for Perfetto", id="download", href="", download="timeline.json"),
+]
+WORDS = note("The ranks of the picked rank's group. White gaps are bubbles.")
+LAYOUT = html.Div([html.Div(CONTROLS, className="row"), WORDS, graph("timeline"), html.Div(id="timeline-note")])
+PAGE = Page(KEY, "Timeline", LAYOUT, _register)

@@ -10,8 +10,7 @@ import hmac
 
 from flask import Flask, Response, redirect, request
 
-MAX_REQUEST_BYTES = 1 << 20
-"""Most bytes of a request's body."""
+MAX_REQUEST_BYTES = 1 << 20  # most bytes of a request's body
 
 HEADERS = {
     # no address but this one: nothing is loaded from elsewhere, and nothing is sent there; the pages are shown in

@@ -16,7 +16,7 @@ from megascale.operate.show.run_reader import RunReader
 from megascale.operate.show.store_view import read_store_view
 from megascale.operate.show.web import timeline_figure as timeline
 from megascale.operate.show.web.figures import curve_figure, excess_figure, memory_figure, waterfall_figure
-from megascale.operate.show.web.heat_map_page import long_parts, part_excess
+from megascale.operate.show.web.heat_map_pages import long_parts, part_excess
 from megascale.operate.show.web.place_figure import place_figure
 from megascale.operate.show.web.timeline_figure import timeline_figure
 from megascale.record.events import COMPUTE, Event, RankEvents

@@ -12,8 +12,7 @@ import pytest
 
 from megascale.operate.show.web.app import make_app
 from megascale.operate.show.web.runs import watched_runs
-from megascale.record.live_file import LiveRank
-from tests.operate.show.folders import RUNS, incident, make_run, write_incidents, write_live
+from tests.operate.show.folders import RUNS, incident, live_rank, make_run, write_incidents, write_live
 from tests.operate.show.web.client import callback_request
 
 Ask = Callable[..., dict[str, Any]]
@@ -72,7 +71,7 @@ def test_a_run_is_titled_as_it_is_listed(tmp_path: Path) -> None:
 
 def test_a_rank_before_its_first_step_and_an_incident_without_evidence(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
-    write_live(folder, [LiveRank("build")] * 4, age_s=-3600)
+    write_live(folder, [live_rank("build")] * 4, age_s=-3600)
     write_incidents(folder, [incident()])
     with asking(folder) as ask:
         details = json.dumps(ask("rank-details.children", tabs__value="ranks", picked__data=1))
