@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from megascale.catalog.tokenizers import TOKENIZERS
+from megascale.catalog.data import TOKENIZERS
 from megascale.cli.arguments import add_json, non_negative_int
 from megascale.core.errors import DataError, Exit
 from megascale.core.files import fingerprint, is_file

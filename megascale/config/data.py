@@ -6,9 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megascale.catalog.data_policies import DATA_POLICIES
-from megascale.catalog.sample_weights import SAMPLE_WEIGHTS
-from megascale.catalog.tokenizers import TOKENIZERS
+from megascale.catalog.data import DATA_POLICIES, SAMPLE_WEIGHTS, TOKENIZERS
 from megascale.config.section import Count, FilePath, Float32, NonNegativeInt, Section, absolute_or_url, choice
 
 SplitName = Literal["train", "valid"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megascale.catalog.data_policies import DATA_POLICIES
+from megascale.catalog.data import DATA_POLICIES
 from megascale.config.data import DataConfig
 from megascale.config.decomposition import Decomposition, decomposition, min_piece
 from megascale.config.finding import Finding

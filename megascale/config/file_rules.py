@@ -10,7 +10,7 @@ from pathlib import Path
 
 import fsspec
 
-from megascale.catalog.tokenizers import TOKENIZERS
+from megascale.catalog.data import TOKENIZERS
 from megascale.config.data import Blend, DataConfig, SplitName, dataset_prefixes
 from megascale.config.dataset_files import (
     NO_LABELS_HINT,

@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from megascale.catalog.layers import ACTIVATIONS, BLOCKS, NORMS
-from megascale.catalog.rope_scalings import ROPE_SCALINGS
+from megascale.catalog.layers import ACTIVATIONS, BLOCKS, NORMS, ROPE_SCALINGS
 from megascale.config.section import AUTO_AS_NONE, Float32, Section, Size, TableChoice, choice
 from megascale.core.registry import closest_name
 

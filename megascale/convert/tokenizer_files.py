@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megascale.catalog.tokenizers import TOKENIZERS
+from megascale.catalog.data import TOKENIZERS
 from megascale.checkpoint.companions import DATA_TOKENIZER, SOURCE_CONFIG, TOKENIZER_FILES
 from megascale.checkpoint.format import manifest
 from megascale.config.model import ModelConfig

@@ -17,7 +17,6 @@ from megascale.layout.parts.attention import AttentionSpec
 from megascale.layout.parts.elementwise import ActivationSpec, NormSpec, ResidualAdd
 from megascale.layout.parts.linear import ColumnParallel, LinearGroup, RowParallel
 from megascale.layout.parts.part import LinearSpec, Part, Surroundings
-from megascale.layout.parts.tiled_mlp import TiledMLP
 
 BlockSpec = tuple[Part, ...]
 
@@ -90,6 +89,8 @@ def tile_mlp(block: BlockSpec, tiles: int) -> BlockSpec:
     groups = [part for part in block if isinstance(part, LinearGroup) and _mlp(part)]
     if tiles == 1 or len(groups) != 2:
         return block
+    from megascale.layout.parts.tiled_mlp import TiledMLP
+
     up, down = ColumnParallel(_mlp(groups[0])), RowParallel(_mlp(groups[1]))
     qkv, out = (tuple(layer for layer in group.layers if layer not in _mlp(group)) for group in groups)
     (activation,) = (part for part in block if isinstance(part, ActivationSpec))

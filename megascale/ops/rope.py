@@ -8,7 +8,7 @@ with scaled frequencies (`ops.rope_scaling`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megascale.catalog.layers import ROPE_SCALINGS
 from megascale.config.model import ModelConfig
 from megascale.device import copy_to_device
 from megascale.layout.sequence_shard import Spans
 from megascale.ops.boundaries import Boundaries
-from megascale.ops.rope_scaling import scaled_frequencies
 from megascale.ops.select import OpBackend, OpContext
 
 Rotate = Callable[[Tensor, int, Tensor, Tensor], Tensor]
@@ -30,6 +30,11 @@ alone; cos and sin [s, 1 or b, 1, d / 2] for the first d elements of a head, who
 
 Turn = Callable[[Tensor, int, Tensor, Tensor, float], Tensor]
 """`Rotate` by `sign` times the angles. The opposite sign gives the transpose."""
+
+RopeScaling = Callable[[int, float, int, Mapping[str, Any]], tuple[Tensor, float]]
+"""Arguments: d, the rotated elements of a head; theta; sequence length; keys of `model.rope_scaling`. Results: inverse
+frequencies [d / 2] in fp64, and the factor of cos and sin.
+"""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,11 @@ def layer_rope(model: ModelConfig, layer: int) -> Rope:
     return Rope(model.rotary_dim, model.rope_theta, tuple(scaling.items()))
 
 
+def inverse_frequencies(d: int, theta: float) -> Tensor:
+    """Return theta^(-2 i / d), [d / 2] in fp64: radians per position."""
+    return theta ** -(torch.arange(0, d, 2, dtype=torch.float64) / d)
+
+
 @lru_cache(maxsize=32)  # of parts of a sequence, whose number may be large: a table of all may have half a gigabyte
 def rope_table(
     s: int, rope: Rope, dtype: torch.dtype, device: torch.device, spans: Spans | None = None
@@ -58,7 +68,10 @@ def rope_table(
     """Return cos and sin [s, 1, 1, d / 2] of position * frequency in a sequence of s, computed in fp64. `spans`: of the
     positions to return, by default all.
     """
-    frequencies, factor = scaled_frequencies(rope.d, rope.theta, s, dict(rope.scaling))
+    frequencies, factor = inverse_frequencies(rope.d, rope.theta), 1.0
+    if keys := dict(rope.scaling):
+        scale: RopeScaling = ROPE_SCALINGS[keys["type"]].load()
+        frequencies, factor = scale(rope.d, rope.theta, s, keys)
     positions = torch.cat([torch.arange(*span, dtype=torch.float64, device=device) for span in spans or ((0, s),)])
     angles = torch.outer(positions, copy_to_device(frequencies, device))[:, None, None, :]
     return (factor * angles.cos()).to(dtype), (factor * angles.sin()).to(dtype)

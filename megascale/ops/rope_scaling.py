@@ -1,37 +1,17 @@
-"""Inverse frequencies of rotary embeddings, unscaled or scaled for longer sequences (`catalog.rope_scalings`).
-
-`inverse_frequencies`: theta^(-2 i / d) for i < d/2. `linear`, `dynamic`, `llama3`, `yarn`: scaled frequencies, as in
-transformers.
+"""Inverse frequencies of rotary embeddings scaled for longer sequences: `linear`, `dynamic`, `llama3`, `yarn`, as in
+transformers. Arguments and results are those of `rope.RopeScaling`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megascale.catalog.rope_scalings import ROPE_SCALINGS
-
-RopeScaling = Callable[[int, float, int, Mapping[str, Any]], tuple[Tensor, float]]
-"""Arguments: d, the rotated elements of a head; theta; sequence length; keys of `model.rope_scaling`. Results: inverse
-frequencies [d / 2] in fp64, and the factor of cos and sin.
-"""
-
-
-def inverse_frequencies(d: int, theta: float) -> Tensor:
-    """Return theta^(-2 i / d), [d / 2] in fp64: radians per position."""
-    return theta ** -(torch.arange(0, d, 2, dtype=torch.float64) / d)
-
-
-def scaled_frequencies(d: int, theta: float, s: int, keys: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Apply the scaling `keys["type"]`, or none without keys; arguments and results as `RopeScaling`."""
-    if not keys:
-        return inverse_frequencies(d, theta), 1.0
-    scale: RopeScaling = ROPE_SCALINGS[keys["type"]].load()
-    return scale(d, theta, s, keys)
+from megascale.ops.rope import inverse_frequencies
 
 
 def linear(d: int, theta: float, s: int, keys: Mapping[str, Any]) -> tuple[Tensor, float]:

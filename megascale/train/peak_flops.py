@@ -10,7 +10,6 @@ from megascale.catalog.accelerators import Peak, stated_peak
 from megascale.comm.mesh import Mesh
 from megascale.comm.totals import device_barrier, sum_over_job
 from megascale.device import Device
-from megascale.ops.gemm_rate import gemm_rate
 
 if TYPE_CHECKING:
     from megascale.train.run import Run
@@ -31,6 +30,8 @@ def measure_peak_flops(device: Device, dtype: torch.dtype, mesh: Mesh) -> Peak:
 
     The best round counts, since other load can only lower the rate.
     """
+    from megascale.ops.gemm_rate import gemm_rate
+
     best = 0.0
     device_barrier(mesh, device.torch_device)  # the sum of a round is the barrier before the next
     for _ in range(ROUNDS):

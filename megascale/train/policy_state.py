@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megascale.catalog.data_policies import DATA_POLICIES
+from megascale.catalog.data import DATA_POLICIES
 from megascale.comm.mesh import Mesh
 from megascale.config.data import DataConfig
 from megascale.data.mix.batch_shape import BatchShape

@@ -16,10 +16,9 @@ import pytest
 import torch
 
 from megascale.catalog.backends import BACKENDS
-from megascale.catalog.data_policies import DATA_POLICIES
+from megascale.catalog.data import DATA_POLICIES, SAMPLE_WEIGHTS
 from megascale.catalog.layers import BLOCKS
 from megascale.catalog.optimizers import OPTIMIZERS
-from megascale.catalog.sample_weights import SAMPLE_WEIGHTS
 from megascale.catalog.schedules import SCHEDULES
 from megascale.core.rank import Rank
 from megascale.core.registry import Registry

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megascale.catalog.data_policies import DATA_POLICIES
+from megascale.catalog.data import DATA_POLICIES
 from megascale.cli.data_which import samples_of_step
 from megascale.config.run import RunConfig
 from megascale.core.errors import CheckpointError, ConfigError, DataError

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megascale.catalog.sample_weights import SAMPLE_WEIGHTS
+from megascale.catalog.data import SAMPLE_WEIGHTS
 from megascale.config.run import RunConfig
 from megascale.core.errors import DataError
 from megascale.core.rank import Rank

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megascale.catalog.sample_weights import SAMPLE_WEIGHTS
+from megascale.catalog.data import SAMPLE_WEIGHTS
 from megascale.config.dataset_files import READERS, other_tokens_hint
 from megascale.core.errors import DataError
 from megascale.core.readable import is_url

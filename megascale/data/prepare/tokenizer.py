@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megascale.catalog.tokenizers import TOKENIZERS
+from megascale.catalog.data import TOKENIZERS
 from megascale.core.errors import DataError
 from megascale.core.files import fingerprint, why_unreadable
 from megascale.data.prepare.special_tokens import SpecialToken, find_special_token, missing_added_tokens
