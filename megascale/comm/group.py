@@ -1,5 +1,6 @@
-"""Communication groups. `Group.issue` is the one way to start a communication: it records the communication in the
-event log, and lets a test delay it or make it fail.
+"""Communication groups. `Group.issue` is the way to start a communication: it records the communication in the
+event log, and lets a test delay it or make it fail. Kernels that are GEMM and communication at once
+(`comm.symmetric_memory`) record themselves.
 """
 
 from __future__ import annotations

@@ -159,6 +159,5 @@ class Phase(StrEnum):
 PHASES = tuple(Phase)  # phases by the number in the file
 
 TAGS = ("first step", "gc", "evaluation", "checkpoint", "data", "restart", "profile")
-"""What a step contains besides training, by the bits of its `tags`: parts of its time that are not those of an ordinary
-step.
+"""Parts of a step besides training, by the bits of its `tags`, which an ordinary step does not have.
 """

@@ -80,7 +80,7 @@ class Hook:
         """Act before the first step of this process."""
 
     def step_begins(self, run: Run) -> None:
-        """Act before the batch of a step is read."""
+        """Act before the batch of a step is read; a hook of the step itself, after it."""
 
     def backwards_end(self, run: Run) -> None:
         """Act after the last backward of a step, while gradients are reduced; a hook of the step itself only."""

@@ -154,7 +154,6 @@ def test_a_name_means_one_thing() -> None:
 SHARED = {
     "agent.py": "cli: the command; operate/node: the agent that it runs",
     "__init__.py": "every folder has one",
-    "attempt.py": "checkpoint: a save in progress; operate/driver: one start of a job's ranks",
     "backends.py": "catalog: the cards; config: the section that selects among them",
     "events.py": "cli: the command that queries the event store; record: events as values",
     "check.py": "cli: the command; schedule: the proofs",

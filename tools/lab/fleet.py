@@ -2,7 +2,7 @@
 
 Every step runs the compute schedule of all stages on vectors over steps and replicas: a rank of a tensor-parallel group
 waits for the slowest, a stage for its messages, a replica for the others' reductions, and everybody for the totals.
-`bench.fleet_tables` has the rows that an event store of the job has.
+`fleet_tables` has the rows that an event store of the job has.
 """
 
 from __future__ import annotations

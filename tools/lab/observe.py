@@ -1,7 +1,7 @@
 """How often the findings about a run are right: `python tools/lab observe`.
 
-Slowdowns of known kind and culprit go into synthetic jobs (`bench.observe_cases`) or into real ones
-(`bench.observe_jobs`), and the findings of `slow.findings` are compared with them, and with what the steps lost.
+Slowdowns of known kind and culprit go into synthetic jobs (`observe_cases`) or into real ones
+(`observe_jobs`), and the findings of `slow.findings` are compared with them, and with what the steps lost.
 """
 
 from __future__ import annotations

@@ -15,11 +15,11 @@ from megascale.core.errors import Exit
 from megascale.core.process import STOP_ORDER
 from megascale.operate.channel.messages import RankEnd
 from megascale.operate.driver.attempt import Attempt
+from megascale.operate.driver.attempt_stages import collect_records
 from megascale.operate.driver.classify import Finding, classify_ends, is_cascade
 from megascale.operate.driver.end_stages import finish, runs_ranks, stop_attempt
 from megascale.operate.driver.incidents import Culprit
 from megascale.operate.driver.job_state import SETTLE_S, JobState
-from megascale.operate.driver.stages import collect_records
 
 END_S = 10.0  # seconds that the other ranks have to end, before they are killed
 

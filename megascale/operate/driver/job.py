@@ -34,7 +34,7 @@ from megascale.operate.channel.messages import (
     StoreOpened,
     Welcome,
 )
-from megascale.operate.driver import alone, decisions, end_stages, stages
+from megascale.operate.driver import alone, attempt_stages, decisions, end_stages
 from megascale.operate.driver.attempt import Attempt, LostNode
 from megascale.operate.driver.commands import Command, Exclude, Request, Say, Send
 from megascale.operate.driver.job_state import JobState, Stage
@@ -43,14 +43,14 @@ from megascale.operate.driver.roster import format_nodes
 START_S = 5.0  # seconds after an order to start ranks in which a heartbeat without ranks may be older than the order
 
 ACT: dict[Stage, Callable[[JobState, float], None]] = {
-    Stage.TAKEOVER: stages.takeover,
-    Stage.GATHER: stages.gather,
-    Stage.OPEN: stages.open_store,
-    Stage.RUN: stages.run,
-    Stage.SETTLE: stages.settle,
-    Stage.COLLECT: stages.collect,
+    Stage.TAKEOVER: attempt_stages.takeover,
+    Stage.GATHER: attempt_stages.gather,
+    Stage.OPEN: attempt_stages.open_store,
+    Stage.RUN: attempt_stages.run,
+    Stage.SETTLE: attempt_stages.settle,
+    Stage.COLLECT: attempt_stages.collect,
     Stage.STOP: end_stages.stop,
-    Stage.OBSERVE: stages.observe,
+    Stage.OBSERVE: attempt_stages.observe,
     Stage.DONE: lambda job, now: None,
 }
 
@@ -100,7 +100,7 @@ class Job(JobState):
         """Time has passed."""
         for node in self.roster.silent(now, self.settings.node_lost_s):
             self.lose(node, f"no heartbeat for {now - self.roster.members[node].heard:.1f} s", now)
-        stages.prepare(self)
+        attempt_stages.prepare(self)
         return self._advance(now)
 
     def forgive(self, seconds: float) -> None:
@@ -200,7 +200,7 @@ class Job(JobState):
                 attempt.add_ends(node, message.ends)
                 attempt.stuck |= {node} if message.stuck else set()
             case StoreOpened():
-                stages.start_ranks(self, message.address, now)
+                attempt_stages.start_ranks(self, message.address, now)
             case Records():
                 attempt.add_records(node, message.records, message.states)
             case Stacks():

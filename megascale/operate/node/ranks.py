@@ -99,7 +99,7 @@ class Ranks(ABC):
 
 
 def read_log(path: Path, *, head_only: bool = False) -> RankState | None:
-    """Read the log of a rank; None if it has not begun, or its file is spoilt."""
+    """Read the log of a rank; None if it has not begun, or its file is damaged."""
     with contextlib.suppress(LogError, OSError):
         return read_state(path, head_only=head_only)
     return None

@@ -1,6 +1,6 @@
 """GaLore: Adam in a subspace of the gradient (Zhao et al. 2024, arXiv:2403.03507), for G [s, l] with s <= l.
 
-    P [s, r]: a basis of the subspace (`optim.subspaces`), by default singular vectors of G every `update_gap` steps
+    P [s, r]: a basis of the subspace (`contrib.subspaces`), by default singular vectors of G every `update_gap` steps
     R = P^T G,  N = Adam(R)
     W = W - lr (scale P N + weight_decay W)
 

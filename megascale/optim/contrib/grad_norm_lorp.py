@@ -3,7 +3,7 @@
     W = g V / |V| by row (output feature); in the beginning V = W, g = |W|
     dg = sum over a row of G V / |V|,   dV = g / |V| (G - dg V / |V|)
     g = g - lr Adam(dg)
-    V = V - lr scale P Adam(P^T dV)                     GaLore's step (`optim.galore`), of dV
+    V = V - lr scale P Adam(P^T dV)                     GaLore's step (`contrib.galore`), of dV
     W = g V / |V| - lr weight_decay W
 
 W gives g and the direction of V: only |V| is state, with the sign of g. The authors' code has a full V as state, sets g

@@ -32,12 +32,12 @@ from megascale.operate.channel.messages import (
     Welcome,
 )
 from megascale.operate.diagnose.hang.hang import Verdict
+from megascale.operate.driver.attempt_stages import FIND_S
 from megascale.operate.driver.commands import Finish, Log, Say, Send
 from megascale.operate.driver.incidents import LOG_FILE, JobHistory, read_history
 from megascale.operate.driver.job import Job
 from megascale.operate.driver.job_state import JobPlan, Stage
 from megascale.operate.driver.live_job import live_state
-from megascale.operate.driver.stages import FIND_S
 from megascale.record.rank_state import RankStatus
 from tests.jobs import SECONDS, heed_signals, job_config
 from tests.operate.driver.test_one_host import with_planted

@@ -1,8 +1,8 @@
 """The scheduler port (`Scheduler`): nodes of a job, their agents, eviction and replacement of nodes.
 
-Adapters: `local` (processes of this host, or hosts of a testbed), `slurm` (nodes of an allocation). An adapter belongs
-to the supervisor of `megascale launch`, the parent of the driver and of all agents, so that agents outlive a driver. A
-driver in a process of its own calls the adapter through `remote.SchedulerClient`.
+`adapters` has them by name: processes of this host or hosts of a testbed, nodes of a Slurm allocation, a JobSet of
+Kubernetes, or none. An adapter belongs to the supervisor of `megascale launch`, the parent of the driver and of all
+agents, so that agents outlive a driver. A driver in a process of its own calls it through `remote.SchedulerClient`.
 """
 
 from __future__ import annotations
