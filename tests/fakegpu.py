@@ -9,6 +9,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import megascale
 from megascale.comm import symmetric_memory
 from megascale.config.run import RunConfig
 from megascale.layout.topology import topology_of
@@ -30,6 +32,8 @@ from megascale.train.run import Run
 from megascale.train.stop import StopRequest
 
 NAME = "gpu"
+
+PACKAGE = f"{Path(megascale.__file__).parent}/"
 
 aten = torch.ops.aten
 
@@ -105,7 +109,7 @@ class Watch(TorchDispatchMode):
 
     def note(self, what: str) -> None:
         """Record a copy and the trainer's line."""
-        frames = [frame for frame in traceback.extract_stack() if "/megascale/" in frame.filename]
+        frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(PACKAGE)]
         if any(frame.name in ONCE for frame in frames):
             return
         line = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "outside of the trainer"

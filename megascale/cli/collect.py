@@ -78,8 +78,10 @@ def run(options: argparse.Namespace) -> int:
         print_line(f"WARNING: no event store, because {error.filename} cannot be opened: {error.strerror}")
         return Exit.UNCLASSIFIED
     with lock:
-        asyncio.run(_collect(options, first))
-        Path(lock.name).unlink(missing_ok=True)
+        try:
+            asyncio.run(_collect(options, first))
+        finally:
+            Path(lock.name).unlink(missing_ok=True)
     return Exit.OK
 
 

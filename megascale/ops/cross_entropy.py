@@ -125,17 +125,22 @@ def statistics(logits: Tensor, columns: Tensor, wide: torch.dtype, cap: float | 
 
 def gradient(logits: Tensor, columns: Tensor, peak: Tensor, scale: Tensor, minus: Tensor, cap: float | None) -> None:
     """Implement `LogitsKernels.gradient`."""
-    in_place = logits.dtype == peak.dtype and cap is None  # `statistics` wrote the exponentials over the logits
-    for rows in _blocks(logits, peak.dtype):
-        block = logits[rows]
-        capped = block if in_place else soft_cap(block.to(peak.dtype), cap)
-        derivative = None if cap is None else soft_cap_derivative(capped, cap)
-        grad = block if in_place else _exponentials(capped, peak[rows])
-        grad.mul_(scale[rows].unsqueeze(1)).scatter_add_(1, columns[rows].unsqueeze(1), -minus[rows].unsqueeze(1))
-        if derivative is not None:
-            grad.mul_(derivative)
-        if not in_place:
-            block.copy_(grad)
+    for rows in _blocks(logits, peak.dtype):  # in a function, whose temporaries end before the next block's begin
+        _block_gradient(logits[rows], columns[rows], peak[rows], scale[rows], minus[rows], cap)
+
+
+def _block_gradient(
+    block: Tensor, columns: Tensor, peak: Tensor, scale: Tensor, minus: Tensor, cap: float | None
+) -> None:
+    in_place = block.dtype == peak.dtype and cap is None  # `statistics` wrote the exponentials over the logits
+    capped = block if in_place else soft_cap(block.to(peak.dtype), cap)
+    derivative = None if cap is None else soft_cap_derivative(capped, cap)
+    grad = block if in_place else _exponentials(capped, peak)
+    grad.mul_(scale.unsqueeze(1)).scatter_add_(1, columns.unsqueeze(1), -minus.unsqueeze(1))
+    if derivative is not None:
+        grad.mul_(derivative)
+    if not in_place:
+        block.copy_(grad)
 
 
 def soft_cap(logits: Tensor, cap: float | None) -> Tensor:

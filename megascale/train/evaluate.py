@@ -60,5 +60,7 @@ class Evaluations(Hook):
             if run.average is not None and run.average.has_begun:
                 with run.average.in_place_of_weights(run.buffers):
                     metrics = replace(metrics, averaged_loss=evaluate(run).valid_loss)
+                if run.fp8_state is not None:  # casts of the average
+                    run.fp8_state.invalidate_weights()
             self._reporter.write(metrics)
         run.hooks.evaluation_ends(run, metrics)

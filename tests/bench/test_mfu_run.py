@@ -21,7 +21,7 @@ from megascale.core.rank import Rank
 from megascale.device import Device
 from megascale.layout.parameters import layer_params
 from megascale.layout.topology import Topology
-from megascale.model import modules
+from megascale.model import layer_ops
 from megascale.ops import select
 from megascale.plan.account.state_bytes import state_bytes
 from megascale.train import kernels
@@ -92,7 +92,7 @@ def backends(rank: Rank, given: RunConfig) -> tuple[dict[str, str], set[str]]:
         built.add(f"{operation} {select.select_backend(operation, setting).backend}")
         return build(operation, setting)
 
-    select.build_op = modules.build_op = watched
+    select.build_op = layer_ops.build_op = watched
     build_run(rank, given)
     return dict(select.selected_backends(op_context(given, CPU))), built
 

@@ -3,10 +3,10 @@
     agent -> driver    Hello, Heartbeat, RanksEnded, StoreOpened, Records, Stacks, CheckDone
     driver -> agent    Welcome, OpenStore, Prepare, Start, Stop, Collect, Check, Leave
 
-A message on the wire is the name of its class, a space and a JSON object of its fields. An unknown name or field, or a
-value of another type, is an error: both ends run the same version. The sender's node is not in the messages: the
-connection says it. An agent that has connected again repeats its Hello, StoreOpened and RanksEnded, so
-the driver takes each of them any number of times.
+A message on the wire is the name of its class, a space and a JSON object of its fields, in which a rank's status is an
+array. An unknown name or field, or a value of another type, is an error: both ends run the same version. Messages do
+not name their sender, whom the connection tells. An agent that has connected again repeats its Hello, StoreOpened and
+RanksEnded, so the driver takes each of them any number of times.
 """
 
 from __future__ import annotations

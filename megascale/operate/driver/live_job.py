@@ -68,4 +68,6 @@ async def writing_live_file(job: Job, clock: Callable[[], float]) -> AsyncIterat
             await write(FINISH_S)
     finally:
         writing.cancel()
-        await asyncio.gather(writing, return_exceptions=True)
+        await asyncio.wait([writing])
+        if not writing.cancelled():
+            writing.result()  # raises what ended it

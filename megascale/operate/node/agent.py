@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -192,9 +193,11 @@ class Agent:
         await asyncio.sleep(FIRST_SAMPLE_S)
         from megascale.operate.health.host_metrics import HostMetrics
 
-        metrics = HostMetrics(self._place.folder)
+        metrics: HostMetrics | None = None
         while True:
             try:
+                if metrics is None:  # in a thread: a disk or a GPU may hang
+                    metrics = await call_in_thread(functools.partial(HostMetrics, self._place.folder), METRICS_S)
                 self._host = self._exporter.host = await call_in_thread(metrics.sample, METRICS_S)
                 self._ranks.add_host_metrics(self._host)
                 self._outages.ends("sample")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import socket
 import time
@@ -109,7 +110,8 @@ class NodeRanks(Ranks):
             pid = worker.process.pid
             self._ranks[rank] = _LocalRank(pid, path, time.monotonic(), None, worker, OomKills(pid))
             self.paths[rank] = path
-            call_at_end(pid, functools.partial(self._look_for_end, rank))
+            with contextlib.suppress(OSError):  # `poll` sees the end later
+                call_at_end(pid, functools.partial(self._look_for_end, rank))
 
     def _start(
         self, launch: Launch, rank: int, record: Path, listener: socket.socket | None, standby: list[StandbyProcess]

@@ -32,6 +32,12 @@ class _Observed(WatchedRank):
     log: LogReader
     error_file: Path | None
 
+    def read(self) -> RankState:
+        """Return the newest record; the last good one, if the log is damaged."""
+        with contextlib.suppress(LogError, OSError):
+            self.record = self.log.state(head_only=True)
+        return self.record
+
 
 class ObservedRanks(Ranks):
     """The ranks of the run in `folder` on this host. `attempt` counts the times that the launcher has started ranks
@@ -52,7 +58,7 @@ class ObservedRanks(Ranks):
             self._find(path)
         for rank in self.running:
             observed = self._ranks[rank]
-            observed.record = observed.log.state(head_only=True)
+            observed.read()
             if not process_exists(observed.pid):
                 self._end(rank, observed)
 
@@ -75,13 +81,13 @@ class ObservedRanks(Ranks):
         self.world = record.world
         observed = _Observed(pid, path, time.monotonic(), record, log, error_file_of(pid, rank))
         self._ranks[rank], self.paths[rank] = observed, path
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(OSError):  # `poll` sees the end later
             call_at_end(pid, lambda: self._end(rank, observed))
 
     def _end(self, rank: int, observed: _Observed) -> None:
         if rank in self.ends or self._ranks.get(rank) is not observed:
             return
-        observed.record = record = observed.log.state(head_only=True)  # its last words, which `poll` may have missed
+        record = observed.read()  # its last words, which `poll` may have missed
         status = status_of_ended(observed.pid)
         status = record.exit_status if status is None else status
         end = describe_end(rank, status, time.time(), observed.error_file, since=record.start)

@@ -60,16 +60,11 @@ def call_in_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], T], tim
 
 
 def call_at_end(pid: int, ended: Callable[[], object]) -> None:
-    """Have the event loop call `ended` as soon as a process has ended; never on a kernel without pidfd.
+    """Have the event loop call `ended` as soon as a process has ended.
 
-    Raises: ProcessLookupError
+    Raises: OSError, ProcessLookupError among them, for no such process, no free descriptor, or a kernel without pidfd
     """
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        raise
-    except OSError:
-        return
+    descriptor = os.pidfd_open(pid)
     loop = asyncio.get_running_loop()
 
     def take() -> None:

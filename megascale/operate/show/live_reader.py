@@ -43,8 +43,10 @@ class LiveStateReader:
         states = local_states(self._folder)
         if not states:
             return found
-        ranks = [RankStatus(rank, 0) for rank in range(next(iter(states.values())).world)]
+        ranks = [RankStatus(rank, 0) for rank in range(max(states.values(), key=lambda state: state.attempt).world)]
         for rank, state in states.items():
+            if rank >= len(ranks):  # of an earlier attempt with more ranks
+                continue
             ranks[rank] = state.status(state.read_ns)
             with contextlib.suppress(OSError):
                 ranks[rank] = ranks[rank]._replace(state=process_state(state.pid))

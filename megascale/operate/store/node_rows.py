@@ -91,6 +91,8 @@ class RankTotals:
             if max(where := divmod(key, _AXIS)) >= len(texts):
                 continue
             axis, name = (texts[at] for at in where)
+            if not axis or (axis == HOST_AXIS and not name):
+                continue
             if axis == COMPUTE:
                 compute_s += busy_s
             elif axis == HOST_AXIS:

@@ -52,12 +52,12 @@ def store_of(run: str | Path) -> Location:
     """
     given, config = Location(str(run), retry_s=0), dict[str, Any]()
     places = [given / STORE_FOLDER, given]
-    if given.local_path is not None and is_file(file := given.local_path / "config.toml"):
-        with contextlib.suppress(ValueError, OSError):
-            config = tomllib.loads(file.read_text(encoding="utf-8"))
-    if (parent := config.get("observe", {}).get("store_dir")) and "name" in config:
-        places.insert(0, Location(f"{parent}/{config['name']}", retry_s=0))
     try:
+        if given.local_path is not None and is_file(file := given.local_path / "config.toml"):
+            with contextlib.suppress(ValueError, OSError):
+                config = tomllib.loads(file.read_text(encoding="utf-8"))
+        if (parent := config.get("observe", {}).get("store_dir")) and "name" in config:
+            places.insert(0, Location(f"{parent}/{config['name']}", retry_s=0))
         for place in places:
             if _STORE_TABLES & set(place.list_names()):
                 return place

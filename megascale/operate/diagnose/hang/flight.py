@@ -225,6 +225,8 @@ def _state_of(rank: int, host: str, recorded: Mapping[str, Any], written_ns: int
             count = groups[event.group].issued + 1 if event.group in groups else 1
             name = _group_name(entry)
             groups[event.group] = GroupState(name, event.kind, runs[group], count, count, 0, event.peer)
+        else:  # the batch of messages of a group that has had no collective
+            groups.setdefault(event.group, GroupState(event.group, COLLECTIVE, runs.get(group, RankRuns(())), 0, 0, 0))
     for group, (name, issued) in last.items():
         ended = min((event.sequence for event in events if event.group == name), default=issued)
         groups[name] = GroupState(name, COLLECTIVE, runs.get(group, RankRuns(())), issued, issued, ended)

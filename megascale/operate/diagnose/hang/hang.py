@@ -131,7 +131,7 @@ def _place_waited_in(culprits: Sequence[int], graph: WaitGraph) -> WaitPlace | N
 
 
 def _lost_data(lost: Sequence[WaitPlace], graph: WaitGraph, states: Mapping[int, str]) -> Verdict:
-    """Return the verdict about places that every member has issued: the ranks that wait for data, and their peers."""
+    """Return the verdict about places that every member has issued: ranks waiting for data, and their peers."""
     place = max(lost, key=lambda place: max(_idle_s(graph, rank) for rank in graph.waiting[place]))
     ranks = sorted(place.members if place.is_message else graph.waiting[place])
     evidence = [f"{_describe_place(place, graph)}: all {len(place.members)} ranks have issued it, the data are missing"]
