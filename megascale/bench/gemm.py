@@ -63,8 +63,7 @@ CACHE_BYTES = 256 << 20
 
 MAX_OPERAND_COPIES = 64
 
-TIMING_S = 1e-3
-"""Minimum seconds of a timed group of GEMMs: a timer's mark is negligible beside a group."""
+TIMING_S = 1e-3  # minimum seconds of a timed group of GEMMs: a timer's mark is negligible beside a group
 
 
 def model_gemms(model: ModelConfig, rows: int) -> list[GemmShape]:

@@ -23,8 +23,7 @@ from megascale.layout.topology import Topology
 from megascale.plan.simulate.link_time import Operation, Route
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
-OPERATIONS = (*COLLECTIVES, "message")
-"""A message is timed as half of a ping-pong between two pipeline stages."""
+OPERATIONS = (*COLLECTIVES, "message")  # A message is timed as half of a ping-pong between two pipeline stages
 
 FITS: dict[str, Sequence[str]] = {"collectives": COLLECTIVES, "messages": ("message",)}
 

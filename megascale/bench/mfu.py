@@ -22,18 +22,15 @@ from megascale.layout.parts.part import TokenFlops
 from megascale.plan.account.attended import expected_scores
 from megascale.plan.account.flops import hardware_flops, head_flops, mfu, token_flops
 
-MIN_TIMED_STEPS = 20
-"""Fewest timed steps for a median and quartiles."""
+MIN_TIMED_STEPS = 20  # fewest timed steps for a median and quartiles
 
 WARM_UP_STEPS = 5
 PROFILED_STEPS = 3
 
-CONVENTIONS = ("full", "causal")
-"""FLOP conventions: the full attention matrix, or the causal half (`account.flops`)."""
+CONVENTIONS = ("full", "causal")  # FLOP conventions: the full attention matrix, or the causal half (`account.flops`)
 
 
-ALL_LAYERS_FP8 = {"bf16_first": 0, "bf16_last": 0}
-"""Settings of `[fp8]` that leave no layer in bf16."""
+ALL_LAYERS_FP8 = {"bf16_first": 0, "bf16_last": 0}  # settings of `[fp8]` that leave no layer in bf16
 
 
 def preset_tree(preset: str) -> dict[str, Any]:

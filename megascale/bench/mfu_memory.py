@@ -20,8 +20,7 @@ from megascale.device import Device, is_out_of_memory
 from megascale.plan.account.state_bytes import state_bytes
 from megascale.train.run import Run
 
-RESERVED_SHARE = 0.1
-"""Share of free memory that `--layers fit` reserves for fragmentation, kernels and libraries."""
+RESERVED_SHARE = 0.1  # share of free memory that `--layers fit` reserves for fragmentation, kernels and libraries
 
 Log = Callable[[str], object]
 

@@ -27,18 +27,12 @@ from megascale.plan.simulate import profiles
 from megascale.plan.simulate.profiles import Hardware
 from megascale.plan.simulate.step_time import StepParts
 
-MAX_RANKS = 1024
-"""Upper bound on the ranks of one machine."""
+MAX_RANKS = 1024  # upper bound on the ranks of one machine
 
 
-PLACEHOLDER_BANDWIDTH = 1e9
-"""Memory bandwidth in bytes/s until the steps in the first precision are fitted."""
-
-MAX_ERROR = 0.3
-"""Largest plausible mean relative error of a fit."""
-
-MAX_RATIO = 2.0
-"""Ratio of slowest to fastest round above which other load disturbed the measurement."""
+PLACEHOLDER_BANDWIDTH = 1e9  # memory bandwidth in bytes/s until the steps in the first precision are fitted
+MAX_ERROR = 0.3  # largest plausible mean relative error of a fit
+MAX_RATIO = 2.0  # ratio of slowest to fastest round above which other load disturbed the measurement
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,8 @@ from megascale.catalog.layers import BLOCKS
 from megascale.catalog.recipes import RECIPES
 from megascale.core.registry import Card, Registry
 
-AUTO = "auto"
-"""The first supported backend of an operation."""
-
-KERNEL_DTYPES = ("float32", "bfloat16")
-"""torch dtypes with kernels in the libraries."""
+AUTO = "auto"  # the first supported backend of an operation
+KERNEL_DTYPES = ("float32", "bfloat16")  # torch dtypes with kernels in the libraries
 
 
 @dataclass(frozen=True)
@@ -148,14 +145,12 @@ def _card(name: str, help: str, body: str, variants: tuple[str, ...] = (), **fac
     return Card(name, help, f"megascale.ops.{body}", defaults | facts)
 
 
-LIGER_MAX_COLUMNS = 65536
-"""The row limit of Liger's kernels, which process a row in one block."""
+LIGER_MAX_COLUMNS = 65536  # the row limit of Liger's kernels, which process a row in one block
 
 _FLASH_FACTS: dict[str, Any] = {"dtypes": ("bfloat16",), "dropout": False, "max_head_dim": 256}
 """Facts of flash-attn's kernels, and of the kernels called by Transformer Engine."""
 
-GRANULARITIES = ("tensor", "row", "block")
-"""Granularities of FP8 scales."""
+GRANULARITIES = ("tensor", "row", "block")  # granularities of FP8 scales
 
 _CARDS = {
     "linear": [

@@ -88,8 +88,7 @@ CHECKS = Registry(
     ],
 )  # fmt: skip
 
-GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
-"""Devices of the drivers of NVIDIA's and AMD's GPUs."""
+GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")  # devices of the drivers of NVIDIA's and AMD's GPUs
 
 _HOST = ("limits", "memory", "disk", "loopback")
 _DEVICE = ("known_gemm", "gemm", "device_copy")
@@ -103,5 +102,4 @@ CHECK_SETS = {
 "full" at most FULL_S.
 """
 
-FULL_S = 60.0
-"""Longest time of the set "full", in seconds on each node."""
+FULL_S = 60.0  # longest time of the set "full", in seconds on each node

@@ -28,14 +28,9 @@ from typing import Any
 
 from megascale.core.registry import Card, Registry
 
-REST = "adamw"
-"""The rule of parameters for which the chosen rule is not meant, such as norms for a rule of matrices."""
-
-MATRIX_UNITS = ("rows_and_columns", "matrix", "low_rank")
-"""Units of work that need a whole matrix on one rank."""
-
-QUANTIZED_BLOCK = 256
-"""Elements with a common scale in state of 8 bits."""
+REST = "adamw"  # the rule of parameters for which the chosen rule is not meant, such as norms for a rule of matrices
+MATRIX_UNITS = ("rows_and_columns", "matrix", "low_rank")  # units of work that need a whole matrix on one rank
+QUANTIZED_BLOCK = 256  # elements with a common scale in state of 8 bits
 
 ALL_KINDS = ("matrix", "embedding", "head", "norm", "bias")
 

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from megascale.core.registry import Card, Registry
 
-BLOCK = 128
-"""Elements along a side of a block with a common scale (DeepSeek-V3, 3.3)."""
+BLOCK = 128  # elements along a side of a block with a common scale (DeepSeek-V3, 3.3)
 
 
 class ScaleBlock(NamedTuple):

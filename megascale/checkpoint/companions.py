@@ -17,11 +17,8 @@ from megascale.core.limits import os_error_hint
 from megascale.core.run_folder import check_known
 from megascale.core.storage import WRITE_HINT, Location
 
-FOLDER = "companions"
-"""The folder of companions in a run's folder."""
-
-SOURCE_CONFIG = "huggingface.json"
-"""The config.json of foreign weights, with keys that `[model]` lacks."""
+FOLDER = "companions"  # the folder of companions in a run's folder
+SOURCE_CONFIG = "huggingface.json"  # the config.json of foreign weights, with keys that `[model]` lacks
 
 DATA_TOKENIZER = "data_tokenizer.json"
 """The tokenizer of the training data: the fields of `data.read.indexed_dataset.TokenizerInfo`."""
@@ -31,11 +28,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
                    "chat_template.jinja", "chat_template.json")  # fmt: skip
 """Files of a tokenizer, of which foreign weights have some."""
 
-COMPANIONS = (*TOKENIZER_FILES, "generation_config.json")
-"""Files beside foreign weights that go along."""
-
-ALL = (*COMPANIONS, SOURCE_CONFIG, DATA_TOKENIZER)
-"""Files beside the weights of a checkpoint."""
+COMPANIONS = (*TOKENIZER_FILES, "generation_config.json")  # files beside foreign weights that go along
+ALL = (*COMPANIONS, SOURCE_CONFIG, DATA_TOKENIZER)  # files beside the weights of a checkpoint
 
 
 def copy_companions(source: Location, target: Location, names: tuple[str, ...] = ALL) -> dict[str, manifest.StoredFile]:

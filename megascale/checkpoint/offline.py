@@ -17,8 +17,7 @@ from megascale.checkpoint.load.reader import CheckpointReader, ReadRequest
 from megascale.core.storage import Location
 from megascale.parallel.stateful import WEIGHTS
 
-FILE_BYTES = 2 << 30
-"""Bytes of tensors in one file; a larger tensor has a file to itself."""
+FILE_BYTES = 2 << 30  # bytes of tensors in one file; a larger tensor has a file to itself
 
 
 def read_tensor(folder: Location, saved: manifest.Manifest, name: str) -> torch.Tensor:

@@ -8,8 +8,7 @@ from megascale.core.errors import DataError
 from megascale.core.units import format_count
 from megascale.train.run_splits import mixture_spec
 
-RANKS_OF_HOST = 8
-"""Most ranks of a host here, which share a reader of the data: a larger job usually has several hosts."""
+RANKS_OF_HOST = 8  # most ranks of a host here, which share a reader of the data: a larger job usually has several hosts
 
 
 def data_summary(config: RunConfig) -> str:

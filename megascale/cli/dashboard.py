@@ -14,8 +14,7 @@ from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.network import LOOPBACK, is_loopback
 from megascale.core.process import interrupt_on_stop_signals
 
-PORT = 8050
-"""The port that is tried first, if none is given."""
+PORT = 8050  # the port that is tried first, if none is given
 
 ANY_ADDRESS = ("0.0.0.0", "::")
 

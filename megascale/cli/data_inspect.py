@@ -17,11 +17,8 @@ from megascale.data.prepare.tokenizer import Tokenizer, load_tokenizer
 from megascale.data.read.block_cache import BlockCache
 from megascale.data.read.indexed_dataset import IndexedDataset, TokenizerInfo, open_dataset
 
-SHOWN_TOKENS, MOST_IDS = 80, 5
-"""Tokens of a document that are shown, and ids without a token that are named."""
-
-CACHE_BYTES = 1 << 30
-"""Bytes of blocks of a remote dataset that are kept."""
+SHOWN_TOKENS, MOST_IDS = 80, 5  # tokens of a document that are shown, and ids without a token that are named
+CACHE_BYTES = 1 << 30  # bytes of blocks of a remote dataset that are kept
 
 
 def add_arguments(look: argparse.ArgumentParser) -> None:

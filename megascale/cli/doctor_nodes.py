@@ -31,16 +31,12 @@ if TYPE_CHECKING:
 
 PLANS = {"quick": DiagnosisPlan(), "full": FULL, "paths": DiagnosisPlan(checks="", all_links=True)}
 
-LONG_TABLE = 16
-"""Nodes above which the table has only checks with a finding, and one line for the others of a check."""
+LONG_TABLE = 16  # nodes above which the table has only checks with a finding, and one line for the others of a check
 
 QUIET = ("ok", "skipped", "alone")
 
-START_S = 120.0
-"""Seconds in which the ranks of all hosts must come."""
-
-IDLE_S = 3600.0
-"""Longest time without a request after which a host gives up."""
+START_S = 120.0  # seconds in which the ranks of all hosts must come
+IDLE_S = 3600.0  # longest time without a request after which a host gives up
 
 _POLL_S = 0.05
 

@@ -24,8 +24,7 @@ from megascale.operate.store.schema import schema_page
 from megascale.operate.store.spans import OTLP_STEPS, SPAN_GROUPS
 from megascale.operate.store.table_files import STORE_FOLDER
 
-DEFAULT_SPANS = "per_step"
-"""Preset of span groups that is exported."""
+DEFAULT_SPANS = "per_step"  # preset of span groups that is exported
 
 MAX_CELL = 60
 

@@ -45,8 +45,7 @@ COMMANDS = {
 SECOND_COMMANDS = {"plan batch": "plan the global batch: the critical batch, a ramp-up, and what a batch costs"}
 """Commands of two words, which the help of the first names; `plan batch` is in `cli/plan_batch.py`."""
 
-HIDDEN_COMMANDS = ("agent", "collect", "driver", "standby")
-"""Commands that other commands start."""
+HIDDEN_COMMANDS = ("agent", "collect", "driver", "standby")  # commands that other commands start
 
 
 def parser(command: str | None = None) -> argparse.ArgumentParser:

@@ -19,8 +19,7 @@ from megascale.plan.search import plot
 from megascale.plan.search.plan import Plan
 from megascale.plan.search.timeline import events
 
-WIDTH = 200
-"""Width of the tables in columns if stdout is not a terminal."""
+WIDTH = 200  # width of the tables in columns if stdout is not a terminal
 
 
 @contextlib.contextmanager

@@ -17,11 +17,8 @@ from megascale.operate.show import chrome_trace
 from megascale.operate.show.charts import shapes, timeline
 from megascale.operate.show.summary import format_shares, mean_over_ranks, summarize
 
-MAX_TABLE_RANKS = 16
-"""Number of ranks above which the table shows means over ranks instead of a row per rank."""
-
-MAX_SVG_RANKS = 8
-"""Maximum number of ranks in a picture without --ranks."""
+MAX_TABLE_RANKS = 16  # number of ranks above which the table shows means over ranks instead of a row per rank
+MAX_SVG_RANKS = 8  # maximum number of ranks in a picture without --ranks
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:

@@ -13,8 +13,7 @@ from megascale.operate.store.query import StoreError
 from megascale.operate.store.rank_events import StoredRank, read_rank_events
 from megascale.record.events import RankEvents
 
-OUTSIDE_STEPS = 0
-"""Step number of the events outside steps: incomplete by definition, but --steps may select 0."""
+OUTSIDE_STEPS = 0  # step number of the events outside steps: incomplete by definition, but --steps may select 0
 
 
 def read_ranks(folder: Path, ranks: list[range] | None, steps: range | None) -> list[StoredRank]:

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 EVERY_S = 1.0
 
-LINES_OF_A_PIPE = 50
-"""Lines of a frame that goes to a file or a pipe."""
+LINES_OF_A_PIPE = 50  # lines of a frame that goes to a file or a pipe
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:

@@ -27,26 +27,13 @@ from megascale.operate.channel.store_messages import REFUSED_KEY
 Record = Mapping[str, str]
 """Values by key, which must be equal on all ranks."""
 
-LATER_REPORTS_S = 3.0
-"""Seconds after the first difference in which further ranks may report theirs."""
-
-MAX_REPORTED = 64
-"""Most differences that a rank reports, and most that a message lists."""
-
-MAX_REPORTING_RANKS = 200
-"""Most ranks that report differences: the store refuses a value of more than 8 MiB."""
-
-MAX_VALUE_LENGTH = 120
-"""Characters of a value in a message."""
-
-MAX_REASON_LENGTH = 500
-"""Characters of the reason for which a rank cannot start."""
-
-UNSET = "unset"
-"""Stands for a key that a rank's record lacks."""
-
-START = "start"
-"""Stands for the key of a rank that cannot start, whose value is the reason."""
+LATER_REPORTS_S = 3.0  # seconds after the first difference in which further ranks may report theirs
+MAX_REPORTED = 64  # most differences that a rank reports, and most that a message lists
+MAX_REPORTING_RANKS = 200  # most ranks that report differences: the store refuses a value of more than 8 MiB
+MAX_VALUE_LENGTH = 120  # characters of a value in a message
+MAX_REASON_LENGTH = 500  # characters of the reason for which a rank cannot start
+UNSET = "unset"  # stands for a key that a rank's record lacks
+START = "start"  # stands for the key of a rank that cannot start, whose value is the reason
 
 FAILED_START_S = 10.0
 """Seconds for which rank 0, when it cannot start, keeps the reason for ranks that are on their way."""

@@ -40,11 +40,8 @@ from megascale.record.label import Label
 from megascale.record.layout import CONTROL
 from megascale.record.log import RankLog
 
-MAX_REQUEST_BYTES = 4 << 20
-"""Most bytes of a request; longer values would delay the requests of other ranks."""
-
-COMPRESS_FROM_BYTES = 1 << 10
-"""Bytes from which a value is compressed."""
+MAX_REQUEST_BYTES = 4 << 20  # most bytes of a request; longer values would delay the requests of other ranks
+COMPRESS_FROM_BYTES = 1 << 10  # bytes from which a value is compressed
 
 LIVENESS_CHECK_S = 0.2
 """Seconds between checks by a waiting rank for lost ranks; longer in groups of over 200 ranks, to spare the store."""
@@ -54,8 +51,7 @@ POLL_S_PER_RANK = 1e-5
 
 _Store = Any  # torch's type stubs lack half of what its stores have
 
-ANSWER_S = 1.0
-"""Seconds in which a rank that lost a peer hears of other ranks that did."""
+ANSWER_S = 1.0  # seconds in which a rank that lost a peer hears of other ranks that did
 
 _LOST_KEY = "control/lost"
 _EXITED = "remote process exited: "

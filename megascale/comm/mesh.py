@@ -20,11 +20,8 @@ from megascale.layout.topology import AXES, DATA_AXES, MAX_FLAT_REDUCE_RANKS, Co
 from megascale.record.layout import RECEIVE, SEND
 from megascale.record.recorder import Recorder
 
-SLOT = 1 << 20
-"""Bytes of a rank's slot in the shared-memory ring of a small CPU group."""
-
-SCALAR_SLOT_BYTES = 1 << 12
-"""Bytes of a slot in groups that only reduce a few scalars."""
+SLOT = 1 << 20  # bytes of a rank's slot in the shared-memory ring of a small CPU group
+SCALAR_SLOT_BYTES = 1 << 12  # bytes of a slot in groups that only reduce a few scalars
 
 PLACEHOLDER_GROUP = "none"
 """Name of the single-rank group that a rank opens while other ranks open a group without this rank."""

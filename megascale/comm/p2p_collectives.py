@@ -26,8 +26,7 @@ DIRECT_ALL_REDUCE_BYTES = 1 << 16
 
 TAGS = 1 << 30
 
-RING_TAG = TAGS
-"""The tag of messages in rings."""
+RING_TAG = TAGS  # the tag of messages in rings
 
 MAX_MESSAGE_BYTES = 1 << 19
 """Most bytes of a gloo message. gloo serves the two directions of a connection in turns: long messages wait for the

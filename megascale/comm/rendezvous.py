@@ -30,11 +30,8 @@ from megascale.core.run_folder import TOKEN_VARIABLE
 from megascale.core.wait_notice import WaitNotice, wait_notices
 from megascale.operate.channel.handshake import NotAPeerError
 
-RETRY_S = 30.0
-"""Seconds in which an unknown name or a taken port may recover."""
-
-SERVER_START_S = 60.0
-"""Seconds in which rank 0's server process starts, however short `launch.start_timeout_s` is."""
+RETRY_S = 30.0  # seconds in which an unknown name or a taken port may recover
+SERVER_START_S = 60.0  # seconds in which rank 0's server process starts, however short `launch.start_timeout_s` is
 
 SAME_SECRET_HINT = "the same MEGASCALE_JOB_SECRET on every host, or an observe.dir that all hosts share"
 

@@ -13,12 +13,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 from megascale.operate.channel.handshake import NotAPeerError, connect, receive_message
 from megascale.operate.channel.store_messages import OK, PURPOSE, pack, unpack
 
-ANSWER_S = 60.0
-"""Seconds beyond a request's own timeout until the server is given up."""
+ANSWER_S = 60.0  # seconds beyond a request's own timeout until the server is given up
 
 
-MAX_ANSWER_BYTES = 1 << 30
-"""Longest answer in bytes: the values of all ranks, gathered under one key."""
+MAX_ANSWER_BYTES = 1 << 30  # longest answer in bytes: the values of all ranks, gathered under one key
 
 
 class JobStore(dist.Store):

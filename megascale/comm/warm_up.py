@@ -17,8 +17,7 @@ from megascale.comm.mesh import Mesh
 from megascale.device import Device
 from megascale.layout.stages import Link
 
-SIZES = (4, 64 << 20)
-"""Bytes: NCCL takes different algorithms for a few elements and for a model's gradients."""
+SIZES = (4, 64 << 20)  # bytes: NCCL takes different algorithms for a few elements and for a model's gradients
 
 
 def warm_up(mesh: Mesh, device: Device, links: Iterable[Link], sizes: Sequence[int] | None = None) -> None:

@@ -40,8 +40,7 @@ class _Done(TransportWork):
         return None
 
 
-COMPLETED: TransportWork = _Done()
-"""The work of a group of one rank: nothing to wait for."""
+COMPLETED: TransportWork = _Done()  # the work of a group of one rank: nothing to wait for
 
 
 class LostWork(TransportWork):

@@ -21,13 +21,11 @@ from megascale.core.readable import file_facts, is_url, open_readable, read_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the dtype, sequences, document bounds
-TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}
-"""Bytes of a token by code of its dtype."""
+TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}  # bytes of a token by code of its dtype
 
 PREPARE_AGAIN_HINT = "copy all files of the dataset again, or prepare it again"
 
-READERS = 32
-"""Remote datasets whose files are read at the same time."""
+READERS = 32  # remote datasets whose files are read at the same time
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,8 @@ from megascale.config.data import DataConfig
 from megascale.config.model import ModelConfig
 from megascale.config.train import BatchConfig
 
-MIN_PIECE = 256
-"""Tokens of the shortest pieces by default, as in the paper."""
-
-CYCLE = 128
-"""Turns of a cycle of a curriculum by default."""
+MIN_PIECE = 256  # tokens of the shortest pieces by default, as in the paper
+CYCLE = 128  # turns of a cycle of a curriculum by default
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from megascale.core.errors import ConfigError, Problem
 from megascale.core.files import absolute_path, is_file, is_folder
 from megascale.core.registry import closest_name
 
-THIS_MACHINE = "this"
-"""Name of this machine's hardware profile, written by `megascale bench profile`."""
+THIS_MACHINE = "this"  # name of this machine's hardware profile, written by `megascale bench profile`
 
 
 SectionT = TypeVar("SectionT", bound=Section)

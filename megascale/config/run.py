@@ -18,8 +18,7 @@ from megascale.config.parallel import OverlapConfig, ParallelConfig
 from megascale.config.section import Section, absolute_or_url
 from megascale.config.train import HF_PREFIX, BatchConfig, CheckpointConfig, ObserveConfig, OptimizerConfig, TrainConfig
 
-NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-"""Valid names of runs, which are folder names."""
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")  # valid names of runs, which are folder names
 
 
 class RunConfig(Section):

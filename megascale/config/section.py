@@ -50,8 +50,7 @@ def absolute_or_url(text: str) -> str:
     return text if "://" in text else str(absolute_path(text))
 
 
-AUTO = "auto"
-"""The value of an unset key; on the command line, auto overrides a value of the file."""
+AUTO = "auto"  # the value of an unset key; on the command line, auto overrides a value of the file
 
 AUTO_AS_NONE = BeforeValidator(lambda value: None if value == AUTO else value)
 """Converts auto to None, for keys with the default None."""

@@ -13,8 +13,7 @@ from megascale.catalog.precisions import PRECISIONS
 from megascale.config.section import AUTO_AS_NONE, Count, FilePath, Float32, NonNegativeInt, Section, choice
 from megascale.core.registry import closest_name
 
-HF_PREFIX = "hf:"
-"""Prefix of a `checkpoint.resume` that names a folder of Hugging Face weights."""
+HF_PREFIX = "hf:"  # prefix of a `checkpoint.resume` that names a folder of Hugging Face weights
 
 Chunks = Annotated[list[NonNegativeInt], Field(min_length=1)]
 Operations = Annotated[list[Literal["attention", "norm", "activation"]], Field(min_length=1)]

@@ -13,8 +13,7 @@ from megascale.config.model import ModelConfig
 from megascale.config.parallel import ParallelConfig
 from megascale.config.train import BatchConfig, OptimizerConfig, TrainConfig
 
-MAX_MICROBATCHES = 2**20
-"""Micro-batches of a rank in a step: a schedule lists every action of each."""
+MAX_MICROBATCHES = 2**20  # micro-batches of a rank in a step: a schedule lists every action of each
 
 
 def recomputed_operations(train: TrainConfig) -> Iterator[Finding]:

@@ -36,17 +36,13 @@ from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
-MAX_SHARD_BYTES = 2 << 30
-"""Bytes of weights per safetensors file. A larger tensor has a file of its own."""
+MAX_SHARD_BYTES = 2 << 30  # bytes of weights per safetensors file. A larger tensor has a file of its own
 
 COMPARE_CHUNK_BYTES = 64 << 20
 """Bytes of two compared tensors that are in memory at a time, unless a single row is larger."""
 
-PICKLES = ("*.bin", "*.pth", "*.pt")
-"""Files of weights in torch's pickles, which can run code when they are opened."""
-
-TEXT_MODEL = "language_model."
-"""Part of the names of a text model's tensors in weights of text and other inputs."""
+PICKLES = ("*.bin", "*.pth", "*.pt")  # files of weights in torch's pickles, which can run code when they are opened
+TEXT_MODEL = "language_model."  # part of the names of a text model's tensors in weights of text and other inputs
 
 
 class PretrainedWeights:

@@ -10,8 +10,7 @@ from pathlib import Path
 from megascale.core.files import exists
 from megascale.core.run_folder import check_not_lost
 
-MAX_PENDING = 10_000
-"""Most records kept in memory while the file cannot be written; older ones are dropped."""
+MAX_PENDING = 10_000  # most records kept in memory while the file cannot be written; older ones are dropped
 
 
 class AppendFile:

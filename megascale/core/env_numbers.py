@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 from megascale.core.errors import ConfigError, Problem
 
-MAX_DIGITS = 10
-"""Most digits of a number in a variable; the largest are Slurm's job numbers, below 2^32."""
+MAX_DIGITS = 10  # most digits of a number in a variable; the largest are Slurm's job numbers, below 2^32
 
 
 def whole_number(

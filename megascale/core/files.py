@@ -27,8 +27,7 @@ from megascale.core.wait_notice import WaitNotice
 
 SHARED_MEMORY = Path("/dev/shm")
 
-LEFTOVER_S = 3600.0
-"""Seconds without a write after which a temporary file is taken for one of a killed process."""
+LEFTOVER_S = 3600.0  # seconds without a write after which a temporary file is taken for one of a killed process
 
 UMASK = os.umask(0o077)  # reading the umask requires setting it
 os.umask(UMASK)
@@ -130,11 +129,8 @@ def foreign_owner(folder: Path) -> int | None:
     return max(owners, default=None)
 
 
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Error numbers of file systems without locks."""
-
-LOCK_FILE = ".lock"
-"""Lock file of a folder. Its one line names the holder."""
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # error numbers of file systems without locks
+LOCK_FILE = ".lock"  # lock file of a folder. Its one line names the holder
 
 
 def lock_folder(folder: Path, owner: str) -> IO[str]:
@@ -264,8 +260,7 @@ def _warn_once(text: str) -> None:
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 """Begin of the text that stands for a file in a git repository until git-lfs fetches it."""
 
-NO_FILE = "there is no file "
-"""Begin of the reason for a file that is absent."""
+NO_FILE = "there is no file "  # begin of the reason for a file that is absent
 
 
 def why_unreadable(path: str | Path) -> str:

@@ -27,8 +27,7 @@ ORDER_WAIT_S = 5.0
 have got the signal too, and decides.
 """
 
-REQUEST_S = 2.0
-"""Seconds in which further stop signals belong to the same request."""
+REQUEST_S = 2.0  # seconds in which further stop signals belong to the same request
 
 _SET_PDEATHSIG = 1  # of prctl(2)
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")

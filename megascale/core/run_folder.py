@@ -27,8 +27,7 @@ folder made anew, or a copy of a folder at another place, is another run to copi
 
 LOGS = "logs"
 
-TOKEN_VARIABLE = "MEGASCALE_RUN_TOKEN"
-"""Environment variable of a rank: the token that the driver has read last."""
+TOKEN_VARIABLE = "MEGASCALE_RUN_TOKEN"  # environment variable of a rank: the token that the driver has read last
 
 SAVED_MARKER = ".saved"
 """File in a run's folder that names the folder of its checkpoints, once there was one. If all are missing at the next

@@ -24,8 +24,7 @@ T = TypeVar("T")
 
 UPLOAD_BLOCK_BYTES = 32 << 20
 
-PAUSES = 0.25, 10.0
-"""First and longest pause between attempts in seconds; every pause doubles the last."""
+PAUSES = 0.25, 10.0  # first and longest pause between attempts in seconds; every pause doubles the last
 
 PERMANENT_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EFBIG}
 """Error numbers not worth a retry, beside the errors with a class of their own."""

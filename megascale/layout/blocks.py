@@ -20,8 +20,7 @@ from megascale.layout.parts.part import LinearSpec, Part, Surroundings
 
 BlockSpec = tuple[Part, ...]
 
-RECENT = 16
-"""Models whose blocks are cached: the layouts of a search share a model."""
+RECENT = 16  # models whose blocks are cached: the layouts of a search share a model
 
 
 def block_spec(model: ModelConfig, layer: int) -> BlockSpec:

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from megascale.layout.tensors import ParamSpec, TensorSpec
 from megascale.layout.topology import Topology
 
-ALIGNMENT = 64
-"""Elements to which the starts of parameters and shards are aligned: 128 bytes or more in every dtype."""
+ALIGNMENT = 64  # elements to which the starts of parameters and shards are aligned: 128 bytes or more in every dtype
 
 SHARDED: dict[int, tuple[str, ...]] = {
     0: (),

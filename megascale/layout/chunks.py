@@ -20,14 +20,12 @@ from megascale.layout.stages import Stages, placement_of, split_layers
 from megascale.layout.tensors import TOKEN_EMBEDDING, ParamSpec
 from megascale.layout.topology import DATA_AXES, Topology, topology_of
 
-AUTO_BUCKETS = 16
-"""Target number of buckets of a model chunk with `bucket_bytes = "auto"`."""
+AUTO_BUCKETS = 16  # target number of buckets of a model chunk with `bucket_bytes = "auto"`
 
 MAX_BUCKET_BYTES = 32 << 20
 """Maximum bytes of gradients in an `auto` bucket of several modules, as far as MIN_SHARD_BYTES allows."""
 
-MIN_SHARD_BYTES = 512 << 10
-"""Minimum bytes of gradients in a data-parallel shard of an `auto` bucket."""
+MIN_SHARD_BYTES = 512 << 10  # minimum bytes of gradients in a data-parallel shard of an `auto` bucket
 
 
 def stages_of(model: ModelConfig, parallel: ParallelConfig) -> Stages:

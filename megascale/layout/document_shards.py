@@ -31,8 +31,7 @@ from megascale.layout.sequence_shard import (
     within_documents,
 )
 
-TILE = 128
-"""Queries that an attention kernel computes at a time (flash-attn's blocks on Hopper)."""
+TILE = 128  # queries that an attention kernel computes at a time (flash-attn's blocks on Hopper)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from megascale.config.train import OptimizerConfig
 from megascale.layout.param_groups import ParamGroup, ParamGroups
 from megascale.layout.parameters import all_params
 
-MOST = 2**40
-"""Numbers among a rule's options are less."""
+MOST = 2**40  # numbers among a rule's options are less
 
 
 def group_findings(model: ModelConfig, config: OptimizerConfig) -> Iterator[Finding]:

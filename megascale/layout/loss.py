@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-CHUNK_BYTES = 1 << 28
-"""Bytes of a chunk's logits in fp32."""
+CHUNK_BYTES = 1 << 28  # bytes of a chunk's logits in fp32
 
 CHUNK_TOKENS = 2048
 """Tokens that a chunk may have regardless of CHUNK_BYTES. A chunk reads the full weight and accumulates into the full

@@ -52,11 +52,8 @@ class OwnedMatrix:
         return replace(self.range, stop=self.range.start + math.prod(self.local_shape(topology, tp)))
 
 
-SLACK = 1.02
-"""Most work of an owner that is chosen for what it stores, relative to an even share."""
-
-ELEMENTWISE = 16
-"""Multiplications of an element outside of GEMMs."""
+SLACK = 1.02  # most work of an owner that is chosen for what it stores, relative to an even share
+ELEMENTWISE = 16  # multiplications of an element outside of GEMMs
 
 
 def update_cost(group: ParamGroup, shape: tuple[int, ...]) -> int:

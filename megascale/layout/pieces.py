@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import itertools
 
-MAX_PIECES = 4
-"""Maximum number of pieces of a collective."""
+MAX_PIECES = 4  # maximum number of pieces of a collective
 
 MIN_PIECE_BYTES = 1 << 19
 """Minimum bytes of a piece: smaller pieces cost more in messages than their overlap saves (docs/performance.md)."""

@@ -15,8 +15,7 @@ from itertools import pairwise
 
 from megascale.catalog.schedules import SCHEDULES
 
-RECENT = 64
-"""Cached splits and placements: queries about a configuration ask for its own repeatedly."""
+RECENT = 64  # cached splits and placements: queries about a configuration ask for its own repeatedly
 
 Place = tuple[int, int]
 """A pipeline rank and one of its model chunks."""
@@ -66,8 +65,7 @@ def looped(p: int, v: int) -> Placement:
     return Placement(tuple(tuple(range(rank, p * v, p)) for rank in range(p)))
 
 
-PLACEMENTS = {"loop": looped}
-"""Functions (p, v) by the name in a schedule's facts."""
+PLACEMENTS = {"loop": looped}  # functions (p, v) by the name in a schedule's facts
 
 
 def placement_of(schedule: str | None, p: int, v: int) -> Placement:

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from megascale.config.parallel import ParallelConfig
 
-AXES = ("tp", "cp", "dp", "pp")
-"""Axes of parallelism, fastest first."""
+AXES = ("tp", "cp", "dp", "pp")  # axes of parallelism, fastest first
 
 DATA_AXES = ("cp", "dp")
 """Axes whose ranks hold the same weights and train on different tokens: gradients are reduced over these axes."""

@@ -17,8 +17,7 @@ from megascale.core.seeds import seed_of
 from megascale.layout.tensors import ParamSpec, TensorSpec
 from megascale.layout.topology import Coord, Topology
 
-BLOCK = 1 << 20
-"""Elements of a block, rounded down to whole rows, at least one row."""
+BLOCK = 1 << 20  # elements of a block, rounded down to whole rows, at least one row
 
 
 def init_parameters(

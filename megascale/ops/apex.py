@@ -22,14 +22,9 @@ from megascale.ops.norm import Normalize
 from megascale.ops.optimizer import Segment
 from megascale.ops.select import OpContext
 
-CHUNK = 1 << 16
-"""Elements per thread block, as in Apex."""
-
-NUMEL_LIMIT = 1 << 31
-"""The kernels index elements with signed 32-bit integers."""
-
-DECOUPLED = 1
-"""The kernels' mode of decoupled weight decay."""
+CHUNK = 1 << 16  # elements per thread block, as in Apex
+NUMEL_LIMIT = 1 << 31  # the kernels index elements with signed 32-bit integers
+DECOUPLED = 1  # the kernels' mode of decoupled weight decay
 
 LAMB_MODULES = ("distributed_lamb_cuda", "apex._extensions.distributed_lamb_cuda")
 """Possible locations of LAMB's kernels."""

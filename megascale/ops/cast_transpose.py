@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS, COLUMNS = 128, 64
-"""Sides of a tile: reads of 16-bit rows and writes of FP8 columns are 128 contiguous bytes."""
+ROWS, COLUMNS = 128, 64  # sides of a tile: reads of 16-bit rows and writes of FP8 columns are 128 contiguous bytes
 
 FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 

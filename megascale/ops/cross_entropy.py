@@ -108,8 +108,7 @@ class TorchCrossEntropy(OpBackend):
         return LogitsKernels(statistics, gradient, context.model.logit_softcap, context.z_loss).cross_entropy
 
 
-GPU_BLOCK_BYTES = 1 << 26
-"""Block size on GPUs, where few kernel launches matter more than cache locality."""
+GPU_BLOCK_BYTES = 1 << 26  # block size on GPUs, where few kernel launches matter more than cache locality
 
 
 def statistics(logits: Tensor, columns: Tensor, wide: torch.dtype, cap: float | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,8 +15,7 @@ from megascale.ops.core_attention import AttentionMask, CoreAttention, half_prec
 from megascale.ops.library import FLASH, FLASH3, Library
 from megascale.ops.select import OpContext
 
-SOFTCAP = replace(FLASH, versions=">=2.6,<3")
-"""Releases of version 2 with a soft cap."""
+SOFTCAP = replace(FLASH, versions=">=2.6,<3")  # releases of version 2 with a soft cap
 
 
 class FlashAttention:

@@ -18,8 +18,7 @@ from megascale.ops.core_attention import AttentionMask, CoreAttention, causal_at
 from megascale.ops.library import TRITON
 from megascale.ops.select import OpContext
 
-BLOCK = 128
-"""Side of a block of scores, in queries and keys: FlexAttention's default."""
+BLOCK = 128  # side of a block of scores, in queries and keys: FlexAttention's default
 
 
 class FlexAttention:

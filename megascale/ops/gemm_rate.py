@@ -8,11 +8,8 @@ import torch
 
 from megascale.device import Device
 
-SIZE = 768
-"""Side of the matrices: large enough for full throughput, small enough for a core's cache."""
-
-GROUP = 4
-"""GEMMs between two clock readings."""
+SIZE = 768  # side of the matrices: large enough for full throughput, small enough for a core's cache
+GROUP = 4  # GEMMs between two clock readings
 
 
 def gemm_rate(device: Device, dtype: torch.dtype, seconds: float = 0.1) -> float:

@@ -11,8 +11,7 @@ from packaging.specifiers import SpecifierSet
 
 from megascale.ops.select import OpContext
 
-SOURCES = ".py", ".so"
-"""Suffixes of files that reveal a package's modules. An editable installation lists none."""
+SOURCES = ".py", ".so"  # suffixes of files that reveal a package's modules. An editable installation lists none
 
 
 @dataclass(frozen=True)

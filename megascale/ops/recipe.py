@@ -19,8 +19,7 @@ from megascale.catalog.recipes import RECIPES, ROW, TENSOR, QuantizerSpec, Scale
 from megascale.ops.fp8 import TORCH_KERNELS, Fp8Kernels, ScaledMatmul
 from megascale.ops.quantized import Fp8Format, Quantized, in_blocks, over_blocks
 
-MIN_SCALE = 2.0**-126
-"""The smallest scale: fp32's smallest normal number."""
+MIN_SCALE = 2.0**-126  # the smallest scale: fp32's smallest normal number
 
 
 @dataclass(frozen=True)

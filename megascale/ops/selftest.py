@@ -21,8 +21,7 @@ from megascale.ops.selftest_weights import WEIGHT_CASES
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Tolerated difference by dtype, relative to a tensor's largest element."""
 
-ZERO = 1e-12
-"""Fraction of the largest element of a case below which a tensor counts as zero."""
+ZERO = 1e-12  # fraction of the largest element of a case below which a tensor counts as zero
 
 
 @dataclass(frozen=True)
@@ -112,5 +111,4 @@ def _results(
     return case.results(function, context, [tensor.detach().clone() for tensor in inputs])
 
 
-CASES = LAYER_CASES | WEIGHT_CASES
-"""Test cases by operation."""
+CASES = LAYER_CASES | WEIGHT_CASES  # test cases by operation

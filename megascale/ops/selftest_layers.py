@@ -21,8 +21,7 @@ from megascale.ops.select import OpContext
 
 TOKENS, SAMPLES = 128, 2
 
-WINDOW_TOKENS = 384
-"""Sequence length for sliding windows: several blocks, some of them skipped by kernels."""
+WINDOW_TOKENS = 384  # sequence length for sliding windows: several blocks, some of them skipped by kernels
 
 
 @dataclass(frozen=True)

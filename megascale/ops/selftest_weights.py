@@ -18,11 +18,8 @@ from megascale.ops.recipe import Quantizer, build_recipe
 from megascale.ops.select import OpContext
 from megascale.ops.selftest_layers import TOKENS, OperationCase, draw, wide_dtype
 
-RATE = 0.1
-"""Learning rate and weight decay."""
-
-CLIP_COEFFICIENT = 0.25
-"""Clipping coefficient given to element-wise rules."""
+RATE = 0.1  # learning rate and weight decay
+CLIP_COEFFICIENT = 0.25  # clipping coefficient given to element-wise rules
 
 
 def _matrices(context: OpContext) -> list[Tensor]:

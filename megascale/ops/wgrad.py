@@ -24,11 +24,8 @@ Wgrad = Callable[[Tensor, Tensor, Tensor, bool], None]
 All contiguous; total has the dtype of the operands or fp32.
 """
 
-BLOCK_BYTES = 1 << 18
-"""Bytes of the sum per block in a mixed-dtype addition on a CPU."""
-
-ROWS = 16
-"""Side of the matrices that probe for a mixed-dtype GEMM."""
+BLOCK_BYTES = 1 << 18  # bytes of the sum per block in a mixed-dtype addition on a CPU
+ROWS = 16  # side of the matrices that probe for a mixed-dtype GEMM
 
 
 class TorchWgrad(OpBackend):

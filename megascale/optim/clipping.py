@@ -10,8 +10,7 @@ from torch import Tensor
 
 from megascale.parallel.param_and_grad_buffers import Bucket
 
-ROW = 1 << 14
-"""Elements whose squares are summed in the tensor's own dtype."""
+ROW = 1 << 14  # elements whose squares are summed in the tensor's own dtype
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from megascale.optim.compensated import split, whole
 from megascale.optim.optimizer_shard import OptimizerShard
 from megascale.optim.updates import Parts, Rules, Updates
 
-CHUNK = 1 << 22
-"""Elements that are updated at a time, to bound temporary tensors."""
+CHUNK = 1 << 22  # elements that are updated at a time, to bound temporary tensors
 
 
 class ElementUpdates(Updates):

@@ -23,8 +23,7 @@ from megascale.ops.optimizer import Update, UpdateInput
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """The coefficients a, b, c of a step, by Jordan et al.: the steepest slope at zero."""
 
-EPS = 1e-7
-"""The least norm by which a matrix is divided."""
+EPS = 1e-7  # the least norm by which a matrix is divided
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 """Dtypes of Newton-Schulz steps; otherwise that of the weights."""

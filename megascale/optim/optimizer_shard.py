@@ -18,8 +18,7 @@ from megascale.ops.optimizer import Segment
 from megascale.parallel.param_and_grad_buffers import Bucket
 from megascale.parallel.stateful import WEIGHTS, GlobalTensor, TensorShard
 
-LOW = "low"
-"""State of compensated weights (`optim.compensated`)."""
+LOW = "low"  # state of compensated weights (`optim.compensated`)
 
 GroupedRanges = Sequence[tuple[ParamGroup, SlotRange]]
 """Ascending ranges of a bucket, with the groups whose rules update them."""

@@ -23,8 +23,7 @@ from megascale.config.train import OptimizerConfig
 from megascale.optim.replicated_state import ReplicatedState
 from megascale.parallel.stateful import GlobalTensor
 
-EPS = 1e-6
-"""Added to ZClip's deviation, as its authors do."""
+EPS = 1e-6  # added to ZClip's deviation, as its authors do
 
 
 class StepGuard(ReplicatedState):

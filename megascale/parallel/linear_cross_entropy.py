@@ -29,8 +29,7 @@ from megascale.parallel.tp_overlap import TensorParallel, all_gather_matmul
 from megascale.parallel.vocabulary import VocabularyRange
 from megascale.record.label import FORWARD, Label
 
-LABEL = Label("head", direction=FORWARD)
-"""Event label of the head's collectives."""
+LABEL = Label("head", direction=FORWARD)  # event label of the head's collectives
 
 
 def linear_cross_entropy(

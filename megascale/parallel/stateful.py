@@ -9,14 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-WEIGHTS = "weights."
-"""Prefix of the names of weights."""
-
-AVERAGE = "average"
-"""Prefix of the averages of weights, before a number and a dot (`train.average`)."""
-
-AVERAGE_UPDATES = "average_updates"
-"""Name of the number of updates or snapshots of an average so far [1], f64."""
+WEIGHTS = "weights."  # prefix of the names of weights
+AVERAGE = "average"  # prefix of the averages of weights, before a number and a dot (`train.average`)
+AVERAGE_UPDATES = "average_updates"  # name of the number of updates or snapshots of an average so far [1], f64
 
 
 @dataclass(frozen=True)

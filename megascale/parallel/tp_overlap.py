@@ -45,8 +45,7 @@ from megascale.record.label import Label
 if TYPE_CHECKING:
     from megascale.comm.symmetric_memory import ScaledMatrix, SymmetricMemory
 
-SCALE_ALIGNMENT = 4
-"""Row scales in 16 bytes: cuBLAS requires the fp32 row scales of a GEMM to be aligned to 16 bytes."""
+SCALE_ALIGNMENT = 4  # row scales in 16 bytes: cuBLAS requires the fp32 row scales of a GEMM to be aligned to 16 bytes
 
 
 class LinearParams(NamedTuple):

@@ -17,8 +17,7 @@ from megascale.parallel.grad_accumulation import accumulate_embedding_grad
 from megascale.parallel.tp_overlap import TensorParallel
 from megascale.record.label import FORWARD, Label
 
-LABEL = Label("embedding", direction=FORWARD)
-"""Event label of the embedding's collectives."""
+LABEL = Label("embedding", direction=FORWARD)  # event label of the embedding's collectives
 
 
 @dataclass(frozen=True)

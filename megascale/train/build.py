@@ -63,8 +63,7 @@ if TYPE_CHECKING:
     from megascale.train.policy_state import PolicyState
     from megascale.train.weight_average import WeightAverage
 
-KEPT_ORDERS = 32
-"""Orders of actions that are kept; steps have a few numbers of micro-batches."""
+KEPT_ORDERS = 32  # orders of actions that are kept; steps have a few numbers of micro-batches
 
 
 def build_mesh(config: RunConfig, rank: Rank, device: Device, log: RankLog | None = None) -> Mesh:

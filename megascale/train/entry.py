@@ -37,8 +37,7 @@ from megascale.train.stop import StopRequest
 if TYPE_CHECKING:
     from megascale.record.metrics_writers import MetricsWriter
 
-STORE_ANSWER_S = 2.0
-"""Seconds that a failing rank waits for the job's store."""
+STORE_ANSWER_S = 2.0  # seconds that a failing rank waits for the job's store
 
 
 def run_rank(config: RunConfig, rank: Rank, open_weights: OpenWeights, log: RankLog) -> int:

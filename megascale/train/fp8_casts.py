@@ -13,17 +13,10 @@ from megascale.parallel.fp8_state import CastStats, Fp8State
 from megascale.train.run import Hook, Run
 from megascale.train.step import is_logged_step
 
-MIN_SHARE = {"saturated": 1e-3, "underflow": 0.05}
-"""Shares of a tensor's elements below which no rise is reported."""
-
-RISE_FACTOR = 4.0
-"""Ratio of a share to the running mean above which a rise is reported."""
-
-EMA_DECAY = 0.9
-"""Decay of the running means per record."""
-
-WARM_UP_RECORDS = 3
-"""Records before the first warning; also the largest number of tensors in a warning."""
+MIN_SHARE = {"saturated": 1e-3, "underflow": 0.05}  # shares of a tensor's elements below which no rise is reported
+RISE_FACTOR = 4.0  # ratio of a share to the running mean above which a rise is reported
+EMA_DECAY = 0.9  # decay of the running means per record
+WARM_UP_RECORDS = 3  # records before the first warning; also the largest number of tensors in a warning
 
 
 class Fp8Steps(Hook):

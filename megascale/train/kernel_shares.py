@@ -24,8 +24,7 @@ from megascale.train.run import Hook
 if TYPE_CHECKING:
     from megascale.train.run import Run, StepResult
 
-KERNEL_FOLDER = "kernels"
-"""Name of the folder in the run's folder."""
+KERNEL_FOLDER = "kernels"  # name of the folder in the run's folder
 
 
 class KernelShares(Hook):

@@ -25,11 +25,8 @@ from megascale.device import Device
 from megascale.operate.show.summary import union_length
 from megascale.record.events import OPTIMIZER_ACTIONS
 
-_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
-"""Trace categories of GPU work."""
-
-_HOST = {"cpu_op", "user_annotation"}
-"""Trace categories of host ranges that may enclose further ranges."""
+_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}  # trace categories of GPU work
+_HOST = {"cpu_op", "user_annotation"}  # trace categories of host ranges that may enclose further ranges
 
 
 def _words(*patterns: str) -> re.Pattern[str]:

@@ -28,8 +28,7 @@ from megascale.optim.first_gradient import FirstGradient
 from megascale.optim.replicated_state import ReplicatedState
 from megascale.train.step_totals import StepTotals
 
-STATE = "noise_scale"
-"""Name of the saved averages [2], f64: of trace and of |G|^2."""
+STATE = "noise_scale"  # name of the saved averages [2], f64: of trace and of |G|^2
 
 
 class NoiseScale(ReplicatedState):

@@ -14,8 +14,7 @@ from megascale.device import Device
 if TYPE_CHECKING:
     from megascale.train.run import Run
 
-ROUNDS = 3
-"""Rounds of measurement; all ranks measure at the same time."""
+ROUNDS = 3  # rounds of measurement; all ranks measure at the same time
 
 
 def find_peak_flops(run: Run) -> Peak | None:

@@ -23,8 +23,7 @@ from megascale.train.run import Hook
 if TYPE_CHECKING:
     from megascale.train.run import Run
 
-PLAN_FILE = "plan.json"
-"""Name of the file in the run's folder."""
+PLAN_FILE = "plan.json"  # name of the file in the run's folder
 
 LOWEST_PRIORITY = 19
 

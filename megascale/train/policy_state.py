@@ -19,8 +19,7 @@ from megascale.parallel.microbatch import MicroBatch
 from megascale.plan.account.step_totals import DATASET_LOSSES, DATASET_TOKENS, vector_name
 from megascale.train.step_totals import StepTotals
 
-MIXTURE = "data_policy.mixture"
-"""Name of the saved weights, and of losses and tokens by dataset since the last update."""
+MIXTURE = "data_policy.mixture"  # name of the saved weights, and of losses and tokens by dataset since the last update
 
 
 class PolicyState(ReplicatedState):

@@ -27,14 +27,12 @@ from megascale.train.run import Hook
 if TYPE_CHECKING:
     from megascale.train.run import Run, StepResult
 
-CHUNK = 1 << 22
-"""Elements of a bucket whose weighted bits are in memory at a time, as int64."""
+CHUNK = 1 << 22  # elements of a bucket whose weighted bits are in memory at a time, as int64
 
 MULTIPLIER = -7046029254386353131
 """2^64 divided by the golden ratio, as i64: position times this number, made odd, weights an element."""
 
-MAX_NAMED = 8
-"""Most parameters that a message names."""
+MAX_NAMED = 8  # most parameters that a message names
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from megascale.train.fp8_casts import CastMonitor
     from megascale.train.run import StepResult
 
-METRICS_FILE = "metrics.jsonl"
-"""Metrics file in the run's folder."""
+METRICS_FILE = "metrics.jsonl"  # metrics file in the run's folder
 
 
 class Reporter:

@@ -12,8 +12,7 @@ from megascale.train.finite_check import check_state_finite
 from megascale.train.reporter import Reporter
 from megascale.train.run import Hook, Run, StepResult
 
-MIN_REPORTED_WAIT_S = 0.005
-"""Shortest wait for the previous save that is reported, in seconds."""
+MIN_REPORTED_WAIT_S = 0.005  # shortest wait for the previous save that is reported, in seconds
 
 
 class Saves(Hook):

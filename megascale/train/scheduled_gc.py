@@ -17,8 +17,7 @@ from megascale.train.run import Hook
 if TYPE_CHECKING:
     from megascale.train.run import Run, StepResult
 
-COLLECT_EVERY = 100
-"""Steps between collections."""
+COLLECT_EVERY = 100  # steps between collections
 
 
 @contextlib.contextmanager

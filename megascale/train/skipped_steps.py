@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from megascale.train.reporter import Reporter
     from megascale.train.run import Run, StepResult
 
-MOST_WITHOUT_LABELS = 16
-"""Steps of a run after which it ends if no batch has had a label."""
+MOST_WITHOUT_LABELS = 16  # steps of a run after which it ends if no batch has had a label
 
 
 class SkippedSteps(Hook):

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from megascale.train.reporter import Reporter
     from megascale.train.run import Run, StepResult
 
-WARM_UP_SHARE = 5
-"""A median needs the window's steps divided by this number."""
+WARM_UP_SHARE = 5  # A median needs the window's steps divided by this number
 
 
 class SpikeMonitor:

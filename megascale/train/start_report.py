@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from megascale.train.reporter import Reporter
     from megascale.train.run import Run, StepResult
 
-PREFIX = "start: "
-"""Prefix of the names of the parts in the event store."""
+PREFIX = "start: "  # prefix of the names of the parts in the event store
 
 NAMES = {"load": "checkpoint", "data": "first batch", "step": "first step"}
 """The names of parts in the report that differ from those of phases."""

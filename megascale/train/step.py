@@ -24,8 +24,7 @@ from megascale.train.finite_check import check_step_finite
 from megascale.train.run import Run, StepResult
 from megascale.train.step_totals import StepTotals
 
-POLL_INTERVAL_S = 1e-4
-"""Polling interval for a device with queued work, in seconds."""
+POLL_INTERVAL_S = 1e-4  # polling interval for a device with queued work, in seconds
 
 
 def train_step(run: Run, batch: StepBatch) -> StepResult:

@@ -37,11 +37,8 @@ def check_gemm(arguments: Mapping[str, Any]) -> CheckResult:
     return CheckResult("gemm", value=measured.rate.median, platform=device.name, details=details)
 
 
-PRIME = 13
-"""Period of the operands of a known GEMM. With k = PRIME x CPU_BLOCKS or GPU_BLOCKS, sums stay below 2^24."""
-
-CPU_BLOCKS, GPU_BLOCKS = 32, 630
-"""Sides of the matrices, in PRIME elements."""
+PRIME = 13  # period of the operands of a known GEMM. With k = PRIME x CPU_BLOCKS or GPU_BLOCKS, sums stay below 2^24
+CPU_BLOCKS, GPU_BLOCKS = 32, 630  # sides of the matrices, in PRIME elements
 
 KNOWN_GEMM_S = 0.5
 

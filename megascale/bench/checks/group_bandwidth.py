@@ -23,13 +23,11 @@ from megascale.device import Device
 from megascale.layout.topology import Topology
 from megascale.operate.health.checks.result import CheckResult
 
-CPU_BYTES, GPU_BYTES = 4 << 20, 256 << 20
-"""Bytes of a rank's tensor."""
+CPU_BYTES, GPU_BYTES = 4 << 20, 256 << 20  # bytes of a rank's tensor
 
 REPEATS = 10
 
-VALUES = 64
-"""Elements are whole numbers below: sums over 2^18 ranks are exact in fp32."""
+VALUES = 64  # elements are whole numbers below: sums over 2^18 ranks are exact in fp32
 
 
 def check_all_reduce(arguments: Mapping[str, Any]) -> CheckResult:

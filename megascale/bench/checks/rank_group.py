@@ -15,8 +15,7 @@ from megascale.core.rank import STORE_VARIABLE, Rank, rank_from_environment
 from megascale.device import Device, detect_device
 from megascale.operate.health.checks.endpoint import EndpointClient, check_secret
 
-START_S = 30.0
-"""Seconds in which all ranks of the group must come."""
+START_S = 30.0  # seconds in which all ranks of the group must come
 
 
 @contextlib.contextmanager

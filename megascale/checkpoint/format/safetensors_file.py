@@ -12,11 +12,8 @@ from typing import Any
 MIN_CHECKSUM_BLOCK_BYTES = 256 << 10
 """Smallest checksum block. A reader of a part of a tensor reads and checks whole blocks."""
 
-MAX_READ_BYTES = 64 << 20
-"""Largest read, except for a larger shard."""
-
-MAX_CHECKSUMS = 1 << 20
-"""Approximate limit of checksums in a manifest: a larger checkpoint has larger blocks."""
+MAX_READ_BYTES = 64 << 20  # largest read, except for a larger shard
+MAX_CHECKSUMS = 1 << 20  # approximate limit of checksums in a manifest: a larger checkpoint has larger blocks
 
 
 def checksum_block_bytes(size: int) -> int:
@@ -64,8 +61,7 @@ class SafetensorsFile:
                 yield part
 
 
-GENERATOR = 0xEDB88320
-"""The polynomial of CRC-32 over GF(2), with the highest power in bit 0."""
+GENERATOR = 0xEDB88320  # the polynomial of CRC-32 over GF(2), with the highest power in bit 0
 
 
 def crc32_combine(first: int, second: int, length: int) -> int:

@@ -16,11 +16,8 @@ from megascale.parallel.stateful import GlobalTensor, TensorShard
 SAFETENSORS_FLOATS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Names of the dtypes of weights in safetensors."""
 
-SAFETENSORS_DTYPES = SAFETENSORS_FLOATS | {torch.uint8: "U8"}
-"""Names of the dtypes of saved state."""
-
-HEADER_BYTES = 4 << 10
-"""Upper bound of the header of a file with one shard."""
+SAFETENSORS_DTYPES = SAFETENSORS_FLOATS | {torch.uint8: "U8"}  # names of the dtypes of saved state
+HEADER_BYTES = 4 << 10  # upper bound of the header of a file with one shard
 
 MAX_SHARD_BYTES = 64 << 20
 """Largest stored shard, except for a larger row: the memory that a reader needs beside its state."""

@@ -28,22 +28,16 @@ from megascale.operate.channel import handshake
 from megascale.operate.channel.gate import Gate
 from megascale.operate.channel.handshake import Session
 
-COPY_BLOCK_BYTES = 4 << 20
-"""Bytes of a copy's checksum block, and of a read from the network."""
-
-MAX_REQUEST_BYTES = 16 << 20
-"""Most bytes of a request, all of them but the copy's own."""
+COPY_BLOCK_BYTES = 4 << 20  # bytes of a copy's checksum block, and of a read from the network
+MAX_REQUEST_BYTES = 16 << 20  # most bytes of a request, all of them but the copy's own
 
 TIMEOUT_S = 60.0
 """Seconds until a peer is given up, such as a writer that starts as the run resumes: for the connection and the
 handshake in all, then without a byte.
 """
 
-SAVE_TIMEOUT_S = 3.0
-"""As TIMEOUT_S in a save, for which training may wait."""
-
-PURPOSE = "receiver of copies"
-"""The purpose of the handshake."""
+SAVE_TIMEOUT_S = 3.0  # as TIMEOUT_S in a save, for which training may wait
+PURPOSE = "receiver of copies"  # the purpose of the handshake
 
 _NAME = re.compile(r"rank-\d{5,}\.[ab]")
 

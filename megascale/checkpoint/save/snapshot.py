@@ -15,8 +15,7 @@ from megascale.core.errors import CheckpointError
 from megascale.core.limits import os_error_hint
 from megascale.device import Device
 
-ALIGNMENT = 64
-"""Alignment of tensors in bytes."""
+ALIGNMENT = 64  # alignment of tensors in bytes
 
 
 class Snapshot:

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from megascale.comm.mesh import Mesh
     from megascale.parallel.stateful import GlobalTensor
 
-ENTRY_BYTES = 192
-"""Upper bound of a shard's entry in a file's header, without its key."""
+ENTRY_BYTES = 192  # upper bound of a shard's entry in a file's header, without its key
 
 
 @dataclass(frozen=True)

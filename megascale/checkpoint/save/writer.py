@@ -27,8 +27,7 @@ from megascale.core.files import write_text
 from megascale.core.process import die_with_parent, stop_signals
 from megascale.core.storage import Location
 
-NICE = 10
-"""Niceness: training processes have priority."""
+NICE = 10  # niceness: training processes have priority
 
 
 def main(parent_pid: int) -> None:

@@ -24,8 +24,7 @@ PEER_HINT = "does that rank's writer run, is its host up, with memory to spare, 
 STOPPED_S = 2.0
 """Seconds without a response after which a writer that is stopped by a signal is replaced: other ranks wait for it."""
 
-CONTINUED_S = 0.1
-"""Seconds in which all processes of a job that was stopped as a whole go on."""
+CONTINUED_S = 0.1  # seconds in which all processes of a job that was stopped as a whole go on
 
 
 class WriterProcess:

@@ -22,8 +22,7 @@ FAMILIES = {
 }  # fmt: skip
 """Families by the `model_type` of config.json. The first that computes a model is the one it is exported as."""
 
-GROUPS = (ROPE_KEYS, WINDOW_KEYS)
-"""Keys of config.json that change together."""
+GROUPS = (ROPE_KEYS, WINDOW_KEYS)  # keys of config.json that change together
 
 TEXT_ALONE_HINT = "its text model alone, saved with transformers as a causal language model"
 

@@ -26,8 +26,7 @@ GEMMA_LAYER = LAYER | {
 }
 GEMMA3_KEYS = GEMMA_KEYS | {"seq_length": Key("max_position_embeddings", 131_072, size=True)}
 GEMMA3_LAYER = GEMMA_LAYER | {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
-HEAD_DIM = 256
-"""The head_dim, and query_pre_attn_scalar, of a config.json without the key."""
+HEAD_DIM = 256  # the head_dim, and query_pre_attn_scalar, of a config.json without the key
 
 REQUIRED = {
     "hidden_activation": ("gelu_pytorch_tanh", None),

@@ -8,8 +8,7 @@ from megascale.convert.families.gpt2 import GELUS, hf_gelu
 from megascale.convert.families.llama import SIZES
 from megascale.convert.families.rotary_keys import read_rope, write_rope
 
-BLOCKS = {True: "parallel_two_norms", False: "serial"}
-"""`use_parallel_residual` -> `model.block`."""
+BLOCKS = {True: "parallel_two_norms", False: "serial"}  # `use_parallel_residual` -> `model.block`
 
 KEYS = SIZES | {"norm_eps": Key("layer_norm_eps", 1e-5)}
 OUTER = {

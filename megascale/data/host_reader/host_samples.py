@@ -30,11 +30,8 @@ if TYPE_CHECKING:
     from megascale.data.mix.data_policy import MixtureWeights
     from megascale.data.mix.mixture_spec import MixtureSpec
 
-FIRST_POLL_S, LAST_POLL_S = 0.0002, 0.005
-"""Seconds between two looks at the ring, at first and in a long wait."""
-
-LIVENESS_CHECK_S = 1.0
-"""Seconds between checks by a waiting rank that a reader will come."""
+FIRST_POLL_S, LAST_POLL_S = 0.0002, 0.005  # seconds between two looks at the ring, at first and in a long wait
+LIVENESS_CHECK_S = 1.0  # seconds between checks by a waiting rank that a reader will come
 
 
 class HostSamples(SampleSource):

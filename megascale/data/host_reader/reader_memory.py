@@ -59,11 +59,8 @@ PROCESS_BYTES = 64 << 20
 
 _PAGE = 4096
 
-ERROR_BYTES = _PAGE
-"""Most bytes of an error in place of a step's records."""
-
-_COUNT_BITS = 43
-"""Bits of a number that stands beside its generation in a word."""
+ERROR_BYTES = _PAGE  # most bytes of an error in place of a step's records
+_COUNT_BITS = 43  # bits of a number that stands beside its generation in a word
 
 
 class Stamped(NamedTuple):

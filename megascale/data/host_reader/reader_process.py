@@ -30,11 +30,8 @@ from megascale.data.mix.data_policy import MixtureWeights
 from megascale.data.mix.mixture_spec import MixtureSpec
 from megascale.data.mix.mock_mixture import build_mixture
 
-IDLE_S = 0.002
-"""Seconds between two looks at the ranks while there is nothing to read."""
-
-FETCHED = 64
-"""Samples whose blocks are fetched from remote storage together."""
+IDLE_S = 0.002  # seconds between two looks at the ranks while there is nothing to read
+FETCHED = 64  # samples whose blocks are fetched from remote storage together
 
 
 @dataclass(frozen=True)

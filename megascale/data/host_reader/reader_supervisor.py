@@ -22,28 +22,21 @@ from megascale.data.host_reader.reader_memory import BEATS, OPENER, ReaderMemory
 from megascale.data.host_reader.reader_process import ReaderWork
 from megascale.data.read.identity import run_prefixes
 
-POLL_S = 0.2
-"""Seconds between two looks at the reader."""
-
-STOPPED_S = 1.0
-"""Seconds for which a reader may be stopped by a signal before it is replaced."""
-
-MOST_ENDS = 4
-"""Ends of readers in a row, without a new step between them, after which none is started any more."""
+POLL_S = 0.2  # seconds between two looks at the reader
+STOPPED_S = 1.0  # seconds for which a reader may be stopped by a signal before it is replaced
+MOST_ENDS = 4  # ends of readers in a row, without a new step between them, after which none is started any more
 
 MOST_HANGS = 2
 """Readers in a row that hang at a step, after which none is started: another one would wait for the same storage."""
 
 HANGS = "hangs"
 
-START_S = 120.0
-"""Seconds in which a reader must have begun, if `data.reader_timeout_s` is not longer."""
+START_S = 120.0  # seconds in which a reader must have begun, if `data.reader_timeout_s` is not longer
 
 OPENING_S = 3600.0
 """Longest time in which a reader may open datasets for a sample, such as build an index, while its thread works."""
 
-END_S = 5.0
-"""Seconds for which the end of a killed reader is waited for."""
+END_S = 5.0  # seconds for which the end of a killed reader is waited for
 
 WITHOUT_READER_HINT = 'see its last words above, and the storage; data.reader = "rank" reads in the ranks'
 

@@ -17,8 +17,7 @@ _STORED = {"i8": "<i4", "i4": "<i4", "f4": "<f4", "u1": "<u1", "b1": "<u1"}
 
 _DTYPES = tuple(_STORED)
 _NONE = 255
-_ARRAYS = 3
-"""Arrays of a sample: ids, mask, starts of documents."""
+_ARRAYS = 3  # arrays of a sample: ids, mask, starts of documents
 
 _HEAD = struct.Struct(f"<{2 * _ARRAYS}Ii")
 

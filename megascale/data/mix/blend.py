@@ -22,12 +22,10 @@ from itertools import accumulate
 from math import fsum
 from typing import Any, Protocol
 
-SHARE_BITS = 60
-"""Shares are multiples of 2^-60: sums of floating point numbers would depend on the place in the order."""
+SHARE_BITS = 60  # shares are multiples of 2^-60: sums of floating point numbers would depend on the place in the order
 
 
-MOST_AHEAD = 2
-"""Samples that a dataset is ahead of or behind its share, at most."""
+MOST_AHEAD = 2  # samples that a dataset is ahead of or behind its share, at most
 
 
 class SampleOrder(Protocol):

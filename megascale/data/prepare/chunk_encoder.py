@@ -20,11 +20,8 @@ from megascale.core.process import die_with_parent
 from megascale.data.prepare.documents import Chunk, read_documents, split_text
 from megascale.data.prepare.tokenizer import Tokenizer, load_tokenizer
 
-EMPTY = "empty"
-"""The reason to skip a document without tokens."""
-
-TASKS_PER_WORKER = 4
-"""Tasks that wait for a worker or run in it."""
+EMPTY = "empty"  # the reason to skip a document without tokens
+TASKS_PER_WORKER = 4  # tasks that wait for a worker or run in it
 
 
 @dataclass(frozen=True)

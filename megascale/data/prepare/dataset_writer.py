@@ -25,17 +25,10 @@ from megascale.core.files import exists, lock_to_build, sync_folder
 from megascale.core.limits import os_error_hint
 from megascale.data.read.indexed_dataset import DTYPE_CODES, HEADER, DatasetInfo, TokenizerInfo
 
-MAX_LENGTH = 2**31 - 1
-"""Tokens of a document at most: its length is an i32."""
-
-LENGTH_BYTES = 4
-"""Bytes of the length of a document."""
-
-BLOCK_ENTRIES = 1 << 20
-"""Entries of the index that are computed at once."""
-
-ENDINGS = (".bin", ".lengths", ".idx", ".json")
-"""Endings of the files that are written as `.NAME` + ending + `.part`."""
+MAX_LENGTH = 2**31 - 1  # tokens of a document at most: its length is an i32
+LENGTH_BYTES = 4  # bytes of the length of a document
+BLOCK_ENTRIES = 1 << 20  # entries of the index that are computed at once
+ENDINGS = (".bin", ".lengths", ".idx", ".json")  # endings of the files that are written as `.NAME` + ending + `.part`
 
 
 def token_dtype(vocab_size: int) -> type[np.generic]:

@@ -14,16 +14,14 @@ from typing import IO, Any, Literal
 from megascale.core.errors import DataError
 from megascale.data.prepare.inputs import JSON_LINES, TABLES, InputFile, explained, open_input
 
-CHUNK_BYTES = 1 << 20
-"""Bytes of a chunk of lines or rows, at least."""
+CHUNK_BYTES = 1 << 20  # bytes of a chunk of lines or rows, at least
 
 PIECE_BYTES = 8 << 20
 """Bytes of a text that are tokenized at once. A longer text is tokenized in pieces, cut between two lines."""
 
 MAX_LINE_BYTES = 1 << 30
 
-BATCH_ROWS = 64
-"""Rows of a table that are read at once."""
+BATCH_ROWS = 64  # rows of a table that are read at once
 
 OBJECT_HINT = '{"text": "..."} on each line'
 ARRAY_HINT = f"{OBJECT_HINT}; `jq -c '.[]'` writes a JSON array so"

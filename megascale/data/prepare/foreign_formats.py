@@ -24,8 +24,7 @@ from megascale.core.errors import DataError
 from megascale.core.files import is_file, is_folder, why_unreadable
 from megascale.data.prepare.inputs import explained
 
-BLOCK_TOKENS = 16 << 20
-"""Tokens that are read at once."""
+BLOCK_TOKENS = 16 << 20  # tokens that are read at once
 
 Block = tuple[np.ndarray, np.ndarray | None]
 """Tokens, and the lengths of the documents that they consist of; None if a token divides documents."""

@@ -32,8 +32,7 @@ TEXTS = (".txt", ".text", ".md")
 COMPRESSED = (".gz", ".zst")
 MAGIC = ("*", "?", "[")
 
-LFS_POINTER_BYTES = 1024
-"""Upper bound of the size of a git-lfs pointer: larger files are not opened to tell."""
+LFS_POINTER_BYTES = 1024  # upper bound of the size of a git-lfs pointer: larger files are not opened to tell
 
 INPUT_HINT = "give text, .jsonl or .parquet files"
 

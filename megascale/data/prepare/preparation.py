@@ -42,13 +42,11 @@ from megascale.data.prepare.read_ahead import read_ahead
 from megascale.data.prepare.tokenizer import Tokenizer, load_tokenizer
 from megascale.data.read.indexed_dataset import DatasetInfo, TokenizerInfo
 
-SAVE_EVERY_S = 5.0
-"""Seconds between records of the progress, each after a flush to disk."""
+SAVE_EVERY_S = 5.0  # seconds between records of the progress, each after a flush to disk
 
 SKIP_BAD = "--skip-bad"
 
-FILES_AHEAD, CHUNKS_AHEAD = 4, 8
-"""Files read at a time, and waiting chunks of each."""
+FILES_AHEAD, CHUNKS_AHEAD = 4, 8  # files read at a time, and waiting chunks of each
 
 
 @dataclass(frozen=True)

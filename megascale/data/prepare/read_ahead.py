@@ -10,8 +10,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-POLL_S = 0.1
-"""Seconds after which a thread with a full queue looks whether its items are wanted any more."""
+POLL_S = 0.1  # seconds after which a thread with a full queue looks whether its items are wanted any more
 
 _END = object()
 

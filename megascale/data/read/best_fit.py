@@ -22,8 +22,7 @@ import numpy as np
 
 from megascale.data.read.epoch_index import BLOCK_DOCUMENTS, EpochIndex, IndexShape, Piece
 
-SHORTEST_REST = 2
-"""Tokens of the shortest rest with a label."""
+SHORTEST_REST = 2  # tokens of the shortest rest with a label
 
 
 @dataclass(frozen=True)

@@ -37,23 +37,12 @@ from megascale.data.read.checksum import (
     with_checksum,
 )
 
-BLOCK_BYTES = 1 << 20
-"""Bytes of a block: samples are read in random order, and object stores charge by request."""
-
-DOWNLOAD_BYTES = 16 << 20
-"""Bytes of a whole file that are fetched at once."""
-
-FETCHES = 16
-"""Blocks that a process fetches at the same time."""
-
-TOUCH_S = 60.0
-"""Seconds after which the time of a block's last use is written again."""
-
-KEPT_SHARE = 0.9
-"""Share of `max_bytes` that is kept when blocks have to be removed."""
-
-FETCHES_OF_DAMAGED = 3
-"""Times that a copy is found damaged before the folder is given up."""
+BLOCK_BYTES = 1 << 20  # bytes of a block: samples are read in random order, and object stores charge by request
+DOWNLOAD_BYTES = 16 << 20  # bytes of a whole file that are fetched at once
+FETCHES = 16  # blocks that a process fetches at the same time
+TOUCH_S = 60.0  # seconds after which the time of a block's last use is written again
+KEPT_SHARE = 0.9  # share of `max_bytes` that is kept when blocks have to be removed
+FETCHES_OF_DAMAGED = 3  # times that a copy is found damaged before the folder is given up
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from megascale.core.files import atomic_file, build_once
 
 CHECKSUM_BYTES = 4
 
-PART_BYTES = 8 << 20
-"""Bytes that are read at once to check a file."""
+PART_BYTES = 8 << 20  # bytes that are read at once to check a file
 
 
 def with_checksum(data: bytes) -> bytes:

@@ -18,8 +18,7 @@ IDENTITY_FILE = "datasets.json"
 start.
 """
 
-PIECE_BYTES = 64 << 10
-"""Bytes read at the head, in the middle and at the end of each file."""
+PIECE_BYTES = 64 << 10  # bytes read at the head, in the middle and at the end of each file
 
 DATASET_REPLACED = "dataset", "continues with the order of its samples"
 ORDER_REPLACED = "order of documents", "reads samples again and leaves others out"

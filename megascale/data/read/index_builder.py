@@ -20,8 +20,7 @@ from megascale.data.read.decomposed_index import DecomposedShape
 from megascale.data.read.epoch_index import IndexShape
 from megascale.data.read.index_files import IndexKey, open_dataset_of, write_index
 
-NICENESS = 10
-"""Priority below that of training."""
+NICENESS = 10  # priority below that of training
 
 
 def build_in_background(folder: Path, key: IndexKey) -> None:

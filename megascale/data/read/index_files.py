@@ -31,8 +31,7 @@ from megascale.data.read.indexed_dataset import IndexedDataset, map_dataset
 
 FORMAT = "megascale epoch index 2"
 
-ALIGNMENT = 64
-"""Bytes that the header and each array are padded to a multiple of."""
+ALIGNMENT = 64  # bytes that the header and each array are padded to a multiple of
 
 MEMORY_ENTRIES = 1 << 16
 """Documents and samples up to which an index is built in memory, in about a millisecond, rather than kept as a file: a

@@ -15,8 +15,7 @@ from itertools import accumulate
 from megascale.layout.hybrid.rings import Rings
 from megascale.layout.packs import deal, pack_sequences
 
-HALVINGS = 16
-"""Halvings of the interval of makespans in the search of `balance_by_pp`."""
+HALVINGS = 16  # halvings of the interval of makespans in the search of `balance_by_pp`
 
 CAPACITIES = (1.0, 0.5, 0.25)
 """Tokens of a pack that `balance_by_pp` tries, over the limit: smaller packs have a smaller bubble."""

@@ -20,11 +20,8 @@ from megascale.layout.hybrid.sequence_work import SequenceWork
 WIDTHS = (1.0, 0.5, 0.25, 0.125)
 """Most seconds of a rank in a ring, over the bound: from rings as narrow as they can be to wider ones."""
 
-CLOSE = 1.02
-"""A makespan over the bound that ends the search."""
-
-GAIN = 0.99
-"""Share of the makespan that a plan with wider rings must reach to be taken."""
+CLOSE = 1.02  # A makespan over the bound that ends the search
+GAIN = 0.99  # share of the makespan that a plan with wider rings must reach to be taken
 
 
 def plan_hybrid(lengths: Sequence[int], pool: int, max_tokens: int, work: SequenceWork, stages: int = 1) -> HybridPlan:

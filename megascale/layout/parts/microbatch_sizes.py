@@ -15,14 +15,9 @@ from megascale.config.model import ModelConfig
 from megascale.layout.pieces import MIN_PIECE_BYTES
 from megascale.layout.recompute_policy import NO_RECOMPUTE, RecomputePolicy
 
-FP32 = 4
-"""Bytes of an FP8 scale or amax."""
-
-SCALE_BLOCK = 128
-"""Elements of a row with one FP8 scale in block-wise granularity (`ops.fp8`)."""
-
-CAST = 8
-"""Bytes of quantizing an element to FP8: fp32 before and after scaling."""
+FP32 = 4  # bytes of an FP8 scale or amax
+SCALE_BLOCK = 128  # elements of a row with one FP8 scale in block-wise granularity (`ops.fp8`)
+CAST = 8  # bytes of quantizing an element to FP8: fp32 before and after scaling
 
 
 class CommOp(NamedTuple):

@@ -12,20 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-MAD_TO_SIGMA = 1.4826
-"""Standard deviation of a normal distribution, in median absolute deviations."""
+MAD_TO_SIGMA = 1.4826  # standard deviation of a normal distribution, in median absolute deviations
 
 DEVIATIONS = 5.0
 """Standard deviations beyond which a value is no noise: one false alarm in 3.5 million values that are normal."""
 
-TOLERANCE = 0.3
-"""Default share of the reference that a healthy node may lack."""
-
-MOST_BOUND = 0.9
-"""Share of the reference that no healthy node lacks, however much the others' values differ."""
-
-MANY = 32
-"""Nodes above which a node's own value does not change the median."""
+TOLERANCE = 0.3  # default share of the reference that a healthy node may lack
+MOST_BOUND = 0.9  # share of the reference that no healthy node lacks, however much the others' values differ
+MANY = 32  # nodes above which a node's own value does not change the median
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from megascale.operate.health.gpu_metrics import GpuMetrics, load_nvml
 from megascale.operate.health.observations import OomKills
 from megascale.operate.health.pause_frames import PauseFrames
 
-INFINIBAND = Path("/sys/class/infiniband")
-"""Ports of RDMA network cards, as PORT/ports/NUMBER/counters."""
+INFINIBAND = Path("/sys/class/infiniband")  # ports of RDMA network cards, as PORT/ports/NUMBER/counters
 
 _IB_COUNTERS = (
     "port_xmit_data", "port_rcv_data", "port_xmit_wait", "symbol_error", "link_downed", "link_error_recovery",

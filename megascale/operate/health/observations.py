@@ -11,13 +11,11 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-LAST_LINES = 20
-"""Lines of a rank's output that are reported."""
+LAST_LINES = 20  # lines of a rank's output that are reported
 
 MAX_LINE_CHARACTERS = 500
 
-_TAIL_BYTES = 64 << 10
-"""Bytes at the end of a log in which observations are looked for."""
+_TAIL_BYTES = 64 << 10  # bytes at the end of a log in which observations are looked for
 
 
 def _xid(*numbers: int) -> str:

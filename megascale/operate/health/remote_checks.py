@@ -10,8 +10,7 @@ from typing import Any
 from megascale.operate.channel.messages import Check, CheckDone
 from megascale.operate.health.checks.result import CheckError, CheckResult
 
-ANSWER_S = 10.0
-"""Seconds beyond the timeout of a check in which its agent must answer."""
+ANSWER_S = 10.0  # seconds beyond the timeout of a check in which its agent must answer
 
 
 class RemoteChecks:

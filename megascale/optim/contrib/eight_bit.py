@@ -19,8 +19,7 @@ from megascale.ops.optimizer import Update, UpdateInput, UpdateRule
 from megascale.optim.adam import adam
 from megascale.optim.contrib.galore import galore
 
-SIGNED = {"exp_avg": True, "exp_avg_sq": False}
-"""The tensors of state in 8 bits: with a sign or without."""
+SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # the tensors of state in 8 bits: with a sign or without
 
 DECADES = 7
 

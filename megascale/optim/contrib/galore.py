@@ -28,8 +28,7 @@ from megascale.optim.contrib.subspaces import SUBSPACES
 GROWTH, EPS = 1.01, 1e-8
 """The most growth of the residual's norm in a step, and a small addend of norms that divide; Fira's."""
 
-LAMBDA = 1e-3
-"""Damping of the empirical Fisher matrix; Natural GaLore's."""
+LAMBDA = 1e-3  # damping of the empirical Fisher matrix; Natural GaLore's
 
 
 def galore(given: UpdateInput) -> Update:

@@ -22,8 +22,7 @@ from megascale.optim.adam import adam
 from megascale.optim.contrib.galore import galore
 from megascale.optim.contrib.weight_change import direction_of
 
-TINY = 1e-30
-"""The least norm that divides."""
+TINY = 1e-30  # the least norm that divides
 
 
 def grad_norm_lorp(given: UpdateInput) -> Update:

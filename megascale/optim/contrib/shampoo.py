@@ -21,8 +21,7 @@ from megascale.ops.optimizer import Update, UpdateInput
 from megascale.optim.adam import adam
 from megascale.optim.contrib.soap import kronecker_factors, rotated
 
-TINY = 1e-30
-"""The least norm that divides."""
+TINY = 1e-30  # the least norm that divides
 
 
 def shampoo(given: UpdateInput) -> Update:

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from megascale.ops.optimizer import Update, UpdateInput
 
-EPS = 1e-30
-"""The least norm by which a row or column is divided."""
+EPS = 1e-30  # the least norm by which a row or column is divided
 
 
 def sinkgd(given: UpdateInput) -> Update:

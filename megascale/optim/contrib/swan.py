@@ -17,8 +17,7 @@ from torch import Tensor
 
 from megascale.ops.optimizer import Update, UpdateInput
 
-EPS = 1e-30
-"""The least standard deviation or norm that divides."""
+EPS = 1e-30  # the least standard deviation or norm that divides
 
 
 def swan(given: UpdateInput) -> Update:

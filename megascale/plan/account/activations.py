@@ -20,8 +20,7 @@ from megascale.layout.parts.microbatch_sizes import CAST, MicroBatchSizes, UnitB
 from megascale.layout.recompute_policy import RecomputePolicy
 from megascale.layout.tensors import padded_vocab
 
-TOKEN = 8
-"""Bytes of a token id."""
+TOKEN = 8  # bytes of a token id
 
 
 def angle_bytes(sizes: MicroBatchSizes) -> UnitBytes:

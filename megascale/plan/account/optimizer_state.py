@@ -21,8 +21,7 @@ from megascale.layout.param_groups import ParamGroup, ParamGroups
 from megascale.plan.account.sizes import data_ranks
 from megascale.plan.account.stage_matrices import StageMatrices, stage_places
 
-TEMPORARIES = 6
-"""Tensors of a matrix's size at the peak of its update: of dry runs of Muon and Adafactor, 3 to 8."""
+TEMPORARIES = 6  # tensors of a matrix's size at the peak of its update: of dry runs of Muon and Adafactor, 3 to 8
 
 
 @dataclass(frozen=True)

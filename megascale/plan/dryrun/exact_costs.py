@@ -11,8 +11,7 @@ from megascale.layout.topology import Coord, topology_of
 from megascale.plan.dryrun.dry_run import DryRun, dry_run
 from megascale.plan.dryrun.resource_counter import MEMORY_KINDS
 
-TOLERANCE = 0.05
-"""Largest relative error of the memory estimates (docs/memory.md)."""
+TOLERANCE = 0.05  # largest relative error of the memory estimates (docs/memory.md)
 
 
 def exact_costs(config: RunConfig, expected: Sequence[int]) -> dict[str, Any]:

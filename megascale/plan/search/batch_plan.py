@@ -36,20 +36,11 @@ CRITICAL_EXPONENT = 0.47
 0.462 (Power Lines, Bergsma et al. 2025).
 """
 
-MOST_LEVELS = 16
-"""Most increments of a ramp-up."""
-
-GRID = 50
-"""Points of a training at which a ramp-up is compared with the critical batch."""
-
-RATIOS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
-"""Batches of the trade-off, over the critical one."""
-
-STAGES = (0.01, 0.03, 0.1, 0.3, 1.0)
-"""Shares of a training at which the batches are shown."""
-
-LR_EXPONENTS = (0.75, 1.0)
-"""The best learning rate grows with a power of the batch in this range (Shuai et al. 2024)."""
+MOST_LEVELS = 16  # most increments of a ramp-up
+GRID = 50  # points of a training at which a ramp-up is compared with the critical batch
+RATIOS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)  # batches of the trade-off, over the critical one
+STAGES = (0.01, 0.03, 0.1, 0.3, 1.0)  # shares of a training at which the batches are shown
+LR_EXPONENTS = (0.75, 1.0)  # the best learning rate grows with a power of the batch in this range (Shuai et al. 2024)
 
 Critical = Callable[[float], float]
 """The critical batch, in tokens, as a function of the tokens of a training that came before."""

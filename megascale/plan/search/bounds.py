@@ -26,8 +26,7 @@ from megascale.plan.simulate.chunk_time import chunk_times
 from megascale.plan.simulate.profiles import Hardware, Stack
 from megascale.plan.simulate.step_time import StepParts, scale
 
-PADDING = 1e-3
-"""Upper bound on the share of bucket padding in a rank's state."""
+PADDING = 1e-3  # upper bound on the share of bucket padding in a rank's state
 
 
 class Bounds:

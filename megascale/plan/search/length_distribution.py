@@ -23,8 +23,7 @@ from megascale.core.registry import closest_name
 Draw = Callable[[np.random.Generator, int], np.ndarray]
 """A number of lengths, as floats, drawn by a generator."""
 
-BLOCK = 4096
-"""Lengths drawn at a time."""
+BLOCK = 4096  # lengths drawn at a time
 
 
 @dataclass(frozen=True)

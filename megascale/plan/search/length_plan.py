@@ -21,14 +21,9 @@ from megascale.plan.search.length_distribution import LengthDistribution
 from megascale.plan.simulate.length_step import LengthStep, Pool, chunked_step, hybrid_step, static_step
 from megascale.plan.simulate.sequence_times import SequenceTimes
 
-CHUNKS = (2048, 4096, 8192, 16384, 32768)
-"""Tokens of a chunk that are searched."""
-
-KEPT = (1, 2, 4, 8, 16)
-"""Numbers of kept chunks that are searched."""
-
-GRAIN = 256
-"""Tokens per rank are planned in multiples."""
+CHUNKS = (2048, 4096, 8192, 16384, 32768)  # tokens of a chunk that are searched
+KEPT = (1, 2, 4, 8, 16)  # numbers of kept chunks that are searched
+GRAIN = 256  # tokens per rank are planned in multiples
 
 
 @dataclass(frozen=True)

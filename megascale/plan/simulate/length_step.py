@@ -17,8 +17,7 @@ from megascale.plan.simulate.extrapolate import compute_order
 from megascale.plan.simulate.profiles import Overlaps
 from megascale.schedule.state_aware import build_state_aware
 
-SIMULATED = 4
-"""Slowest pipelines by their sums that are simulated."""
+SIMULATED = 4  # slowest pipelines by their sums that are simulated
 
 
 @dataclass(frozen=True)

@@ -37,14 +37,9 @@ PURPOSE = "endpoint of the checks"
 
 MAX_MESSAGE_BYTES = 1 << 16
 
-IDLE_S = 60.0
-"""Seconds without a request after which a connection is closed, and with it a turn given back."""
-
-FETCH_S = 30.0
-"""Seconds until a fetched key must have been posted."""
-
-ENDPOINT_S = 600.0
-"""Seconds after which an endpoint that nobody ends does so itself."""
+IDLE_S = 60.0  # seconds without a request after which a connection is closed, and with it a turn given back
+FETCH_S = 30.0  # seconds until a fetched key must have been posted
+ENDPOINT_S = 600.0  # seconds after which an endpoint that nobody ends does so itself
 
 
 class Endpoint:

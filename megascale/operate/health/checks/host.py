@@ -42,8 +42,7 @@ def check_limits(arguments: Mapping[str, Any]) -> CheckResult:
     return CheckResult("limits", value=float(len(found)), problem="; ".join(found))
 
 
-MEMORY_BYTES = 64 << 20
-"""Bytes of a copy: more than a processor's caches."""
+MEMORY_BYTES = 64 << 20  # bytes of a copy: more than a processor's caches
 
 COPIES = 9
 

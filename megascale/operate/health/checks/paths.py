@@ -19,8 +19,7 @@ from typing import Any
 from megascale.operate.health.checks.endpoint import EndpointClient, check_secret, try_request
 from megascale.operate.health.checks.result import CheckResult
 
-REACH_S = 3.0
-"""Seconds in which an endpoint must answer."""
+REACH_S = 3.0  # seconds in which an endpoint must answer
 
 CONNECTIONS = 64
 
@@ -57,8 +56,7 @@ def check_clock(arguments: Mapping[str, Any]) -> CheckResult:
     return CheckResult("clock", value=offset, details={"round_trip_s": trip})
 
 
-LINK_S = 0.2
-"""Seconds of a measurement in one direction."""
+LINK_S = 0.2  # seconds of a measurement in one direction
 
 
 def check_link(arguments: Mapping[str, Any]) -> CheckResult:

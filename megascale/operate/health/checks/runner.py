@@ -36,8 +36,7 @@ RANK_VARIABLES = (
     "TORCHELASTIC_USE_AGENT_STORE", STORE_VARIABLE,
 )  # fmt: skip
 
-LAST_LINES = 3
-"""Lines of a failed process's stderr that its result repeats."""
+LAST_LINES = 3  # lines of a failed process's stderr that its result repeats
 
 END_S = 2.0
 """Seconds in which a killed process must end; a process that waits for a dead disk does not, and is left behind."""

@@ -8,11 +8,8 @@ import time
 
 BLOCK_BYTES = 256 << 10
 
-WARM_UP_SHARE = 0.25
-"""Share of a transfer before the bytes count: TCP starts slowly."""
-
-STALL_S = 5.0
-"""Seconds without a byte after which a transfer has failed."""
+WARM_UP_SHARE = 0.25  # share of a transfer before the bytes count: TCP starts slowly
+STALL_S = 5.0  # seconds without a byte after which a transfer has failed
 
 
 def receive_for(connection: socket.socket, seconds: float) -> float:

@@ -18,8 +18,7 @@ RUN, TABS, TICK, NEWS, PICKED = "run", "tabs", "tick", "news", "picked"
 PAUSED: Any = [(Output(TICK, "disabled"), True, False)]
 """The clock stands still while a page is made: an answer that takes longer than a tick would never be shown."""
 
-GRAPH: Any = {"displayModeBar": False, "responsive": True, "doubleClick": "reset"}
-"""Settings of every graph."""
+GRAPH: Any = {"displayModeBar": False, "responsive": True, "doubleClick": "reset"}  # settings of every graph
 
 Runs = dict[str, WatchedRun]
 
