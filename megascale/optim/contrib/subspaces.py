@@ -28,7 +28,7 @@ FLOOR = 1e-3
 their vectors to a large part.
 """
 
-BETAS, EPS = (0.9, 0.999), 1e-8  # adam's, of the subspace's own steps
+BETAS, EPS = (0.9, 0.999), 1e-8  # Adam's, of the subspace's own steps
 
 
 class Subspace(NamedTuple):
