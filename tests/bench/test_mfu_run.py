@@ -101,12 +101,14 @@ def backends(rank: Rank, given: RunConfig) -> tuple[dict[str, str], set[str]]:
     ("overrides", "compiled"),
     [
         ({"train__precision": "fp8", "backends__linear": "compile"}, {"linear"}),
-        ({"train__compile": True}, {"norm", "activation"}),
+        ({"train__compile": True}, {"norm", "add_norm", "activation", "rope"}),
     ],
 )
 @pytest.mark.slow
 def test_the_backends_are_those_that_ran(overrides: dict[str, Any], compiled: set[str], tmp_path: Path) -> None:
     ((named, built),) = run_world(1, backends, config(tmp_path, **overrides))
+    if "train__precision" not in overrides:
+        built.add("linear torch")  # kernels are built for FP8 alone: GEMMs in other dtypes are torch's own
     assert {f"{operation} {name}" for operation, name in named.items()} == built
     assert {operation for operation, name in named.items() if name == "compile"} == compiled
 
