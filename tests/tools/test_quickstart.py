@@ -84,7 +84,8 @@ def test_what_the_documents_do_with_its_checkpoints_works(made: tuple[Path, str]
     for words in bash_lines(ROOT / "docs/checkpointing.md"):
         done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
         assert done.returncode == (1 if "diff" in words else 0), (words, done.stderr)
-    steps = [json.loads(line)["step"] for line in (folder / "runs/quickstart-120/metrics.jsonl").read_text().splitlines()]
+    metrics = folder / "runs/quickstart-120/metrics.jsonl"
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert min(steps) > 120 and max(steps) == 130
 
 
