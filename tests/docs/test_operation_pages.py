@@ -1,4 +1,4 @@
-"""Statuses, verdicts, classes and messages in the pages for who operates a run are those of the program."""
+"""Statuses, verdicts, classes and messages in the pages for operators are those of the program."""
 
 from __future__ import annotations
 
