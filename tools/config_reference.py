@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Write the generated pages: docs/configuration.md from the types of the configuration and the catalog, docs/presets.md,
-and the table of docs/recipes.md.
+"""Write docs/configuration.md from the types of the configuration and the catalog, docs/presets.md, and the table of
+docs/recipes.md.
 
 `--check` writes nothing, and exits with status 1 if a page is out of date.
 """
@@ -53,8 +53,8 @@ megascale check run.toml --gpus 64 --show    # all keys, as they are resolved
 ```
 
 `check` needs neither GPUs nor torch, starts nothing, and exits with status 2 if there is a mistake. `megascale train`
-makes the same checks. Start from [the first hour](first-hour.md) or [a recipe](recipes.md). Look up names of Megatron-LM
-and torchtitan in [the migration table](from-megatron.md), and architectures in [presets](presets.md).
+makes the same checks. Start from [the first hour](first-hour.md) or [a recipe](recipes.md). Look up names of
+Megatron-LM and torchtitan in [the migration table](from-megatron.md), and architectures in [presets](presets.md).
 
 ## How a value is found
 
@@ -80,8 +80,8 @@ configuration as `config.toml` in its folder; train from this file to repeat the
 INJECTION = f"""\
 ## Injected faults
 
-Set `fault.inject` to test a job's recovery: faults separated by semicolons. A fault strikes once over all restarts of the
-run.
+Set `fault.inject` to test a job's recovery: faults separated by semicolons. A fault strikes once over all restarts of
+the run.
 
 ```
 kill rank=2 step=5; stop rank=1 step=9 phase=grad_reduce for_s=3
