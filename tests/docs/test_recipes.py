@@ -22,6 +22,20 @@ def test_every_run_of_configs_gpu_has_a_row() -> None:
     } - {"base.toml"}
 
 
+def test_the_readme_has_the_same_figures() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w-]+)\.toml` \| .* \| ([\d.]+) s \| ([\d.]+%) \|$", text, re.MULTILINE)
+    table = {cells[0]: (cells[4], cells[7]) for cells in map(cells_of, recipes.PAGE.read_text("utf-8").splitlines())}
+    assert len(rows) == 4
+    for name, step, causal in rows:
+        assert table[f"`{name}.toml`"] == (step, causal)
+
+
+def cells_of(line: str) -> list[str]:
+    """The cells of a line of a table, at least ten."""
+    return [*(cell.strip() for cell in line.strip("|").split("|")), *[""] * 10]
+
+
 def test_the_run_that_extends_a_recipe_saves_and_trains_on_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
