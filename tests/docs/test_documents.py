@@ -27,8 +27,8 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 TEXTS = {path: path.read_text(encoding="utf-8") for path in (ROOT / "tools").rglob("*.py")}
 TOOLS = sorted(path for path, text in TEXTS.items() if "__main__" in text and "ArgumentParser(" in text)
 RUN_ELSEWHERE = ("data.md", "checkpointing.md", "models.md", "first-hour.md")
-"""Pages that make the files of their commands, run by tests/cli/test_data.py, tests/tools/test_quickstart.py, and beside
-this file test_models.py and test_first_hour.py."""
+"""Pages that make the files of their commands: tests/cli/test_data.py, tests/tools/test_quickstart.py, and beside this
+file test_models.py and test_first_hour.py run them."""
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 QUOTED = re.compile(r"`([^`\n]+)`")
 NAMED_TEST = re.compile(r"(tests/[\w/]+\.py)(?:::(\w+))?")
