@@ -45,8 +45,9 @@ def test_the_run_that_extends_a_recipe_saves_and_trains_on_data(
     (tmp_path / "configs/my-8b.toml").write_text(toml, encoding="utf-8")
     (tmp_path / "mine").mkdir()
     tokenizer = indexed_dataset.TokenizerInfo("bytes", "bytes", 256)
-    write_documents(tmp_path / "mine/train", [np.zeros(20_000, np.int32)] * 100, tokenizer, 257)
-    (tmp_path / "mine/train.json").unlink()
+    for split in ("train", "valid"):
+        write_documents(tmp_path / "mine" / split, [np.zeros(20_000, np.int32)] * 60, tokenizer, 257)
+        (tmp_path / "mine" / f"{split}.json").unlink()
     (tmp_path / "mine/tokenizer.json").touch()
     monkeypatch.chdir(tmp_path)
     config = load_config("configs/my-8b.toml", world_size=64)
