@@ -136,12 +136,16 @@ MEGATRON: list[tuple[str, str, str]] = [
     ("--bf16", "train.precision", '`"bf16"`'),
     ("--recompute-granularity", "train.recompute", ""),
     ("--recompute-modules", "train.recompute_ops", '`core_attn` is `"attention"`, `layernorm` is `"norm"`'),
-    ("--recompute-num-layers, --recompute-method", "train.recompute_chunks", "by model chunk, not by layer"),
+    ("--recompute-num-layers, --recompute-method", "train.recompute_model_chunks", "by model chunk, not by layer"),
     ("--cpu-offloading", "train.activation_offload", '`true`, with `recompute = "full"`'),
     ("--log-interval", "train.log_every", ""),
     ("--eval-interval", "train.eval_every", "0, the default, is never"),
     ("--eval-iters", "train.eval_steps", ""),
-    ("--check-weight-hash-across-dp-replicas-interval", "train.check_replicas", "over tp and tied embeddings, too"),
+    (
+        "--check-weight-hash-across-dp-replicas-interval",
+        "train.check_replicas_every",
+        "over tp and tied embeddings, too",
+    ),
     ("--optimizer", "optimizer.name", "`adam` is `adamw`"),
     ("--lr", "optimizer.lr", ""),
     ("--min-lr", "optimizer.min_lr", ""),
@@ -158,7 +162,7 @@ MEGATRON: list[tuple[str, str, str]] = [
     ("--tokenizer-model", "data.tokenizer", ""),
     ("--data-cache-path", "data.cache", ""),
     ("--mock-data", "data.mock", "`true`"),
-    ("--save, --tensorboard-dir", "observe.dir", "a run has one folder for all of it"),
+    ("--save, --tensorboard-dir", "output_dir", "a run has one folder for all of it"),
     ("--save-interval", "checkpoint.every", ""),
     ("--load", "checkpoint.resume", "`auto` resumes from the run's newest checkpoint"),
 ]
@@ -191,12 +195,8 @@ def page() -> str:
 def top_keys() -> list[str]:
     """Tabulate the keys outside sections."""
     rows = [
-        [
-            "`name`",
-            "text",
-            "required",
-            "names the run's folder, `observe.dir`/`name`; letters, digits, `.`, `_` and `-`",
-        ],
+        ["`name`", "text", "required", "names the run's folder; letters, digits, `.`, `_` and `-`"],
+        ["`output_dir`", "text", '`"runs"`', "parent of the run's folder, `output_dir`/`name`"],
         ["`extends`", "text", "none", "a base file, which this file overrides and extends"],
     ]
     return rendered(["key", "values", "default", "meaning"], rows)
