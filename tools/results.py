@@ -50,6 +50,45 @@ def write_page(name: str, title: str, measured: str, parts: Sequence[str], comma
     return page
 
 
+def fill(page: Path, name: str, content: str) -> None:
+    """Write the region `name` of a page atomically, and on a page of results commit, machine and date of now.
+
+    Raises: ValueError if the page lacks the region's markers
+    """
+    text = filled(page.read_text(encoding="utf-8") if page.is_file() else "", name, content, page)
+    if page.parent == RESULTS:
+        for row, value in (("commit", commit()), ("machine", machine()), ("date", today())):
+            text = re.sub(rf"^\| {row} \|.*\|$", f"| {row} | {value} |", text, count=1, flags=re.MULTILINE)
+    write_text(page, text)
+
+
+def check_region(page: Path, name: str) -> None:
+    """Check that a page has a region, before a long measurement.
+
+    Raises: ValueError if the page lacks the markers
+    """
+    filled(page.read_text(encoding="utf-8") if page.is_file() else "", name, "", page)
+
+
+def filled(text: str, name: str, content: str, page: Path) -> str:
+    """Return the text of a page with content between the markers of a region.
+
+    Raises: ValueError if the page lacks the markers
+    """
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise ValueError(f"{page}: no lines {begin} and {end}: add both lines where the table should be")
+    return f"{before}{begin}\n{content}\n{end}{after}"
+
+
+def pipes(*rows: Sequence[str]) -> list[str]:
+    """Format a Markdown table; the first row is its head."""
+    head, *body = ([cell.replace("|", "\\|") for cell in row] for row in rows)
+    return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *body)]
+
+
 def own_command() -> str:
     """Return this process's command line, relative to the repository."""
     script = os.path.relpath(Path(sys.argv[0]).resolve(), ROOT)

@@ -230,7 +230,7 @@ def test_tiny_cases_are_kept_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("given", "words"),
-    [([], "--install --markdown docs/performance.md"), (["SMALL=1"], "--small --rounds 1")],
+    [([], "--install --markdown docs/results/gpu.md"), (["SMALL=1"], "--small --rounds 1")],
 )
 def test_make_runs_it_on_a_gpu_or_tries_it_on_a_cpu(given: list[str], words: str) -> None:
     command = ["make", "-n", "-C", str(gpu.ROOT), "bench-gpu", *given]
