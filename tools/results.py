@@ -150,13 +150,15 @@ def main() -> int:
     parser.add_argument("name", help="of the page, docs/results/NAME.md")
     parser.add_argument("--title", help="of a new page")
     parser.add_argument("--measured", help="a sentence: what a new page measures")
-    parser.add_argument("command", nargs="*", help="what measures, for a new page")
-    options = parser.parse_args()
+    words, command = sys.argv[1:], list[str]()
+    if "--" in words:
+        words, command = words[: words.index("--")], words[words.index("--") + 1 :]
+    options = parser.parse_args(words)
     try:
-        if options.command:
+        if command:
             if not (options.title and options.measured):
                 raise ValueError("a new page needs --title and --measured")
-            heading = Heading(options.title, options.measured, (shlex.join(options.command),))
+            heading = Heading(options.title, options.measured, (shlex.join(command),))
         else:
             heading = read_heading(RESULTS / f"{options.name}.md")
         parts = [output(command) for command in heading.commands]
