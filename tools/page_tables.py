@@ -13,7 +13,6 @@ import math
 import re
 import sys
 import tomllib
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,13 +79,12 @@ def state_size(facts: dict[str, Any]) -> str:
     for (option, value), further in facts["state_with"].items():
         if facts["options"].get(option) == value:
             state |= further
-    sizes = Counter[str]()
-    for name, size in state.items():
-        if size.startswith("/"):
-            sizes[size[1:]] += 1 / QUANTIZED_BLOCK  # type: ignore[assignment]
-        elif size:
-            sizes[SIZES.get(size, size)] += 0.25 if name in facts["uint8"] else 1  # type: ignore[assignment]
-    terms = [size if count == 1 else f"{float(f'{count:.2g}'):g} {size}" for size, count in sizes.items()]
+    counts = dict[str, float]()
+    for name, letters in state.items():
+        if size := SIZES.get(letters.lstrip("/"), letters.lstrip("/")):
+            share = 1 / QUANTIZED_BLOCK if letters.startswith("/") else 0.25 if name in facts["uint8"] else 1
+            counts[size] = counts.get(size, 0) + share
+    terms = [size if count == 1 else f"{float(f'{count:.2g}'):g} {size}" for size, count in counts.items()]
     return " + ".join(terms) or "0"
 
 
