@@ -17,6 +17,7 @@ from words import (
     MOST_WORDS,
     MOST_WORDS_IN_ALL,
     NOUNS,
+    ROOT,
     VERBS,
     handwritten,
     handwritten_in_all,
@@ -145,6 +146,20 @@ def test_a_result_says_how_it_was_measured(page: Path) -> None:
     assert read_heading(page).commands
 
 
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the editors make them."""
+    headings = re.findall(r"^#+ +(.+?) *$", CODE.sub("", text), re.MULTILINE)
+    plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings)
+    return {re.sub(r"[^\w -]", "", heading).replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_headings_that_links_name_exist(page: str) -> None:
+    for target, anchor in re.findall(r"\]\(([\w./-]*)#([\w-]+)\)", TEXTS[page]):
+        path = (ROOT / page).parent / target if target else ROOT / page
+        assert not path.exists() or anchor in anchors(path.read_text(encoding="utf-8")), f"{target}#{anchor}"
+
+
 def named_settings(text: str) -> set[str]:
     """The settings, as section.key, of a page's TOML and of its quoted words; other tables' keys are left out."""
     found = set(re.findall(r"`(\w+\.\w+)(?:\.\w+)*(?: = [^`]*)?`", CODE.sub("", text)))
@@ -191,6 +206,7 @@ def test_the_rules_find_what_they_look_for() -> None:
         "| tp2 | 1.5 | 1,200 | 3 GiB | 5 s | 79% |\n| pp2 | 2 | 900 | 2 GiB | 7 s | 80% |\n"
     )
     assert found == ["s a step", "tokens/s", "x"]
+    assert anchors("# A title\n\n## `x`, and [y](z.md)\n") == {"a-title", "x-and-y"}
     assert named_settings("`train.stepz`, `train.lr = 1`, `a.b`\n```toml\n[model]\nx = 1\n```\n") == {
         "train.stepz",
         "train.lr",
