@@ -24,6 +24,9 @@ from megascale.core.process import usable_cores
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
 
+ELSEWHERE = "in the table|not recorded"
+"""Words in place of a command or commit: rows of the tables have their own, or the measurement left none."""
+
 ROWS = ("command", "commit", "machine", "date")
 """Rows of the first table of a page of results."""
 
@@ -131,7 +134,12 @@ def read_heading(page: Path) -> Heading:
     if not found:
         raise ValueError(f"{page.name}: no title, sentence and table of {', '.join(ROWS)} at its beginning")
     rows = dict(re.findall(r"^\| *(.+?) *\| *(.*?) *\|$", found[3], re.MULTILINE))
-    wanted = {"command": r"`[^`]+`", "commit": r"\b[0-9a-f]{7,}\b", "machine": r"\w", "date": r"\b20\d\d-\d\d-\d\d\b"}
+    wanted = {
+        "command": rf"`[^`]+`|{ELSEWHERE}",
+        "commit": rf"\b[0-9a-f]{{7,}}\b|{ELSEWHERE}",
+        "machine": r"\w",
+        "date": r"\b20\d\d-\d\d-\d\d\b",
+    }
     if bad := [row for row, pattern in wanted.items() if not re.search(pattern, rows.get(row, ""))]:
         raise ValueError(f"{page.name}: no {', '.join(bad)} in its first table")
     return Heading(found[1], found[2].replace("\n", " "), tuple(re.findall(r"`([^`]+)`", rows["command"])))
@@ -161,6 +169,8 @@ def main() -> int:
             heading = Heading(options.title, options.measured, (shlex.join(command),))
         else:
             heading = read_heading(RESULTS / f"{options.name}.md")
+            if not heading.commands:
+                raise ValueError(f"{options.name}: the page names no command")
         parts = [output(command) for command in heading.commands]
     except (ValueError, OSError, subprocess.CalledProcessError) as error:
         print(error, file=sys.stderr)

@@ -56,6 +56,7 @@ def test_output_without_a_table_is_a_block(folder: Path) -> None:
     ("words", "message"),
     [
         (["speed"], "No such file"),
+        (["unknown"], "the page names no command"),
         (["speed", "--", "true"], "needs --title and --measured"),
         (["speed", "--title", "T", "--measured", "S.", "--", "false"], "non-zero exit status 1"),
     ],
@@ -63,9 +64,11 @@ def test_output_without_a_table_is_a_block(folder: Path) -> None:
 def test_mistakes(
     words: list[str], message: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    page = results.write_page("unknown", "Speed", "Steps are timed.", [TABLE], ["x"])
+    page.write_text(page.read_text().replace("`x`", "not recorded"))
     assert run(monkeypatch, *words) == 2
     assert message in capsys.readouterr().err
-    assert not folder.exists()
+    assert [*folder.iterdir()] == [page]
 
 
 @pytest.mark.parametrize("row", results.ROWS)
