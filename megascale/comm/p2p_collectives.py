@@ -1,8 +1,8 @@
 """Collectives made of point-to-point messages: every rank sends its part to every other rank at once.
 
 On CPUs gloo's collectives hand every step to a worker thread; in small groups direct messages take less than half the
-time (docs/results/overlap.md). On any device a collective can arrive or leave in pieces that overlap with GEMMs. Terms are
-added in rank order, and all ranks get the same bits.
+time (docs/results/overlap.md). On any device a collective can arrive or leave in pieces that overlap with GEMMs. Terms
+are added in rank order, and all ranks get the same bits.
 """
 
 from __future__ import annotations
