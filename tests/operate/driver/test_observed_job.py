@@ -326,7 +326,7 @@ def test_the_configuration_of_a_job_that_has_not_begun_is_awaited(
 
     config = asyncio.run(begin())
     assert config is not None and config.fault == FaultConfig()
-    assert capsys.readouterr().out == f"waiting for the job, which writes {file}\n"
+    assert capsys.readouterr().err == f"megascale: waiting for the job, which writes {file}\n"
 
 
 def test_ranks_that_hang_before_the_first_step_are_watched_by_the_defaults(
@@ -337,7 +337,7 @@ def test_ranks_that_hang_before_the_first_step_are_watched_by_the_defaults(
     folder = tmp_path / f"early-{tmp_path.name}"
     with log_of_rank(folder, Rank(0, 2, 0, "host"), {}):
         assert asyncio.run(_configuration(folder)) is None
-    assert "the defaults of [fault] hold" in capsys.readouterr().out
+    assert "the defaults of [fault] hold" in capsys.readouterr().err
 
 
 def ranks_below(pid: int) -> dict[int, int]:
