@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import NoReturn
 
 import megascale
-from megascale.cli.commands import COMMANDS, FAMILIES, GROUPS, HIDDEN_COMMANDS, command_of, commands_below, gone_command
+from megascale.cli.command_table import (
+    COMMANDS,
+    FAMILIES,
+    GROUPS,
+    HIDDEN_COMMANDS,
+    command_of,
+    commands_below,
+    gone_command,
+)
 from megascale.cli.parsing import CommandParser
 from megascale.cli.standard_streams import (
     discard_unwritable_output,

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megascale.cli import launch
-from megascale.cli.commands import COMMANDS
+from megascale.cli.command_table import COMMANDS
 from megascale.cli.main import main, parse
 from megascale.config.loading import load_config
 from megascale.core.errors import ConfigError, MegascaleError

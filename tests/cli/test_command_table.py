@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megascale.cli.commands import COMMANDS, FAMILIES, GONE, GROUPS, HIDDEN_COMMANDS, command_of
+from megascale.cli.command_table import COMMANDS, FAMILIES, GONE, GROUPS, HIDDEN_COMMANDS, command_of
 from megascale.cli.main import command_parser, main, parse
-from megascale.config.run import RunFolder
+from megascale.config.run import RunConfig
 from megascale.core.named_run import USUAL_PARENT
 from tests.operate.show.folders import make_run
 
@@ -154,7 +154,7 @@ def test_commands_that_take_a_run_are_tried() -> None:
 
 
 def test_runs_are_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert Path(RunFolder.model_fields["output_dir"].default) == USUAL_PARENT
+    assert Path(RunConfig.model_fields["output_dir"].default) == USUAL_PARENT
     monkeypatch.chdir(tmp_path)
     assert main(["watch", "mine"]) == 2
     assert capsys.readouterr().err == (
