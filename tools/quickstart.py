@@ -31,7 +31,7 @@ BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 def main() -> int:
     """Run the tool. Exit status: of the first command that fails, or 0."""
-    CommandParser("tools/quickstart.py", __doc__ or "", "python tools/quickstart.py", "docs/index.md").parse_args()
+    CommandParser("tools/quickstart.py", __doc__ or "", "python tools/quickstart.py", "docs/first-hour.md").parse_args()
     start = time.monotonic()
     corpus = [sys.executable, "tools/corpus.py", "--output", str(DATA)]
     if not (DATA / "tokenizer.json").is_file():

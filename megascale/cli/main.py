@@ -45,7 +45,7 @@ def command_parser(command: str) -> CommandParser:
         parser = CommandParser(prog, about, f"megascale {one.example}", one.page)
     else:
         about = f"{megascale.__doc__}\n\n`megascale COMMAND --help` describes a command."
-        parser = CommandParser(prog, about, f"megascale {COMMANDS['check'].example}", "docs/index.md")
+        parser = CommandParser(prog, about, f"megascale {COMMANDS['check'].example}", "docs/first-hour.md")
         parser.add_argument("--version", action="version", version=f"megascale {megascale.__version__}")
         for heading, names in GROUPS.items():
             _list_commands(parser, heading, names)
