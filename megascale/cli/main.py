@@ -56,6 +56,8 @@ def command_parser(command: str) -> CommandParser:
     if command and (below := commands_below(command)):
         same = "" if command in FAMILIES else f" (a CONFIG of such a name is ./{below[0].split()[1]})"
         _list_commands(parser, f"commands{same}", below)
+    if parser.usage:
+        parser._action_groups.sort(key=lambda group: group is parser._optionals)  # the commands first
     return parser
 
 
@@ -79,9 +81,9 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
     Raises: SystemExit for help, and with status 2 for a command line that is wrong
     """
     if gone := gone_command(words):
-        CommandParser("megascale", "").error(
-            f"`megascale {gone[0]}` is now `megascale {gone[1]}`  -> see docs/index.md"
-        )
+        old, new = gone
+        hint = f"see megascale {command_of(new.split())} --help"
+        CommandParser("megascale", "").error(f"`megascale {old}` is now `megascale {new}`  -> {hint}")
     command = command_of(words)
     parser = command_parser(command)
     options, rest = parser.parse_known_args(words[len(command.split()) :])
