@@ -14,7 +14,7 @@ from megascale.cli.command_table import command_of, gone_command
 from megascale.cli.main import parse
 
 ROOT = Path(__file__).parents[2]
-PAGES = [path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"```(?:bash)?\n(.*?)```", re.DOTALL)
 QUOTED = re.compile(r"`megascale ([^`]+)`")
 ENDS = ("&", "|", ">", "<", "&&", "||", ";")
