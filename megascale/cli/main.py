@@ -12,6 +12,7 @@ from types import ModuleType
 
 import megascale
 from megascale.cli.arguments import sentence
+from megascale.cli.foreign_flags import flag_problems
 from megascale.cli.standard_streams import (
     discard_unwritable_output,
     escape_output,
@@ -126,11 +127,12 @@ def _check_current_folder() -> None:
 def _parse(top: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
     """Parse arguments. Accepts key=value settings and a query after options too, which argparse alone would refuse."""
     options, rest = top.parse_known_args(words)
-    if "overrides" in options and not any(word.startswith("-") for word in rest):
+    if "overrides" in options and any(word.startswith("-") for word in rest):
+        raise ConfigError(list(flag_problems(words, rest)))
+    if "overrides" in options:
         options.overrides = [*options.overrides, *rest]
     elif len(rest) == 1 and not rest[0].startswith("-") and getattr(options, "query", "") is None:
         options.query = rest[0]
     elif rest:
-        hint = "  -> settings have no dashes: section.key=value" if "overrides" in options else ""
-        top.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+        top.error(f"unrecognized arguments: {' '.join(rest)}")
     return options

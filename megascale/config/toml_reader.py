@@ -79,9 +79,18 @@ def apply_overrides(source: Source, overrides: Sequence[str], is_text: Callable[
             plain = is_text(".".join(keys)) and not isinstance(parsed, str | list | dict)
             source.set(keys, value.strip() if plain else parsed)
         else:
-            problems.append(Problem("command line", text, "not a setting", "write section.key=value"))
+            problems.append(Problem("command line", text, "not a setting", _no_setting_hint(text, overrides)))
     if problems:
         raise ConfigError(problems)
+
+
+def _no_setting_hint(text: str, words: Sequence[str]) -> str:
+    """Return the setting that a name of another system means, with the next word as its value."""
+    from megascale.config.foreign.answers import answer, read_value  # for a mistake alone
+
+    following = words[words.index(text) + 1 :][:1]
+    found = answer(text, [read_value(word) for word in following if "=" not in word])
+    return f"{found.hint(command_line=True)}; the name is {found.system}'s" if found else "write section.key=value"
 
 
 def _mistake(where: str, key: str, message: str, hint: str) -> ConfigError:
