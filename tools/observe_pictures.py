@@ -73,7 +73,7 @@ def main() -> int:
         tell(fleet, folder / "slow-machines", ["diagnose", "--slow"], ["events", "slowest-ranks"])
         write(options.output / "slow-machines.svg", heat_map(fleet))
         decay = mfu_decay()
-        tell(decay, folder / "mfu-decay", ["mfu"], ["diagnose", "--slow"])
+        tell(decay, folder / "mfu-decay", ["diagnose", "--mfu"], ["diagnose", "--slow"])
         write(options.output / "mfu-decay.svg", decay_chart(decay))
         write(options.output / "loss-spike.svg", spike_chart(folder))
     return 0
@@ -126,8 +126,8 @@ def spike_chart(folder: Path) -> str:
     losses = [(record["step"], record["loss"]) for record in records if "loss" in record]
     alerts = [record for record in records if "alert" in record]
     for step in dict.fromkeys(str(record["step"]) for record in alerts):
-        read = run_quietly("data", "which", str(folder / "spike"), "--step", step)
-        print(f"\n$ megascale data which RUN --step {step}\n{read}")
+        read = run_quietly("data", "samples", str(folder / "spike"), "--step", step)
+        print(f"\n$ megascale data samples RUN --step {step}\n{read}")
     steps, values = (np.array(column) for column in zip(*losses, strict=True))
     marks = [Mark(int(record["step"]), "!", "") for record in alerts if record["alert"] == "loss"]
     return line_chart("loss, with alerts", [Series("loss", steps, values, GREEN)], marks, lambda value: f"{value:.3g}")

@@ -26,20 +26,17 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
     add_config_arguments(sub)
     sub.add_argument("--nodes", type=positive_int, required=True, metavar="N", help="nodes with ranks, as many on each")
-    sub.add_argument(
-        "--spares", type=non_negative_int, default=0, metavar="K", help="further nodes that wait to replace others (0)"
-    )
-    sub.add_argument(
-        "--scheduler",
-        default="local",
-        metavar="NAME",
-        help="source of nodes: local (processes of this host), slurm (an allocation) or jobset (Kubernetes)",
-    )
+    spares = "further nodes that wait to replace others (default: 0)"
+    sub.add_argument("--spares", type=non_negative_int, default=0, metavar="K", help=spares)
+    source = "source of nodes: local, processes of this host; slurm, an allocation; jobset, Kubernetes (default: local)"
+    sub.add_argument("--scheduler", default="local", metavar="NAME", help=source)
     manifest = sub.add_argument_group("manifest for --scheduler jobset, instead of a launch")
     manifest.add_argument("--output", type=Path, metavar="FILE", help="write the manifest to FILE")
-    manifest.add_argument("--image", help="container image with megascale")
+    manifest.add_argument("--image", metavar="IMAGE", help="container image with megascale")
     manifest.add_argument("--claim", metavar="CLAIM=PATH", help="volume claim with the data and runs, mounted at PATH")
-    manifest.add_argument("--gpus-per-node", type=non_negative_int, default=0, metavar="GPUS", help="GPUs of a pod (0)")
+    manifest.add_argument(
+        "--gpus-per-node", type=non_negative_int, default=0, metavar="GPUS", help="GPUs of a pod (default: 0)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

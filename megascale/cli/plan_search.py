@@ -52,7 +52,7 @@ def find_layouts(options: argparse.Namespace, hardware: Hardware, stack: Stack) 
     config = planned_config(options, None, layout=False)
     if config.parallel.cp_mode == "hybrid":
         what = "the time of hybrid depends on the lengths of documents, and --search plans with one length"
-        raise ConfigError([Problem(options.config, "parallel.cp_mode", what, "plan with --lengths, which names both")])
+        raise ConfigError([Problem(options.config, "parallel.cp_mode", what, "megascale plan lengths plans both")])
     return search(config, options.gpus, hardware, stack, fixed_keys(options))
 
 

@@ -12,7 +12,6 @@ from megascale.config.run import RunConfig
 from megascale.config.time_rules import unknown_ranks
 from megascale.config.train_rules import batch_rampup, batch_size
 
-
 WORLD_KEYS = ("parallel.dp", "parallel.tp")
 """Keys of findings about the number of processes itself."""
 

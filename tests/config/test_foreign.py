@@ -204,6 +204,6 @@ def test_a_table_of_another_system(tmp_path: Path) -> None:
 
 
 def test_a_list_has_the_values_up_to_the_next_flag() -> None:
-    flags = read_flags("--rampup-batch-size 16 8 300000 --lr -1e-4 --swiglu --foo=3".split())
+    flags = read_flags(["--rampup-batch-size", "16", "8", "300000", "--lr", "-1e-4", "--swiglu", "--foo=3"])
     assert flags == {"--rampup-batch-size": [16, 8, 300000], "--lr": [-1e-4], "--swiglu": [], "--foo": [3]}
     assert find("--rampup-batch-size")[1].takes == MANY  # type: ignore[index]

@@ -52,7 +52,7 @@ def test_every_number_is_refused_or_checked(key: str) -> None:
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("number", ["inf", "-inf", "nan", "1e400", "1" + "0" * 400, "-1"])
 def test_numbers_beyond_every_range_are_refused(key: str, number: str) -> None:
-    with pytest.raises(ConfigError, match=rf"(?s){key}: .*\n[1-9] problems?; nothing was launched"):
+    with pytest.raises(ConfigError, match=rf"(?s){key}: .*\n[1-9] problems?"):
         load(f"{key}={number}", data__mock=True)
 
 

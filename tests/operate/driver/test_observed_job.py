@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from megascale.cli.main import main
-from megascale.cli.observe import PORT, DriverEndpoint, _driver_endpoint, _reserve
+from megascale.cli.watch import PORT
+from megascale.cli.watch_attach import DriverEndpoint, _driver_endpoint, _reserve
 from megascale.config.fault import FaultConfig
 from megascale.core.errors import ConfigError, Exit
 from megascale.core.network import LOOPBACK
@@ -298,8 +299,7 @@ def test_a_host_without_the_driver_s_address_is_no_driver() -> None:
 
 
 def test_an_address_that_nothing_can_connect_to_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = job_config(tmp_path, GPT)
-    assert main(["observe", str(config), "--driver", "255.255.255.255"]) == Exit.CONFIG
+    assert main(["watch", str(tmp_path / "run"), "--attach", "--driver", "255.255.255.255"]) == Exit.CONFIG
     error = capsys.readouterr().err
     assert "--driver: this host cannot connect to 255.255.255.255:29600: Permission denied  -> a host of" in error
 
@@ -324,12 +324,12 @@ class ObservedTorchrun:
 
     def __init__(self, folder: Path, **env: str) -> None:
         config = job_config(folder, GPT, parallel__tp=2, train__precision="fp32", train__steps=100_000)
-        command = [sys.executable, "-m", "megascale", "observe", str(config), "--driver", f"127.0.0.1:{free_port()}"]
         self._log = folder / "observe.log"
         self.job = Torchrun(config, "fault.agent_grace_s=20", env=env)
+        words = ["watch", str(self.job.folder), "--attach", "--driver", f"127.0.0.1:{free_port()}"]
         with open(self._log, "w") as log:
             self.observer = subprocess.Popen(
-                [*command, "fault.agent_grace_s=20"], stdout=log, stderr=log, preexec_fn=heed_signals
+                [sys.executable, "-m", "megascale", *words], stdout=log, stderr=log, preexec_fn=heed_signals
             )
 
     def __enter__(self) -> ObservedTorchrun:
