@@ -69,8 +69,8 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
     """Return the command of a command line, and its options. key=value settings and a query may stand after options
     too, which argparse alone would refuse.
 
-    Raises: SystemExit for help, and with status 2 for a command line that is wrong; ConfigError for flags where settings
-    are meant
+    Raises: SystemExit for help, and with status 2 for a command line that is wrong; ConfigError for flags in the place
+    of settings
     """
     if gone := gone_command(words):
         CommandParser("megascale", "").error(

@@ -48,7 +48,8 @@ def unknown_key_hint(
     similar = closest_names(last, known, 3)
     if len(known) <= FEW_CHOICES or not (similar or "." in key):
         return f"known keys: {', '.join(known)}"
-    return (f"similar: {', '.join(similar)}; " if similar else "") + f"docs/configuration.md lists all {len(known)} keys"
+    near = f"similar: {', '.join(similar)}; " if similar else ""
+    return f"{near}docs/configuration.md lists all {len(known)} keys"
 
 
 def _table_hint(name: str, table: str, value: Mapping[str, Any]) -> str:

@@ -223,7 +223,8 @@ def _problem_of_key(
         return _unknown_key(source, key, list(keys), detail["input"])
     if detail["type"] == "missing":
         help_line = _MARKDOWN_LINK.sub(r"\1", keys[name].description or "")
-        return Problem(source.location(table_name), key, "missing", f"write {name} = ... in [{table_name}]: {help_line}")
+        hint = f"write {name} = ... in [{table_name}]: {help_line}"
+        return Problem(source.location(table_name), key, "missing", hint)
     hint = value_hint(key, keys[name], table.get(name))
     if detail["type"] == "choice":
         context = detail["ctx"]

@@ -1,8 +1,8 @@
 """Registries of named choices: a `Card` describes an implementation without importing the module.
 
 A card's target is `module:attribute`, imported only on use: a configuration is checked and a job planned without torch.
-Other packages add cards through entry points in the registry's group. `closest_name` finds the name behind a typo, `closest_names` similar
-ones.
+Other packages add cards through entry points in the registry's group. `closest_name` finds the name behind a typo,
+`closest_names` similar ones.
 """
 
 from __future__ import annotations

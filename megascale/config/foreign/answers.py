@@ -40,8 +40,10 @@ class Answer:
         """Say what to write, on a command line or in a file."""
         if not self.key:
             return self.note
-        value = "VALUE" if self.value is None else self.value
-        text = assignment(self.key, value) if command_line else f"{self.key} = {toml(value)}"
+        if self.value is None:
+            text = f"{self.key}=..." if command_line else f"{self.key} = ..."
+        else:
+            text = assignment(self.key, self.value) if command_line else f"{self.key} = {toml(self.value)}"
         return f"write {text}" + (f" ({self.note})" if self.note else "")
 
 
