@@ -42,7 +42,8 @@ def default_of(key: str) -> str:
     """Return the default of a key as TOML."""
     table, _, name = key.rpartition(".")
     fields = {field.alias or attribute: field for attribute, field in sections()[table].model_fields.items()}
-    return json.dumps(fields[name].default)
+    field = fields[name]
+    return "required" if field.is_required() else json.dumps(field.default)
 
 
 def settings() -> Iterator[str]:

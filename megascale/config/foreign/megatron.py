@@ -126,7 +126,7 @@ TRAIN = (
     same("--train-iters", "train.steps"),
     computed("--train-samples", "train.steps", steps_of_samples, "steps: samples / batch.global"),
     same("--seed", "train.seed"),
-    switch("--bf16", "train.precision", "bf16", theirs="off"),
+    switch("--bf16", "train.precision", "bf16"),
     switch("--fp16", "train.precision", "bf16", _NO_FP16),
     absent("--loss-scale, --initial-loss-scale, --min-loss-scale, --loss-scale-window, --hysteresis", _NO_FP16),
     words("--fp8-format", "train.precision", {"hybrid": "fp8", "e4m3": "fp8"},
@@ -171,7 +171,7 @@ TRAIN = (
     absent("--exit-duration-in-mins, --exit-interval", "not supported: SIGTERM, or the scheduler's end of time, saves "
            "and stops; the same command resumes"),
     absent("--exit-signal-handler, --check-for-nan-in-loss-and-grad", _ALWAYS, 0),
-    absent("--deterministic-mode", "nothing to write", 0),
+    absent("--deterministic-mode", "nothing to write: a resume in the same layout repeats every bit", 0),
 )  # fmt: skip
 
 _MODULES = {"core_attn": "attention", "layernorm": "norm", "moe_act": "activation"}
@@ -201,7 +201,7 @@ OPTIMIZER = (
     computed("--adam-beta2", "optimizer.betas", beta(1), theirs="0.999"),
     same("--adam-eps", "optimizer.eps"),
     same("--clip-grad", "optimizer.clip_norm"),
-    computed("--muon-momentum", "optimizer.options", option("momentum"), theirs="0.9"),
+    computed("--muon-momentum", "optimizer.options", option("momentum")),
     computed("--muon-num-ns-steps", "optimizer.options", option("ns_steps")),
     absent("--sgd-momentum", "not supported: one of the choices of optimizer.name"),
     absent("--use-precision-aware-optimizer",

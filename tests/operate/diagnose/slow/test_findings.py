@@ -191,7 +191,9 @@ def test_waits_of_ranks_that_share_cores_accuse_no_group(nodes: int, cores: int,
     places, dp = cube.places, cube.select("dp")
     mine = np.flatnonzero((places.coords["tp"] == 0) & (places.coords["pp"] == 0))
     wait, wall = cube.wait.copy(), cube.wall.copy()
+    others = np.setdiff1d(np.arange(8), mine)  # they wait for messages of these ranks
     wait[np.ix_(mine, range(since, 100), dp[:1])] += 2 * cube.step_s
+    wait[np.ix_(others, range(since, 100), cube.select("pp")[:1])] += 2 * cube.step_s
     wall[:, since:] += 2 * cube.step_s
     if nodes == 2:  # every group along dp has a rank on each
         places = replace(places, node=places.coords["dp"], nodes=("a", "b"))
