@@ -18,7 +18,6 @@ _NO_MOE = "mixtures of experts are not supported: 1, or remove the key"
 UNSUPPORTED: dict[str, dict[str, str]] = {
     "train.precision": dict.fromkeys(("fp16", "float16", "half", "16", "16-mixed", "fp16-mixed"), _NO_FP16),
     "parallel.zero": {"3": "ZeRO-3 is not supported: 2, and for larger models more parallel.tp or parallel.pp"},
-    "parallel.ep": {str(ranks): _NO_MOE for ranks in (2, 4, 8, 16, 32, 64)},
 }
 """Values that users of other systems know, by key and text: why there are none, and what to write."""
 
@@ -45,9 +44,9 @@ def unknown_key_hint(
         return f"{found.hint(command_line=command_line)}; the name is {found.system}'s"
     if close := closest_name(last, known):
         return f"did you mean '{close}'?"
-    similar = closest_names(last, known, 3)
-    if len(known) <= FEW_CHOICES or not (similar or "." in key):
+    if len(known) <= FEW_CHOICES or "." not in key:
         return f"known keys: {', '.join(known)}"
+    similar = closest_names(last, known, 3)
     near = f"similar: {', '.join(similar)}; " if similar else ""
     return f"{near}docs/configuration.md lists all {len(known)} keys"
 
@@ -64,7 +63,7 @@ def _table_hint(name: str, table: str, value: Mapping[str, Any]) -> str:
 
 def unsupported(key: str, value: Any) -> str:
     """Return why a value that other systems have is not supported; else ''."""
-    return UNSUPPORTED.get(key, {}).get(_text(value), "")
+    return _NO_MOE if key == "parallel.ep" else UNSUPPORTED.get(key, {}).get(_text(value), "")
 
 
 def _text(value: Any) -> str:
@@ -89,7 +88,7 @@ def value_hint(key: str, field: FieldInfo, value: Any) -> str:
         return _table_choice(table, value)
     if words == [A_CHOICE]:
         words = ["one of them"]
-    return _shown(field, " or ".join(words).replace("`", "").replace("whole number", "a whole number"))
+    return _shown(field, " or ".join(map(_with_article, words)))
 
 
 def _table_choice(choice: TableChoice, value: Any) -> str:
@@ -111,6 +110,12 @@ def _shown(field: FieldInfo, words: str) -> str:
     if field.is_required() or field.default is None or not words:
         return words or "another value"
     return f"{words}; the default is {json.dumps(field.default)}"
+
+
+def _with_article(words: str) -> str:
+    """Return a type in words as a noun with its article."""
+    words = words.replace("`", "")
+    return f"a {words}" if words.startswith(("whole", "number", "list")) else words.replace("text", "text in quotes")
 
 
 def _boolean(text: str) -> str:

@@ -116,10 +116,16 @@ def _find_problems(
     yield from _shared_folders(source)
     if world_size is not None and all(isinstance(valid.get(name), Section) for name in types):
         config = RunConfig.model_construct(name="check", **valid)
-        for finding in world_findings(config, world_size):
-            problem = _to_problem(source, finding)
-            by_option = world_option and finding.key in WORLD_KEYS
-            yield Problem("command line", world_option, finding.message, finding.hint) if by_option else problem
+        yield from _world_problems(source, config, world_size, world_option)
+
+
+def _world_problems(source: Source, config: RunConfig, world_size: int, option: str) -> Iterator[Problem]:
+    """Find what is wrong with the number of processes, at the `option` of the command line that gives it."""
+    for finding in world_findings(config, world_size):
+        if option and finding.key in WORLD_KEYS:
+            yield Problem("command line", option, finding.message, finding.hint)
+        else:
+            yield _to_problem(source, finding)
 
 
 def _shared_folders(source: Source) -> Iterator[Problem]:
@@ -226,6 +232,8 @@ def _problem_of_key(
         hint = f"write {name} = ... in [{table_name}]: {help_line}"
         return Problem(source.location(table_name), key, "missing", hint)
     hint = value_hint(key, keys[name], table.get(name))
+    if name not in table and name in DERIVED_FROM:
+        hint = f"it follows {DERIVED_FROM[name]}: change that, or write {name}"
     if detail["type"] == "choice":
         context = detail["ctx"]
         known = f"did you mean '{context['nearest']}'?" if context["nearest"] else context.get("hint", "")
