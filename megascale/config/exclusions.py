@@ -252,7 +252,7 @@ def _default(section: type[Section], name: str) -> Test:
 
 NO_AVERAGE = _without_effect(
     "train.weight_average", only("none"),
-    {f"train.{name}": _default(TrainConfig, name) for name in ("weight_average_every",)},
+    {"train.weight_average_every": _default(TrainConfig, "weight_average_every")},
     "train.weight_average = ema or lawa, or remove the key",
 )  # fmt: skip
 
@@ -289,15 +289,13 @@ OWN_VALIDATION = Exclusions("data.valid", unless(None), (
 
 def _off(switch: str, when: Test, section: type[Section], *names: str) -> Exclusions:
     table = switch.partition(".")[0]
-    keys = {f"{table}.{field.alias or name}": only(field.default)
-            for name, field in section.model_fields.items() if (field.alias or name) in names}  # fmt: skip
-    return _without_effect(switch, when, keys)
+    return _without_effect(switch, when, {f"{table}.{name}": _default(section, name) for name in names})
 
 
 SWITCHED_OFF = (
     _off("train.eval_every", only(0), TrainConfig, "eval_steps"),
     _off("train.noise_scale_every", only(0), TrainConfig, "noise_scale_decay"),
-    _off("checkpoint.every", only(0), CheckpointConfig, "keep", "keep_every", "async", "max_file_bytes"),
+    _off("checkpoint.every", only(0), CheckpointConfig, "keep", "keep_every", "max_file_bytes"),
     _off("checkpoint.in_memory_every", only(0), CheckpointConfig, "in_memory_dir"),
     _off("observe.event_store", only(False), ObserveConfig, "event_files", "store_dir", "store_interval_s",
          "store_bytes", "store_events_h"),

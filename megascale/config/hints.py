@@ -114,7 +114,8 @@ def _shown(field: FieldInfo, words: str) -> str:
 
 def _with_article(words: str) -> str:
     """Return a type in words as a noun with its article."""
-    words = words.replace("`", "")
+    words = words.replace("`", "").replace("list of whole number", "list of whole numbers")
+    words = words.replace("list of number", "list of numbers")
     return f"a {words}" if words.startswith(("whole", "number", "list")) else words.replace("text", "text in quotes")
 
 

@@ -251,7 +251,7 @@ _MARKDOWN_LINK = re.compile(r"\[([^]]+)\]\([^)]*\)")
 def _as_number(value: Any, details: list[ErrorDetails]) -> str:
     """Return the number that is meant by a quoted number, or by a whole number with a decimal point; else ''."""
     types = {detail["type"] for detail in details}
-    if isinstance(value, float) and value.is_integer() and "int_type" in types:
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**63 and "int_type" in types:
         return f"{value:.0f}, without a decimal point"
     if isinstance(value, str) and types & {"int_type", "float_type"} and _NUMBER.fullmatch(value):
         return f"{value}, without quotes"

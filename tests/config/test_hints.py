@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 from megascale.catalog.presets import PRESETS
 from megascale.config.loading import load_config, sections
-from megascale.config.section import FEW_CHOICES
+from megascale.config.section import FEW_CHOICES, Choice
 from megascale.config.value_words import choice_of, literals_of, values_in_words
 from megascale.core.errors import ConfigError, Problem
 from tests.config.test_foreign import BASE
@@ -56,18 +56,19 @@ def test_a_word(key: str) -> None:
 
 
 def numbers() -> dict[str, FieldInfo]:
-    return {key: field for key, field in FIELDS.items() if any("number" in word for word in values_in_words(field))}
+    words = {key: " ".join(values_in_words(field)) for key, field in FIELDS.items()}
+    return {key: FIELDS[key] for key, text in words.items() if "number" in text and "text" not in text}
 
 
 @pytest.mark.parametrize("key", numbers())
 def test_a_number_out_of_bounds_and_a_text(key: str) -> None:
     """The bounds that the key has."""
-    for value in ("some", "-1e300"):
+    for value in ("some", "-7"):
         hint = problem(key, f"{key}={value}").hint
         assert "number" in hint or "fp32" in hint, hint
 
 
-@pytest.mark.parametrize("key", [key for key, field in FIELDS.items() if choice_of(field)])
+@pytest.mark.parametrize("key", [key for key, field in FIELDS.items() if type(choice_of(field)) is Choice])
 def test_a_choice(key: str) -> None:
     """Few choices are listed, of many the nearest; the hint says what to write."""
     choice = choice_of(FIELDS[key])
@@ -118,11 +119,8 @@ def test_words_of_other_systems_for_values(override: str, hint: str) -> None:
 
 
 def test_an_unknown_key_of_a_large_table_has_suggestions_and_no_dump() -> None:
-    found = problem("data.qqqqqq", "data.qqqqqq=1")
-    assert len(str(found)) < 600
-    assert "similar: " in problem("data.reader_time", "data.reader_time=1").hint or "did you mean" in problem(
-        "data.reader_time", "data.reader_time=1"
-    ).hint
+    assert len(str(problem("data.qqqqqq", "data.qqqqqq=1"))) < 200
+    assert problem("data.reader_timout", "data.reader_timout=1").hint == "did you mean 'reader_timeout_s'?"
 
 
 def test_text_in_the_place_of_a_dataset() -> None:

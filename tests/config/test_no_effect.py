@@ -50,7 +50,7 @@ def test_a_resolved_configuration_has_no_key_without_effect() -> None:
 
 def test_a_preset_of_rope_with_learned_positions() -> None:
     """The preset's keys of rope are not the user's."""
-    config = load_config("run.toml", ["model.preset=llama3-1b", "model.position=learned"])
+    config = load_config("run.toml", ['model={preset="llama3-1b", position="learned"}'])
     assert config.model.rope_theta == 10_000 and config.model.rope_scaling is None
 
 

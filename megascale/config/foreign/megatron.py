@@ -113,7 +113,7 @@ PARALLEL = (
     computed("--rampup-batch-size", "batch.rampup", every, takes=MANY),
     absent("--step-batch-size-schedule", "write batch.rampup = [start, increment, samples] and batch.global: equal "
            "increments at equal distances of samples"),
-    scaled("--distributed-timeout-minutes", "comm.timeout_s", 60, "in seconds"),
+    scaled("--distributed-timeout-minutes", "comm.timeout_s", 60, "in seconds; launch.start_timeout_s is no less"),
     same("--distributed-timeout-seconds-after-init", "comm.timeout_s"),
     absent("--distributed-backend", "nothing to write: NCCL on GPUs, gloo on CPUs"),
     absent("--nccl-communicator-config-path", "write nccl.*_ctas"),
@@ -133,7 +133,7 @@ TRAIN = (
           "the format follows fp8.recipe: tensorwise, delayed and static are hybrid, rowwise and blockwise e4m3"),
     words("--fp8-recipe", "fp8.recipe", {"tensorwise": "tensorwise", "delayed": "delayed", "blockwise": "blockwise"},
           "mxfp8 is not supported", "delayed"),
-    same("--fp8-amax-history-len", "fp8.history", 'with fp8.recipe = "delayed"', "1"),
+    same("--fp8-amax-history-len", "fp8.history", 'with fp8.recipe = "delayed", their default', "1"),
     absent("--fp8-amax-compute-algo", 'nothing to write: the maximum of the history, with fp8.recipe = "delayed"'),
     absent("--fp8-margin, --fp8-interval", "nothing to write: 0 and 1"),
     absent("--fp8-param-gather", "not supported: parameters are gathered in bf16", 0),

@@ -105,7 +105,7 @@ TORCHTITAN = (
     same("validation.freq, validator.freq", "train.eval_every"),
     same("validation.steps, validator.steps", "train.eval_steps"),
     absent("validation.enable", "nothing to write: train.eval_every = 0 is off", 0),
-    same("comm.init_timeout_seconds", "comm.start_timeout_s", theirs="300"),
+    same("comm.init_timeout_seconds", "launch.start_timeout_s", theirs="300"),
     same("comm.train_timeout_seconds", "comm.timeout_s", theirs="100"),
     absent("fault_tolerance.enable", "use `megascale launch CONFIG --nodes N`, with [fault]", 0),
     absent("dataloader.num_workers, training.dataloader.num_workers", "write data.reader = host"),
