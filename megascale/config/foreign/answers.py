@@ -80,7 +80,8 @@ def answer(name: str, values: Values = (), context: Context | None = None) -> An
             value = setting.convert(values, context or {})
         except FAILURES:
             value = None
-    return Answer(system, setting.key, value, setting.note)
+    converted = value is not None and setting.meanings and "not supported" in setting.note
+    return Answer(system, setting.key, value, "" if converted else setting.note)
 
 
 def answers(given: Mapping[str, Values]) -> Iterator[tuple[str, Answer | None]]:
@@ -106,11 +107,14 @@ def read_flags(words: Sequence[str]) -> dict[str, list[Any]]:
             flags[name] = [read_value(value)] if equals else []
             found = find(name)
             left = 0 if equals else found[1].takes if found else 1
-        elif left:
+        elif left and not _OURS.search(word):
             flags[name].append(read_value(word))
             left -= 1
     return flags
 
+
+_OURS = re.compile(r"\.toml$|^[a-z0-9_]+\.[a-z0-9_.]+=")
+"""A configuration or setting, which is no flag's value."""
 
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 

@@ -22,7 +22,7 @@ from megascale.config.foreign.setting import (
 )
 
 _NO_MOE = "not supported: mixtures of experts"
-_NO_FP16 = "not supported: fp16 with loss scaling; bf16 needs no scale"
+_NO_FP16 = "fp16 with loss scaling is not supported; bf16 needs no scale"
 _ALWAYS = "nothing to write: always so"
 
 

@@ -28,7 +28,7 @@ _DTYPES = {
 }  # fmt: skip
 _NO_MOE = "not supported: mixtures of experts"
 _NO_ZERO3 = "ZeRO-3 is not supported: 2, and more tp or pp"
-_NO_FP16 = "not supported: fp16 with loss scaling; bf16 needs no scale"
+_NO_FP16 = "fp16 with loss scaling is not supported; bf16 needs no scale"
 _ZERO = {"0": 0, "1": 1, "2": 2}
 
 
