@@ -152,12 +152,8 @@ def generated(name: str, lines: list[str]) -> str:
 def top_keys() -> list[str]:
     """Tabulate the keys outside sections."""
     rows = [
-        [
-            "`name`",
-            "text",
-            "required",
-            "names the run's folder, `output_dir`/`name`; letters, digits, `.`, `_` and `-`",
-        ],
+        ["`name`", "text", "required", "names the run's folder; letters, digits, `.`, `_` and `-`"],
+        ["`output_dir`", "text", '`"runs"`', "parent of the run's folder, `output_dir`/`name`"],
         ["`extends`", "text", "none", "a base file, which this file overrides and extends"],
     ]
     return rendered(["key", "values", "default", "meaning"], rows)

@@ -119,7 +119,7 @@ def spike_chart(folder: Path) -> str:
     run_quietly(*words)
     config = folder / "spike.toml"
     config.write_text(SPIKING.replace("TRAIN", str(folder / "log")), encoding="utf-8")
-    out = run_quietly("train", str(config), "name=spike", f"observe.dir={folder}", f"train.steps={STEPS}")
+    out = run_quietly("train", str(config), "name=spike", f"output_dir={folder}", f"train.steps={STEPS}")
     print("", *(line for line in out.splitlines() if "WARNING" in line), sep="\n")
     lines = (folder / "spike/metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]

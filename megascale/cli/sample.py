@@ -23,7 +23,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--top-k", type=non_negative_int, default=50, metavar="K", help=top_k)
     sub.add_argument("--seed", type=_seed, default=0, help="random seed (default: 0)")
     sub.add_argument(
-        "--average", action="store_true", help="take the average of the weights (train.average), not the weights"
+        "--average", action="store_true", help="take the average of the weights (train.weight_average), not the weights"
     )
     sub.add_argument(
         "--tokenizer", metavar="NAME|FILE", help="tokenizer of the text (default: the tokenizer of the training run)"

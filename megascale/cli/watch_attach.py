@@ -143,7 +143,7 @@ async def _drive(folder: Path, driver: DriverEndpoint) -> int:
     else:
         fault, settings, observe = config.fault, config.checkpoint, config.observe
         address, port = observe.metrics_address, observe.metrics_port
-        copies = Path(settings.memory_dir) if settings.every and settings.memory_every else None
+        copies = Path(settings.in_memory_dir) if settings.every and settings.in_memory_every else None
     plan = JobPlan(
         folder.name, 0, 0, (), str(folder / LOGS), revivable=False, observed=True, folder=str(folder),
         metrics_address=address, metrics_port=port, stops=tuple(stop_signals()),

@@ -17,8 +17,9 @@ from pydantic_core import ErrorDetails
 from megascale.config.finding import Finding
 from megascale.config.hints import unknown_key_hint, unsupported, value_hint
 from megascale.config.model import DERIVED_FROM, ModelConfig, fill_defaults
+from megascale.config.renamed import renamed
 from megascale.config.rules import RULES, InvalidValueError, run_rules
-from megascale.config.run import NAME_PATTERN, RunConfig
+from megascale.config.run import NAME_PATTERN, RunConfig, RunFolder
 from megascale.config.section import AUTO, AUTO_AS_NONE, Section
 from megascale.config.toml_reader import Source, Tree, apply_overrides, read_toml
 from megascale.config.world_rules import WORLD_KEYS, world_findings
@@ -73,7 +74,7 @@ def _check_and_resolve(
 def _is_text_key(key: str) -> bool:
     table, _, name = key.rpartition(".")
     field = _keys(sections()[table]).get(name) if table in sections() else None
-    return key == "name" or (field is not None and _has_text(field.annotation))
+    return key in RunFolder.model_fields or (field is not None and _has_text(field.annotation))
 
 
 def _has_text(annotation: Any) -> bool:
@@ -111,6 +112,9 @@ def _find_problems(
         yield Problem(source.path, "name", "missing", 'name = "my-run" at the top of the file')
     elif not (isinstance(run, str) and NAME_PATTERN.fullmatch(run)):
         yield Problem(source.location("name"), "name", f"{_display_value(run)} cannot name a folder", _NAME_HINT)
+    top = {key: source.tree[key] for key in RunFolder.model_fields if key in source.tree}
+    if wrong := [detail for detail in _validate(RunFolder, top)[0] if detail["loc"] == ("output_dir",)]:
+        yield _problem_of_key(source, RunFolder, "output_dir", top, wrong)
     checked = {name: section for name, section in valid.items() if name not in skip_sections}
     yield from (_to_problem(source, finding) for finding in run_rules(RULES, checked))
     yield from _shared_folders(source)
@@ -196,18 +200,21 @@ def _to_problem(source: Source, finding: Finding) -> Problem:
     return Problem(source.location(finding.key), finding.key, finding.message, finding.hint)
 
 
-RENAMED_KEYS = {"observe.ledger": "observe.record", "checkpoint.patience_s": "checkpoint.retry_timeout_s"}
-"""Former names of keys, with the present names for the hint."""
+def _present_name(source: Source, key: str, value: Any) -> str:
+    """Return the hint for a setting or value with a former name; else ''."""
+    present, present_value = renamed(key, value)
+    if present_value is not value:
+        return f"is now {present} = {_display_value(present_value)}"
+    place = "" if "." in present or source.location(key) == "command line" else ", at the top of the file"
+    return f"is now {present}{place}" if present != key else ""
 
 
 def _unknown_key(source: Source, key: str, known: list[str], value: Any = None) -> Problem:
     table, _, last = key.rpartition(".")
     same_key = [f"{name}.{last}" for name, section in sections().items() if last in _keys(section)]
-    where = source.location(key)
-    if key in RENAMED_KEYS:
-        hint = f"renamed to {RENAMED_KEYS[key]}"
-    else:
-        hint = unknown_key_hint(key, value, known, same_key, command_line=where == "command line")
+    command_line = source.location(key) == "command line"
+    hint = _present_name(source, key, value)
+    hint = hint or unknown_key_hint(key, value, known, same_key, command_line=command_line)
     return Problem(source.location(key), key, f"there is no key '{last}'" + (f" in [{table}]" if table else ""), hint)
 
 
@@ -220,7 +227,7 @@ def _problem_of_key(
     source: Source, section: type[Section], key: str, table: Any, details: list[ErrorDetails]
 ) -> Problem:
     """Rephrase pydantic's errors of one key: one detail, or one per type of a union."""
-    table_name, _, name = key.partition(".")
+    table_name, name = key.partition(".")[0], key.rpartition(".")[2]
     detail, keys = details[0], _keys(section)
     if not detail["loc"]:
         message = f"must be a table, not {_display_value(table)}"
@@ -231,7 +238,7 @@ def _problem_of_key(
         help_line = _MARKDOWN_LINK.sub(r"\1", keys[name].description or "")
         hint = f"write {name} = ... in [{table_name}]: {help_line}"
         return Problem(source.location(table_name), key, "missing", hint)
-    hint = value_hint(key, keys[name], table.get(name))
+    hint = _present_name(source, key, detail["input"]) or value_hint(key, keys[name], table.get(name))
     if name not in table and name in DERIVED_FROM:
         hint = f"it follows {DERIVED_FROM[name]}: change that, or write {name}"
     if detail["type"] == "choice":

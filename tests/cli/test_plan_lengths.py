@@ -78,7 +78,7 @@ def test_a_hybrid_configuration_has_the_plan_of_any_other(capsys: pytest.Capture
 def test_a_search_of_hybrid_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     keys = ["parallel.vpp=1", "parallel.sp=false", "batch.micro=1", "parallel.zero=1", *HYBRID]
     assert main(["plan", *JOB[2:-2], "--search", *SIZES, *keys]) == 2
-    assert "parallel.cp_mode: the time of hybrid depends on the lengths of documents" in capsys.readouterr().err
+    assert "parallel.hybrid_dp: the time of hybrid_dp depends on the lengths of documents" in capsys.readouterr().err
 
 
 def test_pipelines_are_simulated(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,7 +66,8 @@ def store_of(run: str | Path) -> Location:
         raise StoreError(f"{run}: cannot be read: {error.strerror or error}", hint="check path and access") from None
     if not given.exists() or (given.local_path is not None and not is_folder(given.local_path)):
         raise StoreError((missing := no_run(run)).message, hint=missing.hint)
-    hint = "a run writes one unless observe.store or observe.record is false; the first rows come with its first steps"
+    hint = "a run writes one unless observe.event_store or observe.record_events is false; the first rows come with "
+    hint += "its first steps"
     raise StoreError(f"{run}: no event store", hint=hint)
 
 

@@ -192,7 +192,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 PLUGGED = ("model.block", "model.norm", "model.activation", "parallel.schedule", "optimizer.name", "optimizer.decay",
-           "data.policy", "data.sample_weight", "data.tokenizer", "fp8.recipe", "backends.linear")  # fmt: skip
+           "data.blend_policy", "data.sample_weight", "data.tokenizer", "fp8.recipe", "backends.linear")  # fmt: skip
 """Keys whose value may be a plug-in's name."""
 
 
