@@ -55,10 +55,11 @@ def settings() -> Iterator[str]:
         yield from ("", f"### {heading}", "", *_head("Megatron-LM", "torchtitan", "write", "note"))
         for setting in group:
             same = theirs.pop(setting.key, []) if setting.key else []
-            yield _row([_names(setting), ", ".join(map(_names, same)), _key(setting), setting.note])
+            notes = [_note(setting), *(f"torchtitan: {note}" for one in same if (note := _note(one)))]
+            yield _row([_names(setting), ", ".join(map(_names, same)), _key(setting), "; ".join(filter(None, notes))])
     yield from ("", "### torchtitan alone", "", *_head("torchtitan", "write", "note"))
     for setting in (one for rows in theirs.values() for one in rows):
-        yield _row([_names(setting), _key(setting), setting.note])
+        yield _row([_names(setting), _key(setting), _note(setting)])
     yield ""
 
 
@@ -71,6 +72,13 @@ def _key(setting: Setting) -> str:
     except LookupError:
         value = None
     return f"`{setting.key}`" if value is None else f"`{setting.key} = {json.dumps(value)}`"
+
+
+def _note(setting: Setting) -> str:
+    """Return the note, with the words whose spelling here is another."""
+    other = {word: value for word, value in setting.meanings.items() if word != value}
+    words = ", ".join(f"`{word}` is `{json.dumps(value)}`" for word, value in other.items())
+    return "; ".join(filter(None, [words, setting.note]))
 
 
 def _names(setting: Setting) -> str:
