@@ -279,11 +279,6 @@ NO_HOST_READER = _without_effect(
     "data.reader = host, or remove the key",
 )  # fmt: skip
 
-OWN_VALIDATION = Exclusions("data.valid", unless(None), (
-    ("data.split", only(DataConfig.model_fields["split"].default),
-     "has no effect beside data.valid: all documents of data.train are for training", "remove one of them"),
-))  # fmt: skip
-
 # Switches that are off, as by an override of the command line: other keys wait for them, which is worth a warning.
 
 
@@ -292,7 +287,13 @@ def _off(switch: str, when: Test, section: type[Section], *names: str) -> Exclus
     return _without_effect(switch, when, {f"{table}.{name}": _default(section, name) for name in names})
 
 
+OWN_VALIDATION = Exclusions("data.valid", unless(None), (
+    ("data.split", only(DataConfig.model_fields["split"].default, [1.0, 0.0]),
+     "has no effect beside data.valid: all documents of data.train are for training", "remove one of them"),
+))  # fmt: skip
+
 SWITCHED_OFF = (
+    OWN_VALIDATION,
     _off("train.eval_every", only(0), TrainConfig, "eval_steps"),
     _off("train.noise_scale_every", only(0), TrainConfig, "noise_scale_decay"),
     _off("checkpoint.every", only(0), CheckpointConfig, "keep", "keep_every", "max_file_bytes"),

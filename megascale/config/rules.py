@@ -54,7 +54,7 @@ RULES: tuple[Rule, ...] = (
     train_rules.compensated_weights, exclusions.LAMB, exclusions.COMPENSATED,
     exclusions.ZCLIP, exclusions.SKIPPED_STEPS,
     backend_rules.supported_backends,
-    exclusions.NO_HOST_READER, exclusions.OWN_VALIDATION,
+    exclusions.NO_HOST_READER,
     file_rules.data_source, file_rules.data_files, file_rules.data_samples,
     file_rules.resume,
     exclusions.NO_CHECKPOINTS, exclusions.NO_COPIES, file_rules.memory_folder,
