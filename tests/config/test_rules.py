@@ -324,13 +324,27 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         | {"train__mlp_tiles": 2},
         {"train.mlp_tiles": "attention and MLP of a parallel block share an fp8 operand"},
     ),
-    ("NO_TAIL", {"optimizer__decay": "cosine", "optimizer__decay_steps": 3}, {"optimizer.decay_steps": "has no effect with"}),
-    ("CONSTANT_RATE", {"optimizer__decay": "constant", "optimizer__min_lr": 1e-3}, {"optimizer.min_lr": "has no effect with"}),
+    (
+        "NO_TAIL",
+        {"optimizer__decay": "cosine", "optimizer__decay_steps": 3},
+        {"optimizer.decay_steps": "has no effect with"},
+    ),
+    (
+        "CONSTANT_RATE",
+        {"optimizer__decay": "constant", "optimizer__min_lr": 1e-3},
+        {"optimizer.min_lr": "has no effect with"},
+    ),
     ("NO_AVERAGE", {"train__weight_average_every": 3}, {"train.weight_average_every": "has no effect with"}),
-    ("NO_EMA", {"train__weight_average": "lawa", "train__weight_average_decay": 0.5},
-     {"train.weight_average_decay": "has no effect with"}),
-    ("NO_LAWA", {"train__weight_average": "ema", "train__weight_average_count": 3},
-     {"train.weight_average_count": "has no effect with"}),
+    (
+        "NO_EMA",
+        {"train__weight_average": "lawa", "train__weight_average_decay": 0.5},
+        {"train.weight_average_decay": "has no effect with"},
+    ),
+    (
+        "NO_LAWA",
+        {"train__weight_average": "ema", "train__weight_average_count": 3},
+        {"train.weight_average_count": "has no effect with"},
+    ),
     ("NO_HISTORY", {"fp8__recipe": "rowwise", "fp8__history": 4}, {"fp8.history": "has no effect with"}),
     ("NO_HOST_READER", {"data__reader_timeout_s": 9.0}, {"data.reader_timeout_s": "has no effect with"}),
     (
