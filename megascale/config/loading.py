@@ -234,7 +234,7 @@ def _problem_of_key(
         return Problem(source.location(key), key, message, f"write [{table_name}] and its keys below it")
     if detail["type"] == "extra_forbidden":
         return _unknown_key(source, key, list(keys), detail["input"])
-    if detail["type"] == "missing":
+    if detail["type"] == "missing" and name not in table:
         help_line = _MARKDOWN_LINK.sub(r"\1", keys[name].description or "")
         hint = f"write {name} = ... in [{table_name}]: {help_line}"
         return Problem(source.location(table_name), key, "missing", hint)
