@@ -17,6 +17,12 @@ _NO_MOE = "mixtures of experts are not supported: 1, or remove the key"
 
 UNSUPPORTED: dict[str, dict[str, str]] = {
     "train.precision": dict.fromkeys(("fp16", "float16", "half", "16", "16-mixed", "fp16-mixed"), _NO_FP16),
+    "fp8.recipe": dict.fromkeys(("mxfp8", "mx"), "mxfp8 is not supported: blockwise, with scales of 128 elements"),
+    "optimizer.name": {"sgd": "SGD is not supported: adamw, or muon for matrices"},
+    "parallel.schedule": dict.fromkeys(
+        ("zb1p", "zbh1", "zbh2", "zbv", "zero_bubble", "interleavedzerobubble", "zbvzerobubble", "dualpipe", "dualpipev"),
+        "zero-bubble schedules are not supported: interleaved_1f1b, with parallel.vpp above 1",
+    ),
     "parallel.zero": {"3": "ZeRO-3 is not supported: 2, and for larger models more parallel.tp or parallel.pp"},
 }
 """Values that users of other systems know, by key and text: why there are none, and what to write."""

@@ -29,7 +29,7 @@ def _nothing_saved(config: RunConfig) -> Iterator[Finding]:
     steps, world = config.train.steps, config.world_size
     if config.checkpoint.every or config.data.mock or (steps < LONG_STEPS and world <= LARGE_WORLD):
         return
-    message = f"is 0: {steps} steps of {world} processes save nothing, and every restart begins at step 0"
+    message = f"= 0: {steps} steps of {world} processes save nothing, and every restart begins at step 0"
     yield Finding("checkpoint.every", message, f"checkpoint.every = {min(LONG_STEPS, max(1, steps // 10))}")
 
 
@@ -49,5 +49,5 @@ def _many_epochs(config: RunConfig) -> Iterator[Finding]:
         epochs = config.samples * weight / total * config.model.seq_length / max(tokens, 1)
         if epochs > MANY_EPOCHS:
             fewer = max(1, int(config.train.steps / epochs))
-            message = f"{config.train.steps} steps read {prefix} {epochs:.0f} times"
-            yield Finding("train.steps", message, f"more data, or fewer steps: one epoch is {fewer}")
+            message = f"= {config.train.steps} reads {prefix} {epochs:.0f} times"
+            yield Finding("train.steps", message, f"more data, or fewer steps; an epoch has {fewer}")

@@ -78,10 +78,9 @@ def no_choice(
     """
     context = {"message": f"'{name}' is not one of {', '.join(names)}", "nearest": nearest}
     if len(names) > FEW_CHOICES:
-        three = dict.fromkeys([*([nearest] if nearest else []), *closest_names(name, names, 3)])
-        similar = f"similar: {', '.join(list(three)[:3])}; " if three else ""
+        similar = f"similar: {', '.join(three)}; " if (three := closest_names(name, names, 3)) else ""
         hint = f"{similar}docs/{page} lists all {len(names)}"
-        context = {"message": f"there is no {kind} '{name}'", "hint": hint, "nearest": None}
+        context = {"message": f"there is no {kind} '{name}'", "hint": hint, "nearest": nearest}
     return PydanticCustomError("choice", "{message}", context)
 
 

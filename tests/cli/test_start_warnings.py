@@ -13,8 +13,8 @@ from tests.jobs import job_config
 from tests.runs import GPT
 
 EXPECTED = (
-    "WARNING: checkpoint.every is 0: 5000 steps of 2 processes save nothing, and every restart begins at step 0",
-    "WARNING: train.steps 5000 steps read ",
+    "WARNING: checkpoint.every = 0: 5000 steps of 2 processes save nothing, and every restart begins at step 0",
+    "WARNING: train.steps = 5000 reads ",
     "WARNING: train.eval_steps has no effect with eval_every = 0  -> remove the key",
 )
 

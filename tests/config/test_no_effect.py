@@ -90,4 +90,4 @@ def test_a_long_or_large_run_without_checkpoints(dataset: str, steps: int, world
 @pytest.mark.parametrize(("steps", "warned"), [(100, False), (5000, True)])
 def test_many_epochs(dataset: str, steps: int, warned: bool) -> None:
     found = [line for line in warnings(dataset, f"train.steps={steps}") if line.startswith("train.steps ")]
-    assert [("times" in line, "one epoch is 15" in line) for line in found] == [(True, True)] * warned
+    assert [("times" in line, "an epoch has 15" in line) for line in found] == [(True, True)] * warned
