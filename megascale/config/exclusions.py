@@ -93,7 +93,9 @@ NO_ROPE = _without_effect(
     "model.position",
     unless("rope"),
     {
-        "model.rope_theta": only(10_000.0), "model.rope_scaling": only(None), "model.local_rope_theta": only(None),
+        "model.rope_theta": only(10_000.0),
+        "model.rope_scaling": only(None),
+        "model.local_rope_theta": only(None),
         "model.rotary_fraction": only(1),
     },
 )

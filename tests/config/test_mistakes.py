@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.catalog.presets import PRESETS
 from megascale.cli.main import main
 from megascale.config.loading import load_config
 from megascale.core.errors import ConfigError
@@ -82,7 +81,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("num_heads = 4", "num_heads = 4\nwindow = [8, -8]", "run.toml:6  model.window: [8, -8]: should be a whole number, or should be greater than or equal to 0  -> a whole number from 0 or a list of whole numbers from 0"),
     ("num_heads = 4", "num_heads = 4\nwindow = [8, 'all']", "run.toml:6  model.window: [8, 'all']: should be a whole number  -> a whole number from 0 or a list of whole numbers from 0"),
     ("num_heads = 4", "num_heads = 4\nwindow = [8, 0, 8, 0, 8]", "run.toml:6  model.window: 5 numbers for 4 layers  -> at most 4: fewer repeat over the layers"),
-    ("num_layers = 4", 'preset = "lama3-8b"', f"run.toml:3  model.preset: there is no preset 'lama3-8b'  -> did you mean 'llama3-8b'?"),
+    ("num_layers = 4", 'preset = "lama3-8b"', "run.toml:3  model.preset: there is no preset 'lama3-8b'  -> did you mean 'llama3-8b'?"),
     ("num_layers = 4", "preset = 3", "run.toml:3  model.preset: 3: should be text  -> text in quotes"),
     ("hidden_size = 32\n", "", "run.toml:2  model.hidden_size: missing  -> write hidden_size = ... in [model]: width of the residual stream"),
     ("global = 8", "total = 8\nglobal = 8", "run.toml:9  batch.total: there is no key 'total' in [batch]  -> known keys: micro, global, rampup"),

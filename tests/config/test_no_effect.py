@@ -61,9 +61,7 @@ def warnings(*overrides: str, world: int | None = None) -> list[str]:
 def test_every_switch_warns_of_keys_that_wait_for_it() -> None:
     assert warnings() == []
     assert {exclusion.key for exclusion in SWITCHED_OFF} >= {"train.eval_every", "checkpoint.every"}
-    assert warnings("train.eval_steps=3") == [
-        "train.eval_steps has no effect with eval_every = 0  -> remove the key"
-    ]
+    assert warnings("train.eval_steps=3") == ["train.eval_steps has no effect with eval_every = 0  -> remove the key"]
     assert warnings("train.eval_steps=3", "train.eval_every=5") == []
     (found,) = warnings("fp8.recipe=rowwise")
     assert found.startswith("fp8.recipe has no effect with precision = fp32")

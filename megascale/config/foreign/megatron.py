@@ -26,7 +26,6 @@ _NO_FP16 = "fp16 with loss scaling is not supported; bf16 needs no scale"
 _ALWAYS = "nothing to write: always so"
 
 
-
 def _norm(name: str, context: Context) -> str:
     norm = {"layernorm": "layernorm", "rmsnorm": "rmsnorm"}[name.lower()]
     return "rmsnorm_1p" if norm == "rmsnorm" and "apply_layernorm_1p" in context else norm
