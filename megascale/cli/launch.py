@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
         return _write_manifest(options, config)
     environment.set_defaults(config.folder if config.world_size > 1 else None)
     raise_limits(config, config.world_size if options.scheduler == "local" else config.world_size // options.nodes)
-    warn(run_warnings(config))
+    warn(run_warnings(config, restarts=True))
     size = ["--nodes", str(options.nodes), "--scheduler", options.scheduler]
     with lock_run_folder(config):
         run_id, _ = read_token(config.folder)

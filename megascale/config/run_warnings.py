@@ -17,17 +17,20 @@ LARGE_WORLD = 8  # processes of one host: a job of several is more likely to los
 MANY_EPOCHS = 100.0
 
 
-def run_warnings(config: RunConfig) -> Iterator[str]:
-    """Yield what the user of a resolved configuration should know before the run starts, a line each."""
-    findings = (*_nothing_saved(config), *_many_epochs(config), *run_rules(SWITCHED_OFF, dict(config)))
+def run_warnings(config: RunConfig, *, restarts: bool = False) -> Iterator[str]:
+    """Yield what the user of a resolved configuration should know before the run starts, a line each. `restarts`: a
+    driver restarts the run after a fault.
+    """
+    findings = (*_nothing_saved(config, restarts), *_many_epochs(config), *run_rules(SWITCHED_OFF, dict(config)))
     for finding in findings:
         yield f"{finding.key} {finding.message}  -> {finding.hint}"
 
 
-def _nothing_saved(config: RunConfig) -> Iterator[Finding]:
-    """Warn of a long or large run without checkpoints. Mock data train nothing that is worth one."""
+def _nothing_saved(config: RunConfig, restarts: bool) -> Iterator[Finding]:
+    """Warn of a long or large run without checkpoints, or one that restarts. Mock data train nothing worth a save."""
     steps, world = config.train.steps, config.world_size
-    if config.checkpoint.every or config.data.mock or (steps < LONG_STEPS and world <= LARGE_WORLD):
+    short = steps < LONG_STEPS and world <= LARGE_WORLD
+    if config.checkpoint.every or (not restarts and (config.data.mock or short)):
         return
     message = f"= 0: {steps} steps of {world} processes save nothing, and every restart begins at step 0"
     yield Finding("checkpoint.every", message, f"checkpoint.every = {min(LONG_STEPS, max(1, steps // 10))}")

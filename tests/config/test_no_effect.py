@@ -82,6 +82,7 @@ def test_a_long_or_large_run_without_checkpoints(dataset: str, steps: int, world
     found = [line for line in warnings(*words, world=world) if line.startswith("checkpoint.every ")]
     assert len(found) == warned
     assert not warnings(*words[1:], "data={mock=true}", world=world), "nothing is worth a checkpoint"
+    assert list(run_warnings(load_config("run.toml", words[1:], world), restarts=True)), "of a driver"
     assert not [line for line in warnings(*words, "checkpoint.every=5", world=world) if "checkpoint" in line]
 
 
