@@ -37,7 +37,7 @@ Float32 = Annotated[float, AfterValidator(_in_float32)]
 
 def _encodable(path: str) -> str:
     if odd := next((character for character in path if character == "\0" or "\ud800" <= character <= "\udfff"), None):
-        context = {"character": ascii(odd)}
+        context = {"character": ascii(odd), "hint": "a path without this character"}
         raise PydanticCustomError("file_name", "has {character}, which no name of a file in UTF-8 has", context)
     return path
 
