@@ -90,7 +90,7 @@ def _no_setting_hint(text: str, words: Sequence[str]) -> str:
     from megascale.config.foreign.answers import answer, read_value  # for a mistake alone
     from megascale.config.loading import sections
 
-    if text.partition(".")[0] in sections() and "." in text:
+    if text.partition(".")[0] in sections() and re.fullmatch(r"\w+(\.\w+)+", text):
         return f"write {text}=..."
     following = words[words.index(text) + 1 :][:1]
     found = answer(text, [read_value(word) for word in following if "=" not in word])
