@@ -24,6 +24,7 @@ from megascale.config.foreign.setting import (
 _NO_MOE = "not supported: mixtures of experts"
 _NO_FP16 = "fp16 with loss scaling is not supported; bf16 needs no scale"
 _ALWAYS = "nothing to write: always so"
+_MODULES = {"core_attn": "attention", "layernorm": "norm", "moe_act": "activation"}
 
 
 def _norm(name: str, context: Context) -> str:
@@ -172,8 +173,6 @@ TRAIN = (
     absent("--exit-signal-handler, --check-for-nan-in-loss-and-grad", _ALWAYS, 0),
     absent("--deterministic-mode", "nothing to write: a resume in the same layout repeats every bit", 0),
 )  # fmt: skip
-
-_MODULES = {"core_attn": "attention", "layernorm": "norm", "moe_act": "activation"}
 
 OPTIMIZER = (
     words("--optimizer", "optimizer.name",

@@ -125,8 +125,7 @@ def blend(values: Values, context: Context) -> Any:
 def two_shares(values: Values, context: Context) -> list[float]:
     """Return the shares of training and validation, with that of a test in the second."""
     shares = [float(share) for share in str(values[0]).strip("'\"").split(",")]
-    train, rest = shares[0], sum(shares[1:])
-    return [int(share) if share.is_integer() else share for share in (train, rest)]
+    return [int(share) if share.is_integer() else share for share in (shares[0], sum(shares[1:], 0.0))]
 
 
 def steps_of_samples(values: Values, context: Context) -> int:
