@@ -65,7 +65,7 @@ def _add_convert(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the weights (default: unchanged)")
     tokenizer = "tokenizer of the result (default: the tokenizer of the training run)"
     sub.add_argument("--tokenizer", metavar="FILE", type=_file, help=tokenizer)
-    average = "convert the average of the weights (train.average), not the weights"
+    average = "convert the average of the weights (train.weight_average), not the weights"
     sub.add_argument("--average", action="store_true", help=average)
     sub.add_argument("--eod", metavar="TOKEN", help="token that ends a text (default: that of the training data)")
 

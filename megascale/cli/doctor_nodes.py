@@ -56,6 +56,9 @@ def run(options: argparse.Namespace) -> int:
     """Diagnose the nodes and return the exit status: 1 for a bad node or link."""
     plan = PLANS[options.checks]
     if options.config is not None:
+        if options.config.isdecimal():
+            hint = f"--processes {options.config} for nodes that are processes of this host"
+            raise ConfigError([Problem("command line", "CONFIG", f"{options.config!r} is no TOML file", hint)])
         config = load_config(options.config, options.overrides, skip_sections=["data"])
         plan = replace(plan, tolerance=config.fault.check_tolerance)
     rank = rank_from_environment()

@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import NoReturn
 
 import megascale
-from megascale.cli.commands import COMMANDS, FAMILIES, GROUPS, HIDDEN_COMMANDS, command_of, commands_below, gone_command
+from megascale.cli.command_table import (
+    COMMANDS,
+    FAMILIES,
+    GROUPS,
+    HIDDEN_COMMANDS,
+    command_of,
+    commands_below,
+    gone_command,
+)
 from megascale.cli.foreign_flags import flag_problems
 from megascale.cli.parsing import CommandParser
 from megascale.cli.standard_streams import (
@@ -38,7 +46,7 @@ def command_parser(command: str) -> CommandParser:
         parser = CommandParser(prog, about, f"megascale {one.example}", one.page)
     else:
         about = f"{megascale.__doc__}\n\n`megascale COMMAND --help` describes a command."
-        parser = CommandParser(prog, about, f"megascale {COMMANDS['check'].example}", "docs/index.md")
+        parser = CommandParser(prog, about, f"megascale {COMMANDS['check'].example}", "docs/first-hour.md")
         parser.add_argument("--version", action="version", version=f"megascale {megascale.__version__}")
         for heading, names in GROUPS.items():
             _list_commands(parser, heading, names)
@@ -49,6 +57,8 @@ def command_parser(command: str) -> CommandParser:
     if command and (below := commands_below(command)):
         same = "" if command in FAMILIES else f" (a CONFIG of such a name is ./{below[0].split()[1]})"
         _list_commands(parser, f"commands{same}", below)
+    if parser.usage:
+        parser._action_groups.sort(key=lambda group: group is parser._optionals)  # the commands first
     return parser
 
 
@@ -73,9 +83,9 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
     of settings
     """
     if gone := gone_command(words):
-        CommandParser("megascale", "").error(
-            f"`megascale {gone[0]}` is now `megascale {gone[1]}`  -> see docs/index.md"
-        )
+        old, new = gone
+        hint = f"see megascale {command_of(new.split())} --help"
+        CommandParser("megascale", "").error(f"`megascale {old}` is now `megascale {new}`  -> {hint}")
     command = command_of(words)
     parser = command_parser(command)
     options, rest = parser.parse_known_args(words[len(command.split()) :])

@@ -22,11 +22,6 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(prog=prog, description=about, epilog=epilog, formatter_class=HelpFormatter, allow_abbrev=False)
         self._positionals.title = "arguments"
 
-    def format_help(self) -> str:
-        """Return the help, with the options last."""
-        self._action_groups.sort(key=lambda group: group is self._optionals)
-        return super().format_help()
-
     def error(self, message: str) -> NoReturn:
         """Print what is wrong in a line, with what to do, and end with status 2."""
         hint = "" if "  -> " in message else f"  -> see {self.prog} --help"

@@ -41,7 +41,6 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--timeline", metavar="FILE.json", type=Path, help="write a timeline of the step for Perfetto")
     sub.add_argument("--plot", metavar="FILE.png", type=Path, help="plot memory by stage, time by cause, and the sweep")
     add_json(sub)
-    sub.set_defaults(refuse=sub.error)
 
 
 def add_machine_options(sub: argparse.ArgumentParser) -> None:
@@ -52,13 +51,13 @@ def add_machine_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--hardware", metavar="NAME", help=names)
     names = f"one of {', '.join(profile_names('stacks'))}, or a FILE.toml (default: megascale)"
     sub.add_argument("--stack", metavar="NAME", default="megascale", help=names)
+    sub.set_defaults(refuse=sub.error)
 
 
 def machine_of(options: argparse.Namespace) -> tuple[Hardware, Stack]:
     """Load the profiles of --hardware and --stack. Raises: ConfigError"""
     if options.hardware is None:
-        hint = f"one of {', '.join(profile_names('hardware'))}, a FILE.toml, or this"
-        raise ConfigError([Problem("command line", "--hardware", "a plan needs the device", hint)])
+        options.refuse(f"--hardware is missing  -> one of {', '.join(profile_names('hardware'))}, a FILE.toml, or this")
     hardware = profiles.hardware(options.hardware)
     return hardware, profiles.stack_on(hardware, options.stack)
 

@@ -30,7 +30,9 @@ from megascale.core.run_folder import LOGS
 from megascale.operate.driver.scheduler.port import ADDRESS_VARIABLE, DRIVER_VARIABLE
 from megascale.operate.print_line import print_line
 from megascale.operate.show.run_config import read_run_config
-from megascale.record.log_files import find_logs
+from megascale.record.log_files import find_logs, folder_key
+from megascale.record.log_reader import LogReader
+from megascale.record.rank_state import LogError
 
 LEAVE_S = 5.0  # seconds that the observer of the driver's host has to leave
 LOOK_S = 0.5  # seconds between looks for the run's configuration
@@ -162,7 +164,7 @@ async def _configuration(folder: Path) -> RunConfig | None:
     begun, told = 0.0, False
     while (config := read_run_config(folder)) is None:
         now = asyncio.get_running_loop().time()
-        if next(iter(find_logs(folder.name)), None):
+        if _has_ranks(folder):
             begun = begun or now
             if now > begun + START_S:
                 print_line(f"no {folder / CONFIG_FILE} yet: the defaults of [fault] hold")
@@ -172,3 +174,12 @@ async def _configuration(folder: Path) -> RunConfig | None:
             told = True
         await asyncio.sleep(LOOK_S)
     return config
+
+
+def _has_ranks(folder: Path) -> bool:
+    """Return True if ranks of the run have begun their logs on this host; another run may have the same name."""
+    for path in find_logs(folder.name):
+        with contextlib.suppress(LogError, OSError):
+            if LogReader(path).state(head_only=True).folder == folder_key(folder):
+                return True
+    return False

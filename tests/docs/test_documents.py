@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megascale.cli import launch
-from megascale.cli.commands import COMMANDS
+from megascale.cli.command_table import COMMANDS
 from megascale.cli.main import main, parse
 from megascale.config.loading import load_config
 from megascale.core.errors import ConfigError, MegascaleError
@@ -26,7 +26,14 @@ from tests.marks import only_quick
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 TEXTS = {path: path.read_text(encoding="utf-8") for path in (ROOT / "tools").rglob("*.py")}
-TOOLS = sorted(path for path, text in TEXTS.items() if "__main__" in text and "ArgumentParser(" in text)
+TOOLS = sorted(
+    path for path, text in TEXTS.items() if "__main__" in text and re.search(r"(Argument|Command)Parser\(", text)
+)
+FOR_USERS = (
+    "tools/quickstart.py", "tools/corpus.py", "tools/demo_observe.py", "tools/test_gpu.py", "tools/bench/peers.py",
+    "tools/bench/gpu.py",
+)  # fmt: skip
+"""Tools whose help has an example and a page, as that of the commands."""
 RUN_ELSEWHERE = ("data.md", "checkpointing.md", "models.md", "first-hour.md")
 """Pages that make the files of their commands: tests/cli/test_data.py, tests/tools/test_quickstart.py, and beside this
 file test_models.py and test_first_hour.py run them."""
@@ -71,7 +78,15 @@ def test_each_tool_has_help(tool: Path, capsys: pytest.CaptureFixture[str], monk
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(tool), run_name="__main__")
     assert ended.value.code == 0
-    assert "usage:" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "usage:" in out
+    name = tool.relative_to(ROOT).as_posix()
+    if name in FOR_USERS:
+        examples, pages = (
+            re.findall(r"^  python (\S+)", out, re.MULTILINE),
+            re.findall(r"^page: (\S+)$", out, re.MULTILINE),
+        )
+        assert examples == [name] and (ROOT / pages[0]).is_file()
 
 
 def code_lines(text: str) -> list[str]:

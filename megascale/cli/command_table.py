@@ -124,7 +124,7 @@ COMMANDS = {
     "data samples": Command(
         "name the documents that a step of a run has read",
         "data samples runs/quickstart --step 10",
-        "docs/data.md",
+        "docs/data-order.md",
     ),
     "data inspect": Command(
         "describe a token dataset and show some text",

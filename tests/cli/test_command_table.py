@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megascale.cli.commands import COMMANDS, FAMILIES, GONE, GROUPS, HIDDEN_COMMANDS, command_of
+from megascale.cli.command_table import COMMANDS, FAMILIES, GONE, GROUPS, HIDDEN_COMMANDS, command_of
 from megascale.cli.main import command_parser, main, parse
-from megascale.config.train import ObserveConfig
+from megascale.config.run import RunConfig
 from megascale.core.named_run import USUAL_PARENT
 from tests.operate.show.folders import make_run
 
@@ -154,7 +154,7 @@ def test_commands_that_take_a_run_are_tried() -> None:
 
 
 def test_runs_are_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert Path(ObserveConfig.model_fields["dir"].default) == USUAL_PARENT
+    assert Path(RunConfig.model_fields["output_dir"].default) == USUAL_PARENT
     monkeypatch.chdir(tmp_path)
     assert main(["watch", "mine"]) == 2
     assert capsys.readouterr().err == (
@@ -170,11 +170,13 @@ def test_runs_are_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert err.startswith("runs: not a run's folder: it has no config.toml  -> a run's folder, such as runs/")
 
 
-def test_a_plan_without_hardware_names_the_profiles(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "configs/gpu/llama3-8b.toml", "--gpus", "64"]) == 2
-    line, count = capsys.readouterr().err.splitlines()
-    assert line.startswith("command line  --hardware: a plan needs the device  -> one of a100-40g, ")
-    assert count == "1 problem"
+@pytest.mark.parametrize("words", [["plan"], ["plan", "lengths", "--lengths", "fixed:length=9"]])
+def test_a_plan_without_hardware_names_the_profiles(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "configs/gpu/llama3-8b.toml", "--gpus", "64"])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ": --hardware is missing  -> one of a100-40g, " in line and " h100, " in line
 
 
 @pytest.mark.parametrize("words", [["check"], ["plan", "--hardware", "h100"], ["doctor"], ["train"]])
