@@ -13,13 +13,13 @@ def flag_problems(words: Sequence[str], unknown: Sequence[str], known: Sequence[
     """Yield a problem for each flag of the command line `words` that is `unknown`, with the setting that a flag of
     Megatron-LM and others means. `known`: the command's own options.
     """
-    from megascale.config.foreign.answers import answers, read_flags
+    from megascale.config.foreign.translation import read_flags, translate_all
     from megascale.config.loading import sections
     from megascale.core.registry import closest_name
 
     names = {word.partition("=")[0] for word in unknown if word.startswith("-")}
     flags = {flag: values for flag, values in read_flags(words).items() if flag in names}
-    for flag, found in answers(flags):
+    for flag, found in translate_all(flags):
         values = flags[flag]
         text = " ".join([flag, *map(str, values)])
         name = flag.lstrip("-")
@@ -35,6 +35,6 @@ def flag_problems(words: Sequence[str], unknown: Sequence[str], known: Sequence[
 
 
 def _write(name: str, values: Sequence[object]) -> str:
-    from megascale.config.foreign.answers import assignment
+    from megascale.config.foreign.translation import assignment
 
     return f"write {assignment(name, values[0])}" if values else f"write {name}=VALUE"

@@ -36,9 +36,9 @@ def unknown_key_hint(
     """Return the hint for a key that does not exist: the setting that is meant, with its value. `known`: keys of the
     table; `elsewhere`: keys of the same name in other tables.
     """
-    from megascale.config.foreign.answers import answer  # for a mistake alone
     from megascale.config.foreign.others import TABLES
     from megascale.config.foreign.setting import plain
+    from megascale.config.foreign.translation import translate  # for a mistake alone
 
     last = key.rpartition(".")[2]
     if elsewhere:
@@ -46,7 +46,7 @@ def unknown_key_hint(
     values = [] if value is None or isinstance(value, dict) else [value]
     if isinstance(value, dict) and (table := TABLES.get(plain(last))):
         return _table_hint(last, table, value)
-    if found := answer(key, values):
+    if found := translate(key, values):
         return f"{found.hint(command_line=command_line)}; the name is {found.system}'s"
     if close := closest_name(last, known):
         return f"did you mean '{close}'?"
@@ -59,10 +59,10 @@ def unknown_key_hint(
 
 def _table_hint(name: str, table: str, value: Mapping[str, Any]) -> str:
     """Return the hint for a table of another system's file: what to write for each of its keys."""
-    from megascale.config.foreign.answers import answers, toml
+    from megascale.config.foreign.translation import toml, translate_all
 
     given = {f"{name}.{key}": [item] for key, item in value.items() if not isinstance(item, dict)}
-    found = [one for _, one in answers(given) if one and one.key and one.value is not None]
+    found = [one for _, one in translate_all(given) if one and one.key and one.value is not None]
     parts = [f"{one.key} = {toml(one.value)}" for one in found]
     return f"did you mean '{table}'?" + (f" Write {', '.join(parts)}" if parts else "")
 
@@ -131,7 +131,7 @@ def _boolean(text: str) -> str:
 
 def _closest_literal(key: str, text: str, literals: Sequence[Any]) -> str | None:
     """Return the value that is nearest to a text, or that another system's word for it means."""
-    from megascale.config.foreign.answers import values_of
+    from megascale.config.foreign.translation import values_of
 
     meant = values_of(key).get(text)
     if meant in literals:

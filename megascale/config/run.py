@@ -120,7 +120,8 @@ class RunConfig(RunFolder):
         schedule = p.schedule or ("interleaved_1f1b" if p.vpp > 1 else "1f1b")
         parallel = p.model_copy(update={"dp": dp, "schedule": schedule})
         optimizer = self.optimizer
-        if DECAYS[optimizer.decay].facts.get("uses_decay_steps", True):
+        decay = DECAYS.cards.get(optimizer.decay)  # None for a plug-in of another host
+        if decay is None or decay.facts.get("uses_decay_steps", True):
             steps = full_batch_steps(self.batch, self.train)
             decay_steps = optimizer.decay_steps or max(min(steps // 10, steps - optimizer.warmup_steps), 1)
             optimizer = optimizer.model_copy(update={"decay_steps": decay_steps})

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from megascale.config.foreign.answers import SYSTEMS, answer, answers, find, read_flags
 from megascale.config.foreign.others import TABLES
 from megascale.config.foreign.setting import MANY, Setting, plain
+from megascale.config.foreign.translation import SYSTEMS, find, read_flags, translate, translate_all
 from megascale.config.loading import load_config, load_config_tree, sections
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError
@@ -55,13 +55,13 @@ ROWS = [(system, setting) for system, rows in SYSTEMS.items() for setting in row
 
 def written(text: str) -> dict[str, Any]:
     """What the flags of a command set here."""
-    found = answers(read_flags(text.split()))
+    found = translate_all(read_flags(text.split()))
     return {one.key: one.value for _, one in found if one is not None and one.key}
 
 
 @pytest.mark.parametrize("script", [GPT3_175B, LLAMA3_8B])
 def test_every_flag_of_the_example_scripts_is_answered(script: str) -> None:
-    for flag, found in answers(read_flags(script.split())):
+    for flag, found in translate_all(read_flags(script.split())):
         assert found is not None, flag
         assert (found.value is not None) if found.key else found.note, flag
 
@@ -139,7 +139,7 @@ def test_a_different_default_differs() -> None:
 def test_names_are_found_in_every_spelling() -> None:
     for name in ("--tensor-model-parallel-size", "tensor_model_parallel_size", "tensor-model-parallel-size",
                  "parallel.tensor_model_parallel_size", "--Tensor-Model-Parallel-Size"):  # fmt: skip
-        found = answer(name, [4])
+        found = translate(name, [4])
         assert found is not None and (found.key, found.value) == ("parallel.tp", 4)
     assert find("--moe-router-topk") is not None and find("--no-such-flag") is None
     assert set(TABLES.values()) <= set(sections())

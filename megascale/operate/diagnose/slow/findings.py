@@ -46,8 +46,8 @@ and without such steps, of a step; also of ranks without peers. What ranks take 
 """
 
 OF_NETWORK: tuple[FindingKind, ...] = ("link", "communication")
-"""Causes that no ranks of one host with shared cores are named for: their messages take no link, and a rank that waits
-for one has to get a core before it notices the end. Such waits are of no group in particular.
+"""Causes without a name on a host with shared cores: messages take no link there, and a waiting rank needs a core to
+notice the end of its wait, in whatever group.
 """
 
 MIN_LASTING = 0.5  # share of its cost that a cause costs as long as it lasts

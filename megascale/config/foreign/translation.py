@@ -1,4 +1,4 @@
-"""Answers to settings of other systems: what to write here, with the value that they have, or why there is none."""
+"""Translations of settings of other systems: the setting to write here with its value, or the reason for none."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ FAILURES = (LookupError, TypeError, ValueError, ZeroDivisionError)
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What to write in place of a setting of `system`. `key`: the key here, empty if there is none; `value`: its value,
-    None where that is not known.
+class Translation:
+    """The setting to write in place of a setting of `system`. `key`: the key here, empty if there is none; `value`: its
+    value, None where unknown.
     """
 
     system: str
@@ -69,7 +69,7 @@ def find(name: str) -> tuple[str, Setting] | None:
     return ("Megatron-LM", absent(name, reason)) if reason else None
 
 
-def answer(name: str, values: Values = (), context: Context | None = None) -> Answer | None:
+def translate(name: str, values: Values = (), context: Context | None = None) -> Translation | None:
     """Return what to write in place of a setting with these values; None for an unknown name."""
     if (found := find(name)) is None:
         return None
@@ -81,14 +81,14 @@ def answer(name: str, values: Values = (), context: Context | None = None) -> An
         except FAILURES:
             value = None
     converted = value is not None and setting.meanings and "not supported" in setting.note
-    return Answer(system, setting.key, value, "" if converted else setting.note)
+    return Translation(system, setting.key, value, "" if converted else setting.note)
 
 
-def answers(given: Mapping[str, Values]) -> Iterator[tuple[str, Answer | None]]:
-    """Yield an answer for each of the settings that are given together, by name; None for an unknown one."""
+def translate_all(given: Mapping[str, Values]) -> Iterator[tuple[str, Translation | None]]:
+    """Yield the translation of each of the settings given together, by name; None for an unknown one."""
     context = {plain(name).rpartition(".")[2]: values for name, values in given.items()}
     for name, values in given.items():
-        yield name, answer(name, values, context)
+        yield name, translate(name, values, context)
 
 
 def values_of(key: str) -> dict[str, Any]:
