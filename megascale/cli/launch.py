@@ -6,14 +6,15 @@ import argparse
 import asyncio
 import math
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from megascale.cli.arguments import add_config_arguments, non_negative_int, positive_int
+from megascale.cli.command_output import warn
 from megascale.cli.run_lock import lock_run_folder, raise_limits
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
+from megascale.config.run_warnings import run_warnings
 from megascale.config.time_rules import launch_findings
 from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.files import atomic_file
@@ -50,8 +51,7 @@ def run(options: argparse.Namespace) -> int:
         return _write_manifest(options, config)
     environment.set_defaults(config.folder if config.world_size > 1 else None)
     raise_limits(config, config.world_size if options.scheduler == "local" else config.world_size // options.nodes)
-    if not config.checkpoint.every:
-        print("WARNING: checkpoint.every = 0: every restart begins at step 0", file=sys.stderr)
+    warn(run_warnings(config, restarts=True))
     size = ["--nodes", str(options.nodes), "--scheduler", options.scheduler]
     with lock_run_folder(config):
         run_id, _ = read_token(config.folder)

@@ -20,6 +20,7 @@ from megascale.cli.command_table import (
     commands_below,
     gone_command,
 )
+from megascale.cli.foreign_flags import flag_problems
 from megascale.cli.parsing import CommandParser
 from megascale.cli.standard_streams import (
     discard_unwritable_output,
@@ -78,7 +79,8 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
     """Return the command of a command line, and its options. key=value settings and a query may stand after options
     too, which argparse alone would refuse.
 
-    Raises: SystemExit for help, and with status 2 for a command line that is wrong
+    Raises: SystemExit for help, and with status 2 for a command line that is wrong; ConfigError for flags in the place
+    of settings
     """
     if gone := gone_command(words):
         old, new = gone
@@ -89,14 +91,15 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
     options, rest = parser.parse_known_args(words[len(command.split()) :])
     if not command or command in FAMILIES:
         _refuse_command(parser, command, rest)
-    if "overrides" in options and not any(word.startswith("-") for word in rest):
+    if "overrides" in options and any(word.startswith("-") for word in rest):
+        raise ConfigError(list(flag_problems(words, rest, list(parser._option_string_actions))))
+    if "overrides" in options:
         options.overrides = [*options.overrides, *rest]
     elif len(rest) == 1 and not rest[0].startswith("-") and getattr(options, "query", "") is None:
         options.query = rest[0]
     elif rest:
         close = closest_name(rest[0].partition("=")[0], parser._option_string_actions)
-        hint = "  -> settings have no dashes: section.key=value" if "overrides" in options else ""
-        hint = f"  -> did you mean '{close}'?" if close else hint
+        hint = f"  -> did you mean '{close}'?" if close else ""
         parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     return command, options
 

@@ -38,7 +38,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    config = load_config(options.config, options.overrides, options.gpus, skip_sections=["data"])
+    config = load_config(options.config, options.overrides, options.gpus, skip_sections=["data"], world_option="--gpus")
     tokens = options.tokens or float(config.samples * config.model.seq_length)
     critical = critical_by_law(parameter_count(config.model), tokens, options.loss)
     source = "by the law of Kaplan et al."

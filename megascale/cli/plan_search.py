@@ -23,7 +23,9 @@ from megascale.plan.simulate.profiles import Hardware, Stack
 def planned_config(options: argparse.Namespace, gpus: int | None, *, layout: bool = True) -> RunConfig:
     """Load CONFIG for `gpus` devices, without a check of its data; without `layout`, of its parallelism either."""
     unchecked = ["data"] if layout else ["data", "parallel"]
-    return load_config(options.config, options.overrides, world_size=gpus, skip_sections=unchecked)
+    option = "--gpus" if gpus == options.gpus else "--sweep"
+    words = options.overrides
+    return load_config(options.config, words, world_size=gpus, skip_sections=unchecked, world_option=option)
 
 
 def swept_configs(options: argparse.Namespace) -> list[RunConfig]:
