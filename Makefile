@@ -44,8 +44,10 @@ format: install ## put the code into the house style
 house: install ## measure the structure of the package
 	$(BIN)/python tools/house.py
 
-docs: install ## write the generated pages of docs/, and the Grafana dashboards
+docs: install ## write the generated pages, tables and pictures of docs/, and the Grafana dashboards
 	$(BIN)/python tools/config_reference.py
+	$(BIN)/python tools/reference_tables.py
+	$(BIN)/python tools/architecture_pictures.py
 	$(BIN)/python tools/grafana.py
 
 demo-observe: install ## slow and hang ranks of the quickstart's model, and see who it was
