@@ -42,7 +42,7 @@ def jobs(
         "overlap": {axis: draw(booleans) for axis in ("tp", "pp", "dp")},
         "batch": {"micro": draw(st.sampled_from([1, 1, 2, 4] if large else [1, 1, 2, 3]))},
         "train": {"steps": 10, "precision": draw(st.sampled_from(PRECISIONS.names()))},
-        "fp8": {"recipe": draw(st.sampled_from(recipes)), "bf16_first": draw(st.integers(0, 1))},
+        "fp8": {"recipe": draw(st.sampled_from(recipes)), "first_layers_bf16": draw(st.integers(0, 1))},
         "optimizer": {"lr": 1e-3, "name": draw(st.sampled_from(FLAT_OPTIMIZERS))},
         "data": {"mock": True},
         "checkpoint": {"every": 0},
@@ -63,12 +63,12 @@ def jobs(
 
 
 CONTEXTS = [(2, "ring", 1), (4, "ring", 1), (2, "allgather", 1), (2, "ulysses", 1), (4, "ulysses", 1), (4, "usp", 2)]
-"""Values of cp, cp_mode and cp_ulysses."""
+"""Values of cp, cp_mode and cp_a2a_size."""
 
 
 def with_shared_sequences(config: RunConfig, context: tuple[int, str, int]) -> RunConfig:
     """Return the configuration with these keys of context parallelism, or itself if they are against the rules."""
-    keys = dict(zip(("cp", "cp_mode", "cp_ulysses"), context, strict=True))
+    keys = dict(zip(("cp", "cp_mode", "cp_a2a_size"), context, strict=True))
     shared = config.model_copy(update={"parallel": config.parallel.model_copy(update=keys)})
     return config if any(run_rules(RULES, dict(shared))) else shared
 
@@ -137,7 +137,7 @@ def recomputation(draw: Draw, vpp: int) -> dict[str, Any]:
         ops = st.lists(st.sampled_from(["attention", "norm", "activation"]), min_size=1, unique=True)
         keys["recompute_ops"] = draw(ops)
     if recompute != "none" and vpp > 1 and draw(booleans):
-        keys["recompute_chunks"] = [draw(st.integers(0, vpp - 1))]
+        keys["recompute_model_chunks"] = [draw(st.integers(0, vpp - 1))]
     return keys
 
 

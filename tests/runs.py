@@ -35,17 +35,18 @@ def settings(model: dict[str, Any], folder: Path, **overrides: Any) -> dict[str,
     """Return a complete configuration: `model` on mock data, 8 samples a step, with `section__key=value` overrides."""
     tree: dict[str, Any] = {
         "name": "test",
+        "output_dir": str(folder),
         "model": dict(model),
         "batch": {"micro": 1, "global": 8},
         "train": {"steps": 10, "precision": "fp64", "log_every": 1},
         "optimizer": {"lr": 1e-2, "warmup_steps": 2},
         "data": {"mock": True},
         "checkpoint": {"every": 0},
-        "observe": {"dir": str(folder), "tensorboard": False, "store": False},
+        "observe": {"tensorboard": False, "event_store": False},
     }
     for name, value in overrides.items():
-        section, _, key = name.partition("__")
-        tree.setdefault(section, {})[key] = value
+        section, _, key = name.rpartition("__")
+        (tree.setdefault(section, {}) if section else tree)[key] = value
     return tree
 
 

@@ -87,7 +87,7 @@ def training(run: Path, steps: int) -> Iterator[None]:
     config = run.parent / "demo-observe.toml"
     config.write_text(without_data((ROOT / "configs/quickstart.toml").read_text(encoding="utf-8")), encoding="utf-8")
     settings = [
-        f"name={run.name}", f"observe.dir={run.parent}", "data.mock=true", "parallel.dp=2", "train.steps=100000",
+        f"name={run.name}", f"output_dir={run.parent}", "data.mock=true", "parallel.dp=2", "train.steps=100000",
         "train.log_every=1", "train.eval_every=0", "checkpoint.every=100000", "observe.store_interval_s=5",
         "model.seq_length=128", "batch.global=8", f"fault.inject={'; '.join(faults(steps))}",
     ]  # fmt: skip

@@ -30,7 +30,7 @@ PROFILED_STEPS = 3
 CONVENTIONS = ("full", "causal")  # FLOP conventions: the full attention matrix, or the causal half (`account.flops`)
 
 
-ALL_LAYERS_FP8 = {"bf16_first": 0, "bf16_last": 0}  # settings of `[fp8]` that leave no layer in bf16
+ALL_LAYERS_FP8 = {"first_layers_bf16": 0, "last_layers_bf16": 0}  # settings of `[fp8]` that leave no layer in bf16
 
 
 def preset_tree(preset: str) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def measure_mfu(
     """
     rank, device = Rank(0, 1, 0, socket.gethostname()), detect_device()
     fitted = None
-    unsaved = {"every": 0, "memory_every": 0, "replicate": False}  # without memory for checkpoint copies
+    unsaved = {"every": 0, "in_memory_every": 0, "replicate": False}  # without memory for checkpoint copies
     checkpoint = config.checkpoint.model_copy(update=unsaved)
     whole = config.batch.model_copy(update={"rampup": None})
     config = config.model_copy(update={"checkpoint": checkpoint, "batch": whole})

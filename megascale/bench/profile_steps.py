@@ -125,6 +125,7 @@ def case_config(case: ModelCase, name: str, folder: str, **parallel: int) -> Run
     """Return the configuration of a case in a precision, whose files are in `folder`."""
     tree = {
         "name": "profile",
+        "output_dir": folder,
         "model": {
             "num_layers": case.layers, "hidden_size": case.hidden, "num_heads": case.hidden // HEAD_DIM,
             "ffn_size": case.ffn, "vocab_size": case.vocab, "seq_length": case.seq, "norm": "rmsnorm",
@@ -136,6 +137,6 @@ def case_config(case: ModelCase, name: str, folder: str, **parallel: int) -> Run
         "optimizer": {"lr": 1e-3},
         "data": {"mock": True},
         "checkpoint": {"every": 0},
-        "observe": {"dir": folder, "tensorboard": False},
+        "observe": {"tensorboard": False},
     }  # fmt: skip
     return RunConfig.model_validate(tree).resolve(None)

@@ -78,7 +78,7 @@ RECIPES = Registry(
             "current", "e4m3", BLOCK_2D, BLOCK,
         ),
         _card(
-            "mu_unit", "static scales, weights at unit variance (after Narayan et al. 2025)", TENSOR, "static", "e5m2"
+            "static", "static scales, weights at unit variance (after Narayan et al. 2025)", TENSOR, "static", "e5m2"
         ),
     ],
     synonyms={"hybrid": "tensorwise", "current": "tensorwise", "deepseek": "blockwise", "mxfp8": "", "mx": ""},

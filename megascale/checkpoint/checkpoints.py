@@ -57,22 +57,22 @@ class Checkpoints:
         self._run = run
         self._mesh = mesh
         self._memory_checkpoints: MemoryCheckpoints | None = None
-        if settings.every and settings.memory_every:
+        if settings.every and settings.in_memory_every:
             from megascale.checkpoint.memory.memory_checkpoints import MemoryCheckpoints
             from megascale.operate.channel.secret import job_secret
 
             secret = job_secret(run.parent) if mesh.world.size > 1 else b""
-            memory = Path(settings.memory_dir)
+            memory = Path(settings.in_memory_dir)
             self._memory_checkpoints = MemoryCheckpoints(memory, run, settings.replicate, mesh, secret)
         self.saver: CheckpointSaver | None = None
         if settings.every:
             rule = config["optimizer"]
             # what tells states of equal names and shapes apart: update rules and the kind of average
-            meaning = json.dumps([rule["name"], rule["options"], rule["groups"], config["train"]["average"]])
+            meaning = json.dumps([rule["name"], rule["options"], rule["groups"], config["train"]["weight_average"]])
             self.saver = CheckpointSaver(
                 {name: tensor for part in parts for name, tensor in part.global_tensors().items()},
                 [tensor for part in parts for tensor in part.flat_tensors()],
-                settings.file_bytes,
+                settings.max_file_bytes,
                 self._memory_checkpoints,
                 run,
                 meaning,
@@ -173,8 +173,8 @@ class Checkpoints:
         self.resumed_from_memory = result is not None and result.path is None
         if result and result.path and result.path.url.startswith(f"{self.folder}/"):
             self._mark_saved(result.progress.step)
-        if not self._settings.memory_every:
-            _invalidate_copies(Path(self._settings.memory_dir), self._run.resolve(), self._mesh)
+        if not self._settings.in_memory_every:
+            _invalidate_copies(Path(self._settings.in_memory_dir), self._run.resolve(), self._mesh)
         if self._memory_checkpoints:
             step = result.progress.step if result and self.resumed_from_memory else None
             self.warnings.extend(self._memory_checkpoints.keep_only_step(step))

@@ -33,7 +33,7 @@ def host_warnings(config: RunConfig) -> Iterator[str]:
     ranks = min(config.world_size, RANKS_OF_HOST)
     datasets, saves = datasets_by_split(config.data, config.train.eval_every), bool(config.checkpoint.every)
     findings = list(limit_findings(datasets, config.world_size, ranks, saves=saves))
-    if config.checkpoint.memory_every:
+    if config.checkpoint.in_memory_every:
         findings += memory_findings(config.checkpoint, ranks, JobMemory(config).fullest().optimizer)
     for finding in findings:
         yield f"this host  {finding.key}: {finding.message}  -> {finding.hint}"

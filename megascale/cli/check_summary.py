@@ -44,7 +44,7 @@ def memory_facts(config: RunConfig) -> dict[str, Any]:
 def summary(config: RunConfig) -> str:
     """Describe the run in one line, and list the peak memory of the rank with the highest peak, by kind."""
     p, m, memory = config.parallel, config.model, memory_facts(config)
-    cp = f" x cp {p.cp} {p.cp_mode}" if p.cp > 1 else ""
+    cp = f" x cp {p.cp} {'hybrid_dp' if p.hybrid_dp else p.cp_mode}" if p.cp > 1 else ""
     vpp = f" (vpp {p.vpp})" if p.vpp > 1 else ""
     layout = f"tp {p.tp}{' sp' if p.sp else ''}{cp} x pp {p.pp}{vpp} x dp {config.dp}"
     tokens, whole = config.batch.total * m.seq_length, config.samples * m.seq_length

@@ -49,7 +49,9 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     convert.add_argument("output", metavar="OUTPUT", type=_folder, help="a new folder")
     convert.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the weights (default: unchanged)")
     convert.add_argument("--tokenizer", metavar="FILE", type=_file, help="(default: the tokenizer of the training run)")
-    convert.add_argument("--average", action="store_true", help="the average of the weights (train.average), not these")
+    convert.add_argument(
+        "--average", action="store_true", help="the average of the weights (train.weight_average), not these"
+    )
     convert.add_argument("--eod", metavar="TOKEN", help="token that ends a text (default: that of the training data)")
 
 

@@ -81,8 +81,10 @@ def samples_of_step(config: RunConfig, step: int) -> list[ReadSample]:
     unweighted = config.data.model_copy(update={"sample_weight": None})  # a plug-in that this host may lack
     spec = mixture_spec(config.model_copy(update={"data": unweighted}), "train")
     mixture = Mixture(spec, config.samples)
-    if config.data.policy:
-        mixture.follow(ChangingBlend(blend_parts(spec.weights, _policy_changes(config.folder, config.data.policy))))
+    if config.data.blend_policy:
+        mixture.follow(
+            ChangingBlend(blend_parts(spec.weights, _policy_changes(config.folder, config.data.blend_policy)))
+        )
     found = []
     for sample in range(first, first + count):
         dataset, number = mixture.locate(sample)

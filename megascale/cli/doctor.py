@@ -49,8 +49,8 @@ global = 8
 [train]
 steps = 10
 [fp8]
-bf16_first = 0
-bf16_last = 0
+first_layers_bf16 = 0
+last_layers_bf16 = 0
 [optimizer]
 lr = 1e-3
 [data]

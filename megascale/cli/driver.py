@@ -62,7 +62,7 @@ async def _drive(options: argparse.Namespace, config: RunConfig) -> int:
         metrics_port=observe.metrics_port,
         stops=(STOP_ORDER,),  # of the supervisor
     )
-    copies = settings.memory_dir if settings.every and settings.memory_every else ""
+    copies = settings.in_memory_dir if settings.every and settings.in_memory_every else ""
     wait_s = settings.retry_timeout_s / fault.same_step_failures  # that many attempts wait
     path = str(config.folder.resolve())
     folder = RunFolder(path, options.run_id, config.checkpoint_folder, copies, wait_s).read_again()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.config.model import SAME_MODEL_HINT, model_differences
+from megascale.config.renamed import with_present_names
 from megascale.config.run import RunConfig
 from megascale.config.toml_writer import config_changes
 from megascale.config.train import HF_PREFIX
@@ -60,8 +61,8 @@ def _saved_config(checkpoint: Path) -> dict[str, Any] | None:
     """The configuration in a manifest; None if it cannot be read."""
     try:
         text = (checkpoint / "manifest.json").read_text(encoding="utf-8")
-        config = json.loads(text)["manifest"]["facts"]["config"]
+        config = with_present_names(json.loads(text)["manifest"]["facts"]["config"])
         sections = {section: keys for section, keys in config.items() if isinstance(keys, dict)}
         return sections if "model" in sections else None
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None

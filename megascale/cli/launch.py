@@ -94,7 +94,7 @@ def problems(options: argparse.Namespace, config: RunConfig) -> Iterator[Problem
         divisors = ", ".join(str(n) for n in range(1, world + 1) if not world % n)
         what = f"{world} ranks do not divide over {nodes} nodes"
         yield Problem("command line", "--nodes", what, f"one of {divisors}")
-    for finding in launch_findings(world, config.fault, config.launch, config.checkpoint, config.nccl):
+    for finding in launch_findings(world, config.fault, config.launch, config.comm, config.checkpoint, config.nccl):
         yield Problem("configuration", finding.key, finding.message, finding.hint)
     if options.scheduler not in ADAPTERS:
         hint = f"one of {', '.join(ADAPTERS)}"

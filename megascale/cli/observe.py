@@ -154,7 +154,7 @@ async def _drive(config: RunConfig, driver: DriverEndpoint) -> int:
     size = {"nodes": 0, "world": 0, "scheduler": "none"}  # the observers find them
     where = join_port(driver.name, driver.port)
     print_line(f"watching the ranks of {config.name}; observers of their hosts join at {where}")
-    secret, tls = job_secret(Path(observe.dir)), tls_from_environment()
+    secret, tls = job_secret(Path(config.output_dir)), tls_from_environment()
     server = DriverServer(secret, driver.listens_at, driver.port, tls, config.name)
-    copies = Path(settings.memory_dir) if settings.every and settings.memory_every else None
+    copies = Path(settings.in_memory_dir) if settings.every and settings.in_memory_every else None
     return await drive_job(plan, config.fault, NoScheduler(), server, size, copies=copies)

@@ -48,9 +48,11 @@ def find_layouts(options: argparse.Namespace, hardware: Hardware, stack: Stack) 
     Raises: ConfigError for a configuration whose layouts have no time
     """
     config = planned_config(options, None, layout=False)
-    if config.parallel.cp_mode == "hybrid":
-        what = "the time of hybrid depends on the lengths of documents, and --search plans with one length"
-        raise ConfigError([Problem(options.config, "parallel.cp_mode", what, "plan with --lengths, which names both")])
+    if config.parallel.hybrid_dp:
+        what = "the time of hybrid_dp depends on the lengths of documents, and --search plans with one length"
+        raise ConfigError(
+            [Problem(options.config, "parallel.hybrid_dp", what, "plan with --lengths, which names both")]
+        )
     return search(config, options.gpus, hardware, stack, fixed_keys(options))
 
 

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megascale.config.loading import load_config
-from megascale.config.run import RunConfig
+from megascale.config.run import RunConfig, RunFolder
 from megascale.config.time_rules import unknown_ranks
 from megascale.config.toml_reader import read_toml
-from megascale.config.train import ObserveConfig
 from megascale.core.errors import ConfigError, DataError, MegascaleError, Problem
 from megascale.core.rank import STORE_VARIABLE, Rank, on_one_host
 
@@ -24,9 +23,8 @@ def announce_failed_start(error: MegascaleError, rank: Rank, options: argparse.N
         return
     folder: Any = None
     with contextlib.suppress(ConfigError):
-        observe = read_toml(options.config, options.overrides).tree.get("observe")
-        folder = observe.get("dir") if isinstance(observe, dict) else None
-    default = ObserveConfig.model_fields["dir"].default
+        folder = read_toml(options.config, options.overrides).tree.get("output_dir")
+    default = RunFolder.model_fields["output_dir"].default
     with contextlib.suppress(ImportError):  # torch cannot be loaded here
         from megascale.comm import meeting
 

@@ -60,11 +60,11 @@ def lock_run_folder(config: RunConfig) -> contextlib.ExitStack:
     PathError if the file system does not say what is there
     """
     with contextlib.ExitStack() as held:
-        held.enter_context(_lock(config.folder, "observe.dir"))
-        with _explain_os_error(config.folder / LOGS, "observe.dir"):
+        held.enter_context(_lock(config.folder, "output_dir"))
+        with _explain_os_error(config.folder / LOGS, "output_dir"):
             (config.folder / LOGS).mkdir(exist_ok=True)
         if config.world_size > 1:
-            with _explain_os_error(config.folder / flight.DUMP_FOLDER, "observe.dir"):
+            with _explain_os_error(config.folder / flight.DUMP_FOLDER, "output_dir"):
                 flight.make_dump_folder(config.folder)
         if config.checkpoint.resume == "never" and exists(config.folder / "metrics.jsonl"):
             hint = "choose another name, or checkpoint.resume = auto"
@@ -76,7 +76,7 @@ def lock_run_folder(config: RunConfig) -> contextlib.ExitStack:
             if local and config.checkpoint.dir:
                 held.enter_context(_lock(local, "checkpoint.dir"))
             elif local:
-                with _explain_os_error(local, "observe.dir"):
+                with _explain_os_error(local, "output_dir"):
                     local.mkdir(exist_ok=True)
         return held.pop_all()
 

@@ -20,7 +20,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     top_k = "sample from the K likeliest tokens; 0: from all (default: 50)"
     sub.add_argument("--top-k", type=non_negative_int, default=50, metavar="K", help=top_k)
     sub.add_argument("--seed", type=_seed, default=0, help="random seed (default: 0)")
-    sub.add_argument("--average", action="store_true", help="by the average of the weights (train.average)")
+    sub.add_argument("--average", action="store_true", help="by the average of the weights (train.weight_average)")
     sub.add_argument("--tokenizer", metavar="NAME|FILE", help="(default: the tokenizer of the training run)")
     sub.add_argument("--eod", metavar="TOKEN", help="token that ends a text (default: that of the training data)")
 

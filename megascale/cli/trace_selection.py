@@ -23,7 +23,7 @@ def read_ranks(folder: Path, ranks: list[range] | None, steps: range | None) -> 
     """
     if not is_folder(folder):
         problem = "not a folder" if exists(folder) else "no such folder"
-        raise StoreError(f"{folder}: {problem}", hint="give a run's folder: observe.dir/name of its configuration")
+        raise StoreError(f"{folder}: {problem}", hint="give a run's folder: output_dir/name of its configuration")
     try:
         stored = read_rank_events(folder, lambda rank: ranks is None or any(rank in span for span in ranks), steps)
         known = [rank.events.rank for rank in stored]
@@ -33,7 +33,7 @@ def read_ranks(folder: Path, ranks: list[range] | None, steps: range | None) -> 
     except StoreError:
         stored, absent, known = [], None, []
     if not known:
-        hint = "ranks write events into the run's event store, unless observe.events or observe.store is off"
+        hint = "ranks write events into the run's event store, unless observe.event_files or observe.event_store is off"
         raise StoreError(f"{folder}: no events of any rank", hint=hint)
     if absent is not None:
         raise StoreError(f"--ranks: rank {absent} has no events", hint=f"choose among {format_spans('rank', known)}")

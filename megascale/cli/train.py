@@ -57,9 +57,9 @@ def run(options: argparse.Namespace) -> int:
         die_with_torchrun()
         place = rank or Rank(0, 1, 0, socket.gethostname())
         # before torch, whose import takes seconds
-        collected = bool(config.observe.store or config.observe.metrics_port)
+        collected = bool(config.observe.event_store or config.observe.metrics_port)
         store = StoreSettings.of_rank(config.observe, config.store_folder, config.folder)
-        note = dataclasses.asdict(store) if config.observe.store else None
+        note = dataclasses.asdict(store) if config.observe.event_store else None
         log = held.enter_context(log_of_rank(config.folder, place, note=note, collected=collected))
         if place.local_rank == 0 and collected and FLIGHT_RECORD_VARIABLE not in os.environ:
             from megascale.cli.collect import collector_process

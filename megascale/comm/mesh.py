@@ -14,7 +14,7 @@ from megascale.comm.group import Group
 from megascale.comm.open_group import GroupOptions, open_group, open_process_group, open_transport
 from megascale.comm.p2p import Channel, P2PCommunicator, ProcessGroupP2P, StartP2P, channel_rounds
 from megascale.comm.timeout import Timeout
-from megascale.config.launch import LaunchConfig, NcclConfig
+from megascale.config.launch import CommConfig, LaunchConfig, NcclConfig
 from megascale.layout.stages import Placement, looped
 from megascale.layout.topology import AXES, DATA_AXES, MAX_FLAT_REDUCE_RANKS, Coord, Topology
 from megascale.record.layout import RECEIVE, SEND
@@ -100,7 +100,8 @@ class Mesh:
 
 def open_mesh(
     topology: Topology, rank: int, *, tied: bool, placement: Placement | None = None,
-    recorder: Recorder | None = None, launch: LaunchConfig = LaunchConfig(), nccl: NcclConfig = NcclConfig(),
+    recorder: Recorder | None = None, launch: LaunchConfig = LaunchConfig(), comm: CommConfig = CommConfig(),
+    nccl: NcclConfig = NcclConfig(),
 ) -> Mesh:  # fmt: skip
     """Open the groups of `rank`. A collective of all ranks.
 
@@ -113,7 +114,7 @@ def open_mesh(
     rank.
     """
     placement = placement or looped(topology.pp, 1)
-    recorder, options = recorder or Recorder(), GroupOptions(Timeout(launch), nccl)
+    recorder, options = recorder or Recorder(), GroupOptions(Timeout(launch, comm), nccl)
     channels: dict[Channel, dist.ProcessGroup] = {}
 
     def open_one(spec: GroupSpec) -> Group:

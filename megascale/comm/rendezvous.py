@@ -33,7 +33,7 @@ from megascale.operate.channel.handshake import NotAPeerError
 RETRY_S = 30.0  # seconds in which an unknown name or a taken port may recover
 SERVER_START_S = 60.0  # seconds in which rank 0's server process starts, however short `launch.start_timeout_s` is
 
-SAME_SECRET_HINT = "the same MEGASCALE_JOB_SECRET on every host, or an observe.dir that all hosts share"
+SAME_SECRET_HINT = "the same MEGASCALE_JOB_SECRET on every host, or an output_dir that all hosts share"
 
 RUN_KEY, RUN_TIMEOUT = "megascale/run", datetime.timedelta(seconds=RETRY_S)
 """Key of a run's token in torchrun's store, and the time that the store has to answer."""

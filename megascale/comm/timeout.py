@@ -9,14 +9,14 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from megascale.config.launch import LaunchConfig
+from megascale.config.launch import CommConfig, LaunchConfig
 
 SetTimeout = Callable[[timedelta], object]
 
 
 class Timeout:
     """The timeout of all groups of a mesh: `launch.start_timeout_s` before `tighten` and within `extended`, else
-    `launch.timeout_s`.
+    `comm.timeout_s`.
 
     A dead rank ends the run at once: on gloo its connections break, on NCCL the launcher ends the other ranks. A stuck
     rank, or a host without power, ends the run when an operation of a waiting rank exceeds the timeout: with an error
@@ -27,8 +27,8 @@ class Timeout:
     theirs at the same moment. A rank may `tighten` once all ranks are known to be close, as after the totals of a step.
     """
 
-    def __init__(self, launch: LaunchConfig = LaunchConfig()) -> None:
-        self._start, self._step = timedelta(seconds=launch.start_timeout_s), timedelta(seconds=launch.timeout_s)
+    def __init__(self, launch: LaunchConfig = LaunchConfig(), comm: CommConfig = CommConfig()) -> None:
+        self._start, self._step = timedelta(seconds=launch.start_timeout_s), timedelta(seconds=comm.timeout_s)
         self._setters: list[SetTimeout] = []
         self.current = self._start
 
@@ -42,7 +42,7 @@ class Timeout:
         self.register(lambda limit: _set_pg_timeout(limit, process_group))
 
     def tighten(self) -> None:
-        """Change to `launch.timeout_s` after the first step, when no operation takes minutes."""
+        """Change to `comm.timeout_s` after the first step, when no operation takes minutes."""
         self._change(self._step)
 
     @contextmanager

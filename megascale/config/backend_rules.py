@@ -22,10 +22,14 @@ def fp8_shapes(
     """Check that FP8 GEMM sizes are multiples of the recipe's alignment, and that some layer runs in FP8."""
     if not train.quantizes:
         return
-    first, last, layers = fp8.bf16_first, fp8.bf16_last, model.num_layers
+    first, last, layers = fp8.first_layers_bf16, fp8.last_layers_bf16, model.num_layers
     if first + last >= layers:
         message = f"the first {first} and last {last} of {layers} layers leave none in fp8"
-        yield Finding("fp8.bf16_first", message, "bf16_first = 0 and bf16_last = 0, or train.precision = bf16")
+        yield Finding(
+            "fp8.first_layers_bf16",
+            message,
+            "first_layers_bf16 = 0 and last_layers_bf16 = 0, or train.precision = bf16",
+        )
     facts, head, tp = RECIPES[fp8.recipe].facts, model.head_dim, parallel.tp
     fused_columns, columns = (model.num_heads + 2 * model.num_kv_heads) * head, "columns of q, k and v on a rank"
     if facts["granularity"] == "block":  # a block must not span k and v
@@ -53,7 +57,7 @@ def tile_tokens(
 ) -> Iterator[Finding]:
     """Check that a rank's sequences have tokens for every tile, and with FP8 whole blocks of tokens."""
     tiles = train.mlp_tiles
-    rows = (data.chunk_tokens or model.seq_length // parallel.cp) // (parallel.tp if parallel.sp else 1)
+    rows = (data.sequence_chunk_tokens or model.seq_length // parallel.cp) // (parallel.tp if parallel.sp else 1)
     if tiles == 1:
         return
     if tiles > rows:
@@ -73,7 +77,7 @@ def tile_scales(model: ModelConfig, train: TrainConfig, fp8: Fp8Config) -> Itera
         return
     if facts["scaling"] != "static" and facts["granularity"] != "block":
         message = f"with the fp8 recipe {fp8.recipe} a scale covers all tokens, and a tile would have its own"
-        yield Finding("train.mlp_tiles", message, "1, or fp8.recipe = blockwise or mu_unit")
+        yield Finding("train.mlp_tiles", message, "1, or fp8.recipe = blockwise or static")
     elif BLOCKS[model.block].facts.get("shares_casts"):
         message = f"attention and MLP of a {model.block} block share an fp8 operand, and tiles have their own"
         yield Finding("train.mlp_tiles", message, "1, or train.precision = bf16")
@@ -100,8 +104,8 @@ def supported_backends(
             optimizer.name,
             parallel.tp,
             recipe,
-            document_mask=data.mask == "document",
-            attends_in_parts=bool(parallel.cp_keys > 1 or parallel.cp_mode == "hybrid" or data.chunk_tokens),
+            document_mask=data.attention_mask == "document",
+            attends_in_parts=bool(parallel.cp_keys > 1 or parallel.hybrid_dp or data.sequence_chunk_tokens),
         )
         if requested != AUTO and (reason := unmet_requirement(registry[requested], requirement)):
             yield Finding(f"backends.{operation}", f"{requested} {reason}", "auto, or another backend")

@@ -19,8 +19,10 @@ class Fp8Config(Section):
 
     recipe: Annotated[str, choice(RECIPES)] = Field("tensorwise", description="source and granularity of scales")
     history: Steps = Field(16, description="for delayed: length of the amax history, in steps")
-    bf16_first: Layers = Field(1, description="number of first layers that stay in bf16")
-    bf16_last: Layers = Field(1, description="number of last layers that stay in bf16; embedding and head always do")
+    first_layers_bf16: Layers = Field(1, description="number of first layers that stay in bf16")
+    last_layers_bf16: Layers = Field(
+        1, description="number of last layers that stay in bf16; embedding and head always do"
+    )
     monitor: bool = Field(True, description="record amax, saturation and underflow of every FP8 cast in logged steps")
 
 

@@ -49,7 +49,7 @@ class DataConfig(Section):
     retry_timeout_s: float = Field(
         60.0, ge=0, le=600, description="timeout for retries of a failing access to remote datasets, in seconds"
     )
-    skip: list[SampleRange] = Field(
+    skip_samples: list[SampleRange] = Field(
         [],
         description="ranges [start, stop] of the order of training samples, without stop, which the run leaves out; in "
         "ascending order",
@@ -60,12 +60,12 @@ class DataConfig(Section):
         "cut that fits, and padding fills a sample; decompose, cut into powers of two, and all samples of a step have "
         "pieces of one length",
     )
-    min_piece: Count | None = Field(
+    decompose_min_length: Count | None = Field(
         None,
         description="with packing = decompose, tokens of the shortest pieces, a power of two; shorter ones are not "
         "read; default: 256, or seq_length if it is less",
     )
-    bucket_samples: Count | None = Field(
+    decompose_bucket_samples: Count | None = Field(
         None,
         description="with packing = decompose, successive samples in the order that have pieces of one length; "
         "default: batch.global, a step",
@@ -76,58 +76,61 @@ class DataConfig(Section):
         "pieces of a length, from the shortest on, as long as its cycle has such: grow_linear, n, ..., 2, 1; grow_p2, "
         "..., 4, 2, 1; or a list",
     )
-    cycle: Count | None = Field(
+    decompose_cycle: Count | None = Field(
         None,
-        description="with a curriculum, samples after which it begins anew, in units of bucket_samples; default: 128",
+        description="with a curriculum, samples after which it begins anew, in units of decompose_bucket_samples; "
+        "default: 128",
     )
-    order: FilePath | None = Field(
+    document_order_file: FilePath | None = Field(
         None,
         description="file of the order in which documents are concatenated and read, the same in every epoch: a .npy "
         "of document numbers; default: shuffled",
     )
     max_tokens_per_rank: Count | None = Field(
-        None, description="with parallel.cp_mode = hybrid, most tokens of a rank in a micro-batch"
+        None, description="with parallel.hybrid_dp, most tokens of a rank in a micro-batch"
     )
-    chunk_tokens: Count | None = Field(
+    sequence_chunk_tokens: Count | None = Field(
         None,
         description="tokens of a chunk: every sample becomes dependent chunks, micro-batches that share a store of "
         "keys and values, so that activations do not grow with seq_length; default: whole samples",
     )
-    keep_chunks: Count = Field(
-        1, description="with chunk_tokens, last chunks of a sample that keep their activations; others are recomputed"
+    sequence_chunks_saved: Count = Field(
+        1,
+        description="with sequence_chunk_tokens, last chunks of a sample that keep their activations; others are "
+        "recomputed",
     )
-    mask: Literal["causal", "document"] = Field(
+    attention_mask: Literal["causal", "document"] = Field(
         "causal",
         description="what a token attends to: causal, all earlier tokens of its sample; document, those of its own "
         "document, where positions restart too",
     )
-    boundary_loss: bool = Field(
-        False,
-        description="with mask = document, count the loss of a document's first token, which the end of the document "
-        "before it predicts",
+    eod_mask_loss: bool = Field(
+        True,
+        description="with attention_mask = document, leave the loss of a document's first token, which the end of the "
+        "document before it predicts, out",
     )
     eod: NonNegativeInt | None = Field(
         None,
-        description="with mask = document, a token that ends a document also within the documents of the dataset's "
-        "index",
+        description="with attention_mask = document, a token that ends a document also within the documents of the "
+        "dataset's index",
     )
     document_length: Count | None = Field(
         None,
-        description="with mask = document, expected tokens of a document, for estimates before a run and for mock "
-        "data; default: seq_length, which is the upper bound of the cost of attention",
+        description="with attention_mask = document, expected tokens of a document, for estimates before a run and for "
+        "mock data; default: seq_length, which is the upper bound of the cost of attention",
     )
-    weights: list[WeightChange] = Field(
+    blend_schedule: list[WeightChange] = Field(
         [],
         description="changes of the blend's weights: [[place, [weight, ...]], ...], from a place in the order of "
         "training samples on, for the datasets of train in their order; 0: none",
     )
-    policy: Annotated[str, choice(DATA_POLICIES)] | None = Field(
+    blend_policy: Annotated[str, choice(DATA_POLICIES)] | None = Field(
         None,
         description="[data policy](extending/data_policy.md) that changes the weights of train's datasets during "
         "training; default: none",
     )
-    policy_every: Count | None = Field(
-        None, description="with a policy: steps between its updates, at least prefetch + 2; default: 100"
+    blend_policy_every: Count | None = Field(
+        None, description="with a blend_policy: steps between its updates, at least prefetch + 2; default: 100"
     )
     sample_weight: Annotated[str, choice(SAMPLE_WEIGHTS)] | None = Field(
         None,
@@ -154,7 +157,7 @@ class DataConfig(Section):
     @property
     def updates_every(self) -> int:
         """Steps between the updates of the weights by a policy."""
-        return self.policy_every or 100
+        return self.blend_policy_every or 100
 
     def absolute(self) -> DataConfig:
         """Return the section with absolute paths."""
@@ -164,7 +167,9 @@ class DataConfig(Section):
                 return [(weight, absolute_or_url(prefix)) for weight, prefix in source]
             return source and absolute_or_url(source)
 
-        paths = {key: absolute(getattr(self, key)) for key in ("train", "valid", "tokenizer", "cache", "order")}
+        paths = {
+            key: absolute(getattr(self, key)) for key in ("train", "valid", "tokenizer", "cache", "document_order_file")
+        }
         if self.tokenizer in TOKENIZERS.cards:
             paths["tokenizer"] = self.tokenizer
         return self.model_copy(update=paths)

@@ -162,7 +162,7 @@ def without_labels(data: DataConfig, files: DatasetFiles, first: int, last: int)
 
     Raises: DataError
     """
-    within = data.packing == "best_fit" or (data.mask == "document" and not data.boundary_loss)
+    within = data.packing == "best_fit" or (data.attention_mask == "document" and data.eod_mask_loss)
     if not within or files.has_labels_in(first, last):
         return ""
     return f"{files.prefix}: none of the {last - first} documents has a second token, so that there is no label"

@@ -1,7 +1,8 @@
 """Dataset decomposition (Pouransari et al. 2024, "Dataset Decomposition"): `data.packing = "decompose"`.
 
-Documents are cut into pieces whose lengths are powers of two, from `data.min_piece` to `model.seq_length`. A bucket has
-the pieces of one length. A turn is `data.bucket_samples` successive samples, by default a step, from one bucket.
+Documents are cut into pieces whose lengths are powers of two, from `data.decompose_min_length` to `model.seq_length`. A
+bucket has the pieces of one length. A turn is `data.decompose_bucket_samples` successive samples, by default a step,
+from one bucket.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ class Decomposition:
     cycle: int
 
 
-def min_piece(model: ModelConfig, data: DataConfig) -> int:
+def decompose_min_length(model: ModelConfig, data: DataConfig) -> int:
     """Tokens of the shortest pieces."""
-    return data.min_piece or min(MIN_PIECE, model.seq_length)
+    return data.decompose_min_length or min(MIN_PIECE, model.seq_length)
 
 
 def decomposition(model: ModelConfig, batch: BatchConfig, data: DataConfig) -> Decomposition:
     """The decomposition of a run's training data."""
-    pieces = [min_piece(model, data)]
+    pieces = [decompose_min_length(model, data)]
     while pieces[-1] < model.seq_length:
         pieces.append(2 * pieces[-1])
     places = range(len(pieces), 0, -1)
     named: dict[str, list[float]] = {"grow_linear": [*places], "grow_p2": [2 ** (place - 1) for place in places]}
     odds = named.get(data.curriculum) if isinstance(data.curriculum, str) else data.curriculum
-    return Decomposition(pieces, data.bucket_samples or batch.total, odds, data.cycle or CYCLE)
+    return Decomposition(pieces, data.decompose_bucket_samples or batch.total, odds, data.decompose_cycle or CYCLE)
 
 
 def is_decomposed(data: DataConfig, split: str) -> bool:

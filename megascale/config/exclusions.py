@@ -101,7 +101,7 @@ NOT_SELECTIVE = Exclusions("train.recompute", unless("selective"), (
 ))  # fmt: skip
 
 NO_RECOMPUTATION = Exclusions("train.recompute", only("none"), (
-    ("train.recompute_chunks", only(None), "selects chunks for recomputation, but recompute = none",
+    ("train.recompute_model_chunks", only(None), "selects chunks for recomputation, but recompute = none",
      "train.recompute = selective or full, or remove the key"),
 ))  # fmt: skip
 
@@ -116,26 +116,26 @@ MOCK_PACKING = Exclusions("data.mock", only(True), (
 ))  # fmt: skip
 
 NO_DOCUMENTS = _without_effect(
-    "data.mask",
+    "data.attention_mask",
     unless("document"),
-    {"data.boundary_loss": only(False), "data.eod": only(None), "data.document_length": only(None)},
-    "mask = document, or remove the key",
+    {"data.eod_mask_loss": only(True), "data.eod": only(None), "data.document_length": only(None)},
+    "attention_mask = document, or remove the key",
 )
 
 NOT_DECOMPOSED = _without_effect(
     "data.packing",
     unless("decompose"),
     {
-        "data.min_piece": only(None),
-        "data.bucket_samples": only(None),
+        "data.decompose_min_length": only(None),
+        "data.decompose_bucket_samples": only(None),
         "data.curriculum": only(None, "mixed"),
-        "data.cycle": only(None),
+        "data.decompose_cycle": only(None),
     },
     "packing = decompose, or remove the key",
 )
 
-NO_POLICY = Exclusions("data.policy", only(None), (
-    ("data.policy_every", only(None), "has no effect without a policy", "data.policy, or remove the key"),
+NO_POLICY = Exclusions("data.blend_policy", only(None), (
+    ("data.blend_policy_every", only(None), "has no effect without a policy", "data.blend_policy, or remove the key"),
 ))  # fmt: skip
 
 MOCK_WEIGHTS = Exclusions("data.mock", only(True), (
@@ -148,38 +148,38 @@ SAMPLE_WEIGHTS = Exclusions("data.sample_weight", unless(None), (
      "0, or remove data.sample_weight"),
 ))  # fmt: skip
 
-WHOLE_SEQUENCES = Exclusions("data.chunk_tokens", only(None), (
-    ("data.keep_chunks", only(1), "has no effect without data.chunk_tokens", REMOVE),
+WHOLE_SEQUENCES = Exclusions("data.sequence_chunk_tokens", only(None), (
+    ("data.sequence_chunks_saved", only(1), "has no effect without data.sequence_chunk_tokens", REMOVE),
 ))  # fmt: skip
 
-CHUNKS = Exclusions("data.chunk_tokens", unless(None), tuple(
-    (key, passes, f"{message} (data.chunk_tokens = {{given}})", f"{hint}, or no chunk_tokens")
+CHUNKS = Exclusions("data.sequence_chunk_tokens", unless(None), tuple(
+    (key, passes, f"{message} (data.sequence_chunk_tokens = {{given}})", f"{hint}, or no sequence_chunk_tokens")
     for key, passes, message, hint in (
         ("parallel.cp", only(1), "a rank has all chunks of a sequence, and cp = {value} splits it", "1"),
-        ("parallel.cp_mode", unless("hybrid"), "hybrid deals whole documents to ranks", "ring"),
+        ("parallel.hybrid_dp", only(False), "hybrid_dp deals whole documents to ranks", "false"),
         ("model.dropout", only(0), "chunks have no dropout", "0"),
         ("model.attention_softcap", only(None), "needs all keys at once", "whole sequences"),
         ("train.precision", is_full_precision, "chunks have no scales of fp8 that recomputation repeats", "bf16"),
         ("train.noise_scale_every", only(0), "the gradient of a sequence is a sum over chunks", "0"),
-        ("data.policy", only(None), "the loss of a sequence is a sum over chunks", "no policy"),
+        ("data.blend_policy", only(None), "the loss of a sequence is a sum over chunks", "no policy"),
     )
 ))  # fmt: skip
 """Keys without an implementation for chunks of sequences."""
 
-NOT_HYBRID = _without_effect(
-    "parallel.cp_mode",
-    unless("hybrid"),
-    {"data.max_tokens_per_rank": only(None)},
-    "parallel.cp_mode = hybrid, or remove the key",
-)
-
-HYBRID_DOCUMENTS = Exclusions("parallel.cp_mode", only("hybrid"), (
-    ("data.mask", only("document"), "hybrid deals documents to ranks, each with its own attention", "document"),
+NOT_HYBRID = Exclusions("parallel.hybrid_dp", only(False), (
+    ("data.max_tokens_per_rank", only(None), "has no effect without parallel.hybrid_dp",
+     "parallel.hybrid_dp = true, or remove the key"),
 ))  # fmt: skip
 
-HYBRID = Exclusions("parallel.cp_mode", only("hybrid"), tuple(
-    (key, passes, f"{message} (parallel.cp_mode = hybrid)", hint)
+HYBRID_DOCUMENTS = Exclusions("parallel.hybrid_dp", only(True), (
+    ("data.attention_mask", only("document"), "hybrid_dp deals documents to ranks, each with its own attention",
+     "document"),
+))  # fmt: skip
+
+HYBRID = Exclusions("parallel.hybrid_dp", only(True), tuple(
+    (key, passes, f"{message} (parallel.hybrid_dp = true)", hint)
     for key, passes, message, hint in (
+        ("parallel.cp_mode", only("ring"), "has no effect", REMOVE),
         ("parallel.vpp", only(1), "pipelines have any number of micro-batches", "1"),
         ("parallel.schedule", only(None, "1f1b"), "rings meet on all stages in 1F1B", "1f1b"),
         ("parallel.sp", only(False), "tokens of a rank need not divide over tp", "false"),
@@ -191,18 +191,18 @@ HYBRID = Exclusions("parallel.cp_mode", only("hybrid"), tuple(
         ("train.precision", is_full_precision, "has no scales of fp8 that ranks agree on", "bf16"),
         ("train.compile", only(False), "micro-batches have any number of tokens", "false"),
         ("train.noise_scale_every", only(0), "micro-batches are no samples", "0"),
-        ("data.policy", only(None), "micro-batches have documents of many datasets", "no policy"),
+        ("data.blend_policy", only(None), "micro-batches have documents of many datasets", "no policy"),
         ("data.reader", unless("host"), "every rank reads the boundaries of all samples of a step", "rank"),
     )
 ))  # fmt: skip
 """Keys without an implementation for planned micro-batches."""
 
 LAMB = Exclusions("optimizer.name", only("lamb"), (
-    ("optimizer.master", only("full"), "lamb needs master weights in fp32", "full, or another optimizer"),
+    ("optimizer.master_weights", only("full"), "lamb needs master weights in fp32", "full, or another optimizer"),
 ))  # fmt: skip
 
-COMPENSATED = Exclusions("optimizer.master", unless("full"), (
-    ("backends.optimizer", only(AUTO), "is for master weights in fp32", "auto, or optimizer.master = full"),
+COMPENSATED = Exclusions("optimizer.master_weights", unless("full"), (
+    ("backends.optimizer", only(AUTO), "is for master weights in fp32", "auto, or optimizer.master_weights = full"),
 ))  # fmt: skip
 
 ZCLIP = _of_guard("zclip", only(False), "zclip_threshold", "zclip_alpha", "zclip_warmup")
@@ -210,11 +210,11 @@ ZCLIP = _of_guard("zclip", only(False), "zclip_threshold", "zclip_alpha", "zclip
 SKIPPED_STEPS = _of_guard("skip_sigma", only(0), "skip_window")
 
 NO_CHECKPOINTS = Exclusions("checkpoint.every", only(0), (
-    ("checkpoint.memory_every", only(0), "checkpoint.every is 0", "checkpoint.every above 0"),
+    ("checkpoint.in_memory_every", only(0), "checkpoint.every is 0", "checkpoint.every above 0"),
 ))  # fmt: skip
 
-NO_COPIES = Exclusions("checkpoint.memory_every", only(0), (
-    ("checkpoint.replicate", only(False), "checkpoint.memory_every is 0", "checkpoint.memory_every above 0"),
+NO_COPIES = Exclusions("checkpoint.in_memory_every", only(0), (
+    ("checkpoint.replicate", only(False), "checkpoint.in_memory_every is 0", "checkpoint.in_memory_every above 0"),
 ))  # fmt: skip
 
 NO_PRUNING = Exclusions("checkpoint.keep", only(0), (

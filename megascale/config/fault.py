@@ -47,13 +47,15 @@ class FaultConfig(Section):
         120.0,
         description="bound instead of hang_s while a rank waits for a checkpoint; more than checkpoint.retry_timeout_s",
     )
-    flap_s: Seconds = Field(
+    link_recovery_s: Seconds = Field(
         5.0, description="a link that is back within this time flapped: nothing is restarted for a network in doubt"
     )
     node_lost_s: Seconds = Field(
-        6.0, description="a node without a heartbeat for so long is lost; more than heartbeat_s and flap_s"
+        6.0, description="a node without a heartbeat for so long is lost; more than heartbeat_s and link_recovery_s"
     )
-    evidence_s: Seconds = Field(3.0, description="longest time to collect flight records and stacks before a verdict")
+    diagnosis_timeout_s: Seconds = Field(
+        3.0, description="longest time to collect flight records and stacks before a verdict"
+    )
     stacks: bool = Field(True, description="collect the stacks of stuck ranks by py-spy")
     spike_factor: Annotated[float, Field(gt=1, le=10**6)] = Field(
         5.0, description="a loss or gradient norm this many times its recent median raises an alert, not a restart"
@@ -81,7 +83,7 @@ class FaultConfig(Section):
     same_step_failures: Annotated[int, Field(ge=1, le=10**6)] = Field(
         3, description="failures of the same kind without a new step, after which the job stops with status 93"
     )
-    memory_failures: Annotated[int, Field(ge=1, le=10**6)] = Field(
+    max_oom_failures: Annotated[int, Field(ge=1, le=10**6)] = Field(
         2, description="ends out of memory, in the same step, after which the job stops with status 93"
     )
     restarts_per_hour: Number = Field(
@@ -91,7 +93,7 @@ class FaultConfig(Section):
         1, description="restarts on the same node within node_window_s before the node is replaced"
     )
     node_window_s: Seconds = Field(3600.0, description="time over which the faults of a node count together")
-    network_alerts: Annotated[int, Field(ge=1, le=10**6)] = Field(
+    max_network_faults: Annotated[int, Field(ge=1, le=10**6)] = Field(
         2, description="network faults of a node within network_window_s, after which the node is replaced"
     )
     network_window_s: Seconds = Field(300.0, description="time over which network faults of a node count together")
@@ -100,7 +102,7 @@ class FaultConfig(Section):
         description="a hang without a single culprit replaces the parallel group of the ranks in doubt, if the spares "
         "are enough",
     )
-    exclude_s: Seconds = Field(86400.0, description="time for which a replaced node gets no work of this job")
+    node_exclusion_s: Seconds = Field(86400.0, description="time for which a replaced node gets no work of this job")
     replacement_wait_s: Seconds = Field(
         600.0, description="wait for a node from the scheduler without a spare; then the job shrinks or stops"
     )

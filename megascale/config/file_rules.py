@@ -89,8 +89,8 @@ def data_files(model: ModelConfig, data: DataConfig) -> Iterator[Finding]:
                 yield from _mismatches(key, prepared, first, data.tokenizer, model.vocab_size)
     if data.tokenizer and data.tokenizer not in TOKENIZERS.cards and (reason := why_unreadable(data.tokenizer)):
         yield Finding("data.tokenizer", reason, "remove the key, or give the tokenizer of the data")
-    if data.order and not data.mock and (reason := why_unreadable(data.order)):
-        yield Finding("data.order", reason, "check the path, or remove the key")
+    if data.document_order_file and not data.mock and (reason := why_unreadable(data.document_order_file)):
+        yield Finding("data.document_order_file", reason, "check the path, or remove the key")
 
 
 def data_samples(model: ModelConfig, batch: BatchConfig, train: TrainConfig, data: DataConfig) -> Iterator[Finding]:
@@ -237,10 +237,10 @@ def _is_checkpoint(folder: Path) -> bool:
 
 def memory_folder(checkpoint: CheckpointConfig) -> Iterator[Finding]:
     """Check that the folder of copies in memory can be written."""
-    folder = checkpoint.memory_dir
-    if checkpoint.memory_every and not (Path(folder).is_absolute() and os.access(folder, os.W_OK | os.X_OK)):
+    folder = checkpoint.in_memory_dir
+    if checkpoint.in_memory_every and not (Path(folder).is_absolute() and os.access(folder, os.W_OK | os.X_OK)):
         message = f"{folder!r} is not the absolute path of a writable folder"
-        yield Finding("checkpoint.memory_dir", message, "/dev/shm, or another folder on a memory file system")
+        yield Finding("checkpoint.in_memory_dir", message, "/dev/shm, or another folder on a memory file system")
 
 
 def file_system(checkpoint: CheckpointConfig, observe: ObserveConfig) -> Iterator[Finding]:
@@ -256,7 +256,7 @@ def file_system(checkpoint: CheckpointConfig, observe: ObserveConfig) -> Iterato
         elif separator and place and protocol != "memory":
             yield from _not_installed(key, protocol)
         elif separator and place:
-            memory = ", or checkpoint.memory_every for copies in memory" if key.startswith("checkpoint") else ""
+            memory = ", or checkpoint.in_memory_every for copies in memory" if key.startswith("checkpoint") else ""
             yield Finding(key, f"{text} is visible to one process only", f"a path{memory}")
         elif separator or (key.endswith("dir") and (text == "" or re.match(r"[a-z0-9]+:/", text or ""))):
             yield Finding(key, f"{text!r} is neither a path nor a URL", "such as /data/runs or s3://bucket/runs")

@@ -26,8 +26,8 @@ FOREIGN_KEYS = {
     "pipeline_model_parallel_size": "parallel.pp", "pipeline_parallel_degree": "parallel.pp", "pp_size": "parallel.pp",
     "data_parallel_shard_degree": "parallel.dp", "data_parallel_replicate_degree": "parallel.dp",
     "dp_size": "parallel.dp", "context_parallel_size": "parallel.cp", "context_parallel_degree": "parallel.cp",
-    "cp_comm_type": "parallel.cp_mode", "hierarchical_context_parallel_sizes": "parallel.cp_ulysses",
-    "ulysses_degree": "parallel.cp_ulysses",
+    "cp_comm_type": "parallel.cp_mode", "hierarchical_context_parallel_sizes": "parallel.cp_a2a_size",
+    "ulysses_degree": "parallel.cp_a2a_size",
     "expert_model_parallel_size": "parallel.ep", "expert_parallel_degree": "parallel.ep",
     "virtual_pipeline_model_parallel_size": "parallel.vpp", "sequence_parallel": "parallel.sp",
     "pipeline_parallel_schedule": "parallel.schedule", "zero_stage": "parallel.zero", "fsdp": "parallel.zero",
@@ -54,17 +54,17 @@ FOREIGN_KEYS = {
     # data, checkpoint and observe
     "data_path": "data.train", "train_data_path": "data.train", "dataset_path": "data.train", "dataset": "data.train",
     "blend": "data.train", "valid_data_path": "data.valid", "data_cache_path": "data.cache",
-    "reset_attention_mask": "data.mask", "reset_position_ids": "data.mask", "eod_mask_loss": "data.boundary_loss",
+    "reset_attention_mask": "data.attention_mask", "reset_position_ids": "data.attention_mask",
     "tokenizer_path": "data.tokenizer", "tokenizer_model": "data.tokenizer", "save_interval": "checkpoint.every",
     "interval": "checkpoint.every", "load": "checkpoint.resume", "initial_load_path": "checkpoint.resume",
     "resume_from": "checkpoint.resume", "save": "checkpoint.dir", "keep_latest_k": "checkpoint.keep",
     "async_save": "checkpoint.async", "async_mode": "checkpoint.async", "tensorboard_dir": "observe.tensorboard",
-    "enable_tensorboard": "observe.tensorboard", "dump_folder": "observe.dir", "log_dir": "observe.dir",
+    "enable_tensorboard": "observe.tensorboard", "dump_folder": "output_dir", "log_dir": "output_dir",
 }  # fmt: skip
 
 FOREIGN_TABLES = {
     "training": "train", "optim": "optimizer", "lr_scheduler": "optimizer", "parallelism": "parallel",
     "dataset": "data", "checkpointing": "checkpoint", "activation_checkpoint": "train", "float8": "fp8",
-    "logging": "observe", "metrics": "observe", "comm": "launch",
+    "logging": "observe", "metrics": "observe",
 }  # fmt: skip
 """Tables of other systems, with the table here that has most of their keys."""

@@ -1,4 +1,6 @@
-"""The sections `[launch]`, timeouts between ranks, and `[nccl]`, thread blocks of communicators and retries."""
+"""The sections `[launch]` and `[comm]`, timeouts between ranks, and `[nccl]`, thread blocks of communicators and
+retries.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,22 @@ Seconds = Annotated[float, Field(ge=1, le=10**6)]
 
 
 class LaunchConfig(Section):
-    """`[launch]`: timeouts; a rank that waits longer for another rank ends the run."""
+    """`[launch]`: the start; a rank that waits longer for another rank ends the run."""
+
+    start_timeout_s: Seconds = Field(
+        1800.0,
+        description="timeout until the end of the first step (rendezvous, indexing of data, loading of a checkpoint, "
+        "compilation), and in waits for checkpoints, in seconds; at least comm.timeout_s",
+    )
+
+
+class CommConfig(Section):
+    """`[comm]`: communication after the start; a rank that waits longer for another rank ends the run."""
 
     timeout_s: Seconds = Field(
         600.0,
         description="timeout in training and evaluation from the second step on, in seconds; on GPUs, set several "
         "times the step time, because the host runs ahead",
-    )
-    start_timeout_s: Seconds = Field(
-        1800.0,
-        description="timeout until the end of the first step (rendezvous, indexing of data, loading of a checkpoint, "
-        "compilation), and in waits for checkpoints, in seconds; at least timeout_s",
     )
 
 

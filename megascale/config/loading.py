@@ -16,8 +16,9 @@ from pydantic_core import ErrorDetails
 
 from megascale.config.finding import Finding
 from megascale.config.model import DERIVED_FROM, ModelConfig, fill_defaults
+from megascale.config.renamed import renamed
 from megascale.config.rules import RULES, InvalidValueError, run_rules
-from megascale.config.run import NAME_PATTERN, RunConfig
+from megascale.config.run import NAME_PATTERN, RunConfig, RunFolder
 from megascale.config.section import AUTO, AUTO_AS_NONE, Section
 from megascale.config.toml_reader import Source, Tree, apply_overrides, read_toml
 from megascale.config.world_rules import world_findings
@@ -69,7 +70,7 @@ def _check_and_resolve(source: Source, world_size: int | None, skip_sections: Co
 def _is_text_key(key: str) -> bool:
     table, _, name = key.rpartition(".")
     field = _keys(sections()[table]).get(name) if table in sections() else None
-    return key == "name" or (field is not None and _has_text(field.annotation))
+    return key in RunFolder.model_fields or (field is not None and _has_text(field.annotation))
 
 
 def _has_text(annotation: Any) -> bool:
@@ -105,6 +106,9 @@ def _find_problems(source: Source, world_size: int | None, skip_sections: Collec
         yield Problem(source.path, "name", "missing", 'name = "my-run" at the top of the file')
     elif not (isinstance(run, str) and NAME_PATTERN.fullmatch(run)):
         yield Problem(source.location("name"), "name", f"{_display_value(run)} cannot name a folder", _NAME_HINT)
+    top = {key: source.tree[key] for key in RunFolder.model_fields if key in source.tree}
+    if wrong := [detail for detail in _validate(RunFolder, top)[0] if detail["loc"] == ("output_dir",)]:
+        yield _problem_of_key(source, RunFolder, "output_dir", top, wrong)
     checked = {name: section for name, section in valid.items() if name not in skip_sections}
     yield from (_to_problem(source, finding) for finding in run_rules(RULES, checked))
     yield from _shared_folders(source)
@@ -181,18 +185,23 @@ def _to_problem(source: Source, finding: Finding) -> Problem:
     return Problem(source.location(finding.key), finding.key, finding.message, finding.hint)
 
 
-RENAMED_KEYS = {"observe.ledger": "observe.record", "checkpoint.patience_s": "checkpoint.retry_timeout_s"}
-"""Former names of keys, with the present names for the hint."""
+def _present_name(source: Source, key: str, value: Any) -> str:
+    """Return the hint for a setting or value with a former name; else ''."""
+    present, present_value = renamed(key, value)
+    if present_value is not value:
+        return f"is now {present} = {_display_value(present_value)}"
+    place = "" if "." in present or source.location(key) == "command line" else ", at the top of the file"
+    return f"is now {present}{place}" if present != key else ""
 
 
-def _unknown_key(source: Source, key: str, known: list[str]) -> Problem:
+def _unknown_key(source: Source, key: str, known: list[str], value: Any = None) -> Problem:
     from megascale.config.foreign_names import FOREIGN_KEYS, FOREIGN_TABLES  # for a mistake alone
 
     table, _, last = key.rpartition(".")
     same_key = [f"{name}.{last}" for name, section in sections().items() if last in _keys(section)]
     foreign = FOREIGN_KEYS.get(last) if table else FOREIGN_TABLES.get(last, FOREIGN_KEYS.get(last))
-    if key in RENAMED_KEYS:
-        hint = f"renamed to {RENAMED_KEYS[key]}"
+    if present := _present_name(source, key, value):
+        hint = present
     elif close := same_key[0] if same_key else foreign or closest_name(last, known):
         hint = f"did you mean '{close}'?"
     else:
@@ -209,16 +218,18 @@ def _problem_of_key(
     source: Source, section: type[Section], key: str, table: Any, details: list[ErrorDetails]
 ) -> Problem:
     """Rephrase pydantic's errors of one key: one detail, or one per type of a union."""
-    table_name, _, name = key.partition(".")
+    table_name, name = key.partition(".")[0], key.rpartition(".")[2]
     detail, keys = details[0], _keys(section)
     if not detail["loc"]:
         message = f"must be a table, not {_display_value(table)}"
         return Problem(source.location(key), key, message, f"write [{table_name}] and its keys below it")
     if detail["type"] == "extra_forbidden":
-        return _unknown_key(source, key, list(keys))
+        return _unknown_key(source, key, list(keys), detail["input"])
     hint = f"{name}: " + _MARKDOWN_LINK.sub(r"\1", keys[name].description or "")
     if detail["type"] == "missing":
         return Problem(source.location(table_name), key, "missing", hint)
+    if present := _present_name(source, key, detail["input"]):
+        hint = present
     if detail["type"] == "choice":
         close = detail["ctx"]["nearest"]
         return Problem(source.location(key), key, detail["msg"], f"did you mean '{close}'?" if close else hint)

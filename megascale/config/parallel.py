@@ -18,20 +18,24 @@ class ParallelConfig(Section):
         False, description="sequence parallelism: activations of norms and dropout are split over tp along the sequence"
     )
     cp: Ranks = Field(1, description="context parallelism: sequences are split over cp ranks, attention included")
-    cp_mode: Literal["allgather", "ulysses", "ring", "usp", "hybrid"] = Field(
+    cp_mode: Literal["allgather", "ulysses", "ring", "usp"] = Field(
         "ring",
         description="what cp ranks exchange in attention: ring: keys and values, from neighbour to neighbour under "
-        "compute; allgather: keys and values, at once; ulysses: heads, all to all; usp: ulysses among cp_ulysses "
-        "neighbours, and ring across; hybrid: dp x cp ranks are a pool, where rings of any size share long "
-        "documents, and others stay on a rank",
+        "compute; allgather: keys and values, at once; ulysses: heads, all to all; usp: ulysses among cp_a2a_size "
+        "neighbours, and ring across",
     )
-    cp_ulysses: Ranks = Field(
+    cp_a2a_size: Ranks = Field(
         1, description="with cp_mode usp: neighbouring cp ranks that exchange heads, a divisor of cp"
+    )
+    hybrid_dp: bool = Field(
+        False,
+        description="hybrid data parallelism: dp x cp ranks are a pool, where rings of any size share long documents, "
+        "and others stay on a rank",
     )
     cp_sharding: Literal["auto", "sequence", "document"] = Field(
         "auto",
-        description="with data.mask document, where cp ranks exchange keys: ranks hold chunks of the whole sequence "
-        "or of each document; auto: for each micro-batch those that balance attention better",
+        description="with data.attention_mask document, where cp ranks exchange keys: ranks hold chunks of the whole "
+        "sequence or of each document; auto: for each micro-batch those that balance attention better",
     )
     ep: One = Field(1, description="expert parallelism; not available yet")
     dp: Ranks | Literal["auto"] = Field(
@@ -67,12 +71,12 @@ class ParallelConfig(Section):
     @property
     def cp_heads(self) -> int:
         """Number of neighbouring cp ranks that exchange heads."""
-        return {"ulysses": self.cp, "usp": self.cp_ulysses}.get(self.cp_mode, 1)
+        return {"ulysses": self.cp, "usp": self.cp_a2a_size}.get(self.cp_mode, 1)
 
     @property
     def cp_keys(self) -> int:
         """Number of cp ranks that exchange keys and values in every micro-batch."""
-        return 1 if self.cp_mode == "hybrid" else self.cp // self.cp_heads
+        return 1 if self.hybrid_dp else self.cp // self.cp_heads
 
 
 class OverlapConfig(Section):

@@ -64,7 +64,7 @@ def schedule(parallel: ParallelConfig) -> Iterator[Finding]:
 
 def cp_modes(parallel: ParallelConfig) -> Iterator[Finding]:
     """Check that the keys of context parallelism have an effect, and that usp says how many ranks exchange heads."""
-    cp, mode, ranks, key = parallel.cp, parallel.cp_mode, parallel.cp_ulysses, "parallel.cp_ulysses"
+    cp, mode, ranks, key = parallel.cp, parallel.cp_mode, parallel.cp_a2a_size, "parallel.cp_a2a_size"
     if ranks > 1 and mode != "usp":
         yield Finding(key, f"has no effect with cp_mode = {mode}", "cp_mode = usp, or remove the key")
     elif ranks == 1 and mode == "usp" and cp > 1:
@@ -76,7 +76,7 @@ def cp_modes(parallel: ParallelConfig) -> Iterator[Finding]:
 def cp_sequence(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Finding]:
     """Check that ranks, and with sp their tp ranks, share a sequence in equal parts."""
     cp, keys = parallel.cp, parallel.cp_keys
-    if cp == 1 or cp % parallel.cp_heads or parallel.cp_mode == "hybrid":
+    if cp == 1 or cp % parallel.cp_heads or parallel.hybrid_dp:
         return
     unit = cp * (parallel.tp if parallel.sp else 1)
     halves = 2 * keys if keys > 1 else 1  # a chunk near the head and one near the tail
@@ -93,7 +93,7 @@ def cp_heads(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Finding]:
     ranks, tp = parallel.cp_heads, parallel.tp
     if ranks == 1 or model.num_heads % tp or model.num_kv_heads % tp:
         return
-    key = "parallel.cp_ulysses" if parallel.cp_mode == "usp" else "parallel.cp"
+    key = "parallel.cp_a2a_size" if parallel.cp_mode == "usp" else "parallel.cp"
     queries, keys = model.num_heads // tp, model.num_kv_heads // tp
     if queries % ranks:
         message = f"{queries} heads of a tp rank cannot be split over {ranks} ranks that exchange heads"
@@ -123,7 +123,7 @@ def cp_fp8(
 def cp_combinations(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Finding]:
     """Check that no key is set that has no implementation for ranks that share sequences."""
     cp, mode = parallel.cp, parallel.cp_mode
-    if cp == 1 or mode == "hybrid":
+    if cp == 1 or parallel.hybrid_dp:
         return
     if model.dropout:
         yield Finding("model.dropout", f"context parallelism (cp = {cp}) has no dropout", "dropout = 0, or cp = 1")
@@ -138,10 +138,11 @@ def cp_sharding(
     """Check that a run whose ranks shall hold chunks of documents can cut them."""
     if parallel.cp_sharding != "document":
         return
-    if data.mask != "document":
-        message, hint = "chunks of documents need data.mask = document", "data.mask = document"
+    if data.attention_mask != "document":
+        message, hint = "chunks of documents need data.attention_mask = document", "data.attention_mask = document"
     elif parallel.cp > 1 and parallel.cp_keys == 1:
-        message, hint = f"has no effect with cp_mode = {parallel.cp_mode}", "ring, allgather or usp"
+        given = "hybrid_dp = true" if parallel.hybrid_dp else f"cp_mode = {parallel.cp_mode}"
+        message, hint = f"has no effect with {given}", "cp_mode = ring, allgather or usp"
     elif batch.micro > 1:
         message, hint = f"the {batch.micro} rows of a micro-batch have different documents", "batch.micro = 1"
     elif train.quantizes and RECIPES[fp8.recipe].facts["granularity"] == "block":
@@ -153,11 +154,11 @@ def cp_sharding(
 
 def hybrid_tokens(model: ModelConfig, parallel: ParallelConfig, data: DataConfig) -> Iterator[Finding]:
     """Check that the pool of hybrid data parallelism has room for the longest document."""
-    if parallel.cp_mode != "hybrid":
+    if not parallel.hybrid_dp:
         return
     key, tokens = "data.max_tokens_per_rank", data.max_tokens_per_rank
     if tokens is None:
-        yield Finding(key, "hybrid needs the most tokens of a rank in a micro-batch", "a number")
+        yield Finding(key, "hybrid_dp needs the most tokens of a rank in a micro-batch", "a number")
     elif isinstance(parallel.dp, int) and (ranks := parallel.dp * parallel.cp) * tokens < model.seq_length:
         message = f"{ranks} ranks hold {ranks * tokens} tokens, and a document may have {model.seq_length}"
         yield Finding(key, message, f"{-(-model.seq_length // ranks)} or more")

@@ -34,7 +34,7 @@ RULES: tuple[Rule, ...] = (
     backend_rules.fp8_shapes,
     parallel_rules.schedule,
     exclusions.NOT_SELECTIVE, train_rules.recomputed_operations,
-    exclusions.NO_RECOMPUTATION, exclusions.NOT_FULL, train_rules.recompute_chunks,
+    exclusions.NO_RECOMPUTATION, exclusions.NOT_FULL, train_rules.recompute_model_chunks,
     train_rules.batch_size, train_rules.batch_rampup, train_rules.counts,
     train_rules.noise_scale,
     data_rules.skipped_samples, data_rules.changed_weights, data_rules.document_order,

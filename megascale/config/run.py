@@ -12,21 +12,27 @@ from megascale.config.backends import BackendsConfig, Fp8Config
 from megascale.config.batch_rampup import full_batch_steps, samples_of_run
 from megascale.config.data import DataConfig
 from megascale.config.fault import FaultConfig
-from megascale.config.launch import LaunchConfig, NcclConfig
+from megascale.config.launch import CommConfig, LaunchConfig, NcclConfig
 from megascale.config.model import ModelConfig
 from megascale.config.parallel import OverlapConfig, ParallelConfig
-from megascale.config.section import Section, absolute_or_url
+from megascale.config.section import FilePath, Section, absolute_or_url
 from megascale.config.train import HF_PREFIX, BatchConfig, CheckpointConfig, ObserveConfig, OptimizerConfig, TrainConfig
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")  # valid names of runs, which are folder names
 
 
-class RunConfig(Section):
-    """A run's name and sections. Frozen; `resolve` returns a copy with all derived values."""
+class RunFolder(Section):
+    """The keys above the sections: the run's folder is `output_dir`/`name`."""
 
     name: Annotated[str, Field(pattern=f"^{NAME_PATTERN.pattern}$")] = Field(
         description="name of the run and of its folder"
     )
+    output_dir: FilePath = Field("runs", description="parent of the run's folder")
+
+
+class RunConfig(RunFolder):
+    """A run's name and sections. Frozen; `resolve` returns a copy with all derived values."""
+
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     overlap: OverlapConfig = OverlapConfig()
@@ -39,12 +45,13 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
     launch: LaunchConfig = LaunchConfig()
+    comm: CommConfig = CommConfig()
     nccl: NcclConfig = NcclConfig()
     fault: FaultConfig = FaultConfig()
 
     @property
     def folder(self) -> Path:
-        return Path(self.observe.dir) / self.name
+        return Path(self.output_dir) / self.name
 
     @property
     def checkpoint_folder(self) -> str:
@@ -73,19 +80,19 @@ class RunConfig(Section):
     @property
     def num_microbatches(self) -> int:
         """Micro-batches per data-parallel rank and step, of whole samples or of chunks; of planned ones the least."""
-        if self.parallel.cp_mode == "hybrid":
+        if self.parallel.hybrid_dp:
             return -(-self.batch.total * self.model.seq_length // (self.dp * self.parallel.cp * self.row_tokens))
         return self.batch.total // (self.batch.micro * self.dp) * self.num_chunks
 
     @property
     def num_chunks(self) -> int:
         """Dependent chunks of a sample, each a micro-batch; 1 for whole samples."""
-        return self.model.seq_length // (self.data.chunk_tokens or self.model.seq_length)
+        return self.model.seq_length // (self.data.sequence_chunk_tokens or self.model.seq_length)
 
     @property
     def dropped_chunks(self) -> int:
         """Chunks of a sample without saved activations, recomputed in backward."""
-        return max(0, self.num_chunks - self.data.keep_chunks)
+        return max(0, self.num_chunks - self.data.sequence_chunks_saved)
 
     @property
     def dropped_share(self) -> float:
@@ -94,7 +101,8 @@ class RunConfig(Section):
     @property
     def attends_in_parts(self) -> bool:
         """True for attention to some of the keys at a time: other ranks' keys, or the keys of chunks."""
-        return self.parallel.cp_keys > 1 or self.parallel.cp_mode == "hybrid" or self.data.chunk_tokens is not None
+        chunked = self.data.sequence_chunk_tokens is not None
+        return self.parallel.cp_keys > 1 or self.parallel.hybrid_dp or chunked
 
     @property
     def row_tokens(self) -> int:
@@ -119,13 +127,13 @@ class RunConfig(Section):
             resume = prefix + absolute_or_url(resume.removeprefix(prefix))
         paths = {"resume": resume, "dir": self.checkpoint.dir and absolute_or_url(self.checkpoint.dir)}
         store_dir = self.observe.store_dir and absolute_or_url(self.observe.store_dir)
-        folders = {"dir": str(Path(self.observe.dir).absolute()), "store_dir": store_dir}
         return self.model_copy(
             update={
+                "output_dir": str(Path(self.output_dir).absolute()),
                 "parallel": parallel,
                 "optimizer": optimizer,
                 "data": self.data.absolute(),
                 "checkpoint": self.checkpoint.model_copy(update=paths),
-                "observe": self.observe.model_copy(update=folders),
+                "observe": self.observe.model_copy(update={"store_dir": store_dir}),
             }
         )

@@ -1,4 +1,4 @@
-"""Rules of nested times, in `[launch]`, `[checkpoint]`, `[fault]` and NCCL's retries; and of injected faults
+"""Rules of nested times, in `[launch]`, `[comm]`, `[checkpoint]`, `[fault]` and NCCL's retries; and of injected faults
 (`fault.inject`): a test without its faults would pass.
 """
 
@@ -9,17 +9,17 @@ from collections.abc import Iterator
 from megascale.config.fault import FaultConfig
 from megascale.config.finding import Finding
 from megascale.config.injection import parse_injection
-from megascale.config.launch import LaunchConfig, NcclConfig
+from megascale.config.launch import CommConfig, LaunchConfig, NcclConfig
 from megascale.config.parallel import ParallelConfig
 from megascale.config.train import CheckpointConfig, TrainConfig
 
 
-def timeouts(launch: LaunchConfig, checkpoint: CheckpointConfig) -> Iterator[Finding]:
+def timeouts(launch: LaunchConfig, comm: CommConfig, checkpoint: CheckpointConfig) -> Iterator[Finding]:
     """Check that start_timeout_s covers the other timeouts."""
     key, start, retry = "launch.start_timeout_s", launch.start_timeout_s, checkpoint.retry_timeout_s
-    if start < launch.timeout_s:
-        message = f"{start} s is less than launch.timeout_s = {launch.timeout_s}"
-        yield Finding(key, message, f"{launch.timeout_s} or more")
+    if start < comm.timeout_s:
+        message = f"{start} s is less than comm.timeout_s = {comm.timeout_s}"
+        yield Finding(key, message, f"{comm.timeout_s} or more")
     if checkpoint.every and start <= retry:
         message = f"{start} s is no more than checkpoint.retry_timeout_s = {retry}, which a rank may spend on a save"
         yield Finding(key, message, f"more than {retry}")
@@ -27,7 +27,7 @@ def timeouts(launch: LaunchConfig, checkpoint: CheckpointConfig) -> Iterator[Fin
 
 def fault_times(fault: FaultConfig) -> Iterator[Finding]:
     """Check that the times of `[fault]` nest: heartbeat < flap < lost node, and no verdict before a heartbeat."""
-    for short, long in (("poll_s", "hang_s"), ("heartbeat_s", "node_lost_s"), ("flap_s", "node_lost_s")):
+    for short, long in (("poll_s", "hang_s"), ("heartbeat_s", "node_lost_s"), ("link_recovery_s", "node_lost_s")):
         low, high = getattr(fault, short), getattr(fault, long)
         if low >= high:
             yield Finding(f"fault.{long}", f"{high} s is no more than fault.{short} = {low}", f"more than {low}")
@@ -64,27 +64,30 @@ def unknown_ranks(fault: FaultConfig, world_size: int) -> Iterator[Finding]:
 
 
 def launch_findings(
-    world_size: int, fault: FaultConfig, launch: LaunchConfig, checkpoint: CheckpointConfig, nccl: NcclConfig
-) -> Iterator[Finding]:
+    world_size: int, fault: FaultConfig, launch: LaunchConfig, comm: CommConfig, checkpoint: CheckpointConfig,
+    nccl: NcclConfig,
+) -> Iterator[Finding]:  # fmt: skip
     """Check, for a job of `world_size` processes with a driver, that a rank's own timeouts are longer than what the
     driver needs for a verdict, that an adapter retries for longer than a flap, and that ranks with injected faults
     exist.
     """
     yield from unknown_ranks(fault, world_size)
-    for key, limit in (
-        ("hang_s", "timeout_s"), ("node_lost_s", "timeout_s"), ("evaluation_hang_s", "timeout_s"),
-        ("start_hang_s", "start_timeout_s"), ("checkpoint_hang_s", "start_timeout_s"),
+    step, start = ("comm.timeout_s", comm.timeout_s), ("launch.start_timeout_s", launch.start_timeout_s)
+    for key, (limit, timeout) in (
+        ("hang_s", step), ("node_lost_s", step), ("evaluation_hang_s", step), ("start_hang_s", start),
+        ("checkpoint_hang_s", start),
     ):  # fmt: skip
-        needed, timeout = getattr(fault, key) + fault.evidence_s, getattr(launch, limit)
+        needed = getattr(fault, key) + fault.diagnosis_timeout_s
         if needed >= timeout:
-            message = f"{timeout} s: ranks would give up before the verdict, fault.{key} + fault.evidence_s"
-            yield Finding(f"launch.{limit}", message, f"more than {needed:g}")
+            message = f"{timeout} s: ranks would give up before the verdict, fault.{key} + fault.diagnosis_timeout_s"
+            yield Finding(limit, message, f"more than {needed:g}")
     if checkpoint.every and fault.checkpoint_hang_s <= (retry := checkpoint.retry_timeout_s):
         message = f"{fault.checkpoint_hang_s} s is no more than checkpoint.retry_timeout_s = {retry}"
         yield Finding("fault.checkpoint_hang_s", message, f"more than {retry}")
-    if (patience := nccl.ib_patience_s) <= fault.flap_s:
-        message = f"adapters give up after {patience:.3g} s, within a flap of fault.flap_s = {fault.flap_s}"
+    if (patience := nccl.ib_patience_s) <= fault.link_recovery_s:
+        flap = f"fault.link_recovery_s = {fault.link_recovery_s}"
+        message = f"adapters give up after {patience:.3g} s, within a flap of {flap}"
         yield Finding("nccl.ib_timeout", message, "a larger exponent")
-    elif patience >= launch.timeout_s:
-        message = f"adapters retry for {patience:.3g} s, longer than launch.timeout_s = {launch.timeout_s}"
-        yield Finding("nccl.ib_timeout", message, "a smaller exponent, or a longer launch.timeout_s")
+    elif patience >= comm.timeout_s:
+        message = f"adapters retry for {patience:.3g} s, longer than comm.timeout_s = {comm.timeout_s}"
+        yield Finding("nccl.ib_timeout", message, "a smaller exponent, or a longer comm.timeout_s")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megascale.config.renamed import with_present_names
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.files import is_file, pointer_notice, why_unreadable
 
@@ -124,17 +125,21 @@ def _read_file(path: Path, seen: tuple[Path, ...]) -> Source:
 
 
 def _name_own_folder(source: Source, folder: Path | None) -> None:
-    """Have the configuration in a run's folder name this folder: a run that was moved or copied goes on in its own."""
-    observe = source.tree.get("observe")
-    if folder is None or not is_file(folder / "metrics.jsonl", optional=True) or not isinstance(observe, dict):
+    """Have the configuration in a run's folder name this folder: a run that was moved or copied goes on in its own. The
+    version of the run may be an earlier one.
+    """
+    if folder is None or not is_file(folder / "metrics.jsonl", optional=True):
         return
-    named = Path(str(observe.get("dir"))) / str(source.tree.get("name"))
+    source.tree = with_present_names(source.tree)
+    if "output_dir" not in source.tree:
+        return
+    named = Path(str(source.tree["output_dir"])) / str(source.tree.get("name"))
     with contextlib.suppress(OSError):  # the folder that it names is gone
         if named.samefile(folder):
             return
     source.moved_from = named
-    source.tree["name"], observe["dir"] = folder.name, str(folder.parent)
-    source.locations["name"] = source.locations["observe.dir"] = f"the folder of {source.path}"
+    source.tree["name"], source.tree["output_dir"] = folder.name, str(folder.parent)
+    source.locations["name"] = source.locations["output_dir"] = f"the folder of {source.path}"
 
 
 def _lines(text: str) -> dict[str, int]:

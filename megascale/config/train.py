@@ -46,7 +46,7 @@ class TrainConfig(Section):
     recompute_ops: Annotated[Operations | None, AUTO_AS_NONE] = Field(
         None, description="operations for selective recomputation; auto: attention"
     )
-    recompute_chunks: Annotated[Chunks | None, AUTO_AS_NONE] = Field(
+    recompute_model_chunks: Annotated[Chunks | None, AUTO_AS_NONE] = Field(
         None, description="model chunks with recomputation, numbered from 0 on every rank; auto: all"
     )
     activation_offload: bool = Field(
@@ -70,15 +70,19 @@ class TrainConfig(Section):
         0, description="steps between evaluations on validation data, with one at the end; 0: never"
     )
     eval_steps: Count = Field(10, description="global batches per evaluation")
-    average: Literal["none", "ema", "lawa"] = Field(
+    weight_average: Literal["none", "ema", "lawa"] = Field(
         "none",
         description="averages of the weights, evaluated beside them and kept in checkpoints: ema, a moving average; "
-        "lawa, the mean of the last average_count snapshots ([averages](optimizers.md#averages-of-weights))",
+        "lawa, the mean of the last weight_average_count snapshots ([averages](optimizers.md#averages-of-weights))",
     )
-    average_decay: float = Field(0.999, ge=0, lt=1, description="decay of average = ema at every average_every steps")
-    average_every: Count = Field(1, description="steps between updates of average = ema, or snapshots of lawa")
-    average_count: Annotated[int, Field(gt=0, le=64)] = Field(
-        5, description="snapshots of average = lawa, each with the memory of master weights"
+    weight_average_decay: float = Field(
+        0.999, ge=0, lt=1, description="decay of weight_average = ema at every weight_average_every steps"
+    )
+    weight_average_every: Count = Field(
+        1, description="steps between updates of weight_average = ema, or snapshots of lawa"
+    )
+    weight_average_count: Annotated[int, Field(gt=0, le=64)] = Field(
+        5, description="snapshots of weight_average = lawa, each with the memory of master weights"
     )
     noise_scale_every: NonNegativeInt = Field(
         0,
@@ -87,7 +91,7 @@ class TrainConfig(Section):
     noise_scale_decay: float = Field(
         0.9, ge=0, lt=1, description="decay of the moving averages of the noise scale, at every measurement"
     )
-    check_replicas: NonNegativeInt = Field(
+    check_replicas_every: NonNegativeInt = Field(
         0, description="steps between checks that replicas of a weight are equal bit for bit, over dp and tp; 0: never"
     )
 
@@ -156,10 +160,10 @@ class OptimizerConfig(Section):
         "(patterns of names) or `kinds`, and `name`, `lr_mult`, `weight_decay`, `options` "
         "([groups](optimizers.md#groups))",
     )
-    master: Literal["full", "compensated"] = Field(
+    master_weights: Literal["full", "bf16_compensated"] = Field(
         "full",
-        description="master weights of bf16 weights: full, in fp32; compensated, as the bf16 weights and what rounding "
-        "leaves over, 2 bytes less ([compensated weights](optimizers.md#compensated-weights))",
+        description="master weights of bf16 weights: full, in fp32; bf16_compensated, as the bf16 weights and what "
+        "rounding leaves over, 2 bytes less ([compensated weights](optimizers.md#compensated-weights))",
     )
     lr: Float32 = Field(gt=0, description="learning rate after the warm-up")
     min_lr: Float32 = Field(0.0, ge=0, description="learning rate at the end")
@@ -213,19 +217,19 @@ class CheckpointConfig(Section):
         alias="async",
         description="write checkpoints in a background process while training continues; false: wait",
     )
-    memory_every: NonNegativeInt = Field(
+    in_memory_every: NonNegativeInt = Field(
         0,
         description="steps between copies in host memory, to resume after a failure of processes but not of hosts; "
         "needs host memory for twice the state; 0: none",
     )
-    memory_dir: FilePath = Field("/dev/shm", description="folder of the copies in memory, on a memory file system")
+    in_memory_dir: FilePath = Field("/dev/shm", description="folder of the copies in memory, on a memory file system")
     replicate: bool = Field(False, description="also send every copy to another host, to survive the loss of a host")
     dir: FilePath | None = Field(
         None,
         description="parent of the folder of checkpoints, which has the run's name: a path, or a URL of an fsspec file "
         "system, such as s3://bucket/runs; default: the run's folder",
     )
-    file_bytes: Annotated[int, Field(ge=64 << 10, le=2**40)] = Field(
+    max_file_bytes: Annotated[int, Field(ge=64 << 10, le=2**40)] = Field(
         2 << 30,
         description="maximum size of a checkpoint file (a larger tensor row is one file); at least 65536",
     )
@@ -237,13 +241,14 @@ class CheckpointConfig(Section):
 class ObserveConfig(Section):
     """`[observe]`"""
 
-    dir: FilePath = Field("runs", description="parent of the run's folder")
     tensorboard: bool = Field(True, description="write TensorBoard events")
-    record: bool = Field(
+    record_events: bool = Field(
         True, description="record every action and communication with exposed time, for events and metrics"
     )
-    events: bool = Field(True, description="keep single events in the event store (`megascale trace`)")
-    store: bool = Field(True, description="keep every rank's events and steps in an event store (`megascale events`)")
+    event_files: bool = Field(True, description="keep single events in the event store (`megascale trace`)")
+    event_store: bool = Field(
+        True, description="keep every rank's events and steps in an event store (`megascale events`)"
+    )
     store_dir: FilePath | None = Field(
         None,
         description="parent of the event store, a folder with the run's name: a path, or a URL of an fsspec file "

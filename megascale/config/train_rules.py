@@ -22,9 +22,9 @@ def recomputed_operations(train: TrainConfig) -> Iterator[Finding]:
         yield Finding("train.recompute_ops", "names an operation twice", "remove the duplicate")
 
 
-def recompute_chunks(parallel: ParallelConfig, train: TrainConfig) -> Iterator[Finding]:
-    """Check that recompute_chunks exist and are unique."""
-    key, chunks, last = "train.recompute_chunks", train.recompute_chunks or (), parallel.vpp - 1
+def recompute_model_chunks(parallel: ParallelConfig, train: TrainConfig) -> Iterator[Finding]:
+    """Check that recompute_model_chunks exist and are unique."""
+    key, chunks, last = "train.recompute_model_chunks", train.recompute_model_chunks or (), parallel.vpp - 1
     if missing := sorted(set(chunks) - set(range(parallel.vpp))):
         message = f"with vpp = {parallel.vpp} there is no chunk {join_values(missing)}"
         yield Finding(key, message, f"chunks 0 to {last}" if last else "chunk 0, or remove the key")
@@ -118,6 +118,6 @@ def optimizer_groups(model: ModelConfig, optimizer: OptimizerConfig) -> Iterable
 def compensated_weights(train: TrainConfig, optimizer: OptimizerConfig) -> Iterator[Finding]:
     """Check that compensated weights are of bf16 training."""
     facts, precision = PRECISIONS[train.precision].facts, train.precision
-    if optimizer.master != "full" and not (facts["master_weights"] and facts["compute_dtype"] == "bfloat16"):
+    if optimizer.master_weights != "full" and not (facts["master_weights"] and facts["compute_dtype"] == "bfloat16"):
         message = f"there are no bf16 weights with precision = {precision}"
-        yield Finding("optimizer.master", message, "bf16, or remove the key")
+        yield Finding("optimizer.master_weights", message, "bf16, or remove the key")

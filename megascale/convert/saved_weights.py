@@ -79,6 +79,6 @@ def average_of_weights(source: Location, saved: manifest.Manifest) -> SavedWeigh
     kept = {name.partition(".")[0] for name in saved.tensors if name.startswith(AVERAGE)} - {AVERAGE_UPDATES}
     taken = int(offline.read_tensor(source, saved, AVERAGE_UPDATES)) if AVERAGE_UPDATES in saved.tensors else 0
     if not taken:
-        hint = "train.average = ema or lawa keeps one, every train.average_every steps"
+        hint = "train.weight_average = ema or lawa keeps one, every train.weight_average_every steps"
         raise CheckpointError(f"{source} has no average of the weights", hint=hint)
     return SavedWeights(source, saved, tuple(f"{AVERAGE}{index}." for index in range(min(taken, len(kept)))))

@@ -185,4 +185,4 @@ def fp8_weights(model: ModelConfig, layers: range) -> dict[str, ParamSpec]:
 
 def fp8_layers(model: ModelConfig, train: TrainConfig, fp8: Fp8Config) -> range:
     """The layers with FP8 GEMMs: all but the first and last few, as `[fp8]` configures."""
-    return range(fp8.bf16_first, model.num_layers - fp8.bf16_last) if train.quantizes else range(0)
+    return range(fp8.first_layers_bf16, model.num_layers - fp8.last_layers_bf16) if train.quantizes else range(0)

@@ -27,7 +27,7 @@ NO_RECOMPUTE = RecomputePolicy()
 
 def recompute_policy(train: TrainConfig, chunk: int) -> RecomputePolicy:
     """The policy of model chunk `chunk`, the same on every pipeline rank."""
-    if train.recompute == "none" or chunk not in (train.recompute_chunks or [chunk]):
+    if train.recompute == "none" or chunk not in (train.recompute_model_chunks or [chunk]):
         return RecomputePolicy(mlp_tiles=train.mlp_tiles)
     if train.recompute == "full":
         return RecomputePolicy(full=True, mlp_tiles=train.mlp_tiles, offload=train.activation_offload)

@@ -101,7 +101,7 @@ def sequence_shard(parallel: ParallelConfig, length: int, cp_rank: int) -> Seque
     """Return the shard of a context-parallel rank in sequences of `length` tokens; None without context parallelism,
     and where a planner says who shares which sequence.
     """
-    if parallel.cp == 1 or parallel.cp_mode == "hybrid":
+    if parallel.cp == 1 or parallel.hybrid_dp:
         return None
     return shard_sequence(length, parallel.cp_keys, parallel.cp_heads, cp_rank)
 

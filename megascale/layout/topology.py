@@ -108,4 +108,4 @@ class Topology:
 
 def topology_of(p: ParallelConfig) -> Topology:
     """The topology of a resolved configuration."""
-    return Topology(tp=p.tp, cp=p.cp, dp=p.replicas, pp=p.pp, cp_heads=p.cp_heads, pooled=p.cp_mode == "hybrid")
+    return Topology(tp=p.tp, cp=p.cp, dp=p.replicas, pp=p.pp, cp_heads=p.cp_heads, pooled=p.hybrid_dp)

@@ -56,7 +56,7 @@ def build_rule(shard: OptimizerShard, group: ParamGroup, config: OptimizerConfig
         return FunctionRule(segments, settings, rule, options)
     if shard.residual is not None:
         problem = f"{group.rule} is a class, which needs master weights in fp32"
-        hint = "optimizer.master = full, or a rule that is a function"
+        hint = "optimizer.master_weights = full, or a rule that is a function"
         raise ConfigError([Problem("optimizer.name", group.rule, problem, hint)])
     return cast(type[Elementwise], rule)(segments, settings)
 

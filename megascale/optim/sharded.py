@@ -67,7 +67,7 @@ class ShardedOptimizer:
         self.shards = [
             new_shard(
                 bucket, element_ranges(bucket.layout, groups, mesh.topology, bucket.shard),
-                compensated=config.master == "compensated",
+                compensated=config.master_weights == "bf16_compensated",
             )
             for bucket in buckets
         ]  # fmt: skip

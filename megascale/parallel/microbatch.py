@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class MicroBatch:
     """Tokens and labels [s, b], i64, on the stages that need them; `mask` [s, b] is 1 where a label counts in the loss,
-    or the label's weight, None if all labels count. `boundaries`: of documents, on every stage, with `data.mask =
-    "document"`. `shard`: the positions of these tokens, on every stage, if ranks share a sequence, or if they are a
-    chunk of it; `boundaries` are those of whole sequences. `keys`: shared by the chunks of a sequence. `loss_tokens`:
-    the number of labels that count, or the sum of their weights, and `sequence_loss_tokens` those of all ranks that
-    share the sequences; zero on ranks that read no tokens. `planned_rows`: the number of tokens, on every stage, if a
-    planner has chosen it for this micro-batch.
+    or the label's weight, None if all labels count. `boundaries`: of documents, on every stage, with
+    `data.attention_mask = "document"`. `shard`: the positions of these tokens, on every stage, if ranks share a
+    sequence, or if they are a chunk of it; `boundaries` are those of whole sequences. `keys`: shared by the chunks of a
+    sequence. `loss_tokens`: the number of labels that count, or the sum of their weights, and `sequence_loss_tokens`
+    those of all ranks that share the sequences; zero on ranks that read no tokens. `planned_rows`: the number of
+    tokens, on every stage, if a planner has chosen it for this micro-batch.
     """
 
     tokens: Tensor | None

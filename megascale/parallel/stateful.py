@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 WEIGHTS = "weights."  # prefix of the names of weights
-AVERAGE = "average"  # prefix of the averages of weights, before a number and a dot (`train.average`)
+AVERAGE = "average"  # prefix of the averages of weights, before a number and a dot (`train.weight_average`)
 AVERAGE_UPDATES = "average_updates"  # name of the number of updates or snapshots of an average so far [1], f64
 
 

@@ -24,7 +24,7 @@ def batch_totals(batch: BatchConfig, data: DataConfig, noise_scale: NoiseScale |
     """Return the hooks of the totals that a run has."""
     return [
         *([SampleCount()] if batch.rampup is not None else []),
-        *([DocumentScores()] if data.mask == "document" else []),
+        *([DocumentScores()] if data.attention_mask == "document" else []),
         *([NoiseMeasurement(noise_scale)] if noise_scale is not None else []),
     ]
 

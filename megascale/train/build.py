@@ -69,7 +69,7 @@ KEPT_ORDERS = 32  # orders of actions that are kept; steps have a few numbers of
 def build_mesh(config: RunConfig, rank: Rank, device: Device, log: RankLog | None = None) -> Mesh:
     """Open and warm up this rank's process groups. Requires `comm.init.init_distributed`. `log`: this rank's."""
     placement = stages_of(config.model, config.parallel).placement
-    recorder = Recorder(device.timer(), log, enabled=config.observe.record, named_range=profiler_range)
+    recorder = Recorder(device.timer(), log, enabled=config.observe.record_events, named_range=profiler_range)
     mesh = open_mesh(
         topology_of(config.parallel),
         rank.rank,
@@ -77,6 +77,7 @@ def build_mesh(config: RunConfig, rank: Rank, device: Device, log: RankLog | Non
         placement=placement,
         recorder=recorder,
         launch=config.launch,
+        comm=config.comm,
         nccl=config.nccl,
     )
     recorder.log.start_parts.begin("warm-up")
@@ -191,8 +192,8 @@ def build_offload(settings: TrainConfig, device: Device) -> ActivationOffload | 
 
 
 def build_average(settings: TrainConfig, optimizer: ShardedOptimizer, mesh: Mesh) -> WeightAverage | None:
-    """Build the average of the weights, with `train.average`."""
-    if settings.average == "none":
+    """Build the average of the weights, with `train.weight_average`."""
+    if settings.weight_average == "none":
         return None
     from megascale.train.weight_average import WeightAverage
 
@@ -202,8 +203,8 @@ def build_average(settings: TrainConfig, optimizer: ShardedOptimizer, mesh: Mesh
 def build_policy(
     config: RunConfig, mesh: Mesh, pipeline: PipelineExecutor, loader: Loader, device: torch.device
 ) -> PolicyState | None:
-    """Build the state of the data policy, with `data.policy`."""
-    if config.data.policy is None:
+    """Build the state of the data policy, with `data.blend_policy`."""
+    if config.data.blend_policy is None:
         return None
     from megascale.data.mix.batch_shape import BatchShape
     from megascale.train.policy_state import PolicyState
@@ -244,7 +245,7 @@ def build_buffers(
         mesh,
         zero=parallel.zero,
         sequence=parallel.sp,
-        overlap=Overlap(overlap, in_backward=parallel.cp_mode != "hybrid"),
+        overlap=Overlap(overlap, in_backward=not parallel.hybrid_dp),
         dtypes=dtypes,
         device=device,
         wgrad=wgrad,
@@ -276,7 +277,7 @@ def build_context_parallel(
     parallel: ParallelConfig, mesh: Mesh, operators: LayerOps, *, overlap: bool
 ) -> ContextParallel | None:
     """Return the attention of ranks that share a sequence; None if each has whole ones."""
-    if parallel.cp == 1 and parallel.cp_mode != "hybrid":
+    if parallel.cp == 1 and not parallel.hybrid_dp:
         return None
     from megascale.parallel.context_parallel import ContextParallel
 
@@ -288,12 +289,14 @@ def build_order(config: RunConfig, pp_rank: int, count: int, training: bool) -> 
     """Return a pipeline rank's actions in a training step, or an evaluation, of `count` micro-batches."""
     p = config.parallel
     assert p.schedule is not None, "a resolved configuration names its schedule"
-    if p.cp_mode == "hybrid":
+    if p.hybrid_dp:
         compute = build_schedule(SCHEDULES["1f1b"].load(), p.pp, 1, count)
-    elif config.data.chunk_tokens is not None:
+    elif config.data.sequence_chunk_tokens is not None:
         from megascale.schedule.state_aware import build_state_aware
 
-        compute = build_state_aware(p.pp, [config.num_chunks] * (count // config.num_chunks), config.data.keep_chunks)
+        compute = build_state_aware(
+            p.pp, [config.num_chunks] * (count // config.num_chunks), config.data.sequence_chunks_saved
+        )
     else:
         compute = build_schedule(SCHEDULES[p.schedule].load(), p.pp, p.vpp, count)
     compute = compute if training else forwards_only(compute)

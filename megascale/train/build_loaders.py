@@ -55,7 +55,7 @@ def build_loaders(config: RunConfig, mesh: Mesh, device: torch.device) -> tuple[
             device=device,
             reads_tokens=reads_tokens(mesh.topology, mesh.rank),
             sharding=sharding,
-            chunks=sequence_chunks(config.model.seq_length, config.data.chunk_tokens),
+            chunks=sequence_chunks(config.model.seq_length, config.data.sequence_chunk_tokens),
             pool=pool,
             sizes=order.sizes,
         )
@@ -66,7 +66,7 @@ def build_loaders(config: RunConfig, mesh: Mesh, device: torch.device) -> tuple[
 
 def _row_sharding(config: RunConfig, mesh: Mesh) -> RowSharding | None:
     """Return how this rank shares sequences; None for whole ones."""
-    if config.parallel.cp == 1 or config.parallel.cp_mode == "hybrid":
+    if config.parallel.cp == 1 or config.parallel.hybrid_dp:
         return None
     from megascale.layout.document_shards import row_sharding
 
@@ -76,7 +76,7 @@ def _row_sharding(config: RunConfig, mesh: Mesh) -> RowSharding | None:
 
 def _hybrid_pool(config: RunConfig, mesh: Mesh) -> HybridPool | None:
     """Return this rank of the pool of hybrid data parallelism; None in other modes."""
-    if config.parallel.cp_mode != "hybrid":
+    if not config.parallel.hybrid_dp:
         return None
     from megascale.data.mix.hybrid_batches import HybridPool
     from megascale.plan.account.flops import sequence_flops
@@ -92,7 +92,7 @@ def _open_sources(
 ) -> Mapping[SplitName, SampleSource]:
     """Open the samples of each split; none on a rank that needs none."""
     data = specs["train"].data
-    if not reads_samples(data.mask, mesh.topology, mesh.rank):
+    if not reads_samples(data.attention_mask, mesh.topology, mesh.rank):
         return {}
     if data.reader == "host":
         from megascale.data.host_reader.host_samples import open_host_samples

@@ -72,7 +72,7 @@ def _clean_up(config: RunConfig, status: int, rank: Rank, log: RankLog) -> None:
         from megascale.operate.node.stored_copies import copies_notice
 
         with contextlib.suppress(OSError):
-            if notice := copies_notice(Path(config.checkpoint.memory_dir), config.folder):
+            if notice := copies_notice(Path(config.checkpoint.in_memory_dir), config.folder):
                 print(notice, file=sys.stderr, flush=True)
 
 
@@ -123,7 +123,7 @@ def _run(config: RunConfig, rank: Rank, stop: StopRequest, open_weights: OpenWei
     log.set_phase(Phase.RENDEZVOUS)
     device = detect_device(rank.local_rank)
     affinity.bind_to_local_cores(device.pci_address)
-    record, injection, folder = None, None, Path(config.observe.dir)
+    record, injection, folder = None, None, Path(config.output_dir)
     if rank.world_size > 1:
         from megascale.train.rank_record import rank_record
 
@@ -152,7 +152,7 @@ def _run(config: RunConfig, rank: Rank, stop: StopRequest, open_weights: OpenWei
         if run.progress.step >= config.train.steps:
             _save_finished(run, reporter)
             return Exit.OK
-        if config.observe.store:
+        if config.observe.event_store:
             from megascale.train.stored_attempt import begin_stored_attempt
 
             begin_stored_attempt(run, peak)

@@ -21,7 +21,7 @@ def op_context(config: RunConfig, device: Device) -> OpContext:
         optimizer=config.optimizer.name,
         compiled=config.train.compile,
         recipe=config.fp8.recipe if config.train.quantizes else None,
-        document_mask=config.data.mask == "document",
+        document_mask=config.data.attention_mask == "document",
         attends_in_parts=config.attends_in_parts,
         z_loss=config.train.z_loss,
     )

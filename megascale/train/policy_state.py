@@ -1,4 +1,4 @@
-"""The state of a data policy (`data.policy`): weights of the blend, losses and tokens since the last update."""
+"""The state of a data policy (`data.blend_policy`): weights of the blend, losses and tokens since the last update."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PolicyState(ReplicatedState):
         self, data: DataConfig, shape: BatchShape, change_weights: Callable[[MixtureWeights], None], mesh: Mesh,
         device: torch.device,
     ) -> None:  # fmt: skip
-        card, train = DATA_POLICIES[str(data.policy)], data.train
+        card, train = DATA_POLICIES[str(data.blend_policy)], data.train
         assert isinstance(train, list), "a policy changes the weights of a blend"
         self.weights = MixtureWeights.first([weight for weight, _ in train])
         self.policy: DataPolicy = card.load()(np.array(shares(self.weights.newest)))
@@ -42,7 +42,7 @@ class PolicyState(ReplicatedState):
         self._own = f"data_policy.{card.name}"
         sizes = {MIXTURE: numbers(len(train)) + self.sums.size, self._own: 1 + len(self.policy.state)}
         super().__init__(sizes, mesh, device)
-        self._skip, self._rank = data.skip, mesh.coord.dp
+        self._skip, self._rank = data.skip_samples, mesh.coord.dp
         self._shape = shape
         self._change_weights = change_weights
         self._parts = torch.zeros(self.sums.shape, dtype=torch.float64, device=device)  # of this rank, in this step

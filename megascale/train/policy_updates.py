@@ -1,8 +1,8 @@
-"""Updates of the blend's weights by a data policy (`data.policy`), with its state.
+"""Updates of the blend's weights by a data policy (`data.blend_policy`), with its state.
 
-After every `data.policy_every` steps rank 0 asks the policy, with the losses by dataset since its last update, and all
-ranks get its answer. The weights begin `data.prefetch` + 2 steps later (`data.mix.data_policy`), whatever reads the
-samples, so that a resume goes on exactly, also in another layout. `metrics.jsonl` has every update.
+After every `data.blend_policy_every` steps rank 0 asks the policy, with the losses by dataset since its last update,
+and all ranks get its answer. The weights begin `data.prefetch` + 2 steps later (`data.mix.data_policy`), whatever reads
+the samples, so that a resume goes on exactly, also in another layout. `metrics.jsonl` has every update.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class PolicyUpdates(Hook):
-    """Updates the weights every `data.policy_every` steps. Comes before the saves of a step."""
+    """Updates the weights every `data.blend_policy_every` steps. Comes before the saves of a step."""
 
     def __init__(self, state: PolicyState, reporter: Reporter) -> None:
         self._state = state
@@ -43,7 +43,7 @@ class PolicyUpdates(Hook):
 
     def step_ends(self, run: Run, result: StepResult) -> None:
         self._state.end_step(result.totals)
-        place = order_index(run.progress.samples, run.config.data.skip)
+        place = order_index(run.progress.samples, run.config.data.skip_samples)
         if run.progress.step % run.config.data.updates_every == 0 and self._state.weights.are_read(place):
             self._update(run)
         self._state.save_state()
@@ -56,14 +56,14 @@ class PolicyUpdates(Hook):
         answer: Any = None
         if run.mesh.rank == 0:
             report = DataReport(run.progress.step, np.array(before), means, tokens.copy())
-            answer = _asked(str(run.config.data.policy), state.policy, report)
+            answer = _asked(str(run.config.data.blend_policy), state.policy, report)
         found, own, problem = run.mesh.world.control.broadcast(answer, "the data policy's weights")
         if problem:
-            raise DataError(problem, hint="correct the policy, or data.policy = fixed")
+            raise DataError(problem, hint="correct the policy, or data.blend_policy = fixed")
         after, place = tuple(found), None
         if after != before:
             data = run.config.data
-            place = next_place(batch_sizes(run.config.batch), data.prefetch, data.skip, run.progress.samples)
+            place = next_place(batch_sizes(run.config.batch), data.prefetch, data.skip_samples, run.progress.samples)
             state.weights = state.weights.changed(place, after)
             state.apply_weights()
         state.policy.state[:] = own

@@ -37,7 +37,7 @@ HOST_VARIABLES = re.compile(
 
 def rank_record(config: RunConfig, rank: Rank, device: Device, env: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return what must be equal on all ranks, by key. `config`: resolved. Reads the package's sources and a few pieces
-    of each dataset and of `data.order`.
+    of each dataset and of `data.document_order_file`.
 
     The threads of a process (OMP_NUM_THREADS) are not compared: hosts may have different cores.
     """

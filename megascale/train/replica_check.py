@@ -47,13 +47,13 @@ class Copy:
 
 
 class ReplicaCheck(Hook):
-    """The check every `train.check_replicas` steps; remembers the last step at which all replicas were equal."""
+    """The check every `train.check_replicas_every` steps; remembers the last step at which all replicas were equal."""
 
     def __init__(self) -> None:
         self._equal_at: int | None = None
 
     def step_ends(self, run: Run, result: StepResult) -> None:
-        every = run.config.train.check_replicas
+        every = run.config.train.check_replicas_every
         if every and run.progress.step % every == 0:
             self.check(run)
 

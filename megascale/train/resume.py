@@ -82,7 +82,7 @@ def _check_order(run: Run, saved: Mapping[str, Any]) -> None:
     from megascale.train.resumed_order import check_policy, check_skipped, check_turns, check_weights
 
     config, before, samples = run.config, saved.get("data", {}), run.progress.samples
-    check_skipped(config.data, before.get("skip", []), samples)
+    check_skipped(config.data, before.get("skip_samples", []), samples)
     if config.checkpoint.resume == "auto":  # the start from another run's checkpoint may have other data
         check_turns(config.data, config.batch.total, config.model.seq_length, saved, samples)
         check_weights(config.data, before, samples)

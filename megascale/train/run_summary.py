@@ -21,13 +21,13 @@ def run_summary(run: Run, peak: Peak | None) -> str:
     memory = JobMemory(config).rank(run.mesh.coord.pp)
     name = f"{config.name}: {format_count(parameter_count(m))} parameters in {config.train.precision}"
     tensor, pipeline = f"tp {p.tp}{' with sp' if p.sp else ''}", f"pp {p.pp} (vpp {p.vpp}, {p.schedule})"
-    if p.cp > 1 or p.cp_mode == "hybrid":
-        tensor += f" x cp {p.cp} ({p.cp_mode})"
+    if p.cp > 1 or p.hybrid_dp:
+        tensor += f" x cp {p.cp} ({'hybrid_dp' if p.hybrid_dp else p.cp_mode})"
     shape = f"{tensor} x {pipeline} x dp {config.dp} (zero {p.zero})"
     step = f"a step is {config.batch.total} x {m.seq_length} tokens, {config.num_microbatches} micro-batches a rank"
     if config.num_chunks > 1:
-        step += f", chunks of {config.row_tokens} tokens with K = {config.data.keep_chunks}"
-    elif p.cp_mode == "hybrid":
+        step += f", chunks of {config.row_tokens} tokens with K = {config.data.sequence_chunks_saved}"
+    elif p.hybrid_dp:
         step += f" or more, planned of up to {config.row_tokens} tokens"
     context = op_context(config, run.device)
     backends = ", ".join(f"{operation} {backend}" for operation, backend in selected_backends(context).items())

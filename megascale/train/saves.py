@@ -62,7 +62,7 @@ class Saves(Hook):
         """
         settings, step = run.config.checkpoint, run.progress.step
         if not (settings.every and step % settings.every == 0):
-            if settings.memory_every and step % settings.memory_every == 0:
+            if settings.in_memory_every and step % settings.in_memory_every == 0:
                 check_state_finite(run)
                 run.checkpoints.save_to_memory(run.progress)
             return

@@ -43,8 +43,8 @@ class SkippedSteps(Hook):
 def _no_label(run: Run, result: StepResult) -> str:
     from megascale.data.mix.skipped_ranges import order_index, read_before
 
-    end, skip = run.progress.samples, run.config.data.skip
+    end, skip = run.progress.samples, run.config.data.skip_samples
     size = int(result.totals.get("samples", run.config.batch.total))  # fewer in a batch ramp-up
     first, stop = order_index(end - size, skip), read_before(end, skip)
     what = f"no label of its samples {first} to {stop - 1} counts in the loss"
-    return f"{what}; data.skip = [[{first}, {stop}]] leaves them out of another run"
+    return f"{what}; data.skip_samples = [[{first}, {stop}]] leaves them out of another run"

@@ -19,7 +19,7 @@ def standard_hooks(run: Run, reporter: Reporter) -> Hooks:
         from megascale.train.kernel_shares import KernelShares
 
         hooks.append(KernelShares())
-    if run.config.train.check_replicas:
+    if run.config.train.check_replicas_every:
         from megascale.train.replica_check import ReplicaCheck
 
         hooks.append(ReplicaCheck())

@@ -1,8 +1,8 @@
 """Averages of the weights for evaluation: they change nothing in training.
 
-    ema    every `average_every` steps  A = decay A + (1 - decay) W, begun with W
-    lawa   the mean of the last `average_count` snapshots, one every `average_every` steps (Sanyal et al. 2023,
-           arXiv:2306.03241)
+    ema    every `weight_average_every` steps  A = decay A + (1 - decay) W, begun with W
+    lawa   the mean of the last `weight_average_count` snapshots, one every `weight_average_every` steps (Sanyal et al.
+           2023, arXiv:2306.03241)
 
 Each rank averages its shard of the master weights; an evaluation puts the average in place of the weights for a moment.
 Checkpoints hold `average0.NAME`, and for lawa `average1.NAME`, ... by the weights' global names.
@@ -32,7 +32,8 @@ class WeightAverage:
         self._settings = settings
         self._mesh = mesh
         self._averaged = shards
-        names = [f"{AVERAGE}{index}" for index in range(settings.average_count if settings.average == "lawa" else 1)]
+        count = settings.weight_average_count if settings.weight_average == "lawa" else 1
+        names = [f"{AVERAGE}{index}" for index in range(count)]
         self._shards = [
             OptimizerShard(shard.bucket, shard.master, {name: torch.zeros_like(shard.master_fp32) for name in names})
             for shard in shards
@@ -49,14 +50,14 @@ class WeightAverage:
 
     def update(self, step: int) -> None:
         """Average the weights after a step, if it is time."""
-        if step % self._settings.average_every:
+        if step % self._settings.weight_average_every:
             return
         for shard, averaged in zip(self._shards, self._averaged, strict=True):
             snapshots, weights = list(shard.state.values()), averaged.master_fp32
-            if self._settings.average == "lawa" or not self._taken:
+            if self._settings.weight_average == "lawa" or not self._taken:
                 snapshots[self._taken % len(snapshots)].copy_(weights)
             else:
-                snapshots[0].lerp_(weights, 1 - self._settings.average_decay)
+                snapshots[0].lerp_(weights, 1 - self._settings.weight_average_decay)
         self._taken += 1
         self._saved.fill_(self._taken)
 
@@ -110,8 +111,8 @@ class WeightAverage:
 
 def _kind(settings: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return what a saved average is of, from the keys of `[train]`."""
-    kind = settings.get("average")
-    return kind, settings.get("average_count") if kind == "lawa" else 1
+    kind = settings.get("weight_average")
+    return kind, settings.get("weight_average_count") if kind == "lawa" else 1
 
 
 def _gather(buffers: ParamAndGradBuffers) -> None:

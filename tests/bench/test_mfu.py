@@ -94,7 +94,7 @@ def test_a_slice_has_the_windows_of_its_first_layers(tmp_path: Path) -> None:
 def test_a_slice_that_breaks_a_rule_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_config(settings(GPT, tmp_path, train__precision="fp8", train__steps=28), tmp_path / "run.toml")
     assert main(["bench", "mfu", "--config", str(path), "--layers", "2"]) == 2
-    assert "--layers 2  fp8.bf16_first: the first 1 and last 1 of 2 layers leave none" in capsys.readouterr().err
+    assert "--layers 2  fp8.first_layers_bf16: the first 1 and last 1 of 2 layers leave none" in capsys.readouterr().err
 
 
 def test_the_table() -> None:
@@ -161,7 +161,7 @@ def test_in_fp8_every_layer_of_a_preset_is_quantized(preset: str) -> None:
 
 
 def test_bf16_layers_of_one_run_do_not_affect_the_next() -> None:
-    assert cast("llama3-8b", 3, "fp8.bf16_last=1") == range(2)
+    assert cast("llama3-8b", 3, "fp8.last_layers_bf16=1") == range(2)
     assert cast("llama3-8b", 3) == range(3)
 
 

@@ -201,9 +201,12 @@ def sized(rank: Rank, given: RunConfig, layers: int) -> str:
 def test_layers_that_fit_break_no_rule(tmp_path: Path) -> None:
     given = config(tmp_path, train__precision="fp8")
     (said,) = run_world(1, sized, given, 2)
-    assert "--layers fit: 2 of 4 layers  fp8.bf16_first: the first 1 and last 1 of 2 layers leave none in fp8" in said
+    assert (
+        "--layers fit: 2 of 4 layers  fp8.first_layers_bf16: the first 1 and last 1 of 2 layers leave none in fp8"
+        in said
+    )
     assert run_world(1, sized, given, 3) == ["it runs"]
-    copied = config(tmp_path, checkpoint__every=4, checkpoint__memory_every=2, checkpoint__replicate=True)
+    copied = config(tmp_path, checkpoint__every=4, checkpoint__in_memory_every=2, checkpoint__replicate=True)
     assert run_world(1, sized, copied, 2) == ["it runs"], "nothing is saved, nor copied"
     cut = config(tmp_path, model__window=[7, 0, 7], parallel__layers_per_chunk=[4])
     assert run_world(1, sized, cut, 2) == ["it runs"], "windows and chunks are those of the layers that fit"
@@ -251,7 +254,7 @@ def casting(rank: Rank, given: RunConfig) -> tuple[dict[str, float], Counter[str
 
 @pytest.mark.parametrize("recipe", only_quick(["tensorwise", "rowwise"]))
 def test_quantization_has_a_separate_share(tmp_path: Path, recipe: str) -> None:
-    wanted = {"train__precision": "fp8", "fp8__recipe": recipe, "fp8__bf16_first": 0, "fp8__bf16_last": 0}
+    wanted = {"train__precision": "fp8", "fp8__recipe": recipe, "fp8__first_layers_bf16": 0, "fp8__last_layers_bf16": 0}
     ((shares, operators),) = run_world(1, casting, config(tmp_path, **wanted))
     assert shares["quantise"] > 0 and shares["copies"] > 0
     assert operators["quantise"] > operators["copies"]

@@ -296,7 +296,7 @@ def test_an_impossible_shard_is_refused(saved: Path, tmp_path: Path) -> None:
 
 def test_another_model_is_refused_by_name(copy: tuple[Any, Path]) -> None:
     config, _ = copy
-    folder = Path(config.observe.dir)
+    folder = Path(config.output_dir)
     other = config_in(folder, parallel__tp=2, model__hidden_size=64, model__activation="gelu_tanh")
     text = damage_error(other)
     assert "hidden_size 32 there, 64 here" in text and "activation gelu there, gelu_tanh here" in text

@@ -274,7 +274,7 @@ def test_tensors_of_several_dtypes_share_a_file(tmp_path: Path) -> None:
 
 
 def test_no_file_is_larger_than_file_bytes(tmp_path: Path) -> None:
-    config = config_in(tmp_path, checkpoint__file_bytes=65_536)
+    config = config_in(tmp_path, checkpoint__max_file_bytes=65_536)
     run_world(1, save_each_step, config, 1)
     folder = config.folder / "checkpoints/step-00000001"
     files = sorted(folder.glob("*.safetensors"))

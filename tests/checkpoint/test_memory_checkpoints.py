@@ -36,7 +36,7 @@ from tests.worlds import RankFailed, run_world
 
 
 def config_with(folder: Path, **layout: Any) -> Any:
-    return config_in(folder, **{"checkpoint__every": 100, "checkpoint__memory_every": 1} | layout)
+    return config_in(folder, **{"checkpoint__every": 100, "checkpoint__in_memory_every": 1} | layout)
 
 
 @pytest.fixture
@@ -52,9 +52,9 @@ def at(config: Any, rank: Rank, apart: bool) -> Any:
     replication.SAVE_TIMEOUT_S = 60.0
     if not apart:
         return config
-    host_memory = Path(config.checkpoint.memory_dir) / f"host{rank.rank}"
+    host_memory = Path(config.checkpoint.in_memory_dir) / f"host{rank.rank}"
     return config.model_copy(
-        update={"checkpoint": config.checkpoint.model_copy(update={"memory_dir": str(host_memory)})}
+        update={"checkpoint": config.checkpoint.model_copy(update={"in_memory_dir": str(host_memory)})}
     )
 
 
@@ -105,7 +105,7 @@ def fail_to_allocate(rank: Rank, config: Any) -> str:
 
 
 def test_a_failed_allocation_frees_the_memory(tmp_path: Path, memory: Path) -> None:
-    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__tp=2)
+    config = config_with(tmp_path, checkpoint__in_memory_dir=str(memory), parallel__tp=2)
     first, second = run_world(2, fail_to_allocate, config)
     assert first == second and "rank-00001.b: No space left on device" in first
     assert list(memory.iterdir()) == []
@@ -129,7 +129,7 @@ def test_ranks_remove_a_folder_without_copies_together(memory: Path, monkeypatch
 
 @pytest.mark.slow
 def test_complete_copies_survive_a_failed_allocation(tmp_path: Path, memory: Path) -> None:
-    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__tp=2)
+    config = config_with(tmp_path, checkpoint__in_memory_dir=str(memory), parallel__tp=2)
     before = run_world(2, train_and_exit, config, 3, 1)
     run_world(2, fail_to_allocate, config)
     after = run_world(2, resume, config)
@@ -142,7 +142,7 @@ LAYOUTS: list[dict[str, Any]] = [{"parallel__tp": 2}, {"parallel__dp": 2, "paral
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_run_resumes_from_the_last_step_in_memory(layout: dict[str, Any], tmp_path: Path, memory: Path) -> None:
-    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), **layout)
+    config = config_with(tmp_path, checkpoint__in_memory_dir=str(memory), **layout)
     before = run_world(2, train_and_exit, config, 3, 1)
     after = run_world(2, resume, config)
     assert [(step, place, warnings) for _, step, place, warnings in after] == [(3, "memory", [])] * 2
@@ -179,14 +179,14 @@ def resume_on_a_full_file_system(rank: Rank, config: Any, full: str) -> tuple[in
 
 def test_a_start_without_space_for_the_ids_of_copies(tmp_path: Path, memory: Path) -> None:
     """The state is there already: a full /dev/shm costs the copies, and the next ones count again."""
-    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__tp=2)
+    config = config_with(tmp_path, checkpoint__in_memory_dir=str(memory), parallel__tp=2)
     run_world(2, train_and_exit, config, 3, 1)
     for step, warnings in run_world(2, resume_on_a_full_file_system, config, str(memory)):
         assert step == 3 and len(warnings) == 1, warnings
         assert re.match("a copy in memory of step 3 was lost, .*rank-0000[01].[ab].json: No space left", warnings[0])
     again = run_world(2, resume, config)
     assert [place for _, _, place, _ in again] == ["memory"] * 2, [warnings for *_, warnings in again]
-    first, second = run_world(2, resume_on_a_full_file_system, config, config.observe.dir)
+    first, second = run_world(2, resume_on_a_full_file_system, config, config.output_dir)
     assert first == second and re.match(r"cannot write .*/\.memory: No space left .* -> free some space", first)
 
 
@@ -209,7 +209,7 @@ def resume_until_copies_are_adopted(rank: Rank, config: Any, apart: bool = True)
 
 def test_copies_outlive_starts_that_die_while_they_take_them_over(tmp_path: Path, memory: Path) -> None:
     """A second fault while the job loads, and a third: some copies have the id of each start."""
-    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__dp=2, parallel__zero=1)
+    config = config_with(tmp_path, checkpoint__in_memory_dir=str(memory), parallel__dp=2, parallel__zero=1)
     before = run_world(2, train_and_exit, config, 3, 1, True)
     for _ in range(2):
         assert run_world(2, resume_until_copies_are_adopted, config) == ["died"] * 2
@@ -222,7 +222,7 @@ def test_copies_outlive_starts_that_die_while_they_take_them_over(tmp_path: Path
 
 
 def test_a_newer_checkpoint_on_storage_wins(tmp_path: Path, memory: Path) -> None:
-    config = config_with(tmp_path, checkpoint__memory_dir=str(memory))
+    config = config_with(tmp_path, checkpoint__in_memory_dir=str(memory))
     run_world(1, train_and_exit, config, 2, 1)
     assert run_world(1, resume, config)[0][2] == "memory"
     shutil.copytree(config.folder / "checkpoints/step-00000001", config.folder / "checkpoints/step-00000003")
@@ -232,7 +232,7 @@ def test_a_newer_checkpoint_on_storage_wins(tmp_path: Path, memory: Path) -> Non
 
 @pytest.mark.parametrize("copies", [True, False])
 def test_copies_serve_a_run_whose_checkpoints_are_lost(copies: bool, tmp_path: Path, memory: Path) -> None:
-    config = config_with(tmp_path, checkpoint__memory_dir=str(memory))
+    config = config_with(tmp_path, checkpoint__in_memory_dir=str(memory))
     (before,) = run_world(1, train_and_exit, config, 3, 1)
     stored = config.folder / "checkpoints"
     shutil.rmtree(stored)
@@ -258,9 +258,9 @@ def lose_the_folder(rank: Rank, config: Any, known: str) -> tuple[int, str]:
     return step, ""
 
 
-@pytest.mark.parametrize("memory_every", [0, 1])
-def test_a_rank_of_a_later_attempt_does_not_begin_a_run(memory_every: int, tmp_path: Path, memory: Path) -> None:
-    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), checkpoint__memory_every=memory_every)
+@pytest.mark.parametrize("in_memory_every", [0, 1])
+def test_a_rank_of_a_later_attempt_does_not_begin_a_run(in_memory_every: int, tmp_path: Path, memory: Path) -> None:
+    config = config_with(tmp_path, checkpoint__in_memory_dir=str(memory), checkpoint__in_memory_every=in_memory_every)
     (answer,) = run_world(1, lose_the_folder, config, "id\nstart\n")
     assert answer[0] == 0 and answer[1].startswith(f"the run's folder {config.folder} is lost")
     assert not config.folder.exists()
@@ -273,7 +273,7 @@ def slots(memory: Path, rank: int) -> dict[int, Path]:
 
 
 def test_a_damaged_copy_is_passed_over(tmp_path: Path, memory: Path) -> None:
-    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__tp=2)
+    config = config_with(tmp_path, checkpoint__in_memory_dir=str(memory), parallel__tp=2)
     run_world(2, train_and_exit, config, 3, 1)
     assert slots(memory, 0).keys() == slots(memory, 1).keys() == {2, 3}
     newest = slots(memory, 1)[3]
@@ -292,10 +292,10 @@ def test_a_damaged_copy_is_passed_over(tmp_path: Path, memory: Path) -> None:
 
 def test_a_rule_with_equal_state_loads_from_storage(tmp_path: Path, memory: Path) -> None:
     """SPAM's moments have the names and shapes of AdamW's, and another meaning."""
-    config = config_with(tmp_path, checkpoint__memory_dir=str(memory))
+    config = config_with(tmp_path, checkpoint__in_memory_dir=str(memory))
     run_world(1, train_and_exit, config, 2, 1)
     ((_, step, place, warnings),) = run_world(
-        1, resume, config_with(tmp_path, checkpoint__memory_dir=str(memory), optimizer__name="spam")
+        1, resume, config_with(tmp_path, checkpoint__in_memory_dir=str(memory), optimizer__name="spam")
     )
     assert (step, place) == (1, "step-00000001")
     assert "they are of another layout, model or optimizer" in warnings[0]
@@ -303,9 +303,9 @@ def test_a_rule_with_equal_state_loads_from_storage(tmp_path: Path, memory: Path
 
 @pytest.mark.slow
 def test_another_layout_and_another_run_load_from_storage(tmp_path: Path, memory: Path) -> None:
-    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__tp=2)
+    config = config_with(tmp_path, checkpoint__in_memory_dir=str(memory), parallel__tp=2)
     run_world(2, train_and_exit, config, 2, 1)
-    other = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__pp=2)
+    other = config_with(tmp_path, checkpoint__in_memory_dir=str(memory), parallel__pp=2)
     for _, step, place, warnings in run_world(2, resume, other):
         assert (step, place) == (1, "step-00000001")
         assert warnings == [
@@ -317,24 +317,24 @@ def test_another_layout_and_another_run_load_from_storage(tmp_path: Path, memory
 
 
 def test_a_run_on_one_host_warns_of_missing_replicas(tmp_path: Path, memory: Path) -> None:
-    wanted = {"checkpoint__memory_dir": str(memory), "checkpoint__replicate": True}
+    wanted = {"checkpoint__in_memory_dir": str(memory), "checkpoint__replicate": True}
     config = config_with(tmp_path, **wanted, parallel__dp=2)
     expected = ["no second copies in memory of 2 of 2 ranks: the job has no other host"]
     assert [warnings for *_, warnings in run_world(2, resume, config)] == [expected] * 2
 
 
 def test_resume_never_removes_the_copies(tmp_path: Path, memory: Path) -> None:
-    config = config_with(tmp_path, checkpoint__memory_dir=str(memory))
+    config = config_with(tmp_path, checkpoint__in_memory_dir=str(memory))
     run_world(1, train_and_exit, config, 2, 1)
     shutil.rmtree(config.checkpoint_folder)
-    never = config_with(tmp_path, checkpoint__memory_dir=str(memory), checkpoint__resume="never")
+    never = config_with(tmp_path, checkpoint__in_memory_dir=str(memory), checkpoint__resume="never")
     assert run_world(1, resume, never)[0][2] == "nothing"
     assert not list(memory.rglob("*.json"))
 
 
 def test_the_copy_of_a_lost_host_comes_from_its_replica(tmp_path: Path, memory: Path) -> None:
     config = config_with(
-        tmp_path, checkpoint__memory_dir=str(memory), checkpoint__replicate=True, parallel__dp=2, parallel__zero=1
+        tmp_path, checkpoint__in_memory_dir=str(memory), checkpoint__replicate=True, parallel__dp=2, parallel__zero=1
     )
     before = run_world(2, train_and_exit, config, 3, 1, True)
     assert slots(memory / "host0", 1).keys() == slots(memory / "host1", 0).keys() == {2, 3}
@@ -349,7 +349,7 @@ def test_the_copy_of_a_lost_host_comes_from_its_replica(tmp_path: Path, memory: 
 @pytest.mark.slow
 def test_the_copies_of_a_lost_group_come_from_other_groups(tmp_path: Path, memory: Path) -> None:
     config = config_with(
-        tmp_path, checkpoint__memory_dir=str(memory), checkpoint__replicate=True, parallel__dp=2, parallel__pp=2
+        tmp_path, checkpoint__in_memory_dir=str(memory), checkpoint__replicate=True, parallel__dp=2, parallel__pp=2
     )
     before = run_world(4, train_and_exit, config, 3, 1, True)
     for host in ("host0", "host1"):  # the dp group of the first stage
@@ -383,7 +383,7 @@ def lose_a_neighbour(rank: Rank, config: Any, during: bool) -> list[str]:
 def test_a_neighbour_that_comes_back_receives_copies_again(during: bool, tmp_path: Path, memory: Path) -> None:
     """A copy under way is given up, and the rank and its host are named."""
     config = config_with(
-        tmp_path, checkpoint__memory_dir=str(memory), checkpoint__replicate=True, parallel__dp=2, parallel__zero=1
+        tmp_path, checkpoint__in_memory_dir=str(memory), checkpoint__replicate=True, parallel__dp=2, parallel__zero=1
     )
     first, second = run_world(2, lose_a_neighbour, config, during)
     assert first == second, "every rank has the same outcome"
@@ -417,7 +417,7 @@ def connect_to_dead_writer(rank: Rank, config: Any) -> str:
 def test_nobody_but_the_writer_holds_its_socket(tmp_path: Path, memory: Path) -> None:
     """A connection that the kernel accepts for a dead writer costs its peer the whole timeout."""
     config = config_with(
-        tmp_path, checkpoint__memory_dir=str(memory), checkpoint__replicate=True, parallel__dp=2, parallel__zero=1
+        tmp_path, checkpoint__in_memory_dir=str(memory), checkpoint__replicate=True, parallel__dp=2, parallel__zero=1
     )
     assert run_world(2, connect_to_dead_writer, config) == ["ECONNREFUSED"] * 2
 
@@ -431,9 +431,9 @@ def swap_hosts(memory: Path) -> None:
 @pytest.mark.slow
 def test_a_copy_of_another_layout_is_not_sent(tmp_path: Path, memory: Path) -> None:
     first, second = LAYOUTS
-    run_world(2, train_and_exit, config_with(tmp_path, checkpoint__memory_dir=str(memory), **first), 2, 1, True)
+    run_world(2, train_and_exit, config_with(tmp_path, checkpoint__in_memory_dir=str(memory), **first), 2, 1, True)
     swap_hosts(memory)
-    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), **second)
+    config = config_with(tmp_path, checkpoint__in_memory_dir=str(memory), **second)
     for step, copied in run_world(2, resume_and_copy, config):
         assert (step, copied) == (1, None)
     swap_hosts(memory)
@@ -458,7 +458,7 @@ def resume_and_copy(rank: Rank, config: Any) -> tuple[int, CheckpointError | Non
 
 
 def test_ranks_that_change_hosts_send_each_other_their_copies(tmp_path: Path, memory: Path) -> None:
-    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__tp=2)
+    config = config_with(tmp_path, checkpoint__in_memory_dir=str(memory), parallel__tp=2)
     before = run_world(2, train_and_exit, config, 2, 1, True)
     swap_hosts(memory)
     after = run_world(2, resume, config, True)
@@ -467,7 +467,7 @@ def test_ranks_that_change_hosts_send_each_other_their_copies(tmp_path: Path, me
 
 def test_copies_of_an_abandoned_start_do_not_count(tmp_path: Path, memory: Path) -> None:
     """A host returns with a copy of a step that the other hosts have train_to_the_end once more."""
-    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__tp=2)
+    config = config_with(tmp_path, checkpoint__in_memory_dir=str(memory), parallel__tp=2)
     run_world(2, train_and_exit, config, 2, 1, True)
     (memory / "host1").rename(memory / "away")
     assert run_world(2, resume_and_copy, config) == [(1, None)] * 2, "from storage, with new copies of step 2"
@@ -478,11 +478,11 @@ def test_copies_of_an_abandoned_start_do_not_count(tmp_path: Path, memory: Path)
         assert warnings == ["the copies of step 2 in memory are not used: not every rank has one"]
 
 
-@pytest.mark.parametrize("without", [{"checkpoint__memory_every": 0}, {"checkpoint__every": 0}], ids=str)
+@pytest.mark.parametrize("without", [{"checkpoint__in_memory_every": 0}, {"checkpoint__every": 0}], ids=str)
 def test_a_start_without_copies_invalidates_earlier_ones(without: dict[str, Any], tmp_path: Path, memory: Path) -> None:
-    layout = {"checkpoint__memory_dir": str(memory), "parallel__tp": 2}
+    layout = {"checkpoint__in_memory_dir": str(memory), "parallel__tp": 2}
     config, plain = (
-        config_with(tmp_path, **layout, **overrides) for overrides in ({}, without | {"checkpoint__memory_every": 0})
+        config_with(tmp_path, **layout, **overrides) for overrides in ({}, without | {"checkpoint__in_memory_every": 0})
     )
     run_world(2, train_and_exit, config, 3, 1)
     assert slots(memory, 0)
@@ -492,7 +492,7 @@ def test_a_start_without_copies_invalidates_earlier_ones(without: dict[str, Any]
 
 
 def test_a_damaged_checkpoint_does_not_invalidate_older_copies(tmp_path: Path, memory: Path) -> None:
-    config = config_with(tmp_path, checkpoint__memory_dir=str(memory))
+    config = config_with(tmp_path, checkpoint__in_memory_dir=str(memory))
     before = run_world(1, train_and_exit, config, 2, 1)
     folder = config.folder / "checkpoints"
     shutil.copytree(folder / "step-00000001", folder / "step-00000003")
@@ -508,7 +508,7 @@ def test_a_damaged_checkpoint_does_not_invalidate_older_copies(tmp_path: Path, m
 
 @pytest.mark.slow
 def test_ranks_that_change_hosts_leave_nothing_behind(tmp_path: Path, memory: Path) -> None:
-    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__tp=2)
+    config = config_with(tmp_path, checkpoint__in_memory_dir=str(memory), parallel__tp=2)
     run_world(2, train_and_exit, config, 2, 1, True)
     for _ in range(2):
         swap_hosts(memory)
@@ -518,7 +518,7 @@ def test_ranks_that_change_hosts_leave_nothing_behind(tmp_path: Path, memory: Pa
 
 
 def test_a_copied_run_folder_has_no_copies_in_memory(tmp_path: Path, memory: Path) -> None:
-    config = config_with(tmp_path, checkpoint__memory_dir=str(memory))
+    config = config_with(tmp_path, checkpoint__in_memory_dir=str(memory))
     before = run_world(1, train_and_exit, config, 2, 1)
     shutil.copytree(config.folder, config.folder.with_name("copied"))
     ((_, step, place, _),) = run_world(1, resume, config.model_copy(update={"name": "copied"}))
@@ -531,7 +531,7 @@ def remove_memory_folder(rank: Rank, config: Any) -> tuple[str, str]:
     """Remove the folder in memory under a run. Returns the errors of a copy and of a checkpoint."""
     run = build_run(rank, config)
     run.mesh.world.control.barrier("made")  # both ranks have allocated their slots
-    shutil.rmtree(config.checkpoint.memory_dir, ignore_errors=True)  # both ranks do
+    shutil.rmtree(config.checkpoint.in_memory_dir, ignore_errors=True)  # both ranks do
     run.mesh.world.control.barrier("removed")
     run.checkpoints.save_to_memory(run.progress)
     copy = run.checkpoints.wait_for_save()
@@ -541,7 +541,7 @@ def remove_memory_folder(rank: Rank, config: Any) -> tuple[str, str]:
 
 
 def test_without_its_folder_in_memory_a_run_still_saves(tmp_path: Path, memory: Path) -> None:
-    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__tp=2)
+    config = config_with(tmp_path, checkpoint__in_memory_dir=str(memory), parallel__tp=2)
     for copy, saved in run_world(2, remove_memory_folder, config):
         assert re.match(rf"rank 0: cannot write {memory}/\S+/rank-00000.a.json: No such file", copy) and saved == "None"
     assert (config.folder / "checkpoints/step-00000000/manifest.json").exists()
@@ -549,7 +549,7 @@ def test_without_its_folder_in_memory_a_run_still_saves(tmp_path: Path, memory: 
 
 @pytest.mark.slow
 def test_a_finished_run_saves_a_state_that_was_in_memory_alone(tmp_path: Path, memory: Path) -> None:
-    keys = {"checkpoint__every": 100, "checkpoint__memory_every": 1, "checkpoint__memory_dir": str(memory)}
+    keys = {"checkpoint__every": 100, "checkpoint__in_memory_every": 1, "checkpoint__in_memory_dir": str(memory)}
     tree = settings(FAMILIES["gpt"], tmp_path, train__precision="bf16", train__steps=3, **keys)
     config = config_of(tree, tmp_path)
     run_world(1, train_and_exit, config, 3, 0)
@@ -564,7 +564,7 @@ def test_a_finished_run_saves_a_state_that_was_in_memory_alone(tmp_path: Path, m
 
 
 def test_a_run_that_ends_leaves_nothing_in_memory(tmp_path: Path, memory: Path) -> None:
-    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), train__steps=3)
+    config = config_with(tmp_path, checkpoint__in_memory_dir=str(memory), train__steps=3)
     run_world(1, train_to_the_end, config)
     assert list(memory.iterdir()) == []
     assert (config.folder / "checkpoints/step-00000003/manifest.json").exists()
@@ -669,7 +669,7 @@ def listens(rank: Rank, config: Any, apart: bool) -> bool:
 
 
 def test_nothing_listens_for_copies_on_a_single_host(tmp_path: Path, memory: Path) -> None:
-    config = config_with(tmp_path, checkpoint__memory_dir=str(memory), parallel__dp=2)
+    config = config_with(tmp_path, checkpoint__in_memory_dir=str(memory), parallel__dp=2)
     assert run_world(2, listens, config, False) == [False, False]
     assert run_world(2, listens, config, True) == [True, True]
     folders = [folder for folder in memory.rglob("*") if folder.is_dir()]

@@ -132,7 +132,7 @@ def writer_stops(rank: Rank, config: Any) -> list[str]:
 
 
 def test_a_stopped_writer_is_named_and_replaced(tmp_path: Path) -> None:
-    memory = {"checkpoint__memory_every": 1, "checkpoint__memory_dir": str(tmp_path)}
+    memory = {"checkpoint__in_memory_every": 1, "checkpoint__in_memory_dir": str(tmp_path)}
     stopped = "rank 1: the process that writes checkpoints "
     stopped += "was stopped by a signal, did not answer for 0.3 s, and was killed"
     for errors in run_world(2, writer_stops, config_in(tmp_path, parallel__tp=2, **memory)):
@@ -352,8 +352,8 @@ def save_with_slow_writer(rank: Rank, config: Any) -> list[bool]:
 
 def test_ranks_wait_longer_for_a_writer_than_in_training(tmp_path: Path) -> None:
     config = config_in(tmp_path, parallel__tp=2)
-    launch = config.launch.model_copy(update={"timeout_s": 0.5})  # a file may not ask for less than a second
-    config = config.model_copy(update={"launch": launch})
+    comm = config.comm.model_copy(update={"timeout_s": 0.5})  # a file may not ask for less than a second
+    config = config.model_copy(update={"comm": comm})
     assert run_world(2, save_with_slow_writer, config) == [[True, True]] * 2
 
 

@@ -1,4 +1,4 @@
-"""`data.skip`, and the documents that a step has read: arithmetic equals what a run reads."""
+"""`data.skip_samples`, and the documents that a step has read: arithmetic equals what a run reads."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ def blend_config(folder: Path, **overrides: object) -> RunConfig:
 
 def test_samples_in_skipped_ranges_are_left_out(tmp_path: Path) -> None:
     every = mixture_of(blend_config(tmp_path))
-    config = blend_config(tmp_path, data__skip=[[3, 5], [10, 30]])
+    config = blend_config(tmp_path, data__skip_samples=[[3, 5], [10, 30]])
     rest = mixture_of(config)
     order = [index for index in range(100) if not (3 <= index < 5 or 10 <= index < 30)]
     for position, index in enumerate(order):
         assert (rest[position].tokens == every[index].tokens).all() and rest.order(position) == index
-    valid = data_config(tmp_path, tmp_path / "0", tmp_path / "1", data__skip=[[0, 5]], train__eval_every=1)
+    valid = data_config(tmp_path, tmp_path / "0", tmp_path / "1", data__skip_samples=[[0, 5]], train__eval_every=1)
     assert mixture_of(valid, "valid").order(0) == 0, "validation data is not in the order of training samples"
 
 
 @pytest.mark.parametrize("skip", ["[[5, 5]]", "[[5, 3]]", "[[5, 9], [8, 10]]", "[[5, 9], [1, 2]]", "[[-1, 2]]"])
 def test_ranges_that_do_not_ascend_are_refused(skip: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data_config(tmp_path)
-    assert main(["check", str(tmp_path / "config-in.toml"), f"data.skip={skip}"]) == 2
-    assert "data.skip" in capsys.readouterr().err
+    assert main(["check", str(tmp_path / "config-in.toml"), f"data.skip_samples={skip}"]) == 2
+    assert "data.skip_samples" in capsys.readouterr().err
 
 
 def test_the_documents_of_a_step_are_those_of_its_samples(tmp_path: Path) -> None:
-    config = blend_config(tmp_path, data__skip=[[20, 100]])
+    config = blend_config(tmp_path, data__skip_samples=[[20, 100]])
     samples = mixture_of(config)
     documents = {number: sum(LENGTHS[:number]) for number in range(len(LENGTHS))}
     for step in (1, 3, 7, 30):
@@ -117,7 +117,7 @@ def test_a_step_is_right_or_refused_if_the_batch_has_changed_between_two_records
 
 def test_weights_of_a_policy_need_all_records_from_the_first_step_on(tmp_path: Path) -> None:
     config = blend_config(tmp_path)
-    config = config.model_copy(update={"data": config.data.model_copy(update={"policy": "fixed"})})
+    config = config.model_copy(update={"data": config.data.model_copy(update={"blend_policy": "fixed"})})
     config.folder.mkdir(parents=True)
     changes = [{"step": 4, "place": 48, "mixture": {"0 a": {"weight": 0.1}, "1 b": {"weight": 0.9}}},
                {"step": 24, "place": 208, "mixture": {"0 a": {"weight": 0.6}, "1 b": {"weight": 0.4}}}]  # fmt: skip
@@ -161,7 +161,7 @@ def test_a_step_of_another_ramp_up_is_right_or_refused(every: int, batch: dict[s
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = blend_config(tmp_path, data__skip=[[8, 16]])
+    config = blend_config(tmp_path, data__skip_samples=[[8, 16]])
     run = config.folder
     run.mkdir(parents=True)
     plugged = to_toml(config).replace("[data]\n", '[data]\nsample_weight = "a-plug-in-of-another-host"\n')
@@ -192,7 +192,7 @@ def test_ranges_are_skipped_in_every_layout_and_after_a_resume(tmp_path: Path) -
     (tmp_path / "a.json").unlink()  # the description has a larger vocabulary than the model
     data = {"data__mock": False, "data__train": str(tmp_path / "a"), "data__split": [1.0, 0.0]}
     data |= {"optimizer__decay": "constant"}  # of which a run of four steps is the first half
-    skip, curves = "data.skip=[[32, 50], [60, 61]]", {}
+    skip, curves = "data.skip_samples=[[32, 50], [60, 61]]", {}
     for name in ("whole", "resumed", "without"):
         (tmp_path / name).mkdir()
         config = job_config(tmp_path / name, GPT | {"vocab_size": 2000}, **data, checkpoint__every=3, train__steps=8)
@@ -203,4 +203,4 @@ def test_ranges_are_skipped_in_every_layout_and_after_a_resume(tmp_path: Path) -
         assert loss == pytest.approx(expected, rel=1e-10) and norm == pytest.approx(expected_norm, rel=1e-8)
     assert curves["without"][3][1] == curves["whole"][3][1] and curves["without"][4][1] != curves["whole"][4][1]
     status, _, err = Job(job_config(tmp_path / "whole", GPT | {"vocab_size": 2000}, **data, train__steps=9)).end()
-    assert status == 2 and "data.skip: differs from the checkpoint's [[32, 50], [60, 61]] below " in err
+    assert status == 2 and "data.skip_samples: differs from the checkpoint's [[32, 50], [60, 61]] below " in err

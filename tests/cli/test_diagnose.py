@@ -134,7 +134,7 @@ def test_a_real_job_that_hangs_lives_again_and_is_killed(tmp_path: Path) -> None
     """A stopped rank is named with its stack, and from the store alone once all processes are gone."""
     config = job_config(
         tmp_path, GPT, parallel__tp=2, parallel__pp=2, train__steps=10**6, train__precision="fp32",
-        observe__store=True, observe__store_interval_s=1.0,
+        observe__event_store=True, observe__store_interval_s=1.0,
     )  # fmt: skip
     job = Job(config)
     job.wait_for_step(2)

@@ -126,7 +126,7 @@ def test_text_and_names_of_datasets_are_shown(variables: dict[str, str], tmp_pat
     as_json = run(tmp_path, variables, "data", "inspect", NAME, "--json")
     assert json.loads(as_json.stdout)["documents"] == 1
     text = run(tmp_path, variables, "check", str(write_config(settings(GPT, tmp_path), tmp_path / "run.toml")),
-               f"observe.dir={NAME}", "--show")  # fmt: skip
+               f"output_dir={NAME}", "--show")  # fmt: skip
     assert shown(variables) in text.stdout
 
 
@@ -136,7 +136,7 @@ def test_a_run_trains_in_a_folder_beyond_the_locale(variables: dict[str, str], t
         settings(GPT, tmp_path, observe__tensorboard=True, optimizer__warmup_steps=1, train__steps=2),
         tmp_path / "run.toml",
     )
-    done = run(tmp_path, variables, "train", "run.toml", f"observe.dir={NAME}", "parallel.dp=2", "checkpoint.every=1")
+    done = run(tmp_path, variables, "train", "run.toml", f"output_dir={NAME}", "parallel.dp=2", "checkpoint.every=1")
     assert done.returncode == 0, done.stderr
     assert list((tmp_path / NAME / "test" / "tensorboard").iterdir())
     assert NAME in (tmp_path / NAME / "test" / "config.toml").read_text(encoding="utf-8")
@@ -144,12 +144,12 @@ def test_a_run_trains_in_a_folder_beyond_the_locale(variables: dict[str, str], t
 
 def test_a_name_that_is_not_utf8_is_one_line(tmp_path: Path) -> None:
     write_config(settings(GPT, tmp_path), tmp_path / "run.toml")
-    done = run(tmp_path, dict(os.environ), "check", "run.toml", "observe.dir=a\udcff")
+    done = run(tmp_path, dict(os.environ), "check", "run.toml", "output_dir=a\udcff")
     assert done.returncode == 2
     assert (
         done.stderr.decode()
         .splitlines()[0]
-        .startswith("command line  observe.dir: 'a\\udcff': has '\\udcff', which no name of a file in UTF-8 has")
+        .startswith("command line  output_dir: 'a\\udcff': has '\\udcff', which no name of a file in UTF-8 has")
     )
     done = run(tmp_path, dict(os.environ), "sample", "none", "--prompt", "a\udcff")
     assert done.returncode == 2

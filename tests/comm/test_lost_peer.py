@@ -41,12 +41,12 @@ def left_alone(rank: Rank) -> tuple[str, str]:
     from megascale.comm.collectives import all_reduce
     from megascale.comm.control import _process_key, announce_exit, describe_lost
     from megascale.comm.mesh import open_mesh
-    from megascale.config.launch import LaunchConfig
+    from megascale.config.launch import CommConfig, LaunchConfig
     from megascale.layout.topology import Topology
     from tests.runs import send_messages
 
-    launch = LaunchConfig.model_construct(timeout_s=0.3, start_timeout_s=60)
-    mesh = open_mesh(Topology(tp=2), rank.rank, tied=False, launch=launch)
+    limits = {"launch": LaunchConfig(start_timeout_s=60), "comm": CommConfig.model_construct(timeout_s=0.3)}
+    mesh = open_mesh(Topology(tp=2), rank.rank, tied=False, **limits)
     send_messages(mesh.tp, backend=False, timeout=mesh.timeout)
     mesh.world.control.barrier("opened")
     if rank.rank == 1:

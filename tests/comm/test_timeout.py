@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megascale.config.launch import LaunchConfig
+from megascale.config.launch import CommConfig, LaunchConfig
 from megascale.core.errors import Exit
 from megascale.core.rank import Rank
 from megascale.operate.node.failure import is_peer_lost
@@ -37,7 +37,8 @@ def limits(rank: Rank) -> list[list[float]]:
         rank.rank,
         tied=True,
         placement=looped(2, 2),
-        launch=LaunchConfig(timeout_s=7, start_timeout_s=70),
+        launch=LaunchConfig(start_timeout_s=70),
+        comm=CommConfig(timeout_s=7),
     )
     rings = [group.transport for group in mesh.groups if isinstance(group.transport, SharedMemoryTransport)]
     assert len(rings) == 3 and len(_world.pg_map) == 5  # tp, tied, world; and a channel each way
@@ -70,10 +71,10 @@ def wait_in_vain(rank: Rank, transports: list[str]) -> list[tuple[str, bool, flo
     from megascale.comm.mesh import open_mesh
     from megascale.layout.topology import Topology
 
-    meshes, launch = [], LaunchConfig.model_construct(timeout_s=0.5, start_timeout_s=60)  # a file may not ask for less
+    meshes, comm = [], CommConfig.model_construct(timeout_s=0.5)  # a file may not ask for less
     for transport in transports:
         topology = Topology(pp=2) if transport == "pipeline" else Topology(tp=2)
-        meshes.append(open_mesh(topology, rank.rank, tied=False, launch=launch))
+        meshes.append(open_mesh(topology, rank.rank, tied=False, launch=LaunchConfig(start_timeout_s=60), comm=comm))
         if transport in ("exchange", "gloo"):
             send_messages(meshes[-1].tp, backend=transport == "gloo", timeout=meshes[-1].timeout)
     found = []
@@ -103,9 +104,9 @@ def test_a_rank_that_is_stuck_ends_the_wait_for_it() -> None:
 
 @pytest.mark.slow
 def test_a_job_ends_whose_rank_is_stuck_in_training(tmp_path: Path) -> None:
-    """The timeout is `launch.timeout_s`, not the much longer `launch.start_timeout_s`."""
+    """The timeout is `comm.timeout_s`, not the much longer `launch.start_timeout_s`."""
     settings = {"parallel__tp": 2, "parallel__pp": 2, "train__steps": 10**6, "train__precision": "fp32"}
-    limits = {"launch__timeout_s": 3.0, "launch__start_timeout_s": 1000.0}
+    limits = {"comm__timeout_s": 3.0, "launch__start_timeout_s": 1000.0}
     job = Job(job_config(tmp_path, GPT, **settings, **limits))
     job.wait_for_step(2)
     os.kill(job.ranks()[2], signal.SIGSTOP)

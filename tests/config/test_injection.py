@@ -107,7 +107,7 @@ def test_ranks_that_do_not_exist_are_refused_once_their_number_is_known(dp: str,
     assert len(refused.value.problems) == 1
     if dp == "auto":  # any number of processes may follow; a launcher starts one
         config = load_config_tree(tree, "test", overrides)
-        sections = config.fault, config.launch, config.checkpoint, config.nccl
+        sections = config.fault, config.launch, config.comm, config.checkpoint, config.nccl
         found_later = launch_findings(config.world_size, *sections)
         assert [one.message for one in found_later] == ["there is no rank 2 for kill"]
     else:

@@ -90,8 +90,8 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("hidden_size = 32\n", "", "run.toml:2  model.hidden_size: missing  -> hidden_size: width of the residual stream"),
     ("global = 8", "total = 8\nglobal = 8", "run.toml:9  batch.total: there is no key 'total' in [batch]  -> known keys: micro, global, rampup"),
     ("[batch]\nglobal = 8\n", "", "run.toml  batch.global: missing  -> global: sequences in a step, over all ranks"),
-    ("mock = true", "mock = true\n[observe]\nledger = true", "run.toml:17  observe.ledger: there is no key 'ledger' in [observe]  -> renamed to observe.record"),
-    ("mock = true", "mock = true\n[checkpoint]\npatience_s = 5.0", "run.toml:17  checkpoint.patience_s: there is no key 'patience_s' in [checkpoint]  -> renamed to checkpoint.retry_timeout_s"),
+    ("mock = true", "mock = true\n[observe]\nledger = true", "run.toml:17  observe.ledger: there is no key 'ledger' in [observe]  -> is now observe.record_events"),
+    ("mock = true", "mock = true\n[checkpoint]\npatience_s = 5.0", "run.toml:17  checkpoint.patience_s: there is no key 'patience_s' in [checkpoint]  -> is now checkpoint.retry_timeout_s"),
     ("steps = 10", "steps = 10\nlr = 3e-4", "run.toml:12  train.lr: there is no key 'lr' in [train]  -> did you mean 'optimizer.lr'?"),
     ("lr = 1e-2", "lr = nan", "run.toml:13  optimizer.lr: nan: should be a finite number  -> lr: learning rate after the warm-up"),
     ("lr = 1e-2", "lr = inf", "run.toml:13  optimizer.lr: inf: should be a finite number  -> lr: learning rate after the warm-up"),
@@ -103,10 +103,10 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("mock = true", 'mock = true\n[parallel]\nschedule = "zigzag"', "run.toml:17  parallel.schedule: 'zigzag' is not one of gpipe, 1f1b, interleaved_1f1b  -> schedule: pipeline schedule; default 1f1b, with vpp > 1 interleaved_1f1b"),
     ("mock = true", "mock = true\n[parallel]\nzero = true", "run.toml:17  parallel.zero: true: should be a whole number  -> zero: ZeRO stage, sharding over dp x cp: 0 none, 1 optimizer state, 2 optimizer state and gradients"),
     ("mock = true", "train = [[-1, \"a\"]]", "run.toml:15  data.train: [[-1, 'a']]: should be text, or should be greater than 0  -> train: a dataset's prefix, or a blend: [[weight, prefix], ...]"),
-    ("mock = true", "mock = true\n[launch]\ntimeout_s = 0.9", "run.toml:17  launch.timeout_s: 0.9: should be greater than or equal to 1  -> timeout_s: timeout in training and evaluation from the second step on, in seconds; on GPUs, set several times the step time, because the host runs ahead"),
-    ("mock = true", "mock = true\n[launch]\nstart_timeout_s = 0.9", "run.toml:17  launch.start_timeout_s: 0.9: should be greater than or equal to 1  -> start_timeout_s: timeout until the end of the first step (rendezvous, indexing of data, loading of a checkpoint, compilation), and in waits for checkpoints, in seconds; at least timeout_s"),
+    ("mock = true", "mock = true\n[comm]\ntimeout_s = 0.9", "run.toml:17  comm.timeout_s: 0.9: should be greater than or equal to 1  -> timeout_s: timeout in training and evaluation from the second step on, in seconds; on GPUs, set several times the step time, because the host runs ahead"),
+    ("mock = true", "mock = true\n[launch]\nstart_timeout_s = 0.9", "run.toml:17  launch.start_timeout_s: 0.9: should be greater than or equal to 1  -> start_timeout_s: timeout until the end of the first step (rendezvous, indexing of data, loading of a checkpoint, compilation), and in waits for checkpoints, in seconds; at least comm.timeout_s"),
     ("mock = true", 'mock = true\n[paralel]\ntp = 2', "run.toml:16  paralel: there is no key 'paralel'  -> did you mean 'parallel'?"),
-    ("mock = true", 'mock = true\n[odd]\n"a\\nb" = 2', "run.toml:16  odd: there is no key 'odd'  -> known keys: name, model, parallel, overlap, batch, train, optimizer, fp8, backends, data, checkpoint, observe, launch, nccl, fault"),
+    ("mock = true", 'mock = true\n[odd]\n"a\\nb" = 2', "run.toml:16  odd: there is no key 'odd'  -> known keys: name, output_dir, model, parallel, overlap, batch, train, optimizer, fp8, backends, data, checkpoint, observe, launch, comm, nccl, fault"),
     ('name = "good"', 'name = "a/b"', "run.toml:1  name: 'a/b' cannot name a folder  -> letters, digits, '.', '_' and '-', at most 128"),
     ('name = "good"', f'name = "{"n" * 200}"', f"run.toml:1  name: '{'n' * 76}... cannot name a folder  -> letters, digits, '.', '_' and '-', at most 128"),
     ('name = "good"\n', "", 'run.toml  name: missing  -> name = "my-run" at the top of the file'),
@@ -288,7 +288,7 @@ def test_a_world_that_does_not_fit(world: int, override: str) -> None:
 
 
 def test_a_world_holds_the_longest_document() -> None:
-    keys = ["parallel.cp_mode=hybrid", "data.mask=document", "data.max_tokens_per_rank=1"]
+    keys = ["parallel.hybrid_dp=true", "data.attention_mask=document", "data.max_tokens_per_rank=1"]
     assert problems(GOOD, *keys, world=8) == [
         "command line  data.max_tokens_per_rank: 8 ranks hold 8 tokens, and a document may have 16  -> 2 or more"
     ]
@@ -306,7 +306,7 @@ def test_a_world_that_fits(world: int, override: str, dp: int) -> None:
 KEYS = ["name", "model", "batch", "data", "model.preset", "model.num_heads", "model.activation", "model.window",
         "model.norm_eps", "parallel.dp", "parallel.layers_per_chunk", "parallel.schedule", "batch.global",
         "train.precision", "optimizer.betas", "data.train", "data.split", "data.tokenizer", "checkpoint.resume",
-        "checkpoint.async", "observe.dir", "extra", "model.extra", "data.mock.x"]  # fmt: skip
+        "checkpoint.async", "output_dir", "extra", "model.extra", "data.mock.x"]  # fmt: skip
 VALUES = ["-1", "0", "1", "7", "9223372036854775807", "1" + "0" * 60, "1.5", "nan", "-inf", "true", "''", "'x'", "auto",
           "[]", "[[]]", "[1, 2]", "[nan, 1]", "[[1, 'x']]", "[['x', 1]]", "['a', 'a']", "{}", "{x = 1}", "[{x = 1}]",
           "2020-02-02", "12:30:00", "[" * 400, "é\u2028", "1\t2"]  # fmt: skip
@@ -357,13 +357,13 @@ def test_an_invalid_key_disables_only_the_rules_that_read_the_key() -> None:
 
 @pytest.mark.parametrize("name", ["1", "2026-11-21", "true", "nan", "1e3", "a"])
 def test_a_text_on_the_command_line_needs_no_quotes(name: str) -> None:
-    config = load_config("good.toml", [f"name={name}", f"observe.dir={name}", f"data.cache={name}"])
+    config = load_config("good.toml", [f"name={name}", f"output_dir={name}", f"data.cache={name}"])
     assert config.name == name and config.folder == Path(name).absolute() / name
     assert config.data.cache == str(Path(name).absolute())
 
 
 def test_a_home_folder_is_expanded() -> None:
-    assert load_config("good.toml", ["observe.dir=~/runs"]).folder == Path.home() / "runs" / "good"
+    assert load_config("good.toml", ["output_dir=~/runs"]).folder == Path.home() / "runs" / "good"
 
 
 def test_an_unknown_key_disables_no_rule() -> None:
@@ -372,13 +372,13 @@ def test_an_unknown_key_disables_no_rule() -> None:
 
 
 def test_auto_is_an_unset_key_also_beside_mistakes() -> None:
-    lists = ["parallel.layers_per_chunk", "train.recompute_ops", "train.recompute_chunks"]
+    lists = ["parallel.layers_per_chunk", "train.recompute_ops", "train.recompute_model_chunks"]
     keys = ["parallel.pp=2", "parallel.vpp=2", *(f"{key}=auto" for key in lists)]
     with pytest.raises(ConfigError) as caught:
         load_config("good.toml", [*keys, "parallel.sp=yes", "train.steps=x"])
     assert [problem.key for problem in caught.value.problems] == ["parallel.sp", "train.steps"]
     config = load_config("good.toml", keys, world_size=2)
-    assert config.parallel.layers_per_chunk is config.train.recompute_ops is config.train.recompute_chunks is None
+    assert config.parallel.layers_per_chunk is config.train.recompute_ops is config.train.recompute_model_chunks is None
 
 
 def test_a_path_named_auto_is_a_value_beside_mistakes() -> None:

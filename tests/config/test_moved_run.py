@@ -43,7 +43,7 @@ def test_a_copied_run_leaves_the_original_alone(tmp_path: Path, monkeypatch: pyt
     assert folder_of(original / "config.toml") == original
     assert folder_of(copy / "config.toml") == copy
     assert folder_of(copy / "config.toml", "name=other") == tmp_path / "other"
-    assert folder_of(copy / "config.toml", f"observe.dir={tmp_path / 'c'}") == tmp_path / "c" / "copy"
+    assert folder_of(copy / "config.toml", f"output_dir={tmp_path / 'c'}") == tmp_path / "c" / "copy"
     base = write_config({"extends": str(copy / "config.toml")}, tmp_path / "experiment.toml")
     assert folder_of(base) == copy
     monkeypatch.chdir(copy)

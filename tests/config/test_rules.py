@@ -22,7 +22,7 @@ from megascale.core.files import fingerprint
 from tests.data.datasets import write_dataset
 from tests.runs import GPT, config_of, settings, to_toml, write_config
 
-HYBRID = {"parallel__cp_mode": "hybrid", "data__max_tokens_per_rank": 16, "data__mask": "document"}
+HYBRID = {"parallel__hybrid_dp": True, "data__max_tokens_per_rank": 16, "data__attention_mask": "document"}
 
 # rule, settings that break the rule, expected findings: key and part of the message
 BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
@@ -34,11 +34,11 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     (
         "timeouts",
         {"launch__start_timeout_s": 500.0},
-        {"launch.start_timeout_s": "500.0 s is less than launch.timeout_s = 600.0"},
+        {"launch.start_timeout_s": "500.0 s is less than comm.timeout_s = 600.0"},
     ),
     (
         "timeouts",
-        {"launch__timeout_s": 10.0, "launch__start_timeout_s": 60.0, "checkpoint__every": 1},
+        {"comm__timeout_s": 10.0, "launch__start_timeout_s": 60.0, "checkpoint__every": 1},
         {"launch.start_timeout_s": "60.0 s is no more than checkpoint.retry_timeout_s = 60.0"},
     ),
     (
@@ -58,7 +58,11 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ),
     ("fault_times", {"fault__hang_s": 0.1}, {"fault.hang_s": "0.1 s is no more than fault.poll_s = 0.25"}),
     ("fault_times", {"fault__heartbeat_s": 6.0}, {"fault.node_lost_s": "6.0 s is no more than fault.heartbeat_s = 6"}),
-    ("fault_times", {"fault__flap_s": 30.0}, {"fault.node_lost_s": "6.0 s is no more than fault.flap_s = 30.0"}),
+    (
+        "fault_times",
+        {"fault__link_recovery_s": 30.0},
+        {"fault.node_lost_s": "6.0 s is no more than fault.link_recovery_s = 30.0"},
+    ),
     (
         "fault_times",
         {"fault__hang_s": 70.0},
@@ -66,17 +70,25 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ),
     (
         "skipped_samples",
-        {"data__skip": [[0, 10], [5, 20]]},
-        {"data.skip": "[5, 20] is empty, or begins before the end of the range before it"},
+        {"data__skip_samples": [[0, 10], [5, 20]]},
+        {"data.skip_samples": "[5, 20] is empty, or begins before the end of the range before it"},
     ),
     (
         "changed_weights",
-        {"data__weights": [[8, [1.0, 2.0]]]},
-        {"data.weights": "[1.0, 2.0] at 8: data.train has 1 dataset"},
+        {"data__blend_schedule": [[8, [1.0, 2.0]]]},
+        {"data.blend_schedule": "[1.0, 2.0] at 8: data.train has 1 dataset"},
     ),
-    ("changed_weights", {"data__weights": [[8, [1.0]], [8, [1.0]]]}, {"data.weights": "place 8 does not come after 8"}),
-    ("skipped_samples", {"data__skip": [[10, 10]]}, {"data.skip": "[10, 10] is empty"}),
-    ("document_order", {"data__order": "order.npy"}, {"data.order": "has no effect on mock data"}),
+    (
+        "changed_weights",
+        {"data__blend_schedule": [[8, [1.0]], [8, [1.0]]]},
+        {"data.blend_schedule": "place 8 does not come after 8"},
+    ),
+    ("skipped_samples", {"data__skip_samples": [[10, 10]]}, {"data.skip_samples": "[10, 10] is empty"}),
+    (
+        "document_order",
+        {"data__document_order_file": "order.npy"},
+        {"data.document_order_file": "has no effect on mock data"},
+    ),
     (
         "batch_rampup",
         {"batch__rampup": [3, 2, 10]},
@@ -102,12 +114,16 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"batch__rampup": [2, 2, 60], "optimizer__warmup_steps": 9},
         {"optimizer.warmup_steps": "as many samples as train.steps = 10 with the ramp-up"},
     ),
-    ("NO_DOCUMENTS", {"data__boundary_loss": True}, {"data.boundary_loss": "has no effect with mask = causal"}),
+    (
+        "NO_DOCUMENTS",
+        {"data__eod_mask_loss": False},
+        {"data.eod_mask_loss": "has no effect with attention_mask = causal"},
+    ),
     ("MOCK_PACKING", {"data__packing": "best_fit"}, {"data.packing": "has no effect on mock data"}),
     (
         "data_policy",
-        {"data__policy": "fixed"},
-        {"data.policy": "changes the weights of a blend, and data.train is none"},
+        {"data__blend_policy": "fixed"},
+        {"data.blend_policy": "changes the weights of a blend, and data.train is none"},
     ),
     ("MOCK_WEIGHTS", {"data__sample_weight": "equal"}, {"data.sample_weight": "has no effect on mock data"}),
     (
@@ -115,10 +131,14 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"data__sample_weight": "equal", "train__noise_scale_every": 1, "data__mock": False, "data__train": "set"},
         {"train.noise_scale_every": "the noise scale is in tokens"},
     ),
-    ("NOT_DECOMPOSED", {"data__min_piece": 8}, {"data.min_piece": "has no effect with packing = concat"}),
+    (
+        "NOT_DECOMPOSED",
+        {"data__decompose_min_length": 8},
+        {"data.decompose_min_length": "has no effect with packing = concat"},
+    ),
     (
         "end_of_document",
-        {"data__mask": "document", "data__eod": 101},
+        {"data__attention_mask": "document", "data__eod": 101},
         {"data.eod": "101 is no token of a vocabulary of 101"},
     ),
     ("nccl_ctas", {"nccl__dp_ctas": [4, 2]}, {"nccl.dp_ctas": "at least 4 and at most 2"}),
@@ -225,8 +245,8 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ),
     (
         "fp8_shapes",
-        {"train__precision": "fp8", "fp8__bf16_first": 2, "fp8__bf16_last": 2},
-        {"fp8.bf16_first": "the first 2 and last 2 of 4 layers leave none in fp8"},
+        {"train__precision": "fp8", "fp8__first_layers_bf16": 2, "fp8__last_layers_bf16": 2},
+        {"fp8.first_layers_bf16": "the first 2 and last 2 of 4 layers leave none in fp8"},
     ),
     ("fp8_shapes", {"train__precision": "fp8", "model__seq_length": 8}, {"model.seq_length": "8 tokens in a micro"}),
     (
@@ -274,8 +294,8 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ),
     (
         "NO_RECOMPUTATION",
-        {"train__recompute_chunks": [0]},
-        {"train.recompute_chunks": "selects chunks for recomputation, but recompute = none"},
+        {"train__recompute_model_chunks": [0]},
+        {"train.recompute_model_chunks": "selects chunks for recomputation, but recompute = none"},
     ),
     (
         "NOT_FULL",
@@ -285,13 +305,13 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ("tile_tokens", {"train__mlp_tiles": 17}, {"train.mlp_tiles": "16 tokens of a sequence for 17 tiles"}),
     (
         "tile_tokens",
-        {"parallel__tp": 2, "parallel__sp": True, "data__chunk_tokens": 8, "train__mlp_tiles": 5},
+        {"parallel__tp": 2, "parallel__sp": True, "data__sequence_chunk_tokens": 8, "train__mlp_tiles": 5},
         {"train.mlp_tiles": "4 tokens of a sequence for 5 tiles"},
     ),
     (
         "tile_tokens",
-        {"train__precision": "fp8", "fp8__recipe": "mu_unit", "train__mlp_tiles": 2},
-        {"train.mlp_tiles": "16 tokens on a rank in 2 tiles: the fp8 recipe mu_unit needs multiples of 16"},
+        {"train__precision": "fp8", "fp8__recipe": "static", "train__mlp_tiles": 2},
+        {"train.mlp_tiles": "16 tokens on a rank in 2 tiles: the fp8 recipe static needs multiples of 16"},
     ),
     (
         "tile_scales",
@@ -300,7 +320,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ),
     (
         "tile_scales",
-        {"train__precision": "fp8", "fp8__recipe": "mu_unit", "model__block": "parallel", "model__seq_length": 32}
+        {"train__precision": "fp8", "fp8__recipe": "static", "model__block": "parallel", "model__seq_length": 32}
         | {"train__mlp_tiles": 2},
         {"train.mlp_tiles": "attention and MLP of a parallel block share an fp8 operand"},
     ),
@@ -310,19 +330,19 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"train.recompute_ops": "activation has no effect with mlp_tiles = 2"},
     ),
     (
-        "recompute_chunks",
-        {"train__recompute": "full", "train__recompute_chunks": [0, 1]},
-        {"train.recompute_chunks": "with vpp = 1 there is no chunk 1"},
+        "recompute_model_chunks",
+        {"train__recompute": "full", "train__recompute_model_chunks": [0, 1]},
+        {"train.recompute_model_chunks": "with vpp = 1 there is no chunk 1"},
     ),
     (
-        "recompute_chunks",
-        {"parallel__pp": 2, "parallel__vpp": 2, "train__recompute": "full", "train__recompute_chunks": [2, 1, 4]},
-        {"train.recompute_chunks": "with vpp = 2 there is no chunk 2, 4"},
+        "recompute_model_chunks",
+        {"parallel__pp": 2, "parallel__vpp": 2, "train__recompute": "full", "train__recompute_model_chunks": [2, 1, 4]},
+        {"train.recompute_model_chunks": "with vpp = 2 there is no chunk 2, 4"},
     ),
     (
-        "recompute_chunks",
-        {"train__recompute": "full", "train__recompute_chunks": [0, 0]},
-        {"train.recompute_chunks": "names a chunk twice"},
+        "recompute_model_chunks",
+        {"train__recompute": "full", "train__recompute_model_chunks": [0, 0]},
+        {"train.recompute_model_chunks": "names a chunk twice"},
     ),
     ("counts", {"batch__global": 2**23}, {"batch.global": "8388608 micro-batches in a step of a rank, over 1048576"}),
     ("batch_size", {"batch__micro": 3}, {"batch.global": "8 is not divisible by micro x dp = 3 x 1"}),
@@ -410,8 +430,8 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ),
     (
         "LAMB",
-        {"optimizer__master": "compensated", "optimizer__name": "lamb", "train__precision": "bf16"},
-        {"optimizer.master": "lamb needs master weights in fp32"},
+        {"optimizer__master_weights": "bf16_compensated", "optimizer__name": "lamb", "train__precision": "bf16"},
+        {"optimizer.master_weights": "lamb needs master weights in fp32"},
     ),
     ("ZCLIP", {"optimizer__zclip_threshold": 3.0}, {"optimizer.zclip_threshold": "has no effect without zclip"}),
     ("SKIPPED_STEPS", {"optimizer__skip_window": 64}, {"optimizer.skip_window": "has no effect without skip_sigma"}),
@@ -470,8 +490,8 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ("data_files", {"data__tokenizer": "none.json"}, {"data.tokenizer": "there is no file none.json"}),
     (
         "data_files",
-        {"data__mock": False, "data__train": "half", "data__order": "none.npy"},
-        {"data.train": "there is no file half.idx", "data.order": "there is no file none.npy"},
+        {"data__mock": False, "data__train": "half", "data__document_order_file": "none.npy"},
+        {"data.train": "there is no file half.idx", "data.document_order_file": "there is no file none.npy"},
     ),
     (
         "data_files",
@@ -518,12 +538,12 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ),
     ("resume", {"checkpoint__resume": "none"}, {"checkpoint.resume": "there is no checkpoint in none"}),
     ("resume", {"checkpoint__resume": "hf:none"}, {"checkpoint.resume": "there is no file "}),
-    ("NO_CHECKPOINTS", {"checkpoint__memory_every": 5}, {"checkpoint.memory_every": "checkpoint.every is 0"}),
-    ("NO_COPIES", {"checkpoint__replicate": True}, {"checkpoint.replicate": "checkpoint.memory_every is 0"}),
+    ("NO_CHECKPOINTS", {"checkpoint__in_memory_every": 5}, {"checkpoint.in_memory_every": "checkpoint.every is 0"}),
+    ("NO_COPIES", {"checkpoint__replicate": True}, {"checkpoint.replicate": "checkpoint.in_memory_every is 0"}),
     (
         "memory_folder",
-        {"checkpoint__memory_every": 5, "checkpoint__every": 5, "checkpoint__memory_dir": "none"},
-        {"checkpoint.memory_dir": "'none' is not the absolute path of a writable folder"},
+        {"checkpoint__in_memory_every": 5, "checkpoint__every": 5, "checkpoint__in_memory_dir": "none"},
+        {"checkpoint.in_memory_dir": "'none' is not the absolute path of a writable folder"},
     ),
     (
         "NO_PRUNING",
@@ -540,16 +560,16 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"checkpoint.dir": "simplecache::s3://a/b is a chain of file systems"},
     ),
     ("file_system", {"checkpoint__dir": "none://x"}, {"checkpoint.dir": "none: Protocol not known: none"}),
-    ("cp_modes", {"parallel__cp_ulysses": 2}, {"parallel.cp_ulysses": "has no effect with cp_mode = ring"}),
+    ("cp_modes", {"parallel__cp_a2a_size": 2}, {"parallel.cp_a2a_size": "has no effect with cp_mode = ring"}),
     (
         "cp_modes",
         {"parallel__cp": 4, "parallel__cp_mode": "usp"},
-        {"parallel.cp_ulysses": "usp needs the number of neighbouring ranks that exchange heads"},
+        {"parallel.cp_a2a_size": "usp needs the number of neighbouring ranks that exchange heads"},
     ),
     (
         "cp_modes",
-        {"parallel__cp": 2, "parallel__cp_mode": "usp", "parallel__cp_ulysses": 4},
-        {"parallel.cp_ulysses": "4 ranks that exchange heads do not divide cp = 2"},
+        {"parallel__cp": 2, "parallel__cp_mode": "usp", "parallel__cp_a2a_size": 4},
+        {"parallel.cp_a2a_size": "4 ranks that exchange heads do not divide cp = 2"},
     ),
     ("cp_sequence", {"parallel__cp": 3}, {"model.seq_length": "16 cannot be split into 2 x 3 chunks"}),
     (
@@ -567,67 +587,83 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {
             "parallel__cp": 4,
             "parallel__cp_mode": "usp",
-            "parallel__cp_ulysses": 4,
+            "parallel__cp_a2a_size": 4,
             "model__num_heads": 12,
             "model__hidden_size": 48,
             "model__num_kv_heads": 6,
         },
-        {"parallel.cp_ulysses": "6 key-value heads of a tp rank can neither be split over 4 ranks nor repeated"},
+        {"parallel.cp_a2a_size": "6 key-value heads of a tp rank can neither be split over 4 ranks nor repeated"},
     ),
     (
         "cp_sharding",
         {"parallel__cp": 2, "parallel__cp_sharding": "document"},
-        {"parallel.cp_sharding": "chunks of documents need data.mask = document"},
+        {"parallel.cp_sharding": "chunks of documents need data.attention_mask = document"},
     ),
-    ("WHOLE_SEQUENCES", {"data__keep_chunks": 2}, {"data.keep_chunks": "has no effect without data.chunk_tokens"}),
-    ("chunk_sizes", {"data__chunk_tokens": 5}, {"data.chunk_tokens": "16 cannot be cut into chunks of 5"}),
-    ("chunk_sizes", {"data__chunk_tokens": 16}, {"data.chunk_tokens": "16 cannot be cut into chunks of 16"}),
     (
-        "chunk_sizes",
-        {"data__chunk_tokens": 2, "parallel__tp": 4, "parallel__sp": True},
-        {"data.chunk_tokens": "2 tokens cannot be split over tp = 4 ranks"},
+        "WHOLE_SEQUENCES",
+        {"data__sequence_chunks_saved": 2},
+        {"data.sequence_chunks_saved": "has no effect without data.sequence_chunk_tokens"},
     ),
     (
         "chunk_sizes",
-        {"data__chunk_tokens": 8, "data__keep_chunks": 3},
-        {"data.keep_chunks": "a sequence has 2 chunks"},
+        {"data__sequence_chunk_tokens": 5},
+        {"data.sequence_chunk_tokens": "16 cannot be cut into chunks of 5"},
     ),
-    ("chunk_schedule", {"data__chunk_tokens": 8, "parallel__pp": 2, "parallel__vpp": 2}, {"parallel.vpp": "vpp = 2"}),
+    (
+        "chunk_sizes",
+        {"data__sequence_chunk_tokens": 16},
+        {"data.sequence_chunk_tokens": "16 cannot be cut into chunks of 16"},
+    ),
+    (
+        "chunk_sizes",
+        {"data__sequence_chunk_tokens": 2, "parallel__tp": 4, "parallel__sp": True},
+        {"data.sequence_chunk_tokens": "2 tokens cannot be split over tp = 4 ranks"},
+    ),
+    (
+        "chunk_sizes",
+        {"data__sequence_chunk_tokens": 8, "data__sequence_chunks_saved": 3},
+        {"data.sequence_chunks_saved": "a sequence has 2 chunks"},
+    ),
     (
         "chunk_schedule",
-        {"data__chunk_tokens": 8, "parallel__pp": 2, "parallel__schedule": "gpipe"},
+        {"data__sequence_chunk_tokens": 8, "parallel__pp": 2, "parallel__vpp": 2},
+        {"parallel.vpp": "vpp = 2"},
+    ),
+    (
+        "chunk_schedule",
+        {"data__sequence_chunk_tokens": 8, "parallel__pp": 2, "parallel__schedule": "gpipe"},
         {"parallel.schedule": "gpipe has no order of chunks that depend on each other"},
     ),
     (
         "CHUNKS",
-        {"data__chunk_tokens": 8, "parallel__cp": 2},
+        {"data__sequence_chunk_tokens": 8, "parallel__cp": 2},
         {"parallel.cp": "a rank has all chunks of a sequence, and cp = 2 splits it"},
     ),
     (
         "CHUNKS",
-        {"data__chunk_tokens": 8, "model__dropout": 0.1},
+        {"data__sequence_chunk_tokens": 8, "model__dropout": 0.1},
         {"model.dropout": "chunks have no dropout"},
     ),
     (
         "CHUNKS",
-        {"data__chunk_tokens": 8, "model__attention_softcap": 2.0},
+        {"data__sequence_chunk_tokens": 8, "model__attention_softcap": 2.0},
         {"model.attention_softcap": "needs all keys at once"},
     ),
     (
         "CHUNKS",
-        HYBRID | {"data__chunk_tokens": 8},
-        {"parallel.cp_mode": "hybrid deals whole documents to ranks"},
+        HYBRID | {"data__sequence_chunk_tokens": 8},
+        {"parallel.hybrid_dp": "hybrid_dp deals whole documents to ranks"},
     ),
     (
         "NOT_HYBRID",
         {"data__max_tokens_per_rank": 8},
-        {"data.max_tokens_per_rank": "has no effect with cp_mode = ring"},
+        {"data.max_tokens_per_rank": "has no effect without parallel.hybrid_dp"},
     ),
     (
         "hybrid_tokens",
-        {"parallel__cp_mode": "hybrid", "data__mask": "document"},
+        {"parallel__hybrid_dp": True, "data__attention_mask": "document"},
         {
-            "data.max_tokens_per_rank": "hybrid needs the most tokens of a rank",
+            "data.max_tokens_per_rank": "hybrid_dp needs the most tokens of a rank",
         },
     ),
     (
@@ -635,6 +671,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         HYBRID | {"data__max_tokens_per_rank": 3, "parallel__dp": 4},
         {"data.max_tokens_per_rank": "4 ranks hold 12 tokens, and a document may have 16"},
     ),
+    ("HYBRID", HYBRID | {"parallel__cp_mode": "ulysses"}, {"parallel.cp_mode": "has no effect (parallel.hybrid_dp"}),
     (
         "HYBRID",
         HYBRID | {"parallel__pp": 2, "parallel__schedule": "gpipe"},
@@ -647,7 +684,7 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
             "parallel__cp": 2,
             "parallel__cp_sharding": "document",
             "parallel__cp_mode": "ulysses",
-            "data__mask": "document",
+            "data__attention_mask": "document",
             "data__mock": True,
         },
         {"parallel.cp_sharding": "has no effect with cp_mode = ulysses"},
@@ -687,16 +724,20 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"data__packing": "decompose", "data__mock": False, "data__train": "set"},
         {"data.packing": "decompose fills samples with unrelated pieces"},
     ),
-    ("HYBRID_DOCUMENTS", HYBRID | {"data__mask": "causal"}, {"data.mask": "hybrid deals documents to ranks"}),
-    ("NO_POLICY", {"data__policy_every": 5}, {"data.policy_every": "has no effect without a policy"}),
+    (
+        "HYBRID_DOCUMENTS",
+        HYBRID | {"data__attention_mask": "causal"},
+        {"data.attention_mask": "hybrid_dp deals documents to ranks"},
+    ),
+    ("NO_POLICY", {"data__blend_policy_every": 5}, {"data.blend_policy_every": "has no effect without a policy"}),
     (
         "compensated_weights",
-        {"optimizer__master": "compensated", "train__precision": "fp32"},
-        {"optimizer.master": "there are no bf16 weights with precision = fp32"},
+        {"optimizer__master_weights": "bf16_compensated", "train__precision": "fp32"},
+        {"optimizer.master_weights": "there are no bf16 weights with precision = fp32"},
     ),
     (
         "COMPENSATED",
-        {"optimizer__master": "compensated", "train__precision": "bf16", "backends__optimizer": "torch"},
+        {"optimizer__master_weights": "bf16_compensated", "train__precision": "bf16", "backends__optimizer": "torch"},
         {"backends.optimizer": "is for master weights in fp32"},
     ),
 ]
@@ -786,8 +827,8 @@ def test_only_the_named_rule_finds_its_cases(folder: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recompute_chunks_need_recomputation(recompute: str, tmp_path: Path) -> None:
-    changes = {"train__recompute": recompute, "train__recompute_chunks": [0]}
-    assert config_of(settings(GPT, tmp_path, **changes), tmp_path).train.recompute_chunks == [0]
+    changes = {"train__recompute": recompute, "train__recompute_model_chunks": [0]}
+    assert config_of(settings(GPT, tmp_path, **changes), tmp_path).train.recompute_model_chunks == [0]
 
 
 def test_a_resolved_configuration_loads_again(tmp_path: Path) -> None:
@@ -806,7 +847,9 @@ def test_a_changed_configuration_is_checked(tmp_path: Path) -> None:
     config = config_of(settings(GPT, tmp_path, train__precision="fp8"), tmp_path)
     check_rules(config, "four layers")
     two_layers = config.model_copy(update={"model": config.model.model_copy(update={"num_layers": 2})})
-    with pytest.raises(ConfigError, match=r"two layers  fp8\.bf16_first: the first 1 and last 1 of 2 layers leave"):
+    with pytest.raises(
+        ConfigError, match=r"two layers  fp8\.first_layers_bf16: the first 1 and last 1 of 2 layers leave"
+    ):
         check_rules(two_layers, "two layers")
 
 
@@ -853,15 +896,15 @@ def test_divisors_of_the_largest_size_take_no_time() -> None:
 def test_a_driver_needs_less_time_than_ranks_wait() -> None:
     def broken(**changes: Any) -> list[str]:
         config = load_config_tree(settings(GPT, Path("runs"), **changes), "test")
-        sections = config.fault, config.launch, config.checkpoint, config.nccl
+        sections = config.fault, config.launch, config.comm, config.checkpoint, config.nccl
         return [finding.key for finding in launch_findings(1, *sections)]
 
     assert broken(checkpoint__every=1) == []
     for changes, key in (
-        ({"launch__timeout_s": 60.0, "nccl__ib_timeout": 20}, "launch.timeout_s"),
-        ({"launch__start_timeout_s": 300.0, "launch__timeout_s": 300.0}, "launch.start_timeout_s"),
+        ({"comm__timeout_s": 60.0, "nccl__ib_timeout": 20}, "comm.timeout_s"),
+        ({"launch__start_timeout_s": 300.0, "comm__timeout_s": 300.0}, "launch.start_timeout_s"),
         ({"checkpoint__every": 1, "fault__checkpoint_hang_s": 50.0}, "fault.checkpoint_hang_s"),
         ({"nccl__ib_timeout": 17}, "nccl.ib_timeout"),
-        ({"nccl__ib_timeout": 22, "launch__timeout_s": 100.0}, "nccl.ib_timeout"),
+        ({"nccl__ib_timeout": 22, "comm__timeout_s": 100.0}, "nccl.ib_timeout"),
     ):
         assert broken(**changes) == [key], changes

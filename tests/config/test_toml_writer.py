@@ -60,7 +60,7 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
         optimizer__decay=draw(st.sampled_from(DECAYS.names())),
         optimizer__betas=draw(st.lists(st.floats(0, 1, exclude_max=True), min_size=2, max_size=2)),
         data__split=[draw(POSITIVE), draw(st.just(0.0) | POSITIVE)],
-        observe__dir=draw(PATHS),
+        output_dir=draw(PATHS),
         data__cache=draw(PATHS),
     )
     tree["name"] = draw(NAMES)
@@ -149,10 +149,10 @@ def _write(folder: Path, tree: dict[str, Any]) -> Path:
 
 
 def test_changes_that_affect_the_loss_are_listed(folder: Path) -> None:
-    tree = settings(FAMILIES["llama"], folder, train__precision="fp8", fp8__bf16_first=0, fp8__recipe="delayed")
+    tree = settings(FAMILIES["llama"], folder, train__precision="fp8", fp8__first_layers_bf16=0, fp8__recipe="delayed")
     saved, current = config_of(tree, folder), config_of(tree | {"fp8": {"recipe": "tensorwise", "history": 4}}, folder)
     assert config_changes(*(one.model_dump(by_alias=True, mode="json") for one in (saved, current))) == [
-        'fp8.recipe "delayed" -> "tensorwise"', "fp8.history 16 -> 4", "fp8.bf16_first 0 -> 1",
+        'fp8.recipe "delayed" -> "tensorwise"', "fp8.history 16 -> 4", "fp8.first_layers_bf16 0 -> 1",
     ]  # fmt: skip
 
 

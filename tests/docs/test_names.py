@@ -88,7 +88,9 @@ def test_modules_that_docstrings_name_exist() -> None:
 
 
 def test_a_name_of_no_module_is_found() -> None:
-    assert missing("`optim.subspaces` and `driver.job.Jobs`, but `optim.adamw`, `data.mask`, `driver.job.Job`") == [
+    assert missing(
+        "`optim.subspaces` and `driver.job.Jobs`, but `optim.adamw`, `data.attention_mask`, `driver.job.Job`"
+    ) == [
         "optim.subspaces",
         "driver.job.Jobs",
     ]

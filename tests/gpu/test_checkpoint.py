@@ -84,7 +84,7 @@ def test_a_run_resumes_to_the_bit(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_a_killed_run_goes_on_from_memory(tmp_path: Path) -> None:
-    overrides = RUN | {"checkpoint__every": 100, "checkpoint__memory_every": 1, "train__steps": 200}
+    overrides = RUN | {"checkpoint__every": 100, "checkpoint__in_memory_every": 1, "train__steps": 200}
     config = job_config(tmp_path, GPT, **overrides)
     job = Job(config)
     job.wait_for_step(5)

@@ -36,15 +36,17 @@ def test_ten_steps_are_those_of_a_cpu(
 
 
 MASKED: dict[str, dict[str, Any]] = {
-    "documents": {"data__mask": "document", "data__document_length": 50},
+    "documents": {"data__attention_mask": "document", "data__document_length": 50},
     "windows": {"model__window": 32},
     "soft caps": {"model__attention_softcap": 5.0, "model__logit_softcap": 3.0},
     "windows in chunks of documents": {
-        "model__window": 24, "data__chunk_tokens": 32, "data__mask": "document", "data__document_length": 50,
+        "model__window": 24, "data__sequence_chunk_tokens": 32, "data__attention_mask": "document",
+        "data__document_length": 50,
     },
-    "chunks": {"data__chunk_tokens": 32, "data__keep_chunks": 2},
+    "chunks": {"data__sequence_chunk_tokens": 32, "data__sequence_chunks_saved": 2},
     "chunks of documents": {
-        "data__chunk_tokens": 32, "data__keep_chunks": 2, "data__mask": "document", "data__document_length": 50,
+        "data__sequence_chunk_tokens": 32, "data__sequence_chunks_saved": 2, "data__attention_mask": "document",
+        "data__document_length": 50,
     },
 }  # fmt: skip
 """Attention other than to whole rows, for which a GPU has other kernels."""
@@ -121,7 +123,12 @@ def check(found: list[tuple[str, str, bool, float | None, str | None]], figure: 
 @pytest.mark.parametrize("recipe", RECIPES.names())
 @pytest.mark.parametrize("value", ["nan", "inf"])
 def test_what_is_not_finite_passes_fp8_casts(recipe: str, value: str, tmp_path: Path) -> None:
-    overrides = {"train__precision": "fp8", "fp8__recipe": recipe, "fp8__bf16_first": 0, "fp8__bf16_last": 0}
+    overrides = {
+        "train__precision": "fp8",
+        "fp8__recipe": recipe,
+        "fp8__first_layers_bf16": 0,
+        "fp8__last_layers_bf16": 0,
+    }
     config = config_of(settings(WIDE, tmp_path, **overrides), tmp_path)
     (error,) = world_of(1, spoilt_step, config, value)
     assert error.startswith("step 2: the loss is nan on rank 0")

@@ -43,7 +43,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path, figure: Figure)
 @pytest.mark.gpu(2, only=True)
 def test_a_stopped_rank_is_named_by_the_flight_recorder(tmp_path: Path, figure: Figure) -> None:
     """After 20 s rank 0's watchdog asks for the dumps, and ends it a minute later."""
-    job = started(tmp_path, "launch.timeout_s=20")
+    job = started(tmp_path, "comm.timeout_s=20")
     stopped = job.ranks()[1]
     os.kill(stopped, signal.SIGSTOP)
     begun = time.monotonic()

@@ -59,14 +59,14 @@ KEYS: dict[str, tuple[int, dict[str, Any]]] = {
     "ring": (2, {"parallel__cp": 2}),
     "ring of documents": (2, {"parallel__cp": 2, "parallel__cp_sharding": "document"}),
     "allgather": (2, {"parallel__cp": 2, "parallel__cp_mode": "allgather"}),
-    "usp": (4, {"parallel__cp": 4, "parallel__cp_mode": "usp", "parallel__cp_ulysses": 2}),
+    "usp": (4, {"parallel__cp": 4, "parallel__cp_mode": "usp", "parallel__cp_a2a_size": 2}),
     "ring pp 2": (4, {"parallel__cp": 2, "parallel__pp": 2}),
     "hybrid pp 2": (
-        4, {"parallel__dp": 2, "parallel__pp": 2, "parallel__cp_mode": "hybrid", "data__max_tokens_per_rank": 64},
+        4, {"parallel__dp": 2, "parallel__pp": 2, "parallel__hybrid_dp": True, "data__max_tokens_per_rank": 64},
     ),
 }  # fmt: skip
 """Ways in which ranks exchange keys, whose kernels are for bf16."""
-PACKED = {"data__mask": "document", "data__document_length": 100}
+PACKED = {"data__attention_mask": "document", "data__document_length": 100}
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,6 @@ def test_a_slice_of_a_large_model(config: str, least: float, figure: Figure) -> 
 @pytest.mark.timeout(600)
 def test_the_ledger_costs_little(figure: Figure) -> None:
     seconds = {
-        on: bench("llama3-8b-slice.toml", f"observe.record={on}")["step_s"]["median"] for on in ("true", "false")
+        on: bench("llama3-8b-slice.toml", f"observe.record_events={on}")["step_s"]["median"] for on in ("true", "false")
     }
     figure("ledger on over off", 100 * (seconds["true"] / seconds["false"] - 1), "%", most=1.0)

@@ -125,7 +125,9 @@ def test_a_router_is_no_fp8_gemm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def routed(model: ModelConfig, layer: int) -> BlockSpec:
         return (*serial(model, layer), ColumnParallel((router,)))
 
-    tree = run_settings(FAMILIES["gpt"], tmp_path, train__precision="fp8", fp8__bf16_first=0, fp8__bf16_last=1)
+    tree = run_settings(
+        FAMILIES["gpt"], tmp_path, train__precision="fp8", fp8__first_layers_bf16=0, fp8__last_layers_bf16=1
+    )
     config = config_of(tree, tmp_path)
     cast = list(fp8_weights(config.model, fp8_layers(config.model, config.train, config.fp8)))
     cast_operands = list(fp8_operands(block_spec(config.model, 0)))

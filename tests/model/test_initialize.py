@@ -142,7 +142,7 @@ def test_dtypes_round_the_same_elements(dtype: torch.dtype) -> None:
 def test_torch_s_default_dtype_changes_no_step(default: torch.dtype, precision: str, tmp_path: Path) -> None:
     """Neither weights nor dropout, nor scales of FP8."""
     keys = {"train__precision": precision, "model__dropout": 0.1, "batch__global": 2}
-    keys |= {"fp8__bf16_first": 0, "fp8__bf16_last": 0} if precision == "fp8" else {}
+    keys |= {"fp8__first_layers_bf16": 0, "fp8__last_layers_bf16": 0} if precision == "fp8" else {}
     config = config_of(settings(GPT | {"num_layers": 1}, tmp_path, **keys), tmp_path)
     (expected,) = run_threads(config, lambda run: curve_of(run, 2))
     try:

@@ -171,7 +171,7 @@ H100, BLACKWELL, ADA, AMPERE = (9, 0), (10, 0), (8, 9), (8, 0)
         (AMPERE, "12.9", "tensorwise", False), (AMPERE, "12.9", None, True), (ADA, "12.4", "tensorwise", True),
         (ADA, "12.9", "blockwise", False), (H100, "12.9", "blockwise", True), (H100, "13.0", "blockwise", True),
         (H100, "12.8", "blockwise", False), (H100, "12.6", "rowwise", True), (BLACKWELL, "13.0", "blockwise", False),
-        (BLACKWELL, "13.0", "mu_unit", True),
+        (BLACKWELL, "13.0", "static", True),
     ],
 )  # fmt: skip
 def test_support_by_gpu_cuda_and_recipe(

@@ -80,8 +80,8 @@ def test_curves_are_those_of_fp32_masters(name: str, layout: dict[str, Any], tmp
     """Blocks by a rule of matrices, the rest by AdamW; the weights of both are compensated."""
     keys = {"checkpoint__every": 100, "train__precision": "bf16", **layout}
     full, pairs = (
-        configuration(tmp_path, {"name": name, "lr": 0.01, "master": master}, SMALL, **keys)
-        for master in ("full", "compensated")
+        configuration(tmp_path, {"name": name, "lr": 0.01, "master_weights": master}, SMALL, **keys)
+        for master in ("full", "bf16_compensated")
     )
     for rank, (expected, curve, continued, text, same) in enumerate(run_world(full.world_size, trained, full, pairs)):
         assert same

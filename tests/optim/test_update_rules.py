@@ -393,7 +393,7 @@ def test_a_class_of_a_plug_in_has_the_options_of_its_group(tmp_path: Path, monke
 def test_a_class_needs_master_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = {"unit_of_work": "elements", "state": {}, "options": {"scale": 1.0}}
     monkeypatch.setitem(OPTIMIZERS.cards, "scaled", Card("scaled", "", "tests.optim.test_update_rules:Scaled", facts))
-    keys = {"name": "scaled", "master": "compensated"}
+    keys = {"name": "scaled", "master_weights": "bf16_compensated"}
     with pytest.raises(ConfigError, match="scaled is a class, which needs master weights in fp32"):
         state_after(configuration(tmp_path, keys, train__precision="bf16"), 1)
 

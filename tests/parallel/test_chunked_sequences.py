@@ -16,9 +16,9 @@ from tests.parallel.test_context_parallel import CASES, check, configure, layout
 from tests.thread_world import run_threads
 
 CHUNKS = {
-    "12, K = 1": {"data__chunk_tokens": 12},
-    "4, K = 2": {"data__chunk_tokens": 4, "data__keep_chunks": 2},
-    "2, K = 12": {"data__chunk_tokens": 2, "data__keep_chunks": 12},
+    "12, K = 1": {"data__sequence_chunk_tokens": 12},
+    "4, K = 2": {"data__sequence_chunk_tokens": 4, "data__sequence_chunks_saved": 2},
+    "2, K = 12": {"data__sequence_chunk_tokens": 2, "data__sequence_chunks_saved": 12},
 }
 LAYOUTS = {
     "alone": {},
@@ -99,15 +99,15 @@ def saved_at_peak(folder: Path, length: int, **chunks: int) -> int:
 
 
 def test_saved_activations_do_not_grow_with_the_sequence(tmp_path: Path) -> None:
-    of_chunk, *longer = (saved_at_peak(tmp_path, length, chunk_tokens=16) for length in (32, 64, 128))
+    of_chunk, *longer = (saved_at_peak(tmp_path, length, sequence_chunk_tokens=16) for length in (32, 64, 128))
     assert longer == [of_chunk] * 2
-    two = saved_at_peak(tmp_path, 128, chunk_tokens=16, keep_chunks=2)
+    two = saved_at_peak(tmp_path, 128, sequence_chunk_tokens=16, sequence_chunks_saved=2)
     assert 1.9 * of_chunk < two < 2.1 * of_chunk
     assert saved_at_peak(tmp_path, 128) > 7 * of_chunk
 
 
 def test_keys_are_freed_with_their_last_use(tmp_path: Path) -> None:
-    config = configure(CASES["gpt"], tmp_path, data__chunk_tokens=8, parallel__pp=2)
+    config = configure(CASES["gpt"], tmp_path, data__sequence_chunk_tokens=8, parallel__pp=2)
 
     def stores(run: Any) -> list[KVStore]:
         run_actions, found = run.pipeline.run_actions, list[KVStore]()

@@ -25,7 +25,7 @@ def layout(**keys: Any) -> dict[str, Any]:
 
 
 ULYSSES, GATHER, RING = ({"cp_mode": mode} for mode in ("ulysses", "allgather", "ring"))
-USP = {"cp_mode": "usp", "cp_ulysses": 2}
+USP = {"cp_mode": "usp", "cp_a2a_size": 2}
 LAYOUTS = {
     "ulysses 2": layout(cp=2, **ULYSSES),
     "ulysses 4": layout(cp=4, **ULYSSES),
@@ -54,7 +54,7 @@ class Case:
     keys: dict[str, Any]
 
 
-PACKED = {"data__mask": "document", "data__document_length": 7}
+PACKED = {"data__attention_mask": "document", "data__document_length": 7}
 CASES = {
     "gpt": Case("gpt", {}),
     "llama": Case("llama", {}),
@@ -70,13 +70,13 @@ CASES[MUON] = Case(
     "llama",
     {
         "optimizer__name": "muon", "optimizer__options": {"ns_dtype": "fp64"}, "train__z_loss": 1e-3,
-        "train__average": "ema",
+        "train__weight_average": "ema",
     },
 )  # fmt: skip
 BY_DOCUMENT = "llama, packed, shards by document, recomputed"
 CASES[BY_DOCUMENT] = Case(
     "llama",
-    {"data__mask": "document", "data__document_length": 11, "train__recompute": "full"}
+    {"data__attention_mask": "document", "data__document_length": 11, "train__recompute": "full"}
     | layout(cp_sharding="document"),
 )
 QUICK = {

@@ -35,7 +35,7 @@ def sent(run: Any) -> tuple[Any, dict[str, dict[str, tuple[int, int]]]]:
         ({"parallel__cp": 3, "parallel__cp_mode": "ring"}, "ring"),
         ({"parallel__cp": 3, "parallel__cp_mode": "allgather"}, "gather"),
         ({"parallel__cp": 2, "parallel__cp_mode": "ring", "train__recompute": "full", "parallel__tp": 2}, "ring"),
-        ({"parallel__cp": 4, "parallel__cp_mode": "usp", "parallel__cp_ulysses": 2}, "both"),
+        ({"parallel__cp": 4, "parallel__cp_mode": "usp", "parallel__cp_a2a_size": 2}, "both"),
     ],
 )
 def test_bytes_of_each_mode(keys: dict[str, Any], mode: str, tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def formula(config: RunConfig, coord: Coord) -> dict[tuple[str, str], tuple[int,
 @pytest.mark.parametrize(
     ("recipe", "keys"),
     [
-        ("tensorwise", {"parallel__cp": 4, "parallel__cp_mode": "usp", "parallel__cp_ulysses": 2}),
+        ("tensorwise", {"parallel__cp": 4, "parallel__cp_mode": "usp", "parallel__cp_a2a_size": 2}),
         ("rowwise", {"parallel__cp": 2, "parallel__tp": 2, "train__recompute": "full"}),
     ],
 )
@@ -113,7 +113,7 @@ def test_a_sequence_of_768_k_tokens_on_96_ranks(mode: str, tmp_path: Path) -> No
 
     ulysses, kind = MODES[mode]
     sizes = {"num_layers": 2, "seq_length": TOKENS, "hidden_size": 96 * 8, "num_heads": 96, "num_kv_heads": 96}
-    keys = {"parallel__cp": RANKS, "parallel__cp_mode": mode, "parallel__cp_ulysses": ulysses, "batch__global": 1}
+    keys = {"parallel__cp": RANKS, "parallel__cp_mode": mode, "parallel__cp_a2a_size": ulysses, "batch__global": 1}
     tree = settings(LLAMA | sizes, tmp_path, train__precision="bf16", **keys)
     dry = dry_run(config := config_of(tree, tmp_path), RANKS // 2)
     found = {kind: size for kind, size in sent_by(dry).items() if kind[0].startswith("cp.")}

@@ -257,7 +257,8 @@ def first_gradients(rank: Rank, config: RunConfig) -> dict[str, Array]:
 
 def test_the_first_and_last_layers_and_the_head_stay_in_bf16(tmp_path: Path) -> None:
     default, all_layers = (
-        configured(tmp_path, "tensorwise", **keys) for keys in ({}, {"fp8__bf16_first": 0, "fp8__bf16_last": 0})
+        configured(tmp_path, "tensorwise", **keys)
+        for keys in ({}, {"fp8__first_layers_bf16": 0, "fp8__last_layers_bf16": 0})
     )
     names = list(fp8_weights(default.model, fp8_layers(default.model, default.train, default.fp8)))
     parts = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
@@ -399,7 +400,7 @@ def save_and_train(rank: Rank, config: RunConfig, steps: int) -> list[tuple[floa
     [
         pytest.param("tensorwise", {}, marks=pytest.mark.slow),
         ("delayed", {"fp8__history": 4}),
-        pytest.param("delayed", {"fp8__bf16_first": 2}, marks=pytest.mark.slow),
+        pytest.param("delayed", {"fp8__first_layers_bf16": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_amax_history_restarts_without_a_matching_history(recipe: str, before: dict[str, int], tmp_path: Path) -> None:
@@ -444,7 +445,7 @@ def history_after(rank: Rank, config: RunConfig) -> tuple[list[Array], Array]:
 
 
 def test_a_non_finite_element_stops_the_run(tmp_path: Path) -> None:
-    (message,) = run_world(1, poisoned, configured(tmp_path, "mu_unit"))
+    (message,) = run_world(1, poisoned, configured(tmp_path, "static"))
     assert "is not finite" in message or "nan" in message
 
 
@@ -462,7 +463,7 @@ def poisoned(rank: Rank, config: RunConfig) -> str:
 
 
 def test_cast_statistics_cover_every_operand(tmp_path: Path) -> None:
-    (results,) = run_world(1, cast_stats_of_a_step, configured(tmp_path, "mu_unit"))
+    (results,) = run_world(1, cast_stats_of_a_step, configured(tmp_path, "static"))
     assert set(results) == {
         f"layers.{i}.{part}.{operand}" for i in (1, 2)
         for part in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")

@@ -18,7 +18,7 @@ from tests.recorded_events import recorded_events
 from tests.thread_world import run_threads
 
 DOCUMENTS = [13, 2, 1, 8]
-HYBRID = {"parallel__cp_mode": "hybrid", "data__max_tokens_per_rank": 6}
+HYBRID = {"parallel__hybrid_dp": True, "data__max_tokens_per_rank": 6}
 POOLS = {
     "dp4": layout(dp=4),
     "cp2 dp3": layout(cp=2, dp=3),
@@ -37,7 +37,7 @@ def unequal_documents(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(family: str, pool: dict[str, Any], keys: dict[str, Any], folder: Path) -> None:
-    case = Case(family, {"data__mask": "document", **keys})
+    case = Case(family, {"data__attention_mask": "document", **keys})
     (alone,) = run_threads(configure(case, folder), train)
     check_equal(run_threads(configure(case, folder, **(HYBRID | pool)), train), alone)
 
@@ -86,7 +86,7 @@ def test_documents_from_16_to_4096_tokens_in_a_step(tmp_path: Path, monkeypatch:
 
 def sent_and_attended(folder: Path, keys: dict[str, Any]) -> tuple[int, dict[str, float]]:
     """Bytes that all ranks send on in a step, and the scores of its attention, as every rank knows them."""
-    config = configure(CASES["llama"], folder, data__mask="document", **keys)
+    config = configure(CASES["llama"], folder, data__attention_mask="document", **keys)
 
     def step(run: Any) -> tuple[int, dict[str, float]]:
         result = train_step(run, run.train_loader.batch(0))
@@ -113,5 +113,5 @@ def test_only_documents_that_do_not_fit_a_rank_are_sent(tmp_path: Path) -> None:
     for most, sends in ((13, False), (12, True), (6, True)):
         keys = HYBRID | layout(dp=4) | {"data__max_tokens_per_rank": most}
         sent, scores = sent_and_attended(tmp_path, keys)
-        config = configure(CASES["llama"], tmp_path, data__mask="document", **keys)
+        config = configure(CASES["llama"], tmp_path, data__attention_mask="document", **keys)
         assert (sent > 0) == sends and sent == ring_bytes(config) and scores == attended

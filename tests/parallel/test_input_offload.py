@@ -184,12 +184,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 sp": {"parallel__tp": 2, "parallel__sp": True},
     "pp2 gpipe": {"parallel__pp": 2, "parallel__schedule": "gpipe"},
     "pp2 vpp2 dp2 zero2": {"parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2, "parallel__zero": 2},
-    "pp2 vpp2, one chunk": {"parallel__pp": 2, "parallel__vpp": 2, "train__recompute_chunks": [1]},
+    "pp2 vpp2, one chunk": {"parallel__pp": 2, "parallel__vpp": 2, "train__recompute_model_chunks": [1]},
     "cp2 ring pp2": {"parallel__cp": 2, "parallel__pp": 2, "model__dropout": 0.0},
-    "chunks pp2": {"data__chunk_tokens": 4, "data__keep_chunks": 2, "parallel__pp": 2, "model__dropout": 0.0},
+    "chunks pp2": {
+        "data__sequence_chunk_tokens": 4, "data__sequence_chunks_saved": 2, "parallel__pp": 2, "model__dropout": 0.0,
+    },
     "hybrid pp2": {
-        "parallel__cp_mode": "hybrid", "parallel__dp": 2, "parallel__pp": 2, "data__max_tokens_per_rank": 8,
-        "data__mask": "document", "data__document_length": 5, "model__dropout": 0.0,
+        "parallel__hybrid_dp": True, "parallel__dp": 2, "parallel__pp": 2, "data__max_tokens_per_rank": 8,
+        "data__attention_mask": "document", "data__document_length": 5, "model__dropout": 0.0,
     },
 }  # fmt: skip
 CASES: list[dict[str, Any]] = [
@@ -210,7 +212,7 @@ def trained(rank: Rank, configs: list[RunConfig]) -> list[Outcome]:
         if run.pipeline.offload is not None:
             run.pipeline.offload._buffers = memory
         results.append(outcome(run, 2))
-        if run.config.parallel.cp_mode != "hybrid":
+        if not run.config.parallel.hybrid_dp:
             assert memory.allocated == JobMemory(run.config).host_bytes(run.mesh.coord.pp)
     return results
 

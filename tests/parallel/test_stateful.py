@@ -52,7 +52,7 @@ def with_averages(rank: Rank, config: Any, first: float | None) -> tuple[list[fl
     from megascale.checkpoint.format.state import Progress
     from megascale.train.build import build_checkpoints
 
-    unsaved = config.checkpoint.model_copy(update={"every": 0, "memory_every": 0})
+    unsaved = config.checkpoint.model_copy(update={"every": 0, "in_memory_every": 0})
     run = build_run(rank, config.model_copy(update={"checkpoint": unsaved}))
     part = averages(run.mesh)
     parts = [run.optimizer, *([] if first == -1.0 else [part])]
@@ -84,7 +84,7 @@ def test_a_part_that_an_earlier_checkpoint_lacks_begins_afresh(tmp_path: Path) -
 
 def test_copies_in_memory_restore_it_too(tmp_path: Path) -> None:
     (tmp_path / "memory").mkdir()
-    memory = {"checkpoint__memory_every": 1, "checkpoint__memory_dir": str(tmp_path / "memory")}
+    memory = {"checkpoint__in_memory_every": 1, "checkpoint__in_memory_dir": str(tmp_path / "memory")}
     run_world(2, with_averages, configured(tmp_path, parallel__tp=2, **memory), 5.0)
     ranks = run_world(2, with_averages, configured(tmp_path, parallel__tp=2, **memory), None)
     assert [values for values, _ in ranks] == [[5.0, 6.0, 7.0, 8.0], [9.0, 10.0, 11.0, 12.0]]

@@ -32,7 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "neox, full": {"model": NEOX, "model__dropout": 0.1, "train__recompute": "full"},
 }
 QUICK_MODELS = ("gemma, full", "parallel, norm")
-DOCUMENTS = {"data__mask": "document", "data__document_length": 5}
+DOCUMENTS = {"data__attention_mask": "document", "data__document_length": 5}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "tp2": {"parallel__tp": 2},
@@ -44,9 +44,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "tp2 sp pp2 vpp2": {"parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2, "parallel__vpp": 2},
     "cp2 ring": {"parallel__cp": 2, "model__dropout": 0.0},
-    "chunks": {"data__chunk_tokens": 8, "model__dropout": 0.0},
+    "chunks": {"data__sequence_chunk_tokens": 8, "model__dropout": 0.0},
     "hybrid": {
-        "parallel__cp_mode": "hybrid", "parallel__dp": 2, "data__max_tokens_per_rank": 8, "model__dropout": 0.0,
+        "parallel__hybrid_dp": True, "parallel__dp": 2, "data__max_tokens_per_rank": 8, "model__dropout": 0.0,
         "batch__micro": 1, **DOCUMENTS,
     },
 }  # fmt: skip
@@ -94,7 +94,7 @@ def casts_and_losses(rank: Rank, configs: list[RunConfig]) -> list[tuple[dict[st
     return results
 
 
-@pytest.mark.parametrize("recipe", only_quick(["mu_unit", "blockwise"], "mu_unit"))
+@pytest.mark.parametrize("recipe", only_quick(["static", "blockwise"], "static"))
 def test_fp8_scales_are_those_of_all_tokens(recipe: str, tmp_path: Path) -> None:
     """Forwards are bit-equal, and so are casts but those of gradients, which sums of wgrad do not enter."""
     keys = {"train__precision": "fp8", "fp8__recipe": recipe, "batch__global": 2}

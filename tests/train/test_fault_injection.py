@@ -86,14 +86,20 @@ def test_a_weight_that_becomes_nan_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["flip_weight", pytest.param("flip_gradient", marks=pytest.mark.slow)])
 def test_a_bit_that_flips_on_one_rank_is_found_there(kind: str, tmp_path: Path) -> None:
-    more = {"parallel__dp": 3, "parallel__zero": 0, "batch__global": 6, "train__steps": 3, "train__check_replicas": 1}
+    more = {
+        "parallel__dp": 3,
+        "parallel__zero": 0,
+        "batch__global": 6,
+        "train__steps": 3,
+        "train__check_replicas_every": 1,
+    }
     config = configured(tmp_path, 3, fault__inject=f"{kind} rank=1 step=2 bit=20", **more)
     for error in run_world(3, error_of, config):
         assert isinstance(error, ReplicasDifferError)
         assert str(error).startswith("step 2: replicas differ") and error.ranks == (1,)
 
 
-LIMITS = {"launch__timeout_s": 1.0, "train__steps": 3}
+LIMITS = {"comm__timeout_s": 1.0, "train__steps": 3}
 
 
 @pytest.mark.parametrize(

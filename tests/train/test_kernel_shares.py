@@ -101,7 +101,9 @@ def test_a_profiled_step_is_no_hang_for_a_driver(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_job_s_mfu_has_gemms_and_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = Job(job_config(tmp_path, GPT, parallel__pp=2, train__steps=8, observe__store=True, observe__profile_step=4))
+    job = Job(
+        job_config(tmp_path, GPT, parallel__pp=2, train__steps=8, observe__event_store=True, observe__profile_step=4)
+    )
     status, _, err = job.end()
     assert status == 0, err
     assert len(list((job.folder / "kernels").iterdir())) == 2

@@ -46,7 +46,7 @@ LAYOUTS: dict[str, Layout] = {
     "cp2 allgather dp2": {"parallel__cp": 2, "parallel__cp_mode": "allgather", "parallel__dp": 2},
     "cp2 ring pp2 vpp2 zero2": {"parallel__cp": 2, "parallel__pp": 2, "parallel__vpp": 2, "parallel__zero": 2},
     "cp2 ring tp2 sp": {"parallel__cp": 2, "parallel__tp": 2, "parallel__sp": True},
-    "cp4 usp zero0": {"parallel__cp": 4, "parallel__cp_mode": "usp", "parallel__cp_ulysses": 2, "parallel__zero": 0},
+    "cp4 usp zero0": {"parallel__cp": 4, "parallel__cp_mode": "usp", "parallel__cp_a2a_size": 2, "parallel__zero": 0},
     "tiles tp2 sp pp2": {"train__mlp_tiles": 3, "parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2},
     "tiles pp2 vpp2 dp2 zero2, full recomputation": {
         "train__mlp_tiles": 4, "train__recompute": "full", "parallel__pp": 2, "parallel__vpp": 2, "parallel__dp": 2,
@@ -55,7 +55,9 @@ LAYOUTS: dict[str, Layout] = {
     "offload pp2 vpp2": {
         "train__activation_offload": True, "train__recompute": "full", "parallel__pp": 2, "parallel__vpp": 2,
     },
-    "chunks pp2 dp2": {"data__chunk_tokens": 4, "data__keep_chunks": 2, "parallel__pp": 2, "parallel__dp": 2},
+    "chunks pp2 dp2": {
+        "data__sequence_chunk_tokens": 4, "data__sequence_chunks_saved": 2, "parallel__pp": 2, "parallel__dp": 2,
+    },
     # world 8
     "cp2 ring tp2 sp pp2": {"parallel__cp": 2, "parallel__tp": 2, "parallel__sp": True, "parallel__pp": 2},
     "tp2 sp pp2 vpp2 dp2 zero1": {
@@ -90,7 +92,7 @@ GEMMA_LIKE = {
     "head_dim": 12, "qk_norm": "head", "softmax_scale": 0.2, "attention_softcap": 2.0, "window": [5, 0],
     "local_rope_theta": 50.0, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_seq_length": 8},
 }  # fmt: skip
-DOCUMENTS = {"data__mask": "document", "data__document_length": 5}
+DOCUMENTS = {"data__attention_mask": "document", "data__document_length": 5}
 OLMO_LIKE = {"qk_norm": "full", "qkv_bias": True, "rotary_fraction": 0.5}
 
 CASES = [
@@ -169,7 +171,7 @@ QUICK = ("tp2", "dp2 zero2", "pp2 vpp2 dp2 zero1")
 def works_with(case: Case, layout: Layout) -> bool:
     """Return True if a layout runs the case: parts of sequences have no dropout, and but by Ulysses no soft cap."""
     capped = "attention_softcap" in case.model and layout.get("parallel__cp_mode") != "ulysses"
-    return not (layout.keys() & {"parallel__cp", "data__chunk_tokens"}) or not (case.dropout or capped)
+    return not (layout.keys() & {"parallel__cp", "data__sequence_chunk_tokens"}) or not (case.dropout or capped)
 
 
 def check_layout(name: str, cases: list[Case], steps: int, alone: Alone, folder: Path) -> None:

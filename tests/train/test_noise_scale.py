@@ -102,7 +102,7 @@ def test_every_layout_measures_the_same(name: str, tmp_path: Path) -> None:
 SHARED: dict[str, dict[str, Any]] = {
     "cp2 tp2 sp": {"parallel__cp": 2, "parallel__tp": 2, "parallel__sp": True},
     "cp2 pp2, by document": {"parallel__cp": 2, "parallel__pp": 2, "parallel__cp_sharding": "document"},
-    "cp4 usp zero2": {"parallel__cp": 4, "parallel__cp_mode": "usp", "parallel__cp_ulysses": 2, "parallel__zero": 2},
+    "cp4 usp zero2": {"parallel__cp": 4, "parallel__cp_mode": "usp", "parallel__cp_a2a_size": 2, "parallel__zero": 2},
 }
 
 
@@ -118,7 +118,7 @@ def first_totals_of(run: Any) -> Totals:
 @pytest.mark.parametrize("family", only_quick(FAMILIES, "gpt"))
 def test_ranks_that_share_sequences_measure_as_one_process(family: str, name: str, tmp_path: Path) -> None:
     """Also where labels do not count, and ranks have different numbers of those that do."""
-    keys = {"model__dropout": 0.0, "data__mask": "document", "data__document_length": 5}
+    keys = {"model__dropout": 0.0, "data__attention_mask": "document", "data__document_length": 5}
     (alone,) = run_threads(configure(family, tmp_path, **keys), first_totals_of)
     for found in run_threads(configure(family, tmp_path, **keys, **SHARED[name]), first_totals_of):
         assert found == pytest.approx(alone, rel=1e-10)
@@ -138,7 +138,12 @@ def test_nothing_is_measured_in_other_steps(tmp_path: Path) -> None:
 
 def test_tokens_that_count_are_those_of_the_first_micro_batch(tmp_path: Path) -> None:
     """With a document mask the first token of a document does not count in the loss."""
-    keys = {"data__mask": "document", "data__document_length": 5, "train__precision": "fp32", "batch__global": 4}
+    keys = {
+        "data__attention_mask": "document",
+        "data__document_length": 5,
+        "train__precision": "fp32",
+        "batch__global": 4,
+    }
     run = build_run(ALONE, configure("gpt", tmp_path, **keys))
     batch = run.train_loader.batch(0)
     masks = [micro_batch.mask for micro_batch in batch.micro_batches]

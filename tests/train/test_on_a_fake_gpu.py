@@ -20,9 +20,9 @@ from tests.runs import FAMILIES, config_of, settings
 from tests.worlds import run_world
 
 FP8 = {
-    "train__precision": "fp8", "fp8__bf16_first": 0, "fp8__bf16_last": 0, "parallel__tp": 2, "parallel__sp": True,
-    "train__recompute": "selective", "model__hidden_size": 256, "model__num_heads": 4, "model__num_kv_heads": 4,
-    "model__ffn_size": 512, "model__seq_length": 128,
+    "train__precision": "fp8", "fp8__first_layers_bf16": 0, "fp8__last_layers_bf16": 0, "parallel__tp": 2,
+    "parallel__sp": True, "train__recompute": "selective", "model__hidden_size": 256, "model__num_heads": 4,
+    "model__num_kv_heads": 4, "model__ffn_size": 512, "model__seq_length": 128,
 }  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "gpt": {},

@@ -48,7 +48,9 @@ CASES = {
     "gpt": Case("gpt"),
     "llama": Case("llama"),
     "gpt, best fit": Case("gpt", {}, {"data__packing": "best_fit"}),
-    "gpt, decomposed": Case("gpt", {}, {"data__packing": "decompose", "data__min_piece": 2, "data__bucket_samples": 8}),
+    "gpt, decomposed": Case(
+        "gpt", {}, {"data__packing": "decompose", "data__decompose_min_length": 2, "data__decompose_bucket_samples": 8}
+    ),
     "gpt, parallel block, windows": Case("gpt", {"block": "parallel", "window": [5, 0]}),
     "llama, window, recomputed": Case("llama", {"window": 3}, {"train__recompute": "full"}),
     "gemma2, recomputed attention": Case("gemma2", GEMMA_LIKE, {"train__recompute": "selective"}),
@@ -72,9 +74,9 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def configure(case: Case, dataset: Path, folder: Path, **keys: Any) -> RunConfig:
     """A run of a case on the dataset, which also evaluates on it."""
     given = {
-        "data__mock": False, "data__train": str(dataset), "data__valid": str(dataset), "data__mask": "document",
-        "train__eval_every": 100, "train__eval_steps": 2, "train__steps": STEPS, "optimizer__lr": 1e-3,
-        "optimizer__warmup_steps": 0, "optimizer__clip_norm": 0.0,
+        "data__mock": False, "data__train": str(dataset), "data__valid": str(dataset),
+        "data__attention_mask": "document", "train__eval_every": 100, "train__eval_steps": 2, "train__steps": STEPS,
+        "optimizer__lr": 1e-3, "optimizer__warmup_steps": 0, "optimizer__clip_norm": 0.0,
     }  # fmt: skip
     return config_of(settings(MODELS[case.family] | case.model, folder, **(given | case.keys | keys)), folder)
 
@@ -107,7 +109,7 @@ def train_separate(rank: Rank, configs: list[RunConfig]) -> list[Outcome]:
     """Train on the documents of each sample, each alone in a micro-batch of its length, with the plain causal mask."""
     outcomes = []
     for config in configs:
-        plain = config.model_copy(update={"data": config.data.model_copy(update={"mask": "causal"})})
+        plain = config.model_copy(update={"data": config.data.model_copy(update={"attention_mask": "causal"})})
         run = build_run(rank, plain)
         train, valid = build_mixture(mixture_spec(config, "train")), build_mixture(mixture_spec(config, "valid"))
         total = config.batch.total

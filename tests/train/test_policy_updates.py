@@ -43,7 +43,7 @@ def configure(data: Path, folder: Path, **keys: Any) -> RunConfig:
     easy, hard = str(data / "easy"), str(data / "hard")
     given = {
         "data__mock": False, "data__train": [[0.5, easy], [0.5, hard]], "data__split": [1.0, 0.0],
-        "data__policy": "by_loss", "data__policy_every": EVERY, "data__prefetch": 1, "train__steps": STEPS,
+        "data__blend_policy": "by_loss", "data__blend_policy_every": EVERY, "data__prefetch": 1, "train__steps": STEPS,
         "optimizer__warmup_steps": 0, "optimizer__decay": "constant", "checkpoint__every": 7,
         "checkpoint__async": False,
     }  # fmt: skip
@@ -127,7 +127,7 @@ def test_weights_follow_the_losses_and_samples_the_weights(policies: Path) -> No
 
 def test_losses_by_dataset_are_those_of_its_samples(policies: Path) -> None:
     """The first update has the mean of the losses of a dataset's micro-batches, which here are known apart."""
-    config = configure(policies, policies / "runs", train__steps=EVERY, data__policy_every=EVERY)
+    config = configure(policies, policies / "runs", train__steps=EVERY, data__blend_policy_every=EVERY)
     run = build_run(ALONE, config)
     losses: dict[bool, list[float]] = {True: [], False: []}
     add = run.pipeline.on_loss
@@ -149,9 +149,9 @@ def test_losses_by_dataset_are_those_of_its_samples(policies: Path) -> None:
 
 
 def test_fixed_weights_are_an_identical_run(policies: Path) -> None:
-    first, tokens = trained(ALONE, configure(policies, policies / "a", data__policy="fixed"))
+    first, tokens = trained(ALONE, configure(policies, policies / "a", data__blend_policy="fixed"))
     plain = configure(policies, policies / "b")
-    data = plain.data.model_copy(update={"policy": None, "policy_every": None})
+    data = plain.data.model_copy(update={"blend_policy": None, "blend_policy_every": None})
     again, same = trained(ALONE, plain.model_copy(update={"data": data}))
     assert first == again and tokens == same and len(first) == STEPS
 
@@ -168,9 +168,9 @@ def test_a_resume_goes_on_exactly(policies: Path) -> None:
 @pytest.mark.slow
 def test_an_update_waits_until_the_weights_before_it_are_read(policies: Path) -> None:
     """After a resume with shorter periods: without the wait, samples before the new weights would be forgotten."""
-    keys = {"data__prefetch": 6, "data__policy_every": 8}
+    keys = {"data__prefetch": 6, "data__blend_policy_every": 8}
     trained(ALONE, configure(policies, policies / "runs", **keys, train__steps=8))
-    config = configure(policies, policies / "runs", data__prefetch=1, data__policy_every=3)
+    config = configure(policies, policies / "runs", data__prefetch=1, data__blend_policy_every=3)
     trained(ALONE, config)
     assert [(update["step"], update["place"]) for update in updates(config)] == [(8, 120), (15, 136)]
 
@@ -178,13 +178,13 @@ def test_an_update_waits_until_the_weights_before_it_are_read(policies: Path) ->
 def test_a_run_keeps_a_policy_and_its_datasets(policies: Path) -> None:
     trained(ALONE, configure(policies, policies / "runs", train__steps=7))
     config = configure(policies, policies / "runs")
-    data = config.data.model_copy(update={"policy": None, "policy_every": None})
+    data = config.data.model_copy(update={"blend_policy": None, "blend_policy_every": None})
     with pytest.raises(ConfigError, match="by_loss has changed the weights of the blend so far"):
         trained(ALONE, config.model_copy(update={"data": data}))
     with pytest.raises(CheckpointError, match=r"data_policy\.mixture has 12 numbers in the checkpoint, and 17"):
         more = [[0.5, str(policies / name)] for name in ("easy", "hard", "third")]
         trained(ALONE, configure(policies, policies / "runs", data__train=more))
-    kept, _ = trained(ALONE, configure(policies, policies / "runs", data__policy="fixed"))
+    kept, _ = trained(ALONE, configure(policies, policies / "runs", data__blend_policy="fixed"))
     assert len(kept) == STEPS - 7
 
 
@@ -206,19 +206,23 @@ def test_weights_that_cannot_be_used_end_the_run(policies: Path, answer: list[fl
 
     DATA_POLICIES.cards["odd"] = OddCard("odd", "", "")
     with pytest.raises(DataError, match=r"the data policy odd has found .* after step 4: not 2 weights of 0 or above"):
-        trained(ALONE, configure(policies, policies / "runs", data__policy="odd"))
+        trained(ALONE, configure(policies, policies / "runs", data__blend_policy="odd"))
 
 
 @pytest.mark.parametrize(
     ("keys", "key", "message"),
     [
-        ({"data__train": "easy"}, "data.policy", "changes the weights of a blend, and data.train is none"),
-        ({"data__weights": [[8, [1, 2]]]}, "data.policy", "and data.weights both change"),
-        ({"data__prefetch": 3}, "data.policy_every", "4 is below prefetch + 2"),
-        ({"batch__micro": 2}, "data.policy", "by_loss uses the losses by dataset, and a micro-batch of 2 samples"),
+        ({"data__train": "easy"}, "data.blend_policy", "changes the weights of a blend, and data.train is none"),
+        ({"data__blend_schedule": [[8, [1, 2]]]}, "data.blend_policy", "and data.blend_schedule both change"),
+        ({"data__prefetch": 3}, "data.blend_policy_every", "4 is below prefetch + 2"),
         (
-            {"data__packing": "decompose", "data__mask": "document", "data__min_piece": 2},
-            "data.policy",
+            {"batch__micro": 2},
+            "data.blend_policy",
+            "by_loss uses the losses by dataset, and a micro-batch of 2 samples",
+        ),
+        (
+            {"data__packing": "decompose", "data__attention_mask": "document", "data__decompose_min_length": 2},
+            "data.blend_policy",
             "cannot change the weights with packing = decompose",
         ),
     ],
@@ -235,8 +239,8 @@ def test_a_period_without_a_policy_has_no_effect(policies: Path) -> None:
     config = configure(policies, policies / "runs")
     text = (policies / "runs" / "config-in.toml").read_text().replace('policy = "by_loss"', "")
     (policies / "config.toml").write_text(text)
-    assert config.data.policy
-    with pytest.raises(ConfigError, match=r"data.policy_every.*has no effect without a policy"):
+    assert config.data.blend_policy
+    with pytest.raises(ConfigError, match=r"data.blend_policy_every.*has no effect without a policy"):
         from megascale.config.loading import load_config
 
         load_config(str(policies / "config.toml"), [])

@@ -184,7 +184,7 @@ def test_a_dataset_replaced_on_one_host_is_named(config: Path) -> None:
 
 def test_an_order_of_documents_replaced_on_one_host_is_named(config: Path) -> None:
     order = config.parent / "order.npy"
-    ordered = Disagreement("data.order", "", (f"data.order={order}",))
+    ordered = Disagreement("data.document_order_file", "", (f"data.document_order_file={order}",))
     records = []
     for rank, numbers in enumerate(([0, 1, 2, 3], [3, 1, 2, 0])):
         np.save(order, np.array(numbers))

@@ -144,7 +144,7 @@ def calls(rank: Rank, configs: list[Any]) -> list[tuple[int, list[str]]]:
 def test_off_sends_nothing_and_on_sends_an_all_reduce_for_each_axis(tmp_path: Path) -> None:
     base = {"parallel__tp": 2, "parallel__dp": 2, "train__steps": 4, "train__precision": "fp32", "batch__global": 2}
     configs = [
-        config_of(settings(LLAMA, tmp_path, **base, train__check_replicas=every), tmp_path) for every in (0, 2, 0)
+        config_of(settings(LLAMA, tmp_path, **base, train__check_replicas_every=every), tmp_path) for every in (0, 2, 0)
     ]
     for off, on, again in run_world(4, calls, configs):
         assert off[1] == again[1] == [] and off[0] == again[0]
@@ -205,7 +205,7 @@ def test_a_job_whose_replicas_drift_is_not_requeued(every: int, tmp_path: Path) 
     """Unplugged (0), the job ends well with two models."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(PLANTED)
-    more = {"parallel__dp": 2, "parallel__zero": 0, "train__precision": "fp32", "train__check_replicas": every}
+    more = {"parallel__dp": 2, "parallel__zero": 0, "train__precision": "fp32", "train__check_replicas_every": every}
     job = Job(job_config(tmp_path, GPT, **more), env={"PYTHONPATH": str(tmp_path / "site")})
     status, _, err = job.end()
     if not every:

@@ -73,7 +73,7 @@ def records(config: Any, peak: Peak | None, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_mfu_counts_what_the_steps_have_attended_to(tmp_path: Path) -> None:
     """Steps differ in their documents; a record has the mean since the last one."""
-    config = config_of(settings(GPT, tmp_path, data__mask="document", train__recompute="selective"), tmp_path)
+    config = config_of(settings(GPT, tmp_path, data__attention_mask="document", train__recompute="selective"), tmp_path)
     listener, rows, tokens = Listener(), [[16], [4, 12], [1] * 16], 8 * 16
     metrics, flops = Reporter(config, CPU, Peak(1e9, "stated"), [listener], Recorder()), []
     for lengths in rows:

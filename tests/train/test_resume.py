@@ -84,7 +84,7 @@ def test_ranks_that_share_sequences_resume_as_one_process_and_back(tmp_path: Pat
     run = RUN | {"model__dropout": 0.0, "train__steps": 9, "train__precision": "fp64"}
     alone = curve(finish(job_config(tmp_path / "alone", LLAMA, **run)))
     config = job_config(tmp_path / "shared", LLAMA, **run)
-    finish(config, "parallel.cp=4", "parallel.cp_mode=usp", "parallel.cp_ulysses=2", "train.steps=3")
+    finish(config, "parallel.cp=4", "parallel.cp_mode=usp", "parallel.cp_a2a_size=2", "train.steps=3")
     finish(config, "train.steps=6")
     resumed = curve(finish(config, "parallel.cp=2", "parallel.dp=2", "parallel.zero=2"))
     for (step, *values), (expected_step, *expected) in zip(resumed, alone, strict=True):
@@ -94,12 +94,12 @@ def test_ranks_that_share_sequences_resume_as_one_process_and_back(tmp_path: Pat
 
 @pytest.mark.slow
 def test_ranks_that_share_sequences_resume_as_a_pool_and_as_one_process(tmp_path: Path) -> None:
-    documents = {"data__mask": "document", "data__document_length": 5}
+    documents = {"data__attention_mask": "document", "data__document_length": 5}
     run = RUN | documents | {"model__dropout": 0.0, "train__steps": 9, "train__precision": "fp64"}
     alone = curve(finish(job_config(tmp_path / "alone", LLAMA, **run)))
     config = job_config(tmp_path / "shared", LLAMA, **run)
     finish(config, "parallel.cp=4", "train.steps=3")
-    hybrid = "parallel.cp_mode=hybrid", "data.max_tokens_per_rank=4"  # a ring for documents of five tokens
+    hybrid = "parallel.hybrid_dp=true", "data.max_tokens_per_rank=4"  # a ring for documents of five tokens
     finish(config, "parallel.cp=2", "parallel.dp=2", *hybrid, "train.steps=6")
     resumed = curve(finish(config))
     for (step, *values), (expected_step, *expected) in zip(resumed, alone, strict=True):

@@ -127,7 +127,7 @@ def test_equal_weights_are_an_identical_run(data: Path) -> None:
 
 
 def test_weights_leave_out_what_the_mask_does_and_evaluations_have_none(data: Path) -> None:
-    keys = {"data__mask": "document", "data__split": [0.5, 0.5]}
+    keys = {"data__attention_mask": "document", "data__split": [0.5, 0.5]}
     config = configure(data, data / "runs", **keys)
     weighted, plain = (
         mixture_of(config),

@@ -25,8 +25,9 @@ def configure(folder: Path, lengths: list[int], **keys: Any) -> Any:
     (folder / "set.json").unlink()  # its vocabulary is larger than the model
     np.save(folder / "order.npy", np.arange(len(lengths)))
     given: dict[str, Any] = {
-        "data__mock": False, "data__train": str(prefix), "data__mask": "document", "data__split": [1.0, 0.0],
-        "data__order": str(folder / "order.npy"), "batch__global": 2, "train__steps": 4, "optimizer__lr": 1e-3,
+        "data__mock": False, "data__train": str(prefix), "data__attention_mask": "document", "data__split": [1.0, 0.0],
+        "data__document_order_file": str(folder / "order.npy"), "batch__global": 2, "train__steps": 4,
+        "optimizer__lr": 1e-3,
     }  # fmt: skip
     model = GPT | {"vocab_size": 1000, "seq_length": 8, "num_layers": 2}
     return config_of(settings(model, folder, **(given | keys)), folder)
@@ -79,8 +80,8 @@ LENGTHS = [16, *[1] * 17, 50]
 """Samples 2 and 3 are of documents of one token."""
 
 WARNING = (
-    "WARNING: step 2 was not applied: no label of its samples 2 to 3 counts in the loss; data.skip = [[2, 4]] leaves "
-    "them out of another run"
+    "WARNING: step 2 was not applied: no label of its samples 2 to 3 counts in the loss; data.skip_samples = [[2, 4]] "
+    "leaves them out of another run"
 )
 
 
@@ -105,9 +106,9 @@ def test_a_batch_without_labels_is_skipped_and_told_of_in_every_layout(layout: d
 
 
 def test_the_warning_counts_samples_as_data_skip_does(tmp_path: Path) -> None:
-    _, warnings, _ = trained(ALONE, configure(tmp_path, [16, *[1] * 33, 50], data__skip=[[3, 5]]))
-    assert "no label of its samples 2 to 5 counts in the loss; data.skip = [[2, 6]]" in warnings[0]
-    _, warnings, _ = trained(ALONE, configure(tmp_path / "b", [16, *[1] * 33, 50], data__skip=[[2, 6]]))
+    _, warnings, _ = trained(ALONE, configure(tmp_path, [16, *[1] * 33, 50], data__skip_samples=[[3, 5]]))
+    assert "no label of its samples 2 to 5 counts in the loss; data.skip_samples = [[2, 6]]" in warnings[0]
+    _, warnings, _ = trained(ALONE, configure(tmp_path / "b", [16, *[1] * 33, 50], data__skip_samples=[[2, 6]]))
     assert warnings == []
 
 
@@ -122,7 +123,7 @@ def test_data_without_any_label_are_refused_before_the_start(tmp_path: Path) -> 
         ConfigError, match="set: none of the 65 documents has a second token, so that there is no label"
     ):
         configure(tmp_path, [1] * 65)
-    assert configure(tmp_path, [1] * 65, data__boundary_loss=True), "a document's first token is a label then"
+    assert configure(tmp_path, [1] * 65, data__eod_mask_loss=False), "a document's first token is a label then"
     assert configure(tmp_path, [0] * 64 + [65])
 
 

@@ -27,7 +27,7 @@ RUN: dict[str, Any] = {
     "train__precision": "fp32",
     "checkpoint__every": 100,  # at the end
     "optimizer__decay": "constant",
-    "observe__store": True,
+    "observe__event_store": True,
 }
 EVALUATIONS = {"train__eval_every": 3, "observe__store_interval_s": 1.0}
 EVALUATED = (3, 6, 7)
@@ -147,7 +147,7 @@ def stored_files(folder: Path) -> set[Path]:
 @pytest.mark.slow
 def test_without_observe_events_the_store_has_sums_alone(job_run: FinishedJob, tmp_path: Path) -> None:
     config, folder = copy_of(job_run, tmp_path)
-    finish(config, "observe.events=false", "parallel.tp=1", f"train.steps={STEPS + 1}")
+    finish(config, "observe.event_files=false", "parallel.tp=1", f"train.steps={STEPS + 1}")
     new = stored_files(folder) - stored_files(job_run.folder)
     assert {path.parts[1] for path in new} == {"steps", "step_parts"}
 
@@ -156,7 +156,7 @@ def test_without_observe_events_the_store_has_sums_alone(job_run: FinishedJob, t
 def test_without_observe_record_there_are_no_events_and_no_traffic(job_run: FinishedJob, tmp_path: Path) -> None:
     config, folder = copy_of(job_run, tmp_path)
     recorded = finish(config, f"train.steps={STEPS + 1}", "checkpoint.every=0")
-    unrecorded = finish(config, f"train.steps={STEPS + 1}", "checkpoint.every=0", "observe.record=false")
+    unrecorded = finish(config, f"train.steps={STEPS + 1}", "checkpoint.every=0", "observe.record_events=false")
     assert all(not rank.events for rank in read(folder))
     assert "communication" in recorded[-1] and "communication" not in unrecorded[-1]
     assert recorded[-1]["loss"] == unrecorded[-1]["loss"]

@@ -104,7 +104,7 @@ def attack_job(folder: Path) -> Attacked:
     (folder / "runs").mkdir()
     job_secret(folder / "runs", {})  # as a job under plain torchrun leaves it
     shared_before = {path.name for path in Path("/dev/shm").iterdir()}
-    checkpoint = {"checkpoint__every": 20, "checkpoint__memory_every": 2, "checkpoint__memory_dir": str(memory)}
+    checkpoint = {"checkpoint__every": 20, "checkpoint__in_memory_every": 2, "checkpoint__in_memory_dir": str(memory)}
     config = job_config(
         folder, GPT, parallel__tp=2, train__steps=1_000_000, train__precision="fp32", checkpoint__keep=2, **checkpoint
     )

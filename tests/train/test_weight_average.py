@@ -27,8 +27,8 @@ from tests.optim.layouts import SMALL, configuration
 from tests.runs import build_run
 from tests.worlds import run_world
 
-EMA = {"train__average": "ema", "train__average_decay": 0.5, "train__average_every": 2}
-LAWA = {"train__average": "lawa", "train__average_count": 2, "train__average_every": 2}
+EMA = {"train__weight_average": "ema", "train__weight_average_decay": 0.5, "train__weight_average_every": 2}
+LAWA = {"train__weight_average": "lawa", "train__weight_average_count": 2, "train__weight_average_every": 2}
 STEPS = 7
 
 
@@ -54,7 +54,12 @@ def test_an_average_is_exported_and_another_one_begins_anew(tmp_path: Path) -> N
     keys = {"checkpoint__every": 100, "train__precision": "fp32"}
     config, same, fewer, ema = (
         configuration(tmp_path, {"name": "adamw"}, SMALL, **keys, **LAWA | changes)
-        for changes in ({}, {"train__average_every": 3}, {"train__average_count": 1}, {"train__average": "ema"})
+        for changes in (
+            {},
+            {"train__weight_average_every": 3},
+            {"train__weight_average_count": 1},
+            {"train__weight_average": "ema"},
+        )
     )
     ((weights, said),) = run_world(1, kept, config, same, fewer, ema)
     assert [("average of the weights begins anew" in text, begun) for text, begun in said] == [
@@ -106,7 +111,7 @@ def averaged(rank: Rank, config: Any) -> tuple[float, bool, bool, list[float]]:
         if run.progress.step == 5:
             run.checkpoints.save(run.progress)
     second, fourth, sixth = kept[1], kept[3], kept[5]
-    if config.train.average == "ema":
+    if config.train.weight_average == "ema":
         expected = [0.25 * a + 0.25 * b + 0.5 * c for a, b, c in zip(second, fourth, sixth, strict=True)]
     else:
         expected = [(b + c) / 2 for b, c in zip(fourth, sixth, strict=True)]

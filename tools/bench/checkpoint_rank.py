@@ -102,7 +102,7 @@ def configuration(task: Task) -> RunConfig:
         "optimizer": {"lr": 1e-4, "decay": "constant"},
         "data": {"mock": True},
         "checkpoint": {"every": 0 if task.checkpoint else 1, "keep": 1, "resume": task.checkpoint or "auto"},
-        "observe": {"dir": task.folder},
+        "output_dir": task.folder,
     }  # fmt: skip
     return load_config_tree(tree, f"layout {task.layout}")
 

@@ -88,7 +88,11 @@ def measure(url: str, reader: str, steps: int, batch: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         tree = {"name": "bench", "model": MODEL, "batch": {"global": batch, "micro": batch}}
         tree |= {"train": {"steps": steps, "log_every": steps}, "optimizer": {"lr": 1e-4}}
-        tree |= {"checkpoint": {"every": 0}, "observe": {"dir": folder, "tensorboard": False, "store": False}}
+        tree |= {
+            "checkpoint": {"every": 0},
+            "output_dir": folder,
+            "observe": {"tensorboard": False, "event_store": False},
+        }
         tree |= {"data": {"train": f"{url}/set", "cache": f"{folder}/cache", "reader": reader, "split": [1.0, 0.0]}}
         config, device = load_config_tree(tree, "bench"), detect_device(allow_gpu=False)
         rank = Rank(0, 1, 0, "host")

@@ -166,7 +166,7 @@ def configuration(layout: Layout, folder: str) -> RunConfig:
         "data": {"mock": True},
         "train": {"steps": 10**6, "precision": "fp32"},
         "checkpoint": {"every": 0},
-        "observe": {"dir": folder},
+        "output_dir": folder,
     }
     return load_config_tree(tree, f"layout {layout.name}")
 

@@ -148,7 +148,7 @@ def configuration(options: argparse.Namespace, size: Size, folder: str) -> RunCo
         "optimizer": {"lr": 1e-3, "decay": "constant", "weight_decay": 0.0, "clip_norm": 1.0},
         "data": {"mock": True},
         "checkpoint": {"every": 0},
-        "observe": {"dir": folder},
+        "output_dir": folder,
     }  # fmt: skip
     return RunConfig.model_validate(tree).resolve(None)
 

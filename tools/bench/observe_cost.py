@@ -103,7 +103,7 @@ def rank_main(layout: Layout, steps: int) -> None:
 def collector_line() -> str:
     """Train on eight ranks, and return the CPU time of the launcher, which collects, in a line."""
     with tempfile.TemporaryDirectory() as scratch:
-        settings = ["name=cost", f"observe.dir={scratch}", "data.mock=true", "parallel.dp=2", "train.steps=1000000",
+        settings = ["name=cost", f"output_dir={scratch}", "data.mock=true", "parallel.dp=2", "train.steps=1000000",
                     "train.eval_every=0", "checkpoint.every=0", "batch.global=8", "train.log_every=1"]  # fmt: skip
         config = Path(scratch) / "cost.toml"
         text = (ROOT / "configs/quickstart.toml").read_text(encoding="utf-8")

@@ -71,9 +71,9 @@ def plan(config: str, folder: Path, keys: Mapping[str, Sequence[str]]) -> dict[s
         run = folder / name
         words = [
             f"name={name}",
-            f"observe.dir={folder}",
+            f"output_dir={folder}",
             "observe.tensorboard=false",
-            "observe.events=false",
+            "observe.event_files=false",
             *overrides,
         ]
         try:

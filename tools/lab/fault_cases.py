@@ -74,7 +74,7 @@ LOST = Expected(("node",), nodes=("node2",), actions=("replace",))
 REVIVED = Expected(("node",), nodes=("node2",), actions=("restart", "replace"))
 FLAP = Expected(("network",), actions=("wait",), unseen=True)
 PAIR = Expected(("network",), nodes=("node1", "node3"), actions=("wait", "restart", "replace"))
-FOUR_REPLICAS = ("parallel.pp=1", "parallel.dp=4", "parallel.zero=0", "train.check_replicas=1")
+FOUR_REPLICAS = ("parallel.pp=1", "parallel.dp=4", "parallel.zero=0", "train.check_replicas_every=1")
 KEEP_CHECKPOINTS = ("checkpoint.every=4", "checkpoint.keep=2")
 
 CASES = (
@@ -182,7 +182,7 @@ CASES = (
     FaultCase(
         "no copies in memory", "D14", "a node is lost, copies in memory off: the newest checkpoint",
         "lose_node node=2 step=7", LOST, spares=1,
-        settings=("checkpoint.memory_every=0", "checkpoint.replicate=false", *KEEP_CHECKPOINTS), most_lost=4,
+        settings=("checkpoint.in_memory_every=0", "checkpoint.replicate=false", *KEEP_CHECKPOINTS), most_lost=4,
     ),
     FaultCase(
         "slow rank", "F1", "a rank sleeps 0.3 s in four steps: no restart", "slow rank=4 step=5 delay_s=0.3 steps=4",

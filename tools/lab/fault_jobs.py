@@ -55,7 +55,7 @@ warmup_steps = 2
 mock = true
 [checkpoint]
 every = 1000
-memory_every = 1
+in_memory_every = 1
 replicate = true
 [observe]
 tensorboard = false
@@ -111,7 +111,7 @@ def run_job(
     run, temporary = folder / name, folder / f"{name}-temporary"
     temporary.mkdir(exist_ok=True)
     shared = set(os.listdir("/dev/shm"))
-    command = [sys.executable, "-m", "megascale", "launch", str(config), f"name={name}", f"observe.dir={folder}"]
+    command = [sys.executable, "-m", "megascale", "launch", str(config), f"name={name}", f"output_dir={folder}"]
     command += [f"parallel.dp={nodes * RANKS_PER_NODE // 4}", *settings, f"fault.inject={faults_of_ranks(inject)}"]
     command += ["--nodes", str(nodes), "--spares", str(spares)]
     command += ["--scheduler", "testbed"] if testbed is not None else []

@@ -140,7 +140,7 @@ def judge_job(kind: str, number: int, folder: Path) -> Judgement:
     """Run a job with a slowdown, and judge the findings about it. Raises: ObserveJobError"""
     draw = random.Random(f"{kind} {number}")
     slowdown = SLOWDOWNS[kind](draw)
-    saves = () if draw.random() < 0.5 else ("checkpoint.memory_every=0", "checkpoint.replicate=false")
+    saves = () if draw.random() < 0.5 else ("checkpoint.in_memory_every=0", "checkpoint.replicate=false")
     name = "-".join(re.findall(r"\w+", f"{kind} {number}"))
     store = open_store(train(folder, name, slowdown, saves))
     healthy = kind in UNDISTURBED

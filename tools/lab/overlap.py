@@ -206,7 +206,7 @@ class _OverlapJob:
         config = self.folder / self.case.name / f"{name}.toml"
         config.parent.mkdir(parents=True, exist_ok=True)
         write_text(
-            config, settings_to_toml({"name": f'"{name}"', "observe.dir": json.dumps(str(config.parent))} | settings)
+            config, settings_to_toml({"name": f'"{name}"', "output_dir": json.dumps(str(config.parent))} | settings)
         )
         ends = run_torchrun(self.testbed, 1, ["-m", "megascale", "train", str(config)], timeout=TIMEOUT_S)
         failed = [end for end in ends if end.status]

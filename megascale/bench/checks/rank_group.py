@@ -31,7 +31,7 @@ def rank_group(arguments: Mapping[str, Any]) -> Iterator[tuple[Rank, Device]]:
         os.environ[STORE_VARIABLE] = _store(rank, group, arguments)
     device = detect_device(rank.local_rank)
     folder = arguments.get("secret_folder")
-    launch = LaunchConfig.model_validate({"start_timeout_s": START_S, "timeout_s": START_S})
+    launch = LaunchConfig.model_validate({"start_timeout_s": START_S})
     init_distributed(rank, device, launch, folder=Path(folder) if folder else None)
     try:
         yield rank, device

@@ -51,7 +51,7 @@ mock = true
 every = 0
 [observe]
 tensorboard = false
-record = false
+record_events = false
 """
 
 STEPS = 2

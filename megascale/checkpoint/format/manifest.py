@@ -16,10 +16,11 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 import megascale
 from megascale.checkpoint.format.state import Progress
+from megascale.config.renamed import with_present_names
 from megascale.core.errors import CheckpointError
 from megascale.core.limits import os_error_hint
 from megascale.core.storage import WRITE_HINT, Location
@@ -98,10 +99,10 @@ class StoredTensor(_FrozenModel):
 
 
 class Facts(_FrozenModel):
-    """The run behind a checkpoint: progress, resolved configuration and layout, versions and host."""
+    """The run behind a checkpoint: progress, resolved configuration with present names, layout, versions and host."""
 
     progress: Progress
-    config: dict[str, Any]
+    config: Annotated[dict[str, Any], AfterValidator(with_present_names)]
     layout: dict[str, int]
     versions: dict[str, str]
     host: str

@@ -78,5 +78,5 @@ def _allocate(file: Path | None, size: int) -> int:
     except OSError as error:
         what = f"no memory for a copy of {size} bytes of state{f' in {file}' if file else ''}: {error.strerror}"
         hint = os_error_hint(error, "use hosts with more memory")
-        raise CheckpointError(what, hint=f"set checkpoint.memory_every=0 or every=0; or {hint}") from None
+        raise CheckpointError(what, hint=f"set checkpoint.in_memory_every=0 or every=0; or {hint}") from None
     return descriptor

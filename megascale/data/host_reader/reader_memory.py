@@ -145,10 +145,10 @@ def reader_shape(
     perhaps evaluations (`splits`).
     """
     data = spec.data
-    readers = [rank for rank in ranks if reads_samples(data.mask, topology, rank)]
+    readers = [rank for rank in ranks if reads_samples(data.attention_mask, topology, rank)]
     replicas = sorted({topology.coord(rank).dp for rank in readers})
     rows = shape.rows_of(replicas)
-    weights = numbers(len(dataset_prefixes(data.train))) if data.policy else 0
+    weights = numbers(len(dataset_prefixes(data.train))) if data.blend_policy else 0
     memory = MemoryShape(splits, len(readers), data.prefetch, len(rows), record_bytes(spec.seq_length), weights)
     return ReaderShape(readers, replicas, rows, memory)
 

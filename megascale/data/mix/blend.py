@@ -7,10 +7,10 @@ among the samples of that dataset, without an index and without the samples befo
 The rounding of a node is at most half a sample, of which a dataset below gets its share. As weights at least halve over
 two nodes, a dataset is at no point of the order more than MOST_AHEAD samples ahead of or behind its share.
 
-Weights may change at places in the order (`data.weights`, `data.policy`: `ChangingBlend`). Every dataset goes on where
-it was: the number of a sample among those of its dataset counts the parts before it, too. With `data.weights` nothing
-but the configuration and the place of a sample is needed, whenever and wherever a run resumes; with a data policy the
-weights where it reads (`data_policy`).
+Weights may change at places in the order (`data.blend_schedule`, `data.blend_policy`: `ChangingBlend`). Every dataset
+goes on where it was: the number of a sample among those of its dataset counts the parts before it, too. With
+`data.blend_schedule` nothing but the configuration and the place of a sample is needed, whenever and wherever a run
+resumes; with a data policy the weights where it reads (`data_policy`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Data policies: what changes the weights of a blend's datasets during training (`data.policy`). No torch.
+"""Data policies: what changes the weights of a blend's datasets during training (`data.blend_policy`). No torch.
 
 DataPolicy, DataReport: the interface of a policy. MixtureWeights: the weights where a run reads, all that a reader of
 samples has to know. The weights that a policy finds after a step begin `data.prefetch` + 2 steps later, with
@@ -84,8 +84,8 @@ class MixtureWeights:
         return ChangingBlend(self.parts, self.before)
 
     def are_read(self, place: int) -> bool:
-        """Return True if a run that reads on at `place` has come to the last part. Another `data.policy_every` than
-        before could ask for an update earlier.
+        """Return True if a run that reads on at `place` has come to the last part. Another `data.blend_policy_every`
+        than before could ask for an update earlier.
         """
         return place >= self.parts[-1][0]
 

@@ -89,10 +89,10 @@ class DatasetSource:
     def index_facts(self) -> dict[str, Any]:
         """The dataset, and the order of its documents, that the indices of all epochs are of: as at the first use."""
         facts: dict[str, Any] = {"prefix": self.prefix, "version": self.files.versions[0]}
-        if self.spec.data.order and self.spec.is_train:
+        if self.spec.data.document_order_file and self.spec.is_train:
             from megascale.data.read.document_order import order_identity
 
-            facts["order"] = order_identity(self.spec.data.order)
+            facts["order"] = order_identity(self.spec.data.document_order_file)
         return facts
 
     def open(self) -> IndexedDataset:

@@ -37,8 +37,8 @@ class Mixture(SampleSource):
         self.spec = spec
         self.expected = expected
         self.shares = [weight / sum(spec.weights) for weight in spec.weights]
-        self._parts = blend_parts(spec.weights, spec.data.weights if spec.is_train else [])
-        self._skipped = spec.data.skip if spec.is_train else []
+        self._parts = blend_parts(spec.weights, spec.data.blend_schedule if spec.is_train else [])
+        self._skipped = spec.data.skip_samples if spec.is_train else []
         self._followed: SampleOrder | None = None
         name = spec.data.sample_weight if spec.is_train else None
         self._weigh: Weigh | None = SAMPLE_WEIGHTS[name].load() if name else None
@@ -99,7 +99,7 @@ class Mixture(SampleSource):
             samples.append([dataset.shape.samples for dataset in rows])
             if not any(samples[-1]):
                 what = f"no pieces of {rows[0].piece} tokens or more fill a sample of {self.spec.seq_length}"
-                raise DataError(f"{rows[0].prefix}: {what}", hint="more data, or a smaller data.min_piece")
+                raise DataError(f"{rows[0].prefix}: {what}", hint="more data, or a smaller data.decompose_min_length")
         return samples
 
     def check(self) -> None:
@@ -129,7 +129,7 @@ class Mixture(SampleSource):
         return padding, sum(shape.left_out for shape in shapes)
 
     def order(self, index: int) -> int:
-        """The place of a sample in the order of samples, of which `data.skip` leaves some out."""
+        """The place of a sample in the order of samples, of which `data.skip_samples` leaves some out."""
         return order_index(index, self._skipped)
 
     def locate(self, index: int) -> tuple[EpochDataset, int]:
@@ -163,9 +163,9 @@ class Mixture(SampleSource):
             what = f"sample {index}, from {dataset.prefix}, has token {odd}; model.vocab_size is {vocab_size}"
             raise DataError(what, hint=other_tokens_hint(max(largest + 1, vocab_size)))
         ids = np.pad(ids, (0, length + 1 - filled)) if filled <= length else ids
-        within = data.mask == "document"
+        within = data.attention_mask == "document"
         starts = self._starts(dataset, number, ids) if within else np.zeros(1, dtype=np.int64)
-        mask = label_mask(starts[:1] if data.boundary_loss else starts, length, filled)
+        mask = label_mask(starts if data.eod_mask_loss else starts[:1], length, filled)
         if self._weigh is not None:
             from megascale.data.mix.label_weights import weigh_labels
 

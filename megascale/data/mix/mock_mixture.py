@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 class MockMixture(SampleSource):
     """Uniformly random tokens for speed measurements. The random generator of sample i is seeded with (seed, i). With
-    `data.mask = "document"`, documents of `data.document_length` tokens fill the sample.
+    `data.attention_mask = "document"`, documents of `data.document_length` tokens fill the sample.
     """
 
     def __init__(self, spec: MixtureSpec) -> None:
@@ -27,10 +27,10 @@ class MockMixture(SampleSource):
         self._length, self._vocab = spec.seq_length, spec.vocab_size
         self._mask: np.ndarray | None = None
         self._documents: DocumentStarts | None = None
-        if spec.data.mask == "document":
+        if spec.data.attention_mask == "document":
             starts = document_starts(equal_documents(self._length, spec.data.document_length))
             self._documents = DocumentStarts(starts, self._length + 1, self._length)
-            self._mask = None if spec.data.boundary_loss else label_mask(starts, self._length)
+            self._mask = label_mask(starts, self._length) if spec.data.eod_mask_loss else None
 
     def __getitem__(self, index: int) -> Sample:
         ids = np.random.default_rng((self._seed, index)).integers(self._vocab, size=self._length + 1)

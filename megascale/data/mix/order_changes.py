@@ -24,7 +24,7 @@ def order_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
 def _order_keys(config: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """The values in `config` that decide the order of samples, by key. Keys of later versions are as in `other`."""
     data, others = config.get("data", {}), other.get("data", {})
-    found = {f"data.{key}": data.get(key, others.get(key)) for key in ("packing", "order")}
+    found = {f"data.{key}": data.get(key, others.get(key)) for key in ("packing", "document_order_file")}
     for section, key in (("train", "seed"), ("model", "seq_length")):
         found[f"{section}.{key}"] = config.get(section, {}).get(key, other.get(section, {}).get(key))
     train, valid = data.get("split") or others["split"]

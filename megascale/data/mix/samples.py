@@ -1,8 +1,8 @@
 """A training sample, the places of its documents, and the interface to read samples by number (`SampleSource`).
 
-With `data.mask = "document"` a token attends to the earlier tokens of its own document, as if each document of a sample
-were a sequence of its own. The first token of a document is then no label: nothing before it predicts it. Padding,
-which best fit leaves at the end of a sample, is neither a label nor a part of a document. No torch.
+With `data.attention_mask = "document"` a token attends to the earlier tokens of its own document, as if each document
+of a sample were a sequence of its own. The first token of a document is then no label: nothing before it predicts it.
+Padding, which best fit leaves at the end of a sample, is neither a label nor a part of a document. No torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class DocumentStarts(NamedTuple):
 @dataclass(frozen=True)
 class Sample:
     """`ids` [s + 1], i64: the tokens, and the label of the last one. `mask` [s] in {0, 1}, or the labels' weights, f32,
-    with `data.sample_weight`; None if every label counts in the loss. `documents` with `data.mask = "document"`.
+    with `data.sample_weight`; None if every label counts in the loss. `documents` with `data.attention_mask =
+    "document"`.
     """
 
     ids: np.ndarray
@@ -81,7 +82,7 @@ class SampleSource(ABC):
         """
 
     def documents(self, index: int) -> DocumentStarts:
-        """The documents of a sample, with `data.mask = "document"`, for stages that need no tokens."""
+        """The documents of a sample, with `data.attention_mask = "document"`, for stages that need no tokens."""
         documents = self[index].documents
         assert documents is not None, "only a document mask asks for documents"
         return documents

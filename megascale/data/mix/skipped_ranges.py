@@ -1,4 +1,4 @@
-"""Ranges of samples that a run leaves out: `data.skip`, sorted ranges [start, stop) of the order of samples."""
+"""Ranges of samples that a run leaves out: `data.skip_samples`, sorted ranges [start, stop) of the order of samples."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 A document of n tokens is n // s pieces of s tokens, and of its rest a piece for each power of two in the binary digits
 of n % s, the longest first. A piece of 2^i tokens therefore starts at the last multiple of 2^(i + 1), and an index of a
 bucket is a list of documents. The pieces of a bucket are shuffled in every epoch, and s / 2^i of them fill a sample.
-Pieces below `data.min_piece` are in no bucket; the last pieces of a bucket that fill no sample are others each epoch.
-No torch.
+Pieces below `data.decompose_min_length` are in no bucket; the last pieces of a bucket that fill no sample are others
+each epoch. No torch.
 """
 
 from __future__ import annotations

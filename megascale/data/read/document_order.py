@@ -1,5 +1,5 @@
-"""The order of documents from a file, `data.order`: in place of a shuffle, such as related documents next to each other
-(SPLiCe, Staniszewski et al. 2023). A .npy file of the numbers of documents in the dataset, each once.
+"""The order of documents from a file, `data.document_order_file`: in place of a shuffle, such as related documents next
+to each other (SPLiCe, Staniszewski et al. 2023). A .npy file of the numbers of documents in the dataset, each once.
 """
 
 from __future__ import annotations

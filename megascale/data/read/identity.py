@@ -1,5 +1,5 @@
-"""The identity of a token dataset, or of a file of `data.order`: sizes, and a digest of a few pieces of the files, read
-in milliseconds.
+"""The identity of a token dataset, or of a file of `data.document_order_file`: sizes, and a digest of a few pieces of
+the files, read in milliseconds.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from megascale.core.files import write_text
 from megascale.core.readable import file_facts, is_url
 
 IDENTITY_FILE = "datasets.json"
-"""File in the run's folder: the identities of the run's datasets by prefix, and of `data.order` by path, at its last
-start.
+"""File in the run's folder: the identities of the run's datasets by prefix, and of `data.document_order_file` by path,
+at its last start.
 """
 
 PIECE_BYTES = 64 << 10  # bytes read at the head, in the middle and at the end of each file
@@ -61,23 +61,23 @@ def run_prefixes(data: DataConfig) -> list[str]:
 
 
 def run_identities(data: DataConfig) -> dict[str, str]:
-    """The identities of a run's datasets by prefix, and of its `data.order` by path."""
+    """The identities of a run's datasets by prefix, and of its `data.document_order_file` by path."""
     return {prefix: dataset_identity(prefix) for prefix in run_prefixes(data)} | order_file_identity(data)
 
 
 def order_file_identity(data: DataConfig) -> dict[str, str]:
-    """The identity of a run's `data.order` by path; empty without one."""
-    return {path: _local_identity(path)} if (path := data.order) else {}
+    """The identity of a run's `data.document_order_file` by path; empty without one."""
+    return {path: _local_identity(path)} if (path := data.document_order_file) else {}
 
 
 def write_identities(data: DataConfig, folder: Path) -> None:
-    """Write the identities of a run's datasets and `data.order` into its folder."""
+    """Write the identities of a run's datasets and `data.document_order_file` into its folder."""
     write_text(folder / IDENTITY_FILE, json.dumps(run_identities(data), indent=1) + "\n")
 
 
 def replaced_datasets(data: DataConfig, folder: Path) -> list[str]:
-    """Describe datasets and a `data.order` with another identity than at the last start of the run in `folder`; none
-    for a run that has not started.
+    """Describe datasets and a `data.document_order_file` with another identity than at the last start of the run in
+    `folder`; none for a run that has not started.
     """
     try:
         before = json.loads((folder / IDENTITY_FILE).read_text(encoding="utf-8"))
@@ -88,7 +88,7 @@ def replaced_datasets(data: DataConfig, folder: Path) -> list[str]:
     found = []
     for name, now in run_identities(data).items():
         if (then := before.get(name, now)) != now:
-            kind, consequence = ORDER_REPLACED if name == data.order else DATASET_REPLACED
+            kind, consequence = ORDER_REPLACED if name == data.document_order_file else DATASET_REPLACED
             what = f"{name} is another {kind} than at the run's last start: {then} then, {now} now"
             found.append(f"{what}; a run that resumes {consequence}")
     return found

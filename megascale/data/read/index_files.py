@@ -41,8 +41,8 @@ small dataset may repeat thousands of times.
 
 @dataclass(frozen=True)
 class IndexKey:
-    """An index: `dataset` (its prefix, size and time of change; also those of `data.order`), epoch, and the `seed` of
-    its shuffles.
+    """An index: `dataset` (its prefix, size and time of change; also those of `data.document_order_file`), epoch, and
+    the `seed` of its shuffles.
     """
 
     dataset: Mapping[str, Any]

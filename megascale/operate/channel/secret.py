@@ -1,7 +1,7 @@
 """The job's secret: what its processes know, and no other user of their hosts.
 
 `job_secret` finds it, in this order: a descriptor inherited from megascale's launcher, the environment variable
-MEGASCALE_JOB_SECRET, a file in `observe.dir`. It never stands on a command line.
+MEGASCALE_JOB_SECRET, a file in `output_dir`. It never stands on a command line.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def collect_records(job: JobState, now: float) -> None:
     attempt.forget_answers()
     job.verdict = None
     job.do(*(Send(node, Collect(attempt.number)) for node in attempt.placement))
-    job.enter(Stage.COLLECT, now + job.settings.evidence_s)
+    job.enter(Stage.COLLECT, now + job.settings.diagnosis_timeout_s)
 
 
 def _hangs(job: JobState, attempt: Attempt, now: float) -> bool:
@@ -200,7 +200,7 @@ def collect(job: JobState, now: float) -> None:
         for node in {attempt.node_of[rank] for rank in culprits} if settings.stacks else ():
             ranks = tuple(rank for rank in culprits if attempt.node_of[rank] == node)
             job.do(Send(node, Collect(attempt.number, stacks=True, ranks=ranks)))
-        job.deadline = now + (settings.evidence_s / 2 if settings.stacks and culprits else 0.0)
+        job.deadline = now + (settings.diagnosis_timeout_s / 2 if settings.stacks and culprits else 0.0)
     elif now >= job.deadline or attempt.stacks.keys() >= set(job.verdict.ranks[:MOST_STACKS]):
         conclude(job, attempt.hang_finding(job.verdict), now)
 
@@ -216,7 +216,7 @@ def _ask_longer_records(job: JobState, ranks: Sequence[int], now: float) -> None
         attempt.answered.discard(node)
         job.do(Send(node, Collect(attempt.number, ranks=tuple(asked), events=NEWEST)))
     attempt.compared, job.verdict = True, None
-    job.deadline = now + job.settings.evidence_s
+    job.deadline = now + job.settings.diagnosis_timeout_s
 
 
 def observe(job: JobState, now: float) -> None:

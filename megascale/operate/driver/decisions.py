@@ -119,7 +119,7 @@ def has_silent_node(job: JobState, now: float) -> bool:
 def waits_for_network(job: JobState, now: float) -> bool:
     """Return True while a network in doubt has time to recover: links that flap heal without a restart."""
     assert job.attempt is not None
-    verdict, wait = job.verdict, job.settings.flap_s
+    verdict, wait = job.verdict, job.settings.link_recovery_s
     if verdict is None or verdict.kind != "network":
         return False
     if job.waiting_since is None:
@@ -139,7 +139,7 @@ def missing_nodes(job: JobState, nodes: Sequence[str], now: float) -> Finding:
         evidence: tuple[str, ...] = ()
         if excluded:
             evidence = (f"nodes replaced before, and excluded since: {format_nodes(excluded)}",)
-        hint = "give the job more nodes; fault.exclude_s is the time without a replaced node" if excluded else ""
+        hint = "give the job more nodes; fault.node_exclusion_s is the time without a replaced node" if excluded else ""
         what = "no node came for a place of the job"
         return Finding("node", what, Culprit(), now, "node: missing", evidence, hint)
     evidence = tuple(f"{name}: {reason}" for name, reason in job.failed_checks.items())

@@ -65,7 +65,7 @@ class Job(JobState):
         excluded = [name for name in names if name in self.roster.excluded]
         self.do(*(Exclude(node, "it was replaced before", self.history.excluded[node]) for node in excluded))
         if excluded:
-            self.do(Say(f"replaced before, within fault.exclude_s, and given back: {format_nodes(excluded)}"))
+            self.do(Say(f"replaced before, within fault.node_exclusion_s, and given back: {format_nodes(excluded)}"))
         if excluded and self.plan.requestable:
             self.do(Request(len(excluded)))
         self.roster.expect([name for name in names if name not in excluded])

@@ -204,7 +204,7 @@ class JobState:
 
     def exclude(self, node: str, reason: str, now: float) -> None:
         """Take a node out of the job."""
-        until = now + self.settings.exclude_s
+        until = now + self.settings.node_exclusion_s
         if node in self.roster.members:
             self.do(Send(node, Leave(f"node {node} is replaced: {reason}")))
         self.roster.exclude(node)

@@ -77,16 +77,16 @@ def limit_findings(datasets: Sequence[int], world: int, ranks: int, *, saves: bo
 
 
 def memory_findings(settings: CheckpointConfig, ranks: int, state_bytes: int) -> Iterator[Finding]:
-    """Compare the free space of `checkpoint.memory_dir` with the copies of `ranks` ranks with `state_bytes` each. A run
-    that starts again has its copies there already, so a lack is certain at the first start only.
+    """Compare the free space of `checkpoint.in_memory_dir` with the copies of `ranks` ranks with `state_bytes` each. A
+    run that starts again has its copies there already, so a lack is certain at the first start only.
     """
-    if not (settings.every and settings.memory_every):
+    if not (settings.every and settings.in_memory_every):
         return
-    free, needed = _free_bytes(settings.memory_dir), MEMORY_COPIES * ranks * state_bytes
+    free, needed = _free_bytes(settings.in_memory_dir), MEMORY_COPIES * ranks * state_bytes
     if free is not None and free < needed:
-        message = f"{settings.memory_dir} has {format_bytes(free)} free, copies of {ranks} ranks need up to "
+        message = f"{settings.in_memory_dir} has {format_bytes(free)} free, copies of {ranks} ranks need up to "
         hint = "a larger file system (`mount -o remount,size=...`, `docker run --shm-size`), or fewer ranks on a host"
-        yield Finding("checkpoint.memory_dir", message + format_bytes(needed), hint)
+        yield Finding("checkpoint.in_memory_dir", message + format_bytes(needed), hint)
 
 
 def _store_connections(world: int) -> int:

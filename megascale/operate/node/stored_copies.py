@@ -88,8 +88,8 @@ def hold_copies(folder: Path, run: Path) -> FileIO:
             continue
         except OSError as error:
             what = f"cannot write into {folder}: {error.strerror}"
-            raise CheckpointError(what, hint=os_error_hint(error, "checkpoint.memory_dir")) from None
-    raise CheckpointError(f"cannot make {folder}: it is not there once made", hint="another checkpoint.memory_dir")
+            raise CheckpointError(what, hint=os_error_hint(error, "checkpoint.in_memory_dir")) from None
+    raise CheckpointError(f"cannot make {folder}: it is not there once made", hint="another checkpoint.in_memory_dir")
 
 
 def _make_private_folder(folder: Path) -> None:
@@ -103,11 +103,11 @@ def _make_private_folder(folder: Path) -> None:
     except FileNotFoundError:
         raise
     except OSError as error:
-        hint = os_error_hint(error, "checkpoint.memory_dir")
+        hint = os_error_hint(error, "checkpoint.in_memory_dir")
         raise CheckpointError(f"cannot make {folder}: {error.strerror}", hint=hint) from None
     if facts.st_uid != os.geteuid() or not stat.S_ISDIR(facts.st_mode):
         what = f"{folder} belongs to user {facts.st_uid}" if facts.st_uid != os.geteuid() else f"{folder} is no folder"
-        raise CheckpointError(what, hint="another checkpoint.memory_dir")
+        raise CheckpointError(what, hint="another checkpoint.in_memory_dir")
 
 
 def _lock_alone(file: BinaryIO) -> bool:

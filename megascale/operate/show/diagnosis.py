@@ -82,7 +82,7 @@ def diagnose(view: RunView, states: LastStates, read_stack: Callable[[int], str]
         if not recorder:
             where = "no flight record on this host, no state in the event store, no dump of torch's flight recorder"
             reasons = f" ({'; '.join(states.notes)})" if states.notes else ""
-            hint = "run the command on the host of the ranks, or keep the store on: observe.store"
+            hint = "run the command on the host of the ranks, or keep the store on: observe.event_store"
             raise StatesError(f"{view.folder}: nothing tells what the ranks do: {where}{reasons}", hint=hint)
         dumped = read_dumped_states(view) if suspected else LastStates({})
         if dumped.by_rank:

@@ -83,7 +83,7 @@ def _bubble(cube: StepCube, folder: Path) -> float:
     chunks = StageTimes(times[Kind.F], times[Kind.B], 0.0, 0.0, {}, {})
     forwards = 1 + config.dropped_share
     busy = m * (forwards * sum(times[Kind.F].values()) + sum(times[Kind.B].values())) / p.pp
-    pipeline = Pipeline(schedule, p.pp, p.vpp, m, parts=config.num_chunks, keep=config.data.keep_chunks)
+    pipeline = Pipeline(schedule, p.pp, p.vpp, m, parts=config.num_chunks, keep=config.data.sequence_chunks_saved)
     return pipeline_time(pipeline, chunks, Overlaps(tp="none", pp=True, dp=True)) - busy
 
 

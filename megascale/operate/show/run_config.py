@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from megascale.config.model import ModelConfig
+from megascale.config.renamed import with_present_names
 from megascale.config.run import RunConfig
 from megascale.config.section import ELSEWHERE
 from megascale.core.errors import Exit, MegascaleError
@@ -31,7 +32,7 @@ def read_run_config(folder: Path) -> RunConfig | None:
     path = folder / CONFIG_FILE
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
-        return RunConfig.model_validate(tree, context=ELSEWHERE).resolve(None)
+        return RunConfig.model_validate(with_present_names(tree), context=ELSEWHERE).resolve(None)
     except FileNotFoundError:
         return None
     except ValidationError as error:

@@ -31,7 +31,7 @@ class RunReader:
         if not known:
             problem = f"not a run's folder: it has no {CONFIG_FILE}" if there else "no such folder"
             raise RunFolderError(
-                f"{folder}: {problem}", hint="give a run's folder: observe.dir/name of its configuration"
+                f"{folder}: {problem}", hint="give a run's folder: output_dir/name of its configuration"
             )
         self.folder = folder
         self._metrics = MetricsFile(folder / METRICS_FILE)

@@ -64,8 +64,9 @@ def store_of(run: str | Path) -> Location:
     except OSError as error:
         raise StoreError(f"{run}: cannot be read: {error.strerror or error}", hint="check path and access") from None
     if not given.exists():
-        raise StoreError(f"{run}: no such folder", hint="give a run's folder: observe.dir/name of its configuration")
-    hint = "a run writes one unless observe.store or observe.record is false; the first rows come with its first steps"
+        raise StoreError(f"{run}: no such folder", hint="give a run's folder: output_dir/name of its configuration")
+    hint = "a run writes one unless observe.event_store or observe.record_events is false; the first rows come with "
+    hint += "its first steps"
     raise StoreError(f"{run}: no event store", hint=hint)
 
 

@@ -43,7 +43,7 @@ def expected_documents(model: ModelConfig, data: DataConfig) -> list[int]:
     """The lengths of documents in a row, as a run expects them: a single one without a document mask, and without
     `data.document_length`, which is the upper bound of what is attended to.
     """
-    return equal_documents(model.seq_length, data.document_length if data.mask == "document" else None)
+    return equal_documents(model.seq_length, data.document_length if data.attention_mask == "document" else None)
 
 
 def expected_scores(model: ModelConfig, data: DataConfig) -> Scores:
@@ -53,7 +53,7 @@ def expected_scores(model: ModelConfig, data: DataConfig) -> Scores:
 
 def describe_documents(data: DataConfig) -> str:
     """Say in a line what attention is counted for; empty without a document mask."""
-    if data.mask == "causal":
+    if data.attention_mask == "causal":
         return ""
     if data.document_length is None:
         return "attention is counted for one document per sample, the upper bound, as data.document_length is not set"

@@ -29,10 +29,15 @@ def with_context(config: RunConfig, tokens: int) -> RunConfig:
     """Return a resolved configuration with micro-batches of one sequence of `tokens`, a document each, as many as
     pipeline stages, without context parallelism.
     """
-    whole = {"document_length": None, "chunk_tokens": None, "keep_chunks": 1, "max_tokens_per_rank": None}
+    whole = {
+        "document_length": None,
+        "sequence_chunk_tokens": None,
+        "sequence_chunks_saved": 1,
+        "max_tokens_per_rank": None,
+    }
     data = config.data.model_copy(update=whole)
     p = config.parallel  # a rank of the pool has all of its tokens
-    parallel = p.model_copy(update={"dp": config.dp * p.cp, "cp": 1, "cp_mode": "ring", "cp_ulysses": 1})
+    parallel = p.model_copy(update={"dp": config.dp * p.cp, "cp": 1, "cp_mode": "ring", "cp_a2a_size": 1})
     batch = config.batch.model_copy(update={"micro": 1, "total": config.dp * p.cp * p.pp, "rampup": None})
     model = config.model.model_copy(update={"seq_length": tokens})
     return config.model_copy(update={"model": model, "parallel": parallel, "batch": batch, "data": data})

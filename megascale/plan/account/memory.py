@@ -108,7 +108,7 @@ class JobMemory:
         if self._zero2 and stage == last:
             head = bucket_sizes(config.model, p, config.overlap, config.train, stage)[-1][-1].numel
         received = sizes.stream if stage else 0  # the input of a dropped chunk
-        order = rank_order(p, m, config.num_chunks, config.data.keep_chunks, stage)
+        order = rank_order(p, m, config.num_chunks, config.data.sequence_chunks_saved, stage)
         saved, transient = peak_of(order, [*map(self._chunk, units)], sizes.wide * head, received)
         if config.num_chunks > 1:
             layers = len(self.layout.layers(self.layout.index(stage, 0)))
@@ -131,7 +131,7 @@ class JobMemory:
         offloads = [recompute_policy(c.train, chunk).offload for chunk in range(self.layout.vpp)]
         held = [len(self.layout.layers(self.layout.index(stage, chunk))) for chunk in range(self.layout.vpp)]
         layers = [count * kept for count, kept in zip(held, offloads, strict=True)]
-        order = rank_order(c.parallel, c.num_microbatches, c.num_chunks, c.data.keep_chunks, stage)
+        order = rank_order(c.parallel, c.num_microbatches, c.num_chunks, c.data.sequence_chunks_saved, stage)
         return most_inputs(order, layers) * self.sizes.stream
 
     def _units(self, stage: int) -> list[list[UnitBytes]]:

@@ -18,7 +18,7 @@ def data_ranks(parallel: ParallelConfig) -> int:
 
 def micro_batch_sizes(config: RunConfig) -> MicroBatchSizes:
     """Return the sizes of a micro-batch of a resolved configuration, outside FP8."""
-    p, recipe, within = config.parallel, RECIPES[config.fp8.recipe].facts, config.data.mask == "document"
+    p, recipe, within = config.parallel, RECIPES[config.fp8.recipe].facts, config.data.attention_mask == "document"
     return MicroBatchSizes(
         config.model, config.batch.micro, config.row_tokens, p.tp, p.sp and p.tp > 1,
         MAX_PIECES if config.overlap.tp else 1, *config.train.element_bytes, p.cp_heads, p.cp_keys,

@@ -64,9 +64,13 @@ def state_bytes(config: RunConfig, stage: int, storage: WeightStorage = THIS_TRA
         for bucket in chunk
     )
     shard = elements // ranks if "state" in sharded else elements
-    averages = {"none": 0, "ema": 1, "lawa": config.train.average_count}  # tensors, each of the size of master weights
-    master = compute if config.optimizer.master == "compensated" else accumulate
-    masters = shard * ((master if facts["master_weights"] else 0) + accumulate * averages[config.train.average])
+    averages = {
+        "none": 0,
+        "ema": 1,
+        "lawa": config.train.weight_average_count,
+    }  # tensors, each of the size of master weights
+    master = compute if config.optimizer.master_weights == "bf16_compensated" else accumulate
+    masters = shard * ((master if facts["master_weights"] else 0) + accumulate * averages[config.train.weight_average])
     return StateBytes(
         parameters=(compute * elements + cast_bytes * cast) // (ranks if "weight" in sharded else 1),
         gradients=accumulate * (elements // ranks if "gradient" in sharded else elements),

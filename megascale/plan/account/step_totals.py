@@ -25,9 +25,9 @@ def step_totals(model: ModelConfig, batch: BatchConfig, train: TrainConfig, data
         names.append("samples")
     if train.noise_scale_every == 1:
         names += NOISE_SCALE
-    if data.mask == "document":
+    if data.attention_mask == "document":
         names += [name for pair in score_totals(model).values() for name in pair]
-    if data.policy and DATA_POLICIES[data.policy].facts.get("uses_losses"):
+    if data.blend_policy and DATA_POLICIES[data.blend_policy].facts.get("uses_losses"):
         datasets = range(len(data.train or ()))
         names += [vector_name(total, number) for total in (DATASET_LOSSES, DATASET_TOKENS) for number in datasets]
     return names

@@ -43,7 +43,7 @@ def dry_run(config: RunConfig, rank: int, *, collectives_in_pieces: bool = True,
     modules and replay its costs for the rest, if micro-batches cost the same.
     """
     data = {"mock": True, "train": None, "valid": None, "reader": "rank"}
-    checkpoint = {"every": 0, "memory_every": 0, "replicate": False}
+    checkpoint = {"every": 0, "in_memory_every": 0, "replicate": False}
     sections: dict[str, dict[str, Any]] = {  # mock data and the whole batch, and only the step
         "data": data, "batch": {"rampup": None}, "checkpoint": checkpoint,
         "train": {"eval_every": 0, "compile": False}, "fp8": {"monitor": False},
@@ -66,7 +66,7 @@ def dry_run(config: RunConfig, rank: int, *, collectives_in_pieces: bool = True,
             if run.fp8_state is not None:
                 run.fp8_state.has_history = True
             # chunks have more keys than the one before, and planned micro-batches differ
-            if replay_modules and config.num_chunks == 1 and config.parallel.cp_mode != "hybrid":
+            if replay_modules and config.num_chunks == 1 and not config.parallel.hybrid_dp:
                 replay_equal_modules(run, ModuleCostCache(counter_mode, run.dtypes[1]))
             with recorder.memory_kind("buffers"):
                 batch = run.train_loader.batch(0)

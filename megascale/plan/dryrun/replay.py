@@ -242,7 +242,7 @@ def replay_equal_modules(run: Run, cost_cache: ModuleCostCache) -> None:
     if m.position == "rope":  # one table for all layers with equal angles
         wide = torch.promote_types(run.dtypes[0], torch.float32)
         shard = sequence_shard(run.config.parallel, m.seq_length, run.mesh.coord.cp)
-        spans = None if shard is None or run.config.data.mask == "document" else shard.spans
+        spans = None if shard is None or run.config.data.attention_mask == "document" else shard.spans
         for rope in {layer_rope(m, layer) for layer in range(m.num_layers)}:
             rope_table(m.seq_length, rope, wide, run.device.torch_device, spans)
     anchor = torch.zeros((), requires_grad=True)

@@ -82,7 +82,7 @@ class Bounds:
     def _seconds_of(self, layout: Layout) -> tuple[float, float, float]:
         """Seconds of a micro-batch's forward and backward: of the model, the fastest layer, and the head."""
         config = self._space.config
-        recompute = "none" if config.train.recompute_chunks else layout.recompute
+        recompute = "none" if config.train.recompute_model_chunks else layout.recompute
         vpp = config.model.num_layers + 2  # a chunk per layer, embedding, head
         dp = self._space.devices // (layout.tp * layout.cp)
         layerwise = self._space.free.with_layout(layout._replace(vpp=vpp, dp=dp, recompute=recompute))
@@ -112,5 +112,5 @@ class Bounds:
         """
         vpp = layout.vpp if self._space.config.parallel.layers_per_chunk else 1
         block = layout._replace(pp=1, vpp=1, schedule="1f1b", dp=1, zero=1)
-        flat = layout._replace(sp=False, cp_mode="ring", cp_ulysses=1, vpp=vpp, schedule="1f1b", micro=1)
+        flat = layout._replace(sp=False, cp_mode="ring", cp_a2a_size=1, vpp=vpp, schedule="1f1b", micro=1)
         return block, flat._replace(recompute="none")

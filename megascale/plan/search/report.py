@@ -78,7 +78,7 @@ def tables(plan: Plan, sweep: Sequence[Plan], tokens: float | None, cost: Failur
 def format_layout(p: ParallelConfig) -> str:
     """Format a layout's parallelism, such as 'tp 8 sp x pp 4 (vpp 2) x dp 16'."""
     sp, vpp = " sp" if p.sp and p.tp > 1 else "", f" (vpp {p.vpp})" if p.vpp > 1 else ""
-    heads = f" {p.cp_ulysses} x {p.cp_keys}" if p.cp_mode == "usp" else ""
+    heads = f" {p.cp_a2a_size} x {p.cp_keys}" if p.cp_mode == "usp" else ""
     cp = f" x cp {p.cp} {p.cp_mode}{heads}" if p.cp > 1 else ""
     return f"tp {p.tp}{sp}{cp} x pp {p.pp}{vpp} x dp {p.replicas}"
 

@@ -72,7 +72,7 @@ def row(layout: Layout) -> Layout:
     """Reduce a layout to its table row: vpp, schedule, recomputation and zero trade memory for little time, and so does
     what ranks exchange along cp.
     """
-    return layout._replace(cp_mode="", cp_ulysses=1, vpp=1, schedule="", recompute="", zero=0)
+    return layout._replace(cp_mode="", cp_a2a_size=1, vpp=1, schedule="", recompute="", zero=0)
 
 
 class _BranchAndBound:

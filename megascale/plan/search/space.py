@@ -28,7 +28,7 @@ class Layout(NamedTuple):
     sp: bool = False
     cp: int = 1
     cp_mode: str = "ring"
-    cp_ulysses: int = 1
+    cp_a2a_size: int = 1
     pp: int = 1
     vpp: int = 1
     schedule: str = "1f1b"
@@ -42,7 +42,7 @@ SECTIONS = {"micro": "batch", "recompute": "train"}
 LAYOUT_KEYS = tuple(f"{SECTIONS.get(name, 'parallel')}.{name}" for name in Layout._fields)
 """Configuration keys of a layout, in the order of the fields of `Layout`."""
 
-DEPENDENT_KEYS = ("parallel.layers_per_chunk", "train.recompute_ops", "train.recompute_chunks")
+DEPENDENT_KEYS = ("parallel.layers_per_chunk", "train.recompute_ops", "train.recompute_model_chunks")
 """Keys dropped by layouts with another number of chunks or another recomputation."""
 
 MAX_DEVICE_COUNTS = 17  # most device counts to try for a legal layout
@@ -82,11 +82,11 @@ class Space:
     def with_layout(self, layout: Layout) -> RunConfig:
         """Return the resolved configuration with this layout."""
         config = self.config
-        sizes, chunks = config.parallel.layers_per_chunk or (), config.train.recompute_chunks or [0]
+        sizes, chunks = config.parallel.layers_per_chunk or (), config.train.recompute_model_chunks or [0]
         suits = {
             "parallel.layers_per_chunk": len(sizes) == layout.pp * layout.vpp and sum(sizes) == config.model.num_layers,
             "train.recompute_ops": layout.recompute == "selective",
-            "train.recompute_chunks": layout.recompute != "none" and max(chunks) < layout.vpp,
+            "train.recompute_model_chunks": layout.recompute != "none" and max(chunks) < layout.vpp,
         }
         values = dict(zip(LAYOUT_KEYS, layout, strict=True))
         values |= {key: None for key in DEPENDENT_KEYS if not suits[key] and key not in self.fixed}
@@ -142,7 +142,7 @@ class Space:
         return math.gcd(cp, micro) == 1 or not self.fixed.isdisjoint(("parallel.cp", "parallel.dp", "batch.micro"))
 
     def _tensors(self, tps: Collection[int]) -> list[tuple[int, bool, int, str, int]]:
-        """List all legal (tp, sp, cp, cp_mode, cp_ulysses)."""
+        """List all legal (tp, sp, cp, cp_mode, cp_a2a_size)."""
         return [
             (tp, sp, *shared)
             for tp in self._values("parallel.tp", tps)
@@ -152,12 +152,12 @@ class Space:
         ]
 
     def _contexts(self) -> Iterator[tuple[int, str, int]]:
-        """Generate (cp, cp_mode, cp_ulysses)."""
+        """Generate (cp, cp_mode, cp_a2a_size)."""
         most = max(1, self.config.model.seq_length // MIN_SHARED_TOKENS)
         for cp in self._values("parallel.cp", divisors(self.devices, most)):
             for mode in self._values("parallel.cp_mode", CP_MODES if cp > 1 else (self.config.parallel.cp_mode,)):
                 heads = divisors(cp)[1:-1] if mode == "usp" and cp > 1 else [1]
-                yield from ((cp, mode, count) for count in self._values("parallel.cp_ulysses", heads))
+                yield from ((cp, mode, count) for count in self._values("parallel.cp_a2a_size", heads))
 
     @cached_property
     def _pipelines(self) -> list[tuple[int, int, str, str]]:

@@ -31,7 +31,7 @@ class PipelineTimes:
         p = self.config.parallel
         assert p.schedule, "a resolved configuration names its schedule"
         reduces_each = p.zero == 2 and self.stack.reduces_each and not self.stack.shards_weights
-        chunks, keep = self.config.num_chunks, self.config.data.keep_chunks
+        chunks, keep = self.config.num_chunks, self.config.data.sequence_chunks_saved
         return Pipeline(p.schedule, p.pp, p.vpp, self.config.num_microbatches, reduces_each, chunks, keep)
 
     @property

@@ -97,7 +97,7 @@ def test_a_number_that_does_not_fit_is_refused() -> None:
 
 
 def test_work_is_itself_after_its_way_to_the_process(tmp_path: Path) -> None:
-    work = Readers(blend(tmp_path, data__skip=[[4, 6]], batch__rampup=[4, 4, 12]), 2, [0, 1]).work
+    work = Readers(blend(tmp_path, data__skip_samples=[[4, 6]], batch__rampup=[4, 4, 12]), 2, [0, 1]).work
     assert ReaderWork.from_json(work.to_json()) == work
 
 
@@ -470,7 +470,12 @@ def test_documents_and_a_ramp_up_reach_all_stages(tmp_path: Path) -> None:
     """Also those between the first and the last, which have positions and no tokens."""
     write_dataset(tmp_path / "a", [7, 30, 3, 60] * 30)
     config = data_config(
-        tmp_path, tmp_path / "a", train__steps=STEPS, parallel__pp=4, batch__rampup=[4, 4, 12], data__mask="document"
+        tmp_path,
+        tmp_path / "a",
+        train__steps=STEPS,
+        parallel__pp=4,
+        batch__rampup=[4, 4, 12],
+        data__attention_mask="document",
     )
     both = [
         config.model_copy(update={"data": config.data.model_copy(update={"packing": "best_fit", "reader": reader})})

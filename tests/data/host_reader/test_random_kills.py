@@ -91,7 +91,7 @@ def attempt(config: RunConfig, random: np.random.Generator, consumed: int, proce
 )
 def test_every_sample_is_read_once_and_in_order(kills: int, process: bool, tmp_path: Path) -> None:
     """What an attempt reads after its last checkpoint is lost with it, and read again by the next."""
-    config, random = blend(tmp_path, data__skip=[[40, 55]]), np.random.default_rng(11)
+    config, random = blend(tmp_path, data__skip_samples=[[40, 55]]), np.random.default_rng(11)
     read: dict[int, list[int]] = {}
     for _ in range(kills):
         steps = attempt(config, random, len(read), process)

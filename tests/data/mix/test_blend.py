@@ -148,16 +148,16 @@ def test_a_resume_with_other_weights_says_what_to_write(tmp_path: Path) -> None:
         write_dataset(tmp_path / name, [30, 40])
     saved = {"train": [[0.5, "x/a"], [0.5, "x/b"]]}
     config = data_config(tmp_path, [(0.2, tmp_path / "a"), (0.8, tmp_path / "b")])
-    with pytest.raises(ConfigError, match=r"data.weights = \[\[0, \[0.5, 0.5\]\]\], and new weights from 24 on"):
+    with pytest.raises(ConfigError, match=r"data.blend_schedule = \[\[0, \[0.5, 0.5\]\]\], and new weights from 24 on"):
         check_weights(config.data, saved, 24)
-    later = config.data.model_copy(update={"weights": [(0, [0.5, 0.5]), (24, [0.2, 0.8])]})
+    later = config.data.model_copy(update={"blend_schedule": [(0, [0.5, 0.5]), (24, [0.2, 0.8])]})
     check_weights(later, saved, 24)
     with pytest.raises(ConfigError, match="has other weights below 25"):
         check_weights(later, saved, 25)
     saved = {"train": [[2, "x/a"], [8, "x/b"]]}
     check_weights(config.data, saved, 24)
     decomposed = config.data.model_copy(update={"packing": "decompose"})
-    with pytest.raises(ConfigError, match=r"data.weights = \[\[0, \[2, 8\]\]\]"):
+    with pytest.raises(ConfigError, match=r"data.blend_schedule = \[\[0, \[2, 8\]\]\]"):
         check_weights(decomposed, saved, 24)
 
 
@@ -166,7 +166,7 @@ def test_a_mixture_reads_every_sample_of_a_dataset_in_its_order(tmp_path: Path) 
         write_dataset(tmp_path / name, [30, 17, 41] * 9, first=5000 * number)
     blend = [(0.5, tmp_path / name) for name in "abc"]
     config = data_config(tmp_path, blend, data__mock=False, data__train=[[w, str(p)] for w, p in blend],
-                         data__weights=[[0, [1, 1, 0]], [20, [0, 1, 3]], [50, [1, 1, 1]]])  # fmt: skip
+                         data__blend_schedule=[[0, [1, 1, 0]], [20, [0, 1, 3]], [50, [1, 1, 1]]])  # fmt: skip
     found = [mixture_of(config)[index].tokens.tolist() for index in range(90)]
     for number, name in enumerate("abc"):
         alone = mixture_of(data_config(tmp_path, tmp_path / name))
@@ -182,6 +182,6 @@ def test_a_resume_with_other_weights_layout_and_reader_goes_on_with_the_next_sam
     train = [[0.5, str(tmp_path / "a")], [0.5, str(tmp_path / "b")]]
     data = {"data__mock": False, "data__train": train, "data__split": [1.0, 0.0], "checkpoint__every": 3}
     data |= {"optimizer__decay": "constant"}  # of which a run of four steps is the first half
-    check_resumed(tmp_path, data, "data.weights=[[32, [0.1, 0.9]]]")
+    check_resumed(tmp_path, data, "data.blend_schedule=[[32, [0.1, 0.9]]]")
     status, _, err = Job(job_config(tmp_path / "whole", GPT | {"vocab_size": 20_000}, **data, train__steps=9)).end()
-    assert status == 2 and "data.weights: has other weights below 64" in err
+    assert status == 2 and "data.blend_schedule: has other weights below 64" in err

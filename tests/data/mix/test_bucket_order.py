@@ -89,15 +89,15 @@ def test_a_resume_keeps_the_order_of_lengths(tmp_path: Path) -> None:
         check(smaller, 8)
     for key, value, message in (
         ("curriculum", "grow_p2", 'data.curriculum = "mixed"'),
-        ("min_piece", 4, "data.min_piece = 2"),
-        ("cycle", 3, "cycle: is 3, and the order of the samples that the run has read is of 128"),
+        ("decompose_min_length", 4, "data.decompose_min_length = 2"),
+        ("decompose_cycle", 3, "cycle: is 3, and the order of the samples that the run has read is of 128"),
     ):
         other = config.model_copy(update={"data": config.data.model_copy(update={key: value})})
         with pytest.raises(ConfigError, match=message):
             check(other, 8)
-    same = config.model_copy(update={"data": config.data.model_copy(update={"cycle": 128})})
+    same = config.model_copy(update={"data": config.data.model_copy(update={"decompose_cycle": 128})})
     check(same, 8)
-    kept = smaller.model_copy(update={"data": smaller.data.model_copy(update={"bucket_samples": 8})})
+    kept = smaller.model_copy(update={"data": smaller.data.model_copy(update={"decompose_bucket_samples": 8})})
     check(kept, 8)
 
 
@@ -106,8 +106,9 @@ def test_a_resume_with_another_layout_and_reader_goes_on_with_the_next_sample(tm
     write_dataset(tmp_path / "set", [60, 41, 33, 27, 6, 14] * 30)
     (tmp_path / "set.json").unlink()  # the description has a larger vocabulary than the model
     data = {"data__mock": False, "data__train": str(tmp_path / "set"), "data__split": [1.0, 0.0],
-            "data__packing": "decompose", "data__mask": "document", "data__min_piece": 2, "data__curriculum": "grow_p2",
-            "data__cycle": 8, "checkpoint__every": 3, "optimizer__decay": "constant"}  # fmt: skip
+            "data__packing": "decompose", "data__attention_mask": "document", "data__decompose_min_length": 2,
+            "data__curriculum": "grow_p2", "data__decompose_cycle": 8, "checkpoint__every": 3,
+            "optimizer__decay": "constant"}  # fmt: skip
     config = check_resumed(tmp_path, data)
     _, told, _ = Job(config, "train.steps=9").end()
     assert "samples by the tokens of their pieces: 2 " in told, "the start of a run tells what is not read"

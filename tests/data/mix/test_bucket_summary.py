@@ -34,7 +34,12 @@ def test_shares_and_tokens_that_are_not_read(tmp_path: Path) -> None:
 
 def test_the_commands_tell_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_dataset(tmp_path / "set", LENGTHS)
-    keys = ["data.packing=decompose", "data.min_piece=2", "data.mask=document", "model.vocab_size=60000"]
+    keys = [
+        "data.packing=decompose",
+        "data.decompose_min_length=2",
+        "data.attention_mask=document",
+        "model.vocab_size=60000",
+    ]
     given = [f"data.train={tmp_path / 'set'}", "data.mock=false", "data.split=[1.0, 0.0]", "model.seq_length=8"]
     data_config(tmp_path)
     for command in (["check"], ["data", "index"]):

@@ -54,14 +54,14 @@ def test_shares_do_not_depend_on_the_last_bits() -> None:
 
 
 def place_after(config: RunConfig, samples: int) -> int:
-    return next_place(batch_sizes(config.batch), config.data.prefetch, config.data.skip, samples)
+    return next_place(batch_sizes(config.batch), config.data.prefetch, config.data.skip_samples, samples)
 
 
 def test_new_weights_begin_with_the_first_step_that_no_reader_has_read(tmp_path: Path) -> None:
     write_dataset(tmp_path / "a", [30, 40])
-    keys = {"data__prefetch": 3, "data__skip": [[20, 30]], "batch__rampup": [2, 2, 12]}
+    keys = {"data__prefetch": 3, "data__skip_samples": [[20, 30]], "batch__rampup": [2, 2, 12]}
     config = data_config(tmp_path, tmp_path / "a", **keys)
-    assert place_after(config, 0) == order_index(2 + 2 + 4 + 6, config.data.skip) == 14
+    assert place_after(config, 0) == order_index(2 + 2 + 4 + 6, config.data.skip_samples) == 14
     assert place_after(config, 20) == 20 + 4 * 8 + 10
 
 

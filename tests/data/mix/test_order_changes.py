@@ -57,7 +57,7 @@ def test_a_checkpoint_of_before_a_key_and_mock_data_are_silent(tmp_path: Path) -
     write_dataset(tmp_path / "a", LENGTHS)
     config = data_config(tmp_path, tmp_path / "a")
     saved = dumped(config)
-    for name in ("packing", "order", "split"):
+    for name in ("packing", "document_order_file", "split"):
         del saved["data"][name]
     assert list(order_changes(saved, dumped(config))) == []
     assert list(order_changes(saved, dumped(data_config(tmp_path, train__seed=7)))) == []
@@ -67,5 +67,5 @@ def test_another_file_of_the_order_is_said(tmp_path: Path) -> None:
     write_dataset(tmp_path / "a", LENGTHS)
     config = data_config(tmp_path, tmp_path / "a")
     saved = dumped(config)
-    saved["data"]["order"] = "order.npy"
-    assert [text.split(" ")[0] for text in order_changes(saved, dumped(config))] == ["data.order"]
+    saved["data"]["document_order_file"] = "order.npy"
+    assert [text.split(" ")[0] for text in order_changes(saved, dumped(config))] == ["data.document_order_file"]

@@ -45,7 +45,7 @@ def test_boundaries_are_those_of_the_documents(tmp_path: Path) -> None:
     """Every token is unique and identifies its document."""
     documents = write_dataset(tmp_path / "set", LENGTHS)
     owner = {int(token): number for number, document in enumerate(documents) for token in document}
-    samples = mixture_of(data_config(tmp_path, tmp_path / "set", data__mask="document"))
+    samples = mixture_of(data_config(tmp_path, tmp_path / "set", data__attention_mask="document"))
     seen = 0
     for index in range(24):
         sample = samples[index]
@@ -60,14 +60,16 @@ def test_boundaries_are_those_of_the_documents(tmp_path: Path) -> None:
     assert seen, "a sample has several documents"
 
 
-@pytest.mark.parametrize("key", ["boundary_loss", "eod"])
+@pytest.mark.parametrize("key", ["eod_mask_loss", "eod"])
 def test_options_of_the_mask(key: str, tmp_path: Path) -> None:
     """Token 3 ends a document within the first one of the dataset."""
     write_dataset(tmp_path / "set", LENGTHS)
-    plain = mixture_of(data_config(tmp_path, tmp_path / "set", data__mask="document"))
-    value = {"boundary_loss": True, "eod": 3}[key]
-    changed = mixture_of(data_config(tmp_path, tmp_path / "set", data__mask="document", **{f"data__{key}": value}))
-    if key == "boundary_loss":
+    plain = mixture_of(data_config(tmp_path, tmp_path / "set", data__attention_mask="document"))
+    value = {"eod_mask_loss": False, "eod": 3}[key]
+    changed = mixture_of(
+        data_config(tmp_path, tmp_path / "set", data__attention_mask="document", **{f"data__{key}": value})
+    )
+    if key == "eod_mask_loss":
         assert all(changed[index].mask is None for index in range(24))
         assert any(plain[index].mask is not None for index in range(24))
         return
@@ -78,10 +80,10 @@ def test_options_of_the_mask(key: str, tmp_path: Path) -> None:
 
 
 def test_mock_documents_have_the_expected_length(tmp_path: Path) -> None:
-    config = data_config(tmp_path, data__mask="document", data__document_length=3)
+    config = data_config(tmp_path, data__attention_mask="document", data__document_length=3)
     sample = MockMixture(mixture_spec(config, "train"))[5]
     assert sample.documents is not None and sample.documents.places == [0, 3, 6]
-    whole = MockMixture(mixture_spec(data_config(tmp_path, data__mask="document"), "train"))[5]
+    whole = MockMixture(mixture_spec(data_config(tmp_path, data__attention_mask="document"), "train"))[5]
     assert whole.mask is None and whole.documents is not None and whole.documents.places == [0]
     plain = MockMixture(mixture_spec(data_config(tmp_path), "train"))[5]
     assert plain.documents is None and np.array_equal(plain.tokens, whole.tokens)
@@ -91,7 +93,7 @@ def test_stages_without_tokens_know_the_boundaries(tmp_path: Path) -> None:
     import torch
 
     write_dataset(tmp_path / "set", LENGTHS)
-    samples = mixture_of(data_config(tmp_path, tmp_path / "set", data__mask="document"))
+    samples = mixture_of(data_config(tmp_path, tmp_path / "set", data__attention_mask="document"))
     shape, options = BatchShape(8, 2, 2), {"dropout": 0.0, "seed": 0, "device": torch.device("cpu")}
     first = Loader(samples, shape, 1, **options).batch(8)  # type: ignore[arg-type]
     between = Loader(samples, shape, 1, reads_tokens=False, **options).batch(8)  # type: ignore[arg-type]

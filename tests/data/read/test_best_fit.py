@@ -126,7 +126,7 @@ def test_epochs_shuffle_what_stands_together() -> None:
 def test_samples_are_whole_documents(tmp_path: Path) -> None:
     documents = write_dataset(tmp_path / "set", LENGTHS)
     owner = {int(token): (number, place) for number, d in enumerate(documents) for place, token in enumerate(d)}
-    config = packed(tmp_path, data__mask="document")
+    config = packed(tmp_path, data__attention_mask="document")
     samples = mixture_of(config)
     (dataset,) = samples.datasets
     count, read, labels, padding = dataset.shape.samples, Counter[int](), Counter[int](), 0
@@ -159,7 +159,7 @@ def test_samples_are_whole_documents(tmp_path: Path) -> None:
 def test_no_row_is_without_a_label(tmp_path: Path) -> None:
     """A rest of one token would fill a row alone, of documents of a sample and one token."""
     write_dataset(tmp_path / "set", [SEQUENCE + 1] * 8)
-    samples = mixture_of(packed(tmp_path, data__mask="document"))
+    samples = mixture_of(packed(tmp_path, data__attention_mask="document"))
     (dataset,) = samples.datasets
     assert dataset.shape.samples == 8 and samples.best_fit_losses()[1] == 8
     masks = [samples[index].mask for index in range(8)]
@@ -169,7 +169,7 @@ def test_no_row_is_without_a_label(tmp_path: Path) -> None:
 
 def test_padding_is_no_label_with_any_mask(tmp_path: Path) -> None:
     write_dataset(tmp_path / "set", [3, 3, 6, 6, 6, 8, 2])
-    for more in ({}, {"data__mask": "document", "data__boundary_loss": True}):
+    for more in ({}, {"data__attention_mask": "document", "data__eod_mask_loss": False}):
         samples = mixture_of(packed(tmp_path, **more))
         (dataset,) = samples.datasets
         counted = [samples[index].mask for index in range(dataset.shape.samples)]

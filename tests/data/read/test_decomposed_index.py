@@ -24,11 +24,11 @@ from tests.data.read.epochs_of_pieces import check_shuffling, next_index
 LENGTHS = [13, 5, 1, 40, 8, 9, 30, 2, 21, 17, 16, 33, 3, 3, 6]
 
 
-def decomposed(folder: Path, *names: str, min_piece: int = 2, **keys: Any) -> RunConfig:
+def decomposed(folder: Path, *names: str, decompose_min_length: int = 2, **keys: Any) -> RunConfig:
     """A configuration of the datasets of a folder (default: `set`) in pieces of 2, 4 and 8 tokens."""
     sources = [(1.0, folder / name) for name in names or ("set",)]
-    config = data_config(folder, sources, **({"data__mask": "document"} | keys))
-    given = {"packing": "decompose", "min_piece": min_piece}
+    config = data_config(folder, sources, **({"data__attention_mask": "document"} | keys))
+    given = {"packing": "decompose", "decompose_min_length": decompose_min_length}
     return config.model_copy(update={"data": config.data.model_copy(update=given)})
 
 
@@ -114,7 +114,9 @@ def test_a_blend_reads_its_shares_in_every_bucket(tmp_path: Path) -> None:
 def test_evaluations_read_concatenated_documents(tmp_path: Path) -> None:
     write_dataset(tmp_path / "set", LENGTHS)
     config = decomposed(tmp_path, data__split=[0.5, 0.5])
-    plain = config.model_copy(update={"data": config.data.model_copy(update={"packing": "concat", "min_piece": None})})
+    plain = config.model_copy(
+        update={"data": config.data.model_copy(update={"packing": "concat", "decompose_min_length": None})}
+    )
     found, expected = mixture_of(config, "valid"), mixture_of(plain, "valid")
     assert found.samples_without_repetition() == expected.samples_without_repetition() > 0
     assert found[1].tokens.tolist() == expected[1].tokens.tolist()
@@ -123,7 +125,7 @@ def test_evaluations_read_concatenated_documents(tmp_path: Path) -> None:
 def test_data_without_a_full_sample_is_refused(tmp_path: Path) -> None:
     write_dataset(tmp_path / "set", [1, 1, 3] * 3 + [2] * 1)
     with pytest.raises(DataError, match="no pieces of 4 tokens or more fill a sample of 8"):
-        _ = mixture_of(decomposed(tmp_path, min_piece=4))[0]
+        _ = mixture_of(decomposed(tmp_path, decompose_min_length=4))[0]
 
 
 @settings(max_examples=5)

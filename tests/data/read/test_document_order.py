@@ -22,7 +22,9 @@ def ordered(folder: Path, order: list[int], **keys: object) -> RunConfig:
     """A configuration of the dataset `set` of a folder, in an order that is written to a file."""
     np.save(folder / "order.npy", np.array(order))
     config = data_config(folder, folder / "set", **keys)
-    return config.model_copy(update={"data": config.data.model_copy(update={"order": str(folder / "order.npy")})})
+    return config.model_copy(
+        update={"data": config.data.model_copy(update={"document_order_file": str(folder / "order.npy")})}
+    )
 
 
 def test_samples_follow_the_file_in_every_epoch(tmp_path: Path) -> None:

@@ -119,5 +119,5 @@ def _processes() -> Iterator[tuple[int, int, list[str], Mapping[str, str]]]:
 
 def launch_config(folder: Path, **overrides: Any) -> Path:
     """Write the configuration of four ranks with copies in memory after every step."""
-    settings = {"parallel__dp": 4, "train__steps": 30, "checkpoint__every": 1000, "checkpoint__memory_every": 1}
+    settings = {"parallel__dp": 4, "train__steps": 30, "checkpoint__every": 1000, "checkpoint__in_memory_every": 1}
     return job_config(folder, GPT, **{**settings, **overrides})

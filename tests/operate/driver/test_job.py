@@ -331,7 +331,7 @@ def test_a_job_without_a_node_in_place_of_an_excluded_one_says_so() -> None:
     (incident,) = job.history.incidents.values()
     assert incident.action.kind == "stop", "at once"
     assert incident.evidence == ("nodes replaced before, and excluded since: b",)
-    assert "fault.exclude_s" in incident.hint
+    assert "fault.node_exclusion_s" in incident.hint
 
 
 @pytest.mark.parametrize(("status", "action"), [(Exit.DO_NOT_REQUEUE, "restart"), (Exit.STOPPED, "stop")])
@@ -380,7 +380,7 @@ def test_a_hang_names_its_rank() -> None:
 
 
 def test_a_network_in_doubt_gets_time_and_a_flap_restarts_nothing() -> None:
-    sim = simulation(flap_s=20.0)
+    sim = simulation(link_recovery_s=20.0)
     sim.hang(Verdict("network", (9,), "pp"), 31.0)
     sim.run(sim.now + 32.0)
     incident = list(sim.job.history.incidents.values())[-1]
@@ -394,7 +394,7 @@ def test_a_network_in_doubt_gets_time_and_a_flap_restarts_nothing() -> None:
 
 
 def test_a_network_that_does_not_recover_is_restarted() -> None:
-    sim = simulation(flap_s=2.0)
+    sim = simulation(link_recovery_s=2.0)
     sim.hang(Verdict("network", (9,), "pp"), 31.0)
     recovers(sim)
     kinds = [incident.action.kind for incident in sim.job.history.incidents.values()]

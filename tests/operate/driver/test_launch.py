@@ -34,8 +34,8 @@ def test_impossible_launches_are_refused(tmp_path: Path, capsys: pytest.CaptureF
     assert "4 ranks do not divide over 3 nodes  -> one of 1, 2, 4" in capsys.readouterr().err
     assert main(["launch", config, "--nodes", "2", "--scheduler", "cron"]) == Exit.CONFIG
     assert "no scheduler 'cron'" in capsys.readouterr().err
-    assert main(["launch", config, "launch.timeout_s=8", "--nodes", "2"]) == Exit.CONFIG
-    assert "launch.timeout_s: 8.0 s: ranks would give up before the verdict" in capsys.readouterr().err
+    assert main(["launch", config, "comm.timeout_s=8", "--nodes", "2"]) == Exit.CONFIG
+    assert "comm.timeout_s: 8.0 s: ranks would give up before the verdict" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -177,7 +177,7 @@ def test_all_processes_die_with_the_supervisor(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_step_that_always_fails_stops_with_93(tmp_path: Path) -> None:
-    job = LaunchedJob(launch_config(tmp_path, checkpoint__memory_every=0), "--nodes", "1")
+    job = LaunchedJob(launch_config(tmp_path, checkpoint__in_memory_every=0), "--nodes", "1")
     for failures in (1, 2, 3):
         job.wait_until(lambda n=failures: job.history.attempt == n - 1 and 2 in job.ranks(), "a new attempt")
         os.kill(job.ranks()[2], signal.SIGKILL)

@@ -365,7 +365,7 @@ def test_two_jobs_do_not_share_a_folder(tmp_path: Path) -> None:
     assert status == Exit.CONFIG
     assert f"a job trains in this folder already: process {first.process.pid} on {socket.gethostname()}" in err
     assert sorted((first.folder / "logs").iterdir()) == logs
-    other = f"observe.dir={tmp_path / 'other'}"
+    other = f"output_dir={tmp_path / 'other'}"
     status, _, err = Job(config, other, f"checkpoint.dir={first.folder.parent}", "checkpoint.every=1").end()
     assert status == Exit.CONFIG and "a job trains in this folder already: " in err, "checkpoints go there too"
     first.wait_for_step(len(first.steps()) + 2)
@@ -380,7 +380,7 @@ def test_a_run_folder_that_cannot_be_written_is_said_in_a_line(ranks: int, tmp_p
     status, out, err = Job(job_config(tmp_path, GPT, **(FOUR if ranks == 4 else {}))).end()
     assert status == Exit.CONFIG
     assert out == ""
-    assert err.splitlines()[0].startswith(f"{tmp_path}/runs/test  observe.dir: cannot be written: Not a directory")
+    assert err.splitlines()[0].startswith(f"{tmp_path}/runs/test  output_dir: cannot be written: Not a directory")
     assert len(err.splitlines()) == 2
 
 

@@ -79,7 +79,7 @@ async def driven(config: RunConfig, folder: RunFolder | None) -> AsyncIterator[s
 def test_the_driver_tells_a_replaced_node_where_its_copies_are(has_copies: bool, tmp_path: Path) -> None:
     """A node that was cut off comes back."""
     (tmp_path / "memory").mkdir()
-    config = load_config(str(launch_config(tmp_path)), [f"checkpoint.memory_dir={tmp_path / 'memory'}"])
+    config = load_config(str(launch_config(tmp_path)), [f"checkpoint.in_memory_dir={tmp_path / 'memory'}"])
     config.folder.mkdir(parents=True)
     launch = {"event": "launch", "time": 1.0, "run": "test", "nodes": 1, "world": 1, "scheduler": "slurm"}
     excluded = {"event": "excluded", "time": 2.0, "node": "n/1", "reason": "", "until": time.time() + 1000}

@@ -101,7 +101,9 @@ def test_processes_are_counted_for_other_users_than_root(tmp_path: Path, monkeyp
 
 
 def test_copies_in_memory_that_do_not_fit_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = run_of(tmp_path, checkpoint__every=1, checkpoint__memory_every=1, checkpoint__memory_dir=str(tmp_path))
+    config = run_of(
+        tmp_path, checkpoint__every=1, checkpoint__in_memory_every=1, checkpoint__in_memory_dir=str(tmp_path)
+    )
     assert not list(memory_findings(config.checkpoint, 1, 1000))
     monkeypatch.setattr(host_limits, "_free_bytes", lambda folder: 1 << 10)
     [finding] = memory_findings(config.checkpoint, 2, 1000)

@@ -52,8 +52,8 @@ def test_copies_that_stay_after_93_are_told_of_and_removable(
 ) -> None:
     memory = tmp_path / "memory"
     memory.mkdir()
-    run = {"train__steps": 6, "checkpoint__every": 1000, "checkpoint__memory_every": 1, "train__precision": "fp32"}
-    run |= {"checkpoint__memory_dir": str(memory), "parallel__dp": ranks}
+    run = {"train__steps": 6, "checkpoint__every": 1000, "checkpoint__in_memory_every": 1, "train__precision": "fp32"}
+    run |= {"checkpoint__in_memory_dir": str(memory), "parallel__dp": ranks}
     job = start(job_config(tmp_path, ONE_LAYER, **run, fault__inject=f"nan rank={ranks - 1} step=4"))
     status, out, err = job.end()
     assert status == Exit.DO_NOT_REQUEUE, err

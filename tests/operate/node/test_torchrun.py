@@ -77,7 +77,7 @@ def test_hosts_with_different_secrets_are_named(tmp_path: Path) -> None:
     hosts = [
         Torchrun(
             config,
-            "launch.timeout_s=30",
+            "comm.timeout_s=30",
             "launch.start_timeout_s=30",
             env=shared | {"NODE_RANK": rank, "MEGASCALE_JOB_SECRET": rank * 32},
         )

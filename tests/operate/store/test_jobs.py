@@ -20,7 +20,7 @@ from megascale.record.log_files import folder_key
 from tests.jobs import Job, job_config
 from tests.runs import GPT
 
-STORED = {"observe__store": True, "observe__store_interval_s": 1.0, "train__eval_every": 3}
+STORED = {"observe__event_store": True, "observe__store_interval_s": 1.0, "train__eval_every": 3}
 
 
 def query(job: Job, sql: str) -> list[tuple[Any, ...]]:
@@ -32,7 +32,7 @@ def left_logs() -> list[Path]:
 
 
 def test_each_row_is_stored_once_however_many_launchers_share_the_host(tmp_path: Path) -> None:
-    config = job_config(tmp_path, GPT, parallel__tp=2, train__steps=4, observe__store=True)
+    config = job_config(tmp_path, GPT, parallel__tp=2, train__steps=4, observe__event_store=True)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     place = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}

@@ -67,7 +67,7 @@ def test_the_findings_are_those_of_a_folder(bucket: FailingStore, tmp_path: Path
 
 @pytest.mark.slow
 def test_a_job_keeps_its_events_there(bucket: FailingStore, tmp_path: Path) -> None:
-    stored = {"observe__store": True, "observe__store_dir": "s3://bucket/jobs", "observe__store_interval_s": 1.0}
+    stored = {"observe__event_store": True, "observe__store_dir": "s3://bucket/jobs", "observe__store_interval_s": 1.0}
     job = Job(job_config(tmp_path, GPT, train__steps=6, **stored))
     status, _, err = job.end()
     assert status == 0, err

@@ -32,7 +32,12 @@ NO_DATA_HERE = (
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     """A server that scrapes a job of the local launcher, "test", and one of `megascale launch`, "launched"."""
     folder = tmp_path_factory.mktemp("prometheus")
-    settings = {"observe__store": True, "train__steps": 10**6, "checkpoint__every": 20, "observe__metrics_port": 19500}
+    settings = {
+        "observe__event_store": True,
+        "train__steps": 10**6,
+        "checkpoint__every": 20,
+        "observe__metrics_port": 19500,
+    }
     (folder / "launch").mkdir()
     configs = (
         job_config(folder, GPT, parallel__tp=2, parallel__pp=2, **settings),

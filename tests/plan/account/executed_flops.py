@@ -71,7 +71,7 @@ def _computed_scores(config: RunConfig, core: AttentionCore, cp_rank: int) -> It
         everything: list[Spans] = [(TokenSpan(0, s),)]
         keys = everything if p.cp_mode == "allgather" else [shard.joined(first, p.cp_heads) for first in firsts]
         pairs = [(shard.joined(cp_rank - cp_rank % p.cp_heads, p.cp_heads), keys)]
-    within = starts if config.data.mask == "document" else None
+    within = starts if config.data.attention_mask == "document" else None
     for queries, keys in pairs:
         blocks = (block for spans in keys for block in mask_blocks(queries, spans, core.window, within, s))
         yield sum(

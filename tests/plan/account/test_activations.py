@@ -33,7 +33,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"train__precision": "fp32", "model__block": "sandwich", "model__norm": "rmsnorm_1p", "model__dropout": 0.1},
     {"train__precision": "bf16", "model__block": "post_norm", "model__logit_softcap": 30.0},
     {"train__precision": "bf16", "model__block": "parallel_two_norms", "model__embedding_scale": 4.0},
-    {"train__precision": "fp8", "fp8__recipe": "tensorwise", "fp8__bf16_last": 1},
+    {"train__precision": "fp8", "fp8__recipe": "tensorwise", "fp8__last_layers_bf16": 1},
     {"train__precision": "fp8", "fp8__recipe": "tensorwise", "model__block": "post_norm"},
     {"train__precision": "fp8", "fp8__recipe": "rowwise", "model__block": "parallel_two_norms"},
     {"train__precision": "fp8", "fp8__recipe": "rowwise", "model__block": "parallel"},
@@ -47,7 +47,7 @@ TILED = [
     ("none", {"train__precision": "bf16", "model__block": "parallel_two_norms"}),
     ("none", {"train__precision": "fp32", "model__block": "sandwich", "model__norm": "rmsnorm_1p"}),
     ("none", {"train__precision": "bf16", "model__block": "post_norm"}),
-    ("norm", {"train__precision": "fp8", "fp8__recipe": "mu_unit", "fp8__bf16_last": 1}),
+    ("norm", {"train__precision": "fp8", "fp8__recipe": "static", "fp8__last_layers_bf16": 1}),
 ]
 SIZES = {"hidden_size": 128, "ffn_size": 256, "seq_length": 128, "num_layers": 3}
 

@@ -26,7 +26,7 @@ from tests.plan.account.executed_flops import rank_flops
 from tests.runs import GPT, LLAMA, config_of, settings
 
 SIZES = {"hidden_size": 256, "num_heads": 8, "seq_length": 700, "vocab_size": 512}
-WITHIN = {"data__mask": "document", "data__document_length": 150}
+WITHIN = {"data__attention_mask": "document", "data__document_length": 150}
 
 
 def configure(model: dict[str, Any], folder: Path, **keys: Any) -> RunConfig:
@@ -55,7 +55,7 @@ def test_a_row_of_documents_has_the_flops_of_each(window: Any, tmp_path: Path) -
 
 
 def test_without_an_expected_length_whole_rows_are_the_upper_bound(tmp_path: Path) -> None:
-    plain, open_ended = configure(GPT, tmp_path), configure(GPT, tmp_path, data__mask="document")
+    plain, open_ended = configure(GPT, tmp_path), configure(GPT, tmp_path, data__attention_mask="document")
     assert expected_documents(plain.model, plain.data) == expected_documents(open_ended.model, open_ended.data) == [700]
     assert expected_scores(plain.model, plain.data) == scores_per_token(plain.model)
     within = configure(GPT, tmp_path, **WITHIN)

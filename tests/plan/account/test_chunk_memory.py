@@ -56,7 +56,7 @@ def test_short_sequences_need_no_store(config: RunConfig) -> None:
 def test_a_run_in_chunks_equals_its_dry_run(tmp_path: Path) -> None:
     """FLOPs and communication exactly; memory, of which transient bytes are a bound, within 15%."""
     sizes = {"hidden_size": 512, "num_heads": 8, "num_kv_heads": 4, "ffn_size": 1024, "vocab_size": 1000}
-    keys = {"data__chunk_tokens": 512, "batch__global": 1, "parallel__pp": 2, "train__precision": "bf16"}
+    keys = {"data__sequence_chunk_tokens": 512, "batch__global": 1, "parallel__pp": 2, "train__precision": "bf16"}
     model = LLAMA | sizes | {"seq_length": 1536, "num_layers": 2}
     run = config_of(settings(model, tmp_path, **keys), tmp_path)
     for rank in range(2):

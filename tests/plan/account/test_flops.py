@@ -83,7 +83,7 @@ RECOMPUTE |= {f"{name} and tiles": RECOMPUTE[name] | {"train__mlp_tiles": 4} for
 
 def test_tiles_recompute_all_but_the_last_gemm_of_the_mlp(tmp_path) -> None:
     """Whatever chunks are recomputed; by hand for a GPT model without grouped heads and with f = 4 h."""
-    layout = {"parallel__pp": 2, "parallel__vpp": 2, "train__recompute": "full", "train__recompute_chunks": [0]}
+    layout = {"parallel__pp": 2, "parallel__vpp": 2, "train__recompute": "full", "train__recompute_model_chunks": [0]}
     config = config_of(settings(FAMILIES["gpt"], tmp_path, train__mlp_tiles=2), tmp_path)
     chunked = config_of(settings(FAMILIES["gpt"], tmp_path, train__mlp_tiles=2, **layout), tmp_path)
     l, h, s = 4, 32, 16  # noqa: E741
@@ -102,8 +102,8 @@ def test_hardware_flops_by_the_share_of_layers(tmp_path) -> None:
     for recompute in ("selective", "full"):
         full = recomputed(train__recompute=recompute)
         assert full > 0
-        assert recomputed(train__recompute=recompute, train__recompute_chunks=[0]) == pytest.approx(3 / 7 * full)
-        assert recomputed(train__recompute=recompute, train__recompute_chunks=[1]) == pytest.approx(4 / 7 * full)
+        assert recomputed(train__recompute=recompute, train__recompute_model_chunks=[0]) == pytest.approx(3 / 7 * full)
+        assert recomputed(train__recompute=recompute, train__recompute_model_chunks=[1]) == pytest.approx(4 / 7 * full)
 
 
 def test_full_recomputation_by_hand() -> None:
@@ -152,7 +152,7 @@ def test_windows_of_recomputed_chunks(tmp_path) -> None:
     layout = {"parallel__pp": 2, "parallel__vpp": 2, "model__window": [4, 4, 0, 0], "train__recompute": "selective"}
 
     def recomputed(chunk: int) -> tuple[float, float]:
-        tree = settings(FAMILIES["gpt"], tmp_path, **layout, train__recompute_chunks=[chunk])
+        tree = settings(FAMILIES["gpt"], tmp_path, **layout, train__recompute_model_chunks=[chunk])
         config = config_of(tree, tmp_path)
         hardware, model = hardware_flops(config), token_flops(config.model)
         return hardware.full - model.full, hardware.causal - model.causal

@@ -126,7 +126,7 @@ def test_flops_traffic_and_memory_equal_the_dry_run(case: tuple[str, str], tmp_p
 
 def test_fp8_selects_the_linear_layers(tmp_path: Path) -> None:
     sizes = {"model__hidden_size": 128, "model__ffn_size": 256, "model__num_kv_heads": 4}
-    config = small(tmp_path, train__precision="fp8", fp8__bf16_first=0, fp8__bf16_last=0, **sizes)
+    config = small(tmp_path, train__precision="fp8", fp8__first_layers_bf16=0, fp8__last_layers_bf16=0, **sizes)
     names = {"attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"}
     expected = {
         f"layers.{layer}.{name}.weight"

@@ -21,7 +21,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ulysses, repeated heads": (GROUPED, {"cp": 4, "cp_mode": "ulysses"}),
     "ring": (GPT | WIDE, {"cp": 4, "cp_mode": "ring"}),
     "allgather": (GPT | WIDE, {"cp": 2, "cp_mode": "allgather"}),
-    "usp, tp": (GROUPED, {"cp": 4, "cp_mode": "usp", "cp_ulysses": 2, "tp": 2, "sp": True}),
+    "usp, tp": (GROUPED, {"cp": 4, "cp_mode": "usp", "cp_a2a_size": 2, "tp": 2, "sp": True}),
 }
 
 

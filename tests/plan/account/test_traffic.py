@@ -21,7 +21,7 @@ from tests.runs import FAMILIES, build_run, config_of, settings, traffic_of
 from tests.worlds import run_world
 
 WIDE = {"num_layers": 1, "hidden_size": 1024, "ffn_size": 2048, "seq_length": 1024, "num_kv_heads": 4}
-ALL_FP8 = {"train__precision": "fp8", "fp8__bf16_first": 0, "fp8__bf16_last": 0}
+ALL_FP8 = {"train__precision": "fp8", "fp8__first_layers_bf16": 0, "fp8__last_layers_bf16": 0}
 NORMED_BLOCKS = ("sandwich", "post_norm", "parallel_two_norms")
 CASES: dict[str, dict[str, Any]] = {
     "tp": {},
@@ -87,8 +87,8 @@ def test_messages_go_up_and_down_the_pipeline(tmp_path: Path) -> None:
     ("more", "count"),
     [
         ({}, 6),
-        ({"data__mask": "document", "data__document_length": 8}, 8),
-        ({"data__mask": "document", "data__document_length": 8, "model__window": [4, 0]}, 10),
+        ({"data__attention_mask": "document", "data__document_length": 8}, 8),
+        ({"data__attention_mask": "document", "data__document_length": 8, "model__window": [4, 0]}, 10),
         ({"train__noise_scale_every": 1}, 9),
         ({"batch__rampup": [4, 4, 16]}, 7),
     ],

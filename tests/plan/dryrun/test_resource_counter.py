@@ -37,7 +37,12 @@ def test_full_gradients_are_gradients(tmp_path: Path) -> None:
 
 
 def test_fp8_weights_are_parameters(tmp_path: Path) -> None:
-    fp8 = {"train__precision": "fp8", "fp8__recipe": "tensorwise", "fp8__bf16_first": 0, "fp8__bf16_last": 0}
+    fp8 = {
+        "train__precision": "fp8",
+        "fp8__recipe": "tensorwise",
+        "fp8__first_layers_bf16": 0,
+        "fp8__last_layers_bf16": 0,
+    }
     tree = settings(SIZES, tmp_path, **fp8)
     from megascale.plan.dryrun.dry_run import dry_run
 

@@ -81,9 +81,9 @@ def all_legal(space: Space) -> set[Layout]:
         {},
         {"parallel": {"sp": True, "tp": 3, "zero": 2}},
         {"parallel": {"pp": 2, "vpp": 3, "layers_per_chunk": [0, 1, 1, 1, 1, 1]}},
-        {"parallel": {"pp": 2, "vpp": 2}, "train": {"recompute": "full", "recompute_chunks": [1]}},
+        {"parallel": {"pp": 2, "vpp": 2}, "train": {"recompute": "full", "recompute_model_chunks": [1]}},
         {"train": {"precision": "fp8", "recompute": "selective", "recompute_ops": ["norm"]},
-         "fp8": {"bf16_first": 0, "bf16_last": 0}, "model": {"seq_length": 24}},
+         "fp8": {"first_layers_bf16": 0, "last_layers_bf16": 0}, "model": {"seq_length": 24}},
         {"batch": {"global": 24, "rampup": [12, 6, 60]}},
     ],
     ids=["plain", "sp", "cut", "chunks", "fp8", "ramp-up"],
@@ -128,10 +128,10 @@ def test_a_space_has_all_ways_of_sharing_sequences() -> None:
 
 
 def test_ways_of_sharing_sequences_can_be_fixed() -> None:
-    shared = {"cp": 6, "cp_mode": "usp", "cp_ulysses": 3}
+    shared = {"cp": 6, "cp_mode": "usp", "cp_a2a_size": 3}
     config = config_of(model={"seq_length": 36}, parallel=shared)
     layouts = all_of(Space(config, DEVICES, frozenset(f"parallel.{key}" for key in shared)))
-    assert {(layout.cp, layout.cp_mode, layout.cp_ulysses) for layout in layouts} == {(6, "usp", 3)}
+    assert {(layout.cp, layout.cp_mode, layout.cp_a2a_size) for layout in layouts} == {(6, "usp", 3)}
     assert {layout.micro for layout in layouts} > {2, 4}  # also where a smaller cp would do
 
 

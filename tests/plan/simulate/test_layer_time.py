@@ -140,7 +140,7 @@ def test_linear_layers_of_a_group_share_collectives() -> None:
 
 
 def test_fp8_times_apply_to_fp8_layers_only() -> None:
-    config = config_of("train.precision=fp8", "fp8.bf16_first=1", "fp8.bf16_last=0")
+    config = config_of("train.precision=fp8", "fp8.first_layers_bf16=1", "fp8.last_layers_bf16=0")
     first, *others = (
         pair.forward.gemm for pair in chunk_times(LayerTimes.from_config(config, HARDWARE, STACK)).values()
     )

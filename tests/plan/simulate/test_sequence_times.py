@@ -38,7 +38,10 @@ def test_windows_make_attention_linear() -> None:
 
 
 def test_a_document_length_of_the_run_does_not_cut_sequences() -> None:
-    assert times_of("data.mask=document", "data.document_length=512").work == times_of("data.mask=document").work
+    assert (
+        times_of("data.attention_mask=document", "data.document_length=512").work
+        == times_of("data.attention_mask=document").work
+    )
 
 
 def test_a_ring_hides_its_messages_under_attention_of_long_sequences() -> None:

@@ -39,9 +39,9 @@ def run(options: argparse.Namespace) -> int:
     config = options.folder / "chaos.toml"
     config.write_text(without_data((ROOT / "configs/quickstart.toml").read_text(encoding="utf-8")), encoding="utf-8")
     settings = [
-        f"name={name}", f"observe.dir={options.folder}", "data.mock=true", f"train.steps={options.steps}",
+        f"name={name}", f"output_dir={options.folder}", "data.mock=true", f"train.steps={options.steps}",
         "optimizer.warmup_steps=1", "train.log_every=1", "train.eval_every=0", "checkpoint.every=1000",
-        "checkpoint.memory_every=1", "checkpoint.replicate=true", f"fault.inject={'; '.join(FAULTS)}",
+        "checkpoint.in_memory_every=1", "checkpoint.replicate=true", f"fault.inject={'; '.join(FAULTS)}",
     ]  # fmt: skip
     command = [sys.executable, "-m", "megascale", "launch", str(config), *settings]
     print("faults:", *FAULTS, sep="\n  ", flush=True)

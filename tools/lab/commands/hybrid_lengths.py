@@ -75,7 +75,7 @@ def ways(options: argparse.Namespace) -> dict[str, Settings]:
     return {
         "ring": cp,
         "ulysses": cp | {"parallel.cp_mode": '"ulysses"'},
-        "hybrid": cp | {"parallel.cp_mode": '"hybrid"', "data.max_tokens_per_rank": rank_tokens},
+        "hybrid": cp | {"parallel.hybrid_dp": "true", "data.max_tokens_per_rank": rank_tokens},
     }
 
 
@@ -109,8 +109,12 @@ def train(
     folder.mkdir()
     common = {key: value for key, value in COMMON_SETTINGS.items() if key != "data.mock"} | MODEL
     common |= {"model.vocab_size": str(VOCABULARY), "model.seq_length": str(options.longest), "batch.micro": "1"}
-    common |= {"batch.global": str(options.batch), "train.steps": str(options.steps), "data.mask": '"document"'}
-    common |= {"name": '"run"', "observe.dir": json.dumps(str(folder)), "data.train": json.dumps(str(prefix))}
+    common |= {
+        "batch.global": str(options.batch),
+        "train.steps": str(options.steps),
+        "data.attention_mask": '"document"',
+    }
+    common |= {"name": '"run"', "output_dir": json.dumps(str(folder)), "data.train": json.dumps(str(prefix))}
     write_text(folder / "run.toml", settings_to_toml(common | keys))
     ends = run_torchrun(testbed, 1, ["-m", "megascale", "train", str(folder / "run.toml")])
     if failed := [end for end in ends if end.status]:

@@ -57,7 +57,7 @@ decay = "constant"
 mock = true
 [checkpoint]
 every = 20
-memory_every = 1
+in_memory_every = 1
 retry_timeout_s = 15
 [observe]
 tensorboard = false
@@ -124,7 +124,7 @@ def launch(folder: Path, chance: random.Random, *settings: str) -> Iterator[Job]
     config = folder.with_suffix(".toml")
     config.write_text(CONFIG, encoding="utf-8")
     command = [sys.executable, "-m", "megascale", "launch", str(config), f"name={folder.name}"]
-    command += [f"observe.dir={folder.parent}", *settings, "--nodes", "2"]
+    command += [f"output_dir={folder.parent}", *settings, "--nodes", "2"]
     parent = os.getpid()
     with open(folder.with_suffix(".log"), "wb") as log:
         launcher = subprocess.Popen(
@@ -172,7 +172,7 @@ def lose_folder(folder: Path, chance: random.Random, undisturbed: Undisturbed) -
     how = chance.choice(["renamed", "unmounted", "removed", "checkpoints removed"])
     copies = chance.random() < 0.5
     kept, mounted = folder.with_name(f"{folder.name}-kept"), how == "unmounted"
-    settings = [] if copies else ["checkpoint.memory_every=0"]
+    settings = [] if copies else ["checkpoint.in_memory_every=0"]
     disk = small_disk(folder, DISK_BYTES) if mounted else contextlib.nullcontext()
     with disk, launch(folder, chance, *settings) as job:
         step = job.await_moment(22, 60)  # after the first checkpoint

@@ -58,7 +58,7 @@ def train(options: argparse.Namespace, rule: str, dp: int) -> tuple[float, float
         keys = COMMON_SETTINGS | MODEL | {"parallel.dp": str(dp), "optimizer.name": f'"{rule}"', "batch.micro": "1"}
         keys |= {"batch.global": str(options.tokens // 256), "train.steps": str(options.steps), "name": '"run"'}
         config = Path(scratch) / "run.toml"
-        write_text(config, settings_to_toml(keys | {"observe.dir": json.dumps(scratch)}))
+        write_text(config, settings_to_toml(keys | {"output_dir": json.dumps(scratch)}))
         done = subprocess.run(
             [sys.executable, "-m", "megascale", "train", str(config)], capture_output=True, text=True, check=False
         )

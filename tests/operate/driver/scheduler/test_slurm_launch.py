@@ -21,7 +21,8 @@ pytestmark = pytest.mark.slow
 SECONDS = 300
 TWO = {
     "parallel__dp": 2, "parallel__zero": 1, "train__precision": "fp32", "train__steps": 60,
-    "checkpoint__every": 10, "checkpoint__memory_every": 1, "checkpoint__replicate": True, "fault__agent_grace_s": 8.0,
+    "checkpoint__every": 10, "checkpoint__in_memory_every": 1, "checkpoint__replicate": True,
+    "fault__agent_grace_s": 8.0,
 }  # fmt: skip
 
 
@@ -39,7 +40,7 @@ class Training:
     def __init__(self, slurm: Slurm, folder: Path, spares: int = 1, **overrides: object) -> None:
         self.slurm = slurm
         self.folder = folder / "job"
-        config = job_config(self.folder, GPT, **TWO, **overrides, checkpoint__memory_dir=str(folder / "memory"))
+        config = job_config(self.folder, GPT, **TWO, **overrides, checkpoint__in_memory_dir=str(folder / "memory"))
         words = [f"--nodes={2 + spares}", "--time=30", "--job-name=training", str(SCRIPT), config.name, "--nodes", "2"]
         env = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
         self.first = slurm.submit(*words, "--spares", str(spares), folder=self.folder, env=env)

@@ -24,7 +24,7 @@ SECONDS = 240
 @pytest.mark.skipif(bool(missing()), reason=missing())
 def test_a_host_without_a_link_is_replaced(tmp_path: Path) -> None:
     expected = undisturbed(tmp_path)
-    config = job_config(tmp_path / "job", GPT, **TWO, checkpoint__memory_dir=str(tmp_path / "memory"))
+    config = job_config(tmp_path / "job", GPT, **TWO, checkpoint__in_memory_dir=str(tmp_path / "memory"))
     run, output = tmp_path / "job" / "runs" / "test", tmp_path / "output"
     launch = [sys.executable, "-m", "megascale", "launch", str(config), "--nodes", "2", "--spares", "1"]
 

@@ -25,7 +25,7 @@ from tests.runs import GPT
 
 pytestmark = [pytest.mark.slow, needs_chromium]
 
-LAYOUT = {"parallel__tp": 2, "parallel__pp": 2, "train__precision": "fp32", "observe__store": True}
+LAYOUT = {"parallel__tp": 2, "parallel__pp": 2, "train__precision": "fp32", "observe__event_store": True}
 TITLES = ("Overview", "Heat map", "Ranks", "Timeline", "MFU", "Memory", "Incidents")
 
 
