@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Write the reference tables of hand-written pages, between markers, from the code that they describe.
 
-A page marks the place of a table with two comments: `<!-- table: NAME -->` and `<!-- end -->`. `make docs` fills all of
-them. `--check` writes nothing, and exits with status 1 if a page is out of date.
+A page marks the place of a table with two comments: `<!-- NAME: begin -->` and `<!-- NAME: end -->`. `make docs` fills
+the tables of all pages. `--check` writes nothing, and exits with status 1 if a page is out of date.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megascale.operate.store.ready_queries import READY_QUERIES  # noqa: E402
 from megascale.operate.store.schema import schema_page  # noqa: E402
 from tools.config_reference import rendered  # noqa: E402
 
-MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
+MARKED = re.compile(r"(<!-- ([\w-]+): begin -->\n).*?(<!-- \2: end -->\n)", re.DOTALL)
 
 RECORDS = {
     "StepMetrics": "a logged step",
@@ -58,13 +58,21 @@ def main() -> int:
 
 def pages() -> list[Path]:
     """List the pages with tables."""
-    return [page for page in sorted((ROOT / "docs").glob("*.md")) if MARKED.search(page.read_text(encoding="utf-8"))]
+    return [page for page in sorted((ROOT / "docs").glob("*.md")) if tables_of(page.read_text(encoding="utf-8"))]
+
+
+def tables_of(text: str) -> list[str]:
+    """List the tables of a page's text; other tools have marks of other names."""
+    return [name for _, name, _ in MARKED.findall(text) if name in TABLES]
 
 
 def filled(page: Path) -> str:
-    """Return the text of a page with current tables. Raises: KeyError for a table that no function makes"""
-    text = page.read_text(encoding="utf-8")
-    return MARKED.sub(lambda marked: f"{marked[1]}{TABLES[marked[2]]().strip()}\n{marked[3]}", text)
+    """Return the text of a page with current tables."""
+
+    def current(marked: re.Match[str]) -> str:
+        return f"{marked[1]}{TABLES[marked[2]]().strip()}\n{marked[3]}" if marked[2] in TABLES else marked[0]
+
+    return MARKED.sub(current, page.read_text(encoding="utf-8"))
 
 
 def ready_queries() -> str:

@@ -13,13 +13,9 @@ import pytest
 from megascale.operate.store.schema import TABLES as STORE_TABLES
 from megascale.record import metrics
 from tools import reference_tables
-from tools.reference_tables import MARKED, ROOT, TABLES, main, pages
+from tools.reference_tables import MARKED, ROOT, TABLES, main, pages, tables_of
 
-MARKER = re.compile(r"<!-- (?:table: |end )")
-
-
-def tables_of(text: str) -> list[str]:
-    return [name for _, name, _ in MARKED.findall(text)]
+MARKER = re.compile(r"<!-- [\w-]+: (?:begin|end) -->")
 
 
 def test_the_pages_are_current(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,7 +31,7 @@ def test_each_table_stands_on_one_page() -> None:
 def test_no_marker_is_left_open() -> None:
     for page in (ROOT / "docs").rglob("*.md"):
         text = page.read_text(encoding="utf-8")
-        assert len(MARKER.findall(text)) == 2 * len(tables_of(text)), page
+        assert len(MARKER.findall(text)) == 2 * len(MARKED.findall(text)), page
 
 
 def test_a_page_out_of_date_is_status_1_and_is_not_touched(
@@ -43,7 +39,7 @@ def test_a_page_out_of_date_is_status_1_and_is_not_touched(
 ) -> None:
     monkeypatch.setattr(reference_tables, "ROOT", tmp_path)
     monkeypatch.setattr(reference_tables, "TABLES", {"numbers": lambda: "| 1 |"})
-    page, text = tmp_path / "docs" / "page.md", "# Page\n\n<!-- table: numbers -->\n| 0 |\n<!-- end -->\n\nMore.\n"
+    page, text = tmp_path / "docs" / "page.md", "# Page\n\n<!-- numbers: begin -->\n| 0 |\n<!-- numbers: end -->\n\nMore.\n"
     page.parent.mkdir()
     page.write_text(text)
     monkeypatch.setattr(sys, "argv", ["reference_tables.py", "--check"])
