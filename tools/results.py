@@ -24,6 +24,9 @@ from megascale.core.process import usable_cores
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
 
+ELSEWHERE = "in the table|not recorded"
+"""Words in place of a command or commit: rows of the tables have their own, or the measurement left none."""
+
 ROWS = ("command", "commit", "machine", "date")
 """Rows of the first table of a page of results."""
 
@@ -48,6 +51,45 @@ def write_page(name: str, title: str, measured: str, parts: Sequence[str], comma
     text = "\n\n".join([f"# {title}", measured, "\n".join(["| | |", "|---|---|", *rows]), *map(str.strip, parts)])
     write_text(page, text + "\n")
     return page
+
+
+def fill(page: Path, name: str, content: str) -> None:
+    """Write the region `name` of a page atomically, and on a page of results commit, machine and date of now.
+
+    Raises: ValueError if the page lacks the region's markers
+    """
+    text = filled(page.read_text(encoding="utf-8") if page.is_file() else "", name, content, page)
+    if page.parent == RESULTS:
+        for row, value in (("commit", commit()), ("machine", machine()), ("date", today())):
+            text = re.sub(rf"^\| {row} \|.*\|$", f"| {row} | {value} |", text, count=1, flags=re.MULTILINE)
+    write_text(page, text)
+
+
+def check_region(page: Path, name: str) -> None:
+    """Check that a page has a region, before a long measurement.
+
+    Raises: ValueError if the page lacks the markers
+    """
+    filled(page.read_text(encoding="utf-8") if page.is_file() else "", name, "", page)
+
+
+def filled(text: str, name: str, content: str, page: Path) -> str:
+    """Return the text of a page with content between the markers of a region.
+
+    Raises: ValueError if the page lacks the markers
+    """
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise ValueError(f"{page}: no lines {begin} and {end}: add both lines where the table should be")
+    return f"{before}{begin}\n{content}\n{end}{after}"
+
+
+def pipes(*rows: Sequence[str]) -> list[str]:
+    """Format a Markdown table; the first row is its head."""
+    head, *body = ([cell.replace("|", "\\|") for cell in row] for row in rows)
+    return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *body)]
 
 
 def own_command() -> str:
@@ -92,7 +134,12 @@ def read_heading(page: Path) -> Heading:
     if not found:
         raise ValueError(f"{page.name}: no title, sentence and table of {', '.join(ROWS)} at its beginning")
     rows = dict(re.findall(r"^\| *(.+?) *\| *(.*?) *\|$", found[3], re.MULTILINE))
-    wanted = {"command": r"`[^`]+`", "commit": r"\b[0-9a-f]{7,}\b", "machine": r"\w", "date": r"\b20\d\d-\d\d-\d\d\b"}
+    wanted = {
+        "command": rf"`[^`]+`|{ELSEWHERE}",
+        "commit": rf"\b[0-9a-f]{{7,}}\b|{ELSEWHERE}",
+        "machine": r"\w",
+        "date": r"\b20\d\d-\d\d-\d\d\b",
+    }
     if bad := [row for row, pattern in wanted.items() if not re.search(pattern, rows.get(row, ""))]:
         raise ValueError(f"{page.name}: no {', '.join(bad)} in its first table")
     return Heading(found[1], found[2].replace("\n", " "), tuple(re.findall(r"`([^`]+)`", rows["command"])))
@@ -111,15 +158,19 @@ def main() -> int:
     parser.add_argument("name", help="of the page, docs/results/NAME.md")
     parser.add_argument("--title", help="of a new page")
     parser.add_argument("--measured", help="a sentence: what a new page measures")
-    parser.add_argument("command", nargs="*", help="what measures, for a new page")
-    options = parser.parse_args()
+    words, command = sys.argv[1:], list[str]()
+    if "--" in words:
+        words, command = words[: words.index("--")], words[words.index("--") + 1 :]
+    options = parser.parse_args(words)
     try:
-        if options.command:
+        if command:
             if not (options.title and options.measured):
                 raise ValueError("a new page needs --title and --measured")
-            heading = Heading(options.title, options.measured, (shlex.join(options.command),))
+            heading = Heading(options.title, options.measured, (shlex.join(command),))
         else:
             heading = read_heading(RESULTS / f"{options.name}.md")
+            if not heading.commands:
+                raise ValueError(f"{options.name}: the page names no command")
         parts = [output(command) for command in heading.commands]
     except (ValueError, OSError, subprocess.CalledProcessError) as error:
         print(error, file=sys.stderr)

@@ -115,7 +115,8 @@ def prose_blocks(text: str) -> Iterator[str]:
     text = CODE.sub("\n\n", GENERATED.sub("\n\n", text))
     for block in re.split(r"\n\s*\n|\n\s*[-*] |\n\s*\d+\. ", text):
         lines = [line.strip() for line in block.splitlines() if not line.lstrip().startswith(("|", "#"))]
-        if prose_words(joined := " ".join(lines)):
+        joined = re.sub(r"^(?:[-*+>]|\d+\.) +", "", " ".join(lines).strip())
+        if prose_words(joined):
             yield joined
 
 

@@ -84,8 +84,9 @@ def test_what_the_documents_do_with_its_checkpoints_works(made: tuple[Path, str]
     for words in bash_lines(ROOT / "docs/checkpointing.md"):
         done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
         assert done.returncode == (1 if "diff" in words else 0), (words, done.stderr)
-    last = json.loads((folder / "runs/tuned/metrics.jsonl").read_text().splitlines()[-1])
-    assert last["step"] == 20
+    metrics = folder / "runs/quickstart-120/metrics.jsonl"
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert min(steps) > 120 and max(steps) == 130
 
 
 def test_what_the_documents_train_trains(made: tuple[Path, str]) -> None:
