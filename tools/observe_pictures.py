@@ -1,4 +1,4 @@
-"""The examples of docs/observability.md: what the commands print about the paper's two stories, and about a loss that
+"""The examples of docs/slow-runs.md: what the commands print about the paper's two stories, and about a loss that
 spikes in a real run; and the pictures of docs/pictures.
 """
 
@@ -103,9 +103,9 @@ def decay_chart(fleet: Fleet) -> str:
         np.arange(1.0, len(spread) + 1), FLOPS / PEAK_FLOPS / fleet.seconds, spread / fleet.seconds))  # fmt: skip
     series = [
         Series("MFU", steps, mfu, GREEN),
-        Series("spread of the entries into the last reduction, as a share of the step", steps, share, ORANGE),
+        Series("spread of the entries into the last gradient reduction, of the step", steps, share, ORANGE),
     ]
-    return line_chart("MFU falls: ranks pause in turn", series, (), lambda value: f"{100 * value:.0f}%")
+    return line_chart("MFU and share of the step", series, (), lambda value: f"{100 * value:.0f}%")
 
 
 def spike_chart(folder: Path) -> str:
@@ -129,8 +129,9 @@ def spike_chart(folder: Path) -> str:
         read = run_quietly("data", "samples", str(folder / "spike"), "--step", step)
         print(f"\n$ megascale data samples RUN --step {step}\n{read}")
     steps, values = (np.array(column) for column in zip(*losses, strict=True))
-    marks = [Mark(int(record["step"]), "!", "") for record in alerts if record["alert"] == "loss"]
-    return line_chart("loss, with alerts", [Series("loss", steps, values, GREEN)], marks, lambda value: f"{value:.3g}")
+    marks = [Mark(int(record["step"]), "", "") for record in alerts if record["alert"] == "loss"]
+    title = "training loss, logarithmic; dashed: alerts"
+    return line_chart(title, [Series("loss", steps, values, GREEN)], marks, lambda value: f"{value:g}", log=True)
 
 
 def run_quietly(*words: str) -> str:

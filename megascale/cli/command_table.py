@@ -64,7 +64,7 @@ COMMANDS = {
     "doctor nodes": Command(
         "compare the nodes of a job and the links between them, to find the bad one",
         "doctor nodes --processes 3",
-        "docs/diagnose.md",
+        "docs/node-checks.md",
     ),
     "train": Command(
         "train as a rank of torchrun or srun, or launch the ranks on this host",

@@ -272,7 +272,7 @@ class ObserveConfig(Section):
     )
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = Field(
         0,
-        description="first port for [Prometheus' metrics](observability.md#metrics-and-alerts): the launcher, or the "
+        description="first port for [Prometheus' metrics](metrics.md#prometheus): the launcher, or the "
         "driver and each agent, serve them at the first free one of 32; 0: none",
     )
     metrics_address: str = Field(
