@@ -49,7 +49,7 @@ def faults(steps: int) -> tuple[str, ...]:
 def main() -> int:
     """Run the demonstration. Exit status: 0 if the commands name all three."""
     parser = CommandParser(
-        "tools/demo_observe.py", __doc__ or "", "python tools/demo_observe.py --steps 40", "docs/observability.md"
+        "tools/demo_observe.py", __doc__ or "", "python tools/demo_observe.py --steps 40", "docs/slow-runs.md"
     )
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="folder of the run (default: runs)")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"step in which a rank hangs (default: {STEPS})")

@@ -79,12 +79,12 @@ COMMANDS = {
     "watch": Command(
         "show the live state of every rank of a run in the terminal, or attach to a job of torchrun or srun",
         "watch runs/quickstart",
-        "docs/observability.md",
+        "docs/watch.md",
     ),
     "diagnose": Command(
         "say whether a run hangs, which rank the others wait for, and why; what slows it; where its MFU goes",
         "diagnose runs/quickstart --slow",
-        "docs/observability.md",
+        "docs/slow-runs.md",
     ),
     "trace": Command(
         "merge the event logs of a run's ranks into one timeline for Perfetto",
@@ -94,12 +94,12 @@ COMMANDS = {
     "events": Command(
         "query a run's event store: every event, step and state of every rank",
         "events runs/quickstart slowest-ranks",
-        "docs/observability.md",
+        "docs/event-store.md",
     ),
     "dashboard": Command(
         "show runs as a web page, or write one as an HTML file: curves, heat map, timeline, every rank",
         "dashboard runs/quickstart --file quickstart.html",
-        "docs/observability.md",
+        "docs/watch.md",
     ),
     "data": Command(
         "prepare and inspect token datasets",

@@ -19,7 +19,7 @@ from megascale.config.hints import unknown_key_hint, unsupported, value_hint
 from megascale.config.model import DERIVED_FROM, ModelConfig, fill_defaults
 from megascale.config.renamed import renamed
 from megascale.config.rules import RULES, InvalidValueError, run_rules
-from megascale.config.run import NAME_PATTERN, RunConfig, RunFolder
+from megascale.config.run import NAME_PATTERN, RunConfig, RunKeys
 from megascale.config.section import AUTO, AUTO_AS_NONE, Section
 from megascale.config.toml_reader import Source, Tree, apply_overrides, read_toml
 from megascale.config.world_rules import WORLD_KEYS, world_findings
@@ -74,7 +74,7 @@ def _check_and_resolve(
 def _is_text_key(key: str) -> bool:
     table, _, name = key.rpartition(".")
     field = _keys(sections()[table]).get(name) if table in sections() else None
-    return key in RunFolder.model_fields or (field is not None and _has_text(field.annotation))
+    return key in RunKeys.model_fields or (field is not None and _has_text(field.annotation))
 
 
 def _has_text(annotation: Any) -> bool:
@@ -112,9 +112,9 @@ def _find_problems(
         yield Problem(source.path, "name", "missing", 'name = "my-run" at the top of the file')
     elif not (isinstance(run, str) and NAME_PATTERN.fullmatch(run)):
         yield Problem(source.location("name"), "name", f"{_display_value(run)} cannot name a folder", _NAME_HINT)
-    top = {key: source.tree[key] for key in RunFolder.model_fields if key in source.tree}
-    if wrong := [detail for detail in _validate(RunFolder, top)[0] if detail["loc"] == ("output_dir",)]:
-        yield _problem_of_key(source, RunFolder, "output_dir", top, wrong)
+    top = {key: source.tree[key] for key in RunKeys.model_fields if key in source.tree}
+    if wrong := [detail for detail in _validate(RunKeys, top)[0] if detail["loc"] == ("output_dir",)]:
+        yield _problem_of_key(source, RunKeys, "output_dir", top, wrong)
     checked = {name: section for name, section in valid.items() if name not in skip_sections}
     yield from (_to_problem(source, finding) for finding in run_rules(RULES, checked))
     yield from _shared_folders(source)
