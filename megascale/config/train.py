@@ -268,7 +268,7 @@ class ObserveConfig(Section):
     profile_step: NonNegativeInt = Field(
         0,
         description="step that the first rank of each pipeline stage runs under torch's profiler, so that `megascale "
-        "mfu` tells GEMMs from attention; 0: none",
+        "diagnose --mfu` tells GEMMs from attention; 0: none",
     )
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = Field(
         0,
