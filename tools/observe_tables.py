@@ -45,16 +45,13 @@ def ready_queries() -> list[str]:
 def metrics_keys() -> list[str]:
     """Tabulate the keys of metrics.jsonl: fields of the records' classes, with their docstrings."""
     path = ROOT / "megascale/record/metrics.py"
-    classes = {node.name: node for node in ast.parse(path.read_text(encoding="utf-8")).body if _is_record(node)}
+    nodes = ast.parse(path.read_text(encoding="utf-8")).body
+    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
     lines = list[str]()
     for name, title in RECORDS.items():
         rows = [[f"`{key}`", meaning] for key, meaning in record_fields(classes[name])]
         lines += [*pipes([f"key of {title}", "meaning"], *rows), ""]
     return lines[:-1]
-
-
-def _is_record(node: ast.stmt) -> bool:
-    return isinstance(node, ast.ClassDef) and node.name in RECORDS
 
 
 def record_fields(record: ast.ClassDef) -> Iterator[tuple[str, str]]:
