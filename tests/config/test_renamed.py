@@ -16,7 +16,7 @@ from megascale.config.run import RunConfig, RunFolder
 from megascale.config.toml_writer import config_changes, to_toml
 from megascale.core.errors import ConfigError
 from megascale.operate.show.run_config import read_run_config
-from tests.runs import GPT, config_of, settings, toml, write_config
+from tests.runs import GPT, config_of, settings, write_config
 
 KEYS = {f"{table}.{field.alias or name}" for table, s in sections().items() for name, field in s.model_fields.items()}
 
