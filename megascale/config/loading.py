@@ -18,7 +18,7 @@ from megascale.config.finding import Finding
 from megascale.config.model import DERIVED_FROM, ModelConfig, fill_defaults
 from megascale.config.renamed import renamed
 from megascale.config.rules import RULES, InvalidValueError, run_rules
-from megascale.config.run import NAME_PATTERN, RunConfig, RunFolder
+from megascale.config.run import NAME_PATTERN, RunConfig, TopKeys
 from megascale.config.section import AUTO, AUTO_AS_NONE, Section
 from megascale.config.toml_reader import Source, Tree, apply_overrides, read_toml
 from megascale.config.world_rules import world_findings
@@ -70,7 +70,7 @@ def _check_and_resolve(source: Source, world_size: int | None, skip_sections: Co
 def _is_text_key(key: str) -> bool:
     table, _, name = key.rpartition(".")
     field = _keys(sections()[table]).get(name) if table in sections() else None
-    return key in RunFolder.model_fields or (field is not None and _has_text(field.annotation))
+    return key in TopKeys.model_fields or (field is not None and _has_text(field.annotation))
 
 
 def _has_text(annotation: Any) -> bool:
@@ -106,9 +106,9 @@ def _find_problems(source: Source, world_size: int | None, skip_sections: Collec
         yield Problem(source.path, "name", "missing", 'name = "my-run" at the top of the file')
     elif not (isinstance(run, str) and NAME_PATTERN.fullmatch(run)):
         yield Problem(source.location("name"), "name", f"{_display_value(run)} cannot name a folder", _NAME_HINT)
-    top = {key: source.tree[key] for key in RunFolder.model_fields if key in source.tree}
-    if wrong := [detail for detail in _validate(RunFolder, top)[0] if detail["loc"] == ("output_dir",)]:
-        yield _problem_of_key(source, RunFolder, "output_dir", top, wrong)
+    top = {key: source.tree[key] for key in TopKeys.model_fields if key in source.tree}
+    if wrong := [detail for detail in _validate(TopKeys, top)[0] if detail["loc"] == ("output_dir",)]:
+        yield _problem_of_key(source, TopKeys, "output_dir", top, wrong)
     checked = {name: section for name, section in valid.items() if name not in skip_sections}
     yield from (_to_problem(source, finding) for finding in run_rules(RULES, checked))
     yield from _shared_folders(source)

@@ -21,7 +21,7 @@ from megascale.config.train import HF_PREFIX, BatchConfig, CheckpointConfig, Obs
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")  # valid names of runs, which are folder names
 
 
-class RunFolder(Section):
+class TopKeys(Section):
     """The keys above the sections: the run's folder is `output_dir`/`name`."""
 
     name: Annotated[str, Field(pattern=f"^{NAME_PATTERN.pattern}$")] = Field(
@@ -30,7 +30,7 @@ class RunFolder(Section):
     output_dir: FilePath = Field("runs", description="parent of the run's folder")
 
 
-class RunConfig(RunFolder):
+class RunConfig(TopKeys):
     """A run's name and sections. Frozen; `resolve` returns a copy with all derived values."""
 
     model: ModelConfig
