@@ -5,7 +5,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE # else each process of the tests compiles the package again
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all test-gpu lint format house docs chaos demo-observe bench bench-gpu clean
+.PHONY: help install quickstart test test-all test-gpu lint format house docs results chaos demo-observe bench bench-gpu clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -44,9 +44,13 @@ format: install ## put the code into the house style
 house: install ## measure the structure of the package
 	$(BIN)/python tools/house.py
 
-docs: install ## write the generated pages of docs/, and the Grafana dashboards
+docs: install ## write the generated pages and tables of docs/, and the Grafana dashboards
+	$(BIN)/python tools/page_tables.py
 	$(BIN)/python tools/config_reference.py
 	$(BIN)/python tools/grafana.py
+
+results: install ## measure a page of docs/results again: PAGE=overlap
+	$(BIN)/python tools/results.py $(PAGE)
 
 demo-observe: install ## slow and hang ranks of the quickstart's model, and see who it was
 	$(BIN)/python tools/demo_observe.py
@@ -58,7 +62,7 @@ bench: install ## speed beside the peers, on this machine
 	$(BIN)/python tools/bench/peers.py
 
 bench-gpu: install ## speed on one GPU beside the peers, in bf16 and fp8; SMALL=1 tries it on a CPU
-	$(BIN)/python tools/bench/gpu.py $(if $(SMALL),--small --rounds 1,--install --markdown docs/performance.md)
+	$(BIN)/python tools/bench/gpu.py $(if $(SMALL),--small --rounds 1,--install --markdown docs/results/gpu.md)
 
 clean: ## remove what the commands above made
 	rm -rf .venv build data/quickstart runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,4 +1,4 @@
-"""The compute device: the only file that names CUDA. All other code takes a `Device` as an argument."""
+"""The compute device and its capabilities. Other code takes a `Device`; only kernels name CUDA, too."""
 
 from __future__ import annotations
 

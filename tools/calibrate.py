@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Fit the efficiencies of configs/hardware and configs/stacks to the trusted rows of tools/calibration, and write the
-profiles. Write the errors by source and the worth of every assumption to docs/planning.md.
+profiles. Write the errors by source and the worth of every assumption to docs/results/planner.md.
 
 `--check` only prints the errors of the present profiles; `--assumptions` only updates the assumptions' worth.
 """
@@ -23,9 +23,9 @@ from megascale.config import profile_files
 from megascale.core.files import write_text
 from megascale.plan.account.flops import mfu
 from megascale.plan.simulate import profiles
+from results import fill
 
-PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
-BEGIN, END = "<!-- calibration: begin -->", "<!-- calibration: end -->"
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "planner.md"
 ATTAINED = "\n[attained] # tools/calibrate.py\n"
 
 
@@ -56,7 +56,7 @@ def main() -> None:
     write_text(profile_files.path_of("", "errors"), "\n".join(error_file(rows, left_out)) + "\n")
     fitted = {row.line: fit.known.predicted(row, fit.values) for row in rows}
     page = list(report(rows, fitted, left_out))
-    write_page("\n".join(page))
+    fill(PAGE, "calibration", "\n".join(page))
     write_assumptions(rows)
     print("\n".join([*page, "", *values_table(fit.values)]))
     print(f"{time.monotonic() - began:.0f} s")
@@ -95,13 +95,6 @@ def error_file(rows: Sequence[Row], left_out: Mapping[int, float]) -> Iterator[s
     yield "[measured]"
     for name, group in sorted(grouped(rows, lambda row: row.hardware).items()):
         yield f"{name} = {json.dumps(sorted({stack for row in group for stack in row.stacks}))}"
-
-
-def write_page(text: str) -> None:
-    """Write `text` between the markers of the page."""
-    page = PAGE.read_text(encoding="utf-8")
-    before, _, rest = page.partition(BEGIN)
-    write_text(PAGE, f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
 
 
 def write_assumptions(rows: Sequence[Row]) -> None:

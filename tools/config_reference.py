@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Write docs/configuration.md: keys from the types of the configuration, choices from the catalog.
+"""Write docs/configuration.md from the types of the configuration and the catalog, docs/presets.md, and the table of
+docs/recipes.md.
 
-`--check` writes nothing, and exits with status 1 if the page is out of date.
+`--check` writes nothing, and exits with status 1 if a page is out of date.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import AfterValidator
 from pydantic.fields import FieldInfo
 
+import recipes
 from megascale.catalog.presets import PRESETS
 from megascale.config.injection import KINDS, PHASES
 from megascale.config.loading import sections
@@ -26,16 +28,12 @@ from megascale.config.section import Choice, Section
 from megascale.core.units import format_count
 from megascale.layout.parameters import parameter_count
 
-PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
+DOCS = Path(__file__).parents[1] / "docs"
 
 INTRODUCTION = """\
 # Configuration
 
-`tools/config_reference.py` (`make docs`) writes this page from the types that check a configuration.
-
-A run is one TOML file. `megascale check run.toml` lists every mistake of the file, one line per mistake: place, key,
-problem and hint. The command needs neither GPUs nor torch, starts nothing, and exits with status 2 if there is a
-mistake. `megascale train` makes the same checks before it starts a process.
+Write a run as one TOML file, and check it before you train:
 
 ```toml
 name = "my-run"
@@ -49,6 +47,15 @@ tp = 2
 sp = true
 ```
 
+```
+megascale check run.toml --gpus 64           # every mistake: place, key, problem, hint
+megascale check run.toml --gpus 64 --show    # all keys, as they are resolved
+```
+
+`check` needs neither GPUs nor torch, starts nothing, and exits with status 2 if there is a mistake. `megascale train`
+makes the same checks. Start from [the first hour](first-hour.md) or [a recipe](recipes.md). Look up names of
+Megatron-LM and torchtitan in [the migration table](from-megatron.md), and architectures in [presets](presets.md).
+
 ## How a value is found
 
 Later sources override earlier ones:
@@ -58,24 +65,23 @@ Later sources override earlier ones:
 3. **`extends`** names a base file, relative to the folder of the extending file. Tables are merged key by key; any
    other value, lists included, replaces the base file's.
 4. **The file itself.**
-5. **The command line**: `megascale train run.toml model.num_layers=16 'data.train=[[0.7, "a"], [0.3, "b"]]'`. Values
-   are written as in TOML. A word that is not TOML is a string (`parallel.schedule=gpipe`); for a key of type text,
-   anything but a list is a string (`name=2026`).
+5. **The command line**: `megascale train run.toml model.num_layers=16 'data.train=[[0.7, "a"], [0.3, "b"]]'`. Write
+   values as in TOML. A word outside TOML is a string (`parallel.schedule=gpipe`); for a key of type text, anything but
+   a list is a string (`name=2026`).
 
-An unknown key is a mistake. Types are strict: `4.0` is not a whole number, and `1` is not a boolean. Paths in a file
-are relative to the working directory of the command; a leading `~` is the user's home.
+Unknown keys are mistakes, and types are strict: `4.0` is no whole number, `1` no boolean. Paths are relative to the
+working directory of the command; a leading `~` is your home.
 
 Keys derived from other keys (`parallel.dp = "auto"`, the schedule, `decay_steps`) are resolved for the number of
-processes: under torchrun or srun the job's, otherwise the fewest that the layout needs (`megascale check --gpus N` sets
-another number). `megascale check --show` prints the resolved configuration with all keys and absolute paths. A run
-stores the resolved configuration as `config.toml` in its folder; training from that file gives the same run.
+processes: the job's under torchrun or srun, otherwise the fewest for the layout, or `--gpus`. A run stores the resolved
+configuration as `config.toml` in its folder; train from this file to repeat the run.
 """
 
 INJECTION = f"""\
-#### Injected faults
+## Injected faults
 
-`fault.inject` is a test of a job's recovery: faults, separated by semicolons, each of which strikes once over all
-restarts of the run. `RUN/injected.jsonl` has a line for each, written just before. Without the key nothing is injected.
+Set `fault.inject` to test a job's recovery: faults separated by semicolons. A fault strikes once over all restarts of
+the run.
 
 ```
 kill rank=2 step=5; stop rank=1 step=9 phase=grad_reduce for_s=3
@@ -84,112 +90,62 @@ random mtbf_s=30 seed=1 kinds=kill,stop,hang
 
 - `step` counts from 1. Phases: {", ".join(PHASES)}. `build` and `load` come before the first step and have no step.
   Faults of the phase `write` strike the process that writes checkpoints.
-- `for_s` is a length in seconds (without: to the end), `times=2` lets a fault strike in two attempts.
-- `random` draws kinds of faults of ranks, ranks and phases with a seed, at a mean time `mtbf_s` in seconds or
-  `mtbf_steps` in steps; `apart` is the least time between two. Those due while the job is down are left out.
+- `for_s` is a length in seconds (default: to the end); `times=2` lets a fault strike in two attempts.
+- `random` draws kinds of faults of ranks, ranks and phases with a seed, at a mean time of `mtbf_s` seconds or
+  `mtbf_steps` steps, at least `apart` apart. Faults due while the job is down are left out.
 - `flip_weight` and `flip_gradient` flip bit `bit` of one value of the rank's own shard.
-- Ranks inject their own faults. Those of nodes, links and the driver are for the program that runs the test:
-  `python tools/lab faults`, with links on the hosts of a testbed.
-- Refused are faults of nodes, links and the driver in a run's own configuration, and faults of ranks and steps that the
-  run does not have: they would inject nothing.
+- Use `python tools/lab faults` for faults of nodes, links and the driver: a run's own configuration refuses them, and
+  faults of ranks and steps outside the run.
+- Read `RUN/injected.jsonl` for a line per fault, written just before the fault.
 """
 
-# Megatron-LM's flags and their keys; without a note the key takes the flag's value
-MEGATRON: list[tuple[str, str, str]] = [
-    ("--num-layers", "model.num_layers", ""),
-    ("--hidden-size", "model.hidden_size", ""),
-    ("--num-attention-heads", "model.num_heads", ""),
-    ("--group-query-attention --num-query-groups", "model.num_kv_heads", ""),
-    ("--ffn-hidden-size", "model.ffn_size", "for swiglu the width of one of the two matrices"),
-    ("--vocab-size", "model.vocab_size", "true size; each of tp ranks pads to a multiple of 64"),
-    ("--seq-length, --max-position-embeddings", "model.seq_length", "both"),
-    ("--normalization", "model.norm", ""),
-    ("--norm-epsilon", "model.norm_eps", ""),
-    ("--swiglu", "model.activation", '`"swiglu"`'),
-    ("--position-embedding-type", "model.position", "`learned_absolute` is `learned`"),
-    ("--rotary-base", "model.rope_theta", ""),
-    ("--rotary-percent", "model.rotary_fraction", ""),
-    ("--use-rope-scaling, --rope-scaling-factor", "model.rope_scaling", "a table; llama3 with all its keys"),
-    ("--kv-channels", "model.head_dim", ""),
-    ("--add-qkv-bias", "model.qkv_bias", "`true`"),
-    ("--qk-layernorm", "model.qk_norm", '`"head"`'),
-    ("--softmax-scale", "model.softmax_scale", ""),
-    ("--disable-bias-linear", "model.bias", "`false`"),
-    ("--untie-embeddings-and-output-weights", "model.tie_embeddings", "`false`"),
-    ("--hidden-dropout, --attention-dropout", "model.dropout", "one value for both; 0 by default, not 0.1"),
-    ("--init-method-std", "model.init_std", ""),
-    ("--tensor-model-parallel-size", "parallel.tp", ""),
-    ("--sequence-parallel", "parallel.sp", "`true`"),
-    ("--pipeline-model-parallel-size", "parallel.pp", ""),
-    ("--num-virtual-stages-per-pipeline-rank", "parallel.vpp", ""),
-    ("--num-layers-per-virtual-pipeline-stage", "parallel.vpp", "counts chunks: num_layers / (pp x layers of a chunk)"),
-    ("--context-parallel-size", "parallel.cp", ""),
-    ("--expert-model-parallel-size", "parallel.ep", ""),
-    ("--use-distributed-optimizer", "parallel.zero", "`1`, which is the default"),
-    ("--overlap-grad-reduce, --overlap-param-gather", "overlap.dp", "one switch, on by default"),
-    ("--no-async-tensor-model-parallel-allreduce", "overlap.tp", "`false`"),
-    ("--no-overlap-p2p-communication", "overlap.pp", "`false`"),
-    ("--micro-batch-size", "batch.micro", ""),
-    ("--global-batch-size", "batch.global", ""),
-    ("--train-iters", "train.steps", ""),
-    ("--seed", "train.seed", ""),
-    ("--bf16", "train.precision", '`"bf16"`'),
-    ("--recompute-granularity", "train.recompute", ""),
-    ("--recompute-modules", "train.recompute_ops", '`core_attn` is `"attention"`, `layernorm` is `"norm"`'),
-    ("--recompute-num-layers, --recompute-method", "train.recompute_model_chunks", "by model chunk, not by layer"),
-    ("--cpu-offloading", "train.activation_offload", '`true`, with `recompute = "full"`'),
-    ("--log-interval", "train.log_every", ""),
-    ("--eval-interval", "train.eval_every", "0, the default, is never"),
-    ("--eval-iters", "train.eval_steps", ""),
-    (
-        "--check-weight-hash-across-dp-replicas-interval",
-        "train.check_replicas_every",
-        "over tp and tied embeddings, too",
-    ),
-    ("--optimizer", "optimizer.name", "`adam` is `adamw`"),
-    ("--lr", "optimizer.lr", ""),
-    ("--min-lr", "optimizer.min_lr", ""),
-    ("--lr-warmup-iters", "optimizer.warmup_steps", ""),
-    ("--lr-decay-style", "optimizer.decay", "`WSD` is `wsd`; always until `train.steps`"),
-    ("--lr-wsd-decay-iters", "optimizer.decay_steps", ""),
-    ("--weight-decay", "optimizer.weight_decay", "0.1 by default, not 0.01"),
-    ("--adam-beta1, --adam-beta2", "optimizer.betas", "0.95 by default for the second, not 0.999"),
-    ("--adam-eps", "optimizer.eps", ""),
-    ("--clip-grad", "optimizer.clip_norm", ""),
-    ("--data-path, --train-data-path", "data.train", "the same files: `.bin` and `.idx`"),
-    ("--valid-data-path", "data.valid", ""),
-    ("--split", "data.split", "two shares: training and validation"),
-    ("--tokenizer-model", "data.tokenizer", ""),
-    ("--data-cache-path", "data.cache", ""),
-    ("--mock-data", "data.mock", "`true`"),
-    ("--save, --tensorboard-dir", "output_dir", "a run has one folder for all of it"),
-    ("--save-interval", "checkpoint.every", ""),
-    ("--load", "checkpoint.resume", "`auto` resumes from the run's newest checkpoint"),
-]
+PRESET_INTRODUCTION = """\
+# Presets
+
+Name an architecture in `[model]`, and override single keys where yours differs:
+
+```toml
+[model]
+preset = "llama3-8b"
+seq_length = 4096
+```
+
+Run `megascale check CONFIG --show` to see the resulting section. Take the sizes of published weights from their
+`config.json` with `megascale ckpt model` ([models](models.md)).
+"""
 
 
 def main() -> int:
     """Run the tool."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; status 1 if the page is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; status 1 if a page is out of date")
     options = parser.parse_args()
-    text = page()
-    if not options.check:
-        PAGE.write_text(text, encoding="utf-8")
-    elif not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != text:
-        print(f"docs/{PAGE.name} is out of date  -> make docs", file=sys.stderr)
-        return 1
-    return 0
+    old = []
+    for name, text in pages().items():
+        path = DOCS / name
+        if not options.check:
+            path.write_text(text, encoding="utf-8")
+        elif not path.is_file() or path.read_text(encoding="utf-8") != text:
+            old.append(name)
+            print(f"docs/{name} is out of date  -> make docs", file=sys.stderr)
+    return int(bool(old))
 
 
-def page() -> str:
-    """Return the text of the page."""
-    parts = [INTRODUCTION, "## Keys\n", *top_keys()]
-    for name, section in sections().items():
-        parts += section_part(name, section)
-        if name == "fault":
-            parts += injected_faults()
-    return "\n".join([*parts, *presets(), *megatron()])
+def pages() -> dict[str, str]:
+    """Return the texts of the generated pages, by file name."""
+    return {"configuration.md": configuration(), "presets.md": presets(), "recipes.md": recipes.page()}
+
+
+def configuration() -> str:
+    """Return the page of all keys."""
+    keys = top_keys() + [line for name, section in sections().items() for line in section_part(name, section)]
+    parts = [INTRODUCTION, "## Keys\n", generated("keys", keys), INJECTION, generated("faults", injected_faults())]
+    return "\n".join(parts)
+
+
+def generated(name: str, lines: list[str]) -> str:
+    """Enclose lines in the marks of a generated region, which no bound of words counts."""
+    return "\n".join([f"<!-- {name}: begin -->", *lines, f"<!-- {name}: end -->", ""])
 
 
 def top_keys() -> list[str]:
@@ -231,7 +187,7 @@ def injected_faults() -> list[str]:
         keys = [*target, "`step=N`", *(f"`{key}=`" for key in kind.required), *(f"[`{key}=`]" for key in kind.options)]
         phases = "any" if kind.phases == PHASES else ", ".join(kind.phases)
         rows.append([f"`{name}`", kind.help, " ".join(keys), f"{phases} ({kind.phase})" if phases else ""])
-    return [INJECTION, *rendered(["kind", "what it does", "keys", "phases (default)"], rows)]
+    return rendered(["kind", "what it does", "keys", "phases (default)"], rows)
 
 
 def registry_of(field: FieldInfo) -> Choice | None:
@@ -285,8 +241,8 @@ def shown_default(field: FieldInfo) -> str:
     return "none" if field.default is None else f"`{json.dumps(field.default)}`"
 
 
-def presets() -> list[str]:
-    """Tabulate the presets."""
+def presets() -> str:
+    """Return the page of all presets."""
     rows = []
     for name in PRESETS:
         model = ModelConfig.model_validate({"preset": name})
@@ -295,13 +251,7 @@ def presets() -> list[str]:
         shown = [f"{size:,}" for size in (*sizes, model.vocab_size, model.seq_length)]
         rows.append([f"`{name}`", format_count(parameter_count(model)), *shown, parts])
     head = ["preset", "parameters", "layers", "hidden", "heads", "kv heads", "ffn", "vocabulary", "sequence", "parts"]
-    return ["## Presets\n", "Keys of `[model]` override the preset's.\n", *rendered(head, rows)]
-
-
-def megatron() -> list[str]:
-    """Tabulate Megatron-LM's flags."""
-    rows = [[", ".join(f"`{flag}`" for flag in flags.split(", ")), f"`{key}`", note] for flags, key, note in MEGATRON]
-    return ["## From Megatron-LM\n", *rendered(["Megatron-LM", "here", "note"], rows)]
+    return "\n".join([PRESET_INTRODUCTION, generated("presets", rendered(head, rows))])
 
 
 def rendered(head: list[str], rows: list[list[str]]) -> list[str]:

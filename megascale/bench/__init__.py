@@ -1,1 +1,1 @@
-"""Benchmarks: GEMM throughput, links, training steps, overlap, and hardware profiles for the planner."""
+"""Benchmarks: GEMM throughput, links, training steps, and hardware profiles for the planner."""

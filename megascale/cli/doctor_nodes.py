@@ -176,7 +176,7 @@ def table(diagnosis: Diagnosis) -> list[str]:
     lines += [f"bad node {node}: {'; '.join(reasons)}" for node, reasons in diagnosis.bad_nodes.items()]
     lines += [f"bad link {a} - {b}: {reason}" for (a, b), reason in diagnosis.bad_links.items()]
     lines += [f"undecided: {text}" for text in diagnosis.undecided]
-    verdict = "no finding" if diagnosis.ok else "see docs/diagnose.md for what to do"
+    verdict = "no finding" if diagnosis.ok else "see docs/node-checks.md for what to do"
     return [*lines, f"{len(nodes)} nodes in {diagnosis.duration_s:.0f} s: {verdict}"]
 
 

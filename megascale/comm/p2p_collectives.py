@@ -1,8 +1,8 @@
 """Collectives made of point-to-point messages: every rank sends its part to every other rank at once.
 
 On CPUs gloo's collectives hand every step to a worker thread; in small groups direct messages take less than half the
-time (docs/performance.md). On any device a collective can arrive or leave in pieces that overlap with GEMMs. Terms are
-added in rank order, and all ranks get the same bits.
+time (docs/results/overlap.md). On any device a collective can arrive or leave in pieces that overlap with GEMMs. Terms
+are added in rank order, and all ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RING_TAG = TAGS  # the tag of messages in rings
 
 MAX_MESSAGE_BYTES = 1 << 19
 """Most bytes of a gloo message. gloo serves the two directions of a connection in turns: long messages wait for the
-opposite direction, short messages overlap (docs/performance.md).
+opposite direction, short messages overlap (docs/results/overlap.md).
 """
 
 

@@ -1,8 +1,8 @@
 """Collectives through shared memory, for ranks of the same host.
 
 A rank copies its part into a slot, raises a counter and reads the other ranks' slots: two copies at memory speed, where
-a loopback message wakes up four threads (docs/performance.md). A group has a ring of slots, so a rank may be a few
-operations ahead of another rank. A wait spins briefly, then sleeps on the counter (futex). Terms are added in rank
+a loopback message wakes up four threads (docs/results/cpu-peers.md). A group has a ring of slots, so a rank may be a
+few operations ahead of another rank. A wait spins briefly, then sleeps on the counter (futex). Terms are added in rank
 order, and all ranks get the same bits.
 """
 

@@ -86,7 +86,9 @@ class OverlapConfig(Section):
         True,
         description="all-gather and reduce-scatter of activations in pieces, overlapped with GEMMs on other pieces",
     )
-    pp: bool = Field(True, description="post receives two actions ahead; false: when needed")
+    pp: bool = Field(
+        True, description="post a receive before the action that precedes its use; false: right before its use"
+    )
     dp: bool = Field(
         True, description="reduce a bucket's gradients and all-gather its parameters during other buckets' compute"
     )

@@ -83,7 +83,7 @@ def _problem_of_detail(source: Source, section: type[Section], detail: ErrorDeta
         message = detail["msg"].removeprefix("Value error, ")
     else:
         message = f"{detail['input']!r}: {detail['msg']}"
-    hint = (fields[name].description if name in fields else "") or "docs/planning.md lists the keys"
+    hint = (fields[name].description if name in fields else "") or "megascale/plan/simulate/profiles.py lists the keys"
     return Problem(source.location(key), key, message, hint)
 
 

@@ -1,1 +1,1 @@
-"""Code that every layer shares: errors, events, files, registries, units and this process's rank. Standard library."""
+"""Code that every layer shares: errors, processes, files, registries, units and the rank. Standard library."""

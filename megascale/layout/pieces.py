@@ -13,7 +13,7 @@ import itertools
 MAX_PIECES = 4  # maximum number of pieces of a collective
 
 MIN_PIECE_BYTES = 1 << 19
-"""Minimum bytes of a piece: smaller pieces cost more in messages than their overlap saves (docs/performance.md)."""
+"""Minimum bytes of a piece: smaller pieces cost more in messages than their overlap saves (docs/results/overlap.md)."""
 
 MIN_GPU_GEMM_ROWS = 512
 """Minimum rows of a piece's GEMM on a GPU. A piece reads the full weight, and its last wave of tiles fills the GPU only

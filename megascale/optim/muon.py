@@ -9,6 +9,8 @@ arXiv:2502.16982) for weight decay and the learning rate, which then is AdamW's:
 
 A quintic Newton-Schulz step X <- a X + (b A + c A^2) X, A = X X^T, drives the singular values of X towards 1, to within
 about 0.7 to 1.2. q, k and v, and gate and up, are matrices of their own; with `per_head` every head of them is.
+`ns_dtype`: of the steps, by default the dtype of the weights; torch.optim.Muon always uses bf16. `adjust_lr`: with
+"match_rms_adamw" AdamW's learning rate and weight decay fit.
 """
 
 from __future__ import annotations

@@ -315,8 +315,9 @@ def test_interrupted_from_the_keyboard(folder: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_document_run(tmp_path: Path) -> None:
-    text = (REPOSITORY / "docs" / "data.md").read_text(encoding="utf-8")
+def test_the_commands_of_the_documents_run(tmp_path: Path) -> None:
+    pages = (REPOSITORY / "docs" / name for name in ("data.md", "data-order.md"))
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
     blocks = [block.split("```")[0] for block in text.split("```bash\n")[1:]]
     commands = "".join(blocks)
     assert ".venv/bin/megascale data prepare" in commands

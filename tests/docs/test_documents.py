@@ -26,6 +26,9 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 TEXTS = {path: path.read_text(encoding="utf-8") for path in (ROOT / "tools").rglob("*.py")}
 TOOLS = sorted(path for path, text in TEXTS.items() if "__main__" in text and "ArgumentParser(" in text)
+RUN_ELSEWHERE = ("data.md", "checkpointing.md", "models.md", "first-hour.md")
+"""Pages that make the files of their commands: tests/cli/test_data.py, tests/tools/test_quickstart.py, and beside this
+file test_models.py and test_first_hour.py run them."""
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 QUOTED = re.compile(r"`([^`\n]+)`")
 NAMED_TEST = re.compile(r"(tests/[\w/]+\.py)(?:::(\w+))?")
@@ -133,9 +136,7 @@ def test_configurations_that_are_to_be_trained_are_good(
     page = page.replace("{CONFIG}{overrides}", "configs/quickstart.toml train.precision=bf16")
     after = page[page.index(".venv/bin/megascale train") :].partition('"""')[0]
     commands = [shlex.split(after.replace("\\\n", " "))]
-    # tests/cli/test_data.py, tests/tools/test_quickstart.py and tests/docs/test_models.py run them
-    made_first = ("data.md", "checkpointing.md", "models.md")
-    commands += [words for path in PAGES if path.name not in made_first for words in bash_lines(path)]
+    commands += [words for path in PAGES if path.name not in RUN_ELSEWHERE for words in bash_lines(path)]
     checked = Counter[str]()
     for words in commands:
         if (run := run_of(words)) is None:
@@ -146,11 +147,11 @@ def test_configurations_that_are_to_be_trained_are_good(
             check_run(program, arguments)
         except (MegascaleError, SystemExit) as error:
             pytest.fail(f"{shlex.join(words)}: {error} {capsys.readouterr().err}")
-    assert set(checked) == {"check", "train", "launch", "observe", "torchrun.sh", "slurm.sbatch"}
+    assert set(checked) == {"check", "train", "launch", "torchrun.sh", "slurm.sbatch"}
 
 
-RUNS = ("check", "train", "launch", "observe", "torchrun.sh", "slurm.sbatch", "slurm_fault.sbatch")
-"""Subcommands and scripts that take a configuration and start or watch a run."""
+RUNS = ("check", "train", "launch", "torchrun.sh", "slurm.sbatch", "slurm_fault.sbatch")
+"""Commands and scripts that take a configuration and start a run."""
 
 
 def run_of(words: list[str]) -> tuple[str, list[str]] | None:
@@ -192,7 +193,13 @@ def test_a_bad_run_in_a_document_would_be_found(
         check_run(*run)
 
 
-COMMAND_LINES = [words for page in PAGES for words in bash_lines(page) if words[0].endswith("megascale")]
+COMMAND_LINES = [
+    words
+    for page in PAGES
+    if page.name not in RUN_ELSEWHERE
+    for words in bash_lines(page)
+    if words[0].endswith("megascale")
+]
 PLANS = [words[1:] for words in COMMAND_LINES if words[1] == "plan"]
 
 

@@ -7,12 +7,13 @@ import io
 import re
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+
+from words import PRONOUNS, prose_words, sentences
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megascale"
@@ -29,7 +30,6 @@ ROOMS = sorted(
     ]
 )
 
-PRONOUNS = frozenset(["it", "that", "those", "what", "which", "who", "one", "others", "each", "so"])
 MOST_PRONOUNS = 0.06
 """Share of a room's docstring words. torchtitan, nanochat, OLMo-core and picotron have 0.03 to 0.05."""
 
@@ -77,19 +77,6 @@ def strings_and_comments(path: Path) -> tuple[tuple[int, str], ...]:
     return tuple(found)
 
 
-def words(text: str) -> list[str]:
-    """The words of a text without what is quoted as code."""
-    return re.findall(r"[A-Za-z][A-Za-z'-]*", re.sub(r"`[^`]*`", " ", text))
-
-
-def sentences(page: Path) -> Iterator[str]:
-    """The sentences of a page's paragraphs and list items; neither code nor tables nor headings."""
-    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    for block in re.split(r"\n\s*\n|\n\s*[-*] |\n\s*\d+\. ", text):
-        lines = [line for line in block.splitlines() if not line.lstrip().startswith(("|", "#"))]
-        yield from filter(words, re.split(r"(?<=[.:;?!])\s+", " ".join(lines)))
-
-
 def room_of(path: Path) -> str:
     """The folder of the package that a module stands in."""
     folders = path.relative_to(PACKAGE).parts[:-1]
@@ -105,7 +92,11 @@ def test_docstrings_begin_with_their_subject(room: str) -> None:
 @pytest.mark.parametrize("room", ROOMS)
 def test_docstrings_use_nouns(room: str) -> None:
     found = [
-        word.lower() for path in MODULES if room_of(path) == room for text in docstrings(path) for word in words(text)
+        word.lower()
+        for path in MODULES
+        if room_of(path) == room
+        for text in docstrings(path)
+        for word in prose_words(text)
     ]
     share = sum(word in PRONOUNS for word in found) / max(1, len(found))
     assert share <= MOST_PRONOUNS, f"{share:.1%}: {Counter(word for word in found if word in PRONOUNS).most_common(5)}"
@@ -135,7 +126,7 @@ def foreign(line: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_sentences_are_short(page: Path) -> None:
-    lengths = [len(words(sentence)) for sentence in sentences(page)]
+    lengths = [len(prose_words(sentence)) for sentence in sentences(page.read_text(encoding="utf-8"))]
     assert sum(lengths) <= MOST_WORDS * max(1, len(lengths))
 
 
@@ -187,4 +178,4 @@ def test_the_rules_find_what_they_look_for() -> None:
     assert NO_SUBJECT.match("Of each rank its bytes.") and NO_SUBJECT.match("What travels.")
     assert foreign("the product of x and w") == ["GEMM or matmul"] and not foreign("the dot product, `product`")
     assert foreign("see the mend")
-    assert words("a `b` c-d") == ["a", "c-d"]
+    assert prose_words("a `b` c-d") == ["a", "c-d"]

@@ -1,5 +1,5 @@
 """Layout invariance of training with every rule at its defaults: losses and weights of 20 steps. Prints the table of
-docs/optimizers.md:
+docs/results/optimizer-layouts.md:
 
 python -m tests.optim.test_layout_matrix [RULE ...]
 """

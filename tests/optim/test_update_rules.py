@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -416,20 +414,6 @@ def test_learning_rates_by_block(tmp_path: Path) -> None:
     for name in (name for name in plain if name.startswith("weights.")):
         factor = next(value for part, value in expected.items() if part in name.replace("mlp_norm", "norm"))
         assert close(rated[name] - before[name], factor * (plain[name] - before[name])), name
-
-
-def test_the_page_lists_rules_and_options() -> None:
-    """With the defaults of the cards."""
-    page = (Path(__file__).parents[2] / "docs/optimizers.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `(\w+)` \|([^|]*\|[^|]*\|[^|]*)\|$", page, re.MULTILINE))
-    assert rows.keys() == {name for name in OPTIMIZERS.names() if OPTIMIZERS[name].target.startswith("megascale.")}
-    for name, row in rows.items():
-        unit, _, options = (cell.strip() for cell in row.split("|"))
-        facts = with_defaults(OPTIMIZERS[name].facts)
-        assert unit in facts["unit_of_work"].replace("_", " ").replace("param ", "parameter ")
-        for key, default in facts["options"].items():
-            value = json.dumps(default) if isinstance(default, str | bool) else repr(default)
-            assert f"`{key} = {value}`" in options, (name, key)
 
 
 def test_cards() -> None:

@@ -168,7 +168,7 @@ def test_an_assumption_is_worth_what_planning_without_it_changes(calibration: An
 
 def test_the_page_has_a_row_for_each_assumption(calibration: Any) -> None:
     assumptions = calibration.assumptions
-    page = (ROOT / "docs/planning.md").read_text()
+    page = (ROOT / "docs/results/planner.md").read_text()
     filled = assumptions.fill(page, [(name, ["1.0%", "2%", "3.0%", "4.0%"]) for name in assumptions.WITHOUT])
     assert filled.count("| 1.0% | 2% | 3.0% | 4.0% |\n") == len(assumptions.WITHOUT)
     assert len(filled.splitlines()) == len(page.splitlines())
@@ -204,8 +204,8 @@ def test_check_prints_errors_and_writes_nothing(tmp_path: Path) -> None:
         writer.writeheader()
         writer.writerows(row for row in text if row["source"] == "llm-foundry" and int(row["gpus"]) <= 64)
     command = [sys.executable, "tools/calibrate.py", "--check", "--rows", str(path)]
-    before = (ROOT / "docs/planning.md").read_text()
+    before = (ROOT / "docs/results/planner.md").read_text()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "| llm-foundry, h100 |" in done.stdout
-    assert (ROOT / "docs/planning.md").read_text() == before
+    assert (ROOT / "docs/results/planner.md").read_text() == before

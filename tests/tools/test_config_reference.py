@@ -1,8 +1,7 @@
-"""docs/configuration.md is what the tool writes, and the tool leaves nothing out."""
+"""The generated pages are what the tool writes, and the tool leaves nothing out."""
 
 from __future__ import annotations
 
-import re
 import sys
 import tomllib
 from pathlib import Path
@@ -13,7 +12,7 @@ from megascale.catalog.presets import PRESETS
 from megascale.config.loading import load_config, sections
 from megascale.core.errors import ConfigError
 from tools import config_reference
-from tools.config_reference import MEGATRON, main, page
+from tools.config_reference import configuration, main, presets
 
 
 def _keys() -> set[str]:
@@ -24,7 +23,7 @@ def _keys() -> set[str]:
     }
 
 
-def test_the_page_is_current(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_pages_are_current(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["config_reference.py", "--check"])
     assert main() == 0, capsys.readouterr().err
 
@@ -32,21 +31,22 @@ def test_the_page_is_current(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 def test_a_page_out_of_date_is_status_1_and_is_not_touched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    old = tmp_path / "configuration.md"
-    monkeypatch.setattr(config_reference, "PAGE", old)
+    old = tmp_path / "presets.md"
+    monkeypatch.setattr(config_reference, "DOCS", tmp_path)
+    monkeypatch.setattr(config_reference, "pages", lambda: {"presets.md": presets()})
     monkeypatch.setattr(sys, "argv", ["config_reference.py", "--check"])
     assert main() == 1
     assert not old.exists()
-    old.write_text(page() + " ")
+    old.write_text(presets() + " ")
     assert main() == 1
-    assert capsys.readouterr().err == "docs/configuration.md is out of date  -> make docs\n" * 2
+    assert capsys.readouterr().err == "docs/presets.md is out of date  -> make docs\n" * 2
     monkeypatch.setattr(sys, "argv", ["config_reference.py"])
     assert main() == 0
-    assert old.read_text() == page()
+    assert old.read_text() == presets()
 
 
 def test_every_key_has_a_line_with_a_meaning() -> None:
-    text = page()
+    text = configuration()
     for name, section in sections().items():
         part = text.partition(f"### [{name}]\n")[2].partition("\n#")[0]
         for key, field in section.model_fields.items():
@@ -56,7 +56,7 @@ def test_every_key_has_a_line_with_a_meaning() -> None:
 
 
 def test_every_choice_and_preset_is_there() -> None:
-    text = page()
+    text = configuration()
     for shown in (
         "`gelu_tanh` | GELU, tanh approximation",
         "`interleaved_1f1b` | 1f1b with",
@@ -65,19 +65,13 @@ def test_every_choice_and_preset_is_there() -> None:
     ):
         assert shown in text
     for name in PRESETS:
-        assert f"| `{name}` | " in text
-    assert "| `llama3-8b` | 8.03B | 32 | 4,096 | 32 | 8 | 14,336 | 128,256 | 8,192 | rmsnorm, swiglu, rope |" in text
-
-
-def test_the_flags_of_megatron_lead_to_keys() -> None:
-    assert {key for _, key, _ in MEGATRON} <= _keys() | {"output_dir"}
-    flags = [flag for each, _, _ in MEGATRON for flag in re.split(r"[, ]+", each)]
-    assert len(set(flags)) == len(flags)
-    assert all(flag.startswith("--") for flag in flags)
+        assert f"| `{name}` | " in presets()
+    row = "| `llama3-8b` | 8.03B | 32 | 4,096 | 32 | 8 | 14,336 | 128,256 | 8,192 | rmsnorm, swiglu, rope |"
+    assert row in presets()
 
 
 def test_the_example_has_no_unknown_key(tmp_path: Path) -> None:
-    example = page().partition("```toml\n")[2].partition("```")[0]
+    example = configuration().partition("```toml\n")[2].partition("```")[0]
     tree = tomllib.loads(example)
     assert {f"{table}.{key}" for table, keys in tree.items() if isinstance(keys, dict) for key in keys} <= _keys()
     (tmp_path / "run.toml").write_text(example)

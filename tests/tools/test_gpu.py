@@ -178,7 +178,7 @@ def results(folder: Path, name: str, runs: list[Record]) -> Path:
 def test_runs_of_several_calls_become_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = results(tmp_path, "one.json", RUNS[:3]), results(tmp_path, "two.json", RUNS[2:])
     page = tmp_path / "page.md"
-    page.write_text("\n".join(gpu_table.MARKS))
+    page.write_text("<!-- gpu: begin -->\n<!-- gpu: end -->")
     words = ["--table", "--results", str(one), "--merge", str(two), "--markdown", str(page)]
     assert gpu.main(words) == 0
     assert "33,000" in capsys.readouterr().out
@@ -202,7 +202,7 @@ def test_without_a_gpu_nothing_is_run_or_written(
     assert gpu.main(["--install", "--results", str(tmp_path / "r.json")]) == 2
     assert "torch finds no GPU, and the cases need one" in capsys.readouterr().err
     page = tmp_path / "page.md"
-    page.write_text("\n".join(["before", *gpu_table.MARKS, "after"]))
+    page.write_text("before\n<!-- gpu: begin -->\n<!-- gpu: end -->\nafter")
     before = page.read_text()
     failed = results(tmp_path, "kept.json", [run_of("megascale", 1) | {"failure": "killed"}])
     assert gpu.main(["--table", "--results", str(failed), "--markdown", str(page)]) == 2
@@ -230,7 +230,7 @@ def test_tiny_cases_are_kept_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("given", "words"),
-    [([], "--install --markdown docs/performance.md"), (["SMALL=1"], "--small --rounds 1")],
+    [([], "--install --markdown docs/results/gpu.md"), (["SMALL=1"], "--small --rounds 1")],
 )
 def test_make_runs_it_on_a_gpu_or_tries_it_on_a_cpu(given: list[str], words: str) -> None:
     command = ["make", "-n", "-C", str(gpu.ROOT), "bench-gpu", *given]

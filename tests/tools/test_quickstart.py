@@ -84,21 +84,20 @@ def test_what_the_documents_do_with_its_checkpoints_works(made: tuple[Path, str]
     for words in bash_lines(ROOT / "docs/checkpointing.md"):
         done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
         assert done.returncode == (1 if "diff" in words else 0), (words, done.stderr)
-    last = json.loads((folder / "runs/tuned/metrics.jsonl").read_text().splitlines()[-1])
-    assert last["step"] == 20
+    metrics = folder / "runs/quickstart-120/metrics.jsonl"
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert min(steps) > 120 and max(steps) == 130
 
 
 def test_what_the_documents_train_trains(made: tuple[Path, str]) -> None:
-    """Run the commands of the README and of the launch guide with fewer steps."""
+    """Run the commands of the launch guide with fewer steps."""
     folder, _ = made
     (folder / "launch").symlink_to(ROOT / "launch")
-    pages = "".join((ROOT / name).read_text() for name in ("README.md", "docs/launch.md"))
-    blocks = [
-        b for b in re.findall(r"```bash\n(.*?)```", pages, re.DOTALL) if "megascale train" in b or "torchrun" in b
-    ]
+    page = (ROOT / "docs/launch.md").read_text()
+    blocks = [b for b in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) if "megascale train" in b or "torchrun" in b]
     commands = re.sub(r"train\.steps=\d+", "train.steps=2 optimizer.warmup_steps=0 train.eval_every=0", "".join(blocks))
     done = subprocess.run(["bash", "-eu", "-c", commands], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for name in ("family-10m", "local", "torchrun", "two-hosts"):
+    for name in ("local", "torchrun", "two-hosts"):
         last = json.loads((folder / "runs" / name / "metrics.jsonl").read_text().splitlines()[-1])
         assert last["step"] == 2, name

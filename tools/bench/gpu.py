@@ -22,12 +22,12 @@ from gpu_systems import CASES, FIT, SYSTEMS, Job, Record, agree, gemm_rates, mea
 from peer_install import install_beside
 from peer_run import Failure, progress
 from peer_systems import OURS, ROOT
-from peer_table import replace, surroundings
 
 from megascale.bench.mfu import MIN_TIMED_STEPS, WARM_UP_STEPS
 from megascale.catalog.precisions import PRECISIONS
 from megascale.core.files import write_text
 from megascale.device import gpu_count
+from results import check_region, fill
 
 PRECISIONS_COMPARED = ("bf16", "fp8")
 
@@ -44,7 +44,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         results = Results([Path(path) for path in options.merge], options.results)
         if options.markdown:
-            surroundings(options.markdown, gpu_table.MARKS)  # fail before the measurements, not after
+            check_region(options.markdown, gpu_table.REGION)  # fail before the measurements, not after
         if not options.table:
             Bench(options, results).run()
         elif not results.runs:
@@ -253,7 +253,7 @@ def show(options: argparse.Namespace, results: Results) -> None:
     else:
         print(gpu_table.text(tables))
     if options.markdown:
-        replace(options.markdown, gpu_table.markdown(tables, results.runs, results.gemm), gpu_table.MARKS)
+        fill(options.markdown, gpu_table.REGION, gpu_table.markdown(tables, results.runs, results.gemm))
 
 
 def brief(record: Record) -> str:

@@ -14,7 +14,8 @@ from megascale.catalog.accelerators import Peak, stated_peak
 from megascale.core.units import GIB, format_flops
 from megascale.plan.account.flops import mfu
 
-MARKS = "<!-- gpu: begin -->", "<!-- gpu: end -->"
+REGION = "gpu"
+"""Markers of the tables on a page."""
 
 Key = tuple[str, str, int | None, str]
 """Device, case, layers and precision of a comparison."""
@@ -112,7 +113,7 @@ HEADER = (
 
 
 def markdown(table: Table, records: Sequence[Record], gemm: Record | None) -> str:
-    """Format throughput, time by kind of kernel, GEMM rates and setups for docs/performance.md."""
+    """Format throughput, time by kind of kernel, GEMM rates and setups, in Markdown."""
     lines = [caption(records), "", pipes(HEADER), pipes(("---", "---", "---", *["---:"] * (len(HEADER) - 3)))]
     for (_, case, layers, precision), members in table.items():
         for row in members:

@@ -17,6 +17,7 @@ from megascale.core.network import LOOPBACK, listen
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+sys.path.append(str(HERE.parent))  # of results.py, which writes the pages
 
 SEED = 1234
 TOKEN_SEED = SEED * 100003
@@ -138,7 +139,7 @@ class Cluster:
         places = '--nnodes "$HOSTS" --node-rank "$HOST_INDEX" --master-addr "$FIRST_HOST"'
         start = f"exec {shlex.join(launcher)} --nproc-per-node 1 {places} {shlex.join(script)}"
         cores = ["--cores", str(self.cores)] if self.cores else []
-        testbed = [sys.executable, str(ROOT / "tools" / "testbed.py"), "--hosts", str(world), "--rate", self.rate]
+        testbed = [sys.executable, str(ROOT / "tools" / "lab"), "testbed", "--hosts", str(world), "--rate", self.rate]
         return [*testbed, *cores, "--timeout", "3600", "--exec", "--", "sh", "-c", start]
 
 

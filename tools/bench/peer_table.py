@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from peer_run import Failure, Measurement, Result
 from peer_systems import OURS
 
-BEGIN, END = MARKS = "<!-- peers: begin -->", "<!-- peers: end -->"
+REGION = "peers"
+"""Markers of the table on a page."""
 
 Ratios = tuple[float, float, float]
 """Ratios megascale / peer: tokens/s, CPU seconds per step, memory."""
@@ -127,25 +127,3 @@ def _cells(row: Row) -> tuple[str, ...]:
 def pipes(cells: Sequence[str]) -> str:
     """Format a line of a Markdown table."""
     return f"| {' | '.join(cells)} |"
-
-
-def replace(path: Path, content: str, marks: tuple[str, str] = MARKS) -> None:
-    """Put `content` between the two markers of a Markdown file.
-
-    Raises: ValueError if the file lacks the markers.
-    """
-    before, after = surroundings(path, marks)
-    path.write_text(f"{before}{marks[0]}\n{content}\n{marks[1]}{after}", encoding="utf-8")
-
-
-def surroundings(path: Path, marks: tuple[str, str] = MARKS) -> tuple[str, str]:
-    """Return the text before the first marker and after the second.
-
-    Raises: ValueError if the file lacks the markers.
-    """
-    page = path.read_text(encoding="utf-8") if path.is_file() else ""
-    before, begin, rest = page.partition(marks[0])
-    _, end, after = rest.partition(marks[1])
-    if not (begin and end):
-        raise ValueError(f"{path}: no lines {marks[0]} and {marks[1]}: add both lines where the table should be")
-    return before, after

@@ -21,9 +21,10 @@ from pathlib import Path
 from peer_install import install_torchtitan, python_of
 from peer_run import Failure, Measurement, Result, agree, execute, progress
 from peer_systems import COMPARED, OURS, ROOT, SYSTEMS, Cluster, Layout, Size, System, Task, check_command, command
-from peer_table import Failed, Rows, markdown, replace, rows, surroundings, text
+from peer_table import REGION, Failed, Rows, markdown, rows, text
 
 from megascale.device import detect_device
+from results import check_region, fill
 
 LAYOUTS = "1,tp2,tp2 sp,pp2,pp2 vpp2,dp2,tp2 pp2,tp2 pp2 dp2"
 
@@ -41,7 +42,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         bench = Bench(options)
         if options.markdown:
-            surroundings(options.markdown)  # fail before the measurements, not after
+            check_region(options.markdown, REGION)  # fail before the measurements, not after
         return bench.run(options)
     except ValueError as error:
         print(error, file=sys.stderr)
@@ -118,7 +119,7 @@ class Bench:
         else:
             print(f"{caption}\nx: megascale / the peer")
         if options.markdown:
-            replace(options.markdown, markdown(tables, caption))
+            fill(options.markdown, REGION, markdown(tables, caption))
         return int(any(isinstance(row, Failed) and counts(row) for table in tables.values() for row in table))
 
     def expect(self, scratch: str) -> dict[str, tuple[float, ...]]:

@@ -1,6 +1,6 @@
 """The cases of `python tools/lab faults`: a fault, and what must come of it.
 
-The numbers in `reference` are those of the catalogue in docs/fault-tolerance.md. A job of the benchmark has two ranks a
+The numbers in `reference` are those of the cases in docs/results/faults.md. A job of the benchmark has two ranks a
 node in tp 2 x pp 2 x dp 2 (4 nodes): rank r is on node r // 2, and tp peers share a node.
 """
 

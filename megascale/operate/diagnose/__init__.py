@@ -1,1 +1,1 @@
-"""Readers of what ranks recorded: why a job hangs, why it is slow. Never imported by training."""
+"""Readers of what ranks recorded: why a job hangs, why it is slow."""

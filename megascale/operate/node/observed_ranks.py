@@ -33,9 +33,8 @@ class _Observed(WatchedRank):
     error_file: Path | None
 
     def read(self) -> RankState:
-        """Return the newest record; the last good one, if the log is damaged."""
-        with contextlib.suppress(LogError, OSError):
-            self.record = self.log.state(head_only=True)
+        """Return the newest record."""
+        self.record = self.log.state(head_only=True)
         return self.record
 
 

@@ -12,7 +12,8 @@ column as Adam scales the subspace, and its norm grows by 1% a step at most:
 With `natural` the projected gradient is that of natural gradient descent (Natural GaLore, Das 2024): R times
 the inverse of lambda I + H^T H, where H are the last `history` projected gradients, as vectors, by Woodbury's formula.
 State of r (2 l + s) elements; `natural` adds history x r l, which with 20 is more than Adam's 2 s l for r > s / 11.
-Every rank of a job has the same basis: the owner computes it of the whole gradient.
+Every rank of a job has the same basis: the owner computes it of the whole gradient. A `rank` above the shorter side
+counts as that side. Moments outlive a basis.
 """
 
 from __future__ import annotations

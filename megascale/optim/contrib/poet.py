@@ -8,7 +8,7 @@
 
 W0 is R^-1 W S^-T and not stored; weight decay scales it. The singular values of W are those of the initial weight: to
 rounding with `cayley` = "exact", else drifting with k. The authors' code has 2 Q^4 where k = 3 gives Q^4. A side that
-is no multiple of `block` has a smaller last block.
+is no multiple of `block` has a smaller last block. The authors initialize rows with a norm of 1.
 State: 3 (a - 1) / 2 elements for each row, and for each column, and the number of the merge that they belong to.
 """
 

@@ -10,7 +10,8 @@ reset.
 
 With sparse momentum (`spam_sparse`) a matrix has moments for a share `density` of its elements, drawn by its name at
 each reset, and a step moves these elements alone; the others only decay. The state is compact: 2 density m n elements,
-and the number of the reset that they belong to.
+and the number of the reset that they belong to. The default density is this project's. Each of density m n runs of
+elements gives one, and runs begin anywhere: the owner finds the elements in every step without a mask in memory.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     W = W - lr (scale sqrt(max(m, n)) X + weight_decay W)
 
 The inverse root of A = X X^T / |X X^T| is the limit of Z for Y = A, Z = I, and T = (3 I - Z Y) / 2, Y = Y T, Z = T Z.
-The size of updates is Muon's: `scale`, 0.2, is AdamW's root mean square.
+The size of updates is Muon's: `scale`, 0.2, is AdamW's root mean square; the authors tune a factor of their own.
 """
 
 from __future__ import annotations

@@ -34,6 +34,28 @@ def test_ranks_of_the_run_s_folder_are_watched(
         assert ranks.running == watched
 
 
+@pytest.mark.parametrize("damage", [b"\0", b"\xff", b"\x5a"])
+def test_a_rank_whose_log_is_damaged_is_still_watched(
+    damage: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_files, "SHARED_MEMORY", tmp_path)
+    path = tmp_path / f"megascale-{os.geteuid()}-run-1-00000.flight"
+    ends: list[RankEnd] = []
+
+    async def watch() -> None:
+        ranks = ObservedRanks(tmp_path / "run", ends.append)
+        with log_of_rank(tmp_path / "run", Rank(0, 1, 0, "host"), {FLIGHT_RECORD_VARIABLE: str(path)}) as log:
+            log.begin_step(7)
+            ranks.poll()
+            size = path.stat().st_size
+            with path.open("r+b") as file:
+                file.write(damage * size)
+            ranks.poll()
+            assert ranks.running == (0,) and not ends
+
+    asyncio.run(watch())
+
+
 RANK = """
 import os, sys
 from pathlib import Path

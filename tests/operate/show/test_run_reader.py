@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import tomllib
@@ -17,7 +18,7 @@ from megascale.operate.show.run_config import RunFolderError
 from megascale.operate.show.run_reader import RunReader
 from megascale.record import log_files
 from megascale.record.live_file import LIVE_FILE
-from megascale.record.log_files import FLIGHT_RECORD_VARIABLE, log_of_rank
+from megascale.record.log_files import ATTEMPT_VARIABLE, FLIGHT_RECORD_VARIABLE, log_of_rank
 from tests.operate.show.folders import RUNS, incident, live_rank, make_run, write_incidents, write_live, write_metrics
 from tests.operate.show.stores import make_stored_run
 from tests.runs import toml
@@ -85,6 +86,17 @@ def test_a_file_that_advances_is_not_stale_whatever_the_writer_s_clock_says(tmp_
     now[0] += STALE_S + 2
     found = reader.read()
     assert (found.stale, round(found.age_s)) == (True, round(STALE_S + 2))
+
+
+def test_a_job_that_has_shrunk_has_the_ranks_of_its_newest_attempt(tmp_path: Path, records: Path) -> None:
+    """The log of an ended rank of the larger attempt is still there."""
+    with contextlib.ExitStack() as open_logs:
+        for rank, world, attempt in ((3, 4, 0), (0, 2, 1), (1, 2, 1)):
+            path = records / f"megascale-{os.geteuid()}-run-{attempt}-{rank:05d}.flight"
+            variables = {FLIGHT_RECORD_VARIABLE: str(path), ATTEMPT_VARIABLE: str(attempt)}
+            open_logs.enter_context(log_of_rank(tmp_path / "run", Rank(rank, world, rank, "host"), variables))
+        live = LiveStateReader(tmp_path / "run").read()
+    assert (live.attempt, [status.rank for status in live.ranks]) == (1, [0, 1])
 
 
 def test_a_run_that_stands_still(tmp_path: Path) -> None:

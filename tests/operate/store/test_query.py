@@ -70,6 +70,13 @@ def test_a_run_without_a_store(tmp_path: Path) -> None:
         open_store(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["loop", "loop/mine", "n" * 300])
+def test_a_folder_that_cannot_be_read(name: str, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(StoreError, match=r"cannot be read: (Too many levels|File name too long)"):
+        open_store(tmp_path / name)
+
+
 @pytest.mark.parametrize(
     "sql",
     [

@@ -97,7 +97,7 @@ def test_ranks_with_an_mlp_in_tiles_or_offload() -> None:
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("count", only_quick([3, 300], 3))
 def test_memory_of_large_ranks(count: int) -> None:
-    """A rank per job is compared; docs/memory.md states the mean and the worst error of many."""
+    """A rank per job is compared; docs/results/memory.md has the mean and the worst error of many."""
     errors: list[tuple[float, str]] = []
 
     @settings(drawn, max_examples=count)

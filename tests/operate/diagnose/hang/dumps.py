@@ -40,7 +40,7 @@ class Recorder:
         self._sequences[group][1] += 1
         for what, peer in messages:
             self._message(group, what, peer, at, done=False)  # only the batch has an end
-        self._add(group, "coalesced", at, done, False)
+        self._add(group, "coalesced", at, done, True)
 
     def _message(self, group: str, what: str, peer: int, at: float, done: bool) -> None:
         ranks = self.groups[group]

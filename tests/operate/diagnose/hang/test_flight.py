@@ -270,6 +270,22 @@ def test_a_chain_through_ranks_that_wait_themselves(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("messages", [[("send", 1), ("recv", 1)], []])
+def test_the_verdict_about_a_batch_of_messages(messages: list[tuple[str, int]], before: int, tmp_path: Path) -> None:
+    """The group may have had no collective, and the batch's messages have left the recorder's ring."""
+    ranks = recorders(cp=[0, 1])
+    for rank in ranks[:2]:
+        for _ in range(before):
+            rank.collective("cp")
+        peer = 1 - rank.rank
+        rank.batch("cp", ("send", peer), ("recv", peer))
+    ranks[0].batch("cp", *messages, at=1, done=False)
+    write(tmp_path, ranks)
+    verdict, _ = verdict_in(tmp_path)
+    assert verdict.ranks == (1,)
+
+
 def test_a_rank_with_several_operations_waits_for_its_device(tmp_path: Path) -> None:
     ranks = recorders(dp=WORLD, tp=[0, 1])
     ranks[0].collective("tp", at=1, done=False)
