@@ -44,9 +44,10 @@ format: install ## put the code into the house style
 house: install ## measure the structure of the package
 	$(BIN)/python tools/house.py
 
-docs: install ## write the generated pages and tables of docs/, and the Grafana dashboards
+docs: install ## write the generated pages, tables and pictures of docs/, and the Grafana dashboards
 	$(BIN)/python tools/page_tables.py
 	$(BIN)/python tools/config_reference.py
+	$(BIN)/python tools/architecture_pictures.py
 	$(BIN)/python tools/grafana.py
 
 results: install ## measure a page of docs/results again: PAGE=overlap

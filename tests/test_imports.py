@@ -32,7 +32,18 @@ WITHOUT_TORCH = (
 )
 COMMANDS = tuple(
     f"megascale.cli.{name}"
-    for name in ("main", "check", "train", "bench", "data", "trace", "doctor", "watch", "diagnose")
+    for name in (
+        "main",
+        "check",
+        "train",
+        "bench",
+        "data_prepare",
+        "data_inspect",
+        "trace",
+        "doctor",
+        "watch",
+        "diagnose",
+    )
 )
 KERNELS = {"megascale.ops.cast_transpose": "triton"}
 """Modules in the language of a library (Triton), imported only where the library is installed."""

@@ -11,20 +11,18 @@ import argparse
 import inspect
 import json
 import sys
-from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin
 
-from pydantic import AfterValidator
 from pydantic.fields import FieldInfo
 
+import migration
 import recipes
 from megascale.catalog.presets import PRESETS
 from megascale.config.injection import KINDS, PHASES
 from megascale.config.loading import sections
 from megascale.config.model import DERIVED_FROM, ModelConfig
-from megascale.config.section import Choice, Section
+from megascale.config.section import Section
+from megascale.config.value_words import choice_of, values_in_words
 from megascale.core.units import format_count
 from megascale.layout.parameters import parameter_count
 
@@ -133,7 +131,10 @@ def main() -> int:
 
 def pages() -> dict[str, str]:
     """Return the texts of the generated pages, by file name."""
-    return {"configuration.md": configuration(), "presets.md": presets(), "recipes.md": recipes.page()}
+    return {
+        "configuration.md": configuration(), "presets.md": presets(), "recipes.md": recipes.page(),
+        "from-megatron.md": migration.page(),
+    }  # fmt: skip
 
 
 def configuration() -> str:
@@ -163,11 +164,11 @@ def section_part(name: str, section: type[Section]) -> list[str]:
     rows, choices = [], []
     for attribute, field in section.model_fields.items():
         key = field.alias or attribute
-        choice = registry_of(field)
+        choice = choice_of(field)
         default = (
             f"follows `{DERIVED_FROM[key]}`" if section is ModelConfig and key in DERIVED_FROM else shown_default(field)
         )
-        rows.append([f"`{key}`", " or ".join(values(field)), default, field.description or ""])
+        rows.append([f"`{key}`", " or ".join(values_in_words(field)), default, field.description or ""])
         if choice:
             choices += [[f"`{key}`", f"`{name}`", "the best available backend"] for name in choice.also]
             choices += [[f"`{key}`", f"`{card.name}`", card.help] for card in choice.registry.cards.values()]
@@ -188,50 +189,6 @@ def injected_faults() -> list[str]:
         phases = "any" if kind.phases == PHASES else ", ".join(kind.phases)
         rows.append([f"`{name}`", kind.help, " ".join(keys), f"{phases} ({kind.phase})" if phases else ""])
     return rendered(["kind", "what it does", "keys", "phases (default)"], rows)
-
-
-def registry_of(field: FieldInfo) -> Choice | None:
-    """Return the registry of a field's choices, or None."""
-    parts = [*field.metadata, *(part for arm in get_args(field.annotation) for part in get_args(arm))]
-    checks = (part.func for part in parts if isinstance(part, AfterValidator))
-    return next((check for check in checks if isinstance(check, Choice)), None)
-
-
-def values(field: FieldInfo) -> list[str]:
-    """List the allowed values of a key in words."""
-    return list(dict.fromkeys(described(field.annotation, field.metadata)))
-
-
-def described(annotation: Any, bounds: Iterable[Any] = ()) -> Iterator[str]:
-    """Yield a type and its bounds in words; several for a union."""
-    bounds = [inner for bound in bounds for inner in (getattr(bound, "metadata", None) or [bound])]
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    words = {bool: "`true` or `false`", int: "whole number", float: "number", str: "text"}
-    if any(isinstance(getattr(bound, "func", None), Choice) for bound in bounds):
-        yield "a choice, below"
-    elif annotation in words:
-        yield words[annotation] + limits(bounds)
-    elif origin is Literal:
-        yield from (f"`{json.dumps(argument)}`" for argument in arguments)
-    elif hasattr(annotation, "__metadata__"):
-        yield from described(arguments[0], annotation.__metadata__)
-    elif origin is list:
-        yield f"list of {' or '.join(described(arguments[0]))}"
-    elif origin is tuple:
-        yield f"[{', '.join(' or '.join(described(argument)) for argument in arguments)}]"
-    elif annotation in (None, NoneType):
-        yield from ()
-    else:
-        for argument in arguments:
-            yield from described(argument)
-
-
-def limits(bounds: Iterable[Any]) -> str:
-    """Format the bounds of a number, apart from very large bounds."""
-    words = {"gt": "above", "ge": "from", "lt": "below", "le": "to"}
-    bounded = [(word, getattr(bound, name, None)) for bound in bounds for name, word in words.items()]
-    parts = [f"{word} {value}" for word, value in bounded if value is not None and value < 2**40]
-    return f" {', '.join(parts)}" if parts else ""
 
 
 def shown_default(field: FieldInfo) -> str:

@@ -6,7 +6,6 @@ Writes train.jsonl, valid.jsonl (one module in twenty) and tokenizer.json. The f
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import sysconfig
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from megascale.cli.parsing import CommandParser
 from megascale.core.errors import DataError, Exit
 from megascale.core.files import atomic_file, write_text
 from megascale.data.prepare.special_tokens import USUAL_NAMES
@@ -87,7 +87,9 @@ def make(library: Path, output: Path, vocab_size: int) -> None:
 
 def main() -> int:
     """Run the tool."""
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = CommandParser(
+        "tools/corpus.py", __doc__ or "", "python tools/corpus.py --output data/quickstart", "docs/data.md"
+    )
     arguments.add_argument(
         "--output", type=Path, default=Path("data/quickstart"), help="folder (default: data/quickstart)"
     )

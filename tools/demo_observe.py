@@ -4,7 +4,6 @@ slow rank, a slow link, and at the end a rank that hangs. The commands say who i
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.commands.chaos import without_data
+from megascale.cli.parsing import CommandParser
 from megascale.core.process import die_with_parent
 
 ROOT = Path(__file__).parents[1]
@@ -48,7 +48,9 @@ def faults(steps: int) -> tuple[str, ...]:
 
 def main() -> int:
     """Run the demonstration. Exit status: 0 if the commands name all three."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = CommandParser(
+        "tools/demo_observe.py", __doc__ or "", "python tools/demo_observe.py --steps 40", "docs/slow-runs.md"
+    )
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="folder of the run (default: runs)")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"step in which a rank hangs (default: {STEPS})")
     options = parser.parse_args()
@@ -60,8 +62,8 @@ def main() -> int:
         verdict = wait_for_hang(run)
         show("diagnose", run, "--picture", run / "waits.svg")
     show("events", run, "slowest-ranks")
-    show("mfu", run)
-    show("report", run, "--output", run / "report.html")
+    show("diagnose", run, "--mfu")
+    show("dashboard", run, "--file", run / "report.html")
     show("diagnose", run, "--slow")
     answer = subprocess.run(megascale("diagnose", run, "--slow", "--json"), capture_output=True, check=True)
     found = json.loads(answer.stdout)

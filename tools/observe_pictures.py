@@ -1,4 +1,4 @@
-"""The examples of docs/observability.md: what the commands print about the paper's two stories, and about a loss that
+"""The examples of docs/slow-runs.md: what the commands print about the paper's two stories, and about a loss that
 spikes in a real run; and the pictures of docs/pictures.
 """
 
@@ -73,7 +73,7 @@ def main() -> int:
         tell(fleet, folder / "slow-machines", ["diagnose", "--slow"], ["events", "slowest-ranks"])
         write(options.output / "slow-machines.svg", heat_map(fleet))
         decay = mfu_decay()
-        tell(decay, folder / "mfu-decay", ["mfu"], ["diagnose", "--slow"])
+        tell(decay, folder / "mfu-decay", ["diagnose", "--mfu"], ["diagnose", "--slow"])
         write(options.output / "mfu-decay.svg", decay_chart(decay))
         write(options.output / "loss-spike.svg", spike_chart(folder))
     return 0
@@ -103,9 +103,9 @@ def decay_chart(fleet: Fleet) -> str:
         np.arange(1.0, len(spread) + 1), FLOPS / PEAK_FLOPS / fleet.seconds, spread / fleet.seconds))  # fmt: skip
     series = [
         Series("MFU", steps, mfu, GREEN),
-        Series("spread of the entries into the last reduction, as a share of the step", steps, share, ORANGE),
+        Series("spread of the entries into the last gradient reduction, of the step", steps, share, ORANGE),
     ]
-    return line_chart("MFU falls: ranks pause in turn", series, (), lambda value: f"{100 * value:.0f}%")
+    return line_chart("MFU and share of the step", series, (), lambda value: f"{100 * value:.0f}%")
 
 
 def spike_chart(folder: Path) -> str:
@@ -126,11 +126,12 @@ def spike_chart(folder: Path) -> str:
     losses = [(record["step"], record["loss"]) for record in records if "loss" in record]
     alerts = [record for record in records if "alert" in record]
     for step in dict.fromkeys(str(record["step"]) for record in alerts):
-        read = run_quietly("data", "which", str(folder / "spike"), "--step", step)
-        print(f"\n$ megascale data which RUN --step {step}\n{read}")
+        read = run_quietly("data", "samples", str(folder / "spike"), "--step", step)
+        print(f"\n$ megascale data samples RUN --step {step}\n{read}")
     steps, values = (np.array(column) for column in zip(*losses, strict=True))
-    marks = [Mark(int(record["step"]), "!", "") for record in alerts if record["alert"] == "loss"]
-    return line_chart("loss, with alerts", [Series("loss", steps, values, GREEN)], marks, lambda value: f"{value:.3g}")
+    marks = [Mark(int(record["step"]), "", "") for record in alerts if record["alert"] == "loss"]
+    title = "training loss, logarithmic; dashed: alerts"
+    return line_chart(title, [Series("loss", steps, values, GREEN)], marks, lambda value: f"{value:g}", log=True)
 
 
 def run_quietly(*words: str) -> str:

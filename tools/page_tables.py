@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the generated tables of docs/: update rules, backends and folders, from the catalog and the package.
+"""Write the generated tables of docs/, from the catalog and the package.
 
 `--check` writes nothing, and exits with status 1 if a page is out of date.
 """
@@ -21,6 +21,7 @@ from megascale.catalog.backends import BACKENDS, KERNEL_DTYPES
 from megascale.catalog.optimizers import MATRIX_UNITS, OPTIMIZERS, QUANTIZED_BLOCK, with_defaults
 from megascale.core.files import write_text
 from megascale.core.registry import Card
+from observe_tables import alert_rules, event_store, metrics_keys, prometheus_metrics, ready_queries
 from results import filled, pipes
 from status import matrix
 
@@ -136,6 +137,11 @@ TABLES: dict[tuple[str, str], Callable[[], list[str]]] = {
     ("backends.md", "backends"): backends,
     ("architecture.md", "folders"): folders,
     ("status.md", "status"): lambda: pipes(*matrix()),
+    ("event-store.md", "ready-queries"): ready_queries,
+    ("event-store.md", "event-store"): event_store,
+    ("metrics.md", "metrics-keys"): metrics_keys,
+    ("metrics.md", "prometheus-metrics"): prometheus_metrics,
+    ("metrics.md", "alert-rules"): alert_rules,
 }
 """Generated tables, by page and the name of their markers."""
 

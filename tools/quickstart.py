@@ -7,7 +7,6 @@ processor that multiplies bf16, else in fp32.
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import shlex
@@ -17,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megascale.cli.parsing import CommandParser
 from megascale.core.units import format_count, format_duration
 
 CONFIG = "configs/quickstart.toml"
@@ -31,7 +31,7 @@ BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 def main() -> int:
     """Run the tool. Exit status: of the first command that fails, or 0."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    CommandParser("tools/quickstart.py", __doc__ or "", "python tools/quickstart.py", "docs/first-hour.md").parse_args()
     start = time.monotonic()
     corpus = [sys.executable, "tools/corpus.py", "--output", str(DATA)]
     if not (DATA / "tokenizer.json").is_file():

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from megascale.cli.doctor import describe_machine, machine_facts
+from megascale.cli.parsing import CommandParser
 from megascale.core.files import write_text
 from megascale.device import detect_device, gpu_count, no_gpu_reason
 
@@ -132,7 +133,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def arguments() -> argparse.ArgumentParser:
     """Build the argument parser."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(
+        "tools/test_gpu.py", __doc__ or "", "python tools/test_gpu.py --gpus 2 --rehearse", "docs/gpu.md"
+    )
     add = parser.add_argument
     add("--gpus", type=int, default=1, metavar="N", help=f"list of tests to run, one of {LISTS}; default %(default)s")
     add("--rehearse", action="store_true", help="run on CPU processes the tests that need no GPU")

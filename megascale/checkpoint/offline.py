@@ -17,6 +17,8 @@ from megascale.checkpoint.load.reader import CheckpointReader, ReadRequest
 from megascale.core.storage import Location
 from megascale.parallel.stateful import WEIGHTS
 
+TENSORS_INTACT = "its tensors are intact"  # of a file with other bytes than were written
+
 FILE_BYTES = 2 << 30  # bytes of tensors in one file; a larger tensor has a file to itself
 
 
@@ -61,7 +63,7 @@ def verify(folder: Location, saved: manifest.Manifest) -> Iterator[str]:
                 explained |= files
                 yield f"{name}: {error.message}"
     for name in sorted(damaged - explained):
-        though = ", though its tensors are intact" if name in of_tensors else ""
+        though = f", though {TENSORS_INTACT}" if name in of_tensors else ""
         yield f"{folder / name}: its size or CRC-32 does not match{though}"
 
 

@@ -15,21 +15,19 @@ from megascale.core.files import is_file
 T = TypeVar("T")
 
 
-def sentence(help_line: str) -> str:
-    """Return a line of help as a sentence, for the head of a command's own help."""
-    return f"{help_line[0].upper()}{help_line[1:]}."
+def add_config_arguments(sub: argparse.ArgumentParser, optional: str = "") -> None:
+    """Declare CONFIG and key=value, the arguments of every command that reads a run's configuration. `optional`: the
+    default of CONFIG.
+    """
+    config = f"a run's TOML file (default: {optional})" if optional else "the run's TOML file"
+    sub.add_argument("config", metavar="CONFIG", nargs="?" if optional else None, help=config)
+    setting = "override a setting of the file, as section.key=value"
+    sub.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=setting)
 
 
-def add_config_arguments(sub: argparse.ArgumentParser) -> None:
-    """Declare CONFIG and key=value, the arguments of every subcommand that reads a run's configuration."""
-    sub.add_argument("config", metavar="CONFIG", help="the run's TOML file")
-    sub.add_argument(
-        "overrides",
-        metavar="key=value",
-        nargs="*",
-        default=[],
-        help="override a setting of the file, as section.key=value",
-    )
+def add_run(sub: argparse.ArgumentParser, help_line: str = "the run's folder") -> None:
+    """Declare RUN, a path or a URL. Who reads it raises `core.named_run.no_run` where there is no run."""
+    sub.add_argument("run", metavar="RUN", help=help_line)
 
 
 def add_json(sub: argparse._ActionsContainer) -> None:

@@ -1,14 +1,12 @@
-"""`megascale bench`: benchmarks of this machine. Torch is imported only when a benchmark starts."""
+"""`megascale bench mfu` and `megascale bench gemm`: benchmarks of a device. Torch is imported when one starts."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
 from megascale.bench import mfu
-from megascale.cli import bench_ranks
-from megascale.cli.arguments import add_json, at_least, checked, non_negative_int, positive_int, read_digits, sentence
+from megascale.cli.arguments import add_json, at_least, checked, non_negative_int, positive_int, read_digits
 from megascale.cli.command_output import print_progress
 from megascale.config.loading import check_rules, load_config, load_config_tree
 from megascale.config.model import ModelConfig
@@ -18,31 +16,10 @@ from megascale.core.process import exit_on_stop_signals
 from megascale.operate.node import environment
 
 
-def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Declare the subcommand's arguments."""
-    benchmarks = sub.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
-    _add_mfu(benchmarks)
-    _add_gemm(benchmarks)
-    bench_ranks.add_links(benchmarks)
-    bench_ranks.add_profile(benchmarks)
-
-
-def run(options: argparse.Namespace) -> int:
-    """Run the subcommand and return its exit status."""
-    environment.set_defaults()
-    if options.benchmark == "links":
-        return bench_ranks.run_links(options)
-    if options.benchmark == "profile":
-        return bench_ranks.run_profile(options)
-    with exit_on_stop_signals():
-        (run_mfu if options.benchmark == "mfu" else run_gemm)(options)
-    return Exit.OK
-
-
-def _add_mfu(benchmarks: Any) -> None:
-    help_line = "time real training steps on one device: tokens/s, MFU, memory, and time by kind of kernel"
-    about = (mfu.__doc__ or "").partition("\n\n")[2]  # the paragraph on slices
-    one = benchmarks.add_parser("mfu", help=help_line, description=f"{sentence(help_line)} {about}")
+def add_mfu(one: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `bench mfu`."""
+    _, blank, about_slices = (mfu.__doc__ or "").partition("\n\n")
+    one.description = f"{one.description}{blank}{about_slices}"
     which = one.add_mutually_exclusive_group(required=True)
     which.add_argument("--preset", metavar="NAME", help="a preset model, on random tokens in bf16")
     which.add_argument("--config", metavar="FILE", help="a run's TOML file")
@@ -62,15 +39,18 @@ def _add_mfu(benchmarks: Any) -> None:
     add_json(one)
 
 
-def run_mfu(options: argparse.Namespace) -> None:
+def run_mfu(options: argparse.Namespace) -> int:
     """Measure the MFU of a preset or a configuration file."""
-    steps = mfu.StepCounts(options.warm_up, options.steps, options.profile)
-    layers = options.layers or ("fit" if options.preset else None)
-    config, whole = _mfu_config(options, steps, layers)
-    from megascale.bench.mfu_run import measure_mfu
+    environment.set_defaults()
+    with exit_on_stop_signals():
+        steps = mfu.StepCounts(options.warm_up, options.steps, options.profile)
+        layers = options.layers or ("fit" if options.preset else None)
+        config, whole = _mfu_config(options, steps, layers)
+        from megascale.bench.mfu_run import measure_mfu
 
-    result = measure_mfu(config, whole, steps, print_progress, fit=layers == "fit")
-    print(json.dumps(result.as_json()) if options.json else mfu.table(result))
+        result = measure_mfu(config, whole, steps, print_progress, fit=layers == "fit")
+        print(json.dumps(result.as_json()) if options.json else mfu.table(result))
+    return Exit.OK
 
 
 def _mfu_config(
@@ -106,9 +86,8 @@ def _mfu_config(
     return config, whole
 
 
-def _add_gemm(benchmarks: Any) -> None:
-    help_line = "measure the GEMM throughput of this device, by shape and dtype"
-    one = benchmarks.add_parser("gemm", help=help_line, description=sentence(help_line))
+def add_gemm(one: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `bench gemm`."""
     size = checked("a GEMM shape: give MxKxN, such as 8192x4096x14336", _size)
     one.add_argument(
         "--sizes", nargs="+", type=size, metavar="MxKxN", help="x [m, k] times weight [n, k] (default: squares, and "
@@ -121,22 +100,25 @@ def _add_gemm(benchmarks: Any) -> None:
     add_json(one)
 
 
-def run_gemm(options: argparse.Namespace) -> None:
+def run_gemm(options: argparse.Namespace) -> int:
     """Measure the GEMM throughput of every shape in every dtype."""
-    from megascale.bench import gemm
-    from megascale.device import detect_device
+    environment.set_defaults()
+    with exit_on_stop_signals():
+        from megascale.bench import gemm
+        from megascale.device import detect_device
 
-    for name in options.dtypes or ():
-        if name not in gemm.FORMATS:
-            hint = f"choose from {', '.join(gemm.FORMATS)}"
-            raise ConfigError([Problem("command line", "--dtypes", f"unknown dtype {name!r}", hint)])
-    device = detect_device()
-    shapes = [gemm.GemmShape(*size) for size in options.sizes] if options.sizes else gemm.default_shapes(device)
-    measured = list(gemm.measure_rates(shapes, options.dtypes or gemm.default_formats(device), device))
-    print(json.dumps(gemm.as_json(measured, device)) if options.json else gemm.table(measured, device))
-    if all(rate.rate is None for rate in measured):
-        what = f"no GEMM could be measured: {measured[0].unsupported_reason}"
-        raise MegascaleError(what, hint="give other --sizes or --dtypes")
+        for name in options.dtypes or ():
+            if name not in gemm.FORMATS:
+                hint = f"choose from {', '.join(gemm.FORMATS)}"
+                raise ConfigError([Problem("command line", "--dtypes", f"unknown dtype {name!r}", hint)])
+        device = detect_device()
+        shapes = [gemm.GemmShape(*size) for size in options.sizes] if options.sizes else gemm.default_shapes(device)
+        measured = list(gemm.measure_rates(shapes, options.dtypes or gemm.default_formats(device), device))
+        print(json.dumps(gemm.as_json(measured, device)) if options.json else gemm.table(measured, device))
+        if all(rate.rate is None for rate in measured):
+            what = f"no GEMM could be measured: {measured[0].unsupported_reason}"
+            raise MegascaleError(what, hint="give other --sizes or --dtypes")
+    return Exit.OK
 
 
 def _layers(text: str) -> str:
@@ -153,3 +135,6 @@ def _size(text: str) -> tuple[int, ...]:
     if len(sizes) != 3 or not all(sizes):
         raise ValueError(text)
     return sizes
+
+
+VERBS = {"mfu": (add_mfu, run_mfu), "gemm": (add_gemm, run_gemm)}

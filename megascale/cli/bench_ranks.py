@@ -10,9 +10,9 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from megascale.cli.arguments import add_json, at_least, positive_int, sentence
+from megascale.cli.arguments import add_json, at_least, positive_int
 from megascale.cli.command_output import print_progress
 from megascale.config.profile_files import THIS_MACHINE, path_of
 from megascale.core.errors import ConfigError, Problem
@@ -20,6 +20,7 @@ from megascale.core.files import exists, is_folder, write_text
 from megascale.core.process import usable_cores
 from megascale.core.rank import Rank, die_with_torchrun, rank_from_environment
 from megascale.operate.driver.one_host import run_on_this_host
+from megascale.operate.node import environment
 from megascale.operate.node.failure import write_end, write_error
 
 if TYPE_CHECKING:
@@ -30,10 +31,8 @@ RankWork = Callable[["Device", Rank], None]
 SEVERAL = at_least(2, "communication needs two ranks or more")
 
 
-def add_links(benchmarks: Any) -> None:
+def add_links(one: argparse.ArgumentParser) -> None:
     """Declare the arguments of `bench links`."""
-    help_line = "measure bandwidth and latency of training's collectives and messages between ranks of this host"
-    one = benchmarks.add_parser("links", help=help_line, description=sentence(help_line))
     processes = "ranks, 2 or more (default: one per GPU, or per core)"
     one.add_argument("--processes", type=SEVERAL, metavar="N", help=processes)
     sizes = "tensor sizes (default: 4 KiB to 32 MiB)"
@@ -43,6 +42,7 @@ def add_links(benchmarks: Any) -> None:
 
 def run_links(options: argparse.Namespace) -> int:
     """Time every operation with every tensor size."""
+    environment.set_defaults()
 
     def work(device: Device, rank: Rank) -> None:
         from megascale.bench import links
@@ -57,10 +57,8 @@ def run_links(options: argparse.Namespace) -> int:
     return _start(["bench", "links", *sizes, *["--json"] * options.json], options.processes or _default(gpus=True))
 
 
-def add_profile(benchmarks: Any) -> None:
+def add_profile(one: argparse.ArgumentParser) -> None:
     """Declare the arguments of `bench profile`."""
-    help_line = "measure a hardware profile of this machine's processor, for plan --hardware this"
-    one = benchmarks.add_parser("profile", help=help_line, description=sentence(help_line))
     processes = "concurrent ranks, 2 or more (default: one per core)"
     one.add_argument("--processes", type=SEVERAL, metavar="N", help=processes)
     output = f"the profile (default: the file of --hardware this, {path_of('hardware', THIS_MACHINE)})"
@@ -71,6 +69,7 @@ def add_profile(benchmarks: Any) -> None:
 
 def run_profile(options: argparse.Namespace) -> int:
     """Measure this machine and write its profile, in two jobs: one with two ranks per core, then one with one."""
+    environment.set_defaults()
     output = (options.output or path_of("hardware", THIS_MACHINE)).resolve()
     _check_output(output)
     if options.oversubscribed is None and rank_from_environment() is None:
@@ -146,3 +145,6 @@ def _default(*, gpus: bool) -> int:
     from megascale import device
 
     return max(2, (device.gpu_count() if gpus else 0) or usable_cores())
+
+
+VERBS = {"links": (add_links, run_links), "profile": (add_profile, run_profile)}

@@ -27,7 +27,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     try:
-        config = load_config(options.config, options.overrides, world_size=options.gpus)
+        config = load_config(options.config, options.overrides, world_size=options.gpus, world_option="--gpus")
         schedule = config.parallel.schedule
         assert schedule is not None, "a resolved configuration names its schedule"
         check_plug_in_schedule(schedule, stages_of(config.model, config.parallel).placement, config.num_microbatches)

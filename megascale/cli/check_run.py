@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megascale.catalog.schedules import SCHEDULES
 from megascale.cli.check_data import RANKS_OF_HOST
 from megascale.config.run import RunConfig
+from megascale.config.run_warnings import run_warnings
 from megascale.core.errors import ConfigError, Problem
 from megascale.data.read.identity import replaced_datasets
 from megascale.layout.stages import Placement
@@ -27,14 +28,15 @@ def check_plug_in_schedule(name: str, placement: Placement, m: int) -> None:
 
 
 def host_warnings(config: RunConfig) -> Iterator[str]:
-    """Describe limits of this host that a run would exceed here, and datasets that were replaced since the run's last
-    start. The hosts of the run may have other limits.
+    """Describe what is hardly meant (`config.run_warnings`), limits of this host that a run would exceed here, and
+    datasets that were replaced since the run's last start. The hosts of the run may have other limits.
     """
     ranks = min(config.world_size, RANKS_OF_HOST)
     datasets, saves = datasets_by_split(config.data, config.train.eval_every), bool(config.checkpoint.every)
     findings = list(limit_findings(datasets, config.world_size, ranks, saves=saves))
     if config.checkpoint.in_memory_every:
         findings += memory_findings(config.checkpoint, ranks, JobMemory(config).fullest().optimizer)
+    yield from run_warnings(config)
     for finding in findings:
         yield f"this host  {finding.key}: {finding.message}  -> {finding.hint}"
     if config.checkpoint.resume != "never":

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megascale.cli.arguments import add_json
-from megascale.cli.command_output import warn
-from megascale.core.errors import CheckpointError, Exit
-from megascale.core.files import SHARED_MEMORY, why_unreadable, write_text
+from megascale.cli.arguments import add_json, add_run
+from megascale.cli.command_output import OutputError, warn
+from megascale.cli.run_location import run_location
+from megascale.core.errors import CheckpointError, Exit, MegascaleError
+from megascale.core.files import SHARED_MEMORY, exists, why_unreadable, write_text
 from megascale.core.storage import Location
 from megascale.core.units import format_bytes, format_count
 
@@ -19,51 +21,53 @@ if TYPE_CHECKING:
     from megascale.checkpoint.format import manifest
 
 
-def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Declare the subcommand's arguments."""
-    verbs = sub.add_subparsers(dest="verb", metavar="VERB", required=True)
-    checkpoint_help = "folder or URL of a checkpoint, or of a run (its newest checkpoint)"
-    listing = verbs.add_parser("list", help="list a run's complete checkpoints and its unfinished saves")
-    listing.add_argument("run", metavar="RUN", help="folder or URL of a run, or of its checkpoints")
-    show = verbs.add_parser("show", help="describe a checkpoint: progress, layout, tensors")
-    show.add_argument("checkpoint", metavar="CHECKPOINT", help=checkpoint_help)
-    show.add_argument("--tensors", action="store_true", help="list every tensor instead of totals")
-    verify = verbs.add_parser("verify", help="read every file of a checkpoint and compare checksums")
-    verify.add_argument("checkpoint", metavar="CHECKPOINT", help=checkpoint_help)
-    diff = verbs.add_parser("diff", help="compare two checkpoints: configuration, tensors, elements")
-    diff.add_argument("first", metavar="CHECKPOINT", help=checkpoint_help)
-    diff.add_argument("second", metavar="OTHER")
-    copies = verbs.add_parser("copies", help="list the copies in memory on this host, or free their memory")
-    copies.add_argument("run", metavar="RUN", nargs="?", type=Path, help="folder of a run (default: of all runs)")
+CHECKPOINT = "folder or URL of a checkpoint, or of a run (its newest checkpoint)"
+
+
+def _add_list(sub: argparse.ArgumentParser) -> None:
+    add_run(sub, "folder or URL of a run, or of its checkpoints")
+    add_json(sub)
+
+
+def _add_show(sub: argparse.ArgumentParser) -> None:
+    _add_verify(sub)
+    sub.add_argument("--tensors", action="store_true", help="list every tensor instead of totals")
+
+
+def _add_verify(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
+    add_json(sub)
+
+
+def _add_diff(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("first", metavar="CHECKPOINT", help=CHECKPOINT)
+    sub.add_argument("second", metavar="OTHER", help="the checkpoint, or run, to compare it with")
+    add_json(sub)
+
+
+def _add_copies(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("run", metavar="RUN", nargs="?", type=Path, help="the run's folder (default: of all runs)")
     remove = "remove those of RUN, by default of all runs whose folders are gone"
-    copies.add_argument("--remove", action="store_true", help=remove)
-    memory = f"(default: {SHARED_MEMORY})"
-    copies.add_argument("--memory-dir", metavar="DIR", type=Path, default=SHARED_MEMORY, help=memory)
-    for verb in (listing, show, verify, diff, copies):
-        add_json(verb)
-    model = verbs.add_parser("model", help="print the section [model] of a checkpoint or of Hugging Face weights")
-    model.add_argument("source", metavar="SOURCE", help=f"{checkpoint_help}; or of Hugging Face weights")
-    model.add_argument("--output", metavar="FILE", type=Path, help="write a TOML file instead, for `extends`")
-    convert = verbs.add_parser("convert", help="convert a checkpoint to Hugging Face weights, or the reverse")
-    convert.add_argument("source", metavar="SOURCE", help=f"{checkpoint_help}; or of Hugging Face weights")
-    convert.add_argument("output", metavar="OUTPUT", type=_folder, help="a new folder")
-    convert.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the weights (default: unchanged)")
-    convert.add_argument("--tokenizer", metavar="FILE", type=_file, help="(default: the tokenizer of the training run)")
-    convert.add_argument(
-        "--average", action="store_true", help="the average of the weights (train.weight_average), not these"
-    )
-    convert.add_argument("--eod", metavar="TOKEN", help="token that ends a text (default: that of the training data)")
+    sub.add_argument("--remove", action="store_true", help=remove)
+    memory = f"folder of the copies of all runs (default: {SHARED_MEMORY})"
+    sub.add_argument("--memory-dir", metavar="DIR", type=Path, default=SHARED_MEMORY, help=memory)
+    add_json(sub)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run the subcommand and return its exit status: 4 if `verify` finds damage, 1 if `diff` finds a difference, or if
-    copies in use were to be removed.
-    """
-    try:
-        return VERBS[options.verb](options)
-    except OSError as error:
-        hint = "check its name, its permissions and the network"
-        raise CheckpointError(f"{error.filename}: {error.strerror}", hint=hint) from None
+def _add_model(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("source", metavar="SOURCE", help=f"{CHECKPOINT}; or of Hugging Face weights")
+    sub.add_argument("--output", metavar="FILE.toml", type=Path, help="write a TOML file instead, for `extends`")
+
+
+def _add_convert(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("source", metavar="SOURCE", help=f"{CHECKPOINT}; or of Hugging Face weights")
+    sub.add_argument("output", metavar="DIR", type=_folder, help="a new folder for the result")
+    sub.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the weights (default: unchanged)")
+    tokenizer = "tokenizer of the result (default: the tokenizer of the training run)"
+    sub.add_argument("--tokenizer", metavar="FILE", type=_file, help=tokenizer)
+    average = "convert the average of the weights (train.weight_average), not the weights"
+    sub.add_argument("--average", action="store_true", help=average)
+    sub.add_argument("--eod", metavar="TOKEN", help="token that ends a text (default: that of the training data)")
 
 
 def _say(options: argparse.Namespace, facts: dict[str, Any], lines: list[str]) -> None:
@@ -74,10 +78,8 @@ def _list(options: argparse.Namespace) -> int:
     from megascale.checkpoint import folders
     from megascale.checkpoint.format import manifest
 
-    run = Location(options.run)
+    run = run_location(options.run)
     folder = run / "checkpoints" if (run / "checkpoints").is_folder() else run
-    if not folder.is_folder():
-        raise CheckpointError(f"there is no folder {folder}", hint="give a run's folder")
     if (folder / manifest.NAME).exists():
         raise CheckpointError(f"{folder} is itself a checkpoint", hint=f"use megascale ckpt show {folder}")
     rows, lines = list[dict[str, Any]](), list[str]()
@@ -127,14 +129,17 @@ def _verify(options: argparse.Namespace) -> int:
     from megascale.checkpoint import folders, offline
     from megascale.checkpoint.format import manifest
 
-    path = folders.find_checkpoint(Location(options.checkpoint))
+    path = folders.find_checkpoint(run_location(options.checkpoint))
     try:
         saved = manifest.read(path)
         problems = list(offline.verify(path, saved))
         good = f"{path}: {len(saved.tensors)} tensors in {_files(saved)} match their checksums"
     except manifest.DamagedError as error:
         problems, good = [error.message], ""
-    lines = [*problems, f"{path} is damaged"] if problems else [good]
+    verdict = f"{path} is damaged: a run resumes from an earlier checkpoint"
+    if all(offline.TENSORS_INTACT in problem for problem in problems):
+        verdict = f"{path} can be loaded: all its tensors are as they were written"
+    lines = [*problems, f"{verdict}  -> copy the files anew, or remove the folder"] if problems else [good]
     _say(options, {"path": str(path), "ok": not problems, "problems": problems}, lines)
     return Exit.CHECKPOINT if problems else Exit.OK
 
@@ -199,7 +204,7 @@ def _model(options: argparse.Namespace) -> int:
     from megascale.config.toml_writer import section_to_toml
     from megascale.convert.saved_weights import read_model_section
 
-    text = section_to_toml("model", read_model_section(Location(options.source)))
+    text = section_to_toml("model", read_model_section(run_location(options.source)))
     if options.output is None:
         print(text)
     else:
@@ -213,14 +218,16 @@ def _convert(options: argparse.Namespace) -> int:
     from megascale.convert.saved_weights import weights_folder
 
     dtype = conversion.DTYPES.get(options.dtype)
-    warnings = list[str]()
+    warnings, location = list[str](), run_location(options.source)
+    if exists(options.output):
+        raise OutputError(f"{options.output} is there already", hint="give a new folder for the result")
     try:
-        if folder := weights_folder(Location(options.source).local_path):
+        if folder := weights_folder(location.local_path):
             if options.average:
                 raise CheckpointError(f"{folder} has no average of the weights", hint="leave out --average")
             conversion.from_huggingface(folder, options.output, dtype)
         else:
-            source = folders.find_checkpoint(Location(options.source))
+            source = folders.find_checkpoint(location)
             warnings = conversion.to_huggingface(
                 source, options.output, dtype, options.tokenizer, options.eod, options.average
             )
@@ -249,7 +256,7 @@ def _open_checkpoint(path: str) -> tuple[Location, manifest.Manifest]:
     from megascale.checkpoint import folders
     from megascale.checkpoint.format import manifest
 
-    location = folders.find_checkpoint(Location(path))
+    location = folders.find_checkpoint(run_location(path))
     return location, manifest.read(location)
 
 
@@ -268,7 +275,29 @@ def _flatten(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
     return leaves
 
 
+def _explained(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """Return `run` with an explanation of errors of a file system. Its status: 4 if `verify` finds damage, 1 if `diff`
+    finds a difference, or if copies in use were to be removed.
+    """
+
+    def explained(options: argparse.Namespace) -> int:
+        try:
+            return run(options)
+        except OSError as error:
+            if isinstance(error, MegascaleError):
+                raise
+            hint = "check its name, its permissions and the network"
+            raise CheckpointError(f"{error.filename}: {error.strerror}", hint=hint) from None
+
+    return explained
+
+
 VERBS = {
-    "list": _list, "show": _show, "verify": _verify, "diff": _diff, "copies": _copies, "model": _model,
-    "convert": _convert,
-}  # fmt: skip
+    "list": (_add_list, _explained(_list)),
+    "show": (_add_show, _explained(_show)),
+    "verify": (_add_verify, _explained(_verify)),
+    "diff": (_add_diff, _explained(_diff)),
+    "copies": (_add_copies, _explained(_copies)),
+    "model": (_add_model, _explained(_model)),
+    "convert": (_add_convert, _explained(_convert)),
+}

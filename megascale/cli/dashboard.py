@@ -1,4 +1,4 @@
-"""`megascale dashboard`: runs as a web page, on loopback and behind a token, without torch."""
+"""`megascale dashboard`: runs as a web page, on loopback and behind a token; or one run as an HTML file. No torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import secrets
 import socket
 from pathlib import Path
 
-from megascale.cli.arguments import checked, read_digits
+from megascale.cli.arguments import checked, own_file, read_digits
+from megascale.cli.command_output import warn, writing
 from megascale.core.errors import ConfigError, Exit, Problem
+from megascale.core.files import write_text
 from megascale.core.network import LOOPBACK, is_loopback
 from megascale.core.process import interrupt_on_stop_signals
 
@@ -18,7 +20,10 @@ PORT = 8050  # the port that is tried first, if none is given
 
 ANY_ADDRESS = ("0.0.0.0", "::")
 
-EXTRA_HINT = "pip install 'megascale[dashboard]'; megascale watch and megascale report do without"
+SERVER = {"host": LOOPBACK, "base_path": "/", "port": None}
+"""Options of the server, and their defaults."""
+
+EXTRA_HINT = "pip install 'megascale[dashboard]'; megascale watch and megascale dashboard --file do without"
 
 
 def _base_path(text: str) -> str:
@@ -30,18 +35,24 @@ def _base_path(text: str) -> str:
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
-    sub.add_argument("folders", metavar="RUN", type=Path, nargs="+", help="folders of runs, shown side by side")
-    host = "address to listen on (127.0.0.1); others send the token in clear"
-    sub.add_argument("--host", default=LOOPBACK, help=host)
-    base = "path of the pages at a reverse proxy, whether it strips the path or not, such as /proxy/8050/ (/)"
+    from megascale.operate.show.html_report import FILE_START
+
+    sub.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="folders of runs, shown side by side")
+    output = "write what is known about the run as one HTML file, instead of a server"
+    sub.add_argument("--file", metavar="FILE.html", type=own_file(".html", FILE_START), help=output)
+    host = "address to listen on; others than loopback send the token in clear (default: 127.0.0.1)"
+    sub.add_argument("--host", metavar="ADDRESS", default=SERVER["host"], help=host)
+    base = "path of the pages at a reverse proxy, whether it strips the path or not, such as /proxy/8050/ (default: /)"
     base_path = checked("the path of an address, such as /proxy/8050/", _base_path)
     sub.add_argument("--base-path", metavar="PATH", type=base_path, default="/", help=base)
     port = checked("a port", read_digits, lambda number: number <= 65_535)
-    sub.add_argument("--port", type=port, help=f"port (default: {PORT}, or a free one)")
+    sub.add_argument("--port", metavar="PORT", type=port, help=f"port (default: {PORT}, or a free one)")
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
+    if options.file is not None:
+        return _write_file(options)
     try:
         from megascale.operate.show.web.app import make_app
         from megascale.operate.show.web.runs import watched_runs
@@ -59,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
         contextlib.ExitStack() as closing,
     ):
         host, port = listener.getsockname()[:2]
-        runs = watched_runs(options.folders)
+        runs = watched_runs(options.runs)
         for each in runs.values():
             closing.callback(each.close)
         base = options.base_path
@@ -74,6 +85,35 @@ def run(options: argparse.Namespace) -> int:
             print("WARNING: who can record the network's traffic can read the token and the pages", flush=True)
         with DashboardServer(listener, app.server) as server:
             server.serve_forever()
+    return Exit.OK
+
+
+def _write_file(options: argparse.Namespace) -> int:
+    from megascale.operate.show.charts.timeline import render_svg
+    from megascale.operate.show.html_report import render_report
+    from megascale.operate.show.run_reader import RunReader
+    from megascale.operate.show.step_events import pictured_events
+    from megascale.operate.show.store_view import read_store_view
+    from megascale.operate.store.query import StoreError
+
+    given = [f"--{name.replace('_', '-')}" for name, value in SERVER.items() if getattr(options, name) != value]
+    if given or len(options.runs) > 1:
+        what = "is of a server" if given else "is of one run"
+        names = ", ".join(given) if given else "--file"
+        raise ConfigError([Problem("command line", names, what, "leave out --file" if given else "give one RUN")])
+    folder, notes, store = options.runs[0], list[str](), None
+    view = RunReader(folder).read()
+    try:
+        store = read_store_view(folder)
+    except StoreError as error:
+        notes.append(f"without the analyses of events: {error.message}")
+    notes += store.notes if store is not None else ()
+    warn(notes)
+    events = pictured_events(folder, view.topology)
+    report = render_report(view, store, render_svg(events) if events else "", notes)
+    with writing(options.file):
+        write_text(options.file, report)
+    print(f"{options.file}: {len(report.encode()) / 1024:.0f} KiB, open it in a browser")
     return Exit.OK
 
 

@@ -1,6 +1,4 @@
-"""`megascale doctor`: this machine's hardware and software, the backend of every operation, and self-tests; with
-`--nodes` the nodes of a job (`cli.doctor_nodes`).
-"""
+"""`megascale doctor`: this machine's hardware and software, the backend of every operation, and self-tests."""
 
 from __future__ import annotations
 
@@ -17,8 +15,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import megascale
-from megascale.cli import doctor_nodes
-from megascale.cli.arguments import add_json
+from megascale.cli.arguments import add_config_arguments, add_json
 from megascale.config.loading import load_config, load_config_tree
 from megascale.config.run import RunConfig
 from megascale.core.errors import Exit
@@ -62,19 +59,12 @@ WIDTH = 118
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
-    config = "a TOML file (default: a small Llama, in fp32 and in bf16)"
-    sub.add_argument("config", metavar="CONFIG", nargs="?", help=config)
-    sub.add_argument("overrides", metavar="key=value", nargs="*", help="override a setting, as section.key=value")
+    add_config_arguments(sub, optional="a small Llama, in fp32 and in bf16")
     add_json(sub)
-    doctor_nodes.add_arguments(sub)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the subcommand and return its exit status: 1 if a self-test fails, if a requested backend cannot serve, or
-    with `--nodes` for a bad node or link.
-    """
-    if options.nodes is not None:
-        return doctor_nodes.run_nodes(options)
+    """Run the subcommand and return its exit status: 1 if a self-test fails, or if a requested backend cannot serve."""
     configs = configs_to_check(options.config, options.overrides)
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""`megascale doctor --nodes`: checks of the nodes of a job, and a table that compares them.
+"""`megascale doctor nodes`: checks of the nodes of a job, and a table that compares them.
 
 Under torchrun or srun the first rank of every host takes part, and rank 0 says to the others through the job's store
 which check to run. Without a launcher the nodes are processes of this host, which take turns.
@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from megascale.cli.arguments import at_least
+from megascale.cli.arguments import add_config_arguments, add_json, at_least
+from megascale.config.loading import load_config
 from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.network import LOOPBACK, address_toward
 from megascale.core.rank import NODE_VARIABLE, Rank, rank_from_environment, rendezvous_endpoint
@@ -42,26 +43,30 @@ _POLL_S = 0.05
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `--nodes`."""
-    sub.add_argument(
-        "--nodes", type=at_least(1, "a diagnosis needs a node"), nargs="?", const=0, metavar="N",
-        help="check the nodes of a job instead: the hosts of torchrun or srun, or N nodes that are processes here",
-    )  # fmt: skip
-    sub.add_argument(
-        "--checks", choices=PLANS, default="quick",
-        help="with --nodes: quick takes seconds, full up to a minute a node; paths: only connections between nodes",
-    )  # fmt: skip
+    """Declare the command's arguments."""
+    add_config_arguments(sub, optional="the default of fault.check_tolerance, which is all that counts here")
+    count = "check N nodes that are processes of this host (default: the hosts of torchrun or srun)"
+    sub.add_argument("--processes", type=at_least(1, "a diagnosis needs a node"), metavar="N", help=count)
+    extent = "quick: seconds; full: up to a minute a node; paths: only connections between nodes (default: quick)"
+    sub.add_argument("--checks", choices=PLANS, default="quick", help=extent)
+    add_json(sub)
 
 
-def run_nodes(options: argparse.Namespace) -> int:
-    """Diagnose the nodes and return the exit status: 1 for a finding."""
+def run(options: argparse.Namespace) -> int:
+    """Diagnose the nodes and return the exit status: 1 for a bad node or link."""
     plan = PLANS[options.checks]
+    if options.config is not None:
+        if options.config.isdecimal():
+            hint = f"--processes {options.config} for nodes that are processes of this host"
+            raise ConfigError([Problem("command line", "CONFIG", f"{options.config!r} is no TOML file", hint)])
+        config = load_config(options.config, options.overrides, skip_sections=["data"])
+        plan = replace(plan, tolerance=config.fault.check_tolerance)
     rank = rank_from_environment()
     if rank is None:
-        if not options.nodes:
-            hint = "--nodes N for N processes of this host, or start it with torchrun or srun"
-            raise ConfigError([Problem("command line", "--nodes", "no launcher has started this process", hint)])
-        diagnosis = asyncio.run(diagnose_processes(options.nodes, plan))
+        if not options.processes:
+            hint = "start it with torchrun or srun, or give --processes N for N processes of this host"
+            raise ConfigError([Problem("environment", "", "no launcher has started this process", hint)])
+        diagnosis = asyncio.run(diagnose_processes(options.processes, plan))
     elif (found := _diagnose_hosts(rank, plan)) is None:
         return Exit.OK
     else:

@@ -32,16 +32,18 @@ MAX_CELL = 60
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
     folder = "the run's folder, or the path or URL of its event store"
-    sub.add_argument("run_dir", metavar="RUN", nargs="?", help=folder)
+    sub.add_argument("run", metavar="RUN", nargs="?", help=folder)
     sub.add_argument("query", metavar="QUERY", nargs="?", help="a SELECT, or the name of a ready query (see --list)")
     last = "only what was stored in the last seconds of the run"
     sub.add_argument("--last", metavar="SECONDS", type=positive_float, help=last)
     export = sub.add_argument_group("export to OpenTelemetry, in the place of a query")
     receiver = "send spans to an OTLP/HTTP receiver, such as http://localhost:4318"
     export.add_argument("--otlp", metavar="URL", help=receiver)
-    export.add_argument("--spans", choices=SPAN_GROUPS, help=f"Megatron-LM's presets of span groups ({DEFAULT_SPANS})")
-    export.add_argument("--ranks", metavar="LIST", type=rank_ranges, help="ranks, such as 0,1,4-7 (the first)")
-    steps = f"steps A to B, both included (the last {OTLP_STEPS})"
+    export.add_argument(
+        "--spans", choices=SPAN_GROUPS, help=f"Megatron-LM's presets of span groups (default: {DEFAULT_SPANS})"
+    )
+    export.add_argument("--ranks", metavar="LIST", type=rank_ranges, help="ranks, such as 0,1,4-7 (default: the first)")
+    steps = f"steps A to B, both included (default: the last {OTLP_STEPS})"
     export.add_argument("--steps", metavar="A:B", type=step_range, help=steps)
     form = sub.add_mutually_exclusive_group()
     form.add_argument("--list", action="store_true", help="list the ready queries")
@@ -59,16 +61,16 @@ def run(options: argparse.Namespace) -> int:
     if options.schema:
         print(schema_page())
         return Exit.OK
-    if options.otlp is not None and options.run_dir is not None:
+    if options.otlp is not None and options.run is not None:
         return _export(options)
     if options.spans or options.ranks or options.steps:
         hint = "in a query write WHERE rank = ... AND step BETWEEN ... AND ..."
         raise StoreError("--spans, --ranks and --steps choose what --otlp sends", hint=hint)
-    if options.run_dir is None or options.query is None:
+    if options.run is None or options.query is None:
         raise StoreError("RUN or QUERY is missing", hint="megascale events RUN slowest-ranks; see --list and --schema")
     sql = query_text(options.query)
     with exit_on_stop_signals():
-        reading = read_store(options.run_dir, lambda store: answer(store, sql), last_s=options.last)
+        reading = read_store(options.run, lambda store: answer(store, sql), last_s=options.last)
         found = Answer(reading.value.columns, [tuple(map(_in_utc, row)) for row in reading.value.rows])
     warn(reading.notes)
     if options.json:
@@ -87,13 +89,13 @@ def _export(options: argparse.Namespace) -> int:
         raise StoreError("--otlp stands in the place of a query", hint="leave out --otlp, or the query")
     with exit_on_stop_signals():
         reading = read_store(
-            options.run_dir,
+            options.run,
             lambda store: choose(store, options.spans or DEFAULT_SPANS, options.ranks, options.steps),
             last_s=options.last,
         )
         warn(reading.notes)
-        store, choice = open_store(options.run_dir, last_s=options.last, without=reading.damaged), reading.value
-        sent = export_spans(store, _run_name(options.run_dir), choice, options.otlp)
+        store, choice = open_store(options.run, last_s=options.last, without=reading.damaged), reading.value
+        sent = export_spans(store, _run_name(options.run), choice, options.otlp)
     print(f"{sent.spans} spans of {sent.steps} steps and {sent.ranks} ranks sent to {options.otlp}")
     return Exit.OK
 

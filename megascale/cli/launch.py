@@ -6,14 +6,15 @@ import argparse
 import asyncio
 import math
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from megascale.cli.arguments import add_config_arguments, non_negative_int, positive_int
+from megascale.cli.command_output import warn
 from megascale.cli.run_lock import lock_run_folder, raise_limits
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
+from megascale.config.run_warnings import run_warnings
 from megascale.config.time_rules import launch_findings
 from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.files import atomic_file
@@ -25,20 +26,17 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
     add_config_arguments(sub)
     sub.add_argument("--nodes", type=positive_int, required=True, metavar="N", help="nodes with ranks, as many on each")
-    sub.add_argument(
-        "--spares", type=non_negative_int, default=0, metavar="K", help="further nodes that wait to replace others (0)"
-    )
-    sub.add_argument(
-        "--scheduler",
-        default="local",
-        metavar="NAME",
-        help="source of nodes: local (processes of this host), slurm (an allocation) or jobset (Kubernetes)",
-    )
+    spares = "further nodes that wait to replace others (default: 0)"
+    sub.add_argument("--spares", type=non_negative_int, default=0, metavar="K", help=spares)
+    source = "source of nodes: local, processes of this host; slurm, an allocation; jobset, Kubernetes (default: local)"
+    sub.add_argument("--scheduler", default="local", metavar="NAME", help=source)
     manifest = sub.add_argument_group("manifest for --scheduler jobset, instead of a launch")
     manifest.add_argument("--output", type=Path, metavar="FILE", help="write the manifest to FILE")
-    manifest.add_argument("--image", help="container image with megascale")
+    manifest.add_argument("--image", metavar="IMAGE", help="container image with megascale")
     manifest.add_argument("--claim", metavar="CLAIM=PATH", help="volume claim with the data and runs, mounted at PATH")
-    manifest.add_argument("--gpus-per-node", type=non_negative_int, default=0, metavar="GPUS", help="GPUs of a pod (0)")
+    manifest.add_argument(
+        "--gpus-per-node", type=non_negative_int, default=0, metavar="GPUS", help="GPUs of a pod (default: 0)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -53,8 +51,7 @@ def run(options: argparse.Namespace) -> int:
         return _write_manifest(options, config)
     environment.set_defaults(config.folder if config.world_size > 1 else None)
     raise_limits(config, config.world_size if options.scheduler == "local" else config.world_size // options.nodes)
-    if not config.checkpoint.every:
-        print("WARNING: checkpoint.every = 0: every restart begins at step 0", file=sys.stderr)
+    warn(run_warnings(config, restarts=True))
     size = ["--nodes", str(options.nodes), "--scheduler", options.scheduler]
     with lock_run_folder(config):
         run_id, _ = read_token(config.folder)

@@ -1,4 +1,4 @@
-"""Entry point of the `megascale` command: the table of subcommands, parsing, and errors as exit statuses."""
+"""Entry point of the `megascale` command: parsing, and errors as exit statuses."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ import argparse
 import importlib
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
+from typing import NoReturn
 
 import megascale
-from megascale.cli.arguments import sentence
+from megascale.cli.command_table import (
+    COMMANDS,
+    FAMILIES,
+    GROUPS,
+    HIDDEN_COMMANDS,
+    command_of,
+    commands_below,
+    gone_command,
+)
+from megascale.cli.foreign_flags import flag_problems
+from megascale.cli.parsing import CommandParser
 from megascale.cli.standard_streams import (
     discard_unwritable_output,
     escape_output,
@@ -22,81 +32,106 @@ from megascale.cli.torch_import import torch_import_problem
 from megascale.core.errors import ConfigError, Exit, MegascaleError, Problem
 from megascale.core.registry import closest_name
 
-COMMANDS = {
-    "check": "find every mistake of a configuration, without launching anything",
-    "plan": "estimate memory, step time and MFU of a run before a device is booked",
-    "train": "train as a rank of torchrun or srun, or launch the ranks on this host",
-    "launch": "train with a driver, agents and spare nodes: a job that survives faults",
-    "observe": "watch a job of torchrun or srun, with one process on each host: who hangs, who failed first",
-    "watch": "show the live state of every rank of a run in the terminal",
-    "diagnose": "say whether a run hangs, which rank the others wait for, and why",
-    "dashboard": "show runs as a web page: curves, heat map, timeline, every rank",
-    "report": "write what is known about a run as one HTML file",
-    "doctor": "describe this machine and the backend of each operation, and test the backends",
-    "bench": "measure GEMMs, links, training steps and overlap on this machine",
-    "data": "prepare and inspect token datasets",
-    "ckpt": "list, show, verify, compare and convert checkpoints",
-    "sample": "generate text from a checkpoint",
-    "mfu": "show where a run's time went, from the peak to the achieved MFU, and what grew since its start",
-    "events": "query a run's event store: every event, step and state of every rank",
-    "trace": "merge the event logs of a run's ranks into one timeline for Perfetto",
-}
-
-SECOND_COMMANDS = {"plan batch": "plan the global batch: the critical batch, a ramp-up, and what a batch costs"}
-"""Commands of two words, which the help of the first names; `plan batch` is in `cli/plan_batch.py`."""
-
-HIDDEN_COMMANDS = ("agent", "collect", "driver", "standby")  # commands that other commands start
+STARTS_RANKS = ("train", "launch")
 
 
-def parser(command: str | None = None) -> argparse.ArgumentParser:
-    """Build the argument parser. Only the subcommand `command` is imported and declares arguments."""
-    top = argparse.ArgumentParser(prog="megascale", description=megascale.__doc__)
-    top.add_argument("--version", action="version", version=f"megascale {megascale.__version__}")
-    subparsers = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, help_line in COMMANDS.items():
-        sub = subparsers.add_parser(name, help=help_line, description=sentence(help_line))
-        if name == command:
-            command_module(name).add_arguments(sub)
-    if command in SECOND_COMMANDS:
-        help_line = SECOND_COMMANDS[command]
-        sub = subparsers.add_parser(command, description=sentence(help_line))
-        command_module(command).add_arguments(sub)
+def command_parser(command: str) -> CommandParser:
+    """Build the parser of a command, "" for `megascale` itself. Only the command's own module is imported."""
+    prog = f"megascale {command}".rstrip()
     if command in HIDDEN_COMMANDS:
-        command_module(command).add_arguments(subparsers.add_parser(command))
-    return top
+        parser = CommandParser(prog, "Started by other commands.")
+    elif command:
+        one = COMMANDS[command]
+        about = f"{one.help[0].upper()}{one.help[1:]}."
+        parser = CommandParser(prog, about, f"megascale {one.example}", one.page)
+    else:
+        about = f"{megascale.__doc__}\n\n`megascale COMMAND --help` describes a command."
+        parser = CommandParser(prog, about, f"megascale {COMMANDS['check'].example}", "docs/first-hour.md")
+        parser.add_argument("--version", action="version", version=f"megascale {megascale.__version__}")
+        for heading, names in GROUPS.items():
+            _list_commands(parser, heading, names)
+    if command and command not in FAMILIES:
+        _functions(command)[0](parser)
+    else:
+        parser.usage = f"{prog} COMMAND ..."
+    if command and (below := commands_below(command)):
+        same = "" if command in FAMILIES else f" (a CONFIG of such a name is ./{below[0].split()[1]})"
+        _list_commands(parser, f"commands{same}", below)
+    if parser.usage:
+        parser._action_groups.sort(key=lambda group: group is parser._optionals)  # the commands first
+    return parser
 
 
-def command_module(command: str) -> ModuleType:
-    """Import the module of a subcommand."""
-    return importlib.import_module(f"megascale.cli.{command.replace(' ', '_')}")
+def _list_commands(parser: argparse.ArgumentParser, heading: str, names: Sequence[str]) -> None:
+    """Add a section of commands to the parser's help, which the parser does not parse."""
+    group = parser.add_argument_group(heading)
+    group._group_actions += [argparse.Action((), name, help=COMMANDS[name].help) for name in names]
+
+
+def _functions(command: str) -> tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]:
+    """Import a command's module, and return the functions that declare its arguments and run it."""
+    shared = COMMANDS[command].module if command in COMMANDS else ""
+    module = importlib.import_module(f"megascale.cli.{shared or command.replace(' ', '_')}")
+    return module.VERBS[command.split()[1]] if shared else (module.add_arguments, module.run)
+
+
+def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
+    """Return the command of a command line, and its options. key=value settings and a query may stand after options
+    too, which argparse alone would refuse.
+
+    Raises: SystemExit for help, and with status 2 for a command line that is wrong; ConfigError for flags in the place
+    of settings
+    """
+    if gone := gone_command(words):
+        old, new = gone
+        hint = f"see megascale {command_of(new.split())} --help"
+        CommandParser("megascale", "").error(f"`megascale {old}` is now `megascale {new}`  -> {hint}")
+    command = command_of(words)
+    parser = command_parser(command)
+    options, rest = parser.parse_known_args(words[len(command.split()) :])
+    if not command or command in FAMILIES:
+        _refuse_command(parser, command, rest)
+    if "overrides" in options and any(word.startswith("-") for word in rest):
+        raise ConfigError(list(flag_problems(words, rest, list(parser._option_string_actions))))
+    if "overrides" in options:
+        options.overrides = [*options.overrides, *rest]
+    elif len(rest) == 1 and not rest[0].startswith("-") and getattr(options, "query", "") is None:
+        options.query = rest[0]
+    elif rest:
+        close = closest_name(rest[0].partition("=")[0], parser._option_string_actions)
+        hint = f"  -> did you mean '{close}'?" if close else ""
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+    return command, options
+
+
+def _refuse_command(parser: CommandParser, family: str, words: Sequence[str]) -> NoReturn:
+    """End for a command line without a command, or with one that does not exist."""
+    known = [name.removeprefix(f"{family} ") for name in (commands_below(family) if family else COMMANDS)]
+    known = [name for name in known if " " not in name]
+    if not words:
+        parser.error(f"a command is missing  -> one of {', '.join(known)}")
+    close = closest_name(words[0], known)
+    hint = f"did you mean '{close}'?" if close else f"one of {', '.join(known)}"
+    parser.error(f"there is no command '{words[0]}'  -> {hint}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit status (see `megascale.core.errors.Exit`)."""
+    """Run one command and return its exit status (see `megascale.core.errors.Exit`)."""
     if arguments is None:
         open_closed_streams()
         name_files_in_utf8()
     escape_output()
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if (two_words := " ".join(words[:2])) in SECOND_COMMANDS:
-        words[:2] = [two_words]
     if arguments is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # imports may swallow KeyboardInterrupt or print a traceback: Ctrl-C ends the process until a command handles it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    command = next((word for word in words if not word.startswith("-")), None)
     try:
-        top = parser(command)
-        if (
-            command
-            and command not in (*COMMANDS, *SECOND_COMMANDS, *HIDDEN_COMMANDS)
-            and (close := closest_name(command, COMMANDS))
-        ):
-            top.error(f"there is no command '{command}'  -> did you mean '{close}'?")
-        options = _parse(top, words)
+        command, options = parse(words)
         _check_current_folder()
-        return int(command_module(options.command).run(options))
+        return int(_functions(command)[1](options))
     except MegascaleError as error:
-        print(error, file=sys.stderr)
+        launched = isinstance(error, ConfigError) and command_of(words) in STARTS_RANKS
+        print(f"{error}{'; nothing was launched' if launched else ''}", file=sys.stderr)
         return int(error.exit_status)
     except BrokenPipeError:  # the reader of the output, such as head, has exited
         sys.stderr.close()
@@ -121,16 +156,3 @@ def _check_current_folder() -> None:
     except OSError as error:
         what = f"the current folder cannot be used: {error.strerror}"
         raise ConfigError([Problem("environment", "", what, "cd to another folder")]) from None
-
-
-def _parse(top: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """Parse arguments. Accepts key=value settings and a query after options too, which argparse alone would refuse."""
-    options, rest = top.parse_known_args(words)
-    if "overrides" in options and not any(word.startswith("-") for word in rest):
-        options.overrides = [*options.overrides, *rest]
-    elif len(rest) == 1 and not rest[0].startswith("-") and getattr(options, "query", "") is None:
-        options.query = rest[0]
-    elif rest:
-        hint = "  -> settings have no dashes: section.key=value" if "overrides" in options else ""
-        top.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
-    return options

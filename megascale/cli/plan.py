@@ -9,8 +9,8 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from megascale.cli import plan_lengths, plan_options
-from megascale.cli.plan_options import LEAVE_OUT_EXACT, check_options, check_stack, failure_cost
+from megascale.cli import plan_options
+from megascale.cli.plan_options import LEAVE_OUT_EXACT, check_options, check_stack, failure_cost, machine_of
 from megascale.cli.plan_output import print_tables, write_files
 from megascale.cli.plan_search import advice, find_layouts, fixed_keys, planned_config, report_no_fit, swept_configs
 from megascale.core.errors import ConfigError, Exit, Problem
@@ -18,7 +18,6 @@ from megascale.core.process import without_gc
 from megascale.plan.search import report
 from megascale.plan.search.plan import Plan
 from megascale.plan.search.search import search
-from megascale.plan.simulate import profiles
 
 add_arguments = plan_options.add_arguments
 
@@ -31,14 +30,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    hardware, stack = machine_of(options)
     check_options(options)
     swept = swept_configs(options)
-    hardware = profiles.hardware(options.hardware)
-    stack = profiles.stack_on(hardware, options.stack)
     check_stack(options, stack)
-    if options.lengths:
-        print_tables(plan_lengths.report(options, planned_config(options, options.gpus), hardware, stack))
-        return Exit.OK
     found = find_layouts(options, hardware, stack) if options.search else None
     if found and not found.best:
         return report_no_fit(options, found)

@@ -10,6 +10,7 @@ from megascale.cli.arguments import add_config_arguments, add_json, float_within
 from megascale.cli.plan_output import print_tables
 from megascale.config.loading import load_config
 from megascale.core.errors import Exit
+from megascale.core.named_run import check_run
 from megascale.layout.parameters import parameter_count
 from megascale.plan.search.batch_plan import BatchPlan, batch_json, batch_tables, critical_by_law, read_measured
 
@@ -37,11 +38,12 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    config = load_config(options.config, options.overrides, options.gpus, skip_sections=["data"])
+    config = load_config(options.config, options.overrides, options.gpus, skip_sections=["data"], world_option="--gpus")
     tokens = options.tokens or float(config.samples * config.model.seq_length)
     critical = critical_by_law(parameter_count(config.model), tokens, options.loss)
     source = "by the law of Kaplan et al."
     if options.measured:
+        check_run(options.measured)
         critical = read_measured(options.measured / "metrics.jsonl").critical
         source = f"from the noise scale of {options.measured}"
     plan = BatchPlan(config, tokens, critical, source)

@@ -1,4 +1,4 @@
-"""`megascale plan --lengths`: steps of sequences of unequal lengths, on a static cp mesh, hybrid, and in chunks."""
+"""`megascale plan lengths`: steps of sequences of unequal lengths, on a static cp mesh, hybrid, and in chunks."""
 
 from __future__ import annotations
 
@@ -8,35 +8,43 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megascale.cli.arguments import positive_int
+from megascale.cli.arguments import add_config_arguments, add_json, positive_int
+from megascale.cli.plan_options import add_machine_options, machine_of
+from megascale.cli.plan_output import print_tables
+from megascale.cli.plan_search import planned_config
 from megascale.config.run import RunConfig
 from megascale.config.section import AUTO
-from megascale.core.errors import ConfigError, Problem
+from megascale.core.errors import ConfigError, Exit, Problem
+from megascale.core.process import without_gc
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from megascale.plan.simulate.profiles import Hardware, Stack
 
-NOT_WITH_LENGTHS = ("search", "exact", "sweep", "timeline", "plot", "tokens")
-"""Options of plans for sequences of one length."""
 
-
-def add_length_arguments(sub: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    group = sub.add_argument_group("sequences of unequal lengths")
-    drawn = "plan steps drawn from a distribution, such as lognormal:median=2000,sigma=1.8, or from a dataset's PREFIX"
-    group.add_argument("--lengths", metavar="KIND:KEY=VALUE,...", help=drawn)
+def add_arguments(sub: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add_config_arguments(sub)
+    add_machine_options(sub)
+    drawn = "lengths to draw: KIND:KEY=VALUE,... such as lognormal:median=2000,sigma=1.8, or a dataset's prefix"
+    sub.add_argument("--lengths", metavar="KIND|PREFIX", required=True, help=drawn)
     most = "tokens of a rank in a micro-batch (default: the most that fit in memory)"
-    group.add_argument("--max-tokens-per-rank", type=positive_int, metavar="N", help=most)
-    chunk = (
-        "also plan chunks of N tokens, which depend on each other in long sequences; auto: the fastest N and K that "
-    )
-    chunk += "fit"
-    group.add_argument("--chunk-tokens", type=_tokens_or_auto, metavar="N|auto", default=0, help=chunk)
+    sub.add_argument("--max-tokens-per-rank", type=positive_int, metavar="N", help=most)
+    chunk = "also plan chunks of N tokens, which depend on each other in long sequences; auto: the fastest that fit"
+    sub.add_argument("--chunk-tokens", type=_tokens_or_auto, metavar="N|auto", default=0, help=chunk)
     keep = "chunks of a sequence that keep their activations (default: 1)"
-    group.add_argument("--keep-chunks", type=positive_int, metavar="K", default=1, help=keep)
-    group.add_argument("--length-steps", type=positive_int, metavar="N", default=4, help="steps to draw (default: 4)")
+    sub.add_argument("--keep-chunks", type=positive_int, metavar="K", default=1, help=keep)
+    sub.add_argument("--length-steps", type=positive_int, metavar="N", default=4, help="steps to draw (default: 4)")
+    add_json(sub)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
+    hardware, stack = machine_of(options)
+    with without_gc():  # a plan allocates many tuples, none in a cycle
+        print_tables(report(options, planned_config(options, options.gpus), hardware, stack))
+    return Exit.OK
 
 
 def _tokens_or_auto(text: str) -> int | str:

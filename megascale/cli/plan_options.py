@@ -8,13 +8,12 @@ import os
 from pathlib import Path
 
 from megascale.cli.arguments import add_config_arguments, add_json, positive_float, positive_int, positive_ints
-from megascale.cli.plan_lengths import NOT_WITH_LENGTHS, add_length_arguments
 from megascale.cli.plan_output import writing
 from megascale.config.profile_files import profile_names
 from megascale.core.errors import ConfigError, Problem
 from megascale.core.files import exists, is_file, is_folder
-from megascale.plan.simulate import failures
-from megascale.plan.simulate.profiles import Stack
+from megascale.plan.simulate import failures, profiles
+from megascale.plan.simulate.profiles import Hardware, Stack
 
 LEAVE_OUT_EXACT = "leave it out: the formulas cover both"
 
@@ -22,12 +21,7 @@ LEAVE_OUT_EXACT = "leave it out: the formulas cover both"
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
     add_config_arguments(sub)
-    gpus = "number of devices (default: the fewest that the layout needs)"
-    sub.add_argument("--gpus", type=positive_int, metavar="N", help=gpus)
-    names = f"one of {', '.join(profile_names('hardware'))}, a FILE.toml, or this (the profile of bench profile)"
-    sub.add_argument("--hardware", metavar="NAME", required=True, help=names)
-    names = f"one of {', '.join(profile_names('stacks'))}, or a FILE.toml (default: megascale)"
-    sub.add_argument("--stack", metavar="NAME", default="megascale", help=names)
+    add_machine_options(sub)
     exact = "dry-run the stages with the highest peak memory: exact memory, FLOPs and communication"
     sub.add_argument("--exact", action="store_true", help=exact)
     search_help = "search the fastest layouts for --gpus; keys set on the command line stay fixed"
@@ -44,12 +38,28 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
         sub.add_argument(name, type=positive_float, metavar=metavar, default=value, help=text)
     sweep = "also plan for these numbers of devices"
     sub.add_argument("--sweep", metavar="N,N,...", type=positive_ints, default=[], help=sweep)
-    add_length_arguments(sub)
     sub.add_argument("--timeline", metavar="FILE.json", type=Path, help="write a timeline of the step for Perfetto")
     sub.add_argument("--plot", metavar="FILE.png", type=Path, help="plot memory by stage, time by cause, and the sweep")
     add_json(sub)
+
+
+def add_machine_options(sub: argparse.ArgumentParser) -> None:
+    """Declare --gpus, --hardware and --stack."""
+    gpus = "number of devices (default: the fewest that the layout needs)"
+    sub.add_argument("--gpus", type=positive_int, metavar="N", help=gpus)
+    names = f"required: one of {', '.join(profile_names('hardware'))}, a FILE.toml, or this, which bench profile writes"
+    sub.add_argument("--hardware", metavar="NAME", help=names)
+    names = f"one of {', '.join(profile_names('stacks'))}, or a FILE.toml (default: megascale)"
+    sub.add_argument("--stack", metavar="NAME", default="megascale", help=names)
     sub.set_defaults(refuse=sub.error)
-    sub.epilog = "`megascale plan batch CONFIG` plans the global batch."
+
+
+def machine_of(options: argparse.Namespace) -> tuple[Hardware, Stack]:
+    """Load the profiles of --hardware and --stack. Raises: ConfigError"""
+    if options.hardware is None:
+        options.refuse(f"--hardware is missing  -> one of {', '.join(profile_names('hardware'))}, a FILE.toml, or this")
+    hardware = profiles.hardware(options.hardware)
+    return hardware, profiles.stack_on(hardware, options.stack)
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -60,8 +70,6 @@ def check_options(options: argparse.Namespace) -> None:
         options.refuse("--sweep plans the layout of CONFIG: leave out --search")
     if options.search and not options.gpus:
         options.refuse("--search needs --gpus")
-    if unfit := [f"--{name}" for name in NOT_WITH_LENGTHS if options.lengths and getattr(options, name)]:
-        options.refuse(f"--lengths plans the layout of CONFIG: leave out {' and '.join(unfit)}")
     for path in filter(None, (options.output, options.timeline, options.plot)):
         with writing(path):  # before anything is computed
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,9 @@ from megascale.plan.simulate.profiles import Hardware, Stack
 def planned_config(options: argparse.Namespace, gpus: int | None, *, layout: bool = True) -> RunConfig:
     """Load CONFIG for `gpus` devices, without a check of its data; without `layout`, of its parallelism either."""
     unchecked = ["data"] if layout else ["data", "parallel"]
-    return load_config(options.config, options.overrides, world_size=gpus, skip_sections=unchecked)
+    option = "--gpus" if gpus == options.gpus else "--sweep"
+    words = options.overrides
+    return load_config(options.config, words, world_size=gpus, skip_sections=unchecked, world_option=option)
 
 
 def swept_configs(options: argparse.Namespace) -> list[RunConfig]:
@@ -50,9 +52,7 @@ def find_layouts(options: argparse.Namespace, hardware: Hardware, stack: Stack) 
     config = planned_config(options, None, layout=False)
     if config.parallel.hybrid_dp:
         what = "the time of hybrid_dp depends on the lengths of documents, and --search plans with one length"
-        raise ConfigError(
-            [Problem(options.config, "parallel.hybrid_dp", what, "plan with --lengths, which names both")]
-        )
+        raise ConfigError([Problem(options.config, "parallel.hybrid_dp", what, "megascale plan lengths plans both")])
     return search(config, options.gpus, hardware, stack, fixed_keys(options))
 
 

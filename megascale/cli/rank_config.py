@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.config.loading import load_config
-from megascale.config.run import RunConfig, TopKeys
+from megascale.config.run import RunConfig, RunKeys
 from megascale.config.time_rules import unknown_ranks
 from megascale.config.toml_reader import read_toml
 from megascale.core.errors import ConfigError, DataError, MegascaleError, Problem
@@ -24,7 +24,7 @@ def announce_failed_start(error: MegascaleError, rank: Rank, options: argparse.N
     folder: Any = None
     with contextlib.suppress(ConfigError):
         folder = read_toml(options.config, options.overrides).tree.get("output_dir")
-    default = TopKeys.model_fields["output_dir"].default
+    default = RunKeys.model_fields["output_dir"].default
     with contextlib.suppress(ImportError):  # torch cannot be loaded here
         from megascale.comm import meeting
 

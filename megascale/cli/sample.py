@@ -16,25 +16,31 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     tokens = "maximum tokens to generate (default: 100)"
     sub.add_argument("--tokens", type=positive_int, default=100, metavar="N", help=tokens)
     warmth = checked("a number from 0 to 100", float, lambda number: 0 <= number < 100)
-    sub.add_argument("--temperature", type=warmth, default=0.8, help="0: always the likeliest token (default: 0.8)")
+    sub.add_argument(
+        "--temperature", type=warmth, default=0.8, metavar="T", help="0: always the likeliest token (default: 0.8)"
+    )
     top_k = "sample from the K likeliest tokens; 0: from all (default: 50)"
     sub.add_argument("--top-k", type=non_negative_int, default=50, metavar="K", help=top_k)
     sub.add_argument("--seed", type=_seed, default=0, help="random seed (default: 0)")
-    sub.add_argument("--average", action="store_true", help="by the average of the weights (train.weight_average)")
-    sub.add_argument("--tokenizer", metavar="NAME|FILE", help="(default: the tokenizer of the training run)")
+    sub.add_argument(
+        "--average", action="store_true", help="take the average of the weights (train.weight_average), not the weights"
+    )
+    sub.add_argument(
+        "--tokenizer", metavar="NAME|FILE", help="tokenizer of the text (default: the tokenizer of the training run)"
+    )
     sub.add_argument("--eod", metavar="TOKEN", help="token that ends a text (default: that of the training data)")
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
+    from megascale.cli.run_location import run_location
     from megascale.convert.generate import SamplingParams, find_weights, generate_text
-    from megascale.core.storage import Location
     from megascale.device import detect_device
 
     params = SamplingParams(
         options.tokens, options.temperature, options.top_k, options.seed, options.tokenizer, options.eod
     )
-    source = find_weights(Location(options.checkpoint))
+    source = find_weights(run_location(options.checkpoint))
     prompts, device = options.prompt or [""], detect_device().torch_device
     try:
         for text in generate_text(source, prompts, params, device, options.average):

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from megascale.cli.arguments import add_json, own_file, rank_ranges, step_range
+from megascale.cli.arguments import add_json, add_run, own_file, rank_ranges, step_range
 from megascale.cli.command_output import writing
 from megascale.cli.trace_selection import filter_steps, format_spans, missing_parts, read_ranks, select_steps
 from megascale.core.errors import Exit
@@ -23,11 +23,11 @@ MAX_SVG_RANKS = 8  # maximum number of ranks in a picture without --ranks
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
-    sub.add_argument("folder", metavar="RUN_DIR", type=Path, help="the run's folder")
+    add_run(sub)
     steps = "steps A to B, both included, or A alone (default: the steps that are complete on every chosen rank)"
     sub.add_argument("--steps", metavar="A:B", type=step_range, help=steps)
     sub.add_argument("--ranks", metavar="LIST", type=rank_ranges, help="ranks, such as 0,1,4-7 (default: all)")
-    output = "the timeline (default: RUN_DIR/timeline.json)"
+    output = "the timeline (default: RUN/timeline.json)"
     sub.add_argument("--output", metavar="FILE.json", type=own_file(".json", chrome_trace.FILE_START), help=output)
     limits = f"without --steps: of the last step; without --ranks: of {MAX_SVG_RANKS} ranks at most"
     sub.add_argument(
@@ -38,10 +38,11 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    path = options.output or options.folder / "timeline.json"
+    folder = Path(options.run)
+    path = options.output or folder / "timeline.json"
     with exit_on_stop_signals(), without_gc():
-        records = read_ranks(options.folder, options.ranks, options.steps)
-        steps = select_steps(records, options.steps, lambda: read_ranks(options.folder, options.ranks, None))
+        records = read_ranks(folder, options.ranks, options.steps)
+        steps = select_steps(records, options.steps, lambda: read_ranks(folder, options.ranks, None))
         ranks = [filter_steps(record.events, steps) for record in records]
         with writing(path):
             stats = chrome_trace.write_trace(path, ranks, chrome_trace.first_start(ranks))

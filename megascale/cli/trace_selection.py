@@ -7,7 +7,8 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megascale.core.files import exists, is_folder
+from megascale.core.files import is_folder
+from megascale.core.named_run import no_run
 from megascale.operate.show.chrome_trace import TraceStats
 from megascale.operate.store.query import StoreError
 from megascale.operate.store.rank_events import StoredRank, read_rank_events
@@ -19,11 +20,10 @@ OUTSIDE_STEPS = 0  # step number of the events outside steps: incomplete by defi
 def read_ranks(folder: Path, ranks: list[range] | None, steps: range | None) -> list[StoredRank]:
     """Read the events of the requested ranks and steps from the event store: without steps, of the newest.
 
-    Raises: StoreError, also if a requested rank has no events
+    Raises: RunFolderError; StoreError, also if a requested rank has no events
     """
     if not is_folder(folder):
-        problem = "not a folder" if exists(folder) else "no such folder"
-        raise StoreError(f"{folder}: {problem}", hint="give a run's folder: output_dir/name of its configuration")
+        raise no_run(folder)
     try:
         stored = read_rank_events(folder, lambda rank: ranks is None or any(rank in span for span in ranks), steps)
         known = [rank.events.rank for rank in stored]

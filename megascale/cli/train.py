@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megascale.cli.arguments import add_config_arguments
+from megascale.cli.command_output import warn
 from megascale.cli.rank_config import announce_failed_start, load_rank_config
 from megascale.cli.run_lock import begin_run, raise_limits
 from megascale.cli.torch_import import torch_import_problem
+from megascale.config.run_warnings import run_warnings
 from megascale.core.errors import MegascaleError
 from megascale.core.rank import STORE_VARIABLE, Rank, die_with_torchrun, local_world_size, rank_from_environment
 from megascale.operate.node import environment
@@ -42,6 +44,7 @@ def run(options: argparse.Namespace) -> int:
             # otherwise the launcher holds the lock
             if rank is None or (rank.rank == 0 and STORE_VARIABLE not in os.environ):
                 held.enter_context(begin_run(config, rank))
+                warn(run_warnings(config))
         except MegascaleError as error:
             if rank is not None:
                 write_error(error, rank)

@@ -1,4 +1,6 @@
-"""`megascale watch`: the live state of every rank of a run in the terminal, without torch."""
+"""`megascale watch`: the live state of every rank of a run in the terminal; with `--attach` a job without a driver gets
+one, `cli.watch_attach`. No torch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megascale.cli.arguments import add_run
 from megascale.core.errors import Exit, MegascaleError
+from megascale.core.network import LOOPBACK
 from megascale.core.process import interrupt_on_stop_signals
 
 if TYPE_CHECKING:
@@ -19,6 +23,8 @@ if TYPE_CHECKING:
     from megascale.operate.show.run_view import RunView
     from megascale.operate.show.store_follower import StoreFollower
 
+PORT = 29600  # port of the driver, unless --driver names another
+
 EVERY_S = 1.0
 
 LINES_OF_A_PIPE = 50  # lines of a frame that goes to a file or a pipe
@@ -26,19 +32,33 @@ LINES_OF_A_PIPE = 50  # lines of a frame that goes to a file or a pipe
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
-    sub.add_argument("folder", metavar="RUN", type=Path, help="the run's folder")
+    add_run(sub)
     sub.add_argument("--once", action="store_true", help="print one frame, as also where the output is no terminal")
+    attach = "name who hangs and who failed first in a job of torchrun or srun, also one that is about to start; start "
+    attach += "the same command on each host. Exit status: that of the job"
+    sub.add_argument("--attach", action="store_true", help=attach)
+    driver = f"with --attach, where its driver listens: one of the job's hosts (default: this host alone, port {PORT})"
+    sub.add_argument("--driver", metavar="HOST[:PORT]", help=driver)
+    sub.set_defaults(refuse=sub.error)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
+    if options.attach:
+        from megascale.cli.watch_attach import attach
+
+        if options.once:
+            options.refuse("--attach prints what happens: leave out --once")
+        return attach(Path(options.run), options.driver or LOOPBACK)
+    if options.driver is not None:
+        options.refuse("--driver needs --attach")
     from rich.console import Console
 
     from megascale.operate.show.run_reader import RunReader
     from megascale.operate.show.store_follower import StoreFollower
 
-    console, reader = Console(highlight=False), RunReader(options.folder)
-    store = StoreFollower(options.folder)
+    console, reader = Console(highlight=False), RunReader(Path(options.run))
+    store = StoreFollower(reader.folder)
     if options.once or not console.is_terminal or console.is_dumb_terminal:
         store.refresh()
         _print(console, reader.read(), store)

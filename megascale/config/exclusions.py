@@ -7,9 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from megascale.catalog.backends import AUTO
+from megascale.catalog.decays import DECAYS
 from megascale.catalog.precisions import PRECISIONS
+from megascale.catalog.recipes import RECIPES
+from megascale.config.backends import Fp8Config
+from megascale.config.data import DataConfig
+from megascale.config.fault import FaultConfig
 from megascale.config.finding import Finding
-from megascale.config.train import OptimizerConfig
+from megascale.config.section import Section
+from megascale.config.train import CheckpointConfig, ObserveConfig, OptimizerConfig, TrainConfig
 
 Test = Callable[[object], bool]
 
@@ -86,7 +92,12 @@ NO_LEARNED_POSITIONS = _without_effect("model.position", unless("learned"), {"mo
 NO_ROPE = _without_effect(
     "model.position",
     unless("rope"),
-    {"model.rope_scaling": only(None), "model.local_rope_theta": only(None), "model.rotary_fraction": only(1)},
+    {
+        "model.rope_theta": only(10_000.0),
+        "model.rope_scaling": only(None),
+        "model.local_rope_theta": only(None),
+        "model.rotary_fraction": only(1),
+    },
 )
 
 TIED_HEAD = Exclusions("model.tie_embeddings", only(True), (
@@ -220,3 +231,80 @@ NO_COPIES = Exclusions("checkpoint.in_memory_every", only(0), (
 NO_PRUNING = Exclusions("checkpoint.keep", only(0), (
     ("checkpoint.keep_every", only(0), "checkpoint.keep is 0: all checkpoints are kept", "checkpoint.keep above 0"),
 ))  # fmt: skip
+
+# Modes: the keys of another mode are mistakes.
+
+
+def _ignores_decay_steps(decay: object) -> bool:
+    card = DECAYS.cards.get(str(decay))
+    return card is not None and not card.facts.get("uses_decay_steps", True)
+
+
+NO_TAIL = _without_effect(
+    "optimizer.decay", _ignores_decay_steps, {"optimizer.decay_steps": only(None)},
+    "remove the key: the decay ends with train.steps; or optimizer.decay = wsd",
+)  # fmt: skip
+
+CONSTANT_RATE = _without_effect("optimizer.decay", only("constant"), {"optimizer.min_lr": only(0.0)})
+
+
+def _default(section: type[Section], name: str) -> Test:
+    return only(section.model_fields[name].default)
+
+
+NO_AVERAGE = _without_effect(
+    "train.weight_average", only("none"),
+    {"train.weight_average_every": _default(TrainConfig, "weight_average_every")},
+    "train.weight_average = ema or lawa, or remove the key",
+)  # fmt: skip
+
+NO_EMA = _without_effect(
+    "train.weight_average", unless("ema"),
+    {"train.weight_average_decay": _default(TrainConfig, "weight_average_decay")},
+    "train.weight_average = ema, or remove the key",
+)  # fmt: skip
+
+NO_LAWA = _without_effect(
+    "train.weight_average", unless("lawa"),
+    {"train.weight_average_count": _default(TrainConfig, "weight_average_count")},
+    "train.weight_average = lawa, or remove the key",
+)  # fmt: skip
+
+NO_HISTORY = _without_effect(
+    "fp8.recipe", lambda recipe: RECIPES.cards.get(str(recipe)) is not None
+    and RECIPES[str(recipe)].facts.get("scaling") != "delayed",
+    {"fp8.history": _default(Fp8Config, "history")}, "fp8.recipe = delayed, or remove the key",
+)  # fmt: skip
+
+NO_HOST_READER = _without_effect(
+    "data.reader", unless("host"), {"data.reader_timeout_s": _default(DataConfig, "reader_timeout_s")},
+    "data.reader = host, or remove the key",
+)  # fmt: skip
+
+# Switches that are off, as by an override of the command line: other keys wait for them, which is worth a warning.
+
+
+def _off(switch: str, when: Test, section: type[Section], *names: str) -> Exclusions:
+    table = switch.partition(".")[0]
+    return _without_effect(switch, when, {f"{table}.{name}": _default(section, name) for name in names})
+
+
+OWN_VALIDATION = Exclusions("data.valid", unless(None), (
+    ("data.split", only(DataConfig.model_fields["split"].default, [1.0, 0.0]),
+     "has no effect beside data.valid: all documents of data.train are for training", "remove one of them"),
+))  # fmt: skip
+
+SWITCHED_OFF = (
+    OWN_VALIDATION,
+    _off("train.eval_every", only(0), TrainConfig, "eval_steps"),
+    _off("train.noise_scale_every", only(0), TrainConfig, "noise_scale_decay"),
+    _off("checkpoint.every", only(0), CheckpointConfig, "keep", "keep_every", "max_file_bytes"),
+    _off("checkpoint.in_memory_every", only(0), CheckpointConfig, "in_memory_dir"),
+    _off("observe.event_store", only(False), ObserveConfig, "event_files", "store_dir", "store_interval_s",
+         "store_bytes", "store_events_h"),
+    _off("observe.metrics_port", only(0), ObserveConfig, "metrics_address"),
+    _off("fault.check_nodes", only(False), FaultConfig, "check_timeout_s", "check_tolerance"),
+    _without_effect("train.precision", is_full_precision, {
+        f"fp8.{name}": only(field.default) for name, field in Fp8Config.model_fields.items()
+    }),
+)  # fmt: skip

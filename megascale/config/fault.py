@@ -20,7 +20,9 @@ def _valid_injection(text: str) -> str:
         try:
             parse_injection(text)
         except InjectionError as error:
-            raise PydanticCustomError("injection", "{message}", {"message": str(error)}) from None
+            hint = "such as 'kill rank=2 step=5'; docs/configuration.md lists all kinds"
+            context = {"message": str(error), "hint": hint}
+            raise PydanticCustomError("injection", "{message}", context) from None
     return text
 
 

@@ -169,9 +169,32 @@ def _missing_files(key: str, prefix: str, reasons: list[str]) -> Finding:
     if any(not reason.startswith(NO_FILE) for reason in reasons):
         hint = PERMISSIONS_HINT if "cannot be read" in reasons[-1] else "all files of a prepared dataset"
         return Finding(key, " and ".join(reasons), hint)
-    whole = not why_unreadable(prefix)
-    hint = "a prefix is the path without .bin" if whole else "`megascale data prepare` creates datasets"
+    if not why_unreadable(prefix):
+        return _not_a_prefix(key, prefix)
+    hint = "`megascale data prepare` creates datasets"
+    if texts := [prefix + end for end in TEXT_ENDS if not why_unreadable(prefix + end)]:
+        hint = _prepare(texts[0])
+    elif (folder := Path(prefix)).is_dir():
+        names = sorted(path.stem for path in folder.glob("*.idx"))
+        hint = f"a dataset of this folder: {', '.join(names[:5])}" if names else _prepare(f"{prefix}/*.jsonl")
     return Finding(key, NO_FILE + " nor ".join(reason.removeprefix(NO_FILE) for reason in reasons), hint)
+
+
+TEXT_ENDS = (".jsonl", ".json", ".txt", ".jsonl.gz", ".jsonl.zst", ".parquet")
+
+
+def _not_a_prefix(key: str, path: str) -> Finding:
+    """Report a file in the place of a dataset's prefix: a part of a dataset, or text that is not prepared."""
+    part = next((end for end in (".bin", ".idx") if path.endswith(end)), "")
+    if part:
+        return Finding(key, f"{path} is a file of a dataset", f"its prefix, the path without {part}")
+    return Finding(key, f"{path} is a file, and no prefix of a dataset's .bin and .idx", _prepare(path))
+
+
+def _prepare(path: str) -> str:
+    name = path.partition("*")[0].rstrip("/").rpartition("/")[2].partition(".")[0]
+    prefix = f"data/{name or 'train'}"
+    return f"text needs `megascale data prepare {path} --output {prefix} --tokenizer FILE`; then write {prefix}"
 
 
 def _repeated(key: str, source: str | Blend | None) -> Iterator[Finding]:

@@ -16,6 +16,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megascale.config.section import FEW_CHOICES
+
 Target = Literal["rank", "node", "driver"]
 
 PHASES = (
@@ -253,7 +255,8 @@ def _random(part: str, values: dict[str, Any]) -> RandomFaults:
 
 def _nearest(word: str, words: Collection[str]) -> str:
     found = difflib.get_close_matches(word, words, n=1)
-    return f"; did you mean {found[0]}?" if found else f", only {', '.join(words)}"
+    few = f", only {', '.join(words)}" if len(words) <= FEW_CHOICES else ""
+    return f"; did you mean {found[0]}?" if found else few
 
 
 @dataclass(frozen=True)

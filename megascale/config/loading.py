@@ -15,27 +15,29 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from megascale.config.finding import Finding
+from megascale.config.hints import unknown_key_hint, unsupported, value_hint
 from megascale.config.model import DERIVED_FROM, ModelConfig, fill_defaults
 from megascale.config.renamed import renamed
 from megascale.config.rules import RULES, InvalidValueError, run_rules
-from megascale.config.run import NAME_PATTERN, RunConfig, TopKeys
+from megascale.config.run import NAME_PATTERN, RunConfig, RunKeys
 from megascale.config.section import AUTO, AUTO_AS_NONE, Section
 from megascale.config.toml_reader import Source, Tree, apply_overrides, read_toml
-from megascale.config.world_rules import world_findings
+from megascale.config.world_rules import WORLD_KEYS, world_findings
 from megascale.core.errors import ConfigError, Problem
-from megascale.core.registry import closest_name
 
 
 def load_config(
-    path: str, overrides: Sequence[str] = (), world_size: int | None = None, *, skip_sections: Collection[str] = ()
-) -> RunConfig:
+    path: str, overrides: Sequence[str] = (), world_size: int | None = None, *, skip_sections: Collection[str] = (),
+    world_option: str = "",
+) -> RunConfig:  # fmt: skip
     """Read, check and resolve a configuration.
 
     `world_size`: number of processes; None for the smallest number that the layout allows. `skip_sections`: sections
-    without rule checks, such as `data` before the files exist.
+    without rule checks, such as `data` before the files exist. `world_option`: option of the command line that gives
+    `world_size`, for messages.
     Raises: ConfigError with all problems.
     """
-    return _check_and_resolve(read_toml(path, overrides, _is_text_key), world_size, skip_sections)
+    return _check_and_resolve(read_toml(path, overrides, _is_text_key), world_size, skip_sections, world_option)
 
 
 def load_config_tree(
@@ -60,8 +62,10 @@ def check_rules(config: RunConfig, where: str) -> None:
         raise ConfigError([Problem(where, finding.key, finding.message, finding.hint) for finding in findings])
 
 
-def _check_and_resolve(source: Source, world_size: int | None, skip_sections: Collection[str] = ()) -> RunConfig:
-    problems = list(_find_problems(source, world_size, skip_sections))
+def _check_and_resolve(
+    source: Source, world_size: int | None, skip_sections: Collection[str] = (), world_option: str = ""
+) -> RunConfig:
+    problems = list(_find_problems(source, world_size, skip_sections, world_option))
     if problems:
         raise ConfigError(problems)
     return RunConfig.model_validate(source.tree).resolve(world_size)
@@ -70,7 +74,7 @@ def _check_and_resolve(source: Source, world_size: int | None, skip_sections: Co
 def _is_text_key(key: str) -> bool:
     table, _, name = key.rpartition(".")
     field = _keys(sections()[table]).get(name) if table in sections() else None
-    return key in TopKeys.model_fields or (field is not None and _has_text(field.annotation))
+    return key in RunKeys.model_fields or (field is not None and _has_text(field.annotation))
 
 
 def _has_text(annotation: Any) -> bool:
@@ -89,12 +93,14 @@ def sections() -> dict[str, type[Section]]:
     }
 
 
-def _find_problems(source: Source, world_size: int | None, skip_sections: Collection[str]) -> Iterator[Problem]:
+def _find_problems(
+    source: Source, world_size: int | None, skip_sections: Collection[str], world_option: str
+) -> Iterator[Problem]:
     valid: dict[str, Any] = {}  # sections by name; a `_PartialSection` for a section with mistakes
     types = sections()
     for name in source.tree:
         if name not in RunConfig.model_fields:
-            yield _unknown_key(source, name, list(RunConfig.model_fields))
+            yield _unknown_key(source, name, list(RunConfig.model_fields), source.tree[name])
     for name, section in types.items():
         values = source.tree.get(name, {})
         details, value = _validate(section, values)
@@ -106,15 +112,24 @@ def _find_problems(source: Source, world_size: int | None, skip_sections: Collec
         yield Problem(source.path, "name", "missing", 'name = "my-run" at the top of the file')
     elif not (isinstance(run, str) and NAME_PATTERN.fullmatch(run)):
         yield Problem(source.location("name"), "name", f"{_display_value(run)} cannot name a folder", _NAME_HINT)
-    top = {key: source.tree[key] for key in TopKeys.model_fields if key in source.tree}
-    if wrong := [detail for detail in _validate(TopKeys, top)[0] if detail["loc"] == ("output_dir",)]:
-        yield _problem_of_key(source, TopKeys, "output_dir", top, wrong)
+    top = {key: source.tree[key] for key in RunKeys.model_fields if key in source.tree}
+    if wrong := [detail for detail in _validate(RunKeys, top)[0] if detail["loc"] == ("output_dir",)]:
+        yield _problem_of_key(source, RunKeys, "output_dir", top, wrong)
     checked = {name: section for name, section in valid.items() if name not in skip_sections}
     yield from (_to_problem(source, finding) for finding in run_rules(RULES, checked))
     yield from _shared_folders(source)
     if world_size is not None and all(isinstance(valid.get(name), Section) for name in types):
         config = RunConfig.model_construct(name="check", **valid)
-        yield from (_to_problem(source, finding) for finding in world_findings(config, world_size))
+        yield from _world_problems(source, config, world_size, world_option)
+
+
+def _world_problems(source: Source, config: RunConfig, world_size: int, option: str) -> Iterator[Problem]:
+    """Find what is wrong with the number of processes, at the `option` of the command line that gives it."""
+    for finding in world_findings(config, world_size):
+        if option and finding.key in WORLD_KEYS:
+            yield Problem("command line", option, finding.message, finding.hint)
+        else:
+            yield _to_problem(source, finding)
 
 
 def _shared_folders(source: Source) -> Iterator[Problem]:
@@ -195,17 +210,11 @@ def _present_name(source: Source, key: str, value: Any) -> str:
 
 
 def _unknown_key(source: Source, key: str, known: list[str], value: Any = None) -> Problem:
-    from megascale.config.foreign_names import FOREIGN_KEYS, FOREIGN_TABLES  # for a mistake alone
-
     table, _, last = key.rpartition(".")
     same_key = [f"{name}.{last}" for name, section in sections().items() if last in _keys(section)]
-    foreign = FOREIGN_KEYS.get(last) if table else FOREIGN_TABLES.get(last, FOREIGN_KEYS.get(last))
-    if present := _present_name(source, key, value):
-        hint = present
-    elif close := same_key[0] if same_key else foreign or closest_name(last, known):
-        hint = f"did you mean '{close}'?"
-    else:
-        hint = f"known keys: {', '.join(known)}"
+    command_line = source.location(key) == "command line"
+    hint = _present_name(source, key, value)
+    hint = hint or unknown_key_hint(key, value, known, same_key, command_line=command_line)
     return Problem(source.location(key), key, f"there is no key '{last}'" + (f" in [{table}]" if table else ""), hint)
 
 
@@ -225,14 +234,17 @@ def _problem_of_key(
         return Problem(source.location(key), key, message, f"write [{table_name}] and its keys below it")
     if detail["type"] == "extra_forbidden":
         return _unknown_key(source, key, list(keys), detail["input"])
-    hint = f"{name}: " + _MARKDOWN_LINK.sub(r"\1", keys[name].description or "")
-    if detail["type"] == "missing":
+    if detail["type"] == "missing" and name not in table:
+        help_line = _MARKDOWN_LINK.sub(r"\1", keys[name].description or "")
+        hint = f"write {name} = ... in [{table_name}]: {help_line}"
         return Problem(source.location(table_name), key, "missing", hint)
-    if present := _present_name(source, key, detail["input"]):
-        hint = present
+    hint = _present_name(source, key, detail["input"]) or value_hint(key, keys[name], table.get(name))
+    if name not in table and name in DERIVED_FROM:
+        hint = f"it follows {DERIVED_FROM[name]}: change that, or write {name}"
     if detail["type"] == "choice":
-        close = detail["ctx"]["nearest"]
-        return Problem(source.location(key), key, detail["msg"], f"did you mean '{close}'?" if close else hint)
+        context = detail["ctx"]
+        known = f"did you mean '{context['nearest']}'?" if context["nearest"] else context.get("hint", "")
+        return Problem(source.location(key), key, detail["msg"], unsupported(key, table.get(name)) or known or hint)
     value = detail["input"] if len(details) == 1 else table.get(name)
     shown, expected = _display_value(value), _expected(details)
     message = expected if expected.startswith(shown) else f"{shown}: {expected}"
@@ -246,7 +258,7 @@ _MARKDOWN_LINK = re.compile(r"\[([^]]+)\]\([^)]*\)")
 def _as_number(value: Any, details: list[ErrorDetails]) -> str:
     """Return the number that is meant by a quoted number, or by a whole number with a decimal point; else ''."""
     types = {detail["type"] for detail in details}
-    if isinstance(value, float) and value.is_integer() and "int_type" in types:
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**63 and "int_type" in types:
         return f"{value:.0f}, without a decimal point"
     if isinstance(value, str) and types & {"int_type", "float_type"} and _NUMBER.fullmatch(value):
         return f"{value}, without quotes"

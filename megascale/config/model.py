@@ -8,14 +8,16 @@ from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from megascale.catalog.layers import ACTIVATIONS, BLOCKS, NORMS, ROPE_SCALINGS
-from megascale.config.section import AUTO_AS_NONE, Float32, Section, Size, TableChoice, choice
+from megascale.config.section import AUTO_AS_NONE, Float32, Section, Size, TableChoice, choice, no_choice
 from megascale.core.registry import closest_name
 
 DERIVED_FROM = {"num_kv_heads": "num_heads", "ffn_size": "hidden_size"}
 """Sizes with a default that is derived from another size."""
+
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rotary_fraction", "local_rope_theta")
+"""Keys of rotary embeddings, which a preset sets for its own position embedding."""
 
 Window = Annotated[int, Field(ge=0, le=2**40)]
 Positive = Annotated[Float32, Field(gt=0)]
@@ -25,8 +27,7 @@ def _known_preset(name: str) -> str:
     from megascale.catalog.presets import PRESETS
 
     if name not in PRESETS:
-        context = {"message": f"'{name}' is not one of {', '.join(PRESETS)}", "nearest": closest_name(name, PRESETS)}
-        raise PydanticCustomError("choice", "{message}", context)
+        raise no_choice("preset", name, list(PRESETS), closest_name(name, PRESETS), "presets.md")
     return name
 
 
@@ -182,6 +183,8 @@ def fill_defaults(keys: dict[str, Any]) -> dict[str, Any]:
         from megascale.catalog.presets import PRESETS
 
         full = PRESETS.get(name, {}) | keys
+        if keys.get("position", "rope") != "rope":
+            full = {key: value for key, value in full.items() if key in keys or key not in ROPE_KEYS}
     hidden, heads, layers = full.get("hidden_size"), full.get("num_heads"), full.get("num_layers")
     if "window" not in keys and isinstance(full.get("window"), list) and isinstance(layers, int) and layers > 0:
         full["window"] = full["window"][:layers]

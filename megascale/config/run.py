@@ -8,6 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from megascale.catalog.decays import DECAYS
 from megascale.config.backends import BackendsConfig, Fp8Config
 from megascale.config.batch_rampup import full_batch_steps, samples_of_run
 from megascale.config.data import DataConfig
@@ -21,7 +22,7 @@ from megascale.config.train import HF_PREFIX, BatchConfig, CheckpointConfig, Obs
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")  # valid names of runs, which are folder names
 
 
-class TopKeys(Section):
+class RunKeys(Section):
     """The keys above the sections: the run's folder is `output_dir`/`name`."""
 
     name: Annotated[str, Field(pattern=f"^{NAME_PATTERN.pattern}$")] = Field(
@@ -30,7 +31,7 @@ class TopKeys(Section):
     output_dir: FilePath = Field("runs", description="parent of the run's folder")
 
 
-class RunConfig(TopKeys):
+class RunConfig(RunKeys):
     """A run's name and sections. Frozen; `resolve` returns a copy with all derived values."""
 
     model: ModelConfig
@@ -118,9 +119,12 @@ class RunConfig(TopKeys):
         dp = p.dp if isinstance(p.dp, int) else (world_size or p.replica_size) // p.replica_size
         schedule = p.schedule or ("interleaved_1f1b" if p.vpp > 1 else "1f1b")
         parallel = p.model_copy(update={"dp": dp, "schedule": schedule})
-        steps = full_batch_steps(self.batch, self.train)
-        decay_steps = self.optimizer.decay_steps or max(min(steps // 10, steps - self.optimizer.warmup_steps), 1)
-        optimizer = self.optimizer.model_copy(update={"decay_steps": decay_steps})
+        optimizer = self.optimizer
+        decay = DECAYS.cards.get(optimizer.decay)  # None for a plug-in of another host
+        if decay is None or decay.facts.get("uses_decay_steps", True):
+            steps = full_batch_steps(self.batch, self.train)
+            decay_steps = optimizer.decay_steps or max(min(steps // 10, steps - optimizer.warmup_steps), 1)
+            optimizer = optimizer.model_copy(update={"decay_steps": decay_steps})
         resume = self.checkpoint.resume
         if resume not in ("auto", "never"):
             prefix = HF_PREFIX if resume.startswith(HF_PREFIX) else ""

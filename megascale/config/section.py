@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -10,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from megascale.core.files import absolute_path
-from megascale.core.registry import Registry
+from megascale.core.registry import Registry, closest_names
 
 Count = Annotated[int, Field(gt=0, le=2**40)]
 """A positive count, up to 2^40."""
@@ -36,7 +37,7 @@ Float32 = Annotated[float, AfterValidator(_in_float32)]
 
 def _encodable(path: str) -> str:
     if odd := next((character for character in path if character == "\0" or "\ud800" <= character <= "\udfff"), None):
-        context = {"character": ascii(odd)}
+        context = {"character": ascii(odd), "hint": "a path without this character"}
         raise PydanticCustomError("file_name", "has {character}, which no name of a file in UTF-8 has", context)
     return path
 
@@ -66,6 +67,23 @@ ELSEWHERE = "elsewhere"
 """The context of a validation of what another host has resolved, whose plug-ins this one may lack."""
 
 
+FEW_CHOICES = 12  # choices of which a message lists all
+
+
+def no_choice(
+    kind: str, name: str, names: Sequence[str], nearest: str | None, page: str = "configuration.md"
+) -> PydanticCustomError:  # fmt: skip
+    """Return the error for a name that is no choice: the message lists few choices, the hint the nearest of many.
+    `nearest`: the choice that is meant; `page`: of the docs, with all choices.
+    """
+    context = {"message": f"'{name}' is not one of {', '.join(names)}", "nearest": nearest}
+    if len(names) > FEW_CHOICES:
+        similar = f"similar: {', '.join(three)}; " if (three := closest_names(name, names, 3)) else ""
+        hint = f"{similar}docs/{page} lists all {len(names)}"
+        context = {"message": f"there is no {kind} '{name}'", "hint": hint, "nearest": nearest}
+    return PydanticCustomError("choice", "{message}", context)
+
+
 @dataclass(frozen=True)
 class Choice:
     """A validator: the string names a card of `registry` or is in `also`; any name is valid ELSEWHERE."""
@@ -76,11 +94,7 @@ class Choice:
     def __call__(self, name: str, info: ValidationInfo) -> str:
         names = [*self.also, *self.registry.names()]
         if name not in names and info.context != ELSEWHERE:
-            context = {
-                "message": f"'{name}' is not one of {', '.join(names)}",
-                "nearest": self.registry.nearest(name, self.also),
-            }
-            raise PydanticCustomError("choice", "{message}", context)
+            raise no_choice(self.registry.kind, name, names, self.registry.nearest(name, self.also))
         return name
 
 

@@ -80,9 +80,21 @@ def apply_overrides(source: Source, overrides: Sequence[str], is_text: Callable[
             plain = is_text(".".join(keys)) and not isinstance(parsed, str | list | dict)
             source.set(keys, value.strip() if plain else parsed)
         else:
-            problems.append(Problem("command line", text, "not a setting", "write section.key=value"))
+            problems.append(Problem("command line", text, "not a setting", _no_setting_hint(text, overrides)))
     if problems:
         raise ConfigError(problems)
+
+
+def _no_setting_hint(text: str, words: Sequence[str]) -> str:
+    """Return the setting that a name of another system means, with the next word as its value."""
+    from megascale.config.foreign.translation import read_value, translate  # for a mistake alone
+    from megascale.config.loading import sections
+
+    if text.partition(".")[0] in sections() and re.fullmatch(r"\w+(\.\w+)+", text):
+        return f"write {text}=..."
+    following = words[words.index(text) + 1 :][:1]
+    found = translate(text, [read_value(word) for word in following if "=" not in word])
+    return f"{found.hint(command_line=True)}; the name is {found.system}'s" if found else "write section.key=value"
 
 
 def _mistake(where: str, key: str, message: str, hint: str) -> ConfigError:

@@ -268,11 +268,11 @@ class ObserveConfig(Section):
     profile_step: NonNegativeInt = Field(
         0,
         description="step that the first rank of each pipeline stage runs under torch's profiler, so that `megascale "
-        "mfu` tells GEMMs from attention; 0: none",
+        "diagnose --mfu` tells GEMMs from attention; 0: none",
     )
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = Field(
         0,
-        description="first port for [Prometheus' metrics](observability.md#metrics-and-alerts): the launcher, or the "
+        description="first port for [Prometheus' metrics](metrics.md#prometheus): the launcher, or the "
         "driver and each agent, serve them at the first free one of 32; 0: none",
     )
     metrics_address: str = Field(

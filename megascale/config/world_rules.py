@@ -12,6 +12,9 @@ from megascale.config.run import RunConfig
 from megascale.config.time_rules import unknown_ranks
 from megascale.config.train_rules import batch_rampup, batch_size
 
+WORLD_KEYS = ("parallel.dp", "parallel.tp")
+"""Keys of findings about the number of processes itself."""
+
 
 def world_findings(config: RunConfig, world_size: int) -> Iterator[Finding]:
     """Check the layout, the batch and injected faults against the number of processes."""
@@ -32,7 +35,8 @@ def world_findings(config: RunConfig, world_size: int) -> Iterator[Finding]:
         above = [size for size in sizes if size * replica >= world_size][:1]
         processes = f"{world_size} {'processes are' if world_size > 1 else 'process is'}"
         near = " or ".join(str(replica * size) for size in sorted({*below, *above}))
-        yield Finding("parallel.tp", f"{processes} not a multiple of {shape} = {replica}", f"start {near}")
+        why = "" if uneven else f": dp divides the {micro_batches} micro-batches of a step"
+        yield Finding("parallel.tp", f"{processes} not a multiple of {shape} = {replica}", f"start {near}{why}")
         return
     again: tuple[Rule, ...] = (NOT_HYBRID, hybrid_tokens, HYBRID_DOCUMENTS)
     if not uneven:  # else the rule `batch_size` has reported

@@ -58,7 +58,7 @@ class ConfigError(MegascaleError):
     exit_status = Exit.CONFIG
 
     def __init__(self, problems: Sequence[Problem]) -> None:
-        count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}; nothing was launched"
+        count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
         super().__init__("\n".join([*map(str, problems), count]))
         self.problems = tuple(problems)
 

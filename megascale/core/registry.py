@@ -1,7 +1,8 @@
 """Registries of named choices: a `Card` describes an implementation without importing the module.
 
 A card's target is `module:attribute`, imported only on use: a configuration is checked and a job planned without torch.
-Other packages add cards through entry points in the registry's group. `closest_name` finds the name behind a typo.
+Other packages add cards through entry points in the registry's group. `closest_name` finds the name behind a typo,
+`closest_names` similar ones.
 """
 
 from __future__ import annotations
@@ -26,6 +27,12 @@ def closest_name(name: str, names: Iterable[str]) -> str | None:
     known = {known.lower(): known for known in names if not (digits and _digits(known)) or digits == _digits(known)}
     matches = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.6)
     return known[matches[0]] if matches else None
+
+
+def closest_names(name: str, names: Iterable[str], most: int) -> list[str]:
+    """Return up to `most` known names that are similar to `name`, the closest first, also with other digits."""
+    known = {known.lower(): known for known in names}
+    return [known[match] for match in difflib.get_close_matches(name.lower(), list(known), n=most, cutoff=0.4)]
 
 
 def _digits(name: str) -> list[str]:

@@ -12,58 +12,74 @@ MOST_NAMED = 8  # most datasets in the line of an update
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """The metrics of a logged step.
-
-    - `samples`, `loss_tokens`: totals since the start of the run; loss tokens are tokens with a label in the loss,
-      or the sum of their weights
-    - times and throughputs: means over the steps since the last record, without evaluations and checkpoints
-    - `tokens_per_s`: all processed tokens, the basis of FLOP/s, MFU and HFU; `loss_tokens_per_s`: loss tokens only
-    - `mfu_*`, `hfu_*`: by convention (`plan.account.flops`); MFU and HFU differ under activation recomputation
-    - `communication`: calls, bytes and exposed seconds per step, by axis, on rank 0
-    - `noise_scale`: gradient noise scale in tokens, a moving average (`train.noise_scale`)
-    - `fp8`: amax and shares of saturated and underflowing elements, by quantized operand
+    """The metrics of a logged step. Times and throughputs are means over the steps since the last record, without
+    evaluations and checkpoints; MFU and HFU by convention (`plan.account.flops`).
     """
 
     step: int
+    """step, from 1"""
     loss: float
+    """mean loss of the step"""
     grad_norm: float
+    """norm of the gradients before clipping"""
     lr: float
+    """learning rate of the step"""
     samples: int
+    """samples since the start of the run"""
     loss_tokens: float
+    """tokens with a label in the loss since the start of the run, or the sum of their weights"""
     step_time_s: float
+    """seconds of a step"""
     tokens_per_s: float
+    """processed tokens per second of all ranks, the basis of FLOP/s, MFU and HFU"""
     loss_tokens_per_s: float
+    """tokens with a label in the loss per second"""
     tflops_per_device: float
+    """model TFLOP/s of a device, full convention"""
     mfu_full: float | None
+    """model FLOPs utilization; attention counts the full matrix"""
     mfu_causal: float | None
+    """the same; attention counts half of the matrix"""
     hfu_full: float | None
+    """hardware FLOPs utilization, with activation recomputation; full convention"""
     hfu_causal: float | None
+    """the same, causal convention"""
     peak_memory_bytes: int
+    """peak memory of rank 0's device so far"""
     communication: dict[str, dict[str, float]]
+    """calls, bytes of the full tensors and exposed seconds (`exposed_s`) per step, by axis, on rank 0"""
     noise_scale: float | None = None
+    """gradient noise scale in tokens, a moving average (`train.noise_scale`)"""
     fp8: dict[str, dict[str, float]] = field(default_factory=dict)
+    """amax and shares of saturated and underflowing elements, by quantized operand"""
 
 
 @dataclass(frozen=True)
 class EvaluationMetrics:
-    """An evaluation after `step`: the mean loss per token over `valid_tokens` tokens. `averaged_loss`: of the averaged
-    weights, if there are any.
-    """
+    """An evaluation after a step."""
 
     step: int
+    """step before the evaluation"""
     valid_loss: float
+    """mean loss per token"""
     valid_tokens: int
+    """tokens of the evaluation"""
     averaged_loss: float | None = None
+    """the same loss of the averaged weights, if there are any"""
 
 
 @dataclass(frozen=True)
 class Alert:
-    """An alert after `step`: `alert` names a metric whose `value` is far above `recent`, its recent median."""
+    """A spike: a metric far above its recent median."""
 
     step: int
+    """step of the spike"""
     alert: str
+    """name of the metric, `loss` or `grad_norm`"""
     value: float
+    """value of the metric, above `fault.spike_factor` times `recent`"""
     recent: float
+    """median of the last `fault.spike_window` steps"""
 
     def __str__(self) -> str:
         times = self.value / self.recent
@@ -72,14 +88,14 @@ class Alert:
 
 @dataclass(frozen=True)
 class MixtureUpdate:
-    """An update of the blend's weights by a data policy after `step`. `mixture`: the new weight of each dataset and, if
-    the policy uses losses, the mean loss per token since the last update, by its number and name. `place`: where in the
-    order of samples the weights begin; None for weights as before.
-    """
+    """An update of the blend's weights by a data policy after a step."""
 
     step: int
+    """step before the update"""
     place: int | None
+    """first sample with the new weights; absent if the weights stay"""
     mixture: dict[str, dict[str, float]]
+    """new `weight` and, if the policy uses losses, mean `loss` per token since the last update, by dataset"""
 
     def __str__(self) -> str:
         if self.place is None:

@@ -1,5 +1,5 @@
 """A step under torch's profiler, `observe.profile_step`: how forward and backward divide into GEMMs, attention and the
-rest, for `megascale mfu`.
+rest, for `megascale diagnose --mfu`.
 
 The first rank of each pipeline stage profiles, and writes RUN/kernels/stage-N.json: the `rank`, the `step`, and the
 `seconds` of its kernels, or of its operators on a CPU, by purpose (`train.kernels`). All ranks wait for the profiler:

@@ -1,4 +1,4 @@
-"""The prediction of `megascale plan` for this run, saved at its start as RUN/plan.json for `megascale mfu`.
+"""The prediction of `megascale plan` for this run, saved at its start as RUN/plan.json for `megascale diagnose --mfu`.
 
 Rank 0 starts the command as a process of low priority, which takes a second of a core beside the first steps, and never
 waits for it. Without a profile of the hardware the file has the reason instead. To compare with another profile, write

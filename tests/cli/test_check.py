@@ -98,7 +98,7 @@ def test_json_of_mistakes(config: str, capsys: pytest.CaptureFixture[str]) -> No
                 "where": "command line",
                 "key": "model.num_layers",
                 "message": "0: should be greater than 0",
-                "hint": "num_layers: transformer blocks",
+                "hint": "a whole number above 0, to 10000",
             }
         ],
     }
@@ -108,7 +108,7 @@ def test_a_number_of_processes_without_a_layout(config: str, capsys: pytest.Capt
     assert main(["check", config, "--gpus", "3"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert "parallel.tp: 3 processes are not a multiple of tp 2 x cp 1 x pp 1 = 2  -> start 2 or 4\n" in err
+    assert "command line  --gpus: 3 processes are not a multiple of tp 2 x cp 1 x pp 1 = 2  -> start 2 or 4: dp" in err
 
 
 @pytest.mark.parametrize("gpus", ["0", "-1", "two", "1.5", ""])

@@ -64,7 +64,7 @@ def test_list_names_checkpoints_and_unfinished_saves(run: Path, capsys: pytest.C
     assert "step-00000001 is itself a checkpoint" in asked(capsys, "list", folder / "step-00000001", status=4)
     (folder / "none").mkdir()
     assert asked(capsys, "list", folder / "none") == f"no checkpoints in {folder}/none\n"
-    assert "there is no folder" in asked(capsys, "list", run / "none", status=4)
+    assert f"{run / 'none'}: no such folder" in asked(capsys, "list", run / "none", status=2)
 
 
 def test_list_goes_on_after_a_damaged_manifest(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,17 +93,18 @@ def test_verify_finds_every_damage(run: Path, capsys: pytest.CaptureFixture[str]
     file.write_bytes(numbers)
     lines = asked(capsys, "verify", run, status=4).splitlines()
     assert len(lines) == 2 and f"{file}: " in lines[0] and "does not match" in lines[0]
-    assert lines[1] == f"{path} is damaged"
+    assert lines[1].startswith(f"{path} is damaged: a run resumes from an earlier checkpoint  -> ")
     assert json.loads(asked(capsys, "verify", run, "--json", status=4))["ok"] is False
     numbers[-1] ^= 1
     file.write_bytes(bytes([*numbers, 0]))
-    (line, _) = asked(capsys, "verify", run, status=4).splitlines()
+    line, last = asked(capsys, "verify", run, status=4).splitlines()
     assert line == f"{file}: its size or CRC-32 does not match, though its tensors are intact"
+    assert last.startswith(f"{path} can be loaded: all its tensors are as they were written  -> ")
     file.unlink()
     line, last = asked(capsys, "verify", run, status=4).splitlines()
     assert line == f"{file} cannot be read: No such file or directory; 117 tensors are in it" and "is damaged" in last
-    assert f"there is no folder {path / 'none'}" in asked(capsys, "verify", path / "none", status=4)
-    assert "a checkpoint's folder, or a run's" in asked(capsys, "show", path / "manifest.json", status=4)
+    assert f"{path / 'none'}: no such folder" in asked(capsys, "verify", path / "none", status=2)
+    assert f"{path / 'manifest.json'}: not a folder" in asked(capsys, "show", path / "manifest.json", status=2)
 
 
 def test_the_files_that_go_along_are_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,7 +156,9 @@ def test_convert_goes_both_ways(run: Path, tmp_path: Path, capsys: pytest.Captur
     assert (
         asked(capsys, "verify", tmp_path / "ours") == f"{tmp_path}/ours: 39 tensors in 2 files match their checksums\n"
     )
-    assert f"cannot convert into {tmp_path}/hf: File exists" in asked(capsys, "convert", run, tmp_path / "hf", status=4)
+    for output in (tmp_path / "hf", run):
+        told = asked(capsys, "convert", run, output, status=2)
+        assert told == f"{output} is there already  -> give a new folder for the result\n"
     with pytest.raises(SystemExit):
         main(["ckpt", "convert", str(run), "s3://bucket/x"])
     assert "s3://bucket/x is a URL" in capsys.readouterr().err

@@ -100,7 +100,7 @@ def test_names_hosts_whose_metrics_stay_apart(tmp_path: Path, capsys: pytest.Cap
     assert main(["diagnose", str(run), "--hosts"]) == Exit.OK
     compared, line = capsys.readouterr().out.splitlines()
     assert compared == "compared 6 hosts by their metrics over 10 min"
-    assert re.fullmatch(r"n3: gpu.power_w of gpu0 (29|30)[0-9.]+, of the others (59|60)[0-9.]+, for 10 min", line)
+    assert re.fullmatch(r"n3: gpu.power_w of gpu0 (29|30)[0-9.]+, other hosts (59|60)[0-9.]+, for 10 min", line)
     assert main(["diagnose", str(run), "--hosts", "--json"]) == Exit.OK
     found = json.loads(capsys.readouterr().out)
     assert [(one["node"], one["device"], one["summary"]) for one in found["outliers"]] == [("n3", "gpu0", line)]

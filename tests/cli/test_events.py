@@ -213,11 +213,6 @@ def test_the_list_and_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"`{column.name}`" in schema_page() for columns in TABLES.values() for column in columns)
 
 
-def test_the_schema_in_the_documents_is_the_schema() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "observability.md").read_text(encoding="utf-8")
-    assert f"### Tables\n\n{schema_page()}\n" in page, "megascale events --schema prints it"
-
-
 def test_only_the_newest_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = Location(str(tmp_path / "events"))
     for step, end_ms in ((1, 10_000), (2, 20_000), (3, 30_000)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import megascale
-from megascale.cli.main import COMMANDS, main
+from megascale.cli.main import main
 from megascale.core.errors import DataError, Exit
 from tests.runs import GPT, settings, write_config
 
@@ -58,36 +57,20 @@ def test_a_mistake_is_found_before_torch_is_imported(config: str) -> None:
     assert not imported & set(HEAVY)
 
 
-def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["--help"])
-    assert caught.value.code == 0
-    out = capsys.readouterr().out
-    for name in COMMANDS:
-        assert re.search(rf"^    {name}\s", out, re.MULTILINE)
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_is_there(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main([name, "--help"])
-    assert caught.value.code == 0
-    assert capsys.readouterr().out.startswith(f"usage: megascale {name}")
-    assert callable(importlib.import_module(f"megascale.cli.{name}").run)
-
-
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out == f"megascale {megascale.__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["chek"], ["check"], ["check", "--nonsense"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["chek"], ["--nonsense"], ["check"], ["check", "--nonsense"], ["data"], ["data", "prepair"]]
+)
 def test_a_wrong_command_line_ends_with_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
-    assert "usage: megascale" in capsys.readouterr().err
+    assert re.fullmatch(r"megascale[ a-z]*: .*  -> .*\n", capsys.readouterr().err)
 
 
 def test_an_error_of_ours_is_a_line_and_its_status(
@@ -130,10 +113,8 @@ def test_settings_stand_before_and_after_options(
 
 
 def test_an_unknown_option_is_no_setting(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["check", config, "train.steps=3", "--train.steps=3"])
-    assert caught.value.code == 2
-    assert "unrecognized arguments: --train.steps=3" in capsys.readouterr().err
+    assert main(["check", config, "train.steps=3", "--train.steps=3"]) == 2
+    assert "--train.steps 3: a setting has no dashes  -> write train.steps=3" in capsys.readouterr().err
 
 
 def test_a_misspelled_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,4 +132,4 @@ def test_a_current_folder_that_was_removed_is_named(tmp_path: Path) -> None:
     done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == Exit.CONFIG
     what = "environment  the current folder cannot be used: No such file or directory  -> cd to another folder"
-    assert done.stderr.splitlines()[-2:] == [what, "1 problem; nothing was launched"], done.stderr
+    assert done.stderr.splitlines()[-2:] == [what, "1 problem"], done.stderr

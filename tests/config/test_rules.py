@@ -325,6 +325,29 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"train.mlp_tiles": "attention and MLP of a parallel block share an fp8 operand"},
     ),
     (
+        "NO_TAIL",
+        {"optimizer__decay": "cosine", "optimizer__decay_steps": 3},
+        {"optimizer.decay_steps": "has no effect with"},
+    ),
+    (
+        "CONSTANT_RATE",
+        {"optimizer__decay": "constant", "optimizer__min_lr": 1e-3},
+        {"optimizer.min_lr": "has no effect with"},
+    ),
+    ("NO_AVERAGE", {"train__weight_average_every": 3}, {"train.weight_average_every": "has no effect with"}),
+    (
+        "NO_EMA",
+        {"train__weight_average": "lawa", "train__weight_average_decay": 0.5},
+        {"train.weight_average_decay": "has no effect with"},
+    ),
+    (
+        "NO_LAWA",
+        {"train__weight_average": "ema", "train__weight_average_count": 3},
+        {"train.weight_average_count": "has no effect with"},
+    ),
+    ("NO_HISTORY", {"fp8__recipe": "rowwise", "fp8__history": 4}, {"fp8.history": "has no effect with"}),
+    ("NO_HOST_READER", {"data__reader_timeout_s": 9.0}, {"data.reader_timeout_s": "has no effect with"}),
+    (
         "tile_recomputation",
         {"train__recompute": "selective", "train__recompute_ops": ["norm", "activation"], "train__mlp_tiles": 2},
         {"train.recompute_ops": "activation has no effect with mlp_tiles = 2"},
@@ -880,7 +903,7 @@ def test_a_dataset_without_a_description_is_accepted(folder: Path) -> None:
 
 
 def test_a_prefix_with_an_extension_has_a_hint(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no file set\.bin\.bin nor set\.bin\.idx  -> a prefix is the path without"):
+    with pytest.raises(ConfigError, match=r"set\.bin is a file of a dataset  -> its prefix, the path without \.bin"):
         config_of(settings(GPT, folder, data__mock=False, data__train="set.bin"), folder)
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from megascale.catalog.schedules import SCHEDULES
 from megascale.config import loading
-from megascale.config.foreign_names import FOREIGN_KEYS, FOREIGN_TABLES
 from megascale.config.loading import sections
 from megascale.config.section import Choice
 from megascale.config.toml_reader import Source
@@ -84,12 +83,6 @@ def hint(key: str) -> str:
     return loading._unknown_key(Source("run.toml"), key, known).hint
 
 
-def test_keys_of_other_systems_exist_here() -> None:
-    assert set(FOREIGN_KEYS.values()) <= KEYS | {"output_dir"}
-    assert set(FOREIGN_TABLES.values()) <= set(sections())
-    assert not {key.partition(".")[2] for key in KEYS} & FOREIGN_KEYS.keys()
-
-
 @pytest.mark.parametrize(
     ("key", "meant"),
     [
@@ -106,12 +99,11 @@ def test_keys_of_other_systems_exist_here() -> None:
         ("optimizer.adam_eps", "optimizer.eps"),
         ("optimizer.max_lr", "optimizer.lr"),
         ("model.num_layer", "num_layers"),
-        ("training", "train"),
-        ("optim", "optimizer"),
+        ("paralel", "parallel"),
     ],
 )
 def test_names_of_keys_elsewhere(key: str, meant: str) -> None:
-    assert hint(key) == f"did you mean '{meant}'?"
+    assert hint(key).startswith((f"did you mean '{meant}'?", f"write {meant} = ..."))
 
 
 def test_digits_are_no_typing_errors() -> None:

@@ -26,9 +26,9 @@ def test_a_problem_is_one_line_in_a_fixed_order() -> None:
 
 def test_a_config_error_lists_and_counts() -> None:
     one, two = Problem("a.toml:1", "x", "bad"), Problem("a.toml:2", "y", "worse")
-    assert str(ConfigError([one])) == f"{one}\n1 problem; nothing was launched"
+    assert str(ConfigError([one])) == f"{one}\n1 problem"
     error = ConfigError([one, two])
-    assert str(error) == f"{one}\n{two}\n2 problems; nothing was launched"
+    assert str(error) == f"{one}\n{two}\n2 problems"
     assert error.problems == (one, two)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megascale.config.foreign.translation import SYSTEMS
 from megascale.config.run import RunConfig
 
 ROOT = Path(__file__).parents[2]
@@ -21,8 +22,8 @@ DOTTED = re.compile(r"`([a-z_][a-z_0-9]*(?:\.[A-Za-z_][A-Za-z_0-9]*)+)`")
 FILES = ("json", "toml", "safetensors")
 """Endings that look like names in a module."""
 
-OTHERS = {"config.options"}
-"""Names that are of no module: an argument of the page's example."""
+OTHERS = {"config.options", *(name for rows in SYSTEMS.values() for one in rows for name in one.names)}
+"""Names that are of no module: an argument of a page's example, and settings of other systems."""
 
 
 @cache
@@ -63,7 +64,8 @@ def is_there(name: str) -> bool:
 def is_key(name: str) -> bool:
     section, key, *_ = name.split(".")
     field = RunConfig.model_fields.get(section)
-    return field is not None and key in getattr(field.annotation, "model_fields", ())
+    keys = getattr(field.annotation, "model_fields", {}) if field is not None else {}
+    return key in keys or key in {one.alias for one in keys.values()}
 
 
 def docstrings(path: Path) -> str:

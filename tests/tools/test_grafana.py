@@ -56,5 +56,6 @@ def test_all_metrics_of_hosts_and_jobs_are_on_a_dashboard(tmp_path: Path) -> Non
         "megascale_world_size", "megascale_gpu_last_xid", "megascale_gpu_lost", "megascale_gpu_throttle_reasons",
         "megascale_host_clock_max_error_seconds", "megascale_host_clock_synchronized", "megascale_infiniband_link_up",
         "megascale_infiniband_link_recoveries_total", "megascale_infiniband_symbol_errors_total",
+        "megascale_skipped_steps_total",
     }  # fmt: skip
     assert every_name(tmp_path) - shown == left_out

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megascale.cli.data_which import step_range
+from megascale.cli.data_samples import step_range
 from megascale.config.batch_rampup import batch_sizes
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank

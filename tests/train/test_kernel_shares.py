@@ -1,4 +1,4 @@
-"""A profiled step leaves the seconds of its kernels, by which `megascale mfu` divides forward and backward."""
+"""A profiled step leaves the seconds of its kernels, by which `diagnose --mfu` divides forward and backward."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_job_s_mfu_has_gemms_and_attention(tmp_path: Path, capsys: pytest.Capt
     status, _, err = job.end()
     assert status == 0, err
     assert len(list((job.folder / "kernels").iterdir())) == 2
-    assert main(["mfu", str(job.folder)]) == 0
+    assert main(["diagnose", str(job.folder), "--mfu"]) == 0
     text = capsys.readouterr().out
     assert "  GEMMs" in text and "profiled" in text
     assert (

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megascale.catalog.data import DATA_POLICIES
-from megascale.cli.data_which import samples_of_step
+from megascale.cli.data_samples import samples_of_step
 from megascale.config.run import RunConfig
 from megascale.core.errors import CheckpointError, ConfigError, DataError
 from megascale.core.rank import Rank
@@ -120,7 +120,7 @@ def test_weights_follow_the_losses_and_samples_the_weights(policies: Path) -> No
     for step in range(1, STEPS + 1):
         samples = samples_of_step(config, step)
         easy = [sample.dataset.endswith("easy") for sample in samples]
-        assert [set(row[0]) == {7} for row in tokens[step - 1]] == easy, "as `megascale data which` tells"
+        assert [set(row[0]) == {7} for row in tokens[step - 1]] == easy, "as `megascale data samples` tells"
     late = [sample.dataset for step in range(12, STEPS) for sample in samples_of_step(config, step)]
     assert sum(name.endswith("hard") for name in late) > 0.75 * len(late)
 

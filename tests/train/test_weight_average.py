@@ -58,7 +58,7 @@ def test_an_average_is_exported_and_another_one_begins_anew(tmp_path: Path) -> N
             {},
             {"train__weight_average_every": 3},
             {"train__weight_average_count": 1},
-            {"train__weight_average": "ema"},
+            {"train__weight_average": "ema", "train__weight_average_count": 5},
         )
     )
     ((weights, said),) = run_world(1, kept, config, same, fewer, ema)

@@ -1,7 +1,7 @@
 """Duration of the checks of a node against false findings, from repeated measurements on this machine.
 
 Every check runs `--rounds` times with each duration. The measurements are the values of healthy nodes: jobs of
-`--nodes` nodes are drawn from them, judged as `megascale doctor --nodes` does, and findings counted, with 0, 1 and 2
+`--nodes` nodes are drawn from them, judged as `megascale doctor nodes` does, and findings counted, with 0, 1 and 2
 further measurements of a low value. A slow node has SLOW times a drawn value. `--rounds 0` takes values with the noise
 of SIMULATED instead.
 """

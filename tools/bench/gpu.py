@@ -25,6 +25,7 @@ from peer_systems import OURS, ROOT
 
 from megascale.bench.mfu import MIN_TIMED_STEPS, WARM_UP_STEPS
 from megascale.catalog.precisions import PRECISIONS
+from megascale.cli.parsing import CommandParser
 from megascale.core.files import write_text
 from megascale.device import gpu_count
 from results import check_region, fill
@@ -60,7 +61,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def arguments() -> argparse.ArgumentParser:
     """Build the argument parser."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(
+        "tools/bench/gpu.py", __doc__ or "", "python tools/bench/gpu.py --small --rounds 1", "docs/performance.md"
+    )
     add = parser.add_argument
     add("--cases", nargs="+", choices=CASES, default=CASES, metavar="CASE", help=f"any of {' '.join(CASES)}")
     add("--systems", nargs="+", choices=SYSTEMS, default=[], metavar="SYSTEM",

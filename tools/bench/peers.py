@@ -23,6 +23,7 @@ from peer_run import Failure, Measurement, Result, agree, execute, progress
 from peer_systems import COMPARED, OURS, ROOT, SYSTEMS, Cluster, Layout, Size, System, Task, check_command, command
 from peer_table import REGION, Failed, Rows, markdown, rows, text
 
+from megascale.cli.parsing import CommandParser
 from megascale.device import detect_device
 from results import check_region, fill
 
@@ -51,7 +52,12 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def arguments() -> argparse.ArgumentParser:
     """Build the argument parser."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(
+        "tools/bench/peers.py",
+        __doc__ or "",
+        "python tools/bench/peers.py --layouts 1,tp2 --rounds 1",
+        "docs/performance.md",
+    )
     add = parser.add_argument
     add("--peers", type=Path, default=Path(os.environ.get("MEGASCALE_PEERS", ROOT.parent / "shared" / "peers")),
         metavar="DIR", help="folder of the peers' scripts; default MEGASCALE_PEERS or ../shared/peers")  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import subprocess
 import sys
@@ -104,27 +105,38 @@ def read(run: Path) -> Curve:
     )
 
 
-def draw(curves: Mapping[str, Sequence[Curve]], title: str, path: Path) -> None:
-    """Plot validation losses over tokens: a line per name, with the band of several curves."""
+def draw(curves: Mapping[str, Sequence[Curve]], title: str, path: Path, baseline: str = "") -> None:
+    """Plot validation losses over tokens: a line per name, with the band of several curves. `baseline`: name of the
+    curve whose mean is subtracted.
+    """
     import matplotlib
 
     matplotlib.use("svg")
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    base = means(curves[baseline]) if baseline else itertools.repeat(0.0)
     for name, group in curves.items():
         x = [tokens / 1e6 for tokens in group[0].valid_tokens]
-        y = [sum(losses) / len(group) for losses in zip(*(curve.valid_loss for curve in group), strict=True)]
+        y = [loss - less for loss, less in zip(means(group), base, strict=False)]
         (line,) = axes.plot(x, y, label=name, linewidth=1.2)
         if len(group) > 1:
-            rows = list(zip(*(curve.valid_loss for curve in group), strict=True))
+            losses = zip(*(curve.valid_loss for curve in group), strict=True)
+            rows = [[loss - less for loss in row] for row, less in zip(losses, base, strict=False)]
             axes.fill_between(x, [min(r) for r in rows], [max(r) for r in rows], color=line.get_color(), alpha=0.2)
-    axes.set(xlabel="million tokens", ylabel="validation loss", title=title)
+    label = f"validation loss minus {baseline}" if baseline else "validation loss"
+    axes.set(xlabel="million tokens", ylabel=label, title=title)
     axes.legend(frameon=False)
     axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
+
+
+def means(group: Sequence[Curve]) -> list[float]:
+    """Return the mean validation loss of some curves at each evaluation."""
+    return [sum(losses) / len(group) for losses in zip(*(curve.valid_loss for curve in group), strict=True)]
 
 
 def table(rows: Sequence[Sequence[Any]], head: Sequence[str]) -> str:

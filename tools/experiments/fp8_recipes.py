@@ -20,7 +20,7 @@ KEYS = (*ONE_PROCESS, "batch.global=4", "optimizer.lr=5e-4", "optimizer.min_lr=5
 rounding do not diverge.
 """
 
-WIDE = {"bf16": ("train.precision=bf16",), "bf16 otherwise rounded": ("train.precision=bf16", "batch.micro=4"),
+WIDE = {"bf16": ("train.precision=bf16",), "bf16, other micro-batch": ("train.precision=bf16", "batch.micro=4"),
         "fp32": ("train.precision=fp32",)}  # fmt: skip
 """Baselines. The second bf16 run accumulates gradients over other micro-batches, to show the effect of rounding."""
 
@@ -36,7 +36,7 @@ def main() -> None:
     )
     parser.add_argument("--picture", type=path, metavar="FILE.svg", help="plot the curves")
     options = parser.parse_args()
-    folders = {name.replace(" ", "-"): name for name in options.runs}
+    folders = {name.replace(", ", "-").replace(" ", "-"): name for name in options.runs}
     overrides = {
         folder: WIDE.get(name) or ("train.precision=fp8", f"fp8.recipe={name}") for folder, name in folders.items()
     }
@@ -47,7 +47,9 @@ def main() -> None:
         curves[name] = planned[folder].train()
         print(table(list(rows(curves)), ("precision", "validation loss", "against bf16")), flush=True)
     if options.picture:
-        draw({name: [curve] for name, curve in curves.items()}, "FP8 GEMMs on the quickstart model", options.picture)
+        baseline = "bf16" if "bf16" in curves else ""
+        groups = {name: [curve] for name, curve in curves.items()}
+        draw(groups, "FP8 GEMMs on the quickstart model", options.picture, baseline)
 
 
 def rows(curves: dict[str, Curve]) -> Iterator[list[str]]:

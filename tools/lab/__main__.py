@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megascale.cli.parsing import HelpFormatter
 from megascale.core.errors import Exit, MegascaleError
 
 COMMANDS = {
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tools/lab", description=importlib.import_module("lab").__doc__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, help_line in COMMANDS.items():
-        one = commands.add_parser(name, help=help_line, formatter_class=argparse.RawDescriptionHelpFormatter)
+        one = commands.add_parser(name, help=help_line, formatter_class=HelpFormatter)
         if words[:1] == [name]:  # the others are not imported
             module = importlib.import_module(f"lab.commands.{name.replace('-', '_')}")
             one.description = module.__doc__

@@ -19,8 +19,10 @@ from typing import Any
 
 from lab.hosts import run_torchrun
 from lab.testbed import HostLink, Testbed
+from megascale.cli.trace_selection import filter_steps, read_ranks
 from megascale.core.errors import MegascaleError
 from megascale.core.files import write_text
+from megascale.operate.show.charts.timeline import render_runs
 
 COMMUNICATION_SHARE = 0.4
 """Target share of communication in a step without overlap."""
@@ -224,6 +226,17 @@ class _OverlapJob:
 
     def _records(self, name: str) -> list[dict[str, Any]]:
         return timed_steps(self.folder / self.case.name / name)
+
+
+def overlap_picture(folder: Path, case: OverlapCase, step: int) -> str:
+    """Draw a step without and with overlap at one time scale: of two ranks, or of the first rank of every tp group."""
+    stride = int(case.settings.get("parallel.tp", "1")) if case.hosts > 2 else 1
+    chosen, steps = [range(0, case.hosts, stride)], range(step, step + 1)
+    runs = {title: folder / case.name / name for title, name in (("without overlap", "off"), ("with overlap", "on"))}
+    return render_runs(
+        {title: [filter_steps(rank.events, steps) for rank in read_ranks(run, chosen, steps)]
+         for title, run in runs.items()}
+    )  # fmt: skip
 
 
 def timed_steps(run: Path) -> list[dict[str, Any]]:

@@ -258,7 +258,7 @@ def _say_if_incomplete(job: JobState, found: Sequence[tuple[str, RankStatus]], w
     elif now >= job.incomplete_at:
         job.incomplete_at = math.inf
         nodes = format_nodes(sorted({node for node, _ in found}))
-        hint = "run `megascale observe` on every host of the job, with the same --driver HOST[:PORT]"
+        hint = "run `megascale watch RUN --attach --driver HOST[:PORT]` on every host of the job, the same on all"
         job.do(Say(f"found {len(ranks)} of {world} ranks, on {nodes}: none is watched before all are found  -> {hint}"))
 
 

@@ -186,7 +186,7 @@ def _classify_lost_peers(ends: Sequence[RankEnd], node_of: Mapping[int, str]) ->
         return Finding("unknown", what, Culprit(), since, "unknown: lost peers", errors, followers=ranks, end=first)
     pairs = "; ".join(" and ".join(sorted(link)) for link, _ in links.most_common(3))
     what = f"nodes {pairs} do not reach each other, and all reach the driver"
-    hint = "see the links of these nodes: megascale doctor --nodes"
+    hint = "see the links of these nodes: megascale doctor nodes"
     signature = f"network: {' '.join(nodes)}"
     return Finding("network", what, Culprit((), nodes), since, signature, errors, hint, followers=ranks, end=first)
 

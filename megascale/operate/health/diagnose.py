@@ -1,7 +1,7 @@
 """Diagnosis of the nodes of a job: which node or link is bad, by comparison with the others.
 
 The caller passes `run`, which runs a check on a node: the driver sends Check to the node's agent, `megascale doctor
---nodes` starts the check on this host or asks the doctor of another host.
+nodes` starts the check on this host or asks the doctor of another host.
 
 1. Every node alone, at the same time: the set "quick" or "full". Values that are low are measured again: nobody is
    named for one measurement of speed. A wrong result is final.

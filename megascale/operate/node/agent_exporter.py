@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from megascale.operate.store.families import MetricFamily
     from megascale.operate.store.metrics_server import Say
 
+DRIVER_LOST = "time without a driver; ranks train on meanwhile"
+
 
 class AgentExporter:
     """Serves metrics from the first Welcome on that asks for it, in threads of its own, which read what the agent sets:
@@ -55,7 +57,7 @@ class AgentExporter:
         from megascale.operate.store.rank_families import rank_families
 
         assert self._endpoint is not None
-        labels, text = self._endpoint.labels, "time without a driver; ranks train on meanwhile"
+        labels = self._endpoint.labels
         ranks = [] if self.collector is None else rank_families(self.collector, labels)
-        lost = MetricFamily("agent_driver_lost_seconds", "gauge", text, [(labels, self._lost_s())])
+        lost = MetricFamily("agent_driver_lost_seconds", "gauge", DRIVER_LOST, [(labels, self._lost_s())])
         return [*ranks, *host_families(self.host, labels), *([] if self._place.alone else [lost])]

@@ -35,7 +35,7 @@ def _lines(found: RunDiagnosis) -> Iterator[str]:
     yield from (f"note     {note}" for note in found.notes)
     if found.verdict is not None:
         yield from _section("evidence", found.verdict.evidence)
-        yield from _section("where ranks wait, those nearest the culprit first", list(_table(found)))
+        yield from _section("where ranks wait, nearest to the culprit first", list(_table(found)))
         yield from _section("who waits for whom", list(_chain(found)))
         for culprit in found.culprits:
             yield from _section(f"rank {culprit.rank}", list(_culprit(culprit)))
@@ -90,7 +90,7 @@ def _head(found: RunDiagnosis) -> Iterator[str]:
 
 
 def _table(found: RunDiagnosis) -> Iterator[str]:
-    rows = [("group", "sequence", "members", "wait there", "have not come")]
+    rows = [("group", "sequence", "members", "wait there", "missing")]
     for each in found.waiting[:MOST_SETS]:
         rows.append((
             each.group or each.what.removeprefix("in ").removeprefix("for its "),

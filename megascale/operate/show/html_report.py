@@ -20,7 +20,7 @@ from megascale.operate.show.rank_grid import rank_matrix
 from megascale.operate.show.run_view import RunView
 from megascale.operate.show.store_view import StoreView
 
-FILE_START = b"<!doctype html><!-- megascale report -->"  # the first bytes of a report
+FILE_START = b"<!doctype html><!-- megascale dashboard -->"  # the first bytes of a report
 MOST_POINTS = 800  # most points of a curve
 MOST_ROWS = 200  # most incidents and findings that are listed: the last, and the costliest
 

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megascale.core.errors import MegascaleError
+from megascale.core.named_run import CONFIG_FILE, RunFolderError
 from megascale.operate.diagnose.slow.cube_queries import mean_cube, mean_peak_flops
 from megascale.operate.diagnose.slow.mfu_breakdown import MfuBreakdown, mfu_breakdown
 from megascale.operate.diagnose.slow.step_cube import StepCube
-from megascale.operate.show.run_config import CONFIG_FILE, RunFolderError, read_run_config
+from megascale.operate.show.run_config import read_run_config
 from megascale.plan.simulate.event_simulator import StageTimes
 from megascale.plan.simulate.extrapolate import Pipeline, pipeline_time
 from megascale.plan.simulate.profiles import Overlaps

@@ -11,18 +11,10 @@ from megascale.config.model import ModelConfig
 from megascale.config.renamed import with_present_names
 from megascale.config.run import RunConfig
 from megascale.config.section import ELSEWHERE
-from megascale.core.errors import Exit, MegascaleError
+from megascale.core.named_run import CONFIG_FILE, RunFolderError
 from megascale.core.registry import MissingCardError
 from megascale.core.units import format_count
 from megascale.layout.parameters import parameter_count
-
-CONFIG_FILE = "config.toml"
-
-
-class RunFolderError(MegascaleError):
-    """A folder that is not a run's, or a file in it that cannot be read."""
-
-    exit_status = Exit.CONFIG
 
 
 def read_run_config(folder: Path) -> RunConfig | None:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from megascale.config.run import RunConfig
 from megascale.core.files import exists
+from megascale.core.named_run import CONFIG_FILE, RunFolderError, no_run
 from megascale.operate.driver.alerts import METRICS_FILE
 from megascale.operate.driver.incidents import LOG_FILE, JobHistory, read_history
 from megascale.operate.show.curves import MetricsFile
 from megascale.operate.show.live_reader import LiveStateReader
-from megascale.operate.show.run_config import CONFIG_FILE, RunFolderError, read_run_config
+from megascale.operate.show.run_config import read_run_config
 from megascale.operate.show.run_view import RunView
 from megascale.operate.show.standstill import with_standstill
 from megascale.record.live_file import LIVE_FILE
@@ -25,14 +26,11 @@ class RunReader:
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
         try:
-            known, there = any(exists(folder / name) for name in RUN_FILES), exists(folder)
+            known = any(exists(folder / name) for name in RUN_FILES)
         except OSError as error:
             raise _unreadable(error, folder) from None
         if not known:
-            problem = f"not a run's folder: it has no {CONFIG_FILE}" if there else "no such folder"
-            raise RunFolderError(
-                f"{folder}: {problem}", hint="give a run's folder: output_dir/name of its configuration"
-            )
+            raise no_run(folder)
         self.folder = folder
         self._metrics = MetricsFile(folder / METRICS_FILE)
         self._states = LiveStateReader(folder, clock)

@@ -172,7 +172,7 @@ class RunView:
             texts = (f"{SIGNS[letter].meaning}: {format_ranks(ranks, 8)}" for letter, ranks in bad.items() if ranks)
             return "; ".join(texts)
         if findings:
-            more = f" (and {len(findings) - 1} more: megascale report)" if len(findings) > 1 else ""
+            more = f" (and {len(findings) - 1} more: megascale diagnose --slow)" if len(findings) > 1 else ""
             return findings[0] + more
         if not self.is_live or self.has_ended:
             return "not analysed" if findings is None else "nothing is known to slow it down"

@@ -87,7 +87,7 @@ class StoreFollower:
             try:
                 self.refresh()
             except Exception as error:  # a bug: the reader of the page learns it, and newer files may be read again
-                self.error = f"an analysis has failed: {error!r}; megascale report {self._folder} shows where"
+                self.error = f"an analysis has failed: {error!r}; megascale diagnose {self._folder} --slow shows where"
             pause_s = 0.0 if is_first else (time.process_time() - started) / MOST_SHARE
             self._due.wait(min(max(LEAST_PAUSE_S, pause_s), max(MOST_PAUSE_S, time.monotonic() - began)))
             self._due.clear()

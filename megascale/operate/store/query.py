@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascale.core.errors import Exit, MegascaleError
-from megascale.core.files import is_file
+from megascale.core.files import is_file, is_folder
+from megascale.core.named_run import no_run
 from megascale.core.storage import Location
 from megascale.operate.store.schema import TABLES
 from megascale.operate.store.table_files import STORE_FOLDER, TableFile, arrow_schema, list_files
@@ -63,8 +64,8 @@ def store_of(run: str | Path) -> Location:
                 return place
     except OSError as error:
         raise StoreError(f"{run}: cannot be read: {error.strerror or error}", hint="check path and access") from None
-    if not given.exists():
-        raise StoreError(f"{run}: no such folder", hint="give a run's folder: output_dir/name of its configuration")
+    if not given.exists() or (given.local_path is not None and not is_folder(given.local_path)):
+        raise StoreError((missing := no_run(run)).message, hint=missing.hint)
     hint = "a run writes one unless observe.event_store or observe.record_events is false; the first rows come with "
     hint += "its first steps"
     raise StoreError(f"{run}: no event store", hint=hint)

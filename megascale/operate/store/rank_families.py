@@ -21,7 +21,7 @@ _OF_STATE = {
     "loss": ("loss", "mean loss of the last step"),
     "grad_norm": ("grad_norm", "norm of the gradients of the last step, before clipping"),
     "checkpoint_step": ("checkpoint_step", "step of the last complete checkpoint of this attempt"),
-    "checkpoint_time": ("checkpoint_timestamp_seconds", "when it was complete, Unix time"),
+    "checkpoint_time": ("checkpoint_timestamp_seconds", "completion of the last checkpoint of this attempt, Unix time"),
 }
 _COUNTS = {
     "spikes": ("spike_alerts", "spikes of the loss or of the gradient norm"),

@@ -296,7 +296,7 @@ def test_a_reader_that_ends_again_and_again_is_given_up(process: Any, monkeypatc
 
 def hanging(folder: Path) -> tuple[Readers, ReaderSupervisor, Path]:
     """A reader that hangs in the first read of the dataset `a`: as on a dead file server, opening its file blocks."""
-    config = blend(folder, data__reader_timeout_s=1.0)
+    config = blend(folder, data__reader="host", data__reader_timeout_s=1.0)
     readers, index = Readers(config, 1, [0]), folder / "a.idx"
     index.rename(folder / "kept")
     os.mkfifo(index)
@@ -340,7 +340,7 @@ def test_a_reader_that_hangs_again_is_named(tmp_path: Path) -> None:
 def test_a_reader_that_waits_for_an_index_does_not_hang(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Another process builds it for longer than a sample may take to read; then this reader builds it."""
     write_documents(tmp_path / "a", [np.array([1, 2, 3])] * MEMORY_ENTRIES, ORIGIN, VOCABULARY)
-    config = data_config(tmp_path, tmp_path / "a", train__steps=STEPS, data__reader_timeout_s=1.0)
+    config = data_config(tmp_path, tmp_path / "a", train__steps=STEPS, data__reader="host", data__reader_timeout_s=1.0)
     dataset = mixture_of(config).datasets[0]
     readers, path = Readers(config, 1, [0]), dataset.index_folder / dataset.index_key(0).file_name
     lock = lock_to_build(path)

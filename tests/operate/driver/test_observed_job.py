@@ -16,10 +16,13 @@ from pathlib import Path
 import pytest
 
 from megascale.cli.main import main
-from megascale.cli.observe import PORT, DriverEndpoint, _driver_endpoint, _reserve
+from megascale.cli.watch import PORT
+from megascale.cli.watch_attach import DriverEndpoint, _configuration, _driver_endpoint, _reserve
 from megascale.config.fault import FaultConfig
+from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Exit
 from megascale.core.network import LOOPBACK
+from megascale.core.rank import Rank
 from megascale.operate.channel.driver_server import DriverServer
 from megascale.operate.channel.messages import (
     Collect,
@@ -38,10 +41,12 @@ from megascale.operate.driver.incidents import LOG_FILE, JobHistory, read_histor
 from megascale.operate.driver.job import Job
 from megascale.operate.driver.job_state import JobPlan, Stage
 from megascale.operate.driver.live_job import live_state
+from megascale.record.log_files import log_of_rank
 from megascale.record.rank_state import RankStatus
 from tests.jobs import SECONDS, heed_signals, job_config
 from tests.operate.driver.test_one_host import with_planted
 from tests.operate.node.test_torchrun import Torchrun, free_port
+from tests.operate.show.folders import make_run
 from tests.runs import GPT
 
 
@@ -298,10 +303,41 @@ def test_a_host_without_the_driver_s_address_is_no_driver() -> None:
 
 
 def test_an_address_that_nothing_can_connect_to_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = job_config(tmp_path, GPT)
-    assert main(["observe", str(config), "--driver", "255.255.255.255"]) == Exit.CONFIG
+    assert main(["watch", str(tmp_path / "run"), "--attach", "--driver", "255.255.255.255"]) == Exit.CONFIG
     error = capsys.readouterr().err
     assert "--driver: this host cannot connect to 255.255.255.255:29600: Permission denied  -> a host of" in error
+
+
+def test_the_configuration_of_a_job_that_has_not_begun_is_awaited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megascale.cli.watch_attach.LOOK_S", 0.01)
+    run = make_run(tmp_path)
+    file = run / "config.toml"
+    text = file.read_text()
+    file.unlink()
+
+    async def begin() -> RunConfig | None:
+        found = asyncio.create_task(_configuration(run))
+        await asyncio.sleep(0.1)
+        assert not found.done()
+        file.write_text(text)
+        return await found
+
+    config = asyncio.run(begin())
+    assert config is not None and config.fault == FaultConfig()
+    assert capsys.readouterr().err == f"megascale: waiting for the job, which writes {file}\n"
+
+
+def test_ranks_that_hang_before_the_first_step_are_watched_by_the_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megascale.cli.watch_attach.LOOK_S", 0.01)
+    monkeypatch.setattr("megascale.cli.watch_attach.START_S", 0.1)
+    folder = tmp_path / f"early-{tmp_path.name}"
+    with log_of_rank(folder, Rank(0, 2, 0, "host"), {}):
+        assert asyncio.run(_configuration(folder)) is None
+    assert "the defaults of [fault] hold" in capsys.readouterr().err
 
 
 def ranks_below(pid: int) -> dict[int, int]:
@@ -324,12 +360,12 @@ class ObservedTorchrun:
 
     def __init__(self, folder: Path, **env: str) -> None:
         config = job_config(folder, GPT, parallel__tp=2, train__precision="fp32", train__steps=100_000)
-        command = [sys.executable, "-m", "megascale", "observe", str(config), "--driver", f"127.0.0.1:{free_port()}"]
         self._log = folder / "observe.log"
         self.job = Torchrun(config, "fault.agent_grace_s=20", env=env)
+        words = ["watch", str(self.job.folder), "--attach", "--driver", f"127.0.0.1:{free_port()}"]
         with open(self._log, "w") as log:
             self.observer = subprocess.Popen(
-                [*command, "fault.agent_grace_s=20"], stdout=log, stderr=log, preexec_fn=heed_signals
+                [sys.executable, "-m", "megascale", *words], stdout=log, stderr=log, preexec_fn=heed_signals
             )
 
     def __enter__(self) -> ObservedTorchrun:

@@ -1,4 +1,4 @@
-"""`megascale doctor --nodes` under torchrun on hosts with real links: a throttled or cut link is named."""
+"""`megascale doctor nodes` under torchrun on hosts with real links: a throttled or cut link is named."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def on_host(host: Host, *command: str) -> None:
 
 def doctor(testbed: Testbed, *arguments: str) -> tuple[int, dict[str, Any]]:
     """Run the command on all hosts; return rank 0's exit status and JSON object."""
-    command = ["-m", "megascale", "doctor", "--nodes", "--json", *arguments]
+    command = ["-m", "megascale", "doctor", "nodes", "--json", *arguments]
     results = run_torchrun(testbed, 1, command, {SECRET_VARIABLE: new_secret()}, timeout=300.0)
     assert results[0].stdout, [result.stderr for result in results]
     return results[0].status, json.loads(results[0].stdout)
@@ -64,7 +64,7 @@ def test_links_of_a_testbed() -> None:
 def test_nodes_that_are_processes() -> None:
     """Without a launcher: three processes of this host are all well, and each check has its line."""
     done = subprocess.run(
-        [sys.executable, "-m", "megascale", "doctor", "--nodes", "2"],
+        [sys.executable, "-m", "megascale", "doctor", "nodes", "--processes", "2"],
         capture_output=True, text=True, check=False, timeout=280, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     lines = done.stdout.splitlines()

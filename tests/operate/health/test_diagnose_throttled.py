@@ -1,4 +1,4 @@
-"""`megascale doctor --nodes` with a node that gets a part of a core: comparison names that node. What a throttled node
+"""`megascale doctor nodes` with a node that gets a part of a core: comparison names that node. What a throttled node
 measures depends on the load of this host, and is measured in slow tests; in the quick one the rates are given.
 """
 
@@ -138,7 +138,7 @@ def test_a_throttled_node_is_named_and_no_other(
 @pytest.mark.slow
 def test_the_command_names_a_throttled_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RUN_VARIABLE, str(tmp_path))
-    command = [sys.executable, "-m", "megascale", "doctor", "--nodes", "3", "--json"]
+    command = [sys.executable, "-m", "megascale", "doctor", "nodes", "--processes", "3", "--json"]
     with throttled(quota(0.03), tmp_path, "node1", is_measuring):
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     report = json.loads(done.stdout)

@@ -57,7 +57,9 @@ def test_the_state_and_the_slowness_of_ranks(tmp_path: Path) -> None:
 def test_findings_and_incidents(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     view = view_of(folder, [live_rank("step", 5)] * 4)
-    assert "verdict     rank 1 is slow (and 1 more: megascale report)" in text_of(view, (), ("rank 1 is slow", "and"))
+    assert "verdict     rank 1 is slow (and 1 more: megascale diagnose --slow)" in text_of(
+        view, (), ("rank 1 is slow", "and")
+    )
     write_incidents(folder, [incident(number) for number in range(1, 7)])
     text = text_of(RunReader(folder).read(), height=40)
     assert "recovers from incident 6: rank 1 was killed by SIGKILL" in " ".join(text.split())

@@ -12,9 +12,9 @@ import pytest
 
 from megascale.cli.main import main
 from megascale.core.errors import Exit
+from megascale.core.named_run import RunFolderError
 from megascale.core.rank import Rank
 from megascale.operate.show.live_reader import STALE_S, LiveStateReader
-from megascale.operate.show.run_config import RunFolderError
 from megascale.operate.show.run_reader import RunReader
 from megascale.record import log_files
 from megascale.record.live_file import LIVE_FILE
@@ -205,16 +205,16 @@ def test_a_run_is_read_without_its_plug_ins(tmp_path: Path, capsys: pytest.Captu
     tree["model"]["rope_scaling"] = {"type": "mine", "strength": 3}
     (run / "config.toml").write_text(toml(tree))
     outputs = {}
-    for words in (["watch", "--once"], ["report"], ["mfu"]):
-        assert main([*words, str(run)]) == 0
+    for words in (["watch", "--once"], ["dashboard", "--file", str(tmp_path / "run.html")], ["diagnose", "--mfu"]):
+        assert main([words[0], str(run), *words[1:]]) == 0
         outputs[words[0]] = capsys.readouterr().out
     assert "8 ranks: tp 2, pp 2, dp 2" in outputs["watch"]
-    assert "8 ranks: tp 2, pp 2, dp 2" in (run / "report.html").read_text()
+    assert "8 ranks: tp 2, pp 2, dp 2" in (tmp_path / "run.html").read_text()
     assert RunReader(run).read().model == (
         "an unknown number of parameters (the block 'mine' is not installed on this host) in fp64, "
         "4 layers of 32, sequences of 16"
     )
-    assert "the bubble is not computed: the schedule 'mine' is not installed on this host" in outputs["mfu"]
+    assert "the bubble is not computed: the schedule 'mine' is not installed on this host" in outputs["diagnose"]
 
 
 def test_a_damaged_configuration_is_not_to_be_removed(tmp_path: Path) -> None:

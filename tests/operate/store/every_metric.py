@@ -9,6 +9,7 @@ from megascale.config.fault import FaultConfig
 from megascale.operate.driver.job_families import job_families
 from megascale.operate.driver.job_state import JobPlan
 from megascale.operate.health.host_metrics import HostMetrics
+from megascale.operate.node.agent_exporter import DRIVER_LOST
 from megascale.operate.store.collector import Collector
 from megascale.operate.store.families import PREFIX, MetricFamily
 from megascale.operate.store.host_families import host_families
@@ -42,7 +43,7 @@ def played_ranks(folder: Path) -> tuple[Collector, list[PlayedRank]]:
         rank.log.write_activity("data", 1, 0.0, 1.0, 1.0)
         rank.end_step(1)
         rank.log.end_step(0.5, {"loss": 2.5, "grad_norm": 1.5})
-        for name in ("spikes", "checkpoint_failures"):
+        for name in ("spikes", "skipped_steps", "checkpoint_failures"):
             rank.log.count(name, 0)
         for name in ("checkpoint_step", "checkpoint_time"):
             rank.log.set_total(name, 1)
@@ -62,7 +63,7 @@ def every_family(folder: Path) -> list[MetricFamily]:
     collector, _ = played_ranks(folder)
     job = Simulation(JobPlan("r", 2, 4, (), "/logs"), FaultConfig(), 1)
     job.run(100.0)
-    lost = MetricFamily("agent_driver_lost_seconds", "gauge", "of AgentExporter", [(LABELS, 0.0)])
+    lost = MetricFamily("agent_driver_lost_seconds", "gauge", DRIVER_LOST, [(LABELS, 0.0)])
     ranks, host = rank_families(collector, LABELS), host_families(host_sample(), LABELS)
     return [*ranks, *host, *job_families(job.job, job.now, LABELS), lost]
 

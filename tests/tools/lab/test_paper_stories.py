@@ -28,7 +28,9 @@ def test_half_a_percent_of_the_machines_is_slow(
     found = ask(capsys, "diagnose", str(tmp_path), "--slow")
     assert sorted(one["culprit"] for one in found if one["kind"] == "compute") == sorted(slow)
     assert {one["kind"] for one in found} == {"compute"}
-    assert ask(capsys, "mfu", str(tmp_path))["drift"]["growths"] == []  # slow from the start: nothing has changed
+    assert (
+        ask(capsys, "diagnose", str(tmp_path), "--mfu")["drift"]["growths"] == []
+    )  # slow from the start: nothing has changed
 
 
 @pytest.mark.parametrize("recorded", [True, False])
@@ -36,7 +38,7 @@ def test_mfu_falls_by_irregular_garbage_collection(
     recorded: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_store(mfu_decay(300, recorded=recorded), tmp_path)
-    change = ask(capsys, "mfu", str(tmp_path))["drift"]
+    change = ask(capsys, "diagnose", str(tmp_path), "--mfu")["drift"]
     assert change["mfu_after"] < 0.95 * change["mfu_before"]
     grown = {growth["part"] for growth in change["growths"]}
     assert grown.isdisjoint({"forward", "backward", "optimizer"})  # as in the paper

@@ -12,6 +12,7 @@ from lab import overlap
 from megascale.cli.arguments import at_least, positive_int
 from megascale.cli.command_output import print_progress
 from megascale.core.errors import Exit
+from megascale.core.files import write_text
 from megascale.core.process import exit_on_stop_signals
 
 
@@ -26,7 +27,7 @@ def add_arguments(one: argparse.ArgumentParser) -> None:
     )
     steps = at_least(overlap.WARM_UP_STEPS + 1, f"the first {overlap.WARM_UP_STEPS} steps are not timed")
     one.add_argument("--steps", type=steps, default=8, metavar="N", help="steps per run (default: 8)")
-    one.add_argument("--output", type=Path, metavar="DIR", help="keep the run folders here, for `megascale trace`")
+    one.add_argument("--output", type=Path, metavar="DIR", help="keep the runs here, with pictures of their last steps")
     one.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -42,6 +43,8 @@ def run(options: argparse.Namespace) -> int:
         results = [
             overlap.measure_overlap(case, folder, options.rounds, options.steps, print_progress) for case in cases
         ]
+        for case in cases if options.output else ():
+            write_text(folder / f"overlap-{case.name}.svg", overlap.overlap_picture(folder, case, options.steps))
     if options.json:
         derived = [{"communication": r.communication, "ideal": r.ideal, "hidden": r.hidden} for r in results]
         print(json.dumps({"results": [asdict(r) | extra for r, extra in zip(results, derived, strict=True)]}))

@@ -69,7 +69,7 @@ class HostOutlier:
         where = f" of {self.device}" if self.device else ""
         unit = "/s" if WATCHED[self.metric].counter else ""
         minutes = (self.until_ns - self.since_ns) / 60e9
-        values = f"{self.value:.4g}{unit}, of the others {self.usual:.4g}{unit}"
+        values = f"{self.value:.4g}{unit}, other hosts {self.usual:.4g}{unit}"
         return f"{self.node}: {self.metric}{where} {values}, for {minutes:.0f} min"
 
 

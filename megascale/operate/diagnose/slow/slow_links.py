@@ -41,9 +41,8 @@ Edge = tuple[int, int]
 PathKind = Literal["send", "receive", "node", "link"]
 
 SIDES: dict[PathKind, str] = {
-    "send": "only what it sends is slow", "receive": "only what it receives is slow",
-    "node": "what it sends and what it receives is slow",
-    "link": "no other link of its ends is slow, or they have no other",
+    "send": "only its sends are slow", "receive": "only its receives are slow",
+    "node": "its sends and its receives are slow", "link": "no other link of either end is slow",
 }  # fmt: skip
 
 
@@ -190,7 +189,7 @@ def slow_links(cube: StepCube, levels: StepLevels, events: Columns) -> Iterator[
         evidence = (
             f"messages take {path.delay_s * 1e3:.3g} ms, elsewhere between these stages {path.peer_s * 1e3:.3g} ms",
             SIDES[path.kind],
-            f"those of a step are late by {path.per_step_s:.3g} s in all",
+            f"total delay {path.per_step_s:.3g} s a step",
         )
         yield SlowCause("link", path.culprit, message_waits(cube, path), frozenset(seen), evidence)
 

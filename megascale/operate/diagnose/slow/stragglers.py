@@ -142,5 +142,5 @@ def _slow_groups(
         mine = [members[at] for at in np.flatnonzero(slow)]
         ranks = tuple(sorted(int(rank) for group in mine for rank in group))
         who = SlowCulprit("group", ranks, axis=axis, groups=len(mine)) if len(ranks) < len(cube.places.rank) else JOB
-        hint = "`megascale doctor --nodes` measures the links between the nodes of a group"
+        hint = "`megascale doctor nodes` measures the links between the nodes of a group"
         yield SlowCause("communication", who, (transfer - usual)[slow].max(0), frozenset(seen), (evidence, hint))

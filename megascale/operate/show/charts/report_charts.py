@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,8 +12,8 @@ import numpy as np
 
 from megascale.operate.show.charts.shapes import BLUE, GREY, RED, document, line, nice_ticks, rect, text
 
-WIDTH, HEIGHT = 520, 220
-LEFT, RIGHT, TOP, BOTTOM = 64, WIDTH - 12, 26, HEIGHT - 24  # pixels: size of the chart, and edges of the drawing in it
+WIDTH, HEIGHT = 520, 234
+LEFT, RIGHT, TOP, BOTTOM = 64, WIDTH - 12, 26, HEIGHT - 38  # pixels: size of the chart, and edges of the drawing in it
 
 SIDE_MARGIN = 1e-9
 
@@ -44,28 +45,42 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class _Scale:
-    """A linear map from values to pixels."""
+    """A map from values to pixels, linear or logarithmic."""
 
     low: float
     high: float
     start: float
     end: float
+    log: bool = False
 
     def __call__(self, value: float) -> float:
-        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+        low, high, at = (math.log(each) if self.log else each for each in (self.low, self.high, value))
+        return self.start + (at - low) / (high - low) * (self.end - self.start)
+
+    def ticks(self, count: int) -> list[float]:
+        """Return about `count` round values; of a logarithmic axis powers of ten."""
+        if not self.log:
+            return nice_ticks(self.low, self.high, count)
+        powers = range(math.ceil(math.log10(self.low)), math.floor(math.log10(self.high)) + 1)
+        return [10.0**power for power in powers]
 
 
-def line_chart(title: str, series: Sequence[Series], marks: Sequence[Mark], tick: Callable[[float], str]) -> str:
-    """Draw curves. `tick`: formats a value of the vertical axis."""
+def line_chart(
+    title: str, series: Sequence[Series], marks: Sequence[Mark], tick: Callable[[float], str], *, log: bool = False
+) -> str:
+    """Draw curves over steps. `title`: the quantity of the vertical axis; `tick`: formats a value of it; `log`: on a
+    logarithmic axis, of positive values only.
+    """
     drawn = [each for each in series if len(each.x)]
     if not drawn:
         return document(WIDTH, 60, title, [text(WIDTH / 2, 40, "no data", "middle")])
     x = _scale(np.concatenate([each.x for each in drawn]), LEFT, RIGHT)
-    y = _scale(np.concatenate([each.y for each in drawn]), BOTTOM, TOP)
+    y = _scale(np.concatenate([each.y for each in drawn]), BOTTOM, TOP, log=log)
     body = []
-    for value in nice_ticks(y.low, y.high, 5):
+    for value in y.ticks(5):
         body += [line(LEFT, y(value), f"H{RIGHT}", "#e5e5e5"), text(LEFT - 6, y(value) + 4, tick(value), "right")]
-    body += [text(x(value), HEIGHT - 8, f"{value:,.0f}", "middle") for value in nice_ticks(x.low, x.high, 6)]
+    body += [text(x(value), BOTTOM + 16, f"{value:,.0f}", "middle") for value in x.ticks(6)]
+    body.append(text((LEFT + RIGHT) / 2, BOTTOM + 32, "step", "middle"))
     for mark in marks:
         if x.low <= mark.step <= x.high:
             body.append(line(x(mark.step), TOP, f"V{BOTTOM}", RED, " stroke-dasharray='3 2'", mark.note))
@@ -73,20 +88,22 @@ def line_chart(title: str, series: Sequence[Series], marks: Sequence[Mark], tick
     for each in drawn:
         points = " ".join(f"{x(step):.1f} {y(value):.1f}" for step, value in zip(each.x, each.y, strict=True))
         body.append(f"<polyline points='{points}' fill='none' stroke='{each.colour}' stroke-width='1.5'/>")
-    left = LEFT + 8
+    left, below = LEFT, BOTTOM + 50
     for each in drawn if len(drawn) > 1 else ():
-        body.append(line(left, BOTTOM - 8, "h14", each.colour, " stroke-width='3'"))
-        body.append(text(left + 18, BOTTOM - 4, each.name))
+        body.append(line(left, below - 4, "h14", each.colour, " stroke-width='3'"))
+        body.append(text(left + 18, below, each.name))
         left += 30 + 7 * len(each.name)
-    return document(WIDTH, HEIGHT, title, body)
+    return document(WIDTH, HEIGHT + (18 if len(drawn) > 1 else 0), title, body)
 
 
-def _scale(values: np.ndarray, start: float, end: float) -> _Scale:
+def _scale(values: np.ndarray, start: float, end: float, *, log: bool = False) -> _Scale:
     low, high = float(values.min()), float(values.max())
+    if log:
+        low, high = 10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high))
     if high - low <= SIDE_MARGIN * max(abs(low), abs(high), 1.0):
         margin = max(abs(low) / 10, SIDE_MARGIN)
         low, high = low - margin, high + margin
-    return _Scale(low, high, start, end)
+    return _Scale(low, high, start, end, log)
 
 
 class Bar(NamedTuple):

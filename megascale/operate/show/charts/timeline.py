@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from megascale.operate.show.charts.shapes import FILE_START, rect, text
 from megascale.operate.show.chrome_trace import TICKS_PER_SECOND, Row, Slice, first_start, rank_label, rank_rows
@@ -47,39 +47,54 @@ MAX_BYTES = 200_000  # maximum bytes of a picture. A larger picture is drawn mor
 LETTER_WIDTH = 7  # maximum pixels of a letter
 
 
+RankRows = tuple[RankEvents, list[Row]]
+"""A rank's events, and the rows that show them."""
+
+
 def render_svg(ranks: Sequence[RankEvents]) -> str:
     """All events of some ranks as an SVG document."""
-    origin = first_start(ranks)
-    rows_by_rank = [(events, rank_rows(events, origin)) for events in ranks]
-    end = max((slice.end for _, rows in rows_by_rank for row in rows for slice in row.slices), default=1)
-    scale = (WIDTH - LEFT - RIGHT) / max(end, 1)
+    return render_runs({"": ranks})
+
+
+def render_runs(runs: Mapping[str, Sequence[RankEvents]]) -> str:
+    """Events of runs below each other, by title, at one time scale; time begins with the first event of a run."""
+    rows_by_run = {
+        title: [(events, rank_rows(events, origin)) for events in ranks]
+        for title, ranks in runs.items()
+        for origin in [first_start(ranks)]
+    }
+    ends = (slice.end for ranks in rows_by_run.values() for _, rows in ranks for row in rows for slice in row.slices)
+    scale = (WIDTH - LEFT - RIGHT) / max(max(ends, default=1), 1)
     thin = MIN_WIDTH
-    while len((picture := _document(rows_by_rank, scale, thin)).encode()) > MAX_BYTES and thin < WIDTH:
+    while len((picture := _document(rows_by_run, scale, thin)).encode()) > MAX_BYTES and thin < WIDTH:
         thin *= 2
     return picture
 
 
-def _document(ranks: Sequence[tuple[RankEvents, list[Row]]], scale: float, thin: float) -> str:
+def _document(runs: Mapping[str, Sequence[RankRows]], scale: float, thin: float) -> str:
     """The SVG text. `scale`: pixels per tick; `thin`: minimum pixels of a slice that is drawn."""
     body: list[str] = []
     y = TOP
-    for events, rows_of_rank in ranks:
-        body.append(text(4, y + BAR_HEIGHT - 3, f"rank {events.rank}", "head"))
-        body.append(text(4, y + ROW_PITCH + BAR_HEIGHT - 3, rank_label(events)))
-        for row in rows_of_rank:
-            body.append(text(LEFT - 6, y + BAR_HEIGHT - 3, row.name, "right"))
-            body += _bars(row, y, scale, thin)
+    for title, ranks in runs.items():
+        if title:
+            body.append(text(LEFT, y + BAR_HEIGHT - 3, title, "head"))
             y += ROW_PITCH
-        y += RANK_GAP + (ROW_PITCH if len(rows_of_rank) == 1 else 0)
+        for events, rows_of_rank in ranks:
+            body.append(text(4, y + BAR_HEIGHT - 3, f"rank {events.rank}", "head"))
+            body.append(text(4, y + ROW_PITCH + BAR_HEIGHT - 3, rank_label(events)))
+            for row in rows_of_rank:
+                body.append(text(LEFT - 6, y + BAR_HEIGHT - 3, row.name, "right"))
+                body += _bars(row, y, scale, thin)
+                y += ROW_PITCH
+            y += RANK_GAP + (ROW_PITCH if len(rows_of_rank) == 1 else 0)
+    shown = [each for ranks in runs.values() for each in ranks]
     legend, x = list[str](), LEFT
-    for name in ordered_kinds(
-        {slice_kind(slice) for _, rows_of_rank in ranks for row in rows_of_rank for slice in row.slices}
-    ):
+    for name in ordered_kinds({slice_kind(slice) for _, rows in shown for row in rows for slice in row.slices}):
         legend.append(rect(x, 8, BAR_HEIGHT, BAR_HEIGHT, COLOURS.get(name, OTHER_COLOUR)))
         legend.append(text(x + BAR_HEIGHT + 4, 8 + BAR_HEIGHT - 3, name))
         x += BAR_HEIGHT + 4 + LETTER_WIDTH * len(name) + 14
     height = y + BOTTOM
-    title = "Compute and communication of " + ", ".join(f"rank {events.rank}" for events, _ in ranks)
+    title = "Compute and communication of " + ", ".join(dict.fromkeys(f"rank {events.rank}" for events, _ in shown))
     head = (
         f"{FILE_START.decode()} viewBox='0 0 {WIDTH} {height}' width='{WIDTH}' height='{height}' "
         f"font-family='sans-serif' font-size='11' role='img'>\n<title>{title}</title>\n<style>{STYLE}</style>\n"
@@ -157,4 +172,4 @@ def _axis(scale: float, y: int) -> Iterator[str]:
         x = LEFT + number * step * millisecond
         yield f"<path stroke='#ddd' d='M{x:.1f} {TOP - 6}V{y}'/>"
         yield text(x, y + 14, f"{number * step:.6g}", "middle")
-    yield text(LEFT - 12, y + 14, "ms", "right")
+    yield text(LEFT - 12, y + 14, "time in ms", "right")

@@ -179,6 +179,29 @@ def test_ranks_that_share_cores_are_named_for_large_costs_only(
     assert note.startswith("8 ranks share 2 cores of h: ") if cores == 2 else note == ""
 
 
+@pytest.mark.parametrize(("nodes", "cores", "named"), [(1, 2, False), (1, 8, True), (2, 2, True)])
+@pytest.mark.parametrize("since", [0, 50])
+def test_waits_of_ranks_that_share_cores_accuse_no_group(nodes: int, cores: int, named: bool, since: int) -> None:
+    """The waits of one data-parallel group are longer than all compute. Between two nodes is a link, which may be slow;
+    the ranks of one node wait for a core.
+    """
+    layout = FleetLayout(Topology(tp=2, pp=2, dp=2), node_ranks=8, steps=100)
+    fleet = on_cores(Fleet(layout, 5), cores)
+    cube = cube_of(fleet)
+    places, dp = cube.places, cube.select("dp")
+    mine = np.flatnonzero((places.coords["tp"] == 0) & (places.coords["pp"] == 0))
+    wait, wall = cube.wait.copy(), cube.wall.copy()
+    others = np.setdiff1d(np.arange(8), mine)  # they wait for messages of these ranks
+    wait[np.ix_(mine, range(since, 100), dp[:1])] += 2 * cube.step_s
+    wait[np.ix_(others, range(since, 100), cube.select("pp")[:1])] += 2 * cube.step_s
+    wall[:, since:] += 2 * cube.step_s
+    if nodes == 2:  # every group along dp has a rank on each
+        places = replace(places, node=places.coords["dp"], nodes=("a", "b"))
+    found = combined(replace(cube, places=places, wait=wait, wall=wall), fleet)
+    groups = [finding.culprit.ranks for finding in found if finding.culprit.ranks]
+    assert groups == ([tuple(places.rank[mine].tolist())] if named else [])
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_noise_is_no_finding(seed: int) -> None:
     """Healthy ranks that vary as much as those of a crowded host, in bursts of other programs."""

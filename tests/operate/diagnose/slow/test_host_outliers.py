@@ -92,7 +92,7 @@ def test_what_is_told_of_a_faulty_host() -> None:
     assert all(outlier.value < outlier.usual and outlier.distance > 5 for outlier in found)
     assert all(outlier.until_ns - outlier.since_ns >= 235e9 for outlier in found)
     assert [outlier.distance for outlier in found] == sorted((o.distance for o in found), reverse=True)
-    assert str(found[0]).startswith(f"{fleet.culprit}: gpu.") and "of the others" in str(found[0])
+    assert str(found[0]).startswith(f"{fleet.culprit}: gpu.") and "other hosts" in str(found[0])
 
 
 def test_a_host_without_metrics_is_not_faulty() -> None:

@@ -19,6 +19,7 @@ from megascale.operate.show.charts.timeline import (
     RIGHT,
     WIDTH,
     merge_thin_spans,
+    render_runs,
     render_svg,
 )
 from megascale.record.events import COMPUTE, Event, RankEvents
@@ -54,7 +55,7 @@ def test_a_picture_shows_every_rank_row_and_kind() -> None:
     assert shown.count("compute") == shown.count("dp 2") == 4
     assert {"forward", "other compute", "wait", "tp", "pp", "dp"} <= set(shown)
     assert "backward" not in shown  # the legend has only the kinds of the picture
-    assert "ms" in shown and "100" in shown and "500" in shown
+    assert "time in ms" in shown and "100" in shown and "500" in shown
 
 
 def test_bars_are_to_scale() -> None:
@@ -63,6 +64,20 @@ def test_bars_are_to_scale() -> None:
     assert forward == pytest.approx((LEFT, SPAN / 4), abs=0.6)
     assert backward == pytest.approx((LEFT + SPAN / 4, SPAN / 4), abs=0.6)
     assert reduction == pytest.approx((LEFT + SPAN * 3 / 8, SPAN * 5 / 8), abs=0.6)
+
+
+def test_two_runs_are_drawn_at_one_scale() -> None:
+    """The shorter run takes the share of the width that it takes of the longer one's time."""
+    runs = {
+        title: [RankEvents(0, 1, {"pp": 0, "dp": 0, "tp": 0}, "", (), 0, (action(start, start + seconds),))]
+        for title, start, seconds in (("without overlap", 3.0, 4.0), ("with overlap", 9.0, 1.0))
+    }
+    root = ET.fromstring(render_runs(runs))
+    assert [left for left, _ in bars(root, COLOURS["forward"])] == [LEFT, LEFT]
+    assert [width for _, width in bars(root, COLOURS["forward"])] == pytest.approx([SPAN, SPAN / 4], abs=0.6)
+    shown = texts(root)
+    assert shown.index("without overlap") < shown.index("with overlap")
+    assert shown.count("time in ms") == 1
 
 
 def test_an_action_is_labelled_if_its_name_fits() -> None:

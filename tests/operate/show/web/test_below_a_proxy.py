@@ -15,7 +15,7 @@ from urllib.parse import urljoin, urlsplit
 
 import pytest
 
-from megascale.cli.main import parser
+from megascale.cli.main import parse
 from megascale.operate.show.web.app import make_app
 from megascale.operate.show.web.runs import watched_runs
 from megascale.operate.show.web.server import DashboardServer
@@ -108,12 +108,12 @@ def test_the_cookie_goes_nowhere_else_and_frames_are_of_the_same_origin(here: Po
 )
 def test_what_is_no_path_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parser("dashboard").parse_args(["dashboard", "run", "--base-path", text])
+        parse(["dashboard", "run", "--base-path", text])
     assert "is not the path of an address, such as /proxy/8050/" in capsys.readouterr().err
 
 
 def test_a_path_ends_with_a_slash() -> None:
-    options = parser("dashboard").parse_args(["dashboard", "run", "--base-path", "/user/a@b/proxy/8050"])
+    _, options = parse(["dashboard", "run", "--base-path", "/user/a@b/proxy/8050"])
     assert options.base_path == "/user/a@b/proxy/8050/"
 
 

@@ -1,4 +1,4 @@
-"""`megascale data which`: the documents that a step has read, by arithmetic from the configuration and the indices."""
+"""`megascale data samples`: the documents that a step has read, by arithmetic from configuration and indices."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megascale.cli.arguments import add_json, positive_int
+from megascale.cli.arguments import add_json, add_run, positive_int
 from megascale.config.batch_rampup import batch_sizes
 from megascale.config.run import RunConfig
 from megascale.config.train import BatchConfig
 from megascale.core.errors import DataError, Exit
+from megascale.core.named_run import no_run
 from megascale.data.mix.blend import ChangingBlend, Part, blend_parts
 from megascale.data.mix.mixture import Mixture
 from megascale.data.read.epoch_index import Piece
@@ -38,7 +39,7 @@ class ReadSample:
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
-    sub.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
+    add_run(sub)
     sub.add_argument("--step", metavar="N", type=positive_int, required=True, help="a step of the run, from 1")
     add_json(sub)
 
@@ -47,8 +48,8 @@ def run(options: argparse.Namespace) -> int:
     """Run the verb and return its exit status."""
     from megascale.operate.show.run_config import read_run_config
 
-    if (config := read_run_config(options.run)) is None:
-        raise DataError(f"{options.run} is no run's folder: it has no config.toml", hint="the folder of a run")
+    if (config := read_run_config(Path(options.run))) is None:
+        raise no_run(options.run)
     step, samples = options.step, samples_of_step(config, options.step)
     recorded = max(recorded_samples(config.folder))
     if options.json:

@@ -1,4 +1,4 @@
-"""`megascale mfu` as a user meets it."""
+"""`megascale diagnose --mfu` as a user meets it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_the_waterfall_and_the_drift(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["mfu", str(run)]) == 0
+    assert main(["diagnose", str(run), "--mfu"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     rows = {line.split("  ")[0]: line.split() for line in out.splitlines()}
@@ -41,7 +41,7 @@ def test_the_waterfall_and_the_drift(run: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_the_bubble_is_that_of_the_schedule(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["mfu", str(run), "--json"]) == 0
+    assert main(["diagnose", str(run), "--mfu", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     seconds = answer["breakdown"]["seconds"]
     assert sum(seconds.values()) == pytest.approx(answer["breakdown"]["wall_s"])
@@ -56,26 +56,26 @@ def test_the_bubble_is_that_of_the_schedule(run: Path, capsys: pytest.CaptureFix
 def test_a_run_without_configuration_or_plan(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("config.toml", "plan.json"):
         (run / name).unlink()
-    assert main(["mfu", str(run)]) == 0
+    assert main(["diagnose", str(run), "--mfu"]) == 0
     out = capsys.readouterr().out
     assert "the bubble is computed" not in out
     assert "no plan: " in out
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["mfu", str(tmp_path / "none")]) == 2
+    assert main(["diagnose", str(tmp_path / "none"), "--mfu"]) == 2
     assert "no such folder" in capsys.readouterr().err
     fleet = Fleet(LAYOUT, 1)
     fleet.tables = {"ranks": fleet.tables["ranks"]}
     write_store(fleet, tmp_path)
-    assert main(["mfu", str(tmp_path)]) == 2
+    assert main(["diagnose", str(tmp_path), "--mfu"]) == 2
     assert "no complete step" in capsys.readouterr().err
 
 
 def test_the_store_s_folder_stands_for_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["mfu", str(run)]) == 0
+    assert main(["diagnose", str(run), "--mfu"]) == 0
     whole = capsys.readouterr().out
-    assert main(["mfu", str(run / "events")]) == 0
+    assert main(["diagnose", str(run / "events"), "--mfu"]) == 0
     assert capsys.readouterr().out == whole
 
 
@@ -84,5 +84,5 @@ def test_without_a_configuration_the_bubble_is_said_to_be_missing(
     content: str | None, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "config.toml").unlink() if content is None else (run / "config.toml").write_text(content)
-    assert main(["mfu", str(run)]) == 0
+    assert main(["diagnose", str(run), "--mfu"]) == 0
     assert "the bubble is not computed: " in capsys.readouterr().out

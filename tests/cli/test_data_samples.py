@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megascale.cli.data_which import samples_of_step, step_range
+from megascale.cli.data_samples import samples_of_step, step_range
 from megascale.cli.main import main
 from megascale.config.batch_rampup import BatchSizes
 from megascale.config.run import RunConfig
@@ -166,21 +166,21 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     run.mkdir(parents=True)
     plugged = to_toml(config).replace("[data]\n", '[data]\nsample_weight = "a-plug-in-of-another-host"\n')
     (run / "config.toml").write_text(plugged)
-    assert main(["data", "which", str(run), "--step", "2"]) == 0
+    assert main(["data", "samples", str(run), "--step", "2"]) == 0
     note, *lines = capsys.readouterr().out.splitlines()
     assert note == "the records of the run end at step 0: by its configuration, step 2 reads"
     assert lines[0] == "step 2: samples 8 to 15, in the order of samples 16 to 23" and len(lines) == 9
     (run / "metrics.jsonl").write_text('{"step": 2, "samples": 16}')
-    assert main(["data", "which", str(run), "--step", "2"]) == 0
+    assert main(["data", "samples", str(run), "--step", "2"]) == 0
     assert capsys.readouterr().out.splitlines() == lines, "a step in the records"
-    assert main(["data", "which", str(run), "--step", "41"]) == 3
+    assert main(["data", "samples", str(run), "--step", "41"]) == 3
     assert "has no step 41: train.steps is 40" in capsys.readouterr().err
     assert lines[1].startswith("16  ") and "  epoch 0  documents " in lines[1]
-    assert main(["data", "which", str(run), "--step", "2", "--json"]) == 0
+    assert main(["data", "samples", str(run), "--step", "2", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["step"], facts["recorded"], len(facts["samples"]), facts["samples"][0]["order"]) == (2, True, 8, 16)
-    assert main(["data", "which", str(tmp_path), "--step", "2"]) == 3
-    assert "is no run's folder" in capsys.readouterr().err
+    assert main(["data", "samples", str(tmp_path), "--step", "2"]) == 2
+    assert "not a run's folder: it has no config.toml" in capsys.readouterr().err
     with pytest.raises(DataError, match="mock data has no documents"):
         samples_of_step(data_config(tmp_path), 1)
 

@@ -1,4 +1,4 @@
-"""`megascale report` as a user meets it."""
+"""`megascale dashboard --file` as a user meets it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_a_report_is_written_and_written_again(tmp_path: Path, capsys: pytest.Ca
     run, _ = make_stored_run(tmp_path, steps=20)
     output = tmp_path / "out.html"
     for _ in range(2):
-        assert main(["report", str(run), "--output", str(output)]) == Exit.OK
+        assert main(["dashboard", str(run), "--file", str(output)]) == Exit.OK
         assert capsys.readouterr().out.startswith(f"{output}: ")
         assert output.read_bytes().startswith(FILE_START)
     assert "<h2>Timeline</h2>" in output.read_text()
@@ -25,7 +25,7 @@ def test_a_report_is_written_and_written_again(tmp_path: Path, capsys: pytest.Ca
 
 def test_a_run_without_a_store_has_a_report(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    assert main(["report", str(run)]) == Exit.OK
+    assert main(["dashboard", str(run), "--file", str(run / "report.html")]) == Exit.OK
     assert "no event store" in (run / "report.html").read_text()
 
 
@@ -34,7 +34,7 @@ def test_a_damaged_file_of_the_store_is_told(tmp_path: Path, capsys: pytest.Capt
     file = next((run / "events" / "events").iterdir())
     file.write_bytes(file.read_bytes()[:100])
     note = f"{file} is damaged; its rows are missing; remove it"
-    assert main(["report", str(run)]) == Exit.OK
+    assert main(["dashboard", str(run), "--file", str(run / "report.html")]) == Exit.OK
     assert capsys.readouterr().err.count(f"WARNING: {note}\n") == 1
     assert f"<p class='note'>{note}</p>" in (run / "report.html").read_text()
     assert main(["diagnose", str(run), "--slow"]) == Exit.OK
@@ -46,7 +46,7 @@ def test_no_other_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixt
     other = tmp_path / "mine.html"
     other.write_text("<html>")
     with pytest.raises(SystemExit) as ended:
-        main(["report", str(run), "--output", str(other)])
+        main(["dashboard", str(run), "--file", str(other)])
     assert ended.value.code == Exit.CONFIG
     assert "was not written by this command" in capsys.readouterr().err
     assert other.read_text() == "<html>"
@@ -54,5 +54,20 @@ def test_no_other_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path)
-    assert main(["report", str(run), "--output", str(tmp_path / "absent" / "a.html")]) == Exit.CONFIG
+    assert main(["dashboard", str(run), "--file", str(tmp_path / "absent" / "a.html")]) == Exit.CONFIG
     assert "cannot be written: No such file or directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--port", "8051"], ["--base-path", "/proxy/"], ["--host", "::1"]])
+def test_options_of_the_server_are_refused(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path)
+    assert main(["dashboard", str(run), "--file", str(tmp_path / "a.html"), *words]) == Exit.CONFIG
+    assert f"{words[0]}: is of a server  -> leave out --file" in capsys.readouterr().err
+
+
+def test_a_file_is_of_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path)
+    assert main(["dashboard", str(run), str(run), "--file", str(tmp_path / "a.html")]) == Exit.CONFIG
+    assert "--file: is of one run  -> give one RUN" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`megascale observe`: watch a job of torchrun or srun: who hangs, who died first. The same command on each host.
+"""`megascale watch --attach`: a job of torchrun or srun is watched: who hangs, who died first. The same on each host.
 
 On the host of the driver's address the command is the driver, with the host's observer as its child; elsewhere it is
 the observer. Nothing is restarted: that is the launcher's task.
@@ -6,7 +6,6 @@ the observer. Nothing is restarted: that is the launcher's task.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import errno
@@ -19,41 +18,36 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megascale.cli.agent import GRPC_DEFAULTS
-from megascale.cli.arguments import add_config_arguments
-from megascale.config.loading import load_config
+from megascale.cli.watch import PORT
+from megascale.config.fault import FaultConfig
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError, Problem
-from megascale.core.network import LOOPBACK, address_for_others, address_toward, join_port, listen, reserve_port
+from megascale.core.named_run import CONFIG_FILE
+from megascale.core.network import address_for_others, address_toward, join_port, listen, reserve_port
 from megascale.core.process import die_with_parent, module_command, stop_signals
 from megascale.core.rank import NODE_VARIABLE
 from megascale.core.run_folder import LOGS
 from megascale.operate.driver.scheduler.port import ADDRESS_VARIABLE, DRIVER_VARIABLE
+from megascale.operate.print_line import print_line
+from megascale.operate.show.run_config import read_run_config
+from megascale.record.log_files import find_logs, folder_key
+from megascale.record.log_reader import LogReader
+from megascale.record.rank_state import LogError
 
-PORT = 29600  # port of the driver, unless --driver names another
 LEAVE_S = 5.0  # seconds that the observer of the driver's host has to leave
+LOOK_S = 0.5  # seconds between looks for the run's configuration
+START_S = 60.0  # seconds that ranks without a configuration have, before they are watched by the defaults
 
 
-def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Declare the subcommand's arguments."""
-    add_config_arguments(sub)
-    sub.add_argument(
-        "--driver",
-        metavar="HOST[:PORT]",
-        default=LOOPBACK,
-        help=f"where the driver listens: one of the job's hosts (default: this host alone, port {PORT})",
-    )
-
-
-def run(options: argparse.Namespace) -> int:
-    """Run the subcommand and return its exit status: on the driver's host that of the job."""
+def attach(folder: Path, driver: str) -> int:
+    """Watch the ranks of the run in `folder` and return the exit status: on the driver's host that of the job."""
     os.environ.update(GRPC_DEFAULTS | os.environ)
-    config = load_config(options.config, options.overrides)
-    driver = _driver_endpoint(options.driver)
-    command, env = _observer(config, driver)
-    if (reserved := _reserve(driver)) is None:
+    endpoint = _driver_endpoint(driver)
+    command, env = _observer(folder, endpoint)
+    if (reserved := _reserve(endpoint)) is None:
         os.execve(command[0], command, env)
     with reserved, _observing(command, env):
-        return asyncio.run(_drive(config, driver))
+        return asyncio.run(_drive(folder, endpoint))
 
 
 class DriverEndpoint(NamedTuple):
@@ -103,7 +97,7 @@ def _reserve(driver: DriverEndpoint) -> socket.socket | None:
         raise ConfigError([Problem("command line", "--driver", what, hint)]) from None
 
 
-def _observer(config: RunConfig, driver: DriverEndpoint) -> tuple[list[str], dict[str, str]]:
+def _observer(folder: Path, driver: DriverEndpoint) -> tuple[list[str], dict[str, str]]:
     """Return the command and the environment of this host's observer. Raises: ConfigError"""
     address = join_port(driver.address, driver.port)
     try:
@@ -112,7 +106,7 @@ def _observer(config: RunConfig, driver: DriverEndpoint) -> tuple[list[str], dic
         what = f"this host cannot connect to {address}: {error.strerror}"
         hint = "a host of the job that all others reach, such as node1:29600"
         raise ConfigError([Problem("command line", "--driver", what, hint)]) from None
-    command = module_command("megascale", "agent", "--observe", str(config.folder))
+    command = module_command("megascale", "agent", "--observe", str(folder))
     return command, {NODE_VARIABLE: socket.gethostname(), **os.environ, **place}
 
 
@@ -135,7 +129,7 @@ def _observing(command: Sequence[str], env: Mapping[str, str]) -> Iterator[None]
         process.wait()
 
 
-async def _drive(config: RunConfig, driver: DriverEndpoint) -> int:
+async def _drive(folder: Path, driver: DriverEndpoint) -> int:
     """Reach verdicts about the ranks of all hosts, until they have ended."""
     from megascale.operate.channel.driver_server import DriverServer
     from megascale.operate.channel.secret import job_secret
@@ -143,18 +137,49 @@ async def _drive(config: RunConfig, driver: DriverEndpoint) -> int:
     from megascale.operate.driver.drive_job import drive_job
     from megascale.operate.driver.job_state import JobPlan
     from megascale.operate.driver.scheduler.none import NoScheduler
-    from megascale.operate.print_line import print_line
 
-    config.folder.mkdir(parents=True, exist_ok=True)
-    observe, settings = config.observe, config.checkpoint
+    folder, where = folder.absolute(), join_port(driver.name, driver.port)
+    print_line(f"watching the ranks of {folder.name}; observers of their hosts join at {where}")
+    if (config := await _configuration(folder)) is None:
+        fault, address, port, copies = FaultConfig(), "", 0, None
+    else:
+        fault, settings, observe = config.fault, config.checkpoint, config.observe
+        address, port = observe.metrics_address, observe.metrics_port
+        copies = Path(settings.in_memory_dir) if settings.every and settings.in_memory_every else None
     plan = JobPlan(
-        config.name, 0, 0, (), str(config.folder / LOGS), revivable=False, observed=True, folder=str(config.folder),
-        metrics_address=observe.metrics_address, metrics_port=observe.metrics_port, stops=tuple(stop_signals()),
+        folder.name, 0, 0, (), str(folder / LOGS), revivable=False, observed=True, folder=str(folder),
+        metrics_address=address, metrics_port=port, stops=tuple(stop_signals()),
     )  # fmt: skip
     size = {"nodes": 0, "world": 0, "scheduler": "none"}  # the observers find them
-    where = join_port(driver.name, driver.port)
-    print_line(f"watching the ranks of {config.name}; observers of their hosts join at {where}")
-    secret, tls = job_secret(Path(config.output_dir)), tls_from_environment()
-    server = DriverServer(secret, driver.listens_at, driver.port, tls, config.name)
-    copies = Path(settings.in_memory_dir) if settings.every and settings.in_memory_every else None
-    return await drive_job(plan, config.fault, NoScheduler(), server, size, copies=copies)
+    secret, tls = job_secret(folder.parent), tls_from_environment()
+    server = DriverServer(secret, driver.listens_at, driver.port, tls, folder.name)
+    folder.mkdir(parents=True, exist_ok=True)
+    return await drive_job(plan, fault, NoScheduler(), server, size, copies=copies)
+
+
+async def _configuration(folder: Path) -> RunConfig | None:
+    """Wait for the run's configuration, which rank 0 writes before the first step. None if ranks have begun on this
+    host, and it is not there START_S later: they may hang. Raises: RunFolderError
+    """
+    begun, told = 0.0, False
+    while (config := read_run_config(folder)) is None:
+        now = asyncio.get_running_loop().time()
+        if _has_ranks(folder):
+            begun = begun or now
+            if now > begun + START_S:
+                print_line(f"no {folder / CONFIG_FILE} yet: the defaults of [fault] hold")
+                return None
+        elif not told:
+            print_line(f"waiting for the job, which writes {folder / CONFIG_FILE}")
+            told = True
+        await asyncio.sleep(LOOK_S)
+    return config
+
+
+def _has_ranks(folder: Path) -> bool:
+    """Return True if ranks of the run have begun their logs on this host; another run may have the same name."""
+    for path in find_logs(folder.name):
+        with contextlib.suppress(LogError, OSError):
+            if LogReader(path).state(head_only=True).folder == folder_key(folder):
+                return True
+    return False

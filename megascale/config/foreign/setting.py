@@ -1,0 +1,143 @@
+"""A setting of another system: the key here that means the same, the conversion of its value, and what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Values = Sequence[Any]
+"""The values that are written for a setting: none for a switch of the command line, several for a list."""
+
+Context = Mapping[str, Values]
+"""All settings that are given together, by `plain` name."""
+
+Conversion = Callable[[Values, Context], Any]
+"""Returns the value here. Raises: LookupError, TypeError, ValueError or ZeroDivisionError for a value without one."""
+
+MANY = -1  # `Setting.takes` of a list
+
+
+def plain(name: str) -> str:
+    """Return a name in one spelling: --micro-batch-size is micro_batch_size."""
+    return name.lstrip("-").replace("-", "_").lower()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting of another system under its `names`. `key`: the key here, empty if there is none. `takes`: number of
+    values on a command line. `note`: what differs, or what to write in its place. `theirs`: its default, where that
+    differs from the key's. `meanings`: its words in lower case, with the values here.
+    """
+
+    names: tuple[str, ...]
+    key: str
+    convert: Conversion
+    takes: int = 1
+    note: str = ""
+    theirs: str = ""
+    meanings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def first(values: Values, context: Context) -> Any:
+    """Return the value itself."""
+    return values[0]
+
+
+def same(names: str, key: str, note: str = "", theirs: str = "") -> Setting:
+    """Make a setting with the same values."""
+    return Setting(tuple(names.split(", ")), key, first, 1, note, theirs)
+
+
+def switch(names: str, key: str, value: Any, note: str = "", theirs: str = "") -> Setting:
+    """Make a switch, which means `value` if it is on."""
+
+    def convert(values: Values, context: Context) -> Any:
+        if not values or str(values[0]).lower() in ("true", "1"):
+            return value
+        if str(values[0]).lower() in ("false", "0") and isinstance(value, bool):
+            return not value
+        raise ValueError(values)
+
+    return Setting(tuple(names.split(", ")), key, convert, 0, note, theirs)
+
+
+def words(names: str, key: str, meanings: Mapping[str, Any], note: str = "", theirs: str = "") -> Setting:
+    """Make a setting with other words for the same values; `meanings` in lower case."""
+
+    def convert(values: Values, context: Context) -> Any:
+        return meanings[str(values[0]).lower()]
+
+    return Setting(tuple(names.split(", ")), key, convert, 1, note, theirs, meanings)
+
+
+def scaled(names: str, key: str, factor: float, note: str = "", theirs: str = "") -> Setting:
+    """Make a setting in another unit, `factor` of which is one here."""
+    return Setting(tuple(names.split(", ")), key, lambda values, _: values[0] * factor, 1, note, theirs)
+
+
+def computed(
+    names: str, key: str, convert: Conversion, note: str = "", theirs: str = "", takes: int = 1
+) -> Setting:  # fmt: skip
+    """Make a setting with a conversion of its own."""
+    return Setting(tuple(names.split(", ")), key, convert, takes, note, theirs)
+
+
+def absent(names: str, note: str, takes: int = 1) -> Setting:
+    """Make a setting without a key here. `note`: what to write or do in its place."""
+    return Setting(tuple(names.split(", ")), "", first, takes, note)
+
+
+def every(values: Values, context: Context) -> list[Any]:
+    """Return all values as a list."""
+    return list(values[0]) if len(values) == 1 and isinstance(values[0], list) else list(values)
+
+
+def beta(index: int) -> Conversion:
+    """Return the conversion of one of Adam's decays to both of them, with the other of the context or the default."""
+    defaults = (0.9, 0.95)
+
+    def convert(values: Values, context: Context) -> list[float]:
+        both = list(defaults)
+        for at, names in enumerate((("adam_beta1", "beta1"), ("adam_beta2", "beta2"))):
+            both[at] = next((context[name][0] for name in names if context.get(name)), both[at])
+        both[index] = values[0]
+        return both
+
+    return convert
+
+
+def option(name: str) -> Conversion:
+    """Return the conversion to an option of the optimizer's rule."""
+    return lambda values, _: {name: values[0] if values else True}
+
+
+def blend(values: Values, context: Context) -> Any:
+    """Return a dataset, or a blend of weights and datasets; datasets without weights count alike."""
+    listed = every(values, context)
+    if len(listed) == 1:
+        return str(listed[0])
+    if any(isinstance(value, str) for value in listed[::2]):
+        return [[1, value] for value in listed]
+    return [[weight, prefix] for weight, prefix in zip(listed[::2], listed[1::2], strict=True)]
+
+
+def two_shares(values: Values, context: Context) -> list[float]:
+    """Return the shares of training and validation, with that of a test in the second."""
+    shares = [float(share) for share in str(values[0]).strip("'\"").split(",")]
+    return [int(share) if share.is_integer() else share for share in (shares[0], sum(shares[1:], 0.0))]
+
+
+def steps_of_samples(values: Values, context: Context) -> int:
+    """Return the steps of the samples of a run, by the global batch of the context."""
+    return int(values[0] // (context.get("global_batch_size") or context["train_batch_size"])[0])
+
+
+def steps_of_share(values: Values, context: Context) -> int:
+    """Return the steps of a warm-up that is a share of the decay."""
+    return round(values[0] * (context.get("lr_decay_iters") or context["train_iters"])[0])
+
+
+def rate_of_share(values: Values, context: Context) -> float:
+    """Return the least learning rate from its share of the largest."""
+    return float(f"{values[0] * context['lr'][0]:.6g}")

@@ -1,0 +1,145 @@
+"""Translations of settings of other systems: the setting to write here with its value, or the reason for none."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from megascale.config.foreign.megatron import PREFIXES
+from megascale.config.foreign.megatron import SETTINGS as MEGATRON
+from megascale.config.foreign.others import DEEPSPEED, NEMO, TORCHTITAN, TRANSFORMERS
+from megascale.config.foreign.setting import Context, Setting, Values, absent, plain
+
+SYSTEMS: dict[str, tuple[Setting, ...]] = {
+    "Megatron-LM": MEGATRON, "torchtitan": TORCHTITAN, "NeMo": NEMO, "DeepSpeed": DEEPSPEED,
+    "transformers": TRANSFORMERS,
+}  # fmt: skip
+
+FAILURES = (LookupError, TypeError, ValueError, ZeroDivisionError)
+"""Errors of a conversion for a value without a counterpart."""
+
+
+@dataclass(frozen=True)
+class Translation:
+    """The setting to write in place of a setting of `system`. `key`: the key here, empty if there is none; `value`: its
+    value, None where unknown.
+    """
+
+    system: str
+    key: str
+    value: Any
+    note: str
+
+    def hint(self, *, command_line: bool) -> str:
+        """Say what to write, on a command line or in a file."""
+        if not self.key:
+            return self.note
+        if self.value is None:
+            text = f"{self.key}=..." if command_line else f"{self.key} = ..."
+        else:
+            text = assignment(self.key, self.value) if command_line else f"{self.key} = {toml(self.value)}"
+        return f"write {text}" + (f" ({self.note})" if self.note else "")
+
+
+@cache
+def _by_name() -> dict[str, tuple[str, Setting]]:
+    """Return system and setting by `plain` name, whole and without its table; the first that has a name."""
+    named = [(system, setting, name) for system, rows in SYSTEMS.items() for setting in rows for name in setting.names]
+    found: dict[str, tuple[str, Setting]] = {}
+    for shorten in (False, True):
+        for system, setting, name in named:
+            key = plain(name)
+            found.setdefault(key.rpartition(".")[2] if shorten else key, (system, setting))
+    return found
+
+
+def find(name: str) -> tuple[str, Setting] | None:
+    """Return system and setting of a name, with or without dashes and table; None for an unknown name."""
+    key = plain(name)
+    for known in (key, key.rpartition(".")[2]):
+        if known in _by_name():
+            return _by_name()[known]
+    reason = next((note for prefix, note in PREFIXES.items() if key.startswith(prefix)), None)
+    return ("Megatron-LM", absent(name, reason)) if reason else None
+
+
+def translate(name: str, values: Values = (), context: Context | None = None) -> Translation | None:
+    """Return what to write in place of a setting with these values; None for an unknown name."""
+    if (found := find(name)) is None:
+        return None
+    system, setting = found
+    value = None
+    if setting.key and (values or not setting.takes):
+        try:
+            value = setting.convert(values, context or {})
+        except FAILURES:
+            value = None
+    converted = value is not None and setting.meanings and "not supported" in setting.note
+    return Translation(system, setting.key, value, "" if converted else setting.note)
+
+
+def translate_all(given: Mapping[str, Values]) -> Iterator[tuple[str, Translation | None]]:
+    """Yield the translation of each of the settings given together, by name; None for an unknown one."""
+    context = {plain(name).rpartition(".")[2]: values for name, values in given.items()}
+    for name, values in given.items():
+        yield name, translate(name, values, context)
+
+
+def values_of(key: str) -> dict[str, Any]:
+    """Return the words of other systems for the values of a key."""
+    rows = [setting for settings in SYSTEMS.values() for setting in settings if setting.key == key]
+    return {word: value for setting in reversed(rows) for word, value in setting.meanings.items()}
+
+
+def read_flags(words: Sequence[str]) -> dict[str, list[Any]]:
+    """Return the values of each flag of a command line: as many as it takes, or up to the next flag."""
+    flags: dict[str, list[Any]] = {}
+    name, left = "", 0
+    for word in words:
+        if word.startswith("-") and not _NUMBER.fullmatch(word):
+            name, equals, value = word.partition("=")
+            flags[name] = [read_value(value)] if equals else []
+            found = find(name)
+            left = 0 if equals else found[1].takes if found else 1
+        elif left and not _OURS.search(word):
+            flags[name].append(read_value(word))
+            left -= 1
+    return flags
+
+
+_OURS = re.compile(r"\.toml$|^[a-z0-9_]+\.[a-z0-9_.]+=")
+"""A configuration or setting, which is no flag's value."""
+
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+
+
+def read_value(word: str) -> Any:
+    """Read a value of a command line: a number, a boolean, a list, or text."""
+    if _NUMBER.fullmatch(word):
+        return int(word) if word.lstrip("+-").isdecimal() else float(word)
+    if word.lower() in ("true", "false"):
+        return word.lower() == "true"
+    try:
+        return tomllib.loads(f"value = {word}")["value"]
+    except (ValueError, RecursionError):
+        return word
+
+
+def toml(value: Any) -> str:
+    """Format a value as TOML."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+
+
+def assignment(key: str, value: Any) -> str:
+    """Format a setting as a word of a command line."""
+    return shlex.quote(f"{key}={value}") if isinstance(value, str) else shlex.quote(f"{key}={toml(value)}")

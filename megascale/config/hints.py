@@ -1,0 +1,139 @@
+"""Hints for mistakes in single keys: what to write, by the type of the key; names of other systems are recognised."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from pydantic.fields import FieldInfo
+
+from megascale.config.section import FEW_CHOICES, TableChoice
+from megascale.config.value_words import A_CHOICE, literals_of, values_in_words
+from megascale.core.registry import closest_name, closest_names
+
+_NO_FP16 = "fp16, which needs loss scaling, is not supported: bf16, of the same size, needs none"
+_NO_MOE = "mixtures of experts are not supported: 1, or remove the key"
+
+UNSUPPORTED: dict[str, dict[str, str]] = {
+    "train.precision": dict.fromkeys(("fp16", "float16", "half", "16", "16-mixed", "fp16-mixed"), _NO_FP16),
+    "fp8.recipe": dict.fromkeys(("mxfp8", "mx"), "mxfp8 is not supported: blockwise, with scales of 128 elements"),
+    "optimizer.name": {"sgd": "SGD is not supported: adamw, or muon for matrices"},
+    "parallel.schedule": dict.fromkeys(
+        ("zb1p", "zbh1", "zbv", "zero_bubble", "interleavedzerobubble", "zbvzerobubble", "dualpipe", "dualpipev"),
+        "zero-bubble schedules are not supported: interleaved_1f1b, with parallel.vpp above 1",
+    ),
+    "parallel.zero": {"3": "ZeRO-3 is not supported: 2, and for larger models more parallel.tp or parallel.pp"},
+}
+"""Values that users of other systems know, by key and text: why there are none, and what to write."""
+
+TRUE, FALSE = ("true", "yes", "on", "1", "1.0"), ("false", "no", "off", "0", "0.0")
+
+
+def unknown_key_hint(
+    key: str, value: Any, known: Sequence[str], elsewhere: Sequence[str], *, command_line: bool
+) -> str:  # fmt: skip
+    """Return the hint for a key that does not exist: the setting that is meant, with its value. `known`: keys of the
+    table; `elsewhere`: keys of the same name in other tables.
+    """
+    from megascale.config.foreign.others import TABLES
+    from megascale.config.foreign.setting import plain
+    from megascale.config.foreign.translation import translate  # for a mistake alone
+
+    last = key.rpartition(".")[2]
+    if elsewhere:
+        return f"did you mean '{elsewhere[0]}'?"
+    values = [] if value is None or isinstance(value, dict) else [value]
+    if isinstance(value, dict) and (table := TABLES.get(plain(last))):
+        return _table_hint(last, table, value)
+    if found := translate(key, values):
+        return f"{found.hint(command_line=command_line)}; the name is {found.system}'s"
+    if close := closest_name(last, known):
+        return f"did you mean '{close}'?"
+    if len(known) <= FEW_CHOICES or "." not in key:
+        return f"known keys: {', '.join(known)}"
+    similar = closest_names(last, known, 3)
+    near = f"similar: {', '.join(similar)}; " if similar else ""
+    return f"{near}docs/configuration.md lists all {len(known)} keys"
+
+
+def _table_hint(name: str, table: str, value: Mapping[str, Any]) -> str:
+    """Return the hint for a table of another system's file: what to write for each of its keys."""
+    from megascale.config.foreign.translation import toml, translate_all
+
+    given = {f"{name}.{key}": [item] for key, item in value.items() if not isinstance(item, dict)}
+    found = [one for _, one in translate_all(given) if one and one.key and one.value is not None]
+    parts = [f"{one.key} = {toml(one.value)}" for one in found]
+    return f"did you mean '{table}'?" + (f" Write {', '.join(parts)}" if parts else "")
+
+
+def unsupported(key: str, value: Any) -> str:
+    """Return why a value that other systems have is not supported; else ''."""
+    return _NO_MOE if key == "parallel.ep" else UNSUPPORTED.get(key, {}).get(_text(value), "")
+
+
+def _text(value: Any) -> str:
+    try:
+        return str(value).strip("'\"").lower()
+    except ValueError:  # Python refuses to print integers of more than 4,300 digits
+        return ""
+
+
+def value_hint(key: str, field: FieldInfo, value: Any) -> str:
+    """Return what to write for a key in place of a value that it cannot have."""
+    text = _text(value)
+    if note := unsupported(key, value):
+        return note
+    literals, words = literals_of(field), values_in_words(field)
+    if "`true` or `false`" in words and (meant := _boolean(text)):
+        return f"{meant}, in lower case and without quotes" if isinstance(value, str) else meant
+    if literals and (close := _closest_literal(key, text, literals)):
+        return f"did you mean '{close}'?"
+    table = next((part.func for part in _parts(field) if isinstance(getattr(part, "func", None), TableChoice)), None)
+    if table is not None:
+        return _table_choice(table, value)
+    if words == [A_CHOICE]:
+        words = ["one of them"]
+    return _shown(field, " or ".join(map(_with_article, words)))
+
+
+def _table_choice(choice: TableChoice, value: Any) -> str:
+    """Return the table of the type that a value names, or of all types, with the keys that it needs."""
+    named = value.get("type") if isinstance(value, dict) else value
+    cards = {name: card for name, card in choice.registry.cards.items() if name == named} or choice.registry.cards
+    kinds = (", ".join([f'type = "{name}"', *(f"{key} = ..." for key in card.facts["required"])])
+             for name, card in cards.items())  # fmt: skip
+    return " or ".join(f"{{{kind}}}" for kind in kinds)
+
+
+def _parts(field: FieldInfo) -> list[Any]:
+    arms = get_args(field.annotation)
+    return [*field.metadata, *(part for arm in arms for inner in (arm, *get_args(arm)) for part in get_args(inner))]
+
+
+def _shown(field: FieldInfo, words: str) -> str:
+    """Add the default to the values of a key in words."""
+    if field.is_required() or field.default is None or not words:
+        return words or "another value"
+    return f"{words}; the default is {json.dumps(field.default)}"
+
+
+def _with_article(words: str) -> str:
+    """Return a type in words as a noun with its article."""
+    words = words.replace("`", "").replace("list of whole number", "list of whole numbers")
+    words = words.replace("list of number", "list of numbers")
+    return f"a {words}" if words.startswith(("whole", "number", "list")) else words.replace("text", "text in quotes")
+
+
+def _boolean(text: str) -> str:
+    return "true" if text in TRUE else "false" if text in FALSE else ""
+
+
+def _closest_literal(key: str, text: str, literals: Sequence[Any]) -> str | None:
+    """Return the value that is nearest to a text, or that another system's word for it means."""
+    from megascale.config.foreign.translation import values_of
+
+    meant = values_of(key).get(text)
+    if meant in literals:
+        return str(meant)
+    return closest_name(text, [literal for literal in literals if isinstance(literal, str)])

@@ -1,0 +1,56 @@
+"""Warnings about a run that is valid and hardly meant: nothing saved, very many epochs, keys that wait for a switch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megascale.config.data import Blend
+from megascale.config.dataset_files import document_range, read_all_dataset_files, split_source
+from megascale.config.exclusions import SWITCHED_OFF
+from megascale.config.finding import Finding
+from megascale.config.rules import run_rules
+from megascale.config.run import RunConfig
+from megascale.core.errors import DataError
+
+LONG_STEPS = 1000  # steps after which a run with default settings has a checkpoint
+LARGE_WORLD = 8  # processes of one host: a job of several is more likely to lose one
+MANY_EPOCHS = 100.0
+
+
+def run_warnings(config: RunConfig, *, restarts: bool = False) -> Iterator[str]:
+    """Yield what the user of a resolved configuration should know before the run starts, a line each. `restarts`: a
+    driver restarts the run after a fault.
+    """
+    findings = (*_nothing_saved(config, restarts), *_many_epochs(config), *run_rules(SWITCHED_OFF, dict(config)))
+    for finding in findings:
+        yield f"{finding.key} {finding.message}  -> {finding.hint}"
+
+
+def _nothing_saved(config: RunConfig, restarts: bool) -> Iterator[Finding]:
+    """Warn of a long or large run without checkpoints, or one that restarts. Mock data train nothing worth a save."""
+    steps, world = config.train.steps, config.world_size
+    short = steps < LONG_STEPS and world <= LARGE_WORLD
+    if config.checkpoint.every or (not restarts and (config.data.mock or short)):
+        return
+    message = f"= 0: {steps} steps of {world} processes save nothing, and every restart begins at step 0"
+    yield Finding("checkpoint.every", message, f"checkpoint.every = {min(LONG_STEPS, max(1, steps // 10))}")
+
+
+def _many_epochs(config: RunConfig) -> Iterator[Finding]:
+    """Warn of a dataset that is read more than MANY_EPOCHS times."""
+    source, fractions = split_source(config.data, "train")
+    if config.data.mock or source is None:
+        return
+    blend: Blend = [(1.0, source)] if isinstance(source, str) else source
+    found = read_all_dataset_files([prefix for _, prefix in blend])
+    total = sum(weight for weight, _ in blend)
+    for weight, prefix in blend:
+        files = found[prefix]
+        if isinstance(files, DataError):
+            return  # the rules report it
+        tokens = files.tokens_in(*document_range(files.documents, fractions))
+        epochs = config.samples * weight / total * config.model.seq_length / max(tokens, 1)
+        if epochs > MANY_EPOCHS:
+            fewer = max(1, int(config.train.steps / epochs))
+            message = f"= {config.train.steps} reads {prefix} {epochs:.0f} times"
+            yield Finding("train.steps", message, f"more data, or fewer steps; an epoch has {fewer}")

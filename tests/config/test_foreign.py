@@ -1,0 +1,208 @@
+"""Settings of other systems: every flag of Megatron-LM's example scripts has an answer, and every answer is valid."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from megascale.config.foreign.others import TABLES
+from megascale.config.foreign.setting import MANY, Setting, plain
+from megascale.config.foreign.translation import SYSTEMS, find, read_flags, translate, translate_all
+from megascale.config.loading import load_config, load_config_tree, sections
+from megascale.config.run import RunConfig
+from megascale.core.errors import ConfigError
+
+GPT3_175B = """\
+--nproc_per_node 8 --nnodes 1 --master_addr localhost --master_port 29500
+--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --max-position-embeddings 2048
+--attention-backend auto --micro-batch-size 1 --global-batch-size 1536
+--step-batch-size-schedule 0:16,2.4B:320 --train-iters 500000 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95
+--init-method-std 0.006 --clip-grad 1.0 --fp16 --lr 6.0e-5 --lr-decay-style cosine --min-lr 6.0e-6
+--lr-warmup-fraction .001 --lr-decay-iters 430000 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16
+--data-path corpus_text_document --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --split 949,50,1
+--log-interval 100 --save-interval 10000 --eval-interval 1000 --save ckpt --load ckpt --eval-iters 10
+--tensorboard-dir logs --rampup-batch-size 16 16 5859375
+"""
+"""The options of examples/gpt3/train_gpt3_175b_distributed.sh at d98e8a64, with the ramp-up of earlier versions."""
+
+LLAMA3_8B = """\
+--nproc_per_node 8 --nnodes 1 --node_rank 0 --master_addr localhost --master_port 6000
+--use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+--group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 8192 --max-position-embeddings 8192
+--position-embedding-type rope --rotary-base 1000000 --rotary-percent 1.0 --attention-dropout 0.0
+--hidden-dropout 0.0 --swiglu --normalization RMSNorm --init-method-std 0.0134 --attention-backend fused
+--apply-layernorm-1p --untie-embeddings-and-output-weights --disable-bias-linear --micro-batch-size 1
+--global-batch-size 128 --train-samples 1953125000 --lr-decay-samples 1949218748 --lr-warmup-samples 3906252
+--lr 0.00015 --min-lr 0.00001 --decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5 --lr-decay-style cosine
+--clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --bf16 --grad-reduce-in-bf16
+--cross-entropy-loss-fusion --calculate-per-token-loss --manual-gc --empty-unused-memory-level 1
+--exit-duration-in-mins 235 --fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max
+--fp8-param-gather --tensor-model-parallel-size 1 --context-parallel-size 1 --pipeline-model-parallel-size 1
+--sequence-parallel --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --mock-data
+--tokenizer-type NullTokenizer --vocab-size 128256 --data-cache-path cache --tiktoken-pattern v2
+--split '99,1,0' --no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 1 --data-path corpus
+--tokenizer-model tokenizer.json --log-interval 1 --eval-iters 32 --eval-interval 100 --save-interval 1000
+--log-throughput --profile --profile-step-start 4 --profile-step-end 6 --ckpt-format torch_dist
+--distributed-timeout-minutes 60 --save ckpt --load ckpt --tensorboard-dir logs
+"""
+"""The options of examples/llama/train_llama3_8b_h100_fp8.sh at d98e8a64, of both kinds of data."""
+
+ROWS = [(system, setting) for system, rows in SYSTEMS.items() for setting in rows]
+
+
+def written(text: str) -> dict[str, Any]:
+    """What the flags of a command set here."""
+    found = translate_all(read_flags(text.split()))
+    return {one.key: one.value for _, one in found if one is not None and one.key}
+
+
+@pytest.mark.parametrize("script", [GPT3_175B, LLAMA3_8B])
+def test_every_flag_of_the_example_scripts_is_answered(script: str) -> None:
+    for flag, found in translate_all(read_flags(script.split())):
+        assert found is not None, flag
+        assert (found.value is not None) if found.key else found.note, flag
+
+
+def test_the_scripts_become_runs(tmp_path: Path) -> None:
+    """What the answers say is a valid configuration, but for the data."""
+    for script in (GPT3_175B, LLAMA3_8B):
+        settings = written(script) | {"checkpoint.resume": "auto", "data.cache": str(tmp_path)}
+        settings |= {"data.mock": True, "optimizer.warmup_steps": 100, "launch.start_timeout_s": 3600.0}
+        settings |= {"fp8.recipe": "delayed"} if "fp8.history" in settings else {}
+        tree: dict[str, Any] = {"name": "theirs"}
+        for key, value in settings.items():
+            if key in ("data.train", "data.tokenizer", "data.split", "batch.rampup", "output_dir"):
+                continue
+            table, _, name = key.partition(".")
+            tree.setdefault(table, {})[name] = value
+        if "vocab_size" not in tree["model"]:
+            tree["model"]["vocab_size"] = 50257
+        config = load_config_tree(tree, "the script", world_size=128)
+        assert config.model.num_layers in (32, 96)
+
+
+def test_values_are_converted() -> None:
+    settings = written(GPT3_175B)
+    assert settings["train.precision"] == "bf16"
+    assert settings["optimizer.betas"] == [0.9, 0.95]
+    assert settings["optimizer.warmup_steps"] == 430
+    assert settings["data.split"] == [949, 51]
+    assert settings["batch.rampup"] == [16, 16, 5859375]
+    assert settings["checkpoint.resume"] == "auto"
+    assert settings["output_dir"] == "ckpt"
+    settings = written(LLAMA3_8B)
+    assert settings["train.steps"] == 1953125000 // 128
+    assert settings["model.norm"] == "rmsnorm_1p"
+    assert settings["comm.timeout_s"] == 3600
+    assert (settings["model.bias"], settings["model.tie_embeddings"]) == (False, False)
+    assert settings["backends.attention"] == "te"
+
+
+@pytest.mark.parametrize(("words", "value"), [
+    ("--data-path 0.3 a 0.7 b", [[0.3, "a"], [0.7, "b"]]), ("--data-path a b", [[1, "a"], [1, "b"]]),
+    ("--data-path a", "a"),
+])  # fmt: skip
+def test_blends(words: str, value: Any) -> None:
+    assert written(words) == {"data.train": value}
+
+
+@pytest.mark.parametrize(("system", "setting"), ROWS, ids=lambda one: one.names[0] if isinstance(one, Setting) else one)
+def test_a_row_is_valid(system: str, setting: Setting) -> None:
+    """Its key exists, the values of its words and switches are the key's, and a key that it lacks has a note."""
+    if not setting.key:
+        assert setting.note
+        return
+    table, _, name = setting.key.rpartition(".")
+    owner = sections()[table] if table else RunConfig
+    fields = {field.alias or key: field for key, field in owner.model_fields.items()}
+    assert name in fields, setting.key
+    values = [*setting.meanings.values()]
+    if not setting.takes:
+        values.append(setting.convert((), {}))
+    field = fields[name]
+    adapter = TypeAdapter(field.rebuild_annotation())
+    for value in values:
+        adapter.validate_python(value, strict=True)
+
+
+def test_a_different_default_differs() -> None:
+    from tools.migration import default_of
+
+    for _, setting in ROWS:
+        if setting.theirs and setting.key and "." in setting.key:
+            assert setting.theirs != default_of(setting.key), setting.names
+
+
+def test_names_are_found_in_every_spelling() -> None:
+    for name in ("--tensor-model-parallel-size", "tensor_model_parallel_size", "tensor-model-parallel-size",
+                 "parallel.tensor_model_parallel_size", "--Tensor-Model-Parallel-Size"):  # fmt: skip
+        found = translate(name, [4])
+        assert found is not None and (found.key, found.value) == ("parallel.tp", 4)
+    assert find("--moe-router-topk") is not None and find("--no-such-flag") is None
+    assert set(TABLES.values()) <= set(sections())
+
+
+def test_no_two_rows_of_a_system_have_a_name() -> None:
+    for rows in SYSTEMS.values():
+        names = [plain(name) for setting in rows for name in setting.names]
+        assert len(names) == len(set(names)), [name for name in names if names.count(name) > 1]
+
+
+BASE = """\
+name = "good"
+[model]
+num_layers = 4
+hidden_size = 32
+num_heads = 4
+vocab_size = 101
+seq_length = 16
+[batch]
+global = 8
+[train]
+steps = 10
+[optimizer]
+lr = 1e-2
+[data]
+mock = true
+"""
+
+
+def hints(tmp_path: Path, text: str, *overrides: str) -> list[str]:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(str(path), overrides)
+    return [problem.hint for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize(("override", "hint"), [
+    ("parallel.tensor_model_parallel_size=4", "write parallel.tp=4"),
+    ("tensor-model-parallel-size=4", "write parallel.tp=4"),
+    ("optimizer.lr_decay_iters=1000", "nothing to write: the decay ends with train.steps"),
+    ("observe.tensorboard_dir=/x", "write observe.tensorboard=true"),
+    ("optimizer.adam_beta2=0.98", "write 'optimizer.betas=[0.9, 0.98]'"),
+    ("train.fp16=true", "write train.precision=bf16"),
+    ("parallel.expert_model_parallel_size=8", "not supported: mixtures of experts"),
+    ("training.seq_len=2048", "did you mean 'train'? Write model.seq_length = 2048"),
+    ("parallel.zero_stage=2", "write parallel.zero=2"),
+    ("train.max_steps=7", "write train.steps=7"),
+])  # fmt: skip
+def test_a_name_of_another_system_as_a_setting(tmp_path: Path, override: str, hint: str) -> None:
+    (found,) = hints(tmp_path, BASE, override)
+    assert found.startswith(hint)
+
+
+def test_a_table_of_another_system(tmp_path: Path) -> None:
+    """torchtitan's file: every key of its table with the one here."""
+    table = '[parallelism]\ntensor_parallel_degree = 2\npipeline_parallel_schedule = "Interleaved1F1B"\n'
+    (found,) = hints(tmp_path, BASE + table)
+    assert found == "did you mean 'parallel'? Write parallel.tp = 2, parallel.schedule = \"interleaved_1f1b\""
+
+
+def test_a_list_has_the_values_up_to_the_next_flag() -> None:
+    flags = read_flags(["--rampup-batch-size", "16", "8", "300000", "--lr", "-1e-4", "--swiglu", "--foo=3"])
+    assert flags == {"--rampup-batch-size": [16, 8, 300000], "--lr": [-1e-4], "--swiglu": [], "--foo": [3]}
+    assert find("--rampup-batch-size")[1].takes == MANY  # type: ignore[index]

@@ -1,0 +1,92 @@
+"""Settings without effect: keys of another mode are mistakes; keys that wait for a switch are warnings, and so are long
+runs without checkpoints and very many epochs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megascale.catalog.decays import DECAYS
+from megascale.config.exclusions import SWITCHED_OFF
+from megascale.config.loading import load_config
+from megascale.config.run_warnings import run_warnings
+from megascale.core.errors import ConfigError
+from tests.config.test_foreign import BASE
+from tests.data.datasets import write_dataset
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(BASE)
+
+
+@pytest.mark.parametrize(("mode", "key"), [
+    *((f"optimizer.decay={name}", "optimizer.decay_steps=3") for name in DECAYS.names() if name != "wsd"),
+    ("optimizer.decay=constant", "optimizer.min_lr=1e-3"),
+    ("train.weight_average=none", "train.weight_average_every=2"),
+    ("train.weight_average=lawa", "train.weight_average_decay=0.9"),
+    ("train.weight_average=ema", "train.weight_average_count=3"),
+    ("fp8.recipe=rowwise", "fp8.history=4"),
+    ("data.reader=rank", "data.reader_timeout_s=9"),
+    ("model.position=learned", "model.rope_theta=5e5"),
+])  # fmt: skip
+def test_a_key_of_another_mode(mode: str, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("run.toml", [mode, key])
+    (found,) = caught.value.problems
+    assert found.key == key.partition("=")[0] and "has no effect with" in found.message and found.hint
+    load_config("run.toml", [mode])
+
+
+def test_a_resolved_configuration_has_no_key_without_effect() -> None:
+    """What a run stores can be trained again, whatever its decay."""
+    for name in DECAYS.names():
+        config = load_config("run.toml", [f"optimizer.decay={name}"])
+        assert (config.optimizer.decay_steps is None) == (name != "wsd")
+
+
+def test_a_preset_of_rope_with_learned_positions() -> None:
+    """The preset's keys of rope are not the user's."""
+    config = load_config("run.toml", ['model={preset="llama3-1b", position="learned"}'])
+    assert config.model.rope_theta == 10_000 and config.model.rope_scaling is None
+
+
+def warnings(*overrides: str, world: int | None = None) -> list[str]:
+    return list(run_warnings(load_config("run.toml", overrides, world)))
+
+
+def test_every_switch_warns_of_keys_that_wait_for_it() -> None:
+    assert warnings() == []
+    assert {exclusion.key for exclusion in SWITCHED_OFF} >= {"train.eval_every", "checkpoint.every"}
+    assert warnings("train.eval_steps=3") == ["train.eval_steps has no effect with eval_every = 0  -> remove the key"]
+    assert warnings("train.eval_steps=3", "train.eval_every=5") == []
+    (found,) = warnings("fp8.recipe=rowwise")
+    assert found.startswith("fp8.recipe has no effect with precision = fp32")
+
+
+@pytest.fixture
+def dataset() -> str:
+    write_dataset(Path("corpus"), [50] * 40)
+    Path("run.toml").write_text(BASE.replace("vocab_size = 101", "vocab_size = 5000"))
+    return "data={train='corpus', split=[1.0, 0.0], cache='cache'}"
+
+
+@pytest.mark.parametrize(
+    ("steps", "world", "warned"), [(10, 1, False), (1000, 1, True), (10, 8, False), (10, 16, True)]
+)
+def test_a_long_or_large_run_without_checkpoints(dataset: str, steps: int, world: int, warned: bool) -> None:
+    words = [dataset, "checkpoint.every=0", f"train.steps={steps}", "batch.global=16"]
+    found = [line for line in warnings(*words, world=world) if line.startswith("checkpoint.every ")]
+    assert len(found) == warned
+    assert not warnings(*words[1:], "data={mock=true}", world=world), "nothing is worth a checkpoint"
+    assert list(run_warnings(load_config("run.toml", words[1:], world), restarts=True)), "of a driver"
+    assert not [line for line in warnings(*words, "checkpoint.every=5", world=world) if "checkpoint" in line]
+
+
+@pytest.mark.parametrize(("steps", "warned"), [(100, False), (5000, True)])
+def test_many_epochs(dataset: str, steps: int, warned: bool) -> None:
+    found = [line for line in warnings(dataset, f"train.steps={steps}") if line.startswith("train.steps ")]
+    assert [("times" in line, "an epoch has 15" in line) for line in found] == [(True, True)] * warned
