@@ -64,14 +64,14 @@ def test_the_tokens_of_a_rank_are_those_that_fit(capsys: pytest.CaptureFixture[s
     assert recomputed > most
 
 
-HYBRID = ["parallel.cp_mode=hybrid", "data.max_tokens_per_rank=16384", "data.mask=document"]
+HYBRID = ["parallel.hybrid_dp=true", "data.max_tokens_per_rank=16384", "data.attention_mask=document"]
 
 
 def test_a_hybrid_configuration_has_the_plan_of_any_other(capsys: pytest.CaptureFixture[str]) -> None:
-    keys = ["parallel.vpp=1", "parallel.sp=false", "batch.micro=1", "parallel.zero=1", "data.mask=document"]
+    keys = ["parallel.vpp=1", "parallel.sp=false", "batch.micro=1", "parallel.zero=1", "data.attention_mask=document"]
     static = planned(capsys, *DRAWN, *keys, "--max-tokens-per-rank", "16384")
     assert planned(capsys, *DRAWN, *keys, *HYBRID) == static
-    usp = ["parallel.cp=4", "parallel.cp_mode=usp", "parallel.cp_ulysses=2"]
+    usp = ["parallel.cp=4", "parallel.cp_mode=usp", "parallel.cp_a2a_size=2"]
     assert planned(capsys, *DRAWN, *keys, *usp, "--max-tokens-per-rank", "16384")["ways"] == static["ways"]
 
 

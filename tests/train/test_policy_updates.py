@@ -237,7 +237,7 @@ def test_rules(policies: Path, keys: dict[str, Any], key: str, message: str) -> 
 
 def test_a_period_without_a_policy_has_no_effect(policies: Path) -> None:
     config = configure(policies, policies / "runs")
-    text = (policies / "runs" / "config-in.toml").read_text().replace('policy = "by_loss"', "")
+    text = (policies / "runs" / "config-in.toml").read_text().replace('blend_policy = "by_loss"', "")
     (policies / "config.toml").write_text(text)
     assert config.data.blend_policy
     with pytest.raises(ConfigError, match=r"data.blend_policy_every.*has no effect without a policy"):
