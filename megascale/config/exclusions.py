@@ -304,7 +304,4 @@ SWITCHED_OFF = (
          "store_bytes", "store_events_h"),
     _off("observe.metrics_port", only(0), ObserveConfig, "metrics_address"),
     _off("fault.check_nodes", only(False), FaultConfig, "check_timeout_s", "check_tolerance"),
-    _without_effect("train.precision", is_full_precision, {
-        f"fp8.{name}": only(field.default) for name, field in Fp8Config.model_fields.items()
-    }),
 )  # fmt: skip

@@ -63,7 +63,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir(parents=True)
     for name in ("train", "valid"):
         origin = indexed_dataset.TokenizerInfo("bytes", "bytes", 256)
-        write_documents(folder / name, [np.zeros(100_000, np.int32)], origin, 257)
+        write_documents(folder / name, [np.zeros(3_000_000, np.uint16)], origin, 257)
         (folder / f"{name}.json").unlink()
     (folder / "tokenizer.json").touch()
     return tmp_path
