@@ -245,6 +245,8 @@ def resume(checkpoint: CheckpointConfig) -> Iterator[Finding]:
             yield Finding("checkpoint.resume", reason, "the path of a folder of Hugging Face weights on this host")
     elif "://" not in value and value not in ("auto", "never") and not _is_checkpoint(Path(value)):
         hint = f"auto, never, a folder with a manifest.json, a run's folder, or {HF_PREFIX}FOLDER"
+        if not why_unreadable(absolute_path(value) / "config.json"):
+            hint = f"did you mean {HF_PREFIX}{value}?"
         yield Finding("checkpoint.resume", f"there is no checkpoint in {value or repr(value)}", hint)
 
 

@@ -107,6 +107,9 @@ def _read_file(path: Path, seen: tuple[Path, ...]) -> Source:
         tree = tomllib.loads(text)
     except FileNotFoundError:
         raise _mistake(str(path), "", "there is no such file", "check the path") from None
+    except IsADirectoryError:
+        hint = f"did you mean {config}?" if is_file(config := path / "config.toml") else "give a TOML file"
+        raise _mistake(str(path), "", "is a folder", hint) from None
     except (OSError, UnicodeDecodeError) as error:
         raise _mistake(str(path), "", f"cannot be read: {error}", "give a TOML file in UTF-8") from None
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, integers of 5,000 digits, 1,000 brackets

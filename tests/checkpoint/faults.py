@@ -225,7 +225,7 @@ class KilledRun:
         assert ended == status, (ended, out, err)
         assert "Traceback" not in out + err
         if status == Exit.UNCLASSIFIED:
-            named = r"^megascale: rank [01] of 2 on \S+ failed: killed by SIGKILL(; rank [01]: killed by SIGKILL)?$"
+            named = r"^megascale: rank [01] of 2 on \S+ failed: killed by SIGKILL \(by .*$"
             assert re.search(named, err, re.MULTILINE), err
         else:
             assert err == ""

@@ -310,3 +310,13 @@ def test_checkpoints_in_another_place_than_the_last_are_told(tmp_path: Path) -> 
     ((name, warnings),) = run_world(1, loaded_checkpoint, moved)
     place = Path(moved.checkpoint_folder) / name
     assert warnings == [f"the run saved last in {config.checkpoint_folder}, and resumes from {place}"]
+
+
+@pytest.mark.parametrize(("step", "told"), [(1, True), (2, False)])
+def test_an_older_checkpoint_of_the_run_that_is_not_read_is_told(step: int, told: bool, tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    run_world(1, save_each_step, config, 2)
+    named = f"{config.folder}/checkpoints/step-{step:08}"
+    ((name, warnings),) = run_world(1, loaded_checkpoint, config_in(tmp_path, checkpoint__resume=named))
+    assert name == "step-00000002"
+    assert [f"checkpoint.resume = {named} is not read" in warning for warning in warnings] == [True] * told

@@ -116,6 +116,9 @@ class Resumer:
         problems = folders.remove_unfinished(self.folder)
         if complete and (last := self._last_folder()) not in (None, str(self.folder)):
             problems.append(f"the run saved last in {last}, and resumes from {complete[-1].path}")
+        if complete and source != (newest := complete[-1].path).url and _folder_of(source) == _folder_of(newest.url):
+            hint = f"to go back, give another name, or move {newest.name} and other newer ones away"
+            problems.append(f"checkpoint.resume = {source} is not read, as the run has a newer checkpoint: {hint}")
         if self.saver and not self.folder.local_path:  # a local folder was locked, and so written to, before
             try:
                 self.folder.check_writable()
@@ -145,3 +148,7 @@ def write_saved_marker(run: Path, folder: Location) -> None:
     with contextlib.suppress(OSError, CheckpointError):
         check_known(run)
         write_text(run / SAVED_MARKER, f"{folder}\n")
+
+
+def _folder_of(path: str) -> Path:
+    return Path(path).absolute().parent

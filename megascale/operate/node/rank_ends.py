@@ -170,7 +170,8 @@ def describe_status(status: int | None) -> str:
     if status is not None and status < 0:
         if status == -signal.SIGBUS:
             return "killed by SIGBUS: a file that it maps, such as a dataset, was cut short, or /dev/shm is full"
-        return f"killed by {how_ended(status)}"
+        kernel = " (by the kernel, if memory ran out: see dmesg)" if status == -signal.SIGKILL else ""
+        return f"killed by {how_ended(status)}{kernel}"
     if status in _REPORTED:  # its file could not be written, as on a full disk
         return f"ended with status {status}; its output says why"
     return f"ended with {how_ended(status)} and no error" + (", before the job's end" if status in _IN_ORDER else "")

@@ -38,7 +38,7 @@ def leave(logs: Path, rank: int, **record: Any) -> None:
         (-7, "killed by SIGBUS: a file that it maps, such as a dataset, was cut short, or /dev/shm is full"),
         (0, "ended with status 0 and no error, before the job's end"),
         (143, "ended with status 143 and no error, before the job's end"),
-        (-9, "killed by SIGKILL"),
+        (-9, "killed by SIGKILL (by the kernel, if memory ran out: see dmesg)"),
         (-40, "killed by signal 40"),  # as a real-time signal, which has no name
     ],
 )
