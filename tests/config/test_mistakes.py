@@ -231,7 +231,8 @@ def test_an_override_of_a_table_is_the_location_of_its_keys() -> None:
 
 PATHS = {
     "none.toml": "none.toml  there is no such file  -> check the path",
-    ".": ".  cannot be read: [Errno 21] Is a directory: '.'",
+    ".": ".  is a folder  -> give a TOML file",
+    "run": "run  is a folder  -> did you mean run/config.toml?",
     "good.toml/x": "good.toml/x  cannot be read: [Errno 20] Not a directory: 'good.toml/x'",
     "x" * 5000: "x" * 5000 + "  cannot be read: [Errno 36] File name too long",
     "latin.toml": "latin.toml  cannot be read: 'utf-8' codec can't decode byte 0xe4 in position 8",
@@ -241,6 +242,8 @@ PATHS = {
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path[:20])
 def test_a_file_that_cannot_be_read(path: str) -> None:
     Path("latin.toml").write_bytes('name = "ä"'.encode("latin-1"))
+    Path("run").mkdir()
+    Path("run/config.toml").touch()
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     (problem,) = caught.value.problems
