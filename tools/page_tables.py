@@ -21,6 +21,7 @@ from megascale.catalog.backends import BACKENDS, KERNEL_DTYPES
 from megascale.catalog.optimizers import MATRIX_UNITS, OPTIMIZERS, QUANTIZED_BLOCK, with_defaults
 from megascale.core.files import write_text
 from megascale.core.registry import Card
+from megascale.operate.node.environment import COMMON_DEFAULTS, MULTI_RANK_DEFAULTS
 from observe_tables import alert_rules, event_store, metrics_keys, prometheus_metrics, ready_queries
 from results import filled, pipes
 from status import matrix
@@ -132,10 +133,17 @@ def folders() -> list[str]:
     return pipes(["folder, from top to bottom", "content", ""], *rows)
 
 
+def environment() -> list[str]:
+    """Tabulate the environment variables that a rank sets."""
+    rows = [[f"`{each.name}`", f"`{each.value}`", each.reason] for each in (*COMMON_DEFAULTS, *MULTI_RANK_DEFAULTS)]
+    return pipes(["variable", "value", "why"], *rows)
+
+
 TABLES: dict[tuple[str, str], Callable[[], list[str]]] = {
     ("optimizers.md", "rules"): rules,
     ("backends.md", "backends"): backends,
     ("architecture.md", "folders"): folders,
+    ("launch.md", "environment"): environment,
     ("status.md", "status"): lambda: pipes(*matrix()),
     ("event-store.md", "ready-queries"): ready_queries,
     ("event-store.md", "event-store"): event_store,

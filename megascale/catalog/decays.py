@@ -29,7 +29,7 @@ def wsd(step: int, total: int, decay_steps: int) -> float:
     return min(1.0, max(0.0, (total - step) / (decay_steps + 1)))
 
 
-_WHOLE = {"uses_decay_steps": False}  # a fact: decay_steps has no effect
+_WHOLE = {"uses_decay_steps": False}
 
 DECAYS = Registry(
     "decay",
@@ -39,7 +39,8 @@ DECAYS = Registry(
         Card("linear", "falls linearly from lr to min_lr", "megascale.catalog.decays:linear", _WHOLE),
         Card("cosine", "falls along half a cosine from lr to min_lr", "megascale.catalog.decays:cosine", _WHOLE),
         Card(
-            "wsd", "stays at lr, falls linearly towards min_lr in the last decay_steps", "megascale.catalog.decays:wsd"
+            "wsd", "stays at lr, falls linearly towards min_lr in the last decay_steps", "megascale.catalog.decays:wsd",
+            {"uses_decay_steps": True},
         ),
     ],
     synonyms={

@@ -25,7 +25,7 @@ from megascale.config.finding import Finding
 from megascale.config.model import ModelConfig
 from megascale.config.train import HF_PREFIX, BatchConfig, CheckpointConfig, ObserveConfig, TrainConfig
 from megascale.core.errors import DataError
-from megascale.core.files import NO_FILE, absolute_path, fingerprint, why_unreadable
+from megascale.core.files import NO_FILE, absolute_path, fingerprint, is_folder, why_unreadable
 from megascale.core.limits import PERMISSIONS_HINT
 from megascale.core.readable import is_url
 
@@ -174,8 +174,8 @@ def _missing_files(key: str, prefix: str, reasons: list[str]) -> Finding:
     hint = "`megascale data prepare` creates datasets"
     if texts := [prefix + end for end in TEXT_ENDS if not why_unreadable(prefix + end)]:
         hint = _prepare(texts[0])
-    elif (folder := Path(prefix)).is_dir():
-        names = sorted(path.stem for path in folder.glob("*.idx"))
+    elif is_folder(prefix, optional=True):
+        names = sorted(path.stem for path in Path(prefix).glob("*.idx"))
         hint = f"a dataset of this folder: {', '.join(names[:5])}" if names else _prepare(f"{prefix}/*.jsonl")
     return Finding(key, NO_FILE + " nor ".join(reason.removeprefix(NO_FILE) for reason in reasons), hint)
 

@@ -168,7 +168,7 @@ def test_bf16_layers_of_one_run_do_not_affect_the_next() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--preset lama3-8b", "gpt-neox-20b  -> did you mean 'llama3-8b'?"),
+        ("--preset lama3-8b", "there is no preset 'lama3-8b'  -> did you mean 'llama3-8b'?"),
         ("--preset llama3-8b train.precison=fp32", "did you mean 'precision'?"),
         ("--preset llama3-8b parallel.tp=2", "the layout needs 2 processes  -> bench mfu runs on one device"),
         ("--preset llama3-8b --layers 33", "--layers: the model has 32 layers, not 33  -> give 1 to 32, or fit"),
