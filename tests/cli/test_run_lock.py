@@ -39,7 +39,9 @@ def test_a_folder_of_another_user_is_refused(place: str, victim: Path, tmp_path:
     os.chown(folder, NOBODY, NOBODY, follow_symlinks=False)
     (folder / LOCK_FILE).symlink_to(victim)
     config = load_config(str(job_config(tmp_path, GPT, checkpoint__every=1, checkpoint__dir=str(elsewhere))))
-    with pytest.raises(ConfigError, match=rf"{folder}  (output_dir|checkpoint\.dir): belongs to user {NOBODY}, who could replace what"):
+    with pytest.raises(
+        ConfigError, match=rf"{folder}  (output_dir|checkpoint\.dir): belongs to user {NOBODY}, who could replace what"
+    ):
         lock_run_folder(config)
     assert victim.read_text() == "precious"
 

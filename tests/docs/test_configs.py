@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -140,3 +141,14 @@ def test_the_largest_model_would_not_fit_without_its_layout() -> None:
 
 def _on(name: str, gpus: int) -> RunConfig:
     return load_config(str(CONFIGS / name), world_size=gpus)
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "launch").iterdir()), ids=lambda path: path.name)
+def test_launch_scripts_read_keys_that_exist(script: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["check", str(CONFIGS / "quickstart.toml"), "--json"])
+    config = json.loads(capsys.readouterr().out)["config"]
+    for keys in re.findall(r'config((?:\["\w+"\])+)', script.read_text(encoding="utf-8")):
+        found = config
+        for key in re.findall(r"\w+", keys):
+            assert key in found, keys
+            found = found[key]
