@@ -281,6 +281,21 @@ NO_HOST_READER = _without_effect(
     "data.reader = host, or remove the key",
 )  # fmt: skip
 
+MODES = (NO_ROPE, NO_TAIL, CONSTANT_RATE, NO_AVERAGE, NO_EMA, NO_LAWA, NO_HISTORY, NO_HOST_READER)
+
+
+def without_other_modes(tree: dict[str, Any]) -> dict[str, Any]:
+    """Drop keys of another mode from a stored configuration: earlier versions let users set them."""
+    for exclusion in MODES:
+        table, _, switch = exclusion.key.partition(".")
+        given = tree.get(table, {}).get(switch)
+        for key, passes, _, _ in exclusion.rows if given is not None and exclusion.when(given) else ():
+            section, _, name = key.partition(".")
+            if not passes(tree.get(section, {}).get(name)):
+                tree[section].pop(name, None)
+    return tree
+
+
 # Switches that are off, as by an override of the command line: other keys wait for them, which is worth a warning.
 
 

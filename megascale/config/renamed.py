@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megascale.catalog.decays import DECAYS
+from megascale.config.exclusions import without_other_modes
 
 RENAMED_KEYS = {
     "observe.dir": "output_dir", "launch.timeout_s": "comm.timeout_s", "parallel.cp_ulysses": "parallel.cp_a2a_size",
@@ -56,8 +56,4 @@ def with_present_names(tree: Mapping[str, Any]) -> dict[str, Any]:
             present, present_value = renamed(f"{name}.{key}", value)
             section, _, last = present.rpartition(".")
             (found.setdefault(section, {}) if section else found)[last] = present_value
-    optimizer = found.get("optimizer", {})
-    card = DECAYS.cards.get(str(optimizer.get("decay")))
-    if card is not None and not card.facts.get("uses_decay_steps", True):
-        optimizer.pop("decay_steps", None)  # earlier versions stored it with every decay
-    return found
+    return without_other_modes(found)

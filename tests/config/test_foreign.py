@@ -181,7 +181,7 @@ def hints(tmp_path: Path, text: str, *overrides: str) -> list[str]:
 @pytest.mark.parametrize(("override", "hint"), [
     ("parallel.tensor_model_parallel_size=4", "write parallel.tp=4"),
     ("tensor-model-parallel-size=4", "write parallel.tp=4"),
-    ("optimizer.lr_decay_iters=1000", "the decay always ends with train.steps"),
+    ("optimizer.lr_decay_iters=1000", "nothing to write if equal to the run's length"),
     ("observe.tensorboard_dir=/x", "write observe.tensorboard=true"),
     ("optimizer.adam_beta2=0.98", "write 'optimizer.betas=[0.9, 0.98]'"),
     ("train.fp16=true", "write train.precision=bf16"),

@@ -106,3 +106,26 @@ def test_a_setting_with_its_present_name_stays() -> None:
     assert renamed("parallel.cp_mode", "ring") == ("parallel.cp_mode", "ring")
     assert renamed("optimizer.master", "full") == ("optimizer.master_weights", "full")
     assert renamed("data.skip", [[1, 2]]) == ("data.skip_samples", [[1, 2]])
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"optimizer__decay": "constant", "optimizer__min_lr": 1e-4},
+        {"optimizer__decay": "cosine", "optimizer__decay_steps": 3},
+        {"train__weight_average": "none", "train__weight_average_decay": 0.99, "train__weight_average_count": 3},
+        {"model__position": "learned", "model__rope_theta": 5e5},
+        {"fp8__recipe": "rowwise", "fp8__history": 4},
+        {"data__reader": "rank", "data__reader_timeout_s": 7.0},
+    ],
+    ids=str,
+)
+def test_a_run_of_an_earlier_version_with_settings_of_another_mode_goes_on(
+    stored: dict[str, Any], tmp_path: Path
+) -> None:
+    tree = settings(GPT, tmp_path, **stored)
+    write_config(tree, tmp_path / "config.toml")
+    with pytest.raises(ConfigError):
+        load_config(str(tmp_path / "config.toml"))
+    (tmp_path / "metrics.jsonl").touch()
+    load_config(str(tmp_path / "config.toml"))

@@ -75,7 +75,7 @@ def open_megatron(options: argparse.Namespace) -> Callable[[], Read]:
         tokenizer=Tokenizer(),
         reset_position_ids=False,
         reset_attention_mask=False,
-        eod_mask_loss=True,
+        eod_mask_loss=False,
         create_attention_mask=False,
         fast_cache_load=options.fast and again,
         defer_npy_index_mmap=options.fast and again,
