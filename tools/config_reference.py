@@ -23,6 +23,7 @@ from megascale.config.loading import sections
 from megascale.config.model import DERIVED_FROM, ModelConfig
 from megascale.config.section import Section
 from megascale.config.value_words import choice_of, values_in_words
+from megascale.core.files import write_text
 from megascale.core.units import format_count
 from megascale.layout.parameters import parameter_count
 
@@ -122,7 +123,7 @@ def main() -> int:
     for name, text in pages().items():
         path = DOCS / name
         if not options.check:
-            path.write_text(text, encoding="utf-8")
+            write_text(path, text)
         elif not path.is_file() or path.read_text(encoding="utf-8") != text:
             old.append(name)
             print(f"docs/{name} is out of date  -> make docs", file=sys.stderr)

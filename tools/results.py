@@ -168,7 +168,9 @@ def main() -> int:
                 raise ValueError("a new page needs --title and --measured")
             heading = Heading(options.title, options.measured, (shlex.join(command),))
         else:
-            heading = read_heading(RESULTS / f"{options.name}.md")
+            heading = read_heading(page := RESULTS / f"{options.name}.md")
+            if ": begin -->" in page.read_text(encoding="utf-8"):
+                raise ValueError(f"{page.name}: its tables are filled in by the tool itself: {heading.commands}")
             if not heading.commands:
                 raise ValueError(f"{options.name}: the page names no command")
         parts = [output(command) for command in heading.commands]

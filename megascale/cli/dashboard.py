@@ -35,11 +35,11 @@ def _base_path(text: str) -> str:
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
-    from megascale.operate.show.html_report import FILE_START
+    from megascale.operate.show.charts.shapes import REPORT_START
 
     sub.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="folders of runs, shown side by side")
     output = "write what is known about the run as one HTML file, instead of a server"
-    sub.add_argument("--file", metavar="FILE.html", type=own_file(".html", FILE_START), help=output)
+    sub.add_argument("--file", metavar="FILE.html", type=own_file(".html", REPORT_START), help=output)
     host = "address to listen on; others than loopback send the token in clear (default: 127.0.0.1)"
     sub.add_argument("--host", metavar="ADDRESS", default=SERVER["host"], help=host)
     base = "path of the pages at a reverse proxy, whether it strips the path or not, such as /proxy/8050/ (default: /)"

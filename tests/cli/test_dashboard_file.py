@@ -8,7 +8,7 @@ import pytest
 
 from megascale.cli.main import main
 from megascale.core.errors import Exit
-from megascale.operate.show.html_report import FILE_START
+from megascale.operate.show.charts.shapes import REPORT_START
 from tests.operate.show.folders import make_run
 from tests.operate.show.stores import make_stored_run
 
@@ -19,7 +19,7 @@ def test_a_report_is_written_and_written_again(tmp_path: Path, capsys: pytest.Ca
     for _ in range(2):
         assert main(["dashboard", str(run), "--file", str(output)]) == Exit.OK
         assert capsys.readouterr().out.startswith(f"{output}: ")
-        assert output.read_bytes().startswith(FILE_START)
+        assert output.read_bytes().startswith(REPORT_START)
     assert "<h2>Timeline</h2>" in output.read_text()
 
 

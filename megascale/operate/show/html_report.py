@@ -14,13 +14,12 @@ from megascale.core.rank import format_ranks
 from megascale.core.units import format_bytes, format_count, format_duration, format_time
 from megascale.operate.diagnose.slow.mfu_breakdown import MfuBreakdown
 from megascale.operate.show.charts.report_charts import Bar, CellLevel, Mark, Series, bar_chart, grid_chart, line_chart
-from megascale.operate.show.charts.shapes import BLUE, GREEN, ORANGE, RED, STYLE
+from megascale.operate.show.charts.shapes import BLUE, GREEN, ORANGE, RED, REPORT_START, STYLE
 from megascale.operate.show.curves import CURVES
 from megascale.operate.show.rank_grid import rank_matrix
 from megascale.operate.show.run_view import RunView
 from megascale.operate.show.store_view import StoreView
 
-FILE_START = b"<!doctype html><!-- megascale dashboard -->"  # the first bytes of a report
 MOST_POINTS = 800  # most points of a curve
 MOST_ROWS = 200  # most incidents and findings that are listed: the last, and the costliest
 
@@ -60,7 +59,7 @@ def render_report(view: RunView, store: StoreView | None, timeline: str, notes: 
     style = f"<style>{PAGE_STYLE}{STYLE}</style>"
     head = f"<html lang='en'><head><meta charset='utf-8'><title>{escape(view.name)}</title>{style}</head>"
     foot = f"<p class='note'>{escape(made)}</p></body></html>"
-    return "\n".join([FILE_START.decode(), head, "<body>", *sections, foot]) + "\n"
+    return "\n".join([f"{REPORT_START.decode()}dashboard -->", head, "<body>", *sections, foot]) + "\n"
 
 
 def _header(view: RunView, findings: Sequence[str] | None) -> Iterator[str]:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megascale.operate.show.html_report import FILE_START, render_report
+from megascale.operate.show.charts.shapes import REPORT_START
+from megascale.operate.show.html_report import render_report
 from megascale.operate.show.run_reader import RunReader
 from megascale.operate.show.store_view import read_store_view
 from tests.operate.show.folders import incident, make_run, write_incidents
@@ -24,7 +25,7 @@ def test_everything_that_is_known(tmp_path: Path) -> None:
     view, store = RunReader(run).read(), read_store_view(run)
     assert store is not None
     report = render_report(view, store, "<svg>timeline</svg>")
-    assert report.encode().startswith(FILE_START)
+    assert report.encode().startswith(REPORT_START)
     assert not NOTHING_OUTSIDE.search(report)
     for words in (
         "<h1>test</h1>", "8 ranks: tp 2, pp 2, dp 2",

@@ -9,6 +9,7 @@ from html import escape
 BLUE, ORANGE, GREY, GREEN, RED = "#0072b2", "#e69f00", "#8c8c8c", "#009e73", "#b2182b"
 
 FILE_START = b"<svg xmlns='http://www.w3.org/2000/svg'"  # the first bytes of a chart's file
+REPORT_START = b"<!doctype html><!-- megascale "  # the first bytes of a report's file
 
 STYLE = """
 svg text { font: 11px sans-serif; fill: #333 }
