@@ -61,7 +61,7 @@ def test_the_findings_are_those_of_a_folder(bucket: FailingStore, tmp_path: Path
     for path in sorted((tmp_path / "events").rglob("*.parquet")):
         Location(f"s3://bucket/run/events/{path.relative_to(tmp_path / 'events')}").write(path.read_bytes())
     found = findings(open_store("s3://bucket/run"))
-    assert [each.ranks for each in found] == [(5,)]
+    assert [each.culprit.ranks for each in found] == [(5,)]
     assert found == findings(open_store(tmp_path))
 
 
