@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from megascale.cli.arguments import add_config_arguments, add_json, at_least
-from megascale.config.loading import load_config
+from megascale.cli.doctor import configs_to_check
 from megascale.core.errors import ConfigError, Exit, Problem
 from megascale.core.network import LOOPBACK, address_toward
 from megascale.core.rank import NODE_VARIABLE, Rank, rank_from_environment, rendezvous_endpoint
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
         if options.config.isdecimal():
             hint = f"--processes {options.config} for nodes that are processes of this host"
             raise ConfigError([Problem("command line", "CONFIG", f"{options.config!r} is no TOML file", hint)])
-        config = load_config(options.config, options.overrides, skip_sections=["data"])
+        config, *_ = configs_to_check(options.config, options.overrides).values()
         plan = replace(plan, tolerance=config.fault.check_tolerance)
     rank = rank_from_environment()
     if rank is None:

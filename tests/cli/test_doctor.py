@@ -162,3 +162,10 @@ def test_with_a_compiler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
             compiled = verdicts(report, precision, operation)["compile"]
             assert compiled["supported"] and not compiled["chosen"]
             assert 0 < compiled["difference"] < bound
+
+
+def test_the_tolerance_of_nodes_is_given_without_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "nodes", "fault.check_tolerance=2"]) == Exit.CONFIG
+    assert "fault.check_tolerance: 2: should be less than 1" in capsys.readouterr().err
+    assert main(["doctor", "nodes", "fault.check_tolerance=0.2"]) == Exit.CONFIG
+    assert "no launcher has started this process" in capsys.readouterr().err
