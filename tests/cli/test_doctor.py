@@ -19,6 +19,7 @@ from megascale.catalog.backends import BACKENDS
 from megascale.cli import doctor
 from megascale.cli.doctor import configs_to_check
 from megascale.cli.main import main
+from megascale.core.errors import Exit
 from megascale.device import Device
 from tests.runs import GPT, settings, write_config
 
