@@ -11,10 +11,9 @@ NOT_OURS = "settings have no dashes: write section.key=value"
 
 def flag_problems(words: Sequence[str], unknown: Sequence[str], known: Sequence[str] = ()) -> Iterator[Problem]:
     """Yield a problem for each flag of the command line `words` that is `unknown`, with the setting that a flag of
-    Megatron-LM and others means. `known`: the command's own options.
+    Megatron-LM and others means, and for each unknown word that no flag takes. `known`: the command's own options.
     """
-    from megascale.config.foreign.translation import read_flags, translate_all
-    from megascale.config.loading import sections
+    from megascale.config.foreign.translation import is_ours, read_flags, translate_all
     from megascale.core.registry import closest_name
 
     names = {word.partition("=")[0] for word in unknown if word.startswith("-")}
@@ -23,7 +22,7 @@ def flag_problems(words: Sequence[str], unknown: Sequence[str], known: Sequence[
         values = flags[flag]
         text = " ".join([flag, *map(str, values)])
         name = flag.lstrip("-")
-        if name.partition(".")[0] in sections() and "." in name:
+        if is_ours(name):
             yield Problem("command line", text, "a setting has no dashes", _write(name, values))
         elif found is not None:
             message = f"{found.system} has this option"
@@ -32,6 +31,8 @@ def flag_problems(words: Sequence[str], unknown: Sequence[str], known: Sequence[
             close = closest_name(flag, known)
             hint = f"did you mean '{close}'?" if close else NOT_OURS
             yield Problem("command line", text, "there is no such option", hint)
+    for word in read_flags(unknown).get("", ()):
+        yield Problem("command line", word, "not a setting", "write section.key=value")
 
 
 def _write(name: str, values: Sequence[object]) -> str:

@@ -8,15 +8,13 @@ from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
+from megascale.config.foreign.setting import NO_FP16, NO_MOE, plain
 from megascale.config.section import FEW_CHOICES, TableChoice
 from megascale.config.value_words import A_CHOICE, literals_of, values_in_words
 from megascale.core.registry import closest_name, closest_names
 
-_NO_FP16 = "fp16, which needs loss scaling, is not supported: bf16, of the same size, needs none"
-_NO_MOE = "mixtures of experts are not supported: 1, or remove the key"
-
 UNSUPPORTED: dict[str, dict[str, str]] = {
-    "train.precision": dict.fromkeys(("fp16", "float16", "half", "16", "16-mixed", "fp16-mixed"), _NO_FP16),
+    "train.precision": dict.fromkeys(("fp16", "float16", "half", "16", "16-mixed", "fp16-mixed"), NO_FP16),
     "fp8.recipe": dict.fromkeys(("mxfp8", "mx"), "mxfp8 is not supported: blockwise, with scales of 128 elements"),
     "optimizer.name": {"sgd": "SGD is not supported: adamw, or muon for matrices"},
     "parallel.schedule": dict.fromkeys(
@@ -36,16 +34,14 @@ def unknown_key_hint(
     """Return the hint for a key that does not exist: the setting that is meant, with its value. `known`: keys of the
     table; `elsewhere`: keys of the same name in other tables.
     """
-    from megascale.config.foreign.others import TABLES
-    from megascale.config.foreign.setting import plain
     from megascale.config.foreign.translation import translate  # for a mistake alone
 
     last = key.rpartition(".")[2]
     if elsewhere:
         return f"did you mean '{elsewhere[0]}'?"
     values = [] if value is None or isinstance(value, dict) else [value]
-    if isinstance(value, dict) and (table := TABLES.get(plain(last))):
-        return _table_hint(last, table, value)
+    if isinstance(value, dict) and (hint := _table_hint(last, value, known)):
+        return hint
     if found := translate(key, values):
         return f"{found.hint(command_line=command_line)}; the name is {found.system}'s"
     if close := closest_name(last, known):
@@ -57,19 +53,24 @@ def unknown_key_hint(
     return f"{near}docs/configuration.md lists all {len(known)} keys"
 
 
-def _table_hint(name: str, table: str, value: Mapping[str, Any]) -> str:
-    """Return the hint for a table of another system's file: what to write for each of its keys."""
+def _table_hint(name: str, value: Mapping[str, Any], known: Sequence[str]) -> str:
+    """Return the hint for a table of another system's file: what to write for each of its keys; else ''."""
+    from megascale.config.foreign.others import TABLES
     from megascale.config.foreign.translation import toml, translate_all
 
+    if not (table := TABLES.get(plain(name))) and closest_name(name, known):
+        return ""
     given = {f"{name}.{key}": [item] for key, item in value.items() if not isinstance(item, dict)}
     found = [one for _, one in translate_all(given) if one and one.key and one.value is not None]
-    parts = [f"{one.key} = {toml(one.value)}" for one in found]
-    return f"did you mean '{table}'?" + (f" Write {', '.join(parts)}" if parts else "")
+    text = ", ".join(f"{one.key} = {toml(one.value)}" for one in found)
+    if not table:
+        return text and f"write {text}"
+    return f"did you mean '{table}'?" + (f" Write {text}" if text else "")
 
 
 def unsupported(key: str, value: Any) -> str:
     """Return why a value that other systems have is not supported; else ''."""
-    return _NO_MOE if key == "parallel.ep" else UNSUPPORTED.get(key, {}).get(_text(value), "")
+    return f"{NO_MOE}: 1, or remove the key" if key == "parallel.ep" else UNSUPPORTED.get(key, {}).get(_text(value), "")
 
 
 def _text(value: Any) -> str:

@@ -87,10 +87,9 @@ def apply_overrides(source: Source, overrides: Sequence[str], is_text: Callable[
 
 def _no_setting_hint(text: str, words: Sequence[str]) -> str:
     """Return the setting that a name of another system means, with the next word as its value."""
-    from megascale.config.foreign.translation import read_value, translate  # for a mistake alone
-    from megascale.config.loading import sections
+    from megascale.config.foreign.translation import is_ours, read_value, translate  # for a mistake alone
 
-    if text.partition(".")[0] in sections() and re.fullmatch(r"\w+(\.\w+)+", text):
+    if is_ours(text):
         return f"write {text}=..."
     following = words[words.index(text) + 1 :][:1]
     found = translate(text, [read_value(word) for word in following if "=" not in word])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megascale.cli.main import main
-from tests.config.test_foreign import BASE, GPT3_175B, LLAMA3_8B
+from tests.config.test_foreign import BASE, GPT3_175B, LLAMA3_8B, MORE_FLAGS
 
 COMMANDS = ["check run.toml", "train run.toml", "launch run.toml --nodes 1", "plan run.toml --hardware h100"]
 
@@ -35,7 +35,7 @@ def test_a_flag_of_megatron(command: str, capsys: pytest.CaptureFixture[str]) ->
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize("script", [GPT3_175B, LLAMA3_8B])
+@pytest.mark.parametrize("script", [GPT3_175B, LLAMA3_8B, MORE_FLAGS])
 def test_a_whole_command_of_megatron(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Flags before and after CONFIG: every one has its line, and what it says is no flag."""
     words = " ".join(script.split())
@@ -53,10 +53,23 @@ def test_a_whole_command_of_megatron(script: str, capsys: pytest.CaptureFixture[
     ("--parallel.tp=4", "--parallel.tp 4: a setting has no dashes  -> write parallel.tp=4"),
     ("--no-such-flag 4",
      "--no-such-flag 4: there is no such option  -> settings have no dashes: write section.key=value"),
+    ("--checkpoint.interval 10", "--checkpoint.interval 10: torchtitan has this option  -> write checkpoint.every=10"),
+    ("--parallel.no_such 4",
+     "--parallel.no_such 4: there is no such option  -> settings have no dashes: write section.key=value"),
+    ("--optimizer.options.beta1 0.8",
+     "--optimizer.options.beta1 0.8: a setting has no dashes  -> write optimizer.options.beta1=0.8"),
+    ("--save 2026-01-01", "--save 2026-01-01: Megatron-LM has this option  -> write 'output_dir=\"2026-01-01\"' "
+     "(a run's folder is output_dir/name; checkpoint.dir puts checkpoints elsewhere)"),
+    ("--gpus 1 --json -1", "-1: not a setting  -> write section.key=value"),
     ("--jsom", "--jsom: there is no such option  -> did you mean '--json'?"),
 ])  # fmt: skip
 def test_kinds_of_flags(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert answered(f"check run.toml {words}", capsys) == [f"command line  {line}"]
+
+
+def test_every_word_that_no_flag_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = answered("check run.toml --swiglu 4 train.steps=3 name=x --lr 1 2 other", capsys)
+    assert [line.split()[2].strip(":") for line in lines] == ["--swiglu", "--lr", "4", "2", "other"]
 
 
 def test_options_of_the_command_stand_between(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,6 +78,9 @@ def test_options_of_the_command_stand_between(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_name_without_dashes_and_equals_sign(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = answered("check run.toml checkpoint.interval 10 checkpoint.every", capsys)
+    assert lines[0].endswith("not a setting  -> write checkpoint.every=10; the name is torchtitan's")
+    assert lines[2].endswith("not a setting  -> write checkpoint.every=...")
     lines = answered("check run.toml tensor-model-parallel-size 4", capsys)
     assert lines[0].endswith("not a setting  -> write parallel.tp=4; the name is Megatron-LM's")
 

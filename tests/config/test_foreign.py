@@ -50,6 +50,13 @@ LLAMA3_8B = """\
 """
 """The options of examples/llama/train_llama3_8b_h100_fp8.sh at d98e8a64, of both kinds of data."""
 
+MORE_FLAGS = """\
+--use-cpu-initialization --log-params-norm --log-num-zeros-in-grad --rerun-mode disabled --DDP-impl local
+--no-check-for-nan-in-loss-and-grad --microbatch-group-size-per-virtual-pipeline-stage 2 --manual-gc-eval
+--dist-ckpt-strictness log_all --start-weight-decay 0 --end-weight-decay 0.1 --weight-decay-incr-style linear
+"""
+"""Options of other scripts."""
+
 ROWS = [(system, setting) for system, rows in SYSTEMS.items() for setting in rows]
 
 
@@ -59,7 +66,7 @@ def written(text: str) -> dict[str, Any]:
     return {one.key: one.value for _, one in found if one is not None and one.key}
 
 
-@pytest.mark.parametrize("script", [GPT3_175B, LLAMA3_8B])
+@pytest.mark.parametrize("script", [GPT3_175B, LLAMA3_8B, MORE_FLAGS])
 def test_every_flag_of_the_example_scripts_is_answered(script: str) -> None:
     for flag, found in translate_all(read_flags(script.split())):
         assert found is not None, flag
@@ -145,10 +152,30 @@ def test_names_are_found_in_every_spelling() -> None:
     assert set(TABLES.values()) <= set(sections())
 
 
-def test_no_two_rows_of_a_system_have_a_name() -> None:
-    for rows in SYSTEMS.values():
-        names = [plain(name) for setting in rows for name in setting.names]
-        assert len(names) == len(set(names)), [name for name in names if names.count(name) > 1]
+def test_no_two_rows_have_a_name() -> None:
+    names = [plain(name) for _, setting in ROWS for name in setting.names]
+    assert len(names) == len(set(names)), [name for name in names if names.count(name) > 1]
+
+
+@pytest.mark.parametrize(("words", "settings"), [
+    ("--lr-warmup-fraction inf --lr-decay-iters 10", {"optimizer.warmup_steps": None}),
+    ("--normalization 5 --train-iters 5e5", {"model.norm": None, "train.steps": 500_000}),
+    ("--reduce_bucket_size 5e8", {"overlap.bucket_bytes": 2_000_000_000}),
+    ("--ddp-bucket-size abc", {"overlap.bucket_bytes": None}),
+    ("--training.dtype float32 --training.mixed_precision_param bfloat16", {"train.precision": "bf16"}),
+    ("--dim 64 --hidden_dim 128", {"model.hidden_size": 64, "model.ffn_size": 128}),
+    ("--seq-length 2048 --max-position-embeddings 131072", {"model.seq_length": 2048}),
+    ("--max-position-embeddings 2048", {"model.seq_length": 2048}),
+    ("--muon-momentum 0.9 --muon-num-ns-steps 6", {"optimizer.options": {"momentum": 0.9, "ns_steps": 6}}),
+    ("--muon-momentum 0.9", {"optimizer.options": {"momentum": 0.9}}),
+    ("--adam-beta1 0.8", {"optimizer.betas": [0.8, 0.999]}),
+    ("--optimizer.beta1 0.8", {"optimizer.betas": [0.8, 0.95]}),
+    ("--optimizer.beta1 0.8 --optimizer.beta2 0.98", {"optimizer.betas": [0.8, 0.98]}),
+    ("--model.flavor 8B --training.global_batch_size -1 --validation.steps -1", {}),
+    ("--training.global_batch_size 64", {"batch.global": 64}),
+])  # fmt: skip
+def test_values_of_flags_together(words: str, settings: dict[str, Any]) -> None:
+    assert repr(written(words)) == repr(settings)
 
 
 BASE = """\
@@ -182,10 +209,12 @@ def hints(tmp_path: Path, text: str, *overrides: str) -> list[str]:
     ("parallel.tensor_model_parallel_size=4", "write parallel.tp=4"),
     ("tensor-model-parallel-size=4", "write parallel.tp=4"),
     ("optimizer.lr_decay_iters=1000", "nothing to write if equal to the run's length"),
+    ("model.hidden_dim=128", "write model.ffn_size=128"),
+    ("model.query_pre_attn_scalar=-5", "write model.softmax_scale=... (its inverse square root)"),
     ("observe.tensorboard_dir=/x", "write observe.tensorboard=true"),
     ("optimizer.adam_beta2=0.98", "write 'optimizer.betas=[0.9, 0.98]'"),
     ("train.fp16=true", "write train.precision=bf16"),
-    ("parallel.expert_model_parallel_size=8", "not supported: mixtures of experts"),
+    ("parallel.expert_model_parallel_size=8", "mixtures of experts are not supported"),
     ("training.seq_len=2048", "did you mean 'train'? Write model.seq_length = 2048"),
     ("parallel.zero_stage=2", "write parallel.zero=2"),
     ("train.max_steps=7", "write train.steps=7"),
@@ -200,6 +229,14 @@ def test_a_table_of_another_system(tmp_path: Path) -> None:
     table = '[parallelism]\ntensor_parallel_degree = 2\npipeline_parallel_schedule = "Interleaved1F1B"\n'
     (found,) = hints(tmp_path, BASE + table)
     assert found == "did you mean 'parallel'? Write parallel.tp = 2, parallel.schedule = \"interleaved_1f1b\""
+
+
+@pytest.mark.parametrize(("table", "hint"), [
+    ('[job]\ndump_folder = "x"\n', 'write output_dir = "x"'),
+    ("[modle]\nnum_layers = 4\n", "did you mean 'model'?"),
+])  # fmt: skip
+def test_a_table_without_one_here(tmp_path: Path, table: str, hint: str) -> None:
+    assert hints(tmp_path, BASE + table) == [hint]
 
 
 def test_a_list_has_the_values_up_to_the_next_flag() -> None:

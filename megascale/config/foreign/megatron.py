@@ -5,13 +5,16 @@ Read at commit d98e8a64 of 2026-08-22; flags that this commit has no more are th
 
 from megascale.config.foreign.setting import (
     MANY,
+    NO_FP16,
+    NO_MOE,
+    Advice,
     Context,
     absent,
-    beta,
+    betas,
     blend,
     computed,
     every,
-    option,
+    options,
     same,
     scaled,
     steps_of_samples,
@@ -21,10 +24,11 @@ from megascale.config.foreign.setting import (
     words,
 )
 
-_NO_MOE = "not supported: mixtures of experts"
-_NO_FP16 = "fp16 with loss scaling is not supported; bf16 needs no scale"
 _ALWAYS = "nothing to write: always so"
+_POSITIONS = Advice("nothing to write: model.seq_length says it; with learned positions of more: model.positions")
 _MODULES = {"core_attn": "attention", "layernorm": "norm", "moe_act": "activation"}
+_BETAS = betas(adam_beta1=0.9, adam_beta2=0.999)
+_MUON = options(muon_momentum="momentum", muon_num_ns_steps="ns_steps")
 
 
 def _norm(name: str, context: Context) -> str:
@@ -43,8 +47,10 @@ MODEL = (
     same("--vocab-size", "model.vocab_size", "the true size; it is padded to a multiple of 64 x tp"),
     absent("--make-vocab-size-divisible-by", "nothing to write: padded to a multiple of 64 x tp, theirs of 128 x tp"),
     same("--seq-length", "model.seq_length"),
-    same("--max-position-embeddings", "model.seq_length", "with learned positions of a longer model: model.positions"),
-    computed("--normalization", "model.norm", lambda values, context: _norm(values[0], context)),
+    computed("--max-position-embeddings", "model.seq_length",
+             lambda values, context: _POSITIONS if "seq_length" in context else values[0],
+             "nothing to write beside --seq-length; with learned positions of a longer model: model.positions"),
+    computed("--normalization", "model.norm", lambda values, context: _norm(str(values[0]), context)),
     same("--norm-epsilon, --layernorm-epsilon", "model.norm_eps"),
     switch("--apply-layernorm-1p", "model.norm", "rmsnorm_1p", "for RMSNorm; LayerNorm has gain 1 from the start"),
     switch("--swiglu", "model.activation", "swiglu", theirs="gelu_tanh, by --bias-gelu-fusion"),
@@ -65,6 +71,7 @@ MODEL = (
     same("--hidden-dropout, --attention-dropout", "model.dropout", "one value for both", "0.1"),
     same("--init-method-std", "model.init_std"),
     absent("--init-method-xavier-uniform", "not supported: write model.init_std", 0),
+    absent("--use-cpu-initialization", "nothing to write: train.seed gives the same weights in every layout", 0),
     same("--mup-base-hidden-size", "model.mup_base_width"),
     absent("--use-mup", "nothing to write: model.mup_base_width says it", 0),
     computed("--window-size", "model.window", lambda values, _: int(str(values[0]).strip("() ").split(",")[0]) + 1,
@@ -72,7 +79,7 @@ MODEL = (
     absent("--apply-query-key-layer-scaling, --fp32-residual-connection", "not supported", 0),
     absent("--attention-softmax-in-fp32", _ALWAYS, 0),
     absent("--multi-latent-attention", "not supported", 0),
-    absent("--num-experts", _NO_MOE),
+    absent("--num-experts", NO_MOE),
     absent("--mtp-num-layers", "not supported: multi-token prediction"),
     absent("--use-mcore-models, --use-legacy-models", "nothing to write: one model", 0),
     absent("--transformer-impl, --spec", "write backends.* for single operations; auto takes what is installed"),
@@ -89,6 +96,7 @@ PARALLEL = (
              "counts chunks: num_layers / (pp x their number)"),
     absent("--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers",
            "write parallel.layers_per_chunk; auto gives the first and last stage fewer layers"),
+    absent("--microbatch-group-size-per-virtual-pipeline-stage", "nothing to write: groups of parallel.pp"),
     absent("--pipeline-model-parallel-layout", "write parallel.layers_per_chunk, a list"),
     absent("--account-for-embedding-in-pipeline-split, --account-for-loss-in-pipeline-split", _ALWAYS, 0),
     switch("--sequence-parallel", "parallel.sp", True),
@@ -98,8 +106,9 @@ PARALLEL = (
              "with cp_mode = usp", takes=MANY),
     switch("--hybrid-context-parallel", "parallel.hybrid_dp", True),
     same("--max-seqlen-per-dp-cp-rank", "data.max_tokens_per_rank"),
-    absent("--expert-model-parallel-size, --expert-tensor-parallel-size", _NO_MOE),
+    absent("--expert-model-parallel-size, --expert-tensor-parallel-size", NO_MOE),
     switch("--use-distributed-optimizer", "parallel.zero", 1, theirs="off"),
+    absent("--DDP-impl", "nothing to write: parallel.zero says it"),
     words("--data-parallel-sharding-strategy", "parallel.zero",
           {"no_shard": 0, "optim": 1, "optim_grads": 2}, "optim_grads_params, ZeRO-3, is not supported"),
     absent("--use-torch-fsdp2, --use-megatron-fsdp", "not supported: write parallel.zero = 2, and more tp or pp", 0),
@@ -128,8 +137,8 @@ TRAIN = (
              "steps: samples / batch.global; more with a ramp-up, see the tokens that `check` prints"),
     same("--seed", "train.seed"),
     switch("--bf16", "train.precision", "bf16"),
-    switch("--fp16", "train.precision", "bf16", _NO_FP16),
-    absent("--loss-scale, --initial-loss-scale, --min-loss-scale, --loss-scale-window, --hysteresis", _NO_FP16),
+    switch("--fp16", "train.precision", "bf16", NO_FP16),
+    absent("--loss-scale, --initial-loss-scale, --min-loss-scale, --loss-scale-window, --hysteresis", NO_FP16),
     words("--fp8-format", "train.precision", {"hybrid": "fp8", "e4m3": "fp8"},
           "the format follows fp8.recipe: tensorwise, delayed and static are hybrid, rowwise and blockwise e4m3"),
     words("--fp8-recipe", "fp8.recipe", {"tensorwise": "tensorwise", "delayed": "delayed", "blockwise": "blockwise"},
@@ -167,11 +176,14 @@ TRAIN = (
     same("--eval-interval", "train.eval_every", "0 is never", theirs="1000"),
     same("--eval-iters", "train.eval_steps", theirs="100"),
     same("--check-weight-hash-across-dp-replicas-interval", "train.check_replicas_every", "over tp, too"),
-    absent("--manual-gc", "nothing to write: collected on all ranks in the same step", 0),
+    absent("--manual-gc, --manual-gc-eval, --no-manual-gc-eval",
+           "nothing to write: collected on all ranks in the same step", 0),
     absent("--manual-gc-interval, --empty-unused-memory-level", "nothing to write"),
     absent("--exit-duration-in-mins, --exit-interval", "not supported: SIGTERM, or the scheduler's end of time, saves "
            "and stops; the same command resumes"),
     absent("--exit-signal-handler, --check-for-nan-in-loss-and-grad", _ALWAYS, 0),
+    absent("--no-check-for-nan-in-loss-and-grad", "not supported: loss and gradients must be finite", 0),
+    absent("--rerun-mode", "not supported: write train.check_replicas_every, which finds silent errors"),
     absent("--deterministic-mode", "nothing to write: a resume in the same layout repeats every bit", 0),
 )  # fmt: skip
 
@@ -197,12 +209,14 @@ OPTIMIZER = (
     absent("--decoupled-lr, --decoupled-min-lr",
            'write [[optimizer.groups]] with kinds = ["embedding", "head"] and lr_mult'),
     same("--weight-decay", "optimizer.weight_decay", "not of norms and biases", "0.01"),
-    computed("--adam-beta1", "optimizer.betas", beta(0)),
-    computed("--adam-beta2", "optimizer.betas", beta(1), theirs="0.999"),
+    absent("--start-weight-decay, --end-weight-decay, --weight-decay-incr-style",
+           "not supported: optimizer.weight_decay is constant"),
+    computed("--adam-beta1", "optimizer.betas", _BETAS),
+    computed("--adam-beta2", "optimizer.betas", _BETAS, theirs="0.999"),
     same("--adam-eps", "optimizer.eps"),
     same("--clip-grad", "optimizer.clip_norm"),
-    computed("--muon-momentum", "optimizer.options", option("momentum")),
-    computed("--muon-num-ns-steps", "optimizer.options", option("ns_steps")),
+    computed("--muon-momentum", "optimizer.options", _MUON),
+    computed("--muon-num-ns-steps", "optimizer.options", _MUON),
     absent("--sgd-momentum", "not supported: one of the choices of optimizer.name"),
     absent("--use-precision-aware-optimizer",
            'write optimizer.name = "adamw_8bit", or optimizer.master_weights = "bf16_compensated"', 0),
@@ -242,6 +256,7 @@ CHECKPOINT = (
            "nothing to write: safetensors for every layout; `megascale ckpt convert` writes Hugging Face's"),
     switch("--async-save", "checkpoint.async", True, theirs="off"),
     absent("--use-dist-ckpt, --ckpt-fully-parallel-save, --ckpt-fully-parallel-load, --verify-integrity", _ALWAYS, 0),
+    absent("--dist-ckpt-strictness", "nothing to write: a checkpoint is whole"),
     absent("--finetune", "write checkpoint.resume = hf:FOLDER: weights alone, step 0", 0),
     absent("--pretrained-checkpoint", "write checkpoint.resume = hf:FOLDER, weights of Hugging Face"),
     absent("--no-save-optim, --no-save-rng, --no-load-optim, --no-load-rng", "not supported: a checkpoint is whole", 0),
@@ -258,6 +273,7 @@ OBSERVE = (
     absent("--wandb-project, --wandb-exp-name, --wandb-save-dir",
            "not supported: metrics.jsonl, TensorBoard, `megascale dashboard`, Prometheus"),
     absent("--log-throughput", "nothing to write: each line has tok/s and MFU, theirs is causal", 0),
+    absent("--log-params-norm, --log-num-zeros-in-grad", "not supported: grad_norm is in metrics.jsonl", 0),
     absent("--log-timers-to-tensorboard, --log-memory-to-tensorboard", "nothing to write: observe.record_events", 0),
     absent("--timing-log-level, --timing-log-option", "nothing to write: observe.record_events, every action"),
     absent("--log-straggler", "nothing to write: `megascale diagnose RUN --slow`", 0),
@@ -270,5 +286,5 @@ OBSERVE = (
 
 SETTINGS = (*MODEL, *PARALLEL, *TRAIN, *OPTIMIZER, *DATA, *CHECKPOINT, *OBSERVE)
 
-PREFIXES = {"moe_": _NO_MOE, "rl_": "not supported: reinforcement learning", "inference_": "not supported: serving"}
+PREFIXES = {"moe_": NO_MOE, "rl_": "not supported: reinforcement learning", "inference_": "not supported: serving"}
 """Beginnings of the names of other settings."""

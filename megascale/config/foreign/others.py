@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from megascale.config.foreign.setting import (
     MANY,
+    NO_FP16,
+    NO_MOE,
     absent,
-    beta,
+    automatic,
+    betas,
     blend,
     computed,
     every,
@@ -26,27 +29,26 @@ _DTYPES = {
     "bfloat16": "bf16", "float32": "fp32", "bf16": "bf16", "fp32": "fp32", "32": "fp32", "bf16-mixed": "bf16",
     "bf16-true": "bf16", "32-true": "fp32", "fp8": "fp8",
 }  # fmt: skip
-_NO_MOE = "not supported: mixtures of experts"
 _NO_ZERO3 = "ZeRO-3 is not supported: 2, and more tp or pp"
-_NO_FP16 = "fp16 with loss scaling is not supported; bf16 needs no scale"
 _ZERO = {"0": 0, "1": 1, "2": 2}
-
+_BETAS = betas(beta1=0.9, beta2=0.95)
 
 TORCHTITAN = (
-    same("model.flavor, flavor", "model.preset", "such as llama3-8b"),
+    absent("model.flavor, flavor", 'write model.preset, such as "llama3-8b": docs/presets.md lists them'),
     absent("model.hf_assets_path, model.tokenizer_path, hf_assets_path",
            "`megascale data prepare --tokenizer FILE`, and data.tokenizer = FILE"),
     absent("training.dataset", "`megascale data prepare` makes a dataset for data.train"),
     computed("training.dataset_path", "data.train", blend, "a dataset by `megascale data prepare`"),
     same("training.local_batch_size, pipeline_parallel_microbatch_size", "batch.micro",
          "sequences of a micro-batch; their local batch has several with pp"),
-    same("training.global_batch_size", "batch.global"),
+    automatic("training.global_batch_size", "batch.global", "write batch.global: local_batch_size x dp"),
     same("training.seq_len, training.max_context_length", "model.seq_length", theirs="2048"),
     absent("training.num_tokens_per_microbatch_per_dp_rank", "write batch.micro, in sequences"),
     absent("training.num_tokens_per_train_step", "write batch.global, in sequences"),
     same("training.steps", "train.steps", theirs="10000"),
     same("training.max_norm", "optimizer.clip_norm"),
-    words("training.dtype, training.mixed_precision_param", "train.precision", {"bfloat16": "bf16", "float32": "fp32"},
+    absent("training.dtype", "nothing to write: master weights are fp32"),
+    words("training.mixed_precision_param", "train.precision", {"bfloat16": "bf16", "float32": "fp32"},
           "master weights and reductions in fp32"),
     absent("training.mixed_precision_reduce", "nothing to write: fp32"),
     absent("training.enable_cpu_offload", "not supported: write train.activation_offload, or parallel.zero = 2"),
@@ -69,12 +71,12 @@ TORCHTITAN = (
     absent("parallelism.data_parallel_shard_degree, parallelism.data_parallel_replicate_degree",
            "nothing to write: dp is what tp, cp and pp leave; parallel.zero = 1 or 2 shards over all of it"),
     absent("parallelism.fsdp_reshard_after_forward", f"nothing to write; {_NO_ZERO3}"),
-    absent("parallelism.expert_parallel_degree, parallelism.expert_tensor_parallel_degree", _NO_MOE),
+    absent("parallelism.expert_parallel_degree, parallelism.expert_tensor_parallel_degree", NO_MOE),
     switch("parallelism.enable_async_tensor_parallel, compile.enable_async_tensor_parallel", "overlap.tp", True,
            theirs="off"),
     switch("compile.enable", "train.compile", True),
-    computed("optimizer.beta1", "optimizer.betas", beta(0)),
-    computed("optimizer.beta2", "optimizer.betas", beta(1)),
+    computed("optimizer.beta1", "optimizer.betas", _BETAS),
+    computed("optimizer.beta2", "optimizer.betas", _BETAS),
     absent("optimizer.implementation, optimizer.early_step_in_backward", "write backends.optimizer"),
     absent("lr_scheduler.total_steps", "nothing to write: the decay ends with train.steps"),
     words("lr_scheduler.decay_type", "optimizer.decay", {"linear": "linear", "cosine": "cosine"}, theirs="linear"),
@@ -103,7 +105,7 @@ TORCHTITAN = (
     same("job.dump_folder, dump_folder", "output_dir", "a run's folder is output_dir/name"),
     absent("profiling.enable_profiling, profiling.profile_freq", "write observe.profile_step = N"),
     same("validation.freq, validator.freq", "train.eval_every"),
-    same("validation.steps, validator.steps", "train.eval_steps"),
+    automatic("validation.steps, validator.steps", "train.eval_steps", "write train.eval_steps, a number"),
     absent("validation.enable", "nothing to write: train.eval_every = 0 is off", 0),
     same("comm.init_timeout_seconds", "launch.start_timeout_s", theirs="300"),
     same("comm.train_timeout_seconds", "comm.timeout_s", theirs="100"),
@@ -143,7 +145,7 @@ DEEPSPEED = (
            "bytes of fp32 gradients, theirs are elements"),
     absent("offload_optimizer, offload_param", "not supported: parallel.zero = 2, or optimizer.name = adamw_8bit"),
     switch("bf16.enabled, bf16_enabled", "train.precision", "bf16"),
-    switch("fp16.enabled, fp16_enabled", "train.precision", "bf16", _NO_FP16),
+    switch("fp16.enabled, fp16_enabled", "train.precision", "bf16", NO_FP16),
     same("gradient_clipping", "optimizer.clip_norm", theirs="0"),
     absent("scheduler.type", "write optimizer.decay"),
     same("warmup_num_steps", "optimizer.warmup_steps"),
@@ -158,11 +160,11 @@ DEEPSPEED = (
 )  # fmt: skip
 
 TRANSFORMERS = (
-    same("dim, hidden_dim, n_embd, d_model", "model.hidden_size"),
+    same("dim, n_embd, d_model", "model.hidden_size"),
     same("n_head, n_heads", "model.num_heads"),
     same("num_key_value_heads, n_kv_heads", "model.num_kv_heads"),
     same("n_layer, n_layers, num_hidden_layers", "model.num_layers"),
-    same("intermediate_size", "model.ffn_size"),
+    same("intermediate_size, hidden_dim", "model.ffn_size"),
     same("seq_len, max_seq_len, n_positions, block_size", "model.seq_length"),
     same("padded_vocab_size", "model.vocab_size"),
     same("rms_norm_eps, layer_norm_epsilon, layer_norm_eps", "model.norm_eps"),
@@ -195,7 +197,6 @@ TRANSFORMERS = (
     same("random_seed", "train.seed"),
     switch("gradient_checkpointing", "train.recompute", "full"),
     same("logging_steps", "train.log_every"),
-    same("eval_interval", "train.eval_every"),
     same("save_steps, interval", "checkpoint.every"),
     same("save_total_limit", "checkpoint.keep"),
     same("resume_from_checkpoint, resume_from", "checkpoint.resume"),
@@ -205,7 +206,7 @@ TRANSFORMERS = (
 TABLES = {
     "training": "train", "trainer": "train", "optim": "optimizer", "lr_scheduler": "optimizer",
     "parallelism": "parallel", "dataset": "data", "checkpointing": "checkpoint", "activation_checkpoint": "train",
-    "float8": "fp8", "quantize": "fp8", "logging": "observe", "metrics": "observe", "job": "observe",
+    "float8": "fp8", "quantize": "fp8", "logging": "observe", "metrics": "observe",
     "profiling": "observe", "validation": "train", "debug": "train", "zero_optimization": "parallel",
     "fault_tolerance": "fault",
 }  # fmt: skip

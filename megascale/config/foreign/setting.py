@@ -13,9 +13,16 @@ Context = Mapping[str, Values]
 """All settings that are given together, by `plain` name."""
 
 Conversion = Callable[[Values, Context], Any]
-"""Returns the value here. Raises: LookupError, TypeError, ValueError or ZeroDivisionError for a value without one."""
+"""Returns the value here, or Advice. Raises: one of translation.FAILURES for a value without one."""
 
 MANY = -1  # `Setting.takes` of a list
+
+NO_MOE = "mixtures of experts are not supported"
+NO_FP16 = "fp16, which needs loss scaling, is not supported: bf16, of the same size, needs none"
+
+
+class Advice(str):
+    """What to write or do in place of the key, for a value that has none."""
 
 
 def plain(name: str) -> str:
@@ -73,7 +80,7 @@ def words(names: str, key: str, meanings: Mapping[str, Any], note: str = "", the
 
 def scaled(names: str, key: str, factor: float, note: str = "", theirs: str = "") -> Setting:
     """Make a setting in another unit, `factor` of which is one here."""
-    return Setting(tuple(names.split(", ")), key, lambda values, _: values[0] * factor, 1, note, theirs)
+    return Setting(tuple(names.split(", ")), key, lambda values, _: float(values[0]) * factor, 1, note, theirs)
 
 
 def computed(
@@ -93,23 +100,19 @@ def every(values: Values, context: Context) -> list[Any]:
     return list(values[0]) if len(values) == 1 and isinstance(values[0], list) else list(values)
 
 
-def beta(index: int) -> Conversion:
-    """Return the conversion of one of Adam's decays to both of them, with the other of the context or the default."""
-    defaults = (0.9, 0.95)
-
-    def convert(values: Values, context: Context) -> list[float]:
-        both = list(defaults)
-        for at, names in enumerate((("adam_beta1", "beta1"), ("adam_beta2", "beta2"))):
-            both[at] = next((context[name][0] for name in names if context.get(name)), both[at])
-        both[index] = values[0]
-        return both
-
-    return convert
+def betas(**theirs: float) -> Conversion:
+    """Return the conversion of one of Adam's decays to both. `theirs`: their names, with the system's defaults."""
+    return lambda _, context: [context[name][0] if context.get(name) else default for name, default in theirs.items()]
 
 
-def option(name: str) -> Conversion:
-    """Return the conversion to an option of the optimizer's rule."""
-    return lambda values, _: {name: values[0] if values else True}
+def options(**theirs: str) -> Conversion:
+    """Return the conversion to the options of the optimizer's rule. `theirs`: their names, with those here."""
+    return lambda _, context: {ours: context[name][0] for name, ours in theirs.items() if context.get(name)}
+
+
+def automatic(names: str, key: str, advice: str) -> Setting:
+    """Make a setting with the same values, but for -1."""
+    return computed(names, key, lambda values, _: Advice(advice) if values[0] == -1 else values[0])
 
 
 def blend(values: Values, context: Context) -> Any:

@@ -14,14 +14,14 @@ from typing import Any
 from megascale.config.foreign.megatron import PREFIXES
 from megascale.config.foreign.megatron import SETTINGS as MEGATRON
 from megascale.config.foreign.others import DEEPSPEED, NEMO, TORCHTITAN, TRANSFORMERS
-from megascale.config.foreign.setting import Context, Setting, Values, absent, plain
+from megascale.config.foreign.setting import Advice, Context, Setting, Values, absent, plain
 
 SYSTEMS: dict[str, tuple[Setting, ...]] = {
     "Megatron-LM": MEGATRON, "torchtitan": TORCHTITAN, "NeMo": NEMO, "DeepSpeed": DEEPSPEED,
     "transformers": TRANSFORMERS,
 }  # fmt: skip
 
-FAILURES = (LookupError, TypeError, ValueError, ZeroDivisionError)
+FAILURES = (LookupError, TypeError, ValueError, ArithmeticError)
 """Errors of a conversion for a value without a counterpart."""
 
 
@@ -77,9 +77,15 @@ def translate(name: str, values: Values = (), context: Context | None = None) ->
     value = None
     if setting.key and (values or not setting.takes):
         try:
-            value = setting.convert(values, context or {})
+            value = setting.convert(values, {plain(name).rpartition(".")[2]: values} | dict(context or {}))
         except FAILURES:
             value = None
+    if isinstance(value, Advice):
+        return Translation(system, "", None, value)
+    if isinstance(value, complex):
+        value = None
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
+        value = int(value)
     converted = value is not None and setting.meanings and "not supported" in setting.note
     return Translation(system, setting.key, value, "" if converted else setting.note)
 
@@ -98,7 +104,9 @@ def values_of(key: str) -> dict[str, Any]:
 
 
 def read_flags(words: Sequence[str]) -> dict[str, list[Any]]:
-    """Return the values of each flag of a command line: as many as it takes, or up to the next flag."""
+    """Return the values of each flag of a command line: as many as it takes, or up to the next flag; under "" words
+    that are neither a value nor a setting.
+    """
     flags: dict[str, list[Any]] = {}
     name, left = "", 0
     for word in words:
@@ -110,7 +118,18 @@ def read_flags(words: Sequence[str]) -> dict[str, list[Any]]:
         elif left and not _OURS.search(word):
             flags[name].append(read_value(word))
             left -= 1
+        elif "=" not in word and not _OURS.search(word):
+            flags.setdefault("", []).append(word)
     return flags
+
+
+def is_ours(name: str) -> bool:
+    """Return True for the name of a key, with its table."""
+    from megascale.config.loading import sections
+
+    table, _, key = name.partition(".")
+    fields = sections()[table].model_fields if table in sections() else {}
+    return key.partition(".")[0] in {field.alias or attribute for attribute, field in fields.items()}
 
 
 _OURS = re.compile(r"\.toml$|^[a-z0-9_]+\.[a-z0-9_.]+=")
@@ -137,7 +156,7 @@ def toml(value: Any) -> str:
         return "{" + ", ".join(f"{key} = {toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(toml, value)) + "]"
-    return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+    return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def assignment(key: str, value: Any) -> str:
