@@ -33,7 +33,9 @@ def read_ranks(folder: Path, ranks: list[range] | None, steps: range | None) -> 
     except StoreError:
         stored, absent, known = [], None, []
     if not known:
-        hint = "ranks write events into the run's event store, unless observe.event_files or observe.event_store is off"
+        hint = (
+            "ranks write events into the run's event store, unless observe.store_events or observe.event_store is off"
+        )
         raise StoreError(f"{folder}: no events of any rank", hint=hint)
     if absent is not None:
         raise StoreError(f"--ranks: rank {absent} has no events", hint=f"choose among {format_spans('rank', known)}")

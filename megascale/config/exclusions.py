@@ -315,7 +315,7 @@ SWITCHED_OFF = (
     _off("train.noise_scale_every", only(0), TrainConfig, "noise_scale_decay"),
     _off("checkpoint.every", only(0), CheckpointConfig, "keep", "keep_every", "max_file_bytes"),
     _off("checkpoint.in_memory_every", only(0), CheckpointConfig, "in_memory_dir"),
-    _off("observe.event_store", only(False), ObserveConfig, "event_files", "store_dir", "store_interval_s",
+    _off("observe.event_store", only(False), ObserveConfig, "store_events", "store_dir", "store_interval_s",
          "store_bytes", "store_events_h"),
     _off("observe.metrics_port", only(0), ObserveConfig, "metrics_address"),
     _off("fault.check_nodes", only(False), FaultConfig, "check_timeout_s", "check_tolerance"),

@@ -85,7 +85,7 @@ class FaultConfig(Section):
     same_step_failures: Annotated[int, Field(ge=1, le=10**6)] = Field(
         3, description="failures of the same kind without a new step, after which the job stops with status 93"
     )
-    max_oom_failures: Annotated[int, Field(ge=1, le=10**6)] = Field(
+    oom_failures: Annotated[int, Field(ge=1, le=10**6)] = Field(
         2, description="ends out of memory, in the same step, after which the job stops with status 93"
     )
     restarts_per_hour: Number = Field(
@@ -95,7 +95,7 @@ class FaultConfig(Section):
         1, description="restarts on the same node within node_window_s before the node is replaced"
     )
     node_window_s: Seconds = Field(3600.0, description="time over which the faults of a node count together")
-    max_network_faults: Annotated[int, Field(ge=1, le=10**6)] = Field(
+    network_faults: Annotated[int, Field(ge=1, le=10**6)] = Field(
         2, description="network faults of a node within network_window_s, after which the node is replaced"
     )
     network_window_s: Seconds = Field(300.0, description="time over which network faults of a node count together")

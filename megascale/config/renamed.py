@@ -21,10 +21,10 @@ RENAMED_KEYS = {
     "checkpoint.memory_every": "checkpoint.in_memory_every", "checkpoint.memory_dir": "checkpoint.in_memory_dir",
     "checkpoint.file_bytes": "checkpoint.max_file_bytes", "checkpoint.patience_s": "checkpoint.retry_timeout_s",
     "observe.record": "observe.record_events", "observe.ledger": "observe.record_events",
-    "observe.events": "observe.event_files", "observe.store": "observe.event_store",
+    "observe.events": "observe.store_events", "observe.store": "observe.event_store",
     "fault.flap_s": "fault.link_recovery_s", "fault.evidence_s": "fault.diagnosis_timeout_s",
-    "fault.exclude_s": "fault.node_exclusion_s", "fault.memory_failures": "fault.max_oom_failures",
-    "fault.network_alerts": "fault.max_network_faults", "fp8.bf16_first": "fp8.first_layers_bf16",
+    "fault.exclude_s": "fault.node_exclusion_s", "fault.memory_failures": "fault.oom_failures",
+    "fault.network_alerts": "fault.network_faults", "fp8.bf16_first": "fp8.first_layers_bf16",
     "fp8.bf16_last": "fp8.last_layers_bf16",
 }  # fmt: skip
 

@@ -245,7 +245,7 @@ class ObserveConfig(Section):
     record_events: bool = Field(
         True, description="record every action and communication with exposed time, for events and metrics"
     )
-    event_files: bool = Field(True, description="keep single events in the event store (`megascale trace`)")
+    store_events: bool = Field(True, description="keep single events in the event store (`megascale trace`)")
     event_store: bool = Field(
         True, description="keep every rank's events and steps in an event store (`megascale events`)"
     )

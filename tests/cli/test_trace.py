@@ -188,7 +188,7 @@ def test_folders_without_records(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert refusal(capsys, run).startswith(f"{run}: not a folder")
     run.unlink()
     run.mkdir()
-    hint = "ranks write events into the run's event store, unless observe.event_files or observe.event_store is off\n"
+    hint = "ranks write events into the run's event store, unless observe.store_events or observe.event_store is off\n"
     err = refusal(capsys, run)
     assert err.startswith(f"{run}: no events") and err.endswith(hint)
     (run / "events").mkdir()

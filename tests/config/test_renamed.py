@@ -89,7 +89,7 @@ def test_a_run_of_an_earlier_version_has_the_present_names(tmp_path: Path) -> No
     assert loaded.train.weight_average == "lawa" and loaded.train.weight_average_count == 3
     assert loaded.optimizer.master_weights == "bf16_compensated" and loaded.fp8.recipe == "static"
     assert loaded.checkpoint.in_memory_every == 1 and loaded.checkpoint.max_file_bytes == 65536
-    assert loaded.fault.max_network_faults == 4 and loaded.fp8.last_layers_bf16 == 2
+    assert loaded.fault.network_faults == 4 and loaded.fp8.last_layers_bf16 == 2
 
 
 def test_a_checkpoint_of_an_earlier_version_differs_in_nothing(tmp_path: Path) -> None:

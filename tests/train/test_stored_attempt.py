@@ -147,7 +147,7 @@ def stored_files(folder: Path) -> set[Path]:
 @pytest.mark.slow
 def test_without_observe_events_the_store_has_sums_alone(job_run: FinishedJob, tmp_path: Path) -> None:
     config, folder = copy_of(job_run, tmp_path)
-    finish(config, "observe.event_files=false", "parallel.tp=1", f"train.steps={STEPS + 1}")
+    finish(config, "observe.store_events=false", "parallel.tp=1", f"train.steps={STEPS + 1}")
     new = stored_files(folder) - stored_files(job_run.folder)
     assert {path.parts[1] for path in new} == {"steps", "step_parts"}
 

@@ -73,7 +73,7 @@ def plan(config: str, folder: Path, keys: Mapping[str, Sequence[str]]) -> dict[s
             f"name={name}",
             f"output_dir={folder}",
             "observe.tensorboard=false",
-            "observe.event_files=false",
+            "observe.store_events=false",
             *overrides,
         ]
         try:

@@ -3,10 +3,10 @@
 | incident | action |
 |---|---|
 | loss or weights not finite; the user's code, configuration or data at fault | stop with 93 |
-| the same step failed the same way `same_step_failures` times (`max_oom_failures` when out of memory) | stop with 93 |
+| the same step failed the same way `same_step_failures` times (`oom_failures` when out of memory) | stop with 93 |
 | `restarts_per_hour` used up | stop with 93 |
 | nodes lost, or their hardware failed | replace the nodes, as far as there are spares or further nodes |
-| network: nodes do not reach each other | restart; replace the node at `max_network_faults` within `network_window_s` |
+| network: nodes do not reach each other | restart; replace the node at `network_faults` within `network_window_s` |
 | a rank killed, failed or hung; storage | restart in place `restarts_in_place` times, then replace the node |
 | a hang without a single culprit | replace the nodes of the parallel group if spares suffice, else restart once |
 
@@ -50,7 +50,7 @@ def decide(
         return _replace(finding.culprit.nodes, settings, reserve, lost=True)
     if finding.class_ == "network":
         alerts = 1 + _count(restarts, finding.culprit.nodes, now - settings.network_window_s, "network")
-        if alerts >= settings.max_network_faults and len(finding.culprit.nodes) == 1:
+        if alerts >= settings.network_faults and len(finding.culprit.nodes) == 1:
             return _replace(finding.culprit.nodes, settings, reserve)
         return _restart(f"fault {alerts} of the network")
     if finding.class_ == "unknown" or not finding.culprit.ranks or len(finding.culprit.nodes) != 1:
@@ -67,7 +67,7 @@ def _reason_to_stop(
     if finding.permanent:
         return "a restart would fail in the same way"
     same = 1 + sum(incident.signature == finding.signature and incident.step == step for incident in restarts)
-    limit = settings.max_oom_failures if finding.memory else settings.same_step_failures
+    limit = settings.oom_failures if finding.memory else settings.same_step_failures
     if same >= limit and finding.class_ != "node":
         return f"step {step + 1} has failed in this way {same} times"
     recent = sum(incident.verdict > now - HOUR_S for incident in restarts)

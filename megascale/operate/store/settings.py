@@ -33,6 +33,6 @@ class StoreSettings:
         """Return the settings of a rank on this host. `url`, `folder`: of its run's store, and of the run."""
         return cls(
             url, env.get(NODE_VARIABLE) or socket.gethostname(), observe.store_interval_s, observe.store_bytes,
-            observe.store_events_h if observe.event_files else 0.0,
+            observe.store_events_h if observe.store_events else 0.0,
             str(folder / "tensorboard") if observe.tensorboard else "", observe.store_dir is None,
         )  # fmt: skip
