@@ -183,7 +183,7 @@ def test_a_run_is_stopped_twice_and_goes_on_each_time(slurm: Slurm, tmp_path: Pa
 def test_a_mistake_ends_before_any_task_starts(slurm: Slurm, tmp_path: Path) -> None:
     job = Submitted(slurm, job_config(tmp_path, GPT, **FOUR), "model.hiden_size=8", "parallel.tp=3")
     assert job.end() == ("FAILED", f"{Exit.CONFIG:d}:0")
-    assert "did you mean 'hidden_size'?" in job.output() and "nothing was launched" in job.output()
+    assert "did you mean 'hidden_size'?" in job.output() and "\n3 problems\n" in job.output()
     assert "srun" not in job.output() and not (tmp_path / "runs" / "test").exists()
 
 
