@@ -22,7 +22,7 @@ NO_FP16 = "fp16, which needs loss scaling, is not supported: bf16, of the same s
 
 
 class Advice(str):
-    """What to write or do in place of the key, for a value that has none."""
+    """Says what to write or do in place of the key, for a value that has none."""
 
 
 def plain(name: str) -> str:
