@@ -21,7 +21,7 @@ install: .venv/installed ## make .venv and install into it
 quickstart: install ## train a GPT on real text in 3D parallelism on this machine
 	$(BIN)/python tools/quickstart.py
 
-test: install ## the tests, 16 minutes on two cores; JOBS=N at a time (3)
+test: install ## the tests, 20 minutes on two cores; JOBS=N at a time (3)
 	$(BIN)/python -m pytest -n $(or $(JOBS),3) --dist loadfile
 
 test-all: install ## the tests, the slow ones too
@@ -46,7 +46,6 @@ house: install ## measure the structure of the package
 
 docs: install ## write the generated pages, tables and pictures of docs/, and the Grafana dashboards
 	$(BIN)/python tools/page_tables.py
-	$(BIN)/python tools/config_reference.py
 	$(BIN)/python tools/architecture_pictures.py
 	$(BIN)/python tools/grafana.py
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 from megascale.config.foreign import megatron
 from megascale.config.foreign.others import TORCHTITAN
 from megascale.config.foreign.setting import Setting
 from megascale.config.loading import sections
-
-PAGE = Path(__file__).parents[1] / "docs" / "from-megatron.md"
+from results import pipes
 
 GROUPS = {
     "Model": megatron.MODEL, "Parallelism and batch": megatron.PARALLEL, "Training": megatron.TRAIN,
@@ -20,22 +18,11 @@ GROUPS = {
 }  # fmt: skip
 
 
-def page() -> str:
-    """Return the page with current tables between their marks."""
-    text = PAGE.read_text(encoding="utf-8")
-    for name, lines in (("defaults", list(defaults())), ("settings", list(settings()))):
-        begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
-        before, _, rest = text.partition(begin)
-        text = "".join([before, begin, *(f"{line}\n" for line in lines), end, rest.partition(end)[2]])
-    return text
-
-
-def defaults() -> Iterator[str]:
+def defaults() -> list[str]:
     """Tabulate the settings of Megatron-LM with another default."""
-    yield from _head("key", "Megatron-LM", "its default", "default here")
-    for setting in megatron.SETTINGS:
-        if setting.theirs:
-            yield _row([f"`{setting.key}`", _names(setting), setting.theirs, f"`{default_of(setting.key)}`"])
+    other = [setting for setting in megatron.SETTINGS if setting.theirs]
+    rows = [[f"`{one.key}`", _names(one), one.theirs, f"`{default_of(one.key)}`"] for one in other]
+    return pipes(["key", "Megatron-LM", "its default", "default here"], *rows)
 
 
 def default_of(key: str) -> str:
@@ -52,15 +39,14 @@ def settings() -> Iterator[str]:
     for setting in TORCHTITAN:
         theirs.setdefault(setting.key, []).append(setting)
     for heading, group in GROUPS.items():
-        yield from ("", f"### {heading}", "", *_head("Megatron-LM", "torchtitan", "write", "note"))
+        rows = []
         for setting in group:
             same = theirs.pop(setting.key, []) if setting.key else []
             notes = [_note(setting), *(f"torchtitan: {note}" for one in same if (note := _note(one)))]
-            yield _row([_names(setting), ", ".join(map(_names, same)), _key(setting), "; ".join(filter(None, notes))])
-    yield from ("", "### torchtitan alone", "", *_head("torchtitan", "write", "note"))
-    for setting in (one for rows in theirs.values() for one in rows):
-        yield _row([_names(setting), _key(setting), _note(setting)])
-    yield ""
+            rows.append([_names(setting), ", ".join(map(_names, same)), _key(setting), "; ".join(filter(None, notes))])
+        yield from (f"### {heading}", "", *pipes(["Megatron-LM", "torchtitan", "write", "note"], *rows), "")
+    rows = [[_names(one), _key(one), _note(one)] for alone in theirs.values() for one in alone]
+    yield from ("### torchtitan alone", "", *pipes(["torchtitan", "write", "note"], *rows))
 
 
 def _key(setting: Setting) -> str:
@@ -83,11 +69,3 @@ def _note(setting: Setting) -> str:
 
 def _names(setting: Setting) -> str:
     return ", ".join(f"`{name}`" for name in setting.names)
-
-
-def _head(*columns: str) -> tuple[str, str]:
-    return _row(list(columns)), _row(["---"] * len(columns))
-
-
-def _row(cells: list[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

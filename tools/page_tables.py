@@ -13,10 +13,13 @@ import math
 import re
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import config_reference
+import migration
+import recipes
 from megascale.catalog.backends import BACKENDS, KERNEL_DTYPES
 from megascale.catalog.optimizers import MATRIX_UNITS, OPTIMIZERS, QUANTIZED_BLOCK, with_defaults
 from megascale.core.files import write_text
@@ -139,11 +142,17 @@ def environment() -> list[str]:
     return pipes(["variable", "value", "why"], *rows)
 
 
-TABLES: dict[tuple[str, str], Callable[[], list[str]]] = {
+TABLES: dict[tuple[str, str], Callable[[], Iterable[str]]] = {
     ("optimizers.md", "rules"): rules,
     ("backends.md", "backends"): backends,
     ("architecture.md", "folders"): folders,
     ("launch.md", "environment"): environment,
+    ("configuration.md", "keys"): config_reference.keys,
+    ("configuration.md", "faults"): config_reference.faults,
+    ("presets.md", "presets"): config_reference.presets,
+    ("recipes.md", "recipes"): recipes.table,
+    ("from-megatron.md", "defaults"): migration.defaults,
+    ("from-megatron.md", "settings"): migration.settings,
     ("status.md", "status"): lambda: pipes(*matrix()),
     ("event-store.md", "ready-queries"): ready_queries,
     ("event-store.md", "event-store"): event_store,

@@ -11,10 +11,9 @@ from megascale.core.units import format_bytes
 from megascale.plan.search.plan import Plan
 from megascale.plan.search.report import format_layout
 from megascale.plan.simulate import profiles
+from results import pipes
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "recipes.md"
-BEGIN, END = "<!-- recipes: begin -->", "<!-- recipes: end -->"
 
 
 @dataclass(frozen=True)
@@ -49,24 +48,20 @@ RECIPES = (
 )
 
 
-def page() -> str:
-    """Return the page with a current table between its marks."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    return "".join([before, BEGIN, "\n", table(), END, rest.partition(END)[2]])
+def table() -> list[str]:
+    """Tabulate all recipes."""
+    run, plan = (
+        ("`configs/gpu/`", "on", "layout", "batch"),
+        ("step s", "tokens/s a GPU", "MFU full", "causal"),
+    )
+    return pipes([*run, *plan, "memory", "measured"], *map(row, RECIPES))
 
 
-def table() -> str:
-    """Return the table of all recipes."""
-    head = "| `configs/gpu/` | on | layout | batch | step s | tokens/s a GPU | MFU full | causal | memory | measured |"
-    rows = [head, "|---|---|---|---:|---:|---:|---:|---:|---:|---|", *map(row, RECIPES)]
-    return "".join(f"{line}\n" for line in rows)
-
-
-def row(recipe: Recipe) -> str:
+def row(recipe: Recipe) -> list[str]:
     """Return the row of a recipe."""
     plan = recipe.plan()
     estimate, gpus = plan.estimate, recipe.gpus
-    cells = [
+    return [
         f"`{recipe.name}.toml`",
         f"{gpus:,} x {recipe.hardware}",
         format_layout(plan.config.parallel),
@@ -78,4 +73,3 @@ def row(recipe: Recipe) -> str:
         format_bytes(plan.memory.total),
         recipe.measured,
     ]
-    return f"| {' | '.join(cells)} |"

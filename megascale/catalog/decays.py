@@ -47,3 +47,9 @@ DECAYS = Registry(
         "warmup_stable_decay": "wsd", "none": "constant", "sqrt": "", "inverse-square-root": "",
     },
 )  # fmt: skip
+
+
+def uses_decay_steps(decay: str) -> bool:
+    """Return True if `optimizer.decay_steps` counts for a decay; also for an unknown one."""
+    card = DECAYS.cards.get(decay)
+    return card is None or bool(card.facts.get("uses_decay_steps", True))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megascale.catalog.backends import AUTO
-from megascale.catalog.decays import DECAYS
+from megascale.catalog.decays import uses_decay_steps
 from megascale.catalog.precisions import PRECISIONS
 from megascale.catalog.recipes import RECIPES
 from megascale.config.backends import Fp8Config
@@ -72,6 +72,12 @@ NO_EFFECT, REMOVE = "has no effect with {name} = {given}", "remove the key"
 def _without_effect(key: str, when: Test, keys: dict[str, Test], hint: str = REMOVE) -> Exclusions:
     """Return the exclusions of `keys` without an effect, each with the test of its default."""
     return Exclusions(key, when, tuple((other, unset, NO_EFFECT, hint) for other, unset in keys.items()))
+
+
+def _off(switch: str, when: Test, section: type[Section], *names: str, hint: str = REMOVE) -> Exclusions:
+    """Return the exclusions of keys of the switch's table without an effect, but with their defaults."""
+    table, fields = switch.partition(".")[0], section.model_fields
+    return _without_effect(switch, when, {f"{table}.{name}": only(fields[name].default) for name in names}, hint)
 
 
 def _of_guard(switch: str, when: Test, *names: str) -> Exclusions:
@@ -235,50 +241,36 @@ NO_PRUNING = Exclusions("checkpoint.keep", only(0), (
 # Modes: the keys of another mode are mistakes.
 
 
-def _ignores_decay_steps(decay: object) -> bool:
-    card = DECAYS.cards.get(str(decay))
-    return card is not None and not card.facts.get("uses_decay_steps", True)
-
-
 NO_TAIL = _without_effect(
-    "optimizer.decay", _ignores_decay_steps, {"optimizer.decay_steps": only(None)},
+    "optimizer.decay", lambda decay: not uses_decay_steps(str(decay)), {"optimizer.decay_steps": only(None)},
     "remove the key: the decay ends with train.steps; or optimizer.decay = wsd",
 )  # fmt: skip
 
 CONSTANT_RATE = _without_effect("optimizer.decay", only("constant"), {"optimizer.min_lr": only(0.0)})
 
 
-def _default(section: type[Section], name: str) -> Test:
-    return only(section.model_fields[name].default)
-
-
-NO_AVERAGE = _without_effect(
-    "train.weight_average", only("none"),
-    {"train.weight_average_every": _default(TrainConfig, "weight_average_every")},
-    "train.weight_average = ema or lawa, or remove the key",
+NO_AVERAGE = _off(
+    "train.weight_average", only("none"), TrainConfig, "weight_average_every",
+    hint="train.weight_average = ema or lawa, or remove the key",
 )  # fmt: skip
 
-NO_EMA = _without_effect(
-    "train.weight_average", unless("ema"),
-    {"train.weight_average_decay": _default(TrainConfig, "weight_average_decay")},
-    "train.weight_average = ema, or remove the key",
+NO_EMA = _off(
+    "train.weight_average", unless("ema"), TrainConfig, "weight_average_decay",
+    hint="train.weight_average = ema, or remove the key",
 )  # fmt: skip
 
-NO_LAWA = _without_effect(
-    "train.weight_average", unless("lawa"),
-    {"train.weight_average_count": _default(TrainConfig, "weight_average_count")},
-    "train.weight_average = lawa, or remove the key",
+NO_LAWA = _off(
+    "train.weight_average", unless("lawa"), TrainConfig, "weight_average_count",
+    hint="train.weight_average = lawa, or remove the key",
 )  # fmt: skip
 
-NO_HISTORY = _without_effect(
-    "fp8.recipe", lambda recipe: RECIPES.cards.get(str(recipe)) is not None
-    and RECIPES[str(recipe)].facts.get("scaling") != "delayed",
-    {"fp8.history": _default(Fp8Config, "history")}, "fp8.recipe = delayed, or remove the key",
+NO_HISTORY = _off(
+    "fp8.recipe", lambda recipe: recipe in RECIPES.cards and RECIPES[str(recipe)].facts.get("scaling") != "delayed",
+    Fp8Config, "history", hint="fp8.recipe = delayed, or remove the key",
 )  # fmt: skip
 
-NO_HOST_READER = _without_effect(
-    "data.reader", unless("host"), {"data.reader_timeout_s": _default(DataConfig, "reader_timeout_s")},
-    "data.reader = host, or remove the key",
+NO_HOST_READER = _off(
+    "data.reader", unless("host"), DataConfig, "reader_timeout_s", hint="data.reader = host, or remove the key"
 )  # fmt: skip
 
 MODES = (NO_ROPE, NO_TAIL, CONSTANT_RATE, NO_AVERAGE, NO_EMA, NO_LAWA, NO_HISTORY, NO_HOST_READER)
@@ -297,11 +289,6 @@ def without_other_modes(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 # Switches that are off, as by an override of the command line: other keys wait for them, which is worth a warning.
-
-
-def _off(switch: str, when: Test, section: type[Section], *names: str) -> Exclusions:
-    table = switch.partition(".")[0]
-    return _without_effect(switch, when, {f"{table}.{name}": _default(section, name) for name in names})
 
 
 OWN_VALIDATION = Exclusions("data.valid", unless(None), (

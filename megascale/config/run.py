@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from megascale.catalog.decays import DECAYS
+from megascale.catalog.decays import uses_decay_steps
 from megascale.config.backends import BackendsConfig, Fp8Config
 from megascale.config.batch_rampup import full_batch_steps, samples_of_run
 from megascale.config.data import DataConfig
@@ -120,8 +120,7 @@ class RunConfig(RunKeys):
         schedule = p.schedule or ("interleaved_1f1b" if p.vpp > 1 else "1f1b")
         parallel = p.model_copy(update={"dp": dp, "schedule": schedule})
         optimizer = self.optimizer
-        decay = DECAYS.cards.get(optimizer.decay)  # None for a plug-in of another host
-        if decay is None or decay.facts.get("uses_decay_steps", True):
+        if uses_decay_steps(optimizer.decay):
             steps = full_batch_steps(self.batch, self.train)
             decay_steps = optimizer.decay_steps or max(min(steps // 10, steps - optimizer.warmup_steps), 1)
             optimizer = optimizer.model_copy(update={"decay_steps": decay_steps})

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megascale.cli.main import main
-from tests.config.test_foreign import BASE, GPT3_175B, LLAMA3_8B, MORE_FLAGS
+from tests.config.test_foreign import GPT3_175B, LLAMA3_8B, MORE_FLAGS
+from tests.config.test_mistakes import GOOD
 
 COMMANDS = ["check run.toml", "train run.toml", "launch run.toml --nodes 1", "plan run.toml --hardware h100"]
 
@@ -16,7 +17,7 @@ COMMANDS = ["check run.toml", "train run.toml", "launch run.toml --nodes 1", "pl
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("run.toml").write_text(BASE)
+    Path("run.toml").write_text(GOOD)
 
 
 def answered(words: str, capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -14,6 +14,7 @@ from megascale.config.foreign.translation import SYSTEMS, find, read_flags, tran
 from megascale.config.loading import load_config, load_config_tree, sections
 from megascale.config.run import RunConfig
 from megascale.core.errors import ConfigError
+from tests.config.test_mistakes import GOOD
 
 GPT3_175B = """\
 --nproc_per_node 8 --nnodes 1 --master_addr localhost --master_port 29500
@@ -178,25 +179,6 @@ def test_values_of_flags_together(words: str, settings: dict[str, Any]) -> None:
     assert repr(written(words)) == repr(settings)
 
 
-BASE = """\
-name = "good"
-[model]
-num_layers = 4
-hidden_size = 32
-num_heads = 4
-vocab_size = 101
-seq_length = 16
-[batch]
-global = 8
-[train]
-steps = 10
-[optimizer]
-lr = 1e-2
-[data]
-mock = true
-"""
-
-
 def hints(tmp_path: Path, text: str, *overrides: str) -> list[str]:
     path = tmp_path / "run.toml"
     path.write_text(text)
@@ -220,14 +202,14 @@ def hints(tmp_path: Path, text: str, *overrides: str) -> list[str]:
     ("train.max_steps=7", "write train.steps=7"),
 ])  # fmt: skip
 def test_a_name_of_another_system_as_a_setting(tmp_path: Path, override: str, hint: str) -> None:
-    (found,) = hints(tmp_path, BASE, override)
+    (found,) = hints(tmp_path, GOOD, override)
     assert found.startswith(hint)
 
 
 def test_a_table_of_another_system(tmp_path: Path) -> None:
     """torchtitan's file: every key of its table with the one here."""
     table = '[parallelism]\ntensor_parallel_degree = 2\npipeline_parallel_schedule = "Interleaved1F1B"\n'
-    (found,) = hints(tmp_path, BASE + table)
+    (found,) = hints(tmp_path, GOOD + table)
     assert found == "did you mean 'parallel'? Write parallel.tp = 2, parallel.schedule = \"interleaved_1f1b\""
 
 
@@ -236,7 +218,7 @@ def test_a_table_of_another_system(tmp_path: Path) -> None:
     ("[modle]\nnum_layers = 4\n", "did you mean 'model'?"),
 ])  # fmt: skip
 def test_a_table_without_one_here(tmp_path: Path, table: str, hint: str) -> None:
-    assert hints(tmp_path, BASE + table) == [hint]
+    assert hints(tmp_path, GOOD + table) == [hint]
 
 
 def test_a_list_has_the_values_up_to_the_next_flag() -> None:

@@ -13,7 +13,7 @@ from megascale.config.loading import load_config, sections
 from megascale.config.section import FEW_CHOICES, Choice
 from megascale.config.value_words import choice_of, literals_of, values_in_words
 from megascale.core.errors import ConfigError, Problem
-from tests.config.test_foreign import BASE
+from tests.config.test_mistakes import GOOD
 
 FIELDS = {
     f"{table}.{field.alias or name}": field
@@ -25,7 +25,7 @@ FIELDS = {
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("run.toml").write_text(BASE)
+    Path("run.toml").write_text(GOOD)
 
 
 def problem(key: str, override: str) -> Problem:

@@ -13,14 +13,14 @@ from megascale.config.exclusions import SWITCHED_OFF
 from megascale.config.loading import load_config
 from megascale.config.run_warnings import run_warnings
 from megascale.core.errors import ConfigError
-from tests.config.test_foreign import BASE
+from tests.config.test_mistakes import GOOD
 from tests.data.datasets import write_dataset
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("run.toml").write_text(BASE)
+    Path("run.toml").write_text(GOOD)
 
 
 @pytest.mark.parametrize(("mode", "key"), [
@@ -69,7 +69,7 @@ def test_every_switch_warns_of_keys_that_wait_for_it() -> None:
 @pytest.fixture
 def dataset() -> str:
     write_dataset(Path("corpus"), [50] * 40)
-    Path("run.toml").write_text(BASE.replace("vocab_size = 101", "vocab_size = 5000"))
+    Path("run.toml").write_text(GOOD.replace("vocab_size = 101", "vocab_size = 5000"))
     return "data={train='corpus', split=[1.0, 0.0], cache='cache'}"
 
 

@@ -25,7 +25,7 @@ def test_every_run_of_configs_gpu_has_a_row() -> None:
 def test_the_readme_has_the_same_figures() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([\w-]+)\.toml` \| .* \| ([\d.]+) s \| ([\d.]+%) \|$", text, re.MULTILINE)
-    table = {cells[0]: (cells[4], cells[7]) for cells in map(cells_of, recipes.PAGE.read_text("utf-8").splitlines())}
+    table = {cells[0]: (cells[4], cells[7]) for cells in map(cells_of, recipes.table())}
     assert len(rows) == 4
     for name, step, causal in rows:
         assert table[f"`{name}.toml`"] == (step, causal)

@@ -106,6 +106,21 @@ def test_generated_tables_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> Non
     assert page_tables.main() == 0
 
 
+def test_a_page_that_is_out_of_date_is_status_1_and_is_not_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "a.md"
+    page.write_text("before\n<!-- rows: begin -->\nold\n<!-- rows: end -->\nafter\n")
+    monkeypatch.setattr(page_tables, "DOCS", tmp_path)
+    monkeypatch.setattr(page_tables, "TABLES", {("a.md", "rows"): lambda: ["new"]})
+    monkeypatch.setattr(sys, "argv", ["page_tables.py", "--check"])
+    assert page_tables.main() == 1 and "old" in page.read_text()
+    assert capsys.readouterr().err == "out of date: a.md  -> make docs\n"
+    monkeypatch.setattr(sys, "argv", ["page_tables.py"])
+    assert page_tables.main() == 0
+    assert page.read_text() == "before\n<!-- rows: begin -->\nnew\n<!-- rows: end -->\nafter\n"
+
+
 def test_a_rule_s_state_is_that_of_its_defaults() -> None:
     rows = {row.split(" | ")[0]: row.split(" | ")[3] for row in page_tables.rules()}
     assert (rows["| `muon`"], rows["| `adamw_8bit`"], rows["| `galore`"]) == ("mn", "0.51 mn", "2 rl + rs")
