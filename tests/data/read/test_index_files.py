@@ -207,11 +207,11 @@ def test_a_folder_that_cannot_be_written_serves_what_is_in_it(
 BUILDER = """
 import sys
 from pathlib import Path
-from megascale.core.files import build_once
+from megascale.core.files import build_once, write_text
 def build():
     with open(sys.argv[2], "a") as file:
         file.write("built\\n")
-    path.write_text("index")
+    write_text(path, "index")
 path = Path(sys.argv[1])
 build_once(path, build)
 assert path.read_text() == "index"
@@ -227,7 +227,7 @@ def test_of_many_processes_one_builds(tmp_path: Path) -> None:
 
 
 def test_another_builds_if_the_builder_is_killed(tmp_path: Path) -> None:
-    hung = BUILDER.replace("path.write_text", "import time; time.sleep(600)\n    path.write_text")
+    hung = BUILDER.replace("write_text(path", "import time; time.sleep(600)\n    write_text(path")
     arguments = [str(tmp_path / "index"), str(tmp_path / "log")]
     first = subprocess.Popen([sys.executable, "-c", hung, *arguments])
     while not ((log := tmp_path / "log").exists() and log.read_text() == "built\n"):
