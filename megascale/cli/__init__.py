@@ -1,1 +1,1 @@
-"""The `megascale` command: one module per subcommand, imported only when the subcommand runs."""
+"""The command line: one module for each command, imported only when the command runs."""

@@ -35,7 +35,7 @@ GRPC_DEFAULTS = {
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Declare the subcommand's arguments."""
+    """Declare the command's arguments."""
     sub.add_argument(
         "--observe",
         metavar="FOLDER",
@@ -45,7 +45,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the subcommand, and end this process with its exit status."""
+    """Run the command, and end this process with its exit status."""
     os.environ.update(GRPC_DEFAULTS | os.environ)
     from megascale.operate.channel.agent_channel import AgentChannel  # imports gRPC, which reads these variables
     from megascale.operate.channel.handshake import NotAPeerError

@@ -17,7 +17,7 @@ from megascale.layout.chunks import stages_of
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Declare the subcommand's arguments."""
+    """Declare the command's arguments."""
     add_config_arguments(sub)
     sub.add_argument("--gpus", type=positive_int, metavar="N", help="check for a job of N processes")
     sub.add_argument("--show", action="store_true", help="print the resolved configuration")
@@ -25,7 +25,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the subcommand and return its exit status."""
+    """Run the command and return its exit status."""
     try:
         config = load_config(options.config, options.overrides, world_size=options.gpus, world_option="--gpus")
         schedule = config.parallel.schedule

@@ -37,7 +37,7 @@ POLL_S = 0.5  # seconds between looks for ranks, and for the lock of another col
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Declare the subcommand's arguments."""
+    """Declare the command's arguments."""
     sub.add_argument("folder", type=Path, help="the run's folder, whose key is in the ranks' flight records")
     sub.add_argument("--metrics-address", default="127.0.0.1", help="observe.metrics_address")
     sub.add_argument("--metrics-port", type=int, default=0, help="observe.metrics_port")
@@ -64,7 +64,7 @@ def collector_process(folder: Path, observe: ObserveConfig) -> Iterator[None]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the subcommand and return its exit status."""
+    """Run the command and return its exit status."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # for the ranks, whose last events are collected
     os.nice(10)

@@ -34,7 +34,7 @@ def _base_path(text: str) -> str:
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Declare the subcommand's arguments."""
+    """Declare the command's arguments."""
     from megascale.operate.show.charts.shapes import REPORT_START
 
     sub.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="folders of runs, shown side by side")
@@ -50,7 +50,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the subcommand and return its exit status."""
+    """Run the command and return its exit status."""
     if options.file is not None:
         return _write_file(options)
     try:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Declare the subcommand's arguments."""
+    """Declare the command's arguments."""
     from megascale.operate.show.charts.shapes import FILE_START
 
     add_run(sub, "the run's folder; with --slow, --mfu and --hosts also its event store: a folder or a URL")
@@ -41,7 +41,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the subcommand and return its exit status."""
+    """Run the command and return its exit status."""
     from megascale.operate.show.run_reader import RunReader
 
     for name, show in (("slow", _print_slow), ("mfu", _print_mfu), ("hosts", _print_hosts)):

@@ -58,13 +58,13 @@ WIDTH = 118
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Declare the subcommand's arguments."""
+    """Declare the command's arguments."""
     add_config_arguments(sub, optional="a small Llama, in fp32 and in bf16")
     add_json(sub)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the subcommand and return its exit status: 1 if a self-test fails, or if a requested backend cannot serve."""
+    """Run the command and return its exit status: 1 if a self-test fails, or if a requested backend cannot serve."""
     configs = configs_to_check(options.config, options.overrides)
     from rich.console import Console
 

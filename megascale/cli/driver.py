@@ -16,7 +16,7 @@ from megascale.operate.channel.secret import job_secret
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Declare the subcommand's arguments."""
+    """Declare the command's arguments."""
     add_config_arguments(sub)
     sub.add_argument("--nodes", type=int, required=True, help="nodes that train")
     sub.add_argument("--scheduler", required=True, help="name of the scheduler's adapter")
@@ -29,7 +29,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the subcommand and return its exit status."""
+    """Run the command and return its exit status."""
     config = load_config(options.config, options.overrides)
     return asyncio.run(_drive(options, config))
 

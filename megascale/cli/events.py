@@ -30,7 +30,7 @@ MAX_CELL = 60
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Declare the subcommand's arguments."""
+    """Declare the command's arguments."""
     folder = "the run's folder, or the path or URL of its event store"
     sub.add_argument("run", metavar="RUN", nargs="?", help=folder)
     sub.add_argument("query", metavar="QUERY", nargs="?", help="a SELECT, or the name of a ready query (see --list)")
@@ -53,7 +53,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the subcommand and return its exit status."""
+    """Run the command and return its exit status."""
     if options.list:
         width = max(map(len, READY_QUERIES))
         print("\n".join(f"{name:<{width}}  {query.help}" for name, query in READY_QUERIES.items()))

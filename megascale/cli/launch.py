@@ -23,7 +23,7 @@ from megascale.operate.node import environment
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Declare the subcommand's arguments."""
+    """Declare the command's arguments."""
     add_config_arguments(sub)
     sub.add_argument("--nodes", type=positive_int, required=True, metavar="N", help="nodes with ranks, as many on each")
     spares = "further nodes that wait to replace others (default: 0)"
@@ -40,7 +40,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the subcommand and return its exit status."""
+    """Run the command and return its exit status."""
     from megascale.operate.driver.supervisor import supervise
     from megascale.operate.node.node_ranks import remove_lost_records
 

@@ -23,7 +23,7 @@ add_arguments = plan_options.add_arguments
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the subcommand and return its exit status: `Exit.CONFIG` for a run that does not fit in memory."""
+    """Run the command and return its exit status: `Exit.CONFIG` for a run that does not fit in memory."""
     # a plan allocates many tuples, none in a cycle
     with contextlib.nullcontext() if options.exact else without_gc():
         return _run(options)

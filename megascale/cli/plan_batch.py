@@ -22,7 +22,7 @@ LOSSES = (0.3, 20.0)
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Declare the subcommand's arguments."""
+    """Declare the command's arguments."""
     add_config_arguments(sub)
     measured = "folder of a run with train.noise_scale_every, whose noise scale is the critical batch"
     sub.add_argument("--run", metavar="RUN", type=Path, dest="measured", help=f"{measured} (default: by a law)")
@@ -37,7 +37,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the subcommand and return its exit status."""
+    """Run the command and return its exit status."""
     config = load_config(options.config, options.overrides, options.gpus, skip_sections=["data"], world_option="--gpus")
     tokens = options.tokens or float(config.samples * config.model.seq_length)
     critical = critical_by_law(parameter_count(config.model), tokens, options.loss)

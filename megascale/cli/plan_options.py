@@ -19,7 +19,7 @@ LEAVE_OUT_EXACT = "leave it out: the formulas cover both"
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Declare the subcommand's arguments."""
+    """Declare the command's arguments."""
     add_config_arguments(sub)
     add_machine_options(sub)
     exact = "dry-run the stages with the highest peak memory: exact memory, FLOPs and communication"

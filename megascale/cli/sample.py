@@ -9,7 +9,7 @@ from megascale.core.errors import CheckpointError, Exit
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Declare the subcommand's arguments."""
+    """Declare the command's arguments."""
     checkpoint_help = "folder of a checkpoint, of a run (its newest checkpoint), or of Hugging Face weights"
     sub.add_argument("checkpoint", metavar="CHECKPOINT", help=checkpoint_help)
     sub.add_argument("--prompt", type=_text, action="append", metavar="TEXT", help="text to continue; may be repeated")
@@ -32,7 +32,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the subcommand and return its exit status."""
+    """Run the command and return its exit status."""
     from megascale.cli.run_location import run_location
     from megascale.convert.generate import SamplingParams, find_weights, generate_text
     from megascale.device import detect_device

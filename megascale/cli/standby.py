@@ -10,12 +10,12 @@ from megascale.operate.node.standby_process import take_task
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Declare the subcommand's arguments."""
+    """Declare the command's arguments."""
     sub.add_argument("--channel", type=int, required=True, help="descriptor of the socket to the agent")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the subcommand and return its exit status: that of the task."""
+    """Run the command and return its exit status: that of the task."""
     environment.set_defaults()  # before torch is imported
     import megascale.cli.train
     import megascale.train.entry  # noqa: F401

@@ -22,7 +22,7 @@ MAX_SVG_RANKS = 8  # maximum number of ranks in a picture without --ranks
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Declare the subcommand's arguments."""
+    """Declare the command's arguments."""
     add_run(sub)
     steps = "steps A to B, both included, or A alone (default: the steps that are complete on every chosen rank)"
     sub.add_argument("--steps", metavar="A:B", type=step_range, help=steps)
@@ -37,7 +37,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the subcommand and return its exit status."""
+    """Run the command and return its exit status."""
     folder = Path(options.run)
     path = options.output or folder / "timeline.json"
     with exit_on_stop_signals(), without_gc():

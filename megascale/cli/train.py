@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Declare the subcommand's arguments."""
+    """Declare the command's arguments."""
     add_config_arguments(sub)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the subcommand and return its exit status."""
+    """Run the command and return its exit status."""
     rank = rank_from_environment()
     with contextlib.ExitStack() as held:
         try:

@@ -31,7 +31,7 @@ LINES_OF_A_PIPE = 50  # lines of a frame that goes to a file or a pipe
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Declare the subcommand's arguments."""
+    """Declare the command's arguments."""
     add_run(sub)
     sub.add_argument("--once", action="store_true", help="print one frame, as also where the output is no terminal")
     attach = "name who hangs and who failed first in a job of torchrun or srun, also one that is about to start; start "
@@ -43,7 +43,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the subcommand and return its exit status."""
+    """Run the command and return its exit status."""
     if options.attach:
         from megascale.cli.watch_attach import attach
 

@@ -120,7 +120,7 @@ def process_fault(fault: Fault, run: Path) -> tuple[Callable[[], object], Callab
 
 
 def job_processes(run: Path, node: str = "", command: str = "", rank: int | None = None) -> list[int]:
-    """Return the processes of a run's job: of a node, of a subcommand of megascale, of a rank; all if empty."""
+    """Return the processes of a run's job: of a node, of a command of megascale, of a rank; all if empty."""
     variables = {RUN_VARIABLE: str(run), NODE_VARIABLE: node, "RANK": "" if rank is None else str(rank)}
     marks = {f"{name}={value}".encode() for name, value in variables.items() if value}
     found = []

@@ -13,7 +13,7 @@ from pathlib import Path
 from lab.outside_faults import job_processes
 
 LONG_LIVED = ("launch", "driver", "agent")
-"""Subcommands of megascale whose processes last as long as the job."""
+"""Commands of megascale whose processes last as long as the job."""
 
 EVERY_S = 5.0
 """Seconds between looks."""

@@ -86,7 +86,7 @@ async def supervise(
     """Run a job to its end, through the deaths of drivers, and return its exit status. The caller holds the lock of the
     run's folder.
 
-    `folder`: of the run; `arguments`: of the driver's subcommand; `nodes`: of the job, spares included; `scheduler`:
+    `folder`: of the run; `arguments`: of the driver's command; `nodes`: of the job, spares included; `scheduler`:
     name of the adapter; `slots`: ranks of a node. `grace_s`: seconds in which ranks may save that no driver stops.
 
     Raises: SchedulerError, MegascaleError for an unreadable log

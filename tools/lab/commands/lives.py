@@ -74,7 +74,7 @@ class Job:
     launcher: subprocess.Popen[bytes]
 
     def processes(self, command: str = "", node: str = "") -> list[int]:
-        """Return the job's processes: of a subcommand of megascale ("train" for ranks), of a node; all if empty."""
+        """Return the job's processes: of a command of megascale ("train" for ranks), of a node; all if empty."""
         return job_processes(self.folder, node, command)
 
     def await_step(self, step: int) -> int:
