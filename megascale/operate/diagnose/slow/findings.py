@@ -45,11 +45,6 @@ MIN_CROWDED_SHARE, MIN_UNMEASURED_SHARE = 0.25, 0.5
 and without such steps, of a step; also of ranks without peers. What ranks take from each other is smaller.
 """
 
-OF_NETWORK: tuple[FindingKind, ...] = ("link", "communication")
-"""Causes without a name on a host with shared cores: messages take no link there, and a waiting rank needs a core to
-notice the end of its wait, in whatever group.
-"""
-
 MIN_LASTING = 0.5  # share of its cost that a cause costs as long as it lasts
 MIN_DATA_SHARE = 0.05  # smallest share of a step in which the ranks that read data do nothing else, to be named
 MIN_SLOW_STEPS_SHARE = 0.01  # smallest share of the time that single slow steps cost to be named
@@ -81,7 +76,7 @@ def crowd_note(places: Places) -> str:
         return ""
     more = f" and {len(hosts) - 1} more hosts" if len(hosts) > 1 else ""
     least = f"{MIN_CROWDED_SHARE:.0%} of the steps before it, or {MIN_UNMEASURED_SHARE:.0%} of a step since the first"
-    return f"{hosts[0]}{more}: they slow each other down; none is named for a cost below {least}, or for waits"
+    return f"{hosts[0]}{more}: they slow each other down; none is named for a cost below {least}, or for slow collectives"
 
 
 def combine(cube: StepCube, sample: StepCube, events: Columns) -> list[Finding]:
@@ -105,10 +100,13 @@ def combine(cube: StepCube, sample: StepCube, events: Columns) -> list[Finding]:
 
 
 def _share_cores(places: Places, suspect: SlowCause) -> bool:
-    """Return True for a cause in the network between ranks of one node with shared cores."""
+    """Return True for slow collectives of ranks of one node with shared cores: whoever waits there needs a core to
+    notice the end of its wait, in whatever group.
+    """
+    if suspect.kind != "communication" or not places.crowded:
+        return False
     ranks = places.index(np.array(suspect.culprit.ranks)) if suspect.culprit.ranks else slice(None)
-    one_node = len(np.unique(places.node[ranks])) == 1
-    return suspect.kind in OF_NETWORK and bool(places.crowded) and one_node
+    return len(np.unique(places.node[ranks])) == 1
 
 
 def _large(cube: StepCube, levels: StepLevels, suspects: Sequence[SlowCause], *, crowded: bool) -> Iterator[SlowCause]:

@@ -42,7 +42,7 @@ PathKind = Literal["send", "receive", "node", "link"]
 
 SIDES: dict[PathKind, str] = {
     "send": "only its sends are slow", "receive": "only its receives are slow",
-    "node": "its sends and its receives are slow", "link": "no other link of either end is slow",
+    "node": "its sends and its receives are slow", "link": "no other link of either end, if any, is slow",
 }  # fmt: skip
 
 

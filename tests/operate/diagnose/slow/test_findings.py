@@ -202,6 +202,18 @@ def test_waits_of_ranks_that_share_cores_accuse_no_group(nodes: int, cores: int,
     assert groups == ([tuple(places.rank[mine].tolist())] if named else [])
 
 
+@pytest.mark.parametrize(("factor", "named"), [(60, [("drift", ())]), (500, [("link", (1, 5))])])
+def test_a_link_between_ranks_that_share_cores_is_named_for_large_costs_only(
+    factor: float, named: list[tuple[str, tuple[int, ...]]]
+) -> None:
+    layout = FleetLayout(Topology(pp=2, dp=4), node_ranks=1, steps=100)
+    fleet = on_cores(Fleet(layout, 5, FleetFault("link", node=1, peer=5, factor=factor, since=50)), 2)
+    cube = cube_of(fleet)
+    places = replace(cube.places, node=np.zeros(8, np.int64), nodes=("h",))
+    found = combined(replace(cube, places=places), fleet)
+    assert [(finding.kind, finding.culprit.ranks) for finding in found] == named
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_noise_is_no_finding(seed: int) -> None:
     """Healthy ranks that vary as much as those of a crowded host, in bursts of other programs."""
