@@ -76,7 +76,8 @@ def crowd_note(places: Places) -> str:
         return ""
     more = f" and {len(hosts) - 1} more hosts" if len(hosts) > 1 else ""
     least = f"{MIN_CROWDED_SHARE:.0%} of the steps before it, or {MIN_UNMEASURED_SHARE:.0%} of a step since the first"
-    return f"{hosts[0]}{more}: they slow each other down; none is named for a cost below {least}, or for slow collectives"
+    least += ", or for slow collectives"
+    return f"{hosts[0]}{more}: they slow each other down; none is named for a cost below {least}"
 
 
 def combine(cube: StepCube, sample: StepCube, events: Columns) -> list[Finding]:
