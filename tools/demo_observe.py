@@ -66,7 +66,7 @@ def main() -> int:
     show("dashboard", run, "--file", run / "report.html")
     show("diagnose", run, "--slow")
     answer = subprocess.run(megascale("diagnose", run, "--slow", "--json"), capture_output=True, check=True)
-    found = json.loads(answer.stdout)
+    found = json.loads(answer.stdout)["findings"]
     missed = [name for name, named in verdicts(found, verdict).items() if not named]
     print(f"\n{'all three were named' if not missed else 'not named: ' + ', '.join(missed)}; the run is in {run}")
     return len(missed)

@@ -79,7 +79,7 @@ def _print_slow(options: argparse.Namespace) -> None:
     found, note = reading.value
     warn([*reading.notes, *filter(None, [note])])
     if options.json:
-        print(json.dumps([finding.to_json() for finding in found]))
+        print(json.dumps({"findings": [finding.to_json() for finding in found]}))
         return
     if not any(finding.until is None for finding in found):
         print("nothing slows the run down that its event store shows")

@@ -74,7 +74,7 @@ def test_says_what_slows_a_run_down(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert first.startswith("rank 5: computes slowly, since step 2; costs ")
     assert evidence[0].startswith("    rank 5 computes longer than its 3 peers of stage 1: ")
     assert main(["diagnose", str(run), "--slow", "--json"]) == Exit.OK
-    (found,) = json.loads(capsys.readouterr().out)
+    (found,) = json.loads(capsys.readouterr().out)["findings"]
     assert (found["kind"], found["ranks"], found["summary"]) == ("compute", [5], first)
     assert main(["diagnose", str(run), "--slow", "--picture", str(tmp_path / "a.svg")]) == Exit.CONFIG
     assert "leave --slow out" in capsys.readouterr().err
