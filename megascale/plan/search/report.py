@@ -49,7 +49,8 @@ def tables(plan: Plan, sweep: Sequence[Plan], tokens: float | None, cost: Failur
     yield (
         f"{config.name}: {format_count(parameter_count(config.model))} parameters, {format_layout(config.parallel)} = "
         f"{config.world_size} x {plan.hardware.name}, "
-        f"{config.num_microbatches} micro-batches of {config.batch.micro}, with {plan.stack.name}"
+        f"{config.num_microbatches} micro-batch{'es' * (config.num_microbatches != 1)} of {config.batch.micro}, "
+        f"with {plan.stack.name}"
     )
     yield (
         f"step {e.step_s:.4g} s ({'error unknown' if error is None else f'expected error {error:.0%}'}), "

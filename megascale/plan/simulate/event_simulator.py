@@ -171,9 +171,9 @@ class _Rank:
                 self._record(action, begin, weights, received, start, done, sent, arrives)
             if completes and (reduce_each or action is last[chunk]):
                 reductions.append(action)
-                now = self._reduce(action, now) if overlaps_dp else now
+                now = self._reduce(action, now, last=action is self.order[-1]) if overlaps_dp else now
         for action in () if overlaps_dp else reductions:
-            now = self._reduce(action, now)
+            now = self._reduce(action, now, last=True)
         self.end = now
 
     def _route(self, kind: Kind, chunk: int) -> _Route:
@@ -196,13 +196,16 @@ class _Rank:
             self.spans.append(Span(self.rank, "dp", Action(Kind.WAIT_PARAMS, chunk, 0), start, self.until, waited))
         return gathered
 
-    def _reduce(self, action: Action, now: float) -> float:
-        """Reduce a chunk's gradients, the last bucket at the backward's end `now`; return when compute goes on."""
+    def _reduce(self, action: Action, now: float, *, last: bool) -> float:
+        """Reduce a chunk's gradients, the last bucket at the backward's end `now`; return when compute goes on. The
+        buckets before it slow the backward down, and unless it is the `last`, the last bucket the next actions.
+        """
         place, overlap = (self.rank, action.chunk), self._overlap(action.chunk)
         taken = self.times.reduce.get(place, 0.0)
         start = max(self.until, now - self.times.seconds(action.kind, place) * overlap)
         self.until = max(start + taken, now + taken * (1 - overlap))
-        then = now + taken * overlap * self.times.slowdown if self.overlaps.dp else self.until
+        beside = taken * (overlap if last else 1.0)
+        then = now + beside * self.times.slowdown if self.overlaps.dp else self.until
         self.spans.append(Span(self.rank, "dp", action._replace(kind=Kind.REDUCE), start, self.until, (now, then)))
         return then
 

@@ -83,6 +83,17 @@ def test_buckets_overlap_with_their_own_chunk() -> None:
     assert slow == pytest.approx(6 + 0.05 - 2 * 0.9 + 30)
 
 
+@pytest.mark.parametrize("buckets", [1, 10])
+def test_reductions_beside_compute_slow_it_down_in_any_number_of_buckets(buckets: int) -> None:
+    cost = {"reduce": {(0, 0): 0.5}, "buckets": {(0, 0): buckets}}
+    alone, slowed = (
+        simulate([[forward(0, 0), backward(0, 0), forward(0, 1)]], looped(1, 1),
+                 times(1, 1, **cost, slowdown=slowdown), ALL, reduce_each=True).last
+        for slowdown in (0.0, 0.2)
+    )  # fmt: skip
+    assert slowed - alone == pytest.approx(0.2 * 0.5)
+
+
 def test_messages_and_dp_share_a_link() -> None:
     p, v, m = 2, 4, 8
     places = list(itertools.product(range(p), range(v)))
