@@ -105,7 +105,7 @@ def build_rank_run(
     if init_weights:
         init_parameters(buffers.shards(), mesh.topology, mesh.coord, config.train.seed, device.host_threads())
     fp8_state = build_fp8(config, mesh, context)
-    operators, offload = LayerOps.from_context(context), build_offload(config.train, device)
+    operators, offload = LayerOps.from_context(context), build_offload(config, mesh.coord.pp, device)
     cp = build_context_parallel(p, mesh, operators, overlap=config.overlap.cp)
     layers = LayerContext(config.model, {}, tp, operators, cp=cp, offload=offload)
     stages = build_stages(layout, mesh.coord.pp, config.train, buffers, layers, fp8_state)
@@ -191,13 +191,15 @@ def build_noise_scale(
     return NoiseScale(settings, FirstGradient(buffers.buckets, mesh, sequence=sequence), mesh, device)
 
 
-def build_offload(settings: TrainConfig, device: Device) -> ActivationOffload | None:
-    """Build the offload of block inputs, with `train.activation_offload`."""
-    if not settings.activation_offload:
+def build_offload(config: RunConfig, pp_rank: int, device: Device) -> ActivationOffload | None:
+    """Build the offload of block inputs, with `train.activation_offload`, and allocate its memory."""
+    if not config.train.activation_offload:
         return None
     from megascale.parallel.input_offload import ActivationOffload
+    from megascale.plan.account.memory import JobMemory
 
-    return ActivationOffload(device.host_buffers())
+    memory = JobMemory(config)
+    return ActivationOffload(device.host_buffers(), memory.host_inputs(pp_rank), memory.sizes.stream)
 
 
 def build_average(settings: TrainConfig, optimizer: ShardedOptimizer, mesh: Mesh) -> WeightAverage | None:
