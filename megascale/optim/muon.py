@@ -35,7 +35,7 @@ def muon(given: UpdateInput) -> Update:
     """Return the scaled orthogonalized momentum of a matrix [m, n], and the momentum."""
     o, grad = given.options, given.grad
 
-    def momentum() -> Tensor:  # computed again at the end, so that it takes no memory during the steps
+    def momentum() -> Tensor:  # called twice: it takes no memory during the steps
         return given.state["momentum"].lerp(grad, 1 - o["momentum"])
 
     blend = momentum()
