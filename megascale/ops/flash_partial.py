@@ -1,5 +1,5 @@
-"""Attention to some of the keys by flash-attn 2, whose kernels take sequences of any lengths, return the log-sum-exp,
-and go backward with one that is given: those of the library, or those that torch's GPU builds contain.
+"""Attention to some of the keys by flash-attn, whose kernels take sequences of any lengths, return the log-sum-exp, and
+go backward with one that is given: those of the library, version 3 on Hopper, or those that torch's GPU builds contain.
 
 Blocks with the same windows are laid end to end and computed in one call, queries [n, heads, d] and keys [m, kv heads,
 d]: the number of kernels does not grow with the documents of a row. What is one run of a row, as in a ring of whole
@@ -21,7 +21,7 @@ from torch import Tensor
 from megascale.device import copy_to_device
 from megascale.layout.mask_blocks import MaskBlock, MaskBlocks
 from megascale.ops.core_attention import half_precision_unsupported
-from megascale.ops.library import FLASH, TRITON
+from megascale.ops.library import FLASH, FLASH3, TRITON
 from megascale.ops.partial_attention import Accumulator, AttentionResult, Gradients, PartialAttention
 from megascale.ops.select import OpContext
 
@@ -32,19 +32,48 @@ LIBRARY = replace(FLASH, versions=">=2.7,<3")
 
 
 class FlashPartial:
-    """flash-attn 2's forward and backward for sequences of any lengths."""
+    """flash-attn's forward and backward for sequences of any lengths: version 3's on Hopper if installed, else 2's."""
 
     def unsupported_reason(self, context: OpContext) -> str | None:
         if context.model.head_dim % 8:
             return "needs a head dim divisible by 8"
-        return half_precision_unsupported(context) or LIBRARY.missing_reason()
+        if reason := half_precision_unsupported(context):
+            return reason
+        return None if _has_version_3(context) else LIBRARY.missing_reason()
 
     def build(self, context: OpContext) -> PartialAttention:
-        from flash_attn import flash_attn_interface as library
-
         m = context.model
-        forward, backward = library._flash_attn_varlen_forward, library._flash_attn_varlen_backward
+        if _has_version_3(context):
+            forward, backward = version_3(torch.ops.flash_attn_3)
+        else:
+            from flash_attn import flash_attn_interface as library
+
+            forward, backward = library._flash_attn_varlen_forward, library._flash_attn_varlen_backward
         return FlashPartialAttention(forward, backward, m.attention_scale or m.head_dim**-0.5, _merge())
+
+
+def _has_version_3(context: OpContext) -> bool:
+    """Return True if flash-attn 3 serves: on Hopper, in releases that register operators of these names, and without
+    deterministic algorithms, which some of them ignore.
+    """
+    if torch.are_deterministic_algorithms_enabled() or context.device.capability[0] != 9:
+        return False
+    return FLASH3.missing_reason() is None and hasattr(torch.ops.flash_attn_3, "_flash_attn_backward")
+
+
+def version_3(operators: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return flash-attn 3's operators as functions with the arguments of version 2's; the rest has no effect."""
+
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float, alibi_slopes: None, return_softmax: bool, **given: Any
+    ) -> tuple[Tensor, Tensor]:
+        return operators._flash_attn_forward(q, k, v, **given)[:2]
+
+    def backward(*tensors: Tensor, dropout_p: float, alibi_slopes: None, causal: bool, **given: Any) -> None:
+        *saved, dq, dk, dv = tensors
+        operators._flash_attn_backward(*saved, dq=dq, dk=dk, dv=dv, is_causal=causal, **given)
+
+    return forward, backward
 
 
 class TorchVarlen:
