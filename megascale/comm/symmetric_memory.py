@@ -45,7 +45,8 @@ class SymmetricMemory:
         """
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        symmetric_memory.get_symm_mem_workspace(self._name, 2 * part_bytes)
+        assert self.group.process_group is not None
+        symmetric_memory.get_symm_mem_workspace(self.group.process_group.group_name, 2 * part_bytes)
 
     def all_gather_matmul(
         self, part: Tensor, matrices: Sequence[Tensor], *, label: LabelLike
