@@ -24,7 +24,24 @@ from megascale.core.process import usable_cores
 from megascale.core.rank import local_world_size
 from megascale.record.recorder import HostTimer, Timer
 
-Mark = float | torch.cuda.Event
+
+class StreamMark:
+    """An event in the current stream of a GPU, from a `pool` to which it returns once nothing refers to the mark: CUDA
+    creates and destroys an event in microseconds, and a communication has up to four.
+    """
+
+    __slots__ = ("_pool", "event")
+
+    def __init__(self, pool: list[torch.cuda.Event]) -> None:
+        self._pool = pool
+        self.event = pool.pop() if pool else torch.cuda.Event(enable_timing=True)
+        self.event.record()
+
+    def __del__(self) -> None:
+        self._pool.append(self.event)
+
+
+Mark = float | StreamMark
 """A moment in a device's work: seconds on a CPU, an event in a stream on a GPU."""
 
 
@@ -53,15 +70,13 @@ class StreamTimer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._watching: dict[Hashable, torch.cuda.Stream] = {}
-        self._base = self._event()
-        self._base.record()
-        self._base.synchronize()
+        self._pool: list[torch.cuda.Event] = []
+        self._base = StreamMark(self._pool)
+        self._base.event.synchronize()
         self._base_seconds = time.perf_counter()
 
     def mark(self) -> Mark:
-        event = self._event()
-        event.record()
-        return event
+        return StreamMark(self._pool)
 
     def completion_mark(self, works: Sequence[dist.Work], channel: Hashable) -> Mark:
         """Return a mark at the end of `works`. Works of a `channel` complete in order."""
@@ -73,16 +88,13 @@ class StreamTimer:
             return self.mark()
 
     def seconds(self, mark: Mark) -> float | None:
-        assert isinstance(mark, torch.cuda.Event)
-        if not mark.query():
+        assert isinstance(mark, StreamMark)
+        if not mark.event.query():
             return None
-        seconds = self._base_seconds + self._base.elapsed_time(mark) / 1e3
+        seconds = self._base_seconds + self._base.event.elapsed_time(mark.event) / 1e3
         if seconds > self._base_seconds + 10:
             self._base, self._base_seconds = mark, seconds
         return seconds
-
-    def _event(self) -> torch.cuda.Event:
-        return torch.cuda.Event(enable_timing=True)
 
 
 Wait = Callable[[], None]

@@ -12,7 +12,7 @@ import torch
 
 from megascale import device
 from megascale.core.errors import ConfigError
-from megascale.device import Device, DeviceError, detect_device
+from megascale.device import Device, DeviceError, StreamTimer, detect_device
 
 PACKAGE = Path(device.__file__).parent
 
@@ -95,6 +95,41 @@ def test_a_cpu_says_its_name_and_peak_memory() -> None:
     assert before <= cpu.peak_memory()
     assert cpu.peak_memory() == pytest.approx(high, rel=0.05)
     assert cpu.peak_memory() > block.nbytes
+
+
+class Event:
+    """An event of a device that has done all its work, and takes a second from one record to the next."""
+
+    made = records = 0
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+        Event.made += 1
+
+    def record(self) -> None:
+        Event.records += 1
+        self.second = Event.records
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end.second - self.second)
+
+
+def test_an_event_is_used_again_once_nothing_refers_to_its_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    timer = StreamTimer(torch.device("cpu"))
+    kept = timer.mark()
+    begin = timer.seconds(kept)
+    assert begin is not None
+    for number in range(1, 41):  # the base of times moves along
+        assert timer.seconds(timer.mark()) == pytest.approx(begin + number)
+        assert timer.seconds(kept) == pytest.approx(begin)
+    assert Event.made == 3, "the base of times, the mark that is kept, and the others in turn"
 
 
 def test_cuda_is_named_in_this_file_alone() -> None:

@@ -169,7 +169,7 @@ _CARDS = {
         _card("torch", "torch's scaled_dot_product_attention", "core_attention:TorchAttention", attention_softcap=True),
     ],
     "partial_attention": [
-        _card("flash", "flash-attn 2 (Dao 2023)", "flash_partial:FlashPartial", **_FLASH_FACTS),
+        _card("flash", "flash-attn (Dao 2023)", "flash_partial:FlashPartial", **_FLASH_FACTS),
         _card("varlen", "the kernels of flash-attn 2 in torch", "flash_partial:TorchVarlen", **_FLASH_FACTS),
         _card("torch", "torch's flash kernel for CPUs", "partial_attention:TorchFlash"),
     ],

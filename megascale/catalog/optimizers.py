@@ -19,6 +19,7 @@
   of a fixed size in a basis of the gradient's; by an option's value: (option, powers by value)
 - `gemms`: matmuls [m, k] x [k, n] of an update by m, n and k, as letters; of a Newton-Schulz step with an option
   `ns_steps`; `gemms_with`: further ones, as in `state_with`
+- `temporaries`: tensors of a matrix's size at the peak of its update, a bound for memory
 - `decompositions`: their multiplications as GEMMs, every `update_gap` steps, or in every step without this option;
   `decompositions_with`: further ones, as in `state_with`
 """
@@ -32,6 +33,8 @@ REST = "adamw"  # the rule of parameters for which the chosen rule is not meant,
 MATRIX_UNITS = ("rows_and_columns", "matrix", "low_rank")  # units of work that need a whole matrix on one rank
 QUANTIZED_BLOCK = 256  # elements with a common scale in state of 8 bits
 
+TEMPORARIES = 6  # of dry runs of rules without a count of their own, 4 to 7
+
 ALL_KINDS = ("matrix", "embedding", "head", "norm", "bias")
 
 
@@ -40,7 +43,9 @@ def with_defaults(facts: Mapping[str, Any]) -> dict[str, Any]:
     kinds = ("matrix",) if facts["unit_of_work"] in MATRIX_UNITS else ALL_KINDS
     mappings = ("options", "choices", "options_of", "state_with", "gemms", "gemms_with")
     no_more = {key: dict[str, Any]() for key in (*mappings, "decompositions", "decompositions_with")}
-    defaults = {"meaning": "", "uint8": (), "weight": False, "first_moves": True, "width_power": 1.0}
+    defaults = {
+        "meaning": "", "uint8": (), "weight": False, "first_moves": True, "width_power": 1.0, "temporaries": TEMPORARIES
+    }  # fmt: skip
     return {"kinds": kinds, **defaults, **no_more, **facts}
 
 
@@ -102,6 +107,7 @@ OPTIMIZERS = Registry(
                 "adjust_lr": "match_rms_adamw", "per_head": False,
             },
             gemms={"ssl": 1, "sls": 1, "sss": 1},
+            temporaries=4,
             width_power=("adjust_lr", {"match_rms_adamw": 0.5, "original": 0.0, "none": 0.0}),
             choices={
                 "ns_dtype": ("weights", "bf16", "fp32", "fp64"),

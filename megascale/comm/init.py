@@ -63,7 +63,7 @@ def init_distributed(
             rank=rank.rank,
             world_size=rank.world_size,
             timeout=timeout,
-            pg_options=nccl_options(backend, "world", nccl),
+            pg_options=nccl_options(backend, "world", nccl, timeout),
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -13,8 +14,9 @@ from megascale.config.launch import NcclConfig
 from megascale.core.errors import Problem
 
 
-def nccl_options(backend: str, axis: str, nccl: NcclConfig) -> Any:
+def nccl_options(backend: str, axis: str, nccl: NcclConfig, timeout: timedelta) -> Any:
     """Return the `pg_options` of a group of parallelism `axis`; None without a setting, and for other backends.
+    `timeout`: the one that the group is opened with, since torch warns of options with another one.
 
     NCCL_MIN_CTAS and NCCL_MAX_CTAS in the environment override these options in all groups.
     """
@@ -23,6 +25,7 @@ def nccl_options(backend: str, axis: str, nccl: NcclConfig) -> Any:
         return None
     options = dist.ProcessGroupNCCL.Options()
     options.config.min_ctas, options.config.max_ctas = ctas
+    options._timeout = timeout
     return options
 
 

@@ -83,11 +83,12 @@ def open_process_group(name: str, ranks: Sequence[int], options: GroupOptions) -
 
     `name` begins with the parallelism axis, and is the group's description in NCCL's log and flight recorder.
     """
+    timeout = options.timeout.current
     with opening_group(name, ranks, dist.get_rank()):
         process_group = dist.new_group(
             list(ranks),
-            timeout=options.timeout.current,
-            pg_options=nccl_options(dist.get_backend(), name.partition(".")[0], options.nccl),
+            timeout=timeout,
+            pg_options=nccl_options(dist.get_backend(), name.partition(".")[0], options.nccl, timeout),
             use_local_synchronization=True,
             group_desc=name,
         )

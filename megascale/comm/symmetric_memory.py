@@ -38,6 +38,16 @@ class SymmetricMemory:
 
     group: Group
 
+    def reserve(self, part_bytes: int) -> None:
+        """Allocate torch's workspace for operators on parts of activations of up to `part_bytes`: one part for an
+        all-gather, two for a reduce-scatter. A collective of the group. An operator that needs a larger workspace would
+        allocate it in a step, and freeing the smaller one waits for the device.
+        """
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        assert self.group.process_group is not None
+        symmetric_memory.get_symm_mem_workspace(self.group.process_group.group_name, 2 * part_bytes)
+
     def all_gather_matmul(
         self, part: Tensor, matrices: Sequence[Tensor], *, label: LabelLike
     ) -> tuple[Tensor, list[Tensor]]:

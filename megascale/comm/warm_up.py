@@ -20,21 +20,23 @@ from megascale.layout.stages import Link
 SIZES = (4, 64 << 20)  # bytes: NCCL takes different algorithms for a few elements and for a model's gradients
 
 
-def warm_up(mesh: Mesh, device: Device, links: Iterable[Link], sizes: Sequence[int] | None = None) -> None:
+def warm_up(
+    mesh: Mesh, device: Device, links: Iterable[Link], sizes: Sequence[int] | None = None, *, matrices: bool = False
+) -> None:
     """Run every operation of every group once. A collective of all ranks, which warm up their groups in the same order
     of kinds and finish a kind before the next, so that they cannot deadlock.
 
     `links`: the pipeline ranks that exchange messages. `sizes`: bytes of the collectives; by default none on CPUs,
-    because gloo connects a group when it opens.
+    because gloo connects a group when it opens. `matrices`: dp ranks exchange matrices (`optim.matrix_exchange`).
     """
     if sizes is None:
         sizes = () if device.is_cpu else SIZES
     for group in (mesh.tp, mesh.cp_keys, mesh.dp, mesh.tied):
         _collectives(group, sizes, device)
     _collectives(mesh.reduction_groups[-1], sizes[:1], device)  # the only group not covered above; it reduces scalars
-    for group in (mesh.tp, mesh.cp_heads, mesh.cp_keys):
+    for group in (mesh.tp, mesh.cp_heads, mesh.cp_keys, *([mesh.dp] if matrices else [])):
         if sizes and group.p2p_transport is not None:
-            part = torch.zeros(1, device=device.torch_device)  # every pair: tp sends pieces, cp heads, keys and values
+            part = torch.zeros(1, device=device.torch_device)  # every pair: tp sends pieces, cp heads, keys, values
             for _, work in all_gather_pieces(group, part.new_empty(group.size), part, 1, label="warm up"):
                 work.wait()
             device.synchronize()

@@ -155,6 +155,11 @@ class ParamGroups:
         """The rules of all groups, `REST` included if the rule of `[optimizer]` leaves kinds to it."""
         return tuple(dict.fromkeys(group.rule for group in (self.default, self.rest, *self.listed)))
 
+    @property
+    def needs_matrix(self) -> bool:
+        """True if the rule of a group needs whole matrices."""
+        return any(group.needs_matrix for group in (self.default, self.rest, *self.listed))
+
     def matches(self, parameter: ParamSpec, tensor: TensorSpec) -> list[int]:
         """Return the indices of the groups of `optimizer.groups` that a tensor of a parameter matches."""
         found = []

@@ -1,8 +1,9 @@
-"""Attention to some of the keys by flash-attn 2, whose kernels take sequences of any lengths, return the log-sum-exp,
-and go backward with one that is given: those of the library, or those that torch's GPU builds contain.
+"""Attention to some of the keys by flash-attn, whose kernels take sequences of any lengths, return the log-sum-exp, and
+go backward with one that is given: those of the library, version 3 on Hopper, or those that torch's GPU builds contain.
 
 Blocks with the same windows are laid end to end and computed in one call, queries [n, heads, d] and keys [m, kv heads,
-d]: the number of kernels does not grow with the documents of a row.
+d]: the number of kernels does not grow with the documents of a row. What is one run of a row, as in a ring of whole
+rows, is a view.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from megascale.device import copy_to_device
 from megascale.layout.mask_blocks import MaskBlock, MaskBlocks
 from megascale.ops.core_attention import half_precision_unsupported
-from megascale.ops.library import FLASH
+from megascale.ops.library import FLASH, FLASH3, TRITON
 from megascale.ops.partial_attention import Accumulator, AttentionResult, Gradients, PartialAttention
 from megascale.ops.select import OpContext
 
@@ -31,19 +32,48 @@ LIBRARY = replace(FLASH, versions=">=2.7,<3")
 
 
 class FlashPartial:
-    """flash-attn 2's forward and backward for sequences of any lengths."""
+    """flash-attn's forward and backward for sequences of any lengths: version 3's on Hopper if installed, else 2's."""
 
     def unsupported_reason(self, context: OpContext) -> str | None:
         if context.model.head_dim % 8:
             return "needs a head dim divisible by 8"
-        return half_precision_unsupported(context) or LIBRARY.missing_reason()
+        if reason := half_precision_unsupported(context):
+            return reason
+        return None if _has_version_3(context) else LIBRARY.missing_reason()
 
     def build(self, context: OpContext) -> PartialAttention:
-        from flash_attn import flash_attn_interface as library
-
         m = context.model
-        forward, backward = library._flash_attn_varlen_forward, library._flash_attn_varlen_backward
-        return FlashPartialAttention(forward, backward, m.attention_scale or m.head_dim**-0.5)
+        if _has_version_3(context):
+            forward, backward = version_3(torch.ops.flash_attn_3)
+        else:
+            from flash_attn import flash_attn_interface as library
+
+            forward, backward = library._flash_attn_varlen_forward, library._flash_attn_varlen_backward
+        return FlashPartialAttention(forward, backward, m.attention_scale or m.head_dim**-0.5, _merge())
+
+
+def _has_version_3(context: OpContext) -> bool:
+    """Return True if flash-attn 3 serves: on Hopper, in releases that register operators of these names, and without
+    deterministic algorithms, which some of them ignore.
+    """
+    if torch.are_deterministic_algorithms_enabled() or context.device.capability[0] != 9:
+        return False
+    return FLASH3.missing_reason() is None and hasattr(torch.ops.flash_attn_3, "_flash_attn_backward")
+
+
+def version_3(operators: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return flash-attn 3's operators as functions with the arguments of version 2's; the rest has no effect."""
+
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float, alibi_slopes: None, return_softmax: bool, **given: Any
+    ) -> tuple[Tensor, Tensor]:
+        return operators._flash_attn_forward(q, k, v, **given)[:2]
+
+    def backward(*tensors: Tensor, dropout_p: float, alibi_slopes: None, causal: bool, **given: Any) -> None:
+        *saved, dq, dk, dv = tensors
+        operators._flash_attn_backward(*saved, dq=dq, dk=dk, dv=dv, is_causal=causal, **given)
+
+    return forward, backward
 
 
 class TorchVarlen:
@@ -58,7 +88,7 @@ class TorchVarlen:
 
     def build(self, context: OpContext) -> PartialAttention:
         m = context.model
-        return FlashPartialAttention(_varlen_forward, _varlen_backward, m.attention_scale or m.head_dim**-0.5)
+        return FlashPartialAttention(_varlen_forward, _varlen_backward, m.attention_scale or m.head_dim**-0.5, _merge())
 
 
 def _varlen_forward(  # noqa: PLR0913
@@ -89,15 +119,47 @@ def _varlen_backward(  # noqa: PLR0913
         into.copy_(grad)
 
 
-class _Call(NamedTuple):
-    """The blocks of one call of a kernel: blocks with equal windows, of which no two have a query or a key in common.
+Merge = Callable[[Accumulator, Tensor | slice, Tensor | slice, Tensor, Tensor], None]
+"""Adds a part of attention, as `Accumulator.add_at`."""
 
-    `queries`, `keys`: the rows and the places in them, each i64, of the tokens end to end. `lengths`, `windows`:
-    arguments of the kernels.
+
+def _merge() -> Merge:
+    """Return the kernel that merges parts, or without Triton torch's operators."""
+    if TRITON.missing_reason():
+        return Accumulator.add_at
+    from megascale.ops.merge_parts import merge_part
+
+    return lambda total, *part: merge_part((total.out, total.lse), *part)
+
+
+class _Tokens(NamedTuple):
+    """Tokens of a micro-batch end to end: their rows and the places in them, each i64; or slices of both, where rows
+    that follow each other have the same run of places.
     """
 
-    queries: tuple[Tensor, Tensor]
-    keys: tuple[Tensor, Tensor]
+    rows: Tensor | slice
+    places: Tensor | slice
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return the tokens [m, heads, ...] of x [b, heads, n, ...], a view of a run in one row."""
+        taken = x[self.rows, :, self.places]
+        return taken.transpose(1, 2).flatten(0, 1) if isinstance(self.rows, slice) else taken
+
+    def add(self, x: Tensor, part: Tensor) -> None:
+        """Add a part [m, heads, d] to x [b, heads, n, d], where each token is once."""
+        if isinstance(self.rows, slice):
+            x[self.rows, :, self.places].transpose(1, 2).add_(part.unflatten(0, (self.rows.stop - self.rows.start, -1)))
+        else:
+            x[self.rows, :, self.places] += part
+
+
+class _Call(NamedTuple):
+    """The blocks of one call of a kernel: blocks with equal windows, of which no two have a query or a key in common.
+    `lengths`, `windows`: arguments of the kernels.
+    """
+
+    queries: _Tokens
+    keys: _Tokens
     lengths: dict[str, Any]
     windows: dict[str, Any]
 
@@ -109,37 +171,32 @@ class FlashPartialAttention:
     forward: Callable[..., Any]
     backward: Callable[..., Any]
     scale: float
+    merge: Merge = Accumulator.add_at
 
     def add_forward(self, total: Accumulator, q: Tensor, k: Tensor, v: Tensor, blocks: MaskBlocks) -> None:
         for call in _calls(blocks, q.shape[0], q.device):
-            parts = [t[rows, :, places] for t, (rows, places) in zip((q, k, v), _sides(call), strict=True)]
+            parts = call.queries.of(q), call.keys.of(k), call.keys.of(v)
             out, lse = self.forward(
                 *parts, **call.lengths, **call.windows, **self._options(), return_softmax=False
             )[:2]  # fmt: skip
-            total.add_at(*call.queries, out, lse.t())
+            self.merge(total, *call.queries, out, lse)
 
     def add_backward(
         self, grads: Gradients, queries: AttentionResult, k: Tensor, v: Tensor, blocks: MaskBlocks
     ) -> None:
         for call in _calls(blocks, k.shape[0], k.device):
-            rows, places = call.queries
-            q, out, lse, grad_out = (t[rows, :, places] for t in queries)
-            parts = [q, *(t[call.keys[0], :, call.keys[1]] for t in (k, v))]
+            q, out, lse, grad_out = map(call.queries.of, queries)
+            parts = q, call.keys.of(k), call.keys.of(v)
             found = [torch.empty_like(t) for t in parts]
             self.backward(
                 grad_out, *parts, out, lse.t().contiguous(), *found, **call.lengths, **call.windows, **self._options(),
                 deterministic=torch.are_deterministic_algorithms_enabled(),
             )  # fmt: skip
-            for into, part, (rows, places) in zip(grads, found, _sides(call), strict=True):
-                into[rows, :, places] += part  # each place once
+            for tokens, into, part in zip((call.queries, call.keys, call.keys), grads, found, strict=True):
+                tokens.add(into, part)
 
     def _options(self) -> dict[str, Any]:
         return {"dropout_p": 0.0, "softmax_scale": self.scale, "softcap": 0.0, "alibi_slopes": None}
-
-
-def _sides(call: _Call) -> tuple[tuple[Tensor, Tensor], ...]:
-    """The places of q, k and v."""
-    return call.queries, call.keys, call.keys
 
 
 def _calls(blocks: MaskBlocks, batch: int, device: torch.device) -> list[_Call]:
@@ -181,11 +238,15 @@ def _call(group: Sequence[MaskBlock], batch: int, device: torch.device) -> _Call
 
 def _end_to_end(
     name: str, rows: Sequence[int], spans: Sequence[slice], device: torch.device
-) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
+) -> tuple[_Tokens, dict[str, Any]]:
     """Lay spans of rows end to end: the row and the place of every token, and the lengths as a kernel takes them."""
     sizes = [span.stop - span.start for span in spans]
-    places = np.repeat(rows, sizes), np.concatenate([np.arange(span.start, span.stop) for span in spans])
     ends = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32)
     lengths = {f"cu_seqlens_{name}": copy_to_device(ends, device), f"max_seqlen_{name}": max(sizes)}
-    row, place = (copy_to_device(numbers, device) for numbers in places)
-    return (row, place), lengths
+    in_turn = all(after.start == span.stop for span, after in itertools.pairwise(spans))
+    if len(set(rows)) == 1 and in_turn:
+        return _Tokens(slice(rows[0], rows[0] + 1), slice(spans[0].start, spans[-1].stop)), lengths
+    if all(span == spans[0] for span in spans) and [*rows] == [*range(rows[0], rows[0] + len(rows))]:
+        return _Tokens(slice(rows[0], rows[-1] + 1), spans[0]), lengths
+    places = np.repeat(rows, sizes), np.concatenate([np.arange(span.start, span.stop) for span in spans])
+    return _Tokens(*(copy_to_device(numbers, device) for numbers in places)), lengths

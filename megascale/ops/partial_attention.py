@@ -63,12 +63,19 @@ class Accumulator:
         total.mul_((before - after).exp_().unsqueeze(-1)).add_(out * (lse - after).exp_().unsqueeze(-1))
         before.copy_(after)
 
-    def add_at(self, rows: Tensor, queries: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Add a part, out [m, heads, d] and lse [m, heads], for the queries at m different places in the rows."""
-        total, before = self.out[rows, :, queries], self.lse[rows, :, queries]
-        after = torch.logaddexp(before, lse)
-        total.mul_((before - after).exp_().unsqueeze(-1)).add_(out * (lse - after).exp_().unsqueeze(-1))
-        self.out[rows, :, queries], self.lse[rows, :, queries] = total, after
+    def add_at(self, rows: Tensor | slice, queries: Tensor | slice, out: Tensor, lse: Tensor) -> None:
+        """Add a part, out [m, heads, d] and lse [heads, m], for the queries at m different places in the rows, or in
+        slices of rows laid end to end.
+        """
+        lse = lse.t()
+        if isinstance(rows, slice) and isinstance(queries, slice):
+            out, lse = (t.unflatten(0, (rows.stop - rows.start, -1)).transpose(1, 2) for t in (out, lse))
+            self.add(rows, queries, out, lse)
+        else:
+            total, before = self.out[rows, :, queries], self.lse[rows, :, queries]
+            after = torch.logaddexp(before, lse)
+            total.mul_((before - after).exp_().unsqueeze(-1)).add_(out * (lse - after).exp_().unsqueeze(-1))
+            self.out[rows, :, queries], self.lse[rows, :, queries] = total, after
 
 
 class TorchFlash:
@@ -126,7 +133,7 @@ class TorchPartialAttention:
                     attn_mask=_mask(tile, q), scale=self._scale,
                 )  # fmt: skip
                 for total, place, grad in zip(grads, (of_queries, of_keys, of_keys), found, strict=True):
-                    total[place] += grad
+                    total[place].add_(grad)
 
 
 def _mask(tile: Tile, q: Tensor) -> Tensor | None:

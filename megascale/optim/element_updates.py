@@ -91,14 +91,14 @@ def apply_direction(
     weight: Tensor, residual: Tensor | None, direction: Tensor, lr: float, decay: float, skip: Tensor
 ) -> None:
     """Step along a direction with decoupled weight decay, unless `skip` is 1. `residual`: as in `optim.compensated`."""
-    moved = torch.add(whole(weight, residual) * (1 - lr * decay), direction, alpha=-lr)
+    moved = (whole(weight, residual) * (1 - lr * decay)).add_(direction, alpha=-lr)
     if residual is not None:
         moved, rest = split(moved, weight.dtype)
-        residual.copy_(torch.where(skip > 0, residual, rest))
-    weight.copy_(torch.where(skip > 0, weight, moved))
+        torch.where(skip > 0, residual, rest, out=residual)
+    torch.where(skip > 0, weight, moved, out=weight)
 
 
 def copy_unless(skip: Tensor, state: Mapping[str, Tensor], new_state: Mapping[str, Tensor]) -> None:
     """Copy the new state into the old, unless `skip` is 1."""
     for name, values in state.items():
-        values.copy_(torch.where(skip > 0, values, new_state[name]))
+        torch.where(skip > 0, values, new_state[name], out=values)

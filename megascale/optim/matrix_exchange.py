@@ -11,7 +11,7 @@ a rank owns a matrix, and which elements each message has, follows from the layo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -122,15 +122,25 @@ class MatrixExchange:
             piece.view(shards[number], self.stored(number).start)[:] = part
         return shards
 
-    def start_return(self, updates: dict[int, Tensor]) -> None:
-        """Start to send the updates [m, n] of this rank's matrices, by number, to the shards."""
+    def start_return(self, updates: Iterable[tuple[int, Tensor]]) -> None:
+        """Start to send the updates [m, n] of this rank's matrices, by number, to the shards. An update is asked for
+        once the one before it is in the messages, so that a single one is whole.
+        """
         ranks, me = range(self._tp.size), self._tp.index
         mine = self._of_tp_rank[me]
-        updates = {number: update.to(self._dtype) for number, update in updates.items()}
-        cut = {number: self._cut(number, updates[number]) for number in mine}
-        self._own = {number: updates[number].reshape(-1) for number in updates if number not in cut}
-        self._own |= {number: cut[number][me].clone() for number in mine}  # a view would keep the update
-        self._outgoing = [self._join([cut[number][rank] for number in mine if rank != me]) for rank in ranks]
+        sizes = [[self._places[n].stored(self._topology, tp).numel for n in mine] for tp in ranks]
+        messages = [self._new(sum(of_rank)) for of_rank in sizes]
+        places = [message.split(of_rank) for message, of_rank in zip(messages, sizes, strict=True)]
+        by_number = dict(zip(mine, zip(*places, strict=True), strict=True))
+        for number, update in updates:
+            if number in by_number:
+                for place, shard in zip(by_number[number], self._cut(number, update), strict=True):
+                    place.view(shard.shape).copy_(shard)
+            else:
+                self._own[number] = update.to(self._dtype).reshape(-1)
+            del update  # before the next one is computed
+        self._own |= {number: parts[me] for number, parts in by_number.items()}
+        self._outgoing = [self._new(0) if rank == me else message for rank, message in enumerate(messages)]
         self._incoming = [
             self._new(sum(self.stored(n).numel for n in self._of_tp_rank[tp] if tp != me)) for tp in ranks
         ]
@@ -162,12 +172,12 @@ class MatrixExchange:
         """Free the messages of a completed exchange."""
         self._incoming, self._outgoing, self._own, self._flat = [], [], {}, self._new(0)
 
-    def _cut(self, number: int, update: Tensor) -> list[Tensor]:
-        """Cut an update into tp shards."""
+    def _cut(self, number: int, update: Tensor) -> Sequence[Tensor]:
+        """Cut an update into tp shards, views of it."""
         place = self._places[number]
         dimension = place.tensor.sharding["tp"]
         sizes = [place.local_shape(self._topology, tp)[dimension] for tp in range(self._tp.size)]
-        return [shard.reshape(-1) for shard in update.split(sizes, dimension)]
+        return update.split(sizes, dimension)
 
     def _start(self, group: Group, what: str) -> None:
         self._work = all_to_all_v(group, self._incoming, self._outgoing, label=f"{self._label} {what}", wait=False)

@@ -82,35 +82,39 @@ class BucketMatrices:
         needs no memory for all directions.
         """
         if not self._gradients.is_local:
-            self._gradients.start_return(dict(self._directions(lr, step, clipping)))
+            self._gradients.start_return(self._directions(lr, step, clipping))
 
     def apply(self, lr: float, step: int, clipping: Clipping) -> None:
         """Update this rank's shard of the master weights."""
         if self._gradients.is_local:
             for number, direction in self._directions(lr, step, clipping):
                 self._step(number, self._gradients.stored(number), direction.reshape(-1), lr, clipping.skip)
+                del direction  # before the next one is computed
         else:
             for number, elements, direction in self._gradients.finish_return():
                 self._step(number, elements, direction, lr, clipping.skip)
 
     def _directions(self, lr: float, step: int, clipping: Clipping) -> Iterator[tuple[int, Tensor]]:
-        """Update the state of this rank's matrices, and yield their numbers and directions."""
-        skip = clipping.skip
+        """Update the state of this rank's matrices, and yield their numbers and directions, one matrix at a time."""
         gradients = self._gradients.finish_gather()
         weights = self._weights.finish_gather() if self._with_weight else {}
         by_number = {self._with_weight[index]: weights.pop(index) for index in list(weights)}
-        first = self._begin(skip)
-        for number in list(gradients):
+        first = self._begin(clipping.skip)
+
+        def direction_of(number: int) -> Tensor:  # a function, whose temporary tensors end with it
             place, state, grad = self.places[number], self.state[number], gradients.pop(number)
-            grad = (grad * clipping.grad_factor.to(grad.dtype)).masked_fill_(skip > 0, 0.0)  # no decomposition of NaN
+            grad = grad * clipping.grad_factor.to(grad.dtype)
+            grad.masked_fill_(clipping.skip > 0, 0.0)  # no decomposition of NaN
             given = UpdateInput(
                 grad, state, step, place.group.all_options, by_number.pop(number, None), place.tensor.head_dim,
                 place.tensor.name, first=number in first, lr=lr * place.group.lr_mult,
                 dtype=self._shard.bucket.shard_weights.dtype,
             )  # fmt: skip
             direction, new_state = self._rules[place.group.rule](given)
-            copy_unless(skip, state, new_state)
-            yield number, direction
+            copy_unless(clipping.skip, state, new_state)
+            return direction
+
+        yield from ((number, direction_of(number)) for number in list(gradients))
 
     def _step(self, number: int, elements: SlotRange, direction: Tensor, lr: float, skip: Tensor) -> None:
         """Step along a direction, in the master weights of `elements`."""

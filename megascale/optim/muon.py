@@ -34,12 +34,19 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 def muon(given: UpdateInput) -> Update:
     """Return the scaled orthogonalized momentum of a matrix [m, n], and the momentum."""
     o, grad = given.options, given.grad
-    momentum = given.state["momentum"].lerp(grad, 1 - o["momentum"])
-    blend = grad.lerp(momentum, o["momentum"]) if o["nesterov"] else momentum
+
+    def momentum() -> Tensor:  # called twice: it takes no memory during the steps
+        return given.state["momentum"].lerp(grad, 1 - o["momentum"])
+
+    blend = momentum()
+    if o["nesterov"]:
+        torch.lerp(grad, blend, o["momentum"], out=blend)
     rows = given.head_dim if o["per_head"] and given.head_dim else grad.shape[0]
     stack = blend.view(-1, rows, grad.shape[1]).to(DTYPES.get(o["ns_dtype"], given.dtype))
+    del blend
     orthogonal = newton_schulz(stack, o["ns_steps"]).to(grad.dtype).view_as(grad)
-    return orthogonal * rms_factor(rows, grad.shape[1], o["adjust_lr"]), {"momentum": momentum}
+    del stack
+    return orthogonal.mul_(rms_factor(rows, grad.shape[1], o["adjust_lr"])), {"momentum": momentum()}
 
 
 def newton_schulz(x: Tensor, steps: int) -> Tensor:

@@ -43,12 +43,16 @@ class OffloadedInput:
 
 
 class ActivationOffload:
-    """The block inputs of a rank in host memory, whose buffers are reused by later micro-batches."""
+    """The block inputs of a rank in host memory, whose buffers are reused by later micro-batches.
 
-    def __init__(self, buffers: HostBuffers) -> None:
+    `count` inputs of up to `nbytes` are kept at once. Their buffers are allocated here, before the first step: CUDA may
+    wait for the device to pin memory, and in a step the device may be waiting for other ranks.
+    """
+
+    def __init__(self, buffers: HostBuffers, count: int = 0, nbytes: int = 0) -> None:
         self._buffers = buffers
-        self._free: list[Tensor] = []
-        self._largest = 0
+        self._free = [buffers.allocate(nbytes) for _ in range(count)]
+        self._largest = nbytes
         self._leaving: OffloadedInput | None = None
         self._last: OffloadedInput | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -81,7 +82,8 @@ def build_mesh(config: RunConfig, rank: Rank, device: Device, log: RankLog | Non
         nccl=config.nccl,
     )
     recorder.log.start_parts.begin("warm-up")
-    warm_up(mesh, device, placement.links)
+    matrices = config.parallel.zero > 0 and ParamGroups(config.optimizer).needs_matrix
+    warm_up(mesh, device, placement.links, matrices=matrices)
     return mesh
 
 
@@ -94,14 +96,16 @@ def build_rank_run(
     """
     p, layout = config.parallel, stages_of(config.model, config.parallel)
     dtypes, on = run_dtypes(config.train.precision), device.torch_device
-    tp, context = build_tensor_parallel(mesh.tp, device, p, overlap=config.overlap.tp), op_context(config, device)
+    shape, context = (config.row_tokens, config.batch.micro, config.model.hidden_size), op_context(config, device)
+    nbytes = math.prod(shape) * dtypes[0].itemsize
+    tp = build_tensor_parallel(mesh.tp, device, p, overlap=config.overlap.tp, activation_bytes=nbytes)
     chunks = chunk_buckets(config.model, p, config.overlap, config.train, mesh.coord.pp)
     wgrad = select.build_op("wgrad", context)
     buffers = build_buffers(chunks, mesh, p, dtypes, on, wgrad, overlap=config.overlap.dp)
     if init_weights:
         init_parameters(buffers.shards(), mesh.topology, mesh.coord, config.train.seed, device.host_threads())
     fp8_state = build_fp8(config, mesh, context)
-    operators, offload = LayerOps.from_context(context), build_offload(config.train, device)
+    operators, offload = LayerOps.from_context(context), build_offload(config, mesh.coord.pp, device)
     cp = build_context_parallel(p, mesh, operators, overlap=config.overlap.cp)
     layers = LayerContext(config.model, {}, tp, operators, cp=cp, offload=offload)
     stages = build_stages(layout, mesh.coord.pp, config.train, buffers, layers, fp8_state)
@@ -110,7 +114,6 @@ def build_rank_run(
     noise_scale = build_noise_scale(config.train, mesh, buffers, on, sequence=p.sp)
     average = build_average(config.train, optimizer, mesh)
     train, valid, valid_batches = build_loaders(config, mesh, on)
-    shape = config.row_tokens, config.batch.micro, config.model.hidden_size
     spec, placement, overlap = P2PActivationSpec.of(shape, dtypes[0], on, tp), layout.placement, config.overlap.pp
     pipeline = PipelineExecutor(stages, placement, buffers, mesh, spec, dtypes[1], overlap=overlap, offload=offload)
     policy = build_policy(config, mesh, pipeline, train, on)
@@ -135,13 +138,19 @@ def build_checkpoints(config: RunConfig, mesh: Mesh, parts: Sequence[Stateful | 
     return Checkpoints(config.checkpoint, config.model, saved, *folders, mesh, present, device)
 
 
-def build_tensor_parallel(group: Group, device: Device, parallel: ParallelConfig, *, overlap: bool) -> TensorParallel:
-    """Return the tensor parallelism of this rank, whose peers' memory is mapped where communication overlaps."""
+def build_tensor_parallel(
+    group: Group, device: Device, parallel: ParallelConfig, *, overlap: bool, activation_bytes: int
+) -> TensorParallel:
+    """Return the tensor parallelism of this rank, whose peers' memory is mapped where communication overlaps.
+    `activation_bytes`: of an activation between layers on all of its ranks.
+    """
     fused = None
     if overlap and group.size > 1 and not device.is_cpu:
         from megascale.comm.symmetric_memory import SymmetricMemory, can_map_peers
 
-        fused = SymmetricMemory(group) if can_map_peers(group, device) else None
+        if can_map_peers(group, device):
+            fused = SymmetricMemory(group)
+            fused.reserve(activation_bytes // group.size)
     return TensorParallel(group, parallel.sp, overlap, fused, gpu=not device.is_cpu)
 
 
@@ -182,13 +191,15 @@ def build_noise_scale(
     return NoiseScale(settings, FirstGradient(buffers.buckets, mesh, sequence=sequence), mesh, device)
 
 
-def build_offload(settings: TrainConfig, device: Device) -> ActivationOffload | None:
-    """Build the offload of block inputs, with `train.activation_offload`."""
-    if not settings.activation_offload:
+def build_offload(config: RunConfig, pp_rank: int, device: Device) -> ActivationOffload | None:
+    """Build the offload of block inputs, with `train.activation_offload`, and allocate its memory."""
+    if not config.train.activation_offload:
         return None
     from megascale.parallel.input_offload import ActivationOffload
+    from megascale.plan.account.memory import JobMemory
 
-    return ActivationOffload(device.host_buffers())
+    memory = JobMemory(config)
+    return ActivationOffload(device.host_buffers(), memory.host_inputs(pp_rank), memory.sizes.stream)
 
 
 def build_average(settings: TrainConfig, optimizer: ShardedOptimizer, mesh: Mesh) -> WeightAverage | None:

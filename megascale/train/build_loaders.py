@@ -13,6 +13,7 @@ from megascale.core.errors import DataError
 from megascale.data.mix.batch_shape import BatchShape, StepOrder, reads_samples, reads_tokens
 from megascale.data.mix.loader import Loader
 from megascale.data.mix.mock_mixture import build_mixture
+from megascale.layout.hybrid.plan import row_step
 from megascale.layout.sequence_shard import sequence_chunks
 from megascale.train.run_splits import mixture_spec
 
@@ -44,7 +45,7 @@ def build_loaders(config: RunConfig, mesh: Mesh, device: torch.device) -> tuple[
     if valid_batches:
         orders["valid"] = StepOrder(shape, valid_batches * config.batch.total, again=True)
     sources = _open_sources(specs, mesh, orders)
-    sharding, pool = _row_sharding(config, mesh), _hybrid_pool(config, mesh)
+    sharding, pool = _row_sharding(config, mesh), _hybrid_pool(config, mesh, device)
     train, *valid = (
         Loader(
             sources.get(split),
@@ -74,8 +75,10 @@ def _row_sharding(config: RunConfig, mesh: Mesh) -> RowSharding | None:
     return row_sharding(config.parallel, config.model, recipe, mesh.coord.cp)
 
 
-def _hybrid_pool(config: RunConfig, mesh: Mesh) -> HybridPool | None:
-    """Return this rank of the pool of hybrid data parallelism; None in other modes."""
+def _hybrid_pool(config: RunConfig, mesh: Mesh, device: torch.device) -> HybridPool | None:
+    """Return this rank of the pool of hybrid data parallelism; None in other modes. Rows have padding where operations
+    are compiled by default.
+    """
     if not config.parallel.hybrid_dp:
         return None
     from megascale.data.mix.hybrid_batches import HybridPool
@@ -84,7 +87,8 @@ def _hybrid_pool(config: RunConfig, mesh: Mesh) -> HybridPool | None:
     assert config.data.max_tokens_per_rank is not None, "the rules of hybrid data parallelism demand it"
     pool, most = (mesh.dp.index, mesh.dp.size), config.data.max_tokens_per_rank
     reads = reads_tokens(mesh.topology, mesh.rank)
-    return HybridPool(*pool, most, sequence_flops(config.model), config.parallel.pp, reads)
+    step = 1 if device.type == "cpu" else row_step(most)
+    return HybridPool(*pool, most, sequence_flops(config.model), config.parallel.pp, reads, step)
 
 
 def _open_sources(

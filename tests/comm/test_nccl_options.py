@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -100,15 +101,18 @@ class Config:
 class Options:
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.config = Config()
+        self._timeout = timedelta(minutes=10)
 
 
 def test_a_group_gets_the_thread_blocks_of_its_axis(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
     nccl = NcclConfig(tp_ctas=[2, 8], dp_ctas="auto", pp_ctas=[1, 2], world_ctas=[1, 1])
-    found = {axis: nccl_options("nccl", axis, nccl) for axis in ("tp", "dp", "tied", "pp", "world", "none")}
+    limit = timedelta(seconds=70)
+    found = {axis: nccl_options("nccl", axis, nccl, limit) for axis in ("tp", "dp", "tied", "pp", "world", "none")}
     ctas = {axis: [each.config.min_ctas, each.config.max_ctas] for axis, each in found.items() if each is not None}
     assert ctas == {"tp": [2, 8], "pp": [1, 2], "world": [1, 1], "none": [1, 1]}
-    assert nccl_options("gloo", "tp", nccl) is None
+    assert {each._timeout for each in found.values() if each is not None} == {limit}, "torch warns of another one"
+    assert nccl_options("gloo", "tp", nccl, limit) is None
 
 
 def test_what_a_group_gets_where_nothing_is_chosen() -> None:
@@ -127,3 +131,5 @@ def test_torch_has_what_is_set() -> None:
     )
     assert config["min_ctas"] == config["max_ctas"] == "int"
     assert given["config"] == "ProcessGroupNCCL.NCCLConfig"
+    python = (Path(torch.__file__).parent / "distributed" / "distributed_c10d.py").read_text()
+    assert "if backend_options._timeout != timeout:" in python

@@ -17,6 +17,7 @@ from megascale.comm.group import Group, TrackedWork
 from megascale.comm.progress import GlooWork, ProgressThread, work_wrapper
 from megascale.comm.work import COMPLETED
 from megascale.core.rank import Rank
+from megascale.device import StreamTimer
 from megascale.record.events import Event
 from megascale.record.recorder import HostTimer, Recorder
 from tests.recorded_events import recorded_events
@@ -159,6 +160,30 @@ def test_a_second_wait_is_none() -> None:
     begun.wait()
     assert waited == [1] and begun.is_completed()
     assert len(recorded_events(recorder)[0].waits) == 1
+
+
+class WatchingTimer(StreamTimer):
+    """A timer of streams that have done all their work, with the channels that it has watched."""
+
+    def __init__(self) -> None:
+        self.watched: list[Any] = []
+
+    def mark(self) -> Any:
+        return 0.0
+
+    def completion_mark(self, works: Any, channel: Any) -> Any:
+        self.watched.append(channel)
+        return 0.0
+
+    def seconds(self, mark: Any) -> float:
+        return float(mark)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_stream_watches_what_goes_on_in_the_background_alone(wait: bool) -> None:
+    timer = WatchingTimer()
+    begin(Recorder(timer), lambda: work_wrapper("dp", timer)([], None), wait=wait).wait()
+    assert timer.watched == ([] if wait else ["dp"])
 
 
 def test_what_is_done_lets_go_of_its_tensors() -> None:

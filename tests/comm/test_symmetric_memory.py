@@ -82,6 +82,34 @@ def test_fused_operators_are_a_collective_and_a_matmul() -> None:
     run_world(2, _multiply)
 
 
+def _workspaces(rank: Rank) -> tuple[int, list[int]]:
+    """The bytes that are reserved for operators on parts [3, 2, 4], and those that they ask for."""
+    asked = list[int]()
+
+    def no_workspace(of_group: str, min_size: int) -> None:
+        assert of_group == name
+        asked.append(min_size)
+        raise RuntimeError("no symmetric memory")
+
+    group: Any = Group("tp", (0, 1), rank.rank, dist.new_group([0, 1]))
+    name, part, matrix = group.process_group.group_name, torch.zeros(3, 2, 4), torch.zeros(4, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_symmetric_memory, "get_symm_mem_workspace", no_workspace)
+        for use in (
+            lambda: symmetric_memory.SymmetricMemory(group).reserve(part.nbytes),
+            lambda: torch_symmetric_memory._fused_all_gather_matmul(part, [matrix], 0, name),
+            lambda: torch_symmetric_memory._fused_matmul_reduce_scatter(part.repeat(2, 1, 1), matrix, "sum", 0, name),
+        ):
+            with pytest.raises(RuntimeError, match="no symmetric memory"):
+                use()
+    return asked[0], asked[1:]
+
+
+def test_the_workspace_that_is_reserved_does_not_grow() -> None:
+    for reserved, asked in run_world(2, _workspaces):
+        assert len(asked) == 2 and reserved == max(asked)
+
+
 def test_older_fp8_operators_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before torch 2.8 the reduce-scatter operator had no output shape."""
     assert symmetric_memory._has_scaled_matmul.__wrapped__()

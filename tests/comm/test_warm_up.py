@@ -13,20 +13,21 @@ from tests.recorded_events import recorded_events
 from tests.runs import send_messages
 from tests.worlds import run_world
 
-Shape = tuple[Topology, bool, bool]
-"""Topology, tied embeddings, and wrap-around: the last stage sends to the first."""
+Shape = tuple[Topology, bool, bool, bool]
+"""Topology, tied embeddings, wrap-around: the last stage sends to the first, and matrices that dp ranks exchange."""
 
 QUICK: list[Shape] = [
-    (Topology(tp=2, pp=2), True, True),
-    (Topology(dp=2, pp=2), False, False),
-    (Topology(pp=4), True, True),
-    (Topology(tp=4), False, False),
-    (Topology(cp=4, cp_heads=2), False, False),
+    (Topology(tp=2, pp=2), True, True, True),
+    (Topology(dp=2, pp=2), False, False, True),
+    (Topology(dp=4), False, False, False),
+    (Topology(pp=4), True, True, False),
+    (Topology(tp=4), False, False, False),
+    (Topology(cp=4, cp_heads=2), False, False, False),
 ]
 ALL: list[Shape] = [
-    (Topology(tp=2, pp=2, dp=2), True, True),
-    (Topology(tp=2, pp=4), True, True),
-    (Topology(dp=4, pp=2), False, False),
+    (Topology(tp=2, pp=2, dp=2), True, True, True),
+    (Topology(tp=2, pp=4), True, True, False),
+    (Topology(dp=4, pp=2), False, False, True),
 ]
 SIZES = (4, 1 << 16)
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
@@ -41,12 +42,13 @@ def warmed(rank: Rank, shapes: list[Shape], transport: str) -> list[Any]:
     from megascale.device import detect_device
 
     found = []
-    for topology, tied, around in shapes:
+    for topology, tied, around, matrices in shapes:
         mesh = open_mesh(topology, rank.rank, tied=tied, placement=looped(topology.pp, 2 if around else 1))
         for group in mesh.groups:
             send_messages(group, backend=transport == "gloo")
         opened = len(dist.distributed_c10d._world.pg_map)
-        warm_up(mesh, detect_device(allow_gpu=False), looped(topology.pp, 2 if around else 1).links, SIZES)
+        links = looped(topology.pp, 2 if around else 1).links
+        warm_up(mesh, detect_device(allow_gpu=False), links, SIZES, matrices=matrices)
         told = [(e.group, e.name, e.bytes, e.peer) for e in recorded_events(mesh.recorder)]
         wanted: list[Any] = []
         for group, sizes in (
@@ -59,7 +61,7 @@ def warmed(rank: Rank, shapes: list[Shape], transport: str) -> list[Any]:
             if group.size > 1:  # a number of each rank at least
                 bytes_of = [max(size, 4 * group.size) for size in sizes]
                 wanted += [(group.name, operation, size, -1) for size in bytes_of for operation in COLLECTIVES]
-        for group in (mesh.tp, mesh.cp_heads, mesh.cp_keys):  # piece by piece
+        for group in (mesh.tp, mesh.cp_heads, mesh.cp_keys, *([mesh.dp] if matrices else [])):  # piece by piece
             if group.size > 1:
                 wanted.append((group.name, "all_gather", 4 * group.size, -1))
         stages, own = topology.group(rank.rank, "pp"), mesh.coord.pp

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,9 @@ from torch import Tensor
 from megascale.layout.owners import OwnedMatrix
 from megascale.ops.optimizer import UpdateInput
 from megascale.optim.matrix_exchange import MatrixExchange
+from megascale.optim.matrix_updates import BucketMatrices
 from megascale.optim.muon import muon, newton_schulz
+from tests.memory import peak_bytes
 from tests.optim.layouts import LAYOUT_CASES, LAYOUTS, SMALL, Trained, configuration, difference, state_after
 from tests.thread_world import simulate
 
@@ -141,6 +146,31 @@ def test_blocks_by_muon_and_the_rest_by_adamw(alone: Any, tmp_path: Path) -> Non
     assert {name for name in alone[2] if "attention.q" in name} == {
         f"{state}.layers.{layer}.attention.q.weight" for state in ("weights", "momentum") for layer in (0, 1)
     }
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_an_update_takes_the_memory_of_two_matrices(nesterov: bool) -> None:
+    """In bf16, with wide matrices: neither momentum nor gradient is held beside the steps."""
+    grad, momentum = (gradient((64, 2048), seed, torch.float32) for seed in (1, 2))
+    options = OPTIONS | {"ns_dtype": "bf16", "nesterov": nesterov}
+    peak = peak_bytes(lambda: muon(UpdateInput(grad, {"momentum": momentum}, 2, options)))
+    assert 2 * grad.nbytes <= peak < 2.2 * grad.nbytes
+
+
+@pytest.mark.parametrize("layout", ["one process", "tp2", "dp2 zero1"])
+def test_one_direction_is_whole_at_a_time(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute, count = BucketMatrices._directions, Counter[str]()
+
+    def watched(*args: Any) -> Iterator[tuple[int, Tensor]]:
+        for number, direction in compute(*args):
+            before = weakref.ref(direction)
+            yield number, direction
+            del direction
+            count["held" if before() is not None else "freed"] += 1
+
+    monkeypatch.setattr(BucketMatrices, "_directions", watched)
+    state_after(configuration(tmp_path, MUON, **LAYOUTS.get(layout, {})), 1)
+    assert count["freed"] >= 12 and not count["held"]
 
 
 def test_a_skipped_step_changes_nothing(tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from megascale.config.run import RunConfig
-from megascale.data.mix import mock_mixture
+from megascale.data.mix import hybrid_batches, mock_mixture
+from megascale.data.mix.hybrid_batches import HybridPool
 from megascale.layout.hybrid.planner import plan_hybrid
+from megascale.parallel.microbatch import MicroBatch
 from megascale.plan.account.context_bytes import Heads, context_bytes
 from megascale.plan.account.flops import sequence_flops
 from megascale.train.step import train_step
@@ -18,6 +20,7 @@ from tests.recorded_events import recorded_events
 from tests.thread_world import run_threads
 
 DOCUMENTS = [13, 2, 1, 8]
+MASKED = {"data__attention_mask": "document", "batch__global": 4}
 HYBRID = {"parallel__hybrid_dp": True, "data__max_tokens_per_rank": 6}
 POOLS = {
     "dp4": layout(dp=4),
@@ -55,6 +58,44 @@ def test_rings_meet_in_pipelines(tmp_path: Path) -> None:
 def test_a_rank_may_have_no_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mock_mixture, "equal_documents", lambda length, document: [length])
     check("gpt", layout(cp=2, dp=2) | {"data__max_tokens_per_rank": 24}, {"batch__global": 2}, tmp_path)
+
+
+def with_steps(monkeypatch: pytest.MonkeyPatch, step: int, rows: set[int]) -> None:
+    """Let micro-batches have multiples of `step` rows, as on GPUs, and note the numbers of rows."""
+
+    class Padded(HybridPool):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given[:-1], step=step)
+
+        def micro_batches(self, *given: Any) -> list[MicroBatch]:
+            found = super().micro_batches(*given)
+            rows.update(part.planned_rows or 0 for part in found)
+            assert all(part.tokens is None or len(part.tokens) == part.planned_rows for part in found)
+            return found
+
+    monkeypatch.setattr(hybrid_batches, "HybridPool", Padded)
+
+
+@pytest.mark.parametrize(
+    ("pool", "step"),
+    [("dp4", 4), ("dp4", 6), ("dp4 pp2", 4), pytest.param("cp2 dp2 tp2 pp2", 4, marks=pytest.mark.slow)],
+)
+def test_padding_of_rows_changes_no_run(pool: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of packs and of rings: a multiple of `step` rows, or the most of a rank."""
+    rows = set[int]()
+    (alone,) = run_threads(configure(Case("llama", MASKED), tmp_path), train)
+    with_steps(monkeypatch, step, rows)
+    padded = run_threads(configure(Case("llama", MASKED), tmp_path, **(HYBRID | POOLS[pool])), train)
+    check_equal(padded, alone)
+    assert rows <= {step, 6}, "without padding 2 to 6"
+
+
+def test_a_rank_without_documents_has_padded_rows_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mock_mixture, "equal_documents", lambda length, document: [length])
+    rows = set[int]()
+    with_steps(monkeypatch, 8, rows)
+    check("gpt", layout(cp=2, dp=2) | {"data__max_tokens_per_rank": 24}, {"batch__global": 2}, tmp_path)
+    assert rows == {8, 24}
 
 
 @pytest.mark.timeout(120)

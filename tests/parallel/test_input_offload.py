@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
-from megascale.device import PlainBuffers, Wait
+from megascale.device import Device, PlainBuffers, Wait
 from megascale.parallel.input_offload import ActivationOffload
 from megascale.plan.account.memory import JobMemory
 from tests.memory import held_bytes
@@ -27,7 +27,7 @@ ORDERINGS = ("save after compute", "compute after save", "load after compute", "
 SIZE = 3  # elements of a block's input
 
 
-class Device:
+class SimulatedDevice:
     """A simulated device: queues of operations that each run in their order, and otherwise in any order that the waits
     between them permit. The memory of a tensor is poisoned with NaN, by a compute operation, when the tensor is freed.
     """
@@ -88,7 +88,7 @@ class Device:
 class SimulatedBuffers:
     """Host memory of a simulated device, without the ordering `device.missing`."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: SimulatedDevice) -> None:
         self.device = device
 
     def allocate(self, nbytes: int) -> Tensor:
@@ -112,7 +112,9 @@ class SimulatedBuffers:
 Reads = list[tuple[int, np.ndarray]]
 
 
-def forward(device: Device, offload: ActivationOffload, values: list[int], reads: Reads) -> list[Callable[[], None]]:
+def forward(
+    device: SimulatedDevice, offload: ActivationOffload, values: list[int], reads: Reads
+) -> list[Callable[[], None]]:
     """Issue the forward of blocks with inputs of these values; return their backwards."""
     backwards = []
     for value in values:
@@ -132,7 +134,7 @@ def forward(device: Device, offload: ActivationOffload, values: list[int], reads
 
 def wrong_reads(missing: str, seed: int) -> int:
     """Simulate three micro-batches of four blocks in 1F1B; count the inputs that blocks did not see as they were."""
-    device, reads = Device(missing), Reads()
+    device, reads = SimulatedDevice(missing), Reads()
     offload = ActivationOffload(SimulatedBuffers(device))
     running: list[tuple[Any, list[Callable[[], None]]]] = []
     for action in "FFBFBB":
@@ -203,17 +205,24 @@ CASES: list[dict[str, Any]] = [
 
 
 def trained(rank: Rank, configs: list[RunConfig]) -> list[Outcome]:
-    """Train every configuration; the copies of offloaded inputs happen as late as they may. Their bytes are those of
-    the formula.
+    """Train every configuration; the copies of offloaded inputs happen as late as they may. Their memory is allocated
+    before the first step, and has the bytes of the formula.
     """
-    results = []
-    for run in builds(rank, configs):
-        memory = LateBuffers()
-        if run.pipeline.offload is not None:
-            run.pipeline.offload._buffers = memory
-        results.append(outcome(run, 2))
-        if not run.config.parallel.hybrid_dp:
-            assert memory.allocated == JobMemory(run.config).host_bytes(run.mesh.coord.pp)
+    results, made = [], list[LateBuffers]()
+
+    def late_buffers(device: Device) -> LateBuffers:
+        made.append(LateBuffers())
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Device, "host_buffers", late_buffers)
+        for run in builds(rank, configs):
+            offload = run.pipeline.offload
+            before = made[-1].allocated if offload is not None else 0
+            results.append(outcome(run, 2))
+            if offload is not None:
+                assert made[-1].allocated == before == JobMemory(run.config).host_bytes(run.mesh.coord.pp)
+                assert run.config.parallel.hybrid_dp or len(offload._free) == before // len(offload._free[0])
     return results
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megascale.config.batch_rampup import BatchSizes
+from megascale.core.errors import DataError
 from megascale.data.mix.batch_shape import BatchShape as BatchShape
 from megascale.data.mix.samples import DocumentStarts, SampleSource
 from megascale.device import copy_to_device
@@ -81,13 +82,13 @@ class Loader:
             return self._read(consumed_samples, shape)
 
     def prefetch(self, consumed_samples: int) -> None:
-        """Load the result of the next `batch(consumed_samples)` while the device is busy. After an error the step that
-        trains on the batch reads again, and raises. A batch for which the host's reader must be waited for is left to
-        that step, where the wait shows.
+        """Load the result of the next `batch(consumed_samples)` while the device is busy. After an error of the data
+        the step that trains on the batch reads again, and raises; other errors, such as the device's, are of this step.
+        A batch for which the host's reader must be waited for is left to the next step, where the wait shows.
         """
         if self.samples is not None and not self.samples.is_ready(consumed_samples):
             return
-        with suppress(Exception):
+        with suppress(DataError, OSError):
             self._prefetched = (consumed_samples, self.batch(consumed_samples))
 
     def batches(self, count: int) -> Iterator[StepBatch]:

@@ -14,6 +14,9 @@ from typing import NamedTuple
 
 from megascale.layout.sequence_shard import Spans, TokenSpan
 
+ROW_SHAPES = 16  # numbers of rows that kernels are compiled for; torch compiles a function for 128 at most
+ROW_ALIGNMENT = 16  # rows of the tiles of a GEMM's kernel
+
 
 class PlannedBatch(NamedTuple):
     """A micro-batch of ranks `first` to `first` + `ranks` - 1: one sequence shared by a ring, or a pack of whole
@@ -69,6 +72,21 @@ def ring_parts(length: int, ranks: int) -> tuple[Spans, ...]:
         parts.append((TokenSpan(head, head + share - share // 2), TokenSpan(tail - share // 2, tail)))
         head, tail = head + share - share // 2, tail - share // 2
     return tuple(parts)
+
+
+def row_step(max_tokens: int) -> int:
+    """Return the step between the numbers of rows of micro-batches: a multiple of `ROW_ALIGNMENT`, for `ROW_SHAPES` of
+    them at most.
+    """
+    return -(-max_tokens // (ROW_SHAPES * ROW_ALIGNMENT)) * ROW_ALIGNMENT
+
+
+def with_padding(tokens: int, ranks: int, step: int, max_tokens: int) -> int:
+    """Return the tokens of a micro-batch of `ranks` with padding, so that each of them has a multiple of `step` rows,
+    or `max_tokens`. A step of 1 adds none.
+    """
+    share = min(-(-tokens // (ranks * step)) * step, max_tokens)
+    return tokens if step == 1 else ranks * share
 
 
 def _share(length: int, ranks: int, index: int) -> int:

@@ -127,12 +127,16 @@ class JobMemory:
 
     def host_bytes(self, stage: int) -> int:
         """Count the most bytes of block inputs that a rank of a stage has in host memory."""
+        return self.host_inputs(stage) * self.sizes.stream
+
+    def host_inputs(self, stage: int) -> int:
+        """Count the most block inputs that a rank of a stage has in host memory."""
         c = self.config
         offloads = [recompute_policy(c.train, chunk).offload for chunk in range(self.layout.vpp)]
         held = [len(self.layout.layers(self.layout.index(stage, chunk))) for chunk in range(self.layout.vpp)]
         layers = [count * kept for count, kept in zip(held, offloads, strict=True)]
         order = rank_order(c.parallel, c.num_microbatches, c.num_chunks, c.data.sequence_chunks_saved, stage)
-        return most_inputs(order, layers) * self.sizes.stream
+        return most_inputs(order, layers)
 
     def _units(self, stage: int) -> list[list[UnitBytes]]:
         """List the units of a rank's chunks. A tied head on the embedding's rank has no weight."""

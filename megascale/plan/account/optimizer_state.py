@@ -21,8 +21,6 @@ from megascale.layout.param_groups import ParamGroup, ParamGroups
 from megascale.plan.account.sizes import data_ranks
 from megascale.plan.account.stage_matrices import StageMatrices, stage_places
 
-TEMPORARIES = 6  # tensors of a matrix's size at the peak of its update: of dry runs of Muon and Adafactor, 3 to 8
-
 
 @dataclass(frozen=True)
 class StageOptimizer:
@@ -70,7 +68,7 @@ class StageOptimizer:
 
     def update_bytes(self) -> int:
         """Estimate the bytes of temporary tensors of an update of whole matrices, on an average rank: messages of
-        gradients (and weights) in the beginning or directions in the end, and the work on the largest matrix.
+        gradients (and weights) in the beginning or directions in the end, and the work on one matrix.
         """
         sizes = [math.prod(place.shape) for place in self._places]
         if not sizes:
@@ -80,7 +78,8 @@ class StageOptimizer:
         weights = sum(math.prod(place.shape) for place in self._places if place.group.facts["weight"])
         sent = (2 * sum(sizes) + weights) / (tp * dp) * (1 - 1 / dp)
         directions = sum(sizes) / (tp * dp) * (2 - 1 / tp) if tp * dp > 1 else 0
-        return int(wide * (max(sent, directions) + TEMPORARIES * max(sizes)))
+        work = max(place.group.facts["temporaries"] * math.prod(place.shape) for place in self._places)
+        return int(wide * (max(sent, directions) + work))
 
     def fullest_owner(self) -> list[tuple[ParamGroup, tuple[int, ...]]]:
         """List the matrices of the owner with most work, by group and shape."""

@@ -19,18 +19,18 @@ SEQUENCE = 5
 
 class NumberedSamples(SampleSource):
     """A sample source whose tokens encode the sample index. If `masked`, the first i % 5 labels of every third sample i
-    are masked. Sample `bad` cannot be read.
+    are masked. Sample `bad` cannot be read, with an `error`.
     """
 
-    def __init__(self, masked: bool = False, bad: int = -1) -> None:
+    def __init__(self, masked: bool = False, bad: int = -1, error: type[Exception] = DataError) -> None:
         self.read: list[int] = []
         self._masked = masked
-        self._bad = bad
+        self._bad, self._error = bad, error
 
     def __getitem__(self, index: int) -> Sample:
         self.read.append(index)
         if index == self._bad:
-            raise DataError(f"sample {index} is bad")
+            raise self._error(f"sample {index} is bad")
         tokens = index * 10 + np.arange(SEQUENCE + 1)
         mask = (np.arange(SEQUENCE) >= index % 5).astype(np.float32) if self._masked and index % 3 == 0 else None
         return Sample(tokens, mask)
@@ -141,9 +141,16 @@ def test_a_prefetched_batch_serves_no_other_step() -> None:
     assert sample_indices(loader.batch(8)) == [9, 11, 13, 15], "read a second time"
 
 
-def test_a_bad_sample_is_an_error_of_its_own_step() -> None:
-    loader = prefetching_loader(NumberedSamples(bad=13))
+@pytest.mark.parametrize("error", [DataError, OSError])
+def test_a_bad_sample_is_an_error_of_its_own_step(error: type[Exception]) -> None:
+    loader = prefetching_loader(NumberedSamples(bad=13, error=error))
     loader.prefetch(8)
     assert sample_indices(loader.batch(0)) == [1, 3, 5, 7]
-    with pytest.raises(DataError, match="sample 13 is bad"):
+    with pytest.raises(error, match="sample 13 is bad"):
         loader.batch(8)
+
+
+@pytest.mark.parametrize("error", [torch.AcceleratorError, torch.OutOfMemoryError, TypeError])
+def test_an_error_of_the_device_or_of_the_program_is_raised_at_once(error: type[Exception]) -> None:
+    with pytest.raises(error, match="sample 13 is bad"):
+        prefetching_loader(NumberedSamples(bad=13, error=error)).prefetch(8)

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megascale.core.errors import DataError
-from megascale.layout.hybrid.plan import HybridPlan, PlannedBatch, ring_parts
+from megascale.layout.hybrid.plan import HybridPlan, PlannedBatch, ring_parts, row_step, with_padding
 from megascale.layout.hybrid.planner import makespan_bound, plan_hybrid
 from megascale.layout.hybrid.sequence_work import SequenceWork
 from tests.layout.hybrid.plan_check import check_plan
@@ -26,6 +26,16 @@ def long_tailed(count: int, *, median: float, sigma: float, longest: int, seed: 
     """Draw lengths: most are short, a few a thousand times as long."""
     draw = random.Random(seed)
     return [min(longest, max(1, int(draw.lognormvariate(math.log(median), sigma)))) for _ in range(count)]
+
+
+@given(max_tokens=st.integers(1, 1 << 20), tokens=st.integers(1, 1 << 22), ranks=st.integers(1, 64))
+def test_ranks_have_few_numbers_of_rows(max_tokens: int, tokens: int, ranks: int) -> None:
+    step, tokens = row_step(max_tokens), min(tokens, ranks * max_tokens)
+    total = with_padding(tokens, ranks, step, max_tokens)
+    rows, of_ranks = divmod(total, ranks)
+    assert of_ranks == 0 and tokens <= total < tokens + ranks * step
+    assert rows in {*range(step, max_tokens, step), max_tokens} and -(-max_tokens // step) <= 16
+    assert with_padding(tokens, ranks, 1, max_tokens) == tokens
 
 
 @example(lengths=[1], pool=9, stages=4)  # rounded sums of a search for the makespan

@@ -1,0 +1,49 @@
+"""Parts of attention on a GPU: the kernel that merges them, and the sum of parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megascale.layout.mask_blocks import mask_blocks
+from megascale.layout.sequence_shard import shard_sequence
+from megascale.ops.core_attention import AttentionMask, torch_attend
+from megascale.ops.partial_attention import Accumulator, PartialAttention
+from megascale.ops.select import build_op
+from tests.ops.settings import GPU, setting
+
+pytestmark = pytest.mark.gpu(1, only=True)
+
+S, D = 2048, 128
+
+
+@pytest.mark.parametrize("run", [True, False])
+def test_the_kernel_merges_as_torchs_operators(run: bool) -> None:
+    from megascale.ops.merge_parts import merge_part
+
+    q = torch.empty(1, 8, S, D, device="cuda", dtype=torch.bfloat16)
+    places = torch.randperm(S, device="cuda")[: S // 2]
+    at = (slice(0, 1), slice(0, S // 2)) if run else (torch.zeros_like(places), places)
+    ours, theirs = Accumulator(q), Accumulator(q)
+    for _ in range(3):
+        out, lse = torch.randn(S // 2, 8, D, device="cuda").bfloat16(), torch.randn(8, S // 2, device="cuda")
+        merge_part((ours.out, ours.lse), *at, out, lse)
+        theirs.add_at(*at, out, lse)
+    torch.testing.assert_close(ours.out, theirs.out, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours.lse, theirs.lse, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("keys", [1, 2, 4])
+def test_parts_add_up_to_the_whole(keys: int) -> None:
+    """As the ranks of a ring see them, in whole rows."""
+    attend: PartialAttention = build_op("partial_attention", setting(torch.bfloat16, GPU, head_dim=D))
+    q, k, v = (torch.randn(1, 8, S, D, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    expected = torch_attend(None)(q.double(), k.double(), v.double(), AttentionMask(None, None))
+    parts = shard_sequence(S, keys, 1, 0).parts
+    for mine in parts:
+        own = torch.cat([torch.arange(*span) for span in mine])
+        total = Accumulator(q[:, :, own])
+        for theirs in parts:
+            there = torch.cat([torch.arange(*span) for span in theirs])
+            attend.add_forward(total, q[:, :, own], k[:, :, there], v[:, :, there], mask_blocks(mine, theirs, None))
+        torch.testing.assert_close(total.out.double(), expected[:, :, own], rtol=2e-2, atol=2e-2)
