@@ -48,6 +48,6 @@ class BackendsConfig(Section):
         AUTO, description="cross-entropy loss of a chunk of logits, and its gradient"
     )
     wgrad: Annotated[str, choice(BACKENDS["wgrad"], AUTO)] = Field(
-        AUTO, description="wgrad GEMMs, which accumulate into main gradients; FP8 layers always use torch"
+        AUTO, description="wgrad GEMMs of layers that are not FP8, which accumulate into main gradients"
     )
     optimizer: Annotated[str, choice(BACKENDS["optimizer"], AUTO)] = Field(AUTO, description="optimizer step")
