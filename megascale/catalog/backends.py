@@ -155,7 +155,8 @@ GRANULARITIES = ("tensor", "row", "block")  # granularities of FP8 scales
 _CARDS = {
     "linear": [
         _card(
-            "te", "Transformer Engine's FP8 GEMMs; casts in Triton", "te_linear:TEFp8", granularities=("tensor", "block")
+            "te", "Transformer Engine's FP8 GEMMs; casts in Triton", "te_linear:TEFp8",
+            granularities=("tensor", "block"),
         ),
         _card("triton", "torch's FP8 GEMMs; casts and wgrad in Triton", "fp8:TritonFp8", granularities=GRANULARITIES),
         _card("torch", "torch's FP8 GEMMs; casts by torch's operators", "fp8:TorchFp8", multi_pass=GRANULARITIES),

@@ -23,6 +23,9 @@ class Fp8Config(Section):
     last_layers_bf16: Layers = Field(
         1, description="number of last layers that stay in bf16; embedding and head always do"
     )
+    fast_dgrad: bool = Field(
+        False, description="dgrad accumulates in fewer bits than fp32, as forward does, which is faster"
+    )
     monitor: bool = Field(True, description="record amax, saturation and underflow of every FP8 cast in logged steps")
 
 

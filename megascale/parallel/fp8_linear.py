@@ -124,13 +124,14 @@ class Fp8Gemms(LinearGemms):
         by_row, by_column = sharded and self.shard_dim == 0, sharded and self.shard_dim == 1
         with self.tp.group.recorder.memory_kind("parameters"):
             rowwise = self._cast("weight", weight, rows_sharded=by_row, k_sharded=by_column, with_transpose=True)
+            if quantizer.block.serves_transpose:
+                turned = rowwise.t()
+            else:
+                given = quantizer.turned(weight)
+                turned = self._cast("weight", given, rows_sharded=by_column, k_sharded=by_row, skip_stats=True)
             # Transformer Engine's default: fast accumulation in forward; dgrad and wgrad, which are more sensitive,
             # accumulate in fp32.
-            rowwise = replace(rowwise, use_fast_accum=True)
-            if quantizer.block.serves_transpose:
-                return rowwise, rowwise.t()
-            turned = quantizer.turned(weight)
-            return rowwise, self._cast("weight", turned, rows_sharded=by_column, k_sharded=by_row, skip_stats=True)
+            return replace(rowwise, use_fast_accum=True), replace(turned, use_fast_accum=self.state.fast_dgrad)
 
     def _cast(
         self, operand: str, x: Tensor, *, rows_sharded: bool = False, k_sharded: bool = False,

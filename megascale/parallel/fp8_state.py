@@ -35,10 +35,10 @@ class CastStats:
 class Fp8State:
     """Amax of every FP8 operand of the whole model in this step, and with delayed scaling the amax history.
 
-    Every rank has entries for all operands. `layers`: those with FP8 GEMMs. `weights`: specs of the FP8 weights by
-    name. `names`: the operands. `labels`: their event labels. `history` [operands, steps]: newest first, zero where
-    missing. `has_history`: the history has an entry. `token_groups`: the groups over which micro-batches have their
-    tokens.
+    Every rank has entries for all operands. `fast_dgrad`: dgrad accumulates as fast as forward. `layers`: those with
+    FP8 GEMMs. `weights`: specs of the FP8 weights by name. `names`: the operands. `labels`: their event labels.
+    `history` [operands, steps]: newest first, zero where missing. `has_history`: the history has an entry.
+    `token_groups`: the groups over which micro-batches have their tokens.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Fp8State:
         device: torch.device,
         kernels: Fp8Kernels = TORCH_KERNELS,
     ) -> None:
-        self.recipe = build_recipe(fp8.recipe, kernels)
+        self.recipe, self.fast_dgrad = build_recipe(fp8.recipe, kernels), fp8.fast_dgrad
         self.weights = fp8_weights(model, layers)
         self.labels = {
             f"layers.{index}.{operand}": Label.for_layer(index, operand)

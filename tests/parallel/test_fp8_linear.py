@@ -288,6 +288,23 @@ def count_weight_casts(rank: Rank, config: RunConfig) -> list[int]:
     return counts
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_forward_accumulates_fast_and_dgrad_on_request(recipe: str, tmp_path: Path) -> None:
+    configs = [configured(tmp_path, recipe, fp8__fast_dgrad=fast) for fast in (False, True)]
+    (flags,) = run_world(1, fast_accumulation, configs)
+    assert flags == [{"forward": True, "dgrad": False}, {"forward": True, "dgrad": True}]
+
+
+def fast_accumulation(rank: Rank, configs: list[RunConfig]) -> list[dict[str, bool]]:
+    mesh = open_mesh(Topology(), rank.rank, tied=False)
+    results, weight = [], torch.ones(128, 128, dtype=torch.bfloat16)
+    for config in configs:
+        gemms = build_linear_gemms("layers.1.attention.out", state_of(config, mesh), TensorParallel(mesh.tp, False))
+        operands = {"forward": gemms.weight_for_forward(weight), "dgrad": gemms.weight_for_dgrad(weight)}
+        results.append({name: each.use_fast_accum for name, each in operands.items() if isinstance(each, Quantized)})
+    return results
+
+
 def test_every_fp8_gemm_is_the_backends(tmp_path: Path) -> None:
     configs = [configured(tmp_path, recipe, batch__global=2, batch__micro=1) for recipe in RECIPES.names()]
     (counts,) = run_world(1, count_all_gemms, configs)
