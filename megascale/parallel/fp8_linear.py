@@ -150,7 +150,7 @@ class Fp8Gemms(LinearGemms):
             expected = state.history_amax(name) if delayed else self.static_amaxes[operand]
         else:
             # smaller blocks never span ranks: shards have multiples of their sides, the recipe's alignment
-            spans_tp = (rows_sharded and block.rows is None) or (k_sharded and block.k is None)
+            spans_tp = self.tp.size > 1 and ((rows_sharded and block.rows is None) or (k_sharded and block.k is None))
             spans_tokens = operand != "weight" and (block.k if contracts_tokens else block.rows) is None
             groups = [*([self.tp.group] if spans_tp else ()), *(state.token_groups if spans_tokens else ())]
             if groups:
