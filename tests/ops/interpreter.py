@@ -56,9 +56,9 @@ def _convert(plain: Any, data: Any, source: Any, target: Any, rounding: Any) -> 
     return there.view(getattr(torch, f"uint{8 * there.itemsize}")).numpy().reshape(data.shape)
 
 
-def _patch(plain: Any, tensor: Any) -> None:
-    """Let an array [1] be a bound of a loop, which numpy 2.4 refuses."""
-    plain(tensor)
+def _patch(plain: Any, tensor: Any, *scope: Any) -> None:
+    """Let an array [1] be a bound of a loop, which numpy 2.4 refuses. Later versions of Triton give a scope."""
+    plain(tensor, *scope)
     tensor.__index__ = lambda self: self.handle.data.item()
 
 
