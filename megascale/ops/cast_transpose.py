@@ -110,13 +110,13 @@ def cast(
 # Triton evaluates annotations when it compiles, and knows none but its own
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _bits(tile):  # type: ignore[no-untyped-def]
     """Return the bits of |tile|."""
     return tl.abs(tile).to(tl.int32, bitcast=True)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _scale(bits, largest):  # type: ignore[no-untyped-def]
     """Return the scales of blocks by the bits of their amax."""
     amax = bits.to(tl.float32, bitcast=True)
@@ -124,7 +124,7 @@ def _scale(bits, largest):  # type: ignore[no-untyped-def]
     return tl.where(amax == 0, 1.0, scale)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _inverse(scale):  # type: ignore[no-untyped-def]
     return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
 
@@ -136,7 +136,7 @@ def _codes(tile, factor, largest, FP8: tl.constexpr):  # type: ignore[no-untyped
     return tl.clamp(scaled, -largest, largest, tl.PropagateNan.ALL).to(FP8)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _count(counts, tile, scale, codes, inside, largest):  # type: ignore[no-untyped-def]
     """Add to `CastRecord.counts`."""
     saturated = tl.abs(tile) > scale * (largest * BEYOND)
