@@ -45,7 +45,7 @@ COMMANDS = tuple(
         "diagnose",
     )
 )
-KERNELS = {"megascale.ops.cast_transpose": "triton"}
+KERNELS = {f"megascale.ops.{name}": "triton" for name in ("cast_transpose", "scaled_wgrad")}
 """Modules in the language of a library (Triton), imported only where the library is installed."""
 HEAVY = {"torch", "tensorboard", "transformers", "megatron", "pyarrow", "duckdb", "dash", "plotly"}
 

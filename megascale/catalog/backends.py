@@ -154,8 +154,11 @@ GRANULARITIES = ("tensor", "row", "block")  # granularities of FP8 scales
 
 _CARDS = {
     "linear": [
-        _card("te", "Transformer Engine's FP8 GEMMs and casts", "te_linear:TEFp8", granularities=("tensor", "block")),
-        _card("compile", "torch's FP8 GEMMs; casts by torch.compile", "fp8:CompiledFp8", granularities=GRANULARITIES),
+        _card(
+            "te", "Transformer Engine's FP8 GEMMs; casts in Triton", "te_linear:TEFp8",
+            granularities=("tensor", "block"),
+        ),
+        _card("triton", "torch's FP8 GEMMs; casts and wgrad in Triton", "fp8:TritonFp8", granularities=GRANULARITIES),
         _card("torch", "torch's FP8 GEMMs; casts by torch's operators", "fp8:TorchFp8", multi_pass=GRANULARITIES),
     ],
     "attention": [

@@ -23,6 +23,9 @@ class Fp8Config(Section):
     last_layers_bf16: Layers = Field(
         1, description="number of last layers that stay in bf16; embedding and head always do"
     )
+    fast_dgrad: bool = Field(
+        False, description="dgrad accumulates in fewer bits than fp32, as forward does, which is faster"
+    )
     monitor: bool = Field(True, description="record amax, saturation and underflow of every FP8 cast in logged steps")
 
 
@@ -48,6 +51,6 @@ class BackendsConfig(Section):
         AUTO, description="cross-entropy loss of a chunk of logits, and its gradient"
     )
     wgrad: Annotated[str, choice(BACKENDS["wgrad"], AUTO)] = Field(
-        AUTO, description="wgrad GEMMs, which accumulate into main gradients; FP8 layers always use torch"
+        AUTO, description="wgrad GEMMs of layers that are not FP8, which accumulate into main gradients"
     )
     optimizer: Annotated[str, choice(BACKENDS["optimizer"], AUTO)] = Field(AUTO, description="optimizer step")

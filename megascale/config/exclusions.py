@@ -269,6 +269,11 @@ NO_HISTORY = _off(
     Fp8Config, "history", hint="fp8.recipe = delayed, or remove the key",
 )  # fmt: skip
 
+BLOCK_SCALES = _off(
+    "fp8.recipe", lambda recipe: recipe in RECIPES.cards and RECIPES[str(recipe)].facts.get("granularity") == "block",
+    Fp8Config, "fast_dgrad", hint="another fp8.recipe, or remove the key",
+)  # fmt: skip
+
 NO_HOST_READER = _off(
     "data.reader", unless("host"), DataConfig, "reader_timeout_s", hint="data.reader = host, or remove the key"
 )  # fmt: skip

@@ -34,6 +34,7 @@ RENAMED_VALUES: dict[tuple[str, str | bool], tuple[str, str | bool]] = {
     ("data.boundary_loss", True): ("data.eod_mask_loss", False),
     ("optimizer.master", "compensated"): ("optimizer.master_weights", "bf16_compensated"),
     ("fp8.recipe", "mu_unit"): ("fp8.recipe", "static"),
+    ("backends.linear", "compile"): ("backends.linear", "triton"),
 }
 """Settings with another value now, by key and value."""
 

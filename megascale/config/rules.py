@@ -48,7 +48,7 @@ RULES: tuple[Rule, ...] = (
     exclusions.NOT_HYBRID, parallel_rules.hybrid_tokens, exclusions.HYBRID_DOCUMENTS, exclusions.HYBRID,
     backend_rules.tile_tokens, backend_rules.tile_scales, train_rules.tile_recomputation,
     train_rules.learning_rate, exclusions.NO_TAIL, exclusions.CONSTANT_RATE,
-    exclusions.NO_AVERAGE, exclusions.NO_EMA, exclusions.NO_LAWA, exclusions.NO_HISTORY,
+    exclusions.NO_AVERAGE, exclusions.NO_EMA, exclusions.NO_LAWA, exclusions.NO_HISTORY, exclusions.BLOCK_SCALES,
     train_rules.optimizer_groups,
     exclusions.TIED_HEAD,
     train_rules.compensated_weights, exclusions.LAMB, exclusions.COMPENSATED,

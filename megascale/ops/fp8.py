@@ -1,25 +1,39 @@
 """FP8 casts and GEMMs on one device, in torch's operators, and the backends that run them.
 
+    scale = amax(|x|) / largest        data = cast(x * factor), factor = 1 / scale        x ~ data * scale
     a [m, k], b [n, k] -> a b^T [m, n]
 
-`amax`, `scale_and_cast`, `cast_transpose`, `scaled_matmul`: the operations. `Fp8Kernels`: those that a backend may
-replace. `TorchFp8`, `CompiledFp8`: backends. Quantizers (`ops.recipe`) choose what is cast, and with which scales.
+`amax`, `cast`, `scaled_matmul`, `scaled_wgrad`: the operations. `Fp8Kernels`: those of a backend. `TorchFp8`,
+`TritonFp8`: backends. Quantizers (`ops.recipe`) choose what is cast, and with which scales.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from packaging.version import Version
 from torch import Tensor
 
-from megascale.catalog.recipes import RECIPES, TENSOR, ScaleBlock
+from megascale.catalog.recipes import RECIPES, ROW, TENSOR, ScaleBlock
 from megascale.ops import compiled
-from megascale.ops.quantized import Quantized, in_blocks
-from megascale.ops.select import NotByDefault, OpContext
+from megascale.ops.quantized import Fp8Format, Quantized, in_blocks, over_blocks
+from megascale.ops.select import OpContext
+from megascale.ops.wgrad import add_
+
+MIN_SCALE = 2.0**-126  # the smallest scale: fp32's smallest normal number
+SATURATED = 1 + 2**-8  # times the largest: elements beyond are saturated, by more than rounding
+
+
+class CastRecord(NamedTuple):
+    """The statistics of a step to which a cast adds: `amax`, f32 [], is raised to the largest magnitude; `counts`,
+    i64 [3], or None: elements saturated (beyond the largest by more than rounding), underflowed to zero, and in total.
+    """
+
+    amax: Tensor
+    counts: Tensor | None = None
 
 
 def amax(x: Tensor, block: ScaleBlock) -> Tensor:
@@ -30,19 +44,33 @@ def amax(x: Tensor, block: ScaleBlock) -> Tensor:
     return magnitude.amax(-1 if block.rows == 1 else (1, 3)).float()
 
 
-def scale_and_cast(x: Tensor, factor: Tensor, fp8_max: float, dtype: torch.dtype) -> Tensor:
-    """Cast x * factor to an FP8 `dtype`, clamped to +-`fp8_max`; `factor`, 1 / scale, broadcasts to x."""
-    return (x.float() * factor).clamp(-fp8_max, fp8_max).to(dtype)
+def cast(
+    x: Tensor, expected: Tensor | None, block: ScaleBlock, element: Fp8Format, with_transpose: bool,
+    record: CastRecord | None,
+) -> Quantized:  # fmt: skip
+    """Implement `Cast` with torch's operators. The transpose is left to `Quantized.t`."""
+    largest = amax(x, block) if expected is None else expected
+    # at least MIN_SCALE, to keep the inverse finite; not a number if amax is not
+    scale = torch.where(largest == 0, 1.0, (largest / element.max_value).clamp(min=MIN_SCALE))
+    wide = in_blocks(x, block).to(torch.float32, copy=True)
+    if expected is not None:  # else an infinity has the factor zero
+        wide.nan_to_num_(torch.nan, torch.nan, torch.nan)
+    codes = wide.mul_(over_blocks(1.0 / scale, block)).clamp_(-element.max_value, element.max_value)
+    quantized = Quantized(codes.to(element.dtype).view(x.shape), scale, block)
+    if record is not None:
+        most = x.abs().amax() if expected is not None else largest.amax()
+        torch.maximum(record.amax, most.float(), out=record.amax)
+    if record is not None and record.counts is not None:
+        record.counts.add_(_counts(x, quantized, element))
+    return quantized
 
 
-def cast_transpose(
-    x: Tensor, factor: Tensor, fp8_max: float, dtype: torch.dtype, rowwise: bool = True
-) -> tuple[Tensor | None, Tensor]:
-    """Implement `CastTranspose` with torch's operators: a pass for the cast and a pass for the transpose."""
-    (m, k), (row_blocks, column_blocks) = x.shape, factor.shape
-    blocks = x.reshape(row_blocks, m // row_blocks, column_blocks, k // column_blocks)
-    data = scale_and_cast(blocks, factor[:, None, :, None], fp8_max, dtype).view(m, k)
-    return data if rowwise else None, data.t().contiguous()
+def _counts(x: Tensor, quantized: Quantized, element: Fp8Format) -> Tensor:
+    """Return what a cast adds to `CastRecord.counts`."""
+    bound = over_blocks(quantized.scale, quantized.block) * (element.max_value * SATURATED)
+    saturated = (in_blocks(x.abs(), quantized.block).float() > bound).sum()
+    underflowed = ((x != 0) & (quantized.data.float() == 0)).sum()
+    return torch.stack([saturated, underflowed, torch.full_like(underflowed, x.numel())])
 
 
 def scaled_matmul(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
@@ -96,36 +124,50 @@ def _row_scales(x: Quantized) -> Tensor:
     return scale.repeat_interleave(rows // scale.shape[0], 0)
 
 
-ScaleAndCast = Callable[[Tensor, Tensor, float, torch.dtype], Tensor]
-"""The signature of `scale_and_cast`."""
+def scaled_wgrad(total: Tensor, a: Quantized, b: Quantized, add: bool) -> None:
+    """Implement `ScaledWgrad` with torch's GEMM, which cannot accumulate, and an addition."""
+    # with row scales torch's GEMM returns fp32 on some GPUs only
+    part = scaled_matmul(a, b, torch.bfloat16 if a.block == ROW and not total.is_cpu else torch.float32)
+    if add:
+        add_(total, part)
+    else:
+        total.copy_(part)
 
 
-class CastTranspose(Protocol):
-    """`scale_and_cast` of x [m, k] and of its transpose in one pass."""
+class Cast(Protocol):
+    """The cast of a matrix to FP8. Values beyond the format saturate, but infinity becomes NaN."""
 
     def __call__(
-        self, x: Tensor, factor: Tensor, fp8_max: float, dtype: torch.dtype, rowwise: bool, /
-    ) -> tuple[Tensor | None, Tensor]:
-        """Return rowwise data [m, k], or None without `rowwise`, and columnwise data [k, m]. `factor` [m', k'] has an
-        element for every m/m' x k/k' block of x.
+        self, x: Tensor, expected: Tensor | None, block: ScaleBlock, element: Fp8Format, with_transpose: bool,
+        record: CastRecord | None, /,
+    ) -> Quantized:  # fmt: skip
+        """Quantize x [..., k], also a view of a transpose if the kernels read `strided` matrices.
+
+        `expected`: the amax from which each scale comes, in the shape of `Quantized.scale`; None: x's own.
+        `with_transpose`: write the transpose too, if the kernels do so in the same pass.
         """
 
 
 ScaledMatmul = Callable[[Quantized, Quantized, torch.dtype], Tensor]
 """The signature of `scaled_matmul`."""
 
+ScaledWgrad = Callable[[Tensor, Quantized, Quantized, bool], None]
+"""`scaled_wgrad(total, a, b, add)`: total [m, n] = a b^T (+ total if `add`; otherwise total is not read) for a [m, k]
+and b [n, k]. total is contiguous and has the dtype of main gradients.
+"""
+
 
 @dataclass(frozen=True)
 class Fp8Kernels:
-    """The functions of an FP8 backend: amax, cast and GEMM.
-
-    `cast_transpose`: None if no kernel writes both layouts; a transpose is then a copy.
+    """The functions of an FP8 backend. `strided`: `amax` and `cast` read a view of a transpose as it lies in memory,
+    and `cast` writes both layouts; otherwise a transpose is a copy.
     """
 
     amax: Callable[[Tensor, ScaleBlock], Tensor] = amax
-    scale_and_cast: ScaleAndCast = scale_and_cast
+    cast: Cast = cast
     scaled_matmul: ScaledMatmul = scaled_matmul
-    cast_transpose: CastTranspose | None = None
+    scaled_wgrad: ScaledWgrad = scaled_wgrad
+    strided: bool = False
 
 
 TORCH_KERNELS = Fp8Kernels()
@@ -141,19 +183,20 @@ class TorchFp8:
         return TORCH_KERNELS
 
 
-class CompiledFp8:
-    """The backend `compile`: torch.compile for amax and cast; on a GPU a Triton kernel casts and transposes."""
+class TritonFp8:
+    """The backend `triton`: casts, and GEMMs of weights' gradients, in Triton; other GEMMs are torch's."""
 
     def unsupported_reason(self, context: OpContext) -> str | None:
-        slow = NotByDefault("compiling delays the first step on a CPU") if context.device.is_cpu else None
-        return _unsupported_reason(context) or compiled.compile_unsupported_reason(context.device) or slow
+        if context.device.is_cpu:
+            return "needs a GPU"
+        return _unsupported_reason(context) or compiled.compile_unsupported_reason(context.device)
 
     def build(self, context: OpContext) -> Fp8Kernels:
-        both: CastTranspose | None = None
-        if not context.device.is_cpu:
-            from megascale.ops.cast_transpose import cast_transpose as both
-        compile_ = compiled.compile_function
-        return Fp8Kernels(compile_(amax), compile_(scale_and_cast), cast_transpose=both)
+        from megascale.ops import cast_transpose, scaled_wgrad
+
+        return Fp8Kernels(
+            cast_transpose.amax, cast_transpose.cast, scaled_wgrad=scaled_wgrad.scaled_wgrad, strided=True
+        )
 
 
 def _unsupported_reason(context: OpContext) -> str | None:

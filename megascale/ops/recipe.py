@@ -1,25 +1,17 @@
-"""A recipe: the quantizers of the input, the weight and the output gradient of linear layers, and the GEMM of their
-results, by one backend (`ops.fp8`).
-
-    scale = amax(|x|) / largest        data = cast(x * factor), factor = 1 / scale        x ~ data * scale
-
-`scale` dequantizes, as in `torch._scaled_mm`. Transformer Engine names it `scale_inv`, and names `factor` `scale`.
-"""
+"""A recipe: quantizers of input, weight and output gradient of linear layers, and GEMMs of their results."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megascale.catalog.recipes import RECIPES, ROW, TENSOR, QuantizerSpec, ScaleBlock
-from megascale.ops.fp8 import TORCH_KERNELS, Fp8Kernels, ScaledMatmul
-from megascale.ops.quantized import Fp8Format, Quantized, in_blocks, over_blocks
-
-MIN_SCALE = 2.0**-126  # the smallest scale: fp32's smallest normal number
+from megascale.catalog.recipes import RECIPES, TENSOR, QuantizerSpec, ScaleBlock
+from megascale.ops.fp8 import TORCH_KERNELS, CastRecord, Fp8Kernels, ScaledMatmul, ScaledWgrad
+from megascale.ops.quantized import Fp8Format, Quantized
 
 
 @dataclass(frozen=True)
@@ -39,70 +31,43 @@ class Quantizer:
         """
         return self.kernels.amax(x, self.block)
 
-    def scale(self, amax: Tensor) -> Tensor:
-        """Return the scale amax / largest, at least MIN_SCALE to keep its inverse finite, and 1 for zeros.
-
-        A NaN or infinite amax gives a scale, and hence GEMMs, with NaN or infinity.
-        """
-        return torch.where(amax == 0, 1.0, (amax / self.element.max_value).clamp(min=MIN_SCALE))
-
-    def encode(self, x: Tensor, scale: Tensor, *, with_transpose: bool = False) -> Quantized:
-        """Quantize x [..., k], or the result of `turned`. Values beyond the format saturate.
-
-        `with_transpose`: write the transpose too, if the kernels do so in the same pass.
-        """
-        largest, dtype, cast_both = self.element.max_value, self.element.dtype, self.kernels.cast_transpose
-        factors = 1.0 / scale
-        if cast_both and x.dim() == 2 and x.stride(1) != 1:
-            _, data = cast_both(x.t(), _matrix(factors).t(), largest, dtype, False)
-            return Quantized(data, scale, self.block)
-        if cast_both and with_transpose and self.block.serves_transpose:
-            rows, transposed = cast_both(x.reshape(-1, x.shape[-1]), _matrix(factors), largest, dtype, True)
-            assert rows is not None
-            return Quantized(rows.view(x.shape), scale, self.block, transposed=transposed)
-        factors = over_blocks(factors, self.block)
-        data = self.kernels.scale_and_cast(in_blocks(x, self.block), factors, largest, dtype)
-        return Quantized(data.view(x.shape), scale, self.block)
+    def encode(
+        self,
+        x: Tensor,
+        expected: Tensor | None = None,
+        *,
+        with_transpose: bool = False,
+        record: CastRecord | None = None,
+    ) -> Quantized:
+        """Quantize x [..., k], or the result of `turned`, as `fp8.Cast` says."""
+        return self.kernels.cast(x, expected, self.block, self.element, with_transpose, record)
 
     def turned(self, x: Tensor) -> Tensor:
-        """Transpose x [m, k] before its cast: a view if the kernels' cast writes the transpose, else a copy."""
-        return x.t() if self.kernels.cast_transpose else x.t().contiguous()
+        """Transpose x [m, k] before its cast: a view if the kernels read one, else a copy."""
+        return x.t() if self.kernels.strided else x.t().contiguous()
 
     def transpose(self, x: Quantized) -> Quantized:
         """Return `x.t()`. Codes in a single layout, such as an all-gathered input's, go through the kernels' cast: FP8
         times a factor of 1 is unchanged.
         """
-        cast_both = self.kernels.cast_transpose
-        if cast_both is None or x.transposed is not None or x.columnwise or x.block != TENSOR:
+        if not self.kernels.strided or x.transposed is not None or x.columnwise or x.block != TENSOR:
             return x.t()
-        data = x.data.reshape(-1, x.shape[-1])
-        one = torch.ones(1, 1, dtype=torch.float32, device=x.data.device)
-        _, transposed = cast_both(data, one, torch.finfo(data.dtype).max, data.dtype, False)
-        return Quantized(transposed, x.scale, x.block)
-
-    def cast_stats(self, x: Tensor, quantized: Quantized) -> Tensor:
-        """Count elements saturated (beyond the largest by more than rounding), underflowed to zero, and in total:
-        f32 [3].
-        """
-        bound = over_blocks(quantized.scale, self.block) * (self.element.max_value * (1 + 2**-8))
-        saturated = (in_blocks(x.abs(), self.block) > bound).sum()
-        underflowed = ((x != 0) & (quantized.data.float() == 0)).sum()
-        return torch.stack([saturated, underflowed, torch.full_like(underflowed, x.numel())]).float()
-
-
-def _matrix(scale: Tensor) -> Tensor:
-    """View scales as a matrix: [1, 1] for a tensor scale."""
-    return scale.view(1, 1) if scale.dim() == 0 else scale
+        largest = torch.full((), self.element.max_value, dtype=torch.float32, device=x.data.device)
+        turned = x.data.reshape(-1, x.shape[-1]).t()
+        return replace(self.encode(turned, largest), scale=x.scale)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The quantizers of X, W and dY, and the GEMM a b^T of two quantized matrices."""
+    """The quantizers of X, W and dY, and the GEMM a b^T of two quantized matrices: `gemm` returns it, and `wgrad`
+    adds it to a weight's gradient.
+    """
 
     input: Quantizer
     weight: Quantizer
     gradient: Quantizer
     gemm: ScaledMatmul
+    wgrad: ScaledWgrad
 
     def quantizer(self, operand: str) -> Quantizer:
         """Return the quantizer of `input`, `weight` or `gradient`."""
@@ -114,12 +79,6 @@ class Recipe:
         """True if a quantizer needs the amax of earlier steps."""
         return any(each.scaling == "delayed" for each in (self.input, self.weight, self.gradient))
 
-    def wgrad_dtype(self, device: torch.device) -> torch.dtype:
-        """Return the dtype of wgrad's GEMM, fp32 where that runs everywhere: torch's with row scales returns fp32 on
-        some GPUs only, and is rounded to bf16 before the addition to the main gradient.
-        """
-        return torch.bfloat16 if self.gradient.block == ROW and device.type != "cpu" else torch.float32
-
 
 def scaled_recipe(facts: Mapping[str, Any], kernels: Fp8Kernels) -> Recipe:
     """Make a recipe whose scales come from amaxes or are static, as the facts of its card describe the quantizers."""
@@ -128,7 +87,9 @@ def scaled_recipe(facts: Mapping[str, Any], kernels: Fp8Kernels) -> Recipe:
         spec: QuantizerSpec = facts[operand]
         return Quantizer(Fp8Format[spec.element.upper()], spec.block, spec.scaling, kernels)
 
-    return Recipe(quantizer("input"), quantizer("weight"), quantizer("gradient"), kernels.scaled_matmul)
+    return Recipe(
+        quantizer("input"), quantizer("weight"), quantizer("gradient"), kernels.scaled_matmul, kernels.scaled_wgrad
+    )
 
 
 def build_recipe(name: str, kernels: Fp8Kernels = TORCH_KERNELS) -> Recipe:

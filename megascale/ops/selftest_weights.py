@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megascale.catalog.optimizers import OPTIMIZERS
-from megascale.catalog.recipes import TENSOR
 from megascale.config.train import OptimizerConfig
 from megascale.layout.param_groups import ParamGroup
+from megascale.ops.fp8 import ScaledWgrad
 from megascale.ops.optimizer import Segment, UpdateInput, UpdateRule, is_function
 from megascale.ops.quantized import Quantized
 from megascale.ops.recipe import Quantizer, build_recipe
@@ -30,16 +30,11 @@ def _matrices(context: OpContext) -> list[Tensor]:
 
 
 def _multiply(kernels: Any, context: OpContext, leaves: list[Tensor]) -> list[Tensor]:
-    """Return the casts of a recipe's linear layers, with transposes, and under FP8 two GEMMs: output and wgrad."""
+    """Return the casts of a recipe's linear layers, with transposes, and under FP8 GEMMs: output and wgrad."""
     (x, weight), recipe = leaves, build_recipe(context.recipe or "tensorwise", kernels)
 
     def quantize(x: Tensor, quantizer: Quantizer) -> Quantized:
-        return quantizer.encode(x, quantizer.scale(quantizer.amax(x)), with_transpose=True)
-
-    def matmul(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
-        if context.dtype == torch.float64:
-            return a.dequantize().double() @ b.dequantize().double().t()
-        return recipe.gemm(a, b, dtype)
+        return quantizer.encode(x, with_transpose=True)
 
     forward = quantize(x, recipe.input), quantize(weight, recipe.weight)
     backward = quantize(x, recipe.gradient), quantize(weight, recipe.input)
@@ -49,8 +44,19 @@ def _multiply(kernels: Any, context: OpContext, leaves: list[Tensor]) -> list[Te
     casts = [operand.dequantize() for operand in (*forward, *backward, weight_t, x_t)]
     if context.recipe is None:
         return casts
-    wide = torch.float32 if recipe.gradient.block == TENSOR else context.dtype
-    return [*casts, matmul(*forward, context.dtype), matmul(*backward, wide)]
+    if context.dtype == torch.float64:
+        output, grad = (a.dequantize().double() @ b.dequantize().double().t() for a, b in (forward, backward))
+        return [*casts, output, grad, 2 * grad]
+    return [*casts, recipe.gemm(*forward, context.dtype), *_twice(recipe.wgrad, *backward)]
+
+
+def _twice(wgrad: ScaledWgrad, a: Quantized, b: Quantized) -> list[Tensor]:
+    """Return a weight's gradient after a micro-batch, which must overwrite NaN, and after another, equal one."""
+    total = torch.full((a.shape[0], b.shape[0]), math.nan, dtype=torch.float32, device=a.data.device)
+    wgrad(total, a, b, False)
+    first = total.clone()
+    wgrad(total, a, b, True)
+    return [first, total]
 
 
 def _accumulate(wgrad: Any, context: OpContext, leaves: list[Tensor]) -> list[Tensor]:

@@ -1,13 +1,12 @@
-"""FP8 by Transformer Engine: casts by `tex.quantize` with tensor scales, and GEMMs by `general_gemm`
-(cuBLAS) with tensor or block scales, called as by Transformer Engine's own modules.
+"""FP8 by Transformer Engine: GEMMs by `general_gemm` (cuBLAS) with tensor or block scales, called as by Transformer
+Engine's own modules.
 
-Scales come from `ops.fp8.amax`. Transformer Engine's amax kernels skip NaN, and its block quantizer gives a block with
-infinity or NaN the scale 1: the error would become finite and pass unnoticed.
+Casts are not Transformer Engine's: its amax kernels skip NaN, and its block quantizer gives a block with infinity or
+NaN the scale 1: the error would become finite and pass unnoticed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,12 +18,10 @@ from megascale.catalog.recipes import RECIPES, ROW, TENSOR
 from megascale.ops import compiled
 from megascale.ops.fp8 import (
     TORCH_KERNELS,
-    CastTranspose,
-    CompiledFp8,
     Fp8Kernels,
-    ScaleAndCast,
     ScaledMatmul,
-    cast_transpose,
+    ScaledWgrad,
+    TritonFp8,
     scaled_matmul,
 )
 from megascale.ops.library import TE
@@ -39,17 +36,15 @@ ROWS = 8
 
 
 class TEFp8:
-    """TE's casts with tensor scales and GEMMs with tensor or block scales; the rest by torch.compile, or by torch."""
+    """TE's GEMMs with tensor or block scales; casts by Triton, or by torch."""
 
     def unsupported_reason(self, context: OpContext) -> str | None:
         return "needs a GPU" if context.device.is_cpu else TE_GEMM.missing_reason() or _unsupported_reason(context)
 
     def build(self, context: OpContext) -> Fp8Kernels:
         possible = compiled.compile_unsupported_reason(context.device) is None
-        fallback = CompiledFp8().build(context) if possible else TORCH_KERNELS
-        cast = te_scale_and_cast(fallback.scale_and_cast, context.device.torch_device)
-        cast_both = te_cast_transpose(fallback.cast_transpose, context.device.torch_device)
-        return Fp8Kernels(fallback.amax, cast, te_scaled_matmul(), cast_both)
+        others = TritonFp8().build(context) if possible else TORCH_KERNELS
+        return replace(others, scaled_matmul=te_scaled_matmul(), scaled_wgrad=te_scaled_wgrad(others.scaled_wgrad))
 
 
 def _unsupported_reason(context: OpContext) -> str | None:
@@ -64,59 +59,12 @@ def _unsupported_reason(context: OpContext) -> str | None:
     return None if supported else reason
 
 
-def te_scale_and_cast(fallback: ScaleAndCast, device: torch.device) -> ScaleAndCast:
-    """Return `fp8.scale_and_cast` with a TE kernel for a single factor (TE's `scale`), and `fallback` for several."""
-    quantize = _quantize_on(device)
-
-    def cast(x: Tensor, factor: Tensor, fp8_max: float, dtype: torch.dtype) -> Tensor:
-        if factor.numel() > 1:
-            return fallback(x, factor, fp8_max, dtype)
-        return quantize(x, factor, dtype, False)._data.view(dtype)
-
-    return cast
-
-
-def te_cast_transpose(fallback: CastTranspose | None, device: torch.device) -> CastTranspose:
-    """Return `fp8.CastTranspose` with a TE kernel for a single factor, and `fallback`, or torch, for several."""
-    quantize, fallback = _quantize_on(device), fallback or cast_transpose
-
-    def cast_both(
-        x: Tensor, factor: Tensor, fp8_max: float, dtype: torch.dtype, rowwise: bool
-    ) -> tuple[Tensor | None, Tensor]:
-        if factor.numel() > 1 or not rowwise:
-            return fallback(x, factor, fp8_max, dtype, rowwise)
-        quantized = quantize(x, factor, dtype, True)
-        data = quantized._data
-        # from Blackwell on TE's GEMMs take any layout, and its casts write no transpose
-        transposed = data.t().contiguous() if quantized._transpose is None else quantized._transpose
-        return data.view(dtype), transposed.view(dtype)
-
-    return cast_both
-
-
-def _quantize_on(device: torch.device) -> Callable[[Tensor, Tensor, torch.dtype, bool], Any]:
-    """Return a function that casts x times one factor, and optionally its transpose, into a TE storage object."""
-    import transformer_engine_torch as tex
-    from transformer_engine.pytorch.constants import TE_DType
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
-
-    unread_amax = torch.zeros(1, dtype=torch.float32, device=device)  # the kernel writes an amax over all calls
-
-    def quantize(x: Tensor, factor: Tensor, dtype: torch.dtype, transposed: bool) -> Any:
-        quantizer = Float8Quantizer(factor.view(1), unread_amax, TE_DType[dtype], rowwise=True, columnwise=transposed)
-        quantizer.internal = True  # a storage object instead of a torch.Tensor subclass
-        return tex.quantize(x, quantizer)
-
-    return quantize
-
-
 def te_scaled_matmul() -> ScaledMatmul:
     """Return `fp8.scaled_matmul` by cuBLAS. Operands are swapped because cuBLAS is column-major."""
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
     def multiply(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
-        k = a.shape[-1]
-        if ROW in (a.block, b.block) or a.data.numel() // k % ROWS:
+        if not _serves(a, b):
             return scaled_matmul(a, b, dtype)
         out, *_ = general_gemm(
             _te_tensor(b),
@@ -128,6 +76,31 @@ def te_scaled_matmul() -> ScaledMatmul:
         return out.view(*a.shape[:-1], b.shape[0])
 
     return multiply
+
+
+def te_scaled_wgrad(fallback: ScaledWgrad) -> ScaledWgrad:
+    """Return `fp8.scaled_wgrad` by cuBLAS, which accumulates in `total`, and `fallback` for other operands."""
+    from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+    def wgrad(total: Tensor, a: Quantized, b: Quantized, add: bool) -> None:
+        if not _serves(a, b):
+            fallback(total, a, b, add)
+            return
+        general_gemm(
+            _te_tensor(b),
+            _te_tensor(a),
+            out_dtype=total.dtype,
+            layout="TN",
+            out=total,
+            accumulate=add,
+            use_split_accumulator=True,
+        )
+
+    return wgrad
+
+
+def _serves(a: Quantized, b: Quantized) -> bool:
+    return ROW not in (a.block, b.block) and a.shape[:-1].numel() % ROWS == 0
 
 
 def _te_tensor(x: Quantized) -> Any:

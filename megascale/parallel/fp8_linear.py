@@ -18,18 +18,18 @@ high-precision GEMMs for a layer that is not FP8.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megascale.comm.collectives import all_reduce
+from megascale.comm.group import Group
 from megascale.device import profiler_range
 from megascale.ops.quantized import Quantized
 from megascale.parallel.fp8_state import Fp8State
-from megascale.parallel.grad_accumulation import accumulate_grad
+from megascale.parallel.grad_accumulation import accumulate_scaled_wgrad
 from megascale.parallel.linear_gemms import HIGH_PRECISION_GEMMS, LinearGemms, Operand, OperandName
 from megascale.parallel.tp_overlap import TensorParallel
 
@@ -39,7 +39,7 @@ class Fp8Gemms(LinearGemms):
     """The FP8 GEMMs of one layer.
 
     `state`: of the whole model. `shard_dim`: the dimension of the weight that tp shards: 0 column-parallel, 1
-    row-parallel. `static_scales`: by operand. The operands `input`, `weight` and `gradient` are X, W and dY.
+    row-parallel. `static_amaxes`: by operand. The operands `input`, `weight` and `gradient` are X, W and dY.
     `_weights`: W [n, k] for forward and W^T [k, n] for dgrad, cast at the state's `weight_version` `_version`.
     """
 
@@ -47,7 +47,7 @@ class Fp8Gemms(LinearGemms):
     state: Fp8State
     tp: TensorParallel
     shard_dim: int
-    static_scales: Mapping[str, float]
+    static_amaxes: Mapping[str, Tensor]
     wgrad_in_pieces: bool = False  # a scale of a wgrad operand can cover all tokens
     _version: int = -1
     _weights: tuple[Quantized, ...] = ()
@@ -106,7 +106,8 @@ class Fp8Gemms(LinearGemms):
         return self._cast(name, turned, skip_stats=True, contracts_tokens=True)
 
     def accumulate_wgrad(self, weight: Tensor, grad: Operand, x: Operand) -> Tensor | None:
-        return accumulate_grad(weight, self._gemm(grad, x, self.state.recipe.wgrad_dtype(weight.device)))
+        assert isinstance(grad, Quantized) and isinstance(x, Quantized), "both operands are FP8"
+        return accumulate_scaled_wgrad(weight, grad, x, self.state.recipe.wgrad)
 
     def _gemm(self, x: Operand, weight: Operand, dtype: torch.dtype) -> Tensor:
         assert isinstance(x, Quantized) and isinstance(weight, Quantized), "both operands are FP8"
@@ -123,13 +124,14 @@ class Fp8Gemms(LinearGemms):
         by_row, by_column = sharded and self.shard_dim == 0, sharded and self.shard_dim == 1
         with self.tp.group.recorder.memory_kind("parameters"):
             rowwise = self._cast("weight", weight, rows_sharded=by_row, k_sharded=by_column, with_transpose=True)
+            if quantizer.block.serves_transpose:
+                turned = rowwise.t()
+            else:
+                given = quantizer.turned(weight)
+                turned = self._cast("weight", given, rows_sharded=by_column, k_sharded=by_row, skip_stats=True)
             # Transformer Engine's default: fast accumulation in forward; dgrad and wgrad, which are more sensitive,
             # accumulate in fp32.
-            rowwise = replace(rowwise, use_fast_accum=True)
-            if quantizer.block.serves_transpose:
-                return rowwise, rowwise.t()
-            turned = quantizer.turned(weight)
-            return rowwise, self._cast("weight", turned, rows_sharded=by_column, k_sharded=by_row, skip_stats=True)
+            return replace(rowwise, use_fast_accum=True), replace(turned, use_fast_accum=self.state.fast_dgrad)
 
     def _cast(
         self, operand: str, x: Tensor, *, rows_sharded: bool = False, k_sharded: bool = False,
@@ -142,33 +144,29 @@ class Fp8Gemms(LinearGemms):
         `with_transpose`: this rank needs the transpose too.
         """
         state, name, quantizer = self.state, f"{self.name}.{operand}", self.state.recipe.quantizer(operand)
-        with profiler_range("quantize"):
-            amax = quantizer.amax(x)
-        if state.uses_own_amax(quantizer):  # an amax history is already over all ranks
-            operand_label, block = state.labels[name], quantizer.block
-            label = operand_label.for_backward("amax") if operand == "gradient" else operand_label.with_suffix("amax")
-            # smaller blocks never span ranks: shards have multiples of their sides, the recipe's alignment
-            spans_tp = (rows_sharded and block.rows is None) or (k_sharded and block.k is None)
-            spans_tokens = operand != "weight" and (block.k if contracts_tokens else block.rows) is None
-            for group in [*([self.tp.group] if spans_tp else ()), *(state.token_groups if spans_tokens else ())]:
-                all_reduce(group, amax, "max", label=label)
-        if not skip_stats:
-            state.record_amax(name, amax)
-        with profiler_range("quantize"):
-            quantized = quantizer.encode(x, self._scale(operand, amax), with_transpose=with_transpose)
-        if state.collects_stats and not skip_stats:
-            state.record_cast_stats(name, quantizer.cast_stats(x, quantized))
-        return quantized
-
-    def _scale(self, operand: str, amax: Tensor) -> Tensor:
-        state, quantizer = self.state, self.state.recipe.quantizer(operand)
-        if state.uses_own_amax(quantizer):
-            return quantizer.scale(amax)
-        if quantizer.scaling == "delayed":
-            scale = quantizer.scale(state.history_amax(f"{self.name}.{operand}"))
+        expected, block = None, quantizer.block
+        if not state.uses_own_amax(quantizer):  # an amax history is already over all ranks
+            delayed = quantizer.scaling == "delayed"
+            expected = state.history_amax(name) if delayed else self.static_amaxes[operand]
         else:
-            scale = torch.full_like(amax, self.static_scales[operand])
-        return torch.where(amax.isfinite(), scale, math.nan)  # NaN propagates; an infinity would saturate
+            # smaller blocks never span ranks: shards have multiples of their sides, the recipe's alignment
+            spans_tp = self.tp.size > 1 and ((rows_sharded and block.rows is None) or (k_sharded and block.k is None))
+            spans_tokens = operand != "weight" and (block.k if contracts_tokens else block.rows) is None
+            groups = [*([self.tp.group] if spans_tp else ()), *(state.token_groups if spans_tokens else ())]
+            if groups:
+                expected = self._reduced_amax(operand, x, groups)
+        record = None if skip_stats else state.record(name)
+        with profiler_range("quantize"):
+            return quantizer.encode(x, expected, with_transpose=with_transpose, record=record)
+
+    def _reduced_amax(self, operand: str, x: Tensor, groups: Iterable[Group]) -> Tensor:
+        with profiler_range("quantize"):
+            amax = self.state.recipe.quantizer(operand).amax(x)
+        operand_label = self.state.labels[f"{self.name}.{operand}"]
+        label = operand_label.for_backward("amax") if operand == "gradient" else operand_label.with_suffix("amax")
+        for group in groups:
+            all_reduce(group, amax, "max", label=label)
+        return amax
 
 
 def build_linear_gemms(name: str, state: Fp8State, tp: TensorParallel) -> LinearGemms:
@@ -176,4 +174,4 @@ def build_linear_gemms(name: str, state: Fp8State, tp: TensorParallel) -> Linear
     parameter = state.weights.get(f"{name}.weight")
     if parameter is None:
         return HIGH_PRECISION_GEMMS
-    return Fp8Gemms(name, state, tp, parameter.sharding["tp"], state.static_scales(parameter.parts[0].std))
+    return Fp8Gemms(name, state, tp, parameter.sharding["tp"], state.static_amaxes(parameter.parts[0].std))

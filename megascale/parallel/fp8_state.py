@@ -15,7 +15,7 @@ from megascale.config.backends import Fp8Config
 from megascale.config.model import ModelConfig
 from megascale.layout.blocks import block_spec, fp8_operands
 from megascale.layout.chunks import fp8_weights
-from megascale.ops.fp8 import TORCH_KERNELS, Fp8Kernels
+from megascale.ops.fp8 import TORCH_KERNELS, CastRecord, Fp8Kernels
 from megascale.ops.recipe import Quantizer, build_recipe
 from megascale.parallel.stateful import GlobalTensor, TensorShard
 from megascale.record.label import Label
@@ -35,10 +35,10 @@ class CastStats:
 class Fp8State:
     """Amax of every FP8 operand of the whole model in this step, and with delayed scaling the amax history.
 
-    Every rank has entries for all operands. `layers`: those with FP8 GEMMs. `weights`: specs of the FP8 weights by
-    name. `names`: the operands. `labels`: their event labels. `history` [operands, steps]: newest first, zero where
-    missing. `has_history`: the history has an entry. `token_groups`: the groups over which micro-batches have their
-    tokens.
+    Every rank has entries for all operands. `fast_dgrad`: dgrad accumulates as fast as forward. `layers`: those with
+    FP8 GEMMs. `weights`: specs of the FP8 weights by name. `names`: the operands. `labels`: their event labels.
+    `history` [operands, steps]: newest first, zero where missing. `has_history`: the history has an entry.
+    `token_groups`: the groups over which micro-batches have their tokens.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Fp8State:
         device: torch.device,
         kernels: Fp8Kernels = TORCH_KERNELS,
     ) -> None:
-        self.recipe = build_recipe(fp8.recipe, kernels)
+        self.recipe, self.fast_dgrad = build_recipe(fp8.recipe, kernels), fp8.fast_dgrad
         self.weights = fp8_weights(model, layers)
         self.labels = {
             f"layers.{index}.{operand}": Label.for_layer(index, operand)
@@ -61,13 +61,15 @@ class Fp8State:
         self._mesh = mesh
         self.token_groups = [group for group in (mesh.cp_heads, mesh.cp_keys) if group.size > 1]
         self._init_std = model.init_std
-        self._index = {name: index for index, name in enumerate(self.names)}
         self._amax = torch.zeros(len(self.names), dtype=torch.float32, device=device)
-        shape = len(self.names), 3  # saturated, underflowed, all elements
-        self._cast_counts = torch.zeros(shape, dtype=torch.float32, device=device)
+        self._cast_counts = torch.zeros(len(self.names), 3, dtype=torch.int64, device=device)
+        records = map(CastRecord, self._amax.unbind(), self._cast_counts.unbind())
+        self._records = dict(zip(self.names, records, strict=True))
         steps = fp8.history if self.recipe.uses_history else 0
         self.history = torch.zeros(len(self.names), steps, dtype=torch.float32, device=device)
         self.has_history = False
+        largest = torch.zeros(len(self.names), dtype=torch.float32, device=device)
+        self._largest, self._largest_of = largest, dict(zip(self.names, largest.unbind(), strict=True))
         self.weight_version = 0
         self.collects_stats = False
 
@@ -75,14 +77,19 @@ class Fp8State:
         """True if scales come from the tensor being quantized; with delayed scaling only until there is a history."""
         return quantizer.scaling == "current" or (quantizer.scaling == "delayed" and not self.has_history)
 
-    def static_scales(self, weight_std: float) -> dict[str, float]:
-        """Return static scales that bring the operands of a layer to unit size. `weight_std`: of its initial weight.
+    def static_amaxes(self, weight_std: float) -> dict[str, Tensor]:
+        """Return the amaxes, f32 [], of static scales, which bring the operands of a layer to unit size.
+        `weight_std`: of its initial weight.
 
         Inputs of column-parallel layers come from norms, at unit size; row-parallel inputs are taken as of unit size.
         Weights start at their initial standard deviation. dY is the gradient of the logits, about 1 if losses are
         summed, times at least two weights of std init_std: the head's, and the last of the block.
         """
-        return {"input": 1.0, "weight": weight_std, "gradient": self._init_std**2}
+        scales = {"input": 1.0, "weight": weight_std, "gradient": self._init_std**2}
+        return {
+            operand: self._amax.new_full((), scale * self.recipe.quantizer(operand).element.max_value)
+            for operand, scale in scales.items()
+        }
 
     def invalidate_weights(self) -> None:
         """Mark the quantized weights as outdated, after an update of the weights."""
@@ -101,7 +108,12 @@ class Fp8State:
             return
         max_over_job(self._mesh, self._amax, label="fp8 amax")
         self.history.copy_(torch.cat([self._amax.unsqueeze(1), self.history[:, :-1]], 1))
-        self.has_history = True
+        self._set_has_history(True)
+
+    def _set_has_history(self, has_history: bool) -> None:
+        self.has_history = has_history
+        if has_history:
+            torch.amax(self.history, 1, out=self._largest)
 
     def take_cast_stats(self) -> dict[str, CastStats]:
         """Return the last step's statistics over all ranks; empty if not collected. A collective call."""
@@ -141,19 +153,18 @@ class Fp8State:
     def end_load(self) -> None:
         if self.has_history:  # zero but on the first rank
             sum_over_job(self._mesh, self.history)
+            self._set_has_history(True)
 
     def end_restore(self) -> None:
-        self.has_history = bool(self.history.numel())
+        self._set_has_history(bool(self.history.numel()))
 
-    def record_amax(self, name: str, amax: Tensor) -> None:
-        """Update an operand's amax of this step with the amax of a cast, an element per scale."""
-        step_amax = self._amax[self._index[name]]
-        torch.maximum(step_amax, amax.amax(), out=step_amax)
-
-    def record_cast_stats(self, name: str, counts: Tensor) -> None:
-        """Add a cast's counts [3]: saturated, underflowed, and all elements."""
-        self._cast_counts[self._index[name]] += counts
+    def record(self, name: str) -> CastRecord | None:
+        """Return the statistics to which a cast of this operand adds in this step; None if nobody reads them."""
+        if not self.collects_stats and not self.history.numel():
+            return None
+        record = self._records[name]
+        return record if self.collects_stats else record._replace(counts=None)
 
     def history_amax(self, name: str) -> Tensor:
-        """The maximum of an operand's amax history."""
-        return self.history[self._index[name]].amax()
+        """The maximum, f32 [], of an operand's amax history."""
+        return self._largest_of[name]

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from megascale.ops.embedding_rows import add_rows_
+from megascale.ops.fp8 import ScaledWgrad
+from megascale.ops.quantized import Quantized
 from megascale.ops.wgrad import Wgrad, add_, torch_wgrad
 
 
@@ -45,6 +47,14 @@ def accumulate_wgrad(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
     accumulation: Accumulation = getattr(weight, "accumulation", _BEGUN)
     accumulation.wgrad(main, grad, x, accumulation.mark_begun())
     return None
+
+
+def accumulate_scaled_wgrad(weight: Tensor, grad: Quantized, x: Quantized, wgrad: ScaledWgrad) -> Tensor | None:
+    """Add grad x^T to the gradient of `weight` [n, k], for quantized grad [n, t] and x [k, t]."""
+    main: Tensor | None = getattr(weight, "main_grad", None)
+    total = torch.empty_like(weight, dtype=torch.float32) if main is None else main
+    wgrad(total, grad, x, main is not None and _mark_begun(weight))
+    return total.to(weight.dtype) if main is None else None
 
 
 def accumulate_grad(weight: Tensor, gradient: Tensor) -> Tensor | None:

@@ -30,6 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("train.weight_average=lawa", "train.weight_average_decay=0.9"),
     ("train.weight_average=ema", "train.weight_average_count=3"),
     ("fp8.recipe=rowwise", "fp8.history=4"),
+    ("fp8.recipe=blockwise", "fp8.fast_dgrad=true"),
     ("data.reader=rank", "data.reader_timeout_s=9"),
     ("model.position=learned", "model.rope_theta=5e5"),
 ])  # fmt: skip

@@ -48,10 +48,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama recompute selective": (LLAMA, {"train__recompute": "selective"}),
     "llama recompute full": (LLAMA, {"train__recompute": "full"}),
     "llama lamb": (LLAMA, {"optimizer__name": "lamb"}),
-    "llama fp8": (
-        LLAMA | {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 512, "seq_length": 128},
-        {"train__precision": "fp8"},
-    ),
+    **{
+        f"llama fp8 {recipe}": (
+            LLAMA | {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 512, "seq_length": 128},
+            {"train__precision": "fp8", "fp8__recipe": recipe},
+        )
+        for recipe in ("tensorwise", "delayed", "rowwise")
+    },
 }
 
 

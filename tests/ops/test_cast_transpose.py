@@ -1,100 +1,160 @@
-"""The Triton kernel that casts and transposes, run on a CPU by Triton's interpreter if triton is installed.
-
-The interpreter truncates casts to FP8 where a GPU rounds, and does not preserve NaN; inputs here are exact in FP8.
-"""
+"""The Triton kernels of casts, run on a CPU by Triton's interpreter, equal torch's casts bit for bit."""
 
 from __future__ import annotations
 
-import importlib
 import math
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megascale.catalog.recipes import BLOCK, TENSOR
+from megascale.catalog.recipes import BLOCK_1D, BLOCK_2D, ROW, TENSOR, ScaleBlock
 from megascale.ops import fp8
-from megascale.ops.fp8 import Fp8Kernels
+from megascale.ops.fp8 import CastRecord, Fp8Kernels
 from megascale.ops.quantized import Fp8Format, Quantized
 from megascale.ops.recipe import Quantizer
+from tests.ops.interpreter import Launches, hopper, interpreted
 
 pytest.importorskip("triton", reason="triton comes with torch's builds for GPUs")
 
-PARTS = {"one": (1, 1), "columns": (1, None), "blocks along rows": (BLOCK, None), "squares": (BLOCK, BLOCK)}
+BLOCKS = [TENSOR, ROW, BLOCK_1D, BLOCK_2D, ScaleBlock(1, 32)]
 
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Tensor | None, Tensor]]]:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read where a kernel is declared
-    name = "megascale.ops.cast_transpose"
-    sys.modules.pop(name, None)
-    yield importlib.import_module(name).cast_transpose
-    del sys.modules[name]
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    yield from interpreted("megascale.ops.cast_transpose", monkeypatch)
 
 
-@pytest.mark.parametrize("x", ["*bf16", "*fp32"])
-@pytest.mark.parametrize("one_factor", [True, False])
-@pytest.mark.parametrize("fp8_name", ["fp8e4nv", "fp8e5"])
-def test_it_compiles_for_hopper(fp8_name: str, one_factor: bool, x: str) -> None:
-    """Triton's compiler needs no GPU, and is stricter than its interpreter."""
-    from triton import compile
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from megascale.ops.cast_transpose import COLUMNS, FORMATS, ROWS, _cast_transpose
-
-    constants = {"rowwise": True, "one_factor": one_factor, "ROWS": ROWS, "COLUMNS": COLUMNS}
-    constants["fp8"] = next(dtype for dtype in FORMATS.values() if dtype.name == fp8_name)
-    sizes = dict.fromkeys(("m", "k", "high", "wide", "factors"), "i32")
-    types = {"x": x, "factor": "*fp32", "data": f"*{fp8_name}", "transposed": f"*{fp8_name}", "fp8_max": "fp32"}
-    signature = types | sizes | dict.fromkeys(constants, "constexpr")
-    order = {name: signature[name] for name in _cast_transpose.arg_names}
-    compiled = compile(ASTSource(_cast_transpose, order, constants), target=GPUTarget("cuda", 90, 32))
-    assert {"fp8e4nv": ".e4m3x2", "fp8e5": ".e5m2x2"}[fp8_name] in compiled.asm["ptx"], "casts pairs to this format"
+def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Draw numbers of many magnitudes, of which some saturate and others underflow."""
+    draw = torch.Generator().manual_seed(0)
+    return (torch.randn(shape, generator=draw) * torch.rand(shape, generator=draw) ** 8).to(dtype)
 
 
-def numbers(m: int, k: int, dtype: torch.dtype) -> Tensor:
-    """Return a matrix of zeros and numbers with two significant bits."""
-    values = torch.tensor([0.0, 1.0, 1.5, 2.0, -3.0, -1.0, 0.5], dtype=dtype)
-    return values[torch.arange(m * k) % 7].view(m, k)
+def record() -> CastRecord:
+    return CastRecord(torch.tensor(0.25), torch.tensor([1, 2, 3]))
 
 
-@pytest.mark.parametrize("fp8_format", list(Fp8Format))
-@pytest.mark.parametrize("parts", PARTS)
-@pytest.mark.parametrize(("m", "k"), [(256, 384), (128, 256)])
-def test_both_layouts_equal_torchs_cast(kernel: Any, fp8_format: Fp8Format, parts: str, m: int, k: int) -> None:
-    high, wide = PARTS[parts]
-    shape = (1 if high == 1 else m // high, 1 if wide == 1 else k if wide is None else k // wide)
-    factor = 2.0 ** (torch.arange(math.prod(shape)).view(shape) % 3)
-    given = numbers(m, k, torch.bfloat16), factor, fp8_format.max_value, fp8_format.dtype
-    for rows in (True, False):
-        actual, expected = kernel(*given, rows), fp8.cast_transpose(*given, rows)
-        assert (actual[0] is None) is (not rows)
-        for ours, theirs in zip(actual, expected, strict=True):
-            if ours is not None:
-                assert ours.shape == theirs.shape and ours.dtype == fp8_format.dtype
-                assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+def bits(data: Tensor) -> Tensor:
+    return data.view(torch.uint8)
 
 
-@pytest.mark.parametrize("fp8_format", list(Fp8Format))
-def test_fp8_data_is_transposed_unchanged(kernel: Any, fp8_format: Fp8Format) -> None:
-    x = numbers(130, 64, torch.float32).to(fp8_format.dtype)
-    quantizer = Quantizer(fp8_format, TENSOR, kernels=Fp8Kernels(cast_transpose=kernel))
+def check(kernels: Any, x: Tensor, block: ScaleBlock, element: Fp8Format, expected: Tensor | None = None) -> Quantized:
+    """Compare codes, scales, transposes, amaxes and counts with torch's."""
+    (ours, our_record), (theirs, their_record) = (
+        (cast(given, expected, block, element, True, noted), noted)
+        for cast, given, noted in ((kernels.cast, x, record()), (fp8.cast, x.contiguous(), record()))
+    )
+    assert torch.equal(bits(ours.data), bits(theirs.data)) and ours.data.dtype == element.dtype
+    assert ours.data.is_contiguous() and ours.shape == x.shape
+    assert torch.equal(ours.scale, theirs.scale)
+    assert our_record.amax == their_record.amax and torch.equal(our_record.counts, their_record.counts)  # type: ignore[arg-type]
+    assert torch.equal(kernels.amax(x, block), fp8.amax(x.contiguous(), block))
+    if ours.transposed is not None:
+        assert torch.equal(bits(ours.transposed), bits(theirs.t().data)) and ours.transposed.is_contiguous()
+    assert (ours.transposed is not None) == (block.serves_transpose and x.is_contiguous())
+    return ours  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("element", list(Fp8Format))
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_cast_by_its_own_amax_equals_torchs(
+    kernels: Any, block: ScaleBlock, element: Fp8Format, turned: bool
+) -> None:
+    x = numbers(128, 256) if turned else numbers(256, 128)
+    check(kernels, x.t() if turned else x, block, element)
+
+
+@pytest.mark.parametrize("block", [TENSOR, ROW], ids=str)
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_cast_by_an_expected_amax_equals_torchs(kernels: Any, block: ScaleBlock, turned: bool) -> None:
+    """As of an all-reduce or a history; elements beyond it saturate, and are counted."""
+    x = numbers(130, 64, dtype=torch.float32)
+    x = x.t() if turned else x
+    amax = fp8.amax(x.contiguous(), block) / 2
+    cast = check(kernels, x, block, Fp8Format.E4M3, amax)
+    assert cast.data.float().abs().amax() == 448
+
+
+@pytest.mark.parametrize("block", [TENSOR, ROW, ScaleBlock(1, 32)], ids=str)
+@pytest.mark.parametrize("shape", [(150, 96), (3, 5, 32), (1, 2080)])
+def test_sides_need_not_be_multiples_of_a_tile(kernels: Any, block: ScaleBlock, shape: tuple[int, ...]) -> None:
+    check(kernels, numbers(*shape), block, Fp8Format.E5M2)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("block", [TENSOR, ROW, BLOCK_1D], ids=str)
+@pytest.mark.parametrize("expected", [None, 0.5])
+def test_what_is_not_finite_becomes_nan(kernels: Any, block: ScaleBlock, value: float, expected: float | None) -> None:
+    x = numbers(8, 128, dtype=torch.float32)
+    x[3, 5] = value
+    amax = fp8.amax(x, block)
+    given = None if expected is None else torch.full_like(amax, expected)
+    noted = record()
+    ours = kernels.cast(x, given, block, Fp8Format.E4M3, False, noted)
+    theirs = fp8.cast(x, given, block, Fp8Format.E4M3, False, None)
+    torch.testing.assert_close(ours.data.float(), theirs.data.float(), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(ours.scale, theirs.scale, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(kernels.amax(x, block), amax, rtol=0, atol=0, equal_nan=True)
+    assert ours.data[3, 5].float().isnan() and not noted.amax.isfinite()
+
+
+def test_zeros_and_tiny_numbers(kernels: Any) -> None:
+    for size in (0.0, 1e-36, 1e-45):
+        check(kernels, torch.full((2, 128), size), ROW, Fp8Format.E4M3)
+
+
+@pytest.mark.parametrize("element", list(Fp8Format))
+def test_fp8_data_is_transposed_unchanged(kernels: Any, element: Fp8Format) -> None:
+    x = numbers(130, 64, dtype=torch.float32).to(element.dtype)
+    quantizer = Quantizer(element, TENSOR, kernels=Fp8Kernels(kernels.amax, kernels.cast, strided=True))
     transposed = quantizer.transpose(Quantized(x, torch.tensor(3.0), TENSOR))
-    assert torch.equal(transposed.data.view(torch.uint8), x.t().contiguous().view(torch.uint8))
-    assert transposed.scale == 3
+    assert torch.equal(bits(transposed.data), bits(x.t().contiguous())) and transposed.scale == 3
 
 
-def test_sides_need_not_be_multiples_of_a_tile(kernel: Any) -> None:
-    x = numbers(150, 72, torch.float32)
-    given = x, torch.ones(1, 1), 448.0, torch.float8_e4m3fn
-    rows, transposed = kernel(*given)
-    assert torch.equal(rows.float(), x) and torch.equal(transposed.float(), x.t())
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[Any]:
+    with hopper() as compile_:
+        yield partial(compile_, "megascale.ops.cast_transpose")
 
 
-def test_large_values_saturate(kernel: Any) -> None:
-    rows, transposed = kernel(torch.tensor([[1e4, -1e4, 2.0]]), torch.ones(1, 1), 448.0, torch.float8_e4m3fn)
-    assert rows.float().tolist() == transposed.t().float().tolist() == [[448.0, -448.0, 2.0]]
+@pytest.mark.parametrize("block", [TENSOR, ROW, BLOCK_1D], ids=str)
+@pytest.mark.parametrize("fp8_type", ["fp8e4nv", "fp8e5"])
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_cast_compiles_for_hopper(compiled: Any, block: ScaleBlock, fp8_type: str, counts: bool) -> None:
+    """Triton's compiler needs no GPU, and is stricter than its interpreter. Both layouts move in vectors."""
+    types = {"x": "*bf16", "scale": "*fp32", "data": f"*{fp8_type}", "transposed": f"*{fp8_type}", "record": "*i32"}
+    types |= {"m": "i32", "k": "i32", "largest": "fp32"} | ({"counts": "*i64"} if counts else {})
+    types |= {} if block == BLOCK_1D else {"amax": "*fp32"}
+    sides = {"HIGH": block.rows or 0, "WIDE": block.k or 0, "SIDE": 128}
+    assembly = compiled("_fp8_cast", types, {"FP8": fp8_type, **sides}, 16)
+    assert {"fp8e4nv": ".e4m3x2", "fp8e5": ".e5m2x2"}[fp8_type] in assembly, "casts pairs to this format"
+    assert "ld.global.v4" in assembly and "st.global.v4" in assembly
+    assert "ld.global.b16" not in assembly and "st.global.b8" not in assembly
+
+
+def test_amaxes_and_whole_rows_compile_for_hopper(compiled: Any) -> None:
+    sizes = {"m": "i32", "k": "i32"}
+    for high, wide in ((0, 0), (0, 1), (1, 128)):
+        compiled("_fp8_amax", {"x": "*bf16", "amax": "*i32"} | sizes, {"HIGH": high, "WIDE": wide, "SIDE": 128}, 8)
+    types = {"x": "*bf16", "scale": "*fp32", "data": "*fp8e4nv", "record": "*i32", "counts": "*i64", "largest": "fp32"}
+    compiled("_fp8_cast_rows", types | sizes, {"FP8": "fp8e4nv", "BAND": 4, "SPAN": 2048}, 8)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_kernels_are_not_compiled_for_shapes(kernels: Any, block: ScaleBlock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a launch compiles in: constants, in capitals, and arguments that are None."""
+    names = ("_fp8_amax", "_fp8_cast", "_fp8_cast_rows")
+    launches = [Launches(name, getattr(kernels, name).arg_names) for name in names]
+    for stand_in in launches:
+        monkeypatch.setattr(kernels, stand_in.name, stand_in)
+    keys = []
+    for m, k in ((256, 128), (384, 1152)):
+        for x in (torch.zeros(m, k), torch.zeros(k, m).t()):
+            kernels.cast(x, None, block, Fp8Format.E4M3, True, None)
+        keys.append([stand_in.take_keys() for stand_in in launches])
+    assert keys[0] == keys[1] and any(keys[0])

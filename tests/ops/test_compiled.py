@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
-from functools import partial, wraps
 from pathlib import Path
 
 import pytest
 import torch
 
 from megascale.catalog.backends import BACKENDS
-from megascale.catalog.recipes import ROW
 from megascale.config.backends import BackendsConfig
 from megascale.model.layer_ops import LayerOps
 from megascale.ops import compiled
@@ -59,22 +57,6 @@ def test_a_norm_is_compiled_into_one_graph() -> None:
         normalize(torch.randn(rows, 32, requires_grad=True), torch.ones(32), None, 1e-5).sum().backward()
     assert counters["stats"]["unique_graphs"] == 2  # one for each shape
     assert not counters["graph_break"]
-
-
-@pytest.mark.slow
-def test_every_shape_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled_shapes, compile = [], torch.compile
-
-    def counting(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
-        compiled_shapes.append(tuple(inputs[0].shape))
-        return graph
-
-    monkeypatch.setattr(torch, "compile", wraps(compile)(partial(compile, backend=counting)))
-    kernels = BACKENDS["linear"]["compile"].load()().build(setting())
-    shapes = [(rows, 128) for rows in range(1, 21)]
-    for shape in shapes:
-        kernels.amax(torch.ones(shape), ROW)
-    assert compiled_shapes == shapes
 
 
 @cases

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from megascale.catalog.recipes import BLOCK, BLOCK_1D, BLOCK_2D, ROW, TENSOR, ScaleBlock
 from megascale.device import Device
 from megascale.ops import fp8
-from megascale.ops.fp8 import Fp8Kernels, TorchFp8, scaled_matmul
+from megascale.ops.fp8 import CastRecord, Fp8Kernels, TorchFp8, scaled_matmul
 from megascale.ops.quantized import Fp8Format, Quantized
 from megascale.ops.recipe import Quantizer
 from tests.ops.settings import GPU, setting
@@ -28,7 +29,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 def quantize(x: Tensor, grain: ScaleBlock, fp8_format: Fp8Format = Fp8Format.E4M3) -> Quantized:
     quantizer = Quantizer(fp8_format, grain)
-    return quantizer.encode(x, quantizer.scale(quantizer.amax(x)))
+    return quantizer.encode(x)
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
@@ -189,16 +190,30 @@ def test_zeros_stay_zeros() -> None:
 
 def test_saturated_and_flushed_elements_are_counted() -> None:
     x = torch.tensor([[1.0, 500.0, -500.0, 449.0, 1e-5, 0.0, 2.0, 3.0]])
-    quantizer = Quantizer(Fp8Format.E4M3, TENSOR)
-    actual = quantizer.encode(x, torch.tensor(1.0))
-    assert quantizer.cast_stats(x, actual).tolist() == [2, 1, 8]  # 449 rounds to 448; a zero is not flushed
-    assert actual.data.float().abs().max() == 448
+    record = CastRecord(torch.tensor(7.0), torch.zeros(3, dtype=torch.int64))
+    actual = Quantizer(Fp8Format.E4M3, TENSOR).encode(x, torch.tensor(448.0), record=record)
+    assert record.counts is not None
+    assert record.counts.tolist() == [2, 1, 8]  # 449 rounds to 448; a zero is not flushed
+    assert record.amax == 500 and actual.scale == 1 and actual.data.float().abs().max() == 448
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("fp8_format", list(Fp8Format))
+def test_what_is_not_finite_becomes_nan_with_an_expected_amax(fp8_format: Fp8Format, value: float) -> None:
+    """Finite elements keep their codes, also where their product with the factor is beyond fp32."""
+    x = torch.tensor([[1e30, 1.0, value, -2.0]])
+    actual = Quantizer(fp8_format, TENSOR).encode(x, torch.tensor(1e-20)).data.float()
+    assert actual[0, 2].isnan() and actual[0, [0, 1, 3]].abs().eq(fp8_format.max_value).all()
+
+
+def cast_of_a_view(x: Tensor, *given: Any) -> Quantized:
+    return fp8.cast(x.contiguous(), *given)
 
 
 @pytest.mark.parametrize("fp8_format", list(Fp8Format))
 def test_a_transpose_by_the_cast_kernel_changes_no_fp8_value(fp8_format: Fp8Format) -> None:
     all_values = torch.arange(256, dtype=torch.uint8).view(16, 16).view(fp8_format.dtype)
     finite = torch.where(all_values.float().isfinite(), all_values.float(), 0.0).to(fp8_format.dtype)
-    quantizer = Quantizer(fp8_format, TENSOR, kernels=Fp8Kernels(cast_transpose=fp8.cast_transpose))
+    quantizer = Quantizer(fp8_format, TENSOR, kernels=Fp8Kernels(cast=cast_of_a_view, strided=True))
     actual = quantizer.transpose(Quantized(finite, torch.ones(()), TENSOR))
     assert torch.equal(actual.data.view(torch.uint8), finite.t().contiguous().view(torch.uint8))

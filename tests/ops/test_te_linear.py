@@ -1,4 +1,4 @@
-"""Calls of Transformer Engine's casts and GEMMs, checked by a stand-in with the signatures of versions 2.12 to 2.20.
+"""Calls of Transformer Engine's GEMMs, checked by a stand-in with the signatures of versions 2.12 to 2.20.
 
 The stand-in checks memory layouts as the C++ code reads them, and computes the formulas. `megascale doctor` tests the
 kernels themselves on a GPU.
@@ -80,42 +80,15 @@ def read(data: Tensor | None, dtype: str) -> Tensor:
     return data.view(FORMATS[dtype]).float()
 
 
-class Float8Quantizer:
-    """tensor/float8_tensor.py"""
-
-    def __init__(
-        self, scale: Tensor, amax: Tensor, fp8_dtype: str, *, rowwise: bool = True, columnwise: bool = True
-    ) -> None:
-        self.scale, self.amax, self.dtype = scale, amax, fp8_dtype
-        self.rowwise_usage, self.columnwise_usage, self.internal = rowwise, columnwise, False
-
-
-def quantize(tensor: Tensor, quantizer: Any, output: None = None, noop: None = None) -> Float8TensorStorage:
-    """csrc/extensions/cast.cpp. The kernel multiplies by the scale and rounds to nearest."""
-    assert type(quantizer) is Float8Quantizer and quantizer.internal and output is noop is None
-    assert quantizer.rowwise_usage and (tensor.dim() == 2 or not quantizer.columnwise_usage)
-    for state in (quantizer.scale, quantizer.amax):
-        assert state.shape == (1,) and state.dtype == torch.float32
-    wide = tensor.contiguous().float()
-    quantizer.amax.copy_(torch.fmax(quantizer.amax, wide.abs().nan_to_num(0, math.inf).amax()))
-    format = FORMATS[quantizer.dtype]
-    largest = torch.finfo(format).max
-    data = (wide * quantizer.scale).clamp(-largest, largest).to(format).view(torch.uint8)
-    transposed = data.t().contiguous() if quantizer.columnwise_usage and not quantize.blackwell else None
-    quantize.transposes += transposed is not None
-    inverse = 1 / quantizer.scale
-    return Float8TensorStorage(data=data, fp8_scale_inv=inverse, fp8_dtype=quantizer.dtype, data_transpose=transposed)
-
-
 def general_gemm(
     A: Any, B: Any, out_dtype: torch.dtype | None = None, quantization_params: None = None, gelu: bool = False,
     gelu_in: None = None, alpha: float = 1.0, beta: None = None, accumulate: bool = False, layout: str = "TN",
-    out: None = None, bias: None = None, use_split_accumulator: bool = False, grad: bool = False, ub: None = None,
-    ub_type: None = None, extra_output: None = None, bulk_overlap: bool = False,
+    out: Tensor | None = None, bias: None = None, use_split_accumulator: bool = False, grad: bool = False,
+    ub: None = None, ub_type: None = None, extra_output: None = None, bulk_overlap: bool = False,
 ) -> tuple[Tensor, None, None, None]:  # fmt: skip
     """cpp_extensions/gemm.py, and the conditions of common/gemm/cublaslt_gemm.cu."""
-    assert quantization_params is gelu_in is beta is out is bias is ub is ub_type is extra_output is None
-    assert not (gelu or accumulate or grad or bulk_overlap) and alpha == 1.0
+    assert quantization_params is gelu_in is beta is bias is ub is ub_type is extra_output is None
+    assert not (gelu or grad or bulk_overlap) and alpha == 1.0
     assert layout == "TN" and use_split_accumulator and out_dtype in (torch.float32, torch.bfloat16)
     assert {A._fp8_dtype, B._fp8_dtype} != {"kFloat8E5M2"}, "cuBLAS has no GEMM of two E5M2 operands"
     assert type(A) is type(B)
@@ -125,7 +98,12 @@ def general_gemm(
         assert not (A._is_2D_scaled and B._is_2D_scaled)
         assert matrix.shape[0] % 8 == 0 and (B._is_2D_scaled or rows.shape[0] % 8 == 0)
     general_gemm.calls += 1  # type: ignore[attr-defined]
-    return (rows @ matrix.t()).to(out_dtype), None, None, None
+    product = (rows @ matrix.t()).to(out_dtype)
+    if out is None:
+        assert not accumulate
+        return product, None, None, None
+    assert out.is_contiguous() and out.dtype == out_dtype and out.shape == product.shape
+    return out.copy_(out + product if accumulate else product), None, None, None
 
 
 @pytest.fixture(autouse=True)
@@ -143,12 +121,10 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         "transformer_engine.pytorch.constants": {"TE_DType": {dtype: name for name, dtype in FORMATS.items()}},
         "transformer_engine.pytorch.cpp_extensions": {"general_gemm": general_gemm},
         "transformer_engine.pytorch.tensor": {},
-        "transformer_engine.pytorch.tensor.float8_tensor": {"Float8Quantizer": Float8Quantizer},
         "transformer_engine.pytorch.tensor.storage": {
             "Float8TensorStorage": Float8TensorStorage,
             "Float8BlockwiseQTensorStorage": Float8BlockwiseQTensorStorage,
         },
-        "transformer_engine_torch": {"quantize": quantize},
     }
     for name, content in contents.items():
         module = ModuleType(name)
@@ -156,8 +132,6 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(Device, "capability", property(lambda self: gpu.capability))
     monkeypatch.setattr(general_gemm, "calls", 0, raising=False)
-    monkeypatch.setattr(quantize, "transposes", 0, raising=False)
-    monkeypatch.setattr(quantize, "blackwell", False, raising=False)
     monkeypatch.setenv("CXX", "no-such-compiler")  # torch computes the rest
     return gpu
 
@@ -182,7 +156,7 @@ def quantized(
     x: Tensor, grain: ScaleBlock, fp8_format: Fp8Format = Fp8Format.E4M3, by: Fp8Kernels = Fp8Kernels()
 ) -> Quantized:
     quantizer = Quantizer(fp8_format, grain, kernels=by)
-    return quantizer.encode(x, quantizer.scale(quantizer.amax(x)))
+    return quantizer.encode(x)
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
@@ -197,56 +171,7 @@ def error(actual: Tensor, expected: Tensor) -> float:
 def test_casts_and_gemms_equal_torchs(recipe: str, dtype: torch.dtype) -> None:
     worst = difference("linear", "te", of(recipe, dtype))
     assert 0 < worst < TOLERANCES[dtype] / 5
-    assert general_gemm.calls == 2  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("fp8_format", list(Fp8Format))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(M, K), (8, 4, K)])
-def test_a_cast_with_a_tensor_scale_equals_torchs(
-    shape: tuple[int, ...], dtype: torch.dtype, fp8_format: Fp8Format
-) -> None:
-    x = normal(*shape).to(dtype)
-    x.view(-1)[:4] = torch.tensor([math.inf, -math.inf, math.nan, 0.0])
-    for scale in (0.003, 0.7, 1e5):  # most saturate; none; most underflow
-        actual, expected = (
-            Quantizer(fp8_format, TENSOR, kernels=by).encode(x, torch.tensor(scale)) for by in (kernels(), Fp8Kernels())
-        )
-        assert actual.data.dtype == fp8_format.dtype and actual.shape == x.shape
-        assert torch.equal(actual.data.view(torch.uint8), expected.data.view(torch.uint8))
-
-
-@pytest.mark.parametrize("grain", [ROW, BLOCK_1D, BLOCK_2D])
-def test_casts_with_other_scales_are_torchs(grain: ScaleBlock) -> None:
-    actual, expected = (quantized(normal(M, K), grain, by=by).data for by in (kernels(), Fp8Kernels()))
-    assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
-
-
-@pytest.mark.parametrize("blackwell", [False, True])
-def test_one_cast_with_a_tensor_scale_writes_both_layouts(blackwell: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantize, "blackwell", blackwell)
-    x = normal(8, 4, K).bfloat16()
-    actual, expected = (
-        Quantizer(Fp8Format.E4M3, TENSOR, kernels=by).encode(x, torch.tensor(0.7), with_transpose=True)
-        for by in (kernels(), Fp8Kernels())
-    )
-    assert actual.transposed is not None and expected.transposed is None
-    assert torch.equal(actual.data.view(torch.uint8), expected.data.view(torch.uint8))
-    assert torch.equal(actual.t().data.view(torch.uint8), expected.t().data.view(torch.uint8))
-    assert quantize.transposes == (not blackwell)  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("grain", [ROW, BLOCK_1D, BLOCK_2D])
-def test_transposes_with_other_scales_are_torchs(grain: ScaleBlock) -> None:
-    x, results = normal(M, K), []
-    for by in (kernels(), Fp8Kernels()):
-        quantizer = Quantizer(Fp8Format.E4M3, grain, kernels=by)
-        given = x if grain == BLOCK_2D else quantizer.turned(x)
-        cast = quantizer.encode(given, quantizer.scale(quantizer.amax(given)), with_transpose=grain == BLOCK_2D)
-        results.append(cast.t() if grain == BLOCK_2D else cast)
-    actual, expected = results
-    assert torch.equal(actual.data.view(torch.uint8), expected.data.view(torch.uint8))
-    assert torch.equal(actual.scale, expected.scale) and actual.data.is_contiguous()
+    assert general_gemm.calls == 3  # type: ignore[attr-defined]
 
 
 GEMMS = [
@@ -299,6 +224,24 @@ def test_gemms_unsupported_by_te_are_torchs(rows: int, grain_a: ScaleBlock, grai
     a, b = quantized(normal(rows, K), grain_a), quantized(normal(N, K, seed=1), grain_b)
     assert torch.equal(te_scaled_matmul()(a, b, torch.float32), fp8.scaled_matmul(a, b, torch.float32))
     assert general_gemm.calls == 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("grain", [TENSOR, BLOCK_1D])
+def test_weights_gradients_accumulate_in_the_gemm(grain: ScaleBlock) -> None:
+    a, b = quantized(normal(M, K), grain, Fp8Format.E5M2), quantized(normal(N, K, seed=1), grain)
+    total, exact = torch.full((M, N), math.nan), a.dequantize().double() @ b.dequantize().double().t()
+    for micro_batch, add in enumerate((False, True), 1):
+        kernels().scaled_wgrad(total, a, b, add)
+        assert error(total, micro_batch * exact) < 1e-6
+    assert general_gemm.calls == 2  # type: ignore[attr-defined]
+
+
+def test_weights_gradients_unsupported_by_te_are_the_others() -> None:
+    a, b = quantized(normal(M, K), ROW), quantized(normal(N, K, seed=1), ROW)
+    total, theirs = torch.zeros(M, N), torch.zeros(M, N)
+    kernels().scaled_wgrad(total, a, b, True)
+    fp8.scaled_wgrad(theirs, a, b, True)
+    assert torch.equal(total, theirs) and general_gemm.calls == 0  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("grain_a", "grain_b"), GEMMS)

@@ -1,0 +1,71 @@
+"""A Triton GEMM of FP8 matrices that accumulates into a weight's fp32 gradient:
+
+    total [m, n] = a b^T (+ total)        a [m, k], b [n, k], a scale per tensor, row, or 128 elements of a row
+
+Tensor cores accumulate FP8 GEMMs in fewer bits than fp32. After every 128 elements of k their sum is added to an fp32
+sum, as by cuBLAS (its split accumulator). A kernel is compiled for dtypes, kinds of scales, and whether k is a multiple
+of 16.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megascale.catalog.recipes import BLOCK, BLOCK_1D, ROW, TENSOR
+from megascale.ops import fp8
+from megascale.ops.quantized import Quantized
+
+SIDE = 128  # of a tile of the result
+TILES_IN_GROUP = 8  # rows of tiles that run together, and share columns of b in cache
+WARPS, STAGES = 8, 3  # 96 KiB of shared memory, which Ada has too
+
+
+def scaled_wgrad(total: Tensor, a: Quantized, b: Quantized, add: bool) -> None:
+    """Implement `fp8.ScaledWgrad`."""
+    if a.block != b.block or a.block not in (TENSOR, ROW, BLOCK_1D):
+        fp8.scaled_wgrad(total, a, b, add)
+        return
+    (m, k), n = a.shape, b.shape[0]
+    left, right = a.data.contiguous(), b.data.contiguous()
+    scales = [x.scale.expand(x.shape[0], 1) if x.block != BLOCK_1D else x.scale for x in (a, b)]
+    strides = [stride for scale in scales for stride in scale.stride()]
+    _fp8_gemm[triton.cdiv(m, SIDE) * triton.cdiv(n, SIDE),](
+        left, right, *scales, total, m, n, k, *strides, add, a.block == BLOCK_1D, SIDE, BLOCK, TILES_IN_GROUP,
+        num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
+
+
+# Triton evaluates annotations when it compiles, and knows none but its own
+@triton.jit(do_not_specialize=["m", "n", "row_a", "along_a", "row_b", "along_b"])  # type: ignore[untyped-decorator]
+def _fp8_gemm(  # type: ignore[no-untyped-def] # noqa: PLR0913
+    a, b, scale_a, scale_b, total, m, n, k, row_a, along_a, row_b, along_b, ADD: tl.constexpr, IN_BLOCKS: tl.constexpr,
+    SIDE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of the result. `row_a`, `along_a`: strides of a's scales from row to row, and along k."""
+    high, wide = tl.cdiv(m, SIDE), tl.cdiv(n, SIDE)
+    group, within = tl.program_id(0) // (GROUP * wide), tl.program_id(0) % (GROUP * wide)
+    rows = min(high - group * GROUP, GROUP)
+    i = ((group * GROUP + within % rows) * SIDE + tl.arange(0, SIDE)).to(tl.int64)
+    j = ((within // rows) * SIDE + tl.arange(0, SIDE)).to(tl.int64)
+    along = tl.arange(0, BLOCK)
+    from_a, from_b = a + (i % m)[:, None] * k + along[None, :], b + (j % n)[None, :] * k + along[:, None]
+    of_a, of_b = scale_a + (i % m) * row_a, scale_b + (j % n) * row_b
+    sums = tl.zeros([SIDE, SIDE], tl.float32)
+    for block in range(tl.cdiv(k, BLOCK)):
+        left = tl.load(from_a, mask=along[None, :] < k - block * BLOCK, other=0.0)
+        right = tl.load(from_b, mask=along[:, None] < k - block * BLOCK, other=0.0)
+        if IN_BLOCKS:
+            scale = tl.load(of_a + block * along_a)[:, None] * tl.load(of_b + block * along_b)[None, :]
+            sums += tl.dot(left, right) * scale
+        else:
+            sums = tl.dot(left, right, sums, max_num_imprecise_acc=BLOCK)
+        from_a += BLOCK
+        from_b += BLOCK
+    if not IN_BLOCKS:
+        sums *= tl.load(of_a)[:, None] * tl.load(of_b)[None, :]
+    places, inside = total + i[:, None] * n + j[None, :], (i < m)[:, None] & (j < n)[None, :]
+    if ADD:
+        sums += tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    tl.store(places, sums, mask=inside)

@@ -1,0 +1,102 @@
+"""FP8 on a GPU: Triton's casts equal those of torch on a CPU, and weights' gradients accumulate in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from megascale.catalog.recipes import BLOCK_1D, BLOCK_2D, ROW, TENSOR, ScaleBlock
+from megascale.device import detect_device
+from megascale.ops import fp8
+from megascale.ops.fp8 import CastRecord
+from megascale.ops.quantized import Fp8Format, Quantized
+from megascale.ops.recipe import Quantizer
+from megascale.ops.te_linear import TE_GEMM, te_scaled_wgrad
+
+pytestmark = pytest.mark.gpu(1, only=True)
+
+N, K, TOKENS = 1536, 1024, 2048
+
+
+@pytest.fixture(autouse=True)
+def capable() -> None:
+    if detect_device().capability < (8, 9):
+        pytest.skip("needs a GPU of compute capability 8.9 or more")
+
+
+def numbers(rows: int, columns: int, seed: int = 0) -> Tensor:
+    """Draw numbers of many magnitudes, of which some underflow."""
+    draw = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, columns, generator=draw) * torch.rand(rows, columns, generator=draw) ** 8).bfloat16()
+
+
+def record(device: str) -> CastRecord:
+    return CastRecord(torch.zeros((), device=device), torch.zeros(3, dtype=torch.int64, device=device))
+
+
+@pytest.mark.parametrize("element", list(Fp8Format))
+@pytest.mark.parametrize("block", [TENSOR, ROW, BLOCK_1D, BLOCK_2D], ids=str)
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("known", [False, True])
+def test_casts_are_bit_equal_to_a_cpus(block: ScaleBlock, element: Fp8Format, turned: bool, known: bool) -> None:
+    from megascale.ops import cast_transpose
+
+    x = numbers(K, TOKENS).t() if turned else numbers(TOKENS, K)
+    expected = fp8.amax(x.contiguous(), block) / 2 if known else None
+    here, there = record("cpu"), record("cuda")
+    on_gpu = x.cuda() if not turned else x.t().cuda().t()
+    theirs = fp8.cast(x.contiguous(), expected, block, element, False, here)
+    ours = cast_transpose.cast(on_gpu, expected if expected is None else expected.cuda(), block, element, True, there)
+    assert torch.equal(ours.data.cpu().view(torch.uint8), theirs.data.view(torch.uint8))
+    assert torch.equal(ours.scale.cpu(), theirs.scale)
+    if ours.transposed is not None:
+        assert torch.equal(ours.transposed.cpu().view(torch.uint8), theirs.t().data.view(torch.uint8))
+    assert [each.tolist() for each in there] == [each.tolist() for each in here]  # type: ignore[union-attr]
+
+
+def quantized(rows: int, block: ScaleBlock, element: Fp8Format, seed: int) -> Quantized:
+    return Quantizer(element, block).encode(numbers(rows, TOKENS, seed).cuda())
+
+
+def wgrads() -> dict[str, Any]:
+    from megascale.ops.scaled_wgrad import scaled_wgrad
+
+    with_te = {} if TE_GEMM.missing_reason() else {"te": te_scaled_wgrad(scaled_wgrad)}
+    return {"triton": scaled_wgrad} | with_te
+
+
+@pytest.mark.parametrize("block", [TENSOR, ROW, BLOCK_1D], ids=str)
+def test_weights_gradients_accumulate_in_place(block: ScaleBlock) -> None:
+    """In fp32, and without a matrix beside the gradient."""
+    grad = quantized(N, block, Fp8Format.E5M2 if block == TENSOR else Fp8Format.E4M3, 1)
+    x = quantized(K, block, Fp8Format.E4M3, 2)
+    exact = grad.dequantize().double() @ x.dequantize().double().t()
+    for name, wgrad in wgrads().items():
+        total = torch.full((N, K), torch.nan, device="cuda")
+        wgrad(total, grad, x, False)
+        wgrad(total, grad, x, True)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        wgrad(total, grad, x, True)
+        torch.cuda.synchronize()
+        assert torch.cuda.max_memory_allocated() - before < N * K, name
+        error = float((total.double() - 3 * exact).abs().max() / (3 * exact).abs().max())
+        assert error < 1e-4, f"{name}: {error:.1e}; with fewer bits than fp32 it is 1e-3"
+
+
+@pytest.mark.parametrize(("block", "kernels"), [(TENSOR, 3), (ROW, 1), (BLOCK_1D, 1)], ids=str)
+def test_a_cast_is_the_counted_kernels(block: ScaleBlock, kernels: int) -> None:
+    from megascale.ops import cast_transpose
+
+    x, noted = numbers(TOKENS, K).cuda(), record("cuda")
+    cast_transpose.cast(x, None, block, Fp8Format.E4M3, True, noted)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        cast_transpose.cast(x, None, block, Fp8Format.E4M3, True, noted)
+        torch.cuda.synchronize()
+    found = [event.name for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(found) == kernels, found
