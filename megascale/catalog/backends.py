@@ -213,7 +213,8 @@ _CARDS = {
     ],
     "optimizer": [
         _card("apex", "NVIDIA Apex's kernels of LAMB", "apex:ApexOptimizer", ("lamb",)),
-        _card("torch", "torch's fused kernels", "optimizer:TorchOptimizer"),
+        _card("triton", "a Triton kernel of AdamW", "optimizer:TritonOptimizer", ("adamw",)),
+        _card("torch", "torch's fused kernels", "optimizer:TorchOptimizer", multi_pass=("adamw",)),
     ],
 }  # fmt: skip
 

@@ -49,22 +49,23 @@ def test_a_compiler_suffices(machine: Machine) -> None:
 def test_operations_by_torchs_operators_are_named(machine: Machine) -> None:
     hint = slow_backend_hint(machine("triton", compiler="no-such-compiler"))
     assert hint == (
-        "rope, norm, add_norm, activation, cross_entropy: slower than possible on this GPU; missing, any of: "
-        "compile: no C compiler: there is no no-such-compiler; te: transformer_engine is not installed; "
-        "liger: liger_kernel is not installed; apex: apex is not installed"
+        "rope, norm, add_norm, activation, cross_entropy, optimizer: slower than possible on this GPU; "
+        "missing, any of: compile: no C compiler: there is no no-such-compiler; "
+        "te: transformer_engine is not installed; liger: liger_kernel is not installed; apex: apex is not installed; "
+        "triton: no C compiler: there is no no-such-compiler"
     )
 
 
 def test_only_slow_operations_are_named(machine: Machine) -> None:
     llama = machine("liger_kernel", compiler="no-such-compiler")
-    assert str(slow_backend_hint(llama)).startswith("rope, cross_entropy: slower")
+    assert str(slow_backend_hint(llama)).startswith("rope, cross_entropy, optimizer: slower")
     gpt = {"norm": "layernorm", "activation": "gelu", "position": "learned"}
     plain = setting(torch.bfloat16, GPU, **gpt)
-    assert str(slow_backend_hint(plain)).startswith("add_norm, cross_entropy: slower"), (
+    assert str(slow_backend_hint(plain)).startswith("add_norm, cross_entropy, optimizer: slower"), (
         "LayerNorm and GELU are one kernel of torch's"
     )
     assert str(slow_backend_hint(setting(torch.bfloat16, GPU, **gpt, block="parallel"))).startswith(
-        "cross_entropy: slower"
+        "cross_entropy, optimizer: slower"
     )
 
 
@@ -91,7 +92,7 @@ def test_an_outdated_attention_kernel_is_named(machine: Machine) -> None:
 
 
 def test_requested_backends_are_not_named(machine: Machine) -> None:
-    requested = ("rope", "norm", "add_norm", "activation", "cross_entropy")
+    requested = ("rope", "norm", "add_norm", "activation", "cross_entropy", "optimizer")
     hint = slow_backend_hint(replace(machine(), backends=BackendsConfig(**dict.fromkeys(requested, "torch"))))
     assert hint is None
 
