@@ -45,7 +45,9 @@ COMMANDS = tuple(
         "diagnose",
     )
 )
-KERNELS = {"megascale.ops.cast_transpose": "triton"}
+KERNELS = dict.fromkeys(
+    [f"megascale.ops.{name}" for name in ("cast_transpose", "triton_adamw", "triton_cross_entropy")], "triton"
+)
 """Modules in the language of a library (Triton), imported only where the library is installed."""
 HEAVY = {"torch", "tensorboard", "transformers", "megatron", "pyarrow", "duckdb", "dash", "plotly"}
 

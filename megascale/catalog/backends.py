@@ -201,6 +201,10 @@ _CARDS = {
         _card("torch", "torch's operators", "activation:TorchActivation", multi_pass=("swiglu", "geglu")),
     ],
     "cross_entropy": [
+        _card(
+            "triton", "a Triton kernel each for sums and gradient", "cross_entropy:TritonCrossEntropy",
+            dtypes=KERNEL_DTYPES, logit_softcap=False,
+        ),
         _card("compile", "a kernel each for sums and gradient, by torch.compile", "compiled:CompiledCrossEntropy"),
         _card("torch", "torch's operators, over blocks of tokens", "cross_entropy:TorchCrossEntropy", multi_pass=True),
     ],

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.config.train import OptimizerConfig
-from megascale.ops.compiled import compile_unsupported_reason
+from megascale.ops.library import triton_unsupported_reason
 from megascale.ops.select import OpBackend, OpContext
 
 
@@ -129,7 +129,7 @@ class TritonOptimizer:
     """AdamW by a Triton kernel."""
 
     def unsupported_reason(self, context: OpContext) -> str | None:
-        return "needs a GPU" if context.device.is_cpu else compile_unsupported_reason(context.device)
+        return triton_unsupported_reason(context.device)
 
     def build(self, context: OpContext) -> type[Elementwise]:
         from megascale.ops.triton_adamw import TritonAdamW

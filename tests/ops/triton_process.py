@@ -8,6 +8,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from operator import attrgetter
 from typing import Any
 
 from megascale.core.rank import Rank
@@ -19,14 +20,20 @@ def interpreted(test: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(test)
     def run(**arguments: Any) -> None:
-        run_world(1, _call, test.__module__, test.__name__, arguments)
+        run_world(1, _interpret, test.__module__, f"{test.__name__}.__wrapped__", arguments)
 
     return run
 
 
-def _call(rank: Rank, module: str, name: str, arguments: Mapping[str, Any]) -> None:
-    os.environ["TRITON_INTERPRET"] = "1"  # read where a kernel is declared
-    getattr(import_module(module), name).__wrapped__(**arguments)
+def run_interpreted_world(world: int, function: Callable[..., Any]) -> list[Any]:
+    """Run `function(rank)` on every rank of a world where Triton interprets its kernels."""
+    return run_world(world, _interpret, function.__module__, function.__name__)
+
+
+def _interpret(rank: Rank, module: str, name: str, arguments: Mapping[str, Any] | None = None) -> Any:
+    os.environ["TRITON_INTERPRET"] = "1"  # read where triton is imported, and where a kernel is declared
+    function = attrgetter(name)(import_module(module))
+    return function(rank) if arguments is None else function(**arguments)
 
 
 def compile_for_hopper(module: str, kernel: str, types: Mapping[str, str], constants: Mapping[str, Any]) -> str:
