@@ -93,6 +93,7 @@ def build_rank_run(
     `init_weights`: draw the initial weights; otherwise they are zero.
     """
     p, layout = config.parallel, stages_of(config.model, config.parallel)
+    device.leave_sms(config.nccl.pp_carveout)
     dtypes, on = run_dtypes(config.train.precision), device.torch_device
     tp, context = build_tensor_parallel(mesh.tp, device, p, overlap=config.overlap.tp), op_context(config, device)
     chunks = chunk_buckets(config.model, p, config.overlap, config.train, mesh.coord.pp)
