@@ -86,8 +86,9 @@ APEX = Library(
 TRITON = Library("triton", "triton")
 FLASH = Library("flash_attn", "flash_attn", versions=">=2.4.1,<3")  # earlier backwards are not deterministic
 FLASH3 = Library("flash_attn_3", "flash_attn_interface")
+FLASH4 = Library("flash_attn_4", "flash_attn.cute.interface")
 
-LIBRARIES = (TE, LIGER, APEX, FLASH, FLASH3, TRITON)
+LIBRARIES = (TE, LIGER, APEX, FLASH, FLASH3, FLASH4, TRITON)
 
 
 def triton_unsupported_reason(device: Device) -> str | None:
