@@ -119,8 +119,8 @@ _NEWER_FLASH: dict[str, tuple[Library, Sequence[int], Sequence[int]]] = {
     "FA3": (FLASH3, (9,), range(8, 257, 8)),
     "FA4": (FLASH4, (9, 10), (64, 96, 128)),
 }
-"""What torch can run in place of the FlashAttention-2 that it includes, in `scaled_dot_product_attention` and in
-`aten._flash_attention_forward`: its library, generations of GPUs and head dims."""
+"""Versions of FlashAttention that torch can run in place of its own, in `scaled_dot_product_attention` and in
+`aten._flash_attention_forward`: the library, generations of GPUs, and head dims."""
 
 
 def newer_flash(context: OpContext) -> str | None:
