@@ -127,7 +127,7 @@ def newer_flash(context: OpContext) -> str | None:
     """Name the installed FlashAttention that torch can run on this GPU in place of its own; None without one, and where
     kernels are to be deterministic: some releases of version 3 are not.
     """
-    names = getattr(torch.nn.attention, "list_flash_attention_impls", list)()  # none in earlier versions of torch
+    names: Sequence[str] = getattr(torch.nn.attention, "list_flash_attention_impls", list)()  # none before 2.13
     for name, (library, generations, head_dims) in _NEWER_FLASH.items():
         fits = context.device.capability[0] in generations and context.model.head_dim in head_dims
         if name in names and fits and library.missing_reason() is None:

@@ -25,7 +25,7 @@ BLOCK = 1024  # elements of a program: two reads of 16 bytes per thread and tens
 class TritonAdamW:
     """AdamW (`optim.adamw`) for segments in fp32. 1 - beta and bias corrections are rounded from fp64."""
 
-    state_names = ("exp_avg", "exp_avg_sq")
+    state_names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     writes_rounded = True
 
     def __init__(self, segments: Sequence[Segment], config: OptimizerConfig) -> None:
