@@ -166,7 +166,10 @@ _CARDS = {
             "flex:FlexAttention", dtypes=KERNEL_DTYPES, dropout=False, min_head_dim=16, window_only=True,
             attention_softcap=True,
         ),
-        _card("torch", "torch's scaled_dot_product_attention", "core_attention:TorchAttention", attention_softcap=True),
+        _card(
+            "torch", "torch's scaled_dot_product_attention, by FlashAttention 3 or 4 if one is installed",
+            "core_attention:TorchAttention", attention_softcap=True,
+        ),
     ],
     "partial_attention": [
         _card("flash", "flash-attn 2 (Dao 2023)", "flash_partial:FlashPartial", **_FLASH_FACTS),
