@@ -209,6 +209,14 @@ class Device:
         q, k, v = heads.permute(1, 2, 0, 3).split([queries, 1, 1], 1)
         return SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=enable_gqa)).name
 
+    def leave_sms(self, count: int) -> None:
+        """Have this process's GEMMs leave `count` multiprocessors of a GPU to other kernels. A GEMM spreads its tiles
+        over all, and those for one that a message occupies run in a second wave.
+        """
+        if count and not self.is_cpu:
+            torch._C._set_sm_carveout_experimental(count)
+            torch.backends.cuda.preferred_blas_library("cublaslt")  # cuBLAS itself takes all
+
     def timer(self) -> Timer:
         """Return a timer of this device's work."""
         return HostTimer() if self.is_cpu else StreamTimer(self.torch_device)

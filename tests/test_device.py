@@ -43,6 +43,20 @@ def test_a_gpu_says_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Device(torch.device("cpu"), "gloo").pci_address is None
 
 
+def test_gemms_leave_multiprocessors_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    libraries: list[str] = []
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", libraries.append)
+    gpu, cpu = Device(torch.device("cuda", 0), "nccl"), Device(torch.device("cpu"), "gloo")
+    try:
+        gpu.leave_sms(0)
+        cpu.leave_sms(4)
+        assert torch._C._get_sm_carveout_experimental() is None and not libraries
+        gpu.leave_sms(4)
+        assert torch._C._get_sm_carveout_experimental() == 4 and libraries == ["cublaslt"]
+    finally:
+        torch._C._set_sm_carveout_experimental(None)
+
+
 def threads(monkeypatch: pytest.MonkeyPatch, cores: int, **env: str) -> int:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):

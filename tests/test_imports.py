@@ -45,7 +45,13 @@ COMMANDS = tuple(
         "diagnose",
     )
 )
-KERNELS = {f"megascale.ops.{name}": "triton" for name in ("cast_transpose", "scaled_wgrad")}
+KERNELS = dict.fromkeys(
+    [
+        f"megascale.ops.{name}"
+        for name in ("cast_transpose", "merge_parts", "scaled_wgrad", "triton_adamw", "triton_cross_entropy")
+    ],
+    "triton",
+)
 """Modules in the language of a library (Triton), imported only where the library is installed."""
 HEAVY = {"torch", "tensorboard", "transformers", "megatron", "pyarrow", "duckdb", "dash", "plotly"}
 

@@ -169,7 +169,10 @@ _CARDS = {
             "flex:FlexAttention", dtypes=KERNEL_DTYPES, dropout=False, min_head_dim=16, window_only=True,
             attention_softcap=True,
         ),
-        _card("torch", "torch's scaled_dot_product_attention", "core_attention:TorchAttention", attention_softcap=True),
+        _card(
+            "torch", "torch's scaled_dot_product_attention, by FlashAttention 3 or 4 if one is installed",
+            "core_attention:TorchAttention", attention_softcap=True,
+        ),
     ],
     "partial_attention": [
         _card("flash", "flash-attn (Dao 2023)", "flash_partial:FlashPartial", **_FLASH_FACTS),
@@ -204,6 +207,10 @@ _CARDS = {
         _card("torch", "torch's operators", "activation:TorchActivation", multi_pass=("swiglu", "geglu")),
     ],
     "cross_entropy": [
+        _card(
+            "triton", "a Triton kernel each for sums and gradient", "cross_entropy:TritonCrossEntropy",
+            dtypes=KERNEL_DTYPES, logit_softcap=False,
+        ),
         _card("compile", "a kernel each for sums and gradient, by torch.compile", "compiled:CompiledCrossEntropy"),
         _card("torch", "torch's operators, over blocks of tokens", "cross_entropy:TorchCrossEntropy", multi_pass=True),
     ],
@@ -216,7 +223,8 @@ _CARDS = {
     ],
     "optimizer": [
         _card("apex", "NVIDIA Apex's kernels of LAMB", "apex:ApexOptimizer", ("lamb",)),
-        _card("torch", "torch's fused kernels", "optimizer:TorchOptimizer"),
+        _card("triton", "a Triton kernel of AdamW", "optimizer:TritonOptimizer", ("adamw",)),
+        _card("torch", "torch's fused kernels", "optimizer:TorchOptimizer", multi_pass=("adamw",)),
     ],
 }  # fmt: skip
 

@@ -183,6 +183,8 @@ CHUNKS = Exclusions("data.sequence_chunk_tokens", unless(None), tuple(
 ))  # fmt: skip
 """Keys without an implementation for chunks of sequences."""
 
+NO_PIPELINE = _without_effect("parallel.pp", only(1), {"nccl.pp_carveout": only(0)})
+
 NOT_HYBRID = Exclusions("parallel.hybrid_dp", only(False), (
     ("data.max_tokens_per_rank", only(None), "has no effect without parallel.hybrid_dp",
      "parallel.hybrid_dp = true, or remove the key"),

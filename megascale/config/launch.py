@@ -52,6 +52,11 @@ class NcclConfig(Section):
         [1, 2],
         description="point-to-point messages between pipeline stages; a posted receive occupies its SMs while waiting",
     )
+    pp_carveout: Annotated[int, Field(ge=0, le=64)] = Field(
+        0,
+        description="SMs that GEMMs leave to messages between pipeline stages: a GEMM that finds one occupied may take "
+        "twice as long; 0: none",
+    )
     world_ctas: Ctas = Field([1, 1], description="all-reduces of a few values over all ranks")
 
     ib_timeout: Annotated[int, Field(ge=1, le=22)] = Field(

@@ -9,6 +9,10 @@ With p pieces about 1/p of the collective's time stays exposed.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+
+from megascale.config.finding import Finding
+from megascale.config.run import RunConfig
 
 MAX_PIECES = 4  # maximum number of pieces of a collective
 
@@ -39,3 +43,17 @@ def max_pieces(rows: int, batch: int) -> int:
     piece; 0 if all rows together are fewer.
     """
     return rows // -(-MIN_GPU_GEMM_ROWS // batch)
+
+
+def unfused_gemms(config: RunConfig) -> Iterator[Finding]:
+    """Warn of sharded activations whose GEMMs have too few rows to overlap with their collectives on GPUs, where only
+    those beside wgrad then overlap.
+    """
+    p, micro = config.parallel, config.batch.micro
+    rows = config.row_tokens // p.tp
+    if p.tp > 1 and p.sp and config.overlap.tp and rows * micro < MIN_GPU_GEMM_ROWS:
+        message = (
+            f"= {micro} gives GEMMs of {rows * micro} rows on a rank of tp {p.tp}: below {MIN_GPU_GEMM_ROWS} a GPU has "
+            "tp's collectives exposed in forward, and the all-gathers of output gradients in backward"
+        )
+        yield Finding("batch.micro", message, f"batch.micro = {-(-MIN_GPU_GEMM_ROWS // rows)}, if memory allows")

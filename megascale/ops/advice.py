@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megascale.catalog.backends import AUTO, BACKENDS, is_multi_pass, unmet_requirement
 from megascale.ops.core_attention import torch_attention_outdated
-from megascale.ops.library import FLASH3
+from megascale.ops.library import FLASH3, FLASH4
 from megascale.ops.select import BackendChoice, NotByDefault, OpContext, select_backend
 
 
@@ -41,5 +41,6 @@ def _faster_backends(choice: BackendChoice, context: OpContext) -> list[str]:
     if not slow:
         return []
     if attention and "flash" in candidates and not need.has_window:
-        candidates["flash"] = FLASH3.missing_reason() or candidates["flash"]  # torch includes version 2
+        newer = FLASH3 if context.device.capability[0] == 9 else FLASH4  # torch includes version 2
+        candidates["flash"] = newer.missing_reason() or candidates["flash"]
     return [f"{name}: {reason}" for name, reason in candidates.items() if not isinstance(reason, NotByDefault)]

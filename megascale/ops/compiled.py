@@ -28,7 +28,7 @@ from megascale.core.files import exists
 from megascale.device import Device
 from megascale.ops.activation import Activate
 from megascale.ops.cross_entropy import CrossEntropy, LogitsKernels, soft_cap, soft_cap_derivative
-from megascale.ops.library import TRITON
+from megascale.ops.library import triton_unsupported_reason
 from megascale.ops.norm import AddNormalize, Normalize, compose_add_norm, other_norm_requested, widened
 from megascale.ops.rope import Rotate, rotate_by, rotation
 from megascale.ops.select import BackendError, CompileFn, NotByDefault, OpContext
@@ -51,10 +51,7 @@ def compile_unsupported_reason(device: Device) -> str | None:
             return f"no C++ compiler: there is no {cpp_compiler()}"
         headers = Path(sysconfig.get_path("include"))
         return None if exists(headers / "Python.h", optional=True) else f"no Python.h in {headers}"
-    if reason := TRITON.missing_reason():
-        return reason
-    names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
-    return None if any(map(shutil.which, names)) else f"no C compiler: there is no {' and no '.join(names)}"
+    return triton_unsupported_reason(device)
 
 
 def default_cache_folder() -> Path:

@@ -5,13 +5,14 @@
 A soft cap c replaces the scores S = scale q k^T by c tanh(S / c) (Gemma 2).
 
 `TorchAttention`, `causal_attention`, `sliding_attention`, `visible`: torch's implementation. The rest tells which
-kernels suit a GPU: `half_precision_unsupported`, `not_by_default`, `torch_attention_outdated`, `is_outdated_kernel`.
+kernels suit a GPU: `half_precision_unsupported`, `not_by_default`, `torch_attention_outdated`, `is_outdated_kernel`,
+`newer_flash`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from megascale.layout.windows import QUERY_BLOCK, window_blocks
 from megascale.ops.boundaries import Boundaries
+from megascale.ops.library import FLASH3, FLASH4, Library
 from megascale.ops.select import NotByDefault, OpBackend, OpContext
 
 
@@ -46,6 +48,8 @@ class TorchAttention(OpBackend):
     """torch's fused kernels, blockwise for a sliding window; with dropout, unfused with all scores in memory."""
 
     def build(self, context: OpContext) -> CoreAttention:
+        if (newer := newer_flash(context)) is not None:
+            torch.nn.attention.activate_flash_attention_impl(newer)  # in this process
         return torch_attend(context.model.attention_scale, context.model.attention_softcap)
 
 
@@ -99,6 +103,8 @@ def torch_attention_outdated(context: OpContext) -> bool:
     """Return True if torch's kernel for full attention was written for an older GPU generation."""
     m = context.model
     kernel = context.device.attention_kernel(context.dtype, m.head_dim, m.num_kv_heads != m.num_heads)
+    if kernel == "FLASH_ATTENTION" and newer_flash(context) == "FA4":
+        return False  # version 3 runs without torch's dispatcher, by the backend flash
     return is_outdated_kernel(kernel, context.device.capability)
 
 
@@ -107,6 +113,26 @@ def is_outdated_kernel(kernel: str, capability: tuple[int, int]) -> bool:
     kernels but cuDNN's, since torch includes FlashAttention-2 (Shah et al. 2024).
     """
     return capability[0] in (9, 10) and kernel != "CUDNN_ATTENTION"
+
+
+_NEWER_FLASH: dict[str, tuple[Library, Sequence[int], Sequence[int]]] = {
+    "FA3": (FLASH3, (9,), range(8, 257, 8)),
+    "FA4": (FLASH4, (9, 10), (64, 96, 128)),
+}
+"""Versions of FlashAttention that torch can run in place of its own, in `scaled_dot_product_attention` and in
+`aten._flash_attention_forward`: the library, generations of GPUs, and head dims."""
+
+
+def newer_flash(context: OpContext) -> str | None:
+    """Name the installed FlashAttention that torch can run on this GPU in place of its own; None without one, and where
+    kernels are to be deterministic: some releases of version 3 are not.
+    """
+    names: Sequence[str] = getattr(torch.nn.attention, "list_flash_attention_impls", list)()  # none before 2.13
+    for name, (library, generations, head_dims) in _NEWER_FLASH.items():
+        fits = context.device.capability[0] in generations and context.model.head_dim in head_dims
+        if name in names and fits and library.missing_reason() is None:
+            return None if torch.are_deterministic_algorithms_enabled() else name
+    return None
 
 
 def causal_attention(

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megascale.layout.loss import BLOCK_BYTES
+from megascale.ops.library import triton_unsupported_reason
 from megascale.ops.select import OpBackend, OpContext
 
 
@@ -106,6 +107,18 @@ class TorchCrossEntropy(OpBackend):
 
     def build(self, context: OpContext) -> CrossEntropy:
         return LogitsKernels(statistics, gradient, context.model.logit_softcap, context.z_loss).cross_entropy
+
+
+class TritonCrossEntropy:
+    """A Triton kernel for the statistics and another for the gradient."""
+
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        return triton_unsupported_reason(context.device)
+
+    def build(self, context: OpContext) -> CrossEntropy:
+        from megascale.ops import triton_cross_entropy as kernels
+
+        return LogitsKernels(kernels.statistics, kernels.gradient, z_loss=context.z_loss).cross_entropy
 
 
 GPU_BLOCK_BYTES = 1 << 26  # block size on GPUs, where few kernel launches matter more than cache locality

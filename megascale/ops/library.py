@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import os
+import shutil
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 
 from packaging.specifiers import SpecifierSet
 
+from megascale.device import Device
 from megascale.ops.select import OpContext
 
 SOURCES = ".py", ".so"  # suffixes of files that reveal a package's modules. An editable installation lists none
@@ -83,5 +86,16 @@ APEX = Library(
 TRITON = Library("triton", "triton")
 FLASH = Library("flash_attn", "flash_attn", versions=">=2.4.1,<3")  # earlier backwards are not deterministic
 FLASH3 = Library("flash_attn_3", "flash_attn_interface")
+FLASH4 = Library("flash_attn_4", "flash_attn.cute.interface")
 
-LIBRARIES = (TE, LIGER, APEX, FLASH, FLASH3, TRITON)
+LIBRARIES = (TE, LIGER, APEX, FLASH, FLASH3, FLASH4, TRITON)
+
+
+def triton_unsupported_reason(device: Device) -> str | None:
+    """Say why Triton's kernels cannot run on a device; None if they can. Their launchers are compiled from C."""
+    if device.is_cpu:
+        return "needs a GPU"
+    if reason := TRITON.missing_reason():
+        return reason
+    names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
+    return None if any(map(shutil.which, names)) else f"no C compiler: there is no {' and no '.join(names)}"

@@ -1,4 +1,4 @@
-"""Update rules of optimizers: their interfaces, and the backend with torch's rules (`TorchOptimizer`).
+"""Update rules of optimizers: their interfaces, and the backends `TorchOptimizer` and `TritonOptimizer`.
 
 - `UpdateRule`: a function from `UpdateInput` to a direction and the new state, for elements and for whole matrices.
   The sharding layer (`optim.sharded`) clips, steps along the direction, decays weights and skips steps.
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megascale.catalog.optimizers import OPTIMIZERS
 from megascale.config.train import OptimizerConfig
+from megascale.ops.library import triton_unsupported_reason
 from megascale.ops.select import OpBackend, OpContext
 
 
@@ -57,7 +58,8 @@ class Segment:
     """A flat range of elements with equal treatment: `weight`, `grad` and `state` are [n] views of one dtype.
 
     `is_matrix`: elements of matrices, to which trust ratios apply. `weight_decay`: weight decay applies. `residual`: of
-    compensated weights (`optim.compensated`), [n]; only functions have such segments.
+    compensated weights (`optim.compensated`), [n]; only functions have such segments. `rounded`: the weights in the
+    dtype of GEMMs, [n], if that is another one; written by a class with `writes_rounded`, otherwise by the caller.
     """
 
     weight: Tensor
@@ -66,12 +68,14 @@ class Segment:
     is_matrix: bool
     weight_decay: bool
     residual: Tensor | None = None
+    rounded: Tensor | None = None
 
 
 class Elementwise(Protocol):
     """An element-wise rule (unit_of_work = "elements"); segments may span parameters.
 
-    `state_names`: state tensors per segment, initially zero.
+    `state_names`: state tensors per segment, initially zero. A class that writes its segments' `rounded` has an
+    attribute `writes_rounded`, True.
     """
 
     state_names: tuple[str, ...]
@@ -119,3 +123,15 @@ class TorchOptimizer(OpBackend):
         """Return the rule that the context names."""
         rule: Rule = OPTIMIZERS[context.optimizer].load()
         return rule
+
+
+class TritonOptimizer:
+    """AdamW by a Triton kernel."""
+
+    def unsupported_reason(self, context: OpContext) -> str | None:
+        return triton_unsupported_reason(context.device)
+
+    def build(self, context: OpContext) -> type[Elementwise]:
+        from megascale.ops.triton_adamw import TritonAdamW
+
+        return TritonAdamW

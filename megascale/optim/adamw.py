@@ -1,4 +1,5 @@
-"""AdamW with torch's fused kernel, which clips the gradient and updates weights and both moments in one pass.
+"""AdamW with torch's fused kernel, which clips the gradient and updates weights and both moments in one pass. On a GPU
+`ops.triton_adamw` serves in its place.
 
 Memory traffic of a step in bytes per parameter, with bf16 weights and fp32 optimizer state:
 

@@ -34,6 +34,10 @@ class ElementUpdates(Updates):
             for shard in parts.shards
         ]
 
+    @property
+    def writes_rounded(self) -> bool:
+        return all(getattr(rule, "writes_rounded", False) for rules in self._rules for _, rule in rules)
+
     def apply(self, index: int, lr: float, step: int, clipping: Clipping) -> None:
         for group, rule in self._rules[index]:
             rule.step(lr * group.lr_mult, step, clipping.grad_factor, clipping.skip)

@@ -69,7 +69,8 @@ class OptimizerShard:
         state = {name: self._state_of(name, item) for name in names}
         residual = None if self.residual is None else item.view(self.residual, first)
         weight, grad = item.view(self.master, first), item.view(self.bucket.grad, first)
-        return Segment(weight, grad, state, parameter.is_matrix, parameter.weight_decay, residual)
+        rounded = item.view(self.bucket.shard_weights, first) if self.has_own_master else None
+        return Segment(weight, grad, state, parameter.is_matrix, parameter.weight_decay, residual, rounded)
 
     def tensors(self) -> Iterator[tuple[str, int, Tensor]]:
         """Yield master weights ("") and state by name, with their start in the bucket."""

@@ -113,7 +113,8 @@ class ShardedOptimizer:
         """
         for updates in self.updates:
             updates.apply(index, lr, step, clipping)
-        self.shards[index].copy_to_params()
+        if not all(updates.writes_rounded for updates in self.updates):
+            self.shards[index].copy_to_params()
 
     def state_tensors(self) -> Iterator[tuple[Bucket, str, int, Tensor]]:
         """Yield master weights ("") and state by name of flat ranges, with their start in the bucket."""

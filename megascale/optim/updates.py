@@ -44,6 +44,11 @@ class Updates(ABC):
     def compute(self, lr: float, step: int, clipping: Clipping) -> None:  # noqa: B027  most rules need no more than a shard
         """Compute what takes more than a shard. A collective of all ranks. `step` counts from 1."""
 
+    @property
+    def writes_rounded(self) -> bool:
+        """True if `apply` also rounds the master weights of all shards into the buckets' weights."""
+        return False
+
     @abstractmethod
     def apply(self, index: int, lr: float, step: int, clipping: Clipping) -> None:
         """Update the master weights and state in shard `index`, unless the step is skipped; after `compute`."""

@@ -95,6 +95,7 @@ def build_rank_run(
     `init_weights`: draw the initial weights; otherwise they are zero.
     """
     p, layout = config.parallel, stages_of(config.model, config.parallel)
+    device.leave_sms(config.nccl.pp_carveout)
     dtypes, on = run_dtypes(config.train.precision), device.torch_device
     shape, context = (config.row_tokens, config.batch.micro, config.model.hidden_size), op_context(config, device)
     nbytes = math.prod(shape) * dtypes[0].itemsize

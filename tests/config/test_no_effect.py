@@ -33,6 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("fp8.recipe=blockwise", "fp8.fast_dgrad=true"),
     ("data.reader=rank", "data.reader_timeout_s=9"),
     ("model.position=learned", "model.rope_theta=5e5"),
+    ("parallel.pp=1", "nccl.pp_carveout=4"),
 ])  # fmt: skip
 def test_a_key_of_another_mode(mode: str, key: str) -> None:
     with pytest.raises(ConfigError) as caught:

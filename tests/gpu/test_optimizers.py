@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from megascale.catalog.optimizers import OPTIMIZERS
+from megascale.config.run import RunConfig
+from megascale.core.rank import Rank
 from tests.gpu.conftest import Figure
-from tests.gpu.machine import curve_on, furthest, world_of
-from tests.runs import LLAMA, config_of, settings, train_curve
+from tests.gpu.machine import curve_on, furthest, run_of, world_of
+from tests.runs import LLAMA, config_of, curve_of, settings, train_curve
 from tests.worlds import run_world
 
 pytestmark = pytest.mark.gpu(1)
@@ -32,3 +35,18 @@ def test_every_rule_steps_as_on_a_cpu(rule: str, tmp_path: Path, figure: Figure)
     difference = furthest([(loss,) for loss, _ in ours], [(loss,) for loss, _ in expected])
     figure("difference of the loss", difference)
     assert difference < TOLERANCES.get(rule, 1e-9)
+
+
+def are_rounded(rank: Rank, config: RunConfig) -> list[bool]:
+    """Train; say of every bucket whether its weights are the master weights, rounded to nearest."""
+    run = run_of(rank, config)
+    curve_of(run, STEPS)
+    return [torch.equal(s.bucket.shard_weights, s.master.to(torch.bfloat16)) for s in run.optimizer.shards]
+
+
+@pytest.mark.parametrize("rule", ["adamw", "lion"])
+def test_weights_in_bf16_are_the_rounded_master_weights(rule: str, tmp_path: Path) -> None:
+    """Rounded by the kernel of AdamW, or by a copy."""
+    tree = settings(LLAMA, tmp_path, optimizer__name=rule, train__precision="bf16", train__steps=STEPS)
+    (rounded,) = world_of(1, are_rounded, config_of(tree, tmp_path))
+    assert rounded and all(rounded)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from torch.nn.attention import _registry
 
 from megascale.config.backends import BackendsConfig
 from megascale.device import Device
 from megascale.ops import wgrad
 from megascale.ops.advice import slow_backend_hint
+from megascale.ops.core_attention import TorchAttention, newer_flash
 from megascale.ops.library import Library
 from megascale.ops.select import OpContext
 from tests.ops.settings import CPU, GPU, setting
@@ -49,22 +52,23 @@ def test_a_compiler_suffices(machine: Machine) -> None:
 def test_operations_by_torchs_operators_are_named(machine: Machine) -> None:
     hint = slow_backend_hint(machine("triton", compiler="no-such-compiler"))
     assert hint == (
-        "rope, norm, add_norm, activation, cross_entropy: slower than possible on this GPU; missing, any of: "
-        "compile: no C compiler: there is no no-such-compiler; te: transformer_engine is not installed; "
-        "liger: liger_kernel is not installed; apex: apex is not installed"
+        "rope, norm, add_norm, activation, cross_entropy, optimizer: slower than possible on this GPU; "
+        "missing, any of: compile: no C compiler: there is no no-such-compiler; "
+        "te: transformer_engine is not installed; liger: liger_kernel is not installed; apex: apex is not installed; "
+        "triton: no C compiler: there is no no-such-compiler"
     )
 
 
 def test_only_slow_operations_are_named(machine: Machine) -> None:
     llama = machine("liger_kernel", compiler="no-such-compiler")
-    assert str(slow_backend_hint(llama)).startswith("rope, cross_entropy: slower")
+    assert str(slow_backend_hint(llama)).startswith("rope, cross_entropy, optimizer: slower")
     gpt = {"norm": "layernorm", "activation": "gelu", "position": "learned"}
     plain = setting(torch.bfloat16, GPU, **gpt)
-    assert str(slow_backend_hint(plain)).startswith("add_norm, cross_entropy: slower"), (
+    assert str(slow_backend_hint(plain)).startswith("add_norm, cross_entropy, optimizer: slower"), (
         "LayerNorm and GELU are one kernel of torch's"
     )
     assert str(slow_backend_hint(setting(torch.bfloat16, GPU, **gpt, block="parallel"))).startswith(
-        "cross_entropy: slower"
+        "cross_entropy, optimizer: slower"
     )
 
 
@@ -90,8 +94,39 @@ def test_an_outdated_attention_kernel_is_named(machine: Machine) -> None:
     assert slow_backend_hint(machine("triton", "flash_attn_3", kernel="FLASH_ATTENTION")) is None
 
 
+def test_newer_kernels_in_torch_are_not_outdated(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention-4 on Blackwell, for head dims that it has."""
+    blackwell = lambda *libraries: machine("triton", *libraries, kernel="FLASH_ATTENTION")  # noqa: E731
+    context = replace(blackwell(), model=setting(hidden_size=256, num_heads=4, num_kv_heads=4).model)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert "flash: flash_attn_4 is not installed" in str(slow_backend_hint(context))
+    blackwell("flash_attn_4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert newer_flash(context) == "FA4" and slow_backend_hint(context) is None
+    assert newer_flash(setting(torch.bfloat16, GPU)) is None, "a head dim of 8"
+
+
+def test_torchs_attention_takes_the_newer_kernels(machine: Machine) -> None:
+    attention, registered = torch.nn.attention, []
+    context = machine("flash_attn_3", "flash_attn_4", kernel="FLASH_ATTENTION")
+    own = dict(_registry._FLASH_ATTENTION_IMPLS)
+    try:
+        for name in own:
+            attention.register_flash_attention_impl(name, register_fn=partial(registered.append, name))
+        TorchAttention().build(setting(torch.bfloat16, CPU))
+        assert not registered
+        TorchAttention().build(context)
+        assert registered == ["FA3"]
+        torch.use_deterministic_algorithms(True)
+        assert newer_flash(context) is None
+    finally:
+        torch.use_deterministic_algorithms(False)
+        for name, function in own.items():
+            attention.register_flash_attention_impl(name, register_fn=function)
+
+
 def test_requested_backends_are_not_named(machine: Machine) -> None:
-    requested = ("rope", "norm", "add_norm", "activation", "cross_entropy")
+    requested = ("rope", "norm", "add_norm", "activation", "cross_entropy", "optimizer")
     hint = slow_backend_hint(replace(machine(), backends=BackendsConfig(**dict.fromkeys(requested, "torch"))))
     assert hint is None
 

@@ -155,8 +155,10 @@ def setting(name: str, requested: str = "auto", dtype: torch.dtype = torch.bfloa
 def test_apex_is_selected_where_supported() -> None:
     assert build_op("optimizer", setting("lamb")) is ApexLamb
     assert build_op("optimizer", setting("lamb", "torch")) is Lamb
-    assert select_backend("optimizer", setting("lamb", gpu=False)).rejected == {"apex": "needs an NVIDIA GPU"}
-    assert select_backend("optimizer", setting("lamb", dtype=torch.float64)).rejected == {"apex": "has no float64"}
+    rejected = {"apex": "needs an NVIDIA GPU", "triton": "has no lamb"}
+    assert select_backend("optimizer", setting("lamb", gpu=False)).rejected == rejected
+    fp64 = select_backend("optimizer", setting("lamb", dtype=torch.float64))
+    assert fp64.rejected == {"apex": "has no float64", "triton": "has no lamb"}
 
 
 def test_the_reason_names_the_missing_build_flag() -> None:
@@ -167,7 +169,8 @@ def test_the_reason_names_the_missing_build_flag() -> None:
 
 
 def test_other_optimizers_use_torch() -> None:
-    assert select_backend("optimizer", setting("adamw")).rejected == {"apex": "has no adamw"}
+    rejected = select_backend("optimizer", setting("lion")).rejected
+    assert rejected == {"apex": "has no lion", "triton": "has no lion"}
 
 
 @pytest.mark.usefixtures("apex")

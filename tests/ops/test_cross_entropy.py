@@ -171,4 +171,4 @@ def test_a_cpu_selects_torch() -> None:
         ModelConfig.model_validate(GPT), BackendsConfig(), torch.float32, detect_device(allow_gpu=False)
     )
     choice = select_backend("cross_entropy", context)
-    assert (choice.backend, list(choice.rejected)) == ("torch", ["compile"])
+    assert (choice.backend, list(choice.rejected)) == ("torch", ["triton", "compile"])

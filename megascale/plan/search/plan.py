@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from megascale.config.run import RunConfig
+from megascale.layout.pieces import unfused_gemms
 from megascale.plan.account.memory import JobMemory, RankMemory
 from megascale.plan.search.space import Layout, layout_of
 from megascale.plan.simulate.profiles import Hardware, Stack, expected_error, measured
@@ -91,4 +92,17 @@ class Plan:
             lines.append("attention with dropout forms all scores, as this trainer does: planned so in time and memory")
         elif stack.attention == "unfused":
             lines.append(f"memory is this trainer's: the scores that {stack.name} saves for backward come on top")
+        if stack.overlaps.tp == "all":
+            lines += [
+                f"{each.key} {each.message}: {self._without_fusion_s:.3g} s on top of this step, which takes them to "
+                f"overlap  -> {each.hint}"
+                for each in unfused_gemms(config)
+            ]
         return lines
+
+    @property
+    def _without_fusion_s(self) -> float:
+        """Seconds that a step takes longer if tp's collectives overlap with wgrad only."""
+        overlaps = self.stack.overlaps.model_copy(update={"tp": "backward"})
+        stack = self.stack.model_copy(update={"overlaps": overlaps})
+        return StepParts(self.config, self.hardware, stack).estimate.step_s - self.estimate.step_s
