@@ -19,6 +19,7 @@ COMMANDS = {
     "faults": "inject faults into jobs of `megascale launch` on this host: culprit, action, seconds, steps lost",
     "hybrid-lengths": "time hybrid data parallelism beside ring and Ulysses on documents of real lengths (needs root)",
     "lives": "kill writers, rename folders and signal ranks at random moments, and check what came of it",
+    "message-order": "simulate what the order of a pipeline's receives costs",
     "observe": "slow down synthetic and real jobs, and count how often the findings name kind and culprit",
     "optimizer-steps": "time steps of update rules beside AdamW's",
     "overlap": "measure how much communication overlap hides, on a cluster of network namespaces (needs root)",
