@@ -14,8 +14,10 @@ from megascale.core.errors import Exit, MegascaleError
 COMMANDS = {
     "chaos": "train the quickstart's model while its ranks are slowed, killed, hung and stopped",
     "context-attention": "time attention in every mode of cp over slow links, beside torch's ring (needs root)",
+    "device-waits": "find the calls and streams that wait for other streams of a GPU",
     "driver": "measure what the heartbeats of many agents cost the driver",
     "event-store": "measure the event store of 12,288 ranks: its bytes, queries and analyses",
+    "fake-rank": "train as one rank of a large job on one GPU, without its peers: time, memory and kernels",
     "faults": "inject faults into jobs of `megascale launch` on this host: culprit, action, seconds, steps lost",
     "hybrid-lengths": "time hybrid data parallelism beside ring and Ulysses on documents of real lengths (needs root)",
     "lives": "kill writers, rename folders and signal ranks at random moments, and check what came of it",
@@ -24,6 +26,7 @@ COMMANDS = {
     "optimizer-steps": "time steps of update rules beside AdamW's",
     "overlap": "measure how much communication overlap hides, on a cluster of network namespaces (needs root)",
     "replay": "replay published failures through driver and policy, in simulated time",
+    "spin-gemm": "time GEMMs beside thread blocks that spin, as receives do",
     "startup": "measure what a start consists of: processes, imports, the job's store, and the opening of groups",
     "testbed": "run a command on every host of a temporary cluster of network namespaces (needs root)",
 }
