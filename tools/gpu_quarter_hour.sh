@@ -34,8 +34,8 @@ lab() { part "$1" "$2" "$3" $python tools/lab "${@:4}"; }
 
 bench() { part "$1" "$2" "$3" $python -m megascale bench "${@:4}" --json; }
 
-suite() { # NAME SECONDS LIMIT GPUS SELECTION: tests of at most 60 s each
-    local words=(--gpus "$4" -k "$5" --json $state/"$1".json -o timeout=60) variables=()
+suite() { # NAME SECONDS LIMIT GPUS SELECTION: tests of at most 90 s each
+    local words=(--gpus "$4" -k "$5" --json $state/"$1".json -o timeout=$((90 * stretch))) variables=()
     (($4 == 1)) || variables=("${pair[@]}")
     part "$1" "$2" "$3" env "${variables[@]}" $python tools/test_gpu.py ${REHEARSE:+--rehearse} "${words[@]}"
 }
@@ -58,21 +58,23 @@ elif (($($python -c 'import torch; print(torch.cuda.device_count())') == 1)); th
     fi
 fi
 llama=configs/bench/llama3-8b-slice.toml gpt3=configs/bench/gpt3-175b-slice.toml
-layouts='llama and (sp or zero or ulysses or vpp) and not (zero-0 or overlapped or tiles or memory)'
+layouts='llama and (sp or zero or ulysses or vpp) and not (overlapped or tiles or memory)'
 
-part machine 10 30 env "${pair[@]}" $python -m megascale doctor --json
+part machine 10 40 env "${pair[@]}" $python -m megascale doctor --json
 lab waits 60 100 device-waits "${cpu[@]}"
 lab spin-gemm 25 60 spin-gemm "${cpu[@]}"
-suite pipelines 90 150 2 'cold_start or waits_for_the_device or one_after_the_other'
+suite waiting 60 120 2 waits_for_the_device
 suite layouts 80 150 2 "$layouts"
-suite killed 20 60 2 killed_rank_ends
 for recipe in tensorwise rowwise; do
     bench "fp8-$recipe" 70 120 mfu --config $llama train.precision=fp8 fp8.recipe=$recipe fp8.monitor=false "${tiny[@]}"
 done
 bench bf16 60 100 mfu --config $llama "${tiny[@]}"
+suite cold 80 160 2 cold_start
+suite killed 20 60 2 killed_rank_ends
 bench 175b-bf16 60 100 mfu --config $gpt3 "${tiny[@]}"
 bench 175b-fp8 60 100 mfu --config $gpt3 train.precision=fp8 fp8.recipe=delayed fp8.monitor=false "${tiny[@]}"
 lab rank-of-175b 50 120 fake-rank --config configs/gpu/gpt3-175b.toml --ranks 1024 --rank 8 --micro 1 2 "${cpu[@]}" "${tiny[@]}"
+suite serial 60 150 2 one_after_the_other
 suite exchanges 40 90 2 'exchange_keys or pending_receive'
 bench gemm 40 90 gemm ${REHEARSE:+--sizes 64x64x64} --dtypes bf16 fp8 fp8_fast fp8_tensorwise fp8_tensorwise_fast
 suite again 90 180 1 'fp8 or masked or resumes or marks or host_time'

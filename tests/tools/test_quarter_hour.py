@@ -56,12 +56,12 @@ def call(here: Path, *words: str, fails: str = "nothing", gpus: int = 1) -> list
 
 def test_a_second_call_runs_what_failed(here: Path) -> None:
     first = call(here, "10000", fails="recipe=rowwise")
-    assert "doctor" in first[0] and "device-waits" in first[1] and len(first) == 17
+    assert "doctor" in first[0] and "device-waits" in first[1] and len(first) == 19
     (again,) = call(here, "10000", "elsewhere")
     assert "fp8.recipe=rowwise" in again
     assert call(here, "10000") == []
     found = json.loads((here / "elsewhere" / "quarter-hour.json").read_text())
-    assert len(found) == 17 and {part["status"] for part in found.values()} == {0}
+    assert len(found) == 19 and {part["status"] for part in found.values()} == {0}
     rows = (here / "elsewhere" / "quarter-hour.md").read_text().splitlines()
     assert "| **waits** | status 0, 0 s of 60 |  |" in rows and "|  | a figure | 12 ms |" in rows
     assert shutil.which("xz") is None or (here / "elsewhere" / "quarter-hour.tar.xz").stat().st_size
@@ -77,7 +77,7 @@ def test_a_part_that_does_not_fit_the_time_left_is_left_out(here: Path) -> None:
 def test_two_ranks_share_a_single_gpu(here: Path, gpus: int, shared: bool) -> None:
     calls = call(here, "10000", gpus=gpus)
     of_two = [words for words in calls if "--gpus 2" in words]
-    assert len(of_two) == 5 and all(words.startswith("shared ") is shared for words in of_two)
+    assert len(of_two) == 7 and all(words.startswith("shared ") is shared for words in of_two)
     assert not any(words.startswith("shared") for words in calls if "bench" in words or "--gpus 1" in words)
 
 

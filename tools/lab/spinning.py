@@ -30,7 +30,7 @@ class Spin:
         self.end: Any = None
         if not device.is_cpu:
             self._stream = torch.cuda.Stream(device.torch_device)
-            self._kernel: Any = torch.cuda._compile_kernel(SOURCE, "spin")  # type: ignore[attr-defined]
+            self._kernel: Any = torch.cuda._compile_kernel(SOURCE, "spin")
             self.start(1, 1e-3)  # loads the kernel
             device.synchronize()
 

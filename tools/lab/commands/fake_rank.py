@@ -22,7 +22,7 @@ from megascale.bench.timed_steps import take_step, time_steps
 from megascale.comm.group import Group
 from megascale.comm.mesh import GroupSpec, Mesh, assemble_mesh
 from megascale.comm.timeout import Timeout
-from megascale.comm.work import COMPLETED, TransportWork
+from megascale.comm.work import COMPLETED, LostWork, TransportWork
 from megascale.config.loading import load_config
 from megascale.config.run import RunConfig
 from megascale.device import Device, detect_device, profiler_range
@@ -88,20 +88,11 @@ class LocalTransport(FakeTransport):
         return COMPLETED
 
 
-class Arrived(TransportWork):
-    """A message that has arrived."""
-
-    completed_at = 0.0
-
-    def wait(self) -> None:
-        return None
-
-
 def message(kind: str, group: Group, tensor: Tensor, peer: int) -> TransportWork:
     """Send nothing; receive random numbers."""
     if kind == "receive":
         tensor.normal_()
-    return Arrived()
+    return LostWork(group.recorder.mark())
 
 
 def build(config: RunConfig, rank: int, device: Device) -> Run:
