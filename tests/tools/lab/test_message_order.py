@@ -64,4 +64,4 @@ def test_the_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
     monkeypatch.setattr("lab.commands.message_order.SHAPES", [("1f1b", 2, 1, 4)])
     assert run(argparse.Namespace(most=2, draws=1)) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2].startswith("| 1f1b | 2, 1, 4 | 0.") and "| interleaved_1f1b | 20 | 0." in lines[-1]
+    assert lines[5].startswith("| 1f1b | 2, 1, 4 | 0.") and "| interleaved_1f1b | 20 | 0." in lines[-1]
