@@ -54,7 +54,10 @@ def figures(result: dict[str, Any]) -> dict[str, Any]:
         return {test["name"]: "; ".join([test["outcome"], *measured(test)]) for test in result["results"]}
     if "step_s" in result:
         shares = {f"{name}, % of a step": round(100 * share, 1) for name, share in result["kernels"].items() if share}
-        causal = {"MFU causal": result["mfu"]["causal"], "tokens/s": round(result["tokens_per_s"])}
+        causal = {
+            "MFU causal, %": round(100 * (result["mfu"]["causal"] or 0), 1),
+            "tokens/s": round(result["tokens_per_s"]),
+        }
         return {"step, ms": round(result["step_s"]["median"] * 1e3, 1), **causal, **shares}
     if "rates" in result:
         return {f"{one['shape']} {one['format']}": one["rate"] and one["rate"]["median"] for one in result["rates"]}

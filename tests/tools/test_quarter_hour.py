@@ -104,7 +104,7 @@ def test_the_figures_of_every_kind_of_result(tmp_path: Path) -> None:
         "mfu": {"causal": 0.6},
         "tokens_per_s": 9.6,
     }
-    expected = {"step, ms": 500.0, "MFU causal": 0.6, "tokens/s": 10, "gemm, % of a step": 70.0}
+    expected = {"step, ms": 500.0, "MFU causal, %": 60.0, "tokens/s": 10, "gemm, % of a step": 70.0}
     assert part(tmp_path, mfu)["figures"] == expected
     gemm = {
         "rates": [
