@@ -74,10 +74,10 @@ suite killed 20 60 2 killed_rank_ends
 bench 175b-bf16 60 100 mfu --config $gpt3 "${tiny[@]}"
 bench 175b-fp8 60 100 mfu --config $gpt3 train.precision=fp8 fp8.recipe=delayed fp8.monitor=false "${tiny[@]}"
 lab rank-of-175b 50 120 fake-rank --config configs/gpu/gpt3-175b.toml --ranks 1024 --rank 8 --micro 1 2 "${cpu[@]}" "${tiny[@]}"
-suite serial 60 150 2 one_after_the_other
+[[ ${REHEARSE:-} ]] || suite serial 60 150 2 one_after_the_other
 suite exchanges 40 90 2 'exchange_keys or pending_receive'
 bench gemm 40 90 gemm ${REHEARSE:+--sizes 64x64x64} --dtypes bf16 fp8 fp8_fast fp8_tensorwise fp8_tensorwise_fast
 suite again 90 180 1 'fp8 or masked or resumes or marks or host_time'
-suite stopped 100 150 2 stopped_rank
+[[ ${REHEARSE:-} ]] || suite stopped 100 150 2 stopped_rank
 bench without-log 60 100 mfu --config $llama observe.record_events=false "${tiny[@]}"
 ! grep -qv '^0 ' $state/*.status
