@@ -302,6 +302,13 @@ def gpu_count() -> int:
     return torch.cuda.device_count()
 
 
+def ranks_per_gpu() -> int:
+    """Return how many local ranks may share a GPU: 2 with NCCL's NCCL_MULTI_RANK_GPU_ENABLE=1 (2.30, experimental),
+    which is for tests of communication on one GPU; else 1.
+    """
+    return 2 if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else 1
+
+
 def no_gpu_reason() -> str | None:
     """Return in a line why torch has no GPU to use; None if torch has a GPU."""
     if torch.cuda.is_available():
@@ -337,18 +344,19 @@ def copy_to_device(values: Tensor | np.ndarray, device: torch.device) -> Tensor:
 def detect_device(local_rank: int = 0, allow_gpu: bool = True) -> Device:
     """Return the GPU of this local rank; on a host without GPUs the CPU, with its cores divided among local ranks.
 
-    Raises: DeviceError if the host has GPUs, but fewer than local ranks.
+    Raises: DeviceError if the host has GPUs, but too few for its local ranks.
     """
     if not (allow_gpu and torch.cuda.is_available()):
         torch.set_num_threads(openmp_threads() or max(1, usable_cores() // local_world_size(default=1)))
         return Device(torch.device("cpu"), "gloo")
-    if local_rank >= gpu_count():
+    if local_rank >= gpu_count() * ranks_per_gpu():
         raise DeviceError(
             f"local rank {local_rank} has no GPU: this host has {gpu_count()}",
             hint="start one process per GPU, or show all GPUs in CUDA_VISIBLE_DEVICES",
         )
-    torch.cuda.set_device(local_rank)
-    return Device(torch.device("cuda", local_rank), "nccl")
+    index = local_rank % gpu_count()
+    torch.cuda.set_device(index)
+    return Device(torch.device("cuda", index), "nccl")
 
 
 def _processor() -> str:

@@ -92,6 +92,13 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused(gpus: list[int]) -> None:
     assert gpus == []
 
 
+def test_two_ranks_share_a_gpu_where_nccl_allows_it(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert [detect_device(rank).torch_device.index for rank in range(4)] == gpus == [0, 1, 0, 1]
+    with pytest.raises(DeviceError, match="local rank 4 has no GPU: this host has 2"):
+        detect_device(4)
+
+
 def test_gpus_are_used_only_where_allowed(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     assert detect_device(0, allow_gpu=False) == Device(torch.device("cpu"), "gloo")

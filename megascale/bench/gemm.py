@@ -122,7 +122,7 @@ def attainable_peak(model: ModelConfig, rows: int, precision: str, device: Devic
 
 
 def _rate(shape: GemmShape, name: str, device: Device, repeats: int, seconds: float) -> Quartiles:
-    multiply = _gemm_fn(shape, name, device)
+    multiply = gemm_fn(shape, name, device)
     for _ in range(3):
         multiply()
     device.synchronize()
@@ -141,7 +141,7 @@ def _rate(shape: GemmShape, name: str, device: Device, repeats: int, seconds: fl
     return Quartiles.from_values([group * shape.flops / passed for passed in intervals(timer, marks)])
 
 
-def _gemm_fn(shape: GemmShape, name: str, device: Device) -> Callable[[], object]:
+def gemm_fn(shape: GemmShape, name: str, device: Device) -> Callable[[], object]:
     """Return a function that runs the GEMM on operands not in a cache. Operands are random: on zeros a GPU draws less
     power, and runs faster than in training.
     """

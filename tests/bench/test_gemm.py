@@ -74,7 +74,7 @@ def test_a_gpus_fp8_is_measured_with_fast_accumulation_and_without(monkeypatch: 
     )
     monkeypatch.setattr(Device, "is_cpu", property(lambda self: False))
     for name in names:
-        gemm._gemm_fn(GemmShape(16, 32, 48), name, CPU)()
+        gemm.gemm_fn(GemmShape(16, 32, 48), name, CPU)()
     assert asked == [(16, False), (16, True), (1, False), (1, True)]
 
 
@@ -83,7 +83,7 @@ def test_operand_copies_exceed_the_cache(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(gemm, "CACHE_BYTES", 3 * 2 * 16 * 16 * 4)
     seen: list[int] = []
     monkeypatch.setattr(torch, "mm", lambda a, b, out: seen.append(a.data_ptr()))
-    multiply = gemm._gemm_fn(shape, "fp32", CPU)
+    multiply = gemm.gemm_fn(shape, "fp32", CPU)
     for _ in range(8):
         multiply()
     assert len(set(seen)) == 4

@@ -8,7 +8,7 @@ from typing import Any
 
 from megascale.config.run import RunConfig
 from megascale.core.rank import Rank
-from megascale.device import Device, detect_device, gpu_count
+from megascale.device import Device, detect_device, gpu_count, ranks_per_gpu
 from tests.runs import build_run, curve_of
 from tests.worlds import run_world
 
@@ -25,8 +25,8 @@ def rehearsing() -> bool:
 
 
 def available() -> int:
-    """Devices of this host."""
-    return PROCESSES if rehearsing() else gpu_count()
+    """Ranks that this host has a device for: with NCCL_MULTI_RANK_GPU_ENABLE=1 two on each GPU."""
+    return PROCESSES if rehearsing() else gpu_count() * ranks_per_gpu()
 
 
 def world_of(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -37,25 +37,51 @@ def test_a_cold_start(schedule: str, tmp_path: Path) -> None:
     assert len(job.steps()) == 10
 
 
+SERIAL = {
+    "one hardware queue": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+    "every launch waits": {"CUDA_LAUNCH_BLOCKING": "1"},
+    "kernels of communicators in the host's order": {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"},
+}
+
+
+@pytest.mark.gpu(2, only=True)
+@pytest.mark.parametrize("how", SERIAL)
+def test_work_one_after_the_other(how: str, tmp_path: Path) -> None:
+    """Sends and receives hold up what is issued after them."""
+    config = job_config(tmp_path, FAMILIES["llama"], train__precision="bf16", **PIPELINES["interleaved"])
+    status, _, err = Job(config, env=SERIAL[how]).end()
+    assert status == 0, err
+
+
 def waiting(rank: Rank, config: Any, when: str) -> list[tuple[float, float]]:
-    """The curve of a run whose stages wait for their devices before each `when` of them."""
+    """The curve of a run in which every rank waits for its device: before each forward or each backward of each of its
+    stages, or after every entry of its list, sends and receives included.
+    """
     run = run_of(rank, config)
 
     def wait(*_: Any) -> None:
         run.device.synchronize()
 
+    def wait_and_release() -> None:
+        wait()
+        release()
+
+    release = run.pipeline.release_sent  # is called after every entry
+    if when == "entry":
+        run.pipeline.release_sent = wait_and_release
     for stage in run.stages:
         if when == "forward":
             stage.register_forward_pre_hook(wait)
-        else:
+        elif when == "backward":
             stage.register_full_backward_pre_hook(wait)
     return curve_of(run, 3)
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("when", ["forward", "backward", "entry"])
 @pytest.mark.parametrize("schedule", PIPELINES)
 def test_waits_for_the_device(schedule: str, when: str, tmp_path: Path) -> None:
+    """Both ranks wait."""
     config = config_of(settings(GPT, tmp_path, train__precision="bf16", **PIPELINES[schedule]), tmp_path)
     one, other = world_of(2, waiting, config, when)
     assert one == other

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter, defaultdict
+from collections import Counter
 from graphlib import CycleError
 from itertools import product
 
@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.message_times import posted_ahead
 from megascale.catalog.schedules import SCHEDULES
 from megascale.layout.stages import looped
 from megascale.schedule.interleaved import interleaved_1f1b
@@ -18,7 +19,6 @@ from megascale.schedule.ir import (
     SERVED,
     Action,
     Kind,
-    RankSchedule,
     ScheduleError,
     backward,
     build_schedule,
@@ -36,11 +36,15 @@ SEEDS = st.randoms(use_true_random=False)
 
 @pytest.mark.parametrize("name", SCHEDULES.names())
 def test_no_waits_deadlock(name: str) -> None:
-    """For every number of stages, chunks and micro-batches up to 6, 4 and 13, in training and evaluation."""
+    """For every number of stages, chunks and micro-batches up to 6, 4 and 13, in training and evaluation: 468
+    schedules, by the graph, and by hosts that wait before every action.
+    """
     chunks = range(1, 5) if SCHEDULES[name].facts["multi_chunk"] else (1,)
     for p, v, m in product(range(1, 7), chunks, range(1, 14)):
         compute, placement = schedule_of(name, p, v, m)
-        check_messages(lower(compute, placement, reduce_each=True), placement)
+        lowered = lower(compute, placement, reduce_each=True)
+        check_messages(lowered, placement)
+        assert ends(lowered, placement, places(lowered))
         check_messages(lower(forwards_only(compute), placement, training=False), placement)
 
 
@@ -57,7 +61,9 @@ def test_no_waits_deadlock_in_large_pipelines(name: str, p: int, v: int, m: int)
 )  # fmt: skip
 @settings(max_examples=40, deadline=None)
 def test_no_waits_deadlock_with_chunks_of_sequences(p: int, sequences: list[int], keep: int) -> None:
-    check_messages(lower(build_state_aware(p, sequences, keep), looped(p, 1)), looped(p, 1))
+    lowered = lower(build_state_aware(p, sequences, keep), looped(p, 1))
+    check_messages(lowered, looped(p, 1))
+    assert ends(lowered, looped(p, 1), places(lowered))
 
 
 @given(
@@ -99,20 +105,13 @@ def consumer(receive: Action) -> Action:
     return receive._replace(kind=SERVED[receive.kind])
 
 
-def posted_ahead(order: RankSchedule) -> RankSchedule:
-    """Post every receive two compute actions ahead of its consumer."""
-    work = [action for action in order if action.kind in (Kind.F, Kind.B)]
-    before = defaultdict[Action, list[Action]](list)
-    for receive in sorted((a for a in order if a.kind in RECEIVES), key=lambda a: work.index(consumer(a))):
-        before[work[max(0, work.index(consumer(receive)) - 2)]].append(receive)
-    return [each for action in order if action.kind not in RECEIVES for each in (*before[action], action)]
-
-
-@pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 8), (8, 16)])
-def test_receives_posted_ahead_would_deadlock(p: int, m: int) -> None:
-    """Both judges find it: 1F1B, all hosts wait before every action."""
-    placement = looped(p, 1)
-    lowered = [posted_ahead(order) for order in lower(build_schedule(one_f_one_b, p, 1, m), placement)]
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 8), (4, 2, 8), (8, 6, 16)])
+def test_receives_posted_ahead_would_deadlock(name: str, p: int, v: int, m: int, ahead: int) -> None:
+    """Both judges find it, when all hosts wait before every action."""
+    compute, placement = schedule_of(name, p, v, m)
+    lowered = [posted_ahead(order, ahead) for order in lower(compute, placement)]
     assert ends(lowered, placement, set())
     assert not ends(lowered, placement, places(lowered))
     with pytest.raises(CycleError):

@@ -1,0 +1,117 @@
+"""The script for one GPU: its order, what a second call skips, its limits; and the table of results."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quarter_hour
+
+ROOT = Path(__file__).parents[2]
+
+PYTHON = f"""#!/bin/bash
+if [[ $1 == tools/quarter_hour.py ]]; then shift; exec {sys.executable} {ROOT}/tools/quarter_hour.py "$@"; fi
+if [[ $1 == -c ]]; then echo "$GPUS"; exit; fi
+echo "${{LD_PRELOAD:+preloaded }}${{NCCL_MULTI_RANK_GPU_ENABLE:+shared }}$*" >>calls
+[[ $* != *"$FAILS"* ]] || {{ echo broken >&2; exit 3; }}
+echo progress; echo '{{"figures": {{"a figure": "12 ms"}}}}'
+"""
+"""Stands for every tool of the script; it fails where its arguments contain $FAILS."""
+
+TIMEOUT = """#!/bin/bash
+shift 2; echo "$1" >>limits; shift; exec "$@"
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """A folder with the script, and programs in place of Python and of `timeout`."""
+    (tmp_path / "tools").mkdir()
+    shutil.copy(ROOT / "tools" / "gpu_quarter_hour.sh", tmp_path / "tools")
+    for name, text in (("python3", PYTHON), ("timeout", TIMEOUT)):
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        program = tmp_path / "bin" / name
+        program.write_text(text)
+        program.chmod(0o755)
+    return tmp_path
+
+
+def call(here: Path, *words: str, fails: str = "nothing", gpus: int = 1) -> list[str]:
+    """Run the script, which must fail if a part fails; return the calls of tools."""
+    env = os.environ | {"PATH": f"{here / 'bin'}:{os.environ['PATH']}", "FAILS": fails, "GPUS": str(gpus)}
+    env.pop("REHEARSE", None)
+    (here / "calls").unlink(missing_ok=True)
+    done = subprocess.run([here / "tools" / "gpu_quarter_hour.sh", *words], env=env, check=False, capture_output=True)
+    calls = (here / "calls").read_text().splitlines() if (here / "calls").exists() else []
+    assert done.returncode == any(fails in words for words in calls), done.stderr
+    return calls
+
+
+def test_a_second_call_runs_what_failed(here: Path) -> None:
+    first = call(here, "10000", fails="recipe=rowwise")
+    assert "doctor" in first[0] and "device-waits" in first[1] and len(first) == 19
+    (again,) = call(here, "10000", "elsewhere")
+    assert "fp8.recipe=rowwise" in again
+    assert call(here, "10000") == []
+    found = json.loads((here / "elsewhere" / "quarter-hour.json").read_text())
+    assert len(found) == 19 and {part["status"] for part in found.values()} == {0}
+    rows = (here / "elsewhere" / "quarter-hour.md").read_text().splitlines()
+    assert "| **waits** | status 0, 0 s of 60 |  |" in rows and "|  | a figure | 12 ms |" in rows
+    assert shutil.which("xz") is None or (here / "elsewhere" / "quarter-hour.tar.xz").stat().st_size
+
+
+def test_a_part_that_does_not_fit_the_time_left_is_left_out(here: Path) -> None:
+    assert [words.split()[1] for words in call(here, "30") if "lab" in words] == ["spin-gemm"]
+    limits = [int(line) for line in (here / "limits").read_text().splitlines()]
+    assert limits and max(limits) <= 30, "no part may outlast the time left"
+
+
+@pytest.mark.parametrize(("gpus", "shared"), [(1, True), (2, False)])
+def test_two_ranks_share_a_single_gpu(here: Path, gpus: int, shared: bool) -> None:
+    calls = call(here, "10000", gpus=gpus)
+    of_two = [words for words in calls if "--gpus 2" in words]
+    assert len(of_two) == 7 and all(words.startswith("shared ") is shared for words in of_two)
+    assert not any(words.startswith("shared") for words in calls if "bench" in words or "--gpus 1" in words)
+
+
+def part(folder: Path, result: Any, status: int = 0, errors: str = "") -> dict[str, Any]:
+    (folder / "x.status").write_text(f"{status} 3 5 10\n")
+    (folder / "x.out").write_text(result if isinstance(result, str) else f"progress\n{json.dumps(result)}\n")
+    (folder / "x.err").write_text(errors)
+    return quarter_hour.read_part(folder / "x.status")
+
+
+def test_a_failed_part_shows_its_last_line(tmp_path: Path) -> None:
+    failed = part(tmp_path, "no JSON", 1, "Traceback\nRuntimeError: why\n")
+    assert failed["figures"] == {} and failed["errors"][-1] == "RuntimeError: why"
+    assert quarter_hour.table({"x": failed})[-1] == "| **x** | status 1, 3 s of 5 | RuntimeError: why |"
+
+
+def test_the_figures_of_every_kind_of_result(tmp_path: Path) -> None:
+    figure = {"value": 1.25, "unit": "ms", "least": None, "most": None}
+    tests = {"results": [{"name": "t", "outcome": "passed", "figures": {"step": figure}}]}
+    assert part(tmp_path, tests)["figures"] == {"t": "passed; step 1.25 ms"}
+    mfu = {
+        "step_s": {"median": 0.5},
+        "kernels": {"gemm": 0.7, "loss": 0.0},
+        "mfu": {"causal": 0.6},
+        "tokens_per_s": 9.6,
+    }
+    expected = {"step, ms": 500.0, "MFU causal, %": 60.0, "tokens/s": 10, "gemm, % of a step": 70.0}
+    assert part(tmp_path, mfu)["figures"] == expected
+    gemm = {
+        "rates": [
+            {"shape": "1x2x3", "format": "bf16", "rate": {"median": 7.0}},
+            {"shape": "1x2x3", "format": "fp8", "rate": None},
+        ]
+    }
+    assert part(tmp_path, gemm)["figures"] == {"1x2x3 bf16": 7.0, "1x2x3 fp8": None}
+    doctor = {"machine": {"device": "H200", "count": 1, "gpu_software": {"NCCL": "2.30.7"}}}
+    assert part(tmp_path, doctor)["figures"] == {"device": "H200", "NCCL": "2.30.7"}

@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# What one GPU shows in a quarter of an hour, the most valuable first:
+#
+#     tools/gpu_quarter_hour.sh [SECONDS] [FOLDER]
+#
+# A part begins if its expected seconds are left of SECONDS (570), and ends at its limit at the latest. A part that ended
+# with status 0 is skipped when the script is called again. Outputs of the parts are in build/quarter-hour; FOLDER
+# (build) gets quarter-hour.json, quarter-hour.md and quarter-hour.tar.xz, the outputs, after every part.
+# REHEARSE=1 runs tiny cases on the CPU. Exit status: 1 if a part failed.
+#
+# Two ranks share one GPU with NCCL 2.30. For a machine without a package index, put into .loan what it lacks: wheels
+# (pydantic and those that pydantic needs), and libnccl.so.2.xz, from the wheel nvidia-nccl-cu13==2.30.7.
+set -u
+cd "$(dirname "$0")/.."
+deadline=${1:-570} folder=${2:-build} state=build/quarter-hour python=.venv/bin/python
+[[ -x $python ]] || python=python3
+mkdir -p $state "$folder"
+export PYTHONPATH=$PWD OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=32 PYTORCH_ALLOC_CONF=expandable_segments:True
+
+part() { # NAME SECONDS LIMIT COMMAND...
+    local name=$1 seconds=$2 limit=$3 left=$((deadline - SECONDS)) begun=$SECONDS status=0
+    shift 3
+    [[ $(cut -d' ' -f1 "$state/$name.status" 2>/dev/null) != 0 ]] || return
+    ((left >= seconds)) || { echo "$name: needs $seconds s, $left s are left" && return; }
+    ((limit *= stretch, limit < left)) || limit=$left
+    timeout -k 5 $limit "$@" >"$state/$name.out" 2>"$state/$name.err" || status=$?
+    echo "$status $((SECONDS - begun)) $seconds $limit" >"$state/$name.status"
+    echo "$name: status $status after $((SECONDS - begun)) s (expected $seconds)"
+    $python tools/quarter_hour.py $state "$folder/quarter-hour"
+    tar -C build -cJf "$folder/quarter-hour.tar.xz" quarter-hour
+}
+
+lab() { part "$1" "$2" "$3" $python tools/lab "${@:4}"; }
+
+bench() { part "$1" "$2" "$3" $python -m megascale bench "${@:4}" --json; }
+
+suite() { # NAME SECONDS LIMIT GPUS SELECTION: tests of at most 90 s each
+    local words=(--gpus "$4" -k "$5" --json $state/"$1".json -o timeout=$((90 * stretch))) variables=()
+    (($4 == 1)) || variables=("${pair[@]}")
+    part "$1" "$2" "$3" env "${variables[@]}" $python tools/test_gpu.py ${REHEARSE:+--rehearse} "${words[@]}"
+}
+
+if compgen -G '.loan/*.whl' >/dev/null; then
+    $python -m pip install -q --no-index --no-deps --no-compile --upgrade --target build/loan .loan/*.whl
+    PYTHONPATH+=:$PWD/build/loan
+fi
+pair=(NCCL_MAX_CTAS=4) stretch=1 cpu=() tiny=() # environment of two ranks; arguments of a rehearsal
+if [[ ${REHEARSE:-} ]]; then
+    export CUDA_VISIBLE_DEVICES=
+    stretch=5 cpu=(--device cpu)
+    tiny=(model.hidden_size=64 model.num_heads=8 model.num_kv_heads=8 model.seq_length=64 model.vocab_size=512)
+    tiny+=(model.ffn_size=128)
+elif (($($python -c 'import torch; print(torch.cuda.device_count())') == 1)); then
+    pair+=(NCCL_MULTI_RANK_GPU_ENABLE=1)
+    if [[ -f .loan/libnccl.so.2.xz ]]; then
+        xz -dkc .loan/libnccl.so.2.xz >build/libnccl.so.2
+        pair+=(LD_PRELOAD="$PWD/build/libnccl.so.2")
+    fi
+fi
+llama=configs/bench/llama3-8b-slice.toml gpt3=configs/bench/gpt3-175b-slice.toml
+layouts='llama and (sp or zero or ulysses or vpp) and not (overlapped or tiles or memory)'
+
+part machine 10 40 env "${pair[@]}" $python -m megascale doctor --json
+lab waits 60 100 device-waits "${cpu[@]}"
+lab spin-gemm 25 60 spin-gemm "${cpu[@]}"
+suite waiting 60 120 2 waits_for_the_device
+suite layouts 80 150 2 "$layouts"
+for recipe in tensorwise rowwise; do
+    bench "fp8-$recipe" 70 120 mfu --config $llama train.precision=fp8 fp8.recipe=$recipe fp8.monitor=false "${tiny[@]}"
+done
+bench bf16 60 100 mfu --config $llama "${tiny[@]}"
+suite cold 80 160 2 cold_start
+suite killed 20 60 2 killed_rank_ends
+bench 175b-bf16 60 100 mfu --config $gpt3 "${tiny[@]}"
+bench 175b-fp8 60 100 mfu --config $gpt3 train.precision=fp8 fp8.recipe=delayed fp8.monitor=false "${tiny[@]}"
+lab rank-of-175b 50 120 fake-rank --config configs/gpu/gpt3-175b.toml --ranks 1024 --rank 8 --micro 1 2 "${cpu[@]}" "${tiny[@]}"
+[[ ${REHEARSE:-} ]] || suite serial 60 150 2 one_after_the_other
+suite exchanges 40 90 2 'exchange_keys or pending_receive'
+bench gemm 40 90 gemm ${REHEARSE:+--sizes 64x64x64} --dtypes bf16 fp8 fp8_fast fp8_tensorwise fp8_tensorwise_fast
+suite again 90 180 1 'fp8 or masked or resumes or marks or host_time'
+[[ ${REHEARSE:-} ]] || suite stopped 100 150 2 stopped_rank
+bench without-log 60 100 mfu --config $llama observe.record_events=false "${tiny[@]}"
+! grep -qv '^0 ' $state/*.status
