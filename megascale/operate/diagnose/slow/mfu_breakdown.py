@@ -54,10 +54,10 @@ class Level(NamedTuple):
 class MfuBreakdown:
     """The time of the steps `first_step` to `last_step`, as means over ranks: `wall_s`, and `seconds` by part.
 
-    `mfu`: achieved, `training_mfu`: of the steps alone, as in a run's lines; both of full attention, None if the peak is
-    unknown. `plan`: RUN/plan.json, what `megascale plan --json` said at the run's start, or the `reason` why there is
-    none. `kernels`: share of the time of forward and backward in each of KERNEL_PARTS, by a profile of `profiled_step`;
-    empty without one. `remarks`: what is missing, and why.
+    `mfu`: achieved, `training_mfu`: of the steps alone, as in a run's lines; both of full attention, None if the
+    peak is unknown. `plan`: RUN/plan.json, what `megascale plan --json` said at the run's start, or the `reason` why
+    there is none. `kernels`: share of the time of forward and backward in each of KERNEL_PARTS, by a profile of
+    `profiled_step`; empty without one. `remarks`: what is missing, and why.
     """
 
     first_step: int
