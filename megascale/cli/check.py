@@ -10,6 +10,8 @@ from megascale.cli.check_run import check_plug_in_schedule, host_warnings
 from megascale.cli.check_summary import memory_facts, summary
 from megascale.cli.command_output import warn
 from megascale.cli.initial_model import compare_initial_model
+from megascale.cli.rank_config import check_fault_ranks
+from megascale.cli.run_lock import refuse_second_run
 from megascale.config.loading import load_config
 from megascale.config.toml_writer import to_toml
 from megascale.core.errors import ConfigError, Exit
@@ -28,6 +30,8 @@ def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     try:
         config = load_config(options.config, options.overrides, world_size=options.gpus, world_option="--gpus")
+        check_fault_ranks(config, "" if options.gpus else ", or --gpus for more processes")
+        refuse_second_run(config)
         schedule = config.parallel.schedule
         assert schedule is not None, "a resolved configuration names its schedule"
         check_plug_in_schedule(schedule, stages_of(config.model, config.parallel).placement, config.num_microbatches)

@@ -89,8 +89,9 @@ def _print_slow(options: argparse.Namespace) -> None:
 
 def _print_mfu(options: argparse.Namespace) -> None:
     """Print the waterfall from the peak to the achieved MFU, and what has changed since the start."""
-    from megascale.operate.diagnose.slow.cube_queries import peak_flops, recent_cube, sampled_cube
+    from megascale.operate.diagnose.slow.cube_queries import peak_flops, read_places, recent_cube, sampled_cube
     from megascale.operate.diagnose.slow.drift import drift
+    from megascale.operate.diagnose.slow.findings import crowd_note
     from megascale.operate.show.run_breakdown import BUBBLE_STEPS, run_breakdown
     from megascale.operate.store.query import StoreError
     from megascale.operate.store.reading import read_store
@@ -100,13 +101,13 @@ def _print_mfu(options: argparse.Namespace) -> None:
     if folder.name == STORE_FOLDER and is_file(folder.resolve().parent / CONFIG_FILE):
         folder = folder.resolve().parent
 
-    def read(store: duckdb.DuckDBPyConnection) -> tuple[MfuBreakdown | None, Drift]:
+    def read(store: duckdb.DuckDBPyConnection) -> tuple[MfuBreakdown | None, Drift, str]:
         breakdown = run_breakdown(store, folder, recent_cube(store, BUBBLE_STEPS))
-        return breakdown, drift(sampled_cube(store), peak_flops(store))
+        return breakdown, drift(sampled_cube(store), peak_flops(store)), crowd_note(read_places(store))
 
     reading = read_store(options.run, read)
-    warn(reading.notes)
-    breakdown, change = reading.value
+    breakdown, change, note = reading.value
+    warn([*reading.notes, *filter(None, [note])])
     if breakdown is None:
         raise StoreError(f"{options.run}: no complete step yet", hint="rows come some seconds after their step")
     if options.json:

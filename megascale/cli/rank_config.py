@@ -31,15 +31,20 @@ def announce_failed_start(error: MegascaleError, rank: Rank, options: argparse.N
         meeting.announce_failed_start(rank, error.message, Path(folder if isinstance(folder, str) else default))
 
 
+def check_fault_ranks(config: RunConfig, also: str = "") -> None:
+    """Check that the job has the ranks of its faults. `also`: ends the hints. Raises: ConfigError"""
+    findings = list(unknown_ranks(config.fault, config.world_size))
+    if findings:
+        raise ConfigError([Problem("configuration", one.key, one.message, one.hint + also) for one in findings])
+
+
 def load_rank_config(options: argparse.Namespace, rank: Rank | None) -> RunConfig:
     """Load the configuration of a rank, or of the launcher. Where only the number of ranks is wrong, the hints name the
     variables that it comes from: those of an operator or a shell may not be meant for this job.
     """
     if rank is None:
         config = load_config(options.config, options.overrides)
-        findings = list(unknown_ranks(config.fault, config.world_size))
-        if findings:
-            raise ConfigError([Problem("configuration", one.key, one.message, one.hint) for one in findings])
+        check_fault_ranks(config)
         return config
     try:
         return load_config(options.config, options.overrides, world_size=rank.world_size)

@@ -66,9 +66,7 @@ def lock_run_folder(config: RunConfig) -> contextlib.ExitStack:
         if config.world_size > 1:
             with _explain_os_error(config.folder / flight.DUMP_FOLDER, "output_dir"):
                 flight.make_dump_folder(config.folder)
-        if config.checkpoint.resume == "never" and exists(config.folder / "metrics.jsonl"):
-            hint = "choose another name, or checkpoint.resume = auto"
-            raise ConfigError([Problem(str(config.folder), "name", "there is a run of this name already", hint)])
+        refuse_second_run(config)
         if config.checkpoint.every:  # an unwritable checkpoint folder must fail here, not at the first save
             from megascale.core.storage import Location
 
@@ -79,6 +77,13 @@ def lock_run_folder(config: RunConfig) -> contextlib.ExitStack:
                 with _explain_os_error(local, "output_dir"):
                     local.mkdir(exist_ok=True)
         return held.pop_all()
+
+
+def refuse_second_run(config: RunConfig) -> None:
+    """Refuse to begin anew in the folder of another run. Raises: ConfigError"""
+    if config.checkpoint.resume == "never" and exists(config.folder / "metrics.jsonl"):
+        hint = "choose another name, or checkpoint.resume = auto"
+        raise ConfigError([Problem(str(config.folder), "name", "there is a run of this name already", hint)])
 
 
 def _lock(folder: Path, key: str) -> IO[str]:

@@ -34,13 +34,15 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     from megascale.cli.run_location import run_location
+
+    location = run_location(options.checkpoint)  # before torch, whose import takes seconds
     from megascale.convert.generate import SamplingParams, find_weights, generate_text
     from megascale.device import detect_device
 
     params = SamplingParams(
         options.tokens, options.temperature, options.top_k, options.seed, options.tokenizer, options.eod
     )
-    source = find_weights(run_location(options.checkpoint))
+    source = find_weights(location)
     prompts, device = options.prompt or [""], detect_device().torch_device
     try:
         for text in generate_text(source, prompts, params, device, options.average):

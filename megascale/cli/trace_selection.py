@@ -56,7 +56,8 @@ def select_steps(
         message = "no step is complete on every chosen rank"
     else:
         steps = frozenset(step for step in recorded if step in requested)
-        message = f"--steps {requested[0]}:{requested[-1]}: no chosen rank has events of these steps"
+        message = f"--steps {requested[0]}:{requested[-1]}: "
+        message += "no chosen rank has events of these steps in the last attempt"
     if not steps:
         recorded = frozenset[int]().union(*(record.steps for record in (records if requested is None else newest())))
         hint = f"choose --steps among {format_spans('step', recorded)}" if recorded else "the run took no steps"

@@ -109,7 +109,7 @@ def _lines(console: Console, view: RunView, store: StoreFollower, height: int, *
     note = store.note.removeprefix("no analyses: ") if analyses is None else store.note
     if analyses is None:
         return frame(view, (), None, size, f"none: {note}")
-    return frame(view, analyses.slowness, analyses.verdicts, size, note)
+    return frame(view, analyses.marked, analyses.verdicts, size, note)
 
 
 def has_blocks(encoding: str, env: Mapping[str, str]) -> bool:

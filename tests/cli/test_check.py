@@ -104,6 +104,28 @@ def test_json_of_mistakes(config: str, capsys: pytest.CaptureFixture[str]) -> No
     }
 
 
+@pytest.mark.parametrize(("more", "status"), [([], 2), (["--gpus", "2"], 2), (["--gpus", "16"], 0)])
+def test_a_fault_of_a_rank_that_the_job_lacks(
+    more: list[str], status: int, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", config, "fault.inject=kill rank=9 step=1", "batch.global=8", *more]) == status
+    err = capsys.readouterr().err
+    assert ("there is no rank 9 for kill  -> a rank from 0 to 1" in err) == bool(status)
+    assert ("--gpus for more processes" in err) == (not more)
+
+
+def test_a_second_run_of_a_name_that_must_begin_anew(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = load_config(config).folder
+    folder.mkdir(parents=True)
+    assert main(["check", config, "checkpoint.resume=never"]) == 0
+    (folder / "metrics.jsonl").touch()
+    assert main(["check", config, "checkpoint.resume=never"]) == 2
+    assert "there is a run of this name already" in capsys.readouterr().err
+    assert main(["check", config]) == 0
+
+
 def test_a_number_of_processes_without_a_layout(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", config, "--gpus", "3"]) == 2
     out, err = capsys.readouterr()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lab.fleet import Fleet
@@ -38,6 +39,14 @@ def test_the_waterfall_and_the_drift(run: Path, capsys: pytest.CaptureFixture[st
     assert rows["bubble"][-1] == "0.1"
     assert "MFU went from" in out
     assert "backward grew" in out
+
+
+def test_ranks_that_share_cores_are_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fleet = Fleet(LAYOUT, 1)
+    fleet.tables["ranks"] |= {"host": np.full(8, "h", object), "cores": np.full(8, 2)}
+    write_store(fleet, run)
+    assert main(["diagnose", str(run), "--mfu"]) == 0
+    assert "8 ranks share 2 cores of h: they slow each other down" in capsys.readouterr().err
 
 
 def test_the_bubble_is_that_of_the_schedule(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

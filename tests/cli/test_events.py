@@ -194,7 +194,10 @@ def test_the_mfu_of_a_job_that_shrank(tmp_path: Path, capsys: pytest.CaptureFixt
         }  # fmt: skip
         for table, columns in tables.items():
             write_rows(Location(str(tmp_path / "events")), TableFile(table, "n", attempt, 1, 2), columns)
-    assert {row["mfu_full"] for row in answer(capsys, tmp_path, "step-time")} == {0.25}
+    found = answer(capsys, tmp_path, "step-time")
+    assert {row["mfu_full"] for row in found} == {0.25}
+    assert [row["attempt"] for row in found] == [0] * 10 + [1] * 11
+    assert [row["last"] for row in found if row["attempt"] == 0][-1] == 51
 
 
 @pytest.mark.parametrize("name", READY_QUERIES)

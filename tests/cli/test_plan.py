@@ -250,7 +250,11 @@ def test_doubtful_estimates_have_a_note(capsys: pytest.CaptureFixture[str], tmp_
         return "\n".join(answer(capsys, *more, job=job)["notes"])
 
     assert notes(job=JOB) == ""
-    assert "no published step tells the error of plans for mi250x" in notes("--hardware", "mi250x")
+    assert "no published step tells the error of plans for 64 x mi250x" in notes("--hardware", "mi250x")
+    few = ["configs/quickstart.toml", "--hardware", "h100", "--gpus"]
+    assert notes(job=["plan", *few, "4"]) == "no published step tells the error of plans for 4 x h100"
+    assert main(["plan", *few, "4"]) == 0
+    assert "(error unknown)" in capsys.readouterr().out
     own = tmp_path / "own.toml"
     own.write_text('attention = "flash2"\n')
     assert notes("--stack", str(own)).startswith("own was never measured on h100")

@@ -32,6 +32,14 @@ def test_a_bad_variable_is_named_in_one_line(variables: dict[str, str], words: s
     assert last == "1 problem"
 
 
+def test_a_sample_of_no_folder_is_refused_before_torch_is_imported() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "megascale", "sample", "runs/nope"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == Exit.CONFIG
+    assert done.stderr.splitlines()[-1].startswith("runs/nope: no such folder")
+    assert not any(line.split("|")[-1].strip() == "torch" for line in done.stderr.splitlines())
+
+
 def test_ranks_report_it_to_their_launcher(tmp_path: Path) -> None:
     config = job_config(tmp_path, GPT, parallel__tp=2)
     command = [sys.executable, "-m", "megascale", "train", str(config)]

@@ -204,6 +204,14 @@ def test_steps_that_no_rank_has(folder: Path, capsys: pytest.CaptureFixture[str]
     assert err.startswith("--steps ") and "no chosen rank" in err and err.endswith("choose --steps among steps 1-3\n")
 
 
+def test_steps_of_an_earlier_attempt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = store_run(tmp_path / "run", job(steps=(1, 2, 3)))
+    store_run(folder, job(steps=(3, 4)), attempt=1)
+    assert refusal(capsys, folder, "--steps", "1") == (
+        "--steps 1:1: no chosen rank has events of these steps in the last attempt  -> choose --steps among steps 3-4\n"
+    )
+
+
 def test_steps_that_ranks_do_not_have_in_common(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = store_run(tmp_path / "run", [job(steps=(1, 2))[0], job(steps=(5,))[1]])
     assert refusal(capsys, folder) == (

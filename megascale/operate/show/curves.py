@@ -53,7 +53,8 @@ CURVES = {
         format_count, "~s", " tok/s",
     ),
     "mfu_full": CurveKind(
-        "MFU", "MFU", lambda mfu: f"{mfu:.1%}" if math.isfinite(mfu) else "n/a", lambda mfu: f"{100 * mfu:.3g}%", ".1%"
+        "MFU, full attention", "MFU full", lambda mfu: f"{mfu:.1%}" if math.isfinite(mfu) else "n/a",
+        lambda mfu: f"{100 * mfu:.3g}%", ".1%",
     ),
 }  # fmt: skip
 """The curves that are shown, by metric."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from megascale.operate.diagnose.slow.cube_queries import recent_cube
 from megascale.operate.diagnose.slow.finding import Finding
-from megascale.operate.diagnose.slow.findings import crowd_note, findings
+from megascale.operate.diagnose.slow.findings import MIN_CROWDED_SHARE, crowd_note, findings
 from megascale.operate.diagnose.slow.heatmap import HeatMap, heat_map, slowness
 from megascale.operate.diagnose.slow.host_outliers import HostComparison, recent_host_outliers
 from megascale.operate.diagnose.slow.mfu_breakdown import MfuBreakdown
@@ -38,7 +38,8 @@ _WORLD = f"""
 class StoreView:
     """Analyses of the store. `slowness` [ranks]: excess over the peers' compute time, such as 0.1; `memory` [ranks]:
     peak bytes of the device; both NaN for a rank without rows. `hosts`: by their metrics, None without any. `lost`:
-    events that were overwritten before they were read. `notes`: what could not be read, or cannot be known.
+    events that were overwritten before they were read. `notes`: what could not be read, or cannot be known. `crowded`:
+    ranks share cores.
     """
 
     heat: HeatMap
@@ -50,6 +51,12 @@ class StoreView:
     hosts: HostComparison | None = None
     lost: int = 0
     notes: tuple[str, ...] = ()
+    crowded: bool = False
+
+    @property
+    def marked(self) -> np.ndarray:
+        """The slowness for which a rank is marked: NaN where ranks that share cores explain it."""
+        return np.where(self.crowded & (self.slowness < MIN_CROWDED_SHARE), np.nan, self.slowness)
 
     @property
     def last_step(self) -> int:
@@ -103,6 +110,7 @@ def _analyse(store: duckdb.DuckDBPyConnection, folder: Path) -> StoreView | None
         hosts if hosts.hosts else None,
         int(fetch(store, "SELECT coalesce(sum(events_lost), 0) AS lost FROM steps")["lost"][0]),
         tuple(filter(None, (crowd_note(places),))),
+        bool(places.crowded),
     )
 
 

@@ -44,16 +44,16 @@ READY_QUERIES = {
         GROUP BY axis, name ORDER BY share DESC, axis, name""",
     ),
     "step-time": ReadyQuery(
-        "time of ordinary steps on rank 0, and MFU, by twentieths of the run",
+        "time of ordinary steps on rank 0, and MFU, by attempts and twentieths of the run",
         f"""
         WITH timed AS (
             SELECT *, ntile(20) OVER (ORDER BY start_ns) AS part FROM steps WHERE rank = 0 AND {_ORDINARY}
         ), peak AS (SELECT attempt, sum(peak_flops) AS peak FROM ranks GROUP BY attempt)
-        SELECT min(step) AS first, max(step) AS last, round(median(train_ns) / 1e6, 3) AS median_ms,
+        SELECT attempt, min(step) AS first, max(step) AS last, round(median(train_ns) / 1e6, 3) AS median_ms,
             round(quantile_cont(train_ns, 0.95) / 1e6, 3) AS p95_ms, round(max(train_ns) / 1e6, 3) AS max_ms,
             round(sum(tokens) / sum(train_ns) * 1e9) AS tokens_per_s,
             round(sum(flops) / nullif(sum(train_ns * peak) / 1e9, 0), 4) AS mfu_full
-        FROM timed JOIN peak USING (attempt) GROUP BY part ORDER BY part""",
+        FROM timed JOIN peak USING (attempt) GROUP BY attempt, part ORDER BY part, attempt""",
     ),
     "tagged-steps": ReadyQuery(
         "steps that contain more than training, with the time that they took beyond it",

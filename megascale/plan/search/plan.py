@@ -14,6 +14,8 @@ from megascale.plan.search.space import Layout, layout_of
 from megascale.plan.simulate.profiles import Hardware, Stack, expected_error, measured
 from megascale.plan.simulate.step_time import Estimate, StepParts
 
+MIN_DEVICES = 64  # fewest devices of the publications by which errors are known
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -75,7 +77,7 @@ class Plan:
     @property
     def expected_error(self) -> float | None:
         """Mean relative error of step time for sources left out of the fit; None if unknown."""
-        return expected_error(self.hardware)
+        return expected_error(self.hardware) if self.config.world_size >= MIN_DEVICES else None
 
     @property
     def notes(self) -> list[str]:
@@ -83,7 +85,7 @@ class Plan:
         config, hardware, stack = self.config, self.hardware, self.stack
         lines = []
         if self.expected_error is None:
-            lines.append(f"no published step tells the error of plans for {hardware.name}")
+            lines.append(f"no published step tells the error of plans for {config.world_size} x {hardware.name}")
         elif not measured(hardware, stack):
             lines.append(f"{stack.name} was never measured on {hardware.name}: the error may be larger than expected")
         if config.train.precision == "bf16" and not hardware.device.multiplies("bf16"):

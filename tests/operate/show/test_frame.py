@@ -39,7 +39,7 @@ def test_a_healthy_run(tmp_path: Path) -> None:
     assert lines[0].split() == ["test", "runs", "step", "10", "of", "20", "(50%),", "5s", "left"]
     assert lines[4].split()[:2] == ["loss", "4.0000"]
     assert lines[6].split()[:3] == ["throughput", "1.01k", "tok/s"]
-    assert lines[7].split()[:2] == ["MFU", "25.0%"]
+    assert lines[7].split()[:3] == ["MFU", "full", "25.0%"]
     assert [line.split() for line in lines[10:13]] == [["pp", "0", ".."], ["pp", "1", ".."], [".", "trains", "4"]]
     assert lines[13].split(maxsplit=1) == ["verdict", "all 4 ranks make progress"]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lab.fleet_tables import write_store
 from lab.fleet_times import FleetFault
 from megascale.core.storage import Location
 from megascale.operate.show.store_view import read_store_view
@@ -23,6 +24,7 @@ def test_a_slow_rank_is_slow_in_every_part_of_the_view(tmp_path: Path) -> None:
     assert view is not None
     assert view.slowness[5] == pytest.approx(0.2, abs=0.03)
     assert np.abs(np.delete(view.slowness, 5)).max() < 0.03
+    assert view.marked.tolist() == view.slowness.tolist()
     assert [finding.culprit.ranks for finding in view.findings] == [(5,)]
     assert [outlier.culprit.ranks for outlier in view.heat.outliers] == [(5,)]
     assert view.nodes == ("n0000",) * 4 + ("n0001",) * 4
@@ -31,6 +33,16 @@ def test_a_slow_rank_is_slow_in_every_part_of_the_view(tmp_path: Path) -> None:
     assert (view.breakdown.first_step, view.breakdown.last_step) == (1, 60)
     assert view.breakdown.seconds["bubble"] > 0, "from the schedule of the run's configuration"
     assert view.hosts is None, "without metrics"
+
+
+def test_ranks_that_share_cores_are_marked_for_large_costs_only(tmp_path: Path) -> None:
+    for factor, marked in ((1.2, []), (1.5, [5])):
+        run, fleet = make_stored_run(tmp_path / str(factor), FleetFault("slow", rank=5, factor=factor))
+        fleet.tables["ranks"] |= {"host": np.full(8, "h", object), "cores": np.full(8, 2)}
+        write_store(fleet, run)
+        view = read_store_view(run)
+        assert view is not None and view.crowded
+        assert np.flatnonzero(view.marked > 0).tolist() == marked
 
 
 @pytest.mark.parametrize("how", ["damaged", "absent"])

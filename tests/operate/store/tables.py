@@ -20,9 +20,9 @@ def rows(table: str, number: int = 1, /, **columns: Any) -> dict[str, list[Any]]
     }
 
 
-def store_run(folder: Path, ranks: Sequence[RankEvents], incomplete: Collection[int] = ()) -> Path:
-    """Write a run's event store with these events, and return the run's folder. Steps but the `incomplete` have ended;
-    dropped events are told with the first.
+def store_run(folder: Path, ranks: Sequence[RankEvents], incomplete: Collection[int] = (), attempt: int = 0) -> Path:
+    """Write a run's event store with these events of an attempt, and return the run's folder. Steps but the
+    `incomplete` have ended; dropped events are told with the first.
     """
     store = Location(str(folder / "events"))
     for events in ranks:
@@ -30,14 +30,14 @@ def store_run(folder: Path, ranks: Sequence[RankEvents], incomplete: Collection[
         for event in events.events:
             times = {f"{name}_ns": round(getattr(event, name) * 1e9) for name in ("start", "end", "issue", "exposed")}
             times["issue_ns"] = times["issue_ns"] or times["start_ns"]
-            other = {"attempt": 0, "rank": events.rank, "group_name": event.group, **times}
+            other = {"attempt": attempt, "rank": events.rank, "group_name": event.group, **times}
             for name, column in columns.items():
                 column.append(other[name] if name in other else getattr(event, name))
         node, steps = f"node-{events.rank}", sorted({event.step for event in events.events} - set(incomplete))
         lost = [events.dropped, *[0] * len(steps)][: len(steps)]
-        told = rows("steps", len(steps), rank=events.rank, step=steps, events_lost=lost)
-        who = {"rank": events.rank, "world": events.world, "node": node, **events.coord}
-        write_rows(store, TableFile("events", node, 0, 1, 2), columns)
-        write_rows(store, TableFile("steps", node, 0, 1, 2), told)
-        write_rows(store, TableFile("ranks", node, 0, 1, 2), rows("ranks", **who))
+        told = rows("steps", len(steps), attempt=attempt, rank=events.rank, step=steps, events_lost=lost)
+        who = {"attempt": attempt, "rank": events.rank, "world": events.world, "node": node, **events.coord}
+        write_rows(store, TableFile("events", node, attempt, 1, 2), columns)
+        write_rows(store, TableFile("steps", node, attempt, 1, 2), told)
+        write_rows(store, TableFile("ranks", node, attempt, 1, 2), rows("ranks", **who))
     return folder

@@ -25,7 +25,7 @@ def test_half_a_percent_of_the_machines_is_slow(
     fleet, slow = slow_machines(replicas, steps=12)
     assert len(slow) == int(0.005 * fleet.layout.nodes) >= 1
     write_store(fleet, tmp_path)
-    found = ask(capsys, "diagnose", str(tmp_path), "--slow")
+    found = ask(capsys, "diagnose", str(tmp_path), "--slow")["findings"]
     assert sorted(one["culprit"] for one in found if one["kind"] == "compute") == sorted(slow)
     assert {one["kind"] for one in found} == {"compute"}
     assert (
@@ -45,6 +45,6 @@ def test_mfu_falls_by_irregular_garbage_collection(
     assert change["spread"]["after_s"] > 2 * change["spread"]["before_s"]
     cause = "pauses for garbage collection, on ranks in turn" if recorded else "ranks are late in turn"
     assert change["spread"]["cause"].startswith(cause)
-    found = ask(capsys, "diagnose", str(tmp_path), "--slow")
+    found = ask(capsys, "diagnose", str(tmp_path), "--slow")["findings"]
     assert found[0]["kind"] == ("gc" if recorded else "host")
     assert found[0]["culprit"] == "all ranks"

@@ -1,9 +1,9 @@
 """Changes since the start of a run: the parts of a step that grew, since which step, and what it cost of the MFU.
 
 A part has grown if it is larger in most blocks of the newest steps, too: a disturbance that is over is no drift.
-`drift` compares the last segment of every part with the first. `entry_spread` measures how far apart ranks enter the
-last reduction of gradients: the paper's MFU decay (6.3) shows there, with no part of the compute any longer, and ranks
-that are late in turn.
+`drift` compares the last segment of every part with the first. Where ranks share cores none is named.
+`entry_spread` measures how far apart ranks enter the last reduction of gradients: the paper's MFU decay (6.3) shows
+there, with no part of the compute any longer, and ranks that are late in turn.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ CORRELATED = 0.5  # smallest correlation of the entries' spread with pauses that
 
 @dataclass(frozen=True)
 class Growth:
-    """A part of a step that grew from `before_s` to `after_s`, means of the first and the last segment. `everywhere`:
-    on most ranks; else `ranks` are those on which it grew by more than half of the largest growth. `mfu_points`: the
-    MFU that this costs now, as a share of 1; None if the peak is unknown.
+    """A part of a step that grew from `before_s` to `after_s`, means of the first and the last segment, and has
+    been larger than the former by MIN_GROWTH of the step since step `since`. `everywhere`: on most ranks; else `ranks`
+    are those on which it grew by more than half of the largest growth, none if they share cores. `mfu_points`: the MFU
+    that this costs now, as a share of 1; None if the peak is unknown.
     """
 
     part: str
@@ -47,9 +48,9 @@ class Growth:
 class EntrySpread:
     """How far apart the ranks of a data-parallel group enter the last reduction of gradients, mean over groups.
 
-    `same_rank`: share of the steps in which the most frequent last rank of a group is last, `last_ranks`: these ranks;
-    `by_chance`: the share if all ranks are last as often. `gc_correlation`: with the pauses for garbage collection,
-    None without any.
+    `same_rank`: share of the steps in which the most frequent last rank of a group is last, `last_ranks`: these ranks,
+    none if they share cores; `by_chance`: the share if all ranks are last as often. `gc_correlation`: with the pauses
+    for garbage collection, None without any.
     """
 
     before_s: float
@@ -66,7 +67,7 @@ class EntrySpread:
         if (self.gc_correlation or 0.0) >= CORRELATED:
             return "pauses for garbage collection, on ranks in turn"
         if self.same_rank >= (1 + self.by_chance) / 2:
-            last = format_ranks(self.last_ranks)
+            last = format_ranks(self.last_ranks) if self.last_ranks else "the same ranks"
             return (
                 f"{last} {'is' if len(self.last_ranks) == 1 else 'are'} last in most steps: slow, or waiting for others"
             )
@@ -101,9 +102,10 @@ class Drift:
         lines = []
         for growth in self.growths:
             cost = "" if growth.mfu_points is None else f", {100 * growth.mfu_points:.1f} points of MFU"
-            where = f"on {format_ranks(growth.ranks)}" if growth.ranks else "on most ranks"
+            some = f", on {format_ranks(growth.ranks)}" if growth.ranks else ""
+            where = ", on most ranks" if growth.everywhere else some
             times = f"from {growth.before_s * 1e3:.4g} to {growth.after_s * 1e3:.4g} ms a step"
-            lines.append(f"{growth.part} grew {times} since step {growth.since}, {where}{cost}")
+            lines.append(f"{growth.part} grew {times} since step {growth.since}{where}{cost}")
         if self.spread:
             lines.append(self.spread.to_text())
         if lines and self.mfu_before and self.mfu_after:
@@ -122,19 +124,21 @@ def drift(cube: StepCube, peak_flops: float = 0.0) -> Drift:
     wall = cube.wall.mean(0, dtype=np.float64)
     work = relative_work(cube.tokens, cube.flops, wall)
     walls = np.array([block.mean() for block in _blocks(wall / work)])
-    step_before, step_after, cut_of_steps = _ends(walls)
+    cuts_of_steps, means = _segments(walls)
+    step_before, step_after = means[0], means[-1]
     growths, cuts = [], []
     for name, values in _series(cube):
         if (found := _growth(values.mean(0, dtype=np.float64) / work, MIN_GROWTH * step_before)) is None:
             continue
-        before, after, since, cut = found
+        before, after, since, (first, cut) = found
         of_work = values / work
-        by_rank = of_work[:, cut:].mean(1) - of_work[:, :cut].mean(1)
+        by_rank = of_work[:, cut:].mean(1) - of_work[:, :first].mean(1)
         everywhere = bool(lower_median(by_rank) >= (after - before) / 2)
-        ranks = () if everywhere else tuple(map(int, cube.places.rank[by_rank > by_rank.max() / 2]))
+        most = cube.places.rank[by_rank > by_rank.max() / 2]
+        ranks = () if everywhere or cube.places.crowded else tuple(map(int, most))
         cuts.append((after - before, since))
         growths.append(Growth(name, int(cube.steps[cut]), before, after, everywhere, None, ranks))
-    if cut_of_steps is None and cuts:  # the steps vary too much to tell: before and after the largest growth
+    if not cuts_of_steps and cuts:  # the steps vary too much to tell: before and after the largest growth
         _, at = max(cuts)
         step_before, step_after = float(walls[:at].mean()), float(walls[at:].mean())
     steps, flops = (step_before, step_after), float(cube.flops.mean())
@@ -164,26 +168,27 @@ def _blocks(values: Floats) -> list[Floats]:
     return np.array_split(values, min(POINTS, len(values)))
 
 
-def _ends(values: Floats) -> tuple[float, float, int | None]:
-    """Return the means of the first and the last segment, and where the second begins; None without a change."""
+def _segments(values: Floats) -> tuple[list[int], list[float]]:
+    """Return where the segments of a series begin, without the first, and the means of all."""
     cuts = change_points(values)
-    if not cuts:
-        return float(values.mean()), float(values.mean()), None
-    return float(values[: cuts[0]].mean()), float(values[cuts[-1] :].mean()), cuts[0]
+    return cuts, [float(segment.mean()) for segment in np.split(values, cuts)]
 
 
-def _growth(values: Floats, least: float) -> tuple[float, float, int, int] | None:
-    """Return the means of the first and the last segment of a series, and block and position where the second begins,
-    if it has grown by `least` or more, and by half of that in most blocks of the newest steps.
+def _growth(values: Floats, least: float) -> tuple[float, float, int, tuple[int, int]] | None:
+    """Return the means of the first and the last segment of a series, the first block of a growth by `least`, and the
+    positions of the first segment's end and of this block; None without a growth by `least`, and by half of the growth
+    in most blocks of the newest steps.
     """
     blocks = _blocks(values)
-    before, after, since = _ends(np.array([block.mean() for block in blocks]))
-    if since is None or after - before < least:
+    cuts, means = _segments(np.array([block.mean() for block in blocks]))
+    before, after = means[0], means[-1]
+    if not cuts or after - before < least:
         return None
+    since = max(cut for cut, mean in zip(cuts, means, strict=False) if mean - before <= least)  # it may fall at first
     newest = np.array_split(values[-min(NEWEST, len(values) // 2) :], BLOCKS)
     if sum(float(block.mean()) >= (before + after) / 2 for block in newest) < PERSISTENT_BLOCKS:
         return None
-    return before, after, since, sum(map(len, blocks[:since]))
+    return before, after, since, (sum(map(len, blocks[: cuts[0]])), sum(map(len, blocks[:since])))
 
 
 def entry_spread(cube: StepCube, step_s: float) -> EntrySpread | None:
@@ -199,11 +204,12 @@ def entry_spread(cube: StepCube, step_s: float) -> EntrySpread | None:
     spread = (last - groups.reduce(np.minimum, entered)).mean(0) / 1e9
     if (found := _growth(spread, MIN_GROWTH * step_s)) is None:
         return None
-    before, after, _, cut = found
+    before, after, _, (_, cut) = found
     is_last = entered[groups.order, cut:] == np.repeat(last, sizes, 0)[:, cut:]
     often = is_last.mean(1)
     most = np.maximum.reduceat(often, groups.starts)
-    last_ranks = tuple(sorted(map(int, cube.places.rank[groups.order[often == np.repeat(most, sizes)]])))
+    mine = groups.order[often == np.repeat(most, sizes)]
+    last_ranks = () if cube.places.crowded else tuple(sorted(map(int, cube.places.rank[mine])))
     # the changes of the series are compared: two series that grow are correlated anyway
     changes = np.diff(spread), np.diff(_pause_spread(cube)[known])
     correlated = len(spread) > 2 and min(map(np.std, changes)) > 0

@@ -54,10 +54,10 @@ class Level(NamedTuple):
 class MfuBreakdown:
     """The time of the steps `first_step` to `last_step`, as means over ranks: `wall_s`, and `seconds` by part.
 
-    `mfu`: achieved, full-attention convention; None if the peak is unknown. `plan`: RUN/plan.json, what
-    `megascale plan --json` said at the run's start, or the `reason` why there is none. `kernels`: share of the time of
-    forward and backward in each of KERNEL_PARTS, by a profile of `profiled_step`; empty without one.
-    `remarks`: what is missing, and why.
+    `mfu`: achieved, `training_mfu`: of the steps alone, as in a run's lines; both of full attention, None if the
+    peak is unknown. `plan`: RUN/plan.json, what `megascale plan --json` said at the run's start, or the `reason` why
+    there is none. `kernels`: share of the time of forward and backward in each of KERNEL_PARTS, by a profile of
+    `profiled_step`; empty without one. `remarks`: what is missing, and why.
     """
 
     first_step: int
@@ -70,6 +70,7 @@ class MfuBreakdown:
     kernels: Mapping[str, float] = field(default_factory=dict)
     profiled_step: int = 0
     remarks: tuple[str, ...] = ()
+    training_mfu: float | None = None
 
     @property
     def waterfall(self) -> tuple[Level, ...]:
@@ -120,7 +121,9 @@ class MfuBreakdown:
             (below, _), planned_mfu = self.waterfall[-2:], self.plan.get("mfu_full")
             yield below.name, "", "", f"{100 * below.points:.1f}", ""
             plan = "" if planned_mfu is None else f"{planned_mfu:.1%}"
-            yield "MFU achieved", "", "", f"{100 * self.mfu:.1f}", plan
+            yield "MFU achieved, full", "", "", f"{100 * self.mfu:.1f}", plan
+        if self.training_mfu is not None:
+            yield "while training, full", "", "", f"{100 * self.training_mfu:.1f}", ""
 
     def _row(self, name: str, seconds: float, planned: float | None, points: str) -> tuple[str, ...]:
         plan = "" if planned is None else f"{planned:.4g}"
@@ -219,9 +222,11 @@ def mfu_breakdown(
     seconds[OTHER] = inside_s - sum(value for name, value in seconds.items() if name != OTHER)
     seconds |= outside
     flops, wall_s = float(cube.flops.sum()), inside_s + sum(outside.values())
-    mfu = flops / (wall_s * peak_flops) if peak_flops and wall_s else None
+    training_s = float(cube.wall.sum(dtype=np.float64)) / max(1, len(cube.places.rank))
+    times = (wall_s, training_s) if peak_flops else (0.0, 0.0)
+    mfu, training_mfu = (flops / (peak_flops * time_s) if time_s else None for time_s in times)
     lacks = f"{left_out} steps are left out, {left_out_s:.4g} s: the store lacks rows of some ranks or of all"
     return MfuBreakdown(
         first, last, len(cube.steps), wall_s, seconds, mfu, plan or {}, kernel_shares(purposes or {}),
-        profiled_step, (lacks,) if left_out else (),
+        profiled_step, (lacks,) if left_out else (), training_mfu,
     )  # fmt: skip

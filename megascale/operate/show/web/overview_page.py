@@ -11,7 +11,7 @@ from megascale.operate.show.run_view import RunView
 from megascale.operate.show.web.figures import CURVE_HEIGHT, curve_figure
 from megascale.operate.show.web.page import Page, Runs, following, graph, note, table
 
-HEAD = ("run", "state", "step", "loss", "gradient norm", "tokens/s", "MFU", "step time", "left")
+HEAD = ("run", "state", "step", "loss", "gradient norm", "tokens/s", "MFU full", "step time", "left")
 
 
 def _show(runs: Runs, name: str) -> list:

@@ -62,7 +62,7 @@ def _register(app: Dash, runs: Runs) -> None:
             raise PreventUpdate
         view, store = runs[name].view(), runs[name].store.latest
         rank = min(max(rank, 0), view.world - 1)
-        letters = view.letters(store.slowness if store is not None else ())
+        letters = view.letters(store.marked if store is not None else ())
         place = place_in(view, rank)
         figure = place_figure(place, letters)
         details = _details(view, store, read_rank_details(view, rank), place, letters[rank])

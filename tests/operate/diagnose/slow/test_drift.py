@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -56,6 +58,23 @@ def test_the_whole_job_slows_down() -> None:
     assert found.mfu_before / found.mfu_after == pytest.approx(found.step_after_s / found.step_before_s)
     lost = sum(growth.mfu_points or 0.0 for growth in found.growths)
     assert lost == pytest.approx(found.mfu_before - found.mfu_after, rel=0.3)
+
+
+@pytest.mark.parametrize("cores", [2, 16])
+def test_growth_is_dated_from_its_own_change_and_ranks_that_share_cores_are_not_named(cores: int) -> None:
+    """Steps fall at 42, and grow beyond their first level at 117: by more on the ranks of half of a host."""
+    layout = replace(LAYOUT, node_ranks=8)
+    cube = cube_of(Fleet(layout, 8, FleetFault("slow", node=0, factor=2.0, since=117)))
+    places = replace(cube.places, crowded=(("h", 16, 2),) if cores == 2 else ())
+    own, wall = cube.own.copy(), cube.wall.copy()
+    own[:, :42] *= 1.2
+    wall[:, :42] *= 1.2
+    found = drift(replace(cube, places=places, own=own, wall=wall))
+    backward = next(growth for growth in found.growths if growth.part == "backward")
+    assert abs(backward.since - 118) <= 2
+    assert not backward.everywhere and backward.ranks == (() if cores == 2 else tuple(range(8)))
+    assert found.spread is None or bool(found.spread.last_ranks) == (cores == 16)
+    assert ("rank" in found.to_text().split("backward grew")[1].splitlines()[0]) == (cores == 16)
 
 
 def test_uneven_work_does_not_drift() -> None:

@@ -44,7 +44,7 @@ def test_the_waterfall_ends_at_the_achieved_mfu() -> None:
     assert first.points + sum(level.points for level in between) == pytest.approx(last.left)
     assert last.left == found.mfu
     lines = found.to_text().splitlines()
-    assert lines[-1].split()[-1] == f"{100 * (found.mfu or 0):.1f}"
+    assert lines[-2].split()[-1] == f"{100 * (found.mfu or 0):.1f}"
 
 
 def test_waits_are_not_compute() -> None:
@@ -72,6 +72,10 @@ def test_restarts_and_lost_steps() -> None:
     parts = fleet.tables["step_parts"] | {"attempt": np.ones_like(fleet.tables["step_parts"]["attempt"])}
     ranks = fleet.tables["ranks"] | {"attempt": np.ones_like(fleet.tables["ranks"]["attempt"])}
     found = mfu_breakdown(StepCube.from_tables(parts, steps, ranks), steps, 1.0)
+    flops = FLOPS * 40 * LAYOUT.topology.world_size
+    assert found.training_mfu == pytest.approx(flops / fleet.seconds.sum(), rel=1e-5)
+    assert found.mfu == pytest.approx(flops / found.wall_s)
+    assert f"while training, full {100 * found.training_mfu:.1f}" in " ".join(found.to_text().split())
     assert found.seconds["restarts"] == pytest.approx(100.0)
     assert found.seconds["lost steps"] == pytest.approx(fleet.seconds[:10].sum(), rel=1e-6)
     assert found.wall_s == pytest.approx(100 + fleet.seconds[:10].sum() + fleet.seconds.sum(), rel=1e-6)
