@@ -211,11 +211,16 @@ def _present_name(source: Source, key: str, value: Any) -> str:
 
 def _unknown_key(source: Source, key: str, known: list[str], value: Any = None) -> Problem:
     table, _, last = key.rpartition(".")
-    same_key = [f"{name}.{last}" for name, section in sections().items() if last in _keys(section)]
     command_line = source.location(key) == "command line"
     hint = _present_name(source, key, value)
-    hint = hint or unknown_key_hint(key, value, known, same_key, command_line=command_line)
+    hint = hint or unknown_key_hint(key, value, known, keys_named(last), command_line=command_line)
     return Problem(source.location(key), key, f"there is no key '{last}'" + (f" in [{table}]" if table else ""), hint)
+
+
+def keys_named(name: str) -> list[str]:
+    """Return the keys of a name, each with its table."""
+    top = [name] if name in RunKeys.model_fields else []
+    return [*top, *(f"{table}.{name}" for table, section in sections().items() if name in _keys(section))]
 
 
 def _keys(section: type[Section]) -> dict[str, FieldInfo]:
