@@ -263,6 +263,17 @@ ELSEWHERE = {
 }  # fmt: skip
 """Options of other tools, behind a command or the first word of several, and what to write."""
 
+COMMANDS_ELSEWHERE = {
+    "resume": "megascale train CONFIG, the command that began the run, goes on from its newest checkpoint",
+    "export": "megascale ckpt convert CHECKPOINT DIR",
+    "convert": "megascale ckpt convert CHECKPOINT DIR",
+    "preprocess": "megascale data prepare INPUT --output PREFIX --tokenizer FILE",
+    "tokenize": "megascale data prepare INPUT --output PREFIX --tokenizer FILE",
+    "generate": "megascale sample CHECKPOINT",
+    "validate": "megascale check CONFIG",
+}
+"""Commands of other tools, and what to write."""
+
 
 def command_of(words: Sequence[str]) -> str:
     """Return the command that a command line begins with, "" for none."""

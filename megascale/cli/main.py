@@ -13,6 +13,7 @@ from typing import NoReturn
 import megascale
 from megascale.cli.command_table import (
     COMMANDS,
+    COMMANDS_ELSEWHERE,
     FAMILIES,
     GROUPS,
     HIDDEN_COMMANDS,
@@ -117,6 +118,7 @@ def _refuse_command(parser: CommandParser, family: str, words: Sequence[str]) ->
         parser.error(f"a command is missing  -> one of {', '.join(known)}")
     close = closest_name(words[0], known)
     hint = f"did you mean '{close}'?" if close else f"one of {', '.join(known)}"
+    hint = COMMANDS_ELSEWHERE.get(words[0], hint)
     parser.error(f"there is no command '{words[0]}'  -> {hint}")
 
 

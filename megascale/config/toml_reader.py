@@ -31,7 +31,7 @@ SYNTAX = {
     r"newline or end of document(.*)\n.*,\s*(#.*)?$": "no comma behind a value",
     r"": "strings need quotes, tables need [brackets]",
 }
-"""What to write, by the first pattern that is in an error of TOML's reader and the line below it."""
+"""Hints, by patterns of an error of TOML's reader with the line that it is about below: the first pattern counts."""
 
 QUOTE_NAMES = """quote text in a list or table: 'data.train=[[0.7, "mine/train"], [0.3, "other/train"]]'"""
 
@@ -105,6 +105,8 @@ def _no_setting_hint(text: str, words: Sequence[str]) -> str:
     """Return the setting that a name of another system means, with the next word as its value."""
     from megascale.config.foreign.translation import is_ours, read_value, translate  # for a mistake alone
 
+    if text.endswith(".toml"):
+        return f'one file, which may begin with extends = "{text}"'
     if is_ours(text):
         return f"write {text}=..."
     following = words[words.index(text) + 1 :][:1]

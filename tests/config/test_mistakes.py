@@ -137,6 +137,13 @@ def test_a_key_or_a_table_is_given_twice(repeated: str) -> None:
     assert line.endswith("-> a key or a table is given twice: keep one")
 
 
+@pytest.mark.parametrize("table", ["Model", "modle"])
+def test_keys_of_a_misspelled_table_are_not_missing(table: str) -> None:
+    text = GOOD.replace("[model]", f"[{table}]")
+    line = f"run.toml:2  {table}: there is no key '{table}'  -> did you mean 'model'?"
+    assert problems(text) == problems(text, world=8) == [line]
+
+
 def test_the_template_of_the_mistakes_is_valid() -> None:
     assert load_config("good.toml").model.num_layers == 4
 
@@ -218,12 +225,19 @@ OVERRIDES = {
     "model={preset = llama3-8b}": "command line  model: {preset = llama3-8b} is not TOML  -> quote text in a list or table",
     "parallel={pp=8, vpp=2}": "command line  parallel.pp: 4 layers are too few for pp x vpp = 8 x 2 chunks  -> pp x vpp at most 6: only",
     "parallel.pp=8": "command line  parallel.pp: 4 layers are too few for pp x vpp = 8 x 1 chunks  -> pp at most 6: only",
+    "good.toml": 'command line  good.toml: not a setting  -> one file, which may begin with extends = "good.toml"',
+    "data.split=[0.8, 0.1, 0.1]": "command line  data.split: [0.8, 0.1, 0.1]: list should have at most 2 items, not 3  -> two shares, of training and validation: add the test share to the second, [0.8, 0.2]",
+    "trainer.devices=8": "command line  trainer: there is no key 'trainer'  -> trainer.devices: nothing to write: torchrun",
+    "zero_optimization.stage=3": "command line  zero_optimization: there is no key 'zero_optimization'  -> zero_optimization.stage: ZeRO-3 is not supported: 2",
+    "data.tokenizer=tokens": "command line  data.tokenizer: tokens is not a regular file  -> did you mean ",
     "extends=good.toml": "command line  extends: there is no key 'extends'",
 }
 
 
 @pytest.mark.parametrize("override", OVERRIDES)
 def test_a_mistaken_override_is_one_line(override: str) -> None:
+    Path("tokens").mkdir(exist_ok=True)
+    Path("tokens/tokenizer.json").touch()
     (line,) = problems(GOOD, override)
     assert line.startswith(OVERRIDES[override])
 
