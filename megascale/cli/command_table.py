@@ -1,4 +1,6 @@
-"""The commands of `megascale`, in groups, with a line of help, an example and a page each; and those that are gone."""
+"""The commands of `megascale`, in groups, with a line of help, an example and a page each; those that are gone; and
+options that other tools have.
+"""
 
 from __future__ import annotations
 
@@ -225,6 +227,53 @@ GONE = {
 }
 """Old commands and options of commands, and what they are now."""
 
+_WITH_SETTINGS = ("check", "plan", "train", "launch", "data index")
+_QUERY = 'the query stands without an option: megascale events RUN "SELECT ..."'
+_GPUS = "--gpus N, the devices of all nodes: 8 nodes of 8 are --gpus 64"
+_RANKS = "torchrun or srun starts the ranks; on one host write parallel.dp=N"
+_STEP = "give the checkpoint's folder, such as RUN/checkpoints/step-00000020"
+_TOKENIZER = "--tokenizer FILE, a tokenizer.json, or --tokenizer bytes"
+
+ELSEWHERE = {
+    **{f"{command} --config": f"the file stands without an option: megascale {command} FILE.toml"
+       for command in _WITH_SETTINGS},
+    **{f"{command} --dry-run": "megascale check CONFIG, which launches nothing" for command in _WITH_SETTINGS},
+    "check --nodes": _GPUS,
+    "plan --nodes": _GPUS,
+    "train --nodes": "megascale launch CONFIG --nodes N",
+    "train --gpus": _RANKS,
+    "launch --gpus": "--nodes N, and on each node the layout's ranks: write parallel.dp=N",
+    "data prepare --input": "inputs stand without an option: megascale data prepare docs --output PREFIX ...",
+    "data prepare --output-prefix": "--output PREFIX",
+    "data prepare --json-keys": "--key FIELD, one field",
+    "data prepare --append-eod": "nothing to write: always so; --eod TOKEN names another token",
+    "data prepare --tokenizer-type": _TOKENIZER,
+    "data prepare --tokenizer-model": _TOKENIZER,
+    "data prepare --tokenizer-name-or-path": _TOKENIZER,
+    "data prepare --vocab-file": _TOKENIZER,
+    "data prepare --merge-file": _TOKENIZER,
+    "data prepare --vocab-size": "nothing to write: the tokenizer says it",
+    "data prepare --partitions": "nothing to write: --workers N processes share the inputs",
+    "data prepare --log-interval": "nothing to write: progress is shown",
+    "data prepare --split-sentences": "not supported: documents are whole",
+    "ckpt --step": _STEP,
+    "sample --step": _STEP,
+    "events --sql": _QUERY,
+    "events --query": _QUERY,
+}  # fmt: skip
+"""Options of other tools, behind a command or the first word of several, and what to write."""
+
+COMMANDS_ELSEWHERE = {
+    "resume": "megascale train CONFIG, the command that began the run, goes on from its newest checkpoint",
+    "export": "megascale ckpt convert CHECKPOINT DIR",
+    "convert": "megascale ckpt convert CHECKPOINT DIR",
+    "preprocess": "megascale data prepare INPUT --output PREFIX --tokenizer FILE",
+    "tokenize": "megascale data prepare INPUT --output PREFIX --tokenizer FILE",
+    "generate": "megascale sample CHECKPOINT",
+    "validate": "megascale check CONFIG",
+}
+"""Commands of other tools, and what to write."""
+
 
 def command_of(words: Sequence[str]) -> str:
     """Return the command that a command line begins with, "" for none."""
@@ -247,3 +296,9 @@ def gone_command(words: Sequence[str]) -> tuple[str, str] | None:
         if old in (" ".join(words[:1]), " ".join(words[:2])) or (first == command and second in given):
             return old, new
     return None
+
+
+def elsewhere(command: str, word: str) -> str:
+    """Return what a command takes in the place of an option of another tool, "" for any other word."""
+    option = word.partition("=")[0]
+    return ELSEWHERE.get(f"{command} {option}") or ELSEWHERE.get(f"{command.partition(' ')[0]} {option}", "")

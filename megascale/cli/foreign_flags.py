@@ -4,33 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from megascale.cli.command_table import elsewhere
+from megascale.cli.parsing import CommandParser
 from megascale.core.errors import Problem
 
+NO_OPTION = "there is no such option"
 NOT_OURS = "settings have no dashes: write section.key=value"
 
 
-def flag_problems(words: Sequence[str], unknown: Sequence[str], known: Sequence[str] = ()) -> Iterator[Problem]:
-    """Yield a problem for each flag of the command line `words` that is `unknown`, with the setting that a flag of
-    Megatron-LM and others means, and for each unknown word that no flag takes. `known`: the command's own options.
+def flag_problems(
+    command: str, words: Sequence[str], unknown: Sequence[str], parser: CommandParser
+) -> Iterator[Problem]:  # fmt: skip
+    """Yield a problem for each flag of the command line `words` that is `unknown`, with what the command takes in its
+    place, or the setting that it means here or in Megatron-LM and others, and for each unknown word that no flag takes.
+    `parser`: of the command.
     """
-    from megascale.config.foreign.translation import is_ours, read_flags, translate_all
-    from megascale.core.registry import closest_name
+    from megascale.config.foreign.translation import is_ours, plain, read_flags, translate_all
+    from megascale.config.loading import keys_named
 
     names = {word.partition("=")[0] for word in unknown if word.startswith("-")}
     flags = {flag: values for flag, values in read_flags(words).items() if flag in names}
     for flag, found in translate_all(flags):
         values = flags[flag]
         text = " ".join([flag, *map(str, values)])
-        name = flag.lstrip("-")
-        if is_ours(name):
+        name, keys = flag.lstrip("-"), keys_named(plain(flag))
+        if instead := elsewhere(command, flag):
+            yield Problem("command line", text, NO_OPTION, instead)
+        elif is_ours(name):
             yield Problem("command line", text, "a setting has no dashes", _write(name, values))
+        elif keys and (found is None or found.key not in keys):
+            yield Problem("command line", text, NO_OPTION, _write(keys[0], values))
         elif found is not None:
             message = f"{found.system} has this option"
             yield Problem("command line", text, message, found.hint(command_line=True))
         else:
-            close = closest_name(flag, known)
-            hint = f"did you mean '{close}'?" if close else NOT_OURS
-            yield Problem("command line", text, "there is no such option", hint)
+            yield Problem("command line", text, NO_OPTION, parser.closest_option(flag) or NOT_OURS)
     for word in read_flags(unknown).get("", ()):
         yield Problem("command line", word, "not a setting", "write section.key=value")
 

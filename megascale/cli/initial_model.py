@@ -20,8 +20,9 @@ from megascale.core.files import absolute_path, is_file
 def compare_initial_model(config: RunConfig) -> list[str]:
     """Compare `[model]` with that of the run's newest checkpoint, or else of `checkpoint.resume`, on local storage.
 
-    Returns changes with which training starts, such as another rope_theta. A checkpoint that cannot be read is left to
-    training, which may pass it over.
+    Returns that `checkpoint.resume` is not read where the run has a checkpoint of its own, and changes with which
+    training starts, such as another rope_theta. A checkpoint that cannot be read is left to training, which may pass it
+    over.
     Raises: ConfigError for another model, and for foreign weights of an unsupported one
     """
     resume = config.checkpoint.resume
@@ -46,7 +47,9 @@ def compare_initial_model(config: RunConfig) -> list[str]:
         message = f"{place} is of another model: {different}"
         raise ConfigError([Problem("checkpoint.resume", "", message, SAME_MODEL_HINT)])
     current = config.model_dump(by_alias=True, mode="json")
-    return [f"differs from {place}: {text}" for text in config_changes(saved, current)]
+    unread = newest is not None and resume != "auto" and Path(resume) not in (newest, newest.parent, newest.parents[1])
+    taken = [f"goes on from {newest}: checkpoint.resume = {resume} is not read  -> another name for the run"]
+    return taken * unread + [f"differs from {place}: {text}" for text in config_changes(saved, current)]
 
 
 def _newest_checkpoints(folder: Path) -> Iterator[Path]:

@@ -96,6 +96,11 @@ def problems(options: argparse.Namespace, config: RunConfig) -> Iterator[Problem
     if options.scheduler not in ADAPTERS:
         hint = f"one of {', '.join(ADAPTERS)}"
         yield Problem("command line", "--scheduler", f"no scheduler {options.scheduler!r}", hint)
+    for option in ("image", "claim", "gpus_per_node") if not options.output else ():
+        if getattr(options, option):
+            what = f"has no effect without a manifest (--scheduler {options.scheduler})"
+            name = f"--{option.replace('_', '-')}"
+            yield Problem("command line", name, what, "leave it out, or --scheduler jobset --output FILE")
     if options.output and options.scheduler != "jobset":
         yield Problem("command line", "--output", "a manifest is for --scheduler jobset", "add --scheduler jobset")
     if options.output and not options.image:

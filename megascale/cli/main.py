@@ -13,11 +13,13 @@ from typing import NoReturn
 import megascale
 from megascale.cli.command_table import (
     COMMANDS,
+    COMMANDS_ELSEWHERE,
     FAMILIES,
     GROUPS,
     HIDDEN_COMMANDS,
     command_of,
     commands_below,
+    elsewhere,
     gone_command,
 )
 from megascale.cli.foreign_flags import flag_problems
@@ -79,8 +81,8 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
     """Return the command of a command line, and its options. key=value settings and a query may stand after options
     too, which argparse alone would refuse.
 
-    Raises: SystemExit for help, and with status 2 for a command line that is wrong; ConfigError for flags in the place
-    of settings
+    Raises: SystemExit for help, and with status 2 for a command line that is wrong; ConfigError for options of other
+    tools and flags in the place of settings
     """
     if gone := gone_command(words):
         old, new = gone
@@ -88,19 +90,23 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
         CommandParser("megascale", "").error(f"`megascale {old}` is now `megascale {new}`  -> {hint}")
     command = command_of(words)
     parser = command_parser(command)
+    unknown = [
+        word for word in words if word.startswith("--") and word.partition("=")[0] not in parser._option_string_actions
+    ]
+    if any(elsewhere(command, word) for word in unknown):
+        raise ConfigError(list(flag_problems(command, words, unknown, parser)))
     options, rest = parser.parse_known_args(words[len(command.split()) :])
     if not command or command in FAMILIES:
         _refuse_command(parser, command, rest)
     if "overrides" in options and any(word.startswith("-") for word in rest):
-        raise ConfigError(list(flag_problems(words, rest, list(parser._option_string_actions))))
+        raise ConfigError(list(flag_problems(command, words, rest, parser)))
     if "overrides" in options:
         options.overrides = [*options.overrides, *rest]
     elif len(rest) == 1 and not rest[0].startswith("-") and getattr(options, "query", "") is None:
         options.query = rest[0]
     elif rest:
-        close = closest_name(rest[0].partition("=")[0], parser._option_string_actions)
-        hint = f"  -> did you mean '{close}'?" if close else ""
-        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+        hint = parser.closest_option(rest[0])
+        parser.error(f"unrecognized arguments: {' '.join(rest)}" + (f"  -> {hint}" if hint else ""))
     return command, options
 
 
@@ -112,6 +118,7 @@ def _refuse_command(parser: CommandParser, family: str, words: Sequence[str]) ->
         parser.error(f"a command is missing  -> one of {', '.join(known)}")
     close = closest_name(words[0], known)
     hint = f"did you mean '{close}'?" if close else f"one of {', '.join(known)}"
+    hint = COMMANDS_ELSEWHERE.get(words[0], hint)
     parser.error(f"there is no command '{words[0]}'  -> {hint}")
 
 

@@ -8,6 +8,7 @@ import textwrap
 from typing import NoReturn
 
 from megascale.core.errors import Exit
+from megascale.core.registry import closest_name
 
 UNBROKEN = re.compile(r"\((?:default|such as)[^()]*\)")
 
@@ -21,6 +22,12 @@ class CommandParser(argparse.ArgumentParser):
         epilog = "\n\n".join([f"example:\n  {example}"] * bool(example) + [f"page: {page}"] * bool(page))
         super().__init__(prog=prog, description=about, epilog=epilog, formatter_class=HelpFormatter, allow_abbrev=False)
         self._positionals.title = "arguments"
+
+    def closest_option(self, word: str) -> str:
+        """Return the hint for a misspelled option, which is never --help; "" if no option is close."""
+        names = {name.lstrip("-"): name for name in self._option_string_actions if name not in ("-h", "--help")}
+        close = closest_name(word.partition("=")[0].lstrip("-"), names)
+        return f"did you mean '{names[close]}'?" if close else ""
 
     def error(self, message: str) -> NoReturn:
         """Print what is wrong in a line, with what to do, and end with status 2."""

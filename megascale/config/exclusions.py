@@ -14,6 +14,7 @@ from megascale.config.backends import Fp8Config
 from megascale.config.data import DataConfig
 from megascale.config.fault import FaultConfig
 from megascale.config.finding import Finding
+from megascale.config.parallel import ParallelConfig
 from megascale.config.section import Section
 from megascale.config.train import CheckpointConfig, ObserveConfig, OptimizerConfig, TrainConfig
 
@@ -305,6 +306,10 @@ OWN_VALIDATION = Exclusions("data.valid", unless(None), (
 
 SWITCHED_OFF = (
     OWN_VALIDATION,
+    _off("parallel.tp", only(1), ParallelConfig, "sp", hint="parallel.tp above 1, or remove the key"),
+    _off("parallel.cp", only(1), ParallelConfig, "cp_mode", hint="parallel.cp above 1, or remove the key"),
+    _without_effect("parallel.vpp", only(1), {"parallel.schedule": unless("interleaved_1f1b")},
+                    "parallel.vpp above 1, or remove the key"),
     _off("train.eval_every", only(0), TrainConfig, "eval_steps"),
     _off("train.noise_scale_every", only(0), TrainConfig, "noise_scale_decay"),
     _off("checkpoint.every", only(0), CheckpointConfig, "keep", "keep_every", "max_file_bytes"),

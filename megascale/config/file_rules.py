@@ -88,7 +88,9 @@ def data_files(model: ModelConfig, data: DataConfig) -> Iterator[Finding]:
                 first = first or prepared
                 yield from _mismatches(key, prepared, first, data.tokenizer, model.vocab_size)
     if data.tokenizer and data.tokenizer not in TOKENIZERS.cards and (reason := why_unreadable(data.tokenizer)):
-        yield Finding("data.tokenizer", reason, "remove the key, or give the tokenizer of the data")
+        file = absolute_path(data.tokenizer) / "tokenizer.json"
+        hint = "remove the key, or give the tokenizer of the data" if why_unreadable(file) else f"did you mean {file}?"
+        yield Finding("data.tokenizer", reason, hint)
     if data.document_order_file and not data.mock and (reason := why_unreadable(data.document_order_file)):
         yield Finding("data.document_order_file", reason, "check the path, or remove the key")
 

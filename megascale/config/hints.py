@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
-from megascale.config.foreign.setting import NO_FP16, NO_MOE, plain
+from megascale.config.foreign.setting import NO_FP16, NO_MOE, plain, two_shares
 from megascale.config.section import FEW_CHOICES, TableChoice
 from megascale.config.value_words import A_CHOICE, literals_of, values_in_words
 from megascale.core.registry import closest_name, closest_names
@@ -61,15 +61,18 @@ def _table_hint(name: str, value: Mapping[str, Any], known: Sequence[str]) -> st
     if not (table := TABLES.get(plain(name))) and closest_name(name, known):
         return ""
     given = {f"{name}.{key}": [item] for key, item in value.items() if not isinstance(item, dict)}
-    found = [one for _, one in translate_all(given) if one and one.key and one.value is not None]
-    text = ", ".join(f"{one.key} = {toml(one.value)}" for one in found)
-    if not table:
-        return text and f"write {text}"
-    return f"did you mean '{table}'?" + (f" Write {text}" if text else "")
+    found = {key: one for key, one in translate_all(given) if one}
+    written = {key: one for key, one in found.items() if one.key and one.value is not None}
+    settings = ", ".join(f"{one.key} = {toml(one.value)}" for one in written.values())
+    notes = [f"{key}: {one.note}" for key, one in found.items() if key not in written and one.note]
+    text = "; ".join([f"write {settings}"] * bool(settings) + notes)
+    return text or (f"did you mean '{table}'?" if table else "")
 
 
 def unsupported(key: str, value: Any) -> str:
     """Return why a value that other systems have is not supported; else ''."""
+    if key == "data.split" and isinstance(value, list) and len(value) == 3:
+        return f"two shares, of training and validation: add the test share to the second, {two_shares([value], {})}"
     return f"{NO_MOE}: 1, or remove the key" if key == "parallel.ep" else UNSUPPORTED.get(key, {}).get(_text(value), "")
 
 

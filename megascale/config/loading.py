@@ -24,6 +24,7 @@ from megascale.config.section import AUTO, AUTO_AS_NONE, Section
 from megascale.config.toml_reader import Source, Tree, apply_overrides, read_toml
 from megascale.config.world_rules import WORLD_KEYS, world_findings
 from megascale.core.errors import ConfigError, Problem
+from megascale.core.registry import closest_name
 
 
 def load_config(
@@ -101,7 +102,7 @@ def _find_problems(
     for name in source.tree:
         if name not in RunConfig.model_fields:
             yield _unknown_key(source, name, list(RunConfig.model_fields), source.tree[name])
-    for name, section in types.items():
+    for name, section in _without_misspelled(types, source.tree).items():
         values = source.tree.get(name, {})
         details, value = _validate(section, values)
         for key, group in itertools.groupby(details, key=lambda detail: detail["loc"][:1]):
@@ -121,6 +122,13 @@ def _find_problems(
     if world_size is not None and all(isinstance(valid.get(name), Section) for name in types):
         config = RunConfig.model_construct(name="check", **valid)
         yield from _world_problems(source, config, world_size, world_option)
+
+
+def _without_misspelled(types: dict[str, type[Section]], tree: Tree) -> dict[str, type[Section]]:
+    """Drop the sections whose table stands under a misspelled name: their keys are not missing."""
+    unknown = [name for name, values in tree.items() if name not in RunConfig.model_fields and isinstance(values, dict)]
+    meant = {closest_name(name, types) for name in unknown}
+    return {name: section for name, section in types.items() if name in tree or name not in meant}
 
 
 def _world_problems(source: Source, config: RunConfig, world_size: int, option: str) -> Iterator[Problem]:
@@ -211,11 +219,16 @@ def _present_name(source: Source, key: str, value: Any) -> str:
 
 def _unknown_key(source: Source, key: str, known: list[str], value: Any = None) -> Problem:
     table, _, last = key.rpartition(".")
-    same_key = [f"{name}.{last}" for name, section in sections().items() if last in _keys(section)]
     command_line = source.location(key) == "command line"
     hint = _present_name(source, key, value)
-    hint = hint or unknown_key_hint(key, value, known, same_key, command_line=command_line)
+    hint = hint or unknown_key_hint(key, value, known, keys_named(last), command_line=command_line)
     return Problem(source.location(key), key, f"there is no key '{last}'" + (f" in [{table}]" if table else ""), hint)
+
+
+def keys_named(name: str) -> list[str]:
+    """Return the keys of a name, each with its table."""
+    top = [name] if name in RunKeys.model_fields else []
+    return [*top, *(f"{table}.{name}" for table, section in sections().items() if name in _keys(section))]
 
 
 def _keys(section: type[Section]) -> dict[str, FieldInfo]:

@@ -39,7 +39,7 @@ def pipeline(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Finding]:
         max_chunks = model.num_layers + 2
         if pp * vpp > max_chunks:
             message = f"{model.num_layers} layers are too few for pp x vpp = {pp} x {vpp} chunks"
-            hint = f"vpp at most {max_chunks // pp}" if pp <= max_chunks else f"pp at most {max_chunks}"
+            hint = f"{'pp x vpp' if vpp > 1 else 'pp'} at most {max_chunks}"
             yield Finding("parallel.pp", message, f"{hint}: only the first and the last chunk may have no layer")
         return
     message = ""

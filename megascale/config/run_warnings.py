@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megascale.config.data import Blend
+from megascale.config.data import Blend, DataConfig
 from megascale.config.dataset_files import document_range, read_all_dataset_files, split_source
-from megascale.config.exclusions import SWITCHED_OFF
+from megascale.config.exclusions import REMOVE, SWITCHED_OFF
 from megascale.config.finding import Finding
 from megascale.config.rules import run_rules
 from megascale.config.run import RunConfig
@@ -21,9 +21,20 @@ def run_warnings(config: RunConfig, *, restarts: bool = False) -> Iterator[str]:
     """Yield what the user of a resolved configuration should know before the run starts, a line each. `restarts`: a
     driver restarts the run after a fault.
     """
-    findings = (*_nothing_saved(config, restarts), *_many_epochs(config), *run_rules(SWITCHED_OFF, dict(config)))
-    for finding in findings:
+    switched_off = (*run_rules(SWITCHED_OFF, dict(config)), *_waiting(config))
+    for finding in (*_nothing_saved(config, restarts), *_many_epochs(config), *switched_off):
         yield f"{finding.key} {finding.message}  -> {finding.hint}"
+
+
+def _waiting(config: RunConfig) -> Iterator[Finding]:
+    """Warn of keys without effect for which any of several others would have one."""
+    parallel, data = config.parallel, config.data
+    ring = parallel.hybrid_dp or (parallel.cp_keys > 1 and parallel.cp_mode != "allgather")
+    if not config.overlap.cp and not ring:
+        message = f"has no effect without a ring (cp = {parallel.cp}, cp_mode = {parallel.cp_mode})"
+        yield Finding("overlap.cp", message, REMOVE)
+    if data.reader != "host" and not data.blend_policy and data.prefetch != DataConfig.model_fields["prefetch"].default:
+        yield Finding("data.prefetch", f"has no effect with reader = {data.reader}", f"data.reader = host, or {REMOVE}")
 
 
 def _nothing_saved(config: RunConfig, restarts: bool) -> Iterator[Finding]:

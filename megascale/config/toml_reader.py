@@ -22,6 +22,19 @@ _TABLE = re.compile(rf"\s*\[\[?\s*{_NAME}\s*\]")
 _KEY = re.compile(rf"\s*{_NAME}\s*=\s*")
 _INLINE_KEY = re.compile(rf"[{{,]\s*{_NAME}\s*=")
 
+SYNTAX = {
+    r"Cannot overwrite|twice": "a key or a table is given twice: keep one",
+    r"\n\s*\{": "this is JSON: write TOML, key = value below [table]",
+    r"\n\s*(---|- |[\w-]+:(\s|$))": "this is YAML: write TOML, key = value below [table]",
+    r"\n.*=\s*(True|False)\b": "true and false are in lower case",
+    r"\n.*=\s*(None|null)\b": "TOML has no such value: leave out the key",
+    r"newline or end of document(.*)\n.*,\s*(#.*)?$": "no comma behind a value",
+    r"": "strings need quotes, tables need [brackets]",
+}
+"""Hints, by patterns of an error of TOML's reader with the line that it is about below: the first pattern counts."""
+
+QUOTE_NAMES = """quote text in a list or table: 'data.train=[[0.7, "mine/train"], [0.3, "other/train"]]'"""
+
 
 @dataclass
 class Source:
@@ -77,6 +90,9 @@ def apply_overrides(source: Source, overrides: Sequence[str], is_text: Callable[
         keys = [part.strip() for part in key.split(".")]
         if equals and all(keys):
             parsed = _parse_value(value.strip())
+            if isinstance(parsed, str) and value.strip().startswith(("[", "{")):
+                problems.append(Problem("command line", key, f"{value} is not TOML", QUOTE_NAMES))
+                continue
             plain = is_text(".".join(keys)) and not isinstance(parsed, str | list | dict)
             source.set(keys, value.strip() if plain else parsed)
         else:
@@ -89,6 +105,8 @@ def _no_setting_hint(text: str, words: Sequence[str]) -> str:
     """Return the setting that a name of another system means, with the next word as its value."""
     from megascale.config.foreign.translation import is_ours, read_value, translate  # for a mistake alone
 
+    if text.endswith(".toml"):
+        return f'one file, which may begin with extends = "{text}"'
     if is_ours(text):
         return f"write {text}=..."
     following = words[words.index(text) + 1 :][:1]
@@ -114,12 +132,10 @@ def _read_file(path: Path, seen: tuple[Path, ...]) -> Source:
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, integers of 5,000 digits, 1,000 brackets
         if notice := pointer_notice(path):
             raise _mistake(str(path), "", notice, "the file itself") from None
-        line = re.search(r"line (\d+)", str(error))
-        repeated = "Cannot overwrite" in str(error) or "twice" in str(error)
-        hint = (
-            "a key or a table is given twice: keep one" if repeated else "strings need quotes, tables need [brackets]"
-        )
-        raise _mistake(f"{path}:{line[1]}" if line else str(path), "", f"is not TOML: {error}", hint) from None
+        line = int(found[1]) if (found := re.search(r"line (\d+)", str(error))) else 0
+        wrong = "\n".join([str(error), *text.split("\n")[line - 1 : line]])
+        hint = next(hint for pattern, hint in SYNTAX.items() if re.search(pattern, wrong, re.MULTILINE))
+        raise _mistake(f"{path}:{line}" if line else str(path), "", f"is not TOML: {error}", hint) from None
     source = Source(str(path), tree, {key: f"{path}:{line}" for key, line in _lines(text).items()})
     _name_own_folder(source, path.absolute().parent if path.name == "config.toml" else None)
     base, where = source.tree.pop("extends", None), source.location("extends")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megascale.cli.main import main
+from megascale.cli.command_table import ELSEWHERE, FAMILIES, command_of, commands_below
+from megascale.cli.main import command_parser, main
 from tests.config.test_foreign import GPT3_175B, LLAMA3_8B, MORE_FLAGS
 from tests.config.test_mistakes import GOOD
 
@@ -62,10 +63,39 @@ def test_a_whole_command_of_megatron(script: str, capsys: pytest.CaptureFixture[
     ("--save 2026-01-01", "--save 2026-01-01: Megatron-LM has this option  -> write 'output_dir=\"2026-01-01\"' "
      "(a run's folder is output_dir/name; checkpoint.dir puts checkpoints elsewhere)"),
     ("--gpus 1 --json -1", "-1: not a setting  -> write section.key=value"),
+    ("--resume runs/a", "--resume runs/a: there is no such option  -> write checkpoint.resume=runs/a"),
+    ("--tp=4", "--tp 4: there is no such option  -> write parallel.tp=4"),
+    ("--every", "--every: there is no such option  -> write checkpoint.every=VALUE"),
+    ("--name a", "--name a: there is no such option  -> write name=a"),
+    ("--hepl", "--hepl: there is no such option  -> settings have no dashes: write section.key=value"),
+    ("--foo", "--foo: there is no such option  -> settings have no dashes: write section.key=value"),
     ("--jsom", "--jsom: there is no such option  -> did you mean '--json'?"),
 ])  # fmt: skip
 def test_kinds_of_flags(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert answered(f"check run.toml {words}", capsys) == [f"command line  {line}"]
+
+
+@pytest.mark.parametrize("row", ELSEWHERE)
+def test_an_option_of_another_tool(row: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is no option of the command, and the answer names options and commands that there are."""
+    first, _, option = row.rpartition(" ")
+    for command in commands_below(first) if first in FAMILIES else [first]:
+        (line,) = answered(f"{command} {option} 3", capsys)
+        assert line.startswith(f"command line  {option} ") and line.endswith(f"no such option  -> {ELSEWHERE[row]}")
+        named = command_of(ELSEWHERE[row].partition("megascale ")[2].split()) or command
+        words = {word.strip(",;:") for word in ELSEWHERE[row].split() if word.startswith("--")}
+        assert words <= set(command_parser(named)._option_string_actions)
+
+
+def test_options_of_other_tools_stand_beside_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = answered("check --config=run.toml --swiglu --nodes 8 --dry-run --gpus 4", capsys)
+    assert [line.partition("  -> ")[2] for line in lines] == [
+        ELSEWHERE["check --config"], "write model.activation=swiglu", ELSEWHERE["check --nodes"],
+        ELSEWHERE["check --dry-run"],
+    ]  # fmt: skip
+    assert "--gpus 64" in lines[2]
+    lines = answered("data prepare --input docs --output-prefix=x --append-eod", capsys)
+    assert [line.split()[2] for line in lines] == ["--input", "--output-prefix", "--append-eod:"]
 
 
 def test_every_word_that_no_flag_takes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,6 +100,9 @@ def test_the_checkpoint_of_another_model_is_refused(tmp_path: Path, capsys: pyte
     checkpoint(own / "step-00000009", num_layers=3)
     checkpoint(own / "step-00000010")
     said = checked(tmp_path, capsys, resume)
+    assert f"goes on from {own}/step-00000010: {resume.replace('=', ' = ')} is not read" in said
+    for its in (own / "step-00000010", own, own.parent, "auto"):
+        assert "is not read" not in checked(tmp_path, capsys, f"checkpoint.resume={its}")
     assert f"differs from {own}/step-00000010: optimizer.lr 1.0 -> " in said
     checkpoint(own / "step-00000010.1", num_layers=3)
     assert "num_layers 3 there, 4 here" in checked(tmp_path, capsys, status=2)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import megascale
+from megascale.cli.command_table import COMMANDS, COMMANDS_ELSEWHERE, command_of
 from megascale.cli.main import main
 from megascale.core.errors import DataError, Exit
 from tests.runs import GPT, settings, write_config
@@ -122,6 +123,14 @@ def test_a_misspelled_command_is_named(capsys: pytest.CaptureFixture[str]) -> No
         main(["trian", "run.toml"])
     assert caught.value.code == 2
     assert "there is no command 'trian'  -> did you mean 'train'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", COMMANDS_ELSEWHERE)
+def test_a_command_of_another_tool(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([word, "runs/x"])
+    assert f"there is no command '{word}'  -> {COMMANDS_ELSEWHERE[word]}\n" in capsys.readouterr().err
+    assert command_of(COMMANDS_ELSEWHERE[word].split()[1:]) in COMMANDS
 
 
 def test_a_current_folder_that_was_removed_is_named(tmp_path: Path) -> None:

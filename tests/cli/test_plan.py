@@ -209,7 +209,7 @@ def test_the_embedding_and_the_head_may_be_chunks_of_their_own(
     given = f"parallel.layers_per_chunk={[0, *[1] * 126, 0]}".replace(" ", "")
     assert answer(capsys, given, job=job) == report
     assert main([*job, "parallel.vpp=9"]) == 2
-    assert "126 layers are too few for pp x vpp = 16 x 9 chunks  -> vpp at most 8" in capsys.readouterr().err
+    assert "126 layers are too few for pp x vpp = 16 x 9 chunks  -> pp x vpp at most 128" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -197,7 +197,7 @@ def hints(tmp_path: Path, text: str, *overrides: str) -> list[str]:
     ("optimizer.adam_beta2=0.98", "write 'optimizer.betas=[0.9, 0.98]'"),
     ("train.fp16=true", "write train.precision=bf16"),
     ("parallel.expert_model_parallel_size=8", "mixtures of experts are not supported"),
-    ("training.seq_len=2048", "did you mean 'train'? Write model.seq_length = 2048"),
+    ("training.seq_len=2048", "write model.seq_length = 2048"),
     ("parallel.zero_stage=2", "write parallel.zero=2"),
     ("train.max_steps=7", "write train.steps=7"),
 ])  # fmt: skip
@@ -210,7 +210,7 @@ def test_a_table_of_another_system(tmp_path: Path) -> None:
     """torchtitan's file: every key of its table with the one here."""
     table = '[parallelism]\ntensor_parallel_degree = 2\npipeline_parallel_schedule = "Interleaved1F1B"\n'
     (found,) = hints(tmp_path, GOOD + table)
-    assert found == "did you mean 'parallel'? Write parallel.tp = 2, parallel.schedule = \"interleaved_1f1b\""
+    assert found == 'write parallel.tp = 2, parallel.schedule = "interleaved_1f1b"'
 
 
 @pytest.mark.parametrize(("table", "hint"), [

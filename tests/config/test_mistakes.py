@@ -108,6 +108,12 @@ MISTAKES: list[tuple[str, str, str]] = [
     ('name = "good"\n', "", 'run.toml  name: missing  -> name = "my-run" at the top of the file'),
     ('name = "good"', 'name = "good"\nmodell = 3', "run.toml:2  modell: there is no key 'modell'  -> did you mean 'model'?"),
     ('name = "good"', "name = good", "run.toml:1  is not TOML: Invalid value (at line 1, column 8)  -> strings need quotes, tables need [brackets]"),
+    ("mock = true", "mock = True", "run.toml:15  is not TOML: Invalid value (at line 15, column 8)  -> true and false are in lower case"),
+    ("mock = true", "mock = null", "run.toml:15  is not TOML: Invalid value (at line 15, column 8)  -> TOML has no such value: leave out the key"),
+    ("lr = 1e-2", "lr = 1e-2,  # as theirs", "run.toml:13  is not TOML: Expected newline or end of document after a statement (at line 13, column 10)  -> no comma behind a value"),
+    ('name = "good"', "# a run\nname: good", "run.toml:2  is not TOML: Expected '=' after a key in a key/value pair (at line 2, column 5)  -> this is YAML: write TOML, key = value below [table]"),
+    ('name = "good"', '{"name": "good"}', "run.toml:1  is not TOML: Invalid statement (at line 1, column 1)  -> this is JSON: write TOML, key = value below [table]"),
+    ("num_layers = 4", "num_layers = 4\npp = [1,\n2 2]", "run.toml:5  is not TOML: Unclosed array (at line 5, column 3)  -> strings need quotes, tables need [brackets]"),
     ('name = "good"', f'name = {"9" * 5000}', "run.toml  is not TOML: Exceeds the limit"),
     ('name = "good"', f"name = {'[' * 5000}{']' * 5000}", "run.toml  is not TOML: maximum recursion depth exceeded"),
     ('name = "good"', 'name = "good"\nextends = "none.toml"', "run.toml:2  extends: there is no file none.toml  -> the path is relative to this file"),
@@ -129,6 +135,13 @@ def test_a_mistake_is_one_line(old: str, new: str, line: str) -> None:
 def test_a_key_or_a_table_is_given_twice(repeated: str) -> None:
     (line,) = problems(f"{GOOD}\n{repeated}\n")
     assert line.endswith("-> a key or a table is given twice: keep one")
+
+
+@pytest.mark.parametrize("table", ["Model", "modle"])
+def test_keys_of_a_misspelled_table_are_not_missing(table: str) -> None:
+    text = GOOD.replace("[model]", f"[{table}]")
+    line = f"run.toml:2  {table}: there is no key '{table}'  -> did you mean 'model'?"
+    assert problems(text) == problems(text, world=8) == [line]
 
 
 def test_the_template_of_the_mistakes_is_valid() -> None:
@@ -186,7 +199,7 @@ def test_mistakes_of_several_files_are_reported_at_once(folder: Path) -> None:
         "command line  model.num_kv_heads: 5 heads cannot share 2 key-value heads  -> one of 1, 5",
         "base.toml:13  parallel.tp: 5 heads cannot be split over tp = 4  -> tp in 1",
         "base.toml:7  model.seq_length: with sp a sequence of 18 cannot be split over tp = 4  -> seq_length a multiple of 4, or sp = false",
-        "base.toml:15  parallel.pp: 4 layers are too few for pp x vpp = 3 x 3 chunks  -> vpp at most 2: only the first and the last chunk may have no layer",
+        "base.toml:15  parallel.pp: 4 layers are too few for pp x vpp = 3 x 3 chunks  -> pp x vpp at most 6: only the first and the last chunk may have no layer",
         "run.toml:5  batch.global: 7 is not divisible by micro x dp = 2 x 1  -> 6 or 8",
         "run.toml:10  data.train: there is no file nowhere/corpus.bin nor nowhere/corpus.idx  -> `megascale data prepare` creates datasets",
         "run.toml:11  data.tokenizer: there is no file nowhere/tokenizer.json  -> remove the key, or give the tokenizer of the data",
@@ -208,12 +221,23 @@ OVERRIDES = {
     "name=a=b": "command line  name: 'a=b' cannot name a folder",
     "optimizer.lr=-1": "command line  optimizer.lr: -1: should be greater than 0",
     "data.mock=True": "command line  data.mock: 'True': should be true or false",
+    "data.train=[[0.7, mine/train], [0.3, b]]": "command line  data.train: [[0.7, mine/train], [0.3, b]] is not TOML  -> quote text in a list or table: 'data.train=[[0.7, \"",
+    "model={preset = llama3-8b}": "command line  model: {preset = llama3-8b} is not TOML  -> quote text in a list or table",
+    "parallel={pp=8, vpp=2}": "command line  parallel.pp: 4 layers are too few for pp x vpp = 8 x 2 chunks  -> pp x vpp at most 6: only",
+    "parallel.pp=8": "command line  parallel.pp: 4 layers are too few for pp x vpp = 8 x 1 chunks  -> pp at most 6: only",
+    "good.toml": 'command line  good.toml: not a setting  -> one file, which may begin with extends = "good.toml"',
+    "data.split=[0.8, 0.1, 0.1]": "command line  data.split: [0.8, 0.1, 0.1]: list should have at most 2 items, not 3  -> two shares, of training and validation: add the test share to the second, [0.8, 0.2]",
+    "trainer.devices=8": "command line  trainer: there is no key 'trainer'  -> trainer.devices: nothing to write: torchrun",
+    "zero_optimization.stage=3": "command line  zero_optimization: there is no key 'zero_optimization'  -> zero_optimization.stage: ZeRO-3 is not supported: 2",
+    "data.tokenizer=tokens": "command line  data.tokenizer: tokens is not a regular file  -> did you mean ",
     "extends=good.toml": "command line  extends: there is no key 'extends'",
 }
 
 
 @pytest.mark.parametrize("override", OVERRIDES)
 def test_a_mistaken_override_is_one_line(override: str) -> None:
+    Path("tokens").mkdir(exist_ok=True)
+    Path("tokens/tokenizer.json").touch()
     (line,) = problems(GOOD, override)
     assert line.startswith(OVERRIDES[override])
 

@@ -68,6 +68,26 @@ def test_every_switch_warns_of_keys_that_wait_for_it() -> None:
     assert warnings("fp8.recipe=rowwise") == [], "a run in fp32 or bf16 is the baseline of a run in FP8"
 
 
+@pytest.mark.parametrize(("key", "switch"), [
+    ("parallel.sp=true", "parallel.tp=2"),
+    ("parallel.cp_mode=ulysses", "parallel.cp=2"),
+    ("parallel.schedule=interleaved_1f1b", "parallel={pp=2, vpp=2, schedule='interleaved_1f1b'}"),
+    ("overlap.cp=false", "parallel.cp=2"),
+    ("data.prefetch=3", "data={mock=true, reader='host', prefetch=3}"),
+])  # fmt: skip
+def test_a_key_that_waits_for_its_switch(key: str, switch: str) -> None:
+    (line,) = warnings(key)
+    assert line.startswith(f"{key.partition('=')[0]} has no effect with") and "  -> " in line
+    assert warnings(key, switch) == []
+
+
+def test_a_ring_of_hybrid_data_parallelism_overlaps() -> None:
+    keys = ["parallel.hybrid_dp=true", "data.attention_mask=document", "data.max_tokens_per_rank=16"]
+    assert warnings(*keys, "overlap.cp=false") == []
+    (line,) = warnings("overlap.cp=false", "parallel={cp=2, cp_mode='ulysses'}")
+    assert "(cp = 2, cp_mode = ulysses)" in line
+
+
 @pytest.fixture
 def dataset() -> str:
     write_dataset(Path("corpus"), [50] * 40)

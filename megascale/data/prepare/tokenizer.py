@@ -13,7 +13,7 @@ import numpy as np
 
 from megascale.catalog.data import TOKENIZERS
 from megascale.core.errors import DataError
-from megascale.core.files import fingerprint, why_unreadable
+from megascale.core.files import fingerprint, is_file, why_unreadable
 from megascale.data.prepare.special_tokens import SpecialToken, find_special_token, missing_added_tokens
 
 
@@ -137,5 +137,6 @@ def load_tokenizer(name: str, eod: str | int | None = None) -> Tokenizer:
             raise DataError(f"the tokenizer {name} has a fixed end-of-document token", hint="leave out --eod")
         return tokenizer
     if reason := why_unreadable(name):
-        raise DataError(reason, hint="a tokenizer.json, or " + " or ".join(TOKENIZERS.names()))
+        hint = "a tokenizer.json, or " + " or ".join(TOKENIZERS.names())
+        raise DataError(reason, hint=f"did you mean {file}?" if is_file(file := Path(name, "tokenizer.json")) else hint)
     return FileTokenizer(Path(name), eod)

@@ -118,6 +118,12 @@ def test_a_missing_file_is_refused(name: str) -> None:
         load_tokenizer(name)
 
 
+def test_the_tokenizer_in_a_folder_is_suggested(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").touch()
+    with pytest.raises(DataError, match=rf"is not a regular file  -> did you mean {tmp_path}/tokenizer.json\?"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_the_end_of_document_of_bytes_is_fixed() -> None:
     with pytest.raises(DataError, match="the tokenizer bytes has a fixed end-of-document token  -> leave out --eod"):
         load_tokenizer("bytes", "<eod>")

@@ -97,6 +97,17 @@ def test_the_command_writes_a_manifest_that_only_its_owner_can_read(
     assert "--image" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", [["--gpus-per-node", "8"], ["--image", "i:1"], ["--claim", "runs=/work"]])
+@pytest.mark.parametrize("scheduler", ["local", "jobset"])
+def test_an_option_of_a_manifest_without_one(
+    option: list[str], scheduler: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["launch", str(job_config(tmp_path, GPT)), "--nodes", "1", "--scheduler", scheduler, *option]
+    assert main(words) == Exit.CONFIG
+    err = capsys.readouterr().err
+    assert f"{option[0]}: has no effect without a manifest (--scheduler {scheduler})  -> leave it out, or" in err
+
+
 def test_errors_that_would_recur_fail_the_job_set() -> None:
     _, jobset = documents()
     policy = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
