@@ -1,17 +1,15 @@
-"""Triton's interpreter, and its compiler, on a CPU. The interpreter's own casts to FP8 truncate, and those of subnormal
-numbers are wrong; here torch converts.
+"""Triton's interpreter, and its compiler, on a CPU. The interpreter's own casts to bf16 and FP8 truncate, and those of
+subnormal numbers are wrong; here torch converts.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import get_context
 from types import ModuleType
 from typing import Any
 
@@ -19,40 +17,37 @@ import numpy as np
 import pytest
 import torch
 
+from megascale.core.rank import Rank
+from tests.worlds import run_world
+
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 
 
-def interpreted(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Import a module of kernels for the interpreter, which rounds as a GPU does."""
+@contextmanager
+def interpreted(name: str) -> Iterator[ModuleType]:
+    """Import a module of kernels for the interpreter, which rounds as a GPU does. Who imports it meanwhile gets it."""
     import triton.language as tl
     from triton.runtime import interpreter
     from triton.runtime.jit import JITFunction
 
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read where a kernel is declared
-    for library in (tl, tl.standard):  # kernels of Triton's own, declared when triton was imported
-        for function in [each for each in vars(library).values() if isinstance(each, JITFunction)]:
-            monkeypatch.setattr(library, function.__name__, interpreter.InterpretedFunction(function.fn))
-    monkeypatch.setattr(interpreter, "_convert_float", partial(_convert, interpreter._convert_float))
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", partial(_patch, interpreter._patch_lang_tensor))
-    package, _, leaf = name.rpartition(".")
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.delattr(package, leaf, raising=False)
-    yield importlib.import_module(name)
-    del sys.modules[name]
-    delattr(sys.modules[package], leaf)
+    importlib.import_module(name)  # to have what the end puts back
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")  # read where a kernel is declared
+        for library in (tl, tl.standard):  # kernels of Triton's own, declared when triton was imported
+            for function in [each for each in vars(library).values() if isinstance(each, JITFunction)]:
+                patch.setattr(library, function.__name__, interpreter.InterpretedFunction(function.fn))
+        patch.setattr(interpreter, "_convert_float", partial(_convert, interpreter._convert_float))
+        patch.setattr(interpreter, "_patch_lang_tensor", partial(_patch, interpreter._patch_lang_tensor))
+        patch.delitem(sys.modules, name)
+        patch.delattr(name)
+        yield importlib.import_module(name)
 
 
 def _convert(plain: Any, data: Any, source: Any, target: Any, rounding: Any) -> Any:
     """Convert elements as torch does, or as the interpreter (`plain`)."""
-    formats = {
-        "fp32": torch.float32,
-        "bf16": torch.bfloat16,
-        "fp8e4nv": torch.float8_e4m3fn,
-        "fp8e5": torch.float8_e5m2,
-    }
-    if source.name not in formats or target.name not in formats:
+    if source.name not in FORMATS or target.name not in FORMATS:
         return plain(data, source, target, rounding)
-    there = torch.from_numpy(np.ascontiguousarray(data)).view(formats[source.name]).to(formats[target.name])
+    there = torch.from_numpy(np.ascontiguousarray(data)).view(FORMATS[source.name]).to(FORMATS[target.name])
     return there.view(getattr(torch, f"uint{8 * there.itemsize}")).numpy().reshape(data.shape)
 
 
@@ -82,19 +77,20 @@ class Launches:
         return keys
 
 
-@contextmanager
-def hopper() -> Iterator[Callable[..., str]]:
-    """Yield `compiled_for_hopper`, run in another process: the interpreter changes Triton for good."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        yield lambda *given, **options: process.submit(compiled_for_hopper, *given, **options).result()
-
-
-def compiled_for_hopper(
-    module: str, name: str, types: dict[str, str], constants: dict[str, Any], warps: int, stages: int = 1
+def compile_for_hopper(
+    module: str, name: str, types: dict[str, str], constants: dict[str, Any], warps: int = 4, stages: int = 1
 ) -> str:
     """Compile a kernel for a GPU of compute capability 9.0, with aligned addresses and sides that are multiples of 16,
-    and return its PTX. Arguments without a type are constants, None by default; `FP8` is the name of a type.
+    and return its PTX. Arguments without a type are constants, None by default; `FP8` is the name of a type. Triton's
+    compiler needs no GPU, and is stricter than its interpreter, which changes Triton for the rest of a process.
     """
+    (ptx,) = run_world(1, _compile, module, name, types, constants, {"num_warps": warps, "num_stages": stages})
+    return str(ptx)
+
+
+def _compile(
+    rank: Rank, module: str, name: str, types: dict[str, str], constants: dict[str, Any], options: dict[str, int]
+) -> str:
     import triton.language as tl
     from triton import compile
     from triton.backends.compiler import GPUTarget
@@ -110,6 +106,5 @@ def compiled_for_hopper(
         for place, name in enumerate(kernel.arg_names)
         if types.get(name, "").startswith("*") or (name in types and name in "mnk")
     }
-    options = {"num_warps": warps, "num_stages": stages}
     source = ASTSource(kernel, signature, values, aligned)
     return str(compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])

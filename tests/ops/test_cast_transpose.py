@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,16 +15,18 @@ from megascale.ops import fp8
 from megascale.ops.fp8 import CastRecord, Fp8Kernels
 from megascale.ops.quantized import Fp8Format, Quantized
 from megascale.ops.recipe import Quantizer
-from tests.ops.interpreter import Launches, hopper, interpreted
+from tests.ops.interpreter import Launches, compile_for_hopper, interpreted
 
 pytest.importorskip("triton", reason="triton comes with torch's builds for GPUs")
 
+MODULE = "megascale.ops.cast_transpose"
 BLOCKS = [TENSOR, ROW, BLOCK_1D, BLOCK_2D, ScaleBlock(1, 32)]
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    yield from interpreted("megascale.ops.cast_transpose", monkeypatch)
+def kernels() -> Iterator[Any]:
+    with interpreted(MODULE) as module:
+        yield module
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -116,33 +117,28 @@ def test_fp8_data_is_transposed_unchanged(kernels: Any, element: Fp8Format) -> N
     assert torch.equal(bits(transposed.data), bits(x.t().contiguous())) and transposed.scale == 3
 
 
-@pytest.fixture(scope="module")
-def compiled() -> Iterator[Any]:
-    with hopper() as compile_:
-        yield partial(compile_, "megascale.ops.cast_transpose")
-
-
 @pytest.mark.parametrize("block", [TENSOR, ROW, BLOCK_1D], ids=str)
 @pytest.mark.parametrize("fp8_type", ["fp8e4nv", "fp8e5"])
 @pytest.mark.parametrize("counts", [False, True])
-def test_a_cast_compiles_for_hopper(compiled: Any, block: ScaleBlock, fp8_type: str, counts: bool) -> None:
-    """Triton's compiler needs no GPU, and is stricter than its interpreter. Both layouts move in vectors."""
+def test_a_cast_compiles_for_hopper(block: ScaleBlock, fp8_type: str, counts: bool) -> None:
+    """Both layouts move in vectors."""
     types = {"x": "*bf16", "scale": "*fp32", "data": f"*{fp8_type}", "transposed": f"*{fp8_type}", "record": "*i32"}
     types |= {"m": "i32", "k": "i32", "largest": "fp32"} | ({"counts": "*i64"} if counts else {})
     types |= {} if block == BLOCK_1D else {"amax": "*fp32"}
     sides = {"HIGH": block.rows or 0, "WIDE": block.k or 0, "SIDE": 128}
-    assembly = compiled("_fp8_cast", types, {"FP8": fp8_type, **sides}, 16)
+    assembly = compile_for_hopper(MODULE, "_fp8_cast", types, {"FP8": fp8_type, **sides}, 16)
     assert {"fp8e4nv": ".e4m3x2", "fp8e5": ".e5m2x2"}[fp8_type] in assembly, "casts pairs to this format"
     assert "ld.global.v4" in assembly and "st.global.v4" in assembly
     assert "ld.global.b16" not in assembly and "st.global.b8" not in assembly
 
 
-def test_amaxes_and_whole_rows_compile_for_hopper(compiled: Any) -> None:
+def test_amaxes_and_whole_rows_compile_for_hopper() -> None:
     sizes = {"m": "i32", "k": "i32"}
     for high, wide in ((0, 0), (0, 1), (1, 128)):
-        compiled("_fp8_amax", {"x": "*bf16", "amax": "*i32"} | sizes, {"HIGH": high, "WIDE": wide, "SIDE": 128}, 8)
+        types = {"x": "*bf16", "amax": "*i32"} | sizes
+        compile_for_hopper(MODULE, "_fp8_amax", types, {"HIGH": high, "WIDE": wide, "SIDE": 128}, 8)
     types = {"x": "*bf16", "scale": "*fp32", "data": "*fp8e4nv", "record": "*i32", "counts": "*i64", "largest": "fp32"}
-    compiled("_fp8_cast_rows", types | sizes, {"FP8": "fp8e4nv", "BAND": 4, "SPAN": 2048}, 8)
+    compile_for_hopper(MODULE, "_fp8_cast_rows", types | sizes, {"FP8": "fp8e4nv", "BAND": 4, "SPAN": 2048}, 8)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)

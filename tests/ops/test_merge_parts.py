@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,9 +10,11 @@ import torch
 from torch import Tensor
 
 from megascale.ops.partial_attention import Accumulator
+from tests.ops.interpreter import compile_for_hopper, interpreted
 
 pytest.importorskip("triton", reason="triton comes with torch's builds for GPUs")
 
+MODULE = "megascale.ops.merge_parts"
 Places = tuple[Tensor | slice, Tensor | slice]
 PLACES: dict[str, Places] = {
     "a run of a row": (slice(1, 2), slice(3, 40)),
@@ -24,30 +24,22 @@ PLACES: dict[str, Places] = {
 
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read where a kernel is declared
-    name = "megascale.ops.merge_parts"
-    sys.modules.pop(name, None)
-    yield importlib.import_module(name).merge_part
-    del sys.modules[name]
+def kernel() -> Iterator[Callable[..., None]]:
+    with interpreted(MODULE) as module:
+        yield module.merge_part
 
 
 @pytest.mark.parametrize("gathers", [True, False])
 def test_it_compiles_for_hopper(gathers: bool) -> None:
-    """Triton's compiler needs no GPU, and is stricter than its interpreter."""
-    from triton import compile
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from megascale.ops.merge_parts import QUERIES
 
-    from megascale.ops.merge_parts import QUERIES, _merge_part
-
-    constants = {"gathers": gathers, "QUERIES": QUERIES, "WIDTH": 128}
+    sizes = ("m", "heads", "d", "first_row", "first_place", "run")
+    strides = ("row_stride", "head_stride", "place_stride", "lse_row_stride", "lse_head_stride", "lse_place_stride")
     types = {"sums": "*fp32", "sums_lse": "*fp32", "out": "*bf16", "lse": "*fp32"}
     types |= {"rows": "*i64", "places": "*i64"} if gathers else {"rows": "*fp32", "places": "*fp32"}
-    types |= dict.fromkeys(constants, "constexpr")
-    signature = {name: types.get(name, "i32") for name in _merge_part.arg_names}
-    compiled = compile(ASTSource(_merge_part, signature, constants), target=GPUTarget("cuda", 90, 32))
-    assert compiled.asm["ptx"].count("ld.global") > 2
+    types |= dict.fromkeys((*sizes, *strides), "i32")
+    constants = {"gathers": gathers, "QUERIES": QUERIES, "WIDTH": 128}
+    assert compile_for_hopper(MODULE, "_merge_part", types, constants).count("ld.global") > 2
 
 
 @pytest.mark.parametrize("d", [8, 40])

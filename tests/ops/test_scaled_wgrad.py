@@ -13,7 +13,7 @@ from megascale.catalog.recipes import BLOCK_1D, BLOCK_2D, ROW, TENSOR, ScaleBloc
 from megascale.ops import fp8
 from megascale.ops.quantized import Fp8Format, Quantized
 from megascale.ops.recipe import Quantizer
-from tests.ops.interpreter import hopper, interpreted
+from tests.ops.interpreter import compile_for_hopper, interpreted
 
 pytest.importorskip("triton", reason="triton comes with torch's builds for GPUs")
 
@@ -21,8 +21,9 @@ MODULE = "megascale.ops.scaled_wgrad"
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    yield from interpreted(MODULE, monkeypatch)
+def module() -> Iterator[Any]:
+    with interpreted(MODULE) as kernels:
+        yield kernels
 
 
 def quantized(rows: int, k: int, block: ScaleBlock, element: Fp8Format, *, turned: bool = False) -> Quantized:
@@ -70,6 +71,5 @@ def test_it_compiles_for_hopper(in_blocks: bool) -> None:
     types = {"a": "*fp8e5", "b": "*fp8e4nv", "scale_a": "*fp32", "scale_b": "*fp32", "total": "*fp32"}
     types |= dict.fromkeys(("m", "n", "k", "row_a", "along_a", "row_b", "along_b"), "i32")
     constants = {"ADD": True, "IN_BLOCKS": in_blocks, "SIDE": 128, "BLOCK": 128, "GROUP": 8}
-    with hopper() as compile_:
-        assembly = compile_(MODULE, "_fp8_gemm", types, constants, 8, 3)
+    assembly = compile_for_hopper(MODULE, "_fp8_gemm", types, constants, 8, 3)
     assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e5m2.e4m3" in assembly and "cp.async.cg" in assembly

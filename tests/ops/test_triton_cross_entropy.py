@@ -1,12 +1,10 @@
-"""The Triton kernels of the cross-entropy, run on a CPU by Triton's interpreter if triton is installed.
-
-The interpreter truncates casts to bf16 where a GPU rounds.
-"""
+"""The Triton kernels of the cross-entropy, run on a CPU by Triton's interpreter if triton is installed."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,13 +21,20 @@ from megascale.ops import cross_entropy as reference
 from megascale.ops.cross_entropy import CrossEntropy, LogitsKernels, Targets, TritonCrossEntropy, no_reduce
 from megascale.ops.select import build_op
 from tests.model.test_vocabulary import axis_of
+from tests.ops.interpreter import compile_for_hopper, interpreted
 from tests.ops.settings import setting
-from tests.ops.triton_process import compile_for_hopper, interpreted, run_interpreted_world
+from tests.worlds import run_world
 
 pytest.importorskip("triton", reason="triton comes with torch's builds for GPUs")
 
 MODULE = "megascale.ops.triton_cross_entropy"
 SIZES = [(5, 4096), (3, 9001), (2, 100)]  # rows and columns: a block, two and a part, and less than one
+
+
+@pytest.fixture
+def kernels() -> Iterator[Any]:
+    with interpreted(MODULE) as module:
+        yield module
 
 
 def logits(rows: int, n: int, dtype: torch.dtype, spread: float = 3.0) -> Tensor:
@@ -40,11 +45,8 @@ def logits(rows: int, n: int, dtype: torch.dtype, spread: float = 3.0) -> Tensor
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@interpreted
-def test_statistics(dtype: torch.dtype) -> None:
+def test_statistics(kernels: Any, dtype: torch.dtype) -> None:
     """Maximum and label's logit bit for bit; the sum to the rounding of its order and of the rescaling."""
-    from megascale.ops import triton_cross_entropy as kernels
-
     for size in SIZES:
         x, columns = logits(*size, dtype), torch.arange(size[0]) * 7
         peak, total, at_label = kernels.statistics(x, columns, torch.float32, None)
@@ -56,10 +58,7 @@ def test_statistics(dtype: torch.dtype) -> None:
         torch.testing.assert_close(total, theirs[1], rtol=2e-6, atol=0)
 
 
-@interpreted
-def test_a_shard_of_padding_adds_nothing() -> None:
-    from megascale.ops import triton_cross_entropy as kernels
-
+def test_a_shard_of_padding_adds_nothing(kernels: Any) -> None:
     x, columns = torch.full((2, 5000), -math.inf, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64)
     peak, total, at_label = kernels.statistics(x, columns, torch.float32, None)
     assert torch.equal(peak, torch.full((2,), torch.finfo(torch.float32).min)) and not total.any()
@@ -68,17 +67,14 @@ def test_a_shard_of_padding_adds_nothing() -> None:
     assert not x.any()
 
 
-@interpreted
-def test_a_nan_reaches_the_loss() -> None:
-    from megascale.ops import triton_cross_entropy as kernels
-
+def test_a_nan_reaches_the_loss(kernels: Any) -> None:
     x = logits(2, 9001, torch.float32)
     x[1, 8200] = math.nan
     _, total, _ = kernels.statistics(x, torch.zeros(2, dtype=torch.int64), torch.float32, None)
     assert total.isnan().tolist() == [False, True]
 
 
-def kernels_of(dtype: torch.dtype, z_loss: float) -> CrossEntropy:
+def operation_of(dtype: torch.dtype, z_loss: float) -> CrossEntropy:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TritonCrossEntropy, "unsupported_reason", lambda self, context: None)
         return build_op(
@@ -91,8 +87,7 @@ ROUNDING = {torch.float32: 5e-6, torch.bfloat16: 2.0**-7}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@interpreted
-def test_loss_and_gradient_equal_the_reference(dtype: torch.dtype) -> None:
+def test_loss_and_gradient_equal_the_reference(kernels: Any, dtype: torch.dtype) -> None:
     """Of labels here, on another rank, and masked."""
     for (rows, n), z_loss in itertools.product(SIZES, (0.0, 1e-2)):
         columns, weights = torch.arange(rows) * 7 - 7, torch.arange(rows).float() + 0.5
@@ -100,10 +95,12 @@ def test_loss_and_gradient_equal_the_reference(dtype: torch.dtype) -> None:
         targets, mine = Targets(columns, weights, n - 7), logits(rows, n, dtype)
         theirs = LogitsKernels(reference.statistics, reference.gradient, z_loss=z_loss).cross_entropy
         expected, expected_grad = theirs(mine.clone(), targets, no_reduce, True)
-        loss, grad = kernels_of(dtype, z_loss)(mine, targets, no_reduce, True)
+        _, wide = operation_of(torch.float32, z_loss)(mine.to(torch.float32, copy=True), targets, no_reduce, True)
+        loss, grad = operation_of(dtype, z_loss)(mine, targets, no_reduce, True)
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
         assert grad is not None and grad.data_ptr() == mine.data_ptr() and expected_grad is not None
         torch.testing.assert_close(grad, expected_grad, rtol=ROUNDING[dtype], atol=1e-8)
+        assert wide is not None and torch.equal(grad, wide.to(dtype)), "rounds once, to nearest"
         assert not grad[:, n - 7 :].any()
 
 
@@ -112,13 +109,14 @@ def shard_of_loss(rank: Rank) -> tuple[float, Any]:
     axis = axis_of(rank, 2)
     x, columns = logits(3, 9000, torch.bfloat16)[:, axis.index * 4500 :][:, :4500].contiguous(), torch.arange(3) * 4000
     targets = Targets(columns - axis.index * 4500, torch.ones(3), 4500 - 7 * axis.index)
-    loss, grad = kernels_of(torch.bfloat16, 0.0)(x, targets, partial(all_reduce, axis.group), True)
+    with interpreted(MODULE):
+        loss, grad = operation_of(torch.bfloat16, 0.0)(x, targets, partial(all_reduce, axis.group), True)
     assert grad is not None
     return loss.item(), grad.float().numpy()
 
 
 def test_ranks_share_a_vocabulary() -> None:
-    (loss, left), (other, right) = run_interpreted_world(2, shard_of_loss)
+    (loss, left), (other, right) = run_world(2, shard_of_loss)
     targets = Targets(torch.arange(3) * 4000, torch.ones(3), 9000 - 7)
     expected, grad = reference.cross_entropy(logits(3, 9000, torch.bfloat16), targets, no_reduce, True)
     assert loss == other == pytest.approx(expected.item(), rel=1e-6) and grad is not None
