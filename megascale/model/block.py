@@ -28,23 +28,10 @@ class SerialBlock(nn.Module):
 
     def forward(self, x_sbh: Tensor, batch: MicroBatch, compute_output: bool = True) -> Tensor:
         """Map x [s, b, h] to [s, b, h]. Without `compute_output` only the result's shape and gradients are valid."""
-        x_sbh, branch = self.branches(x_sbh, None, batch, compute_output)
-        return x_sbh + branch
-
-    def branches(
-        self, x_sbh: Tensor, before: Tensor | None, batch: MicroBatch, compute_output: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        """Return the residual stream and the MLP's branch, which the next norm adds, both [s, b, h]. `before`: the last
-        block's branch, which this block's first norm adds.
-        """
-        if before is None:
-            normed = self.attention_norm(x_sbh)
-        else:
-            x_sbh, normed = self.attention_norm.add_norm(x_sbh, before)
-        branch = self.attention(normed, batch, self.attention_norm.recompute_norm(x_sbh))
+        branch = self.attention(self.attention_norm(x_sbh), batch, self.attention_norm.recompute_norm(x_sbh))
         x_sbh, normed = self.mlp_norm.add_norm(x_sbh, self._drop(branch, batch, "attention.out"))
         branch = self.mlp(normed, self.mlp_norm.recompute_norm(x_sbh), compute_output)
-        return x_sbh, self._drop(branch, batch, "mlp.down")
+        return x_sbh + self._drop(branch, batch, "mlp.down")
 
 
 class SandwichBlock(nn.Module):

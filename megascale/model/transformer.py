@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from megascale.catalog.layers import BLOCKS
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING, padded_vocab
-from megascale.model.block import SerialBlock
 from megascale.model.embedding import Embedding
 from megascale.model.modules import LayerContext, Norm
 from megascale.parallel.linear_cross_entropy import linear_cross_entropy
@@ -78,18 +77,13 @@ class Stage(nn.Module):
                 raise ValueError("the first stage needs tokens")
             x_sbh = self.embedding(batch.tokens, batch)
         assert x_sbh is not None, "a stage after the first is given the activation of the one before it"
-        branch: Tensor | None = None  # of a block whose addition is left to the norm of the next
         for index, block in self.layers.items():
-            x_sbh = self._bucket_boundary(f"layers.{index}", x_sbh)
-            if self._recompute:
-                x_sbh = self._recomputed_block(block, x_sbh, batch)
-            elif isinstance(block, SerialBlock):
-                x_sbh, branch = block.branches(x_sbh, branch, batch)
-            else:
-                x_sbh = block(x_sbh, batch)
-        return x_sbh if branch is None else x_sbh + branch
+            x_sbh = self._run_block(block, self._bucket_boundary(f"layers.{index}", x_sbh), batch)
+        return x_sbh
 
-    def _recomputed_block(self, block: nn.Module, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
+    def _run_block(self, block: nn.Module, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
+        if not self._recompute:
+            return block(x_sbh, batch)
         return recompute_in_backward(
             lambda x: block(x, batch),
             x_sbh,

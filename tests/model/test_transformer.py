@@ -12,7 +12,6 @@ from megascale.config.model import ModelConfig
 from megascale.layout.parameters import all_params
 from megascale.layout.topology import Coord, Topology
 from megascale.model.initialize import init_parameters
-from megascale.model.modules import Norm
 from megascale.model.transformer import Stage
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.rng import Dropout
@@ -108,16 +107,3 @@ def test_the_parallel_block_is_its_definition(model: dict[str, Any]) -> None:
     gradients = torch.autograd.grad(results.square().sum(), [x, weight, block.attention.qkv.weight])
     torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-12)
     assert not hasattr(block, "mlp_norm")
-
-
-def test_the_first_norm_of_a_block_adds_the_last_blocks_branch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every addition but a stage's last is fused with a norm, and the result is that of one block after another."""
-    stage, batch, added = stage_of(FAMILIES["llama"]), micro_batch(tokens_of(0)), []
-    assert stage.embedding is not None and batch.tokens is not None
-    x = stage.embedding(batch.tokens, batch)
-    for block in stage.layers.values():
-        x = block(x, batch)
-    add_norm = Norm.add_norm
-    monkeypatch.setattr(Norm, "add_norm", lambda self, *given: added.append(self) or add_norm(self, *given))
-    assert torch.equal(stage.hidden_states(None, batch), x)
-    assert len(set(added)) == len(added) == 2 * len(stage.layers) - 1 > 1
