@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +98,19 @@ def given(model: ModelConfig, parameters: dict[str, Any], **backends: str) -> An
 
 
 def build_run(rank: Rank, config: RunConfig, mesh: Any = None, *, gpu: bool = False) -> Any:
-    """Build a run on this rank, on the CPU or its GPU. `mesh`: the open mesh of a run of the same layout."""
+    """Build a run on this rank, on the CPU or its GPU. `mesh`: the open mesh of a run of the same layout, which may have
+    tied embeddings where this one has none.
+    """
+    from megascale.comm.group import single_rank_group
     from megascale.device import detect_device
     from megascale.train.build import build_mesh, build_rank_run
     from megascale.train.stop import StopRequest
 
     device = detect_device(rank.local_rank, allow_gpu=gpu)
-    return build_rank_run(config, mesh or build_mesh(config, rank, device), device, StopRequest())
+    mesh = mesh or build_mesh(config, rank, device)
+    if not config.model.tie_embeddings:  # the ends of the pipeline share no embedding
+        mesh = replace(mesh, tied=single_rank_group("tied", rank.rank))
+    return build_rank_run(config, mesh, device, StopRequest())
 
 
 def train_curve(rank: Rank, config: RunConfig, steps: int | None = None) -> list[tuple[float, float]]:
@@ -116,7 +123,7 @@ def builds(rank: Rank, configs: Sequence[RunConfig]) -> Iterator[Any]:
     mesh = None
     for config in configs:
         run = build_run(rank, config, mesh)
-        mesh = run.mesh
+        mesh = mesh or run.mesh
         yield run
 
 

@@ -99,7 +99,7 @@ def train_packed(rank: Rank, configs: list[RunConfig]) -> list[Outcome]:
     mesh, outcomes = None, []
     for config in configs:
         run = build_run(rank, config, mesh)
-        mesh = run.mesh
+        mesh = mesh or run.mesh  # the first model ties its embeddings, so its mesh has every group
         evaluation = evaluate(run)
         outcomes.append(_outcome(run, evaluation, lambda run: run.train_loader.batch(run.progress.samples)))
     return outcomes
@@ -194,7 +194,8 @@ def joined(ranks: list[Outcome]) -> dict[str, Tensor]:
 
 
 def check(layout: dict[str, Any], names: list[str], batch: int, dataset: Path, folder: Path, separate: Any) -> None:
-    if "parallel__cp" in layout and layout.get("parallel__cp_mode") != "ulysses":
+    in_parts = "parallel__cp" in layout and layout.get("parallel__cp_mode") != "ulysses"
+    if in_parts or "data__sequence_chunk_tokens" in layout:
         names = [name for name in names if "attention_softcap" not in CASES[name].model]
     configs = [configure(CASES[name], dataset, folder, batch__global=batch, **layout) for name in names]
     ranks = run_world(configs[0].world_size, train_packed, configs)
