@@ -14,6 +14,7 @@ from megascale.plan.search.space import Layout, layout_of
 from megascale.plan.simulate.profiles import Hardware, Stack, expected_error, measured
 from megascale.plan.simulate.step_time import Estimate, StepParts
 
+MIN_MORE = 0.01  # smallest share of a step that a note tells to come on top
 MIN_DEVICES = 64  # fewest devices of the publications by which errors are known
 
 
@@ -94,12 +95,10 @@ class Plan:
             lines.append("attention with dropout forms all scores, as this trainer does: planned so in time and memory")
         elif stack.attention == "unfused":
             lines.append(f"memory is this trainer's: the scores that {stack.name} saves for backward come on top")
-        if stack.overlaps.tp == "all":
-            lines += [
-                f"{each.key} {each.message}: {self._without_fusion_s:.3g} s on top of this step, which takes them to "
-                f"overlap  -> {each.hint}"
-                for each in unfused_gemms(config)
-            ]
+        for each in unfused_gemms(config) if stack.overlaps.tp == "all" else ():
+            if (more_s := self._without_fusion_s) >= MIN_MORE * self.estimate.step_s:
+                what = f"{more_s:.3g} s on top of this step, which takes them to overlap"
+                lines.append(f"{each.key} {each.message}: {what}  -> {each.hint}")
         return lines
 
     @property
