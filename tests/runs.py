@@ -98,8 +98,8 @@ def given(model: ModelConfig, parameters: dict[str, Any], **backends: str) -> An
 
 
 def build_run(rank: Rank, config: RunConfig, mesh: Any = None, *, gpu: bool = False) -> Any:
-    """Build a run on this rank, on the CPU or its GPU. `mesh`: the open mesh of a run of the same layout, which may have
-    tied embeddings where this one has none.
+    """Build a run on this rank, on the CPU or its GPU. `mesh`: the open mesh of a run of the same layout, which may
+    have tied embeddings where this one has none.
     """
     from megascale.comm.group import single_rank_group
     from megascale.device import detect_device

@@ -23,7 +23,9 @@ from torch import Tensor
 from lab import LAB
 from lab.spinning import Spin
 from megascale.bench.gemm import GemmShape, gemm_fn
+from megascale.catalog.recipes import TENSOR
 from megascale.device import Device, detect_device
+from megascale.ops.quantized import Fp8Format
 from megascale.ops.wgrad import addmm_wgrad, torch_wgrad
 
 SPIN_S = 0.3
@@ -110,10 +112,10 @@ def prepared_calls(device: Device) -> Iterator[tuple[str, Callable[[], Call]]]:
         return lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
 
     def cast() -> Call:
-        from megascale.ops.cast_transpose import cast_transpose
+        from megascale.ops import cast_transpose
 
-        x, factor = matrix(4096, 4096), torch.ones(1, 1, device=on)
-        return lambda: cast_transpose(x, factor, 448.0, torch.float8_e4m3fn)
+        x = matrix(4096, 4096)
+        return lambda: cast_transpose.cast(x, None, TENSOR, Fp8Format.E4M3, True, None)
 
     def segment() -> Call:
         return lambda: kept.update(segment=torch.empty((2 << 30) // scale, dtype=torch.uint8, device=on))
