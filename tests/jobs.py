@@ -56,12 +56,13 @@ class Job:
         return [record for record in records if "loss" in record]
 
     def wait_for_step(self, step: int) -> None:
-        """Return when a step has been logged."""
-        deadline = time.monotonic() + SECONDS
+        """Return when a step has been logged. A job may be slow, but not without a new step for SECONDS."""
+        newest, since = 0, time.monotonic()
         with self._ended_on_errors():
-            while not any(record["step"] >= step for record in self.steps()):
+            while (latest := max((record["step"] for record in self.steps()), default=0)) < step:
                 assert self.process.poll() is None, self.end()
-                assert time.monotonic() < deadline, f"step {step} was not reached"
+                newest, since = (newest, since) if latest == newest else (latest, time.monotonic())
+                assert time.monotonic() < since + SECONDS, f"step {step} was not reached, but {latest}"
                 time.sleep(0.02)
 
     def ranks(self) -> dict[int, int]:
