@@ -8,13 +8,17 @@ autograd: the functions here return the gradient for such a parameter, and None 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from megascale.ops.embedding_rows import add_rows_
-from megascale.ops.fp8 import ScaledWgrad
-from megascale.ops.quantized import Quantized
 from megascale.ops.wgrad import Wgrad, add_, torch_wgrad
+
+if TYPE_CHECKING:
+    from megascale.ops.fp8 import ScaledWgrad
+    from megascale.ops.quantized import Quantized
 
 
 class Accumulation:

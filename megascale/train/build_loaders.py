@@ -13,7 +13,6 @@ from megascale.core.errors import DataError
 from megascale.data.mix.batch_shape import BatchShape, StepOrder, reads_samples, reads_tokens
 from megascale.data.mix.loader import Loader
 from megascale.data.mix.mock_mixture import build_mixture
-from megascale.layout.hybrid.plan import row_step
 from megascale.layout.sequence_shard import sequence_chunks
 from megascale.train.run_splits import mixture_spec
 
@@ -82,6 +81,7 @@ def _hybrid_pool(config: RunConfig, mesh: Mesh, device: torch.device) -> HybridP
     if not config.parallel.hybrid_dp:
         return None
     from megascale.data.mix.hybrid_batches import HybridPool
+    from megascale.layout.hybrid.plan import row_step
     from megascale.plan.account.flops import sequence_flops
 
     assert config.data.max_tokens_per_rank is not None, "the rules of hybrid data parallelism demand it"
