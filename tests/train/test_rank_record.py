@@ -300,7 +300,7 @@ def test_unplugged_another_learning_rate_trains_on(config: Path) -> None:
     site.mkdir()
     (site / "sitecustomize.py").write_text(
         "import sys, types\nm = types.ModuleType('megascale.comm.agreement')\n"
-        "m.Record, m.check_agreement = dict, lambda *a: None\nsys.modules[m.__name__] = m\n"
+        "m.FAILED_START_S, m.Record, m.check_agreement = 5.0, dict, lambda *a: None\nsys.modules[m.__name__] = m\n"
     )
     port, env = free_port(), {"PYTHONPATH": f"{site}:{os.environ.get('PYTHONPATH', '')}"}
     hosts = [OperatorRank(config, rank, port, ["optimizer.lr=0.02"] * rank, env) for rank in (0, 1)]
