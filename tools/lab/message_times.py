@@ -23,7 +23,7 @@ RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 Interval = tuple[float, float]
 
 Seconds = Mapping[tuple[int, Action], float]
-"""Of compute actions, by rank."""
+"""The seconds of each compute action of each rank."""
 
 
 class Times(NamedTuple):

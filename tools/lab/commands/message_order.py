@@ -1,6 +1,6 @@
-"""What the order of a pipeline's receives costs: receives that their senders place, which no waits for devices
-deadlock, beside receives posted two actions ahead of their consumers, which some waits deadlock. Simulated
-(`lab.message_times`): a forward takes 1, a backward 2, a message a share of a forward.
+"""The cost of the order of a pipeline's receives, simulated (`lab.message_times`). Two orders are compared: the sender
+places the receive, which no waits for devices deadlock; a receive is posted two actions ahead of its consumer, which
+some waits deadlock. A forward takes 1, a backward 2, a message a share of a forward.
 """
 
 from __future__ import annotations
