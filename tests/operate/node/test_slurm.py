@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from megascale.core.errors import Exit
+from megascale.core.files import lock_folder
 from megascale.core.rank import rank_from_environment, rendezvous_endpoint
 from tests.jobs import job_config
 from tests.operate.node.slurm import Slurm, missing
@@ -208,12 +209,11 @@ def test_a_killed_rank_is_named_and_the_job_ends(slurm: Slurm, tmp_path: Path) -
 def test_a_job_ends_with_the_status_of_the_rank_that_failed_first(slurm: Slurm, tmp_path: Path) -> None:
     """srun's own status is the highest: 143, of ranks that srun ended."""
     config = job_config(tmp_path, GPT, **FOUR)
-    (tmp_path / "runs" / "test").mkdir(parents=True)
-    (tmp_path / "runs" / "test" / "metrics.jsonl").touch()
-    job = Submitted(slurm, config, "checkpoint.resume=never")
-    assert job.end() == ("FAILED", f"{Exit.CONFIG:d}:0"), job.output()
+    with lock_folder(tmp_path / "runs" / "test", "another job"):  # `check` does not look at locks
+        job = Submitted(slurm, config)
+        assert job.end() == ("FAILED", f"{Exit.CONFIG:d}:0"), job.output()
     last = job.output().splitlines()
-    assert re.match(r"megascale: rank 0 on \S+ failed: .*there is a run of this name already", last[-3]), last
+    assert re.match(r"megascale: rank 0 on \S+ failed: .*a job trains in this folder already", last[-3]), last
     assert "Traceback" not in job.output()
     assert not (tmp_path / "runs" / f"slurm-{job.id}.errors").exists()
 

@@ -100,7 +100,13 @@ class CallSequence:
                 Call(group, action, event.name, event.part, event.chunk, event.layer, event.microbatch, event.step)
             )
             self.numbers.append(event.sequence)
+        self._microbatches = {call.microbatch for call in self.calls}
+        self._layers = {call.layer for call in self.calls}
         self._places: dict[CallMatch, defaultdict[tuple[Any, ...], list[int]]] = {}
+
+    def may_have(self, call: Call) -> bool:
+        """Return False for a call of a micro-batch or layer that no call of the rank has: past the last of a step."""
+        return call.microbatch in self._microbatches and call.layer in self._layers
 
     def after(self, call: Call, likeness: CallMatch = CallMatch.SAME, until: int | None = None) -> Counter[Follower]:
         """Return the counts of calls after calls like `call`, before place `until`."""

@@ -242,7 +242,8 @@ def _judge_by_precedents(
         precedents = comparison.precedents(step, likeness, kin)
         known = follower(step.call, step.following, likeness) in precedents
         if usual is None:
-            expected = next((resolve(step.call, one, likeness) for one, _ in precedents.most_common(1)), None)
+            likely = (resolve(step.call, one, likeness) for one, _ in precedents.most_common(1))
+            expected = next(filter(comparison.program(step.rank).may_have, likely), None)
         else:
             expected = usual if follower(step.call, usual, likeness) in precedents else None
         if known:
