@@ -1,4 +1,4 @@
-"""Layers of a transformer: the registries `BLOCKS`, `NORMS`, `ACTIVATIONS` and `ROPE_SCALINGS`.
+"""Layers of a transformer: the registries `BLOCKS`, `NORMS`, `ACTIVATIONS`, `ROUTER_SCORES` and `ROPE_SCALINGS`.
 
 Facts of a block: `description`, a function of (model, layer) that lists the parts of the block (`layout.blocks`);
 `operations`, the optional operations of `catalog.backends` used by the block; `shares_casts`, attention and MLP share
@@ -73,6 +73,17 @@ ACTIVATIONS = Registry(
         "relu2": "", "squared_relu": "", "reglu": "", "quick_gelu": "",
     },
 )  # fmt: skip
+
+ROUTER_SCORES = Registry(
+    "router score",
+    "megascale.router_scores",
+    [
+        Card("softmax", "softmax over all experts", "megascale.ops.routing:softmax"),
+        Card("sigmoid", "sigmoid of each logit (DeepSeek-V3)", "megascale.ops.routing:sigmoid"),
+        Card("sqrt_softplus", "square root of the softplus of each logit", "megascale.ops.routing:sqrt_softplus"),
+    ],
+    synonyms={"sqrtsoftplus": "sqrt_softplus"},
+)
 
 _YARN = {
     "beta_fast": float, "beta_slow": float, "attention_factor": float, "mscale": float, "mscale_all_dim": float,

@@ -16,7 +16,7 @@ from megascale.comm.p2p import Channel, P2PCommunicator, ProcessGroupP2P, StartP
 from megascale.comm.timeout import Timeout
 from megascale.config.launch import CommConfig, LaunchConfig, NcclConfig
 from megascale.layout.stages import Placement, looped
-from megascale.layout.topology import AXES, DATA_AXES, MAX_FLAT_REDUCE_RANKS, Coord, Topology
+from megascale.layout.topology import AXES, DATA_AXES, EXPERT_AXES, MAX_FLAT_REDUCE_RANKS, Coord, Topology
 from megascale.record.layout import RECEIVE, SEND
 from megascale.record.recorder import Recorder
 
@@ -51,7 +51,8 @@ class Mesh:
     - `reduction_groups`: job-wide reductions go over these groups in turn: `world` in a small job, else dp, tp and pp,
       under names of their own in the event log; `world` then serves control data only and has no communicator
     - `recorder` is the event log and `timeout` the timeout of all groups
-    - `open`, `by_axes`: how `group` opens a group, and the groups by their axes
+    - `open`, `by_axes`: how `group` opens a group, and the groups by their axes: along ep, whose ranks exchange the
+      tokens of experts, from the start
     """
 
     topology: Topology
@@ -83,19 +84,25 @@ class Mesh:
         return (*named, *axis_groups, *further)
 
     def group(self, *axes: str) -> Group:
-        """Return this rank's group along `axes` of the topology; of this rank alone without axes.
+        """Return this rank's group along `axes` of the topology; of this rank alone without axes. Along edp it is
+        the group of other axes with the same ranks, where there is one.
 
         The first call for some axes opens the group. It is a collective of all ranks of the job, which open groups in
         the same order: torch names a group after its ranks and the number of groups that a process has.
         """
-        key = tuple(axis for axis in AXES if axis in axes)
+        key = tuple(axis for axis in (*AXES, *EXPERT_AXES) if axis in axes)
         if key not in self.by_axes:
-            name = f"{key[-1]}.{'+'.join(key)}" if key else "alone"  # "dp" alone is the name of `dp`
-            group = self.open(GroupSpec(name, tuple(self.topology.group(self.rank, *key)), SLOT))
-            if group.size > 1:
-                self.recorder.log.expect(name)
-            self.by_axes[key] = group
+            ranks = tuple(self.topology.group(self.rank, *key))
+            same = [group for group in self.by_axes.values() if key == ("edp",) and group.ranks == ranks]
+            self.by_axes[key] = same[0] if same else self._open_along(key, ranks)
         return self.by_axes[key]
+
+    def _open_along(self, key: tuple[str, ...], ranks: tuple[int, ...]) -> Group:
+        name = f"{key[-1]}.{'+'.join(key)}" if key else "alone"  # "dp" alone is the name of `dp`
+        group = self.open(GroupSpec(name if set(key) <= set(AXES) else key[0], ranks, SLOT))
+        if group.size > 1:
+            self.recorder.log.expect(group.name)
+        return group
 
 
 def open_mesh(
@@ -154,7 +161,8 @@ def assemble_mesh(
     tp = along("tp", "tp")
     neighbours = zip(("cp.heads", "cp.keys"), topology.cp_groups(rank), strict=True)
     heads, keys = (open_one(GroupSpec(name, tuple(ranks), messages=True)) for name, ranks in neighbours)
-    dp = along("dp", *DATA_AXES)
+    dp, experts = along("dp", *DATA_AXES), tuple(topology.group(rank, "ep"))
+    ep = {("ep",): open_one(GroupSpec("ep", experts, messages=True))} if topology.ep > 1 else {}
     reductions: tuple[Group, ...] = (world,)
     if not is_small:
         pipeline = along("world.pp", "pp", slot_bytes=SCALAR_SLOT_BYTES)
@@ -166,14 +174,15 @@ def assemble_mesh(
     embedding = open_one(GroupSpec("tied", ends if tied and len(stages) > 1 and rank in ends else (rank,), SLOT))
     return Mesh(
         topology, rank, tp, heads, keys, dp, up, down, embedding, world, reductions, recorder, p2p, timeout, open_one,
-        {("tp",): tp, DATA_AXES: dp},
+        {("tp",): tp, DATA_AXES: dp, **ep},
     )  # fmt: skip
 
 
 def _expect_communication(mesh: Mesh, channels: Iterable[Channel]) -> None:
     """Note in the log what this rank will take part in."""
     log = mesh.recorder.log
-    for group in (mesh.tp, mesh.cp_heads, mesh.cp_keys, mesh.dp, mesh.tied, *mesh.reduction_groups):
+    named = mesh.tp, mesh.cp_heads, mesh.cp_keys, mesh.dp, mesh.tied, mesh.group("ep")
+    for group in (*named, *mesh.reduction_groups):
         if group.size > 1:
             log.expect(group.name)
     for sender, receiver in channels:

@@ -34,9 +34,12 @@ def warm_up(
     for group in (mesh.tp, mesh.cp_keys, mesh.dp, mesh.tied):
         _collectives(group, sizes, device)
     _collectives(mesh.reduction_groups[-1], sizes[:1], device)  # the only group not covered above; it reduces scalars
-    for group in (mesh.tp, mesh.cp_heads, mesh.cp_keys, *([mesh.dp] if matrices else [])):
+    pieces = mesh.tp, mesh.cp_heads, mesh.cp_keys, *([mesh.dp] if matrices else []), mesh.group("ep")
+    for group in pieces:
         if sizes and group.p2p_transport is not None:
-            part = torch.zeros(1, device=device.torch_device)  # every pair: tp sends pieces, cp heads, keys, values
+            part = torch.zeros(
+                1, device=device.torch_device
+            )  # every pair: tp sends pieces, cp heads, keys, values, ep tokens
             for _, work in all_gather_pieces(group, part.new_empty(group.size), part, 1, label="warm up"):
                 work.wait()
             device.synchronize()

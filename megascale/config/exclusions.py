@@ -14,6 +14,7 @@ from megascale.config.backends import Fp8Config
 from megascale.config.data import DataConfig
 from megascale.config.fault import FaultConfig
 from megascale.config.finding import Finding
+from megascale.config.model import ModelConfig
 from megascale.config.parallel import ParallelConfig
 from megascale.config.section import Section
 from megascale.config.train import CheckpointConfig, ObserveConfig, OptimizerConfig, TrainConfig
@@ -106,6 +107,24 @@ NO_ROPE = _without_effect(
         "model.rotary_fraction": only(1),
     },
 )
+
+NO_EXPERTS = _off(
+    "model.experts", only(0), ModelConfig, "experts_per_token", "dense_layers", "shared_ffn_size",
+    "shared_gate", "router_score", "router_groups", "router_top_groups", "router_group_value", "router_normalize",
+    "router_scale", "balance_bias", hint="model.experts above 0, or remove the key",
+)  # fmt: skip
+
+EXPERTS = Exclusions("model.experts", unless(0), tuple(
+    (key, passes, f"{message} (model.experts = {{given}})", hint)
+    for key, passes, message, hint in (
+        ("model.bias", only(False), "experts have no biases", "bias = false"),
+        ("model.block", only("serial", "sandwich", "post_norm"), "experts follow attention, in a branch of their own",
+         "serial, sandwich or post_norm"),
+        ("parallel.hybrid_dp", only(False), "ranks that exchange tokens run the same micro-batches", "false"),
+        ("train.mlp_tiles", only(1), "experts have no tiles", "1"),
+    )
+))  # fmt: skip
+"""Keys without an implementation for experts."""
 
 TIED_HEAD = Exclusions("model.tie_embeddings", only(True), (
     ("model.mup_base_width", only(0), "the head's scale and learning rate are not the token embedding's under muP",

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
-from megascale.config.foreign.setting import NO_FP16, NO_MOE, plain, two_shares
+from megascale.config.foreign.setting import NO_FP16, plain, two_shares
 from megascale.config.section import FEW_CHOICES, TableChoice
 from megascale.config.value_words import A_CHOICE, literals_of, values_in_words
 from megascale.core.registry import closest_name, closest_names
@@ -73,7 +73,7 @@ def unsupported(key: str, value: Any) -> str:
     """Return why a value that other systems have is not supported; else ''."""
     if key == "data.split" and isinstance(value, list) and len(value) == 3:
         return f"two shares, of training and validation: add the test share to the second, {two_shares([value], {})}"
-    return f"{NO_MOE}: 1, or remove the key" if key == "parallel.ep" else UNSUPPORTED.get(key, {}).get(_text(value), "")
+    return UNSUPPORTED.get(key, {}).get(_text(value), "")
 
 
 def _text(value: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from megascale.catalog.layers import ACTIVATIONS, BLOCKS, NORMS, ROPE_SCALINGS
+from megascale.catalog.layers import ACTIVATIONS, BLOCKS, NORMS, ROPE_SCALINGS, ROUTER_SCORES
 from megascale.config.section import AUTO_AS_NONE, Float32, Section, Size, TableChoice, choice, no_choice
 from megascale.core.registry import closest_name
 
@@ -101,6 +101,39 @@ class ModelConfig(Section):
         description="sliding-window attention: number of keys per query, counting the query's own position; a list "
         "repeats over the layers; 0: full causal attention",
     )
+    experts: Annotated[int, Field(ge=0, le=2**16)] = Field(
+        0, description="routed experts of a layer, in place of its MLP (mixture of experts); 0: dense layers"
+    )
+    experts_per_token: Annotated[int, Field(gt=0, le=2**16)] = Field(
+        2, description="experts that a token is routed to: those with the largest scores"
+    )
+    explicit_expert_ffn_size: Annotated[Size | None, AUTO_AS_NONE] = Field(
+        None, alias="expert_ffn_size", description="inner width of an expert; default ffn_size"
+    )
+    dense_layers: Annotated[int, Field(ge=0, le=10_000)] = Field(
+        0, description="first layers with a dense MLP of ffn_size in place of experts"
+    )
+    shared_ffn_size: Annotated[int, Field(ge=0, le=2**26)] = Field(
+        0, description="inner width of the shared expert, an MLP for all tokens beside the routed ones; 0: none"
+    )
+    shared_gate: bool = Field(False, description="the shared expert's output times the sigmoid of a learned gate")
+    router_score: Annotated[str, choice(ROUTER_SCORES)] = Field(
+        "softmax", description="scores of experts, from the router's logits"
+    )
+    router_groups: Annotated[int, Field(gt=0, le=2**16)] = Field(
+        1, description="groups of consecutive experts: tokens choose among the experts of router_top_groups of them"
+    )
+    router_top_groups: Annotated[int, Field(gt=0, le=2**16)] = Field(1, description="groups that a token chooses from")
+    router_group_value: Literal["max", "top2"] = Field(
+        "max", description="value of a group of experts: its largest score, or with top2 the sum of the largest two"
+    )
+    router_normalize: bool = Field(True, description="weights of the chosen experts add up to 1")
+    router_scale: Float32 = Field(1.0, gt=0, description="factor on the weights of the chosen experts")
+    balance_bias: bool = Field(
+        False,
+        description="a bias of each expert, added to its score for the choice alone, that moves with its load after a "
+        "step (balance without auxiliary loss)",
+    )
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,
         description="dropout probability of embeddings, attention weights, and outputs of attention and MLP",
@@ -147,6 +180,14 @@ class ModelConfig(Section):
     @property
     def qkv_bias(self) -> bool:
         return self.bias if self.explicit_qkv_bias is None else self.explicit_qkv_bias
+
+    @property
+    def expert_ffn_size(self) -> int:
+        return self.explicit_expert_ffn_size or self.ffn_size
+
+    def has_experts(self, layer: int) -> bool:
+        """Return True for a layer with experts in place of a dense MLP."""
+        return self.experts > 0 and layer >= self.dense_layers
 
     @property
     def attention_scale(self) -> float:
@@ -206,9 +247,15 @@ def fill_defaults(keys: dict[str, Any]) -> dict[str, Any]:
 
 SAME_MODEL_HINT = "[model] as there, or another name or checkpoint.resume for this run"
 
+EXPERT_KEYS = (
+    "experts", "experts_per_token", "expert_ffn_size", "dense_layers", "shared_ffn_size", "shared_gate",
+    "balance_bias",
+)  # fmt: skip
+"""Those of `MODEL_KEYS` that describe experts."""
+
 MODEL_KEYS = (
     "num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size", "norm", "activation",
-    "position", "bias", "qkv_bias", "tie_embeddings", "block", "head_dim", "qk_norm", "positions",
+    "position", "bias", "qkv_bias", "tie_embeddings", "block", "head_dim", "qk_norm", "positions", *EXPERT_KEYS,
 )  # fmt: skip
 """Keys of `[model]` that must be equal in a checkpoint and in the run that loads it."""
 
@@ -222,6 +269,9 @@ def model_differences(saved: Mapping[str, Any], model: ModelConfig) -> str:
     if there["qkv_bias"] is None:
         there["qkv_bias"] = there["bias"]
     there["qk_norm"] = there["qk_norm"] or "none"
+    there["expert_ffn_size"] = there["expert_ffn_size"] or there["ffn_size"]
+    for key in EXPERT_KEYS:  # manifests of dense models may have none of these
+        there[key] = ModelConfig.model_fields[key].default if there[key] is None else there[key]
     if there["position"] == "learned":
         there["positions"] = there["positions"] or saved.get("seq_length")
     here = {key: getattr(model, key) for key in MODEL_KEYS} | {"positions": model.position_rows or None}

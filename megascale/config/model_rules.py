@@ -69,3 +69,33 @@ def attention_window(model: ModelConfig) -> Iterator[Finding]:
     if isinstance(model.window, list) and len(model.window) > model.num_layers:
         message = f"{len(model.window)} numbers for {model.num_layers} layers"
         yield Finding("model.window", message, f"at most {model.num_layers}: fewer repeat over the layers")
+
+
+def experts(model: ModelConfig) -> Iterator[Finding]:
+    """Check that tokens can choose as many experts, from as many groups."""
+    experts, chosen, groups, top = (
+        model.experts, model.experts_per_token, model.router_groups, model.router_top_groups
+    )  # fmt: skip
+    if not experts:
+        if model.explicit_expert_ffn_size is not None:
+            yield Finding("model.expert_ffn_size", "has no effect with experts = 0", "model.experts, or remove the key")
+        return
+    if model.dense_layers >= model.num_layers:
+        message = f"{model.dense_layers} dense layers of {model.num_layers} leave none with experts"
+        yield Finding("model.dense_layers", message, f"at most {model.num_layers - 1}, or experts = 0")
+    if experts % groups or top > groups:
+        message = f"a token cannot choose {top} of {groups} groups of {experts} experts"
+        yield Finding(
+            "model.router_groups", message, f"one of {join_values(divisors(experts, 64))}, top groups at most it"
+        )
+        return
+    if model.router_group_value == "top2" and (groups == 1 or experts // groups < 2):
+        message = f"the sum of two scores is of groups, and {experts} experts have {groups}"
+        yield Finding("model.router_group_value", message, "max, or groups of two experts or more")
+    if chosen > (available := experts // groups * top):
+        message = f"{chosen} experts a token, of {available} to choose from"
+        yield Finding("model.experts_per_token", message, f"at most {available}")
+    if model.shared_gate and not model.shared_ffn_size:
+        yield Finding(
+            "model.shared_gate", "has no effect without a shared expert", "shared_ffn_size, or remove the key"
+        )

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megascale.catalog.schedules import SCHEDULES
-from megascale.config.section import AUTO_AS_NONE, Count, One, Ranks, Section, choice
+from megascale.config.section import AUTO_AS_NONE, Count, Ranks, Section, choice
 
 
 class ParallelConfig(Section):
@@ -37,7 +37,11 @@ class ParallelConfig(Section):
         description="with data.attention_mask document, where cp ranks exchange keys: ranks hold chunks of the whole "
         "sequence or of each document; auto: for each micro-batch those that balance attention better",
     )
-    ep: One = Field(1, description="expert parallelism; not available yet")
+    ep: Ranks = Field(
+        1,
+        description="expert parallelism: experts are split over ep neighbouring ranks of a pipeline stage; it divides "
+        "tp x cp x dp",
+    )
     dp: Ranks | Literal["auto"] = Field(
         "auto", description="data parallelism; auto: number of processes / (tp x cp x pp)"
     )

@@ -29,6 +29,7 @@ RULES: tuple[Rule, ...] = (
     exclusions.NO_ROPE, model_rules.rope, model_rules.rope_scaling,
     model_rules.qk_norm,
     model_rules.attention_window,
+    exclusions.NO_EXPERTS, exclusions.EXPERTS, model_rules.experts, parallel_rules.experts,
     parallel_rules.tensor_parallel,
     parallel_rules.pipeline,
     backend_rules.fp8_shapes,

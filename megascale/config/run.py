@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Annotated
@@ -116,7 +117,8 @@ class RunConfig(RunKeys):
         `world_size`: processes of the job, or None for the smallest number that the layout allows.
         """
         p = self.parallel
-        dp = p.dp if isinstance(p.dp, int) else (world_size or p.replica_size) // p.replica_size
+        least = p.ep // math.gcd(p.ep, p.tp * p.cp)  # replicas whose stages have ranks for all experts
+        dp = p.dp if isinstance(p.dp, int) else (world_size or least * p.replica_size) // p.replica_size
         schedule = p.schedule or ("interleaved_1f1b" if p.vpp > 1 else "1f1b")
         parallel = p.model_copy(update={"dp": dp, "schedule": schedule})
         optimizer = self.optimizer

@@ -119,9 +119,7 @@ def serial_block(model: ModelConfig, layer: int) -> BlockSpec:
         RowParallel((out(model),)),
         ResidualAdd(),
         NormSpec("mlp_norm"),
-        ColumnParallel((up(model),)),
-        activation(model),
-        RowParallel((down(model),)),
+        *feed_forward(model, layer),
         ResidualAdd(),
     )
 
@@ -162,9 +160,7 @@ def sandwich_block(model: ModelConfig, layer: int) -> BlockSpec:
         NormSpec("attention_post_norm"),
         ResidualAdd(),
         NormSpec("mlp_norm"),
-        ColumnParallel((up(model),)),
-        activation(model),
-        RowParallel((down(model),)),
+        *feed_forward(model, layer),
         NormSpec("mlp_post_norm"),
         ResidualAdd(),
     )
@@ -178,12 +174,19 @@ def post_norm_block(model: ModelConfig, layer: int) -> BlockSpec:
         RowParallel((out(model),)),
         NormSpec("attention_post_norm"),
         ResidualAdd(),
-        ColumnParallel((up(model),)),
-        activation(model),
-        RowParallel((down(model),)),
+        *feed_forward(model, layer),
         NormSpec("mlp_post_norm"),
         ResidualAdd(),
     )
+
+
+def feed_forward(model: ModelConfig, layer: int) -> BlockSpec:
+    """The MLP of layer number `layer`, or its experts."""
+    if not model.has_experts(layer):
+        return ColumnParallel((up(model),)), activation(model), RowParallel((down(model),))
+    from megascale.layout.parts.experts import expert_layer
+
+    return (expert_layer(model),)
 
 
 def qkv(model: ModelConfig) -> LinearSpec:

@@ -190,14 +190,14 @@ def pack(parameters: Sequence[ParamSpec], topology: Topology, zero: int = 0) -> 
     at = replicated_start = partial_stop = 0
 
     def order(parameter: ParamSpec) -> tuple[bool, ...]:
-        return "tp" not in parameter.sharding, not parameter.tp_partial, *_optimizer_flags(parameter)
+        return parameter.is_replicated, not parameter.tp_partial, *_optimizer_flags(parameter)
 
     for parameter in sorted(parameters, key=order):  # stable
         slots.append(Slot(parameter, at, at + parameter.local_numel(topology)))
         at = _align(slots[-1].stop, ALIGNMENT)
-        if "tp" in parameter.sharding:
+        if not parameter.is_replicated:
             replicated_start = at
-        if parameter.tp_partial or "tp" in parameter.sharding:
+        if parameter.tp_partial or not parameter.is_replicated:
             partial_stop = at
     numel, replicated = _align(at, ALIGNMENT * shards), (replicated_start, at)
     shard_axes = ShardAxes(**dict.fromkeys(SHARDED[zero], axes))

@@ -32,7 +32,8 @@ HEAD = "head.weight"  # unless tied to the token embedding
 class TensorSpec:
     """A tensor as checkpoints store it.
 
-    `sharding`: axis of parallelism -> sharded dimension; the tensor is replicated over all other axes. `init`, `std`:
+    `shape`: of a vector, a matrix, or a stack [..., rows, columns] of matrices, such as those of experts. `sharding`:
+    axis of parallelism -> sharded dimension; the tensor is replicated over all other axes. `init`, `std`:
     initialization. `pad_multiple`: the multiple to which a rank pads its rows. `head_dim`: rows of an attention head,
     of which the tensor is a stack; None for other tensors. `width_ratio`: by which muP scales the learning rate.
     """
@@ -92,6 +93,11 @@ class ParamSpec:
         """The sharding of all parts: axis of parallelism -> sharded dimension."""
         return self.parts[0].sharding
 
+    @property
+    def is_replicated(self) -> bool:
+        """All ranks of a stage hold the same parameter: no axis shards it."""
+        return not self.sharding
+
     def local_shape(self, topology: Topology) -> tuple[int, ...]:
         """Shape on one rank, with padding."""
         shapes = [part.local_shape(topology) for part in self.parts]
@@ -104,6 +110,12 @@ class ParamSpec:
 def matrix_param(name: str, *parts: TensorSpec, fp8: bool = False, kind: Kind = "matrix") -> ParamSpec:
     """A matrix, with weight decay. `fp8`: its GEMMs may run in FP8."""
     return ParamSpec(name, parts, is_matrix=True, weight_decay=True, fp8=fp8, kind=kind)
+
+
+def expert_param(name: str, shape: tuple[int, ...], std: float, width_ratio: float) -> ParamSpec:
+    """A stack of the experts' matrices, `shape` [experts, ..., rows, columns], with weight decay."""
+    tensor = TensorSpec(name, shape, {"ep": 0}, std=std, width_ratio=width_ratio)
+    return ParamSpec(name, (tensor,), is_matrix=True, weight_decay=True, fp8=False, reduce_axes=("edp",))
 
 
 def vector_param(name: str, *parts: TensorSpec, tp_partial: bool = False, kind: Kind = "norm") -> ParamSpec:

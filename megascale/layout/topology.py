@@ -3,7 +3,8 @@
     rank = tp + TP * (cp + CP * (dp + DP * pp))
 
 tp varies fastest and stays inside a node; pp varies slowest, after the data-parallel groups, as in section 2 of the
-paper.
+paper. Experts fold over the ranks of a pipeline stage, of which rank i, counted along tp, cp and dp, holds the experts
+of index `i mod ep`, and shares them with the ranks of its `edp` group (Liu et al. 2025, arXiv 2504.14960).
 """
 
 from __future__ import annotations
@@ -16,6 +17,12 @@ from typing import NamedTuple
 from megascale.config.parallel import ParallelConfig
 
 AXES = ("tp", "cp", "dp", "pp")  # axes of parallelism, fastest first
+
+STAGE_AXES = ("tp", "cp", "dp")
+"""Axes along which the ranks of a pipeline stage are counted, fastest first."""
+
+EXPERT_AXES = ("ep", "edp")
+"""Axes of a stage's ranks for experts: ranks along ep hold different experts, ranks along edp the same ones."""
 
 DATA_AXES = ("cp", "dp")
 """Axes whose ranks hold the same weights and train on different tokens: gradients are reduced over these axes."""
@@ -39,7 +46,7 @@ class Coord(NamedTuple):
 class Topology:
     """The sizes of the axes. All methods are arithmetic on these sizes, for worlds of any size. `cp_heads`: that many
     neighbours along cp exchange heads of attention; cp / cp_heads ranks exchange keys and values, or with `pooled` all
-    cp x dp ranks.
+    cp x dp ranks. `ep` divides the ranks of a stage.
     """
 
     tp: int = 1
@@ -48,6 +55,11 @@ class Topology:
     pp: int = 1
     cp_heads: int = 1
     pooled: bool = False
+    ep: int = 1
+
+    @property
+    def edp(self) -> int:
+        return self.size(*STAGE_AXES) // self.ep
 
     @property
     def world_size(self) -> int:
@@ -62,7 +74,12 @@ class Topology:
         return math.prod(getattr(self, axis) for axis in axes)
 
     def index_in_group(self, coord: Coord, *axes: str) -> int:
-        """Index of `coord` in its group along `axes`. Ranks of a group ascend; the order of `axes` does not matter."""
+        """Index of `coord` in its group along `axes`: of AXES, or one of EXPERT_AXES. Ranks of a group ascend; the
+        order of `axes` does not matter.
+        """
+        if axes and axes[0] in EXPERT_AXES:
+            edp, ep = divmod(self.index_in_group(coord, *STAGE_AXES), self.ep)
+            return ep if axes == ("ep",) else edp
         index = 0
         for axis in reversed(AXES):
             if axis in axes:
@@ -86,8 +103,13 @@ class Topology:
         return self.index_in_group(coord, *AXES)
 
     def group(self, rank: int, *axes: str) -> list[int]:
-        """The group of `rank` along `axes`: all ranks with its coordinates on the other axes, in ascending order."""
+        """The group of `rank` along `axes`, of AXES or one of EXPERT_AXES: all ranks with its coordinates on the other
+        axes, in ascending order.
+        """
         coord = self.coord(rank)
+        if axes and axes[0] in EXPERT_AXES:
+            stage, (edp, ep) = self.group(rank, *STAGE_AXES), divmod(self.index_in_group(coord, *STAGE_AXES), self.ep)
+            return stage[edp * self.ep : (edp + 1) * self.ep] if axes == ("ep",) else stage[ep :: self.ep]
         ranges = [range(getattr(self, axis)) for axis in axes]
         members = (coord._replace(**dict(zip(axes, indices, strict=True))) for indices in itertools.product(*ranges))
         return sorted(self.rank(member) for member in members)
@@ -108,4 +130,4 @@ class Topology:
 
 def topology_of(p: ParallelConfig) -> Topology:
     """The topology of a resolved configuration."""
-    return Topology(tp=p.tp, cp=p.cp, dp=p.replicas, pp=p.pp, cp_heads=p.cp_heads, pooled=p.hybrid_dp)
+    return Topology(tp=p.tp, cp=p.cp, dp=p.replicas, pp=p.pp, cp_heads=p.cp_heads, pooled=p.hybrid_dp, ep=p.ep)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megascale.model.attention import Attention
-from megascale.model.mlp import MLP
+from megascale.model.mlp import MLP, feed_forward
 from megascale.model.modules import LayerContext, Norm, residual_dropout
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.tensor import column_parallel_linears, row_parallel_linears
@@ -23,14 +23,14 @@ class SerialBlock(nn.Module):
         self.attention_norm = Norm(context, f"{name}.attention_norm")
         self.attention = Attention(context, index)
         self.mlp_norm = Norm(context, f"{name}.mlp_norm")
-        self.mlp = MLP(context, index)
+        self.mlp = feed_forward(context, index)
         self._drop = lambda x, batch, branch: residual_dropout(x, batch, f"{name}.{branch}", context)
 
     def forward(self, x_sbh: Tensor, batch: MicroBatch, compute_output: bool = True) -> Tensor:
         """Map x [s, b, h] to [s, b, h]. Without `compute_output` only the result's shape and gradients are valid."""
         branch = self.attention(self.attention_norm(x_sbh), batch, self.attention_norm.recompute_norm(x_sbh))
         x_sbh, normed = self.mlp_norm.add_norm(x_sbh, self._drop(branch, batch, "attention.out"))
-        branch = self.mlp(normed, self.mlp_norm.recompute_norm(x_sbh), compute_output)
+        branch = self.mlp(normed, batch, self.mlp_norm.recompute_norm(x_sbh), compute_output)
         return x_sbh + self._drop(branch, batch, "mlp.down")
 
 
@@ -47,7 +47,7 @@ class SandwichBlock(nn.Module):
         self.attention = Attention(context, index)
         self.attention_post_norm = Norm(context, f"{name}.attention_post_norm")
         self.mlp_norm = Norm(context, f"{name}.mlp_norm")
-        self.mlp = MLP(context, index)
+        self.mlp = feed_forward(context, index)
         self.mlp_post_norm = Norm(context, f"{name}.mlp_post_norm")
         self._drop = lambda x, batch, branch: residual_dropout(x, batch, f"{name}.{branch}", context)
 
@@ -56,7 +56,7 @@ class SandwichBlock(nn.Module):
         branch = self.attention(self.attention_norm(x_sbh), batch, self.attention_norm.recompute_norm(x_sbh))
         branch = self._drop(self.attention_post_norm(branch), batch, "attention.out")
         x_sbh, normed = self.mlp_norm.add_norm(x_sbh, branch)
-        branch = self.mlp(normed, self.mlp_norm.recompute_norm(x_sbh))
+        branch = self.mlp(normed, batch, self.mlp_norm.recompute_norm(x_sbh))
         return x_sbh + self._drop(self.mlp_post_norm(branch), batch, "mlp.down")
 
 
@@ -68,7 +68,7 @@ class PostNormBlock(nn.Module):
         name = f"layers.{index}"
         self.attention = Attention(context, index)
         self.attention_post_norm = Norm(context, f"{name}.attention_post_norm")
-        self.mlp = MLP(context, index)
+        self.mlp = feed_forward(context, index)
         self.mlp_post_norm = Norm(context, f"{name}.mlp_post_norm")
         self._drop = lambda x, batch, branch: residual_dropout(x, batch, f"{name}.{branch}", context)
 
@@ -76,7 +76,7 @@ class PostNormBlock(nn.Module):
         """Map x [s, b, h] to [s, b, h]. The last GEMM always runs: the norm after it saves its output."""
         branch = self.attention_post_norm(self.attention(x_sbh, batch))
         x_sbh = x_sbh + self._drop(branch, batch, "attention.out")
-        return x_sbh + self._drop(self.mlp_post_norm(self.mlp(x_sbh)), batch, "mlp.down")
+        return x_sbh + self._drop(self.mlp_post_norm(self.mlp(x_sbh, batch)), batch, "mlp.down")
 
 
 class ParallelBlock(nn.Module):
@@ -102,7 +102,7 @@ class ParallelBlock(nn.Module):
         if self.mlp.tiles > 1:
             normed = self.norm(x_sbh)
             branch = self.attention(normed, batch, recompute_norm, compute_output)
-            return x_sbh + self._drop(branch + self.mlp(normed, recompute_norm, compute_output), batch)
+            return x_sbh + self._drop(branch + self.mlp(normed, batch, recompute_norm, compute_output), batch)
         columns, label = [self.attention.qkv.params, self.mlp.up.params], Label.for_layer(self._index, "qkv and up")
         qkv, inner = column_parallel_linears(self.norm(x_sbh), columns, self._tp, label, recompute_norm)
         heads = self.attention.core_attention(qkv, batch)
@@ -132,7 +132,7 @@ class ParallelTwoNormsBlock(nn.Module):
         normed, recompute_norm = self.attention_norm(x_sbh), self.attention_norm.recompute_norm(x_sbh)
         if self.mlp.tiles > 1:
             branch = self.attention(normed, batch, recompute_norm, compute_output)
-            mlp = self.mlp(self.mlp_norm(x_sbh), self.mlp_norm.recompute_norm(x_sbh), compute_output)
+            mlp = self.mlp(self.mlp_norm(x_sbh), batch, self.mlp_norm.recompute_norm(x_sbh), compute_output)
             return x_sbh + self._drop(branch + mlp, batch)
         qkv = self.attention.project(normed, recompute_norm)
         heads = self.attention.core_attention(qkv, batch)

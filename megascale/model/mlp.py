@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megascale.model.modules import LayerContext, Linear
+from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Recomputation, recomputation
 from megascale.parallel.tensor import column_parallel_linear, row_parallel_linear
 from megascale.parallel.tiles import run_in_tiles
@@ -13,25 +14,30 @@ from megascale.record.label import Label
 
 class MLP(nn.Module):
     """MLP: a column-parallel up layer (with the gate, if gated), the activation, a row-parallel down layer. With
-    several `tiles`, one tile of tokens at a time (`parallel.tiles`).
+    several `tiles`, one tile of tokens at a time (`parallel.tiles`). `place`: its name in the layer.
     """
 
-    def __init__(self, context: LayerContext, index: int) -> None:
+    def __init__(self, context: LayerContext, index: int, place: str = "mlp") -> None:
         super().__init__()
-        name = f"layers.{index}.mlp"
+        name = f"layers.{index}.{place}"
         self.up = Linear(context, f"{name}.{'gate_up' if context.model.gated else 'up'}")
         self.down = Linear(context, f"{name}.down")
         self.activate = context.operators.activate
         self._tp = context.tp
-        self._index = index
+        prefix = "" if place == "mlp" else f"{place} "
+        self._up_label, self._down_label = (Label.for_layer(index, f"{prefix}{part}") for part in ("up", "down"))
         self._recompute = context.recompute.activation
         self.tiles = context.recompute.mlp_tiles
 
     def forward(
-        self, x_sbh: Tensor, recompute_input: Recomputation | None = None, compute_output: bool = True
+        self,
+        x_sbh: Tensor,
+        batch: MicroBatch | None = None,
+        recompute_input: Recomputation | None = None,
+        compute_output: bool = True,
     ) -> Tensor:
-        """Map x [s, b, h] to [s, b, h]. `recompute_input` recomputes x for wgrad; `compute_output` as in
-        `row_parallel_linear`.
+        """Map x [s, b, h] to [s, b, h]. `batch` is for layers with experts; `recompute_input` recomputes x for wgrad;
+        `compute_output` as in `row_parallel_linear`.
         """
         if self.tiles > 1:
             return run_in_tiles(self._run_tile, x_sbh, self.tiles, recompute_input, compute_output)
@@ -46,16 +52,24 @@ class MLP(nn.Module):
             self.activate(inner),
             self.down.params,
             self._tp,
-            Label.for_layer(self._index, "down"),
+            self._down_label,
             recompute_input,
             compute_output,
         )
 
     def project(self, x_sbh: Tensor, recompute_input: Recomputation | None = None) -> Tensor:
         """Map x [s, b, h] to this rank's input of the activation [s, b, ...]. `recompute_input` as in `forward`."""
-        label = Label.for_layer(self._index, "up")
-        return column_parallel_linear(x_sbh, self.up.params, self._tp, label, recompute_input)
+        return column_parallel_linear(x_sbh, self.up.params, self._tp, self._up_label, recompute_input)
 
     def recompute_activation(self, inner: Tensor) -> Recomputation | None:
         """Describe how the down layer recomputes its input activate(inner); None if the layer saves its input."""
         return recomputation(self.activate, inner, self._recompute)
+
+
+def feed_forward(context: LayerContext, index: int) -> nn.Module:
+    """Build the branch of layer `index` beside attention: an MLP, or experts (`model.experts`)."""
+    if not context.model.has_experts(index):
+        return MLP(context, index)
+    from megascale.model.experts import Experts
+
+    return Experts(context, index)

@@ -18,6 +18,7 @@ from megascale.parallel.tp_overlap import LinearParams, TensorParallel
 
 if TYPE_CHECKING:
     from megascale.parallel.context_parallel import ContextParallel
+    from megascale.parallel.experts.expert_parallel import ExpertParallel
     from megascale.parallel.input_offload import ActivationOffload
 
 Parameters = Mapping[str, nn.Parameter]
@@ -27,8 +28,8 @@ Parameters = Mapping[str, nn.Parameter]
 @dataclass(frozen=True)
 class LayerContext:
     """The arguments common to all modules: model configuration, parameters of this rank, tp group, operators, GEMMs
-    of a linear layer by its name, recomputation policy, the attention of ranks that share a sequence, and the offload
-    of block inputs.
+    of a linear layer by its name, recomputation policy, the attention of ranks that share a sequence, the offload of
+    block inputs, and the parallelism of experts.
     """
 
     model: ModelConfig
@@ -39,6 +40,7 @@ class LayerContext:
     recompute: RecomputePolicy = NO_RECOMPUTE
     cp: ContextParallel | None = None
     offload: ActivationOffload | None = None
+    experts: ExpertParallel | None = None
 
 
 class Linear(nn.Module):

@@ -5,7 +5,7 @@ what a stage returns for one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from megascale.ops.boundaries import Boundaries
 from megascale.parallel.rng import Dropout
 
 if TYPE_CHECKING:
+    from megascale.parallel.experts.route import Route
     from megascale.parallel.kv_store import KVStore
 
 
@@ -26,7 +27,8 @@ class MicroBatch:
     sequence, or if they are a chunk of it; `boundaries` are those of whole sequences. `keys`: shared by the chunks of a
     sequence. `loss_tokens`: the number of labels that count, or the sum of their weights, and `sequence_loss_tokens`
     those of all ranks that share the sequences; zero on ranks that read no tokens. `planned_rows`: the number of
-    tokens, on every stage, if a planner has chosen it for this micro-batch.
+    tokens, on every stage, if a planner has chosen it for this micro-batch. `routes`: the experts that its tokens have
+    chosen, by layer.
     """
 
     tokens: Tensor | None
@@ -39,15 +41,22 @@ class MicroBatch:
     loss_tokens: float = 0
     sequence_loss_tokens: float = 0
     planned_rows: int | None = None
+    routes: dict[int, Route] = field(default_factory=dict)
 
     def release(self, *, forward_only: bool = False) -> None:
         """Free what layers have shared for this micro-batch, after its last use. `forward_only`: in an evaluation, no
         backward frees the keys of chunks.
         """
-        if self.boundaries is not None:
-            self.boundaries.release()
+        self.release_masks()
+        for route in self.routes.values():
+            route.release()
         if forward_only and self.keys is not None and self.shard is not None and self.shard.is_last:
             self.keys.clear()
+
+    def release_masks(self) -> None:
+        """Free the masks of documents, which the next use makes again."""
+        if self.boundaries is not None:
+            self.boundaries.release()
 
 
 class Loss(NamedTuple):

@@ -203,8 +203,10 @@ class _Execution:
             self._to_send[action] = out.activation
         elif self._training and self._p.on_loss is not None:
             self._p.on_loss(action.microbatch, micro_batch, out.losses[0].total)
-        if dropped or not self._training:
-            micro_batch.release(forward_only=not self._training)
+        if not self._training:
+            micro_batch.release(forward_only=True)
+        elif dropped:
+            micro_batch.release_masks()
 
     def _run_stage(self, action: Action, x: Tensor | None) -> StageOutput:
         """Run the chunk's forward, and return its output, detached. With gradients enabled, its autograd edges are

@@ -18,6 +18,7 @@ from megascale.comm.mesh import Mesh, open_mesh
 from megascale.comm.warm_up import warm_up
 from megascale.config.batch_rampup import batch_sizes
 from megascale.config.data import DataConfig
+from megascale.config.model import ModelConfig
 from megascale.config.parallel import ParallelConfig
 from megascale.config.run import RunConfig
 from megascale.config.train import BatchConfig, OptimizerConfig, TrainConfig
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from megascale.data.mix.loader import Loader
     from megascale.optim.step_guard import StepGuard
     from megascale.parallel.context_parallel import ContextParallel
+    from megascale.parallel.experts.expert_parallel import ExpertParallel
     from megascale.parallel.fp8_state import Fp8State
     from megascale.parallel.input_offload import ActivationOffload
     from megascale.train.noise_scale import NoiseScale
@@ -107,8 +109,11 @@ def build_rank_run(
         init_parameters(buffers.shards(), mesh.topology, mesh.coord, config.train.seed, device.host_threads())
     fp8_state = build_fp8(config, mesh, context)
     operators, offload = LayerOps.from_context(context), build_offload(config, mesh.coord.pp, device)
-    cp = build_context_parallel(p, mesh, operators, overlap=config.overlap.cp)
-    layers = LayerContext(config.model, {}, tp, operators, cp=cp, offload=offload)
+    cp, experts = (
+        build_context_parallel(p, mesh, operators, overlap=config.overlap.cp),
+        build_experts(config.model, mesh),
+    )
+    layers = LayerContext(config.model, {}, tp, operators, cp=cp, offload=offload, experts=experts)
     stages = build_stages(layout, mesh.coord.pp, config.train, buffers, layers, fp8_state)
     optimizer, guard = build_optimizer(config.optimizer, mesh, buffers, context, on)
     mesh.recorder.log.start_parts.begin("indices")
@@ -295,6 +300,16 @@ def build_context_parallel(
 
     gathers, attend, part = parallel.cp_mode == "allgather", operators.attend, operators.partial_attend
     return ContextParallel(mesh.cp_heads, mesh.cp_keys, attend, part, gathers, overlap)
+
+
+def build_experts(model: ModelConfig, mesh: Mesh) -> ExpertParallel | None:
+    """Return the parallelism of experts; None of a dense model."""
+    if not model.experts:
+        return None
+    from megascale.ops.routing import Routing
+    from megascale.parallel.experts.expert_parallel import ExpertParallel
+
+    return ExpertParallel(mesh.group("ep"), Routing(model))
 
 
 def build_order(config: RunConfig, pp_rank: int, count: int, training: bool) -> RankSchedule:

@@ -158,14 +158,16 @@ def branch_gradient(sizes: MicroBatchSizes, after: Part | None) -> int:
     return sizes.stream if after is not None and after.normalizes else sizes.branch
 
 
-def _params(name: str, model: ModelConfig, linear: LinearSpec, dimension: int) -> list[ParamSpec]:
-    """The parameters of a linear layer, whose weight tp shards along `dimension`: 0 outputs, 1 inputs.
-
-    Row-parallel weights feed the residual stream, which sums 2 l branches in a network of l layers: their initial
-    standard deviation is divided by sqrt(2 l). muP divides by the root of the width.
+def initial_std(model: ModelConfig, residual: bool) -> float:
+    """The initial standard deviation of a linear layer's weight. `residual`: it feeds the residual stream, which sums
+    2 l branches in a network of l layers, and is divided by sqrt(2 l). muP divides by the root of the width.
     """
-    ratio = model.width_ratio
-    std = model.init_std / math.sqrt(ratio * (1 if dimension == 0 else 2 * model.num_layers))
+    return model.init_std / math.sqrt(model.width_ratio * (2 * model.num_layers if residual else 1))
+
+
+def _params(name: str, model: ModelConfig, linear: LinearSpec, dimension: int) -> list[ParamSpec]:
+    """The parameters of a linear layer, whose weight tp shards along `dimension`: 0 outputs, 1 inputs."""
+    ratio, std = model.width_ratio, initial_std(model, residual=dimension == 1)
     prefix, sharding = name.rpartition(".")[0], {"tp": dimension}
     parts = [(f"{prefix}.{part}", rows) for part, rows in linear.parts]
     weights = [

@@ -1,0 +1,64 @@
+"""The experts of a block, in place of its MLP (mixture of experts)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megascale.model.mlp import MLP
+from megascale.model.modules import LayerContext
+from megascale.parallel.experts.exchange import combine, dispatch
+from megascale.parallel.experts.grouped_linear import grouped_linear, router_logits
+from megascale.parallel.microbatch import MicroBatch
+from megascale.parallel.recompute import Recomputation
+from megascale.record.label import Label
+
+
+class Experts(nn.Module):
+    """A token's MLP is the weighted sum of the experts that its router chooses, plus the shared expert's:
+
+    y = sum over chosen e of w_e down_e(w activate(up_e(x))) + shared(x)
+
+    The weight multiplies the input of the down projection, which saves its output for backward otherwise.
+    """
+
+    def __init__(self, context: LayerContext, index: int) -> None:
+        super().__init__()
+        name, model = f"layers.{index}", context.model
+        self.router = context.parameters[f"{name}.router.weight"]
+        self.up = context.parameters[f"{name}.experts.{'gate_up' if model.gated else 'up'}.weight"]
+        self.down = context.parameters[f"{name}.experts.down.weight"]
+        self.shared = MLP(context, index, "shared") if model.shared_ffn_size else None
+        self.shared_gate = context.parameters.get(f"{name}.shared_gate.weight")
+        assert context.experts is not None, "a model with experts has their parallelism"
+        self._experts = context.experts
+        self._activate = context.operators.activate
+        self._index = index
+        self.tiles = 1
+
+    def forward(
+        self,
+        x_sbh: Tensor,
+        batch: MicroBatch,
+        recompute_input: Recomputation | None = None,
+        compute_output: bool = True,
+    ) -> Tensor:
+        """Map x [s, b, h] to [s, b, h]. x is saved for the router, and not recomputed."""
+        x = x_sbh.reshape(-1, x_sbh.shape[-1])
+        routing = self._experts.routing
+        scores = routing.scores(router_logits(x, self.router))
+        experts, exchange = self._experts.route(scores, batch, self._index)
+        label = Label.for_layer(self._index, "dispatch")
+        rows, weights = dispatch(x, routing.weights(scores, experts), exchange, label)
+        inner = self._activate(grouped_linear(rows, self.up, exchange.groups)) * weights.to(x.dtype)
+        rows = grouped_linear(inner, self.down, exchange.groups)
+        out = combine(rows, exchange, experts.shape[1], Label.for_layer(self._index, "combine")).view_as(x_sbh)
+        return out if self.shared is None else out + self._shared(x_sbh, batch, compute_output)
+
+    def _shared(self, x_sbh: Tensor, batch: MicroBatch, compute_output: bool) -> Tensor:
+        assert self.shared is not None
+        out = self.shared(x_sbh, batch, None, compute_output)
+        if self.shared_gate is None:
+            return out
+        gate = torch.sigmoid(router_logits(x_sbh.reshape(-1, x_sbh.shape[-1]), self.shared_gate))
+        return out * gate.to(out.dtype).view(*out.shape[:-1], 1)

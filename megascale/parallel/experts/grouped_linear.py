@@ -1,0 +1,64 @@
+"""The linear layers of experts, and the router's: their gradients go to the main gradients of the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascale.ops.grouped_gemm import RowGroups, grouped_gemm, grouped_wgrad
+from megascale.ops.wgrad import torch_wgrad
+from megascale.parallel.grad_accumulation import Accumulation, accumulate_grad
+
+
+def grouped_linear(x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
+    """Compute y = x W_e^T for rows x [r, k] of each expert e, and `weight` [experts, ..., k], whose dimensions between
+    are the n outputs: [r, n]. Saved for backward: x.
+    """
+    return _GroupedLinear.apply(x, weight, groups)
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """Compute logits x W^T [t, experts] of tokens x [t, h], accumulated in fp32, or in fp64 of fp64."""
+    return _RouterLogits.apply(x, weight)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.groups = groups
+        return grouped_gemm(x, weight.view(len(weight), -1, x.shape[1]), groups)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad, matrices = grads[0].contiguous(), weight.view(len(weight), -1, x.shape[1])
+        grad_x = grouped_gemm(grad, matrices.transpose(-2, -1), ctx.groups)
+        return grad_x, _accumulate(weight, grad, x, ctx.groups), None
+
+
+def _accumulate(weight: Tensor, grad: Tensor, x: Tensor, groups: RowGroups) -> Tensor | None:
+    """Add each expert's grad^T x to the main gradient of `weight`; without one, return the gradient."""
+    main: Tensor | None = getattr(weight, "main_grad", None)
+    accumulation: Accumulation = getattr(weight, "accumulation", Accumulation(torch_wgrad))
+    total = torch.empty_like(weight) if main is None else main
+    matrices = total.view(len(weight), grad.shape[1], x.shape[1])
+    grouped_wgrad(matrices, grad, x, groups, accumulation.wgrad, main is not None and accumulation.mark_begun())
+    return total if main is None else None
+
+
+class _RouterLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return x.to(wide) @ weight.to(wide).t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad = grads[0]
+        grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype)
+        return grad_x, accumulate_grad(weight, grad.t() @ x.to(grad.dtype))
