@@ -15,6 +15,7 @@ from megascale.config.data import DataConfig
 from megascale.config.fault import FaultConfig
 from megascale.config.finding import Finding
 from megascale.config.model import ModelConfig
+from megascale.config.moe import MoeConfig
 from megascale.config.parallel import ParallelConfig
 from megascale.config.section import Section
 from megascale.config.train import CheckpointConfig, ObserveConfig, OptimizerConfig, TrainConfig
@@ -113,6 +114,23 @@ NO_EXPERTS = _off(
     "shared_gate", "router_score", "router_groups", "router_top_groups", "router_group_value", "router_normalize",
     "router_scale", "balance_bias", hint="model.experts above 0, or remove the key",
 )  # fmt: skip
+
+NO_BALANCED_EXPERTS = _without_effect(
+    "model.experts",
+    only(0),
+    {"moe.balance": only("none"), "moe.z_loss_weight": only(0.0)},
+    "model.experts above 0, or remove the key",
+)
+
+NO_BALANCE_LOSS = _off("moe.balance", only("none"), MoeConfig, "balance_weight", hint="moe.balance, or remove the key")
+
+NO_BALANCE_GROUP = _off(
+    "moe.balance", unless("group"), MoeConfig, "balance_group", hint="moe.balance = group, or remove the key"
+)
+
+NO_BALANCE_BIAS = _without_effect(
+    "model.balance_bias", only(False), {"moe.bias_rate": only(1e-3)}, "model.balance_bias = true, or remove the key"
+)
 
 EXPERTS = Exclusions("model.experts", unless(0), tuple(
     (key, passes, f"{message} (model.experts = {{given}})", hint)

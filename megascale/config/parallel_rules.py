@@ -12,6 +12,7 @@ from megascale.config.data import DataConfig
 from megascale.config.finding import Finding, divisors, join_values
 from megascale.config.launch import NcclConfig
 from megascale.config.model import ModelConfig
+from megascale.config.moe import MoeConfig
 from megascale.config.parallel import ParallelConfig
 from megascale.config.train import BatchConfig, TrainConfig
 
@@ -183,6 +184,20 @@ def experts(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Finding]:
     if isinstance(parallel.dp, int) and (ranks := parallel.tp * parallel.cp * parallel.dp) % ep:
         message = f"ep = {ep} does not divide the {ranks} ranks of a pipeline stage (tp x cp x dp)"
         yield Finding("parallel.ep", message, f"one of {join_values(divisors(ranks))}")
+
+
+def balance_group(parallel: ParallelConfig, batch: BatchConfig, moe: MoeConfig, data: DataConfig) -> Iterator[Finding]:
+    """Check that groups of samples with a balance loss are in one micro-batch, of all data-parallel ranks."""
+    group, key = moe.balance_group, "moe.balance_group"
+    if moe.balance != "group" or not isinstance(parallel.dp, int):
+        return
+    samples = batch.micro * parallel.dp
+    if samples % group:
+        message = f"groups of {group} do not divide the {samples} samples of a micro-batch on all ranks (micro x dp)"
+        yield Finding(key, message, f"one of {join_values(divisors(samples))}")
+    if data.sequence_chunk_tokens is not None:
+        message = "the chunks of a sequence are micro-batches of their own (data.sequence_chunk_tokens)"
+        yield Finding("moe.balance", message, "step, or whole sequences")
 
 
 def nccl_ctas(nccl: NcclConfig) -> Iterator[Finding]:

@@ -30,6 +30,8 @@ RULES: tuple[Rule, ...] = (
     model_rules.qk_norm,
     model_rules.attention_window,
     exclusions.NO_EXPERTS, exclusions.EXPERTS, model_rules.experts, parallel_rules.experts,
+    exclusions.NO_BALANCED_EXPERTS, exclusions.NO_BALANCE_LOSS, exclusions.NO_BALANCE_GROUP, exclusions.NO_BALANCE_BIAS,
+    parallel_rules.balance_group,
     parallel_rules.tensor_parallel,
     parallel_rules.pipeline,
     backend_rules.fp8_shapes,

@@ -16,6 +16,7 @@ from megascale.config.data import DataConfig
 from megascale.config.fault import FaultConfig
 from megascale.config.launch import CommConfig, LaunchConfig, NcclConfig
 from megascale.config.model import ModelConfig
+from megascale.config.moe import MoeConfig
 from megascale.config.parallel import OverlapConfig, ParallelConfig
 from megascale.config.section import FilePath, Section, absolute_or_url
 from megascale.config.train import HF_PREFIX, BatchConfig, CheckpointConfig, ObserveConfig, OptimizerConfig, TrainConfig
@@ -36,6 +37,7 @@ class RunConfig(RunKeys):
     """A run's name and sections. Frozen; `resolve` returns a copy with all derived values."""
 
     model: ModelConfig
+    moe: MoeConfig = MoeConfig()
     parallel: ParallelConfig = ParallelConfig()
     overlap: OverlapConfig = OverlapConfig()
     batch: BatchConfig

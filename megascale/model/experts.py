@@ -45,11 +45,10 @@ class Experts(nn.Module):
     ) -> Tensor:
         """Map x [s, b, h] to [s, b, h]. x is saved for the router, and not recomputed."""
         x = x_sbh.reshape(-1, x_sbh.shape[-1])
-        routing = self._experts.routing
-        scores = routing.scores(router_logits(x, self.router))
-        experts, exchange = self._experts.route(scores, batch, self._index)
+        logits = router_logits(x, self.router)
+        experts, weights, exchange = self._experts.route(logits, batch, self._index)
         label = Label.for_layer(self._index, "dispatch")
-        rows, weights = dispatch(x, routing.weights(scores, experts), exchange, label)
+        rows, weights = dispatch(x, weights, exchange, label)
         inner = self._activate(grouped_linear(rows, self.up, exchange.groups)) * weights.to(x.dtype)
         rows = grouped_linear(inner, self.down, exchange.groups)
         out = combine(rows, exchange, experts.shape[1], Label.for_layer(self._index, "combine")).view_as(x_sbh)

@@ -26,6 +26,10 @@ class ReplicatedState:
         vector, found = self._vectors[name], torch.tensor(values, dtype=torch.float64)
         vector.copy_(found if vector.device.type == "cpu" else found.pin_memory(), non_blocking=True)
 
+    def vector(self, name: str) -> Tensor:
+        """The vector itself, for a reader or writer on the device."""
+        return self._vectors[name]
+
     def values(self, name: str) -> list[float]:
         """The values of a vector. The host waits for the device."""
         found: list[float] = self._vectors[name].tolist()

@@ -18,7 +18,6 @@ from megascale.comm.mesh import Mesh, open_mesh
 from megascale.comm.warm_up import warm_up
 from megascale.config.batch_rampup import batch_sizes
 from megascale.config.data import DataConfig
-from megascale.config.model import ModelConfig
 from megascale.config.parallel import ParallelConfig
 from megascale.config.run import RunConfig
 from megascale.config.train import BatchConfig, OptimizerConfig, TrainConfig
@@ -62,6 +61,7 @@ if TYPE_CHECKING:
     from megascale.parallel.experts.expert_parallel import ExpertParallel
     from megascale.parallel.fp8_state import Fp8State
     from megascale.parallel.input_offload import ActivationOffload
+    from megascale.train.expert_steps import ExpertSteps
     from megascale.train.noise_scale import NoiseScale
     from megascale.train.policy_state import PolicyState
     from megascale.train.weight_average import WeightAverage
@@ -109,10 +109,8 @@ def build_rank_run(
         init_parameters(buffers.shards(), mesh.topology, mesh.coord, config.train.seed, device.host_threads())
     fp8_state = build_fp8(config, mesh, context)
     operators, offload = LayerOps.from_context(context), build_offload(config, mesh.coord.pp, device)
-    cp, experts = (
-        build_context_parallel(p, mesh, operators, overlap=config.overlap.cp),
-        build_experts(config.model, mesh),
-    )
+    cp = build_context_parallel(p, mesh, operators, overlap=config.overlap.cp)
+    experts, expert_steps = build_experts(config, mesh, on)
     layers = LayerContext(config.model, {}, tp, operators, cp=cp, offload=offload, experts=experts)
     stages = build_stages(layout, mesh.coord.pp, config.train, buffers, layers, fp8_state)
     optimizer, guard = build_optimizer(config.optimizer, mesh, buffers, context, on)
@@ -124,7 +122,7 @@ def build_rank_run(
     pipeline = PipelineExecutor(stages, placement, buffers, mesh, spec, dtypes[1], overlap=overlap, offload=offload)
     policy = build_policy(config, mesh, pipeline, train, on)
     sizes = batch_sizes(config.batch) if config.batch.rampup else None
-    parts = (optimizer, fp8_state, guard, noise_scale, average, policy)
+    parts = (optimizer, fp8_state, guard, noise_scale, average, policy, expert_steps and expert_steps.state)
     mesh.recorder.log.start_parts.begin("build")
     return Run(
         config=config, device=device, mesh=mesh, dtypes=dtypes, stages=stages, buffers=buffers, fp8_state=fp8_state,
@@ -133,7 +131,7 @@ def build_rank_run(
         train_loader=train, valid_loader=valid, valid_batches=valid_batches,
         lr=learning_rate(config.optimizer, config.train.steps, sizes),
         checkpoints=build_checkpoints(config, mesh, parts, device), progress=Progress(), stop=stop,
-        step_hooks=build_step_hooks(config.batch, config.data, fp8_state, noise_scale),
+        step_hooks=build_step_hooks(config.batch, config.data, fp8_state, noise_scale, expert_steps),
     )  # fmt: skip
 
 
@@ -233,14 +231,17 @@ def build_policy(
 
 
 def build_step_hooks(
-    batch: BatchConfig, data: DataConfig, fp8_state: Fp8State | None, noise_scale: NoiseScale | None
-) -> Hooks:
+    batch: BatchConfig, data: DataConfig, fp8_state: Fp8State | None, noise_scale: NoiseScale | None,
+    expert_steps: ExpertSteps | None,
+) -> Hooks:  # fmt: skip
     """Return the hooks of the features that are part of a step: totals over the batch, or state that follows."""
     hooks = Hooks(batch_totals(batch, data, noise_scale))
     if fp8_state is not None:
         from megascale.train.fp8_casts import Fp8Steps
 
         hooks.add(Fp8Steps(fp8_state))
+    if expert_steps is not None:
+        hooks.add(expert_steps)
     return hooks
 
 
@@ -302,14 +303,21 @@ def build_context_parallel(
     return ContextParallel(mesh.cp_heads, mesh.cp_keys, attend, part, gathers, overlap)
 
 
-def build_experts(model: ModelConfig, mesh: Mesh) -> ExpertParallel | None:
-    """Return the parallelism of experts; None of a dense model."""
+def build_experts(
+    config: RunConfig, mesh: Mesh, device: torch.device
+) -> tuple[ExpertParallel | None, ExpertSteps | None]:
+    """Return the parallelism of experts, and what a step does to balance them; None of a dense model."""
+    model = config.model
     if not model.experts:
-        return None
+        return None, None
     from megascale.ops.routing import Routing
     from megascale.parallel.experts.expert_parallel import ExpertParallel
+    from megascale.train.expert_steps import BIAS, ExpertState, ExpertSteps, router_losses
 
-    return ExpertParallel(mesh.group("ep"), Routing(model))
+    state = ExpertState(model, config.moe, mesh, device)
+    losses = router_losses(config.moe, model, mesh, config.batch.micro, state)
+    experts = ExpertParallel(mesh.group("ep"), Routing(model), state.layers(BIAS), losses)
+    return experts, ExpertSteps(state, losses)
 
 
 def build_order(config: RunConfig, pp_rank: int, count: int, training: bool) -> RankSchedule:

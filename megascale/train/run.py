@@ -1,7 +1,7 @@
 """A run on one rank: its objects (`Run`), and hooks: what acts at named moments, such as metrics, evaluations, saves.
 
     run_begins
-      step_begins  backwards_end  add_totals  step_ends      for every step
+      step_begins  batch_read  backwards_end  add_totals  step_ends      for every step
         evaluation_ends, save_starts, save_ends                as they happen
     run_ends or run_fails
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from megascale.model.transformer import Stage
     from megascale.optim.sharded import ShardedOptimizer
     from megascale.parallel.fp8_state import Fp8State
+    from megascale.parallel.microbatch import StepBatch
     from megascale.parallel.param_and_grad_buffers import ParamAndGradBuffers
     from megascale.parallel.pipeline import PipelineExecutor
     from megascale.record.metrics import EvaluationMetrics
@@ -82,6 +83,9 @@ class Hook:
     def step_begins(self, run: Run) -> None:
         """Act before the batch of a step is read; a hook of the step itself, after it."""
 
+    def batch_read(self, run: Run, batch: StepBatch) -> None:
+        """Act on the batch of a step before its forwards; a hook of the step itself only."""
+
     def backwards_end(self, run: Run) -> None:
         """Act after the last backward of a step, while gradients are reduced; a hook of the step itself only."""
 
@@ -124,6 +128,10 @@ class Hooks(Hook):
     def step_begins(self, run: Run) -> None:
         for hook in self._hooks:
             hook.step_begins(run)
+
+    def batch_read(self, run: Run, batch: StepBatch) -> None:
+        for hook in self._hooks:
+            hook.batch_read(run, batch)
 
     def backwards_end(self, run: Run) -> None:
         for hook in self._hooks:

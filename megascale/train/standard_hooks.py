@@ -52,7 +52,12 @@ class StepRecords(Hook):
         if is_logged_step(run.config.train, run.progress.step) and result.loss_tokens:
             noise_scale = run.noise_scale.value if run.noise_scale else None
             cast_stats = run.fp8_state.take_cast_stats() if run.fp8_state else {}
-            self._reporter.write_step(result, run.progress, cast_stats, noise_scale)
+            experts = None
+            if run.config.model.experts:
+                from megascale.train.expert_steps import expert_metrics
+
+                experts = expert_metrics(run.config.model, result.totals)
+            self._reporter.write_step(result, run.progress, cast_stats, noise_scale, experts)
 
 
 class WeightAveraging(Hook):

@@ -36,6 +36,7 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
     recorder.step = step
     run.buffers.begin_step()
     run.step_hooks.step_begins(run)
+    run.step_hooks.batch_read(run, batch)
     order = run.order_of(len(batch.micro_batches), True)
     loss = run.pipeline.run_actions(order, batch)  # sum over this rank's tokens
     run.step_hooks.backwards_end(run)

@@ -53,6 +53,11 @@ class ExpertLayer(Part):
         """The dense linear layers: of the shared expert."""
         return () if self.shared is None else self.shared.columns.layers + self.shared.rows.layers
 
+    def fp8_operands(self) -> Iterator[str]:
+        """The operands of the shared expert. Routed experts compute in the compute dtype."""
+        for part in () if self.shared is None else self.shared.parts:
+            yield from part.fp8_operands()
+
     def params(self, block: str, model: ModelConfig) -> list[ParamSpec]:
         ratio, up = model.width_ratio, "gate_up" if model.gated else "up"
         first, last = (initial_std(model, residual) for residual in (False, True))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megascale.comm.group import Group
 from megascale.ops.routing import Routing
+from megascale.parallel.experts.balance import RouterLosses
 from megascale.parallel.experts.exchange import Exchange, ReadCounts, make_exchange, read_counts
 from megascale.parallel.experts.route import Route
 from megascale.parallel.microbatch import MicroBatch
@@ -17,27 +18,39 @@ from megascale.record.label import Label
 
 @dataclass(frozen=True)
 class ExpertParallel:
-    """The `group` of ranks that hold different experts. `routing`: the rule of choice; `read`: how counts come to the
-    host.
+    """The `group` of ranks that hold different experts. `routing`: the rule of choice; `bias` [layers, experts]: added
+    to scores for the choice; `losses`: of routers; `read`: how counts come to the host.
     """
 
     group: Group
     routing: Routing
+    bias: Tensor | None = None
+    losses: RouterLosses | None = None
     read: ReadCounts = read_counts
 
-    def route(self, scores: Tensor, batch: MicroBatch, layer: int) -> tuple[Tensor, Exchange]:
-        """Return the experts [t, k] that tokens choose by their `scores` [t, experts] in a layer, and the exchange of
-        their rows: the saved ones, if the micro-batch has been here before.
+    def route(self, logits: Tensor, batch: MicroBatch, layer: int) -> tuple[Tensor, Tensor, Exchange]:
+        """Return the experts [t, k] that tokens choose by their `logits` [t, experts] in a layer, the experts' weights
+        [t, k], and the exchange of rows: the saved experts, if the micro-batch has been here before.
         """
+        scores = self.routing.scores(logits)
+        route = self._route_of(scores.detach(), batch, layer)
+        assert route.experts is not None and route.exchange is not None, "a route is complete until its release"
+        weights = self.routing.weights(scores, route.experts)
+        if self.losses is not None and torch.is_grad_enabled():
+            weights = self.losses.add(weights, logits, scores, route, layer)
+        return route.experts, weights, route.exchange
+
+    def _route_of(self, scores: Tensor, batch: MicroBatch, layer: int) -> Route:
         route = batch.routes.get(layer)
         if route is None or route.experts is None:
-            experts = self.routing.choose(scores.detach())
+            bias = None if self.bias is None else self.bias[layer].to(scores.dtype)
+            experts = self.routing.choose(scores, bias)
             route = batch.routes[layer] = Route(experts, None, _count(experts, scores.shape[1]))
         assert route.experts is not None, "a route has experts until its release"
         if route.exchange is None:
             label = Label.for_layer(layer, "experts")
             route.exchange = make_exchange(route.experts, route.counts, self.group, label, self.read)
-        return route.experts, route.exchange
+        return route
 
 
 def _count(experts: Tensor, size: int) -> Tensor:

@@ -4,7 +4,7 @@ rounding difference could choose others.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 @dataclass
 class Route:
     """Chosen `experts` [t, k], their `exchange`, and `counts` [experts], i64: this rank's slots of each expert.
+    `losses`: this rank's parts of the router's losses, by name, without their weights.
 
-    After `release` only the counts are left, for the totals of the step.
+    After `release` only counts and losses are left, for the totals of the step.
     """
 
     experts: Tensor | None
     exchange: Exchange | None
     counts: Tensor
+    losses: dict[str, Tensor] = field(default_factory=dict)
 
     def release(self) -> None:
-        """Free all but the counts, after the last use."""
+        """Free experts and exchange, after the last use."""
         self.experts = self.exchange = None

@@ -17,7 +17,17 @@ SHARED = MIXTRAL | {
     "dense_layers": 1, "shared_ffn_size": 16, "shared_gate": True, "router_score": "sigmoid", "router_groups": 4,
     "router_top_groups": 2, "router_group_value": "top2", "router_scale": 2.5, "block": "post_norm",
 }  # fmt: skip
-MODELS = {"mixtral": MIXTRAL, "shared": SHARED}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "mixtral": (MIXTRAL, {}),
+    "sequence": (MIXTRAL, {"moe__balance": "sequence", "moe__balance_weight": 0.5, "moe__z_loss_weight": 0.01}),
+    "group": (
+        SHARED,
+        {"moe__balance": "group", "moe__balance_group": 4, "moe__balance_weight": 0.5, "batch__micro": 2},
+    ),
+    "step": (MIXTRAL, {"moe__balance": "step", "moe__balance_weight": 0.5}),
+    "bias": (SHARED | {"balance_bias": True}, {"moe__bias_rate": 0.05}),
+}
+"""Models and settings; the first is that of all meshes."""
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"dp": 2, "zero": 0},
@@ -39,7 +49,11 @@ QUICK = ("dp2 ep2", "tp2 sp dp2 ep4")
 
 def configurations(folder: Path, layout: dict[str, Any], **changes: Any) -> list[RunConfig]:
     parallel = {f"parallel__{key}": value for key, value in layout.items()}
-    trees = [settings(model, folder, train__steps=4, **parallel, **changes) for model in MODELS.values()]
+    trees = [settings(model, folder, train__steps=4, **parallel, **moe, **changes) for model, moe in CASES.values()]
+    if layout.get("dp", 1) == 1:  # groups of four samples are of two ranks, or of one micro-batch
+        trees[2]["batch"]["micro"] = 4
+    if layout.get("dp", 1) == 4:
+        trees[2]["batch"]["micro"] = 1
     return [config_of(tree, folder) for tree in trees]
 
 

@@ -1,0 +1,29 @@
+"""The section `[moe]`: how the training of experts balances their loads. `[model]` describes the experts themselves."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megascale.config.section import Count, Float32, Section
+
+
+class MoeConfig(Section):
+    """`[moe]`: losses and a bias that balance experts."""
+
+    balance: Literal["none", "sequence", "group", "step"] = Field(
+        "none",
+        description="loss that balances the experts of a layer, by their loads within each sequence, within groups of "
+        "balance_group consecutive samples, or within the whole step before",
+    )
+    balance_weight: Annotated[Float32, Field(gt=0)] = Field(
+        0.01, description="weight of the balance loss, relative to the mean loss of a token"
+    )
+    balance_group: Count = Field(1, description="samples of a group; a divisor of batch.micro x dp")
+    z_loss_weight: Annotated[Float32, Field(ge=0)] = Field(
+        0.0, description="weight of the mean squared logsumexp of the router's logits, which keeps them small; 0: none"
+    )
+    bias_rate: Annotated[Float32, Field(ge=0)] = Field(
+        1e-3, description="step of model.balance_bias: up for an expert with less than the mean load, else down"
+    )

@@ -1,0 +1,144 @@
+"""Losses that balance the loads of experts, and keep a router's logits small.
+
+    balance   (1 / R) sum over regions r  E / (k T_r^2)  sum over experts e  c_re  sum over tokens t of r  p_te
+    z         (1 / T) sum over tokens t  logsumexp(z_t)^2
+
+for E experts of which a token has k; regions r of T_r tokens, R in all; c_re, the choices of expert e in the region, by
+the scores alone (DeepSeek-V3: without bias and groups), a constant for the gradient; p, the scores relative to their
+sum; T tokens of the step. A region is a sequence, a group of consecutive samples, or with `step` the whole step, with
+the choices of the step before. Every term is a sum over tokens times a constant, so no layout changes it: counts are
+summed over the ranks that share a region, which only backward waits for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascale.comm.collectives import all_reduce
+from megascale.comm.group import Group
+from megascale.comm.work import Work
+from megascale.config.model import ModelConfig
+from megascale.config.moe import MoeConfig
+from megascale.ops.routing import largest
+from megascale.parallel.experts.route import Route
+from megascale.record.label import Label
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The samples of a micro-batch on all data-parallel ranks: `micro` on each of `dp`, the rank's own at `index`."""
+
+    micro: int
+    dp: int = 1
+    index: int = 0
+
+
+@dataclass
+class RouterLosses:
+    """The losses of all routers on a rank. `group`: the ranks that share regions. `before` [layers, experts]: choices
+    in the step before. `loss_tokens`: labels of the step, by which all gradients are divided; `samples`: of the step.
+    """
+
+    moe: MoeConfig
+    model: ModelConfig
+    columns: Columns
+    group: Group
+    before: Tensor | None = None
+    loss_tokens: Tensor | None = None
+    samples: int = 0
+
+    @property
+    def by_regions(self) -> bool:
+        return self.moe.balance in ("sequence", "group")
+
+    def add(self, weights: Tensor, logits: Tensor, scores: Tensor, route: Route, layer: int) -> Tensor:
+        """Return the `weights` of experts, through which the gradients of the losses reach logits and scores."""
+        shares = scores if self.model.router_score == "softmax" else scores / scores.sum(-1, keepdim=True)
+        choices = self._choices(scores.detach(), route) if self.by_regions else None
+        counted = None if choices is None else self._count(choices, layer)
+        return _Losses.apply(weights, shares, logits, self, route, layer, counted)
+
+    def balance_gradient(self, shares: Tensor, route: Route, layer: int, counted: tuple[Tensor, Work] | None) -> Tensor:
+        """Return the gradient of the balance loss by `shares` [t, experts], and note the loss in the route."""
+        if counted is not None:
+            counts, work = counted
+            work.wait()
+            factors, regions = self._by_column(counts.to(shares.dtype)), self.samples // self._region_samples
+        else:
+            assert self.before is not None, "the balance of steps has the choices of the step before"
+            counts = self.before[layer].to(shares.dtype)
+            tokens = self.samples * self.model.seq_length
+            factors, regions = (counts * self.model.experts / counts.sum().clamp(min=1) / tokens).unsqueeze(0), 1
+        gradient = factors / regions
+        by_column = shares.view(-1, len(gradient), shares.shape[1])
+        route.losses["balance"] = (by_column * gradient).sum()
+        weight = self.moe.balance_weight * self._loss_tokens(shares)
+        return (weight * gradient).expand_as(by_column).reshape(shares.shape)
+
+    def z_gradient(self, logits: Tensor, route: Route) -> Tensor:
+        """Return the gradient of the z-loss by the logits [t, experts], and note the loss in the route."""
+        tokens, largest_ = self.samples * self.model.seq_length, logits.logsumexp(-1, keepdim=True)
+        route.losses["z"] = largest_.square().sum() / tokens
+        return 2 * self.moe.z_loss_weight / tokens * self._loss_tokens(logits) * largest_ * logits.softmax(-1)
+
+    @property
+    def _region_samples(self) -> int:
+        return self.moe.balance_group if self.moe.balance == "group" else 1
+
+    @property
+    def _spans_dp(self) -> bool:
+        return self.columns.micro % self._region_samples != 0
+
+    def _loss_tokens(self, like: Tensor) -> Tensor:
+        assert self.loss_tokens is not None, "a step counts its labels first"
+        return self.loss_tokens.to(like.dtype)
+
+    def _choices(self, scores: Tensor, route: Route) -> Tensor:
+        """Return the experts [t, k] of largest scores."""
+        assert route.experts is not None, "a route has experts until its release"
+        plain = not self.model.balance_bias and self.model.router_groups == 1
+        return route.experts if plain else largest(scores, self.model.experts_per_token)
+
+    def _count(self, choices: Tensor, layer: int) -> tuple[Tensor, Work]:
+        """Start to count the choices of each expert by sample [samples, experts], over the ranks of the group."""
+        at, experts = self.columns, self.model.experts
+        column = torch.arange(len(choices), device=choices.device) % at.micro
+        column += at.index * at.micro if self._spans_dp else 0
+        index = (column.unsqueeze(1) * experts + choices).view(-1)
+        counts = choices.new_zeros(at.micro * (at.dp if self._spans_dp else 1) * experts)
+        counts.scatter_add_(0, index, torch.ones_like(index))
+        work = all_reduce(self.group, counts, label=Label.for_layer(layer, "choices"), wait=False)
+        return counts.view(-1, experts), work
+
+    def _by_column(self, counts: Tensor) -> Tensor:
+        """Return E c / (k T^2) of the region of each sample of this rank [micro, experts]."""
+        size, at, model = self._region_samples, self.columns, self.model
+        regions = counts.view(-1, size, counts.shape[1]).sum(1)
+        samples = torch.arange(at.micro, device=counts.device) + (at.index * at.micro if self._spans_dp else 0)
+        tokens = size * model.seq_length
+        return regions[samples // size] * (model.experts / (model.experts_per_token * tokens**2))
+
+
+class _Losses(torch.autograd.Function):
+    """The identity on weights of experts; in backward the gradients of the losses are added."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weights: Tensor, shares: Tensor, logits: Tensor, losses: RouterLosses, route: Route, layer: int,
+        counted: tuple[Tensor, Work] | None,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(shares, logits)
+        ctx.losses, ctx.route, ctx.layer, ctx.counted = losses, route, layer, counted
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (shares, logits), losses, route = ctx.saved_tensors, ctx.losses, ctx.route
+        balances, bounds = losses.moe.balance != "none", losses.moe.z_loss_weight > 0
+        by_shares = losses.balance_gradient(shares, route, ctx.layer, ctx.counted) if balances else None
+        by_logits = losses.z_gradient(logits, route) if bounds else None
+        return grads[0], by_shares, by_logits, None, None, None, None

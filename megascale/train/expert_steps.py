@@ -1,0 +1,106 @@
+"""Experts in training: the state that balances them, and what a step does for it (`ExpertState`, `ExpertSteps`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from megascale.comm.mesh import Mesh
+from megascale.comm.totals import sum_over_job
+from megascale.config.batch_rampup import batch_sizes
+from megascale.config.model import ModelConfig
+from megascale.config.moe import MoeConfig
+from megascale.core.errors import MegascaleError
+from megascale.optim.replicated_state import ReplicatedState
+from megascale.parallel.experts.balance import Columns, RouterLosses
+from megascale.parallel.microbatch import StepBatch
+from megascale.plan.account.step_totals import EXPERT_LOAD, ROUTER_LOSSES, vector_name
+from megascale.train.run import Hook, Run, StepResult
+from megascale.train.step_totals import StepTotals
+
+BIAS, CHOICES = "balance_bias", "expert_choices"
+"""Names of the saved vectors [layers x experts]: the bias for the choice, and the choices of the last step."""
+
+
+class ExpertState(ReplicatedState):
+    """The bias of each expert, and with the balance of steps the choices of the last step, by layer of the model."""
+
+    def __init__(self, model: ModelConfig, moe: MoeConfig, mesh: Mesh, device: torch.device) -> None:
+        size = model.num_layers * model.experts
+        used = {BIAS: model.balance_bias, CHOICES: moe.balance == "step"}
+        super().__init__({name: size for name, kept in used.items() if kept}, mesh, device)
+        self._shape = model.num_layers, model.experts
+
+    def layers(self, name: str) -> Tensor | None:
+        """Return a view [layers, experts] of a vector; None if the run has none."""
+        return self.vector(name).view(self._shape) if name in self.global_tensors() else None
+
+
+def router_losses(
+    moe: MoeConfig, model: ModelConfig, mesh: Mesh, micro: int, state: ExpertState
+) -> RouterLosses | None:
+    """Build the losses of the routers, with `[moe]`; None without one. `micro`: samples of a micro-batch on a rank."""
+    if moe.balance == "none" and not moe.z_loss_weight:
+        return None
+    columns = Columns(micro, mesh.topology.dp, mesh.coord.dp)
+    group = mesh.group("tp", "cp", *(["dp"] if micro % moe.balance_group else []))
+    return RouterLosses(moe, model, columns, group, state.layers(CHOICES))
+
+
+class ExpertSteps(Hook):
+    """Counts the labels of a step for the routers' losses, and the choices of its tokens for bias and metrics."""
+
+    def __init__(self, state: ExpertState, losses: RouterLosses | None) -> None:
+        self.state, self._losses = state, losses
+        self._choices: Tensor | None = None
+
+    def batch_read(self, run: Run, batch: StepBatch) -> None:
+        if self._losses is not None:
+            totals = StepTotals(run.mesh, run.device.torch_device, batch)
+            totals.add_per_microbatch(tokens=batch.loss_tokens)
+            self._losses.loss_tokens = totals.reduce()["tokens"]
+            self._losses.samples = batch_sizes(run.config.batch).at(run.progress.samples)
+
+    def add_totals(self, run: Run, totals: StepTotals) -> None:
+        """Sum the choices [layers, experts] over the job; a token has one in each slot, whatever the layout."""
+        model, device = run.config.model, run.device.torch_device
+        choices = torch.zeros(model.num_layers, model.experts, dtype=torch.float64, device=device)
+        parts = dict.fromkeys(ROUTER_LOSSES, choices.new_zeros(()))
+        for micro_batch in totals.batch.micro_batches:
+            for layer, route in micro_batch.routes.items():
+                choices[layer] += route.counts
+                for name, loss in route.losses.items():
+                    parts[name] = parts[name] + loss / (model.num_layers - model.dense_layers)
+        sum_over_job(run.mesh, choices.view(-1), label="choices of experts")
+        first, self._choices = run.mesh.rank == 0, choices
+        load = choices.amax(1) / choices.mean(1).clamp(min=1)
+        slots = batch_sizes(run.config.batch).at(run.progress.samples) * model.seq_length * model.experts_per_token
+        lost = (choices[model.dense_layers :].sum(1) - slots).abs().sum()
+        totals.add(
+            lost_slots=lost if first else 0.0, **{EXPERT_LOAD: load if first else torch.zeros_like(load)}, **parts
+        )
+
+    def step_ends(self, run: Run, result: StepResult) -> None:
+        """Move biases towards equal loads, after a step that was applied.
+
+        Raises: MegascaleError if a token was not routed, or twice
+        """
+        if lost := result.totals["lost_slots"]:
+            message = f"{lost:.0f} choices of experts are missing, or too many, in step {run.progress.step}"
+            raise MegascaleError(message, hint="a defect: please report the configuration")
+        choices, bias, before = self._choices, self.state.layers(BIAS), self.state.layers(CHOICES)
+        if choices is None or result.totals["skipped"]:
+            return
+        if bias is not None:
+            bias += run.config.moe.bias_rate * (choices.mean(1, keepdim=True) - choices).sign()
+        if before is not None:
+            before.copy_(choices)
+
+
+def expert_metrics(model: ModelConfig, totals: Mapping[str, float]) -> dict[str, float]:
+    """Return the losses of routers, as means over layers, and by layer the largest load relative to the mean."""
+    losses = {name: totals[name] for name in ROUTER_LOSSES if totals[name]}
+    layers = range(model.dense_layers, model.num_layers)
+    return losses | {f"layers.{layer}": totals[vector_name(EXPERT_LOAD, layer)] for layer in layers}
