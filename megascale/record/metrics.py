@@ -52,8 +52,8 @@ class StepMetrics:
     """gradient noise scale in tokens, a moving average (`train.noise_scale`)"""
     fp8: dict[str, dict[str, float]] = field(default_factory=dict)
     """amax and shares of saturated and underflowing elements, by quantized operand"""
-    experts: dict[str, float] = field(default_factory=dict)
-    """losses of routers (`balance`, `z`), and by layer the largest load of an expert, relative to the mean"""
+    experts: dict[str, dict[str, float]] = field(default_factory=dict)
+    """by layer the largest `load` of an expert, relative to the mean; losses of the routers, `balance` and `z`"""
 
 
 @dataclass(frozen=True)

@@ -99,8 +99,9 @@ class ExpertSteps(Hook):
             before.copy_(choices)
 
 
-def expert_metrics(model: ModelConfig, totals: Mapping[str, float]) -> dict[str, float]:
-    """Return the losses of routers, as means over layers, and by layer the largest load relative to the mean."""
+def expert_metrics(model: ModelConfig, totals: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return `StepMetrics.experts` of the totals of a step; losses are means over layers."""
     losses = {name: totals[name] for name in ROUTER_LOSSES if totals[name]}
     layers = range(model.dense_layers, model.num_layers)
-    return losses | {f"layers.{layer}": totals[vector_name(EXPERT_LOAD, layer)] for layer in layers}
+    loads = {f"layers.{layer}": {"load": totals[vector_name(EXPERT_LOAD, layer)]} for layer in layers}
+    return loads | ({"router": losses} if losses else {})

@@ -87,7 +87,7 @@ class Reporter:
         progress: Progress,
         cast_stats: Mapping[str, CastStats],
         noise_scale: float | None = None,
-        experts: dict[str, float] | None = None,
+        experts: dict[str, dict[str, float]] | None = None,
     ) -> None:
         """Write metrics over the steps since the last record. `cast_stats`: FP8 casts of this step, by tensor.
         `noise_scale`: in tokens, if it is measured. `experts`: as in `StepMetrics`, if there are any.
