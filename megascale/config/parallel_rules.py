@@ -165,7 +165,7 @@ def hybrid_tokens(model: ModelConfig, parallel: ParallelConfig, data: DataConfig
         yield Finding(key, message, f"{-(-model.seq_length // ranks)} or more")
 
 
-def experts(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Finding]:
+def expert_parallel(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Finding]:
     """Check that ep divides experts and the ranks of a pipeline stage, and that tp ranks route different tokens."""
     ep, experts = parallel.ep, model.experts
     if not experts:
@@ -175,13 +175,11 @@ def experts(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Finding]:
     if parallel.tp > 1 and not parallel.sp:
         message = f"the {parallel.tp} ranks of tp would route the same tokens to experts"
         yield Finding("parallel.sp", message, "sp = true, or tp = 1")
+    ranks = parallel.tp * parallel.cp * (parallel.dp if isinstance(parallel.dp, int) else ep)
     if experts % ep:
-        yield Finding(
-            "parallel.ep",
-            f"{experts} experts cannot be split over ep = {ep}",
-            f"one of {join_values(divisors(experts))}",
-        )
-    if isinstance(parallel.dp, int) and (ranks := parallel.tp * parallel.cp * parallel.dp) % ep:
+        message = f"{experts} experts cannot be split over ep = {ep}"
+        yield Finding("parallel.ep", message, f"one of {join_values(divisors(experts))}")
+    elif ranks % ep:
         message = f"ep = {ep} does not divide the {ranks} ranks of a pipeline stage (tp x cp x dp)"
         yield Finding("parallel.ep", message, f"one of {join_values(divisors(ranks))}")
 

@@ -196,7 +196,7 @@ def hints(tmp_path: Path, text: str, *overrides: str) -> list[str]:
     ("observe.tensorboard_dir=/x", "write observe.tensorboard=true"),
     ("optimizer.adam_beta2=0.98", "write 'optimizer.betas=[0.9, 0.98]'"),
     ("train.fp16=true", "write train.precision=bf16"),
-    ("parallel.expert_model_parallel_size=8", "mixtures of experts are not supported"),
+    ("parallel.expert_model_parallel_size=8", "write parallel.ep=8"),
     ("training.seq_len=2048", "write model.seq_length = 2048"),
     ("parallel.zero_stage=2", "write parallel.zero=2"),
     ("train.max_steps=7", "write train.steps=7"),

@@ -24,6 +24,8 @@ from tests.runs import GPT, config_of, settings, to_toml, write_config
 
 HYBRID = {"parallel__hybrid_dp": True, "data__max_tokens_per_rank": 16, "data__attention_mask": "document"}
 
+MOE = {"model__experts": 8, "model__bias": False}
+
 # rule, settings that break the rule, expected findings: key and part of the message
 BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     (
@@ -67,6 +69,61 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         "fault_times",
         {"fault__hang_s": 70.0},
         {"fault.evaluation_hang_s": "60.0 s is less than fault.hang_s = 70.0"},
+    ),
+    ("experts", {"model__expert_ffn_size": 8}, {"model.expert_ffn_size": "has no effect with experts = 0"}),
+    (
+        "experts",
+        MOE | {"model__dense_layers": 4},
+        {"model.dense_layers": "4 dense layers of 4 leave none with experts"},
+    ),
+    ("experts", MOE | {"model__router_groups": 3}, {"model.router_groups": "cannot choose 1 of 3 groups of 8 experts"}),
+    ("experts", MOE | {"model__router_top_groups": 2}, {"model.router_groups": "cannot choose 2 of 1 groups"}),
+    ("experts", MOE | {"model__router_group_value": "top2"}, {"model.router_group_value": "and 8 experts have 1"}),
+    (
+        "experts",
+        MOE | {"model__router_groups": 4, "model__router_top_groups": 2, "model__experts_per_token": 5},
+        {"model.experts_per_token": "5 experts a token, of 4 to choose from"},
+    ),
+    ("experts", MOE | {"model__shared_gate": True}, {"model.shared_gate": "no effect without a shared expert"}),
+    ("expert_parallel", {"parallel__ep": 2}, {"parallel.ep": "2 ranks share experts, and model.experts is 0"}),
+    ("expert_parallel", MOE | {"parallel__tp": 2}, {"parallel.sp": "would route the same tokens"}),
+    (
+        "expert_parallel",
+        MOE | {"parallel__ep": 3, "parallel__dp": 4},
+        {"parallel.ep": "8 experts cannot be split over ep = 3"},
+    ),
+    (
+        "expert_parallel",
+        MOE | {"parallel__ep": 8, "parallel__dp": 4},
+        {"parallel.ep": "ep = 8 does not divide the 4 ranks of a pipeline stage"},
+    ),
+    (
+        "balance_group",
+        MOE | {"moe__balance": "group", "moe__balance_group": 4, "parallel__dp": 2},
+        {"moe.balance_group": "groups of 4 do not divide the 2 samples of a micro-batch"},
+    ),
+    (
+        "balance_group",
+        MOE | {"moe__balance": "group", "data__sequence_chunk_tokens": 8, "parallel__dp": 2},
+        {"moe.balance": "the chunks of a sequence are micro-batches of their own"},
+    ),
+    ("NO_EXPERTS", {"model__shared_ffn_size": 8}, {"model.shared_ffn_size": "has no effect with experts = 0"}),
+    ("NO_BALANCED_EXPERTS", {"moe__balance": "sequence"}, {"moe.balance": "has no effect with experts = 0"}),
+    ("NO_BALANCE_LOSS", MOE | {"moe__balance_weight": 0.1}, {"moe.balance_weight": "no effect with balance = none"}),
+    (
+        "NO_BALANCE_GROUP",
+        MOE | {"moe__balance": "step", "moe__balance_group": 2},
+        {"moe.balance_group": "no effect with balance = step"},
+    ),
+    ("NO_BALANCE_BIAS", MOE | {"moe__bias_rate": 0.1}, {"moe.bias_rate": "no effect with balance_bias = False"}),
+    *(
+        ("EXPERTS", MOE | changes, {key: message})
+        for changes, key, message in (
+            ({"model__bias": True}, "model.bias", "experts have no biases"),
+            ({"model__block": "parallel"}, "model.block", "experts follow attention"),
+            (HYBRID, "parallel.hybrid_dp", "run the same micro-batches"),
+            ({"train__mlp_tiles": 2}, "train.mlp_tiles", "experts have no tiles"),
+        )
     ),
     (
         "skipped_samples",

@@ -3,10 +3,10 @@
 Read at commit d98e8a64 of 2026-08-22; flags that this commit has no more are those of core_r0.12 and before.
 """
 
+from megascale.config.foreign.megatron_experts import EXPERTS
 from megascale.config.foreign.setting import (
     MANY,
     NO_FP16,
-    NO_MOE,
     Advice,
     Context,
     absent,
@@ -79,7 +79,6 @@ MODEL = (
     absent("--apply-query-key-layer-scaling, --fp32-residual-connection", "not supported", 0),
     absent("--attention-softmax-in-fp32", _ALWAYS, 0),
     absent("--multi-latent-attention", "not supported", 0),
-    absent("--num-experts", NO_MOE),
     absent("--mtp-num-layers", "not supported: multi-token prediction"),
     absent("--use-mcore-models, --use-legacy-models", "nothing to write: one model", 0),
     absent("--transformer-impl, --spec", "write backends.* for single operations; auto takes what is installed"),
@@ -106,7 +105,6 @@ PARALLEL = (
              "with cp_mode = usp", takes=MANY),
     switch("--hybrid-context-parallel", "parallel.hybrid_dp", True),
     same("--max-seqlen-per-dp-cp-rank", "data.max_tokens_per_rank"),
-    absent("--expert-model-parallel-size, --expert-tensor-parallel-size", NO_MOE),
     switch("--use-distributed-optimizer", "parallel.zero", 1, theirs="off"),
     absent("--DDP-impl", "nothing to write: parallel.zero says it"),
     words("--data-parallel-sharding-strategy", "parallel.zero",
@@ -284,7 +282,11 @@ OBSERVE = (
     absent("--error-injection-rate, --error-injection-type", "write fault.inject: faults by kind and step"),
 )  # fmt: skip
 
-SETTINGS = (*MODEL, *PARALLEL, *TRAIN, *OPTIMIZER, *DATA, *CHECKPOINT, *OBSERVE)
+SETTINGS = (*MODEL, *EXPERTS, *PARALLEL, *TRAIN, *OPTIMIZER, *DATA, *CHECKPOINT, *OBSERVE)
 
-PREFIXES = {"moe_": NO_MOE, "rl_": "not supported: reinforcement learning", "inference_": "not supported: serving"}
+PREFIXES = {
+    "moe_": "not supported for experts",
+    "rl_": "not supported: reinforcement learning",
+    "inference_": "not supported: serving",
+}
 """Beginnings of the names of other settings."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from megascale.config.foreign.setting import (
     MANY,
     NO_FP16,
-    NO_MOE,
     absent,
     automatic,
     betas,
@@ -71,7 +70,8 @@ TORCHTITAN = (
     absent("parallelism.data_parallel_shard_degree, parallelism.data_parallel_replicate_degree",
            "nothing to write: dp is what tp, cp and pp leave; parallel.zero = 1 or 2 shards over all of it"),
     absent("parallelism.fsdp_reshard_after_forward", f"nothing to write; {_NO_ZERO3}"),
-    absent("parallelism.expert_parallel_degree, parallelism.expert_tensor_parallel_degree", NO_MOE),
+    same("parallelism.expert_parallel_degree", "parallel.ep"),
+    absent("parallelism.expert_tensor_parallel_degree", "not supported: an expert is whole on a rank, of parallel.ep"),
     switch("parallelism.enable_async_tensor_parallel, compile.enable_async_tensor_parallel", "overlap.tp", True,
            theirs="off"),
     switch("compile.enable", "train.compile", True),

@@ -17,7 +17,6 @@ Conversion = Callable[[Values, Context], Any]
 
 MANY = -1  # `Setting.takes` of a list
 
-NO_MOE = "mixtures of experts are not supported"
 NO_FP16 = "fp16, which needs loss scaling, is not supported: bf16, of the same size, needs none"
 
 
