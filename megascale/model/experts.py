@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megascale.model.mlp import MLP
 from megascale.model.modules import LayerContext
-from megascale.parallel.experts.exchange import combine, dispatch
+from megascale.parallel.experts.exchange import dispatch, finish_combine, start_combine
 from megascale.parallel.experts.grouped_linear import grouped_linear, router_logits
 from megascale.parallel.microbatch import MicroBatch
 from megascale.parallel.recompute import Recomputation
@@ -34,7 +34,6 @@ class Experts(nn.Module):
         self._experts = context.experts
         self._activate = context.operators.activate
         self._index = index
-        self.tiles = 1
 
     def forward(
         self,
@@ -43,16 +42,21 @@ class Experts(nn.Module):
         recompute_input: Recomputation | None = None,
         compute_output: bool = True,
     ) -> Tensor:
-        """Map x [s, b, h] to [s, b, h]. x is saved for the router, and not recomputed."""
+        """Map x [s, b, h] to [s, b, h]. x is saved for the router, and not recomputed. Without `compute_output` only
+        the result's shape and gradients are valid.
+        """
         x = x_sbh.reshape(-1, x_sbh.shape[-1])
         logits = router_logits(x, self.router)
         experts, weights, exchange = self._experts.route(logits, batch, self._index)
         label = Label.for_layer(self._index, "dispatch")
         rows, weights = dispatch(x, weights, exchange, label)
         inner = self._activate(grouped_linear(rows, self.up, exchange.groups)) * weights.to(x.dtype)
-        rows = grouped_linear(inner, self.down, exchange.groups)
-        out = combine(rows, exchange, experts.shape[1], Label.for_layer(self._index, "combine")).view_as(x_sbh)
-        return out if self.shared is None else out + self._shared(x_sbh, batch, compute_output)
+        rows = grouped_linear(inner, self.down, exchange.groups, compute_output)
+        label = Label.for_layer(self._index, "combine")
+        started, flight = start_combine(rows, exchange, label, compute_output)
+        shared = None if self.shared is None else self._shared(x_sbh, batch, compute_output)  # overlaps the exchange
+        out = finish_combine(started, flight, exchange, experts.shape[1], label).view_as(x_sbh)
+        return out if shared is None else out + shared
 
     def _shared(self, x_sbh: Tensor, batch: MicroBatch, compute_output: bool) -> Tensor:
         assert self.shared is not None

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megascale.comm.collectives import all_to_all, all_to_all_v
 from megascale.comm.group import Group
+from megascale.comm.work import COMPLETED, Work
 from megascale.ops.grouped_gemm import RowGroups
 from megascale.record.label import Label, LabelLike
 
@@ -51,20 +52,35 @@ class Exchange:
 
     def to_experts(self, rows: Tensor, label: LabelLike) -> Tensor:
         """Send rows in the order of `slots` [t k, n] to the experts' ranks: [r, n], by expert."""
-        received = self._send(rows, self.sent, self.received, label)
-        return received if self.order is None else received[self.order]
+        arriving, work = self.send_to_experts(rows, label)
+        work.wait()
+        return self.by_expert(arriving)
 
-    def from_experts(self, rows: Tensor, label: LabelLike) -> Tensor:
+    def to_tokens(self, rows: Tensor, label: LabelLike) -> Tensor:
         """Send rows by expert [r, n] back: [t k, n], in the order of tokens."""
-        by_source = rows if self.back is None else rows[self.back]
-        return self._send(by_source, self.received, self.sent, label)[self.places]
+        arriving, work = self.send_to_tokens(rows, label)
+        work.wait()
+        return arriving[self.places]
 
-    def _send(self, rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], label: LabelLike) -> Tensor:
+    def send_to_experts(self, rows: Tensor, label: LabelLike) -> tuple[Tensor, Work]:
+        """Start to send rows in the order of `slots`: what arrives is in the order of ranks."""
+        return self._send(rows, self.sent, self.received, label)
+
+    def send_to_tokens(self, rows: Tensor, label: LabelLike) -> tuple[Tensor, Work]:
+        """Start to send rows by expert back: what arrives is in the order of `slots`."""
+        return self._send(rows if self.back is None else rows[self.back], self.received, self.sent, label)
+
+    def by_expert(self, arrived: Tensor) -> Tensor:
+        """Put rows that have arrived at their experts' rank into the order of experts."""
+        return arrived if self.order is None else arrived[self.order]
+
+    def _send(
+        self, rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], label: LabelLike
+    ) -> tuple[Tensor, Work]:
         if self.group.size == 1:
-            return rows
-        arrived = rows.new_empty(sum(received), rows.shape[1])
-        all_to_all_v(self.group, arrived.split(received), rows.split(sent), label=label)
-        return arrived
+            return rows, COMPLETED
+        arriving = rows.new_empty(sum(received), rows.shape[1])
+        return arriving, all_to_all_v(self.group, arriving.split(received), rows.split(sent), label=label, wait=False)
 
 
 def make_exchange(experts: Tensor, counts: Tensor, group: Group, label: Label, read: ReadCounts) -> Exchange:
@@ -111,11 +127,33 @@ def dispatch(x: Tensor, weights: Tensor, exchange: Exchange, label: Label) -> tu
     return _Dispatch.apply(x, weights, exchange, label)
 
 
-def combine(rows: Tensor, exchange: Exchange, slots: int, label: Label) -> Tensor:
-    """Send the experts' results [r, h] back, and add up the `slots` of each token in their order: [t, h], accumulated
-    in the weights' precision and rounded once.
+@dataclass
+class Flight:
+    """Rows on their way, in forward or in backward: `arriving` is complete after `land`."""
+
+    arriving: Tensor | None = None
+    work: Work = COMPLETED
+
+    def land(self) -> Tensor:
+        """Wait for the rows."""
+        self.work.wait()
+        rows, self.arriving = self.arriving, None
+        assert rows is not None, "rows land once"
+        return rows
+
+
+def start_combine(rows: Tensor, exchange: Exchange, label: Label, compute_output: bool = True) -> tuple[Tensor, Flight]:
+    """Start to send the experts' results [r, h] back. What is computed before `finish_combine` overlaps with the
+    exchange, in forward and in backward. Returns a scalar, which connects the two in autograd, and the flight. Without
+    `compute_output` placeholders arrive.
     """
-    return _Combine.apply(rows, exchange, slots, label)
+    flight = Flight()
+    return _StartCombine.apply(rows, exchange, flight, label, compute_output), flight
+
+
+def finish_combine(started: Tensor, flight: Flight, exchange: Exchange, slots: int, label: Label) -> Tensor:
+    """Add up the `slots` of each token in their order: [t, h], accumulated in fp32 or fp64 and rounded once."""
+    return _FinishCombine.apply(started, exchange, flight, slots, label)
 
 
 def _pack(rows: Tensor, weights: Tensor) -> Tensor:
@@ -140,27 +178,46 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         exchange, label = ctx.exchange, ctx.label.for_backward("gradient")
         if exchange.group.size == 1:
-            rows, weights = (exchange.from_experts(grad, label) for grad in grads)
+            rows, weights = (exchange.to_tokens(grad, label) for grad in grads)
         else:
-            packed = exchange.from_experts(_pack(*grads), label)
+            packed = exchange.to_tokens(_pack(*grads), label)
             rows, weights = _unpack(packed, grads[0].shape[1], ctx.dtype)
-        return _sum_of_slots(rows, ctx.slots, ctx.dtype), weights.view(-1, ctx.slots), None, None
+        return _sum_of_slots(rows, ctx.slots), weights.view(-1, ctx.slots), None, None
 
 
-class _Combine(torch.autograd.Function):
+class _StartCombine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: Exchange, slots: int, label: Label) -> Tensor:
-        ctx.exchange, ctx.label, ctx.slots = exchange, label, slots
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        return _sum_of_slots(exchange.from_experts(rows, label), slots, wide)
+    def forward(
+        ctx: Any, rows: Tensor, exchange: Exchange, flight: Flight, label: Label, compute_output: bool
+    ) -> Tensor:
+        ctx.exchange, ctx.flight = exchange, flight
+        if compute_output:
+            flight.arriving, flight.work = exchange.send_to_tokens(rows, label)
+        else:
+            flight.arriving = rows.new_zeros(()).expand(len(exchange.slots), rows.shape[1])
+        return rows.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        exchange: Exchange = ctx.exchange
-        rows = grads[0][exchange.slots // ctx.slots]
-        return exchange.to_experts(rows, ctx.label.for_backward("gradient")), None, None, None
+        return ctx.exchange.by_expert(ctx.flight.land()), None, None, None, None
 
 
-def _sum_of_slots(rows: Tensor, slots: int, dtype: torch.dtype) -> Tensor:
-    """Add up each token's slots, rows [t k, h], in `dtype`: [t, h] in the dtype of the rows."""
-    return rows.view(-1, slots, rows.shape[1]).sum(1, dtype=dtype).to(rows.dtype)
+class _FinishCombine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, started: Tensor, exchange: Exchange, flight: Flight, slots: int, label: Label) -> Tensor:
+        ctx.exchange, ctx.flight, ctx.slots, ctx.label = exchange, flight, slots, label
+        return _sum_of_slots(flight.land()[exchange.places], slots)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), label = grads, ctx.label.for_backward("gradient")
+        ctx.flight.arriving, ctx.flight.work = ctx.exchange.send_to_experts(
+            grad[ctx.exchange.slots // ctx.slots], label
+        )
+        return grad.new_zeros(()), None, None, None, None
+
+
+def _sum_of_slots(rows: Tensor, slots: int) -> Tensor:
+    """Add up each token's slots, rows [t k, h], in fp32 or fp64: [t, h] in the dtype of the rows."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return rows.view(-1, slots, rows.shape[1]).sum(1, dtype=wide).to(rows.dtype)
