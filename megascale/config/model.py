@@ -251,7 +251,7 @@ EXPERT_KEYS = (
     "experts", "experts_per_token", "expert_ffn_size", "dense_layers", "shared_ffn_size", "shared_gate",
     "balance_bias",
 )  # fmt: skip
-"""Those of `MODEL_KEYS` that describe experts."""
+"""The keys of `MODEL_KEYS` that describe experts."""
 
 MODEL_KEYS = (
     "num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size", "norm", "activation",

@@ -184,7 +184,7 @@ def feed_forward(model: ModelConfig, layer: int) -> BlockSpec:
     """The MLP of layer number `layer`, or its experts."""
     if not model.has_experts(layer):
         return ColumnParallel((up(model),)), activation(model), RowParallel((down(model),))
-    from megascale.layout.parts.experts import expert_layer
+    from megascale.layout.parts.expert_layer import expert_layer
 
     return (expert_layer(model),)
 

@@ -15,7 +15,7 @@ from megascale.ops.boundaries import Boundaries
 from megascale.parallel.rng import Dropout
 
 if TYPE_CHECKING:
-    from megascale.parallel.experts.route import Route
+    from megascale.parallel.experts.expert_choice import ExpertChoice
     from megascale.parallel.kv_store import KVStore
 
 
@@ -27,8 +27,8 @@ class MicroBatch:
     sequence, or if they are a chunk of it; `boundaries` are those of whole sequences. `keys`: shared by the chunks of a
     sequence. `loss_tokens`: the number of labels that count, or the sum of their weights, and `sequence_loss_tokens`
     those of all ranks that share the sequences; zero on ranks that read no tokens. `planned_rows`: the number of
-    tokens, on every stage, if a planner has chosen it for this micro-batch. `routes`: the experts that its tokens have
-    chosen, by layer.
+    tokens, on every stage, if a planner has chosen it for this micro-batch. `expert_choices`: by layer the experts that
+    tokens have chosen.
     """
 
     tokens: Tensor | None
@@ -41,15 +41,15 @@ class MicroBatch:
     loss_tokens: float = 0
     sequence_loss_tokens: float = 0
     planned_rows: int | None = None
-    routes: dict[int, Route] = field(default_factory=dict)
+    expert_choices: dict[int, ExpertChoice] = field(default_factory=dict)
 
     def release(self, *, forward_only: bool = False) -> None:
         """Free what layers have shared for this micro-batch, after its last use. `forward_only`: in an evaluation, no
         backward frees the keys of chunks.
         """
         self.release_masks()
-        for route in self.routes.values():
-            route.release()
+        for choice in self.expert_choices.values():
+            choice.release()
         if forward_only and self.keys is not None and self.shard is not None and self.shard.is_last:
             self.keys.clear()
 

@@ -14,7 +14,7 @@ from megascale.config.model import ModelConfig
 from megascale.config.moe import MoeConfig
 from megascale.core.errors import MegascaleError
 from megascale.optim.replicated_state import ReplicatedState
-from megascale.parallel.experts.balance import Columns, RouterLosses
+from megascale.parallel.experts.router_losses import Columns, RouterLosses
 from megascale.parallel.microbatch import StepBatch
 from megascale.plan.account.step_totals import EXPERT_LOAD, ROUTER_LOSSES, vector_name
 from megascale.train.run import Hook, Run, StepResult
@@ -69,9 +69,9 @@ class ExpertSteps(Hook):
         choices = torch.zeros(model.num_layers, model.experts, dtype=torch.float64, device=device)
         parts = dict.fromkeys(ROUTER_LOSSES, choices.new_zeros(()))
         for micro_batch in totals.batch.micro_batches:
-            for layer, route in micro_batch.routes.items():
-                choices[layer] += route.counts
-                for name, loss in route.losses.items():
+            for layer, choice in micro_batch.expert_choices.items():
+                choices[layer] += choice.counts
+                for name, loss in choice.losses.items():
                     parts[name] = parts[name] + loss / (model.num_layers - model.dense_layers)
         sum_over_job(run.mesh, choices.view(-1), label="choices of experts")
         first, self._choices = run.mesh.rank == 0, choices

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from megascale.comm.group import Group
 from megascale.ops.routing import Routing
-from megascale.parallel.experts.balance import RouterLosses
 from megascale.parallel.experts.exchange import Exchange, ReadCounts, make_exchange, read_counts
-from megascale.parallel.experts.route import Route
+from megascale.parallel.experts.expert_choice import ExpertChoice
+from megascale.parallel.experts.router_losses import RouterLosses
 from megascale.parallel.microbatch import MicroBatch
 from megascale.record.label import Label
 
@@ -33,24 +33,24 @@ class ExpertParallel:
         [t, k], and the exchange of rows: the saved experts, if the micro-batch has been here before.
         """
         scores = self.routing.scores(logits)
-        route = self._route_of(scores.detach(), batch, layer)
-        assert route.experts is not None and route.exchange is not None, "a route is complete until its release"
-        weights = self.routing.weights(scores, route.experts)
+        choice = self._choice_of(scores.detach(), batch, layer)
+        assert choice.experts is not None and choice.exchange is not None, "a choice is complete until its release"
+        weights = self.routing.weights(scores, choice.experts)
         if self.losses is not None and torch.is_grad_enabled():
-            weights = self.losses.add(weights, logits, scores, route, layer)
-        return route.experts, weights, route.exchange
+            weights = self.losses.add(weights, logits, scores, choice, layer)
+        return choice.experts, weights, choice.exchange
 
-    def _route_of(self, scores: Tensor, batch: MicroBatch, layer: int) -> Route:
-        route = batch.routes.get(layer)
-        if route is None or route.experts is None:
+    def _choice_of(self, scores: Tensor, batch: MicroBatch, layer: int) -> ExpertChoice:
+        choice = batch.expert_choices.get(layer)
+        if choice is None or choice.experts is None:
             bias = None if self.bias is None else self.bias[layer].to(scores.dtype)
             experts = self.routing.choose(scores, bias)
-            route = batch.routes[layer] = Route(experts, None, _count(experts, scores.shape[1]))
-        assert route.experts is not None, "a route has experts until its release"
-        if route.exchange is None:
+            choice = batch.expert_choices[layer] = ExpertChoice(experts, None, _count(experts, scores.shape[1]))
+        assert choice.experts is not None, "a choice has experts until its release"
+        if choice.exchange is None:
             label = Label.for_layer(layer, "experts")
-            route.exchange = make_exchange(route.experts, route.counts, self.group, label, self.read)
-        return route
+            choice.exchange = make_exchange(choice.experts, choice.counts, self.group, label, self.read)
+        return choice
 
 
 def _count(experts: Tensor, size: int) -> Tensor:

@@ -24,7 +24,7 @@ from megascale.comm.work import Work
 from megascale.config.model import ModelConfig
 from megascale.config.moe import MoeConfig
 from megascale.ops.routing import largest
-from megascale.parallel.experts.route import Route
+from megascale.parallel.experts.expert_choice import ExpertChoice
 from megascale.record.label import Label
 
 
@@ -55,15 +55,17 @@ class RouterLosses:
     def by_regions(self) -> bool:
         return self.moe.balance in ("sequence", "group")
 
-    def add(self, weights: Tensor, logits: Tensor, scores: Tensor, route: Route, layer: int) -> Tensor:
+    def add(self, weights: Tensor, logits: Tensor, scores: Tensor, choice: ExpertChoice, layer: int) -> Tensor:
         """Return the `weights` of experts, through which the gradients of the losses reach logits and scores."""
         shares = scores if self.model.router_score == "softmax" else scores / scores.sum(-1, keepdim=True)
-        choices = self._choices(scores.detach(), route) if self.by_regions else None
+        choices = self._choices(scores.detach(), choice) if self.by_regions else None
         counted = None if choices is None else self._count(choices, layer)
-        return _Losses.apply(weights, shares, logits, self, route, layer, counted)
+        return _Losses.apply(weights, shares, logits, self, choice, layer, counted)
 
-    def balance_gradient(self, shares: Tensor, route: Route, layer: int, counted: tuple[Tensor, Work] | None) -> Tensor:
-        """Return the gradient of the balance loss by `shares` [t, experts], and note the loss in the route."""
+    def balance_gradient(
+        self, shares: Tensor, choice: ExpertChoice, layer: int, counted: tuple[Tensor, Work] | None
+    ) -> Tensor:
+        """Return the gradient of the balance loss by `shares` [t, experts], and note the loss in the choice."""
         if counted is not None:
             counts, work = counted
             work.wait()
@@ -75,14 +77,14 @@ class RouterLosses:
             factors, regions = (counts * self.model.experts / counts.sum().clamp(min=1) / tokens).unsqueeze(0), 1
         gradient = factors / regions
         by_column = shares.view(-1, len(gradient), shares.shape[1])
-        route.losses["balance"] = (by_column * gradient).sum()
+        choice.losses["balance"] = (by_column * gradient).sum()
         weight = self.moe.balance_weight * self._loss_tokens(shares)
         return (weight * gradient).expand_as(by_column).reshape(shares.shape)
 
-    def z_gradient(self, logits: Tensor, route: Route) -> Tensor:
-        """Return the gradient of the z-loss by the logits [t, experts], and note the loss in the route."""
+    def z_gradient(self, logits: Tensor, choice: ExpertChoice) -> Tensor:
+        """Return the gradient of the z-loss by the logits [t, experts], and note the loss in the choice."""
         tokens, largest_ = self.samples * self.model.seq_length, logits.logsumexp(-1, keepdim=True)
-        route.losses["z"] = largest_.square().sum() / tokens
+        choice.losses["z"] = largest_.square().sum() / tokens
         return 2 * self.moe.z_loss_weight / tokens * self._loss_tokens(logits) * largest_ * logits.softmax(-1)
 
     @property
@@ -97,11 +99,11 @@ class RouterLosses:
         assert self.loss_tokens is not None, "a step counts its labels first"
         return self.loss_tokens.to(like.dtype)
 
-    def _choices(self, scores: Tensor, route: Route) -> Tensor:
+    def _choices(self, scores: Tensor, choice: ExpertChoice) -> Tensor:
         """Return the experts [t, k] of largest scores."""
-        assert route.experts is not None, "a route has experts until its release"
+        assert choice.experts is not None, "a choice has experts until its release"
         plain = not self.model.balance_bias and self.model.router_groups == 1
-        return route.experts if plain else largest(scores, self.model.experts_per_token)
+        return choice.experts if plain else largest(scores, self.model.experts_per_token)
 
     def _count(self, choices: Tensor, layer: int) -> tuple[Tensor, Work]:
         """Start to count the choices of each expert by sample [samples, experts], over the ranks of the group."""
@@ -128,17 +130,17 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weights: Tensor, shares: Tensor, logits: Tensor, losses: RouterLosses, route: Route, layer: int,
-        counted: tuple[Tensor, Work] | None,
+        ctx: Any, weights: Tensor, shares: Tensor, logits: Tensor, losses: RouterLosses, choice: ExpertChoice,
+        layer: int, counted: tuple[Tensor, Work] | None,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(shares, logits)
-        ctx.losses, ctx.route, ctx.layer, ctx.counted = losses, route, layer, counted
+        ctx.losses, ctx.choice, ctx.layer, ctx.counted = losses, choice, layer, counted
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (shares, logits), losses, route = ctx.saved_tensors, ctx.losses, ctx.route
+        (shares, logits), losses, choice = ctx.saved_tensors, ctx.losses, ctx.choice
         balances, bounds = losses.moe.balance != "none", losses.moe.z_loss_weight > 0
-        by_shares = losses.balance_gradient(shares, route, ctx.layer, ctx.counted) if balances else None
-        by_logits = losses.z_gradient(logits, route) if bounds else None
+        by_shares = losses.balance_gradient(shares, choice, ctx.layer, ctx.counted) if balances else None
+        by_logits = losses.z_gradient(logits, choice) if bounds else None
         return grads[0], by_shares, by_logits, None, None, None, None

@@ -13,8 +13,8 @@ from megascale.comm.group import single_rank_group
 from megascale.config.model import ModelConfig
 from megascale.config.moe import MoeConfig
 from megascale.ops.routing import Routing
-from megascale.parallel.experts.balance import Columns, RouterLosses
-from megascale.parallel.experts.route import Route
+from megascale.parallel.experts.expert_choice import ExpertChoice
+from megascale.parallel.experts.router_losses import Columns, RouterLosses
 from tests.runs import LLAMA
 
 TOKENS, EXPERTS = 6, 4
@@ -37,10 +37,10 @@ def gradient_and_losses(moe: MoeConfig, of: ModelConfig, logits: Tensor) -> tupl
     leaf, routing = logits.clone().requires_grad_(), Routing(of)
     scores = routing.scores(leaf)
     experts = routing.choose(scores.detach())
-    route = Route(experts, None, torch.zeros(EXPERTS))
-    weights = losses.add(routing.weights(scores, experts), leaf, scores, route, 0)
+    choice = ExpertChoice(experts, None, torch.zeros(EXPERTS))
+    weights = losses.add(routing.weights(scores, experts), leaf, scores, choice, 0)
     (gradient,) = torch.autograd.grad(weights, leaf, torch.zeros_like(weights))
-    return gradient, {name: float(value) for name, value in route.losses.items()}
+    return gradient, {name: float(value) for name, value in choice.losses.items()}
 
 
 @pytest.mark.parametrize(

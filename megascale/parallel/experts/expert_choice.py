@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Route:
+class ExpertChoice:
     """Chosen `experts` [t, k], their `exchange`, and `counts` [experts], i64: this rank's slots of each expert.
     `losses`: this rank's parts of the router's losses, by name, without their weights.
 
