@@ -162,7 +162,9 @@ def assemble_mesh(
     neighbours = zip(("cp.heads", "cp.keys"), topology.cp_groups(rank), strict=True)
     heads, keys = (open_one(GroupSpec(name, tuple(ranks), messages=True)) for name, ranks in neighbours)
     dp, experts = along("dp", *DATA_AXES), tuple(topology.group(rank, "ep"))
-    ep = {("ep",): open_one(GroupSpec("ep", experts, messages=True))} if topology.ep > 1 else {}
+    by_axes: dict[tuple[str, ...], Group] = {("tp",): tp, DATA_AXES: dp}
+    if topology.ep > 1:
+        by_axes["ep",] = open_one(GroupSpec("ep", experts, messages=True))
     reductions: tuple[Group, ...] = (world,)
     if not is_small:
         pipeline = along("world.pp", "pp", slot_bytes=SCALAR_SLOT_BYTES)
@@ -174,7 +176,7 @@ def assemble_mesh(
     embedding = open_one(GroupSpec("tied", ends if tied and len(stages) > 1 and rank in ends else (rank,), SLOT))
     return Mesh(
         topology, rank, tp, heads, keys, dp, up, down, embedding, world, reductions, recorder, p2p, timeout, open_one,
-        {("tp",): tp, DATA_AXES: dp, **ep},
+        by_axes,
     )  # fmt: skip
 
 

@@ -118,7 +118,7 @@ NO_EXPERTS = _off(
 NO_BALANCED_EXPERTS = _without_effect(
     "model.experts",
     only(0),
-    {"moe.balance": only("none"), "moe.z_loss_weight": only(0.0)},
+    {"moe.balance": only("none"), "moe.z_loss_weight": only(0.0), "moe.capacity_factor": only(None)},
     "model.experts above 0, or remove the key",
 )
 
@@ -214,6 +214,8 @@ CHUNKS = Exclusions("data.sequence_chunk_tokens", unless(None), tuple(
         ("parallel.hybrid_dp", only(False), "hybrid_dp deals whole documents to ranks", "false"),
         ("model.dropout", only(0), "chunks have no dropout", "0"),
         ("model.attention_softcap", only(None), "needs all keys at once", "whole sequences"),
+        ("moe.balance", only("none", "step"), "a chunk is not all of a sequence, whose loads are balanced", "step"),
+        ("moe.capacity_factor", only(None), "a chunk is not all of a sequence, which has the capacity", "none"),
         ("train.precision", is_full_precision, "chunks have no scales of fp8 that recomputation repeats", "bf16"),
         ("train.noise_scale_every", only(0), "the gradient of a sequence is a sum over chunks", "0"),
         ("data.blend_policy", only(None), "the loss of a sequence is a sum over chunks", "no policy"),

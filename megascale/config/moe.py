@@ -24,6 +24,11 @@ class MoeConfig(Section):
     z_loss_weight: Annotated[Float32, Field(ge=0)] = Field(
         0.0, description="weight of the mean squared logsumexp of the router's logits, which keeps them small; 0: none"
     )
+    capacity_factor: Annotated[float, Field(gt=0, le=1e6)] | None = Field(
+        None,
+        description="most tokens of an expert in a sequence, relative to an even load; tokens beyond it, those of the "
+        "least weights, skip the expert",
+    )
     bias_rate: Annotated[Float32, Field(ge=0)] = Field(
         1e-3, description="step of model.balance_bias: up for an expert with less than the mean load, else down"
     )

@@ -184,7 +184,7 @@ def expert_parallel(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Fi
         yield Finding("parallel.ep", message, f"one of {join_values(divisors(ranks))}")
 
 
-def balance_group(parallel: ParallelConfig, batch: BatchConfig, moe: MoeConfig, data: DataConfig) -> Iterator[Finding]:
+def balance_group(parallel: ParallelConfig, batch: BatchConfig, moe: MoeConfig) -> Iterator[Finding]:
     """Check that groups of samples with a balance loss are in one micro-batch, of all data-parallel ranks."""
     group, key = moe.balance_group, "moe.balance_group"
     if moe.balance != "group" or not isinstance(parallel.dp, int):
@@ -193,9 +193,6 @@ def balance_group(parallel: ParallelConfig, batch: BatchConfig, moe: MoeConfig, 
     if samples % group:
         message = f"groups of {group} do not divide the {samples} samples of a micro-batch on all ranks (micro x dp)"
         yield Finding(key, message, f"one of {join_values(divisors(samples))}")
-    if data.sequence_chunk_tokens is not None:
-        message = "the chunks of a sequence are micro-batches of their own (data.sequence_chunk_tokens)"
-        yield Finding("moe.balance", message, "step, or whole sequences")
 
 
 def nccl_ctas(nccl: NcclConfig) -> Iterator[Finding]:

@@ -53,7 +53,8 @@ class StepMetrics:
     fp8: dict[str, dict[str, float]] = field(default_factory=dict)
     """amax and shares of saturated and underflowing elements, by quantized operand"""
     experts: dict[str, dict[str, float]] = field(default_factory=dict)
-    """by layer the largest `load` of an expert, relative to the mean; losses of the routers, `balance` and `z`"""
+    """by layer the largest `load` of an expert, relative to the mean; of the routers their losses, `balance` and `z`,
+    and the share of choices that are `dropped`"""
 
 
 @dataclass(frozen=True)

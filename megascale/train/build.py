@@ -122,7 +122,15 @@ def build_rank_run(
     pipeline = PipelineExecutor(stages, placement, buffers, mesh, spec, dtypes[1], overlap=overlap, offload=offload)
     policy = build_policy(config, mesh, pipeline, train, on)
     sizes = batch_sizes(config.batch) if config.batch.rampup else None
-    parts = (optimizer, fp8_state, guard, noise_scale, average, policy, expert_steps and expert_steps.state)
+    parts = (
+        optimizer,
+        fp8_state,
+        guard,
+        noise_scale,
+        average,
+        policy,
+        None if expert_steps is None else expert_steps.state,
+    )
     mesh.recorder.log.start_parts.begin("build")
     return Run(
         config=config, device=device, mesh=mesh, dtypes=dtypes, stages=stages, buffers=buffers, fp8_state=fp8_state,
@@ -312,11 +320,12 @@ def build_experts(
         return None, None
     from megascale.ops.routing import Routing
     from megascale.parallel.experts.expert_parallel import ExpertParallel
-    from megascale.train.expert_steps import BIAS, ExpertState, ExpertSteps, router_losses
+    from megascale.train.expert_steps import BIAS, ExpertState, ExpertSteps, expert_capacity, router_losses
 
     state = ExpertState(model, config.moe, mesh, device)
     losses = router_losses(config.moe, model, mesh, config.batch.micro, state)
-    experts = ExpertParallel(mesh.group("ep"), Routing(model), state.layers(BIAS), losses)
+    capacity = expert_capacity(config.moe, model, mesh, config.batch.micro)
+    experts = ExpertParallel(mesh.group("ep"), Routing(model), state.layers(BIAS), losses, capacity)
     return experts, ExpertSteps(state, losses)
 
 

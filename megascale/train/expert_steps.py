@@ -14,9 +14,10 @@ from megascale.config.model import ModelConfig
 from megascale.config.moe import MoeConfig
 from megascale.core.errors import MegascaleError
 from megascale.optim.replicated_state import ReplicatedState
+from megascale.parallel.experts.capacity import Capacity
 from megascale.parallel.experts.router_losses import Columns, RouterLosses
 from megascale.parallel.microbatch import StepBatch
-from megascale.plan.account.step_totals import EXPERT_LOAD, ROUTER_LOSSES, vector_name
+from megascale.plan.account.step_totals import EXPERT_LOAD, ROUTER_TOTALS, vector_name
 from megascale.train.run import Hook, Run, StepResult
 from megascale.train.step_totals import StepTotals
 
@@ -49,6 +50,13 @@ def router_losses(
     return RouterLosses(moe, model, columns, group, state.layers(CHOICES))
 
 
+def expert_capacity(moe: MoeConfig, model: ModelConfig, mesh: Mesh, micro: int) -> Capacity | None:
+    """Build the capacity of experts, with `moe.capacity_factor`. `micro`: as in `router_losses`."""
+    if moe.capacity_factor is None:
+        return None
+    return Capacity(moe.capacity_factor, model, mesh.group("tp", "cp"), mesh.coord.tp, micro)
+
+
 class ExpertSteps(Hook):
     """Counts the labels of a step for the routers' losses, and the choices of its tokens for bias and metrics."""
 
@@ -67,7 +75,7 @@ class ExpertSteps(Hook):
         """Sum the choices [layers, experts] over the job; a token has one in each slot, whatever the layout."""
         model, device = run.config.model, run.device.torch_device
         choices = torch.zeros(model.num_layers, model.experts, dtype=torch.float64, device=device)
-        parts = dict.fromkeys(ROUTER_LOSSES, choices.new_zeros(()))
+        parts = dict.fromkeys(ROUTER_TOTALS, choices.new_zeros(()))
         for micro_batch in totals.batch.micro_batches:
             for layer, choice in micro_batch.expert_choices.items():
                 choices[layer] += choice.counts
@@ -77,6 +85,7 @@ class ExpertSteps(Hook):
         first, self._choices = run.mesh.rank == 0, choices
         load = choices.amax(1) / choices.mean(1).clamp(min=1)
         slots = batch_sizes(run.config.batch).at(run.progress.samples) * model.seq_length * model.experts_per_token
+        parts["dropped"] = parts["dropped"] / slots
         lost = (choices[model.dense_layers :].sum(1) - slots).abs().sum()
         totals.add(
             lost_slots=lost if first else 0.0, **{EXPERT_LOAD: load if first else torch.zeros_like(load)}, **parts
@@ -101,7 +110,7 @@ class ExpertSteps(Hook):
 
 def expert_metrics(model: ModelConfig, totals: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Return `StepMetrics.experts` of the totals of a step; losses are means over layers."""
-    losses = {name: totals[name] for name in ROUTER_LOSSES if totals[name]}
+    losses = {name: totals[name] for name in ROUTER_TOTALS if totals[name]}
     layers = range(model.dense_layers, model.num_layers)
     loads = {f"layers.{layer}": {"load": totals[vector_name(EXPERT_LOAD, layer)]} for layer in layers}
     return loads | ({"router": losses} if losses else {})

@@ -103,9 +103,9 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"moe.balance_group": "groups of 4 do not divide the 2 samples of a micro-batch"},
     ),
     (
-        "balance_group",
-        MOE | {"moe__balance": "group", "data__sequence_chunk_tokens": 8, "parallel__dp": 2},
-        {"moe.balance": "the chunks of a sequence are micro-batches of their own"},
+        "CHUNKS",
+        MOE | {"moe__balance": "sequence", "moe__capacity_factor": 1.0, "data__sequence_chunk_tokens": 8},
+        {"moe.balance": "a chunk is not all of a sequence", "moe.capacity_factor": "which has the capacity"},
     ),
     ("NO_EXPERTS", {"model__shared_ffn_size": 8}, {"model.shared_ffn_size": "has no effect with experts = 0"}),
     ("NO_BALANCED_EXPERTS", {"moe__balance": "sequence"}, {"moe.balance": "has no effect with experts = 0"}),

@@ -36,9 +36,10 @@ def read_counts(counts: Tensor, slots: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Where the slots of a micro-batch go. `slots` [t k]: the slot of each row that this rank sends, and `places`
-    [t k] its inverse; `sent`, `received`: rows to and from each rank of `group`; `order`: the received row of each row
-    by expert, and `back` its inverse, None if they have this order already; `groups`: the rows of this rank's experts.
+    """Where the slots of a micro-batch go. `slots`: the slot of each row that this rank sends; `places` [t k]: the row
+    of each slot, for a dropped slot the number of rows; `sent`, `received`: rows to and from each rank of `group`;
+    `order`: the received row of each row by expert, and `back` its inverse, None if they have this order already;
+    `groups`: the rows of this rank's experts.
     """
 
     group: Group
@@ -60,7 +61,7 @@ class Exchange:
         """Send rows by expert [r, n] back: [t k, n], in the order of tokens."""
         arriving, work = self.send_to_tokens(rows, label)
         work.wait()
-        return arriving[self.places]
+        return self.by_slot(arriving)
 
     def send_to_experts(self, rows: Tensor, label: LabelLike) -> tuple[Tensor, Work]:
         """Start to send rows in the order of `slots`: what arrives is in the order of ranks."""
@@ -74,6 +75,12 @@ class Exchange:
         """Put rows that have arrived at their experts' rank into the order of experts."""
         return arrived if self.order is None else arrived[self.order]
 
+    def by_slot(self, arrived: Tensor) -> Tensor:
+        """Put rows that have come back into the order of tokens and their slots: [t k, n], zero for dropped slots."""
+        if len(arrived) < len(self.places):
+            arrived = torch.cat([arrived, arrived.new_zeros(1, arrived.shape[1])])
+        return arrived[self.places]
+
     def _send(
         self, rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], label: LabelLike
     ) -> tuple[Tensor, Work]:
@@ -84,8 +91,9 @@ class Exchange:
 
 
 def make_exchange(experts: Tensor, counts: Tensor, group: Group, label: Label, read: ReadCounts) -> Exchange:
-    """Plan the exchange for chosen `experts` [t, k], of which each rank of the group holds as many. `counts` [experts]:
-    the slots of each expert on this rank. The host waits for the device once.
+    """Plan the exchange for chosen `experts` [t, k], of which each rank of the group holds as many; a dropped slot has
+    the number of experts. `counts` [experts]: the slots of each expert on this rank. The host waits for the device
+    once.
     """
     slots = experts.view(-1).argsort(stable=True)
     to_ranks = counts.view(group.size, -1)
@@ -101,7 +109,9 @@ def make_exchange(experts: Tensor, counts: Tensor, group: Group, label: Label, r
     ends = from_ranks.sum(0).cumsum(0).int()
     order = None if group.size == 1 or local == 1 else _order_by_expert(from_ranks, sum(received))
     back = None if order is None else _inverse(order)
-    return Exchange(group, slots, _inverse(slots), sent, received, order, back, RowGroups(by_expert, ends))
+    rows_sent = sum(sent)
+    places = _inverse(slots).clamp_(max=rows_sent)
+    return Exchange(group, slots[:rows_sent], places, sent, received, order, back, RowGroups(by_expert, ends))
 
 
 def _order_by_expert(counts: Tensor, rows: int) -> Tensor:
@@ -206,7 +216,7 @@ class _FinishCombine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, started: Tensor, exchange: Exchange, flight: Flight, slots: int, label: Label) -> Tensor:
         ctx.exchange, ctx.flight, ctx.slots, ctx.label = exchange, flight, slots, label
-        return _sum_of_slots(flight.land()[exchange.places], slots)
+        return _sum_of_slots(exchange.by_slot(flight.land()), slots)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

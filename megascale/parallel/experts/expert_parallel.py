@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megascale.comm.group import Group
 from megascale.ops.routing import Routing
+from megascale.parallel.experts.capacity import Capacity
 from megascale.parallel.experts.exchange import Exchange, ReadCounts, make_exchange, read_counts
 from megascale.parallel.experts.expert_choice import ExpertChoice
 from megascale.parallel.experts.router_losses import RouterLosses
@@ -19,13 +20,15 @@ from megascale.record.label import Label
 @dataclass(frozen=True)
 class ExpertParallel:
     """The `group` of ranks that hold different experts. `routing`: the rule of choice; `bias` [layers, experts]: added
-    to scores for the choice; `losses`: of routers; `read`: how counts come to the host.
+    to scores for the choice; `losses`: of routers; `capacity`: of experts in a sequence, if it is limited; `read`: how
+    counts come to the host.
     """
 
     group: Group
     routing: Routing
     bias: Tensor | None = None
     losses: RouterLosses | None = None
+    capacity: Capacity | None = None
     read: ReadCounts = read_counts
 
     def route(self, logits: Tensor, batch: MicroBatch, layer: int) -> tuple[Tensor, Tensor, Exchange]:
@@ -48,9 +51,19 @@ class ExpertParallel:
             choice = batch.expert_choices[layer] = ExpertChoice(experts, None, _count(experts, scores.shape[1]))
         assert choice.experts is not None, "a choice has experts until its release"
         if choice.exchange is None:
-            label = Label.for_layer(layer, "experts")
-            choice.exchange = make_exchange(choice.experts, choice.counts, self.group, label, self.read)
+            choice.exchange = self._exchange(scores, choice.experts, choice, batch, layer)
         return choice
+
+    def _exchange(
+        self, scores: Tensor, experts: Tensor, choice: ExpertChoice, batch: MicroBatch, layer: int
+    ) -> Exchange:
+        label, counts = Label.for_layer(layer, "experts"), choice.counts
+        if self.capacity is not None:
+            dropped = self.capacity.dropped(self.routing.weights(scores, experts), experts, batch, label)
+            experts = experts.masked_fill(dropped, len(counts))
+            counts = _count(experts, len(counts) + 1)[:-1]
+            choice.losses["dropped"] = dropped.sum()
+        return make_exchange(experts, counts, self.group, label, self.read)
 
 
 def _count(experts: Tensor, size: int) -> Tensor:

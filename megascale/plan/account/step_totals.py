@@ -12,7 +12,7 @@ from megascale.plan.account.attended import windows_of
 
 EVERY_STEP = ("loss", "tokens", "stops", "ranks_written", "ranks_failed", "sq_norm")
 NOISE_SCALE = ("first_sq_norm", "first_tokens", "first_sq_tokens")
-ROUTER_LOSSES = ("balance", "z")
+ROUTER_TOTALS = ("balance", "z", "dropped")
 EXPERT_LOAD = "load of experts"
 """A vector with an element for every layer: the largest load of an expert, relative to the mean."""
 
@@ -33,7 +33,7 @@ def step_totals(model: ModelConfig, batch: BatchConfig, train: TrainConfig, data
         names += [name for pair in score_totals(model).values() for name in pair]
     if model.experts:
         layers = [vector_name(EXPERT_LOAD, layer) for layer in range(model.num_layers)]
-        names += ["lost_slots", *layers, *ROUTER_LOSSES]
+        names += ["lost_slots", *layers, *ROUTER_TOTALS]
     if data.blend_policy and DATA_POLICIES[data.blend_policy].facts.get("uses_losses"):
         datasets = range(len(data.train or ()))
         names += [vector_name(total, number) for total in (DATASET_LOSSES, DATASET_TOKENS) for number in datasets]

@@ -25,6 +25,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"moe__balance": "group", "moe__balance_group": 4, "moe__balance_weight": 0.5, "batch__micro": 2},
     ),
     "step": (MIXTRAL, {"moe__balance": "step", "moe__balance_weight": 0.5}),
+    "capacity": (MIXTRAL, {"moe__capacity_factor": 0.75}),
     "bias": (SHARED | {"balance_bias": True}, {"moe__bias_rate": 0.05}),
 }
 """Models and settings; the first is that of all meshes."""
