@@ -3,7 +3,7 @@
     forward  y[rows of e] = x[rows of e] W_e^T        x [r, k], W [experts, n, k], y [r, n]
     wgrad    dW_e = dy[rows of e]^T x[rows of e]      an expert without rows has a gradient of zero
 
-On CPUs, and in fp64, a loop over the experts; on GPUs torch's grouped GEMM, which needs no row counts on the host.
+On GPUs torch's grouped GEMM in bf16, which needs no row counts on the host; else a loop over the experts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megascale.ops.wgrad import Wgrad
@@ -28,8 +27,8 @@ class RowGroups(NamedTuple):
 
 def grouped_gemm(x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
     """Multiply the rows of x [r, k] by the matrix [n, k] of their expert, of `weight` [experts, n, k]: [r, n]."""
-    if not x.is_cpu and x.dtype != torch.float64:
-        return F.grouped_mm(x, weight.transpose(-2, -1), offs=groups.ends)
+    if _is_grouped(x):
+        return torch._grouped_mm(x, weight.transpose(-2, -1), offs=groups.ends)
     out = x.new_empty(x.shape[0], weight.shape[1])
     for rows, matrix in zip(_slices(groups), weight, strict=True):
         if rows.start < rows.stop:
@@ -41,8 +40,8 @@ def grouped_wgrad(total: Tensor, grad: Tensor, x: Tensor, groups: RowGroups, wgr
     """Write the gradient of the weight into `total` [experts, n, k], or add it with `add`, for the output's gradient
     `grad` [r, n] and x [r, k].
     """
-    if not x.is_cpu and x.dtype != torch.float64:
-        part = F.grouped_mm(grad.t(), x, offs=groups.ends)
+    if _is_grouped(x):
+        part = torch._grouped_mm(grad.t(), x, offs=groups.ends)
         if add:
             total += part
         else:
@@ -53,6 +52,11 @@ def grouped_wgrad(total: Tensor, grad: Tensor, x: Tensor, groups: RowGroups, wgr
             wgrad(matrix, grad[rows], x[rows], add)
         elif not add:
             matrix.zero_()
+
+
+def _is_grouped(x: Tensor) -> bool:
+    """Return True for what torch's grouped GEMM takes: rows of bf16 on a GPU."""
+    return not x.is_cpu and x.dtype == torch.bfloat16
 
 
 def _slices(groups: RowGroups) -> list[slice]:
