@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -12,27 +11,26 @@ import torch
 
 from megascale.checkpoint.format import manifest
 from megascale.checkpoint.format.safetensors_file import MAX_READ_BYTES, MIN_CHECKSUM_BLOCK_BYTES, SafetensorsFile
-from megascale.checkpoint.format.state import SAFETENSORS_DTYPES, Progress, slices
-from megascale.checkpoint.load.reader import CheckpointReader, ReadRequest
+from megascale.checkpoint.format.state import SAFETENSORS_DTYPES, Progress, Region
+from megascale.checkpoint.load.reader import CheckpointReader, plan_reads
 from megascale.core.storage import Location
-from megascale.parallel.stateful import WEIGHTS
+from megascale.parallel.stateful import WEIGHTS, GlobalTensor, TensorShard
 
 TENSORS_INTACT = "its tensors are intact"  # of a file with other bytes than were written
 
 FILE_BYTES = 2 << 30  # bytes of tensors in one file; a larger tensor has a file to itself
 
 
-def read_tensor(folder: Location, saved: manifest.Manifest, name: str) -> torch.Tensor:
-    """Read a tensor in its global shape. Raises: DamagedError if a part of it is missing or fails its checksum"""
+def read_tensor(folder: Location, saved: manifest.Manifest, name: str, part: Region | None = None) -> torch.Tensor:
+    """Read a tensor in its global shape, or its region `part` (offset, size).
+
+    Raises: DamagedError if a part of it is missing or fails its checksum
+    """
     tensor = saved.tensors[name]
-    if sum(math.prod(shard.size) for shard in tensor.shards) != math.prod(tensor.shape):
-        raise manifest.DamagedError(f"{folder} holds only a part of {name}")
-    data = torch.empty(tensor.shape, dtype=tensor.torch_dtype)
-    requests = []
-    for shard in tensor.shards:
-        whole = (0,) * len(shard.size), shard.size
-        requests.append(ReadRequest(name, shard, [(whole, data[slices(shard.offset, shard.size)])]))
-    CheckpointReader(folder, saved).read(requests)
+    offset, size = part or ((0,) * len(tensor.shape), tensor.shape)
+    data = torch.empty(size, dtype=tensor.torch_dtype)
+    wanted = GlobalTensor(tensor.shape, tensor.torch_dtype, [TensorShard(offset, size, data)])
+    CheckpointReader(folder, saved).read(plan_reads(folder, saved, {name: wanted}))
     return data
 
 

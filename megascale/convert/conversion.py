@@ -84,8 +84,8 @@ def to_huggingface(
     model = saved_model(source, saved)
     weights = average_of_weights(source, saved) if average else SavedWeights(source, saved)
 
-    def read(name: str) -> Tensor:
-        return _cast(weights.read(name), target, f"{source}: {name}")
+    def read(name: str, index: tuple[int, ...]) -> Tensor:
+        return _cast(weights.read(name, index), target, f"{source}: {name}{list(index) or ''}")
 
     target = dtype or weights.widest_dtype(model)
     with atomic_folder(output) as folder:

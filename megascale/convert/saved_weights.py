@@ -64,13 +64,15 @@ class SavedWeights:
         stored = {getattr(torch, self.saved.tensors[name].dtype) for name in names if name in self.saved.tensors}
         return functools.reduce(torch.promote_types, stored or {torch.float32})
 
-    def read(self, name: str) -> Tensor:
-        """Read a weight. Raises: DamagedError if it is missing or damaged"""
+    def read(self, name: str, index: tuple[int, ...] = ()) -> Tensor:
+        """Read a weight, or of a stack the matrix `index`. Raises: DamagedError if it is missing or damaged"""
         found = []
         for prefix in self.prefixes:
             if prefix + name not in self.saved.tensors:
                 raise manifest.DamagedError(f"{self.source} has no tensor {prefix}{name}")
-            found.append(offline.read_tensor(self.source, self.saved, prefix + name))
+            inner = self.saved.tensors[prefix + name].shape[len(index) :]
+            part = (*index, *(0 for _ in inner)), (*(1 for _ in index), *inner)
+            found.append(offline.read_tensor(self.source, self.saved, prefix + name, part).view(inner))
         return torch.stack(found).mean(0) if len(found) > 1 else found[0]
 
 

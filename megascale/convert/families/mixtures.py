@@ -1,0 +1,109 @@
+"""Mixtures of experts: model_type mixtral, qwen3_moe (Qwen3 with experts) and olmoe (norms of all of q and of k)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from megascale.config.model import ModelConfig
+from megascale.convert.families.family import ConfigKeys, Family, Key, Same
+from megascale.convert.families.llama import (
+    KEYS,
+    LAYER,
+    LLAMA,
+    OUTER,
+    ROTARY_BUFFERS,
+    check_heads,
+    kv_heads,
+    read_head_dim,
+    write_head_dim,
+)
+from megascale.convert.families.qwen import QWEN3_LAYER, QWEN_KEYS
+from megascale.convert.families.rotary_keys import read_rope, write_rope
+from megascale.convert.families.window_keys import read_one_window, write_one_window
+
+MIXTRAL_LAYER = {theirs: ours for theirs, ours in LAYER.items() if "mlp." not in theirs} | {
+    "block_sparse_moe.gate": "router"
+}
+MIXTRAL_EXPERTS = {
+    "experts.gate_up": ("block_sparse_moe.experts.*.w1", "block_sparse_moe.experts.*.w3"),
+    "experts.down": ("block_sparse_moe.experts.*.w2",),
+}
+EXPERTS = {
+    "experts.gate_up": ("mlp.experts.*.gate_proj", "mlp.experts.*.up_proj"),
+    "experts.down": ("mlp.experts.*.down_proj",),
+}
+ROUTER = {"mlp.gate": "router"}
+
+
+def _expert_keys(experts: int, chosen: int) -> dict[str, Key]:
+    """The keys of a router whose weights add up to 1 by `norm_topk_prob`, with the family's defaults."""
+    return {
+        "experts": Key("num_experts", experts, size=True, also="num_local_experts"),
+        "experts_per_token": Key("num_experts_per_tok", chosen, size=True),
+        "router_normalize": Key("norm_topk_prob", False),
+    }
+
+
+def _write_expert_size(model: ModelConfig) -> ConfigKeys:
+    """The key of the inner width of a family without dense layers."""
+    return {"intermediate_size": model.expert_ffn_size}
+
+
+def _read_dense_layers(config: ConfigKeys) -> ConfigKeys:
+    """The key `dense_layers` of `[model]`. Raises: ValueError if other than the first layers have no experts"""
+    listed = config.get("mlp_only_layers") or []
+    if sorted(listed) != list(range(len(listed))):
+        raise ValueError(f"mlp_only_layers is {listed!r}, not the first layers")
+    return {"dense_layers": len(listed)}
+
+
+def _write_dense_layers(model: ModelConfig) -> ConfigKeys:
+    return {"mlp_only_layers": list(range(model.dense_layers))}
+
+
+def _read_window(config: ConfigKeys) -> ConfigKeys:
+    """One window for all layers, if `use_sliding_window` is true."""
+    return read_one_window(config, 4096) if config.get("use_sliding_window", False) else {}
+
+
+def _write_window(model: ModelConfig) -> ConfigKeys:
+    keys = write_one_window(model)
+    return keys | {"use_sliding_window": keys["sliding_window"] is not None}
+
+
+MIXTRAL = Family(
+    "mixtral", "MixtralForCausalLM", LLAMA | {"bias": False},
+    KEYS | {
+        "num_kv_heads": kv_heads(8),
+        "norm_eps": Key("rms_norm_eps", 1e-5),
+        "seq_length": Key("max_position_embeddings", 131_072, size=True),
+        "experts": Key("num_local_experts", 8, size=True, also="num_experts"),
+        "experts_per_token": Key("num_experts_per_tok", 2, size=True),
+    },
+    OUTER, "model.layers", MIXTRAL_LAYER, {"hidden_act": ("silu",)},
+    (partial(read_rope, theta=1_000_000.0), read_head_dim, partial(read_one_window, default=None)),
+    (write_rope, write_head_dim, write_one_window, _write_expert_size), ROTARY_BUFFERS, MIXTRAL_EXPERTS,
+)  # fmt: skip
+
+QWEN3_MOE = Family(
+    "qwen3_moe", "Qwen3MoeForCausalLM", LLAMA | {"bias": False, "qk_norm": "head"},
+    QWEN_KEYS | _expert_keys(128, 8) | {
+        "num_kv_heads": kv_heads(4), "expert_ffn_size": Key("moe_intermediate_size", 768, size=True)
+    },
+    OUTER, "model.layers", QWEN3_LAYER | ROUTER,
+    {"hidden_act": ("silu",), "attention_bias": (False,), "decoder_sparse_step": (1,)},
+    (read_rope, read_head_dim, _read_window, _read_dense_layers),
+    (write_rope, write_head_dim, _write_window, _write_dense_layers), ROTARY_BUFFERS, EXPERTS,
+)  # fmt: skip
+
+OLMOE = Family(
+    "olmoe", "OlmoeForCausalLM", LLAMA | {"bias": False, "qk_norm": "full"},
+    KEYS | _expert_keys(64, 8) | {
+        "norm_eps": Key("rms_norm_eps", 1e-5),
+        "seq_length": Key("max_position_embeddings", 4096, size=True),
+        "num_kv_heads": kv_heads(Same("num_attention_heads")),
+    },
+    OUTER, "model.layers", QWEN3_LAYER | ROUTER,
+    {"hidden_act": ("silu",), "attention_bias": (False,), "clip_qkv": (None,)},
+    (read_rope, check_heads), (write_rope, _write_expert_size), ROTARY_BUFFERS, EXPERTS,
+)  # fmt: skip
