@@ -1,4 +1,6 @@
-"""Mixtures of experts: model_type mixtral, qwen3_moe (Qwen3 with experts) and olmoe (norms of all of q and of k)."""
+"""Mixtures of experts: model_type mixtral; qwen2_moe, with a shared expert (Qwen1.5-MoE, Qwen2); qwen3_moe, with a norm
+of each head of q and k; olmoe, with norms of all of q and of k.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,9 @@ from megascale.convert.families.llama import (
     read_head_dim,
     write_head_dim,
 )
-from megascale.convert.families.qwen import QWEN3_LAYER, QWEN_KEYS
+from megascale.convert.families.qwen import QWEN3_LAYER, QWEN_KEYS, write_windows
 from megascale.convert.families.rotary_keys import read_rope, write_rope
-from megascale.convert.families.window_keys import read_one_window, write_one_window
+from megascale.convert.families.window_keys import FULL, SLIDING, read_one_window, read_windows, write_one_window
 
 MIXTRAL_LAYER = {theirs: ours for theirs, ours in LAYER.items() if "mlp." not in theirs} | {
     "block_sparse_moe.gate": "router"
@@ -71,6 +73,14 @@ def _write_window(model: ModelConfig) -> ConfigKeys:
     return keys | {"use_sliding_window": keys["sliding_window"] is not None}
 
 
+def _read_alternating_windows(config: ConfigKeys) -> ConfigKeys:
+    """Every second layer before `max_window_layers` has the window, if `use_sliding_window` is true."""
+    used, last = config.get("use_sliding_window", False), config.get("max_window_layers", 28)
+    layers = range(config["num_hidden_layers"])
+    types = [SLIDING if used and index % 2 == 0 and index < last else FULL for index in layers]
+    return read_windows(config if used else config | {"sliding_window": None}, types, 4096)
+
+
 MIXTRAL = Family(
     "mixtral", "MixtralForCausalLM", LLAMA | {"bias": False},
     KEYS | {
@@ -83,6 +93,26 @@ MIXTRAL = Family(
     OUTER, "model.layers", MIXTRAL_LAYER, {"hidden_act": ("silu",)},
     (partial(read_rope, theta=1_000_000.0), read_head_dim, partial(read_one_window, default=None)),
     (write_rope, write_head_dim, write_one_window, _write_expert_size), ROTARY_BUFFERS, MIXTRAL_EXPERTS,
+)  # fmt: skip
+
+QWEN2_MOE = Family(
+    "qwen2_moe", "Qwen2MoeForCausalLM", LLAMA | {"bias": False, "shared_gate": True},
+    QWEN_KEYS | _expert_keys(60, 4) | {
+        "num_kv_heads": kv_heads(16),
+        "qkv_bias": Key("qkv_bias", True),
+        "expert_ffn_size": Key("moe_intermediate_size", 1408, size=True),
+        "shared_ffn_size": Key("shared_expert_intermediate_size", 5632, size=True),
+    },
+    OUTER, "model.layers",
+    LAYER | ROUTER | {
+        "mlp.shared_expert.gate_proj": "shared.gate",
+        "mlp.shared_expert.up_proj": "shared.up",
+        "mlp.shared_expert.down_proj": "shared.down",
+        "mlp.shared_expert_gate": "shared_gate",
+    },
+    {"hidden_act": ("silu",), "decoder_sparse_step": (1,)},
+    (read_rope, check_heads, _read_alternating_windows, _read_dense_layers),
+    (write_rope, write_windows, _write_dense_layers), ROTARY_BUFFERS, EXPERTS,
 )  # fmt: skip
 
 QWEN3_MOE = Family(
