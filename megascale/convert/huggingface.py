@@ -7,9 +7,10 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -221,7 +222,8 @@ def export_model(
     write_text(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
 
 
-class _Part(NamedTuple):
+@dataclass(frozen=True)
+class _Part:
     """A part of a Hugging Face tensor: a megascale tensor, or the matrix `index` of a stack."""
 
     tensor: str

@@ -62,7 +62,7 @@ def model_tensors(model: ModelConfig) -> list[TensorSpec]:
 def tensor_map(family: Family, model: ModelConfig) -> dict[str, Places]:
     """The places of all tensors of a model, by megascale name."""
     shapes = {tensor.name: tensor.shape for tensor in model_tensors(model)}
-    places = {
+    places: dict[str, Places] = {
         ours: (Place(theirs, shapes[ours][0], shapes[ours][0]),)
         for ours, theirs in family.outer.items()
         if ours in shapes
