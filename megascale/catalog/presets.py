@@ -16,6 +16,11 @@ _MIXTRAL = _MISTRAL | {
     "vocab_size": 32_000, "rope_theta": 1_000_000.0, "norm_eps": 1e-5, "experts": 8, "experts_per_token": 2,
 }  # fmt: skip
 _QWEN3_MOE = _QWEN3 | {"num_kv_heads": 4, "experts": 128, "experts_per_token": 8}
+_GLM4_MOE = _MODERN | {
+    "tie_embeddings": False, "qkv_bias": True, "head_dim": 128, "rope_theta": 1_000_000.0, "rotary_fraction": 0.5,
+    "vocab_size": 151_552, "seq_length": 131_072, "experts_per_token": 8, "router_score": "sigmoid",
+    "balance_bias": True,
+}  # fmt: skip
 _GEMMA = {
     "block": "sandwich", "norm": "rmsnorm_1p", "norm_eps": 1e-6, "activation": "geglu", "position": "rope",
     "bias": False, "tie_embeddings": True, "head_dim": 256,
@@ -157,6 +162,23 @@ PRESETS: dict[str, dict[str, Any]] = {
         experts=64,
         experts_per_token=8,
         router_normalize=False,
+    ),
+    # GLM team 2025, table 1, and the files, without their layer of multi-token prediction
+    "glm4.5-air": _sized(
+        _GLM4_MOE, 46, 4096, 96, 10_944, experts=128, expert_ffn_size=1408, shared_ffn_size=1408, dense_layers=1
+    ),
+    "glm4.5": _sized(
+        _GLM4_MOE,
+        92,
+        5120,
+        96,
+        12_288,
+        qk_norm="head",
+        experts=160,
+        expert_ffn_size=1536,
+        shared_ffn_size=1536,
+        dense_layers=3,
+        router_scale=2.5,
     ),
     # Gemma team 2024, table 1; 27b scales scores by sqrt(hidden_size / num_heads)
     "gemma2-2b": _gemma(_GEMMA2, 26, 2304, 8, 9216),

@@ -14,7 +14,7 @@ from megascale.checkpoint.format.safetensors_file import MAX_READ_BYTES, MIN_CHE
 from megascale.checkpoint.format.state import SAFETENSORS_DTYPES, Progress, Region
 from megascale.checkpoint.load.reader import CheckpointReader, plan_reads
 from megascale.core.storage import Location
-from megascale.parallel.stateful import WEIGHTS, GlobalTensor, TensorShard
+from megascale.parallel.stateful import BALANCE_BIAS, WEIGHTS, GlobalTensor, TensorShard
 
 TENSORS_INTACT = "its tensors are intact"  # of a file with other bytes than were written
 
@@ -89,9 +89,10 @@ def write_weights(
     tensors: Iterable[tuple[str, torch.Tensor]],
     config: dict[str, Any],
     companions: Mapping[str, manifest.StoredFile] | None = None,
+    biases: torch.Tensor | None = None,
 ) -> None:
     """Write a checkpoint of weights alone, at step 0, into an existing folder. One file at a time is in memory.
-    `companions`: further files, which are there.
+    `companions`: further files, which are there. `biases` [layers x experts]: of experts.
 
     Raises: CheckpointError, OSError
     """
@@ -103,6 +104,8 @@ def write_weights(
             stored |= _write_file(folder, pending, files)
             pending = {}
         pending[WEIGHTS + name] = tensor
+    if biases is not None:
+        pending[BALANCE_BIAS] = biases
     stored |= _write_file(folder, pending, files)
     facts = manifest.Facts.for_run(Progress(), config, layout={})
     files = {**(companions or {}), **files}

@@ -19,11 +19,12 @@ from megascale.convert import tokenizer_files
 from megascale.convert.config_file import CONFIG_FILE
 from megascale.convert.huggingface import PretrainedWeights, export_model
 from megascale.convert.saved_weights import SavedWeights, average_of_weights, saved_model
-from megascale.convert.tensor_map import model_tensors
+from megascale.convert.tensor_map import model_tensors, stack_biases
 from megascale.convert.upcycling import Upcycling, upcycled_model, upcycled_reader
 from megascale.core.errors import CheckpointError
 from megascale.core.files import atomic_folder
 from megascale.core.storage import Location
+from megascale.parallel.stateful import BALANCE_BIAS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -81,8 +82,10 @@ def _write(
     if to is not None:
         model = upcycled_model(model, to, where)
         read = upcycled_reader(model, read)
-    weights = ((tensor.name, read(tensor.name)) for tensor in model_tensors(model))
-    offline.write_weights(folder, weights, {"model": model.model_dump(mode="json", by_alias=True)}, companions)
+    names = [tensor.name for tensor in model_tensors(model) if not tensor.name.startswith(BALANCE_BIAS)]
+    biases = stack_biases(model, read) if model.balance_bias else None
+    config = {"model": model.model_dump(mode="json", by_alias=True)}
+    offline.write_weights(folder, ((name, read(name)) for name in names), config, companions, biases)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, where: str) -> Tensor:
@@ -122,7 +125,10 @@ def to_huggingface(
     weights = average_of_weights(source, saved) if average else SavedWeights(source, saved)
 
     def read(name: str, index: tuple[int, ...]) -> Tensor:
-        return _cast(weights.read(name, index), target, f"{source}: {name}{list(index) or ''}")
+        tensor = weights.read(name, index)
+        return (
+            tensor if name.startswith(BALANCE_BIAS) else _cast(tensor, target, f"{source}: {name}{list(index) or ''}")
+        )
 
     target = dtype or weights.widest_dtype(model)
     with atomic_folder(output) as folder:

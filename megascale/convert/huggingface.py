@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megascale.checkpoint.format.state import SAFETENSORS_FLOATS, Region
+from megascale.checkpoint.format.state import SAFETENSORS_FLOATS, Region, slices
 from megascale.config.model import ModelConfig
 from megascale.convert.config_file import (
     CONFIG_FILE,
@@ -29,11 +29,21 @@ from megascale.convert.config_file import (
 )
 from megascale.convert.families.config_json import FAMILIES, TEXT_ALONE_HINT, make_config
 from megascale.convert.families.family import ConfigKeys
-from megascale.convert.tensor_map import Place, Places, assemble, matrix_indices, model_tensors, read_region, tensor_map
+from megascale.convert.tensor_map import (
+    Place,
+    Places,
+    assemble,
+    matrix_indices,
+    model_tensors,
+    read_region,
+    stack_biases,
+    tensor_map,
+)
 from megascale.core.errors import CheckpointError
 from megascale.core.files import exists, why_unreadable, write_text
 from megascale.core.limits import os_error_hint
 from megascale.layout.tensors import HEAD, TOKEN_EMBEDDING
+from megascale.parallel.stateful import BALANCE_BIAS
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
@@ -98,8 +108,11 @@ class PretrainedWeights:
             unchecked.discard(head)
         unknown = sorted(n for n in unchecked if not n.endswith(self._family.ignored_suffixes or "\0"))
         if unknown:
-            names = ", ".join(unknown[:3])
-            raise CheckpointError(f"{self.folder} has {len(unknown)} tensors unknown to its config.json: {names}")
+            names, after = ", ".join(unknown[:3]), f"{self._family.layer_prefix}.{self.model.num_layers}."
+            predicts = self.config.get("num_nextn_predict_layers") and unknown[0].startswith(after)
+            hint = "multi-token prediction is not supported: leave its layer out of the files" if predicts else ""
+            what = f"{self.folder} has {len(unknown)} tensors unknown to its config.json: {names}"
+            raise CheckpointError(what, hint=hint)
 
     def _check_places(self, places: Places, shape: tuple[int, ...]) -> set[str]:
         """Check the tensors of `places`, of a vector or matrix of `shape` each, and of one dtype. Returns their names.
@@ -146,10 +159,15 @@ class PretrainedWeights:
             return tuple(stored.get_shape()), stored.get_dtype()
 
     def read_tensor(self, name: str, part: Region | None = None) -> Tensor:
-        """Read a tensor by its megascale name, or the region `part` of the tensor, in the stored dtype.
+        """Read a tensor by its megascale name, or the region `part` of the tensor, in the stored dtype; or of the state
+        `BALANCE_BIAS`.
 
         Raises: CheckpointError if the tensor is missing or unreadable
         """
+
+        if name == BALANCE_BIAS:
+            biases = stack_biases(self.model, self.read_tensor)
+            return biases if part is None else biases[slices(*part)]
 
         def read(name: str, box: tuple[slice, ...]) -> Tensor:
             return self._read(self._stored_name(name), box)
@@ -204,7 +222,7 @@ def export_model(
     dtype_keys = dict.fromkeys({"torch_dtype", "dtype"} & source_keys.keys() or {"torch_dtype"}, written)
     config = make_config(model, source_keys) | dtype_keys
     groups = list(_files(tensor_map(FAMILIES[config["model_type"]], model), model, dtype))
-    weights: dict[str, str] = {}
+    weights, total = dict[str, str](), 0
     for number, group in enumerate(groups, 1):
         file = WEIGHTS_FILE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         tensors_of_file = {
@@ -215,8 +233,8 @@ def export_model(
         except SafetensorError as error:
             raise OSError(errno.EIO, str(error), str(folder / file)) from None
         weights |= dict.fromkeys(tensors_of_file, file)
+        total += sum(tensor.nbytes for tensor in tensors_of_file.values())
     if len(groups) > 1:
-        total = sum(math.prod(tensor.shape) for tensor in model_tensors(model)) * dtype.itemsize
         index = {"metadata": {"total_size": total}, "weight_map": weights}
         write_text(folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
     write_text(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")

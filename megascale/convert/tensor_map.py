@@ -15,6 +15,7 @@ from megascale.config.model import ModelConfig
 from megascale.convert.families.family import Family, Fused
 from megascale.layout.parameters import all_params
 from megascale.layout.tensors import TensorSpec
+from megascale.parallel.stateful import BALANCE_BIAS
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,23 @@ def matrix_indices(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def model_tensors(model: ModelConfig) -> list[TensorSpec]:
-    """The tensors of a model, in the order of the network."""
-    return [tensor for parameter in all_params(model) for tensor in parameter.parts]
+    """The tensors of a model: its weights in the order of the network, and the biases of its experts."""
+    weights = [tensor for parameter in all_params(model) for tensor in parameter.parts]
+    return weights + [TensorSpec(name, (model.experts,)) for name in bias_names(model).values()]
+
+
+def bias_names(model: ModelConfig) -> dict[int, str]:
+    """The names of the experts' biases [experts], by layer: rows of the state `BALANCE_BIAS` of a run."""
+    layers = range(model.dense_layers, model.num_layers) if model.balance_bias else ()
+    return {layer: f"{BALANCE_BIAS}.layers.{layer}" for layer in layers}
+
+
+def stack_biases(model: ModelConfig, read: Callable[[str], Tensor]) -> Tensor:
+    """The state `BALANCE_BIAS` [layers x experts], f64, of the biases that `read` returns by name; 0 in others."""
+    stack = torch.zeros(model.num_layers, model.experts, dtype=torch.float64)
+    for layer, name in bias_names(model).items():
+        stack[layer] = read(name)
+    return stack.view(-1)
 
 
 def tensor_map(family: Family, model: ModelConfig) -> dict[str, Places]:
@@ -80,6 +96,9 @@ def tensor_map(family: Family, model: ModelConfig) -> dict[str, Places]:
                 experts, rows = shapes[name][0], shapes[name][-2]
                 stored = (module.replace("*", str(expert)) for expert in range(experts) for module in modules)
                 places[name] = tuple(Place(f"{prefix}.{module}.weight", rows, rows) for module in stored)
+    for layer, name in bias_names(model).items():
+        stored_name = f"{family.layer_prefix}.{layer}.{family.balance_bias}"
+        places[name] = (Place(stored_name, model.experts, model.experts),)
     return places
 
 

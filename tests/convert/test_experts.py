@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megascale.checkpoint import offline
+from megascale.checkpoint import folders, offline
 from megascale.checkpoint.format import manifest
 from megascale.config.model import ModelConfig
 from megascale.convert import huggingface
 from megascale.convert.conversion import from_huggingface, to_huggingface
 from megascale.convert.families.config_json import make_config, read_model
 from megascale.convert.huggingface import WEIGHTS_FILE, PretrainedWeights
+from megascale.convert.saved_weights import SavedWeights, read_model_section
 from megascale.core.errors import CheckpointError
+from megascale.core.rank import Rank
 from megascale.core.storage import Location
-from megascale.parallel.stateful import WEIGHTS
+from megascale.parallel.stateful import BALANCE_BIAS, WEIGHTS
 from tests.convert.test_families import PUBLISHED, weights_in
 from tests.convert.tiny import save_tiny
+from tests.runs import build_run, config_of, settings
+from tests.worlds import run_world
 
 UP, DOWN = "layers.2.experts.gate_up.weight", "layers.2.experts.down.weight"
 THEIRS = "model.layers.2.mlp.experts"
@@ -161,3 +166,80 @@ def test_a_router_of_no_family_is_refused(keys: dict[str, object], words: str) -
     with pytest.raises(CheckpointError) as caught:
         make_config(ModelConfig.model_validate(model | keys), {})
     assert words in str(caught.value)
+
+
+GLM_BIAS = "model.layers.{}.mlp.gate.e_score_correction_bias"
+
+
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("biased")
+    save_tiny("glm 4 mixture", folder, torch.bfloat16)
+    return folder
+
+
+def test_a_run_begins_with_the_biases_of_foreign_weights(biased: Path, tmp_path: Path) -> None:
+    """On every rank, from the folder or from the checkpoint that it converts to; and they return after training."""
+    from_huggingface(biased, tmp_path / "ours")
+    theirs = load_file(biased / WEIGHTS_FILE)
+    wanted = torch.stack([torch.zeros(6), *(theirs[GLM_BIAS.format(layer)] for layer in (1, 2, 3))])
+    model = read_model_section(Location(str(biased)))
+    saved = []
+    for resume in (f"hf:{biased}", str(tmp_path / "ours")):
+        folder = tmp_path / str(len(saved))
+        changes = {"parallel__dp": 2, "parallel__ep": 2, "moe__bias_rate": 0.25, "checkpoint__every": 1}
+        tree = settings(model, folder, checkpoint__resume=resume, train__precision="fp32", **changes)
+        config = config_of(tree, folder)
+        for before, after in run_world(2, biases_of_a_step, config):
+            assert torch.equal(torch.from_numpy(before), wanted.double())
+            moved = torch.from_numpy(after) - wanted.double()
+            assert set(moved.view(-1).tolist()) <= {-0.25, 0.0, 0.25} and moved[1:].any() and not moved[0].any()
+        to_huggingface(folders.find_checkpoint(Location(str(config.folder))), folder / "again")
+        again = load_file(folder / "again" / WEIGHTS_FILE)
+        assert all(
+            torch.equal(again[GLM_BIAS.format(layer)], torch.from_numpy(after[layer]).float()) for layer in (1, 2, 3)
+        )
+        saved.append(after.tolist())
+    assert saved[0] == saved[1]
+
+
+def biases_of_a_step(rank: Rank, config: Any) -> tuple[Any, Any]:
+    """Begin, train a step and save. Returns the biases [layers, experts] before and after."""
+    from megascale.train.resume import load_initial_state
+    from megascale.train.step import train_step
+
+    run = build_run(rank, config)
+    load_initial_state(run, PretrainedWeights)
+    run.buffers.finish_param_gather()
+    bias = run.stages[0].layers["1"].mlp._experts.bias
+    before = bias.numpy().copy()
+    train_step(run, run.train_loader.batch(run.progress.samples))
+    run.buffers.finish_param_gather()
+    run.checkpoints.save(run.progress)
+    return before, bias.numpy().copy()
+
+
+def test_biases_are_counted(biased: Path, tmp_path: Path) -> None:
+    name = GLM_BIAS.format(2)
+    with pytest.raises(CheckpointError, match=f"has no tensor {name}"):
+        from_huggingface(damaged(biased, tmp_path / "missing", name), tmp_path / "ours")
+    from_huggingface(biased, tmp_path / "ours")
+    path = Location(str(tmp_path / "ours"))
+    saved = manifest.read(path)
+    del saved.tensors[BALANCE_BIAS]
+    with pytest.raises(manifest.DamagedError, match="has no tensor balance_bias"):
+        SavedWeights(path, saved).read("balance_bias.layers.2")
+
+
+def test_multi_token_prediction_is_refused_by_name(biased: Path, tmp_path: Path) -> None:
+    further = {"model.layers.4.eh_proj.weight": torch.zeros(32, 64)}
+    words = "1 tensors unknown to its config.json: model.layers.4.eh_proj.weight  -> multi-token prediction is not"
+    with pytest.raises(CheckpointError, match=words):
+        from_huggingface(damaged(biased, tmp_path / "predicts", **further), tmp_path / "ours")
+
+
+def test_biases_keep_their_dtype(biased: Path, tmp_path: Path) -> None:
+    from_huggingface(biased, tmp_path / "ours")
+    to_huggingface(Location(str(tmp_path / "ours")), tmp_path / "half", torch.float16)
+    dtypes = {name: tensor.dtype for name, tensor in load_file(tmp_path / "half" / WEIGHTS_FILE).items()}
+    assert {name for name, dtype in dtypes.items() if dtype == torch.float32} == {GLM_BIAS.format(n) for n in (1, 2, 3)}

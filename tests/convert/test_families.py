@@ -49,7 +49,8 @@ def computes_the_same(ours: dict[str, Any], theirs: dict[str, Any], folder: Path
 RELEVANT = {
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_experts", "num_local_experts", "num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size",
-    "shared_expert_intermediate_size", "mlp_only_layers", "decoder_sparse_step", "qkv_bias",
+    "n_routed_experts", "n_shared_experts", "first_k_dense_replace", "routed_scaling_factor", "n_group", "topk_group",
+    "use_qk_norm", "shared_expert_intermediate_size", "mlp_only_layers", "decoder_sparse_step", "qkv_bias",
     "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "layer_norm_eps", "hidden_act",
     "hidden_activation", "tie_word_embeddings", "rope_parameters", "attention_bias", "layer_types",
     "use_parallel_residual", "query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping",
@@ -194,6 +195,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_theta": 10000.0, "router_aux_loss_coef": 0.01, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
         "vocab_size": 50304,
     },
+    "GLM-4.5-Air-Base": {
+        "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+        "eos_token_id": [151329, 151336, 151338], "first_k_dense_replace": 1, "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 10944, "max_position_embeddings": 131072,
+        "model_type": "glm4_moe", "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128,
+        "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 96, "num_experts_per_tok": 8,
+        "num_hidden_layers": 46, "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "pad_token_id": 151329,
+        "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000,
+        "routed_scaling_factor": 1.0, "tie_word_embeddings": False, "topk_group": 1, "torch_dtype": "bfloat16",
+        "use_cache": True, "use_qk_norm": False, "vocab_size": 151552,
+    },
     "SmolLM2-135M": {
         "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 0, "eos_token_id": 0,
         "hidden_act": "silu", "hidden_size": 576, "initializer_range": 0.041666666666666664, "intermediate_size": 1536,
@@ -220,6 +232,7 @@ PRESETS = {
     "Qwen3-0.6B": "qwen3-0.6b", "gemma-2-2b": "gemma2-2b", "gemma-3-1b-pt": "gemma3-1b",
     "OLMo-2-1124-7B": "olmo2-7b", "pythia-160m": "pythia-160m", "Mixtral-8x7B-v0.1": "mixtral-8x7b",
     "Qwen1.5-MoE-A2.7B": "qwen1.5-moe-a2.7b", "Qwen3-30B-A3B-Base": "qwen3-30b-a3b", "OLMoE-1B-7B-0924": "olmoe-1b-7b",
+    "GLM-4.5-Air-Base": "glm4.5-air",
 }  # fmt: skip
 
 
@@ -280,7 +293,7 @@ def test_dynamic_rope_computes_the_same_at_the_length_of_training(tmp_path: Path
 PLAIN = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 9}
 
 
-REFUSE_NULL = ("mistral", "gemma2", "gemma3_text", "mixtral", "qwen2_moe", "qwen3_moe")
+REFUSE_NULL = ("mistral", "gemma2", "gemma3_text", "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe")
 """Families whose classes in transformers accept no null for key-value heads, or compute nothing with it."""
 
 

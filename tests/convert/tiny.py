@@ -24,6 +24,7 @@ YARN = {
 }  # fmt: skip
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 50.0}
 MIXTURE = GROUPED | {"num_experts": 6, "num_experts_per_tok": 3}
+GLM = GROUPED | {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 900.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
@@ -70,6 +71,15 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         MIXTURE | {"moe_intermediate_size": 20, "use_sliding_window": True, "sliding_window": 5},
     ),
     "olmoe": ("Olmoe", MIXTURE),
+    "glm 4 mixture": (
+        "Glm4Moe",
+        GLM | {"head_dim": 12, "attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 2.5},
+    ),
+    "glm 4 mixture groups": (
+        "Glm4Moe",
+        GLM
+        | {"n_group": 3, "topk_group": 2, "norm_topk_prob": False, "n_shared_experts": 2, "first_k_dense_replace": 2},
+    ),
     "phi 3 partial": ("Phi3", GROUPED | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
 }
 """Class and configuration by name. Lists and names of keys are of transformers 5."""
@@ -100,13 +110,23 @@ def make_tiny(name: str, **other: Any) -> Any:
         drawn = torch.randn(parameter.shape, generator=generator) * 0.2
         is_gain = parameter.dim() == 1 and key.endswith("weight") and "Gemma" not in kind
         parameter.data = (drawn + is_gain).bfloat16().float()  # exact in every dtype
+    for buffer in balance_biases(net).values():
+        buffer.copy_((torch.randn(buffer.shape, generator=generator) * 0.2).bfloat16())
     return net
+
+
+def balance_biases(net: Any) -> dict[str, torch.Tensor]:
+    """The experts' biases of a model, which its files have."""
+    return {name: buffer for name, buffer in net.named_buffers() if name.endswith("e_score_correction_bias")}
 
 
 def save_tiny(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     """Save a model to a folder with transformers. Returns the model, in fp32."""
     net = tiny(name)
     stored = net if dtype == torch.float32 else copy.deepcopy(net).to(dtype)  # a cast rounds rotary frequencies too
+    for module in stored.modules():
+        if hasattr(module, "e_score_correction_bias"):  # published files have it in fp32
+            module.e_score_correction_bias = module.e_score_correction_bias.float()
     stored.save_pretrained(folder, **options)
     return net
 

@@ -14,9 +14,9 @@ import torch
 
 from megascale.convert.families.config_json import FAMILIES
 from megascale.convert.huggingface import PretrainedWeights
-from megascale.convert.tensor_map import read_region, tensor_map
+from megascale.convert.tensor_map import bias_names, read_region, tensor_map
 from megascale.core.rank import Rank
-from tests.convert.tiny import MIXTURES, TINY, as_saved, make_tiny, save_tiny
+from tests.convert.tiny import MIXTURES, TINY, as_saved, balance_biases, make_tiny, save_tiny
 from tests.oracles.ours import LAYOUTS, Arrays, Batch, Result, compute, difference
 from tests.oracles.test_transformers import wide
 from tests.runs import build_run, config_of, curve_of, settings
@@ -36,11 +36,15 @@ def keys_of(given: PretrainedWeights) -> dict[str, Any]:
 
 
 def ours_from(given: PretrainedWeights, theirs: dict[str, torch.Tensor]) -> Arrays:
-    """Tensors of transformers, weights or gradients, by our names."""
+    """Tensors of transformers, weights and biases of experts or gradients, by our names."""
     places = tensor_map(FAMILIES[given.config["model_type"]], given.model)
-    assert {place.name for listed in places.values() for place in listed} == theirs.keys()
+    left = {place.name for listed in places.values() for place in listed} - theirs.keys()
+    assert theirs.keys() <= {place.name for listed in places.values() for place in listed}
+    assert left in (set(), {places[name][0].name for name in bias_names(given.model).values()})
     found = {}
     for parameter in given.tensors:
+        if places[parameter.name][0].name in left:
+            continue
         tensor = read_region(places[parameter.name], parameter.shape, lambda name, box: theirs[name][box], None)
         found[parameter.name] = tensor.double().numpy()
     return found
@@ -56,7 +60,8 @@ def reference(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> tu
         net = make_tiny(name).to(dtype)
         out = net(BATCH.tokens, labels=labels, num_items_in_batch=1)
         out.loss.backward()
-    weights = ours_from(given, as_saved(net, {key: p.detach() for key, p in net.named_parameters()}))
+    named = {key: p.detach() for key, p in net.named_parameters()} | balance_biases(net)
+    weights = ours_from(given, as_saved(net, named))
     gradients = {key: p.grad for key, p in net.named_parameters() if p.grad is not None}
     result = Result(out.logits.detach().double().numpy(), float(out.loss), ours_from(given, as_saved(net, gradients)))
     return keys_of(given), weights, result

@@ -18,6 +18,7 @@ FAMILIES = {
     for family in (
         gpt2.FAMILY, llama.FAMILY, llama.MISTRAL, qwen.QWEN2, qwen.QWEN3, gemma.GEMMA2, gemma.GEMMA3, llama.OLMO2,
         gpt_neox.FAMILY, llama.PHI3, mixtures.MIXTRAL, mixtures.QWEN2_MOE, mixtures.QWEN3_MOE, mixtures.OLMOE,
+        mixtures.GLM4_MOE,
     )
 }  # fmt: skip
 """Families by the `model_type` of config.json. The first that computes a model is the one it is exported as."""

@@ -54,8 +54,8 @@ class Family:
     `[model]` keys of a config.json; `write`: to further keys of a config.json.
     `outer`: megascale tensor -> Hugging Face tensor. `layer`: module of `layer_prefix`.N in Hugging Face -> module of
     `layers.N`, or several (`Fused`). `experts`: stack of matrices of `layers.N` -> modules of each expert in Hugging
-    Face, in the order of the stack, with * for the expert's number. `ignored_suffixes`: of tensors in files that are no
-    weights.
+    Face, in the order of the stack, with * for the expert's number. `balance_bias`: the tensor of `layer_prefix`.N that
+    has the experts' biases. `ignored_suffixes`: of tensors in files that are no weights.
     """
 
     name: str
@@ -70,6 +70,7 @@ class Family:
     write: Sequence[Callable[[ModelConfig], ConfigKeys]] = ()
     ignored_suffixes: tuple[str, ...] = ()
     experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    balance_bias: str = ""
 
     def model_keys(self, config: ConfigKeys) -> ConfigKeys:
         """The keys of `[model]` for a config.json.

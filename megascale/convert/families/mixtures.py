@@ -1,5 +1,5 @@
 """Mixtures of experts: model_type mixtral; qwen2_moe, with a shared expert (Qwen1.5-MoE, Qwen2); qwen3_moe, with a norm
-of each head of q and k; olmoe, with norms of all of q and of k.
+of each head of q and k; olmoe, with norms of all of q and of k; glm4_moe (GLM-4.5), with scores by sigmoid and biases.
 """
 
 from __future__ import annotations
@@ -81,6 +81,23 @@ def _read_alternating_windows(config: ConfigKeys) -> ConfigKeys:
     return read_windows(config if used else config | {"sliding_window": None}, types, 4096)
 
 
+def _read_glm(config: ConfigKeys) -> ConfigKeys:
+    shared, width = config.get("n_shared_experts", 1), config.get("moe_intermediate_size", 1408)
+    return read_rope(config, fraction=("partial_rotary_factor", 0.5)) | {
+        "qk_norm": "head" if config.get("use_qk_norm", False) else "none",
+        "shared_ffn_size": shared * width,
+        "router_group_value": "top2" if config.get("n_group", 1) > 1 else "max",
+    }
+
+
+def _write_glm(model: ModelConfig) -> ConfigKeys:
+    return {
+        "partial_rotary_factor": model.rotary_fraction,
+        "use_qk_norm": model.qk_norm == "head",
+        "n_shared_experts": model.shared_ffn_size // model.expert_ffn_size,
+    }
+
+
 MIXTRAL = Family(
     "mixtral", "MixtralForCausalLM", LLAMA | {"bias": False},
     KEYS | {
@@ -136,4 +153,31 @@ OLMOE = Family(
     OUTER, "model.layers", QWEN3_LAYER | ROUTER,
     {"hidden_act": ("silu",), "attention_bias": (False,), "clip_qkv": (None,)},
     (read_rope, check_heads), (write_rope, _write_expert_size), ROTARY_BUFFERS, EXPERTS,
+)  # fmt: skip
+
+GLM4_MOE = Family(
+    "glm4_moe", "Glm4MoeForCausalLM", LLAMA | {"bias": False, "router_score": "sigmoid", "balance_bias": True},
+    KEYS | {
+        "num_kv_heads": kv_heads(8),
+        "norm_eps": Key("rms_norm_eps", 1e-5),
+        "seq_length": Key("max_position_embeddings", 131_072, size=True),
+        "qkv_bias": Key("attention_bias", False),
+        "experts": Key("n_routed_experts", 128, size=True, also="num_local_experts"),
+        "experts_per_token": Key("num_experts_per_tok", 8, size=True),
+        "expert_ffn_size": Key("moe_intermediate_size", 1408, size=True),
+        "dense_layers": Key("first_k_dense_replace", 1),
+        "router_normalize": Key("norm_topk_prob", True),
+        "router_scale": Key("routed_scaling_factor", 1.0, size=True),
+        "router_groups": Key("n_group", 1, size=True),
+        "router_top_groups": Key("topk_group", 1, size=True),
+    },
+    OUTER, "model.layers",
+    QWEN3_LAYER | ROUTER | {
+        "mlp.shared_experts.gate_proj": "shared.gate",
+        "mlp.shared_experts.up_proj": "shared.up",
+        "mlp.shared_experts.down_proj": "shared.down",
+    },
+    {"hidden_act": ("silu",)},
+    (_read_glm, read_head_dim), (write_rope, write_head_dim, _write_glm), ROTARY_BUFFERS, EXPERTS,
+    "mlp.gate.e_score_correction_bias",
 )  # fmt: skip
